@@ -1,6 +1,6 @@
 """Craton predicts, runs, measures and repairs foundation-model jobs.
 
-`from craton import load_job, plan, run` is the Python API; the command line takes the same path. Names load on first
+`from craton import load_job, plan, run` is the Python API, which the command line calls. Names load on first
 use, so that `import craton` costs nothing.
 """
 

@@ -47,6 +47,19 @@ NAMESPACES = {
     "craton.ml.training.session": "the fork server calls the program's own entry point",
 }
 
+# What starts and changes runs, and what the command line may take from there.
+CHANGES = ("craton.orchestration.start", "craton.orchestration.changes")
+LOOKS = {
+    "RunStart",
+    "SavedStep",
+    "find_rescue",
+    "fired_faults",
+    "first_copy",
+    "newest_checkpoint",
+    "sharing_doubt",
+    "what_happens",
+}
+
 
 def module_name(path: Path) -> str:
     parts = path.relative_to(ROOT).with_suffix("").parts
@@ -133,6 +146,25 @@ def test_a_module_is_imported_from_outside_through_the_face_of_its_folder() -> N
     planted = list(imports(ast.parse("def f():\n    from craton.telemetry.files.lines import read_lines")))
     assert not may_import("craton.planning.planner", *planted)
     assert may_import("craton.telemetry.files.storage", *planted)
+
+
+def names_from(tree: ast.Module, modules: tuple[str, ...]) -> set[str]:
+    """What a source imports from these modules, anywhere in it."""
+    found = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module in modules]
+    return {alias.name for statement in found for alias in statement.names}
+
+
+def test_the_command_line_starts_and_changes_runs_through_the_python_api() -> None:
+    """Of what starts and changes runs it imports only types, and functions that look."""
+    used: set[str] = set()
+    for name, tree in TREES.items():
+        if name.startswith("craton.cli."):
+            used |= names_from(tree, CHANGES)
+    assert used == LOOKS, "and an exception that nothing needs is removed"
+    verbs = ("run", "serve", "ps", "logs", "why", "stop", "rm", "resume", "resize", "chaos")
+    assert [verb for verb in verbs if "craton.api" not in imports(TREES[f"craton.cli.{verb}"])] == []
+    planted = ast.parse("def f():\n    from craton.orchestration.start import stop_run")
+    assert not names_from(planted, CHANGES) <= LOOKS
 
 
 def test_a_folder_has_few_files() -> None:

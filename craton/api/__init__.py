@@ -1,4 +1,4 @@
-"""The Python API: start, list, follow and change runs; serve models. The command line takes the same path."""
+"""The Python API: start, list, follow and change runs; serve models. The command line calls it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 from craton.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from craton.api.run_handle import Run, run, runs
-    from craton.api.server import Server, serve
+    from craton.api.run_handle import Run, runs
+    from craton.api.server import Server, serve, server_job
+    from craton.api.start import preview, run
+    from craton.api.start_steps import StartWatch
 else:
     __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

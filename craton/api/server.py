@@ -3,28 +3,58 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from types import TracebackType
 
 from craton.agent.processes import free_port
-from craton.api.run_handle import Run
+from craton.api.run_handle import LOOK_SECONDS, Run
+from craton.api.start_steps import StartWatch, Unwatched, ready_start
 from craton.formatting import setting
+from craton.job import Job, load_job
 from craton.orchestration import NoAnswerError, ServerWatch, address_of, serve_job, server_name
 from craton.orchestration.draft import Progress
-from craton.orchestration.start import check_server, check_start, draft_start, submit_start
-from craton.orchestration.watching import Follower, wait_for_agents
+from craton.orchestration.start import RunStart, check_server, draft_start, submit_start
+from craton.orchestration.watching import Follower, View, wait_for_agents
 from craton.telemetry import RunSummary, runs_root
-
-LOOK_SECONDS = 0.2
 
 
 class Server:
     """A server with an OpenAI-compatible API, and the run that it is."""
 
-    def __init__(self, run: Run, url: str) -> None:
-        self.run, self.url = run, url
+    def __init__(self, run: Run) -> None:
+        self.run, self.address = run, address_of(load_job(run.directory.job_path))
+
+    @property
+    def url(self) -> str:
+        return self.address.url
 
     def __repr__(self) -> str:
         return f"Server({self.url!r}, {self.run.name}, {self.run.state})"
+
+    def wait_until_ready(
+        self,
+        seconds: float | None = None,
+        look: Callable[[View], None] | None = None,
+        *,
+        look_seconds: float = LOOK_SECONDS,
+    ) -> None:
+        """Return once it answers; NoAnswerError where it ends before, TimeoutError after `seconds`. `look` is called
+        with every look at its run, the last one included."""
+        follower, watch = Follower(self.run.directory), ServerWatch(self.address)
+        deadline = None if seconds is None else time.monotonic() + seconds
+        while True:
+            view = follower.look()
+            if look is not None:
+                look(view)
+            if not view.is_moving:
+                wait_for_agents(self.run.directory)
+                message = f"{self.run.name} is {view.summary.state} before it answered: {view.summary.message}"
+                raise NoAnswerError(message)
+            if view.summary.state != "stopping" and watch.is_ready():
+                return
+            if deadline is not None and time.monotonic() >= deadline:
+                raise TimeoutError(f"{self.run.name} does not answer after {setting(seconds)}")
+            time.sleep(look_seconds)
 
     def stop(self) -> RunSummary:
         """Let it answer the requests under way, and stop it."""
@@ -47,33 +77,42 @@ def serve(
     port: int | None = None,
     cluster: str = "local",
     seconds: float | None = None,
+    wait: bool = True,
     progress: Progress | None = None,
+    watch: StartWatch | None = None,
     **settings: object,
 ) -> Server:
-    """Serve a model on this machine and return once it answers; TimeoutError where that takes longer than `seconds`.
+    """Serve a model on this machine and return once it answers, or without `wait` once it is started. TimeoutError
+    where that takes longer than `seconds`: then it is stopped.
 
     `model` is a folder, a Hub id in the local cache, a run or a preset; `settings` are keys of a job's `serve:`
-    section, such as max_length or api_keys. Without a port a free one is taken.
+    section, such as max_length or api_keys. Without a port a free one is taken. `watch` sees every step of the start
+    and may refuse.
     """
-    section = {**settings, "port": free_port() if port is None else port}
-    job = serve_job(model, name=name or server_name(model, runs_root()), cluster=cluster, tp=tp, settings=section)
-    start = draft_start(job, on="local", progress=progress)
-    check_start(start)
-    check_server(job)
-    server = Server(Run(submit_start(start)[0]), address_of(job).url)
-    _wait_until_ready(server, ServerWatch(address_of(job)), seconds)
+    job = server_job(model, name, tp=tp, port=port, cluster=cluster, **settings)
+
+    def draft(report: Progress | None) -> RunStart:
+        return draft_start(job, on="local", progress=report)
+
+    server = Server(Run(submit_start(ready_start(draft, watch or Unwatched(progress), check_server))[0]))
+    if wait:
+        try:
+            server.wait_until_ready(seconds)
+        except TimeoutError as error:
+            server.run.stop(now=True)
+            raise TimeoutError(f"{error}; it is stopped") from None
     return server
 
 
-def _wait_until_ready(server: Server, watch: ServerWatch, seconds: float | None) -> None:
-    follower = Follower(server.run.directory)
-    deadline = None if seconds is None else time.monotonic() + seconds
-    while not watch.is_ready():
-        view = follower.look()
-        if not view.is_moving:
-            wait_for_agents(server.run.directory)
-            raise NoAnswerError(f"{server.run.name} is {view.summary.state} before it answered: {view.summary.message}")
-        if deadline is not None and time.monotonic() >= deadline:
-            server.run.stop(now=True)
-            raise TimeoutError(f"{server.run.name} does not answer after {setting(seconds)}; it is stopped")
-        time.sleep(LOOK_SECONDS)
+def server_job(
+    model: str,
+    name: str | None = None,
+    *,
+    tp: int | None = None,
+    port: int | None = None,
+    cluster: str = "local",
+    **settings: object,
+) -> Job:
+    """The job that `serve` starts; `preview` shows what that writes and starts."""
+    section = {**settings, "port": free_port() if port is None else port}
+    return serve_job(model, name=name or server_name(model, runs_root()), cluster=cluster, tp=tp, settings=section)

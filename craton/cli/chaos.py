@@ -45,12 +45,13 @@ def chaos(
     """Break a running run on purpose: at a step, in a phase (@during=restore), or at once."""
     import json
 
+    from craton.api import Run
     from craton.cli.views.live import make_console
-    from craton.orchestration.changes import arm_faults, faults_for, random_faults_for
-    from craton.telemetry import RunError, find_run
+    from craton.telemetry import RunError
 
     console = make_console(as_json)
-    directory = find_run(run)
+    handle = Run(run)
+    directory = handle.directory
     texts_by_kind = {
         "kill": kill,
         "hang": hang,
@@ -59,15 +60,10 @@ def chaos(
         "slow-disk": slow_disk,
         "lose-node": lose_node,
     }
-    faults = faults_for(
-        directory, [f"{kind} {text}" for kind, all_of_kind in texts_by_kind.items() for text in all_of_kind or []]
-    )
-    if random is not None:
-        chosen = [kind.strip() for kind in kinds.split(",") if kind.strip()]
-        faults += (
-            random_faults_for(directory, random, seed, chosen) if chosen else random_faults_for(directory, random, seed)
-        )
-    elif kinds:
+    texts = [f"{kind} {text}" for kind, all_of_kind in texts_by_kind.items() for text in all_of_kind or []]
+    chosen = [kind.strip() for kind in kinds.split(",") if kind.strip()]
+    faults = handle.draft_faults(texts, random=random or 0, seed=seed, kinds=chosen)
+    if kinds and random is None:
         raise RunError("--kinds belongs to --random, which draws faults of these kinds")
     if not faults:
         raise RunError(
@@ -76,7 +72,7 @@ def chaos(
     print_faults(directory, faults, console)
     confirm(directory, yes)
     since = time.time()
-    path = arm_faults(directory, faults)
+    path = handle.inject(faults)
     outcome: dict[str, Any] = {"run": directory.name, "order": str(path), "faults": [fault.text for fault in faults]}
     if wait:
         try:
@@ -127,7 +123,7 @@ def follow(run: RunDirectory, faults: list[InjectedFault], since: float, console
     follower = Follower(run)
     texts = [fault.text for fault in faults]
     fired: dict[str, float] = {}
-    finished: dict[int, Recovery] = {}
+    told: dict[int, Recovery] = {}
     while True:
         view = follower.look()  # before the events, so that what happened last is read too
         for text, moment in fired_faults(run, since).items():
@@ -135,8 +131,8 @@ def follow(run: RunDirectory, faults: list[InjectedFault], since: float, console
                 fired[text] = moment
                 console.print(f"fired: {text}", style="bold red", markup=False)
         for recovery in view.recoveries:
-            if recovery.began >= since and recovery.seconds is not None and recovery.generation not in finished:
-                finished[recovery.generation] = recovery
+            if recovery.began >= since and recovery.seconds is not None and recovery.generation not in told:
+                told[recovery.generation] = recovery
                 console.print(f"recovered: {recovery.text}", style="green", soft_wrap=True, markup=False)
         if not view.is_moving or (set(texts) == set(fired) and not _awaited(faults, fired, view)):
             break
@@ -147,7 +143,7 @@ def follow(run: RunDirectory, faults: list[InjectedFault], since: float, console
     return {
         "fired": list(fired),
         "not_fired": left,
-        "recoveries": [{**asdict(item), "text": item.text} for item in finished.values()],
+        "recoveries": [{**asdict(item), "text": item.text} for item in told.values()],
     }
 
 

@@ -40,12 +40,14 @@ def logs(
     import json
     import sys
 
+    from craton.api import Run
     from craton.orchestration import is_elsewhere
-    from craton.orchestration.watching import log_files, log_lines, standing_of
+    from craton.orchestration.watching import log_files, standing_of
     from craton.printable import printable, printable_line
-    from craton.telemetry import RunError, find_run
+    from craton.telemetry import RunError
 
-    directory = find_run(run)
+    handle = Run(run)
+    directory = handle.directory
     ranks = _ranks(rank)
     last = number if number is not None else FOLLOW_LINES if follow else None
     in_pods = is_elsewhere(directory)
@@ -73,7 +75,7 @@ def logs(
             )
     alone = not agent and len(ranks) == 1
     clock = _Clock(directory) if timestamps else None
-    lines = log_lines(directory, ranks, agent=agent, follow=follow, last=last)
+    lines = handle.log_lines(ranks, agents=agent, follow=follow, last=last)
     try:
         for line in lines:
             moment = clock.moment(line) if clock else None

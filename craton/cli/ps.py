@@ -72,15 +72,15 @@ def ps(
 
     states = _states(state)
     if as_json:
-        listing = _look(True, number, states)
-        broken = [{"name": name, "state": "unreadable", "message": text} for name, text in listing.unreadable.items()]
+        found = _look(True, number, states)
+        broken = [{"name": name, "state": "unreadable", "message": text} for name, text in found.unreadable.items()]
         listed = [
             {
                 **summary_json(summary),
-                **recoveries_json(listing.recoveries[summary.name]),
-                "unread": listing.unread[summary.name],
+                **recoveries_json(found.recoveries[summary.name]),
+                "unread": found.unread[summary.name],
             }
-            for summary in listing.summaries
+            for summary in found.summaries
         ]
         print(json.dumps([*listed, *broken]))
         return
@@ -113,16 +113,16 @@ def _look(show_all: bool, number: int | None, states: Sequence[str]) -> Listing:
     """The runs that were asked for, newest first."""
     from itertools import islice
 
+    from craton.api import runs
     from craton.orchestration.watching import MOVING, glance, settled_summaries
-    from craton.telemetry import list_runs
 
     summaries, recoveries, unread, unreadable = [], {}, {}, {}
-    for run in list_runs()[: None if states else number]:
+    for run in runs()[: None if states else number]:
         try:
-            seen_run = glance(run)
-            _cells(seen_run.summary)
-            recoveries[run.name], unread[run.name] = seen_run.recoveries, seen_run.unread
-            summaries.append(seen_run.summary)
+            seen = glance(run.directory)
+            _cells(seen.summary)
+            recoveries[run.name], unread[run.name] = seen.recoveries, seen.unread
+            summaries.append(seen.summary)
         except Exception as error:  # noqa: BLE001 - one broken folder hides no other run, whatever is wrong with it
             unreadable[run.name] = f"{run.path} cannot be read: {str(error) or type(error).__name__}"
     summaries = settled_summaries(summaries)
@@ -153,26 +153,26 @@ def _states(text: str) -> list[str]:
     return states
 
 
-def _shown(listing: Listing, width: int) -> Text:
+def _shown(found: Listing, width: int) -> Text:
     """The table, and below it what is worth a line of its own."""
     from rich.text import Text
 
     from craton.telemetry import runs_root
 
-    lines = [Text(text, style="red") for text in listing.unreadable.values()]
-    if listing.summaries:
-        lines += _table(listing.summaries, width)
-        lines += [line for summary in listing.summaries for line in _notes(summary, listing)]
-        lines += [Text(text, style="cyan") for text in _waiting_lines(listing.summaries)]
-    elif not listing.unreadable:
+    lines = [Text(text, style="red") for text in found.unreadable.values()]
+    if found.summaries:
+        lines += _table(found.summaries, width)
+        lines += [line for summary in found.summaries for line in _notes(summary, found)]
+        lines += [Text(text, style="cyan") for text in _waiting_lines(found.summaries)]
+    elif not found.unreadable:
         lines.append(Text(f"no such runs in {runs_root()}; `craton run JOB` starts one"))
-    if listing.num_left_out:
-        older = f"{listing.num_left_out:,} older run{'s' if listing.num_left_out != 1 else ''}"
+    if found.num_left_out:
+        older = f"{found.num_left_out:,} older run{'s' if found.num_left_out != 1 else ''}"
         lines.append(Text(f"{older} not listed; `craton ps -a` lists all", style="dim"))
     return Text("\n").join(lines)
 
 
-def _notes(summary: RunSummary, listing: Listing) -> list[Text]:
+def _notes(summary: RunSummary, found: Listing) -> list[Text]:
     """What there is to say of one run beside its row."""
     from rich.text import Text
 
@@ -181,7 +181,7 @@ def _notes(summary: RunSummary, listing: Listing) -> list[Text]:
     from craton.orchestration.watching import MOVING
     from craton.telemetry import find_run
 
-    name, back, lines = summary.name, listing.recoveries[summary.name], []
+    name, back, lines = summary.name, found.recoveries[summary.name], []
     if summary.ledger and (back or summary.state in MOVING):
         lines.append(Text(f"{name}: {ledger_text(summary)} · {goodput_text(summary)}"))
     if summary.state in ("starting", "running", "stopping"):
@@ -197,7 +197,7 @@ def _notes(summary: RunSummary, listing: Listing) -> list[Text]:
         lines.append(Text(f"{name}: {reason}", style="red"))
     if summary.state == "stopped" and reason and not stopped_by_user(find_run(summary.path)):
         lines.append(Text(f"{name}: {reason}", style="yellow"))
-    unread = listing.unread[name]
+    unread = found.unread[name]
     lines += [Text(f"{name}: passed over: {text}", style="red") for text in unread[:MAX_UNREAD]]
     if len(unread) > MAX_UNREAD:
         lines.append(Text(f"{name}: and {len(unread) - MAX_UNREAD} more files", style="red"))

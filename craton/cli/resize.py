@@ -9,8 +9,6 @@ import typer
 
 from craton.formatting import counted, duration
 
-LOOK_SECONDS = 0.2
-
 
 def resize(
     run: Annotated[str, typer.Argument(metavar="RUN", help="Name or folder of a run.", show_default=False)],
@@ -20,46 +18,54 @@ def resize(
 ) -> None:
     """Go on with more or fewer nodes: the ranks finish their step, and the next one is done by the new ones."""
     import json
+    from contextlib import ExitStack
 
     from rich.status import Status
 
+    from craton.api import Run
     from craton.cli.views.live import make_console
     from craton.cli.views.outcome import outcome_json
     from craton.cli.views.progress import progress
-    from craton.orchestration.changes import draft_resize, has_resized, resize_run
-    from craton.orchestration.watching import Follower
-    from craton.telemetry import find_run, summarize
+    from craton.orchestration import RunEndedError
 
     console = make_console(as_json)
-    directory = find_run(run)
+    handle = Run(run)
     with progress("planning"):
-        wanted = draft_resize(directory, nodes)
-    since, began = time.time(), time.monotonic()
-    started = resize_run(directory, wanted)
+        wanted = handle.draft_resize(nodes)
+    began, is_asked, is_done = time.monotonic(), False, True
     many = f"{wanted.before} to {nodes} node{'s' if nodes > 1 else ''}"
-    console.print(f"{directory.name}: from {many}, {wanted.size.layout}")
-    if started:
-        console.print(f"started the agent{'s' if len(started) > 1 else ''} of {', '.join(started)}", style="dim")
-    if detach:
-        if as_json:
-            print(json.dumps(outcome_json(directory, summarize(directory))))
-        return
-    follower = Follower(directory)
-    try:
-        with Status(f"going from {many}", console=console):
-            while not (is_done := has_resized(directory, nodes, since)) and follower.look().is_moving:
-                time.sleep(LOOK_SECONDS)
-    except KeyboardInterrupt:
-        console.print(f"\nnot waiting any longer; {directory.name} goes to {counted(nodes, 'node')} by itself")
-        raise typer.Exit(130) from None
-    summary = follower.look().summary
+    with ExitStack() as shown:
+
+        def asked(started: list[str]) -> None:
+            nonlocal is_asked
+            is_asked = True
+            console.print(f"{handle.name}: from {many}, {wanted.size.layout}")
+            if started:
+                console.print(
+                    f"started the agent{'s' if len(started) > 1 else ''} of {', '.join(started)}", style="dim"
+                )
+            if not detach:
+                shown.enter_context(Status(f"going from {many}", console=console))
+
+        try:
+            summary = handle.resize(wanted, wait=not detach, asked=asked)
+        except RunEndedError as ended:
+            if not is_asked:
+                raise
+            summary, is_done = ended.summary, False
+        except KeyboardInterrupt:
+            if not is_asked:
+                raise
+            shown.close()
+            console.print(f"\nnot waiting any longer; {handle.name} goes to {counted(nodes, 'node')} by itself")
+            raise typer.Exit(130) from None
     if as_json:
-        print(json.dumps(outcome_json(directory, summary)))
-    elif is_done:
-        took = duration(time.monotonic() - began)
-        console.print(f"{directory.name} goes on at step {summary.step:,} on {many.partition(' to ')[2]}, {took} later")
-    else:
+        print(json.dumps(outcome_json(handle.directory, summary)))
+    elif not is_done:
         console.print(
-            f"{directory.name} is {summary.state}, not on {counted(nodes, 'node')}: {summary.message}", style="red"
+            f"{handle.name} is {summary.state}, not on {counted(nodes, 'node')}: {summary.message}", style="red"
         )
+    elif not detach:
+        took = duration(time.monotonic() - began)
+        console.print(f"{handle.name} goes on at step {summary.step:,} on {many.partition(' to ')[2]}, {took} later")
     raise typer.Exit(0 if is_done else 1)

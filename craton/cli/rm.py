@@ -17,16 +17,15 @@ def rm(
     import json
 
     from craton import formatting
+    from craton.api import Run
     from craton.cli.views.live import make_console
     from craton.cli.views.outcome import shown
     from craton.formatting import counted
     from craton.orchestration import StartError
-    from craton.orchestration.changes import plan_removal, remove_run
-    from craton.telemetry import find_run
 
     console = make_console(as_json)
-    found = list(dict.fromkeys(find_run(run) for run in runs))
-    removals = [plan_removal(run) for run in found]  # all are looked at before the first is removed
+    found = list(dict.fromkeys(Run(run).directory for run in runs))
+    removals = [Run(directory).draft_removal() for directory in found]  # all are looked at before the first is removed
     for entry in removals:
         text = f"{entry.run.name}: {formatting.stored(entry.size_bytes)} in {shown(entry.run.path)}"
         steps = f", {counted(entry.num_checkpoints, 'checkpoint')} with it" if entry.num_checkpoints else ""
@@ -41,7 +40,7 @@ def rm(
             typer.echo("nothing was removed", err=True)
             raise typer.Abort
     for element in removals:
-        remove_run(element.run)
+        Run(element.run).remove()
     if as_json:
         messages = [
             {"name": item.run.name, "path": str(item.run.path), "bytes": item.size_bytes, "stays": list(item.stays)}

@@ -15,10 +15,13 @@ from craton.cli.views.outcome import shown
 from craton.formatting import counted
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from rich.console import Console
 
+    from craton.api import Run
     from craton.job import Job
-    from craton.orchestration.draft import Draft
+    from craton.orchestration.draft import Draft, Progress
     from craton.orchestration.start import RunStart, SavedStep
     from craton.planning import CostPlan, Plan
     from craton.planning.serving import ServePlan
@@ -51,30 +54,78 @@ def run(
     as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as JSON, and nothing else.")] = False,
 ) -> None:
     """Run a job: plan, prepare the data, start the ranks, and show how it goes against the plan."""
+    from craton import api
     from craton.cli.views.live import make_console
     from craton.cli.views.progress import progress
-    from craton.job import load_job
-    from craton.orchestration.start import check_start, draft_start, submit_start
 
     console = make_console(as_json)
-    with progress("planning") as report:
-        start = draft_start(
-            load_job(job), name, on=on, chaos=chaos or (), stop_at=stop_at, progress=report, is_dry=dry_run
-        )
     if dry_run:
+        with progress("planning") as report:
+            start = api.preview(job, name, on=on, chaos=chaos or (), stop_at=stop_at, progress=report)
         print_draft(start.draft, start.run.path, as_json)
         return
-    check_start(start)
-    if not as_json:
-        print_plan(start.draft, console)
-    warn_of_place(start.draft, start.root, console)
-    confirm(start.draft, yes)
-    start = prepare(start, console)
-    started = submit_start(start)
-    if start.draft.job.run.copies > 1:
-        print_array(started, console, as_json)
+    view = StartView(console, yes=yes, as_json=as_json)
+    handle = api.run(job, name, on=on, chaos=chaos or (), stop_at=stop_at, watch=view)
+    if view.draft.job.run.copies > 1:
+        print_array(view.runs, console, as_json)
         return
-    follow(started[0], start.draft, console, detach=detach, as_json=as_json)
+    follow(handle, view.draft, console, detach=detach, as_json=as_json)
+
+
+class StartView:
+    """Shows a start on the terminal, and asks before it spends money."""
+
+    def __init__(self, console: Console, *, yes: bool, as_json: bool) -> None:
+        self._console, self._yes, self._as_json = console, yes, as_json
+        self._start: RunStart | None = None
+
+    @property
+    def has_planned(self) -> bool:
+        return self._start is not None
+
+    @property
+    def draft(self) -> Draft:
+        assert self._start is not None, "nothing was planned"
+        return self._start.draft
+
+    @property
+    def runs(self) -> list[RunDirectory]:
+        assert self._start is not None, "nothing was planned"
+        return self._start.runs
+
+    def stage(self, name: str) -> AbstractContextManager[Progress]:
+        from craton.cli.views.progress import progress
+
+        return progress(name, in_bytes=name == "data")
+
+    def planned(self, start: RunStart) -> None:
+        from craton.api import Run
+
+        self._start, job = start, start.draft.job
+        saved = Run(start.run).checkpoint() if start.resumes and not job.serve else None
+        if not self._as_json:
+            print_plan(start.draft, self._console, saved)
+            if start.resumes and not job.serve:
+                print_field(self._console, "from", _beginning(job, saved))
+        warn_of_place(start.draft, start.root, self._console)
+        confirm(start.draft, self._yes, saved)
+
+    def prepared(self, start: RunStart, tokens: dict[str, int]) -> None:
+        from craton import formatting
+
+        self._start = start
+        for path, count in tokens.items():
+            where = path if path.partition("/")[0] else shown(Path(path))
+            print_field(self._console, "data", f"{where}, {formatting.amount(count)} tokens")
+
+
+def _beginning(job: Job, saved: SavedStep | None) -> str:
+    """What a resumed run begins with."""
+    from craton.job.sections import RESCUE
+
+    if saved is not None:
+        return f"step {saved.step:,} in {shown(saved.path) if saved.tier == RESCUE else saved.tier}"
+    return "what its command has saved" if job.kind == "command" else "the beginning: there is no checkpoint"
 
 
 def print_array(started: list[RunDirectory], console: Console, as_json: bool) -> None:
@@ -93,45 +144,43 @@ def warn_of_place(draft: Draft, root: Path, console: Console) -> None:
         console.print(f"warning: {doubt}", style="yellow", soft_wrap=True, markup=False)
 
 
-def follow(run: RunDirectory, draft: Draft, console: Console, *, detach: bool, as_json: bool) -> None:
+def follow(run: Run, draft: Draft, console: Console, *, detach: bool, as_json: bool) -> None:
     """Watch a started run to its end and exit as it did; or with `detach` say where to look."""
     if draft.job.serve and not detach and draft.on == "local":
+        from craton.api import Server
         from craton.cli.views.server import follow_server
 
-        follow_server(run, draft, console, detach=False, as_json=as_json)
+        follow_server(Server(run), draft, console, detach=False, as_json=as_json)
         return
     from craton.cli.views.live import watch
     from craton.cli.views.outcome import exit_code, outcome_json, print_outcome
     from craton.orchestration import read_submission
     from craton.orchestration.draft import code_summary
-    from craton.orchestration.watching import settled_summaries, wait_for_agents
-    from craton.telemetry import summarize
 
     name = run.name
     if not as_json:
         print_field(console, "run", f"{shown(run.path)}, {_ranks(draft)}")
-        if submitted := read_submission(run).job:
+        if submitted := read_submission(run.directory).job:
             print_field(console, draft.on, f"job {submitted}")
-        if code := code_summary(run):
+        if code := code_summary(run.directory):
             print_field(console, "code", code)
     if detach:
         if as_json:
-            print(json.dumps(outcome_json(run, settled_summaries([summarize(run)])[0])))
+            print(json.dumps(outcome_json(run.directory, run.summary())))
         else:
             goes_on = "runs on its own" if draft.on == "local" else "starts by itself once it has its nodes"
             console.print(f"{name} {goes_on}: {_way_back(draft.job)}")
         return
     try:
-        view = watch(run, console, steps=draft.job.steps, quiet=as_json)
+        summary = watch(run, console, quiet=as_json)
     except KeyboardInterrupt:
         console.print(f"\nleft the view; {name} goes on. {_way_back(draft.job)}")
         raise typer.Exit(130) from None
-    wait_for_agents(run)
     if as_json:
-        print(json.dumps(outcome_json(run, view.summary)))
+        print(json.dumps(outcome_json(run.directory, summary)))
     else:
-        print_outcome(run, view.summary, console)
-    raise typer.Exit(exit_code(view.summary))
+        print_outcome(run.directory, summary, console)
+    raise typer.Exit(exit_code(summary))
 
 
 def print_plan(draft: Draft, console: Console, begin: SavedStep | None = None) -> None:
@@ -245,20 +294,6 @@ def _run_seconds(plan: Plan) -> tuple[float, float, float]:
 
 def _run_dollars(cost: CostPlan) -> tuple[float, float, float]:
     return cost.cost_dollars_low, cost.cost_dollars, cost.cost_dollars_high
-
-
-def prepare(start: RunStart, console: Console) -> RunStart:
-    """The start with its data prepared, which takes a while the first time; says how much there is."""
-    from craton import formatting
-    from craton.cli.views.progress import progress
-    from craton.orchestration.start import prepare_start
-
-    with progress("data", in_bytes=True) as report:
-        start, tokens = prepare_start(start, report)
-    for path, count in tokens.items():
-        where = path if path.partition("/")[0] else shown(Path(path))
-        print_field(console, "data", f"{where}, {formatting.amount(count)} tokens")
-    return start
 
 
 def confirm(draft: Draft, yes: bool, begin: SavedStep | None = None) -> None:

@@ -6,6 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
+PORT = 8000
+
 
 def serve(
     model: Annotated[
@@ -14,7 +16,7 @@ def serve(
             metavar="MODEL", help="A folder, a Hub id in the local cache, a run, or a preset.", show_default=False
         ),
     ],
-    port: Annotated[int | None, typer.Option(help="Where it listens \\[default: 8000].", show_default=False)] = None,
+    port: Annotated[int | None, typer.Option(help=f"Where it listens \\[default: {PORT}].", show_default=False)] = None,
     host: Annotated[
         str | None, typer.Option(help="And at which address \\[default: 127.0.0.1].", show_default=False)
     ] = None,
@@ -69,17 +71,15 @@ def serve(
     as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as JSON, and nothing else.")] = False,
 ) -> None:
     """Serve a model over the OpenAI API. Ctrl-C drains and stops it; --detach leaves it."""
-    from craton.cli.run import confirm, print_draft, print_plan
+    from craton import api
+    from craton.cli.run import StartView, print_draft
     from craton.cli.views.live import make_console
     from craton.cli.views.progress import progress
     from craton.cli.views.server import follow_server
-    from craton.orchestration import serve_job, server_name
-    from craton.orchestration.start import check_server, check_start, draft_start, submit_start
-    from craton.telemetry import runs_root
 
-    console, root = make_console(as_json), runs_root()
+    console = make_console(as_json)
     settings: dict[str, Any] = {
-        "port": port,
+        "tp": tp,
         "host": host,
         "served_name": served_name,
         "max_length": max_length,
@@ -96,24 +96,16 @@ def serve(
         "admin_key": admin_key,
         "initialize": "random" if random_weights else None,
     }
-    wanted = serve_job(
-        model,
-        name=name or server_name(model, root),
-        cluster=cluster,
-        tp=tp,
-        settings={key: value for key, value in settings.items() if value is not None},
-    )
-    with progress("planning") as report:
-        start = draft_start(wanted, on="local", progress=report, is_dry=dry_run)
+    given = {key: value for key, value in settings.items() if value is not None}
+    where: dict[str, Any] = {"port": PORT if port is None else port, "cluster": cluster}
     if dry_run:
+        with progress("planning") as report:
+            start = api.preview(api.server_job(model, name, **where, **given), on="local", progress=report)
         print_draft(start.draft, start.run.path, as_json)
         return
-    check_start(start)
-    check_server(start.draft.job)
-    if not as_json:
-        print_plan(start.draft, console)
-    confirm(start.draft, yes)
-    follow_server(submit_start(start)[0], start.draft, console, detach=detach, as_json=as_json, owns=True)
+    view = StartView(console, yes=yes, as_json=as_json)
+    server = api.serve(model, name, **where, wait=False, watch=view, **given)
+    follow_server(server, view.draft, console, detach=detach, as_json=as_json, owns=True)
 
 
 def _adapters(pairs: list[str]) -> dict[str, str]:

@@ -9,7 +9,8 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from craton.telemetry import RunDirectory, RunSummary
+    from craton.api import Run
+    from craton.telemetry import RunSummary
 
 NOT_SEEN = "what it saved is in the run directory of its pods, which is not seen from here"
 
@@ -24,35 +25,33 @@ def stop(
     """Stop a run with a checkpoint, a server when its requests are answered; wait until it has."""
     import json
 
-    from craton.cli.views.live import make_console, wait_for_stop
+    from craton.api import Run
+    from craton.cli.views.live import StopStatus, make_console
     from craton.cli.views.outcome import not_in_tier, outcome_json, shown
     from craton.job import load_job
     from craton.job.sections import RESCUE
-    from craton.orchestration import RunEndedError, is_elsewhere
-    from craton.orchestration.start import kill_run, newest_checkpoint, stop_run
-    from craton.orchestration.watching import is_server, settled_summaries, wait_for_agents
-    from craton.telemetry import find_run, summarize
-    from craton.telemetry.files import noting_unread, storage_problem
+    from craton.orchestration import RunEndedError, UnsavedError, is_elsewhere
+    from craton.orchestration.watching import is_server
+    from craton.telemetry.files import storage_problem
 
     console = make_console(as_json)
-    directory = find_run(run)
+    handle = Run(run)
+    directory = handle.directory
     serves = is_server(directory)
-    before = None if serves else newest_checkpoint(directory)
-    unsaved = ""
+    before = None if serves else handle.checkpoint()
+    unsaved, status = "", StopStatus(console, serves)
     try:
-        kill_run(directory) if now else stop_run(directory)
+        with status:
+            summary = handle.stop(now=now, ended_ok=False, look=status.look)
     except RunEndedError as ended:
-        _tell_ended(directory, ended.summary, console, as_json)
-    if not now:
-        try:
-            unsaved = wait_for_stop(directory, console, serves).summary.unsaved
-        except KeyboardInterrupt:
-            console.print(f"\nnot waiting any longer; {directory.name} still stops by itself")
-            raise typer.Exit(130) from None
-    if not unsaved:
-        wait_for_agents(directory)
-    with noting_unread():
-        summary = settled_summaries([summarize(directory)])[0]
+        _tell_ended(handle, ended.summary, console, as_json)
+    except UnsavedError as error:
+        summary, unsaved = error.summary, error.summary.unsaved
+    except KeyboardInterrupt:
+        if not status.is_shown:
+            raise
+        console.print(f"\nnot waiting any longer; {directory.name} still stops by itself")
+        raise typer.Exit(130) from None
     if as_json:
         print(json.dumps(outcome_json(directory, summary)))
         raise typer.Exit(1 if summary.state == "failed" or (summary.state == "lost" and not now) or unsaved else 0)
@@ -76,12 +75,12 @@ def stop(
         console.print(f"{directory.name} still stops: {reason}", markup=False)
         raise typer.Exit(1)
     if summary.state == "done":
-        _tell_ended(directory, summary, console, as_json)
+        _tell_ended(handle, summary, console, as_json)
     if serves:
         console.print(f"{directory.name} stopped")
         console.print(f"next: craton resume {directory.name}", style="dim")
         return
-    saved = newest_checkpoint(directory)
+    saved = handle.checkpoint()
     if is_elsewhere(directory):  # so are its steps
         text = f"the newest checkpoint seen from here is of step {saved.step:,}" if saved else NOT_SEEN
         console.print(f"{directory.name} stopped; {text}")
@@ -103,22 +102,21 @@ def stop(
     console.print(f"next: craton resume {directory.name}{begin}", style="dim")
 
 
-def _tell_ended(run: RunDirectory, summary: RunSummary, console: Console, as_json: bool) -> NoReturn:
+def _tell_ended(handle: Run, summary: RunSummary, console: Console, as_json: bool) -> NoReturn:
     """There is nothing left to stop: how the run ended and where its state is. Exit code 1: it failed or is lost."""
     import json
 
     from craton.cli.views.outcome import exit_code, not_in_tier, outcome_json, print_failure, shown
     from craton.job import load_job
     from craton.orchestration import is_elsewhere
-    from craton.orchestration.start import newest_checkpoint
     from craton.orchestration.watching import is_server
 
-    code = exit_code(summary)
+    run, code = handle.directory, exit_code(summary)
     if as_json:
         print(json.dumps(outcome_json(run, summary)))
         raise typer.Exit(code)
     name, serves = run.name, is_server(run)
-    saved = None if serves else newest_checkpoint(run)
+    saved = None if serves else handle.checkpoint()
     if code:
         at = f"; checkpoint of step {saved.step:,} in {shown(saved.path)}{not_in_tier(run, saved)}" if saved else ""
         print_failure(run, summary, console, at, "" if saved or serves else ", from the beginning")

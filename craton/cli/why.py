@@ -26,13 +26,12 @@ def why(
     """Say why a run waits, is slow, hangs, is dead or wrong: layer, node, evidence, what to do, what it costs."""
     import json
 
+    from craton.api import Run
     from craton.cli.views.live import make_console
     from craton.observability.diagnosis import diagnose
-    from craton.observability.diagnosis.collect import chosen_run, read_snapshot, take_snapshot
-    from craton.observability.web.sources import prometheus_address
+    from craton.observability.diagnosis.collect import chosen_run, read_snapshot
 
-    address = prometheus_address(prometheus)
-    snapshot = read_snapshot(replay) if replay else take_snapshot(chosen_run(run), address)
+    snapshot = read_snapshot(replay) if replay else Run(chosen_run(run)).snapshot(prometheus)
     if save:
         save.write_text(snapshot.to_json() + "\n", encoding="utf-8")
     verdict = diagnose(snapshot)

@@ -3,7 +3,8 @@
 craton.telemetry.RunError
 ├── StartError          the job cannot be started: where it should run, memory, layout, secrets
 ├── RunStateError       the verb does not fit the state the run is in
-│   └── RunEndedError   it has ended, however it did
+│   ├── RunEndedError   it has ended, however it did
+│   └── UnsavedError    it was told to stop and cannot save its state
 └── SchedulerError      Slurm or Kubernetes cannot be asked, or refuses
     └── NoAnswerError   whether it did what it was asked is not known
 """
@@ -23,6 +24,14 @@ class RunStateError(RunError):
 
 class RunEndedError(RunStateError):
     """The verb is for runs that run, and this one has ended."""
+
+    def __init__(self, message: str, summary: RunSummary) -> None:
+        super().__init__(message)
+        self.summary = summary
+
+
+class UnsavedError(RunStateError):
+    """The run was told to stop and stays up, because its state cannot be saved."""
 
     def __init__(self, message: str, summary: RunSummary) -> None:
         super().__init__(message)

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 from run_verbs import Verbs
-from waiting import wait_until
+from waiting import PATIENCE_SECONDS, wait_until
 
+from craton import Run
 from craton.agent import newest_generation
-from craton.orchestration import living_agents
+from craton.orchestration import RunStateError, living_agents
 from craton.telemetry import summarize
 
 JOB = """\
@@ -79,7 +80,14 @@ def test_chaos_breaks_and_the_run_comes_back_and_goes_on_with_another_size(verbs
     assert newest is not None
     assert (len(newest.nodes), newest.is_planned) == (3, True)
     assert json.loads((verbs.root / "words" / "plan.json").read_text())["cluster"]["num_nodes"] == 3
-    assert verbs("resize", "words", "1").returncode == 0
+    handle = Run("words")
+    with pytest.raises(RunStateError, match="words runs on 3 nodes already"):
+        handle.resize(3)
+    summary = handle.resize(1, PATIENCE_SECONDS)
+    assert (summary.state, summary.ranks) == ("running", 1)
+    newest = newest_generation(verbs.run("words"))
+    assert newest is not None
+    assert len(newest.nodes) == 1
     steps = steps_of(verbs)
     for number in (recovery["generation"] + 1, recovery["generation"] + 2):
         kept = restored_step(verbs, number)

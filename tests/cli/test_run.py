@@ -13,6 +13,7 @@ from rich.console import Console
 from run_verbs import Verbs, in_a_terminal
 
 from craton.agent import Launch
+from craton.api import Run
 from craton.cli.run import confirm, follow, print_plan
 from craton.job import load_job, parse_job
 from craton.orchestration import living_agents
@@ -180,7 +181,7 @@ def test_what_is_said_of_a_run_left_alone_fits_its_kind_and_its_place() -> None:
         job = parse_job(kind)
         draft = Draft(job, None, Launch(0, ["node-0"], 1, ["x"]), on=on)
         out = io.StringIO()
-        follow(RunDirectory("/runs/none"), draft, Console(file=out, width=200), detach=True, as_json=False)
+        follow(Run(RunDirectory("/runs/none")), draft, Console(file=out, width=200), detach=True, as_json=False)
         return out.getvalue()
 
     command = "name: none\nkind: command\ncommand: x\ncluster: local\n"

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from craton import terminal_marks
 from craton.agent import Generation
+from craton.api import Run
 from craton.cli.views.live import describe, line, make_console, panel, watch
 from craton.cli.views.outcome import outcome_json, print_outcome
 from craton.orchestration.watching import Follower
@@ -101,7 +102,7 @@ def test_without_a_terminal_what_happens_is_told_once(
     Recorder("node-0", 0, generation=7, run=run).event("bad_step", step=3, reason="of another generation")
     looks = iter([lambda: None, lambda: run.mark("DONE")])
     monkeypatch.setattr(time, "sleep", lambda _: next(looks)())
-    watch(run, make_console())
+    watch(Run(run), make_console())
     told = capsys.readouterr().out
     assert told.count("demo: step 30 · checkpoint passed over · step 40 cannot be used\n") == 1
     assert "checkpoint saved" not in told

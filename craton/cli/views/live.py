@@ -6,7 +6,7 @@ Leaving the view (Ctrl-C) never touches the run. The view ends by itself when th
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from craton import formatting, terminal_marks
@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.text import Text
 
+    from craton.api import Run
     from craton.orchestration.watching import Recovery, View
-    from craton.telemetry import RunDirectory
+    from craton.telemetry import RunSummary
 
 LOOK_SECONDS = 0.5
 PLAIN_SECONDS = 5.0
@@ -43,41 +44,45 @@ def make_console(as_json: bool = False) -> Console:
     return console if console.is_terminal else SafeConsole(stderr=as_json, highlight=False, width=1000)
 
 
-def watch(run: RunDirectory, console: Console, steps: int | None = None, quiet: bool = False) -> View:
-    """Show the run until it has ended; KeyboardInterrupt goes to the caller. Returns the last look."""
+def watch(run: Run, console: Console, quiet: bool = False) -> RunSummary:
+    """Show the run until it has ended; KeyboardInterrupt goes to the caller. Returns its last summary."""
     from rich.live import Live
 
-    from craton.orchestration.watching import Follower
-
-    follower = Follower(run, steps)
-    if quiet or not console.is_terminal:
-        return _watch_plainly(follower.look, None if quiet else console)
-    view = follower.look()
-    with Live(panel(view, console.width), console=console, auto_refresh=False) as live:
-        while view.is_moving:
-            time.sleep(LOOK_SECONDS)
-            view = follower.look()
-            live.update(panel(view, console.width), refresh=True)
-    return view
+    if quiet:
+        return run.wait(look_seconds=LOOK_SECONDS)
+    if not console.is_terminal:
+        return run.wait(look=PlainLines(console).look, look_seconds=LOOK_SECONDS)
+    with Live(console=console, auto_refresh=False) as live:
+        return run.wait(
+            look=lambda view: live.update(panel(view, console.width), refresh=True), look_seconds=LOOK_SECONDS
+        )
 
 
-def wait_for_stop(run: RunDirectory, console: Console, serves: bool = False) -> View:
-    """Until the run has ended, or cannot save its state, or its disk has not taken its last words for a while; with a
-    sign that something is going on."""
-    from rich.markup import escape
-    from rich.status import Status
+class StopStatus:
+    """A sign that something is going on while a run saves its state, or a server drains; from the first look on."""
 
-    from craton.orchestration.watching import until_stopped
+    def __init__(self, console: Console, serves: bool) -> None:
+        from rich.status import Status
 
-    message = "draining: requests under way are answered" if serves else "stopping: the ranks save a checkpoint"
-    with Status(message, console=console) as status:
-        for view in until_stopped(run):
-            reason = view.summary.message or view.summary.storage
-            if view.summary.state == "stopping" and reason:
-                status.update(f"stopping: {escape(reason)}")
-            if view.is_moving and not view.summary.unsaved:
-                time.sleep(LOOK_SECONDS)
-    return view
+        message = "draining: requests under way are answered" if serves else "stopping: the ranks save a checkpoint"
+        self._status = Status(message, console=console)
+        self.is_shown = False
+
+    def look(self, view: View) -> None:
+        from rich.markup import escape
+
+        if not self.is_shown:
+            self._status.start()
+            self.is_shown = True
+        reason = view.summary.message or view.summary.storage
+        if view.summary.state == "stopping" and reason:
+            self._status.update(f"stopping: {escape(reason)}")
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        self._status.stop()
 
 
 def panel(view: View, width: int) -> RenderableType:
@@ -150,35 +155,38 @@ def line(view: View) -> str:
     return f"{summary.name}: {'  '.join(parts)}"
 
 
-def _watch_plainly(look: Callable[[], View], console: Console | None) -> View:
-    printed, printed_at = "", -PLAIN_SECONDS
-    shown_events: list[dict[str, Any]] = []
-    num_shown = was_recovering = None
-    storage = ""
-    while True:
-        view = look()
-        if console and view.summary.storage and not storage:
-            console.print(f"{view.summary.name}: {view.summary.storage}", soft_wrap=True, markup=False)
-        storage = view.summary.storage
+class PlainLines:
+    """The same for a log: a line every few seconds, and what happened once."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._printed, self._printed_at = "", -PLAIN_SECONDS
+        self._seen: list[dict[str, Any]] = []
+        self._num_recovered: int | None = None
+        self._recovering: Recovery | None = None
+        self._storage = ""
+
+    def look(self, view: View) -> None:
+        name, print_line = view.summary.name, partial(self._console.print, soft_wrap=True, markup=False)
+        if view.summary.storage and not self._storage:
+            print_line(f"{name}: {view.summary.storage}")
+        self._storage = view.summary.storage
         news = [event for event in view.events if event.get("generation") == view.summary.generation]
         for event in news:
-            if console and event not in shown_events and event.get("event") not in _UNTOLD_EVENTS:
-                console.print(f"{view.summary.name}: {describe(event)}", soft_wrap=True, markup=False)
-        shown_events = news
+            if event not in self._seen and event.get("event") not in _UNTOLD_EVENTS:
+                print_line(f"{name}: {describe(event)}")
+        self._seen = news
         back = [item for item in view.recoveries if item.seconds is not None]
-        for recovery in back[num_shown if num_shown is not None else len(back) :]:
-            if console:
-                console.print(f"{view.summary.name}: RECOVERED  {recovery.text}", soft_wrap=True, markup=False)
-        num_shown = len(back)
-        over, text = not view.is_moving, line(view)
-        due = over or view.recovering != was_recovering or time.monotonic() - printed_at >= PLAIN_SECONDS
-        was_recovering = view.recovering
-        if console and text != printed and due:
-            console.print(text, soft_wrap=True, markup=False)
-            printed, printed_at = text, time.monotonic()
-        if over:
-            return view
-        time.sleep(LOOK_SECONDS)
+        for recovery in back[len(back) if self._num_recovered is None else self._num_recovered :]:
+            print_line(f"{name}: RECOVERED  {recovery.text}")
+        self._num_recovered = len(back)
+        has_changed = not view.is_moving or view.recovering != self._recovering
+        is_due = has_changed or time.monotonic() - self._printed_at >= PLAIN_SECONDS
+        self._recovering = view.recovering
+        text = line(view)
+        if text != self._printed and is_due:
+            print_line(text)
+            self._printed, self._printed_at = text, time.monotonic()
 
 
 def _recovering(recovery: Recovery, width: int) -> Text:

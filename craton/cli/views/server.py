@@ -23,10 +23,11 @@ from craton.formatting import whole_duration
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from craton.api import Server
     from craton.job import Job
-    from craton.orchestration import ServerState, ServerWatch, Stages
+    from craton.orchestration import ServerState, Stages
     from craton.orchestration.draft import Draft
-    from craton.orchestration.watching import Follower, View
+    from craton.orchestration.watching import View
     from craton.planning.serving import ServePlan
     from craton.telemetry import RunDirectory, RunState, RunSummary
 
@@ -36,21 +37,24 @@ WORD_SECONDS = 2.0  # between the first answer of a server and its own word of w
 
 
 def follow_server(
-    run: RunDirectory, draft: Draft, console: Console, *, detach: bool, as_json: bool, owns: bool = False
+    server: Server, draft: Draft, console: Console, *, detach: bool, as_json: bool, owns: bool = False
 ) -> None:
     """Until the server answers, and with `detach` no longer; else until it has ended, whose exit code is this one's."""
     from craton.cli.views.fields import print_field
-    from craton.orchestration import ServerWatch, Stages, address_of
-    from craton.orchestration.watching import Follower, wait_for_agents
+    from craton.orchestration import NoAnswerError, Stages
 
-    server, stages, follower = ServerWatch(address_of(draft.job)), Stages(run), Follower(run)
+    handle, run = server.run, server.run.directory
+    stages = Stages(run)
     if not as_json:
         ranks = "1 rank" if draft.num_ranks == 1 else f"{draft.num_ranks} ranks"
         print_field(console, "run", f"{shown(run.path)}, {ranks}")
     with _told_to_end(owns and not detach):
         try:
-            view = _wait_until_ready(server, stages, follower, console, quiet=as_json)
-            if view.is_moving:
+            try:
+                _wait_until_ready(server, stages, console, quiet=as_json)
+            except NoAnswerError:  # it ended before; the outcome says how
+                summary = handle.wait()
+            else:
                 ready = ready_json(draft.job, draft.serving, stages.newest, run)
                 if not as_json:
                     print_ready(draft.job, draft.serving, ready, console)
@@ -60,18 +64,17 @@ def follow_server(
                 if not as_json:
                     end = "Ctrl-C drains and stops it" if owns else "Ctrl-C leaves the view, the server goes on"
                     console.print(end, style="dim")
-                view = _watch(run, server, follower, console, quiet=as_json)
+                summary = _watch(server, console, quiet=as_json)
         except KeyboardInterrupt:
             if not owns or detach:
                 console.print(f"\nleft the view; {run.name} goes on. {way_back(run.name)}")
                 raise typer.Exit(130) from None
-            view = _drain(run, draft.job, follower, console)
-    wait_for_agents(run)
+            summary = _drain(server, draft.job, console)
     if as_json:
-        print(json.dumps({**outcome_json(run, view.summary), "url": server.address.url}))
+        print(json.dumps({**outcome_json(run, summary), "url": server.url}))
     else:
-        print_server_outcome(run, view.summary, console)
-    raise typer.Exit(exit_code(view.summary))
+        print_server_outcome(run, summary, console)
+    raise typer.Exit(exit_code(summary))
 
 
 def way_back(name: str) -> str:
@@ -156,78 +159,77 @@ def _speeds(plan: ServePlan) -> dict[str, float]:
     return {f"plan_{name}": getattr(plan, name) for name in names}
 
 
-def _wait_until_ready(
-    server: ServerWatch, stages: Stages, follower: Follower, console: Console, *, quiet: bool
-) -> View:
-    """The last look: of a run that is over, or whose server answers."""
+def _wait_until_ready(server: Server, stages: Stages, console: Console, *, quiet: bool) -> None:
+    """Until it answers and has said what it came to; NoAnswerError where it ends before."""
     from rich.status import Status
 
     from craton.orchestration import READY
 
-    began = time.monotonic()
-    answers_since: float | None = None
-    name = follower.run.name
+    began, name = time.monotonic(), server.run.name
     with Status(f"{name}: starting", console=console) as status:
-        while True:
-            view = follower.look()
+
+        def look(view: View | None = None) -> None:
             for stage in stages.look():
                 if not quiet and not console.is_terminal and stage != READY:
                     console.print(f"{name}: {stage}", soft_wrap=True, markup=False)
-            if not view.is_moving:
-                return view
-            now = time.monotonic()
-            if view.summary.state != "stopping" and server.is_ready():
-                answers_since = answers_since or now
-                if stages.is_ready or now - answers_since > WORD_SECONDS:
-                    return view
-            status.update(f"{name}: {stages.newest.get('stage', 'starting')} ({whole_duration(now - began)})")
+            seconds = whole_duration(time.monotonic() - began)
+            status.update(f"{name}: {stages.newest.get('stage', 'starting')} ({seconds})")
+
+        server.wait_until_ready(look=look, look_seconds=LOOK_SECONDS)
+        answers_since = time.monotonic()
+        look()
+        while not stages.is_ready and time.monotonic() - answers_since <= WORD_SECONDS:
             time.sleep(LOOK_SECONDS)
+            look()
 
 
-def _watch(run: RunDirectory, server: ServerWatch, follower: Follower, console: Console, *, quiet: bool) -> View:
+def _watch(server: Server, console: Console, *, quiet: bool) -> RunSummary:
     """Until the run has ended; one line that is kept up to date, or every few seconds what has changed."""
     from rich.live import Live
     from rich.text import Text
 
+    from craton.orchestration import ServerWatch
+
+    watch, name = ServerWatch(server.address), server.run.name
+    state = watch.look()
     printed, printed_at = "", -PLAIN_SECONDS
     with Live(console=console, auto_refresh=False, transient=True) as live:
-        while True:
-            state = server.look()
-            view = follower.look()  # after it: a server that was asked to stop meanwhile is no longer there
+
+        def look(view: View) -> None:
+            nonlocal state, printed, printed_at
             if not view.is_moving:
-                return view
-            text = state_line(run.name, state, view.summary.state, view)
+                return
+            text = state_line(name, state, view.summary.state, view)
             if console.is_terminal and not quiet:
                 live.update(Text(text, no_wrap=True, overflow="ellipsis"), refresh=True)
             elif not quiet and text != printed and time.monotonic() - printed_at >= PLAIN_SECONDS:
                 console.print(text, soft_wrap=True, markup=False)
                 printed, printed_at = text, time.monotonic()
             time.sleep(LOOK_SECONDS)
+            state = watch.look()  # before the next look: a server that was asked to stop meanwhile is no longer there
+
+        return server.run.wait(look=look, look_seconds=0.0)
 
 
-def _drain(run: RunDirectory, job: Job, follower: Follower, console: Console) -> View:
+def _drain(server: Server, job: Job, console: Console) -> RunSummary:
     """Stop the server as its owner; a second Ctrl-C does not wait."""
-    from craton.orchestration import RunStateError, ServerWatch, address_of
-    from craton.orchestration.start import kill_run, stop_run
+    from craton.orchestration import RunStateError, ServerWatch
 
     assert job.serve is not None
-    state = ServerWatch(address_of(job)).look()
+    name, state = server.run.name, ServerWatch(server.address).look()
     count = state.running + state.waiting if state else 0
     left = f"{count} request{'s' if count > 1 else ''} may finish within {formatting.setting(job.serve.drain)}"
     console.print(
-        f"\n{run.name} drains: {left if count else 'no request is under way'}, new ones are refused; Ctrl-C ends it at "
-        "once"
+        f"\n{name} drains: {left if count else 'no request is under way'}, new ones are refused; Ctrl-C ends it at once"
     )
     try:
-        stop_run(run)
-        while follower.look().is_moving:
-            time.sleep(LOOK_SECONDS)
+        return server.stop()
     except KeyboardInterrupt:
-        kill_run(run)
-        console.print(f"\n{run.name} was ended at once")
-    except RunStateError:  # it ended before it could be told to
-        pass
-    return follower.look()
+        summary = server.run.stop(now=True)
+        console.print(f"\n{name} was ended at once")
+        return summary
+    except RunStateError:  # its order to stop cannot be written: what it is, is told all the same
+        return server.run.summary()
 
 
 def _leave(run: RunDirectory, console: Console, ready: dict[str, Any] | None) -> None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         plan_evacuation,
         working_nodes,
     )
-    from craton.orchestration.changes.removal import plan_removal, remove_run
-    from craton.orchestration.changes.resize import draft_resize, has_resized, resize_run, resized_nodes
+    from craton.orchestration.changes.removal import Removal, plan_removal, remove_run
+    from craton.orchestration.changes.resize import Resize, draft_resize, has_resized, resize_run, resized_nodes
 else:
     __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

@@ -36,6 +36,12 @@ class RunStart:
         return self.run.path.parent
 
     @property
+    def runs(self) -> list[RunDirectory]:
+        """The run, or all copies of it."""
+        names = copy_names(self.draft) if self.draft.job.run.copies > 1 and not self.resumes else [self.run.name]
+        return [RunDirectory(self.root / name) for name in names]
+
+    @property
     def roots(self) -> tuple[Path, ...]:
         """Where its name must be free: a run that lies elsewhere is linked into the folder that `ps` reads."""
         return tuple(dict.fromkeys((self.root, runs_root())))
@@ -88,10 +94,8 @@ def prepare_start(start: RunStart, progress: Progress | None = None) -> tuple[Ru
 def submit_start(start: RunStart) -> list[RunDirectory]:
     """RunStart the run, or all copies of it; they outlive this process."""
     draft, root = start.draft, start.root
-    has_copies = draft.job.run.copies > 1
-    names = copy_names(draft) if has_copies else [draft.job.name]
-    with linking(root / name for name in names):
-        return start_copies(draft, root) if has_copies else [start_run(draft, root)]
+    with linking(run.path for run in start.runs):
+        return start_copies(draft, root) if draft.job.run.copies > 1 else [start_run(draft, root)]
 
 
 def draft_resumption(

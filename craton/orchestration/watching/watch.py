@@ -180,7 +180,7 @@ def _is_news(event: dict[str, Any]) -> bool:
     return name not in ROUTINE and (event.get("rank", 0) == 0 or name == "failed")
 
 
-def until_stopped(run: RunDirectory) -> Iterator[View]:
+def until_stopped(run: RunDirectory, look_seconds: float) -> Iterator[View]:
     """Looks at a run that stops: the last one is of a run that has ended, cannot save its state, or whose disk has not
     taken its last words for a while."""
     follower, failing_since = Follower(run), float("inf")
@@ -189,3 +189,4 @@ def until_stopped(run: RunDirectory) -> Iterator[View]:
         failing_since = min(failing_since, time.monotonic()) if view.summary.storage else float("inf")
         if not view.is_moving or view.summary.unsaved or time.monotonic() - failing_since > STORAGE_SECONDS:
             return
+        time.sleep(look_seconds)

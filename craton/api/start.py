@@ -1,0 +1,54 @@
+"""`craton.run(job)` starts a run and returns its handle; `preview(job)` shows what that would do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from craton.api.run_handle import Run
+from craton.api.start_steps import StartWatch, Unwatched, ready_start
+from craton.job import Job, load_job
+from craton.orchestration.draft import Progress
+from craton.orchestration.start import RunStart, draft_start, submit_start
+
+
+def run(
+    job: Job | Path | str,
+    name: str | None = None,
+    *,
+    on: str | None = None,
+    stop_at: str | int | None = None,
+    chaos: Sequence[str] = (),
+    root: Path | str | None = None,
+    progress: Progress | None = None,
+    watch: StartWatch | None = None,
+) -> Run:
+    """Plan a job, prepare its data and start its ranks, which outlive this process; returns once they are started.
+
+    `job` is a job or the path of a job file. It does not ask before it spends money: `plan(job).cost` predicts that,
+    and a `watch` sees every step and may refuse. Of a job with `run.copies` all are started, and the handle is that of
+    NAME-1; NAME-2, … lie beside it.
+    """
+    folder = None if root is None else Path(root)
+
+    def draft(report: Progress | None) -> RunStart:
+        return draft_start(_loaded(job), name, on=on, chaos=chaos, stop_at=stop_at, root=folder, progress=report)
+
+    return Run(submit_start(ready_start(draft, watch or Unwatched(progress)))[0])
+
+
+def preview(
+    job: Job | Path | str,
+    name: str | None = None,
+    *,
+    on: str | None = None,
+    stop_at: str | int | None = None,
+    chaos: Sequence[str] = (),
+    progress: Progress | None = None,
+) -> RunStart:
+    """What `run` would write and start, though its name may be taken; nothing is touched."""
+    return draft_start(_loaded(job), name, on=on, chaos=chaos, stop_at=stop_at, progress=progress, is_dry=True)
+
+
+def _loaded(job: Job | Path | str) -> Job:
+    return job if isinstance(job, Job) else load_job(job)
