@@ -7,8 +7,19 @@ from typing import TYPE_CHECKING
 from craton.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from craton.html_report.document import page_html
-    from craton.html_report.markup import Markup, with_code
+    from craton.html_report.page import (
+        Markup,
+        Tile,
+        absent_section,
+        chip,
+        page_html,
+        plot_section,
+        section,
+        table,
+        tiles,
+        warning_list,
+        with_code,
+    )
     from craton.html_report.plots import (
         Figure,
         axis_name,
@@ -18,16 +29,6 @@ if TYPE_CHECKING:
         log_range,
         plain_layout,
         vertical_line,
-    )
-    from craton.html_report.sections import (
-        Tile,
-        absent_section,
-        chip,
-        plot_section,
-        section,
-        table,
-        tiles,
-        warning_list,
     )
 else:
     __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

@@ -7,7 +7,6 @@ from functools import cache
 from typing import TYPE_CHECKING, cast
 
 from craton.orchestration.backend import Backend, is_elsewhere, read_submission
-from craton.orchestration.backend_names import BACKENDS
 from craton.orchestration.errors import StartError
 from craton.orchestration.node_maintenance import NodeService
 from craton.telemetry import RunDirectory
@@ -31,6 +30,8 @@ def backend_of(name: str) -> Backend:
         from importlib import import_module
 
         return cast(Backend, import_module("craton.orchestration.kubernetes").KubernetesBackend())
+    from craton.orchestration.draft import BACKENDS  # with a job behind it, which a quick verb need not import
+
     raise StartError(f"{name!r} is not a backend; allowed: {', '.join(BACKENDS)}")
 
 

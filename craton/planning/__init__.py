@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 from craton.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from craton.planning.placement_cost import placed_step_seconds
     from craton.planning.planner import plan, plan_clusters
     from craton.planning.result import CostPlan, Plan
-    from craton.planning.setting import PlanError
+    from craton.planning.setting import PlanError, placed_step_seconds
     from craton.planning.software import CONSTANTS
 else:
     __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from craton.errors import CratonError
 from craton.formatting import memory
 from craton.infrastructure import Cluster
 from craton.job import ContentError, Job, checked_layout
+from craton.job.layout import Layout
 from craton.job.model import ModelShape
-from craton.planning.calibration import check_software, find_profile
+from craton.planning.calibration import check_software, find_profile, predict
 from craton.planning.rates import MachineRates, machine_of
 from craton.planning.search import Candidate, Search, evaluate
 from craton.planning.software import SoftwareProfile
@@ -76,6 +77,17 @@ def setting_of(job: Job, cluster: Cluster) -> Setting:
         lora_rank=job.train.lora.rank if job.train and job.train.lora else 0,
     )
     return Setting(job, shape, cluster, machine, profile, model)
+
+
+def placed_step_seconds(job: Job, cluster: Cluster, layout: Layout, leaf_nodes: int) -> float:
+    """What a placement costs: seconds of a step when every aligned run of `leaf_nodes` nodes, in rank order, shares a
+    leaf switch; 0: all of them do.
+
+    Collectives between leaves get the cluster's oversubscribed bandwidth; sends of a pipeline are not slowed.
+    """
+    check_plannable(job)
+    setting = setting_of(job, replace(cluster, leaf_nodes=leaf_nodes))
+    return predict(setting.profile, evaluate(setting.model, setting.machine, setting.profile, layout).terms).seconds
 
 
 def chosen_layout(setting: Setting, search: Search) -> Candidate:

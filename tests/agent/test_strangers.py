@@ -14,8 +14,7 @@ from keepers import SECRET, Keepers, fill, keepers, manifest_of
 from waiting import PATIENCE_SECONDS, wait_until
 
 from craton.agent.coordination import Link, Strangers
-from craton.agent.coordination.strangers import MAX_STRANGERS
-from craton.agent.coordination.wire import Listener, dial
+from craton.agent.coordination.wire import MAX_STRANGERS, Listener, dial
 from craton.telemetry.node import MetricsEndpoint, endpoint
 
 __all__ = ["keepers"]

@@ -11,12 +11,10 @@ from pathlib import Path
 import pytest
 
 from craton.frameworks import jax_environment, megatron_arguments
-from craton.frameworks.accelerate import accelerate_command, accelerate_config
 from craton.frameworks.errors import FrameworkError
-from craton.frameworks.launchers import torchrun_command
+from craton.frameworks.launchers import accelerate_command, accelerate_config, torchrun_command, verl_overrides
 from craton.frameworks.megatron import nemo_parallelism
 from craton.frameworks.servers import sglang_command, vllm_command
-from craton.frameworks.verl import verl_overrides
 from craton.job import Job, parse_job
 from craton.job.layout import Layout
 from craton.job.model import model_from_config, model_preset

@@ -21,7 +21,6 @@ from craton.job import parse_job
 from craton.orchestration.draft import check_code, draft_run, find_code, keep_code
 from craton.orchestration.kubernetes import pod as pod_program
 from craton.orchestration.kubernetes.codepack import pack_code, unpack_code
-from craton.orchestration.kubernetes.exits import EXIT_AGAIN
 from craton.orchestration.kubernetes.places import Places
 from craton.orchestration.kubernetes.pod import (
     Pod,
@@ -40,6 +39,7 @@ from craton.orchestration.kubernetes.pod import (
     verdict,
 )
 from craton.orchestration.kubernetes.podfile import POD_FILE, TimeLimit, submission_of, used_seconds
+from craton.orchestration.kubernetes.pods import EXIT_AGAIN
 from craton.orchestration.preflight import PreflightFinding
 from craton.telemetry import RunDirectory, RunError, read_json, summarize
 from craton.telemetry.files import read_lines

@@ -22,7 +22,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from craton.agent.coordination.strangers import Strangers
 from craton.agent.errors import LaunchError
 from craton.limits import explain
 from craton.telemetry import RunDirectory
@@ -31,6 +30,7 @@ from craton.telemetry.files import read_regular
 GREETING = b"craton1 "
 NONCE_BYTES, MAC_BYTES = 16, 32
 MAX_FRAME_BYTES = 8 << 20
+MAX_STRANGERS = 128
 HANDSHAKE_SECONDS = 3.0
 SEND_SECONDS = 3.0
 ACCEPT_AGAIN_SECONDS = 0.1
@@ -148,6 +148,38 @@ def dial(address: str, secret: bytes, timeout: float = HANDSHAKE_SECONDS) -> Lin
     except (OSError, ValueError):
         return None
     return _shake_hands(connection, secret, dialed=True)
+
+
+class Strangers:
+    """Connections that have not proved yet that they know the run's secret.
+
+    There are never more than a few of them: when another one comes, the oldest is shut down. So strangers who hold
+    connections open cannot use up the threads and descriptors of an agent or a keeper. A peer of the run proves the
+    secret within milliseconds, and one that was crowded out dials again. Any thread may call. Whoever added a
+    connection still closes it.
+    """
+
+    def __init__(self, limit: int = MAX_STRANGERS) -> None:
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._connections: dict[socket.socket, None] = {}  # the oldest first
+
+    def __len__(self) -> int:
+        return len(self._connections)
+
+    def add(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._connections[connection] = None
+            if len(self._connections) > self._limit:
+                oldest = next(iter(self._connections))
+                del self._connections[oldest]
+                with contextlib.suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)  # its thread wakes up and closes it
+
+    def remove(self, connection: socket.socket) -> None:
+        """It proved the secret, or is closed."""
+        with self._lock:
+            self._connections.pop(connection, None)
 
 
 class Listener:

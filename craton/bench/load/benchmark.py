@@ -15,9 +15,8 @@ from craton.bench.load.endpoint import Endpoint, LoadTarget, connect
 from craton.bench.load.errors import WorkloadError
 from craton.bench.load.lengths import Lengths
 from craton.bench.load.load import Closed, Limit, Open, Sweep, Timed
-from craton.bench.load.objectives import Objectives
 from craton.bench.load.requests import FIRST_LEVEL, WARM_UP, Prefixes, RandomRequests, Request, Words
-from craton.bench.load.samples import RequestSample
+from craton.bench.load.samples import Objectives, RequestSample
 from craton.bench.load.saturation import Saturation, next_rate, saturation, too_short, why_not
 from craton.bench.load.summary import Summary, summarize
 from craton.formatting import duration, percent

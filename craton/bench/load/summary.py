@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from craton.bench.load.objectives import Objectives
-from craton.bench.load.samples import RequestSample
+from craton.bench.load.samples import Objectives, RequestSample
 
 
 @dataclass(frozen=True)

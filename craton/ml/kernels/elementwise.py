@@ -16,9 +16,9 @@ def is_fused(x: Tensor) -> bool:
 def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
     """(x + delta, root-mean-square norm of it); x alone when there is no delta."""
     if is_fused(x) and not torch.is_grad_enabled():
-        from craton.ml.kernels.triton import serving_norm
+        from craton.ml.kernels.triton import norm
 
-        return serving_norm.add_norm(x, delta, weight, epsilon)
+        return norm.add_norm(x, delta, weight, epsilon)
     if is_fused(x):
         from craton.ml.kernels.triton import AddNorm
 
@@ -35,7 +35,7 @@ def split_and_rotate(
     """
     turning = 2 * cosine.shape[-1]
     if is_fused(qkv) and turning == head_dim and head_dim & (head_dim - 1) == 0:
-        from craton.ml.kernels.fused import SplitAndRotate
+        from craton.ml.kernels.triton import SplitAndRotate
 
         flat = (qkv.flatten(0, 1), cosine.flatten(0, 1), sine.flatten(0, 1))
         parts = SplitAndRotate.apply(*flat, heads, kv_heads)

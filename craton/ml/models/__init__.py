@@ -12,9 +12,8 @@ if TYPE_CHECKING:
     from craton.ml.models.decoder import Decoder, Stage, fill_normal
     from craton.ml.models.dispatch import rows_per_expert
     from craton.ml.models.huggingface import config_from_huggingface, config_from_shape, model_folder
-    from craton.ml.models.linear import Linear
+    from craton.ml.models.linear import Linear, Mlp
     from craton.ml.models.mla import LatentAttention
-    from craton.ml.models.mlp import Mlp
     from craton.ml.models.moe import Experts, cut_experts
     from craton.ml.models.rope import rope_tables
     from craton.ml.models.weight_names import WeightEntry, weight_entries

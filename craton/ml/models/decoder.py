@@ -18,9 +18,8 @@ from craton.ml.kernels import Documents, add_norm
 from craton.ml.kernels.serving import Past
 from craton.ml.models.attention import Attention
 from craton.ml.models.config import DecoderConfig
-from craton.ml.models.linear import Embedding, Linear, Norm
+from craton.ml.models.linear import Embedding, Linear, Mlp, Norm
 from craton.ml.models.mla import LatentAttention
-from craton.ml.models.mlp import Mlp
 from craton.ml.models.moe import MoE
 from craton.ml.models.rope import rope_tables
 

@@ -1,10 +1,12 @@
-"""Hugging Face configurations: read into a DecoderConfig, written so that transformers loads them, and Hub ids found.
+"""Hugging Face configurations: read into a DecoderConfig, written so that transformers loads them; folders and Hub ids
+found.
 
 A field that would change the arithmetic and that the decoder does not have is an error, never dropped.
 """
 
 from __future__ import annotations
 
+import json
 import tomllib
 from collections.abc import Mapping
 from dataclasses import replace
@@ -22,6 +24,7 @@ from craton.remote import is_url
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3", "kimi_k2")
 UNSTATED_SEQUENCE = 4096  # written where the shape names no longest sequence; transformers wants one
+INDEX = "model.safetensors.index.json"
 
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -144,7 +147,6 @@ def model_folder(model: str | Path) -> Path:
 
     HF_HOME, HF_TOKEN and HF_HUB_OFFLINE mean what they mean to huggingface_hub.
     """
-    from craton.ml.models.model_files import has_weights
 
     if is_url(str(model)):
         from craton.infrastructure.storage import mirror
@@ -176,6 +178,18 @@ def model_folder(model: str | Path) -> Path:
             f"there is a network with `hf download {hub_id}` (HF_TOKEN for gated models, HF_HOME says where to), or "
             "give a folder"
         ) from error
+
+
+def has_weights(folder: str | Path) -> bool:
+    """Whether a folder holds all the safetensors files it speaks of."""
+    folder = Path(folder)
+    try:
+        index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+        return all((folder / file).is_file() for file in set(index["weight_map"].values()))
+    except FileNotFoundError:
+        return any(folder.glob("*.safetensors"))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
 
 
 def _read(config: Mapping[str, Any], source: str, name: str) -> DecoderConfig:

@@ -1,4 +1,5 @@
-"""Layers that tensor parallelism cuts. Each says which dimension of its parameters is cut; alone it is a plain layer.
+"""Layers that tensor parallelism cuts, up to the gated MLP of a dense layer. Each says which dimension of its
+parameters is cut; alone it is a plain layer.
 
 Between layers a rank holds its share of the flattened tokens, [rows · sequence / tp, hidden]. Inside a pair of layers,
 one cut by rows (`cut` 0) and one by columns (`cut` 1), it holds all tokens and some of their features.
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding, rms_norm
 
 from craton.ml.collectives import ALONE, Connections, Peers, own_part, scatter_sum
-from craton.ml.kernels import linear, scatter_linear
+from craton.ml.kernels import gated_mlp, linear, scatter_linear
 
 
 class Linear(nn.Linear):
@@ -70,3 +71,17 @@ class Norm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, tuple(self.normalized_shape), own_part(self.weight), self.eps)
+
+
+class Mlp(nn.Module):
+    """down(silu(gate(x)) · up(x))."""
+
+    def __init__(self, hidden: int, ffn_hidden: int) -> None:
+        super().__init__()
+        self.connections: Connections = ALONE
+        self.gate = Linear(hidden, ffn_hidden, cut=0)
+        self.up = Linear(hidden, ffn_hidden, cut=0)
+        self.down = Linear(ffn_hidden, hidden, cut=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return gated_mlp(x, self.gate.weight, self.up.weight, self.down.weight, self.connections.tensor)

@@ -22,7 +22,7 @@ from craton.ml.collectives import ALONE, Connections, local, own_part
 from craton.ml.kernels import reference, swiglu, swiglu_backward, weight_gradient
 from craton.ml.models.config import DecoderConfig, RoutingConfig
 from craton.ml.models.dispatch import Delivery, permute, repeat_tokens, rows_per_expert, sort_by_expert
-from craton.ml.models.mlp import Mlp
+from craton.ml.models.linear import Mlp
 
 
 class ExpertsError(CratonError):

@@ -25,8 +25,7 @@ from craton.formatting import stored
 from craton.ml.collectives import local, own_slices
 from craton.ml.models.config import DecoderConfig
 from craton.ml.models.decoder import Decoder
-from craton.ml.models.huggingface import config_to_huggingface, huggingface_family
-from craton.ml.models.model_files import INDEX
+from craton.ml.models.huggingface import INDEX, config_to_huggingface, huggingface_family
 from craton.ml.models.weight_names import WeightEntry, experts_named, their_shapes, weight_entries
 
 TOKENIZER_FILES = (

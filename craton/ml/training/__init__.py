@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from craton.ml.training.loop import Trainer
     from craton.ml.training.lora import merge_adapters
     from craton.ml.training.objectives import objective_of
-    from craton.ml.training.optimizer import AdamW
+    from craton.ml.training.optimizer import AdamW, Schedule
     from craton.ml.training.parts import Parts
-    from craton.ml.training.schedule import Schedule
 else:
     __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

@@ -31,15 +31,14 @@ from craton.ml.models import Decoder, DecoderConfig, config_from_shape, load_wei
 from craton.ml.training import float8
 from craton.ml.training.checkpoint import OWNER, Checkpointer, TierFolder
 from craton.ml.training.checkpoint.peer import PeerSetup
+from craton.ml.training.guard import describe_out_of_memory, is_out_of_memory
 from craton.ml.training.lora import add_adapters, base_only, initialize_adapters
 from craton.ml.training.measure import Meter, PlannedStep
-from craton.ml.training.memory import describe_out_of_memory, is_out_of_memory
 from craton.ml.training.objectives import objective_of
-from craton.ml.training.optimizer import AdamW
+from craton.ml.training.optimizer import AdamW, Schedule
 from craton.ml.training.orders import Order, connect
 from craton.ml.training.parallel import Ranks, make_ranks, parallelize, parameter_dtype
 from craton.ml.training.parts import Parts
-from craton.ml.training.schedule import Schedule
 from craton.telemetry import RunDirectory
 from craton.telemetry.files import read_regular, read_regular_text
 from craton.telemetry.rank import LedgerClock, Recorder

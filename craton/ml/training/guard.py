@@ -1,8 +1,9 @@
-"""What happens when a step is bad: a gradient that is not finite, or a loss that jumps.
+"""What happens when a step is bad: a gradient that is not finite, a loss that jumps, memory that runs out.
 
 A gradient or loss that is not finite never reaches the weights: the optimizer skips such a step on the device. What
 else happens is the job's choice: go on (`skip`), return to the last checkpoint and leave the bad samples out
 (`rollback`), or end with the weights safe (`stop`). All ranks judge the same numbers, so they agree without asking.
+Where memory runs out, one error says in which phase, what was predicted, and what to change.
 """
 
 from __future__ import annotations
@@ -12,8 +13,13 @@ from collections import deque
 from dataclasses import dataclass
 from statistics import median
 
+import torch
+
 from craton.errors import CratonError
+from craton.formatting import memory
 from craton.job.sections import FaultPolicy, Train
+from craton.ml.training.measure import PlannedStep, peak_memory_bytes
+from craton.ml.training.parallel import Ranks
 
 WINDOW_STEPS = 128  # of good losses, whose median is the level a spike is measured against
 MIN_STEPS = 8  # before there is a level
@@ -23,6 +29,10 @@ MAX_ROLLBACKS = 3  # to the same checkpoint
 
 class TrainingStoppedError(CratonError):
     """The job's own policy ended the training."""
+
+
+class OutOfMemoryError(CratonError):
+    """The layout needs more memory than a rank has."""
 
 
 @dataclass(frozen=True)
@@ -90,3 +100,32 @@ class StepGuard:
                 "they were then. Lower train.learning_rate, or start from an older checkpoint"
             )
         return fault
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """CUDA has an error of its own; the CPU's allocator raises a RuntimeError that only its text tells apart."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and ("can't allocate memory" in text or "not enough memory" in text)
+
+
+def describe_out_of_memory(phase: str, ranks: Ranks, train: Train, prediction: PlannedStep | None) -> OutOfMemoryError:
+    """One error that says where it happened and how to make it fit, the cheapest change first."""
+    layout = ranks.layout
+    changes = []
+    if phase in ("forward", "backward", "evaluation"):
+        if layout.micro_batch > 1:
+            changes.append(f"layout.micro_batch below {layout.micro_batch}")
+        if layout.recompute != "full":
+            changes.append(f"layout.recompute {'selective or full' if layout.recompute == 'none' else 'full'}")
+    changes.append(f"layout.fsdp above {layout.fsdp} (more ranks)")
+    if train.weights == "fp32" and layout.precision != "fp32":
+        changes.append("train.weights bf16")
+    if layout.micro_batch == 1 and phase in ("forward", "backward", "evaluation"):
+        changes.append("a shorter data.sequence")
+    used = peak_memory_bytes(ranks.device)
+    text = f"rank {ranks.rank} ran out of memory in the {phase} phase after using {memory(used)} with {layout}"
+    if prediction is not None:
+        text += f"; predicted were {memory(prediction.memory_bytes)} of {memory(prediction.memory_limit_bytes)}"
+    return OutOfMemoryError(f"{text}. Change one of: {'; '.join(changes)}")

@@ -24,10 +24,9 @@ from craton.ml.data import Loader
 from craton.ml.training.batch import Batch
 from craton.ml.training.checkpoint.peer import PEER
 from craton.ml.training.evaluate import evaluate
-from craton.ml.training.guard import BadStep, StepGuard, TrainingStoppedError
+from craton.ml.training.guard import BadStep, StepGuard, TrainingStoppedError, describe_out_of_memory, is_out_of_memory
 from craton.ml.training.last_save import save_for_good
 from craton.ml.training.measure import HostCopy, Readout, StepRecords, StepTimer
-from craton.ml.training.memory import describe_out_of_memory, is_out_of_memory
 from craton.ml.training.objectives import batch_loss
 from craton.ml.training.parallel import Pipeline, accumulate_gradients, sum_uncut_gradients
 from craton.ml.training.parts import Parts

@@ -1,24 +1,75 @@
-"""AdamW (arXiv:1711.05101) over any mix of whole and sharded parameters, without a wait for the device.
+"""How weights change in a step: AdamW (arXiv:1711.05101) over any mix of whole and sharded parameters, and its
+learning rate, without a wait for the device.
 
 Weights are kept in one of two ways. "fp32": every parameter has an fp32 master, its own storage where it is fp32, a
 copy beside it where it is bf16. "bf16": weights and both states are bf16 and rounded stochastically, so that updates
 smaller than the spacing of bf16 are not lost but taken with the right probability. Clipping and the skip of a step
 whose gradient is not finite happen on the device.
+
+The learning rate is a pure function of the step's number, so that a resumed run needs no state for it.
 """
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from craton.errors import CratonError
+from craton.job import Job
+from craton.job.sections import LearningRateSchedule
 from craton.ml.collectives import Peers, local
 
 Weights = Literal["fp32", "bf16"]
+DECAY_SHARE = 0.2  # of all steps, at the end of warmup-stable-decay (arXiv:2404.06395 finds 10% enough, 20% safe)
+
+
+class ScheduleError(CratonError):
+    """The job does not say how long it trains."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The learning rate: up linearly to `peak` over the warm-up, then down to `final` at the last step, as `shape`
+    says."""
+
+    shape: LearningRateSchedule
+    steps: int
+    warmup_steps: int
+    peak: float
+    final: float
+
+    @classmethod
+    def of(cls, job: Job) -> Schedule:
+        assert job.train is not None, f"kind {job.kind} does not train"
+        if job.steps is None:
+            raise ScheduleError(
+                f"{job.where('train')}train says neither steps nor tokens; training needs an end: write train.steps"
+            )
+        return cls(job.train.schedule, job.steps, job.warmup_steps or 0, job.learning_rate, job.final_learning_rate)
+
+    def learning_rate(self, step: int) -> float:
+        """Of the step with this number; the first is 1."""
+        if step <= self.warmup_steps:
+            return self.peak * step / self.warmup_steps
+        if self.shape == "constant":
+            return self.peak
+        if self.shape == "wsd":
+            decay_steps = max(1, round(DECAY_SHARE * self.steps))
+            return self._between(1 - max(0, step - (self.steps - decay_steps)) / decay_steps)
+        left = 1 - (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps)
+        if self.shape == "cosine":
+            left = 0.5 * (1 - math.cos(math.pi * left))
+        return self._between(left)
+
+    def _between(self, share: float) -> float:
+        return self.final + (self.peak - self.final) * min(1.0, max(0.0, share))
 
 
 class AdamW:

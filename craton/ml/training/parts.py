@@ -12,9 +12,8 @@ from craton.ml.data import Loader, Source
 from craton.ml.training.checkpoint import Checkpointer
 from craton.ml.training.measure import Meter
 from craton.ml.training.objectives import Objective
-from craton.ml.training.optimizer import AdamW
+from craton.ml.training.optimizer import AdamW, Schedule
 from craton.ml.training.parallel import Ranks
-from craton.ml.training.schedule import Schedule
 from craton.telemetry import RunDirectory
 from craton.telemetry.rank import LedgerClock, Recorder
 

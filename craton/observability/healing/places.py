@@ -1,4 +1,5 @@
-"""What is healed: a cluster by its file, or the place of a run. With it go the runs there, and what ails them."""
+"""What is healed: a cluster by its file, or the place of a run. With it go the runs there, what ails them,
+and the nodes of a run on this machine, which no scheduler has."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from craton.agent.coordination import avoid_node
+from craton.agent import read_launch
+from craton.agent.coordination import avoid_node, read_avoided
 from craton.errors import CratonError
 from craton.formatting import setting
 from craton.job import load_job
@@ -18,9 +20,8 @@ from craton.job.cluster import ClusterFile, SchedulerSettings, load_cluster
 from craton.observability.diagnosis import diagnose
 from craton.observability.diagnosis.collect import chosen_run, take_snapshot
 from craton.observability.healing.issues import Issue, of_doctor, of_verdict, rules
-from craton.observability.healing.local import RunService
-from craton.orchestration import NodeService, read_submission, service_of
-from craton.orchestration.changes import hosts_of, working_nodes
+from craton.orchestration import NodeService, RunStateError, ServiceNode, read_submission, service_of
+from craton.orchestration.changes import come_back, hosts_of, plan_evacuation, working_nodes
 from craton.orchestration.watching import MOVING, settled_summaries
 from craton.telemetry import RunDirectory, RunSummary, list_runs, runs_root, summarize
 from craton.telemetry.files import open_regular, paths_in
@@ -61,6 +62,43 @@ class HealingScope:
                 working = working_nodes(run)
                 for node in [node for node, theirs in hosts_of(run).items() if theirs == host and node not in working]:
                     avoid_node(run, node, mark)
+
+
+class RunService:
+    """The nodes of one run on this machine: one is out when the run is to avoid it, and taking it out is moving the run
+    to a spare of its own."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        self._run = run
+
+    def nodes(self) -> list[ServiceNode]:
+        avoided, working = read_avoided(self._run), working_nodes(self._run)
+        return [
+            ServiceNode(
+                node,
+                node in avoided,
+                "it is to be avoided" if node in avoided else "",
+                node in working,
+                avoided.get(node, ""),
+            )
+            for node in read_launch(self._run).nodes
+        ]
+
+    def take_out(self, node: str, mark: str, reason: str) -> None:
+        """The run is moved by whoever heals; here it is refused where it cannot be. A spare need not move."""
+        way = plan_evacuation(self._run, node)
+        if not way.how and node in working_nodes(self._run):
+            raise RunStateError(way.sentence)
+
+    def can_hand_over(self, action: str) -> bool:
+        return False
+
+    def hand_over(self, node: str, mark: str, action: str) -> bool:
+        return False
+
+    def give_back(self, node: str, mark: str) -> str:
+        is_back = node in come_back(self._run, mark)
+        return "" if is_back else f"{self._run.name} does not avoid {node}, or for another reason"
 
 
 def place_of(target: str | None) -> HealingScope:

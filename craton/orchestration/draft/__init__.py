@@ -8,7 +8,7 @@ from craton.lazy import lazy_names
 
 if TYPE_CHECKING:
     from craton.orchestration.draft.check import check_needs
-    from craton.orchestration.draft.choose_backend import backend_name
+    from craton.orchestration.draft.choose_backend import BACKENDS, backend_name
     from craton.orchestration.draft.code_archive import (
         check_code,
         code_folder,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from craton.job import Job
 from craton.nearest import did_you_mean
-from craton.orchestration.backend_names import BACKENDS
 from craton.orchestration.errors import StartError
 
+BACKENDS = ("local", "slurm", "kubernetes")
 KINDS = ("pretrain", "sft", "serve", "command")
 
 

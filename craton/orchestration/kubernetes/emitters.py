@@ -11,8 +11,16 @@ from __future__ import annotations
 import base64
 
 from craton import yaml_text
-from craton.orchestration.kubernetes.exits import EXIT_AGAIN, EXIT_FATAL
-from craton.orchestration.kubernetes.pods import CONTAINER, INSTANCE, Manifest, config_key, metadata_of, pod_template
+from craton.orchestration.kubernetes.pods import (
+    CONTAINER,
+    EXIT_AGAIN,
+    EXIT_FATAL,
+    INSTANCE,
+    Manifest,
+    config_key,
+    metadata_of,
+    pod_template,
+)
 from craton.orchestration.kubernetes.target import CODE_FILE, METRICS_PORT, KubernetesTarget
 
 EVICTIONS = 3  # of a Volcano Job without restarts, until it is given up

@@ -35,7 +35,6 @@ from types import FrameType
 from craton.agent import Launch, LaunchError, next_number, parse_launch, read_launch, write_launch
 from craton.agent.coordination import forget_avoided
 from craton.orchestration.kubernetes.codepack import unpack_code
-from craton.orchestration.kubernetes.exits import EXIT_AGAIN, EXIT_DONE, EXIT_FAILED, EXIT_FATAL
 from craton.orchestration.kubernetes.gathering import answer, gather, in_order, node_of, sentences, tell
 from craton.orchestration.kubernetes.places import read_places
 from craton.orchestration.kubernetes.podfile import (
@@ -47,6 +46,7 @@ from craton.orchestration.kubernetes.podfile import (
     write_whole,
 )
 from craton.orchestration.kubernetes.podlogs import LogCopier
+from craton.orchestration.kubernetes.pods import EXIT_AGAIN, EXIT_DONE, EXIT_FAILED, EXIT_FATAL
 from craton.orchestration.placement import layout_of
 from craton.orchestration.preflight import preflight
 from craton.orchestration.run_files import disarm

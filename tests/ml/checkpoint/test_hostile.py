@@ -29,8 +29,8 @@ from craton.ml.serving.device import load_served
 from craton.ml.training.checkpoint import CheckpointError, TierFolder, find_checkpoint
 from craton.ml.training.checkpoint.archive import read_archive
 from craton.ml.training.checkpoint.checksums import FileSum, Seal
+from craton.ml.training.checkpoint.find import open_tier
 from craton.ml.training.checkpoint.metadata import parse_metadata
-from craton.ml.training.checkpoint.opening import open_tier
 
 FIRST, SECOND = 1, 2
 SHARD = "__0_0_0.distcp"

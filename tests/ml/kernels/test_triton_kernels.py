@@ -52,7 +52,7 @@ def test_norm_without_the_gradient_of_the_sum() -> None:
 
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 16), (3, 3, 32), (8, 1, 64)])
 def test_split_and_rotate(heads: int, kv_heads: int, head_dim: int) -> None:
-    from craton.ml.kernels.fused import SplitAndRotate
+    from craton.ml.kernels.triton.rope import SplitAndRotate
 
     tokens = 21
     qkv = torch.randn(tokens, (heads + 2 * kv_heads) * head_dim, device=DEVICE, requires_grad=True)

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from craton.ml.models import Decoder, WeightsError, config_from_huggingface, load_weights, save_folder
-from craton.ml.models.model_files import has_weights
+from craton.ml.models.huggingface import has_weights
 
 
 @pytest.fixture

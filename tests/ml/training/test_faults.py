@@ -18,8 +18,7 @@ from craton.job.layout import Layout
 from craton.ml.data.sample import Sample
 from craton.ml.training import Batch
 from craton.ml.training.checkpoint import CheckpointError
-from craton.ml.training.guard import TrainingStoppedError
-from craton.ml.training.memory import OutOfMemoryError
+from craton.ml.training.guard import OutOfMemoryError, TrainingStoppedError
 from craton.ml.training.objectives import Objective
 
 STEPS = 12

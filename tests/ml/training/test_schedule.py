@@ -8,7 +8,7 @@ import pytest
 from tiny import tiny_job
 
 from craton.ml.training import Schedule
-from craton.ml.training.schedule import ScheduleError
+from craton.ml.training.optimizer import ScheduleError
 
 
 def rates(shape: str, final: float = 0.1) -> list[float]:

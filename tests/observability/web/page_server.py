@@ -13,7 +13,7 @@ from waiting import PATIENCE_SECONDS
 
 from craton.observability.web.http.access import Access
 from craton.observability.web.http.application import make_app
-from craton.observability.web.http.connections import server_config
+from craton.observability.web.http.guard import server_config
 from craton.observability.web.sources import CachedVerdict, Verdicts
 from craton.telemetry import RunDirectory
 

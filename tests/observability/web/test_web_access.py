@@ -29,7 +29,7 @@ from craton.observability.web.actions import ActionOutcome
 from craton.observability.web.http import application
 from craton.observability.web.http.access import SESSION_SECONDS, Access, public_origin
 from craton.observability.web.http.application import PageSite
-from craton.observability.web.http.connections import PageConnection
+from craton.observability.web.http.guard import PageConnection
 from craton.observability.web.http.static_files import address_of_file
 from craton.observability.web.run_page import Shown
 from craton.observability.web.sources import Answered, Summaries, Verdicts

@@ -13,8 +13,7 @@ import numpy as np
 
 from craton.bench.load.benchmark import Level
 from craton.bench.load.load import Open
-from craton.bench.load.objectives import Objectives
-from craton.bench.load.samples import RequestSample
+from craton.bench.load.samples import Objectives, RequestSample
 from craton.bench.load.summary import timeline
 from craton.formatting import digits, duration, setting
 from craton.html_report import Figure, axis_name, axis_title, label, log_axis, log_range, plain_layout, vertical_line

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING
 from craton.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from craton.ml.kernels.serving.adapters import add_adapters
     from craton.ml.kernels.serving.paged import (
         FEW_ROWS,
+        Norms,
+        Past,
+        add_adapters,
         choose,
         decode_attention,
         gumbel,
@@ -21,6 +23,5 @@ if TYPE_CHECKING:
         store,
         store_rotated,
     )
-    from craton.ml.kernels.serving.past import Norms, Past
 else:
     __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

@@ -1,4 +1,5 @@
-"""The operations of serving, without gradients: keys and values in pages, products of a few rows, choice of a token.
+"""The operations of serving, without gradients: keys and values in pages, products of a few rows, adapters, choice
+of a token.
 
 On CUDA they are Triton kernels, elsewhere plain PyTorch. The kernels can be captured in CUDA graphs: none waits for the
 device, and what is launched depends on shapes and on upper bounds that the caller knows.
@@ -12,6 +13,7 @@ be written before this step's keys are stored, for attention reads them while th
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from itertools import pairwise
 
 import torch
@@ -22,6 +24,30 @@ from craton.ml.kernels import elementwise, reference
 from craton.ml.kernels.sampling_hash import MIN_TEMPERATURE, MULTIPLIERS, ROW_KEYS
 
 FEW_ROWS = 8  # above which a product is no longer bound by reading its weight, and is the library's
+Norms = tuple[Tensor, Tensor, float]  # weights of the norms of queries and keys, and their epsilon
+
+
+class Past(ABC):
+    """Keys and values of earlier tokens, kept outside of a model that serves. Its layers hand theirs over and get
+    attention over all of them back; how they are stored, and what computes, is not the model's affair. Tokens of all
+    requests lie one after the other."""
+
+    @abstractmethod
+    def attend(
+        self,
+        layer: int,
+        qkv: Tensor,
+        rope: tuple[Tensor, Tensor],
+        heads: int,
+        kv_heads: int,
+        norms: Norms | None,
+        window: int,
+    ) -> Tensor:
+        """The fused projection [tokens, …] → attention of its queries over the past and itself, [tokens, heads, d]."""
+
+    @abstractmethod
+    def attend_expanded(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """The same for queries, keys and values [tokens, heads, …] that a layer made and rotated by itself."""
 
 
 def store_rotated(
@@ -187,6 +213,28 @@ def skinny_gated(
     return reference.swiglu(
         linear(x, _dequantize(gate, gate_scale, x.dtype)), linear(x, _dequantize(up, up_scale, x.dtype))
     )
+
+
+def add_adapters(
+    out: Tensor, x: Tensor, a: Tensor, b: Tensor, of_tokens: Tensor, absent: Tensor, slots: int, rank: int
+) -> Tensor:
+    """Low-rank adapters (arXiv:2106.09685) of tokens that each ask for another: out += B · A · x, with each one's A and
+    B. Adds to out [tokens, outs] in place, and returns it.
+
+    Many tokens are multiplied with the A and B of all slots stacked, and what a token did not ask for is set to zero
+    in between; few take what is theirs alone.
+
+    x [tokens, in]; a [parts · slots · rank, in]; b [outs, parts · slots · rank]; of_tokens int32 [tokens], the slot of
+    each, -1 for none; absent bool [tokens, slots · rank], where a column is not of the token's slot.
+    """
+    if elementwise.is_fused(x) and len(x) <= FEW_ROWS:
+        from craton.ml.kernels.triton import adapters as triton_adapters
+
+        return triton_adapters.add_adapters(out, x, a, b, of_tokens, slots, rank)
+    narrow = linear(x, a).unflatten(1, (-1, absent.shape[1]))  # [tokens, parts, slots · rank]
+    # not multiplied by zero: what overflows in one adapter would reach requests that have nothing to do with it
+    narrow.masked_fill_(absent.unsqueeze(1), 0.0)
+    return out.addmm_(narrow.flatten(1), b.t())
 
 
 def choose(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -75,7 +75,7 @@ def _widen(
 
 
 def add_adapters(out: Tensor, x: Tensor, a: Tensor, b: Tensor, of_tokens: Tensor, slots: int, rank: int) -> Tensor:
-    """As craton.ml.kernels.serving.adapters has it."""
+    """As craton.ml.kernels.serving.paged has it."""
     assert x.is_contiguous()
     assert out.is_contiguous()
     tokens, columns = x.shape

@@ -1,10 +1,12 @@
 """Triton: the fused projection of one layer, cut into rotated queries and keys and plain values in one pass.
 
 Rows of the projection are grouped by key/value head: its query heads, then its key, then its value. The gradient is
-the same pass backwards with the angle negated.
+the same pass backwards with the angle negated; nothing but the tables is kept for it.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -66,6 +68,20 @@ def _rotate(
             second = (second_float * cos + first_float * sin).to(second.dtype)
         tl.store(target, first, mask=live[:, None])
         tl.store(target + HALF, second, mask=live[:, None])
+
+
+class SplitAndRotate(torch.autograd.Function):
+    """The fused projection [tokens, …] → rotated query and key, and value, [tokens, heads, head_dim] each."""
+
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor, cosine: Tensor, sine: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(cosine, sine)
+        return split_and_rotate(qkv, cosine, sine, heads, kv_heads)
+
+    @staticmethod
+    def backward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor | None, ...]:
+        cosine, sine = ctx.saved_tensors
+        return join_and_rotate_back(query, key, value, cosine, sine), None, None, None, None
 
 
 def split_and_rotate(qkv: Tensor, cosine: Tensor, sine: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, ...]:

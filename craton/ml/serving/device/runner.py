@@ -19,9 +19,8 @@ from craton.ml.collectives import Peers, own_part
 from craton.ml.kernels import add_norm, linear
 from craton.ml.kernels.serving import FEW_ROWS
 from craton.ml.models import Decoder, rope_tables
-from craton.ml.serving.device.attention_backends import AttentionBatch, make_backend
+from craton.ml.serving.device.attention_backends import AttentionBatch, PagedPast, make_backend
 from craton.ml.serving.device.graphs import DecodeGraphs
-from craton.ml.serving.device.paged import PagedPast
 from craton.ml.serving.device.sampler import Chosen, Tuning, logprobs_of, sample
 from craton.ml.serving.device.upload import Upload
 from craton.ml.serving.messages import Alternatives

@@ -16,10 +16,8 @@ if TYPE_CHECKING:
         is_plain,
         pack,
     )
-    from craton.ml.serving.schedule.blocks import DUMMY, BlockPool
-    from craton.ml.serving.schedule.drafts import guess
-    from craton.ml.serving.schedule.prefix import Move, PrefixTree
+    from craton.ml.serving.schedule.prefix import DUMMY, BlockPool, Move, PrefixTree
     from craton.ml.serving.schedule.scheduler import ScheduledChunk, ScheduledStep, Scheduler
-    from craton.ml.serving.schedule.sequence import Sequence
+    from craton.ml.serving.schedule.sequence import Sequence, guess
 else:
     __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

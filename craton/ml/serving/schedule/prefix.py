@@ -1,21 +1,62 @@
-"""The prefix tree: which tokens' keys and values are kept, and in which tier.
+"""Who holds which block of keys and values: requests, and the prefix tree, which keeps those of earlier tokens.
 
-Each node is one full block; the path to it is the text before, so two requests that begin alike share nodes. It is the
-only index of what is kept. A root belongs to one version of the weights and one adapter. Nodes on the device come first
-on every path, those in host memory below them. What nobody uses is given up from the ends of paths, least recently used
-first, in constant time: to host memory where there is room, else for good.
+Each node of the tree is one full block; the path to it is the text before, so two requests that begin alike share
+nodes. It is the only index of what is kept. A root belongs to one version of the weights and one adapter. Nodes on the
+device come first on every path, those in host memory below them. What nobody uses is given up from the ends of paths,
+least recently used first, in constant time: to host memory where there is room, else for good.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from craton.ml.serving.schedule.blocks import BlockPool
-
 Root = tuple[int, str | None]  # version of the weights, adapter
+DUMMY = 0  # the block that belongs to nobody: padding reads and writes it
+
+
+class BlockPool:
+    """Numbers of blocks, handed out and taken back in constant time. A block is free, or has as many holders (requests
+    and nodes of the prefix tree) as its count says; only its single holder may write to it."""
+
+    def __init__(self, count: int) -> None:
+        assert count > 1, "one block is the dummy"
+        self.count = count - 1  # that can be held
+        self._free = list(range(count - 1, DUMMY, -1))
+        self._holders = [0] * count
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    def take(self) -> int:
+        """A free block, with one holder."""
+        block = self._free.pop()
+        self._holders[block] = 1
+        return block
+
+    def hold(self, block: int) -> None:
+        """One more holder."""
+        assert self._holders[block], f"block {block} is free"
+        self._holders[block] += 1
+
+    def release(self, block: int) -> None:
+        """One holder less; without any it is free."""
+        assert self._holders[block], f"block {block} is free already"
+        self._holders[block] -= 1
+        if not self._holders[block]:
+            self._free.append(block)
+
+    def check(self, held: Iterable[Sequence[int]]) -> None:
+        """That every block has exactly the holders that `held` lists, and that all others are free, once each."""
+        counts = [0] * len(self._holders)
+        for blocks in held:
+            for block in blocks:
+                counts[block] += 1
+        assert counts == self._holders, "holders and counts differ"
+        assert sorted(self._free) == [block for block in range(1, len(counts)) if not counts[block]]
 
 
 @dataclass(frozen=True, slots=True)

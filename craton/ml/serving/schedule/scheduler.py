@@ -14,8 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 
-from craton.ml.serving.schedule.blocks import BlockPool
-from craton.ml.serving.schedule.prefix import Move, PrefixNode, PrefixTree, Root
+from craton.ml.serving.schedule.prefix import BlockPool, Move, PrefixNode, PrefixTree, Root
 from craton.ml.serving.schedule.sequence import Sequence
 
 REMEMBERED = 64  # answers whose lengths say how long the next ones will be

@@ -1,11 +1,13 @@
 """A request as the engine sees it: its tokens, and how many of them are computed.
 
 Prefill, chunks of it, prefix hits, decoding, drafts and coming back after a preemption are all the same: tokens that
-are there and not computed yet are computed.
+are there and not computed yet are computed. Drafts are guesses from the text itself: after the last few tokens, what
+followed them before. A wrong guess costs a little computation and never changes an answer.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -14,6 +16,9 @@ from craton.ml.serving.messages import Alternatives, Finish, Sampling
 if TYPE_CHECKING:
     from craton.ml.serving.grammar import GrammarState
     from craton.ml.serving.schedule.prefix import PrefixNode
+
+LONGEST, SHORTEST = 4, 2  # tokens that must be the same for a guess
+LOOKED_AT = 4096  # of the text, from its end
 
 
 @dataclass(slots=True, eq=False)
@@ -67,3 +72,15 @@ class Sequence:
     def is_at_limit(self) -> bool:
         """Whether as many tokens as were asked for are chosen, known here or not."""
         return len(self.tokens) + self.in_flight - self.prompt_length >= self.sampling.max_tokens
+
+
+def guess(tokens: Several[int], count: int) -> list[int]:
+    """At most so many tokens; none when the end of the text does not occur earlier in it."""
+    text = tokens[-LOOKED_AT:]
+    for length in range(min(LONGEST, len(text) - 1), SHORTEST - 1, -1):
+        end = list(text[-length:])
+        last = end[-1]
+        for place in range(len(text) - 2, length - 2, -1):
+            if text[place] == last and list(text[place - length + 1 : place + 1]) == end:
+                return list(text[place + 1 : place + 1 + count])
+    return []

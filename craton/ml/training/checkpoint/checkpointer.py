@@ -30,9 +30,8 @@ from craton.errors import CratonError
 from craton.formatting import memory
 from craton.job.sections import RESCUE
 from craton.ml.training.checkpoint.checksums import CheckpointError, DifferentModelError, RanksLostError
-from craton.ml.training.checkpoint.find import FoundStep, find_checkpoint, read_tensors, some
+from craton.ml.training.checkpoint.find import FoundStep, find_checkpoint, open_tier, read_tensors, some
 from craton.ml.training.checkpoint.lane import Save, SaveReport, TierLane
-from craton.ml.training.checkpoint.opening import open_tier
 from craton.ml.training.checkpoint.peer import PEER, Note, PeerMemory, PeerSave, PeerSetup, find_saves, load_save
 from craton.ml.training.checkpoint.restore import check_names, find_together, load_together, open_together
 from craton.ml.training.checkpoint.staging import SavingRanks, Staging, file_threads, local_data, synchronize

@@ -14,12 +14,13 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from craton.errors import CratonError
 from craton.ml.training.checkpoint.checksums import METADATA, CheckpointError, DifferentModelError, Seal
+from craton.ml.training.checkpoint.folder_tier import FolderTier
 from craton.ml.training.checkpoint.metadata import parse_metadata
-from craton.ml.training.checkpoint.opening import open_tier
 from craton.ml.training.checkpoint.pickle_data import MAX_BYTES
 from craton.ml.training.checkpoint.read import CheckedReader, checked_read, damage, shapes_of
 from craton.ml.training.checkpoint.tiers import JoinedFiles, StepFiles, Tier, TierFolder, read_seal
 from craton.ml.training.checkpoint.writer import ignore_single_process_warning
+from craton.remote import is_url
 
 LISTED_NAMES = 8  # of a different model; the rest are counted
 GONE = "it is gone"  # removed since the steps were listed
@@ -99,6 +100,15 @@ def read_tensors(saved: FoundStep, tensors: dict[str, Tensor]) -> None:
         dcp.load(dict(tensors), storage_reader=reader, no_dist=True)
     except CheckpointException as failure:
         raise CheckpointError(f"{saved} cannot be read: {next(iter(failure.failures.values()))[0]}") from None
+
+
+def open_tier(folder: TierFolder) -> Tier:
+    """The tier behind a place: a folder or S3, as its path says."""
+    if is_url(folder.path):
+        from craton.ml.training.checkpoint.objects import ObjectTier
+
+        return ObjectTier(folder)
+    return FolderTier(folder)
 
 
 def steps_in_order(tiers: Sequence[Tier]) -> tuple[list[tuple[int, int]], list[str]]:

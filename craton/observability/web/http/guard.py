@@ -1,4 +1,5 @@
-"""What stands before every address, and what every answer carries: who may look or change, what browsers may do."""
+"""What stands before every address, and what every answer carries: connections that cost those who open them (no token
+is needed to be refused one), who may look or change, what browsers may do."""
 
 from __future__ import annotations
 
@@ -7,17 +8,19 @@ import secrets
 from dataclasses import dataclass
 from typing import Any
 
+import uvicorn
 from starlette.datastructures import MutableHeaders
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from craton.http_guard import repeated_header
+from craton.http_guard import BoundedH11, ConnectionLimits, repeated_header
 from craton.observability.web.http.access import SESSION_SECONDS, Access
 from craton.observability.web.http.static_files import address_of_file
 from craton.observability.web.rendering import render
 
 MAX_BODY_BYTES = 4096
+END_SECONDS = 1  # streams are open for as long as a page is; they are not waited for
 SECURITY_HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -27,6 +30,25 @@ SECURITY_HEADERS = {
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
 }
+
+
+class PageConnection(BoundedH11):
+    """A browser opens six connections at most, but all who come through a proxy are one peer."""
+
+    limits = ConnectionLimits(head_seconds=10.0, body_seconds=10.0, write_seconds=10.0, per_peer=128, total=512)
+
+
+def server_config(app: ASGIApp, **options: Any) -> uvicorn.Config:
+    """The page's server, for uvicorn."""
+    return uvicorn.Config(
+        app,
+        http=PageConnection,
+        ws="none",
+        lifespan="on",
+        access_log=False,
+        timeout_graceful_shutdown=END_SECONDS,
+        **{"log_level": "warning", **options},
+    )
 
 
 @dataclass

@@ -39,7 +39,7 @@ def serve_page(
         import uvicorn
 
         from craton.observability.web.http.application import make_app
-        from craton.observability.web.http.connections import server_config
+        from craton.observability.web.http.guard import server_config
     except ModuleNotFoundError as error:
         raise AccessError(f"the page needs {error.name}: pip install 'craton[observe]'") from None
     logging.getLogger("asyncio").addFilter(name_limit)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from craton.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from craton.observability.web.sources.caches import FIRST_SECONDS, Background, Cached
+    from craton.observability.web.sources.caches import FIRST_SECONDS, Background, Cached, Schedulers
     from craton.observability.web.sources.local_gpus import LocalGpus
     from craton.observability.web.sources.queries import (
         DEADLINE_SECONDS,
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
         Prometheus,
         prometheus_address,
     )
-    from craton.observability.web.sources.schedulers import Schedulers
     from craton.observability.web.sources.serving import LATENCIES, ServerLook, ServerLooks, look_curves
     from craton.observability.web.sources.summaries import EXAMINED, MAX_NODES, RunRow, Summaries, job_kind
     from craton.observability.web.sources.verdicts import (

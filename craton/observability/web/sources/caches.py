@@ -1,8 +1,10 @@
-"""Caches of the page: values that are costly to make, answers of other servers, and summaries of runs that have ended.
+"""Caches of the page: values that are costly to make, answers of other servers, what schedulers say of runs, and
+summaries of runs that have ended.
 
 `Cached` makes a value again now and then. `Background` asks another server in a thread, so that one that hangs keeps no
-page waiting. `recall` and `remember` keep summaries from one `craton ui` to the next, in a file of the user's cache for
-each folder of runs: a file that is torn, of another version or cannot be written only costs the time to read again.
+page waiting. `Schedulers` asks once for everybody who looks: the list and every open page share the answers.
+`recall` and `remember` keep summaries from one `craton ui` to the next, in a file of the user's cache for each folder
+of runs: a file that is torn, of another version or cannot be written only costs the time to read again.
 """
 
 from __future__ import annotations
@@ -12,19 +14,22 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from craton.infrastructure.storage import cache_root
-from craton.telemetry import RunSummary
+from craton.orchestration import Standing
+from craton.orchestration.watching import standings_of
+from craton.telemetry import RunDirectory, RunSummary
 from craton.telemetry.files import read_regular
 
 T = TypeVar("T")
 MAX_SHARE = 0.1  # of the time is spent on making one value, however costly it is
 FIRST_SECONDS = 0.1  # for which whoever asks first waits, so that a quick answer is in the page
+FRESH_SECONDS = 5.0  # a scheduler has others to answer
 FIELDS = [field.name for field in fields(RunSummary)]  # another version of Craton may have others
 
 
@@ -88,6 +93,29 @@ class Background(Generic[T]):
                 self._is_asking = False
                 self._value = value or self._value
                 self._changed.notify_all()
+
+
+class Schedulers:
+    """`standings` of any number of runs: those that were asked about lately are not asked about again. Threads that
+    want to know the same at once wait for one answer."""
+
+    def __init__(self, ask: Callable[[Iterable[RunDirectory]], dict[str, Standing]] = standings_of) -> None:
+        self._ask = ask
+        self._lock = threading.Lock()
+        self._said: dict[Path, tuple[float, Standing]] = {}
+
+    def standings(self, runs: Iterable[RunDirectory]) -> dict[str, Standing]:
+        """Run's name → its standing."""
+        asked = list(runs)
+        with self._lock:
+            oldest = time.monotonic() - FRESH_SECONDS
+            self._said = {path: item for path, item in self._said.items() if item[0] > oldest}
+            due = [run for run in asked if run.path not in self._said]
+            if due:
+                answers = self._ask(due)
+                now = time.monotonic()
+                self._said |= {run.path: (now, answers[run.name]) for run in due}
+            return {run.name: self._said[run.path][1] for run in asked}
 
 
 @dataclass(frozen=True)

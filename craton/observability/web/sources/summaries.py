@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from craton.observability.web.sources.caches import Remembered, recall, remember
-from craton.observability.web.sources.schedulers import Schedulers
+from craton.observability.web.sources.caches import Remembered, Schedulers, recall, remember
 from craton.observability.web.sources.verdicts import CachedVerdict, Verdicts
 from craton.orchestration import read_submission
 from craton.orchestration.watching import MOVING, settled_summaries

@@ -14,8 +14,7 @@ from typing import Any, Literal
 from craton.ml.serving.messages import Grammar
 from craton.ml.serving.server.errors import BadRequestError
 from craton.ml.serving.server.settings import ToolStyle
-from craton.ml.serving.server.tools.hermes import HermesParser
-from craton.ml.serving.server.tools.json_calls import CallList, NamedCall
+from craton.ml.serving.server.tools.json_calls import CallList, HermesParser, NamedCall
 from craton.ml.serving.server.tools.llama import MARK, LlamaParser
 from craton.ml.serving.server.tools.parsed import Parser, Plain
 from craton.ml.serving.server.tools.qwen_coder import QwenCoderParser

@@ -1,15 +1,25 @@
-"""What stands in the body of a page: tiles, warnings, sections with a finding as their title, tables.
+"""A page of HTML in one file: no network, no server, no fonts.
 
-Every text is escaped here; what is HTML already comes as `Markup`.
+A content security policy forbids the page to load or send anything; whatever is not `Markup` is escaped. plotly and the
+figures are in the file; what they show must stand in the body too, so that the page is whole without JavaScript. The
+body is made of tiles, warnings, sections with a finding as their title, and tables.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from importlib.resources import files
 
-from craton.html_report.markup import Markup, markup, with_code
+from craton.html_report.plots import Figure
+
+_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
+
+
+class Markup(str):
+    """Text that is already HTML; every other string is escaped on its way into the page."""
 
 
 @dataclass(frozen=True)
@@ -20,6 +30,46 @@ class Tile:
     value: str
     note: str
     detail: str = ""
+
+
+def page_html(title: str, body: str, figures: Mapping[str, Figure], footer: str, style: str) -> str:
+    """A figure is drawn into the element of the body whose id is its name; `style` adds to the common style sheet, such
+    as the colours that figures name."""
+    from plotly.offline import get_plotlyjs  # large, and only the page needs it
+
+    package = files("craton.html_report")
+    # "<" cannot end the script element when it is written as an escape of JSON.
+    data = json.dumps(figures, allow_nan=False, ensure_ascii=False).replace("<", "\\u003c")
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="{_POLICY}">
+<title>{escape(title)}</title>
+<style>{package.joinpath("page.css").read_text(encoding="utf-8")}{style}</style>
+</head>
+<body>
+<main>
+{markup(body)}
+<footer>{markup(footer)}</footer>
+</main>
+<script type="application/json" id="figures">{data}</script>
+<script>{get_plotlyjs()}</script>
+<script>{package.joinpath("page.js").read_text(encoding="utf-8")}</script>
+</body>
+</html>
+"""
+
+
+def markup(text: str) -> Markup:
+    return text if isinstance(text, Markup) else Markup(escape(text))
+
+
+def with_code(text: str) -> Markup:
+    """Escaped text in which `commands` stand in the font of code."""
+    pieces = escape(text).split("`")
+    return Markup("".join(f"<code>{piece}</code>" if index % 2 else piece for index, piece in enumerate(pieces)))
 
 
 def tiles(shown: Iterable[Tile]) -> Markup:
