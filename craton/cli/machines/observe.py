@@ -215,11 +215,14 @@ def render(
     from craton.cli.views.live import make_console
     from craton.errors import CratonError
     from craton.job.cluster import load_cluster
+    from craton.observability.dashboards import dashboard_files
     from craton.observability.prometheus import NO_DASHBOARDS, NO_EXPORTER, lacks_exporter, write_private
     from craton.observability.prometheus import render as rendered
 
     labels = dict(_key_and_value("--label", item) for item in label or [])
-    files = rendered(load_cluster(cluster) if cluster is not None else None, webhook, amp, labels, runbooks)
+    files = rendered(
+        load_cluster(cluster) if cluster is not None else None, webhook, amp, labels, runbooks, dashboard_files
+    )
     try:
         for name, text in files.items():
             path = out / name

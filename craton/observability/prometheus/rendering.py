@@ -6,10 +6,7 @@ this machine does. What the files are for, and how they are put in place, stands
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from importlib import import_module
-from importlib.util import find_spec
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from shlex import quote
 
@@ -46,7 +43,6 @@ from craton.observability.prometheus.scrape import (
 )
 from craton.yaml_text import to_yaml
 
-DASHBOARDS = "craton.observability.dashboards"
 NO_DASHBOARDS = "No dashboards are among these: they need the extra `observe` (`pip install 'craton[observe]'`)."
 NO_EXPORTER = (
     "No DaemonSet of the exporter is among these: it runs in the image that a cluster file names as scheduler.image, "
@@ -62,9 +58,11 @@ def render(
     amp: str | None = None,
     labels: Mapping[str, str] | None = None,
     runbooks: str | None = None,
+    dashboards: Callable[[str | None], Mapping[str, str]] = lambda _: {},
 ) -> dict[str, str]:
     """File → text. `amp` is the endpoint of a workspace of Amazon Managed Prometheus; `labels` are for the objects of
-    the Prometheus operator; `runbooks` is the URL of the folder of runbooks."""
+    the Prometheus operator; `runbooks` is the URL of the folder of runbooks; `dashboards` makes the files of Grafana's
+    dashboards, with links to these runbooks."""
     workspace = workspace_of(amp) if amp else None
     settings = ObserverSettings(cluster=cluster)
     runs = settings.root.absolute()
@@ -86,7 +84,7 @@ def render(
             data_sources(PROMETHEUS_URL, ALERTMANAGER_URL, workspace)
         ),
         "grafana/provisioning/dashboards/craton.yaml": to_yaml(dashboard_provider()),
-        **_dashboards(checked_runbooks(runbooks)),
+        **dashboards(checked_runbooks(runbooks)),
     }
     if cluster is None or on_kubernetes:
         gang = cluster.scheduler.gang if cluster and cluster.scheduler else "kueue"
@@ -122,14 +120,6 @@ def _jobs(cluster: ClusterFile | None, runs: Path) -> list[Job]:
     exporters = shared_file_jobs(f"{shared.rstrip('/')}/prometheus") if shared else []
     told_by_nodes = {job["job_name"] for job in exporters}
     return [*(job for job in jobs if job["job_name"] not in told_by_nodes), *exporters, *slurm_jobs()]
-
-
-def _dashboards(runbooks: str | None) -> dict[str, str]:
-    """Where the dashboards are part of this installation (they need an extra; without it README.md says so)."""
-    if find_spec(DASHBOARDS) is None or find_spec("grafana_foundation_sdk") is None:
-        return {}
-    dashboards = import_module(DASHBOARDS).all_dashboards(runbooks)
-    return {f"grafana/dashboards/{name}.json": json.dumps(item, indent=1) for name, item in dashboards.items()}
 
 
 def _operator_patch(workspace: Workspace) -> dict[str, object]:

@@ -16,6 +16,7 @@ import pytest
 from observability.prometheus.rule_cases import metrics_of
 
 from craton.observability.dashboards.boards import BOARDS
+from craton.observability.dashboards.files import dashboard_files
 from craton.observability.dashboards.grafana import RUNBOOKS_AT, all_dashboards, dashboard_of
 from craton.observability.dashboards.model import Board, Panel, PanelQuery
 from craton.observability.exporter import FAMILIES
@@ -308,7 +309,7 @@ def test_they_are_grafanas_own_model() -> None:
 
 
 def test_they_are_rendered_where_grafana_looks() -> None:
-    files = render()
+    files = render(dashboards=dashboard_files)
     for board in BOARDS:
         assert json.loads(files[f"grafana/dashboards/{board.name}.json"]) == all_dashboards()[board.name]
     assert "grafana/provisioning/dashboards/craton.yaml" in files

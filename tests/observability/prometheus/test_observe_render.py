@@ -22,7 +22,9 @@ from typer.testing import CliRunner
 from craton.cli.app import app
 from craton.errors import CratonError
 from craton.job.cluster import ClusterFile, load_cluster
-from craton.observability.prometheus import ALERTS, render, rendering
+from craton.observability import prometheus
+from craton.observability.dashboards import files as dashboards
+from craton.observability.prometheus import ALERTS, rendering
 from craton.observability.prometheus.alertmanager import alertmanager_config
 from craton.observability.prometheus.errors import ObserveError
 from craton.observability.prometheus.exporter_service import exporter_unit
@@ -39,6 +41,10 @@ DAEMONS = "kubernetes/daemonset-craton-exporter.yaml"
 
 def cluster(name: str) -> ClusterFile:
     return load_cluster(CLUSTERS / f"{name}.yaml")
+
+
+def render(*arguments: Any, **options: Any) -> dict[str, str]:
+    return prometheus.render(*arguments, **options, dashboards=dashboards.dashboard_files)
 
 
 @cache
@@ -60,7 +66,7 @@ def load(text: str) -> Any:
 def light(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rendering without rules and dashboards, which take most of its time."""
     monkeypatch.setattr(rendering, "rule_groups", lambda *_, **__: [])
-    monkeypatch.setattr(rendering, "_dashboards", lambda _: {})
+    monkeypatch.setattr(dashboards, "dashboard_files", lambda _: {})
 
 
 def scraped(files: Mapping[str, str]) -> dict[str, dict[str, Any]]:
@@ -332,7 +338,7 @@ def test_a_label_without_a_value_is_refused(tmp_path: Path) -> None:
 
 
 def test_dashboards_that_cannot_be_written_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendering, "find_spec", lambda name: None)
+    monkeypatch.setattr(dashboards, "find_spec", lambda name: None)
     done = CliRunner().invoke(app, ["observe", "render", f"--out={tmp_path}"])
     for said in (done.output, (tmp_path / "README.md").read_text()):
         assert "craton[observe]" in said
@@ -410,7 +416,7 @@ def test_a_link_to_a_runbook_leads_somewhere_or_is_none(monkeypatch: pytest.Monk
         rule_groups(runbooks="docs/runbooks")
     given: list[Any] = []
     monkeypatch.setattr(rendering, "rule_groups", lambda *_, runbooks, **__: given.append(runbooks))
-    monkeypatch.setattr(rendering, "_dashboards", lambda url: {"grafana/dashboards/cost.json": url})
+    monkeypatch.setattr(dashboards, "dashboard_files", lambda url: {"grafana/dashboards/cost.json": url})
     files = render(runbooks="https://wiki.example.com/craton/")
     assert given == ["https://wiki.example.com/craton/"]
     assert files["grafana/dashboards/cost.json"] == "https://wiki.example.com/craton"
