@@ -36,7 +36,7 @@ from craton.observability.web.sources import (
     Prometheus,
     Schedulers,
     Verdicts,
-    schedulers,
+    caches,
 )
 from craton.observability.web.sources import queries as queries_module
 from craton.observability.web.sources import verdicts as verdicts_module
@@ -513,7 +513,7 @@ def test_gpus_that_cannot_be_asked_are_told_of_and_a_run_without_any_is_not(tmp_
 
 def test_a_scheduler_is_asked_once_for_the_list_and_all_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     moment = 100.0
-    monkeypatch.setattr(schedulers.time, "monotonic", lambda: moment)
+    monkeypatch.setattr(caches.time, "monotonic", lambda: moment)
     runs = [RunDirectory.create(tmp_path, name) for name in ("a", "b", "c")]
     asked: list[list[str]] = []
 
@@ -525,6 +525,6 @@ def test_a_scheduler_is_asked_once_for_the_list_and_all_pages(tmp_path: Path, mo
     assert set(shared.standings(runs[:2])) == {"a", "b"}
     assert shared.standings(runs[:1])["a"].sentence == "question 1"  # a page of its own
     assert set(shared.standings(runs)) == {"a", "b", "c"}
-    moment += schedulers.FRESH_SECONDS + 1
+    moment += caches.FRESH_SECONDS + 1
     assert shared.standings(runs[1:2])["b"].sentence == "question 3"
     assert asked == [["a", "b"], ["c"], ["b"]]
