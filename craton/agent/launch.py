@@ -43,7 +43,7 @@ class Launch:
     num_nodes: int = 0  # how many of the nodes work at a time, the others being spares; 0: all
     min_nodes: int = 0  # an elastic run goes on with as few; 0: not elastic
     layouts: dict[str, Any] = field(default_factory=dict)  # number of nodes → layout, if not the plan's
-    nursery: list[str] = field(default_factory=list)  # argv of what forks ranks; []: `command` starts each
+    nursery: list[str] = field(default_factory=list)  # argv of the fork server; []: `command` starts each rank
     tries: int = 3  # how often it goes on without a new step in between; 0: the first failure ends the run
     spare_seconds: float = 30.0  # how long a lost node is waited for before the run goes on with fewer
     give_up_seconds: float = 600.0  # how long a run that cannot go on with fewer waits

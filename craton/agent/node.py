@@ -1,8 +1,8 @@
 """A node's processes through the generations of a run: which ranks live, what they are told, how they end.
 
 Every rank has a *place* on its node, and a place has a page, over all the processes that fill it one after the other.
-Ranks that take orders (they come from the nursery) stay alive from one generation to the next; others, of a job's own
-command, are started anew.
+Ranks that take orders (they come from the fork server) stay alive from one generation to the next; others, of a job's
+own command, are started again.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from craton.agent.processes import (
     ChildProcess,
     CommandOutput,
     CpuWait,
-    Nursery,
-    NurseryError,
+    ForkServer,
+    ForkServerError,
     RankProcess,
     free_port,
     pipe,
@@ -37,7 +37,7 @@ from craton.telemetry.node import RankStatus
 from craton.telemetry.rank import STEADY, RankPage, monotonic_of
 
 PLANNED_SECONDS = 1000.0  # without progress, on the way into a planned generation; the coordinator has less patience
-NURSERY_SECONDS = 120.0  # imports on a cold file system take their time
+FORK_SERVER_SECONDS = 120.0  # imports on a cold file system take their time
 MAX_STARTS = 3  # of one place in one generation, without ever entering it
 
 
@@ -79,17 +79,17 @@ class NodeProcesses:
         self.places: list[RankSlot] = []
         self._outputs: list[CommandOutput] = []  # that are not all in their logs yet
         self._first_ranks = range(0)  # whose books are kept before there is a generation
-        self.nursery: Nursery | None = None
+        self.fork_server: ForkServer | None = None
         self.keeper: ChildProcess | None = None
         self.keeper_name = ""  # abstract address of the keeper's socket for processes of this node
         self.keeper_address = self.store_address = ""
-        self._nursery_by = float("inf")
+        self._fork_server_by = float("inf")
         if not launch.nursery and next_number(run) > launch.generation:  # an agent that was killed came before
             self._offer_store()
 
     @property
     def children(self) -> list[ChildProcess]:
-        helpers = [self.nursery.child if self.nursery else None, self.keeper]
+        helpers = [self.fork_server.child if self.fork_server else None, self.keeper]
         return [*(place.process for place in self.places if place.process), *(helper for helper in helpers if helper)]
 
     @property
@@ -123,30 +123,30 @@ class NodeProcesses:
                 page.begin("detect", monotonic_of(ended[rank]))
             self.places.append(RankSlot(page))
 
-    # -- nursery and keeper ---------------------------------------------------------------------------------------
+    # -- fork server and keeper -----------------------------------------------------------------------------------
 
     def tend(self) -> None:
-        """Starts what is missing of nursery and keeper, and hears what they say."""
+        """Starts what is missing of fork server and keeper, and hears what they say."""
         if not self._launch.nursery:
             return
-        if self.nursery is None:
-            self.nursery = Nursery(self._run, self._launch, self._node)
-            self._selector.register(self.nursery.connection, selectors.EVENT_READ, self.nursery.hear)
-            self._nursery_by = time.monotonic() + NURSERY_SECONDS
-        if not self.nursery.is_ready and time.monotonic() > self._nursery_by:
-            self.nursery.child.send(signal.SIGKILL)
-        if self.nursery.is_ready and self.keeper is None:
+        if self.fork_server is None:
+            self.fork_server = ForkServer(self._run, self._launch, self._node)
+            self._selector.register(self.fork_server.connection, selectors.EVENT_READ, self.fork_server.hear)
+            self._fork_server_by = time.monotonic() + FORK_SERVER_SECONDS
+        if not self.fork_server.is_ready and time.monotonic() > self._fork_server_by:
+            self.fork_server.child.send(signal.SIGKILL)
+        if self.fork_server.is_ready and self.keeper is None:
             self._start_keeper()
 
     def helper_ended(self, child: ChildProcess) -> str | None:
-        """What it means that the nursery or the keeper has ended; None: the child is neither."""
-        if self.nursery is not None and child is self.nursery.child:
-            was_ready = self.nursery.is_ready
+        """What it means that the fork server or the keeper has ended; None: the child is neither."""
+        if self.fork_server is not None and child is self.fork_server.child:
+            was_ready = self.fork_server.is_ready
             with contextlib.suppress(KeyError, ValueError):
-                self._selector.unregister(self.nursery.connection)
-            self.nursery.close()
-            self.nursery = None
-            return "nursery" if was_ready else "unborn nursery"
+                self._selector.unregister(self.fork_server.connection)
+            self.fork_server.close()
+            self.fork_server = None
+            return "fork server" if was_ready else "unready fork server"
         if child is self.keeper:
             self.keeper = None
             self.keeper_name = self.keeper_address = self.store_address = ""
@@ -154,13 +154,13 @@ class NodeProcesses:
         return None
 
     def _start_keeper(self) -> None:
-        assert self.nursery is not None
+        assert self.fork_server is not None
         reading, writing = pipe()
         environment = {"CRATON_HOST": self._host, "CRATON_NODE": self._node}
         log_path = self._run.path / "logs" / f"keeper-{self._node}.log"
         try:
-            pid = self.nursery.fork("keeper", environment, log_path, {"CRATON_REPORT": writing})
-        except NurseryError as error:
+            pid = self.fork_server.fork("keeper", environment, log_path, {"CRATON_REPORT": writing})
+        except ForkServerError as error:
             os.close(reading)
             self._records.event("nursery_failed", message=str(error))
             return
@@ -319,9 +319,9 @@ class NodeProcesses:
         return True
 
     def _fork_rank(self, rank: int, place: RankSlot) -> RankProcess | None:
-        """None while the nursery is being made anew; `tend_ranks` tries again."""
+        """None while the fork server is being made anew; `tend_ranks` tries again."""
         assert self.generation is not None
-        if self.nursery is None or not self.nursery.is_ready:
+        if self.fork_server is None or not self.fork_server.is_ready:
             return None
         records, records_of_rank = pipe()
         orders_of_rank, orders = pipe()
@@ -336,8 +336,8 @@ class NodeProcesses:
         }
         environment = rank_environment(self._launch, self.generation, self._node, rank)
         try:
-            pid = self.nursery.fork("rank", environment, log_path, descriptors)
-        except NurseryError as error:
+            pid = self.fork_server.fork("rank", environment, log_path, descriptors)
+        except ForkServerError as error:
             os.close(records)
             os.close(orders)
             self._records.event("nursery_failed", rank, message=str(error))
@@ -353,7 +353,7 @@ class NodeProcesses:
         return process
 
     def tend_ranks(self) -> list[int]:
-        """Starts ranks that could not be started while there was no nursery; those that have waited too long."""
+        """Starts ranks that could not be started while there was no fork server; those that have waited too long."""
         given_up: list[int] = []
         if self.generation is None or not self._launch.nursery:
             return given_up
@@ -361,10 +361,10 @@ class NodeProcesses:
         for rank, place in self.ranks:
             if place.process is not None:
                 place.missing_since = now
-            elif now - place.missing_since > NURSERY_SECONDS:
+            elif now - place.missing_since > FORK_SERVER_SECONDS:
                 place.missing_since = now
                 given_up.append(rank)
-            elif self.nursery is not None and self.nursery.is_ready:
+            elif self.fork_server is not None and self.fork_server.is_ready:
                 self._start_rank(rank, place)
         return given_up
 
@@ -380,7 +380,7 @@ class NodeProcesses:
         place.process.rank = rank
         grace = self._launch.failure_grace_seconds
         if place.page.generation < 0:  # it has only just been made
-            grace = NURSERY_SECONDS
+            grace = FORK_SERVER_SECONDS
         elif self.is_leaving(place):
             grace = PLANNED_SECONDS
         place.enter_by = time.monotonic() + grace
@@ -471,7 +471,7 @@ class NodeProcesses:
             self._records.book(id(place), rank, place.page, ended)
 
     def end_helpers(self) -> None:
-        for child in (self.keeper, self.nursery.child if self.nursery else None):
+        for child in (self.keeper, self.fork_server.child if self.fork_server else None):
             if child is not None:
                 child.send(signal.SIGKILL)
 

@@ -64,7 +64,7 @@ STATUS_SECONDS = 2.0
 SUMMARY_SECONDS = 30.0  # goodput and cost, as metrics of the first node
 GONE_SECONDS = 5.0  # a run directory that stays away this long is gone
 SETTLE_SECONDS = 600.0  # that the end of a run waits for a disk that does not take its outcome
-MAX_NURSERIES = 3  # that may end before they are ready
+MAX_FORK_SERVERS = 3  # that may end before they are ready
 STOPPED_CODES = (-signal.SIGTERM, 128 + signal.SIGTERM)
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -102,7 +102,7 @@ class Supervisor:
         self._stop_signal: signal.Signals | None = None
         self._started = self._seen_directory = time.monotonic()
         self._next = {"poll": 0.0, "heartbeat": 0.0, "ledger": 0.0, "status": 0.0, "summary": 0.0}
-        self._failed_nurseries = 0
+        self._failed_fork_servers = 0
         self._wakeup, self._wakeup_writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._selector.register(self._wakeup, selectors.EVENT_READ, None)
 
@@ -207,7 +207,7 @@ class Supervisor:
             for rank in self._processes.tend_ranks():
                 self._report(
                     RankFailure(
-                        f"rank {rank} on {self._node} cannot be started: its nursery does not come", STEADY.now()
+                        f"rank {rank} on {self._node} cannot be started: its fork server does not come", STEADY.now()
                     )
                 )
         except OSError as error:
@@ -346,9 +346,9 @@ class Supervisor:
     def _on_helper_end(self, helper: str, child: ChildProcess) -> None:
         hint = limit_hint("\n".join(child.last_lines()))
         message = "; ".join([*child.last_lines(3), *([hint] if hint else [])])
-        if helper == "unborn nursery":
-            self._failed_nurseries += 1
-            if self._failed_nurseries >= MAX_NURSERIES and self._ending is None:
+        if helper == "unready fork server":
+            self._failed_fork_servers += 1
+            if self._failed_fork_servers >= MAX_FORK_SERVERS and self._ending is None:
                 self.fail(f"{child.name} {how_ended(child.code)} before it was ready: {message}")
                 return
         if self._ending is None:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from craton.agent.coordination import run_secret
 from craton.agent.memory import Keeper
-from craton.agent.processes import NURSERY_VARIABLE, answer_requests, open_log
+from craton.agent.processes import FORK_SERVER_VARIABLE, answer_requests, open_log
 from craton.agent.store import StoreServer
 from craton.ml.training import session
 from craton.telemetry import RunDirectory
@@ -36,7 +36,7 @@ def main(arguments: list[str]) -> int:
     session.import_everything()
     gc.collect()
     gc.freeze()  # what is imported is never collected, so its pages stay shared between all ranks
-    connection = socket.socket(fileno=int(os.environ.pop(NURSERY_VARIABLE)))
+    connection = socket.socket(fileno=int(os.environ.pop(FORK_SERVER_VARIABLE)))
     kind, environment, log, agent = answer_requests(connection, ("rank", "keeper"))
     os.environ.update(environment)
     _become_a_child_of(agent, log, f"craton-{kind}-{environment.get('RANK', '')}".rstrip("-"))

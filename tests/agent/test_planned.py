@@ -17,7 +17,7 @@ from craton.agent.coordination import Coordinator, LeaderElection, Link, Message
 from craton.agent.generation import create_generation
 from craton.agent.lock import NodeLock
 from craton.agent.membership import Membership
-from craton.agent.node import NURSERY_SECONDS, PLANNED_SECONDS, NodeProcesses, RankSlot
+from craton.agent.node import FORK_SERVER_SECONDS, PLANNED_SECONDS, NodeProcesses, RankSlot
 from craton.agent.processes import RankProcess
 from craton.agent.records import NodeRecords
 from craton.agent.supervisor import Supervisor
@@ -95,9 +95,9 @@ def test_a_rank_that_never_entered_a_generation_has_a_deadline(run: RunDirectory
     node.places[0].page.generation = -1
     began = time.monotonic()
     node.enter(planned(2, "a", "c"), ())
-    node.watch(began + NURSERY_SECONDS - 1)
+    node.watch(began + FORK_SERVER_SECONDS - 1)
     assert not rank.sent
-    node.watch(began + NURSERY_SECONDS + 1)
+    node.watch(began + FORK_SERVER_SECONDS + 1)
     assert rank.sent == {signal.SIGKILL}
 
 

@@ -147,7 +147,7 @@ def test_resume_goes_on_with_no_words_after_everything_was_killed(verbs: Verbs, 
 
 
 def processes_of(run: Path) -> list[int]:
-    """Every process whose environment or command names this run: agents, nurseries, keepers, ranks."""
+    """Every process whose environment or command names this run: agents, fork servers, keepers, ranks."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:

@@ -72,7 +72,7 @@ def losses(run: RunDirectory) -> dict[int, float]:
 
 
 def processes_of(run: RunDirectory) -> dict[int, str]:
-    """pid → state, parent and command of all that has the run in its command line: agents, nurseries, their ranks."""
+    """pid → state, parent and command of all whose command line has the run: agents, fork servers, their ranks."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:

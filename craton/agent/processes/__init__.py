@@ -8,7 +8,7 @@ from craton.lazy import lazy_names
 
 if TYPE_CHECKING:
     from craton.agent.processes.cpuwait import CpuWait
-    from craton.agent.processes.fork_server import NURSERY_VARIABLE, Nursery, NurseryError, answer_requests
+    from craton.agent.processes.fork_server import FORK_SERVER_VARIABLE, ForkServer, ForkServerError, answer_requests
     from craton.agent.processes.network import address_towards, free_port, pin_interfaces
     from craton.agent.processes.output import CommandOutput
     from craton.agent.processes.process import (

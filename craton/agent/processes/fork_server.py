@@ -1,7 +1,8 @@
-"""The nursery as the agent sees it: a process that has imported what ranks need, and forks one when asked.
+"""The fork server as the agent sees it: a process that has imported what ranks need, and forks one when asked.
 
-A fork takes milliseconds where an import takes seconds, so a rank that died is back at once. Whom the nursery forks
-becomes the agent's own child (see `adopt_orphans`), and outlives the nursery. What is forked is a rank, or the keeper.
+A fork takes milliseconds where an import takes seconds, so a rank that died is back at once. Whom the fork server forks
+becomes the agent's own child (see `adopt_orphans`), and outlives the fork server: a rank, or the keeper. Files, events
+and the variable say `nursery`, its name in earlier versions.
 """
 
 from __future__ import annotations
@@ -23,21 +24,21 @@ from craton.telemetry.rank import STEADY
 
 FORK_SECONDS = 4.0  # less than what makes the agent itself look dead
 MESSAGE_BYTES = 1 << 20
-NURSERY_VARIABLE = "CRATON_NURSERY"  # environment of the nursery: the descriptor of its end of the connection
+FORK_SERVER_VARIABLE = "CRATON_NURSERY"  # environment of the fork server: the descriptor of its end of the connection
 KIND = socket.SOCK_SEQPACKET if sys.platform == "linux" else socket.SOCK_DGRAM
 
 
-class NurseryError(OSError):
+class ForkServerError(OSError):
     """It is gone, or did not do what it was asked."""
 
 
-class Nursery:
+class ForkServer:
     """One process; `child` is to be reaped like any other."""
 
     def __init__(self, run: RunDirectory, launch: Launch, node: str) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, KIND)
         log_path = run.path / "logs" / f"nursery-{node}.log"
-        environment = {**common_environment(run, launch, node), NURSERY_VARIABLE: str(theirs.fileno())}
+        environment = {**common_environment(run, launch, node), FORK_SERVER_VARIABLE: str(theirs.fileno())}
         try:
             process, offset = start(launch.nursery, environment, log_path, (theirs.fileno(),))
         except OSError:
@@ -46,7 +47,7 @@ class Nursery:
         finally:
             theirs.close()
         self.connection = ours
-        self.child = ChildProcess(f"nursery of {node}", process.pid, log_path, offset, STEADY.now())
+        self.child = ChildProcess(f"fork server of {node}", process.pid, log_path, offset, STEADY.now())
         self.is_ready = False
 
     def hear(self) -> None:
@@ -66,16 +67,16 @@ class Nursery:
         try:
             socket.send_fds(self.connection, [json.dumps(request).encode()], list(descriptors.values()))
             if not select.select([self.connection], [], [], FORK_SECONDS)[0]:
-                raise NurseryError(f"{self.child.name} did not answer within {setting(FORK_SECONDS)}")
+                raise ForkServerError(f"{self.child.name} did not answer within {setting(FORK_SECONDS)}")
             answer = self.connection.recv(MESSAGE_BYTES)
-        except NurseryError:
+        except ForkServerError:
             self.child.send(signal.SIGKILL)
             raise
         except OSError as error:
-            raise NurseryError(f"{self.child.name} is gone ({error.strerror})") from error
+            raise ForkServerError(f"{self.child.name} is gone ({error.strerror})") from error
         if not answer.isdigit():
             self.child.send(signal.SIGKILL)
-            raise NurseryError(f"{self.child.name} is gone, or cannot fork")
+            raise ForkServerError(f"{self.child.name} is gone, or cannot fork")
         return int(answer)
 
     def close(self) -> None:
@@ -83,8 +84,8 @@ class Nursery:
 
 
 def answer_requests(connection: socket.socket, become: Sequence[str]) -> tuple[str, dict[str, str], str, int]:
-    """The nursery's side: forks whenever it is asked, and returns in the new process with (what it is to become, its
-    environment, its log, the agent's process number). Ends the process when the agent is gone."""
+    """The fork server's side: forks whenever it is asked, and returns in the new process with (what it is to become,
+    its environment, its log, the agent's process number). Ends the process when the agent is gone."""
     connection.sendall(b"ready")
     while True:
         data, descriptors, _, _ = socket.recv_fds(connection, MESSAGE_BYTES, 16)

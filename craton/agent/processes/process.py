@@ -1,4 +1,4 @@
-"""The processes of a node: ranks, the nursery they are forked in, the keeper of their state, and sinks.
+"""The processes of a node: ranks, the fork server they are forked in, the keeper of their state, and sinks.
 
 Each is the head of a session of its own (a Ctrl-C in the agent's terminal does not reach it), dies with the agent
 (child.py), and leaves nobody behind: when it has ended, what is left of its process group is killed.
@@ -242,7 +242,7 @@ def end_sink(sink: ChildProcess) -> None:
 
 def adopt_orphans() -> None:
     """Processes that a child leaves behind become children of the agent, which reaps them: process 1 may not. So does
-    a rank that the nursery has forked."""
+    a rank that the fork server has forked."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 

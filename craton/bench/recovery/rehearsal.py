@@ -17,7 +17,7 @@ from craton.agent.processes import free_port
 from craton.job import dump_job, parse_job
 from craton.job.layout import Layout
 from craton.orchestration import kill_agents, start_agents
-from craton.orchestration.draft import agent_command, nursery_command, rank_command
+from craton.orchestration.draft import agent_command, fork_server_command, rank_command
 from craton.telemetry import RunDirectory
 
 DENSE = "{layers: 4, hidden: 64, ffn_hidden: 128, heads: 4, kv_heads: 2, vocab: 64, tied_embeddings: true}"
@@ -87,7 +87,7 @@ def write_rehearsal(root: Path, rehearsal: Rehearsal) -> tuple[RunDirectory, Lau
         nodes=[f"node-{number}" for number in range(rehearsal.nodes + rehearsal.spares)],
         ranks_per_node=rehearsal.ranks_per_node,
         command=rank_command(job, run.path),
-        nursery=nursery_command(job, run.path),
+        nursery=fork_server_command(job, run.path),
         agent_command=agent_command(run.path),
         env=dict(rehearsal.environment),
         master_port=free_port(),

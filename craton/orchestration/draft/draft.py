@@ -133,7 +133,7 @@ def rank_command(job: Job, run: Path, python: str = sys.executable) -> list[str]
     return ["/bin/sh", "-c", job.command[0]] if len(job.command) == 1 else list(job.command)
 
 
-def nursery_command(job: Job, run: Path, python: str = sys.executable) -> list[str]:
+def fork_server_command(job: Job, run: Path, python: str = sys.executable) -> list[str]:
     """What imports the training loop once and forks ranks; servers and commands are started anew each time."""
     return [python, "-m", "craton.ml.fork_server", str(run)] if job.kind in TRAINING_KINDS else []
 
@@ -174,7 +174,7 @@ def launch_of(
         early_seconds=0.0 if job.serve else Launch.early_seconds,  # an engine says by its exit code what is final
         num_nodes=num_nodes,
         min_nodes=job.cluster.min_nodes if job.cluster.min_nodes < num_nodes else 0,
-        nursery=nursery_command(job, run, python_of(job, backend)),
+        nursery=fork_server_command(job, run, python_of(job, backend)),
         tries=job.recover.tries,
         spare_seconds=job.recover.spare_wait,
         give_up_seconds=job.recover.give_up,

@@ -14,9 +14,9 @@ from craton.orchestration.draft import (
     Draft,
     code_folder,
     find_code,
+    fork_server_command,
     keep_code,
     named_job,
-    nursery_command,
     python_of,
     rank_command,
 )
@@ -86,7 +86,7 @@ def _copy(draft: Draft, root: Path, number: int, name: str) -> Draft:
     launch = replace(
         draft.launch,
         command=rank_command(job, run, python),
-        nursery=nursery_command(job, run, python),
+        nursery=fork_server_command(job, run, python),
         env={**draft.launch.env, COPY: str(number)},
         workdir=str(code_folder(run)) if draft.launch.workdir else "",
         master_port=free_port(),

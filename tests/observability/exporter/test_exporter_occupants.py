@@ -77,7 +77,7 @@ def test_what_occupants_have_in_common() -> None:
 
 
 def test_a_forked_rank_is_known_by_its_runs_status(start: Start, tmp_path: Path) -> None:
-    """As the nursery makes them: the environment names the run, but not the rank."""
+    """As the fork server makes them: the environment names the run, but not the rank."""
     run = RunDirectory.create(tmp_path / "elsewhere", "gamma")
     pid = start(CRATON_RUN=str(run.path), CRATON_NODE="node-0")
     here = RunsHere(tmp_path / "runs", socket.gethostname())
