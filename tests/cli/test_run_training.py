@@ -29,6 +29,7 @@ def losses(run: Path) -> dict[int, float]:
     return {line["step"]: line["run_loss"] for line in lines if "run_loss" in line}
 
 
+@pytest.mark.slow
 def test_from_a_job_file_to_a_sample(verbs: Verbs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CRATON_CACHE", str(verbs.folder / "cache"))
     texts = [f"cat {number} sat on the mat and dog {number} ran to the man" for number in range(600)]

@@ -18,6 +18,7 @@ from craton.ml.selftest.pairs import next_pairs, slow_pairs, suspects
 CPU = torch.device("cpu")
 
 
+@pytest.mark.slow
 def test_results_are_the_same_from_run_to_run() -> None:
     first, again = (compute.check_device(CPU, 0.05) for _ in range(2))
     assert first.error == ""

@@ -118,7 +118,14 @@ def test_examples_plan_and_add_up(name: str) -> None:
     assert 1.05 < answer.step_seconds_high / answer.step_seconds_low < 3
 
 
-@pytest.mark.parametrize(("name", "low", "high"), [("llama-8b", 4, 9), ("llama-405b", 4, 9), ("deepseek-v3", 4, 30)])
+@pytest.mark.parametrize(
+    ("name", "low", "high"),
+    [
+        ("llama-8b", 4, 9),
+        pytest.param("llama-405b", 4, 9, marks=pytest.mark.slow),
+        pytest.param("deepseek-v3", 4, 30, marks=pytest.mark.slow),
+    ],
+)
 def test_steps_of_the_examples_are_the_seconds_people_know(name: str, low: float, high: float) -> None:
     assert low < example(name).step_seconds < high
     assert 0.15 < example(name).mfu < 0.65

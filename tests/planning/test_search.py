@@ -158,8 +158,8 @@ def test_more_memory_never_makes_the_best_layout_slower() -> None:
     model = model_preset("llama-3.1-8b")
     machine = place("p5.48xlarge", 1)
     bests = []
-    for step in range(24):
-        memory_bytes = 4 * GIB * 1.14**step
+    for step in range(12):
+        memory_bytes = 4 * GIB * 1.3**step
         found = find(replace(machine, gpu=replace(machine.gpu, memory_bytes=memory_bytes)), model, 8, 64)
         if found.candidates and found.candidates[0].memory_bytes <= SAFE_SHARE * memory_bytes:
             bests.append((memory_bytes / GIB, found.candidates[0]))

@@ -62,7 +62,7 @@ class Saver:
         self._process.wait(30)
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=[pytest.param(kind, marks=pytest.mark.slow if kind == "nvme" else ()) for kind in KINDS])
 def tier(request: pytest.FixtureRequest, tmp_path: Path, bucket: str) -> TierFolder:
     place = f"{bucket}/run" if request.param == "s3" else tmp_path / "tier"
     return tier_of(request.param, place, 0, keep=2)

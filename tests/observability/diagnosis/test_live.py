@@ -83,7 +83,8 @@ def test_a_rank_that_is_slow(root: Path) -> None:
     run = start(root, VICTIM=3, FAULT="slow")
     _, verdict = wait_for_verdict(run, lambda _, found: found.condition == "slow")
     assert (verdict.node, verdict.rank) == ("node-1", 3)
-    assert verdict.cause in ("straggler", "processor_contention")  # this machine may be busy with other tests
+    # This machine may be busy with other tests, or share its CPUs with other virtual machines.
+    assert verdict.cause in ("straggler", "processor_contention", "processor_stolen")
     assert "waits least" in " ".join(verdict.evidence)
 
 
@@ -114,6 +115,7 @@ def test_a_node_that_is_lost(root: Path) -> None:
     assert (verdict.layer, verdict.cause, verdict.node) == ("host", "node_lost", "node-1"), verdict.sentence
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed(root: Path) -> None:
     run = start(root)
     snapshot, _ = wait_for_verdict(run, trains)
