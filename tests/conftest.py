@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from keepers import keepers  # noqa: F401 - a fixture of every test
 from s3 import bucket, faults, s3_server  # noqa: F401 - fixtures of every test
+from waiting import wait_until
 
 QUICK = ("planning", "infrastructure", "job", "telemetry", "data", "kernels", "models")  # folders of short tests
 
@@ -95,4 +96,5 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     try:
         yield folder
     finally:
-        subprocess.run(["umount", str(folder)], check=True)
+        # A process that was killed holds its files for a moment longer.
+        wait_until(lambda: subprocess.run(["umount", str(folder)], capture_output=True, check=False).returncode == 0)

@@ -304,6 +304,7 @@ def test_no_pattern_can_hold_up_the_agent(gang: Gang) -> None:
     assert "write it without repetitions inside repetitions" in event["message"]
 
 
+@pytest.mark.slow
 def test_metrics_that_a_command_serves_are_read(gang: Gang) -> None:
     source = {"address": "http://127.0.0.1:{master_port}/metrics", "names": {"s": "step", "l": "loss"}, "every": 0.05}
     gang.launch(

@@ -44,6 +44,7 @@ def replace_engine(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
     monkeypatch.setattr(draft, "rank_command", lambda job, run, python: [sys.executable, "-c", code])
 
 
+@pytest.mark.slow
 def test_a_server_answers_until_its_block_ends(root: Path, model: str) -> None:
     body = json.dumps({"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 4, "ignore_eos": True}).encode()
     with craton.serve(model, seconds=PATIENCE_SECONDS, initialize="random", precision="fp32", max_length=64) as server:

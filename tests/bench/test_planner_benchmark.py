@@ -311,16 +311,19 @@ def strangers() -> dict[str, Any]:
     return summary(bench_plan(corpus_path(), "family"))
 
 
+@pytest.mark.slow
 def test_a_strangers_cluster_is_predicted_within_18_percent(strangers: dict[str, Any]) -> None:
     assert strangers["all"]["n"] == 479
     assert strangers["all"]["median"] <= 0.18
     assert strangers["dense quality A"]["median"] <= 0.13
 
 
+@pytest.mark.slow
 def test_80_percent_intervals_hold_72_to_92_percent_of_strangers(strangers: dict[str, Any]) -> None:
     assert 0.72 <= strangers["all"]["inside"] <= 0.92
 
 
+@pytest.mark.slow
 def test_what_is_known_narrows_the_interval(strangers: dict[str, Any], write_cases: WriteCases) -> None:
     known = statistics(bench_plan(write_cases(*(BY_ID[name] for name in three_groups())), "none").results)
     assert known is not None
@@ -328,6 +331,7 @@ def test_what_is_known_narrows_the_interval(strangers: dict[str, Any], write_cas
     assert known.median < strangers["all"]["median"]
 
 
+@pytest.mark.slow
 def test_at_most_5_percent_of_good_rows_are_skipped(strangers: dict[str, Any]) -> None:
     assert strangers["skipped share of quality A and B"] <= 0.05
 

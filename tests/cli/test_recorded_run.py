@@ -54,6 +54,7 @@ def test_it_is_resumed_to_its_end(verbs: Verbs, recorded: RunDirectory) -> None:
     assert "step 25/40" in log or "step 26/40" in log, "it went on from the checkpoint"
 
 
+@pytest.mark.slow
 def test_its_checkpoint_is_exported(verbs: Verbs, recorded: RunDirectory) -> None:
     folder, tokenizer = verbs.folder / "model", verbs.folder / "tokenizer"
     tokenizer.mkdir()

@@ -241,6 +241,7 @@ def test_dry_run_prints_the_job_and_starts_nothing(verbs: Verbs) -> None:
     assert not verbs.root.exists()
 
 
+@pytest.mark.slow
 def test_a_terminal_shows_one_line_that_lives(verbs: Verbs) -> None:
     arguments = ["serve", "qwen3-0.6b", "--random-weights", "--port", str(free_port())]
     code, screen = in_a_terminal(verbs, arguments, when="first token after", send=b"\x03", program=("-c", REPLACED))

@@ -119,6 +119,7 @@ def _member(rank: int, connection: Connection) -> None:
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     torch.set_num_threads(1)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # they talk over gloo; a machine may have fewer GPUs than there are ranks
     connection.send_bytes(pickle.dumps((True, None)))
     while True:
         try:

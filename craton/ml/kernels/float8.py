@@ -110,6 +110,8 @@ def _multiply(
         left_inverse, right_inverse = left_inverse.view(-1, 1), right_inverse.view(1, -1)
     else:
         left_inverse, right_inverse = left_inverse.view(()), right_inverse.view(())
+    if not left.is_cuda:  # oneDNN's `_scaled_mm`, which x86 has, takes one scale for a whole matrix only
+        return ((left.float() @ right.t().float()) * left_inverse * right_inverse).to(dtype)
     out: Tensor = torch._scaled_mm(
         left, right.t(), left_inverse, right_inverse, out_dtype=dtype, use_fast_accum=not exact
     )

@@ -174,6 +174,7 @@ def test_a_page_stays_small_however_long_the_load_was() -> None:
     assert len(many) < len(few) + 500_000
 
 
+@pytest.mark.slow
 @needs_browser
 def test_in_a_browser(single: Report, swept: Report, tmp_path: Path) -> None:
     pages = {"desk": (report_page(hostile(single, HOSTILE)), 1200), "phone": (report_page(swept), 400)}

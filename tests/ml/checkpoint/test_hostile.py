@@ -111,7 +111,7 @@ def test_a_shard_that_holds_more_than_a_tensor_is_passed_over(tier: Path, tmp_pa
     for said, archive in hostile_archives(marker).items():
         padded = bytes(max(0, 2**14 - len(archive))) + archive  # a zip file is read from its end
         for place in metadata.storage_data.values():
-            place.offset, place.length = len(shard), len(padded)
+            place.relative_path, place.offset, place.length = SHARD, len(shard), len(padded)
         (newest(tier) / SHARD).write_bytes(shard + padded)
         replace(newest(tier), METADATA, pickle.dumps(metadata))
         reason = passed_over(tier)

@@ -40,7 +40,7 @@ def twin_and_kernel(monkeypatch: pytest.MonkeyPatch, operation, *arguments, **op
 DECODES = [
     ([70, 1, 33], 28, 4, 16, 16, 1, 0, torch.float32),
     pytest.param([70, 1, 33, 17, 16], 4, 2, 32, 4, 3, 0, torch.float32, marks=pytest.mark.slow),
-    ([40, 90, 2], 4, 2, 32, 4, 4, 21, torch.float32),
+    pytest.param([40, 90, 2], 4, 2, 32, 4, 4, 21, torch.float32, marks=pytest.mark.slow),
     ([130], 2, 1, 16, 1, 2, 0, torch.float32),
     ([64, 20], 3, 3, 48, 16, 1, 0, torch.float32),
     pytest.param([70, 1, 33], 14, 2, 16, 16, 1, 30, torch.float16, marks=pytest.mark.slow),

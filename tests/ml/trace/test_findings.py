@@ -70,7 +70,7 @@ def test_a_sound_model_has_no_findings() -> None:
         pytest.param(Layout(fsdp=2), "dense", marks=pytest.mark.slow),
         pytest.param(Layout(replicate=2), "dense", marks=pytest.mark.slow),
         pytest.param(Layout(replicate=2, fsdp=2), "dense", marks=pytest.mark.slow),
-        (Layout(fsdp=2, ep=2), "experts"),
+        pytest.param(Layout(fsdp=2, ep=2), "experts", marks=pytest.mark.slow),
         pytest.param(Layout(cp=2, tp=2), "latents", marks=pytest.mark.slow),
     ],
     ids=str,
@@ -87,6 +87,7 @@ def test_attention_without_a_fused_kernel_is_named_once() -> None:
     assert "gemm" not in found
 
 
+@pytest.mark.slow
 def test_memory_that_is_off_names_the_part_and_the_place(sharding: Any) -> None:
     sharding(1, whole=True)
     assert "memory reaches" in texts(FSDP)
@@ -132,6 +133,7 @@ def test_a_collective_that_one_layer_forgot_is_named(monkeypatch: pytest.MonkeyP
     )
 
 
+@pytest.mark.slow
 def test_a_collective_that_all_layers_forgot_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Peers, "start_scatter_sum", lambda peers, x: x[: len(x) // peers.size] * 1)
     assert "reduce_scatter over tp 2 is called 0 times a step" in texts(TENSOR)

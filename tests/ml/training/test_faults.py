@@ -135,7 +135,7 @@ def test_stop_saves_the_weights_of_the_last_good_step(tmp_path: Path) -> None:
 def test_a_damaged_checkpoint_that_is_passed_over_is_an_event(tmp_path: Path) -> None:
     layout = Layout(micro_batch=8, precision="fp32")
     fit(tmp_path, nan=True)
-    (damaged,) = (tmp_path / f"step-{STEPS:08d}").glob("*.distcp")
+    damaged = min((tmp_path / f"step-{STEPS:08d}").glob("*.distcp"))  # there are more of them on more cores
     damaged.write_bytes(damaged.read_bytes()[:-1])
     trainer, records = make_trainer(tiny_job(STEPS), layout, tmp_path, Poisoned(nan=True), HEAVY, every_steps=4)
     with pytest.warns(UserWarning, match="trying an older checkpoint"):

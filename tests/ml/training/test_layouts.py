@@ -79,7 +79,9 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if "accumulated" in name else ()) for name in LAYOUTS]
+)
 def test_every_layout_trains_as_a_plain_loop_does(gang: Gang, name: str, expected: list[float]) -> None:
     sizes = LAYOUTS[name]
     results = gang.run(train, sizes, ranks=Layout(**sizes).world)

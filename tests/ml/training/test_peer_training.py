@@ -304,6 +304,7 @@ def train_auto(nodes: Nodes, steps: int) -> tuple[Records, int | None, list[int]
     return records, memory._interval, taken, said
 
 
+@pytest.mark.slow
 def test_auto_measures_three_snapshots_and_all_ranks_choose_the_same(gang: Gang, keepers: Keepers) -> None:
     made = [keepers.start("node-0"), keepers.start("node-1")]
     steps = 14
