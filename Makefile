@@ -126,10 +126,12 @@ test:
 # `make test` keeps one case of each kind. These run here only, marked `slow`:
 # - the same behaviour with another layout, size, tier, signal, schedule, alert severity or Slurm feature;
 # - removed collectives: that a layout test fails without them, beyond one case for each kind of parallelism;
-# - whole runs whose parts have tests of their own: strangers dial every port of a run, a rank is killed in its last
-#   save, a stop outlasts its grace period, pods are killed and drained, a webhook receives an alert, 200 clients stream;
-# - scored benches: the diagnosis on all scenarios drawn from the date (`make test` has a sixth with a fixed seed),
-#   200 random ways to serve a model (`make test` has every pair of options), a plan for each of 15 clusters.
+# - whole runs whose parts have tests of their own: from a job file to a sample by command (`make demo` does it too),
+#   strangers dial every port of a run, a rank is killed in its last save, a stop outlasts its grace period, pods are
+#   killed and drained, a webhook receives an alert, 200 clients stream, a queued run survives an upgrade;
+# - scored benches: the diagnosis on all scenarios drawn from the date (`make test` has a sixth with a fixed seed), the
+#   planner on every published run, 200 random ways to serve a model (`make test` has every pair of options on one rank),
+#   plans of the largest examples, a plan for each of 15 clusters.
 test-all:
 	@seed=$${SEED:-$$(date +%s)}; \
 	echo "property tests draw new cases with seed $$seed; 'make test-all SEED=$$seed' draws these again"; \

@@ -43,7 +43,7 @@ def jump(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[float], N
     site.mkdir()
     (site / "sitecustomize.py").write_text(SITECUSTOMIZE)
     monkeypatch.setenv("CLOCK_SHIFT", str(path))
-    monkeypatch.setenv("PYTHONPATH", str(site))
+    monkeypatch.setenv("PYTHONPATH", str(site), prepend=os.pathsep)
     real = time.time
 
     def shift(seconds: float) -> None:

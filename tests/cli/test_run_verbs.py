@@ -148,7 +148,8 @@ def test_stop_now_kills_and_says_what_is_left(verbs: Verbs) -> None:
     verbs.wait_for_step(2)
     result = verbs("stop", "count", "--now")
     assert result.returncode == 0
-    assert "what its command has saved is not known here" in result.stdout
+    # An agent may see the marker and let its ranks save before it is killed itself.
+    assert re.search("what its command has saved is not known here|its newest checkpoint is of step", result.stdout)
     assert "next: craton resume count\n" in result.stdout
     assert living_agents(verbs.run()) == []
     assert verbs.json("ps")[0]["state"] == "stopped"
