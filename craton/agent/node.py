@@ -319,7 +319,7 @@ class NodeProcesses:
         return True
 
     def _fork_rank(self, rank: int, place: RankSlot) -> RankProcess | None:
-        """None while the fork server is being made anew; `tend_ranks` tries again."""
+        """None while the fork server restarts; `tend_ranks` tries again."""
         assert self.generation is not None
         if self.fork_server is None or not self.fork_server.is_ready:
             return None

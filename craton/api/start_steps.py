@@ -27,7 +27,7 @@ class StartWatch(Protocol):
 
 
 class Unwatched:
-    """A start that nobody approves, with one function for all of its progress."""
+    """A start without questions, with one function for all of its progress."""
 
     def __init__(self, progress: Progress | None = None) -> None:
         self._progress = progress

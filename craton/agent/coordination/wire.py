@@ -155,8 +155,8 @@ class Strangers:
 
     There are never more than a few of them: when another one comes, the oldest is shut down. So strangers who hold
     connections open cannot use up the threads and descriptors of an agent or a keeper. A peer of the run proves the
-    secret within milliseconds, and one that was crowded out dials again. Any thread may call. Whoever added a
-    connection still closes it.
+    secret within milliseconds, and one that was crowded out dials again. Any thread may call. The caller that
+    added a connection still closes it.
     """
 
     def __init__(self, limit: int = MAX_STRANGERS) -> None:

@@ -1,8 +1,8 @@
 """The fork server as the agent sees it: a process that has imported what ranks need, and forks one when asked.
 
-A fork takes milliseconds where an import takes seconds, so a rank that died is back at once. Whom the fork server forks
-becomes the agent's own child (see `adopt_orphans`), and outlives the fork server: a rank, or the keeper. Files, events
-and the variable say `nursery`, its name in earlier versions.
+A fork takes milliseconds where an import takes seconds, so a rank that died is back at once. A forked process, rank or
+keeper, becomes the agent's own child (see `adopt_orphans`) and outlives the fork server. Files, events and the variable
+say `nursery`, its name in earlier versions.
 """
 
 from __future__ import annotations

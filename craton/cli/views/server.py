@@ -228,7 +228,7 @@ def _drain(server: Server, job: Job, console: Console) -> RunSummary:
         summary = server.run.stop(now=True)
         console.print(f"\n{name} was ended at once")
         return summary
-    except RunStateError:  # its order to stop cannot be written: what it is, is told all the same
+    except RunStateError:  # its STOP marker cannot be written: its state is printed all the same
         return server.run.summary()
 
 

@@ -164,7 +164,7 @@ def _switches(children: Mapping[str, list[str]], nodes: Mapping[str, list[str]])
         upward = [switch]
         while upward[-1] in above:
             if above[upward[-1]] in upward:
-                raise TopologyError(f"switch {upward[-1]!r} is below itself; mend topology.conf")
+                raise TopologyError(f"switch {upward[-1]!r} is below itself; fix topology.conf")
             upward.append(above[upward[-1]])
         return list(reversed(upward))
 

@@ -10,12 +10,11 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
-from waiting import PATIENCE_SECONDS
+from waiting import wait_until
 
 from craton.ml.data import DataError, Shards, end_of_document, load_tokenizer, tokenize
 from craton.ml.data.documents import PIECE_BYTES
@@ -168,10 +167,7 @@ def test_a_killed_run_leaves_no_folder_and_no_workers(bpe: Path, tmp_path: Path)
     assert "going" in process.stdout.readline()
     process.kill()
     process.wait()
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while _members(process.pid):
-        assert time.monotonic() < deadline, "workers outlive their parent"
-        time.sleep(0.05)
+    wait_until(lambda: not _members(process.pid), "workers outlive their parent")
     assert not (tmp_path / "out").exists()
     with pytest.raises(DataError, match="unfinished"):
         Shards(tmp_path / "out.partial")

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import pytest
 import torch.distributed as dist
 from gang import Gang
 from tiny import Records
-from waiting import PATIENCE_SECONDS
+from waiting import PATIENCE_SECONDS, wait_until
 
 from craton.job import dump_job, load_job, parse_job
 from craton.ml.training import Trainer
@@ -65,11 +64,12 @@ def adder(steps: int) -> str:
 def test_sigterm_saves_and_the_run_goes_on_where_it_was(tmp_path: Path) -> None:
     run = make_run(tmp_path, adder(100_000), "adder")
     process = start(run, EXAMPLES)
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while len(lines(run.metrics_path("node-0"))) < 20:
+
+    def has_trained() -> bool:
         assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+        return len(lines(run.metrics_path("node-0"))) >= 20
+
+    wait_until(has_trained, "20 steps")
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 0, err

@@ -1,5 +1,4 @@
-"""The operations of serving, without gradients: keys and values in pages, products of a few rows, adapters, choice
-of a token.
+"""The operations of serving, without gradients: paged KV cache, matmuls of a few rows, adapters, choice of a token.
 
 On CUDA they are Triton kernels, elsewhere plain PyTorch. The kernels can be captured in CUDA graphs: none waits for the
 device, and what is launched depends on shapes and on upper bounds that the caller knows.
@@ -28,9 +27,9 @@ Norms = tuple[Tensor, Tensor, float]  # weights of the norms of queries and keys
 
 
 class Past(ABC):
-    """Keys and values of earlier tokens, kept outside of a model that serves. Its layers hand theirs over and get
-    attention over all of them back; how they are stored, and what computes, is not the model's affair. Tokens of all
-    requests lie one after the other."""
+    """The KV cache as a model that serves sees it: a layer hands over the keys and values of its tokens and gets
+    attention over the cache back. How the cache is stored and which kernel computes is hidden from the model. Tokens of
+    all requests lie one after the other."""
 
     @abstractmethod
     def attend(
