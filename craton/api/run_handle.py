@@ -73,23 +73,38 @@ class Run:
         """Return when the run has ended, whatever its end; TimeoutError when that takes longer than `seconds`. `look`
         is called with every look at it, the last one included."""
         from craton.formatting import setting
-        from craton.orchestration.watching import Follower, wait_for_agents
+        from craton.orchestration.watching import wait_for_agents
 
-        follower = Follower(self.directory, self._num_steps())
+        try:
+            view = self.follow(lambda view: not view.is_moving, seconds, look, look_seconds, self._num_steps())
+        except TimeoutError:
+            now = self.summary()
+            raise TimeoutError(f"{self.name} is {now.state} after {setting(seconds)}, at step {now.step:,}") from None
+        wait_for_agents(self.directory)
+        return view.summary
+
+    def follow(
+        self,
+        is_enough: Callable[[View], bool],
+        seconds: float | None = None,
+        look: Callable[[View], None] | None = None,
+        look_seconds: float = LOOK_SECONDS,
+        num_steps: int | None = None,
+    ) -> View:
+        """Look at it until `is_enough`; TimeoutError after `seconds`. `look` is called with every look."""
+        from craton.orchestration.watching import Follower
+
+        follower = Follower(self.directory, num_steps)
         deadline = None if seconds is None else time.monotonic() + seconds
         while True:
             view = follower.look()
             if look is not None:
                 look(view)
-            if not view.is_moving:
-                break
+            if is_enough(view):
+                return view
             if deadline is not None and time.monotonic() >= deadline:
-                raise TimeoutError(
-                    f"{self.name} is {view.summary.state} after {setting(seconds)}, at step {view.summary.step:,}"
-                )
+                raise TimeoutError
             time.sleep(look_seconds)
-        wait_for_agents(self.directory)
-        return view.summary
 
     def stop(
         self, *, now: bool = False, ended_ok: bool = True, look: Callable[[View], None] | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from types import TracebackType
 
@@ -14,7 +13,7 @@ from craton.job import Job, load_job
 from craton.orchestration import NoAnswerError, ServerWatch, address_of, serve_job, server_name
 from craton.orchestration.draft import Progress
 from craton.orchestration.start import RunStart, check_server, draft_start, submit_start
-from craton.orchestration.watching import Follower, View, wait_for_agents
+from craton.orchestration.watching import View, wait_for_agents
 from craton.telemetry import RunSummary, runs_root
 
 
@@ -40,21 +39,18 @@ class Server:
     ) -> None:
         """Return once it answers; NoAnswerError where it ends before, TimeoutError after `seconds`. `look` is called
         with every look at its run, the last one included."""
-        follower, watch = Follower(self.run.directory), ServerWatch(self.address)
-        deadline = None if seconds is None else time.monotonic() + seconds
-        while True:
-            view = follower.look()
-            if look is not None:
-                look(view)
-            if not view.is_moving:
-                wait_for_agents(self.run.directory)
-                message = f"{self.run.name} is {view.summary.state} before it answered: {view.summary.message}"
-                raise NoAnswerError(message)
-            if view.summary.state != "stopping" and watch.is_ready():
-                return
-            if deadline is not None and time.monotonic() >= deadline:
-                raise TimeoutError(f"{self.run.name} does not answer after {setting(seconds)}")
-            time.sleep(look_seconds)
+        watch = ServerWatch(self.address)
+
+        def is_settled(view: View) -> bool:
+            return not view.is_moving or (view.summary.state != "stopping" and watch.is_ready())
+
+        try:
+            view = self.run.follow(is_settled, seconds, look, look_seconds)
+        except TimeoutError:
+            raise TimeoutError(f"{self.run.name} does not answer after {setting(seconds)}") from None
+        if not view.is_moving:
+            wait_for_agents(self.run.directory)
+            raise NoAnswerError(f"{self.run.name} is {view.summary.state} before it answered: {view.summary.message}")
 
     def stop(self) -> RunSummary:
         """Let it answer the requests under way, and stop it."""
