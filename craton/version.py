@@ -1,3 +1,3 @@
-"""Which Craton this is."""
+"""The version of Craton, written once: pyproject.toml reads it from here."""
 
 VERSION = "0.1.0"

@@ -1,4 +1,5 @@
-"""README and pages say what is true: commands run, links lead somewhere, examples parse, tables are the code's.
+"""README and pages say what is true: commands run, links lead somewhere, options, variables and files exist, examples
+parse, tables are the code's.
 
 What stands between `<!-- NAME: made by tests/test_readme.py -->` and `<!-- end -->` is written by
 `pytest tests/test_readme.py --update-golden`.
@@ -47,22 +48,9 @@ from craton.telemetry.rundirectory import FOLDERS
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 DOCS = ROOT / "docs"
-PAGES = [
-    README,
-    *(
-        DOCS / name
-        for name in (
-            "architecture.md",
-            "testing.md",
-            "planning.md",
-            "job-file.md",
-            "training.md",
-            "serving.md",
-            "runs.md",
-        )
-    ),
-]
-DAY = date(2026, 11, 15)  # of the plan in the README: prices are as old as they were on that day
+PLANNING = DOCS / "planning.md"
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.rglob("*.md"))]
+DAY = date(2026, 11, 15)  # of the plan in docs/planning.md: prices are as old as they were on that day
 
 Generated = Callable[[Path, str, str], None]
 
@@ -71,15 +59,11 @@ def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
 
 
-def readme_commands() -> list[str]:
-    lines = "".join(blocks(README, "sh")).splitlines()
-    return [line.partition("#")[0].strip() for line in lines if line.startswith("craton ")]
-
-
-def page_commands() -> list[str]:
-    """Those of pages other than the README, where they may take minutes."""
-    lines = "".join(text for page in PAGES[1:] for text in blocks(page, "sh")).splitlines()
-    return [line.partition("#")[0].strip() for line in lines if line.startswith("craton ")]
+def page_commands(*pages: Path) -> list[str]:
+    """The commands of pages, each once."""
+    text = "".join(text for page in pages for text in blocks(page, "sh")).replace("\\\n", " ")
+    lines = [line.partition(" #")[0].strip() for line in text.splitlines() if line.startswith("craton ")]
+    return list(dict.fromkeys(lines))
 
 
 def table_of(page: Path, section: str) -> set[str]:
@@ -97,11 +81,11 @@ def _no_user_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A folder that a reader of the README could stand in: the examples, and the runs.json it shows."""
+    """A folder that a reader could stand in: the examples, and the runs.json that docs/planning.md shows."""
     folder = tmp_path / "checkout"
     folder.mkdir()
     (folder / "examples").symlink_to(ROOT / "examples")
-    (folder / "runs.json").write_text(blocks(README, "json")[0], encoding="utf-8")
+    (folder / "runs.json").write_text(blocks(PLANNING, "json")[0], encoding="utf-8")
     return folder
 
 
@@ -137,40 +121,121 @@ SAID = {"validate": "ok: llama-8b", "catalog": "p5en.48xlarge", "plan": "FITS", 
     "command",
     [
         pytest.param(command, marks=pytest.mark.slow if "--gpus" in command else ())  # a search for each of 15 clusters
-        for command in readme_commands()
+        for command in page_commands(README, PLANNING)
         if command.split()[1] in SAID
     ],
 )
-def test_a_command_of_the_readme_runs(command: str, checkout: Path) -> None:
+def test_a_command_of_readme_and_planning_runs(command: str, checkout: Path) -> None:
     """Those that train are run by `tests/cli/test_run_training.py` and by `make demo`."""
     verb, *arguments = shlex.split(command)[1:]
     assert SAID[verb] in run_in(checkout, "-m", "craton", verb, *arguments)
 
 
-@pytest.mark.parametrize("command", [*page_commands(), *readme_commands()])
-def test_a_command_of_a_page_has_verbs_and_options_that_exist(command: str) -> None:
-    found: typing.Any = typer.main.get_command(app)
-    words = shlex.split(command)[1:]
-    while hasattr(found, "commands"):
-        found = found.commands[words.pop(0)]
-    found.make_context(command, words)  # parses, runs nothing
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_of_a_page_have_verbs_and_options_that_exist(page: Path) -> None:
+    for command in page_commands(page):
+        found: typing.Any = typer.main.get_command(app)
+        words = [word for word in shlex.split(command)[1:] if word not in ("-v", "-vv")]
+        while hasattr(found, "commands") and not words[0].startswith("-"):
+            found = found.commands[words.pop(0)]
+        if not hasattr(found, "commands"):
+            found.make_context(command, words)  # parses, runs nothing
 
 
-def test_the_plan_of_the_readme_is_there_as_json(checkout: Path) -> None:
+def craton_options() -> set[str]:
+    """Every option of every verb."""
+    options, pending = {"--help", "-h"}, [typing.cast(typing.Any, typer.main.get_command(app))]
+    while pending:
+        command = pending.pop()
+        options |= {option for param in command.params for option in (*param.opts, *param.secondary_opts)}
+        pending += getattr(command, "commands", {}).values()
+    return options
+
+
+def test_options_of_verbs_on_the_pages_exist() -> None:
+    """`craton serve --admin` in a sentence: the option is one of that verb."""
+    root: typing.Any = typer.main.get_command(app)
+    missing = []
+    for page in PAGES:
+        for text in re.findall(r"`craton ([^`\n]+)`", page.read_text(encoding="utf-8")):
+            found, words = root, text.split()
+            while hasattr(found, "commands") and words and words[0] in found.commands:
+                found = found.commands[words.pop(0)]
+            known = {option for param in found.params for option in (*param.opts, *param.secondary_opts)} | {
+                "-h",
+                "--help",
+                "-v",
+                "-vv",
+                "--version",
+                "--json",
+                "--install-completion",
+            }
+            if text.split()[0] not in root.commands and re.fullmatch(r"[a-z]+", text.split()[0]):
+                missing.append(f"{page.name}: craton {text}")
+            missing += [
+                f"{page.name}: craton {text}: {word}"
+                for word in re.findall(r"(?<!\S)--[a-z][\w-]*", " ".join(words))
+                if word not in known
+            ]
+    assert not missing
+
+
+def test_options_on_the_pages_exist() -> None:
+    """An option in backticks that begins a span is one of ours, or one of a tool that the page is about."""
+    known = craton_options() | set(OTHER_TOOLS.split())
+    named = {
+        (page.name, option)
+        for page in PAGES
+        for option in re.findall(r"`(--[a-z][\w-]*)", page.read_text(encoding="utf-8"))
+    }
+    assert not sorted((page, option) for page, option in named if option not in known)
+
+
+# Options of sbatch, srun, pytest, pip, torchrun, vllm, Prometheus and of our own programs that are not verbs.
+OTHER_TOOLS = ""
+
+
+def test_environment_variables_are_documented_and_exist() -> None:
+    sources = [path for path in (ROOT / "craton").rglob("*") if path.suffix in (".py", ".toml", ".html", ".js")]
+    used = {name for path in sources for name in VARIABLE.findall(path.read_text(encoding="utf-8"))}
+    table = set(VARIABLE.findall((DOCS / "environment.md").read_text(encoding="utf-8")))
+    assert used - table == set()
+    named = {name for page in PAGES for name in VARIABLE.findall(page.read_text(encoding="utf-8"))}
+    assert named <= used
+
+
+VARIABLE = re.compile(r"(?<![A-Z_])CRATON_[A-Z_]*[A-Z](?![A-Z_])")
+
+
+def test_the_page_of_the_command_line_is_its_help() -> None:
+    """`python docs/cli_reference.py` writes it."""
+    expected = run_in(
+        ROOT,
+        "-c",
+        "import sys; sys.path.insert(0, 'docs'); import cli_reference; print(cli_reference.page_text(), end='')",
+    )
+    assert (DOCS / "cli.md").read_text(encoding="utf-8") == expected
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= 120
+
+
+def test_the_plan_of_the_readme_can_be_json(checkout: Path) -> None:
     assert "craton plan examples/llama-8b.yaml" in README.read_text(encoding="utf-8")
     found = json.loads(run_in(checkout, "-m", "craton", "plan", "examples/llama-8b.yaml", "--json"))
     assert found["fits"]
     assert found["step_seconds"] == pytest.approx(sum(found["phases"].values()))
 
 
-def test_the_readme_shows_what_the_command_prints(generated: Generated) -> None:
+def test_the_page_on_planning_shows_what_the_command_prints(generated: Generated) -> None:
     console = Console(width=108, file=io.StringIO())
     render_plan(plan(load_job(ROOT / "examples" / "llama-8b.yaml"), today=DAY), console, DAY)
     assert isinstance(console.file, io.StringIO)
     lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
     paragraphs = "\n".join(lines).split("\n\n")
     shown = paragraphs[: 1 + next(i for i, text in enumerate(paragraphs) if text.startswith("Memory"))]
-    generated(README, "excerpt", "```text\n" + "\n\n".join(shown) + "\n```\n")
+    generated(PLANNING, "excerpt", "```text\n" + "\n\n".join(shown) + "\n```\n")
 
 
 SMALLER_JOB = """\
@@ -215,37 +280,65 @@ def test_the_python_of_the_readme_runs(smaller_checkout: Path) -> None:
 def test_make_knows_the_two_commands() -> None:
     commands = re.findall(r"^make (\w+)", "".join(blocks(README, "sh")), re.MULTILINE)
     assert commands == ["demo", "test"]
+
+
+def test_make_knows_every_target_of_the_pages() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    for target in commands:
-        assert re.search(rf"^{target}:", makefile, re.MULTILINE)
+    targets = set(re.findall(r"^([\w-]+):", makefile, re.MULTILINE))
+    named = {
+        target
+        for page in PAGES
+        for target in re.findall(r"(?:`|^)make ([a-z][\w-]*)", page.read_text(encoding="utf-8"), re.MULTILINE)
+    }
+    assert named <= targets
+    assert named
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
-    links = re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text(encoding="utf-8"))
-    missing = [link for link in links if not (page.parent / link).exists()]
+    links = re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", page.read_text(encoding="utf-8"))
+    missing = [link for link, _ in links if not (page.parent / link).exists()]
+    missing += [
+        f"{link}#{anchor}"
+        for link, anchor in links
+        if anchor and anchor not in anchors(page.parent / link if link else page)
+    ]
     assert not missing
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def anchors(page: Path) -> set[str]:
+    """The headings of a page as GitHub links to them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_files_that_are_named_exist(page: Path) -> None:
     """`compute.py`, `examples/llama-8b.yaml`: by their path, or by their name inside the package or the data."""
-    named = set(re.findall(r"`([\w./*-]+\.(?:py|toml|css))`", page.read_text(encoding="utf-8")))
+    text = page.read_text(encoding="utf-8")
+    named = set(re.findall(r"`([\w./*-]+\.(?:py|toml|css))`", text)) - set(USERS_FILES.split())
+    named |= set(re.findall(r"(?<![\w/.])((?:examples|benchmarks|tests|docs|data)/[\w./-]+\.\w+)", text))
     folders = [folder for folder in (ROOT / "craton").rglob("*") if folder.is_dir()]
     homes = [ROOT, ROOT / "data", ROOT / "tests", ROOT / "craton", *folders]
     missing = [name for name in named if not any(any(home.glob(name)) for home in homes)]
     assert not missing
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_job_files_on_the_pages_are_told_right(page: Path) -> None:
-    """A YAML block is a valid job, unless the errors it causes stand below it."""
+USERS_FILES = ""  # files on the pages that a user has and Craton does not
+
+KIND = re.compile(r"^kind: (pretrain|sft|dpo|grpo|serve|command)$", re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_job_files_on_the_pages_are_valid(page: Path) -> None:
+    """A YAML block with a kind is a valid job, unless the errors it causes stand below it."""
     text = page.read_text(encoding="utf-8")
     for job, errors in re.findall(r"^```yaml\n(.*?)^```$(?:\n+```text\n(.*?)^```$)?", text, re.MULTILINE | re.DOTALL):
-        assert told(job) == errors
+        if KIND.search(job) or errors.startswith("error: "):
+            assert problems_of(job) == (errors if errors.startswith("error: ") else "")
 
 
-def told(text: str) -> str:
+def problems_of(text: str) -> str:
     try:
         job = parse_job(text)
         check_job(job, resolve_cluster(job.cluster, job.price).num_gpus)

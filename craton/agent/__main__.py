@@ -17,6 +17,7 @@ from craton.agent.membership import HELD_STOP_OPTION
 from craton.agent.supervisor import Supervisor
 from craton.formatting import counted
 from craton.limits import raise_file_limit
+from craton.log_levels import configure_logging
 from craton.telemetry import RunDirectory
 from craton.telemetry.files import protect_output
 
@@ -27,6 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--node", metavar="K", type=int, required=True, help="position of this node in launch.json")
     parser.add_argument(HELD_STOP_OPTION, action="store_true", help="the run stops, and its state is only in memory")
     options = parser.parse_args(arguments)
+    configure_logging(is_strict=False)
     run = RunDirectory(options.run)
     if not run.looks_like_a_run():
         return _refuse(f"{run.path} is not a run directory: `craton run` makes one")

@@ -9,7 +9,8 @@ from __future__ import annotations
 import errno
 import json
 import sys
-from typing import Any
+from copy import copy
+from typing import Annotated, Any
 
 import typer
 
@@ -42,12 +43,10 @@ app = typer.Typer(
     name="craton",
     help="Predict a foundation-model job before a GPU is rented; run, measure and mend it after.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-# A verb whose file is not written yet is not offered.
 app.command()(plan)
 app.command()(run)
 app.command()(serve)
@@ -74,12 +73,48 @@ app.add_typer(observe.app, name="observe")
 app.add_typer(bench.app, name="bench")
 
 
+def _print_version(is_wanted: bool) -> None:
+    if is_wanted:
+        from craton.version import VERSION
+
+        print(f"craton {VERSION}")
+        raise typer.Exit
+
+
+def _set_verbosity(count: int) -> None:
+    from craton.log_levels import configure_logging
+
+    configure_logging(count)
+
+
+@app.callback()
+def _craton(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)
+    ] = False,
+    verbose: Annotated[
+        int,
+        typer.Option(
+            "--verbose",
+            "-v",
+            count=True,
+            metavar="",
+            show_default=False,
+            help="Log to stderr: -v info, -vv debug \\[default: $CRATON_LOG, else warning].",
+            callback=_set_verbosity,
+        ),
+    ] = 0,
+) -> None:
+    """Options of every verb."""
+
+
 def main() -> None:
     """The command `craton`."""
     try:
         # typer prints usage errors itself; here they become JSON too where JSON was asked for
         command = typer.main.get_command(app)
         _hide_types_of_flags(command)
+        _accept_verbose_after_the_verb(command)
         code = command.main(standalone_mode=False)
         sys.exit(code if isinstance(code, int) else 0)
     except typer.Exit as ended:
@@ -116,6 +151,18 @@ def _hide_types_of_flags(command: Any) -> None:
             param.metavar = ""
     for inner in getattr(command, "commands", {}).values():
         _hide_types_of_flags(inner)
+
+
+def _accept_verbose_after_the_verb(command: Any) -> None:
+    """`craton run JOB -v` is `craton -v run JOB`."""
+    verbose = copy(next(param for param in command.params if param.name == "verbose"))
+    verbose.expose_value, verbose.hidden = False, True
+    verbose.callback = lambda context, param, count: _set_verbosity(count) if count else None
+    pending = list(command.commands.values())
+    while pending:
+        inner = pending.pop()
+        inner.params.append(verbose)
+        pending += getattr(inner, "commands", {}).values()
 
 
 def _report(error: Exception, exit_code: int) -> int:

@@ -47,8 +47,10 @@ def tokenize(
     import json
 
     from craton.cli.views.progress import progress
+    from craton.extras import require_extra
     from craton.ml.data import tokenize as run
 
+    require_extra("train", "`craton data tokenize`", ("tokenizers",))
     with progress("tokenize", in_bytes=True) as report:
         done = run(
             inputs,

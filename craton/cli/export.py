@@ -37,6 +37,9 @@ def start_module(module: str, arguments: list[str], options: dict[str, Any], as_
     import subprocess
     import sys
 
+    from craton.extras import require_extra
+
+    require_extra("train", f"`craton {module.rpartition('.')[2]}`")
     words = [str(word) for name, value in options.items() if value is not None for word in (name, value)]
     command = [sys.executable, "-m", module, *arguments, *words, *(["--json"] if as_json else [])]
     raise typer.Exit(subprocess.run(command, check=False).returncode)

@@ -13,6 +13,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 
+from craton.extras import MODULES, install_command, install_package_command
 from craton.job.errors import ContentError
 from craton.job.jobfile import Job
 from craton.job.model import is_function
@@ -21,12 +22,6 @@ from craton.nearest import did_you_mean
 from craton.remote import is_url
 
 DATA_ADVICE = f"; give a file or a folder of text or token shards, an s3:// URL, or {STANDARD_LIBRARY}"
-# Tracker → (module, what installs it).
-TRACKER_PACKAGES = {
-    "wandb": ("wandb", "pip install wandb"),
-    "mlflow": ("mlflow", "pip install mlflow"),
-    "tensorboard": ("tensorboard", "pip install 'craton[tensorboard]'"),
-}
 
 
 def check_here(job: Job, folder: Path | None = None) -> None:
@@ -69,8 +64,8 @@ def _near(path: str) -> str:
 
 def _trackers(job: Job) -> Iterator[str]:
     for tracker in job.track:
-        module, install = TRACKER_PACKAGES[tracker]
-        if find_spec(module) is None:
+        if find_spec(tracker) is None:  # a tracker, its module and its package have one name
+            install = install_command(tracker) if tracker in MODULES else install_package_command(tracker)
             yield (
                 f"{job.where('track')}track: {tracker} is not installed here; `{install}`, or remove {tracker} from "
                 "`track:`"

@@ -6,7 +6,9 @@ no GPU; the same job, catalog and profile give the same plan.
 
 from __future__ import annotations
 
+import logging
 import math
+import time
 from collections.abc import Callable, Sequence
 from datetime import date
 
@@ -38,6 +40,8 @@ from craton.planning.result import Alternative, Plan
 from craton.planning.search import SAFE_SHARE, Candidate, Search, search
 from craton.planning.setting import PlanError, Setting, check_plannable, chosen_layout, nothing_fits, setting_of
 from craton.planning.step import REAL_IMBALANCE, StepTimes, compose, flops_per_token
+
+logger = logging.getLogger(__name__)
 
 WORTH_SAYING = 0.03  # of the step, from which a better layout than the user's is mentioned
 SECONDS_PER_DAY = 86400.0
@@ -143,9 +147,12 @@ def _search(setting: Setting, progress: Progress | None, prefix: str = "") -> Se
         if progress:
             progress(done, total, f"{prefix}layouts on {setting.cluster.name}")
 
-    return search(
+    start = time.monotonic()
+    found = search(
         setting.model, setting.machine, setting.profile, setting.world, setting.job.precision, progress=report
     )
+    logger.info("searched layouts on %s in %.2f s", setting.cluster.name, time.monotonic() - start)
+    return found
 
 
 def _nothing_allowed(outcomes: list[RunOutcome], deadline: float | None, budget: float | None) -> str:

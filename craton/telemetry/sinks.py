@@ -13,6 +13,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any, Protocol
 
+from craton.extras import install_package_command
 from craton.telemetry.errors import SinkError
 from craton.telemetry.rundirectory import RunDirectory
 
@@ -128,6 +129,6 @@ def _load(module: str) -> ModuleType:
         return import_module(module)
     except ImportError as error:
         raise SinkError(
-            f"`track: [{package}]` needs the package {package} ({error}): `pip install {package}`, or take it out of "
-            "`track` in the job file"
+            f"`track: [{package}]` needs the package {package} ({error}); run: {install_package_command(package)}, or "
+            "remove it from `track` in the job file"
         ) from error

@@ -9,6 +9,7 @@ there is room (`LineWriter`), and the run goes on; what had to be dropped is cou
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import time
@@ -20,6 +21,8 @@ from craton.telemetry import RunDirectory
 from craton.telemetry.files import LineWriter, parse_line, tail_lines
 from craton.telemetry.node import MetricsEndpoint
 from craton.telemetry.rank import JUMP_SECONDS, STEADY, RankPage
+
+logger = logging.getLogger(__name__)
 
 READ_BYTES = 1 << 16
 MAX_LINE_BYTES = 1 << 20
@@ -108,6 +111,7 @@ class NodeRecords:
         """Something the agent itself saw, of one rank or of the node."""
         line = {**self._stamp(rank), "event": name, **fields}
         self._append("events", [_encode(line)])
+        logger.info("event %s%s: %s", name, "" if rank is None else f" of rank {rank}", fields)
 
     def metrics(self, values: Mapping[str, float]) -> None:
         """Values of the run as a whole, measured by the agent."""

@@ -92,7 +92,9 @@ def recover(
     from craton.bench.recovery import CASES as RECOVERY_CASES
     from craton.bench.recovery import bench_recover
     from craton.cli.views.progress import progress
+    from craton.extras import require_extra
 
+    require_extra("train", "`craton bench recover`")
     with tempfile.TemporaryDirectory(prefix="craton-bench-") as folder, progress("recoveries") as report:
         cases = bench_recover(
             Path(folder),

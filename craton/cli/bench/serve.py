@@ -99,21 +99,18 @@ def serve(
 ) -> None:
     """Drive a server with requests and report latencies, throughput and goodput."""
     from craton.errors import CratonError
+    from craton.extras import require_package
 
-    try:
-        from craton.bench.load import (
-            LoadSettings,
-            LoadTarget,
-            LoadWorkload,
-            Prefixes,
-            load_trace,
-            parse_lengths,
-            parse_objectives,
-        )
-    except ModuleNotFoundError as error:
-        if error.name != "aiohttp":
-            raise
-        raise CratonError("craton bench serve needs aiohttp: pip install aiohttp") from None
+    require_package("aiohttp", "`craton bench serve`")
+    from craton.bench.load import (
+        LoadSettings,
+        LoadTarget,
+        LoadWorkload,
+        Prefixes,
+        load_trace,
+        parse_lengths,
+        parse_objectives,
+    )
 
     if trace is not None and (input_lengths is not None or prefix_tokens):
         raise CratonError("--input and --prefix-tokens make prompts; --trace already has them")

@@ -24,13 +24,11 @@ MAX_FINDINGS = 12  # shown; --json has all
 def run_trace(job: Path, plan: Plan, ranks: Sequence[int] = ()) -> dict[str, Any]:
     """The trace of a planned job and its comparison with the plan, as `python -m craton.ml.trace` prints them. `ranks`:
     which; else one of every pipeline stage that differs."""
-    import importlib.util
-
     from craton.cli.views.progress import progress
+    from craton.extras import require_extra
     from craton.planning import PlanError
 
-    if importlib.util.find_spec("torch") is None:
-        raise PlanError("--trace runs the real training step, which needs torch: pip install 'craton[train]'")
+    require_extra("train", "`craton plan --trace`, which runs the real training step,")
     for rank in ranks:  # before a process is started that would say the same, seconds later
         if not 0 <= rank < plan.layout.world:
             raise PlanError(f"--trace: rank {rank} is not one of the {plan.layout.world} ranks of {plan.layout}")

@@ -12,6 +12,7 @@ lifecycle rule that aborts incomplete multipart uploads, so that they are not pa
 
 from __future__ import annotations
 
+import logging
 import os
 import queue
 import re
@@ -26,6 +27,7 @@ from pathlib import PurePosixPath
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+from craton.extras import install_command, missing_text
 from craton.infrastructure.errors import ObjectMissingError, StorageError
 from craton.infrastructure.storage.s3_access import credentials, storage_error, was_cut_off
 from craton.infrastructure.storage.store import (
@@ -38,6 +40,8 @@ from craton.infrastructure.storage.store import (
     as_bytes,
     checked_name,
 )
+
+logger = logging.getLogger(__name__)
 
 PART_BYTES = 16 * 2**20
 PARTS_IN_FLIGHT = 8
@@ -141,12 +145,16 @@ class S3Store(Store):
     def _asked(self, name: str, request: Callable[[], Result]) -> Result:
         """What may be asked twice; an answer that was cut off is asked for again."""
         obstore = self._library
+        start = time.monotonic()
         for attempt in range(SHORT_ANSWERS):
             try:
-                return request()
+                result = request()
+                logger.debug("%s: answered after %.3f s", self.where(name), time.monotonic() - start)
+                return result
             except (OSError, obstore.exceptions.BaseError) as error:
                 if attempt == SHORT_ANSWERS - 1 or not was_cut_off(error):
                     raise self._error(name, error) from error
+            logger.info("%s: the response was cut off; attempt %d follows", self.where(name), attempt + 2)
             time.sleep(PAUSE_SECONDS * 2**attempt)
         raise AssertionError("the last attempt returns or raises")
 
@@ -158,7 +166,7 @@ class S3Store(Store):
         try:
             import obstore
         except ImportError as error:
-            raise StorageError(f'{self.url} needs a client for S3: pip install "craton[s3]"') from error
+            raise StorageError(missing_text(self.url, ["obstore"], install_command("s3"))) from error
         return obstore
 
     @cached_property

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from craton.extras import install_package_command
 from craton.infrastructure.errors import ObjectMissingError, StorageError
 
 _OTHERS = (
@@ -110,7 +111,8 @@ def _boto3_provider(profile: str) -> Any:
         from obstore.auth.boto3 import Boto3CredentialProvider
     except ImportError as error:
         raise StorageError(
-            f"the AWS profile {profile} signs in or takes a role, which needs boto3: pip install boto3, or "
+            f"the AWS profile {profile} signs in or takes a role, which needs boto3; run: "
+            f"{install_package_command('boto3')}, or "
             f'eval "$(aws configure export-credentials --profile {profile} --format env)"'
         ) from error
     return Boto3CredentialProvider(Session(profile_name=profile))

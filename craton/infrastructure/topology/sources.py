@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from craton.extras import install_command, install_package_command, missing_text
 from craton.infrastructure.errors import TopologyError
 from craton.infrastructure.topology.read import read_ec2, read_kubernetes, read_slurm, read_topology
 from craton.infrastructure.topology.topology import Topology
@@ -79,8 +80,8 @@ def _kubernetes_nodes() -> list[Mapping[str, Any]]:
         from kr8s.objects import Node
     except ImportError:
         raise TopologyError(
-            "asking Kubernetes needs kr8s: `pip install 'craton[kubernetes]'`; or give --from FILE with what "
-            "`kubectl get nodes -o json` printed"
+            f"{missing_text('--from kubernetes', ['kr8s'], install_command('kubernetes'))}; or give --from FILE with "
+            "what `kubectl get nodes -o json` printed"
         ) from None
     try:
         return [node if isinstance(node, dict) else node.raw for node in Node.list()]
@@ -93,7 +94,8 @@ def _ec2_instances(region: str | None) -> list[Mapping[str, Any]]:
         import boto3
         from botocore.exceptions import BotoCoreError, ClientError
     except ImportError:
-        raise TopologyError(f"asking EC2 needs boto3: `pip install boto3`; or {_BY_HAND}") from None
+        need = missing_text("--from ec2", ["boto3"], install_package_command("boto3"))
+        raise TopologyError(f"{need}; or {_BY_HAND}") from None
     try:
         session = boto3.session.Session(region_name=region)
         if session.get_credentials() is None:

@@ -17,6 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, Any, Literal, cast
 
+from craton.extras import require_extra
 from craton.ml.data.errors import DataError, first_problems
 
 STANDARD_LIBRARY = "stdlib"  # as an input: the running interpreter's own Python sources
@@ -246,6 +247,7 @@ def _open(path: Path) -> IO[bytes]:
     if path.suffix.lower() == ".zst":
         import io
 
+        require_extra("parquet", str(path))
         import pyarrow
 
         return io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd"), PIECE_BYTES)
@@ -289,6 +291,7 @@ def _half_character(data: bytes) -> bytes:
 
 
 def _row_groups(file: InputFile, field: str) -> Iterator[DocumentChunk]:
+    require_extra("parquet", str(file.path))
     from pyarrow import ArrowException, parquet
 
     try:

@@ -14,6 +14,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from craton.errors import CratonError
+from craton.extras import require_extra
 from craton.infrastructure.probes import NodeRoot, read_mounts
 from craton.observability.exporter.collector import Collector, reason
 from craton.observability.exporter.exposition import Sample
@@ -117,7 +118,7 @@ def _session(required: bool) -> Any:
         from botocore.session import Session
     except ImportError:
         if required:
-            raise CratonError("--fsx needs botocore: pip install 'craton[observe]'") from None
+            require_extra("observe", "--fsx", ("botocore",))
         return None
     session = Session()
     if session.get_credentials() is None:

@@ -43,7 +43,7 @@ from craton.observability.prometheus.scrape import (
 )
 from craton.yaml_text import to_yaml
 
-NO_DASHBOARDS = "No dashboards are among these: they need the extra `observe` (`pip install 'craton[observe]'`)."
+NO_DASHBOARDS = "No dashboards are among these: they need the extra `observe`."
 NO_EXPORTER = (
     "No DaemonSet of the exporter is among these: it runs in the image that a cluster file names as scheduler.image, "
     "with craton[observe] in it."

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from craton.extras import require_extra
 from craton.http_guard import is_loopback
 from craton.job import TRAINING_KINDS, ContentError, Job, JobError, check_here, check_trackers
 from craton.job.sections import STANDARD_LIBRARY, place_of
@@ -27,6 +29,17 @@ def check_job(job: Job, backend: str, run: Path, job_folder: Path, stop_at: int 
         check_secrets(job, os.environ)
     if stop_at is not None:
         check_stop(job, stop_at)
+
+
+def check_packages(job: Job, backend: str, python: str) -> None:
+    """Refuse what the packages of this environment cannot run, where its ranks use this environment."""
+    if python != sys.executable or backend not in ("local", "slurm"):
+        return
+    user = f"{job.where('kind')}a job of kind {job.kind}"
+    if job.kind in TRAINING_KINDS:
+        require_extra("train", user)
+    elif job.serve is not None:
+        require_extra("serve", user)
 
 
 def check_precision(job: Job) -> None:

@@ -8,17 +8,22 @@ of each kind is one request whatever the number of runs.
 from __future__ import annotations
 
 import json
+import logging
+import time
 import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from craton.extras import require_extra
 from craton.orchestration.errors import NoAnswerError, SchedulerError, StartError
 from craton.orchestration.kubernetes.pods import Manifest
 
 if TYPE_CHECKING:
     from httpx import Response
     from kr8s.asyncio import Api
+
+logger = logging.getLogger(__name__)
 
 PAGE = 500  # objects of one answer
 ANSWER_SECONDS = 30.0
@@ -56,13 +61,11 @@ class KubernetesApiError(SchedulerError):
 
 def load_kr8s() -> Any:
     """The client, or what to install. It takes a third of a second to import: before anybody waits for an answer."""
+    require_extra("kubernetes", "a run on Kubernetes")
     try:
         import kr8s.asyncio
     except ImportError as error:
-        raise StartError(
-            f"Kubernetes is spoken to by the package kr8s, which cannot be loaded ({error}); `pip install "
-            "'craton[kubernetes]'` installs it"
-        ) from None
+        raise StartError(f"kr8s, the client for Kubernetes, is installed but cannot be imported: {error}") from None
     return kr8s
 
 
@@ -178,6 +181,7 @@ class Connection:
             namespace = ""
         address = "/".join(filter(None, [PLURALS[manifest["kind"]], name]))
         call = {"version": manifest["apiVersion"], "namespace": namespace, "url": address, **arguments}
+        start = time.monotonic()
         with translated():
             # kr8s takes every refusal for a login that has ended: it would ask four times, and cut off whatever else is
             # being asked meanwhile, to log in again. Only a 401 is worth that.
@@ -186,6 +190,14 @@ class Connection:
             if response.status_code == 401:
                 async with self._api.call_api(method, **call) as response:
                     pass
+        logger.debug(
+            "%s %s of %s: %d after %.2f s",
+            method,
+            address,
+            namespace or "the cluster",
+            response.status_code,
+            time.monotonic() - start,
+        )
         _check(response)
         answer = response.json()
         assert isinstance(answer, dict)

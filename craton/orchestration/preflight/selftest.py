@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from craton.agent.processes import free_port
+from craton.extras import install_command
 from craton.formatting import setting
 from craton.orchestration.preflight.finding import PreflightFinding
 
@@ -40,7 +41,7 @@ class EndedSelftest:
 
     def finding(self, check: str, on: str = "") -> PreflightFinding:
         if self.lacks_torch:
-            remedy = "install torch in this environment (pip install craton[train])"
+            remedy = f"install torch in this environment: {install_command('train')}"
             return PreflightFinding("ML software", check, "fail", self.failure, remedy)
         remedy = "look for XIDs (`dmesg`), and leave the node out until it passes"
         return PreflightFinding("infrastructure", check, "fail", f"{self.failure}{on}", remedy)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from craton.extras import install_command
 from craton.formatting import counted
 from craton.infrastructure.catalog import gpus
 from craton.infrastructure.probes import NodeReport, bad_pairs
@@ -36,7 +37,7 @@ def check_torch(report: NodeReport) -> list[PreflightFinding]:
     if not report.gpus.cards:
         return []
     if not version:
-        return [_finding("torch", "note", "torch is not installed in this environment", "pip install craton[train]")]
+        return [_finding("torch", "note", "torch is not installed in this environment", install_command("train"))]
     if "+cpu" in version:
         remedy = "install the build of torch for this driver's CUDA"
         return [

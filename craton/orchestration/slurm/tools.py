@@ -7,7 +7,9 @@ by those who ask often.
 from __future__ import annotations
 
 import json
+import logging
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -33,6 +35,8 @@ from craton.orchestration.slurm.records import (
     reservations_of_text,
     switches_of_text,
 )
+
+logger = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
 CONTROLLER_SECONDS, AGAIN_SECONDS = 300.0, 5.0  # that a batch program waits for an answer; between two tries
@@ -114,6 +118,7 @@ def ask(
     *words: str, seconds: float = ANSWER_SECONDS, environment: Mapping[str, str] | None = None, text: str | None = None
 ) -> str:
     """What a tool prints; SchedulerError with what it complains about."""
+    start = time.monotonic()
     try:
         done = subprocess.run(
             words,
@@ -132,6 +137,7 @@ def ask(
         ) from None
     except subprocess.TimeoutExpired:
         raise NoAnswerError(f"{words[0]} did not answer within {setting(seconds)}; `scontrol ping` tells why") from None
+    logger.debug("%s: exit %d after %.2f s", shlex.join(words), done.returncode, time.monotonic() - start)
     if done.returncode != 0:
         lines = (done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}").splitlines()
         complaint = f"{' '.join(words[:2])}: {'; '.join(lines[-3:])}"

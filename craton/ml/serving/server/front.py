@@ -21,6 +21,7 @@ import uvicorn
 from craton.errors import CratonError
 from craton.http_guard import BoundedHttpTools, ConnectionLimits
 from craton.limits import file_shortage, name_limit, raise_file_limit
+from craton.log_levels import configure_logging
 from craton.ml.serving.server.access import ADMIN_VARIABLE, KEYS_VARIABLE, ServerAccess, read_admin_key, read_api_keys
 from craton.ml.serving.server.app import make_app
 from craton.ml.serving.server.errors import UnavailableError
@@ -85,6 +86,7 @@ class FrontEnd(uvicorn.Server):
 def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
+    configure_logging(default="info", is_strict=False)
     logging.getLogger("asyncio").addFilter(name_limit)
     if complaint := raise_file_limit(RESERVED_FILES + options.max_waiting):
         logger.warning("%s; until then requests beyond it wait unheard", complaint)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from typing import Any, NamedTuple
 
+from craton.extras import install_command
 from craton.observability.exporter.families import FAMILIES
 from craton.observability.exporter.gpus.cards import Card, CardLostError, CardProcess, NoDriverError
 
@@ -311,7 +312,7 @@ def _pynvml() -> Any:
     try:
         return import_module("pynvml")
     except ImportError as error:
-        raise ImportError(f"{error}: pip install 'craton[observe]' brings nvidia-ml-py") from error
+        raise ImportError(f"{error}; to read GPUs, run: {install_command('observe')}") from error
 
 
 def _value(answer: Any) -> float:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from craton.extras import require_extra
 from craton.http_guard import AccessError, is_loopback, read_token
 from craton.limits import name_limit, raise_file_limit
 from craton.observability.web.http.access import Access, public_origin
@@ -35,13 +36,12 @@ def serve_page(
     """Serves until it is interrupted. `tell` is told the address, and a link with the token where no file holds it."""
     prometheus = prometheus_address(prometheus)
     origin = public_origin(public_url) if public_url else ""
-    try:
-        import uvicorn
+    require_extra("observe", "`craton ui`", ("jinja2", "starlette", "uvicorn"))
+    import uvicorn
 
-        from craton.observability.web.http.application import make_app
-        from craton.observability.web.http.guard import server_config
-    except ModuleNotFoundError as error:
-        raise AccessError(f"the page needs {error.name}: pip install 'craton[observe]'") from None
+    from craton.observability.web.http.application import make_app
+    from craton.observability.web.http.guard import server_config
+
     logging.getLogger("asyncio").addFilter(name_limit)
     raise_file_limit()  # every open page is a connection
     listener = _listener(listen, port)
