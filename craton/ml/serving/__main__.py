@@ -1,8 +1,8 @@
-"""A rank of a server: `python -m craton.ml.serving RUN`, started by the node's agent.
+"""One rank of a server: `python -m craton.ml.serving RUN`, started by the node's agent.
 
-The first rank has the engine and starts the front end beside it, which listens at once and says that it is loading. The
-other ranks of a tensor-parallel engine do what the first one says. Exit status 0: drained; what cannot be mended by
-starting again (a model that is not there, too little memory, a port that is taken) ends the run with its reason.
+Rank 0 runs the engine and starts the HTTP front end, which listens at once and reports that the model is loading. The
+other ranks of a tensor-parallel engine execute the orders of rank 0. Exit status 0: drained. An error that a restart
+cannot fix (a missing model, too little memory, a port in use) ends the run with its reason.
 """
 
 from __future__ import annotations
@@ -55,27 +55,27 @@ from craton.telemetry.rank import Recorder, own_page
 TOOL_STYLES = {"off": "none", "llama3": "llama3_json", "qwen3": "hermes", "qwen3-coder": "qwen3_coder"}
 REASONING_STYLES = {"off": "none"}
 FRONT_EXIT_SECONDS = 10.0
-RANK_BYTES = 4  # of the number that a rank introduces itself with
-FRONT_REFUSES = 2  # its status when it cannot begin at all
+RANK_BYTES = 4  # size of the rank number that a rank sends first
+FRONT_REFUSES = 2  # exit status of a front end that cannot start
 
 
 @dataclass
 class LoadProgress:
-    """What fails before a server was ready fails again; later it may be worth another try."""
+    """Whether the server was ready once: an error before that is final, a later one is worth a restart."""
 
     is_ready: bool = False
 
 
 @dataclass(frozen=True)
 class Front:
-    """The front end's process, and the line to it."""
+    """The front end's process and the connection to it."""
 
     process: subprocess.Popen[bytes]
     line: MessageLine
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit status."""
+    """Run this rank; return the exit status."""
     (folder,) = sys.argv[1:] if arguments is None else arguments
     run = RunDirectory(folder)
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -93,13 +93,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if front is not None:
             tell_failure(front.line, reason)
         return 1 if progress.is_ready else EXIT_FINAL
-    except Exception as error:  # noqa: BLE001 -- whatever it is, those who wait are told, and the agent starts again
+    except Exception as error:  # noqa: BLE001 -- report any error to waiting clients; the agent restarts the rank
         traceback.print_exc()
         if front is not None:
             tell_failure(front.line, f"the engine failed: {type(error).__name__}: {error}")
         return 1
     finally:
-        gc.unfreeze()  # what stays frozen is not collected at exit, and extension modules report it as leaked
+        gc.unfreeze()  # frozen objects are not collected at exit, and extension modules report them as leaked
         if front is not None:
             _end(front)
 
@@ -113,7 +113,7 @@ def serve(
     front: Front | None,
     progress: LoadProgress,
 ) -> int:
-    """Until the front end is drained."""
+    """Load the model and serve it until the front end is drained."""
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if torch.cuda.is_available() else _cpu()
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -123,7 +123,7 @@ def serve(
         join_group_of_environment(backend, run_secret(run), rank, world)
     recorder.event("serving", stage="loading weights")
     served = load_served(job, device)
-    floor = _floor(job, served, device)  # before keys and values take the memory that measuring needs
+    floor = _floor(job, served, device)  # before the KV cache takes the memory that the measurement needs
     if front is not None and front.process.poll() is not None:
         return _status(front)
     recorder.event("serving", stage="preparing the engine")
@@ -139,7 +139,7 @@ def serve(
     patience_seconds = patience_of(floor, settings, tokens)
     if rank:
         line = _line_to_first(secret)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # from here on it ends with the first rank, which drains
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # from here on it ends with rank 0, which drains
         follow(this, line, EngineHeartbeat(own_page(), patience_seconds))
         leave_group()
         return 0
@@ -149,13 +149,13 @@ def serve(
     engine = join_engine(gang, runner, settings, max_length, served.stop_tokens, grammars, slots, Rates(floor))
     gang.watch(lambda number: _lost(number, front))
     recorder.event("serving", stage="ready", kv_tokens=tokens, max_length=max_length)
-    # What is here now stays: collecting garbage need not look at it again, in the middle of somebody's answer.
+    # These objects live as long as the process: freezing them keeps garbage collection during decode short.
     gc.collect()
     gc.freeze()
     signal.signal(signal.SIGTERM, lambda _number, _frame: front.process.terminate())
     progress.is_ready = True
-    pulse = EngineHeartbeat(own_page(), patience_seconds)
-    EngineProcess(job.served_name, engine, gang, front.line, pulse, _recording(recorder, run)).run()
+    heartbeat = EngineHeartbeat(own_page(), patience_seconds)
+    EngineProcess(job.served_name, engine, gang, front.line, heartbeat, _recording(recorder, run)).run()
     gang.close()
     leave_group()
     if grammars is not None:
@@ -183,7 +183,7 @@ def settings_of(job: Job, world: int = 1) -> EngineSettings:
 
 
 def start_front(job: Job, run: RunDirectory) -> Front:
-    """Starts the front end, which takes no time: whoever asks is told that the model is being loaded."""
+    """Start the front end, which listens at once and answers that the model is loading."""
     serve = job.serve
     assert serve is not None
     ours, theirs = socket.socketpair()
@@ -225,12 +225,12 @@ def _front_folder(job: Job) -> Path | None:
 
 
 def _stop_loading(_number: int, _frame: FrameType | None) -> None:
-    """There is nothing to drain yet."""
+    """Exit at once: there is nothing to drain yet."""
     raise SystemExit(0)
 
 
 def _status(front: Front) -> int:
-    """What the end of the front end means for the rank: options or a port that it cannot use do not get better."""
+    """Return the rank's exit status for the front end's: bad options or a port in use are final."""
     code = front.process.wait(FRONT_EXIT_SECONDS)
     return EXIT_FINAL if code == FRONT_REFUSES else int(code != 0)
 
@@ -246,8 +246,8 @@ def _end(front: Front) -> None:
 
 
 def _lost(number: int, front: Front) -> None:
-    """Nothing can be computed any more, and the first rank may be waiting in a collective for ever."""
-    reason = f"rank {number} of the tensor-parallel group is lost; the server starts again"
+    """Report the lost rank and exit: this rank may hang in a collective."""
+    reason = f"rank {number} of the tensor-parallel group is lost; the server restarts"
     print(f"error: {reason}", file=sys.stderr, flush=True)
     tell_failure(front.line, reason)
     with contextlib.suppress(subprocess.TimeoutExpired):
@@ -268,11 +268,11 @@ def _lines_to_others(world: int, secret: bytes) -> list[Connection]:
         while len(lines) < world - 1:
             try:
                 line = listener.accept()
-            except (AuthenticationError, EOFError, ConnectionError):  # a stranger: those who belong here know the key
+            except (AuthenticationError, EOFError, ConnectionError):  # a client without the key
                 continue
             number = int.from_bytes(line.recv_bytes(RANK_BYTES), "little")
             if not 0 < number < world or number in lines:
-                raise WireError(f"rank {number} came to a group of {world} that does not wait for it")
+                raise WireError(f"unexpected connection from rank {number} in a tensor-parallel group of {world}")
             lines[number] = line
     return [lines[number] for number in sorted(lines)]
 
@@ -302,8 +302,9 @@ def _grammars(served: Served, vocabulary: int) -> Grammars | None:
 
 
 def _recording(recorder: Recorder, run: RunDirectory) -> Callable[[Stats, Latencies], None]:
-    """The engine's numbers as metrics of the run, beside those of the plan. A server that has computed something since
-    its last failure has recovered from it: steps count on from those before."""
+    """Return the callback that records the engine's statistics as run metrics, beside the plan's.
+
+    Steps continue from the generation before: a server that computes again has recovered from its failure."""
     newest = newest_generation(run)
     before = newest.reached if newest is not None else 0
     page = own_page()
@@ -343,8 +344,8 @@ def _latency_metrics(latencies: Latencies) -> dict[str, float]:
 def _in_words(error: BaseException) -> str:
     if isinstance(error, torch.OutOfMemoryError):
         return (
-            f"the device's memory does not suffice ({str(error).splitlines()[0]}); lower serve.max_running, "
-            "serve.chunk_tokens or serve.memory, serve in fp8, or on more GPUs (tp)"
+            f"out of device memory ({str(error).splitlines()[0]}); lower serve.max_running, serve.chunk_tokens or "
+            "serve.memory, serve in fp8, or use more GPUs (tp)"
         )
     return str(error)
 

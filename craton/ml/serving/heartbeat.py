@@ -1,7 +1,7 @@
-"""Signs of life of a rank that serves, for its node's agent: one without them for too long is ended and started again.
+"""Heartbeats of a serving rank to its node's agent, which restarts a rank without one for too long.
 
-It gives them between two steps, and just as often when it has nothing to do. So only a step that never returns, or a
-process that was stopped, is taken for one that hangs.
+A rank sends them between steps, and as often when idle. So only a step that never returns, or a stopped process, counts
+as a hang.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from craton.ml.serving.settings import EngineSettings
 from craton.planning.serving import Roofline
 from craton.telemetry.rank import RankPage
 
-MIN_SECONDS = 60.0  # that any step may take: a kernel may have to be compiled for it
-SLOWNESS = 10.0  # how much longer than the machine's roofs allow the largest step may take
-CONTROL_SECONDS = 3600.0  # that loading or receiving other weights, or any other change of a rank, may take
+MIN_SECONDS = 60.0  # minimum timeout of a step: it may have to compile a kernel
+SLOWNESS = 10.0  # timeout of a step as a multiple of the roofline's time for the largest one
+CONTROL_SECONDS = 3600.0  # timeout of weight updates and other controls of a rank
 
 
 class EngineHeartbeat:
-    """Of a rank whose steps take at most `patience_seconds`; without an agent (page None) nobody listens. It begins and
-    ends with a `with`: loading before it, and the end of the process behind it, give no signs."""
+    """Heartbeats of a rank whose steps take up to `patience_seconds`; without an agent `page` is None. It is active
+    inside its `with` block: loading before it and shutdown after it send none."""
 
     def __init__(self, page: RankPage | None, patience_seconds: float = MIN_SECONDS) -> None:
         self._page = page
@@ -39,7 +39,7 @@ class EngineHeartbeat:
 
     @contextmanager
     def patient(self) -> Iterator[None]:
-        """What is done within it may take as long as a control may."""
+        """Allow the block to take CONTROL_SECONDS."""
         self._expect(CONTROL_SECONDS)
         try:
             yield
@@ -47,15 +47,15 @@ class EngineHeartbeat:
             self._expect(self._patience_seconds)
 
     def _expect(self, seconds: float) -> None:
-        """The next sign within so much time from now."""
+        """Send a heartbeat and expect the next one within `seconds`."""
         if self._page is not None:
             self._page.beat()
             self._page.patience = seconds
 
 
 def patience_of(floor: Roofline, settings: EngineSettings, kv_tokens: int) -> float:
-    """Seconds after which a step is one that never returns: none computes more than a chunk, or reads more than all
-    keys and values."""
+    """Return the seconds after which a step counts as hung: no step computes more than a chunk or reads more than the
+    whole KV cache."""
     chunk, length = settings.chunk_tokens, settings.max_length
     largest = floor.step_seconds(chunk, kv_tokens, settings.max_running, pairs=float(chunk * length))
     return max(MIN_SECONDS, SLOWNESS * largest)

@@ -1,7 +1,7 @@
-"""What a front end and an engine say to each other: plain data, no torch, sent as it is between processes.
+"""Messages between a front end and an engine: plain data without torch.
 
-An engine knows tokens only. Texts, chat templates, stop strings and tool calls are the front end's; it ends a request
-whose text is complete with `Abort`.
+The engine handles only tokens. The front end handles text, chat templates, stop strings and tool calls; it ends a
+request whose text is complete with `Abort`.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Finish = Literal["stop", "length", "abort", "error"]
-STEP_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # tokens, by which steps are counted
+STEP_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # histogram buckets: tokens per step
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What an answer must look like. `text`: a JSON schema, a regular expression, or a grammar in Lark's form."""
+    """The required form of an answer. `text`: a JSON schema, a regular expression, or a Lark grammar."""
 
     kind: Literal["json_schema", "json_object", "regex", "lark"]
     text: str = ""
@@ -27,26 +27,26 @@ class Sampling:
     """How the next token is chosen. The defaults leave the model's distribution as it is."""
 
     max_tokens: int = 16
-    temperature: float = 1.0  # 0: always the likeliest
+    temperature: float = 1.0  # 0: greedy
     top_k: int = 0  # 0: all
     top_p: float = 1.0
-    min_p: float = 0.0  # of the likeliest token's probability
+    min_p: float = 0.0  # as a share of the likeliest token's probability
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    seed: int | None = None  # None: another each time
+    seed: int | None = None  # None: random
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     min_tokens: int = 0  # before which no stop token is chosen
-    stop_tokens: tuple[int, ...] = ()  # beside the model's own
+    stop_tokens: tuple[int, ...] = ()  # in addition to the model's own
     ignore_eos: bool = False
-    logprobs: int | None = None  # of so many likeliest tokens beside the chosen one; None: of none at all
+    logprobs: int | None = None  # number of likeliest tokens beside the sampled one; None: no log-probabilities
     prompt_logprobs: int | None = None
     grammar: Grammar | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """A prompt, to be answered `copies` times; the copies share its keys and values."""
+    """A prompt, to be answered `copies` times; the copies share its KV cache blocks."""
 
     id: int
     prompt: tuple[int, ...]
@@ -58,7 +58,7 @@ class Submit:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Nobody waits for this request any more. `index` None: for none of its copies."""
+    """Ends a request. `index` None: all its copies."""
 
     id: int
     index: int | None = None
@@ -66,7 +66,7 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """One of the engine's methods for those who run it: pause, resume, sleep, wake, load_adapter, …"""
+    """An admin operation of the engine: pause, resume, sleep, wake, load_adapter, …"""
 
     id: int
     name: str
@@ -75,7 +75,7 @@ class Control:
 
 @dataclass(frozen=True, slots=True)
 class Alternatives:
-    """The likeliest tokens at one place, with the chosen one first."""
+    """The likeliest tokens at one position, with the sampled one first."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -83,26 +83,26 @@ class Alternatives:
 
 @dataclass(slots=True)
 class OutputDelta:
-    """What one copy of a request got in one step. The last one says why it ended."""
+    """The output of one copy of a request in one step. The last one has `finish`, the reason it ended."""
 
     id: int
     index: int = 0
     tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)  # of the chosen tokens, always
-    alternatives: list[Alternatives] = field(default_factory=list)  # when they were asked for
-    versions: list[int] = field(default_factory=list)  # of the weights that chose each token
+    logprobs: list[float] = field(default_factory=list)  # of the sampled tokens, always
+    alternatives: list[Alternatives] = field(default_factory=list)  # if requested
+    versions: list[int] = field(default_factory=list)  # of the weights that sampled each token
     prompt_logprobs: list[Alternatives | None] | None = None  # of the whole prompt, once; the first has none
-    cached_tokens: int = 0  # of the prompt, found computed
-    admitted: float = 0.0  # in the first piece: when its computation began, on the clock that all processes share
+    cached_tokens: int = 0  # of the prompt, found in the prefix cache
+    admitted: float = 0.0  # in the first delta: when its prefill began, on the monotonic clock of the machine
     finish: Finish | None = None
     stop_token: int | None = None  # the one that ended it; it is not among `tokens`
     error: str = ""
-    is_ours: bool = False  # the error is the engine's: the same request may go through another time
+    is_ours: bool = False  # the error is the engine's: a retry of the same request may succeed
 
 
 @dataclass(frozen=True, slots=True)
 class EngineReply:
-    """To a Control: its result, or why there is none."""
+    """The reply to a Control: its result or its error."""
 
     id: int
     result: Any = None
@@ -120,19 +120,19 @@ class Ready:
     weights_version: int = 0
     page: int = 0  # tokens of a block
     kv_precision: str = "auto"
-    memory: float = 0.0  # share of the device's that the engine may fill
+    memory: float = 0.0  # share of the device memory that the engine may use
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The engine cannot go on; what to tell everyone who waits."""
+    """The engine has failed; the front end sends the reason to all open requests."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """How the engine does, a few times a second. Counts are totals since its start."""
+    """The engine's statistics, twice a second. Counts are totals since its start."""
 
     running: int = 0
     waiting: int = 0
@@ -144,19 +144,19 @@ class Stats:
     prefix_queries: int = 0  # prompt tokens looked up
     prefix_hits: int = 0  # of these, found on the device
     host_hits: int = 0  # of these, found in host memory
-    drafts: int = 0  # guesses, of one or more tokens
-    drafted: int = 0  # tokens of these
+    drafts: int = 0  # drafts, of one or more tokens
+    drafted: int = 0  # draft tokens
     accepted: int = 0
     steps: int = 0
-    step_tokens: int = 0  # computed in all of these
-    steps_by_tokens: tuple[int, ...] = ()  # steps up to each of STEP_BOUNDS and above the one before; last: larger ones
-    step_seconds: float = 0.0  # of the last steps, mean
-    plan_step_seconds: float = 0.0  # what the roofs of this machine allow for the same steps
+    step_tokens: int = 0  # tokens of all steps
+    steps_by_tokens: tuple[int, ...] = ()  # steps per bucket of STEP_BOUNDS; the last: larger ones
+    step_seconds: float = 0.0  # mean of the last steps
+    plan_step_seconds: float = 0.0  # the measured roofline's time for the same steps
     roofline: float = 0.0  # plan_step_seconds / step_seconds
     tokens_per_second: float = 0.0  # generated, over the last seconds
     weights_version: int = 0
     state: str = "running"  # or paused, asleep
-    refusal: str = ""  # why no request is taken, though it runs: its weights are not whole
+    refusal: str = ""  # why a running engine refuses requests: its weights are missing or mixed
 
 
 Request = Submit | Abort | Control

@@ -236,12 +236,12 @@ WRONG = {
     "dora": (lambda folder: folder.configure(use_dora=True), "DoRA"),
     "bias": (lambda folder: folder.configure(bias="all"), "bias is 'all'; it must be none"),
     "saved modules": (lambda folder: folder.configure(modules_to_save=["lm_head"]), "whole modules"),
-    "pissa": (lambda folder: folder.configure(init_lora_weights="pissa"), "changes the model's own weights"),
+    "pissa": (lambda folder: folder.configure(init_lora_weights="pissa"), "changes the base weights"),
     "no alpha": (lambda folder: folder.configure(lora_alpha=None), "r and lora_alpha as numbers"),
     "alpha pattern": (lambda folder: folder.configure(alpha_pattern={"(": 1}), "alpha_pattern .* cannot be used"),
-    "experts": (lambda folder: folder.change(EXPERT, torch.zeros(4, 32)), "not on routed experts"),
-    "no A": (lambda folder: folder.change(Q_A, None), "q_proj has lora_B only"),
-    "rank": (lambda folder: _widen(folder), f"rank {RANK + 1}; this engine has room for {RANK}"),
+    "experts": (lambda folder: folder.change(EXPERT, torch.zeros(4, 32)), "not routed experts"),
+    "no A": (lambda folder: folder.change(Q_A, None), "q_proj has only lora_B"),
+    "rank": (lambda folder: _widen(folder), f"rank {RANK + 1}; the maximum here is {RANK}"),
     "shape": (lambda folder: folder.change(Q_A, torch.zeros(RANK, 31)), r"A \[4, 31\].*needs \[rank, 32\]"),
     "infinite": (lambda folder: folder.change(Q_A, torch.full((RANK, 32), torch.inf)), "not finite"),
 }
@@ -269,10 +269,10 @@ def test_names_and_slots_are_told(tmp_path: Path) -> None:
     folder = save_adapter(tmp_path / "adapter", "llama", ATTENTION)
     adapters = Adapters(load_model(save_published("llama", tmp_path / "model")), slots=2, rank=RANK)
     adapters.load("one", folder)
-    with pytest.raises(AdapterError, match="'one' is loaded already"):
+    with pytest.raises(AdapterError, match="'one' is already loaded"):
         adapters.load("one", folder)
     adapters.load("two", folder)
-    with pytest.raises(AdapterError, match="all 2 slots are taken, by one, two"):
+    with pytest.raises(AdapterError, match=r"all 2 slots are in use \(one, two\)"):
         adapters.load("three", folder)
     adapters.unload("one")
     assert adapters.load("three", folder) == 0

@@ -242,7 +242,7 @@ def test_what_cannot_be_compiled_is_told_in_the_compilers_words(
 def test_a_tokenizer_that_does_not_fit_is_told(folder: Path) -> None:
     for grammars, words in (
         (Grammars(folder, 100, (0,)), "vocab size too small"),
-        (Grammars(folder, PADDED, ()), "token that ends an answer"),
+        (Grammars(folder, PADDED, ()), "needs a stop token"),
         (Grammars(folder, PADDED, (PADDED - 1,)), "EOS"),
     ):
         with pytest.raises(GrammarError, match=words):

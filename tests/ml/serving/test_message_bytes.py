@@ -152,11 +152,11 @@ def test_every_method_that_is_told_is_one_of_a_rank() -> None:
         (["__class__", []], "not a method"),
         (["execute", []], "not a method"),
         (["runner.sleep", []], "not a method"),
-        (["sleep", ["1"]], "does not belong"),
-        (["sleep", [1, 2]], "instead of 1"),
-        (["load_adapter", ["a", {"b": 1}]], "does not belong"),
-        ([3, []], "does not belong"),
-        ({}, "instead of 2"),
+        (["sleep", ["1"]], "is invalid"),
+        (["sleep", [1, 2]], "expected 1"),
+        (["load_adapter", ["a", {"b": 1}]], "is invalid"),
+        ([3, []], "is invalid"),
+        ({}, "expected 2"),
     ],
 )
 def test_only_known_methods_with_their_arguments_are_heard(values: Any, said: str) -> None:

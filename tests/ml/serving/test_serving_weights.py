@@ -130,7 +130,7 @@ def test_a_folder_that_does_not_fit_changes_nothing(is_fp8: bool, tmp_path: Path
     if is_fp8:
         quantize_model(model)
         quantize_model(before)
-    with pytest.raises(WeightsError, match=r"of another shape.*as they were") as raised:
+    with pytest.raises(WeightsError, match=r"of another shape.*unchanged") as raised:
         update_from_folder(model, folder)
     assert not isinstance(raised.value, MixedWeightsError)
     assert same(model, before)
@@ -156,7 +156,7 @@ def test_a_folder_that_fails_half_way_leaves_mixed_weights(
         real(target, source)
 
     monkeypatch.setattr(weights, "load_weights", failing)
-    with pytest.raises(MixedWeightsError, match=r"Input/output error.*answer nobody"):
+    with pytest.raises(MixedWeightsError, match=r"Input/output error.*must not serve"):
         update_from_folder(model, folder)
 
 
@@ -164,7 +164,7 @@ WRONG: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
     "unknown": (lambda new: new.update({"blocks.9.mlp.up.weight": torch.zeros(2, 2)}), r"no tensor 'blocks\.9"),
     "shape": (lambda new: new.update({"norm.weight": torch.zeros(65)}), r"norm\.weight is \[65\].*needs \[64\]"),
     "dtype": (lambda new: new.update({"norm.weight": torch.zeros(64, dtype=torch.int64)}), "int64; allowed: float32"),
-    "missing": (lambda new: new.pop("norm.weight"), r"no new weights came for norm\.weight"),
+    "missing": (lambda new: new.pop("norm.weight"), r"no weights for norm\.weight"),
 }
 
 
@@ -177,11 +177,11 @@ def test_wrong_weights_are_refused(wrong: str) -> None:
     with pytest.raises(MixedWeightsError, match=words):
         update_from_state(model, new.items())
     update_from_state(model, state(before))
-    assert same(model, before), "a whole update mends it"
+    assert same(model, before), "a complete update repairs it"
 
     if wrong != "missing":  # found before anything was changed when it is the first
         first = "blocks.9.mlp.up.weight" if wrong == "unknown" else "norm.weight"
-        with pytest.raises(WeightsError, match=f"{words}.*as they were") as raised:
+        with pytest.raises(WeightsError, match=f"{words}.*unchanged") as raised:
             update_from_state(model, [(first, new.pop(first)), *new.items()])
         assert not isinstance(raised.value, MixedWeightsError)
         assert same(model, before)
@@ -189,7 +189,7 @@ def test_wrong_weights_are_refused(wrong: str) -> None:
 
 def test_a_tensor_that_comes_twice_is_refused() -> None:
     model = random_model(DENSE)
-    with pytest.raises(MixedWeightsError, match=r"embedding\.weight came twice"):
+    with pytest.raises(MixedWeightsError, match=r"embedding\.weight was sent twice"):
         update_from_state(model, [*state(model)[:3], state(model)[0]])
 
 
@@ -263,9 +263,9 @@ def test_damaged_bytes_are_refused_and_not_copied() -> None:
         sender.ask(version=1)
         sender.head(name, tensor)
         sender.send(data[:-1] + bytes([data[-1] ^ 1]), zlib.crc32(data))
-        assert "damaged on the way" in sender.ask(end=True)["error"]
+        assert "corrupted in transit" in sender.ask(end=True)["error"]
         sender.connection.close()
-        with pytest.raises(WeightsError, match=f"{name}.*damaged on the way.*as they were"):
+        with pytest.raises(WeightsError, match=f"{name}.*corrupted in transit.*unchanged"):
             received.result(DEADLINE)
     assert same(model, before)
 
@@ -282,7 +282,7 @@ def test_a_sender_that_is_refused_in_mid_sentence_hears_why() -> None:
             sender.connection.send_bytes(bytes(1 << 20))
         assert name in json.loads(sender.connection.recv_bytes())["error"]
         sender.connection.close()
-        with pytest.raises(WeightsError, match=f"{name}: more bytes came than it has.*as they were"):
+        with pytest.raises(WeightsError, match=f"{name}: received more bytes than the tensor has.*unchanged"):
             received.result(DEADLINE)
 
 
@@ -330,7 +330,7 @@ def test_messages_that_mean_nothing_are_refused(message: bytes) -> None:
         sender.ask(version=1)
         sender.connection.send_bytes(message)
         sender.connection.close()
-        with pytest.raises(WeightsError, match="as they were"):
+        with pytest.raises(WeightsError, match="unchanged"):
             received.result(DEADLINE)
     assert same(model, before)
 
@@ -338,7 +338,7 @@ def test_messages_that_mean_nothing_are_refused(message: bytes) -> None:
 def test_only_who_knows_the_key_is_heard() -> None:
     model, other = random_model(DENSE), random_model(DENSE, seed=1)
     with receiving(model) as (address, received):
-        with pytest.raises(WeightsError, match="another key"):
+        with pytest.raises(WeightsError, match="a different key"):
             send_weights(address, b"a guess", state(other), version=1)
         host, port = address.split(":")
         socket.create_connection((host, int(port))).close()
@@ -346,9 +346,9 @@ def test_only_who_knows_the_key_is_heard() -> None:
         send_weights(address, KEY, state(other), version=3)
         assert received.result(DEADLINE) == 3
     with receiving(model, wait_seconds=0.5) as (address, received):
-        with pytest.raises(WeightsError, match="another key"):
+        with pytest.raises(WeightsError, match="a different key"):
             send_weights(address, b"a guess", state(other), version=1)
-        with pytest.raises(WeightsError, match=r"nobody sent weights .* within 500 ms; .* without the right key"):
+        with pytest.raises(WeightsError, match=r"no sender connected .* within 500 ms; .* with a wrong key"):
             received.result(DEADLINE)
 
 
@@ -362,7 +362,7 @@ def test_addresses_and_keys_are_checked() -> None:
         with pytest.raises(WeightsError, match="cannot listen"):
             WeightsReceiver(receiver.address, KEY)
         taken = receiver.address
-    with pytest.raises(WeightsError, match="cannot be reached"):
+    with pytest.raises(WeightsError, match="cannot connect"):
         send_weights(taken, KEY, [], version=1)
 
 
@@ -370,7 +370,7 @@ def test_a_receiver_that_falls_silent_is_given_up(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(weights, "SILENCE_SECONDS", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
-        with pytest.raises(WeightsError, match="nothing came for 1 s"):
+        with pytest.raises(WeightsError, match="received nothing for 1 s"):
             send_weights(address, KEY, [], version=1)
 
 
@@ -416,4 +416,4 @@ def test_ranks_take_their_parts_from_memory_and_folders(gang: Gang, tmp_path: Pa
 def test_what_one_rank_has_no_memory_for_is_known_to_all(gang: Gang, method: str, error: str) -> None:
     for kind, said in gang.run(failure_together, method, ranks=2):
         assert kind == error
-        assert f"{method} went through on some ranks only (rank 0: ServingError: the device has not enough" in said
+        assert f"{method} succeeded on some ranks only (rank 0: ServingError: out of device memory" in said

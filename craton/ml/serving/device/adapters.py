@@ -1,9 +1,9 @@
-"""LoRA adapters (arXiv:2106.09685), any mix of them in one batch: W + scale · B · A, with the A and B that each token's
-request asks for.
+"""LoRA adapters (arXiv:2106.09685), any mix of them in one batch: W + scale · B · A, with the A and B of each token's
+request.
 
 Every layer holds the A and B of all slots stacked; `kernels.serving.adapters` multiplies with them. No shape depends on
-the requests: a CUDA graph may hold it, and stays valid when adapters come and go, as they are copied into place.
-With tensor parallelism no more is sent between ranks than without adapters. The stacked experts of a mixture have none.
+the requests: a CUDA graph can capture the matmuls and stays valid, because a new adapter is copied into place. Tensor
+parallelism sends no more between ranks than without adapters. Routed experts (MoE) take no adapters.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from craton.ml.serving.device.layers import ServedLinear, ServedMlp
 
 _PREFIX = "base_model.model."
 _TENSOR = re.compile(r"(?P<module>.+)\.lora_(?P<factor>[AB])\.weight")
-# What else PEFT's adapters may do; when one of these is set the numbers of A and B alone are not the adapter.
+# PEFT options under which A and B alone do not define the adapter.
 _REFUSED = {
     "use_dora": "DoRA",
     "lora_bias": "a bias beside B",
@@ -45,18 +45,18 @@ _REFUSED = {
     "use_bdlora": "block-diagonal factors",
     "use_qalora": "QALoRA",
 }
-_INITIAL = (True, False, "gaussian", "orthogonal", "eva")  # others change the weights of the model itself
+_INITIAL = (True, False, "gaussian", "orthogonal", "eva")  # others change the base weights
 
 
 class AdapterError(CratonError):
-    """An adapter cannot be loaded, or is not there."""
+    """An adapter cannot be loaded, or is not loaded."""
 
 
 class AdaptedLinear(ServedLinear):
-    """A linear layer to which the adapters' products are added.
+    """A linear layer that adds the adapters' matmuls.
 
-    `adapter_a` is [parts · slots · rank, in] and `adapter_b` [out, parts · slots · rank], this rank's part of them; a
-    fused projection has a part for each of the layers that it is made of.
+    `adapter_a` is [parts · slots · rank, in] and `adapter_b` [out, parts · slots · rank], this rank's shard of them; a
+    fused projection has one part for each layer it fuses.
     """
 
     adapters: Adapters
@@ -72,7 +72,7 @@ class AdaptedLinear(ServedLinear):
 
 
 class AdaptedFloat8Linear(AdaptedLinear, ServedFloat8Linear):
-    """The same over a weight in fp8."""
+    """The same with an fp8 weight."""
 
 
 _ADAPTED: dict[type, type[AdaptedLinear]] = {Linear: AdaptedLinear, ServedFloat8Linear: AdaptedFloat8Linear}
@@ -80,7 +80,7 @@ _ADAPTED: dict[type, type[AdaptedLinear]] = {Linear: AdaptedLinear, ServedFloat8
 
 @dataclass(frozen=True)
 class _Layer:
-    """An adapted layer, and the published layers it is made of."""
+    """An adapted layer, and the published layers that it fuses."""
 
     module: AdaptedLinear
     entry: WeightEntry
@@ -89,18 +89,18 @@ class _Layer:
 
 @dataclass(frozen=True)
 class _Factors:
-    """One layer's adapter as it was published; the scale is part of `b`."""
+    """One layer's adapter as published; the scale is part of `b`."""
 
     a: Tensor  # [rank, in]
     b: Tensor  # [out, rank]
 
 
 class Adapters:
-    """Room for `slots` adapters of at most `rank`. The model must be cut and quantized before, if it is to be."""
+    """Room for `slots` adapters of rank `rank` or less. Shard and quantize the model first."""
 
     def __init__(self, model: Decoder, slots: int, rank: int) -> None:
         if slots < 1 or rank < 1:
-            raise AdapterError(f"there are {slots} slots for adapters of rank {rank}; both must be 1 or more")
+            raise AdapterError(f"adapter slots is {slots} and rank is {rank}; both must be 1 or more")
         self.slots, self.rank = slots, rank
         self._dtype = local(model.head_weight).dtype
         self._loaded: dict[str, int] = {}
@@ -118,8 +118,8 @@ class Adapters:
 
     @property
     def of_tokens(self) -> Tensor:
-        """The slot of each token of the next forward pass, int32 [tokens]; -1: none. Set it once a step, inside of what
-        a graph captures."""
+        """The slot of each token of the next forward pass, int32 [tokens]; -1: none. Set it once a step, inside the
+        captured graph."""
         return self._of_tokens
 
     @of_tokens.setter
@@ -132,27 +132,27 @@ class Adapters:
         return tuple(self._loaded)
 
     def slot(self, name: str) -> int:
-        """Where an adapter is."""
+        """Return the slot of an adapter."""
         if name not in self._loaded:
             raise AdapterError(f"adapter {name!r} is not loaded; loaded: {', '.join(self._loaded) or 'none'}")
         return self._loaded[name]
 
     def load(self, name: str, folder: str | Path) -> int:
-        """Reads an adapter that PEFT saved into a free slot; nothing has changed when it cannot be used."""
+        """Load an adapter that PEFT saved into a free slot and return the slot; an error changes nothing."""
         if name in self._loaded:
-            raise AdapterError(f"adapter {name!r} is loaded already; unload it first, or use another name")
+            raise AdapterError(f"adapter {name!r} is already loaded; unload it first, or use another name")
         free = [slot for slot in range(self.slots) if slot not in self._loaded.values()]
         if not free:
             raise AdapterError(
-                f"adapter {name!r}: all {self.slots} slots are taken, by {', '.join(self._loaded)}; unload one, or "
-                "start with more"
+                f"adapter {name!r}: all {self.slots} slots are in use ({', '.join(self._loaded)}); unload one, or "
+                "start with a larger serve.max_adapters"
             )
         self._write(free[0], self._read(Path(folder)))
         self._loaded[name] = free[0]
         return free[0]
 
     def unload(self, name: str) -> None:
-        """Frees a slot. No token may ask for it any more."""
+        """Free a slot. No request may still use it."""
         self._write(self.slot(name), {})
         del self._loaded[name]
 
@@ -170,7 +170,7 @@ class Adapters:
         return _Layer(layer, entry, published)
 
     def _read(self, folder: Path) -> dict[str, _Factors]:
-        """The adapter of each published layer that has one, checked."""
+        """Return the checked factors of each published layer that has some."""
         config, tensors = _read_config(folder), _read_tensors(folder)
         shapes = {name: layer.entry.their_shapes[name] for layer in self._layers for name in layer.published}
         modules: dict[str, dict[str, Tensor]] = {}
@@ -184,8 +184,8 @@ class Adapters:
         if unknown:
             allowed = sorted({name.removesuffix(".weight").rpartition(".")[2] for name in shapes})
             raise AdapterError(
-                f"{folder}: nothing in the model can take {_listing(unknown)}; adapters may be on the layers "
-                f"{', '.join(allowed)} of its blocks, not on routed experts, embedding or head"
+                f"{folder}: the model has no layer for {_listing(unknown)}; allowed are the layers "
+                f"{', '.join(allowed)} of its blocks, not routed experts, embedding or head"
             )
         return {
             f"{module}.weight": self._factors(folder, module, factors, config, shapes[f"{module}.weight"])
@@ -201,28 +201,28 @@ class Adapters:
         shape: tuple[int, ...],
     ) -> _Factors:
         if len(factors) < 2:
-            raise AdapterError(f"{folder}: {module} has lora_{''.join(factors)} only; an adapter is A and B")
+            raise AdapterError(f"{folder}: {module} has only lora_{''.join(factors)}; an adapter needs A and B")
         a, b = factors["A"].float(), factors["B"].float()
         rows, columns = shape
         rank = a.shape[0]
         if a.ndim != 2 or tuple(a.shape) != (rank, columns) or tuple(b.shape) != (rows, rank):
             raise AdapterError(
                 f"{folder}: {module} has A {list(a.shape)} and B {list(b.shape)}; the model needs [rank, {columns}] "
-                f"and [{rows}, rank]: it was made for another model"
+                f"and [{rows}, rank]: the adapter is for another model"
             )
         if rank > self.rank:
             raise AdapterError(
-                f"{folder}: {module} has rank {rank}; this engine has room for {self.rank}: start it with a larger "
-                "adapter_rank"
+                f"{folder}: {module} has rank {rank}; the maximum here is {self.rank}: start with a larger "
+                "serve.max_adapter_rank"
             )
         scaled = _Factors(a.to(self._dtype), (b * _scale(config, module, rank)).to(self._dtype))
         if not (scaled.a.isfinite().all() and scaled.b.isfinite().all()):
-            raise AdapterError(f"{folder}: {module} holds numbers that are not finite in {self._dtype}; it is damaged")
+            raise AdapterError(f"{folder}: {module} has values that are not finite in {self._dtype}; it is damaged")
         return scaled
 
     @torch.no_grad()
     def _write(self, slot: int, factors: Mapping[str, _Factors]) -> None:
-        """Copies an adapter into a slot of every layer, zeros where it has nothing."""
+        """Copy an adapter into a slot of every layer; zeros where it has no factors."""
         for layer in self._layers:
             rows, columns = own_slices(layer.module.weight)
             parts, entry = len(layer.published), layer.entry
@@ -246,7 +246,7 @@ class Adapters:
 
 
 def _linear(model: Decoder, entry: WeightEntry) -> Linear | None:
-    """The linear layer of a block that an entry fills."""
+    """Return the linear layer of a block that an entry fills."""
     path, _, kind = entry.ours.rpartition(".")
     if kind != "weight" or not path.startswith("blocks.") or not model.keeps(entry.ours):
         return None
@@ -263,14 +263,14 @@ def _read_config(folder: Path) -> dict[str, Any]:
         raise AdapterError(f"{folder / CONFIG} cannot be read: {error}") from None
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         kind = config.get("peft_type") if isinstance(config, dict) else config
-        raise AdapterError(f"{folder}: peft_type is {kind!r}; only LORA can be served")
+        raise AdapterError(f"{folder}: peft_type is {kind!r}; only LORA is supported")
     if used := [meaning for key, meaning in _REFUSED.items() if config.get(key)]:
-        raise AdapterError(f"{folder}: the adapter uses {', '.join(used)}; only plain LoRA can be served: merge it")
+        raise AdapterError(f"{folder}: the adapter uses {', '.join(used)}; only plain LoRA is supported: merge it")
     if config.get("bias", "none") != "none":
         raise AdapterError(f"{folder}: bias is {config['bias']!r}; it must be none: merge the adapter")
     if config.get("init_lora_weights", True) not in _INITIAL:
         raise AdapterError(
-            f"{folder}: init_lora_weights is {config['init_lora_weights']!r}, which changes the model's own weights; "
+            f"{folder}: init_lora_weights is {config['init_lora_weights']!r}, which changes the base weights; "
             "convert the adapter to plain LoRA with PEFT's path_initial_model_for_weight_conversion"
         )
     if not isinstance(config.get("lora_alpha"), int | float) or not isinstance(config.get("r"), int):
@@ -293,7 +293,7 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def _scale(config: Mapping[str, Any], module: str, rank: int) -> float:
-    """alpha / rank, or alpha / √rank (rank-stabilized, arXiv:2312.03732); alpha may differ between layers."""
+    """Return alpha / rank, or alpha / √rank (rank-stabilized, arXiv:2312.03732); alpha may differ between layers."""
     alpha = float(config["lora_alpha"])
     try:
         for pattern, own in (config.get("alpha_pattern") or {}).items():

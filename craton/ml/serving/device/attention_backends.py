@@ -1,7 +1,7 @@
-"""Attention over pages: keys and values in pages, the step whose tokens attend to them, and what computes it (Triton
-kernels on a GPU, torch elsewhere).
+"""Paged attention: the KV cache in blocks, the batch whose tokens attend to it, and the backends (Triton kernels on a
+GPU, torch elsewhere).
 
-The KV cache holds the step's keys and values when `attend` is called.
+`attend` needs the step's own keys and values in the KV cache.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from craton.ml.serving.settings import AttentionBackendName
 class AttentionBatch:
     """The tokens of one step, on the device. The first `decode` requests have `queries` tokens each."""
 
-    rows: Tensor  # int32 [requests], of the table
-    lengths: Tensor  # int32 [requests], tokens so far, with those of this step
-    slots: Tensor  # int64 [tokens], where each token's key and value go
+    rows: Tensor  # int32 [requests], rows of the block table
+    lengths: Tensor  # int32 [requests], tokens so far, including this step's
+    slots: Tensor  # int64 [tokens], where each token's key and value are stored
     decode: int
-    offsets: Tensor | None = None  # int32 [others + 1], where the tokens of the others begin, after those of `decode`
-    longest_query: int = 0  # of the others
-    longest: int = 0  # tokens of any request, or more
+    offsets: Tensor | None = None  # int32 [prefills + 1], where each prefill's tokens begin, after those of `decode`
+    longest_query: int = 0  # of the prefills
+    longest: int = 0  # upper bound on the tokens of any request
     queries: int = 1
 
     @property
@@ -43,7 +43,7 @@ class AttentionBatch:
 
 
 class AttentionBackend:
-    """Attention of a step's tokens over the pages of their requests. `is_plain`: torch on a GPU too, to compare."""
+    """Attention of a step's tokens over the KV cache blocks of their requests. `is_plain`: torch also on a GPU."""
 
     def __init__(self, is_plain: bool = False) -> None:
         self._decode = plain_decode_attention if is_plain else decode_attention
@@ -83,17 +83,17 @@ class AttentionBackend:
 
 
 class PagedPast(Past):
-    """`cache` [blocks, layers, 2, kv heads, page, head_dim]: all layers of a block lie together, so that a block moves
-    between tiers in one copy."""
+    """The paged KV cache. `cache` is [blocks, layers, 2, kv heads, page, head_dim]: all layers of a block are
+    contiguous, so one copy moves a block between tiers."""
 
     def __init__(self, cache: Tensor, table: Tensor, backend: AttentionBackend) -> None:
         self.cache = cache
-        self.table = table  # int32 [rows, blocks of a request]
+        self.table = table  # block table: int32 [rows, blocks of a request]
         self.backend = backend
         self._batch: AttentionBatch | None = None
 
     def begin(self, batch: AttentionBatch) -> None:
-        """The tokens that the layers will bring next."""
+        """Set the batch of the next forward pass."""
         self._batch = batch
 
     def attend(
@@ -123,5 +123,5 @@ class PagedPast(Past):
 
 
 def make_backend(name: AttentionBackendName) -> AttentionBackend:
-    """The backend of this name; `auto` and `triton` are the same."""
+    """Return the backend of this name; `auto` and `triton` are the same."""
     return AttentionBackend(is_plain=name == "torch")

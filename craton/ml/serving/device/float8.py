@@ -1,9 +1,9 @@
 """Weights in fp8: half the memory of bf16, and half the bytes that a decode step reads.
 
-Every linear layer of the blocks, routed experts too, keeps its weight as e4m3 numbers with one scale for each row. Many
-tokens are quantized row by row and multiplied in fp8; a few tokens, whose time is that of reading the weight, are
-multiplied as they are. Embedding, head, norms and routers stay. New weights go into the same storage (`fill`), so what
-was captured with the old ones stays valid.
+Every linear layer of the blocks, including routed experts, keeps its weight in e4m3 with one scale per row. Large
+batches are quantized row by row for fp8 matmuls. Small ones, which are bound by reading the weight, stay unquantized.
+Embedding, head, norms and routers keep their dtype. New weights go into the same storage (`fill`), so captured CUDA
+graphs stay valid.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _MATRICES: dict[type, tuple[str, ...]] = {Linear: ("weight",), Experts: ("gate",
 
 @torch.no_grad()
 def quantize_model(model: Decoder) -> None:
-    """Quantizes the blocks in place, layer by layer: at no time is more than one weight there twice. To be called after
-    tensor parallelism has cut the model and before it gets adapters.
+    """Quantize the blocks in place, layer by layer: at most one weight exists twice at a time. Call it after sharding
+    for tensor parallelism and before adding adapters.
 
-    A model without memory (on the meta device) can be quantized as well, then be given some (`to_empty`) and filled by
-    `weights.update_from_folder`: one that fits a GPU in fp8 only is never there in bf16.
+    It also quantizes a model on the meta device. Allocate that with `to_empty` and fill it with
+    `weights.update_from_folder`: a model that fits a GPU only in fp8 then never exists in bf16.
     """
     modules = list(model.blocks.named_modules(prefix="blocks"))
     for name, module in modules:
@@ -55,14 +55,14 @@ def quantize_model(model: Decoder) -> None:
 
 
 class ServedFloat8Linear(ServedLinear):
-    """A linear layer with a scale [out] beside its weight. Cut by tensor parallelism, a rank has those of its part."""
+    """A linear layer with a scale [out] beside its weight; with tensor parallelism, both are this rank's shard."""
 
     weight_scale: Tensor
-    dtype: torch.dtype  # of what comes in and goes out
+    dtype: torch.dtype  # of inputs and outputs
 
     @staticmethod
     def convert(layer: Linear) -> None:
-        """Makes a layer such a one."""
+        """Convert a layer in place."""
         layer.__class__ = ServedFloat8Linear
         assert isinstance(layer, ServedFloat8Linear)
         layer.dtype = layer.weight.dtype
@@ -79,7 +79,7 @@ class ServedFloat8Linear(ServedLinear):
         return out if bias is None else out.add_(bias)
 
     def fill(self, name: str, part: Tensor) -> None:
-        """Takes this rank's part of a new weight in."""
+        """Quantize this rank's shard of a new weight into place."""
         _fill(self, name, part)
 
     @property
@@ -89,7 +89,7 @@ class ServedFloat8Linear(ServedLinear):
 
 
 class ServedFloat8Mlp(ServedMlp):
-    """The gated MLP over such layers; for a few tokens gate and up are one kernel."""
+    """The gated MLP over fp8 layers; for a few tokens gate and up are one kernel."""
 
     gate: ServedFloat8Linear
     up: ServedFloat8Linear
@@ -111,14 +111,14 @@ class Float8Experts(Experts):
 
     @staticmethod
     def convert(experts: Experts) -> None:
-        """Makes experts such ones."""
+        """Convert experts in place."""
         experts.__class__ = Float8Experts
         for name in _MATRICES[Experts]:
             _quantize(experts, name)
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
         """x [pairs, hidden] sorted by expert; `ends` int32 [experts], where each expert's rows end."""
-        if len(x) == 0:  # no row may come from any rank
+        if len(x) == 0:  # no rank may have routed a row here
             return x
         rows = quantize_rows(x)
         gated = _grouped_product(rows, local(self.gate), self.gate_scale, ends, x.dtype)
@@ -127,7 +127,7 @@ class Float8Experts(Experts):
         return _grouped_product(rows, local(self.down), self.down_scale, ends, x.dtype)
 
     def fill(self, name: str, part: Tensor) -> None:
-        """Takes this rank's part of a new weight in, expert by expert."""
+        """Quantize this rank's shard of a new weight into place, expert by expert."""
         _fill(self, name, part)
 
 
@@ -136,16 +136,16 @@ def _check(name: str, parameter: Tensor) -> None:
     check_device(part.device)
     check_sizes(f"{name} (on one rank)" if part.shape != parameter.shape else name, *part.shape[-2:])
     if part.is_cuda and part.dtype is not torch.bfloat16:
-        raise Float8Error(f"precision fp8: {name} is {part.dtype}; on a GPU fp8 products give bf16, so load it as that")
+        raise Float8Error(f"precision fp8: {name} is {part.dtype}; on a GPU fp8 matmuls give bf16, so load it in bf16")
 
 
 def _are_few(x: Tensor) -> bool:
-    """Whether x [tokens, in] is for the kernels that read a weight once and do not quantize tokens."""
+    """Whether x [tokens, in] goes to the skinny kernels, which do not quantize activations."""
     return is_fused(x) and len(x) <= FEW_ROWS
 
 
 def _quantize(module: nn.Module, name: str) -> None:
-    """Puts fp8 numbers in the place of a parameter, and their scales beside it."""
+    """Replace a parameter by fp8 values and register their scales beside it."""
     whole: Tensor = getattr(module, name)
     part = local(whole)
     values = torch.empty_like(part, dtype=VALUES, memory_format=torch.contiguous_format)
@@ -157,7 +157,7 @@ def _quantize(module: nn.Module, name: str) -> None:
 
 @torch.no_grad()
 def _fill(module: nn.Module, name: str, part: Tensor) -> None:
-    """part [..., out, in]: quantized one matrix at a time, so that a stack of experts is not there twice."""
+    """Quantize part [..., out, in] one matrix at a time, so that stacked experts never exist twice."""
     values, scale = local(getattr(module, name)), getattr(module, f"{name}_scale")
     matrices = zip(values.view(-1, *values.shape[-2:]), scale.view(-1, scale.shape[-1]), strict=True)
     for (own, own_scale), matrix in zip(matrices, part.view(-1, *part.shape[-2:]), strict=True):
@@ -181,6 +181,6 @@ def _grouped_product(rows: Quantized, weight: Tensor, scale: Tensor, ends: Tenso
             values, turned, inverse, scale, offs=ends, out_dtype=dtype, use_fast_accum=True
         )
         return out
-    sizes = rows_per_expert(ends).tolist()  # torch has no grouped fp8 product elsewhere
+    sizes = rows_per_expert(ends).tolist()  # torch has no grouped fp8 matmul off the GPU
     parts = zip(values.split(sizes), inverse.split(sizes), weight, scale, strict=True)
     return torch.cat([product(_rows(x, by), _rows(own, own_scale), dtype) for x, by, own, own_scale in parts if len(x)])

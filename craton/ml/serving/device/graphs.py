@@ -1,9 +1,9 @@
-"""Whole decode steps as CUDA graphs: model, head and sampler, for some numbers of requests.
+"""Whole decode steps as CUDA graphs: model, head and sampler, for a set of batch sizes.
 
-A step takes the next larger one; requests of nobody fill it up, which read and write the dummy's row and block. Graphs
-see only addresses that never change: tables, weights, keys and values, and small buffers with rows, lengths and tokens.
-With drafts there are graphs for steps in which every request has all of its drafts, too. Where there are no graphs the
-same steps can be run as they are, which tests do.
+A step uses the next larger graph; padding requests fill it up and use the dummy row and block. Graphs see only
+addresses that never change: tables, weights, the KV cache, and small buffers for rows, lengths and tokens. With
+speculative decoding there are also graphs for steps in which every request has all its draft tokens. Without CUDA the
+same steps run eagerly, as in tests.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from craton.ml.serving.device.upload import Upload
 from craton.ml.serving.schedule import StepInput
 
 WARM_UPS = 2
-MAX_DRAFTED = 256  # tokens of a step with drafts: with more, computing costs more than reading the weights does
+MAX_DRAFTED = 256  # tokens of a step with drafts: above it compute, not weight reads, bounds the step
 
 Outputs = tuple[Tensor, ...]
 
 
 def graph_sizes(largest: int, multiple: int = 1) -> list[int]:
-    """1, 2, 4, 8, then every 8 up to 256, then every 32; each of them a multiple, of which ranks take equal shares."""
+    """Batch sizes: 1, 2, 4, 8, then every 8 up to 256, then every 32; each rounded up to a multiple of the ranks."""
     sizes = [1, 2, 4, *range(8, min(largest, 256) + 1, 8), *range(288, largest + 1, 32)]
     wanted = [size for size in sizes if size < largest] + [largest]
     return sorted({-(-size // multiple) * multiple for size in wanted})
 
 
 class DecodeRunner(Protocol):
-    """What graphs need of the runner whose steps they capture."""
+    """The runner interface that graphs need to capture its steps."""
 
     device: torch.device
     dtype: torch.dtype
@@ -48,7 +48,7 @@ class DecodeRunner(Protocol):
 
 
 class DecodeGraphs:
-    """One for each number of requests, made when `capture` is called; until then no step is taken."""
+    """One graph per batch size, made by `capture`; before that no step can use them."""
 
     def __init__(self, runner: DecodeRunner, largest: int, draft_tokens: int = 0) -> None:
         self._runner = runner
@@ -66,7 +66,7 @@ class DecodeGraphs:
         self._steps: dict[tuple[int, int], tuple[Callable[[], None], Outputs]] = {}
 
     def capture(self) -> None:
-        """The largest first, so that all share its memory."""
+        """Capture all graphs, the largest first, so that all share its memory pool."""
         gc.collect()
         pool = None
         with torch.inference_mode():
@@ -85,7 +85,7 @@ class DecodeGraphs:
         self._steps.clear()
 
     def takes(self, work: StepInput) -> bool:
-        """Whether every request has one token, or all its drafts, and there is a graph for so many."""
+        """Whether every request has one token, or all its drafts, and a graph is large enough."""
         requests, queries = len(work.rows), int(work.counts[0])
         return (
             bool(self._steps)
@@ -96,7 +96,7 @@ class DecodeGraphs:
         )
 
     def replay(self, work: StepInput) -> tuple[Tensor, Chosen, Tensor]:
-        """(logits, what was chosen, positions of it), valid until the next replay."""
+        """Run a step; return (logits, sampled tokens, their positions), valid until the next replay."""
         requests, queries = len(work.rows), int(work.counts[0])
         size = next(size for size in self.sizes[queries] if size >= requests)
         self._fill(size, queries, work.rows, work.lengths)
@@ -108,7 +108,8 @@ class DecodeGraphs:
         return self._logits[:count], Chosen(tokens[:count], logprobs[:count]), positions[:count]
 
     def _fill(self, size: int, queries: int, rows: np.ndarray, lengths: np.ndarray) -> None:
-        """Rows and lengths of the requests, and of nobody's up to the size; these have just the tokens of the step."""
+        """Write rows and lengths of the requests, and of padding requests up to `size`, which have only this step's
+        tokens."""
         inputs = np.empty((2, size), np.int32)
         inputs[0, : len(rows)], inputs[0, len(rows) :] = rows, self._runner.rows - 1
         inputs[1, : len(rows)], inputs[1, len(rows) :] = lengths, queries
@@ -132,7 +133,7 @@ def _capture(body: Callable[[], Outputs], warm_ups: int, pool: Any) -> tuple[tor
 
 
 def _repeat(body: Callable[[], Outputs]) -> tuple[Callable[[], None], Outputs]:
-    """The same without a graph: results are where the first ones were."""
+    """Return an eager step that writes its results to the same tensors each time, as a graph does."""
     outputs = tuple(item.clone() for item in body())
 
     def step() -> None:

@@ -1,7 +1,7 @@
-"""The linear layers of a model that serves, in steps that fp8 weights and adapters change one by one.
+"""The linear layers of a served model, split into methods that fp8 weights and adapters override.
 
-A layer is given all tokens, multiplies them with this rank's part of its weight and adds what adapters say; tokens are
-gathered before and summed over ranks after, once, whatever a layer adds. There are no gradients.
+A layer multiplies all tokens by this rank's shard of its weight and adds the adapters' matmuls. Tokens are gathered
+before and summed over ranks after, once, with or without adapters. There are no gradients.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from craton.ml.models import Linear, Mlp
 
 
 class ServedLinear(Linear):
-    """A linear layer whose product and additions can be replaced."""
+    """A linear layer whose matmul and adapters can be overridden."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., in] → [..., out]; cut by tensor parallelism, tokens lie in one dimension."""
+        """x [..., in] → [..., out]; with tensor parallelism, tokens are in one dimension."""
         peers, flat = self.peers, x.flatten(0, -2)
         if peers is None:
             return self.own(flat).view(*x.shape[:-1], -1)
@@ -29,16 +29,16 @@ class ServedLinear(Linear):
         return self.adapt(self.product(self.prepare(x)), x)
 
     def prepare(self, x: Tensor) -> Any:
-        """What `product` takes; layers of one kind take the same."""
+        """Return the input of `product`; layers of one class can share it."""
         return x
 
     def product(self, prepared: Any) -> Tensor:
-        """The product with the weight, and the bias: a new tensor, which `adapt` may change."""
+        """Return the matmul with the weight plus the bias: a new tensor, which `adapt` may change in place."""
         return linear(prepared, self.weight, self.bias)
 
 
 class ServedMlp(Mlp):
-    """The gated MLP over such layers."""
+    """The gated MLP over `ServedLinear` layers."""
 
     gate: ServedLinear
     up: ServedLinear

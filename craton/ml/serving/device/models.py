@@ -24,7 +24,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp8": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Served:
-    """A model that is ready to be served, and what belongs to it."""
+    """A loaded model with its tensor-parallel peers, tokenizer folder and stop tokens."""
 
     model: Decoder
     peers: Peers | None
@@ -33,7 +33,7 @@ class Served:
 
 
 def load_served(job: Job, device: torch.device) -> Served:
-    """This rank's part of the model; all ranks of the process group call it."""
+    """Load this rank's shard of the model; all ranks of the process group call it."""
     assert job.serve is not None
     opened = open_run(str(job.trained_run)) if job.trained_run is not None else None
     folder = None if opened is not None else job.weights_folder
@@ -63,14 +63,14 @@ def _config(job: Job, opened: RunModel | None, folder: Path | None) -> DecoderCo
         return config_from_huggingface(folder)
     if job.model_shape is None:
         raise ServingError(
-            f"model {job.model} is a function of yours: only Craton's own decoder, in one of its families, is served"
+            f"model {job.model} is a custom function; only models of Craton's own decoder families can be served"
         )
     return config_from_shape(job.model_shape)
 
 
 @torch.no_grad()
 def _fill(model: Decoder, opened: RunModel, dtype: torch.dtype) -> None:
-    """Every rank reads the whole checkpoint on the host and keeps its part."""
+    """Read the whole checkpoint into host memory and copy this rank's shard."""
     whole = dict(opened.model(torch.device("cpu"), dtype).state_dict())
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if name in whole:
@@ -83,11 +83,11 @@ def _tokenizer_folder(opened: RunModel | None, folder: Path | None) -> Path | No
             return opened.tokenizer_folder()
         return None if folder is None else find_tokenizer(str(folder))
     except CratonError:
-        return None  # tokens are served without one
+        return None  # token ids can be served without a tokenizer
 
 
 def _stop_tokens(folder: Path | None, tokenizer: Path | None) -> tuple[int, ...]:
-    """The tokens that end an answer: all that the generation configuration names, else the tokenizer's own."""
+    """Return the stop tokens: the eos_token_id of generation_config.json or config.json, else the tokenizer's own."""
     for place in (folder, tokenizer):
         for file in ("generation_config.json", "config.json"):
             if place is not None and (place / file).is_file():

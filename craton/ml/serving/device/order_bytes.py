@@ -1,5 +1,5 @@
-"""What the first rank of a tensor-parallel engine tells the others, as bytes: the work of a step, or a method's name
-and its arguments. Only the methods of `METHODS` are told and heard."""
+"""Orders from rank 0 of a tensor-parallel engine to the others, as bytes: the input of a step, or a method name with
+its arguments. Only the methods of `METHODS` are sent and accepted."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _NUM_ARRAYS = 6  # of int32, before the other columns of a step
 
 
 def encode_order(order: Order | None) -> bytes:
-    """None: there will be no more."""
+    """Serialize an order; None is the last one."""
     if order is None:
         return pack(_END, None)
     method, arguments = order
@@ -77,17 +77,17 @@ def encode_order(order: Order | None) -> bytes:
 
 
 def decode_order(data: bytes) -> Order | None:
-    """WireError when it is not an order."""
+    """Parse an order; None is the last one. Raise WireError for anything else."""
     kind, values, columns = unpack(data)
     if kind == _END:
         return None
     if kind == _CALL and not columns:
         method, arguments = expect(values, is_text, list_of(is_anything))
         if method not in METHODS:
-            raise WireError(f"{method[:40]!r} is not a method of a rank")
+            raise WireError(f"{method[:40]!r} is not a method of a rank; allowed: {', '.join(METHODS)}")
         return method, tuple(expect(arguments, *METHODS[method]))
     if kind != _EXECUTE or len(columns) != _NUM_ARRAYS + 5:
-        raise WireError(f"there is no order of kind {kind} with {len(columns)} columns")
+        raise WireError(f"unknown order: kind {kind} with {len(columns)} columns")
     return EXECUTE, (_decode_work(values, columns),)
 
 
@@ -105,7 +105,7 @@ def _decode_work(values: Any, columns: Sequence[bytes]) -> StepInput:
     rows, counts, lengths, tokens, sampled, sampled_rows = map(_integers32, columns[:_NUM_ARRAYS])
     allowed, table, next_tokens, places, added = columns[_NUM_ARRAYS:]
     if not len(rows) == len(counts) == len(lengths) or len(sampled) != len(sampled_rows):
-        raise WireError("the requests of a step have columns of different lengths")
+        raise WireError("the columns of a step's requests differ in length")
     bias = reals(added)
     return StepInput(
         rows,
@@ -150,8 +150,8 @@ def _unpack_prompt(values: Any) -> PromptPart:
 
 def _integers32(column: bytes) -> Integers:
     if len(column) % 4:
-        raise WireError(f"a column of numbers has {len(column)} bytes")
-    return np.frombuffer(column, np.int32).copy()  # what torch takes over must be writable
+        raise WireError(f"a column of int32 numbers has {len(column)} bytes; expected a multiple of 4")
+    return np.frombuffer(column, np.int32).copy()  # torch needs a writable array
 
 
 def _no_integers() -> Integers:
@@ -160,17 +160,17 @@ def _no_integers() -> Integers:
 
 def _rows_of(numbers: Integers, width: int) -> Integers:
     if width < 1 or len(numbers) % width:
-        raise WireError(f"a table of {len(numbers)} numbers has rows of {width}")
+        raise WireError(f"a table of {len(numbers)} numbers cannot have rows of {width}")
     return numbers.reshape(-1, width)
 
 
 def _groups(numbers: list[int], size: int) -> list[Any]:
     if len(numbers) % size:
-        raise WireError(f"{len(numbers)} numbers come in groups of {size}")
+        raise WireError(f"{len(numbers)} numbers cannot form groups of {size}")
     return list(zip(*[iter(numbers)] * size, strict=True))
 
 
 def _pairs(places: list[Any], values: list[float]) -> list[tuple[Any, float]]:
     if len(places) != len(values):
-        raise WireError(f"{len(places)} places have {len(values)} values")
+        raise WireError(f"{len(values)} logit biases for {len(places)} places; the counts must be equal")
     return list(zip(places, values, strict=True))

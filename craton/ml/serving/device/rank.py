@@ -1,4 +1,4 @@
-"""One rank of an engine: its part of the weights, and everything that is done to it on the way."""
+"""One rank of an engine: its shard of the weights, and the operations on it: steps, adapters, updates, sleep, wake."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 
 class EngineRank:
-    """Steps, and what those who run an engine do with its weights. The same methods are called on every rank."""
+    """Executes steps and administrative operations. The same methods are called on every rank."""
 
     def __init__(self, runner: Runner, adapters: Adapters | None = None, number: int = 0, secret: bytes = b"") -> None:
         self.runner = runner
         self.adapters = adapters
         self._number = number
         self._secret = secret
-        self._kept: dict[str, Tensor] = {}  # weights of a rank that sleeps
+        self._kept: dict[str, Tensor] = {}  # weights of a sleeping rank, in host memory
         self._sizes: dict[str, int] = {}
         self._has_weights = self._has_cache = True
 
@@ -51,7 +51,7 @@ class EngineRank:
         update_from_folder(self.model, Path(folder))
 
     def receive_weights(self, address: str, wait_seconds: float) -> int:
-        """Waits at an address, whose port each further rank counts up by one, for new weights; their version."""
+        """Receive new weights at an address, whose port is offset by the rank number; return their version."""
         host, _, port = address.rpartition(":")
         if not host or not port.isdigit():
             raise ServingError(f"{address!r} is not an address; write host:port")
@@ -60,11 +60,11 @@ class EngineRank:
 
     @torch.no_grad()
     def sleep(self, level: int) -> None:
-        """The device is free for somebody else: keys and values are let go, weights too. At level 1 they are kept in
-        host memory, at level 2 they have to be sent again."""
+        """Free the device memory of KV cache and weights. Level 1 keeps the weights in host memory; level 2 discards
+        them, so they must be sent again."""
         sent = named_targets(self.model)
         for name, part in self._tensors():
-            if level == 1 or name not in sent:  # adapters are small, and nobody would send them again
+            if level == 1 or name not in sent:  # adapters are small, and an update does not include them
                 self._kept[name] = part.to("cpu", copy=True)
             self._sizes[name] = part.untyped_storage().nbytes()
             part.untyped_storage().resize_(0)
@@ -73,7 +73,7 @@ class EngineRank:
 
     @torch.no_grad()
     def wake(self, parts: Sequence[str]) -> None:
-        """Takes back the memory of "weights", of the "kv_cache", or of both."""
+        """Allocate the memory of "weights", of the "kv_cache", or of both again."""
         if "weights" in parts and not self._has_weights:
             for name, part in self._tensors():
                 part.untyped_storage().resize_(self._sizes[name])
@@ -87,12 +87,12 @@ class EngineRank:
             self.runner.capture()
 
     def _tensors(self) -> Iterable[tuple[str, Tensor]]:
-        """What this rank keeps of parameters and buffers; a tied one comes once."""
+        """Yield this rank's shards of parameters and buffers; a tied one once."""
         for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
             yield name, local(tensor)
 
     @property
     def _adapters(self) -> Adapters:
         if self.adapters is None:
-            raise ServingError("the engine was started without room for adapters; set `max_adapters`")
+            raise ServingError("the engine has no adapter slots; start it with serve.max_adapters of 1 or more")
         return self.adapters

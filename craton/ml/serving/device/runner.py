@@ -1,8 +1,8 @@
-"""The device's half of an engine: weights, keys and values, and a row of state for every running request.
+"""The model runner, the device side of an engine: weights, KV cache, and a row of state for every running request.
 
-A step is handed over and runs; nothing here waits for the device. What it chose is in the device's own table for the
-next step, and comes back when somebody reads it. With peers every rank does the same work on its part of the weights
-and chooses the same tokens.
+Steps run asynchronously: nothing here waits for the device. Sampled tokens stay in a table on the device for the next
+step; `StepResult.read` copies them back. With tensor parallelism every rank does the same work on its shard of the
+weights and samples the same tokens.
 """
 
 from __future__ import annotations
@@ -30,21 +30,23 @@ from craton.ml.serving.settings import EngineSettings
 if TYPE_CHECKING:
     from craton.ml.serving.device.adapters import Adapters
 
-PADDING = 16  # tokens of a step are a multiple of it on a GPU: kernels are compiled for one kind of number
-# what a row has of its request's sampling, and what it is where nothing was asked for
+PADDING = 16  # on a GPU the tokens of a step are a multiple of it, so that kernels are not compiled for each count
+# sampling parameters of a row, with the values that change nothing
 NUMBERS = {"temperature": 0.0, "top_p": 1.0, "min_p": 0.0, "presence": 0.0, "frequency": 0.0, "repetition": 1.0}
 WARM_REQUESTS, WARM_TOKENS = (1, 33, 257), (2, 256)
-PROMPT_ROWS = 256  # of logits that are made at once for a prompt's log-probabilities
+PROMPT_ROWS = 256  # of logits computed at once for prompt log-probabilities
 
 
 @dataclass
 class StepResult:
-    """What a step chose; `read` waits for it."""
+    """The sampled tokens of a step; `read` waits for them."""
 
     tokens: Tensor
     logprobs: Tensor
     alternatives: tuple[Tensor, Tensor] | None
-    prompts: list[tuple[Tensor, Tensor, Tensor]]  # of each part: likeliest tokens, their logprobs, those of the targets
+    prompts: list[
+        tuple[Tensor, Tensor, Tensor]
+    ]  # of each chunk: likeliest tokens, their logprobs, those of the targets
     done: torch.cuda.Event | None = None
 
     def read(self) -> tuple[list[int], list[float]]:
@@ -58,7 +60,7 @@ class StepResult:
         return list(zip(tokens.tolist(), logprobs.tolist(), strict=True))
 
     def read_prompts(self, parts: list[PromptPart]) -> list[list[Alternatives]]:
-        """Of each part, the log-probabilities of its targets, each with the likeliest tokens after it."""
+        """Return, for each chunk, the log-probabilities of its targets, each followed by the likeliest tokens."""
         result = []
         for part, (likeliest, best, own) in zip(parts, self.prompts, strict=True):
             rows = zip(part.targets, own.tolist(), likeliest.tolist(), best.tolist(), strict=True)
@@ -73,7 +75,7 @@ class StepResult:
 
 @dataclass
 class RowTable:
-    """What is known of the request in each row. Numbers are kept on the host and sent when one has changed."""
+    """The state of the request in each row. Numbers are kept on the host and sent when one changes."""
 
     rows: int
     vocabulary: int
@@ -94,7 +96,7 @@ class RowTable:
         self.adapters = torch.full((self.rows,), -1, dtype=torch.int32, device=self.device)
 
     def start(self, work: StepInput, upload: Upload) -> None:
-        """Takes in the requests that got a row, and tokens that the device does not have."""
+        """Set up the rows of new requests, and the next tokens that only the host knows."""
         if work.next_tokens:
             sent = upload.send(np.asarray(work.next_tokens, np.int32)).long()
             self.next_token[sent[:, 0]] = sent[:, 1]
@@ -121,7 +123,7 @@ class RowTable:
         self.adapters.copy_(adapters)
 
     def tuning(self, work: StepInput, rows: Tensor, allowed: Tensor | None) -> Tuning:
-        """What the requests of these rows ask for."""
+        """Return the sampling parameters of the requests in these rows."""
         places = work.sampled_rows
 
         def asked(name: str) -> Tensor | None:
@@ -153,7 +155,7 @@ class RowTable:
         )
 
     def count(self, rows: Tensor, tokens: Tensor) -> None:
-        """Tokens that were chosen count for the next ones."""
+        """Count sampled tokens for the penalties of the next ones."""
         if self.written is not None and self.seen is not None:
             token_ids = tokens.clamp(min=0)
             self.written[rows, token_ids] += 1
@@ -170,7 +172,7 @@ class RowTable:
 
 
 class Runner:
-    """Executes steps in the order in which they come."""
+    """Executes steps in the order of submission."""
 
     def __init__(
         self,
@@ -214,7 +216,7 @@ class Runner:
 
     @torch.inference_mode()
     def execute(self, work: StepInput) -> StepResult:
-        """Starts a step; its result can be read later."""
+        """Start a step; its result can be read later."""
         self._move(work.moves)
         self._update_table(work)
         self.table.start(work, self.upload)
@@ -252,14 +254,14 @@ class Runner:
         return self._result(chosen, prompts)
 
     def capture(self) -> None:
-        """Makes the graphs, and what else is made at first use; weights, keys and values must be there."""
+        """Capture the CUDA graphs and compile kernels; weights and KV cache must be allocated."""
         if self.graphs is not None:
             self.graphs.capture()
         if self.graphs is not None or self.device.type == "cuda":
             self._warm_up()
 
     def sleep(self) -> None:
-        """Lets keys and values, and the graphs that name them, go."""
+        """Free the KV cache and the graphs that refer to it."""
         if self.graphs is not None:
             self.graphs.drop()
         self.past.cache.untyped_storage().resize_(0)
@@ -274,10 +276,10 @@ class Runner:
     def decode_body(
         self, rows: Tensor, lengths: Tensor, logits: Tensor, tokens: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """One token of every request, from the device's own table and back to it: what a graph is made of.
+        """Decode one token of every request, from the device's token table and back to it: the body of a graph.
 
         rows, lengths int32 [requests]; logits are written to the tensor given → (tokens, their logprobs, positions).
-        Where `tokens` [requests · queries] are given, they are the last ones of each request, and all give another.
+        `tokens` [requests · queries], if given, are the last tokens of each request; each of them samples another.
         """
         queries = len(logits) // len(rows)
         places = rows.long()
@@ -311,13 +313,13 @@ class Runner:
         return whole.transpose(0, 1).flatten(1)
 
     def _forward(self, work: StepInput) -> tuple[Tensor, Tensor]:
-        """All tokens of a step through the model: hidden [tokens, hidden], positions [tokens]."""
+        """Run all tokens of a step through the model: hidden [tokens, hidden], positions [tokens]."""
         counts, lengths, rows = work.counts, work.lengths, work.rows
         tokens = int(counts.sum())
         others = np.zeros(len(counts) - work.decode + 1, np.int32)
         np.cumsum(counts[work.decode :], out=others[1:])
         sent = work.tokens
-        if extra := -tokens % self._padding:  # one more request, of nobody, makes it a whole number
+        if extra := -tokens % self._padding:  # a padding request makes it a multiple
             counts, lengths, rows = np.append(counts, extra), np.append(lengths, extra), np.append(rows, self.rows - 1)
             others = np.append(others, others[-1] + extra)
             sent = np.append(sent, np.zeros(extra, np.int32))
@@ -357,8 +359,8 @@ class Runner:
         return hidden.flatten(0, 1) if self.peers is None else self.peers.gather(hidden)
 
     def _warm_up(self) -> None:
-        """Kernels are compiled at first use: now, and not in the middle of somebody's answer. Texts are read by nobody:
-        few and many, short and long ones take different kernels."""
+        """Compile kernels now, not during the first requests. Padding requests suffice: few and many, short and long
+        ones, which use different kernels."""
         largest = self.rows - 1
         for requests in sorted({min(item, largest) for item in WARM_REQUESTS}):
             for tokens in WARM_TOKENS:
@@ -373,7 +375,7 @@ class Runner:
         return blocks * self.page + positions % self.page
 
     def _prompt(self, hidden: Tensor, part: PromptPart) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-probabilities of the targets and the likeliest tokens, a few rows of logits at a time."""
+        """Return log-probabilities of the targets and the likeliest tokens, a few rows of logits at a time."""
         targets = torch.tensor(part.targets, device=self.device)
         likeliest, best, own = [], [], []
         for begin in range(0, len(targets), PROMPT_ROWS):
@@ -421,15 +423,15 @@ class Runner:
 
 
 def _has_captured_products(model: Decoder) -> bool:
-    """Whether a CUDA graph can hold the products of all layers: those of experts look at the host's memory, unless they
-    are in bf16 or fp8 (torch 2.11)."""
+    """Whether a CUDA graph can capture the matmuls of all layers: grouped matmuls of experts read host memory, unless
+    they are in bf16 or fp8 (torch 2.11)."""
     parameter = next(model.parameters())
     return not (model.config.shape.experts and parameter.is_cuda and parameter.dtype is not torch.bfloat16)
 
 
 def block_shape(model: Decoder, page: int, ranks: int = 1) -> tuple[int, ...]:
-    """Of one block of keys and values: [layers, 2, kv heads, page, head_dim]."""
+    """Return the shape of one KV cache block: [layers, 2, kv heads, page, head_dim]."""
     shape = model.config.shape
-    if shape.mla:  # keys and values of every head, expanded
+    if shape.mla:  # expanded keys and values of every head
         return shape.layers, 2, shape.heads // ranks, page, shape.mla.qk_nope + shape.mla.qk_rope
     return shape.layers, 2, shape.kv_heads // ranks, page, shape.head_dim

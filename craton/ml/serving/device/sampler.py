@@ -1,8 +1,8 @@
-"""From logits to the next tokens, all rows at once, without waiting for the device.
+"""Sampling: from logits to the next tokens, all rows at once, without waiting for the device.
 
-Randomness is a function of a request's seed, the place in its text and the token, so an answer does not depend on what
-else was computed with it, and verifying drafts gives what writing without them would have given. Log-probabilities are
-those of the model, before temperature, penalties and masks.
+Random numbers are a function of the request's seed, the position and the token. So an answer does not depend on the
+rest of its batch, and speculative decoding gives the same tokens as plain decode. Log-probabilities are those of the
+model, before temperature, penalties and masks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from craton.ml.kernels.serving import choose, gumbel
 
 @dataclass(frozen=True)
 class Tuning:
-    """What rows of a batch ask for beside a temperature; None where no row does."""
+    """Sampling parameters of the rows beside the temperature; None where no row uses one."""
 
     top_k: Tensor | None = None  # int64 [rows], 0: all
     top_p: Tensor | None = None  # fp32 [rows]
@@ -25,9 +25,9 @@ class Tuning:
     presence: Tensor | None = None  # fp32 [rows]
     frequency: Tensor | None = None  # fp32 [rows]
     repetition: Tensor | None = None  # fp32 [rows]
-    written: Tensor | None = None  # int32 [rows, vocabulary], how often each token was written
-    seen: Tensor | None = None  # bool [rows, vocabulary], in the prompt or written
-    added: tuple[Tensor, Tensor, Tensor] | None = None  # row, token, what is added to its logit
+    written: Tensor | None = None  # int32 [rows, vocabulary], how often each token was generated
+    seen: Tensor | None = None  # bool [rows, vocabulary], in the prompt or generated
+    added: tuple[Tensor, Tensor, Tensor] | None = None  # row, token, logit bias
     allowed: Tensor | None = None  # int32 [rows, ⌈vocabulary / 32⌉], a bit for each token
 
 
@@ -48,7 +48,7 @@ def sample(
     tuning: Tuning | None = None,
     alternatives: int = 0,
 ) -> Chosen:
-    """logits [rows, vocabulary]; `positions` are those of the tokens to be chosen."""
+    """Sample from logits [rows, vocabulary]; `positions` are those of the tokens to sample."""
     if tuning is None:
         tokens, logprobs = choose(logits, temperature, seeds, positions)
     else:
@@ -61,7 +61,7 @@ def sample(
 
 
 def logprobs_of(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Log-probabilities [rows] of these tokens; of -1 not a number."""
+    """Return log-probabilities [rows] of these tokens; NaN for token -1."""
     logits = logits.float()
     logprobs = logits.gather(-1, tokens.clamp(min=0).unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)
     return logprobs.masked_fill(tokens < 0, torch.nan)
@@ -97,8 +97,8 @@ def _penalize(logits: Tensor, tuning: Tuning) -> Tensor:
 
 
 def _truncate(logits: Tensor, tuning: Tuning) -> Tensor:
-    """Leaves the likeliest tokens: the top_k, of these the fewest whose probabilities reach top_p, and of these all
-    that have at least min_p of the likeliest one's."""
+    """Keep the top_k tokens, of these the fewest whose probabilities reach top_p, and of these all with a probability
+    of min_p times the largest or more."""
     if tuning.top_k is not None or tuning.top_p is not None:
         ordered, order = logits.sort(-1, descending=True)
         place = torch.arange(logits.shape[-1], device=logits.device)

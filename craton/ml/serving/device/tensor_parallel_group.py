@@ -1,7 +1,7 @@
-"""Several ranks that share the weights of one model and act as one device.
+"""A tensor-parallel group: ranks that share the weights of one model and act as one device.
 
-The first one has the engine; it tells the others each step before it does it itself. All choose the same tokens, so
-nothing comes back. A rank that is lost ends all of them: with a part of the weights gone there is nothing to compute.
+Rank 0 runs the engine. It sends each step to the others, then executes it. All sample the same tokens, so nothing is
+sent back. Losing one rank ends all of them, because its shard of the weights is gone.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from craton.ml.serving.settings import ServingError
 from craton.ml.serving.wire import receive_bytes
 from craton.ml.training.parallel import cut_parameters
 
-TEXT_BYTES = 4096  # of what a rank tells the others
-IDLE_SECONDS = 1.0  # between two signs of life of a rank that is told nothing
-WEIGHT_METHODS = ("update_from_folder", "receive_weights")  # of a rank, which can be done again
+TEXT_BYTES = 4096  # of an error message that ranks exchange
+IDLE_SECONDS = 1.0  # between two heartbeats of a rank without orders
+WEIGHT_METHODS = ("update_from_folder", "receive_weights")  # methods of a rank that can be repeated
 
 
 class RanksDifferError(RuntimeError):
-    """Something was done on some ranks and not on others, and cannot be undone: they have to start again."""
+    """An operation succeeded on some ranks only and cannot be undone: all ranks must restart."""
 
 
 class TensorParallelGroup:
-    """The first rank, and its lines to the others."""
+    """Rank 0 and its connections to the others."""
 
     def __init__(self, rank: EngineRank, others: Sequence[Connection] = ()) -> None:
         self.rank = rank
@@ -53,12 +53,12 @@ class TensorParallelGroup:
         return self.rank.execute(work)
 
     def every(self, method: str, *arguments: Any) -> Any:
-        """Calls a method of every rank; what the first one returns."""
+        """Call a method on every rank; return the result of rank 0."""
         self._tell(method, arguments)
         return together(self.rank, method, arguments)
 
     def start(self, method: str, *arguments: Any) -> Future[Any]:
-        """The same on a thread, so that others can be heard meanwhile; nothing else may be asked of the ranks then."""
+        """The same on a thread, so that the loop keeps running; send no other order to the ranks meanwhile."""
         future: Future[Any] = Future()
 
         def call() -> None:
@@ -66,22 +66,22 @@ class TensorParallelGroup:
             try:
                 with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
                     future.set_result(self.every(method, *arguments))
-            except BaseException as error:  # noqa: BLE001 -- whatever it is, whoever asks for the result gets it
+            except BaseException as error:  # noqa: BLE001 -- any error goes to the caller of result()
                 future.set_exception(error)
 
-        # A process whose front end is gone does not wait for it.
+        # A daemon thread: the process can exit without waiting for it.
         threading.Thread(target=call, daemon=True, name=method).start()
         return future
 
     def close(self) -> None:
-        """Lets the others go."""
+        """Tell the other ranks to exit."""
         self._is_closing = True
         for line in self._others:
             with contextlib.suppress(OSError):
                 line.send_bytes(encode_order(None))
 
     def watch(self, lost: Callable[[int], None]) -> None:
-        """Calls `lost` with the number of a rank whose line ends, from a thread."""
+        """Call `lost` with the number of a rank whose connection closes, from a thread."""
 
         def look(number: int, line: Connection) -> None:
             try:
@@ -104,27 +104,27 @@ class TensorParallelGroup:
                 raise ConnectionError(f"rank {number} of the tensor-parallel group is lost: {error}") from error
 
 
-def follow(rank: EngineRank, first: Connection, pulse: EngineHeartbeat) -> None:
-    """Does what the first rank says until that lets it go, or is gone."""
-    with pulse:
-        while (order := _next_order(first, pulse)) is not None:
+def follow(rank: EngineRank, first: Connection, heartbeat: EngineHeartbeat) -> None:
+    """Execute the orders of rank 0 until the last one, or until its connection closes."""
+    with heartbeat:
+        while (order := _next_order(first, heartbeat)) is not None:
             method, arguments = order
             if method == EXECUTE:
                 rank.execute(*arguments)
                 continue
             try:
-                with pulse.patient():
+                with heartbeat.patient():
                     together(rank, method, arguments)
-            except CratonError as error:  # which the first rank has too, and tells whoever asked
+            except CratonError as error:  # rank 0 has it too, and returns it to the client
                 print(f"{method}: {error}", file=sys.stderr, flush=True)
 
 
-def _next_order(first: Connection, pulse: EngineHeartbeat) -> Order | None:
-    """None: there will be no more."""
+def _next_order(first: Connection, heartbeat: EngineHeartbeat) -> Order | None:
+    """Wait for the next order; None after the last one."""
     try:
-        pulse.beat()
+        heartbeat.beat()
         while not first.poll(IDLE_SECONDS):
-            pulse.beat()
+            heartbeat.beat()
         order = receive_bytes(first)
     except (EOFError, OSError):
         return None
@@ -132,21 +132,21 @@ def _next_order(first: Connection, pulse: EngineHeartbeat) -> Order | None:
 
 
 def together(rank: EngineRank, method: str, arguments: tuple[Any, ...]) -> Any:
-    """Does on one rank what all of them do. When it fails on some and not on others, none of them is as it was."""
+    """Run a method on this rank, as all ranks do, and compare outcomes. Raise on every rank if some ranks failed."""
     result: Any = None
     failure: CratonError | None = None
     try:
         result = getattr(rank, method)(*arguments)
     except CratonError as error:
         failure = error
-    except torch.OutOfMemoryError as error:  # the others wait to hear of it
-        failure = ServingError(f"the device has not enough free memory: {str(error).splitlines()[0]}")
+    except torch.OutOfMemoryError as error:  # the other ranks wait for this outcome
+        failure = ServingError(f"out of device memory: {str(error).splitlines()[0]}")
     if dist.is_initialized() and dist.get_world_size() > 1:
         texts = gather_texts(None if failure is None else f"{type(failure).__name__}: {failure}")
         failed = {number: text for number, text in enumerate(texts) if text is not None}
         if failed and len(failed) < len(texts):
             message = "; ".join(f"rank {number}: {text}" for number, text in failed.items())
-            problem = f"{method} went through on some ranks only ({message})"
+            problem = f"{method} succeeded on some ranks only ({message})"
             if method in WEIGHT_METHODS:
                 raise MixedWeightsError(f"{problem}; update the weights")
             raise RanksDifferError(problem)
@@ -156,7 +156,7 @@ def together(rank: EngineRank, method: str, arguments: tuple[Any, ...]) -> Any:
 
 
 def gather_texts(text: str | None) -> list[str | None]:
-    """The texts of all ranks, as far as they fit, or None where there is none; as plain numbers, not as objects."""
+    """Return the texts of all ranks, truncated to TEXT_BYTES, or None; sent as plain numbers, not as pickles."""
     data = b"" if text is None else text.encode(errors="replace")[: TEXT_BYTES - 1]
     mine = torch.zeros(TEXT_BYTES, dtype=torch.uint8)
     if text is not None:
@@ -167,7 +167,7 @@ def gather_texts(text: str | None) -> list[str | None]:
 
 
 def cut_model(model: Decoder, device: torch.device) -> Peers:
-    """Leaves this rank's part of the weights, over all ranks there are; on the meta device or with memory."""
+    """Shard the model over all ranks, on the meta device or with memory; keep this rank's shard."""
     world = dist.get_world_size()
     mesh = DeviceMesh(device.type, torch.arange(world), mesh_dim_names=("tp",))
     cut_parameters(model, mesh)

@@ -1,4 +1,4 @@
-"""Small arrays of the host, sent to the device without waiting for it."""
+"""Copies small host arrays to the device without waiting for it."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-BUFFERS = 16  # in turn: by the time one is used again its copy is long over
+BUFFERS = 16  # used in turn: the copy from a buffer is over before its next use
 FIRST_NUMBERS = 65_536
 
 
 class Upload:
-    """On a GPU through pinned buffers, each used again only when its last copy is over."""
+    """Copies through pinned buffers on a GPU; each is reused only after its last copy is over."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -19,7 +19,7 @@ class Upload:
         self._buffers: list[tuple[Tensor, torch.cuda.Event]] = []
 
     def send(self, numbers: np.ndarray[tuple[int, ...], np.dtype[np.int32]]) -> Tensor:
-        """int32, of the same shape."""
+        """Return the int32 numbers on the device, in the same shape."""
         if self.device.type != "cuda":
             return torch.from_numpy(numbers.copy())
         if len(self._buffers) < BUFFERS:

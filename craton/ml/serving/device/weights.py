@@ -1,14 +1,14 @@
-"""New weights for a model that serves, copied into the storage of the old: whatever was captured with them stays valid.
+"""Weight updates of a served model, copied into the existing storage, so captured CUDA graphs stay valid.
 
-They come from memory, from a folder, or over the network from a trainer (`send_weights` to `WeightsReceiver`). A tensor
-is checked before it is copied, but there is no room to keep all the old ones until the last new one has come. So an
-update that fails before it changed anything raises WeightsError, and one that fails later MixedWeightsError: then the
-model is neither the old one nor the new one, and must answer nobody until an update has gone through.
+New weights come from memory, from a folder, or over the network from a trainer (`send_weights` to `WeightsReceiver`).
+Each tensor is checked before it is copied, but there is no memory to keep the old ones until the update is complete.
+An update that fails before its first copy raises WeightsError. One that fails later raises MixedWeightsError: the
+weights are mixed, and the model must not serve until an update succeeds.
 
-Over the network both sides prove that they know the key (HMAC, as multiprocessing.connection does it); what follows is
-checked for damage but not encrypted. Messages are JSON, tensors are raw bytes in chunks. Of each tensor a receiver asks
-for the part that it holds, so the ranks of a tensor-parallel engine each get theirs. When all receivers have all of it,
-and not before, they are told that it counts.
+Over the network both sides prove that they know the key (HMAC, as multiprocessing.connection does it). The data is
+checked for corruption but not encrypted. Messages are JSON; tensors are raw bytes in chunks. A receiver requests its
+shard of each tensor, so every rank of a tensor-parallel engine gets its own. The sender commits the update once all
+receivers have all of it.
 """
 
 from __future__ import annotations
@@ -35,29 +35,29 @@ from craton.ml.models import Decoder, Stage, WeightsError, load_weights
 from craton.ml.serving.device.float8 import Float8Experts, ServedFloat8Linear
 
 CHUNK = 16 << 20  # bytes of a tensor in one message
-RECEIVE_SECONDS = 600.0  # that a sender is waited for
-SILENCE_SECONDS = 60.0  # after which the other side is given up
-_MESSAGE = 65_536  # bytes of a message that is not a tensor's, at most
-_REASON = 4_096  # letters of a reason that are sent
+RECEIVE_SECONDS = 600.0  # how long to wait for a sender
+SILENCE_SECONDS = 60.0  # socket timeout, after which the other side counts as lost
+_MESSAGE = 65_536  # maximum bytes of a JSON message
+_REASON = 4_096  # maximum characters of an error that is sent
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SHOWN = 4  # names in one message
 
 
 class MixedWeightsError(WeightsError):
-    """An update failed half-way: some weights are new and some old. Only another update makes the model whole."""
+    """An update failed halfway: some weights are new, some old. The model needs another update."""
 
 
 def named_targets(model: Decoder) -> dict[str, Tensor]:
-    """What an update fills, by our names; of a sharded model this rank's parts."""
+    """Return the tensors that an update fills, by our names; of a sharded model this rank's shards."""
     buffers = {name: buffer for name, buffer in model.named_buffers() if name.endswith("router_bias")}
     return dict(model.named_parameters()) | buffers
 
 
 def update_from_state(model: Decoder, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Takes whole tensors by our names, every one that the model has. A sharded one is gathered, by all ranks that
-    share it together."""
+    """Update all tensors of the model from whole tensors by our names. A sharded source tensor is gathered; all its
+    ranks must call this together."""
     update = _Update(model)
-    with update.told():
+    with update.explaining_failure():
         for name, tensor in tensors:
             slices = update.expect(name, _dtype_name(tensor.dtype), tuple(tensor.shape))
             whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -66,9 +66,9 @@ def update_from_state(model: Decoder, tensors: Iterable[tuple[str, Tensor]]) -> 
 
 
 def update_from_folder(model: Decoder, folder: str | Path) -> None:
-    """Takes the weights of a Hugging Face folder of the same model; of a sharded one each rank its part."""
+    """Update the model from a Hugging Face folder of the same model; each rank reads its shard."""
     update = _Update(model)
-    with update.told(f"the update from {folder}"):
+    with update.explaining_failure(f"the update from {folder}"):
         if any(isinstance(module, ServedFloat8Linear | Float8Experts) for module in model.modules()):
             for name, tensor in _read_layers(model, folder):
                 update.write(name, tensor[own_slices(update.targets[name])])
@@ -76,7 +76,7 @@ def update_from_folder(model: Decoder, folder: str | Path) -> None:
         update.has_written = True
         try:
             load_weights(model, folder)
-        except WeightsError:  # which it finds before it changes anything
+        except WeightsError:  # raised before anything changes
             update.has_written = False
             raise
 
@@ -84,8 +84,9 @@ def update_from_folder(model: Decoder, folder: str | Path) -> None:
 def send_weights(
     addresses: str | Sequence[str], key: bytes, tensors: Iterable[tuple[str, Tensor]], version: int
 ) -> None:
-    """Sends whole tensors by our names to a receiver, or to those of all ranks of an engine, and the number that tokens
-    of these weights will bear. Returns when all of them have taken it over; WeightsError says who did not, and why."""
+    """Send whole tensors by our names to one receiver, or to those of all ranks of an engine, with their version.
+
+    Return when all receivers have committed the update; WeightsError names the one that did not, and why."""
     with ExitStack() as stack:
         receivers = [addresses] if isinstance(addresses, str) else addresses
         lines = [_Line.to(address, key, stack) for address in receivers]
@@ -101,11 +102,11 @@ def send_weights(
 
 
 class WeightsReceiver:
-    """Listens at "host:port" (port 0: any that is free) for whoever knows the key."""
+    """Listens at "host:port" (port 0: any free one) for a sender that knows the key."""
 
     def __init__(self, address: str, key: bytes) -> None:
         if not key:
-            raise WeightsError("the key of a weights receiver is empty; anybody could send weights")
+            raise WeightsError("the key of the weights receiver is empty; set one, or any client could send weights")
         self._key = key
         host, port = _parse(address)
         try:
@@ -116,11 +117,11 @@ class WeightsReceiver:
         self.address = f"{address.rpartition(':')[0]}:{self._socket.getsockname()[1]}"
 
     def receive(self, model: Decoder, wait_seconds: float = RECEIVE_SECONDS) -> int:
-        """Waits for a sender and takes all its weights; returns their version."""
+        """Wait for a sender and receive all its weights; return their version."""
         line = self._accept(wait_seconds)
         update = _Update(model)
         try:
-            with update.told(f"weights from {line.other}"):
+            with update.explaining_failure(f"weights from {line.other}"):
                 version = _receive(line, update)
         except WeightsError as error:
             line.refuse(str(error))
@@ -139,7 +140,7 @@ class WeightsReceiver:
         self.close()
 
     def _accept(self, wait_seconds: float) -> _Line:
-        """The first that knows the key."""
+        """Accept the first sender that knows the key."""
         deadline = time.monotonic() + wait_seconds
         strangers = ""
         while (left := deadline - time.monotonic()) > 0:
@@ -153,15 +154,15 @@ class WeightsReceiver:
                 deliver_challenge(line.connection, self._key)
                 answer_challenge(line.connection, self._key)
             except (AuthenticationError, OSError, EOFError, ValueError):
-                strangers = f"; {line.other} came without the right key"
+                strangers = f"; {line.other} connected with a wrong key"
                 line.close()
                 continue
             return line
-        raise WeightsError(f"nobody sent weights to {self.address} within {setting(wait_seconds)}{strangers}")
+        raise WeightsError(f"no sender connected to {self.address} within {setting(wait_seconds)}{strangers}")
 
 
 class _Update:
-    """What has come of an update, and what is still to come."""
+    """The state of an update: targets, missing tensors, and whether anything was written."""
 
     def __init__(self, model: Decoder) -> None:
         self.model = model
@@ -170,24 +171,24 @@ class _Update:
         self.has_written = False
 
     @contextmanager
-    def told(self, source: str = "the update") -> Iterator[None]:
-        """Any failure inside is told as what it leaves behind."""
+    def explaining_failure(self, source: str = "the update") -> Iterator[None]:
+        """Turn any failure inside into an error that says in which state it leaves the weights."""
         try:
             yield
-        except Exception as error:  # whatever it was, what it leaves behind must be known
+        except Exception as error:  # any error may leave mixed weights
             if self.has_written:
                 raise MixedWeightsError(
-                    f"{source} failed half-way: {_reason(error)}; the model's weights are mixed, and it must answer "
-                    "nobody until a whole update has gone through"
+                    f"{source} failed halfway: {_reason(error)}; the weights are mixed, and the model must not serve "
+                    "until an update succeeds"
                 ) from error
-            raise WeightsError(f"{source} failed: {_reason(error)}; the model's weights are as they were") from error
+            raise WeightsError(f"{source} failed: {_reason(error)}; the weights are unchanged") from error
 
     def expect(self, name: str, dtype: str, shape: tuple[int, ...]) -> tuple[slice, ...]:
-        """Which part of a tensor that is to come is this rank's."""
+        """Check the header of the next tensor; return this rank's slices of it."""
         if name not in self.targets:
             raise WeightsError(f"the model has no tensor {name!r}")
         if name not in self.missing:
-            raise WeightsError(f"{name} came twice")
+            raise WeightsError(f"tensor {name} was sent twice")
         target = self.targets[name]
         if tuple(target.shape) != shape:
             raise WeightsError(f"{name} is {list(shape)}; the model needs {list(target.shape)}")
@@ -198,7 +199,7 @@ class _Update:
 
     @torch.no_grad()
     def write(self, name: str, part: Tensor) -> None:
-        """Copies this rank's part into place."""
+        """Copy this rank's shard into place."""
         path, _, own = name.rpartition(".")
         module = self.model.get_submodule(path)
         self.has_written = True
@@ -209,15 +210,15 @@ class _Update:
         del self.missing[name]
 
     def finish(self) -> None:
-        """That nothing is missing."""
+        """Raise unless every tensor was written."""
         if self.missing:
             names = list(self.missing)
             more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-            raise WeightsError(f"no new weights came for {', '.join(names[:_SHOWN])}{more}")
+            raise WeightsError(f"the update has no weights for {', '.join(names[:_SHOWN])}{more}")
 
 
 class _Line:
-    """One side of a conversation; neither waits for the other for ever."""
+    """One end of a connection, with a timeout for both directions."""
 
     def __init__(self, connected: socket.socket, other: str) -> None:
         self.other = other
@@ -236,9 +237,9 @@ class _Line:
             answer_challenge(line.connection, key)
             deliver_challenge(line.connection, key)
         except AuthenticationError:
-            raise WeightsError(f"{address} has another key: no weights were sent") from None
+            raise WeightsError(f"{address} has a different key: no weights were sent") from None
         except (OSError, EOFError) as error:
-            raise WeightsError(f"{address} cannot be reached to send weights: {_reason(error)}") from None
+            raise WeightsError(f"cannot connect to {address} to send weights: {_reason(error)}") from None
         return line
 
     def send(self, message: Mapping[str, Any]) -> None:
@@ -248,9 +249,9 @@ class _Line:
         try:
             message = json.loads(self.connection.recv_bytes(_MESSAGE))
         except (OSError, EOFError) as error:
-            raise WeightsError(f"{self.other} is gone: {_reason(error)}") from error
+            raise WeightsError(f"lost the connection to {self.other}: {_reason(error)}") from error
         if not isinstance(message, dict):
-            raise WeightsError(f"{self.other} sent {message!r} where a message was expected")
+            raise WeightsError(f"{self.other} sent {message!r}; expected a JSON object")
         return message
 
     def send_tensor(self, part: Tensor) -> None:
@@ -260,20 +261,20 @@ class _Line:
             self._send(data[start : start + CHUNK])
 
     def receive_tensor(self, staging: Tensor) -> None:
-        """Fills `staging`, uint8 [bytes]."""
+        """Fill `staging`, uint8 [bytes]."""
         crc32 = self.receive().get("crc32")
         data = staging.numpy().data
         filled = 0
         while filled < len(data):
             received = self.connection.recv_bytes_into(data[filled : filled + CHUNK])
             if not received:
-                raise WeightsError("an empty message came in place of its bytes")
+                raise WeightsError("received an empty message instead of tensor bytes")
             filled += received
         if zlib.crc32(data) != crc32:
-            raise WeightsError("its checksum is another: it was damaged on the way")
+            raise WeightsError("checksum mismatch: the tensor was corrupted in transit")
 
     def refuse(self, reason: str) -> None:
-        """Tells the other side why, and lets it finish its sentence: a socket closed before that loses the reason."""
+        """Send the reason, then read until the other side closes: closing first could lose the reason."""
         with suppress(WeightsError, OSError, EOFError):
             self.send({"error": reason[:_REASON]})
             while True:
@@ -286,10 +287,12 @@ class _Line:
         try:
             self.connection.send_bytes(data)
         except OSError as error:
-            raise WeightsError(f"{self.other} is gone: {self._last_word() or _reason(error)}") from error
+            raise WeightsError(
+                f"lost the connection to {self.other}: {self._sent_error() or _reason(error)}"
+            ) from error
 
-    def _last_word(self) -> str:
-        """Why the other side hung up, if it said so."""
+    def _sent_error(self) -> str:
+        """Return the error that the other side sent before it closed, or nothing."""
         with suppress(WeightsError, ValueError):
             return str(self.receive().get("error", ""))
         return ""
@@ -298,13 +301,13 @@ class _Line:
 def _receive(line: _Line, update: _Update) -> int:
     version = line.receive().get("version")
     if not isinstance(version, int):
-        raise WeightsError(f"the version of the weights is {version!r}; it must be a whole number")
+        raise WeightsError(f"the version of the weights is {version!r}; it must be an integer")
     line.send({})
     staging = _Staging(any(local(target).is_cuda for target in update.targets.values()))
     while not (header := line.receive()).get("end"):
         name, dtype, shape = header.get("name"), header.get("dtype"), header.get("shape")
         if not isinstance(name, str) or not isinstance(dtype, str) or not isinstance(shape, list):
-            raise WeightsError(f"{header} does not say which tensor comes")
+            raise WeightsError(f"tensor header {header} needs name, dtype and shape")
         slices = update.expect(name, dtype, tuple(shape))
         line.send({"slices": [[own.start, own.stop] for own in slices]})
         sizes = [own.stop - own.start for own in slices]
@@ -317,13 +320,13 @@ def _receive(line: _Line, update: _Update) -> int:
     update.finish()
     line.send({})
     if line.receive().get("commit") != version:
-        raise WeightsError("all weights came, but not the word that all receivers have them")
+        raise WeightsError("weights received, but the sender never confirmed the commit")
     line.send({})
     return version
 
 
 class _Staging:
-    """Host memory that tensors are received into, one after the other; pinned where they go to a GPU from there."""
+    """Host memory that tensors are received into, one after the other; pinned for a GPU."""
 
     def __init__(self, is_pinned: bool) -> None:
         self._is_pinned = is_pinned
@@ -337,7 +340,7 @@ class _Staging:
 
 
 def _ask(lines: Sequence[_Line], message: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What all say to a message."""
+    """Send a message to all receivers; return their replies."""
     for line in lines:
         line.send(message)
     replies = [line.receive() for line in lines]
@@ -348,7 +351,7 @@ def _ask(lines: Sequence[_Line], message: Mapping[str, Any]) -> list[dict[str, A
 
 
 def _read_layers(model: Decoder, folder: str | Path) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a folder by our names, as the model would hold them without fp8; one layer is in memory."""
+    """Yield the tensors of a folder by our names, not quantized, with one layer in memory at a time."""
     last = model.config.shape.layers - 1
     seen: set[str] = set()
     for layer in range(last + 1):
@@ -358,7 +361,7 @@ def _read_layers(model: Decoder, folder: str | Path) -> Iterator[tuple[str, Tens
         part.to(local(model.head_weight).dtype).to_empty(device="cpu")
         load_weights(part, folder)
         for name, tensor in named_targets(part).items():
-            if name not in seen:  # a tied embedding is in the first and in the last
+            if name not in seen:  # a tied embedding is in the first and the last stage
                 seen.add(name)
                 yield name, tensor
 
@@ -366,7 +369,7 @@ def _read_layers(model: Decoder, folder: str | Path) -> Iterator[tuple[str, Tens
 def _parse(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65_535:
-        raise WeightsError(f"the address is {address!r}; it must be host:port")
+        raise WeightsError(f"{address!r} is not an address; write host:port")
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
@@ -377,8 +380,8 @@ def _dtype_name(dtype: torch.dtype) -> str:
 def _reason(error: BaseException) -> str:
     if isinstance(error, EOFError):
         return "the connection was closed"
-    if isinstance(error, BufferTooShort):  # whose text is the bytes themselves
-        return "more bytes came than it has"
-    if isinstance(error, BlockingIOError):  # what a socket's own time limit raises
-        return f"nothing came for {setting(SILENCE_SECONDS)}"
+    if isinstance(error, BufferTooShort):  # its text is the bytes themselves
+        return "received more bytes than the tensor has"
+    if isinstance(error, BlockingIOError):  # raised by a socket timeout
+        return f"received nothing for {setting(SILENCE_SECONDS)}"
     return str(error) or type(error).__name__

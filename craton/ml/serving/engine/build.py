@@ -1,4 +1,4 @@
-"""An engine for a model: how many blocks there is room for, and everything put together."""
+"""Builds an engine for a model: sizes its KV cache and connects its parts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from craton.planning.serving import CPU_KV_BYTES, GPU_RESERVE_BYTES, passing_byt
 if TYPE_CHECKING:
     from craton.ml.serving.grammar import Grammars
 
-SHORTEST = 128  # tokens of a text, below which a model whose own length does not fit is not served at all
+SHORTEST = 128  # minimum tokens of a request; with less room in the KV cache, `max_length: auto` is refused
 
 
 def build_engine(
@@ -30,7 +30,7 @@ def build_engine(
     tokenizer_folder: Path | None = None,
     peers: Peers | None = None,
 ) -> Engine:
-    """An engine on the device of the model, ready for requests; on a GPU its graphs are captured."""
+    """Return an engine on the model's device, ready for requests; on a GPU with its CUDA graphs captured."""
     settings = settings or EngineSettings()
     stops = tuple(stop_tokens)
     runner, settings, max_length = build_runner(model, settings, peers)
@@ -52,7 +52,8 @@ def join_engine(
     adapters: Mapping[str, int] | None = None,
     rates: Rates | None = None,
 ) -> Engine:
-    """An engine over the blocks of a runner, whose steps the executor computes: the runner itself, or its gang."""
+    """Return an engine over a runner's KV cache blocks. The executor runs its steps: the runner itself, or its
+    tensor-parallel group."""
     host_blocks = 0 if runner.host_cache is None else len(runner.host_cache)
     return Engine(
         executor,
@@ -71,27 +72,26 @@ def join_engine(
 def build_runner(
     model: Decoder, settings: EngineSettings, peers: Peers | None = None, adapters: Adapters | None = None
 ) -> tuple[Runner, EngineSettings, int]:
-    """The device's half, with as many blocks as there is room for; settings and longest text as they came out."""
+    """Return the runner, with as many KV cache blocks as fit, and the resulting settings and max_length."""
     max_length = settings.max_length or model.config.shape.max_sequence or 4096
     rope = model.config.rope
     if rope.scaling == "dynamic" and max_length > rope.original_sequence:
         raise ServingError(
-            f"the model's rotation changes with the length of a text beyond {rope.original_sequence} tokens, which "
-            f"keys and values that are kept cannot follow; set max_length to {rope.original_sequence}"
+            f"the model uses dynamic RoPE scaling beyond {rope.original_sequence} tokens, which does not work with a "
+            f"KV cache; set max_length to {rope.original_sequence}"
         )
     ranks = 1 if peers is None else peers.size
     block_bytes = bytes_of_block(model, settings, ranks)
     blocks = settings.blocks or _blocks(model, settings, block_bytes)
-    if peers is not None:  # all ranks have the same blocks: as many as the one with the least room
+    if peers is not None:  # the rank with the fewest blocks decides for all
         blocks = -int(peers.sum(torch.tensor([-blocks], device=next(model.parameters()).device), "max"))
     room = (blocks - 2) * settings.page
     if not settings.max_length and room >= SHORTEST:
         max_length = min(max_length, room)
     if room < max_length:
         raise ServingError(
-            f"there is room for {max(room, 0)} tokens of keys and values and one text may have {max_length}; lower "
-            "max_length, chunk_tokens or max_running, raise `memory`, use fp8 for weights or keys and values, or more "
-            "GPUs (tp)"
+            f"the KV cache has room for {max(room, 0)} tokens, and max_length is {max_length}; lower max_length, "
+            "chunk_tokens or max_running, raise memory, use fp8 (precision, kv_precision), or use more GPUs (tp)"
         )
     host_blocks = settings.host_bytes // block_bytes
     runner = Runner(model, settings, max_length, blocks, host_blocks, peers, adapters)
@@ -100,7 +100,7 @@ def build_runner(
 
 
 def bytes_of_block(model: Decoder, settings: EngineSettings, ranks: int = 1) -> int:
-    """Of keys and values of one block, all layers."""
+    """Return the bytes of one KV cache block, all layers."""
     dtype = next(model.parameters()).dtype
     size = 1 if settings.kv_precision == "fp8" else dtype.itemsize
     return size * torch.Size(block_shape(model, settings.page, ranks)).numel()

@@ -1,8 +1,8 @@
 """The engine: requests in, tokens out, one step at a time.
 
-`step` starts the next step before it reads back the one before, so the device never waits for the host; only requests
-whose next token depends on the last one here (grammars, drafts) make it read first. What a step finds wrong with one
-request ends that request; the others go on.
+`step` starts the next step before it reads back the previous one, which hides the host's time. Only grammars and draft
+tokens, which need the last token on the host, make it read first. An error of one request ends that request; the others
+continue.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ SEEDS = 2**62
 
 
 class Executor(Protocol):
-    """What computes steps: one device, or several that share the weights."""
+    """Runs steps: one device, or a tensor-parallel group."""
 
     def execute(self, work: StepInput) -> StepResult: ...
 
 
 @dataclass(slots=True)
 class InFlightStep:
-    """A step that was started and not read back."""
+    """A step that was started and not yet read back."""
 
     step: ScheduledStep
     work: StepInput
@@ -59,7 +59,7 @@ class InFlightStep:
 
 
 class Engine:
-    """Of a model with so many tokens. Not for several threads."""
+    """Serves one model. Not thread-safe."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class Engine:
         self.vocabulary, self.max_length = vocabulary, max_length
         self.version = 0
         self.state: State = "running"
-        self.refusal = ""  # why no request is taken
+        self.refusal = ""  # why requests are refused
         self.adapters: dict[str, int] = dict(adapters or {})
         self._executor = executor
         self._grammars = grammars
@@ -103,12 +103,12 @@ class Engine:
 
     @property
     def is_still(self) -> bool:
-        """Whether the next step would find nothing to do: all that there is, if anything, waits for its grammar."""
+        """Whether the next step has nothing to compute: any open request waits for its grammar to compile."""
         has_started = self._in_flight or self.scheduler.running or self.scheduler.waiting
         return not self._ended and not has_started
 
     def submit(self, request: Submit) -> None:
-        """Takes a request in. What is wrong with it is its last piece, and nobody else's trouble."""
+        """Accept a request. An invalid one ends alone, with an error as its last delta."""
         try:
             self._check(request)
         except ServingError as error:
@@ -127,11 +127,11 @@ class Engine:
             self._compiling.append((self._grammars.start(sampling.grammar), sequence))
 
     def abort(self, request: Abort) -> None:
-        """Ends a request, or one copy of it, that has not ended yet."""
+        """End a request, or one copy of it, unless it has ended."""
         for sequence in list(self._sequences.get(request.id, ())):
             if request.index is None or (sequence.index == request.index and sequence.copies == 1):
                 self._ended += self._give_up(sequence, "abort")
-            elif sequence.index <= request.index < sequence.index + sequence.copies:  # a copy that is not made yet
+            elif sequence.index <= request.index < sequence.index + sequence.copies:  # a copy that does not exist yet
                 if request.index not in sequence.skipped:
                     sequence.skipped.add(request.index)
                     self._ended.append(OutputDelta(sequence.id, request.index, finish="abort"))
@@ -139,18 +139,18 @@ class Engine:
                     self._end(sequence, "abort")
 
     def fork(self, id: int, index: int, new_id: int, sampling: Sampling | None = None) -> None:  # noqa: A002
-        """A new request that goes on from where another one is, with its own choices from there on."""
+        """Start a new request that continues from the present tokens of another one, with its own sampling."""
         parent = next((sequence for sequence in self._sequences.get(id, ()) if sequence.index == index), None)
         if parent is None or parent.copies > 1:
-            raise ServingError(f"request {id}, copy {index}, is not running: only those that are can be forked")
+            raise ServingError(f"request {id}, copy {index}, is not running; only running requests can be forked")
         if new_id in self._sequences:
-            raise ServingError(f"request {new_id} is running already")
+            raise ServingError(f"request {new_id} is already running")
         chosen = sampling or parent.sampling
         if chosen.grammar != parent.sampling.grammar or (chosen.grammar is not None and parent.grammar is None):
-            raise ServingError("a fork is held to the grammar of its parent, once that is compiled, and to no other")
+            raise ServingError("a fork must use its parent's grammar, and the parent's must be compiled first")
         limit = min(chosen.max_tokens, self.max_length - parent.prompt_length)
         if limit <= len(parent.tokens) - parent.prompt_length:
-            raise ServingError(f"request {id} has written as much as the fork may; give it more max_tokens")
+            raise ServingError(f"request {id} has already generated {limit} tokens; give the fork a larger max_tokens")
         child = replace(
             parent,
             id=new_id,
@@ -169,7 +169,7 @@ class Engine:
         self.scheduler.fork(parent, child)
 
     def step(self) -> list[OutputDelta]:
-        """Starts the next step, and tells what the one before it brought."""
+        """Start the next step and return the output of the previous one."""
         pieces = self.take_ended()
         if self._must_read_first():
             pieces += self._read_all()
@@ -186,15 +186,15 @@ class Engine:
         return pieces
 
     def take_ended(self) -> list[OutputDelta]:
-        """The last pieces of those that ended outside of a step: refused, aborted, with a grammar that is none."""
+        """Return the last deltas of requests that ended outside a step: refused, aborted, or with a bad grammar."""
         self._collect_grammars()
         pieces, self._ended = self._ended, []
         return pieces
 
-    # -- for those who run it ---------------------------------------------------------------------------------------
+    # -- administration ---------------------------------------------------------------------------------------------
 
     def pause(self, mode: Literal["abort", "wait", "keep"] = "keep") -> list[OutputDelta]:
-        """Computes nothing until `resume`. Running requests end now, end first, or stay as they are."""
+        """Run no steps until `resume`. Running requests are aborted, finish first, or keep their state."""
         self._expect("running")
         pieces: list[OutputDelta] = []
         if mode == "abort":
@@ -210,13 +210,13 @@ class Engine:
         return pieces + self.take_ended()
 
     def stop_admitting(self) -> None:
-        """What runs goes on, and nothing new begins; `pause` ends that when all is drained, or sooner."""
+        """Admit no new requests while running ones continue, until `pause` is called."""
         self._expect("running")
         self.scheduler.is_admitting = False
 
     @property
     def is_drained(self) -> bool:
-        """Whether all that was let in has ended."""
+        """Whether all admitted requests have ended."""
         return not self.scheduler.running and not self._in_flight
 
     def resume(self) -> None:
@@ -224,18 +224,18 @@ class Engine:
         self.state = "running"
 
     def release(self) -> list[OutputDelta]:
-        """Gives up all keys and values: running requests will be computed again."""
+        """Free the whole KV cache: running requests are preempted and recomputed later."""
         pieces = self._read_all()
         self.scheduler.preempt_all()
         self.forget()
         return pieces
 
     def forget(self) -> None:
-        """Gives up what is kept of texts; what is in use leaves with its users."""
+        """Empty the prefix cache; blocks in use are freed when their requests end."""
         self.scheduler.forget(lambda root: True)
 
     def change_version(self, version: int | None = None, recompute: bool = False) -> list[OutputDelta]:
-        """Tokens are those of other weights from now on. `recompute`: also keys and values of what is running."""
+        """Switch to another version of the weights. `recompute`: also recompute the KV cache of running requests."""
         pieces = self._read_all()
         if recompute:
             self.scheduler.preempt_all()
@@ -245,7 +245,7 @@ class Engine:
         return pieces
 
     def refuse(self, reason: str) -> list[OutputDelta]:
-        """Ends all requests and takes none until the weights are whole again."""
+        """End all requests with this reason and refuse new ones until the next `change_version`."""
         pieces = self._read_all()
         for sequence in [copy for copies in self._sequences.values() for copy in copies]:
             pieces += self._give_up(sequence, "error", reason, is_ours=True)
@@ -253,11 +253,11 @@ class Engine:
         return pieces
 
     def finish_in_flight(self) -> list[OutputDelta]:
-        """Reads back all that was started."""
+        """Read back all started steps."""
         return self._read_all()
 
     def drop_adapter(self, name: str) -> list[OutputDelta]:
-        """Requests of an adapter that goes end with it."""
+        """Remove an adapter and end its requests."""
         pieces = self._read_all()
         for sequence in [copy for copies in self._sequences.values() for copy in copies if copy.adapter == name]:
             pieces += self._give_up(sequence, "error", f"adapter {name!r} was unloaded", is_ours=True)
@@ -266,11 +266,11 @@ class Engine:
         return pieces
 
     def forget_adapter(self, name: str) -> None:
-        """Gives up what is kept of texts computed with an adapter."""
+        """Remove an adapter's blocks from the prefix cache."""
         self.scheduler.forget(lambda root: root[1] == name)
 
     def check(self) -> None:
-        """That no block was lost and none has an owner too many."""
+        """Assert that no block is lost or has a holder too many."""
         self.scheduler.check()
         if self._host_pool is not None:
             self._host_pool.check([self._tree.held_on_host()])
@@ -360,7 +360,7 @@ class Engine:
         return pieces
 
     def _take(self, sequence: Sequence, part: ScheduledChunk, tokens: list[int], piece: OutputDelta) -> None:
-        """Adds what was chosen for a sequence to it, as far as its drafts were right and it does not end."""
+        """Append sampled tokens to a sequence, up to its first rejected draft token or its end."""
         if part.drafts:
             right = 0
             while right < part.drafts and sequence.drafts[right] == tokens[right]:
@@ -382,7 +382,7 @@ class Engine:
                     "the model's output for this request is not a number (NaN or infinite); its weights may be damaged"
                 )
                 piece.finish, piece.is_ours = "error", True
-                # What it computed must not reach others, and where it went wrong is not known.
+                # Drop its root from the prefix cache: any of its blocks may be bad.
                 self.scheduler.forget(lambda root: root == (sequence.version, sequence.adapter))
             elif token in sequence.stops:
                 piece.finish, piece.stop_token = "stop", token
@@ -391,7 +391,7 @@ class Engine:
                 piece.tokens.append(token)
                 try:
                     piece.finish = self._finish_of(sequence, token)
-                except CratonError as error:  # its grammar has come to its limits
+                except CratonError as error:  # its grammar exceeded a limit
                     piece.finish, piece.error = "error", str(error)
             if piece.finish is not None:
                 break
@@ -410,7 +410,7 @@ class Engine:
         return "length" if is_full else None
 
     def _give_up(self, sequence: Sequence, finish: Finish, error: str = "", is_ours: bool = False) -> list[OutputDelta]:
-        """Ends a sequence, and with it the copies that would have been made of it; their last pieces."""
+        """End a sequence and its copies that do not exist yet; return their last deltas."""
         copies = set(range(sequence.index, sequence.index + sequence.copies)) - sequence.skipped
         self._end(sequence, finish)
         return [
@@ -442,12 +442,12 @@ class Engine:
     def _check(self, request: Submit) -> None:
         sampling = request.sampling
         if request.id in self._sequences:
-            raise ServingError(f"request {request.id} is running already")
+            raise ServingError(f"request {request.id} is already running")
         if not request.prompt:
             raise ServingError("the prompt has no tokens; give at least one")
         if len(request.prompt) >= self.max_length:
             raise ServingError(
-                f"the prompt has {len(request.prompt)} tokens and the model takes {self.max_length} with the answer; "
+                f"the prompt has {len(request.prompt)} tokens; prompt and answer together may have {self.max_length}; "
                 "shorten it"
             )
         if sampling.max_tokens < 1:
@@ -455,12 +455,12 @@ class Engine:
         outside = [token for token in request.prompt if not 0 <= token < self.vocabulary]
         outside += [token for token in sampling.logit_bias if not 0 <= token < self.vocabulary]
         if outside:
-            raise ServingError(f"token {outside[0]} is not one of the model's {self.vocabulary}")
+            raise ServingError(f"token {outside[0]} is not in the model's vocabulary of {self.vocabulary}")
         if request.adapter is not None and request.adapter not in self.adapters:
-            loaded = ", ".join(self.adapters) or "none is loaded"
-            raise ServingError(f"adapter {request.adapter!r} is not loaded; there are: {loaded}")
+            loaded = ", ".join(self.adapters) or "none"
+            raise ServingError(f"adapter {request.adapter!r} is not loaded; loaded: {loaded}")
         if sampling.grammar is not None and self._grammars is None:
-            raise ServingError("this engine has no tokenizer, so answers cannot be held to a grammar")
+            raise ServingError("structured output needs a tokenizer, and this engine has none")
         if self.refusal:
             raise NotNowError(self.refusal)
         if self.state == "asleep":
@@ -490,11 +490,11 @@ class Engine:
         return self._seeds.randrange(SEEDS) if sampling.seed is None else (sampling.seed + index) % SEEDS
 
     def _copy(self, first: Sequence, step: ScheduledStep) -> None:
-        """The other copies of a request whose prompt is being computed go on from its blocks."""
+        """Fork the other copies of a request off its prompt's blocks."""
         indexes = [index for index in range(first.copies) if index not in first.skipped]
         if indexes[0] != first.index:
             first.index, first.seed = indexes[0], self._seed(first.sampling, indexes[0])
-            if first not in step.started:  # the device has the seed of the copy that it was
+            if first not in step.started:  # the device has the seed of its former index
                 step.started.append(first)
         for index in indexes[1:]:
             child = replace(
@@ -511,12 +511,12 @@ class Engine:
             )
             self._sequences[first.id].append(child)
             self.scheduler.fork(first, child)
-            child.cached_tokens = first.cached_tokens  # what its first copy computed was not found
+            child.cached_tokens = first.cached_tokens  # the first copy's own prefill was not a cache hit
         first.copies = 1
 
     def _guess(self) -> None:
-        """Drafts for all who write, or for nobody: where some of them have a guess, the others get any tokens, so that
-        the step is one that there is a graph for. With many requests computing drafts costs more than it saves."""
+        """Set draft tokens for all decoding requests, or for none. If some have drafts, the others get filler tokens,
+        so that a CUDA graph fits the step. With many requests, verifying drafts costs more than it saves."""
         count = self.settings.draft_tokens
         running = self.scheduler.running
         guesses: dict[Sequence, list[int]] = {}
@@ -548,8 +548,8 @@ class Engine:
                     self.scheduler.add(sequence)
 
     def _allowed(self, step: ScheduledStep) -> tuple[Integers | None, list[tuple[Sequence, str]]]:
-        """Bits of the tokens that each sampled place may choose; None: all of them may choose any. Beside it those
-        whose grammar has come to its limits, and why."""
+        """Return the token bitmask of each sampled place (None: no grammar), and the sequences whose grammar exceeded a
+        limit, with the reason."""
         if not any(part.sequence.grammar is not None for part in step.parts):
             return None, []
         assert self._grammars is not None
@@ -561,9 +561,9 @@ class Engine:
 
     def _expect(self, state: State) -> None:
         if self.state != state:
-            raise ServingError(f"the engine is {self.state}; it must be {state} for this")
+            raise ServingError(f"the engine is {self.state}; this requires state {state}")
 
 
 def _unstarted() -> dict[str, Any]:
-    """What a sequence is whose computation has not begun."""
+    """Return the fields of a sequence without any computed tokens."""
     return {"in_flight": 0, "drafts": [], "blocks": [], "nodes": [], "row": -1, "computed": 0}

@@ -1,9 +1,8 @@
-"""The engine's process: it takes what the front end sends, computes, and sends back what came of it.
+"""The engine's process: receives requests from the front end, runs steps, and sends outputs back.
 
-One turn of the loop is one step. Whoever is in charge of the engine is heard between two steps. What he asks for may
-take minutes (an answer that must end first, weights that somebody has yet to send): then the loop goes on turning, with
-steps where there may be some and without where the ranks are busy, so that requests are taken, aborts are heard, and
-everybody sees that the engine lives. It ends when the front end does, or with the reason why it cannot go on.
+One iteration of the loop is one step; admin controls are handled between steps. A control may take minutes (requests
+that must finish first, weights still to be sent). The loop then continues, without steps while the ranks are busy, so
+requests and aborts are accepted and heartbeats go on. It ends with the front end, or with an error.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from craton.ml.serving.messages import Abort, Control, EngineReply, Failed, Read
 from craton.ml.serving.settings import ServingError
 from craton.ml.serving.wire import MessageLine, WireError
 
-IDLE_SECONDS = 0.05  # between two looks when there is nothing to compute
-COMPILING_SECONDS = 0.002  # and when all there is waits for its grammar
-BUSY_SECONDS = 0.005  # and while the ranks do what a control asks for
+IDLE_SECONDS = 0.05  # between two polls when there is nothing to compute
+COMPILING_SECONDS = 0.002  # and when all requests wait for their grammars
+BUSY_SECONDS = 0.005  # and while the ranks execute a control
 STATS_SECONDS = 0.5
-PARTS = ("weights", "kv_cache")  # of what sleeps
+PARTS = ("weights", "kv_cache")  # what sleep frees
 NO_WEIGHTS = (
     "sleep level 2 discarded the weights; send new ones with POST /update_weights (a folder, or the address of a "
     "trainer that sends them), or restart the server"
@@ -38,27 +37,27 @@ NO_WEIGHTS = (
 
 @dataclass(frozen=True)
 class Call:
-    """A method of every rank that a control needs; its result comes back where the control asks for it."""
+    """A method call on every rank, yielded by a control; the `yield` returns its result."""
 
     method: str
     arguments: tuple[Any, ...] = ()
 
 
-Steps = Generator[Call | None, Any, Any]  # of a control: a call, or None for a turn of the loop; then its result
+Steps = Generator[Call | None, Any, Any]  # of a control: a call, or None to wait one iteration; returns its result
 
 
 @dataclass
 class Task:
-    """A control that is not done at once."""
+    """A control that takes more than one iteration."""
 
     id: int
     steps: Steps
     call: Future[Any] | None = None  # that it waits for
-    began: float = 0.0  # the call
+    began: float = 0.0  # when the call began
 
 
 class EngineProcess:
-    """An engine behind one line to a front end. `record` gets its numbers twice a second."""
+    """Runs an engine behind one connection to a front end. `record` gets its statistics twice a second."""
 
     def __init__(
         self,
@@ -66,23 +65,23 @@ class EngineProcess:
         engine: Engine,
         gang: TensorParallelGroup,
         front: MessageLine,
-        pulse: EngineHeartbeat,
+        heartbeat: EngineHeartbeat,
         record: Callable[[Stats, Latencies], None] | None = None,
     ) -> None:
         self._name = name
         self._engine = engine
         self._gang = gang
         self._front = front
-        self._pulse = pulse
+        self._heartbeat = heartbeat
         self._record = record
         self._latencies = Latencies()
         self._next_stats = 0.0
         self._awake = set(PARTS)
         self._before_sleep: State = "running"
-        self._turns = 0  # how often somebody paused or resumed the engine at once
-        self._waiting: list[Task] = []  # for a turn
-        self._calling: Task | None = None  # whose call the ranks are busy with
-        self._later: deque[Control] = deque()  # that came meanwhile: each finds the engine as the one before left it
+        self._turns = 0  # how often the engine was paused or resumed at once
+        self._waiting: list[Task] = []  # tasks that wait for the next iteration
+        self._calling: Task | None = None  # the task whose call the ranks execute
+        self._later: deque[Control] = deque()  # controls received meanwhile, executed in order
         self._controls: dict[str, Callable[..., Any]] = {
             "pause": self._pause,
             "resume": self._resume,
@@ -96,8 +95,8 @@ class EngineProcess:
         }
 
     def run(self) -> None:
-        """Until the front end is gone."""
-        with self._pulse, contextlib.suppress(BrokenPipeError, ConnectionResetError, EOFError):
+        """Serve until the front end closes the connection."""
+        with self._heartbeat, contextlib.suppress(BrokenPipeError, ConnectionResetError, EOFError):
             self._serve()
 
     def _serve(self) -> None:
@@ -121,7 +120,7 @@ class EngineProcess:
             self._go_on()
             now = time.monotonic()
             if self._calling is None or now - self._calling.began < CONTROL_SECONDS:
-                self._pulse.beat()
+                self._heartbeat.beat()
             if now >= self._next_stats:
                 self._next_stats = now + STATS_SECONDS
                 stats = engine.stats()
@@ -130,7 +129,7 @@ class EngineProcess:
                     self._record(stats, self._latencies)
 
     def _hear(self) -> None:
-        """Takes in all that has come; waits a little when there is nothing to do."""
+        """Receive all pending messages; wait briefly if there is nothing to do."""
         engine = self._engine
         seconds = 0.0
         if self._calling is not None:
@@ -151,23 +150,23 @@ class EngineProcess:
                 self._later.append(message)
                 self._begin()
             else:
-                raise WireError(f"the front end sent a {type(message).__name__}, which is an engine's to send")
+                raise WireError(f"the front end sent a {type(message).__name__}; only an engine may send that")
 
     # -- controls -----------------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        """Controls that may begin now, in the order in which they came."""
+        """Start pending controls in order of arrival, while the ranks are free."""
         while self._later and self._calling is None:
             control = self._later.popleft()
             action = self._controls.get(control.name)
             if action is None:
                 names = ", ".join(self._controls)
-                self._front.send(EngineReply(control.id, error=f"{control.name!r} is not known; there are: {names}"))
+                self._front.send(EngineReply(control.id, error=f"unknown control {control.name!r}; allowed: {names}"))
             else:
                 self._advance(Task(control.id, _steps(action, control.arguments)))
 
     def _go_on(self) -> None:
-        """Whatever has waited for a turn, or for a call that has ended."""
+        """Continue tasks that wait for this iteration or for a finished call."""
         if self._calling is not None:
             assert self._calling.call is not None
             if not self._calling.call.done():
@@ -180,7 +179,7 @@ class EngineProcess:
         self._begin()
 
     def _advance(self, task: Task) -> None:
-        """Goes on with a control until it waits, or is done and answered."""
+        """Run a control until it waits again, or is done and answered."""
         call, task.call = task.call, None
         try:
             if call is None:
@@ -203,7 +202,7 @@ class EngineProcess:
 
     def _pause(self, mode: str = "keep") -> Steps:
         if mode not in ("abort", "wait", "keep"):
-            raise ServingError(f"mode {mode!r} is not known; allowed: abort, wait, keep")
+            raise ServingError(f"unknown mode {mode!r}; allowed: abort, wait, keep")
         engine = self._engine
         if mode != "wait":
             self._turns += 1
@@ -213,8 +212,8 @@ class EngineProcess:
         engine.stop_admitting()
         while not engine.is_drained and engine.state == "running" and turn == self._turns:
             yield None
-        if not engine.is_drained:  # there was somebody who could not wait
-            raise ServingError(f"the engine is {engine.state} now, and not all that ran had ended")
+        if not engine.is_drained:  # another control paused or resumed it meanwhile
+            raise ServingError(f"the pause was interrupted: the engine is {engine.state}, and requests are unfinished")
         if engine.state == "running":
             self._send(engine.pause("keep"))
 
@@ -225,7 +224,7 @@ class EngineProcess:
     def _sleep(self, level: int = 1) -> Steps:
         engine = self._engine
         if engine.state == "asleep":
-            raise ServingError("the engine is asleep already")
+            raise ServingError("the engine is already asleep")
         self._before_sleep = engine.state
         if engine.state == "running":
             self._send(engine.pause("keep"))
@@ -237,11 +236,11 @@ class EngineProcess:
             self._send(engine.refuse(NO_WEIGHTS))
 
     def _wake(self, tags: Sequence[str] = PARTS) -> Steps:
-        """What is still missing afterwards, by name, and what to do about it."""
+        """Return the state and what is still missing, with the remedy."""
         if self._engine.state != "asleep":
             raise ServingError(f"the engine is {self._engine.state}, not asleep")
         if unknown := set(tags) - set(PARTS):
-            raise ServingError(f"{', '.join(sorted(unknown))}: not a part of an engine; allowed: {', '.join(PARTS)}")
+            raise ServingError(f"unknown tags {', '.join(sorted(unknown))}; allowed: {', '.join(PARTS)}")
         yield Call("wake", (tuple(tags),))
         self._awake.update(tags)
         if self._awake == set(PARTS):
@@ -253,13 +252,13 @@ class EngineProcess:
 
     def _forget(self) -> None:
         if self._engine.state == "asleep":
-            raise ServingError("the engine is asleep and keeps nothing")
+            raise ServingError("the engine is asleep and has no prefix cache; wake it first")
         self._engine.forget()
 
     def _load_adapter(self, name: str, folder: str) -> Steps:
         self._expect_weights()
         if name == self._name:
-            raise ServingError(f"{name!r} is the model's own name; give the adapter another one")
+            raise ServingError(f"{name!r} is the name of the model; give the adapter another one")
         slot: int = yield Call("load_adapter", (name, folder))
         self._engine.adapters[name] = slot
         self._engine.forget_adapter(name)
@@ -268,9 +267,7 @@ class EngineProcess:
     def _unload_adapter(self, name: str) -> Steps:
         self._expect_weights()
         if name not in self._engine.adapters:
-            raise ServingError(
-                f"adapter {name!r} is not loaded; there are: {', '.join(self._engine.adapters) or 'none'}"
-            )
+            raise ServingError(f"adapter {name!r} is not loaded; loaded: {', '.join(self._engine.adapters) or 'none'}")
         self._send(self._engine.drop_adapter(name))
         yield Call("unload_adapter", (name,))
 
@@ -282,10 +279,10 @@ class EngineProcess:
         recompute: bool = False,
         wait_seconds: float = RECEIVE_SECONDS,
     ) -> Steps:
-        """New weights in place, from a folder or from whoever sends them to an address; graphs stay valid."""
+        """Update the weights in place, from a folder or from a sender at an address; CUDA graphs stay valid."""
         self._expect_weights()
         if (folder is None) == (address is None):
-            raise ServingError("give a folder, or an address at which the weights are to be received")
+            raise ServingError("give either a folder, or an address to receive the weights at")
         try:
             if folder is not None:
                 yield Call("update_from_folder", (folder,))
@@ -299,7 +296,7 @@ class EngineProcess:
 
     def _expect_weights(self) -> None:
         if "weights" not in self._awake:
-            raise ServingError("the engine is asleep; wake it, or its weights alone, before they are changed")
+            raise ServingError("the engine is asleep; wake it, or only its weights, first (POST /wake_up?tags=weights)")
 
     def _send(self, pieces: list[Any]) -> None:
         if pieces:
@@ -308,13 +305,13 @@ class EngineProcess:
 
 
 def _steps(action: Callable[..., Any], arguments: Mapping[str, Any]) -> Steps:
-    """An action as steps, whether it has some or is done at once."""
+    """Return an action as steps, also if it is done at once."""
     done = action(**arguments)
     return (yield from done) if isinstance(done, Generator) else done
 
 
 def tell_failure(front: MessageLine, reason: str) -> None:
-    """The last word of an engine that cannot go on."""
+    """Report an engine failure to the front end, if it still listens."""
     try:
         front.send(Failed(reason))
     except OSError:

@@ -1,7 +1,7 @@
-"""How fast an engine is: its last steps, the latencies of requests, and the roofline that steps are compared with.
+"""Engine throughput and latencies, and the roofline that steps are compared with.
 
-Latencies are to the first token, between tokens and in the queue, from when the engine has a request. The front end
-counts the same from when a request came over HTTP, for /metrics; these are for the run's metric files, which outlive
+Latencies are time to first token, inter-token latency and queue time, measured from when the engine receives a request.
+The front end measures the same from the HTTP request, for /metrics; these go to the run's metric files, which outlive
 the server.
 """
 
@@ -21,32 +21,32 @@ from craton.planning.serving import Roofs
 if TYPE_CHECKING:
     from craton.ml.serving.schedule import ScheduledStep
 
-STEPS = 64  # that means are taken over
-IDLE_SECONDS = 1.0  # between two readings: longer than that, nobody asked for anything
+STEPS = 64  # the last steps, over which means are taken
+IDLE_SECONDS = 1.0  # after a longer gap between two steps the engine was idle
 WINDOW_SECONDS = 60.0
-MAX_SAMPLES = 1024  # of each latency; of more, the newest
+MAX_SAMPLES = 1024  # of each latency, the newest
 COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 26}
 SIDE = {"cuda": 8192, "cpu": 512}
-TRIES = 5  # of which the best counts
+TRIES = 5  # the fastest counts
 
 Sample = tuple[float, float]  # when, and how many seconds
 
 
 class Floor(Protocol):
-    """The least seconds that a step can take."""
+    """The minimum duration of a step."""
 
     def step_seconds(self, tokens: int, context_tokens: int, sampled: int, pairs: float) -> float: ...
 
 
 class Rates:
-    """Means over the last steps. Steps overlap, so a step lasts from the reading of the one before to its own."""
+    """Means over the last steps. Steps overlap, so a step lasts from the previous step's read-back to its own."""
 
     def __init__(self, floor: Floor | None = None) -> None:
         self.steps = self.step_tokens = 0
         self.steps_by_tokens = [0] * (len(STEP_BOUNDS) + 1)
         self._floor = floor
         self._last = 0.0
-        self._recent: deque[tuple[float, float, int]] = deque(maxlen=STEPS)  # seconds, least seconds, tokens
+        self._recent: deque[tuple[float, float, int]] = deque(maxlen=STEPS)  # seconds, minimum seconds, tokens
 
     def record(self, step: ScheduledStep, sampled: int) -> None:
         now = time.monotonic()
@@ -86,11 +86,11 @@ class Rates:
 
 
 class Latencies:
-    """Samples of the last minute. Times are of the monotonic clock, as `Piece.admitted` is."""
+    """Latency samples of the last minute. Times are of the monotonic clock, as `OutputDelta.admitted` is."""
 
     def __init__(self) -> None:
         self._submitted: dict[int, float] = {}  # requests without a token
-        self._newest: dict[tuple[int, int], float] = {}  # request and copy → when its newest token came
+        self._newest: dict[tuple[int, int], float] = {}  # request and copy → time of its newest token
         self._samples: dict[str, deque[Sample]] = {
             name: deque(maxlen=MAX_SAMPLES) for name in ("first_token", "inter_token", "queue")
         }
@@ -107,7 +107,7 @@ class Latencies:
                 self._newest.pop((piece.id, piece.index), None)
 
     def quantiles(self, now: float) -> dict[str, tuple[float, float]]:
-        """Median and 95th percentile of each latency; without those that nobody waited for in the last minute."""
+        """Return median and 95th percentile of each latency that has samples in the last minute."""
         result = {}
         for name, samples in self._samples.items():
             while samples and now - samples[0][0] > WINDOW_SECONDS:
@@ -131,7 +131,8 @@ class Latencies:
 
 
 def measure_roofs(device: torch.device, dtype: torch.dtype) -> Roofs:
-    """Bytes a second of a long copy, read and written, and FLOP/s of a large product; a fraction of a second."""
+    """Measure memory bandwidth (bytes/s of a large copy, read plus write) and FLOP/s of a large matmul, in less than a
+    second."""
     source = torch.zeros(COPY_BYTES[device.type], dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     copy_seconds = _best(lambda: target.copy_(source), device)

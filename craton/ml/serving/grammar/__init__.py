@@ -1,4 +1,4 @@
-"""Structured output: grammars, their limits, and the process that tries them out."""
+"""Structured output: grammars, their limits, and the process that checks them first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine's line to the process that tries grammars out: what a grammar costs, or why it is refused."""
+"""The engine's connection to the grammar checker process, which returns a grammar's cost or why it is refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CLOSE_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class GrammarCost:
-    """Of compiling a grammar and following it for some tokens."""
+    """The cost of compiling a grammar and following it for some tokens."""
 
     seconds: float  # of CPU time
     num_bytes: int
@@ -29,7 +29,7 @@ Reply = Callable[[GrammarCost | GrammarError], None]
 
 
 class GrammarChecker:
-    """Starts the process with the first grammar, and again when it was lost. For several threads."""
+    """Starts the process with the first grammar, and again after a crash. Thread-safe."""
 
     def __init__(self, tokenizer_folder: Path, vocabulary: int, stop_tokens: Sequence[int]) -> None:
         self._arguments = [str(tokenizer_folder), str(vocabulary), *(str(token) for token in stop_tokens)]
@@ -38,17 +38,17 @@ class GrammarChecker:
         self._process: subprocess.Popen[bytes] | None = None
 
     def check(self, number: int, source: str, reply: Reply) -> None:
-        """`reply` gets the cost, or the error, from another thread. The number, a new one, is what cancels it."""
+        """Check a grammar; `reply` gets the cost or the error, from another thread. `number`, a new one, cancels it."""
         with self._lock:
             process = self._process = self._running()
             self._waiting[number] = reply
             assert process.stdin is not None
-            with contextlib.suppress(BrokenPipeError):  # the reader sees its end, and replies
+            with contextlib.suppress(BrokenPipeError):  # `_read` sees the closed pipe and replies
                 process.stdin.write(json.dumps({"id": number, "source": source}).encode() + b"\n")
                 process.stdin.flush()
 
     def cancel(self, number: int) -> None:
-        """Ends the trial; there is no reply."""
+        """Cancel a check; there is no reply."""
         with self._lock:
             if self._waiting.pop(number, None) is None or self._process is None or self._process.stdin is None:
                 return
@@ -78,7 +78,7 @@ class GrammarChecker:
             [sys.executable, "-m", "craton.ml.serving.grammar.worker", *self._arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            # Its children are forks, which must not find threads of a library in them.
+            # It forks children, so libraries must not start threads in it.
             env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1"},
         )
         threading.Thread(target=self._read, args=(process,), daemon=True, name="grammar-checker").start()
@@ -99,4 +99,4 @@ class GrammarChecker:
                 return
             lost, self._waiting, self._process = self._waiting, {}, None
         for reply in lost.values():
-            reply(GrammarError("the process that checks grammars has ended; ask again"))
+            reply(GrammarError("the grammar checker process exited; send the request again"))

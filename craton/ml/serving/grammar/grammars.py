@@ -1,9 +1,9 @@
-"""Structured output: which tokens may come next, so that an answer fits a JSON schema, a regular expression, a grammar.
+"""Structured output: bitmasks of the next allowed tokens, so that an answer fits a JSON schema, a regex or a grammar.
 
-llguidance (https://github.com/guidance-ai/llguidance) does the parsing. A client's grammar is tried out in another
-process first, within limits (`grammar_worker`), and compiled here, on a thread, only if it passed: once for all who ask
-for it at a time, and kept while there is room. What a request has written so far is a `GrammarState`, cheap to copy and
-to take back. Nothing here needs torch.
+llguidance (https://github.com/guidance-ai/llguidance) does the parsing. A client's grammar is first checked in another
+process, within limits (`worker`), and compiled here, on a thread, only if it passed. Concurrent requests for the same
+grammar share one compilation; compiled grammars are cached. A `GrammarState` is one request's position in its grammar,
+cheap to copy and roll back. Nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -39,27 +39,27 @@ if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 WORD = 32  # tokens in one number of a mask
-MIN_COST_BYTES = 16 << 10  # of a compiled grammar, however little its compilation was seen to take
-NICENESS = 10  # of the threads that compile: the engine's steps come first
+MIN_COST_BYTES = 16 << 10  # minimum size charged to the cache for a compiled grammar
+NICENESS = 10  # of the compile threads: the engine's steps come first
 
 
 def mask_words(vocabulary: int) -> int:
-    """Numbers in the mask of one request."""
+    """Return the int32 words in the bitmask of one request."""
     return -(-vocabulary // WORD)
 
 
 @dataclass
 class _Compilation:
-    """A grammar on its way, and the requests that wait for it."""
+    """A grammar being compiled, and the requests that wait for it."""
 
     grammar: Grammar
     waiting: list[Future[GrammarState]] = field(default_factory=list)
-    check: int | None = None  # the number of its trial
+    check: int | None = None  # the number of its check
 
 
 class Grammars:
-    """Compiles grammars for one tokenizer. `vocabulary` is the model's, which may have more tokens than the tokenizer:
-    those are never allowed. An answer that is complete may be followed by any of the `stop_tokens`."""
+    """Compiles grammars for one tokenizer. `vocabulary` is the model's; tokens that the tokenizer lacks are never
+    allowed. Any of the `stop_tokens` may follow a complete answer."""
 
     def __init__(self, tokenizer_folder: str | Path, vocabulary: int, stop_tokens: Sequence[int]) -> None:
         self.vocabulary = vocabulary
@@ -74,13 +74,13 @@ class Grammars:
         self._compilations: dict[Grammar, _Compilation] = {}
         self._kept: OrderedDict[Grammar, tuple[LLMatcher, int]] = OrderedDict()
         self._kept_bytes = 0
-        # Takes about a second for 128k tokens; whoever asks for the first grammar waits for it, the engine's start not.
+        # Takes about a second for 128k tokens: the first request with a grammar waits for it, not the engine's start.
         self._tokenizer = self._preparer.submit(self._read_tokenizer)
         self._executor: LLExecutor | None = None
-        self._is_suspicious = False  # whether the last masks took so long that each is timed on its own
+        self._is_suspicious = False  # whether the last masks were so slow that each is timed separately
 
     def start(self, grammar: Grammar) -> Future[GrammarState]:
-        """The state before the first token of an answer; the future raises GrammarError where there can be none."""
+        """Return a future of the state before the first token; it raises GrammarError for a grammar that is refused."""
         future: Future[GrammarState] = Future()
         with self._lock:
             compilation = self._compilations.get(grammar)
@@ -92,7 +92,7 @@ class Grammars:
         return future
 
     def cancel(self, future: Future[GrammarState]) -> None:
-        """The request that waits for it has ended. A grammar that no request waits for is given up."""
+        """Cancel a request's wait; a check that no request waits for is cancelled too."""
         with self._lock:
             matching = next(
                 (compilation for compilation in self._compilations.values() if future in compilation.waiting), None
@@ -103,17 +103,19 @@ class Grammars:
             if matching.waiting or matching.check is None:
                 return
             del self._compilations[matching.grammar]
-        # After its trial was asked for, which may take a while: the process may have to start.
+        # Queued behind the start of its check, which may have to start the process first.
         self._preparer.submit(self._checker.cancel, matching.check)
 
     @property
     def kept_bytes(self) -> int:
-        """What the compiled grammars that are kept take, as far as was measured."""
+        """Return the measured size of the compiled grammars in the cache."""
         return self._kept_bytes
 
     def fill(self, states: Mapping[int, GrammarState], masks: np.ndarray) -> dict[int, str]:
-        """Writes what each state allows next into its row of `masks`, int32 [rows, words], on several threads; other
-        rows stay as they are. Those that have come to their limits, which allow stop tokens only, and why."""
+        """Write each state's allowed next tokens into its row of `masks`, int32 [rows, words], on several threads.
+
+        Other rows keep their values. Return the rows whose grammar exceeded a limit, with the error; these allow stop
+        tokens only."""
         from llguidance import LLExecutor
 
         assert masks.shape[1:] == (mask_words(self.vocabulary),)
@@ -121,7 +123,7 @@ class Grammars:
         assert masks.flags.c_contiguous
         failed = {}
         began = time.perf_counter()
-        is_timed = self._is_suspicious or len(states) == 1  # for one, waking threads would cost more than it saves
+        is_timed = self._is_suspicious or len(states) == 1  # for one state, waking threads costs more than it saves
         if not is_timed:
             if self._executor is None:
                 self._executor = LLExecutor()
@@ -138,14 +140,14 @@ class Grammars:
         return failed
 
     def close(self) -> None:
-        """Ends the threads and the process; what is being compiled here is waited for, which takes seconds at most."""
+        """End the threads and the process; wait for running compilations, which takes seconds."""
         self._checker.close()
         for pool in (self._preparer, self._quick, self._slow):
             pool.shutdown(cancel_futures=True)
         self._kept.clear()
 
     def _prepare(self, compilation: _Compilation) -> None:
-        """What is cheap; then it is tried out, unless it is kept or our own."""
+        """Do the cheap checks, then send the grammar to the checker, unless it is cached or `json_object`."""
         grammar = compilation.grammar
         try:
             check_size(grammar)
@@ -167,17 +169,17 @@ class Grammars:
             self._checker.check(number, source, lambda item: self._checked(compilation, source, item))
         except GrammarError as error:
             self._fail(compilation, error)
-        except Exception as error:  # noqa: BLE001 -- whatever it is, those who wait must hear of it
+        except Exception as error:  # noqa: BLE001 -- report any error to the waiting requests
             self._fail(compilation, GrammarError(f"{type(error).__name__}: {error}"))
 
     def _checked(self, compilation: _Compilation, source: str, outcome: GrammarCost | GrammarError) -> None:
         if isinstance(outcome, GrammarError):
-            self._fail(compilation, GrammarError(f"the {compilation.grammar.kind} cannot be used: {outcome}"))
+            self._fail(compilation, GrammarError(f"the {compilation.grammar.kind} cannot be compiled: {outcome}"))
             return
         with self._lock:
             if not compilation.waiting:
                 return
-            compilation.check = None  # from here on it cannot be stopped
+            compilation.check = None  # from here on it cannot be cancelled
         pool = self._quick if outcome.seconds < QUICK_SECONDS else self._slow
         with contextlib.suppress(RuntimeError):  # closed meanwhile
             pool.submit(self._compile, compilation, source, outcome)
@@ -188,13 +190,13 @@ class Grammars:
         grammar = compilation.grammar
         matcher = LLMatcher(self._tokenizer.result(), source, log_level=0, limits=parser_limits())
         if matcher.is_error():
-            error = f"the {grammar.kind} cannot be used: {matcher.get_error().strip()[:2000]}"
+            error = f"the {grammar.kind} cannot be compiled: {matcher.get_error().strip()[:2000]}"
             self._fail(compilation, GrammarError(error))
             return
         self._finish(compilation, matcher, max(cost.num_bytes, 4 * len(grammar.text), MIN_COST_BYTES))
 
     def _finish(self, compilation: _Compilation, matcher: LLMatcher, num_bytes: int) -> None:
-        """Hands states out, and keeps the grammar: those used least recently leave for it."""
+        """Give each waiting request a state, and cache the grammar, evicting the least recently used ones."""
         with self._lock:
             self._compilations.pop(compilation.grammar, None)
             if self._kept.pop(compilation.grammar, None) is None:
@@ -207,7 +209,7 @@ class Grammars:
             future.set_result(GrammarState(matcher.deep_copy(), self._stop_tokens, self.vocabulary))
 
     def _fail(self, compilation: _Compilation, error: GrammarError) -> None:
-        """Nothing is kept of a grammar that is refused."""
+        """Fail the waiting requests; refused grammars are not cached."""
         with self._lock:
             self._compilations.pop(compilation.grammar, None)
             waiting = list(compilation.waiting)
@@ -220,7 +222,7 @@ class Grammars:
         from craton.ml.data import load_tokenizer
 
         if not self._stop_tokens:
-            raise GrammarError("structured output needs a token that ends an answer; the model names none")
+            raise GrammarError("structured output needs a stop token, and the model defines none (eos_token_id)")
         text = load_tokenizer(self._folder).to_str()
         try:
             return LLTokenizer(text, n_vocab=self.vocabulary, eos_token=list(self._stop_tokens))
@@ -229,17 +231,16 @@ class Grammars:
 
 
 class GrammarState:
-    """What may follow the tokens accepted so far."""
+    """A position in a grammar: what may follow the accepted tokens."""
 
     def __init__(self, matcher: LLMatcher, stop_tokens: tuple[int, ...], vocabulary: int) -> None:
         self.matcher = matcher
         self._stop_tokens = stop_tokens
         self._vocabulary = vocabulary
-        self._stops = 0  # stop tokens after an answer that could not go on; the matcher does not count these
+        self._stops = 0  # stop tokens after a finished answer; the matcher does not count these
 
     def fill(self, mask: np.ndarray) -> None:
-        """Sets bit t % 32 of number t // 32 of the mask, int32 [words], for every token t that may come next, and
-        clears all others."""
+        """Set bit t % 32 of word t // 32 of the mask, int32 [words], for each allowed token t; clear the others."""
         assert mask.shape == (mask_words(self._vocabulary),)
         assert mask.dtype == np.int32
         assert mask.flags.c_contiguous
@@ -248,46 +249,46 @@ class GrammarState:
         self.check()
         if (seconds := time.thread_time() - began) > MAX_MASK_SECONDS:
             raise GrammarError(
-                f"the grammar cannot be followed further: finding its next tokens took {duration(seconds)}, and may "
-                f"take {setting(MAX_MASK_SECONDS)}"
+                f"the grammar is too expensive: computing its next tokens took {duration(seconds)}; the limit is "
+                f"{setting(MAX_MASK_SECONDS)}"
             )
 
     def accept(self, token: int) -> None:
-        """One token further. A token that is not allowed raises GrammarError and leaves the state as it was."""
+        """Advance by one token. A token that is not allowed raises GrammarError and leaves the state unchanged."""
         if token in self._stop_tokens and self.is_finished:
             self._stops += 1
             return
-        # a number outside of the vocabulary would spoil the matcher for good
+        # a token id outside the vocabulary would put the matcher into a permanent error state
         if not 0 <= token < self._vocabulary or not self.matcher.try_consume_tokens([token]):
             self.check()
-            raise GrammarError(f"token {token} is not allowed here by the grammar")
+            raise GrammarError(f"token {token} is not allowed by the grammar here")
 
     def rollback(self, count: int) -> None:
-        """Takes the last `count` accepted tokens back."""
+        """Undo the last `count` accepted tokens."""
         of_stops = min(count, self._stops)
         self._stops -= of_stops
         if count > of_stops and not self.matcher.rollback(count - of_stops):
-            raise AssertionError(f"{count} tokens cannot be taken back: {self.matcher.get_error()}")
+            raise AssertionError(f"cannot roll back {count} tokens: {self.matcher.get_error()}")
 
     @property
     def is_finished(self) -> bool:
-        """Whether nothing but a stop token may follow, or one has come."""
+        """Whether only a stop token may follow, or one was accepted."""
         self.check()
         return bool(self.matcher.is_stopped())
 
     def fork(self) -> GrammarState:
-        """A state of its own that has accepted the same."""
+        """Return an independent copy of this state."""
         copy = GrammarState(self.matcher.deep_copy(), self._stop_tokens, self._vocabulary)
         copy._stops = self._stops
         return copy
 
     def check(self) -> None:
-        """A matcher that ran into a limit of its size stays so, and allows stop tokens only."""
+        """Raise if the matcher exceeded a limit, after which it allows stop tokens only."""
         if self.matcher.is_error():
-            raise GrammarError(f"the grammar cannot be followed further: {self.matcher.get_error().strip()}")
+            raise GrammarError(f"the grammar exceeded a limit: {self.matcher.get_error().strip()}")
 
 
 def _be_nice() -> None:
-    """Of the calling thread alone, on Linux."""
+    """Lower the priority of the calling thread only (Linux)."""
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)

@@ -1,6 +1,6 @@
-"""How much a client's grammar may cost. Each bound is on bytes or time, whatever the number of requests.
+"""Limits on the cost of a client's grammar, in bytes or time, independent of the number of requests.
 
-A grammar is a small program of a stranger's: its text says little about what compiling it takes.
+A grammar is an untrusted program: its size says little about its compile time.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ if TYPE_CHECKING:
 MAX_GRAMMAR_BYTES = 256 << 10  # of its text; OpenAI allows a schema 120,000 characters
 MAX_SECONDS = 3  # of CPU time, to compile it and follow it for TRIED_TOKENS
 MAX_WAIT_SECONDS = 60.0  # for these, on a busy machine
-QUICK_SECONDS = 0.5  # after which a grammar gives way to others and is compiled among the slow ones,
-QUICK_CPU_SECONDS = 0.1  # once it has had this much CPU time, which is many times what a usual one takes
-MAX_BYTES = 256 << 20  # of memory while it is compiled
-MAX_MASK_SECONDS = 0.1  # of CPU time for the tokens that may come next; all requests wait for them
+QUICK_SECONDS = 0.5  # after which a grammar moves to the slow lane,
+QUICK_CPU_SECONDS = 0.1  # once it has had this much CPU time, many times what a usual grammar needs
+MAX_BYTES = 256 << 20  # of memory while compiling
+MAX_MASK_SECONDS = 0.1  # of CPU time for one token bitmask; all requests of the step wait for it
 TRIED_TOKENS = 24
-CACHE_BYTES = 128 << 20  # of compiled grammars that are kept
-# Between the parts of a JSON text: room for a line break and ten levels of indentation. Without a bound a model that
-# has lost its way writes blanks until it runs out of tokens.
+CACHE_BYTES = 128 << 20  # of cached compiled grammars
+# JSON whitespace: room for a line break and ten levels of indentation. Without a limit a degenerate model generates
+# whitespace until it runs out of tokens.
 _BLANKS = r"[\x20\x0A\x0D\x09]{1,41}"
 
 
 class GrammarError(CratonError):
-    """A grammar that cannot be compiled or costs too much, or a token that it does not allow."""
+    """A grammar cannot be compiled or exceeds a limit, or does not allow a token."""
 
 
 def parser_limits() -> LLParserLimits:
-    """llguidance's own. Its defaults allow a step of seconds and lexers of hundreds of MB."""
+    """Return limits for llguidance. Its defaults allow steps of seconds and lexers of hundreds of MB."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(
@@ -48,14 +48,14 @@ def parser_limits() -> LLParserLimits:
 
 
 def check_size(grammar: Grammar) -> None:
-    """Before anything is done with it."""
+    """Raise for a grammar whose text is too long."""
     size = len(grammar.text.encode(errors="surrogatepass"))
     if size > MAX_GRAMMAR_BYTES:
-        raise GrammarError(f"the {grammar.kind} has {size:,} bytes; at most {MAX_GRAMMAR_BYTES:,} are allowed")
+        raise GrammarError(f"the {grammar.kind} has {size:,} bytes; the maximum is {MAX_GRAMMAR_BYTES:,}")
 
 
 def source_of(grammar: Grammar) -> str:
-    """What llguidance takes."""
+    """Return the grammar in llguidance's format."""
     from llguidance import LLMatcher
 
     if grammar.kind == "regex":

@@ -1,12 +1,12 @@
-"""`python -m craton.ml.serving.grammar.worker FOLDER VOCABULARY STOP…`: tries grammars out before the engine uses them.
+"""`python -m craton.ml.serving.grammar.worker FOLDER VOCABULARY STOP…`: checks grammars before the engine uses them.
 
-A compiled grammar cannot be sent to another process, and a compilation cannot be stopped from inside its own. So each
-grammar is first compiled here, in a child that has limits on time and memory and can be killed, and followed for some
-tokens. The engine compiles again only what passed.
+A compiled grammar cannot be sent to another process, and a compilation cannot be stopped from inside its process. So
+each grammar is first compiled here, in a child process with limits on time and memory that can be killed, and followed
+for some tokens. The engine compiles only grammars that passed.
 
-Requests come as JSON lines: {"id", "source"}, or {"cancel": id}; answers leave as {"id", "seconds", "bytes"} or
-{"id", "error"}. Two children run at a time: one for grammars that are new, for a moment only, and one for those that
-took longer, so that slow grammars wait for each other and quick ones do not wait for them.
+Requests are JSON lines: {"id", "source"}, or {"cancel": id}; replies are {"id", "seconds", "bytes"} or {"id", "error"}.
+Two children run at a time: a quick lane for new grammars and a slow lane for those that take longer. So slow grammars
+wait for each other, and quick ones do not wait for them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ READ_BYTES = 1 << 16
 
 @dataclass
 class Trial:
-    """One grammar."""
+    """The check of one grammar."""
 
     id: int
     source: str
@@ -59,7 +59,7 @@ class Trial:
 
 
 class GrammarLane:
-    """Grammars that are tried one after the other, each for so many seconds."""
+    """A queue of grammars that are checked one after the other, each for up to `seconds`."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -68,7 +68,7 @@ class GrammarLane:
 
 
 class Worker:
-    """Reads requests and tries grammars until its input ends."""
+    """Reads requests and checks grammars until its input ends."""
 
     def __init__(self, tokenizer: LLTokenizer, vocabulary: int) -> None:
         self._tokenizer = tokenizer
@@ -100,7 +100,7 @@ class Worker:
         return max(min(checks) - time.monotonic(), 0.0) if checks else None
 
     def _read(self) -> bool:
-        """Takes requests in; False when there will be no more."""
+        """Read requests; return False at the end of the input."""
         data = os.read(0, READ_BYTES)
         *lines, self._input = (self._input + data).split(b"\n")
         for line in lines:
@@ -134,7 +134,7 @@ class Worker:
         self._selector.register(reading, selectors.EVENT_READ)
 
     def _take(self, lane: GrammarLane, trial: Trial) -> None:
-        """What a child says; its end without a word is that of one who went beyond a limit."""
+        """Read a child's reply and forward it; a child that ends without one exceeded a limit."""
         data = os.read(trial.pipe, READ_BYTES)
         trial.answer += data
         if data:
@@ -142,14 +142,14 @@ class Worker:
         answer = trial.answer
         status = self._end(lane, trial)
         if answer:
-            _say({"id": trial.id, **json.loads(answer)})
+            _send({"id": trial.id, **json.loads(answer)})
             return
         is_late = os.WIFSIGNALED(status) and os.WTERMSIG(status) in (signal.SIGXCPU, signal.SIGKILL)
         limit = f"{MAX_SECONDS} s of CPU time" if is_late else f"{MAX_BYTES >> 20} MiB of memory"
-        _say({"id": trial.id, "error": f"compiling it takes more than {limit}; simplify it"})
+        _send({"id": trial.id, "error": f"compiling it takes more than {limit}; simplify it"})
 
     def _check(self, lane: GrammarLane, trial: Trial) -> None:
-        """Ends a child that has had its time; among the new ones, not one that got hardly any CPU on a busy machine."""
+        """End a child whose time is over; in the quick lane, only once it has had QUICK_CPU_SECONDS of CPU time."""
         now = time.monotonic()
         if lane is self._quick and now < trial.deadline and _cpu_seconds(trial.pid) < QUICK_CPU_SECONDS:
             trial.check_at = now + QUICK_CPU_SECONDS
@@ -158,10 +158,10 @@ class Worker:
         if lane is self._quick:
             self._slow.waiting.append(trial)
         else:
-            _say({"id": trial.id, "error": f"compiling it takes more than {setting(MAX_WAIT_SECONDS)}; simplify it"})
+            _send({"id": trial.id, "error": f"compiling it takes more than {setting(MAX_WAIT_SECONDS)}; simplify it"})
 
     def _end(self, lane: GrammarLane, trial: Trial) -> int:
-        """Kills the child where it still runs; its status."""
+        """Kill the child if it still runs; return its exit status."""
         lane.running = None
         self._selector.unregister(trial.pipe)
         os.close(trial.pipe)
@@ -169,7 +169,7 @@ class Worker:
         return os.waitpid(trial.pid, 0)[1]
 
     def try_out(self, source: str, limited: bool = True) -> dict[str, Any]:
-        """In a child: compiles the grammar and follows it for some tokens; what it cost, or what is wrong with it."""
+        """In a child: compile the grammar and follow it for some tokens; return its cost or its error."""
         from llguidance import LLMatcher
 
         if limited:
@@ -187,7 +187,7 @@ class Worker:
             matcher.unsafe_compute_mask_ptr(ctypes.addressof(mask), ctypes.sizeof(mask))
             if (seconds := time.thread_time() - began) > MAX_MASK_SECONDS:
                 return {
-                    "error": f"finding its next tokens takes {duration(seconds)}, and may take "
+                    "error": f"computing its next tokens takes {duration(seconds)}; the limit is "
                     f"{setting(MAX_MASK_SECONDS)}; simplify it"
                 }
             allowed = [
@@ -215,17 +215,17 @@ def _limit_this_process() -> None:
         lower = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
         resource.setrlimit(kind, (lower, lower))
     null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 2)  # the last words of one that runs out of memory are not for the run's log
+    os.dup2(null, 2)  # keep out-of-memory messages out of the run's log
 
 
 def _memory_bytes() -> tuple[int, int]:
-    """(address space, resident) of this process."""
+    """Return (address space, resident memory) of this process."""
     size, resident = Path("/proc/self/statm").read_text(encoding="ascii").split()[:2]
     return int(size) * resource.getpagesize(), int(resident) * resource.getpagesize()
 
 
 def _cpu_seconds(pid: int) -> float:
-    """CPU time of a child; infinite where the machine does not say it, so that elapsed time alone counts."""
+    """Return the CPU time of a child; infinite without /proc, so that only elapsed time counts."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     except OSError:
@@ -233,7 +233,7 @@ def _cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def _say(message: dict[str, Any]) -> None:
+def _send(message: dict[str, Any]) -> None:
     os.write(1, json.dumps(message).encode() + b"\n")
 
 
@@ -243,12 +243,14 @@ def main(arguments: Sequence[str]) -> int:
     from craton.ml.data import load_tokenizer
 
     folder, vocabulary, *stops = arguments
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which ends its workers
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the server ends its workers
     os.nice(NICENESS)
     text = load_tokenizer(Path(folder)).to_str()
     tokenizer = LLTokenizer(text, n_vocab=int(vocabulary), eos_token=[int(stop) for stop in stops])
     worker = Worker(tokenizer, int(vocabulary))
-    worker.try_out(r'%llguidance {} start: "a"', limited=False)  # what the library makes once is no grammar's cost
+    worker.try_out(
+        r'%llguidance {} start: "a"', limited=False
+    )  # exclude the library's one-time setup from the first cost
     worker.run()
     return 0
 

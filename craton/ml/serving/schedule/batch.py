@@ -1,7 +1,7 @@
-"""A step as it goes to the device, and to every other rank of a tensor-parallel engine: numbers only.
+"""The input of a step, as sent to the device and to every other rank of a tensor-parallel engine: numbers only.
 
-Requests with a single token come first and take it from the device's own table, where the last step left it: the host
-need not have seen it. Tokens of the others are sent.
+Decoding requests come first. Their one token is in a table on the device, where the last step stored it: the host need
+not have read it. The tokens of the others (prefill chunks, drafts) are sent.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from craton.ml.serving.schedule.scheduler import ScheduledChunk, ScheduledStep
 from craton.ml.serving.schedule.sequence import Sequence
 
 Integers = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
-FORBIDDEN = -1e30  # added to the logit of a token that must not be chosen
+FORBIDDEN = -1e30  # added to the logit of a forbidden token
 
 
 @dataclass(frozen=True, slots=True)
 class RowStart:
-    """A sequence gets a row."""
+    """The state of a sequence that gets a new row."""
 
     row: int
     seed: int
@@ -34,9 +34,9 @@ class RowStart:
 
 @dataclass(frozen=True, slots=True)
 class PromptPart:
-    """Tokens of a prompt whose log-probabilities are asked for: `targets` follow the tokens from `begin` on."""
+    """Prompt tokens whose log-probabilities are requested: `targets` follow the tokens from `begin` on."""
 
-    part: int  # of the step
+    part: int  # index of the chunk in the step
     begin: int  # in the flattened tokens
     targets: tuple[int, ...]
     alternatives: int
@@ -44,28 +44,28 @@ class PromptPart:
 
 @dataclass(slots=True)
 class StepInput:
-    """`rows`, `counts` and `lengths` are of each request: its row, its tokens in this step, all its tokens so far."""
+    """A batch. `rows`, `counts` and `lengths` give each request's row, tokens in this step, and total tokens."""
 
     rows: Integers
     counts: Integers
     lengths: Integers
-    decode: int  # the first so many requests have one token
+    decode: int  # the number of decoding requests, which come first and have one token
     tokens: Integers  # of the others
-    sampled: Integers  # which of the flattened tokens give another
+    sampled: Integers  # indices of the flattened tokens whose logits are sampled
     sampled_rows: Integers
     moves: Several[Move] = ()
     table: Several[tuple[int, int, int]] = ()
     starts: Several[RowStart] = ()
-    next_tokens: Several[tuple[int, int]] = ()  # row, token: of requests with a single one, where the host knows it
+    next_tokens: Several[tuple[int, int]] = ()  # row, token: of requests with one token that the host knows
     is_tuned: bool = False
-    added: Several[tuple[int, int, float]] = ()  # sampled index, token, what is added to its logit
-    allowed: Integers | None = None  # [sampled, words]: bits of the tokens that may be chosen
+    added: Several[tuple[int, int, float]] = ()  # sampled index, token, logit bias
+    allowed: Integers | None = None  # [sampled, words]: bitmask of the allowed tokens
     alternatives: int = 0
     prompts: list[PromptPart] = field(default_factory=list)
 
 
 def pack(step: ScheduledStep, allowed: Integers | None = None) -> StepInput:
-    """What the device has to do for a step."""
+    """Return the input of a step."""
     parts = step.parts
     decode = sum(part.count == 1 for part in parts)
     rows = np.fromiter((part.sequence.row for part in parts), np.int32, len(parts))
@@ -107,7 +107,7 @@ def _sampled(parts: Several[ScheduledChunk], decode: int) -> tuple[Integers, Int
     begin = decode
     for part in parts[decode:]:
         if part.samples:
-            first = part.count - 1 - len(part.sequence.drafts)  # every draft gives a token too
+            first = part.count - 1 - len(part.sequence.drafts)  # every draft token is sampled after, too
             indices += range(begin + first, begin + part.count)
             rows += [part.sequence.row] * (part.count - first)
         begin += part.count
@@ -132,7 +132,7 @@ def _start(sequence: Sequence) -> RowStart:
 
 
 def _tune(work: StepInput, parts: Several[ScheduledChunk]) -> None:
-    """What some of the requests ask for beside a temperature."""
+    """Add the sampling parameters beside the temperature, for the requests that use any."""
     work.is_tuned = work.allowed is not None
     if all(part.sequence.is_plain for part in parts):
         return
@@ -162,12 +162,12 @@ def has_penalties(sampling: Sampling) -> bool:
 
 
 def is_plain(sampling: Sampling) -> bool:
-    """Whether only the next token is asked for, and a temperature decides."""
+    """Whether sampling needs only a temperature and no log-probabilities are requested."""
     return not is_tuned(sampling) and not sampling.logprobs and sampling.prompt_logprobs is None
 
 
 def is_tuned(sampling: Sampling) -> bool:
-    """Whether more than a temperature decides."""
+    """Whether sampling needs more than a temperature."""
     return bool(
         sampling.top_k
         or sampling.top_p < 1.0

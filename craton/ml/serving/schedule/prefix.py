@@ -1,9 +1,9 @@
-"""Who holds which block of keys and values: requests, and the prefix tree, which keeps those of earlier tokens.
+"""KV cache blocks and the prefix cache, a tree that keeps the blocks of earlier requests.
 
-Each node of the tree is one full block; the path to it is the text before, so two requests that begin alike share
-nodes. It is the only index of what is kept. A root belongs to one version of the weights and one adapter. Nodes on the
-device come first on every path, those in host memory below them. What nobody uses is given up from the ends of paths,
-least recently used first, in constant time: to host memory where there is room, else for good.
+Each node of the tree is one full block; the path to it is the tokens before it, so requests with a common prefix share
+nodes. The tree is the only index of cached blocks. A root belongs to one version of the weights and one adapter. On
+every path, nodes on the device come before those in host memory. Unused leaf nodes are evicted in LRU order, in
+constant time: to host memory while it has room, else they are dropped.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 Root = tuple[int, str | None]  # version of the weights, adapter
-DUMMY = 0  # the block that belongs to nobody: padding reads and writes it
+DUMMY = 0  # the block that padding requests read and write
 
 
 class BlockPool:
-    """Numbers of blocks, handed out and taken back in constant time. A block is free, or has as many holders (requests
-    and nodes of the prefix tree) as its count says; only its single holder may write to it."""
+    """Allocates block numbers in constant time. A block is free, or has a reference count of holders (requests and
+    nodes of the prefix tree); only a single holder may write to it."""
 
     def __init__(self, count: int) -> None:
         assert count > 1, "one block is the dummy"
@@ -32,25 +32,25 @@ class BlockPool:
         return len(self._free)
 
     def take(self) -> int:
-        """A free block, with one holder."""
+        """Allocate a free block with one holder."""
         block = self._free.pop()
         self._holders[block] = 1
         return block
 
     def hold(self, block: int) -> None:
-        """One more holder."""
+        """Add a holder."""
         assert self._holders[block], f"block {block} is free"
         self._holders[block] += 1
 
     def release(self, block: int) -> None:
-        """One holder less; without any it is free."""
-        assert self._holders[block], f"block {block} is free already"
+        """Remove a holder; without holders the block is free."""
+        assert self._holders[block], f"block {block} is already free"
         self._holders[block] -= 1
         if not self._holders[block]:
             self._free.append(block)
 
     def check(self, held: Iterable[Sequence[int]]) -> None:
-        """That every block has exactly the holders that `held` lists, and that all others are free, once each."""
+        """Assert that every block has exactly the holders in `held`, and that all others are free, once each."""
         counts = [0] * len(self._holders)
         for blocks in held:
             for block in blocks:
@@ -61,7 +61,7 @@ class BlockPool:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A copy of one block that must be made before the next step, in the order in which they were asked for."""
+    """A block copy to make before the next step; moves run in order."""
 
     kind: Literal["out", "in", "copy"]  # device to host, host to device, device to device
     source: int
@@ -69,7 +69,7 @@ class Move:
 
 
 class PrefixNode:
-    """One full block of tokens. `block` is its place on the device, `host` that in host memory; it has one of them."""
+    """One full block of tokens. `block` is its number on the device, `host` that in host memory; one of them is set."""
 
     __slots__ = ("block", "children", "host", "key", "on_device", "parent", "users")
 
@@ -79,12 +79,12 @@ class PrefixNode:
         self.block = block
         self.host: int | None = None
         self.children: dict[tuple[int, ...], PrefixNode] = {}
-        self.on_device = 0  # children that are
-        self.users = 0  # requests whose text goes through here
+        self.on_device = 0  # number of children on the device
+        self.users = 0  # running requests with this block in their prefix
 
 
 class PrefixTree:
-    """Holds one share of each block it keeps. `moves` is what must be copied before the next step."""
+    """The prefix cache; it holds each cached block once. `moves` are the copies to make before the next step."""
 
     def __init__(self, pool: BlockPool, page: int, host: BlockPool | None = None) -> None:
         self.page = page
@@ -92,20 +92,20 @@ class PrefixTree:
         self._pool = pool
         self._host = host
         self._roots: dict[Root, PrefixNode] = {}
-        self._unused: OrderedDict[PrefixNode, None] = OrderedDict()  # ends of paths on the device, least recent first
+        self._unused: OrderedDict[PrefixNode, None] = OrderedDict()  # leaves on the device, least recently used first
         self._unused_host: OrderedDict[PrefixNode, None] = OrderedDict()
-        self._held = 0  # nodes on the device that nobody uses
+        self._held = 0  # unused nodes on the device
 
     @property
     def evictable(self) -> int:
-        """Blocks on the device that could be had by giving up what nobody uses."""
+        """Return the number of unused blocks on the device, which eviction could free."""
         return self._held
 
     def root(self, root: Root) -> PrefixNode:
         return self._roots.setdefault(root, PrefixNode(None, (), None))
 
     def match(self, root: Root, tokens: Sequence[int]) -> list[PrefixNode]:
-        """The longest path whose text is a beginning of these tokens, leaving at least one to be computed."""
+        """Return the longest path that is a prefix of these tokens, leaving one or more tokens to compute."""
         node = self.root(root)
         prefix_nodes: list[PrefixNode] = []
         for begin in range(0, len(tokens) - self.page, self.page):
@@ -117,7 +117,7 @@ class PrefixTree:
         return prefix_nodes
 
     def use(self, node: PrefixNode) -> None:
-        """A request goes through here: its block stays."""
+        """Add a user of a node, which protects its block from eviction."""
         if not node.users and node.block is not None:
             self._held -= 1
         node.users += 1
@@ -125,9 +125,9 @@ class PrefixTree:
         self._unused_host.pop(node, None)
 
     def leave(self, nodes: Sequence[PrefixNode]) -> None:
-        """A request that went through this path has ended or given up its blocks."""
+        """Remove a user of a path: its request ended or was preempted."""
         for node in reversed(nodes):
-            assert node.users, "nobody uses it"
+            assert node.users, "the node has no users"
             node.users -= 1
             if not node.users:
                 if node.block is not None:
@@ -135,7 +135,7 @@ class PrefixTree:
                 self._list(node)
 
     def insert(self, parent: PrefixNode, key: tuple[int, ...], block: int) -> PrefixNode:
-        """Keeps a computed block; where the same text is kept already, that node. The caller uses what it gets."""
+        """Cache a computed block; return its node, or the existing node of the same tokens, with the caller as user."""
         node = parent.children.get(key)
         if node is None:
             node = PrefixNode(parent, key, None)
@@ -150,7 +150,7 @@ class PrefixTree:
         return node
 
     def load(self, node: PrefixNode, block: int) -> None:
-        """Brings a node that is in host memory to a block of the device, which the tree holds from now on."""
+        """Move a node from host memory to a device block, which the tree holds from now on."""
         assert node.block is None
         assert node.host is not None
         assert self._host is not None
@@ -159,7 +159,7 @@ class PrefixTree:
         self._place(node, block)
 
     def evict(self) -> bool:
-        """Gives up the least recently used block on the device that nobody uses; False: there is none."""
+        """Evict the least recently used block on the device; return False if all are in use."""
         if not self._unused:
             return False
         host = self._host_block()
@@ -175,7 +175,7 @@ class PrefixTree:
         return True
 
     def forget_roots(self, chosen: Callable[[Root], bool]) -> None:
-        """Gives up all that is kept below some roots; blocks in use stay with their users."""
+        """Drop everything below some roots; running requests keep their blocks."""
         for root in [root for root in self._roots if chosen(root)]:
             for node in list(_below(self._roots.pop(root))):
                 self._unused.pop(node, None)
@@ -188,14 +188,14 @@ class PrefixTree:
                 node.parent = None
 
     def held(self) -> list[int]:
-        """Blocks of the device that the tree holds."""
+        """Return the device blocks that the tree holds."""
         return [node.block for root in self._roots.values() for node in _below(root) if node.block is not None]
 
     def held_on_host(self) -> list[int]:
         return [node.host for root in self._roots.values() for node in _below(root) if node.host is not None]
 
     def check(self) -> None:
-        """What must be true of every node."""
+        """Assert the invariants of every node."""
         held = 0
         for root in self._roots.values():
             for node in _below(root):
@@ -219,7 +219,7 @@ class PrefixTree:
             self._unused.pop(node.parent, None)
 
     def _displace(self, node: PrefixNode) -> None:
-        """Gives the tree's share of a node's block back; its parent may be the end of a path now."""
+        """Release the tree's hold on a node's block; its parent may be a leaf now."""
         assert node.block is not None
         self._pool.release(node.block)
         node.block = None
@@ -229,7 +229,7 @@ class PrefixTree:
             self._list(node.parent, is_recent=False)
 
     def _list(self, node: PrefixNode, is_recent: bool = True) -> None:
-        """Puts a node that nobody uses among those that may be given up, if it is the end of a path."""
+        """Add an unused leaf to the LRU list of its tier."""
         if node.users or node.parent is None:
             return
         if node.block is not None and not node.on_device:
@@ -250,7 +250,7 @@ class PrefixTree:
         return self._host.take() if self._host.free else None
 
     def _remove(self, node: PrefixNode) -> None:
-        """Takes a node that nobody uses out of the tree, with all below it, which is in host memory."""
+        """Remove an unused node from the tree, with all nodes below it, which are in host memory."""
         for item in [*_below(node), node]:
             self._unused.pop(item, None)
             self._unused_host.pop(item, None)

@@ -1,9 +1,9 @@
-"""Which requests are computed in the next step, and how many tokens of each: that is all it hands out.
+"""The scheduler: which requests are in the next step's batch, and how many tokens of each.
 
-Requests that write come first, then those whose text is being read, then new ones, in the order of their priority and
-arrival. A new one is let in when the blocks it needs, and those the running ones are expected to need until they end,
-can be had; when that was too hopeful the one of the worst priority, of these the newest, gives its blocks up and is
-computed again later. Nobody who runs has to leave for one that waits.
+Decode comes first, then prefill chunks of running requests, then new requests in order of priority and arrival. A new
+request is admitted when there are blocks for it and for the expected growth of the running ones. If these run out, the
+request with the largest priority number, of these the newest, is preempted: it frees its blocks and is recomputed
+later. A waiting request never preempts a running one.
 """
 
 from __future__ import annotations
@@ -17,19 +17,18 @@ from itertools import count
 from craton.ml.serving.schedule.prefix import BlockPool, Move, PrefixNode, PrefixTree, Root
 from craton.ml.serving.schedule.sequence import Sequence
 
-REMEMBERED = 64  # answers whose lengths say how long the next ones will be
-# Prefill makes a step longer for all requests in decode. So that it is seldom much longer, a step has no more of it
-# than is due:
+REMEMBERED = 64  # the last answers, whose mean length predicts the next ones
+# Prefill makes a step longer for all decoding requests. So a step has no more prefill than needed:
 MIN_PREFILL_TOKENS = 512  # they cost about as much as decode for a hundred requests
 PREFILL_STEPS = 4  # in which all waiting prompts would be prefilled
-FIRST_OUTPUTS = 256.0  # tokens that a request is expected to write before anything is known
-MAX_ENDED = 64  # requests that ended while they waited and may lie among those that wait, whatever their number
+FIRST_OUTPUTS = 256.0  # expected output tokens of a request before any has ended
+MAX_ENDED = 64  # ended requests that may stay in the heap of waiting ones, beside one for each waiting one
 
 
 @dataclass(slots=True)
 class ScheduledChunk:
-    """The next `count` tokens of a sequence, from `begin` on. `samples`: the last of them gives another token, and so
-    does the one before each of its `drafts`."""
+    """The next `count` tokens of a sequence, from `begin` on. `samples`: a token is sampled after the last of them, and
+    one before each of its `drafts`."""
 
     sequence: Sequence
     begin: int
@@ -40,12 +39,12 @@ class ScheduledChunk:
 
 @dataclass(slots=True)
 class ScheduledStep:
-    """What is computed together; sequences with a single token come first."""
+    """A batch; sequences with a single token come first."""
 
     parts: list[ScheduledChunk]
     moves: list[Move] = field(default_factory=list)
-    table: list[tuple[int, int, int]] = field(default_factory=list)  # row, column, block: what changed
-    started: list[Sequence] = field(default_factory=list)  # that have a new row
+    table: list[tuple[int, int, int]] = field(default_factory=list)  # changes of the block table: row, column, block
+    started: list[Sequence] = field(default_factory=list)  # sequences with a new row
 
     @property
     def tokens(self) -> int:
@@ -54,11 +53,11 @@ class ScheduledStep:
 
 @dataclass(slots=True)
 class StepBuilder:
-    """Builds one step: the tokens that it may still have, and its parts."""
+    """Builds one step: its remaining token budget and its chunks."""
 
     budget: int
     parts: dict[Sequence, ScheduledChunk] = field(default_factory=dict)
-    is_admitting: bool = False  # those who run have what they need
+    is_admitting: bool = False  # the running requests have their chunks
 
 
 @dataclass(slots=True)
@@ -72,7 +71,7 @@ class Counters:
 
 
 class Scheduler:
-    """Sequences, rows and blocks. `version` is that of the weights."""
+    """Assigns rows and KV cache blocks to sequences. `version` is that of the weights."""
 
     def __init__(
         self,
@@ -87,17 +86,17 @@ class Scheduler:
         self.chunk_tokens = max(chunk_tokens, 1)
         self.version = 0
         self.is_admitting = True
-        self.running: dict[Sequence, None] = {}  # in the order in which they were let in
+        self.running: dict[Sequence, None] = {}  # in order of admission
         self.counters = Counters()
-        self._queue: list[tuple[int, int, Sequence]] = []  # a heap: priority, arrival, whose; some of these have ended
-        self._waiting: dict[Sequence, int] = {}  # and those that have not, with the tokens that they had then
+        self._queue: list[tuple[int, int, Sequence]] = []  # a heap of (priority, arrival, sequence); some have ended
+        self._waiting: dict[Sequence, int] = {}  # those that have not, with their token counts on arrival
         self._waiting_tokens = 0
         self._arrivals = count()
-        self._order: dict[Sequence, int] = {}  # arrival of each that has not ended
+        self._order: dict[Sequence, int] = {}  # arrival number of each sequence that has not ended
         self._rows = list(range(max_running - 1, -1, -1))
         self._table: list[tuple[int, int, int]] = []
         self._started: list[Sequence] = []
-        self._outputs, self._ended = FIRST_OUTPUTS, 0  # what requests wrote, in the mean; of how many
+        self._outputs, self._ended = FIRST_OUTPUTS, 0  # mean output tokens; over how many requests
 
     @property
     def waiting(self) -> int:
@@ -108,7 +107,7 @@ class Scheduler:
         self._wait(sequence)
 
     def schedule(self) -> ScheduledStep | None:
-        """The next step; None when there is nothing to compute now."""
+        """Return the next step; None if there is nothing to compute now."""
         builder = StepBuilder(self.chunk_tokens)
         reading: list[Sequence] = []
         unread = self._waiting_tokens
@@ -135,8 +134,8 @@ class Scheduler:
         return step
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Lets `child`, whose tokens are a beginning of the parent's, run with the parent's blocks. It shares the full
-        ones and gets a copy of the last; where there is no row for it, it waits as any other."""
+        """Start `child`, whose tokens are a prefix of the parent's, from the parent's blocks: it shares the full ones
+        and copies the last. Without a free row it waits like any other request."""
         self._order[child] = next(self._arrivals)
         shared_tokens = min(parent.computed, len(child.tokens) - 1)
         full, rest = divmod(shared_tokens, self.page)
@@ -158,7 +157,7 @@ class Scheduler:
         self._start(child)
 
     def commit(self, sequence: Sequence) -> None:
-        """Keeps the full blocks of a sequence whose tokens are known, for others that begin alike."""
+        """Add the full blocks of a sequence to the prefix cache, as far as the host knows their tokens."""
         if sequence.is_private or sequence.row < 0:
             return
         full = min(sequence.computed, len(sequence.tokens)) // self.page
@@ -169,8 +168,10 @@ class Scheduler:
             sequence.nodes.append(self.tree.insert(parent, key, sequence.blocks[len(sequence.nodes)]))
 
     def finish(self, sequence: Sequence) -> None:
-        """Gives back all that a sequence had."""
-        if sequence.finish != "error" and sequence.outputs:  # an abort may be the front end's: it found a stop string
+        """Free everything that a sequence holds."""
+        if (
+            sequence.finish != "error" and sequence.outputs
+        ):  # an abort counts: it may be the front end's, on a stop string
             self._ended += 1
             self._outputs += (sequence.outputs - self._outputs) / min(self._ended, REMEMBERED)
         self._release(sequence)
@@ -179,25 +180,24 @@ class Scheduler:
             self._stop_waiting(sequence)
 
     def preempt_all(self) -> None:
-        """Every running sequence gives its blocks up and waits."""
+        """Preempt every running sequence."""
         for sequence in list(self.running):
             self._preempt(sequence)
 
     def change_version(self, version: int) -> None:
-        """From now on tokens are computed with other weights; what was kept is of no use to new requests, also where
-        somebody gave two weights one number."""
+        """Switch to other weights and empty the prefix cache, also if the version number is the same."""
         self.version = version
         self.forget(lambda root: True)
 
     def forget(self, chosen: Callable[[Root], bool]) -> None:
-        """Keeps nothing of what was computed below some roots; what is running there keeps its blocks for itself."""
+        """Drop some roots from the prefix cache; running sequences below them keep their blocks as private ones."""
         for sequence in self.running:
             if chosen((sequence.version, sequence.adapter)):
                 sequence.is_private = True
         self.tree.forget_roots(chosen)
 
     def check(self) -> None:
-        """That no block was lost and none has an owner too many."""
+        """Assert that no block is lost or has a holder too many."""
         self.tree.check()
         self.pool.check([*(sequence.blocks for sequence in self.running), self.tree.held()])
         assert len(self._rows) + len(self.running) == len(set(self._rows) | {item.row for item in self.running})
@@ -206,8 +206,8 @@ class Scheduler:
         assert len(self._queue) <= 2 * len(self._waiting) + MAX_ENDED
 
     def _continue(self, sequence: Sequence, tokens: int, builder: StepBuilder) -> bool:
-        """Computes so many tokens of a running sequence, if they are wanted and have room."""
-        if sequence.row < 0 or sequence.is_at_limit:  # was preempted just now, or waits to be read back
+        """Schedule the next `tokens` tokens of a running sequence, if it is not at its limit and gets the blocks."""
+        if sequence.row < 0 or sequence.is_at_limit:  # just preempted, or waiting for read-back
             return False
         begin = sequence.computed
         end = begin + tokens
@@ -226,13 +226,14 @@ class Scheduler:
     # -- blocks -----------------------------------------------------------------------------------------------------
 
     def _take(self) -> int | None:
-        while not self.pool.free:  # a copy of a request may still hold what the tree gives up
+        while not self.pool.free:  # a fork may still hold an evicted block
             if not self.tree.evict():
                 return None
         return self.pool.take()
 
     def _room(self, sequence: Sequence, length: int, builder: StepBuilder) -> bool:
-        """Gives a sequence the blocks for so many tokens, those of others if need be; False: it had to leave."""
+        """Allocate blocks for `length` tokens of a sequence, preempting others if needed; return False if it was itself
+        preempted."""
         needed = -(-length // self.page)
         while len(sequence.blocks) < needed:
             block = self._take()
@@ -243,7 +244,7 @@ class Scheduler:
             victim = sequence
             if not builder.is_admitting:
                 victim = max(self.running, key=lambda item: (item.priority, self._order[item]))
-            if (part := builder.parts.pop(victim, None)) is not None:  # it would have been computed in this very step
+            if (part := builder.parts.pop(victim, None)) is not None:  # it was already in this step
                 builder.budget += part.count
                 victim.in_flight -= int(part.samples and not part.drafts)
             self._preempt(victim)
@@ -267,13 +268,13 @@ class Scheduler:
         if sequence.row >= 0:
             del self.running[sequence]
             self._rows.append(sequence.row)
-            # the row may be another's in the same step, which must not be told two blocks for one place
+            # another sequence may get the row in the same step: drop table changes that would conflict with its own
             self._table = [change for change in self._table if change[0] != sequence.row]
             if sequence in self._started:
                 self._started.remove(sequence)
             sequence.row = -1
 
-    # -- who is next --------------------------------------------------------------------------------------------------
+    # -- waiting requests ---------------------------------------------------------------------------------------------
 
     def _wait(self, sequence: Sequence) -> None:
         heapq.heappush(self._queue, (sequence.priority, self._order[sequence], sequence))
@@ -292,11 +293,10 @@ class Scheduler:
         if not self._queue:
             return None
         sequence = self._queue[0][2]
-        return None if sequence.in_flight else sequence  # what it wrote last must be known first
+        return None if sequence.in_flight else sequence  # its last token must be read back first
 
     def _admit(self, sequence: Sequence) -> bool:
-        """Gives the first of those that wait a row and the blocks that are kept of its text, if all it needs can be
-        had."""
+        """Admit a waiting sequence if there are blocks for it: give it a row and its blocks of the prefix cache."""
         nodes: list[PrefixNode] = []
         if sequence.sampling.prompt_logprobs is None or sequence.prompt_logprobs is not None:
             nodes = self.tree.match((self.version, sequence.adapter), sequence.tokens)
@@ -340,14 +340,14 @@ class Scheduler:
         self._table.extend((sequence.row, column, block) for column, block in enumerate(sequence.blocks))
 
     def _growth(self, sequence: Sequence) -> int:
-        """Blocks that a sequence will need beyond those of its present text, as far as one can tell."""
+        """Estimate the blocks that a sequence will need beyond those of its present tokens."""
         expected = max(self._outputs, sequence.outputs + self.page)
         left = min(expected, sequence.sampling.max_tokens) - sequence.outputs
         return int(left // self.page) + 1
 
 
 def _fitting(sequence: Sequence, budget: int) -> int:
-    """How many tokens of a sequence may be computed; drafts are given up first."""
+    """Return how many tokens of a sequence fit the budget; drafts are dropped first."""
     if (over := sequence.pending - budget) > 0:
         sequence.drafts = sequence.drafts[: max(0, len(sequence.drafts) - over)]
     return min(sequence.pending, budget)

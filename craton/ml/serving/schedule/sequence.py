@@ -1,8 +1,9 @@
 """A request as the engine sees it: its tokens, and how many of them are computed.
 
-Prefill, chunks of it, prefix hits, decoding, drafts and coming back after a preemption are all the same: tokens that
-are there and not computed yet are computed. Drafts are guesses from the text itself: after the last few tokens, what
-followed them before. A wrong guess costs a little computation and never changes an answer.
+Prefill, chunked prefill, prefix cache hits, decode, draft tokens and recomputation after a preemption are the same
+operation: compute the tokens that are not computed yet. Draft tokens come from n-gram lookup in the request's own
+tokens: what followed the last few tokens earlier. A rejected draft costs a little computation and never changes an
+answer.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ if TYPE_CHECKING:
     from craton.ml.serving.grammar import GrammarState
     from craton.ml.serving.schedule.prefix import PrefixNode
 
-LONGEST, SHORTEST = 4, 2  # tokens that must be the same for a guess
-LOOKED_AT = 4096  # of the text, from its end
+LONGEST, SHORTEST = 4, 2  # tokens of the n-gram that must match
+LOOKED_AT = 4096  # the last tokens, in which n-grams are looked up
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One text that grows. `tokens` are those known here; `in_flight` more have been chosen on the device."""
+    """One copy of a request. `tokens` are known on the host; `in_flight` more have been sampled on the device."""
 
     id: int
     index: int
@@ -32,31 +33,31 @@ class Sequence:
     seed: int
     prompt_length: int
     stops: frozenset[int] = frozenset()  # tokens that end it
-    is_plain: bool = True  # only the next token is asked for, and a temperature decides
+    is_plain: bool = True  # sampling needs only a temperature, without log-probabilities
     priority: int = 0
     adapter: str | None = None
     copies: int = 1  # of which this is the first, until its prompt is computed
-    skipped: set[int] = field(default_factory=set)  # copies that nobody waits for any more, before they were made
-    computed: int = 0  # tokens whose keys and values are there, or on their way
+    skipped: set[int] = field(default_factory=set)  # copies that were aborted before they were made
+    computed: int = 0  # tokens in the KV cache, or in a started step
     in_flight: int = 0
-    drafts: list[int] = field(default_factory=list)  # guesses after the last token, not yet computed
+    drafts: list[int] = field(default_factory=list)  # draft tokens after the last token, not yet verified
     blocks: list[int] = field(default_factory=list)
     nodes: list[PrefixNode] = field(default_factory=list)  # of the prefix tree, for the first of the blocks
     version: int = 0  # of the weights under which its first token was computed
-    is_private: bool = False  # what it computed since is of several versions, or forgotten: its blocks are its own
+    is_private: bool = False  # its blocks mix weight versions or were dropped from the prefix cache: do not share them
     row: int = -1  # of the device's tables; -1: it is not running
-    admitted: float = 0.0  # moment at which it first ran; 0: it has not yet
+    admitted: float = 0.0  # time of its first admission; 0: never
     adapter_slot: int = -1
     grammar: GrammarState | None = None
     cached_tokens: int = 0
-    is_new: bool = True  # nobody has been told of its cached tokens yet
-    prompt_found: dict[int, Alternatives] = field(default_factory=dict)  # place → log-probabilities there
-    prompt_logprobs: list[Alternatives | None] | None = None  # all of them, when they are complete
+    is_new: bool = True  # its cached tokens have not been reported yet
+    prompt_found: dict[int, Alternatives] = field(default_factory=dict)  # position → log-probabilities there
+    prompt_logprobs: list[Alternatives | None] | None = None  # set when complete
     finish: Finish | None = None
 
     @property
     def length(self) -> int:
-        """Tokens, known here or only on the device."""
+        """Return the number of tokens, on the host or only on the device."""
         return len(self.tokens) + self.in_flight
 
     @property
@@ -65,17 +66,17 @@ class Sequence:
 
     @property
     def pending(self) -> int:
-        """Tokens that are to be computed next; the last of them, and every draft, gives another."""
+        """Return the number of tokens to compute next; one is sampled after the last of them and after every draft."""
         return len(self.tokens) + self.in_flight + len(self.drafts) - self.computed
 
     @property
     def is_at_limit(self) -> bool:
-        """Whether as many tokens as were asked for are chosen, known here or not."""
+        """Whether max_tokens have been sampled, read back or not."""
         return len(self.tokens) + self.in_flight - self.prompt_length >= self.sampling.max_tokens
 
 
 def guess(tokens: Several[int], count: int) -> list[int]:
-    """At most so many tokens; none when the end of the text does not occur earlier in it."""
+    """Return up to `count` draft tokens by n-gram lookup; none if the last tokens do not occur earlier."""
     text = tokens[-LOOKED_AT:]
     for length in range(min(LONGEST, len(text) - 1), SHORTEST - 1, -1):
         end = list(text[-length:])

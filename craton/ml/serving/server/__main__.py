@@ -1,4 +1,4 @@
-"""Starts the front end, or says which package it lacks: another try would lack it too."""
+"""Starts the front end. A missing package is an error that a restart cannot fix (exit status 2)."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
-"""Who may send which request, decided from its path and headers alone.
+"""Access control of requests, by path and headers alone.
 
-- On loopback the Host header must name this machine (DNS rebinding), as for the page. Beyond it clients need a key.
-- A request that changes something and that a browser sends for a page of another site is refused. Programs (curl, SDKs)
-  send no Origin.
-- API keys open the API, the admin key opens the admin endpoints, and neither opens the other.
-- `/health`, `/ping`, `/live` and `/metrics` need no key: probes and Prometheus have none, and they read counts only.
+- On loopback the Host header must name this machine (against DNS rebinding). On other addresses clients need a key.
+- Cross-site requests from browsers are refused if they change something. Programs (curl, SDKs) send no Origin.
+- API keys give access to the API, the admin key to the admin endpoints; neither gives access to the other.
+- `/health`, `/ping`, `/live` and `/metrics` need no key: probes and Prometheus have none, and they return only counts.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from craton.errors import CratonError
 from craton.http_guard import MIN_TOKEN_CHARACTERS, host_name, is_foreign, is_loopback, key_bytes, read_token
 from craton.ml.serving.server.errors import ForbiddenError, KeyRefusedError
 
-KEYS_VARIABLE = "CRATON_API_KEYS"  # one a line, or with commas between
+KEYS_VARIABLE = "CRATON_API_KEYS"  # one per line, or separated by commas
 ADMIN_VARIABLE = "CRATON_ADMIN_KEY"
 FREE_PATHS = ("/health", "/ping", "/live", "/metrics")
 READING_METHODS = ("GET", "HEAD", "OPTIONS")
 
 
 class KeyRing:
-    """Keys, of which only digests of equal length are kept and compared."""
+    """A set of keys; only digests of equal length are kept and compared."""
 
     def __init__(self, keys: Collection[str]) -> None:
         self._digests = [hashlib.sha256(key_bytes(key)).digest() for key in keys]
@@ -36,7 +35,7 @@ class KeyRing:
         return bool(self._digests)
 
     def opens(self, authorization: str) -> bool:
-        """Whether a header `Bearer KEY` has one of the keys. All are compared: the time taken says nothing."""
+        """Whether a header `Bearer KEY` has one of the keys. All are compared, in constant time."""
         scheme, _, key = authorization.partition(" ")
         digest = hashlib.sha256(key.strip().encode("latin-1", errors="replace")).digest()
         matches = [hmac.compare_digest(digest, known_digest) for known_digest in self._digests]
@@ -45,7 +44,7 @@ class KeyRing:
 
 @dataclass(frozen=True)
 class ServerAccess:
-    """The rules of one server that listens at `host`. Without an admin key there are no admin endpoints."""
+    """The access rules of a server that listens on `host`. Without an admin key there are no admin endpoints."""
 
     host: str = "127.0.0.1"
     api_keys: tuple[str, ...] = ()
@@ -55,14 +54,14 @@ class ServerAccess:
         if not self.api_keys and not is_loopback(self.host):
             raise CratonError(
                 f"{self.host} can be reached from other machines, so clients need an API key; export one and name its "
-                "variable with serve.api_keys (--api-keys VARIABLE), or listen at 127.0.0.1"
+                "variable in serve.api_keys (--api-keys VARIABLE), or listen on 127.0.0.1"
             )
         if self.admin_key is not None and self.admin_key in self.api_keys:
-            raise CratonError("the admin key is one of the API keys; give the admin endpoints a key of their own")
+            raise CratonError("the admin key is also an API key; use a separate key for the admin endpoints")
 
 
 class AccessCheck:
-    """The rules, applied. `admin_paths` need the admin key."""
+    """Applies the rules. `admin_paths` need the admin key."""
 
     def __init__(self, access: ServerAccess, admin_paths: Collection[str] = ()) -> None:
         self._is_local = is_loopback(access.host)
@@ -71,18 +70,18 @@ class AccessCheck:
         self._admin_paths = frozenset(admin_paths)
 
     def check(self, method: str, path: str, headers: Mapping[str, str]) -> None:
-        """Raises why the request is refused. Names of headers are in lower case."""
+        """Raise if the request is refused. Header names are lower-case."""
         name = host_name(headers.get("host", ""))
         if self._is_local and (name is None or not is_loopback(name)):
             raise ForbiddenError(
-                "this server listens at loopback and the Host header names another machine; use localhost, or have a "
+                "this server listens on loopback and the Host header names another machine; use localhost, or have a "
                 "proxy set Host to localhost",
                 code="unknown_host",
             )
         if method not in READING_METHODS and is_foreign(headers):
             raise ForbiddenError(
-                "a browser sent this request for a page of another site (Origin, Sec-Fetch-Site), which is refused; "
-                "send it from a program, or have the proxy that serves the page pass its Host header on",
+                "cross-site requests from browsers are refused (Origin, Sec-Fetch-Site); send the request from a "
+                "program, or have the proxy that serves the page forward its Host header",
                 code="foreign_origin",
             )
         if path in FREE_PATHS:
@@ -91,41 +90,41 @@ class AccessCheck:
         if path in self._admin_paths:
             if not self._admin_keys.opens(authorization):
                 raise KeyRefusedError(
-                    "admin endpoints need the admin key, and no API key opens them; send the key in RUN/admin.key (or "
+                    "admin endpoints need the admin key; API keys are not accepted; send the key in RUN/admin.key (or "
                     "in the variable that serve.admin_key names) as `Authorization: Bearer KEY`",
                     code="invalid_admin_key",
                 )
         elif self._api_keys and not self._api_keys.opens(authorization):
             raise KeyRefusedError(
-                "the API key is missing or not known; send it as `Authorization: Bearer KEY`", code="invalid_api_key"
+                "the API key is missing or unknown; send it as `Authorization: Bearer KEY`", code="invalid_api_key"
             )
 
 
 def read_api_keys(file: Path | None, variable: str | None) -> tuple[str, ...]:
-    """A file or variable that was to have keys and has none is refused: it would open the server to everybody."""
+    """Read the API keys. An empty file or variable is an error: it would open the server to everyone."""
     if file is None:
         keys = _split(os.environ.get(KEYS_VARIABLE, ""))
         if variable is not None and not keys:
             raise CratonError(
-                f"serve.api_keys names {variable}, which holds no key; put one in it, or some with commas"
+                f"serve.api_keys names {variable}, which has no key; set it to one key, or several separated by commas"
             )
         return keys
     keys = _split(file.read_text(encoding="utf-8"))
     if not keys:
-        raise CratonError(f"{file} has no API key; put one in each line, or leave --api-key-file out")
+        raise CratonError(f"{file} has no API key; write one per line, or omit --api-key-file")
     return keys
 
 
 def read_admin_key(file: Path | None, variable: str | None) -> str:
-    """The key of a variable, else of a file that only its owner may read; the file is made where there is none."""
+    """Read the admin key from its variable, else from a file that only its owner may read; create a missing file."""
     admin_key = os.environ.get(ADMIN_VARIABLE, "").strip()
     if variable is None and not admin_key:
         if file is None:
-            raise CratonError(f"--admin needs a key: give --admin-key-file, or a key in ${ADMIN_VARIABLE}")
+            raise CratonError(f"--admin needs a key: give --admin-key-file, or set ${ADMIN_VARIABLE}")
         return read_token(file)
     if len(admin_key) < MIN_TOKEN_CHARACTERS:
         raise CratonError(
-            f"the admin key in {variable or ADMIN_VARIABLE} has {len(admin_key)} characters and needs "
+            f"the admin key in {variable or ADMIN_VARIABLE} has {len(admin_key)} characters; the minimum is "
             f"{MIN_TOKEN_CHARACTERS}; make one with `openssl rand -hex 24`"
         )
     return admin_key

@@ -1,4 +1,4 @@
-"""Endpoints for those who run the engine: each is one of its controls, and shows what the engine says to it."""
+"""Admin endpoints: each sends one control to the engine and returns its reply."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def admin_routes(service: HttpService) -> APIRouter:
 
     @routes.post("/pause")
     async def pause(mode: Literal["abort", "wait", "keep"] = "abort") -> dict[str, Any]:
-        """No more steps. What runs is aborted, is finished first, or stays as it is until /resume."""
+        """Stop running steps. Running requests are aborted, finish first (wait), or continue after /resume (keep)."""
         result = await control("pause", {"mode": mode})
         link.note_state("paused")
         return {"status": "paused", "result": result}
@@ -43,14 +43,14 @@ def admin_routes(service: HttpService) -> APIRouter:
 
     @routes.post("/sleep")
     async def sleep(level: Annotated[int, Query(ge=1, le=2)] = 1) -> dict[str, Any]:
-        """Gives the device's memory back. Level 1 keeps the weights in host memory, level 2 nowhere."""
+        """Free the device memory. Level 1 keeps the weights in host memory, level 2 discards them."""
         result = await control("sleep", {"level": level})
         link.note_state("asleep")
         return {"status": "asleep", "result": result}
 
     @routes.post("/wake_up")
     async def wake_up(tags: Annotated[list[Literal["weights", "kv_cache"]] | None, Query()] = None) -> dict[str, Any]:
-        """Takes the memory back: all of it, or that of the tags. `missing` says what it cannot serve without yet."""
+        """Allocate the device memory again: all of it, or the tags. `missing` names what is still needed to serve."""
         result = await control("wake", {"tags": tags} if tags else None)
         missing = result["missing"]
         link.note_state(result["state"], missing.get("weights", "") if result["state"] != "asleep" else None)
@@ -69,7 +69,7 @@ def admin_routes(service: HttpService) -> APIRouter:
         name = request.lora_name
         loaded = link.working().adapters
         if name == service.name or name in loaded:
-            raise BadRequestError(f"there is a model {name!r} already", "lora_name")
+            raise BadRequestError(f"a model {name!r} already exists; use another name", "lora_name")
         result = await control("load_adapter", {"name": name, "folder": request.lora_path}, BadRequestError)
         link.note_adapters([*link.working().adapters, name])
         return {"result": result}
@@ -78,7 +78,8 @@ def admin_routes(service: HttpService) -> APIRouter:
     async def unload_lora_adapter(request: UnloadAdapterRequest) -> dict[str, Any]:
         name = request.lora_name
         if name not in link.working().adapters:
-            raise BadRequestError(f"there is no adapter {name!r}", "lora_name")
+            loaded = ", ".join(link.working().adapters) or "none"
+            raise BadRequestError(f"adapter {name!r} is not loaded; loaded: {loaded}", "lora_name")
         result = await control("unload_adapter", {"name": name}, BadRequestError)
         link.note_adapters(adapter for adapter in link.working().adapters if adapter != name)
         return {"result": result}

@@ -25,7 +25,7 @@ from craton.ml.serving.server.http_service import TOO_LONG, HttpService
 from craton.ml.serving.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from craton.version import VERSION
 
-CLIENT_GONE = 499  # nginx's; nobody reads it but logs
+CLIENT_GONE = 499  # nginx's, for logs only
 
 
 class ErrorDetail(BaseModel):
@@ -46,7 +46,7 @@ _GENERATED: dict[int | str, dict[str, Any]] = {200: {"content": {"application/js
 
 
 def make_app(service: HttpService) -> FastAPI:
-    """The app for one engine; it reads the engine's messages while it runs."""
+    """Return the app for one engine; it reads the engine's messages while it runs."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -106,7 +106,7 @@ def _add_generation(app: FastAPI, service: HttpService) -> None:
         request.ignored()
         if len(request.tokens) > length:
             raise BadRequestError(
-                f"there are {len(request.tokens)} tokens; the model's context is {length} tokens", "tokens", TOO_LONG
+                f"got {len(request.tokens)} tokens; the model's context is {length} tokens", "tokens", TOO_LONG
             )
         service.adapter(request.model)
         vocabulary = service.texts("tokens")
@@ -131,20 +131,21 @@ def _add_information(app: FastAPI, service: HttpService) -> None:
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
-        """Names of models may have slashes."""
+        """Describe one model. Model names may contain slashes."""
         service.adapter(name)
         return card(name)
 
     @app.get("/health")
     @app.get("/ping")
     async def health() -> Response:
-        """Whether requests are taken now: for readiness probes and load balancers."""
+        """Report whether requests are accepted now: for readiness probes and load balancers."""
         state = service.readiness()
         return JSONResponse(state.body(), 200 if state.is_ready else 503)
 
     @app.get("/live")
     async def live() -> Response:
-        """Whether a restart would help: for liveness probes. A server that loads, drains, sleeps or pauses is alive."""
+        """Report 503 if a restart would help: for liveness probes. A server that loads, drains, sleeps or is paused is
+        alive."""
         state = service.readiness()
         return JSONResponse(state.body(), 503 if state.status in ("failed", "silent") else 200)
 
@@ -167,7 +168,7 @@ async def _api_error(_: Request, error: Exception) -> Response:
 
 
 async def _invalid(_: Request, error: Exception) -> Response:
-    """The first thing that is wrong with a body, and how much more there is."""
+    """Report the first validation error of a body, and the number of further ones."""
     assert isinstance(error, RequestValidationError)
     problems = error.errors()
     first = problems[0]

@@ -1,4 +1,4 @@
-"""/v1/chat/completions: messages in, the assistant's next one out, with its tool calls and its reasoning apart."""
+"""/v1/chat/completions: messages in, the assistant's next message out, with tool calls and reasoning separated."""
 
 from __future__ import annotations
 
@@ -38,10 +38,11 @@ async def chat(service: HttpService, http: Request, request: ChatRequest) -> Res
 async def _submit(service: HttpService, request: ChatRequest) -> ChatAnswers:
     adapter = service.adapter(request.model)
     if request.stream and request.prompt_logprobs is not None:
-        raise BadRequestError("prompt_logprobs are not given in a stream", "prompt_logprobs")
+        raise BadRequestError("prompt_logprobs is not supported with stream: true", "prompt_logprobs")
     choice, schemas = _tool_choice(request), _schemas(request)
     if choice.kind == "named" and choice.name not in schemas:
-        raise BadRequestError(f"tool_choice names {choice.name!r}, which is not among the tools", "tool_choice")
+        names = ", ".join(schemas) or "none"
+        raise BadRequestError(f"tool_choice names {choice.name!r}, which is not a tool; tools: {names}", "tool_choice")
     tools = None if choice.kind == "none" else request.tools
     text = await service.render(request.messages, tools, request.add_generation_prompt, request.chat_template_kwargs)
     tokens = await service.encode(text, with_special_tokens=False)
@@ -55,7 +56,7 @@ async def _submit(service: HttpService, request: ChatRequest) -> ChatAnswers:
         request.prompt_logprobs,
         _grammar(service, request, choice, schemas),
     )
-    # A grammar leaves no room for reasoning: what it made is the answer.
+    # With a grammar there is no reasoning: the whole output is the answer.
     has_reasoning = service.settings.reasoning_style == "think" and sampling.grammar is None
     answers = ChatAnswers(service, request, choice, schemas, has_reasoning, begins_inside(text))
     keep_special = choice.kind == "auto" and keeps_special_tokens(service.tool_style)
@@ -64,7 +65,7 @@ async def _submit(service: HttpService, request: ChatRequest) -> ChatAnswers:
 
 
 class ChatChoice(Choice):
-    """One message of the assistant, as far as it has come."""
+    """One message of the assistant, so far."""
 
     def __init__(self, index: int, prompt: Prompt, reader: AnswerReader, parser: Parser) -> None:
         super().__init__(index, prompt, reader)
@@ -155,7 +156,7 @@ class ChatAnswers(Answers[ChatChoice]):
         logprobs: dict[str, Any] | None,
         events: list[str],
     ) -> None:
-        """One chunk for each delta; the first carries the log-probs and tokens, the last one why it ends."""
+        """Append one chunk per delta; the first has the log-probs and tokens, the last the finish reason."""
         tokens = self.token_fields(addition.tokens, addition.versions)
         if not deltas and (tokens or (logprobs is not None and logprobs["content"])):
             deltas = [{}]
@@ -181,7 +182,7 @@ class ChatAnswers(Answers[ChatChoice]):
         return self.event(choice, {**fields_before, **(fields or {})}, extra)
 
     def _deltas(self, choice: ChatChoice, parsed: Parsed) -> list[dict[str, Any]]:
-        """What a chunk of text adds to the message, kept for the whole one as well."""
+        """Return the deltas of a chunk of text, and keep them for the whole message."""
         deltas: list[dict[str, Any]] = []
         if parsed.reasoning:
             choice.reasoning.append(parsed.reasoning)
@@ -214,7 +215,7 @@ def _tool_choice(request: ChatRequest) -> ToolChoice:
     if chosen in (None, "auto", "none"):
         return ToolChoice("auto" if request.tools and chosen != "none" else "none")
     if not request.tools:
-        raise BadRequestError('tool_choice is "required", and there are no tools', "tool_choice")
+        raise BadRequestError('tool_choice "required" needs tools; the request has none', "tool_choice")
     return ToolChoice("required")
 
 
@@ -228,7 +229,7 @@ def _grammar(service: HttpService, request: ChatRequest, choice: ToolChoice, sch
     called = choice_grammar(service.tool_style, schemas, choice, request.parallel_tool_calls is not False)
     if called is not None and grammar is not None:
         raise BadRequestError(
-            "tool_choice makes the answer a tool call, and another form is asked for as well; ask for one",
+            "tool_choice forces a tool call and cannot be combined with another output format; request one of them",
             "tool_choice",
         )
     if called is not None:

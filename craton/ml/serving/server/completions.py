@@ -1,4 +1,4 @@
-"""/v1/completions: one or several prompts, as texts or as tokens, with what comes next in each."""
+"""/v1/completions: completes one or several prompts, given as text or token ids."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ async def _submit(service: HttpService, request: CompletionRequest) -> Completio
     prompts = _prompts(request.prompt)
     if len(prompts) * request.n > MAX_CHOICES:
         raise BadRequestError(
-            f"{len(prompts)} prompts with n {request.n} are {len(prompts) * request.n} answers; at most {MAX_CHOICES} "
-            "are given at once",
+            f"{len(prompts)} prompts with n {request.n} are {len(prompts) * request.n} answers; the maximum is "
+            f"{MAX_CHOICES} per request",
             "prompt",
         )
     if request.stream and request.prompt_logprobs is not None:
-        raise BadRequestError("prompt_logprobs are not given in a stream", "prompt_logprobs")
+        raise BadRequestError("prompt_logprobs is not supported with stream: true", "prompt_logprobs")
     grammar = request.grammar()
     scored = request.prompt_logprobs
     if request.echo and request.logprobs is not None:
@@ -56,7 +56,7 @@ async def _submit(service: HttpService, request: CompletionRequest) -> Completio
 
 
 class CompletionChoice(Choice):
-    """Also what a response that is not streamed needs at the end."""
+    """Also collects the text and log-probs of a response that is not streamed."""
 
     def __init__(self, index: int, prompt: Prompt, reader: AnswerReader) -> None:
         super().__init__(index, prompt, reader)
@@ -129,7 +129,7 @@ class CompletionAnswers(Answers[CompletionChoice]):
 
 
 def _prompts(prompt: Any) -> list[str | list[int]]:
-    """A prompt may be a text, a list of tokens, or a list of those."""
+    """Return the prompts: `prompt` may be a text, a list of token ids, or a list of either."""
     if isinstance(prompt, str):
         return [prompt]
     if prompt and isinstance(prompt[0], int):

@@ -1,18 +1,18 @@
-"""What a client is told when it gets no answer, in OpenAI's form.
+"""Errors that clients get, in OpenAI's format.
 
 ServingError (ValueError)
 └── ApiError               an HTTP status, a type, and a message that says what was given and what is allowed
     ├── BadRequestError    400  the request itself is wrong
-    ├── KeyRefusedError    401  no key, or one that is not known
-    ├── ForbiddenError     403  a page of another site sent it, or it names another host
-    ├── NotFoundError      404  no such model
-    ├── ConflictError      409  not in the state the engine is in
-    ├── TooLargeError      413  more bytes than a body may have
-    ├── BusyError          429  too many requests wait already
-    ├── BrokenError        500  the engine lost this one request
-    ├── UnavailableError   503  loading, draining, or the engine is gone
+    ├── KeyRefusedError    401  no key, or an unknown one
+    ├── ForbiddenError     403  a cross-site request, or the Host header names another host
+    ├── NotFoundError      404  unknown model
+    ├── ConflictError      409  not allowed in the engine's present state
+    ├── TooLargeError      413  the body is too large
+    ├── BusyError          429  too many requests are waiting
+    ├── BrokenError        500  the engine failed this one request
+    ├── UnavailableError   503  loading, draining, or the engine failed
     └── TooSlowError       504  not done within --request-timeout
-ClientGoneError            nobody is left to be told
+ClientGoneError            the client disconnected; no response is sent
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from craton.ml.serving.settings import ServingError
 
 
 class ApiError(ServingError):
-    """`parameter` names the field that is wrong, `code` is what programs tell errors apart by."""
+    """`parameter` names the invalid field; `code` identifies the error for programs."""
 
     status: ClassVar[int] = 500
     kind: ClassVar[str] = "server_error"
@@ -43,7 +43,7 @@ class ApiError(ServingError):
         return {"error": error}
 
     def encoded(self) -> bytes:
-        """The body as JSON in ASCII, since a message may quote half a surrogate pair."""
+        """Return the body as ASCII JSON, since a message may quote half a surrogate pair."""
         return json.dumps(self.body()).encode()
 
     def headers(self) -> dict[str, str]:
@@ -102,4 +102,4 @@ class TooSlowError(ApiError):
 
 
 class ClientGoneError(Exception):
-    """The client has closed its connection."""
+    """The client closed its connection."""

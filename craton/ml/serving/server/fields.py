@@ -1,9 +1,9 @@
-"""Fields of a request that this server does not implement.
+"""Request fields that this server does not implement.
 
-- One that would change the answer is refused (400), unless its value asks for nothing: `best_of: 1`, `suffix: null`.
-- One that looks like a mistyped field of ours is refused too, with the name that was meant.
-- OpenAI's bookkeeping (`user`, `metadata`, …) and hints are taken without a word.
-- Any other is ignored, named in the response's header `X-Ignored-Fields`, and logged once.
+- A field that would change the answer is refused (400), unless its value is neutral: `best_of: 1`, `suffix: null`.
+- A probable typo is refused too, with the nearest field name.
+- OpenAI's bookkeeping (`user`, `metadata`, …) and hints are accepted silently.
+- Any other field is ignored, named in the response header `X-Ignored-Fields`, and logged once.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from craton.ml.serving.server.errors import BadRequestError
 
 MAX_UNKNOWN = 32
 MAX_LOGGED = 100
-SIMILARITY = 0.88  # of a name and the one it is taken for; `max_token` and `max_tokens` have 0.95
+SIMILARITY = 0.88  # minimum similarity of a typo and its field; `max_token` and `max_tokens` have 0.95
 HARMLESS = frozenset(
     {
         *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
         *("prompt_cache_retention", "prediction", "guided_decoding_backend", "request_id"),
     }
 )
-# Of OpenAI's API and vLLM's: what would change the answer, and the values that ask for nothing.
+# Fields of OpenAI's and vLLM's APIs that would change the answer, with their neutral values.
 NOT_IMPLEMENTED: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "suffix": ("",),
@@ -56,10 +56,10 @@ _logged: set[str] = set()
 
 
 def unknown_fields(extra: Mapping[str, Any], known_fields: Mapping[str, Any], n: int = 1) -> list[str]:
-    """The fields to warn of, by name. A BadRequestError for one that must not be ignored."""
+    """Return the names of ignored fields. Raise BadRequestError for one that must not be ignored."""
     if len(extra) > MAX_UNKNOWN:
         raise BadRequestError(
-            f"{len(extra)} fields are not known; see the names in /openapi.json", code="unknown_field"
+            f"{len(extra)} fields are unknown; the known ones are in /openapi.json", code="unknown_field"
         )
     result = []
     for name in sorted(set(extra) - HARMLESS):
@@ -67,15 +67,15 @@ def unknown_fields(extra: Mapping[str, Any], known_fields: Mapping[str, Any], n:
         if neutral is not None:
             if extra[name] is not None and extra[name] not in neutral and (name, extra[name]) != ("best_of", n):
                 allowed = " or ".join(repr(value) for value in neutral)
-                leave = f"leave it out, or give {allowed}" if neutral else "leave it out"
-                raise BadRequestError(f"{name} is not implemented here; {leave}", name[:64], "unsupported_field")
+                remedy = f"omit it, or set it to {allowed}" if neutral else "omit it"
+                raise BadRequestError(f"{name} is not supported; {remedy}", name[:64], "unsupported_field")
             continue
         meant = difflib.get_close_matches(name[:64], known_fields, 1, SIMILARITY)
         if meant:
-            raise BadRequestError(f"{name!r} is not a field; did you mean {meant[0]!r}?", name, "unknown_field")
+            raise BadRequestError(f"unknown field {name!r}; did you mean {meant[0]!r}?", name, "unknown_field")
         result.append(name)
     for name in result:
         if name not in _logged and len(_logged) < MAX_LOGGED:
             _logged.add(name)
-            logger.warning("requests have a field %.64r, which is not known here and is ignored", name)
+            logger.warning("ignoring unknown request field %.64r", name)
     return result

@@ -1,7 +1,7 @@
-"""The front end's process. Exit status 0: drained after SIGTERM or SIGINT; 1: the engine failed; 2: it cannot begin.
+"""The front end's process. Exit status 0: drained after SIGTERM or SIGINT; 1: the engine failed; 2: it cannot start.
 
-The first of these signals drains: health and new requests get 503, what runs may end within --drain-seconds. A second
-one ends at once.
+The first of these signals drains: /health and new requests get 503, running requests may finish within --drain-seconds.
+A second one ends it at once.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from craton.ml.serving.server.link import EngineLink
 from craton.ml.serving.server.settings import ReasoningStyle, ServerSettings, ToolStyle
 from craton.ml.serving.server.wire import Wire
 
-FLUSH_SECONDS = 5  # that clients have to take the end of their answers
+FLUSH_SECONDS = 5  # for clients to receive the end of their answers
 BACKLOG = 2048
-FILES_TICKS = 100  # between two looks at how many files are open
-RESERVED_FILES = 128  # beside a connection for every request that may wait
+FILES_TICKS = 100  # between two checks of the number of open files
+RESERVED_FILES = 128  # in addition to one connection for every request that may wait
 
 logger = logging.getLogger("craton.serving")
 
 
 def connections_for(client_seconds: float) -> type[BoundedHttpTools]:
-    """Connections of clients that have so long for a request's head, and more for its body and to take an answer. All
-    clients of a proxy are one peer, so one peer may have most connections."""
+    """Return a connection class that allows `client_seconds` for the request head, 6 times that for the body, and 3
+    times that to receive an answer. All clients of a proxy are one peer, so one peer may have most connections."""
     bounds = ConnectionLimits(client_seconds, 6 * client_seconds, 3 * client_seconds, per_peer=6144, total=8192)
 
     class ClientConnection(BoundedHttpTools):
@@ -50,7 +50,7 @@ def connections_for(client_seconds: float) -> type[BoundedHttpTools]:
 
 
 class FrontEnd(uvicorn.Server):
-    """Serves until it is drained, or its engine has failed."""
+    """Serves until it is drained or its engine fails."""
 
     def __init__(self, config: uvicorn.Config, service: HttpService) -> None:
         super().__init__(config)
@@ -59,7 +59,7 @@ class FrontEnd(uvicorn.Server):
         self._deadline = 0.0
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Uvicorn's handler of signals."""
+        """Start draining on the first signal, end at once on the second."""
         if self._service.is_draining:
             self._deadline = 0.0
             return
@@ -68,7 +68,7 @@ class FrontEnd(uvicorn.Server):
         self._service.is_draining = True
 
     async def on_tick(self, counter: int) -> bool:
-        """Uvicorn asks ten times a second whether to end."""
+        """Return whether to end; uvicorn calls it ten times a second."""
         if counter % FILES_TICKS == 0 and (shortage := file_shortage()):
             logger.warning("connections may be dropped: %s", shortage)
         if self.has_failed or (self._service.is_draining and not self.server_state.tasks):
@@ -79,7 +79,7 @@ class FrontEnd(uvicorn.Server):
         return await super().on_tick(counter)
 
     def engine_ended(self, num_failed: int) -> None:
-        """With nothing left to answer in a drain, the engine may go first."""
+        """Note the engine's end: a failure, unless the server drains and no request was open."""
         self.has_failed = bool(num_failed) or not self._service.is_draining
 
 
@@ -89,7 +89,7 @@ def main(arguments: list[str] | None = None) -> int:
     configure_logging(default="info", is_strict=False)
     logging.getLogger("asyncio").addFilter(name_limit)
     if complaint := raise_file_limit(RESERVED_FILES + options.max_waiting):
-        logger.warning("%s; until then requests beyond it wait unheard", complaint)
+        logger.warning("%s; until then connections beyond the limit are not accepted", complaint)
     try:
         settings = ServerSettings(
             served_name=options.served_name,
@@ -137,22 +137,22 @@ def _parser() -> argparse.ArgumentParser:
     default = ServerSettings()
     parser = argparse.ArgumentParser(prog="python -m craton.ml.serving.server", description="The HTTP front end")
     add = parser.add_argument
-    add("--connection", type=int, required=True, metavar="FD", help="the file descriptor that leads to the engine")
+    add("--connection", type=int, required=True, metavar="FD", help="file descriptor of the connection to the engine")
     add("--host", default="127.0.0.1")
-    add("--port", type=int, default=8000, help="0: any that is free; it is printed")
-    add("--served-name", help="the model's name for clients (default: the engine's)")
-    add("--model-folder", type=Path, help="with the tokenizer; without it only tokens are taken")
-    add("--api-key-file", type=Path, help=f"one key a line; else ${KEYS_VARIABLE}, else everybody may ask")
-    add("--keys-of", metavar="NAME", help=f"the variable that ${KEYS_VARIABLE} was taken from; it must hold a key")
-    add("--admin", action="store_true", help="serve the endpoints that change the engine, which need the admin key")
-    add("--admin-key-file", type=Path, help=f"made where there is none; else ${ADMIN_VARIABLE}")
-    add("--admin-key-of", metavar="NAME", help=f"the variable that ${ADMIN_VARIABLE} was taken from")
+    add("--port", type=int, default=8000, help="port to listen on; 0: any free one, which is printed (default: 8000)")
+    add("--served-name", help="model name for clients (default: the engine's)")
+    add("--model-folder", type=Path, help="folder with the tokenizer; without it only token ids are accepted")
+    add("--api-key-file", type=Path, help=f"file with one API key per line (default: ${KEYS_VARIABLE}, else no key)")
+    add("--keys-of", metavar="NAME", help=f"name of the variable behind ${KEYS_VARIABLE}; it must have a key")
+    add("--admin", action="store_true", help="serve the admin endpoints, which need the admin key")
+    add("--admin-key-file", type=Path, help=f"file with the admin key, created if missing (default: ${ADMIN_VARIABLE})")
+    add("--admin-key-of", metavar="NAME", help=f"name of the variable behind ${ADMIN_VARIABLE}")
     add("--tool-parser", choices=get_args(ToolStyle), default=default.tool_style)
     add("--reasoning-parser", choices=get_args(ReasoningStyle), default=default.reasoning_style)
-    add("--max-waiting", type=int, default=default.max_waiting, help="requests without a token; one more gets 429")
-    add("--max-body", type=int, default=default.max_body_bytes, metavar="BYTES", help="0: by the context")
-    add("--request-timeout", type=float, default=default.request_seconds, metavar="SECONDS", help="0: never")
-    add("--client-seconds", type=float, default=10.0, help="for the head of a request; 6 times that for all of it")
-    add("--silent-seconds", type=float, default=default.silent_seconds, help="of an engine that hangs, for /health")
+    add("--max-waiting", type=int, default=default.max_waiting, help="maximum requests without a token; more get 429")
+    add("--max-body", type=int, default=default.max_body_bytes, metavar="BYTES", help="0: by the context length")
+    add("--request-timeout", type=float, default=default.request_seconds, metavar="SECONDS", help="0: no timeout")
+    add("--client-seconds", type=float, default=10.0, help="timeout of a request's head; 6 times that for its body")
+    add("--silent-seconds", type=float, default=default.silent_seconds, help="/health reports a hung engine after this")
     add("--drain-seconds", type=float, default=default.drain_seconds)
     return parser

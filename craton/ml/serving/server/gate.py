@@ -1,8 +1,7 @@
-"""What every request passes before it is understood: who may send it, how large it may be, whether one is taken now.
+"""Checks before a request is parsed: access, body size, and whether requests are accepted now.
 
-A server that is asked for far more than it can do must be able to say no for next to nothing, or saying no is all it
-does. So a body is bounded by its bytes and by its values: a JSON parser takes far longer for a megabyte of numbers than
-for a megabyte of text, and no other client is answered meanwhile.
+An overloaded server must refuse requests cheaply. So a body has limits on bytes and on values: a JSON parser takes far
+longer for a megabyte of numbers than for a megabyte of text, and blocks all other clients meanwhile.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ GENERATION_PATHS = ("/v1/chat/completions", "/v1/completions")
 
 @dataclass(frozen=True)
 class BodyLimits:
-    """Values are counted as commas, before anything is parsed; those of texts count too."""
+    """Values are counted as commas, before parsing; commas in texts count too."""
 
     max_bytes: int
     max_values: int
 
 
 class Gate:
-    """In front of the app. `check_taken` raises why no answer is begun now, `limits` says how large a body may be."""
+    """ASGI middleware. `check_taken` raises if no request is accepted now; `limits` returns the body limits."""
 
     def __init__(
         self, app: ASGIApp, access: AccessCheck, limits: Callable[[], BodyLimits], check_taken: Callable[[], None]
@@ -56,8 +55,8 @@ class Gate:
             if scope["path"] in GENERATION_PATHS and scope["method"] == "POST":
                 self._check_taken()
         except (BusyError, TooLargeError) as error:
-            # A client that is still sending when the connection closes gets no answer. Whoever comes again to a busy
-            # server may use the same connection.
+            # A client that is still sending when the connection closes gets no response, so read the whole body. Its
+            # retry can use the same connection.
             is_whole = await _discard(receive)
             await _send_error(send, error, is_last=not is_whole)
             return
@@ -68,7 +67,7 @@ class Gate:
 
 
 async def _discard(receive: Receive) -> bool:
-    """Reads a body and keeps nothing of it; whether it ended within reason."""
+    """Read and discard a body; return whether it ended within MAX_DISCARDED_BYTES."""
     num_bytes = 0
     while num_bytes < MAX_DISCARDED_BYTES:
         message = await receive()
@@ -79,7 +78,7 @@ async def _discard(receive: Receive) -> bool:
 
 
 def _counted(receive: Receive, limits: BodyLimits) -> Receive:
-    """A body may come without saying its length."""
+    """Enforce the limits on a body without a Content-Length, too."""
     num_bytes = num_values = 0
 
     async def counted() -> Message:
@@ -90,7 +89,7 @@ def _counted(receive: Receive, limits: BodyLimits) -> Receive:
         num_values += body.count(b",")
         if num_bytes > limits.max_bytes or num_values > limits.max_values:
             error = _too_large(limits)
-            raise HTTPException(error.status, error.message)  # FastAPI lets no other kind through
+            raise HTTPException(error.status, error.message)  # the only exception that FastAPI passes on here
         return message
 
     return counted
@@ -98,8 +97,7 @@ def _counted(receive: Receive, limits: BodyLimits) -> Receive:
 
 def _too_large(limits: BodyLimits) -> TooLargeError:
     return TooLargeError(
-        f"the body is larger than {limits.max_bytes:,} bytes, or has more than {limits.max_values:,} values; send less "
-        "in one request",
+        f"the body has more than {limits.max_bytes:,} bytes or {limits.max_values:,} values; split the request",
         code="body_too_large",
     )
 

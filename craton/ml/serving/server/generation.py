@@ -1,7 +1,7 @@
-"""One HTTP request's answers, from the engine's pieces to a JSON body or a stream of events.
+"""The answers to one HTTP request, from the engine's output deltas to a JSON body or an event stream.
 
-A stream begins with the engine's first piece, so what the engine refuses is still an error with its status. A client
-that goes away, or a request that takes too long, is aborted in the engine, streaming or not.
+A stream begins with the engine's first delta, so a refusal by the engine still has its HTTP status. A request whose
+client disconnects, or that takes too long, is aborted in the engine, streaming or not.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 class Prompt:
-    """A prompt that was submitted, and what is known of it."""
+    """A submitted prompt: its tokens, echo text, cached tokens and log-probs."""
 
     def __init__(self, tokens: tuple[int, ...], meter: ServerMeter, echo: str) -> None:
         self.tokens = tokens
         self.meter = meter
-        self.echo = echo  # its text, where the answer is to begin with it
+        self.echo = echo  # its text, if the answer begins with it
         self.cached_tokens = 0
         self.logprobs: list[Alternatives | None] | None = None
 
 
 class Choice:
-    """One answer. `head` and `tail` are what all chunks of it have around their text."""
+    """One answer. `head` and `tail` are the JSON around the text of each of its chunks."""
 
     def __init__(self, index: int, prompt: Prompt, reader: AnswerReader) -> None:
         self.index = index
@@ -61,7 +61,7 @@ AnyChoice = TypeVar("AnyChoice", bound=Choice)
 
 
 class Answers(ABC, Generic[AnyChoice]):
-    """The answers to one request; chats and completions differ in how they look."""
+    """The answers to one request; chats and completions differ in format."""
 
     id_prefix: str
     whole_kind: str
@@ -76,7 +76,7 @@ class Answers(ABC, Generic[AnyChoice]):
         self._prompts: dict[int, Prompt] = {}
         self._num_open = 0
         self.has_logprobs = False
-        self.unsent = b""  # events of a stream that came together with what broke it
+        self.unsent = b""  # events that a stream still sends before its error
         self._envelope = {
             "id": f"{self.id_prefix}-{uuid.uuid4().hex}",
             "created": int(time.time()),
@@ -96,7 +96,7 @@ class Answers(ABC, Generic[AnyChoice]):
         echo: str = "",
         keep_special: bool = False,
     ) -> None:
-        """Sends a prompt to the engine; its answers are the next `n` choices."""
+        """Send a prompt to the engine; its answers are the next `n` choices."""
         request = self.request
         meter = self._service.metrics.meter(len(tokens), request.n, sampling.max_tokens)
         prompt = Prompt(tokens, meter, echo)
@@ -115,7 +115,7 @@ class Answers(ABC, Generic[AnyChoice]):
         self.choices.update({(number, copy): choice for copy, choice in enumerate(choices)})
 
     def read(self, pieces: list[OutputDelta]) -> bytes:
-        """Takes pieces in; what a stream sends for them. Raises for one that the engine gave up."""
+        """Process deltas; return the events that a stream sends for them. Raise if one ended with an error."""
         now = time.monotonic()
         for piece in pieces:
             prompt = self._prompts[piece.id]
@@ -126,13 +126,13 @@ class Answers(ABC, Generic[AnyChoice]):
         for piece in pieces:
             choice = self.choices[piece.id, piece.index]
             if choice.reader.is_complete:
-                continue  # pieces that came together with the one that completed it
+                continue  # deltas behind the one that completed it
             if piece.finish == "error":
-                # What fails before it has begun was asked for wrongly (a grammar that cannot be read, for one), unless
-                # the engine says that it is to blame.
+                # A request that fails before its first token was invalid (for example a bad grammar), unless the engine
+                # reports the error as its own.
                 kind = BrokenError if choice.has_begun else UnavailableError if piece.is_ours else BadRequestError
                 self.unsent = "".join(events).encode() if self.request.stream else b""
-                raise kind(piece.error or "the engine gave the request up", code="engine_refused")
+                raise kind(piece.error or "the engine ended the request", code="engine_refused")
             if self.request.max_tokens == 0:
                 piece.tokens, piece.finish, piece.stop_token = [], "length", None
                 self.exchange.end(piece.id, piece.index)
@@ -149,14 +149,14 @@ class Answers(ABC, Generic[AnyChoice]):
         return "".join(events).encode() if self.request.stream else b""
 
     def last_events(self) -> bytes:
-        """What ends a stream."""
+        """Return the last events of a stream."""
         if not self._has_usage:
             return DONE
         chunk = {**self._envelope, "object": self.chunk_kind, "choices": [], "usage": self._usage()}
         return b"data: " + to_json(chunk).encode() + b"\n\n" + DONE
 
     def whole(self) -> bytes:
-        """The body of a response that is not streamed."""
+        """Return the body of a response that is not streamed."""
         choices = [self.whole_choice(choice) for choice in self.choices.values()]
         body = {**self._envelope, "object": self.whole_kind, "choices": choices, "usage": self._usage()}
         return to_json({**body, **self.whole_extra()}).encode()
@@ -166,7 +166,7 @@ class Answers(ABC, Generic[AnyChoice]):
 
     @abstractmethod
     def add(self, choice: AnyChoice, addition: Addition, events: list[str]) -> None:
-        """Takes in what a piece adds, and appends the events that a stream sends for it."""
+        """Add a delta's text to a choice, and append the events that a stream sends for it."""
 
     @abstractmethod
     def whole_choice(self, choice: AnyChoice) -> dict[str, Any]: ...
@@ -175,7 +175,7 @@ class Answers(ABC, Generic[AnyChoice]):
         return {}
 
     def event(self, choice: AnyChoice, fields: dict[str, Any], extra: Mapping[str, Any] | None = None) -> str:
-        """A chunk with more than text; `fields` are the choice's, `extra` the chunk's own."""
+        """Return a chunk with more than text; `fields` are the choice's, `extra` the chunk's own."""
         chunk: dict[str, Any] = {**self._envelope, "object": self.chunk_kind}
         chunk["choices"] = [{"index": choice.index, **fields}]
         if self._has_usage:
@@ -183,11 +183,11 @@ class Answers(ABC, Generic[AnyChoice]):
         return f"data: {to_json({**chunk, **(extra or {})})}\n\n"
 
     def token_fields(self, tokens: list[int], versions: list[int]) -> dict[str, Any]:
-        """What `return_token_ids` adds to a choice."""
+        """Return the fields that `return_token_ids` adds to a choice."""
         return {"token_ids": tokens, "weights_versions": versions} if self.request.return_token_ids else {}
 
     def _around(self, index: int) -> tuple[str, str]:
-        """What stands before and behind the text of a chunk that has nothing else: made once, used for every token."""
+        """Return the JSON before and after the text of a chunk: made once, used for every token."""
         mark = "\N{OBJECT REPLACEMENT CHARACTER}"
         usage = {"usage": None} if self._has_usage else {}
         choice = {"index": index, **self.text_fields(mark), "logprobs": None, "finish_reason": None}
@@ -197,7 +197,7 @@ class Answers(ABC, Generic[AnyChoice]):
 
     @abstractmethod
     def text_fields(self, text: str) -> dict[str, Any]:
-        """A choice of a chunk that adds this text."""
+        """Return the fields of a choice that adds this text."""
 
     def _usage(self) -> dict[str, Any]:
         prompt = sum(len(prompt.tokens) for prompt in self._prompts.values())
@@ -211,7 +211,8 @@ class Answers(ABC, Generic[AnyChoice]):
 
 
 async def respond(http: Request, answers: Answers[Any], ignored: list[str]) -> Response:
-    """The answers as a body, or as a stream once the first of them begins. `ignored`: fields to warn the client of."""
+    """Return the answers as a body, or as a stream once the first of them begins. `ignored`: fields for
+    X-Ignored-Fields."""
     exchange = answers.exchange
     headers = {"X-Ignored-Fields": ", ".join(map(_header_text, ignored[:20]))} if ignored else {}
     watch = asyncio.create_task(_watch(http.receive, answers))
@@ -223,7 +224,7 @@ async def respond(http: Request, answers: Answers[Any], ignored: list[str]) -> R
             return EventStream(answers, events, watch, headers)
         while not answers.is_done:
             answers.read(await exchange.pieces())
-        # Log-probs of a long text are megabytes of JSON, which others should not wait for.
+        # Log-probs of a long text are megabytes of JSON: keep them off the event loop.
         body = await asyncio.to_thread(answers.whole) if answers.has_logprobs else answers.whole()
         return Response(body, media_type="application/json", headers=headers)
     finally:
@@ -233,7 +234,7 @@ async def respond(http: Request, answers: Answers[Any], ignored: list[str]) -> R
 
 
 class EventStream(Response):
-    """Server-sent events, from the first on."""
+    """A server-sent event stream, from the first delta on."""
 
     def __init__(
         self, answers: Answers[Any], first: bytes, watch: asyncio.Task[None], headers: Mapping[str, str]
@@ -275,5 +276,5 @@ async def _watch(receive: Receive, answers: Answers[Any]) -> None:
 
 
 def _header_text(name: str) -> str:
-    """A field may have any name; a header may not have any character."""
+    """Replace characters of a field name that a header must not have."""
     return "".join(letter if letter.isascii() and letter.isprintable() else "?" for letter in name[:64])

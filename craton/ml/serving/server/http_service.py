@@ -1,7 +1,7 @@
-"""What every endpoint needs: the engine, the texts of its model, and whether a request may be taken now.
+"""The state that all endpoints share: the engine, the tokenizer and chat template, and whether requests are accepted.
 
-Prompts are checked here, before the engine sees them: they have tokens, the tokens are the model's, and prompt and
-answer fit into its context.
+Prompts are checked here, before the engine sees them: they are not empty, their tokens are in the vocabulary, and
+prompt and answer fit the model's context.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from craton.ml.serving.server.settings import ServerSettings, ToolStyle
 from craton.ml.serving.server.text import ChatTemplate, TextTooLongError, Vocabulary, load_template
 from craton.ml.serving.server.tools import guess_style
 
-LONG_CHARACTERS = 4_000  # a text that takes longer to render and encode than others should wait for
-ENCODERS = 2  # threads for long texts; one more core would be taken from the engine
+LONG_CHARACTERS = 4_000  # longer texts are rendered and encoded on a thread
+ENCODERS = 2  # threads for long texts; another one would take a core from the engine
 # Of a body: OpenAI's fields beside the prompt, and the prompt's tokens as JSON with every letter escaped.
 BODY_BYTES, BODY_BYTES_PER_TOKEN, MAX_BODY_BYTES = 2 << 20, 64, 16 << 20
-# Values of a body: the most are parsed and checked in less than 100 ms, during which no other client is answered.
+# Values of a body: the maximum is parsed and checked in less than 100 ms, which block all other clients.
 BODY_VALUES, MAX_BODY_VALUES = 100_000, 400_000
-TOOL_CHARACTERS, MESSAGE_CHARACTERS = 200, 20  # what rendering one costs beside its content
+TOOL_CHARACTERS, MESSAGE_CHARACTERS = 200, 20  # cost of rendering one, beside its content
 TOO_LONG = "context_length_exceeded"
-MAX_PROMPT_LOGPROBS = 1 << 17  # values, of one prompt
+MAX_PROMPT_LOGPROBS = 1 << 17  # values of one prompt
 MAX_RETRY_SECONDS = 60
 ADVISED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # of a generation_config.json
 
@@ -49,7 +49,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Readiness:
-    """`reason` says why it is not ready, and what to do where there is something."""
+    """The server's status; `reason` says why it is not ready, and the remedy if there is one."""
 
     status: Literal["loading", "ready", "draining", "failed", "silent", "asleep", "paused", "without weights"]
     reason: str = ""
@@ -63,7 +63,7 @@ class Readiness:
 
 
 class HttpService:
-    """One model, served."""
+    """The HTTP service of one model."""
 
     def __init__(self, settings: ServerSettings, link: EngineLink) -> None:
         self.settings = settings
@@ -82,20 +82,20 @@ class HttpService:
 
     @property
     def name(self) -> str:
-        """Under which the model is served."""
+        """The name of the served model."""
         return self.settings.served_name or self.link.working().model
 
     def readiness(self) -> Readiness:
-        """Whether requests are taken and computed now."""
+        """Return whether requests are accepted and computed now."""
         link = self.link
         if link.failure is not None:
             return Readiness("failed", link.failure)
         if self.is_draining:
             return Readiness("draining", "the server is shutting down")
         if link.silent_seconds > self.settings.silent_seconds:
-            return Readiness("silent", f"the engine has said nothing for {whole_duration(link.silent_seconds)}")
+            return Readiness("silent", f"the engine has not reported for {whole_duration(link.silent_seconds)}")
         if link.ready is None:
-            return Readiness("loading", "the model is being loaded")
+            return Readiness("loading", "the model is loading")
         if link.stats.state == "asleep":
             return Readiness("asleep", "the engine is asleep; POST /wake_up")
         if link.stats.refusal:
@@ -105,27 +105,27 @@ class HttpService:
         return Readiness("ready")
 
     def body_limits(self) -> BodyLimits:
-        """A body has the tokens of its prompts, as texts or as numbers, and little else."""
+        """Return the body limits, which follow from the context length: a body is mostly its prompts."""
         length = 0 if self.link.ready is None else self.link.ready.max_length
         by_context = min(BODY_BYTES + BODY_BYTES_PER_TOKEN * length, MAX_BODY_BYTES)
         values = max(BODY_VALUES, min(MAX_CHOICES * length, MAX_BODY_VALUES), 2 * length)
         return BodyLimits(self.settings.max_body_bytes or by_context, values)
 
     def check_taken(self) -> None:
-        """Raises why no request is taken now, if none is."""
+        """Raise if no request is accepted now."""
         if self.is_draining:
             raise UnavailableError("the server is shutting down", code="draining", retry_seconds=5)
         self.link.working()
         if self.link.waiting + self._num_preparing >= self.settings.max_waiting:
             raise BusyError(
-                f"{self.settings.max_waiting} requests are waiting, which is as many as may",
+                f"{self.settings.max_waiting} requests are waiting, which is the maximum; retry later",
                 code="too_many_requests",
                 retry_seconds=min(max(math.ceil(self.metrics.last_first_token_seconds), 1), MAX_RETRY_SECONDS),
             )
 
     @contextmanager
     def admitted(self) -> Iterator[None]:
-        """Within it a request is prepared and submitted, and counts among those that wait. Raises why none is taken."""
+        """Count a request as waiting while it is prepared and submitted. Raise if no request is accepted now."""
         self.check_taken()
         self._num_preparing += 1
         try:
@@ -137,17 +137,17 @@ class HttpService:
         return Exchange(self.link, self.settings.request_seconds)
 
     def adapter(self, model: str | None) -> str | None:
-        """The adapter that a model's name stands for; None: the model itself."""
+        """Return the adapter with a model name; None: the model itself."""
         adapters = self.link.working().adapters
         if model is None or model == self.name:
             return None
         if model in adapters:
             return model
         models = ", ".join(repr(name) for name in (self.name, *adapters))
-        raise NotFoundError(f"the model {model!r} does not exist; there is {models}", "model", "model_not_found")
+        raise NotFoundError(f"the model {model!r} does not exist; available: {models}", "model", "model_not_found")
 
     async def encode(self, text: str, with_special_tokens: bool, must_fit: bool = True) -> list[int]:
-        """`must_fit`: more tokens than the context has are refused; else they are counted."""
+        """Tokenize a text. `must_fit`: raise if it has more tokens than the context."""
         vocabulary = self.texts("prompt")
         self._check_fits(len(text))
         limit = self.link.working().max_length if must_fit else None
@@ -160,12 +160,12 @@ class HttpService:
         add_generation_prompt: bool,
         options: dict[str, Any] | None,
     ) -> str:
-        """The prompt of a chat as text."""
+        """Return the prompt of a chat as text."""
         self.texts("messages")
         template = self.template
         if template is None:
             raise BadRequestError(
-                "the model has no chat template; use /v1/completions, or put a chat_template.jinja into its folder",
+                "the model has no chat template; use /v1/completions, or add a chat_template.jinja to its folder",
                 "messages",
             )
         plain = [_plain_message(message, "developer" in template.source) for message in messages]
@@ -174,7 +174,7 @@ class HttpService:
         self._check_fits(characters)
         if len(plain) > (length := self.link.working().max_length):
             raise BadRequestError(
-                f"there are {len(plain)} messages; the model's context is {length} tokens", "messages", TOO_LONG
+                f"got {len(plain)} messages; the model's context is {length} tokens", "messages", TOO_LONG
             )
         size = characters + TOOL_CHARACTERS * len(plain_tools) + MESSAGE_CHARACTERS * len(plain)
         return await self._aside(size, lambda: template.render(plain, plain_tools, add_generation_prompt, options))
@@ -187,10 +187,10 @@ class HttpService:
     def check_prompt(self, prompt: Sequence[int]) -> None:
         ready = self.link.working()
         if not prompt:
-            raise BadRequestError("the prompt has no tokens; it needs at least one", "prompt")
+            raise BadRequestError("the prompt has no tokens; give at least one", "prompt")
         if len(prompt) >= ready.max_length:
             raise BadRequestError(
-                f"the prompt has {len(prompt)} tokens; the model's context is {ready.max_length} tokens, of which the "
+                f"the prompt has {len(prompt)} tokens; the model's context is {ready.max_length} tokens, and the "
                 "answer needs at least one",
                 "prompt",
                 TOO_LONG,
@@ -201,7 +201,7 @@ class HttpService:
         vocabulary = self.link.working().vocabulary
         if tokens and (largest := max(tokens)) >= vocabulary:
             raise BadRequestError(
-                f"{parameter} has token {largest}, which is not one of the model's {vocabulary:,}", parameter
+                f"{parameter} has token {largest}, which is not in the model's vocabulary of {vocabulary:,}", parameter
             )
 
     def sampling(
@@ -214,26 +214,27 @@ class HttpService:
         prompt_logprobs: int | None,
         grammar: Grammar | None,
     ) -> Sampling:
-        """How the engine is to answer. `default_tokens` is the length where none is asked for; None: what fits."""
+        """Return the sampling parameters for the engine. `default_tokens` replaces a missing max_tokens; None: all that
+        fits."""
         ready = self.link.working()
         room = ready.max_length - prompt_tokens
         if max_tokens is None:
             max_tokens = room if default_tokens is None else min(default_tokens, room)
         elif max_tokens > room:
             raise BadRequestError(
-                f"the prompt's {prompt_tokens} tokens and max_tokens {max_tokens} are more than the model's context of "
-                f"{ready.max_length} tokens; ask for at most {room}",
+                f"the prompt's {prompt_tokens} tokens plus max_tokens {max_tokens} exceed the model's context of "
+                f"{ready.max_length} tokens; lower max_tokens to {room} or less",
                 "max_tokens",
                 TOO_LONG,
             )
         if prompt_logprobs is not None and prompt_tokens * (prompt_logprobs + 1) > MAX_PROMPT_LOGPROBS:
             raise BadRequestError(
-                f"log-probs of {prompt_logprobs} alternatives for the prompt's {prompt_tokens} tokens are more than "
-                f"{MAX_PROMPT_LOGPROBS:,} values; ask for fewer, or shorten the prompt",
+                f"prompt_logprobs {prompt_logprobs} for the prompt's {prompt_tokens} tokens gives more than "
+                f"{MAX_PROMPT_LOGPROBS:,} values; request fewer, or shorten the prompt",
                 "prompt_logprobs",
             )
         if request.min_tokens > max_tokens:
-            raise BadRequestError(f"min_tokens {request.min_tokens} is more than max_tokens {max_tokens}", "min_tokens")
+            raise BadRequestError(f"min_tokens {request.min_tokens} exceeds max_tokens {max_tokens}", "min_tokens")
         stop_tokens = tuple(dict.fromkeys(request.stop_token_ids or ()))
         self.check_tokens(stop_tokens, "stop_token_ids")
         chosen = {name: value for name, value in self._defaults.items() if name not in request.model_fields_set}
@@ -257,25 +258,26 @@ class HttpService:
         )
 
     def _check_fits(self, characters: int) -> None:
-        """Refuses, before it costs anything, a text that cannot fit whatever its tokens are."""
+        """Raise for a text that cannot fit the context however it is tokenized, before tokenizing it."""
         length, longest = self.link.working().max_length, self.texts("prompt").longest_token_bytes
         if characters > length * longest:
             raise BadRequestError(
-                f"the text has {characters:,} characters; the model's context of {length:,} tokens, of which the "
-                f"longest has {longest} bytes, holds at most {length * longest:,}",
+                f"the text has {characters:,} characters; the maximum for the model's context is {length * longest:,} "
+                f"({length:,} tokens, the longest of {longest} bytes)",
                 "prompt",
                 TOO_LONG,
             )
 
     async def _aside(self, characters: int, work: Callable[[], Result]) -> Result:
-        """Long texts are rendered and encoded in a thread, so that answers go on streaming meanwhile."""
+        """Run the work, for long texts on a thread, so that streams continue meanwhile."""
         if characters <= LONG_CHARACTERS:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._encoders, work)
 
 
 def generation_defaults(folder: Path) -> dict[str, float]:
-    """What the makers of a model advise, where a request says nothing; nothing where their file cannot be used."""
+    """Return the model's recommended sampling parameters (generation_config.json), the defaults of a request. Empty if
+    the file is missing or invalid."""
     try:
         advised = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -287,7 +289,7 @@ def generation_defaults(folder: Path) -> dict[str, float]:
             try:
                 GenerationRequest.model_validate({name: value})
             except ValidationError:
-                logger.warning("%s: %s %r is left out: no request could ask for it", folder, name, value)
+                logger.warning("%s/generation_config.json: ignoring %s %r: out of range", folder, name, value)
                 continue
             result[name] = float(value)
     return result
@@ -298,17 +300,17 @@ def _encode(vocabulary: Vocabulary, text: str, with_special_tokens: bool, max_to
         return vocabulary.encode(text, with_special_tokens, max_tokens)
     except TextTooLongError as error:
         raise BadRequestError(
-            f"the prompt has {error.num_tokens} tokens; the model's context is {max_tokens} tokens, of which the "
-            "answer needs at least one",
+            f"the prompt has {error.num_tokens} tokens; the model's context is {max_tokens} tokens, and the answer "
+            "needs at least one",
             "prompt",
             TOO_LONG,
         ) from None
     except (UnicodeEncodeError, TypeError):
-        raise BadRequestError("the text has half a surrogate pair, which no encoding can hold", "prompt") from None
+        raise BadRequestError("the text has half a surrogate pair and cannot be encoded; remove it", "prompt") from None
 
 
 def _plain_message(message: Message, has_developers: bool) -> dict[str, Any]:
-    """As templates expect it: content as one text, the arguments of calls as objects."""
+    """Return a message as templates expect it: content as one text, arguments of tool calls as objects."""
     plain: dict[str, Any] = message.model_dump(exclude_unset=True)
     plain["content"] = _content(message)
     if message.role == "developer" and not has_developers:
@@ -328,7 +330,7 @@ def _content(message: Message) -> str:
     texts = []
     for part in message.content:
         if part.type != "text" or part.text is None:
-            raise BadRequestError(f"content of type {part.type!r} cannot be read; only text can", "messages")
+            raise BadRequestError(f"content of type {part.type!r} is not supported; use text", "messages")
         texts.append(part.text)
     return "".join(texts)
 
@@ -337,7 +339,7 @@ def _arguments(text: str) -> Any:
     try:
         return json.loads(text or "{}")
     except (ValueError, RecursionError):
-        return text  # what a model once wrote goes back to it as it was
+        return text  # pass the model's own text back unchanged
 
 
 def _logit_bias(bias: dict[str, float], vocabulary: int) -> dict[int, float]:
@@ -345,7 +347,7 @@ def _logit_bias(bias: dict[str, float], vocabulary: int) -> dict[int, float]:
     for token, value in bias.items():
         if not (token.isascii() and token.isdigit() and len(token) < 10 and int(token) < vocabulary):
             raise BadRequestError(
-                f"logit_bias has {token!r}, which is not one of the model's {vocabulary:,} tokens", "logit_bias"
+                f"logit_bias has {token!r}, which is not in the model's vocabulary of {vocabulary:,}", "logit_bias"
             )
         result[int(token)] = value
     return result

@@ -1,8 +1,8 @@
-"""The front end's side of the connection to the engine: requests go out, replies come in and find who waits for them.
+"""The front end's side of the connection to the engine: sends requests and dispatches replies to their waiters.
 
-The event loop never waits for the engine: messages are sent by a thread, and read when the connection has some. (Were
-both sides to write a long message at once from their only thread, neither would read.) Everybody who waits is woken,
-with the reason, when the engine fails or its end of the connection closes.
+The event loop never waits for the engine: a thread sends messages, and the loop reads when data is available. (If both
+sides wrote a long message from their only thread, they would deadlock.) If the engine fails or closes the connection,
+all waiters get the reason.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from craton.ml.serving.server.errors import ApiError, ClientGoneError, TooSlowEr
 from craton.ml.serving.server.wire import Wire
 from craton.ml.serving.wire import Message, WireError
 
-MAX_HELD_VALUES = 1 << 18  # tokens and alternatives of one request that its client has not taken; about 10 MB
+MAX_HELD_VALUES = 1 << 18  # tokens and alternatives of one request that its client has not received; about 10 MB
 
 logger = logging.getLogger("craton.serving")
 
 
 class EngineLink:
-    """One engine. `ready` is None until it can take requests; `failure` says why it no longer does."""
+    """The connection to one engine. `ready` is None until it accepts requests; `failure` says why it no longer does."""
 
     def __init__(self, wire: Wire) -> None:
         self.ready: Ready | None = None
         self.failure: str | None = None
         self.stats = Stats()
-        self._heard = time.monotonic()  # when the engine last said anything
-        self.on_end: Callable[[int], None] = lambda num_failed: None  # told how many requests the engine left open
+        self._heard = time.monotonic()  # time of the engine's last message
+        self.on_end: Callable[[int], None] = lambda num_failed: None  # called with the number of open requests
         self._wire = wire
         self._ids = count(1)
         self._exchanges: dict[int, Exchange] = {}  # by the id of each of their submits
@@ -57,12 +57,12 @@ class EngineLink:
         self._sender = threading.Thread(target=self._send_all, name="to-engine", daemon=True)
 
     def start(self) -> None:
-        """From now on, in the running loop, replies are read."""
+        """Start reading replies in the running event loop, and sending requests."""
         asyncio.get_running_loop().add_reader(self._wire.fileno(), self._read)
         self._sender.start()
 
     def close(self) -> None:
-        """What was sent so far still reaches the engine."""
+        """Close the connection after sending all queued messages."""
         self._outbox.put(None)
         self._sender.join(timeout=5)
         if self.failure is None:
@@ -71,29 +71,29 @@ class EngineLink:
 
     @property
     def waiting(self) -> int:
-        """Requests that have no token yet."""
+        """Return the number of requests without a token."""
         return len(self._waiting)
 
     @property
     def exchanges(self) -> set[Exchange]:
-        """Those with a request that has not ended."""
+        """Return the exchanges with open requests."""
         return set(self._exchanges.values())
 
     @property
     def silent_seconds(self) -> float:
-        """How long an engine that has something to do, and tells how it does twice a second, has said nothing."""
+        """Return the seconds since the last message of an engine with open requests; it reports twice a second."""
         return time.monotonic() - self._heard if self._exchanges and self.ready is not None else 0.0
 
     def working(self) -> Ready:
-        """What the engine said when it could take requests; an error while, or when, it cannot."""
+        """Return the engine's Ready message; raise while it loads or after it failed."""
         if self.failure is not None:
             raise UnavailableError(f"the engine has failed: {self.failure}", code="engine_failed")
         if self.ready is None:
-            raise UnavailableError("the model is being loaded; ask again soon", code="loading", retry_seconds=1)
+            raise UnavailableError("the model is loading; retry soon", code="loading", retry_seconds=1)
         return self.ready
 
     async def control(self, name: str, arguments: Mapping[str, Any] | None = None) -> EngineReply:
-        """The engine's answer, whatever it is; later ones find the engine in the state this one put it in."""
+        """Send a control and return the engine's reply; controls run in order."""
         self.working()
         number = next(self._ids)
         future: asyncio.Future[EngineReply] = asyncio.get_running_loop().create_future()
@@ -105,7 +105,7 @@ class EngineLink:
             self._answers.pop(number, None)
 
     def note_state(self, state: str, refusal: str | None = None) -> None:
-        """The state after a control that has changed it, until the engine's next report."""
+        """Set the state that a control has changed, until the engine's next report."""
         self.stats = replace(self.stats, state=state, refusal=self.stats.refusal if refusal is None else refusal)
 
     def note_adapters(self, adapters: Iterable[str]) -> None:
@@ -113,14 +113,14 @@ class EngineLink:
         self.ready = replace(self.ready, adapters=tuple(adapters))
 
     def fail_all(self, error: ApiError) -> None:
-        """Ends every open request with this error."""
+        """End every open request with this error."""
         for exchange in self.exchanges:
             exchange.fail(error)
 
     def _submit(self, exchange: Exchange, prompt: tuple[int, ...], options: dict[str, Any]) -> int:
         self.working()
         number = next(self._ids)
-        if not self._exchanges:  # until now nothing was expected of it
+        if not self._exchanges:  # an idle engine need not have reported
             self._heard = time.monotonic()
         self._exchanges[number] = exchange
         self._waiting.add(exchange)
@@ -138,7 +138,7 @@ class EngineLink:
         self._exchanges.pop(number, None)
 
     def _read(self) -> None:
-        """Whatever the engine has said; it is called again when there is more."""
+        """Read the engine's messages; called when data is available."""
         try:
             for reply in self._wire.read():
                 self._heard = time.monotonic()
@@ -146,14 +146,14 @@ class EngineLink:
                 if self.failure is not None:
                     return
         except (EOFError, OSError):
-            self._end("its process has ended")
+            self._end("its process exited")
         except WireError as error:
-            self._end(f"it sent what is not a message: {error}")
+            self._end(f"it sent an invalid message: {error}")
 
     def _take(self, reply: Message) -> None:
         if isinstance(reply, list):
             for piece in reply:
-                # Pieces of a request that has been aborted may still be on their way.
+                # Deltas of an aborted request may still arrive.
                 if (exchange := self._exchanges.get(piece.id)) is not None:
                     exchange.put(piece)
         elif isinstance(reply, Stats):
@@ -184,15 +184,15 @@ class EngineLink:
             try:
                 self._wire.write(message)
             except OSError:
-                return  # the reader sees the end of the connection too, and says so
+                return  # the reader sees the closed connection too, and reports it
 
 
 class Exchange:
-    """What one HTTP request asks of the engine, and gets. Closing it aborts what has not ended."""
+    """The engine requests and outputs of one HTTP request. Closing it aborts those that have not ended."""
 
     def __init__(self, link: EngineLink, timeout_seconds: float = 0.0) -> None:
         self.has_begun = False
-        self.adapters: set[str] = set()  # that its requests are for
+        self.adapters: set[str] = set()  # of its requests
         self._link = link
         self._loop = asyncio.get_running_loop()
         self._open: dict[int, set[int]] = {}  # copies that have not ended, by submit
@@ -202,7 +202,7 @@ class Exchange:
         self._problem: Exception | None = None
         self._timer: asyncio.TimerHandle | None = None
         if timeout_seconds:
-            error = TooSlowError(f"the answer took longer than {setting(timeout_seconds)}", code="timeout")
+            error = TooSlowError(f"the request timed out after {setting(timeout_seconds)}", code="timeout")
             self._timer = self._loop.call_later(timeout_seconds, self.fail, error)
 
     def submit(
@@ -221,7 +221,7 @@ class Exchange:
         return number
 
     async def pieces(self) -> list[OutputDelta]:
-        """What came since the last call, at least one. Raises why there will be none."""
+        """Wait for deltas; return those since the last call, at least one. Raise if there will be none."""
         while not self._pieces:
             if self._problem is not None:
                 raise self._problem
@@ -232,7 +232,7 @@ class Exchange:
         return pieces
 
     def end(self, number: int, index: int) -> None:
-        """This copy is complete for us, though the engine would go on."""
+        """End a copy whose text is complete, for example at a stop string."""
         if index in self._open.get(number, ()):
             self._link._abort(number, index)
             self._ended(number, index)
@@ -265,7 +265,7 @@ class Exchange:
         self._num_held += sum(len(alternative.tokens) for alternative in piece.alternatives) + len(piece.tokens)
         if self._num_held > MAX_HELD_VALUES:
             self._link._abort(piece.id, None)
-            self.fail(TooSlowError("the client does not take its answer; it was given up", code="slow_client"))
+            self.fail(TooSlowError("the client does not read its answer; the request was aborted", code="slow_client"))
         if piece.finish is not None:
             self._ended(piece.id, piece.index)
         self._wake()

@@ -1,7 +1,7 @@
-"""Metrics for Prometheus: under vLLM's names, which dashboards and routers know, and under ours with the plan's twins.
+"""Prometheus metrics: under vLLM's names, which dashboards and routers know, and under our own, with the plan's values.
 
-What the engine counts comes from its newest report at each scrape; what only the front end sees (requests, latencies)
-is counted here. All of them have the label model_name.
+Engine metrics come from its newest report at each scrape; requests and latencies are counted here. All have the label
+model_name.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from craton.ml.serving.messages import STEP_BOUNDS, OutputDelta, Stats
 if TYPE_CHECKING:
     from craton.ml.serving.server.link import EngineLink
 
-# vLLM's bounds, so that quantiles of both engines can be compared.
+# vLLM's buckets, so that quantiles of both engines can be compared.
 FIRST_TOKEN_BOUNDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 TOKEN_BOUNDS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 REQUEST_BOUNDS = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
@@ -34,7 +34,7 @@ disable_created_metrics()
 
 
 class Metrics:
-    """Everything that /metrics shows."""
+    """All metrics of /metrics."""
 
     def __init__(self, link: EngineLink, served_name: str | None) -> None:
         self._link = link
@@ -49,17 +49,17 @@ class Metrics:
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"vllm:{name}", text, (*LABELS, *labels), registry=registry)
 
-        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests that began")
-        self._cached_tokens = counter("prompt_tokens_cached", "Prompt tokens found computed")
+        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of started requests")
+        self._cached_tokens = counter("prompt_tokens_cached", "Prompt tokens found in the prefix cache")
         self._generation_tokens = counter("generation_tokens", "Tokens generated")
-        self._success = counter("request_success", "Answers that ended", "finished_reason")
+        self._success = counter("request_success", "Finished answers", "finished_reason")
         self._first_token = histogram("time_to_first_token_seconds", "From request to first token", FIRST_TOKEN_BOUNDS)
         self._inter_token = histogram("inter_token_latency_seconds", "From one token to the next", TOKEN_BOUNDS)
         self._per_token = histogram(
-            "request_time_per_output_token_seconds", "Mean time of a token after the first", TOKEN_BOUNDS
+            "request_time_per_output_token_seconds", "Mean time per output token after the first", TOKEN_BOUNDS
         )
         self._whole = histogram("e2e_request_latency_seconds", "From request to last token", REQUEST_BOUNDS)
-        # These add up: a request waits, its prompt is read (until the first token), its answer is written.
+        # These add up: queue, prefill (until the first token), decode.
         self._queue = histogram("request_queue_time_seconds", "From request to its first step", REQUEST_BOUNDS)
         self._prefill = histogram("request_prefill_time_seconds", "From first step to first token", REQUEST_BOUNDS)
         self._decode = histogram("request_decode_time_seconds", "From first to last token", REQUEST_BOUNDS)
@@ -86,19 +86,19 @@ class Metrics:
 
 
 class ServerMeter:
-    """Times one prompt and its answers, from its making on."""
+    """Measures one prompt and its answers, from its construction on."""
 
     def __init__(self, metrics: Metrics, prompt_tokens: int) -> None:
         self._metrics = metrics
         self._prompt_tokens = prompt_tokens
         self._started = time.monotonic()
-        self._admitted = 0.0  # when the engine began with it; 0: it never told
+        self._admitted = 0.0  # when its prefill began; 0: unknown
         self._times: dict[int, tuple[float, float, int]] = {}  # first, last, tokens of each copy
         self._inter_token = metrics._inter_token.labels(metrics.model_name)
         self._generation_tokens = metrics._generation_tokens.labels(metrics.model_name)
 
     def note(self, piece: OutputDelta, now: float, finish: str | None) -> None:
-        """A piece was read; `finish` says why it is the last one."""
+        """Record a delta; `finish` is the finish reason of the last one."""
         count = len(piece.tokens)
         times = self._times.get(piece.index)
         if times is None:
@@ -138,7 +138,7 @@ class ServerMeter:
 
 
 class _EngineMetrics(Collector):
-    """The engine's newest report, whenever Prometheus asks."""
+    """Collects the engine's newest report at each scrape."""
 
     def __init__(self, link: EngineLink, metrics: Metrics) -> None:
         self._link = link
@@ -172,7 +172,7 @@ class _EngineMetrics(Collector):
         return family
 
     def _cache(self, stats: Stats) -> Metric:
-        """vLLM's form: a gauge that is 1, with everything in labels."""
+        """Return vLLM's info metric: a gauge of 1 with the values as labels."""
         ready = self._link.ready
         assert ready is not None
         values = {
@@ -183,13 +183,13 @@ class _EngineMetrics(Collector):
             "num_gpu_blocks": stats.blocks,
             "num_cpu_blocks": stats.host_blocks,
         }
-        family = GaugeMetricFamily("vllm:cache_config_info", "Keys and values", labels=(*LABELS, *values))
+        family = GaugeMetricFamily("vllm:cache_config_info", "KV cache configuration", labels=(*LABELS, *values))
         family.add_metric([self._metrics.model_name, *map(str, values.values())], 1.0)
         return family
 
     def _sleep_state(self, stats: Stats) -> Metric:
         family = GaugeMetricFamily(
-            "vllm:engine_sleep_state", "1 at the state it is in", labels=(*LABELS, "sleep_state")
+            "vllm:engine_sleep_state", "1 for the current state", labels=(*LABELS, "sleep_state")
         )
         now = SLEEP_STATES.get(stats.state, stats.state)
         for state in ("awake", "weights_offloaded", "discard_all"):
@@ -198,10 +198,10 @@ class _EngineMetrics(Collector):
 
     def _tiers(self, stats: Stats) -> Iterator[Metric]:
         ratio = GaugeMetricFamily(
-            "craton_serve_prefix_hit_ratio", "Share of prompt tokens found computed", labels=(*LABELS, "tier")
+            "craton_serve_prefix_hit_ratio", "Prefix cache hit share of prompt tokens", labels=(*LABELS, "tier")
         )
         tokens = CounterMetricFamily(
-            "craton_serve_prefix_hit_tokens", "Prompt tokens found computed", labels=(*LABELS, "tier")
+            "craton_serve_prefix_hit_tokens", "Prompt tokens found in the prefix cache", labels=(*LABELS, "tier")
         )
         for tier, hits in (("device", stats.prefix_hits), ("host", stats.host_hits)):
             ratio.add_metric([self._metrics.model_name, tier], _share(hits, stats.prefix_queries))
@@ -210,7 +210,7 @@ class _EngineMetrics(Collector):
         yield tokens
 
     def _adapters(self) -> Metric:
-        """vLLM's form, which routers read: names in labels, and the time as the value."""
+        """Return vLLM's adapter metric, which routers read: names as labels, the time as the value."""
         running: set[str] = set()
         waiting: set[str] = set()
         for exchange in self._link.exchanges:
@@ -227,29 +227,29 @@ class _EngineMetrics(Collector):
 def _gauges(stats: Stats) -> list[tuple[str, str, float]]:
     plan_tokens = stats.tokens_per_second / stats.roofline if stats.roofline else 0.0
     return [
-        ("vllm:num_requests_running", "Requests that are computed", stats.running),
-        ("vllm:num_requests_waiting", "Requests that wait", stats.waiting),
-        ("vllm:kv_cache_usage_perc", "Share of the blocks that is used", _share(stats.blocks_used, stats.blocks)),
-        ("craton_serve_blocks", "Blocks for keys and values on the device", stats.blocks),
-        ("craton_serve_host_blocks", "Blocks for keys and values in host memory", stats.host_blocks),
+        ("vllm:num_requests_running", "Running requests", stats.running),
+        ("vllm:num_requests_waiting", "Waiting requests", stats.waiting),
+        ("vllm:kv_cache_usage_perc", "Share of KV cache blocks in use", _share(stats.blocks_used, stats.blocks)),
+        ("craton_serve_blocks", "KV cache blocks on the device", stats.blocks),
+        ("craton_serve_host_blocks", "KV cache blocks in host memory", stats.host_blocks),
         (
             "craton_serve_host_blocks_used_ratio",
-            "Share of the host's blocks that is used",
+            "Share of KV cache blocks in host memory in use",
             _share(stats.host_blocks_used, stats.host_blocks),
         ),
-        ("craton_run_step_seconds", "Mean of the last steps", stats.step_seconds),
-        ("craton_plan_step_seconds", "What the machine's roofs allow for the same steps", stats.plan_step_seconds),
-        ("craton_run_tokens_per_second", "Generated over the last seconds", stats.tokens_per_second),
-        ("craton_plan_tokens_per_second", "The same at the machine's roofs", plan_tokens),
-        ("craton_serve_roofline", "Planned over measured step time", stats.roofline),
-        ("craton_serve_weights_version", "Of the weights", stats.weights_version),
+        ("craton_run_step_seconds", "Mean duration of the last steps", stats.step_seconds),
+        ("craton_plan_step_seconds", "Roofline duration of the same steps", stats.plan_step_seconds),
+        ("craton_run_tokens_per_second", "Tokens generated per second", stats.tokens_per_second),
+        ("craton_plan_tokens_per_second", "Tokens per second at the roofline", plan_tokens),
+        ("craton_serve_roofline", "Roofline step duration over measured step duration", stats.roofline),
+        ("craton_serve_weights_version", "Version of the weights", stats.weights_version),
     ]
 
 
 def _counters(stats: Stats) -> list[tuple[str, str, float]]:
     return [
-        ("vllm:num_preemptions", "Requests that gave their blocks up", stats.preemptions),
-        ("vllm:prefix_cache_queries", "Prompt tokens looked up", stats.prefix_queries),
+        ("vllm:num_preemptions", "Preempted requests", stats.preemptions),
+        ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache", stats.prefix_queries),
         ("vllm:prefix_cache_hits", "Of these, found on the device", stats.prefix_hits),
         (
             "vllm:external_prefix_cache_queries",
@@ -257,10 +257,10 @@ def _counters(stats: Stats) -> list[tuple[str, str, float]]:
             max(stats.prefix_queries - stats.prefix_hits, 0),
         ),
         ("vllm:external_prefix_cache_hits", "Of these, found in host memory", stats.host_hits),
-        ("vllm:spec_decode_num_drafts", "Guesses, of one or more tokens", stats.drafts),
-        ("vllm:spec_decode_num_draft_tokens", "Tokens guessed", stats.drafted),
-        ("vllm:spec_decode_num_accepted_tokens", "Of these, right", stats.accepted),
-        ("craton_serve_steps", "Steps computed", stats.steps),
+        ("vllm:spec_decode_num_drafts", "Drafts, of one or more tokens", stats.drafts),
+        ("vllm:spec_decode_num_draft_tokens", "Draft tokens", stats.drafted),
+        ("vllm:spec_decode_num_accepted_tokens", "Accepted draft tokens", stats.accepted),
+        ("craton_serve_steps", "Steps", stats.steps),
     ]
 
 

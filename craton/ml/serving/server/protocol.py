@@ -1,7 +1,7 @@
-"""What clients send, checked: OpenAI's fields, and the ones that vLLM has beside them.
+"""Request bodies: OpenAI's fields, and those that vLLM adds.
 
-Everything that has a length is bounded, and a list is given up at its first wrong entry: a body may have as many as fit
-into its bytes, and each would be reported. What is done with fields that are not known is in `fields`.
+Everything with a length is limited, and validation of a list stops at its first invalid entry: a large body could have
+too many to report. `fields` handles unknown fields.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ LogprobCount = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
 
 class Body(BaseModel):
-    """Any request's JSON."""
+    """The JSON body of a request."""
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False, protected_namespaces=())
 
     def ignored(self, n: int = 1) -> list[str]:
-        """Fields that are not known and were ignored. A BadRequestError for one that must not be."""
+        """Return the names of ignored unknown fields. Raise BadRequestError for one that must not be ignored."""
         return unknown_fields(self.model_extra or {}, type(self).model_fields, n)
 
 
@@ -57,7 +57,7 @@ class ResponseFormat(Body):
 
 
 class StructuredOutputs(Body):
-    """vLLM's form; one of them."""
+    """vLLM's format; at most one field is set."""
 
     json_: dict[str, Any] | str | None = Field(default=None, alias="json")
     regex: str | None = None
@@ -67,13 +67,13 @@ class StructuredOutputs(Body):
 
 
 class GenerationRequest(Body):
-    """What chats and completions have in common."""
+    """The common fields of chats and completions."""
 
     model: str | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     n: int = Field(default=1, ge=1, le=MAX_CHOICES)
-    max_tokens: int | None = Field(default=None, ge=0, lt=1 << 31)  # 0: only the prompt is read
+    max_tokens: int | None = Field(default=None, ge=0, lt=1 << 31)  # 0: prefill only
     temperature: float = Field(default=1.0, ge=0, le=100)
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=0, ge=-1, lt=1 << 31)
@@ -100,14 +100,14 @@ class GenerationRequest(Body):
     @model_validator(mode="before")
     @classmethod
     def _null_is_default(cls, data: Any) -> Any:
-        """OpenAI takes null for a field that was not set."""
+        """Treat null as a field that is not set, as OpenAI does."""
         return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
 
     def stops(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     def grammar(self) -> Grammar | None:
-        """The one constraint that is given; more than one cannot be kept."""
+        """Return the grammar of the answer, if one is given; raise for more than one."""
         grammars: list[tuple[str, Grammar]] = []
         if (form := self.response_format) is not None and form.type == "json_object":
             grammars.append(("response_format", Grammar("json_object")))
@@ -138,7 +138,7 @@ class GenerationRequest(Body):
             grammars.append(("structured_outputs.json_object", Grammar("json_object")))
         if len(grammars) > 1:
             names = " and ".join(name for name, _ in grammars)
-            raise BadRequestError(f"{names} are given; an answer can follow only one of them", grammars[1][0])
+            raise BadRequestError(f"{names} are given; use only one of them", grammars[1][0])
         if not grammars:
             return None
         name, grammar = grammars[0]
@@ -217,7 +217,7 @@ class ChatRequest(GenerationRequest):
     @model_validator(mode="after")
     def _check(self) -> ChatRequest:
         if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs needs logprobs to be true")
+            raise ValueError("top_logprobs requires logprobs: true")
         return self
 
 
@@ -255,13 +255,13 @@ class UnloadAdapterRequest(Body):
 
 
 class UpdateWeightsRequest(Body):
-    """From a folder of weights, or from a trainer that sends them to an address of the engine's machine."""
+    """A weight update from a folder, or from a trainer that sends to an address of the engine's machine."""
 
     folder: str | None = None
     address: str | None = None
     version: int | None = Field(None, ge=0)  # of a folder's weights; default: the next one
-    recompute: bool = False  # keys and values of what runs, too
-    wait_seconds: float = Field(600.0, gt=0, le=3600)  # for whoever sends
+    recompute: bool = False  # also recompute the KV cache of running requests
+    wait_seconds: float = Field(600.0, gt=0, le=3600)  # for the sender
 
     @model_validator(mode="after")
     def _check(self) -> UpdateWeightsRequest:
@@ -271,7 +271,7 @@ class UpdateWeightsRequest(Body):
 
 
 def check_grammar(grammar: Grammar, name: str) -> None:
-    """Refuses one that the engine would refuse for its size, before it is sent there."""
+    """Raise for a grammar that the engine would refuse for its size."""
     try:
         check_size(grammar)
     except GrammarError as error:
@@ -290,5 +290,5 @@ def _schema_text(schema: dict[str, Any] | str, name: str) -> str:
 
 def _one_of(choice: list[str], name: str) -> Grammar:
     if not choice or not all(choice):
-        raise BadRequestError(f"{name} needs at least one text, and none that is empty", name)
+        raise BadRequestError(f"{name} needs at least one text, and no empty ones", name)
     return Grammar("lark", "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in choice))

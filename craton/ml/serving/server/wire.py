@@ -1,7 +1,7 @@
-"""Messages on a socket that nobody may wait for: `message_bytes`, framed as multiprocessing.connection frames bytes.
+"""Messages on a non-blocking socket: `message_bytes`, framed as multiprocessing.connection frames bytes.
 
-The engine's end is a `multiprocessing.connection.Connection`. This end cannot be one: an event loop needs a socket that
-does not block, and a Connection takes a message of which only a part has come for a broken one.
+The engine's end is a `multiprocessing.connection.Connection`. This end cannot be one: an event loop needs a
+non-blocking socket, and a Connection fails on a message that has only partly arrived.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from collections.abc import Iterator
 from craton.ml.serving.wire import MAX_MESSAGE_BYTES, Message, WireError, decode, encode
 
 READ_BYTES = 1 << 20
-PATIENCE_SECONDS = 1e6  # a timeout, however long, makes Python wait for a socket that does not block itself
+PATIENCE_SECONDS = 1e6  # with any timeout set, Python makes the socket non-blocking and waits itself
 
 _LENGTH = struct.Struct("!i")
 _LONG_LENGTH = struct.Struct("!Q")
-_IS_LONG = -1  # in place of a length that has no room there
+_IS_LONG = -1  # marks a length that follows in 8 bytes
 
 
 class Wire:
-    """One end of a pair of sockets. Reading never waits; writing may, and belongs into a thread."""
+    """One end of a socket pair. Reading never waits; writing may, so do it on a thread."""
 
     def __init__(self, descriptor: int) -> None:
         self._socket = socket.socket(fileno=descriptor)
@@ -33,8 +33,8 @@ class Wire:
         return self._socket.fileno()
 
     def read(self) -> Iterator[Message]:
-        """The messages that are complete by now. EOFError or OSError when no more will come, WireError when what came
-        is not one."""
+        """Yield the complete messages. Raise EOFError or OSError if the connection is closed, WireError for an invalid
+        message."""
         try:
             data = os.read(self._socket.fileno(), READ_BYTES)  # the socket's own recv would wait
         except BlockingIOError:
@@ -57,7 +57,7 @@ class Wire:
         self._socket.close()
 
     def _next(self) -> bytes | None:
-        """The first message in the buffer, taken out of it; None: it is not whole yet."""
+        """Remove and return the first message of the buffer; None if it is incomplete."""
         if len(self._buffer) < _LENGTH.size:
             return None
         begin = _LENGTH.size
@@ -68,7 +68,7 @@ class Wire:
                 return None
             (length,) = _LONG_LENGTH.unpack_from(self._buffer, _LENGTH.size)
         if not 0 <= length <= MAX_MESSAGE_BYTES:
-            raise WireError(f"a message says that it has {length:,} bytes; at most {MAX_MESSAGE_BYTES:,} are read")
+            raise WireError(f"message length {length:,} exceeds the limit of {MAX_MESSAGE_BYTES:,} bytes")
         if len(self._buffer) < begin + length:
             return None
         message = bytes(self._buffer[begin : begin + length])

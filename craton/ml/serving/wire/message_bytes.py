@@ -1,7 +1,7 @@
-"""The messages of a front end and an engine as bytes, and back with every type checked.
+"""Serializes the messages between front end and engine; parsing checks every type.
 
-The pieces of a step, which are sent at every step, are two columns: integers and log-probabilities. So is the prompt
-of a request. All else is JSON.
+The output deltas of a step, sent every step, are two columns: integers and log-probabilities. A prompt is a column too.
+All else is JSON.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ Message = Request | Reply
 _PIECES, _SUBMIT = 0, 1
 _FINISHES: tuple[Finish, ...] = get_args(Finish)
 _GRAMMARS = ("json_schema", "json_object", "regex", "lark")
-_PIECE_HEAD = 8  # integers before the tokens of a piece
+_PIECE_HEAD = 8  # integers before the tokens of a delta
 _SAMPLING: tuple[Check, ...] = (
     is_integer,  # max_tokens
     is_real,  # temperature
@@ -66,7 +66,7 @@ _SAMPLING: tuple[Check, ...] = (
     *(optional(is_integer),) * 2,  # logprobs, prompt_logprobs
     optional(list_of(is_text)),  # grammar
 )
-# The other messages, whose fields are sent in their order; what is a tuple there is one again.
+# The other messages, whose fields are sent in order.
 _OTHERS: dict[type, tuple[int, tuple[Check, ...]]] = {
     Abort: (2, (is_integer, optional(is_integer))),
     Control: (3, (is_integer, is_text, is_mapping)),
@@ -93,7 +93,7 @@ class MessageLine:
         self._connection.send_bytes(encode(message))
 
     def recv(self) -> Any:
-        """Waits for the next one. EOFError or OSError when there will be none, WireError when it is not one."""
+        """Wait for the next message. Raise EOFError or OSError if the connection closes, WireError if it is invalid."""
         return decode(receive_bytes(self._connection))
 
     def poll(self, seconds: float = 0.0) -> bool:
@@ -117,7 +117,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(data: bytes) -> Message:
-    """WireError when it is not a message."""
+    """Parse a message; raise WireError if it is invalid."""
     kind, values, columns = unpack(data)
     if kind == _PIECES and len(columns) == 2:
         return _decode_pieces(values, integers(columns[0]), reals(columns[1]))
@@ -127,7 +127,7 @@ def decode(data: bytes) -> Message:
         )
         return Submit(number, tuple(integers(columns[0])), unpack_sampling(sampling), copies, priority, adapter)
     if kind not in _BY_KIND or columns:
-        raise WireError(f"there is no message of kind {kind} with {len(columns)} columns")
+        raise WireError(f"unknown message: kind {kind} with {len(columns)} columns")
     message, checks = _BY_KIND[kind]
     values = expect(values, *checks)
     if message in _WITH_TUPLES:
@@ -137,7 +137,7 @@ def decode(data: bytes) -> Message:
 
 
 def pack_sampling(sampling: Sampling) -> list[Any]:
-    """As JSON has it."""
+    """Return the values for JSON."""
     grammar = sampling.grammar
     return [
         sampling.max_tokens,
@@ -163,9 +163,9 @@ def unpack_sampling(values: Any) -> Sampling:
     values = list(expect(values, *_SAMPLING))
     bias, stops, grammar = values[9], values[11], values[15]
     if any(len(pair) != 2 or type(pair[0]) is not int for pair in bias):
-        raise WireError("a logit_bias is not a token and a number")
+        raise WireError("an entry of logit_bias is not a pair of token and number")
     if grammar is not None and (len(grammar) != 2 or grammar[0] not in _GRAMMARS):
-        raise WireError("a grammar is not of a kind that is known")
+        raise WireError(f"unknown kind of grammar; allowed: {', '.join(_GRAMMARS)}")
     values[9], values[11] = dict(bias), tuple(stops)
     values[15] = None if grammar is None else Grammar(*grammar)
     return Sampling(*values)
@@ -204,13 +204,13 @@ def _encode_pieces(pieces: Sequence[OutputDelta]) -> bytes:
 
 def _decode_pieces(values: Any, numbers: list[int], scores: list[float]) -> list[OutputDelta]:
     if not numbers or not 0 <= (count := numbers[0]) <= len(scores):
-        raise WireError("a message of pieces does not say how many there are")
+        raise WireError("a message of output deltas has no valid count")
     pieces: list[OutputDelta] = []
     at, score = 1, 0
     for _ in range(count):
         head = numbers[at : at + _PIECE_HEAD]
         if len(head) < _PIECE_HEAD or min(head[2:5]) < 0 or not 0 <= head[6] <= len(_FINISHES):
-            raise WireError("a piece is cut off, or ends for no known reason")
+            raise WireError("an output delta is truncated, or has an unknown finish reason")
         number, index, num_tokens, num_scores, num_versions, cached, finish, stop = head
         tokens_end = at + _PIECE_HEAD + num_tokens
         scores_end = score + 1 + num_scores
@@ -231,11 +231,11 @@ def _decode_pieces(values: Any, numbers: list[int], scores: list[float]) -> list
         )
         at, score = tokens_end + num_versions, scores_end
     if at != len(numbers) or score != len(scores):
-        raise WireError("pieces have more or fewer numbers than they say")
+        raise WireError("output deltas have more or fewer numbers than their headers state")
     if values is None:
         return pieces
     if type(values) is not list:
-        raise WireError("what few pieces have is not a list")
+        raise WireError("the optional fields of output deltas are not a list")
     for entry in values:
         place, rest = expect(entry, lambda place: is_integer(place) and 0 <= place < count, is_anything)
         piece = pieces[place]

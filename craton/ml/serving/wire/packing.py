@@ -1,7 +1,6 @@
-"""Messages between processes as bytes: one JSON text for what is small or rare, raw columns for numbers of a step.
+"""Messages between processes as bytes: JSON for small or rare values, raw columns for the numbers of a step.
 
-No pickle: whoever can write to a connection of a server can send it wrong numbers, but nothing that is run. Reading
-checks every length and type; `WireError` says what does not fit.
+No pickle: a peer can send wrong numbers, but no code. Parsing checks every length and type and raises `WireError`.
 """
 
 from __future__ import annotations
@@ -15,9 +14,11 @@ from typing import Any
 
 from craton.errors import CratonError
 
-MAX_MESSAGE_BYTES = 2**30  # the log-probabilities of a long prompt, with 20 alternatives each, have a tenth of that
+MAX_MESSAGE_BYTES = 2**30  # log-probabilities of a long prompt with 20 alternatives each take a tenth of that
 _MAX_COLUMNS = 16
-_HEADS = [struct.Struct(f"<BIB{count}Q") for count in range(_MAX_COLUMNS)]  # kind, bytes of the text, columns, theirs
+_HEADS = [
+    struct.Struct(f"<BIB{count}Q") for count in range(_MAX_COLUMNS)
+]  # kind, bytes of JSON, number of columns, bytes of each
 _COLUMNS_AT = struct.calcsize("<BI")
 _JSON, _PARSER = json.JSONEncoder(separators=(",", ":")), json.JSONDecoder()
 
@@ -25,27 +26,27 @@ Check = Callable[[Any], bool]
 
 
 class WireError(CratonError):
-    """Bytes that are not a message."""
+    """Bytes that are not a valid message."""
 
 
 def pack(kind: int, values: Any, columns: Sequence[Any] = ()) -> bytes:
-    """`values` as JSON, and the bytes of arrays."""
+    """Serialize `values` as JSON, and arrays as raw columns."""
     text = b"" if values is None else _JSON.encode(values).encode()
     blobs = [column.tobytes() for column in columns]
     return b"".join([_HEADS[len(blobs)].pack(kind, len(text), len(blobs), *map(len, blobs)), text, *blobs])
 
 
 def unpack(data: bytes) -> tuple[int, Any, list[bytes]]:
-    """(kind, values, columns)."""
+    """Return (kind, values, columns)."""
     try:
         head = _HEADS[data[_COLUMNS_AT]]
         kind, text_bytes, _, *lengths = head.unpack_from(data)
         end = head.size + text_bytes
         values = _PARSER.decode(data[head.size : end].decode()) if text_bytes else None
     except (IndexError, struct.error, ValueError, RecursionError) as error:
-        raise WireError(f"a message cannot be read: {error}") from error
+        raise WireError(f"cannot parse a message: {error}") from error
     if end + sum(lengths) != len(data):
-        raise WireError(f"a message of {len(data):,} bytes says that it has {end + sum(lengths):,}")
+        raise WireError(f"a message has {len(data):,} bytes; its header states {end + sum(lengths):,}")
     columns = []
     for length in lengths:
         columns.append(data[end : end + length])
@@ -62,12 +63,12 @@ def reals(column: bytes) -> list[float]:
 
 
 def expect(values: Any, *checks: Check) -> list[Any]:
-    """A list with one value for each check, which must hold."""
+    """Return `values`, a list with one value per check; raise if one fails its check."""
     if type(values) is not list or len(values) != len(checks):
-        raise WireError(f"a message has {_size(values)} values instead of {len(checks)}")
+        raise WireError(f"a message has {_size(values)} values; expected {len(checks)}")
     for index, (value, check) in enumerate(zip(values, checks, strict=True)):
         if not check(value):
-            raise WireError(f"value {index} of a message is a {type(value).__name__}, which does not belong there")
+            raise WireError(f"value {index} of a message is invalid (type {type(value).__name__})")
     return values
 
 
@@ -104,7 +105,7 @@ def list_of(check: Check) -> Check:
 
 
 def receive_bytes(line: Connection) -> bytes:
-    """The next message of a connection. EOFError or OSError when there will be no more."""
+    """Return the next message of a connection. Raise EOFError or OSError if it is closed."""
     return line.recv_bytes(MAX_MESSAGE_BYTES)
 
 
@@ -113,9 +114,9 @@ def _numbers(code: str, column: bytes) -> list[Any]:
     try:
         numbers.frombytes(column)
     except ValueError as error:
-        raise WireError(f"a column of numbers has {len(column)} bytes") from error
+        raise WireError(f"a column of numbers has {len(column)} bytes; expected a multiple of 8") from error
     return numbers.tolist()
 
 
 def _size(values: Any) -> str:
-    return str(len(values)) if type(values) is list else f"a {type(values).__name__} for its"
+    return str(len(values)) if type(values) is list else f"a {type(values).__name__} instead of a list of"

@@ -198,7 +198,7 @@ def test_a_lost_engine_ends_everything(start: Start, encode: Encode, is_failure_
         else:
             served.engine.close()
         answer = waiting.result(SECONDS)
-    reason = "out of memory; lower --memory" if is_failure_said else "its process has ended"
+    reason = "out of memory; lower --memory" if is_failure_said else "its process exited"
     assert (answer.status_code, answer.json()["error"]["message"]) == (503, f"the engine has failed: {reason}")
     with pytest.raises(openai.APIError, match=reason):
         list(stream)
@@ -266,7 +266,7 @@ def test_what_it_cannot_start_with(problem: str, tmp_path: Path) -> None:
         "port": (["--port", str(taken.getsockname()[1])], "in use"),
         "folder": (["--model-folder", str(tmp_path)], "tokenizer.json"),
         "keys": (["--api-key-file", str(tmp_path / "keys")], "no API key"),
-        "variable": (["--keys-of", "TEAM_KEYS"], "TEAM_KEYS, which holds no key"),
+        "variable": (["--keys-of", "TEAM_KEYS"], "TEAM_KEYS, which has no key"),
     }[problem]
     engine = ScriptedEngine(lambda _: Script())
     command = [sys.executable, "-m", "craton.ml.serving.server", "--connection", str(engine.far_end), *options]

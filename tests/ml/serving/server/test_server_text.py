@@ -212,7 +212,7 @@ def test_a_template_is_found_in_the_configuration_too(tmp_path: Path) -> None:
     ["{{ raise_exception('roles must alternate') }}", "{{ messages[0].content + 1 }}", "{{ ''.__class__.__mro__ }}"],
 )
 def test_a_template_may_refuse_and_may_not_escape(template: str) -> None:
-    with pytest.raises(BadRequestError, match="the chat template refuses the messages"):
+    with pytest.raises(BadRequestError, match="the chat template rejects the messages"):
         ChatTemplate({"default": template}, {}).render(MESSAGES)
 
 

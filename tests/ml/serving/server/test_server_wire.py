@@ -70,7 +70,7 @@ def test_a_length_that_needs_more_room(ends: tuple[Wire, MessageLine]) -> None:
 def test_nothing_is_kept_for_a_message_that_is_too_long(ends: tuple[Wire, MessageLine], head: bytes) -> None:
     wire, connection = ends
     os.write(connection.fileno(), head)
-    with pytest.raises(WireError, match="at most"):
+    with pytest.raises(WireError, match="exceeds the limit"):
         list(wire.read())
 
 

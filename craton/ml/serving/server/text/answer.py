@@ -1,7 +1,7 @@
-"""From the tokens of one answer to its text: characters whole, stop strings found and removed, log-probs beside.
+"""Detokenizes one answer: whole characters, stop strings removed, with log-probs.
 
-What comes out does not depend on how the tokens were spread over pieces. Text that may be the beginning of a stop
-string is held until it is known not to be one, and log-probs are given out with the text their token begins in.
+The result does not depend on how tokens are split into deltas. Text that may begin a stop string is held back until it
+is known not to; the log-probs of a token come with the text it begins in.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from craton.ml.serving.server.text.vocabulary import Detokenizer, TokenNumbers
 
 @dataclass(slots=True)
 class TokenScore:
-    """One token of the answer with its log-prob. `offset`: where its text begins in the answer's."""
+    """One token of the answer with its log-prob. `offset`: where its text begins in the answer."""
 
     token: int
     logprob: float
@@ -25,7 +25,7 @@ class TokenScore:
 
 @dataclass(slots=True)
 class Addition:
-    """What one piece adds to an answer. `reason` is the stop string or token that ended it."""
+    """What one delta adds to an answer. `reason` is the stop string or token that ended it."""
 
     text: str = ""
     tokens: list[int] = field(default_factory=list)
@@ -36,7 +36,7 @@ class Addition:
 
 
 class StopStrings:
-    """The first of these strings to be complete ends the text before it; of several complete at once, the longest."""
+    """Finds stop strings: the first complete one ends the text before it; of several at once, the longest."""
 
     def __init__(self, strings: Sequence[str]) -> None:
         assert all(strings), "an empty string would stop every text"
@@ -45,7 +45,7 @@ class StopStrings:
         self._held = ""
 
     def feed(self, text: str) -> str:
-        """What of the text so far is known to stay and was not given out yet."""
+        """Add text; return what cannot belong to a stop string and was not returned yet."""
         text = self._held + text
         ends = [(at + len(string), string) for string in self._strings if (at := text.find(string)) >= 0]
         if ends:
@@ -63,7 +63,7 @@ class StopStrings:
 
     @staticmethod
     def _begun(text: str, string: str) -> int:
-        """How many characters at the end of the text begin the string."""
+        """Return how many characters at the end of the text begin the string."""
         for length in range(min(len(string) - 1, len(text)), 0, -1):
             if text.endswith(string[:length]):
                 return length
@@ -71,7 +71,7 @@ class StopStrings:
 
 
 class AnswerReader:
-    """Reads one copy's pieces. Once `is_complete` its pieces are of no use any more."""
+    """Reads the deltas of one copy, until `is_complete`."""
 
     def __init__(
         self,
@@ -80,15 +80,15 @@ class AnswerReader:
         min_tokens: int = 0,
         has_scores: bool = False,
     ) -> None:
-        self.num_tokens = 0  # generated, with the one that ended it
+        self.num_tokens = 0  # generated, including the stop token
         self.is_complete = False
         self._detokenizer = detokenizer
         self._stops = StopStrings(stops) if stops else None
         self._min_tokens = min_tokens
         self._has_scores = has_scores
         self._decoded = 0  # characters of text, held ones included
-        self._released = 0  # characters given out
-        self._scores: list[TokenScore] = []  # not given out yet
+        self._released = 0  # characters returned
+        self._scores: list[TokenScore] = []  # not returned yet
 
     def read(self, piece: OutputDelta) -> Addition:
         addition = Addition()
@@ -121,8 +121,8 @@ class AnswerReader:
                 return
             texts.append(self._stops.finish())
         self.num_tokens += piece.stop_token is not None
-        # OpenAI's enumeration has no word for an answer that was cut off from outside; it is not complete, like one
-        # that reached its length, and the reason tells them apart.
+        # OpenAI has no finish_reason for an aborted answer; it is incomplete, like one that reached its length, and
+        # stop_reason distinguishes them.
         if piece.finish == "stop":
             self._complete(addition, "stop", piece.stop_token)
         else:

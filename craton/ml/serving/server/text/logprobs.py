@@ -1,4 +1,4 @@
-"""Log-probs in the three forms clients know: OpenAI's for chats, OpenAI's for completions, vLLM's for prompts."""
+"""Log-probs in three formats: OpenAI's for chats, OpenAI's for completions, vLLM's for prompts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def chat_logprobs(scores: Sequence[TokenScore], top: int, vocabulary: Vocabulary
 def completion_logprobs(
     scores: Sequence[TokenScore], top: int, vocabulary: Vocabulary | None, begin: int
 ) -> dict[str, Any]:
-    """`begin` is where the answer's text begins in the choice's, behind an echoed prompt."""
+    """Return OpenAI's completion format. `begin`: offset of the answer after an echoed prompt."""
     return {
         "tokens": [_key(score.token, vocabulary) for score in scores],
         "token_logprobs": [_finite(score.logprob) for score in scores],
@@ -38,7 +38,7 @@ def completion_logprobs(
 def echoed_logprobs(
     prompt: Sequence[int], alternatives: Sequence[Alternatives | None], top: int, vocabulary: Vocabulary | None
 ) -> dict[str, Any]:
-    """A prompt's own log-probs before those of its completion; its first token has none."""
+    """Return the log-probs of an echoed prompt; its first token has none."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     offsets, end = [], 0
     for token in prompt:
@@ -58,7 +58,7 @@ def echoed_logprobs(
 def prompt_logprobs(
     alternatives: Sequence[Alternatives | None], top: int, vocabulary: Vocabulary | None
 ) -> list[dict[str, Any] | None]:
-    """By token id; the prompt's own token first, also where it is not among the likeliest."""
+    """Return vLLM's format, by token id; the prompt's own token first, even if it is not among the likeliest."""
     places: list[dict[str, Any] | None] = []
     for place in alternatives:
         if place is None:
@@ -81,7 +81,7 @@ def prompt_logprobs(
 
 
 def _top(alternatives: Alternatives | None, count: int) -> list[tuple[int, float]]:
-    """The likeliest tokens, the chosen one among them only if it is one."""
+    """Return the likeliest tokens; the sampled one only if it is among them."""
     if alternatives is None or not count:
         return []
     values = dict(zip(alternatives.tokens, alternatives.logprobs, strict=True))
@@ -99,7 +99,7 @@ def _text(token: int, vocabulary: Vocabulary | None) -> str:
 
 
 def _key(token: int, vocabulary: Vocabulary | None) -> str:
-    """A name that no other token has, also for a part of a character: OpenAI's `bytes:\\xf0`."""
+    """Return a unique name of a token, also for a part of a character: OpenAI's `bytes:\\xf0`."""
     if vocabulary is None:
         return _text(token, vocabulary)
     encoded = vocabulary.token_bytes(token)

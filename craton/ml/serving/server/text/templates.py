@@ -1,6 +1,6 @@
-"""A model's chat template: messages to the prompt it was trained on, as transformers renders it, without importing it.
+"""Chat templates: renders messages to a prompt as transformers does, without importing it.
 
-Templates come from model folders and are run in Jinja's sandbox, over plain JSON data.
+Templates come from model folders and run in Jinja's sandbox, on plain JSON data.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _TOKENS_MAP = "special_tokens_map.json"
 
 
 class ChatTemplate:
-    """One template, or the pair of a default one and one for tools that some models have."""
+    """One template, or a default one plus one for tools, as some models have."""
 
     def __init__(self, templates: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
         environment = _environment()
@@ -40,7 +40,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         options: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt. BadRequestError with the template's own words when it refuses the messages."""
+        """Return the prompt. Raise BadRequestError with the template's own error if it rejects the messages."""
         name = "tool_use" if tools and "tool_use" in self._templates else "default"
         variables = {
             **self._special_tokens,
@@ -54,12 +54,12 @@ class ChatTemplate:
             return self._templates[name].render(variables)
         except Exception as error:  # noqa: BLE001  (a template is a program: it may raise anything about its input)
             raise BadRequestError(
-                f"the chat template refuses the messages: {type(error).__name__}: {error}", "messages"
+                f"the chat template rejects the messages: {type(error).__name__}: {error}", "messages"
             ) from None
 
 
 def load_template(folder: Path) -> ChatTemplate | None:
-    """The template of a model folder; None when it has none."""
+    """Return the template of a model folder, or None."""
     config = _read(folder / _CONFIG)
     file = folder / TEMPLATE
     template = file.read_text(encoding="utf-8") if file.is_file() else config.get("chat_template")
@@ -80,7 +80,7 @@ def load_template(folder: Path) -> ChatTemplate | None:
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks what the assistant says for training; to render a prompt it is transparent."""
+    """`{% generation %}` marks the assistant's text for training; for a prompt it has no effect."""
 
     tags = {"generation"}  # noqa: RUF012  (Jinja's own form)
 
@@ -101,7 +101,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    """Without the escapes for HTML that Jinja's own filter makes."""
+    """Return JSON without the HTML escapes of Jinja's own filter."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
 

@@ -1,4 +1,4 @@
-"""Texts to tokens and back. The bytes of a token are exact, also where they are only a part of a character."""
+"""Tokenizes and detokenizes text. The bytes of a token are exact, even for a part of a character."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tokenizers.decoders import DecodeStream
 from craton.ml.data import load_tokenizer
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-HELD_TOKENS = 8  # a character has four bytes at most; what is not whole by then never will be
+HELD_TOKENS = 8  # a character has up to four bytes; one that is incomplete by then is invalid
 CONTEXT_TOKENS = 5  # of the prompt: some tokenizers drop the space before the first token they decode
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class TextTooLongError(ValueError):
-    """A text of more tokens than the caller can use."""
+    """A text has more tokens than allowed."""
 
     def __init__(self, num_tokens: int) -> None:
         super().__init__(f"{num_tokens} tokens")
@@ -28,18 +28,18 @@ class TextTooLongError(ValueError):
 
 
 class Vocabulary:
-    """The tokenizer of a model folder. Several threads may encode at a time."""
+    """The tokenizer of a model folder. `encode` is thread-safe."""
 
     def __init__(self, folder: Path) -> None:
         self.tokenizer = load_tokenizer(folder)
         self._bytes: dict[int, bytes] = {}
-        # The name of a token has at least one letter for each of its bytes, or for each character.
+        # A token's name has at least one letter per byte, or per character.
         self.longest_token_bytes = max((len(name.encode()) for name in self.tokenizer.get_vocab()), default=1)
 
     def encode(self, text: str, with_special_tokens: bool, max_tokens: int | None = None) -> list[int]:
-        """`with_special_tokens`: with those that the tokenizer puts around every text, as the beginning of one. A
-        TextTooLongError instead of more than `max_tokens`."""
-        # `encode` holds Python's lock for as long as it takes; the call for batches gives it up.
+        """Tokenize a text. `with_special_tokens`: add those that the tokenizer puts around every text, such as BOS.
+        Raise TextTooLongError for more than `max_tokens`."""
+        # `encode` holds the GIL; the batch call releases it.
         (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=with_special_tokens)
         if max_tokens is not None and len(encoding) > max_tokens:
             raise TextTooLongError(len(encoding))
@@ -65,7 +65,7 @@ class Vocabulary:
             return bytes([int(match[1], 16)])
         if self._is_byte_level and all(letter in _LETTERS for letter in name):
             return bytes(_LETTERS[letter] for letter in name)
-        # Alone, a token may lose the space before it; after another one it does not.
+        # A single token may lose its leading space; after another token it keeps it.
         probe = self.tokenizer.decode([token, token], skip_special_tokens=False)
         alone = self.tokenizer.decode([token], skip_special_tokens=False)
         return str(probe[len(alone) :]).encode() if probe.startswith(alone) else alone.encode()
@@ -77,13 +77,13 @@ class Vocabulary:
 
 
 class Detokenizer:
-    """Tokens of one answer to text as they come: a character is given out once all its bytes are there."""
+    """Detokenizes one answer incrementally: returns a character once all its bytes have arrived."""
 
     def __init__(self, vocabulary: Vocabulary, prompt: tuple[int, ...], keep_special: bool = False) -> None:
         self._vocabulary = vocabulary
         self._keep_special = keep_special
         context = list(prompt[-CONTEXT_TOKENS:])
-        # A prompt that ends within a character must not give its part of it out again.
+        # If the prompt ends inside a character, do not return its part again.
         if vocabulary.decode(context, keep_special).endswith(REPLACEMENT):
             context = []
         self._stream = self._new_stream(context)
@@ -98,7 +98,7 @@ class Detokenizer:
         return self.finish() if len(self._held) > HELD_TOKENS else ""
 
     def finish(self) -> str:
-        """What is held, with a replacement for what will not become a character any more."""
+        """Return the held text, with replacement characters for incomplete ones."""
         held, self._held = self._held, []
         if not held:
             return ""
@@ -110,7 +110,7 @@ class Detokenizer:
 
 
 class TokenNumbers:
-    """What stands for the text of a model without a tokenizer: the numbers of its tokens."""
+    """The text of a model without a tokenizer: its token ids."""
 
     def feed(self, token: int) -> str:
         return f" {token}"
@@ -120,7 +120,7 @@ class TokenNumbers:
 
 
 def _byte_letters() -> dict[str, int]:
-    """Byte-level tokenizers write a byte as a letter: printable ones as themselves, the others from 256 on."""
+    """Return the letters of byte-level tokenizers: printable bytes are themselves, the others start at 256."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}

@@ -1,4 +1,4 @@
-"""Tool calls and reasoning in an answer's text: found as it streams, the same however it is cut into chunks."""
+"""Parses tool calls and reasoning out of an answer while it streams, independent of how it is split into chunks."""
 
 from __future__ import annotations
 

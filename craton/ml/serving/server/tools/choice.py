@@ -1,7 +1,7 @@
-"""Which parser reads an answer, and which grammar it must follow, by the request's tools and its `tool_choice`.
+"""Selects the tool call parser and the grammar of an answer, by the request's tools and its `tool_choice`.
 
-`auto` leaves the model free to call or not, in its own style. `required` and a named tool are held to JSON by a
-grammar: a list of calls, or the arguments alone.
+With `auto` the model may call tools or not, in its own style. With `required` or a named tool, a grammar forces JSON: a
+list of calls, or only the arguments.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _DEFINITIONS = ("$defs", "definitions")
 
 @dataclass(frozen=True)
 class ToolChoice:
-    """What the request leaves to the model."""
+    """The request's `tool_choice`."""
 
     kind: Literal["none", "auto", "required", "named"]
-    name: str = ""  # of the tool that is named
+    name: str = ""  # of the named tool
 
 
 def guess_style(template: str) -> ToolStyle:
-    """The style that a chat template shows its model."""
+    """Return the tool call style of a chat template."""
     if "<function=" in template:
         return "qwen3_coder"
     if "<tool_call>" in template:
@@ -44,12 +44,12 @@ def guess_style(template: str) -> ToolStyle:
 
 
 def keeps_special_tokens(style: ToolStyle) -> bool:
-    """Whether the style's marks are special tokens, which texts leave out."""
+    """Whether the style's marks are special tokens, which detokenization would remove."""
     return style == "llama3_json"
 
 
 def make_parser(style: ToolStyle, schemas: Schemas, choice: ToolChoice) -> Parser:
-    """A new parser for one answer."""
+    """Return a new parser for one answer."""
     if choice.kind == "none":
         return Plain()
     if choice.kind == "required":
@@ -63,14 +63,14 @@ def make_parser(style: ToolStyle, schemas: Schemas, choice: ToolChoice) -> Parse
     if style == "qwen3_coder":
         return QwenCoderParser(schemas)
     raise BadRequestError(
-        "how this model calls tools is not known; start the server with --tool-parser, or set tool_choice to "
+        "the tool call format of this model is unknown; start the server with --tool-parser, or set tool_choice to "
         '"required", "none" or one tool',
         "tools",
     )
 
 
 def choice_grammar(style: ToolStyle, schemas: Schemas, choice: ToolChoice, is_parallel: bool) -> Grammar | None:
-    """What an answer must look like under this choice; None: anything."""
+    """Return the grammar that this choice requires; None: no constraint."""
     if choice.kind in ("none", "auto"):
         return None
     if choice.kind == "named":
@@ -97,7 +97,7 @@ def choice_grammar(style: ToolStyle, schemas: Schemas, choice: ToolChoice, is_pa
 
 
 def _hoist(schema: dict[str, Any], name: str, definitions: dict[str, Any]) -> Any:
-    """The schema with its definitions moved to the root of the whole, where its references will look for them."""
+    """Return the schema with its definitions moved to the root of the whole schema, and its references updated."""
     moved = {key: value for key, value in schema.items() if key not in _DEFINITIONS}
     for place in _DEFINITIONS:
         for key, value in (schema.get(place) or {}).items():

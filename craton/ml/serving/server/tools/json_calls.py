@@ -1,7 +1,7 @@
-"""Tool calls written as JSON objects with a name and arguments, read a character at a time.
+"""Parses tool calls as JSON objects with a name and arguments, one character at a time.
 
-The arguments are given out as they were written, as soon as the name is known. Hermes and Qwen write such calls between
-marks, `<tool_call>{"name": …, "arguments": …}</tool_call>`, as often as they like.
+Arguments are returned unchanged, as soon as the name is known. Hermes and Qwen put each call between marks:
+`<tool_call>{"name": …, "arguments": …}</tool_call>`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _Place = Literal["begin", "key", "in key", "colon", "value", "in string", "in ne
 
 
 class JsonCall:
-    """One object. It ends as `closed`, or as `broken` at the first letter that cannot be JSON."""
+    """One JSON object. It ends as `closed`, or as `broken` at the first character that is invalid JSON."""
 
     def __init__(self) -> None:
         self.state: Literal["open", "closed", "broken"] = "open"
@@ -29,8 +29,8 @@ class JsonCall:
         self.keys: list[str] = []
         self.raw = ""
         self._place: _Place = "begin"
-        self._text = ""  # of the key or value that is being read
-        self._arguments = ""  # not taken yet
+        self._text = ""  # of the current key or value
+        self._arguments = ""  # not returned yet
         self._has_arguments = False
         self._is_given = False
         self._depth = 0
@@ -50,9 +50,9 @@ class JsonCall:
             self._between(letter)
 
     def give_out(self, findings: Findings) -> bool:
-        """Adds what is known to the findings; whether nothing more will come of it.
+        """Add what is known to the findings; return whether the call is complete.
 
-        A call that breaks after its name was given out stays as it is; before that, it is the caller's to handle.
+        A call that breaks after its name was returned stays as it is; before that, the caller handles it.
         """
         if self.name is None:
             return False
@@ -128,7 +128,7 @@ class JsonCall:
             self._text = letter
 
     def _value_ends(self) -> None:
-        """Of a string or a scalar; what is nested was given out on the way."""
+        """End a string or scalar; nested values were returned on the way."""
         self._place = "after"
         key, value = self.keys[-1], self._loaded()
         if key in NAME_KEYS and self.name is None:
@@ -138,7 +138,7 @@ class JsonCall:
             self.name = value
         elif key in ARGUMENT_KEYS and not self._has_arguments:
             self._has_arguments = True
-            # Some models write the arguments as a string that holds the JSON, and null for none.
+            # Some models write the arguments as a JSON string, and null for none.
             self._arguments += "{}" if value is None else value if isinstance(value, str) else self._text
 
     def _add(self, letter: str) -> None:
@@ -154,7 +154,7 @@ class JsonCall:
 
 
 class CallList:
-    """`[{"name": …, "arguments": …}, …]`, which a grammar holds the model to; anything else is content."""
+    """`[{"name": …, "arguments": …}, …]`, as a grammar enforces it; anything else is content."""
 
     def __init__(self) -> None:
         self._findings = Findings()
@@ -207,14 +207,14 @@ class NamedCall:
 
 
 class HermesParser(LetterParser):
-    """Hermes' and Qwen's way. What is no call is content, and so is a call without a name that can be read."""
+    """Parser of Hermes' and Qwen's style. Text outside calls is content, and so is a call without a valid name."""
 
     def __init__(self) -> None:
         super().__init__()
         self._lookout = Lookout([BEGIN])
         self._call: JsonCall | None = None
-        self._tail: Lookout | None = None  # behind a call, up to its end mark
-        self._slip = ""  # what stands there though nothing should; content, unless the end mark still comes
+        self._tail: Lookout | None = None  # after a call, up to its end mark
+        self._extra = ""  # unexpected text there; it is content, unless the end mark follows
 
     @property
     def _is_in_content(self) -> bool:
@@ -224,7 +224,7 @@ class HermesParser(LetterParser):
         if self._call is not None and self._call.name is None:
             self._findings.content(BEGIN + self._call.raw)
         if self._tail is not None:
-            self._findings.content(self._slip + self._tail.release())
+            self._findings.content(self._extra + self._tail.release())
         self._findings.content(self._lookout.release())
         return self._findings.take(is_end=True)
 
@@ -233,9 +233,9 @@ class HermesParser(LetterParser):
             self._in_call(self._call, letter)
         elif self._tail is not None:
             text, mark = self._tail.step(letter)
-            self._slip += text
+            self._extra += text
             if mark is not None:
-                self._tail, self._slip = None, ""
+                self._tail, self._extra = None, ""
             if mark == BEGIN:
                 self._call = JsonCall()
         else:

@@ -1,7 +1,7 @@
-"""Llama 3's ways to call tools: `{"name": …, "parameters": …}` alone or behind `<|python_tag|>`, several of them with
-`;` between, and for its built-in tools `<|python_tag|>name.call(argument="…")`.
+"""Parses Llama 3's tool calls: `{"name": …, "parameters": …}`, optionally after `<|python_tag|>`, several of them
+separated by `;`, and for its built-in tools `<|python_tag|>name.call(argument="…")`.
 
-An answer that is JSON without being a call is content: without the mark only the name of a given tool makes a call.
+Other JSON is content: without the mark, a call must name one of the request's tools.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _BUILT_IN_BEGINS = re.compile(r"\w+(\.(c(a(l(l\(?)?)?)?)?)?")
 
 
 class LlamaParser(LetterParser):
-    """`tools` are the names that a call without the mark may have."""
+    """Parser of Llama 3's style. `tools` are the names that a call without the mark may have."""
 
     def __init__(self, tools: Collection[str]) -> None:
         self._tools = frozenset(tools)
@@ -114,14 +114,14 @@ class LlamaParser(LetterParser):
         return self._call.name is not None and (self._is_marked or self._call.name in self._tools)
 
     def _is_foreign(self) -> bool:
-        """An object with other keys than a call has will not become one; better shown now than at its end."""
+        """Whether the object has keys that a call cannot have, so that it is content."""
         return not self._is_marked and any(
             key not in (*NAME_KEYS, *ARGUMENT_KEYS, *OTHER_KEYS) for key in self._call.keys
         )
 
 
 def _keywords(text: str) -> dict[str, object] | None:
-    """`a=1, b="x"` as a dict; None when it is anything else."""
+    """Return `a=1, b="x"` as a dict; None for anything else."""
     try:
         call = ast.parse(f"f({text})", mode="eval").body
         if not isinstance(call, ast.Call) or call.args:

@@ -1,6 +1,6 @@
-"""What is found in an answer's text, and the means to find it one character at a time.
+"""The parts of a parsed answer, and the base of its parsers.
 
-Every parser is a machine over characters, so what it finds cannot depend on how the text was cut into chunks.
+Every parser is a state machine over characters, so its result does not depend on how the text is split into chunks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Protocol
 
 @dataclass(slots=True)
 class CallPart:
-    """A part of a tool call: its first one has the name, all together have the arguments."""
+    """A part of a tool call: the first one has the name, all together have the arguments."""
 
     index: int
     name: str | None = None
@@ -22,7 +22,7 @@ class CallPart:
 
 @dataclass(slots=True)
 class Parsed:
-    """What a chunk of text turned out to be."""
+    """The parts found in a chunk of text."""
 
     content: str = ""
     reasoning: str = ""
@@ -33,7 +33,7 @@ class Parsed:
 
 
 class Parser(Protocol):
-    """Feed it an answer's text as it comes, and say when there is no more."""
+    """Parses an answer's text incrementally; call `finish` at its end."""
 
     def feed(self, text: str) -> Parsed: ...
 
@@ -41,7 +41,7 @@ class Parser(Protocol):
 
 
 class Plain:
-    """Text that is content and nothing else."""
+    """Passes all text on as content."""
 
     def feed(self, text: str) -> Parsed:
         return Parsed(content=text)
@@ -51,12 +51,12 @@ class Plain:
 
 
 class Findings:
-    """Gathers what a parser finds until it is taken. White space around calls is nobody's content."""
+    """Collects the results of a parser. White space around calls is dropped."""
 
     def __init__(self) -> None:
         self.num_calls = 0
         self._parsed = Parsed()
-        self._space = ""  # may be followed by text, and then it counts
+        self._space = ""  # pending white space, which is content if text follows
         self._is_behind_call = False
 
     def content(self, text: str) -> None:
@@ -91,14 +91,14 @@ class Findings:
 
 
 class Lookout:
-    """Watches for marks, none of which begins another. What may be the beginning of one is held."""
+    """Finds marks, none of which is a prefix of another. Text that may begin one is held back."""
 
     def __init__(self, marks: Sequence[str]) -> None:
         self.held = ""
         self._marks = tuple(marks)
 
     def step(self, letter: str) -> tuple[str, str | None]:
-        """(text that is no part of a mark, the mark that this letter completes)."""
+        """Add a character; return (text outside marks, the mark that this character completes)."""
         self.held += letter
         start = 0
         while start < len(self.held) and not any(mark.startswith(self.held[start:]) for mark in self._marks):
@@ -115,13 +115,13 @@ class Lookout:
 
 
 class LetterParser(ABC):
-    """A parser of one style of tool calls, which looks at letters one by one."""
+    """A parser of one style of tool calls, character by character."""
 
     def __init__(self) -> None:
         self._findings = Findings()
 
     def feed(self, text: str) -> Parsed:
-        if self._is_in_content and "<" not in text:  # with which every mark begins
+        if self._is_in_content and "<" not in text:  # every mark begins with it
             self._findings.content(text)
         else:
             for letter in text:
@@ -131,7 +131,7 @@ class LetterParser(ABC):
     @property
     @abstractmethod
     def _is_in_content(self) -> bool:
-        """Whether what comes next is content up to the next mark, of which nothing is held back."""
+        """Whether the parser is in content and holds nothing back."""
 
     @abstractmethod
     def _step(self, letter: str) -> None: ...

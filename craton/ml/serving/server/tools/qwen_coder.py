@@ -1,9 +1,9 @@
-"""Qwen3-Coder's way to call tools, in the shape of XML:
+"""Parses Qwen3-Coder's tool calls, which look like XML:
 
     <tool_call><function=NAME><parameter=KEY>VALUE</parameter>…</function></tool_call>
 
-Values are plain text; the tool's schema says which of them are strings. Strings are given out as they come, as JSON;
-others when they are complete, as JSON where they are, else as strings.
+Values are plain text; the tool's schema defines their types. Strings are streamed as JSON; other values are returned
+when complete, unchanged if they are JSON, else as strings.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _MARKS: dict[_Place, list[str]] = {
 
 
 class QwenCoderParser(LetterParser):
-    """`schemas`: the schema of each tool's parameters, by the tool's name."""
+    """Parser of Qwen3-Coder's style. `schemas`: the parameter schemas, by tool name."""
 
     def __init__(self, schemas: Mapping[str, Mapping[str, Any]]) -> None:
         self._schemas = schemas
         super().__init__()
         self._place: _Place = "text"
         self._lookout = Lookout(_MARKS["text"])
-        self._text = ""  # of what is collected: a name, a key, a value that is no string
+        self._text = ""  # of the current name, key, or value other than a string
         self._name = ""
         self._value: _StringValue | None = None
         self._types: set[str] = set()
@@ -55,7 +55,7 @@ class QwenCoderParser(LetterParser):
             self._findings.content(BEGIN + self._text + self._lookout.release())
         elif self._place == "name":
             self._findings.content(FUNCTION + self._text)
-        elif self._place == "tail":  # what stands before the end mark is nobody's content, but it did not come
+        elif self._place == "tail":  # text before an end mark is dropped, but the mark is missing
             self._findings.content(self._text + self._lookout.release())
         return self._findings.take(is_end=True)
 
@@ -124,7 +124,7 @@ class QwenCoderParser(LetterParser):
 
 
 class _StringValue:
-    """A string's text without the line breaks next to its marks."""
+    """Streams a string value without the line breaks next to its marks."""
 
     def __init__(self) -> None:
         self._is_first = True
@@ -140,7 +140,7 @@ class _StringValue:
 
 
 def _types(schema: Any, key: str) -> set[str]:
-    """The types that a parameter may have; {"string"} for one that the schema does not know."""
+    """Return the types of a parameter; {"string"} if the schema does not define it."""
     properties = schema.get("properties") if isinstance(schema, Mapping) else None
     described = properties.get(key) if isinstance(properties, Mapping) else None
     return _types_of(described) or {"string"}
@@ -162,14 +162,14 @@ def _types_of(described: Any) -> set[str]:
 
 
 def _as_json(text: str, types: set[str]) -> str:
-    """The text itself where it is JSON, else as a string."""
+    """Return the text unchanged if it is JSON, else as a JSON string."""
     text = text.removeprefix("\n").removesuffix("\n")
     literal = {"True": "true", "False": "false", "None": "null"}.get(text.strip(), text.strip())
     try:
         value = json.loads(literal)
     except (ValueError, RecursionError):
         return json.dumps(text, ensure_ascii=False)
-    # A union with strings: what is written without quotes is a string unless the other types have such a value.
+    # A union with strings: a value without quotes is a string unless one of the other types allows it.
     if "string" in types and not _is_of(value, types):
         return json.dumps(text, ensure_ascii=False)
     return literal

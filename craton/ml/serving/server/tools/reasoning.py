@@ -1,7 +1,7 @@
-"""Reasoning between `<think>` and `</think>` at the beginning of an answer, apart from the answer itself.
+"""Separates the reasoning between `<think>` and `</think>` at the beginning of an answer from the answer.
 
-Many templates end the prompt with the opening mark, so an answer may begin inside. Line breaks next to the marks belong
-to neither side, as the templates that put old turns together again have it.
+Many templates end the prompt with the opening mark, so an answer may begin inside the reasoning. Line breaks next to
+the marks are dropped, because templates add them again to later turns.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ BEGIN, END = "<think>", "</think>"
 
 
 def begins_inside(prompt: str) -> bool:
-    """Whether the prompt has opened the reasoning already."""
+    """Whether the prompt ends with the opening mark."""
     return prompt.rstrip().endswith(BEGIN)
 
 
 class ReasoningParser:
-    """What follows the reasoning goes to the next parser."""
+    """Extracts the reasoning and passes the rest to the next parser."""
 
     def __init__(self, then: Parser, is_inside: bool) -> None:
         self._then = then
