@@ -1,4 +1,4 @@
-"""What `craton bench` runs: cases, scenario generators, the load generator, scorers. No product package imports it."""
+"""Benchmarks of `craton bench`: cases, scenario generators, load generator, scorers. No product package imports it."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""How well the planner predicts published runs, on rows that no constant was fitted to.
+"""Measures the planner's predictions of published runs, on held-out rows.
 
 Holdout `group` (the default) predicts a run of the shipped corpus with constants fitted without any run of its group
-(source family, GPU, model); `family` without any run of its family, as for a stranger's cluster, and with `handed_runs`
-of that family's runs on one GPU handed to `calibrate`. Runs that repeat a configuration (`dup_group`) never stand on
-both sides. With holdout `group`, a run that the corpus does not hold is predicted with all of the corpus but its
-repetitions: that is what a user gets.
+(source family, GPU, model). Holdout `family` leaves out all runs of its family, as for an unknown cluster; with
+`handed_runs`, `calibrate` gets some of that family's runs on one GPU. Runs that repeat a configuration (`dup_group`)
+are never in both the training and the test set. With holdout `group`, a run outside the corpus is predicted with the
+whole corpus without its repetitions, as for a user.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from craton.planning.calibration import (
 Holdout = Literal["group", "family", "none"]
 Progress = Callable[[int, int], None]
 
-GIVEN_SEEDS = (0, 1, 2)  # which runs are handed back is drawn by these
-SMALLEST_CLUSTER = 8  # with fewer runs of a family on a GPU nothing is left to test once some are handed back
+GIVEN_SEEDS = (0, 1, 2)  # seeds that select the runs for `calibrate`
+SMALLEST_CLUSTER = 8  # minimum runs of a family on a GPU: some are for `calibrate`, the rest for the test
 MANY_GPUS = 256
 GOOD_CHOICE = 1.05  # a choice is right when it measured within 5% of the best
 MIN_LAYOUTS = 3
@@ -80,7 +80,7 @@ class Statistics:
 
 @dataclass(frozen=True)
 class LayoutDecision:
-    """Several layouts of one model were measured on one cluster: what the planner would take, against the best."""
+    """The planner's choice among several measured layouts of one model on one cluster, against the best."""
 
     family: str
     gpu: str
@@ -89,13 +89,13 @@ class LayoutDecision:
     sequence: int
     layouts: int
     chosen: str
-    loss: float  # measured seconds a token of the chosen layout over the best one's, minus one
+    loss: float  # measured seconds per token of the chosen layout over the best one's, minus one
 
 
 def bench_plan(
     path: str | Path, holdout: Holdout = "group", handed_runs: int = 0, progress: Progress | None = None
 ) -> Bench:
-    """Predict every case of a file."""
+    """Predict every case in a file."""
     cases, skipped = load_cases(path)
     if holdout == "none":
         return Bench([CaseResult(case, _predict(corpus_fit(), case)) for case in cases], skipped, holdout, handed_runs)
@@ -157,7 +157,7 @@ def tables(bench: Bench) -> dict[str, dict[str, Statistics]]:
 
 
 def family_median(results: Sequence[CaseResult]) -> float | None:
-    """The median of the families' median errors: no large family hides a small one."""
+    """Return the median of the families' median errors, so that no large family hides a small one."""
     groups: dict[str, list[float]] = defaultdict(list)
     for result in results:
         groups[result.case.family].append(abs(result.error))
@@ -165,7 +165,7 @@ def family_median(results: Sequence[CaseResult]) -> float | None:
 
 
 def decisions(results: Sequence[CaseResult]) -> list[LayoutDecision]:
-    """Wherever at least three layouts of one model were measured on one cluster."""
+    """Return a decision for each model and cluster with three or more measured layouts."""
     groups: dict[Hashable, list[CaseResult]] = defaultdict(list)
     for result in results:
         case = result.case
@@ -193,7 +193,7 @@ def decisions(results: Sequence[CaseResult]) -> list[LayoutDecision]:
 
 
 def summary(bench: Bench) -> dict[str, Any]:
-    """Everything above as plain data, the bars of the project among it."""
+    """Return all statistics as plain data."""
     results = bench.results
     dense_a = [result for result in results if result.case.quality == "A" and not result.case.shape.is_moe]
     moe = [result for result in results if result.case.quality in ("A", "B") and result.case.shape.is_moe]
@@ -245,7 +245,7 @@ def bench_json(bench: Bench) -> dict[str, Any]:
 def _with_some_given(
     cases: Sequence[Case], handed_runs: int, progress: Progress | None
 ) -> tuple[list[CaseResult], list[Skipped]]:
-    """Leave each family out, `calibrate` with some of its runs on one GPU, predict its others on it; several draws."""
+    """Leave each family out, `calibrate` with some of its runs on one GPU, and predict the others; several draws."""
     clusters: dict[tuple[str, str], list[Case]] = defaultdict(list)
     for case in cases:
         clusters[(case.family, case.machine.gpu)].append(case)
@@ -254,7 +254,7 @@ def _with_some_given(
     }
     fits: dict[str, Fit] = {}
     results: list[CaseResult] = []
-    for done, ((family, card), members) in enumerate(sorted(large.items())):
+    for done, ((family, gpu), members) in enumerate(sorted(large.items())):
         if family not in fits:
             fits[family] = Fit([row_of(case) for case in corpus() if case.family != family])
         generation = case_machine(members[0]).gpu.generation
@@ -263,7 +263,7 @@ def _with_some_given(
             handed = random.Random(seed).sample(members, handed_runs)
             repeated = {case.dup_group for case in handed}
             traits = Counter(case.traits for case in handed).most_common(1)[0][0]
-            start = profile_from_fit(fits[family], "unknown", card, labels, traits, 0, "priors")
+            start = profile_from_fit(fits[family], "unknown", gpu, labels, traits, 0, "priors")
             runs = [
                 LoggedRun(case.id, row_of(case).terms, case_machine(case), case.measured_step_seconds)
                 for case in handed
@@ -274,9 +274,7 @@ def _with_some_given(
         if progress:
             progress(done + 1, len(large))
     tested = {result.case for result in results}
-    reason = (
-        f"handed to calibrate, or fewer than {max(SMALLEST_CLUSTER, handed_runs + 1)} runs of its family on this GPU"
-    )
+    reason = f"used by calibrate, or fewer than {max(SMALLEST_CLUSTER, handed_runs + 1)} runs of its family on this GPU"
     return results, [Skipped(case.id, case.quality, reason) for case in cases if case not in tested]
 
 

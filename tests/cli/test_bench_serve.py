@@ -124,7 +124,7 @@ def test_a_server_that_answers_nothing_is_a_failure(command: Command, server: Se
 def test_no_server_is_one_line(command: Command) -> None:
     code, output, errors = command("http://127.0.0.1:1", "--json")
     assert code == 2
-    assert errors.startswith("error: http://127.0.0.1:1: no server answers there")
+    assert errors.startswith("error: http://127.0.0.1:1: cannot connect")
     assert errors.count("\n") == 1
     assert f"error: {json.loads(output)['error']}\n" == errors
 
@@ -133,9 +133,9 @@ BAD: dict[str, tuple[list[str], str]] = {
     "two loads": (["--rate", "5", "--concurrency", "3"], "three kinds of load"),
     "two limits": (["--requests", "5", "--duration", "3"], "say when to stop"),
     "burstiness of a closed load": (["--burstiness", "2"], "belongs to an open load"),
-    "a length": (["--input", "long"], "--input 'long' is no length"),
-    "an objective": (["--slo", "fast"], "--slo 'fast' is no limit"),
-    "a sweep": (["--sweep", "5"], "--sweep '5' is no range"),
+    "a length": (["--input", "long"], "--input 'long' is not a length"),
+    "an objective": (["--slo", "fast"], "--slo 'fast' is not a limit"),
+    "a sweep": (["--sweep", "5"], "--sweep '5' is not a range"),
     "a missing trace": (["--trace", "nothing.jsonl"], "nothing.jsonl: no such file"),
     "prompts of two kinds": (["--trace", "t", "--input", "5"], "--trace already has them"),
     "a sweep of a trace": (["--trace", "t", "--sweep", "1..2"], "--sweep needs new prompts"),

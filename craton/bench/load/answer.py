@@ -1,8 +1,7 @@
-"""Reads a streamed answer as its bytes arrive: when tokens came, how many they were, and how it ended.
+"""Parses a streamed answer as its bytes arrive: token times and counts, and how it ended.
 
-This runs once a token of every request, so it looks at bytes: a piece like the many before it is known by its
-`finish_reason`, still null, and only counted. JSON is read where something is to be learnt: up to the first token, at
-the end, and from whatever looks different.
+This runs for every token of every request, so it works on bytes: an ordinary chunk, recognized by its null
+`finish_reason`, is only counted. JSON is parsed up to the first token, at the end, and for unusual chunks.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import re
 from array import array
 from typing import Any
 
-# Quotes inside of a text are escaped in JSON, so these bytes can only be the key itself.
+# Quotes inside a JSON text are escaped, so these bytes can only be the key itself.
 _UNFINISHED = re.compile(rb'"finish_reason"\s*:\s*null')
 _MAYBE_NO_TOKEN = re.compile(rb'"role"\s*:\s*"|"delta"\s*:\s*\{\}|"error"\s*:')
 _TEXTS = ("content", "reasoning_content", "reasoning", "tool_calls", "text")
@@ -21,7 +20,7 @@ EMPTY = "empty answer"
 
 
 class StreamedResponse:
-    """One streamed answer. After its end: `error` is empty when it was whole."""
+    """One streamed answer. After its end, `error` is empty if it is complete."""
 
     __slots__ = (
         "_done",
@@ -38,8 +37,8 @@ class StreamedResponse:
 
     def __init__(self) -> None:
         self.chunk_times = array("d")
-        self.end_time: float | None = None  # when the last token, or the word that it was the last, arrived
-        self.output_tokens: int | None = None  # these three as the server counted them
+        self.end_time: float | None = None  # arrival of the last token or of the finish_reason
+        self.output_tokens: int | None = None  # this and the next two are the server's usage
         self.prompt_tokens: int | None = None
         self.cached_tokens: int | None = None
         self.finish_reason: str | None = None
@@ -49,7 +48,7 @@ class StreamedResponse:
         self._rest = b""
 
     def feed(self, data: bytes, now: float) -> None:
-        """Takes what arrived at the time `now`; an event may be split anywhere."""
+        """Process data that arrived at the time `now`; an event may be split anywhere."""
         lines = (self._rest + data if self._rest else data).split(b"\n")
         self._rest = lines.pop()
         for line in lines:
@@ -62,15 +61,15 @@ class StreamedResponse:
                 self._read(line[5:].strip(), now)
 
     def close(self) -> None:
-        """Says in `error` what is missing, now that nothing more comes."""
+        """End the answer; set `error` if it is incomplete."""
         if self.error:
             return
         if self.finish_reason in ("abort", "error"):
             self.error = f"ended by the server: {self.finish_reason}"
         elif self.finish_reason is None and not self._done:
-            self.error, self.error_detail = "cut short", f"the stream ended after {len(self.chunk_times)} pieces"
+            self.error, self.error_detail = "cut short", f"the stream ended after {len(self.chunk_times)} chunks"
         elif not self.chunk_times:
-            self.error, self.error_detail = EMPTY, f"no token came; finish_reason {self.finish_reason}"
+            self.error, self.error_detail = EMPTY, f"no tokens; finish_reason {self.finish_reason}"
 
     def _read(self, text: bytes, now: float) -> None:
         if text == b"[DONE]":
@@ -107,8 +106,8 @@ class StreamedResponse:
 
 
 def _has_token(choice: dict[str, Any]) -> bool:
-    """A piece without text can still carry a token (part of a character, a special token), but not where a chat only
-    says who speaks, nor where an answer only says that it has ended."""
+    """Whether a chunk has a token. One without text can (part of a character, a special token), but not a chat's role
+    chunk or a chunk with only a finish_reason."""
     piece = choice.get("delta", choice)
     if any(piece.get(name) for name in _TEXTS):
         return True

@@ -1,4 +1,4 @@
-"""`craton bench serve`: a server driven with a load, or with rising loads until it does not keep up, and the report."""
+"""`craton bench serve`: drives a server with a load, or with rising loads until it saturates, and reports."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from craton.formatting import duration, percent
 Source = Callable[[int], Iterator[Request]]  # of the requests of a stream
 Bar = Callable[[str], AbstractContextManager[Progress]]
 
-_BUSY = 0.9  # of a core: from here on the client itself may be what is measured
+_BUSY = 0.9  # of a core: above it the client itself may be the bottleneck
 _LATE_SECONDS = 0.01
-_UNEXPECTED_CACHED = 0.2  # of the prompt tokens; a chat's template is shared by all, and is less than that
+_UNEXPECTED_CACHED = 0.2  # of the prompt tokens; a shared chat template is less than that
 
 
 @dataclass(frozen=True)
 class LoadWorkload:
-    """What is asked for: random prompts of given lengths, or the requests of a trace."""
+    """The workload: random prompts of given lengths, or the requests of a trace."""
 
     input: Lengths
     output: Lengths
@@ -42,7 +42,7 @@ class LoadWorkload:
 
 @dataclass(frozen=True)
 class LoadSettings:
-    """Everything that decides what is measured."""
+    """All settings of a load test."""
 
     target: LoadTarget
     workload: LoadWorkload
@@ -55,7 +55,7 @@ class LoadSettings:
 
 @dataclass(frozen=True)
 class Level:
-    """One load and what came of it. `trouble`: why, in a sweep, it did not go well; empty otherwise."""
+    """One load and its results. `trouble`: why a level of a sweep failed; empty otherwise."""
 
     load: Closed | Open | Timed
     samples: tuple[RequestSample, ...]
@@ -66,19 +66,19 @@ class Level:
 
 @dataclass(frozen=True)
 class Report:
-    """What was measured. A sweep has several levels in the order of their rates, any other load has one."""
+    """The results. A sweep has several levels in order of their rates, any other load has one."""
 
     settings: LoadSettings
     model: str
-    prompts: str  # what they are made of
+    prompts: str  # their content
     levels: tuple[Level, ...]
     saturation: Saturation | None
-    notes: tuple[str, ...]  # what a reader should know before believing the numbers
+    notes: tuple[str, ...]  # warnings about the validity of the numbers
     started: datetime
 
     @property
     def shown(self) -> Level:
-        """The level to look at closely: of a sweep the highest that went well, else the lowest."""
+        """The level to show in detail: of a sweep the highest that passed, else the lowest."""
         well = [level for level in self.levels if not level.trouble]
         return (well or self.levels[:1])[-1]
 
@@ -127,7 +127,7 @@ class Report:
 
 
 def bench_serve(settings: LoadSettings, progress: Bar | None = None) -> Report:
-    """Tries the server, warms it up and drives it. `progress(title)` opens a bar, as that of the command line does."""
+    """Check the server, warm it up and drive it. `progress(title)` opens a progress bar."""
     return asyncio.run(_bench(settings, progress or _no_bar))
 
 
@@ -179,7 +179,7 @@ async def _level(
 
 
 async def _source(endpoint: Endpoint, settings: LoadSettings) -> tuple[Source, str, str]:
-    """Where the requests of a load come from, what their prompts are, and what is to be said about them."""
+    """Return the source of a load's requests, a description of their prompts, and a note for the report."""
     workload = settings.workload
     if not workload.trace:
         form, note = await endpoint.find_form(workload.vocabulary, settings.seed)
@@ -187,11 +187,11 @@ async def _source(endpoint: Endpoint, settings: LoadSettings) -> tuple[Source, s
         prompts = "random words" if isinstance(form, Words) else f"random token ids below {form.vocabulary:,}"
         return requests.stream, prompts, note
     if settings.target.chat and any(not isinstance(request.prompt, str) for request in workload.trace):
-        raise WorkloadError("the trace has prompts of token ids, which a chat does not take; leave --chat out")
+        raise WorkloadError("the trace has prompts of token ids, which chats do not accept; omit --chat")
     await endpoint.try_out(replace(_reversed(workload.trace[0]), output_tokens=2))
 
     def replay(stream: int) -> Iterator[Request]:
-        # Backwards, a prompt is as long and warms up the same, but leaves nothing useful in a prefix cache.
+        # A reversed prompt has the same length, but leaves nothing useful in a prefix cache.
         return map(_reversed, cycle(workload.trace)) if stream == WARM_UP else iter(workload.trace)
 
     return replay, "of the trace", ""
@@ -205,11 +205,11 @@ def _notes(report: Report) -> Iterator[str]:
     summaries = [level.summary for level in report.levels]
     shown = report.shown
     if any(summary.answered and not summary.has_usage for summary in summaries):
-        yield "the server gives no token counts: every piece of an answer is counted as one token"
+        yield "the server reports no usage: every chunk of an answer counts as one token"
     if (busy := max(level.busy for level in report.levels)) > _BUSY:
         yield (
-            f"this client was busy {percent(busy)} of the time: it may be the client that was measured; "
-            "run it on a free core, or split the load over several"
+            f"this client was busy {percent(busy)} of the time and may be the bottleneck; run it on a free core, or "
+            "split the load over several clients"
         )
     late = max((summary.late_seconds.p99 for summary in summaries if summary.late_seconds), default=0.0)
     if late > _LATE_SECONDS:
@@ -218,11 +218,11 @@ def _notes(report: Report) -> Iterator[str]:
     workload = report.settings.workload
     if cached > _UNEXPECTED_CACHED and not workload.prefixes.tokens and not workload.trace:
         yield (
-            f"{percent(cached)} of the prompt tokens came from the server's prefix cache, though these prompts "
-            "share nothing: the seed was used before; choose another with --seed"
+            f"{percent(cached)} of the prompt tokens came from the server's prefix cache, though these prompts share "
+            "no prefix: the seed was used before; choose another with --seed"
         )
     if report.saturation is not None and too_short(shown.samples, shown.summary):
-        yield "requests take longer than half a level: nothing becomes steady; give more time with --duration"
+        yield "requests take longer than half a level: there is no steady state; increase --duration"
 
 
 def _went_well(levels: list[Level]) -> dict[float, bool]:

@@ -1,7 +1,7 @@
-"""Sends the requests of one load when they are due, and records what was seen of each.
+"""Sends the requests of one load when they are due, and records a sample of each.
 
-One thread and one event loop for everything: what costs the client time is measured (`busy`), and said in the report
-when it is so much that the client, and not the server, may be what was measured.
+Everything runs on one thread and one event loop. The client's CPU share is measured (`busy`), and the report warns if
+the client, not the server, may be the bottleneck.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from craton.bench.load.samples import RequestSample
 Progress = Callable[[int, int, str], None]
 
 _PROGRESS_SECONDS = 0.2
-_RATE_SECONDS = 2.0  # over which the tokens/s of the progress bar are counted
+_RATE_SECONDS = 2.0  # window of the progress bar's tokens/s
 
 
 @dataclass(frozen=True)
 class Driven:
-    """The samples of a load, and which share of one core the client took meanwhile."""
+    """The samples of a load, and the share of one core that the client used."""
 
     samples: tuple[RequestSample, ...]
     busy: float
@@ -44,7 +44,7 @@ async def drive(
     seed: int = 0,
     stream: int = 0,
 ) -> Driven:
-    """Sends until the limit or the end of the requests, and waits for all that was sent."""
+    """Send requests until the limit or their end, and wait for all answers."""
     work = _Work(endpoint, perf_counter(), limit.seconds)
     cpu = time.thread_time()
     due_requests = work.limited(requests, limit.requests)
@@ -60,7 +60,7 @@ async def drive(
 
 
 class _Work:
-    """One load under way."""
+    """A running load."""
 
     def __init__(self, endpoint: Endpoint, start: float, seconds: float | None) -> None:
         self.endpoint, self.start = endpoint, start
@@ -70,9 +70,9 @@ class _Work:
         self.ended_chunks = 0
         self.ended_tokens = 0
 
-    def limited(self, requests: Iterator[Request], most: int | None) -> Iterator[Request]:
+    def limited(self, requests: Iterator[Request], maximum: int | None) -> Iterator[Request]:
         for number, request in enumerate(requests):
-            if number == most or perf_counter() >= self.deadline:
+            if number == maximum or perf_counter() >= self.deadline:
                 return
             yield request
 
@@ -88,9 +88,8 @@ class _Work:
             due = self.start + (request.at_seconds or 0.0 if times is None else next(times))
             if due >= self.deadline:
                 return
-            body = self.endpoint.encode(request)  # before it is due, so that it is sent in time
-            # When late this still lets answers be read once, so that a client behind its times does not also stop
-            # looking at the clock for those.
+            body = self.endpoint.encode(request)  # before it is due, so that it is sent on time
+            # Sleep also if late: it lets the event loop read answers, so that their times stay accurate.
             await asyncio.sleep(max(0.0, due - perf_counter()))
             group.create_task(self.send(request, body, due))
 

@@ -1,7 +1,7 @@
-"""The edge that talks HTTP: tries a server before a load, and streams one answer after the other during it.
+"""The HTTP client: checks a server before a load, and streams answers during it.
 
-What a server refuses before the load is an `EndpointError` that says what to do. During the load nothing is raised:
-whatever goes wrong with a request is its error.
+A server that fails the check raises an `EndpointError` with the remedy. During the load nothing is raised: a failure is
+recorded as the request's error.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from craton.bench.load.requests import Ids, Request, Words, trial_prompt
 from craton.formatting import setting
 from craton.nearest import did_you_mean
 
-# Servers of uvicorn close idle connections after 5 s. A request sent into a connection that is just being closed would
-# fail for no fault of the server's, so ours are not used again when they were idle for longer than this.
+# Uvicorn closes idle connections after 5 s. A request on a connection that is just being closed would fail without a
+# fault of the server, so connections are not reused after they were idle for longer than this.
 _IDLE_SECONDS = 2.0
 _TRIAL_TOKENS = 16
 _TRIAL_WORDS = (16, 144)
@@ -34,10 +34,10 @@ _SHOWN_CHARACTERS = 200
 
 @dataclass(frozen=True)
 class LoadTarget:
-    """Where to send requests, and what to ask beside the prompt."""
+    """The server to send requests to, and request options."""
 
     url: str
-    model: str | None = None  # None: the first that the server names
+    model: str | None = None  # None: the server's first
     chat: bool = False
     api_key: str | None = None
     ignore_eos: bool = False
@@ -62,7 +62,7 @@ class Endpoint:
         self._address = target.base + target.path
 
     async def find_model(self) -> None:
-        """Asks which models there are, and holds the wanted one against them."""
+        """List the server's models and check the requested one."""
         try:
             async with self._session.get(f"{self.target.base}/v1/models") as response:
                 status, text = response.status, await response.text(errors="replace")
@@ -71,13 +71,14 @@ class Endpoint:
         self._check_key(status)
         names = _model_names(text) if status == 200 else []
         if self.model and names and self.model not in names:
-            raise self._error(f"no model {self.model!r}; it has {', '.join(names)}{did_you_mean(self.model, names)}")
+            available = ", ".join(names)
+            raise self._error(f"no model {self.model!r}; available: {available}{did_you_mean(self.model, names)}")
         if not self.model and not names:
-            raise self._error(f"does not say which models it has (HTTP {status} at /v1/models); give one with --model")
+            raise self._error(f"lists no models (HTTP {status} at /v1/models); name one with --model")
         self.model = self.model or names[0]
 
     async def find_form(self, vocabulary: int, seed: int) -> tuple[Ids | Words, str]:
-        """What prompts can be made of, and, where it is not what was wanted, why."""
+        """Return the form of prompts, token ids if the server accepts them, else words; and a note if it is words."""
         note = ""
         if not self.target.chat:
             form = Ids(vocabulary)
@@ -85,7 +86,7 @@ class Endpoint:
             if answer.error in ("", EMPTY):
                 return form, ""
             note = (
-                f"prompts are words: the server refuses token ids below --vocabulary {vocabulary} "
+                f"prompts are words: the server rejects token ids below --vocabulary {vocabulary} "
                 f"({answer.error}: {answer.error_detail})"
             )
         counts = []
@@ -94,20 +95,20 @@ class Endpoint:
             counts.append(answer.prompt_tokens)
         few, many = counts
         if few is None or many is None or many <= few:
-            return Words(), f"{note}; " * bool(note) + "the server gives no usage: a word is taken for a token"
+            return Words(), f"{note}; " * bool(note) + "the server reports no usage: a word counts as one token"
         per_word = (many - few) / (_TRIAL_WORDS[1] - _TRIAL_WORDS[0])
         return Words(per_word, max(0.0, few - per_word * _TRIAL_WORDS[0])), note
 
     async def try_out(self, request: Request) -> StreamedResponse:
-        """One request before the load. Errors that every request would have are raised."""
+        """Send one request before the load; raise if it fails."""
         answer = await self._try(request)
-        # A model may find that nothing is to be said; the server is all right.
+        # An empty answer is fine: the model may stop at once.
         if answer.error not in ("", EMPTY):
-            raise self._error(f"does not answer a trial request ({answer.error}: {answer.error_detail})")
+            raise self._error(f"fails a trial request ({answer.error}: {answer.error_detail})")
         return answer
 
     def encode(self, request: Request) -> bytes:
-        """The body of a request. Temperature 0, so that the same seed asks for the same work."""
+        """Return the body of a request, with temperature 0, so that the same seed gives the same work."""
         body: dict[str, Any] = {"model": self.model}
         if self.target.chat:
             body["messages"] = [{"role": "user", "content": request.prompt}]
@@ -120,7 +121,7 @@ class Endpoint:
         return json.dumps(body, separators=(",", ":")).encode()
 
     async def stream(self, body: bytes, answer: StreamedResponse) -> None:
-        """Sends one request and feeds the answer until its end; never raises for what the network or server does."""
+        """Send one request and feed the answer until its end; never raise for network or server errors."""
         try:
             async with self._session.post(self._address, data=body) as response:
                 if response.status != 200:
@@ -131,9 +132,9 @@ class Endpoint:
                 while data := await read():
                     answer.feed(data, perf_counter())
         except TimeoutError:
-            answer.error, answer.error_detail = "timeout", f"not ended after {setting(self.target.timeout_seconds)}"
+            answer.error, answer.error_detail = "timeout", f"not finished after {setting(self.target.timeout_seconds)}"
         except aiohttp.ClientPayloadError:
-            pass  # the stream ended too early, which the answer itself says
+            pass  # `close` reports the truncated stream
         except aiohttp.ClientConnectorError as error:
             answer.error, answer.error_detail = "no connection", str(error)
         except (aiohttp.ClientError, OSError) as error:
@@ -147,15 +148,15 @@ class Endpoint:
                 self._check_key(response.status)
                 if response.status in (404, 405):
                     message = _message(await response.text(errors="replace"))
-                    raise self._error(f"answers HTTP {response.status} at {self.target.path} ({message})")
+                    raise self._error(f"returns HTTP {response.status} at {self.target.path} ({message})")
                 if response.status != 200:
                     answer.error = f"HTTP {response.status}"
                     answer.error_detail = _message(await response.text(errors="replace"))
                     return answer
                 if response.content_type != "text/event-stream":
                     raise self._error(
-                        f"answers without streaming ({response.content_type} instead of text/event-stream); only "
-                        "a stream can be timed token by token"
+                        f"does not stream ({response.content_type} instead of text/event-stream); token latencies need "
+                        "a stream"
                     )
                 while data := await response.content.readany():
                     answer.feed(data, perf_counter())
@@ -166,7 +167,7 @@ class Endpoint:
 
     def _check_key(self, status: int) -> None:
         if status in (401, 403):
-            problem = "refuses this API key" if self.target.api_key else "asks for an API key"
+            problem = "rejects this API key" if self.target.api_key else "requires an API key"
             raise self._error(f"{problem} (HTTP {status}); give one with --api-key or in OPENAI_API_KEY")
 
     def _error(self, problem: str) -> EndpointError:
@@ -175,9 +176,9 @@ class Endpoint:
 
 @contextlib.asynccontextmanager
 async def connect(target: LoadTarget) -> AsyncIterator[Endpoint]:
-    """As many connections as requests run; the load alone decides how many that are."""
+    """Open a client without a limit on connections: the load alone decides how many there are."""
     if not target.url.startswith(("http://", "https://")):
-        raise EndpointError(f"{target.url}: a server's address begins with http:// or https://")
+        raise EndpointError(f"{target.url}: not a URL; it must begin with http:// or https://")
     _allow_connections()
     headers = {"Content-Type": "application/json", "Accept": "text/event-stream", "Accept-Encoding": "identity"}
     if target.api_key:
@@ -193,7 +194,7 @@ async def connect(target: LoadTarget) -> AsyncIterator[Endpoint]:
 
 
 def _allow_connections() -> None:
-    """Every running request holds a file descriptor, and many systems allow a process 1,024 of them unless it asks."""
+    """Raise the limit of open files: every running request uses one, and the default is often 1,024."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -201,15 +202,15 @@ def _allow_connections() -> None:
 
 def _unreachable(error: Exception) -> str:
     if isinstance(error, aiohttp.InvalidURL):
-        return "not an address"
+        return "not a valid URL"
     if isinstance(error, aiohttp.ClientConnectorError):
         code = error.os_error.errno
-        # asyncio words a refused connection as a failed call; of an unknown name the number is not one of the system's.
+        # asyncio's text for a refused connection is unclear; for an unknown host name the number is not an errno.
         reason = os.strerror(code) if code and code > 0 else error.os_error.strerror or error
-        return f"no server answers there ({reason}); is it running, and is the port right?"
+        return f"cannot connect ({reason}); check that the server is running and the port is right"
     if isinstance(error, asyncio.TimeoutError):
-        return "the server takes connections but does not answer; see --timeout"
-    return f"what answers there does not speak HTTP as a server should ({str(error) or type(error).__name__})"
+        return "the server accepts connections but does not answer; see --timeout"
+    return f"the server does not speak HTTP correctly ({str(error) or type(error).__name__})"
 
 
 def _model_names(text: str) -> list[str]:
@@ -220,7 +221,7 @@ def _model_names(text: str) -> list[str]:
 
 
 def _message(text: str) -> str:
-    """What a server says of an error: the sentence in its JSON where there is one."""
+    """Return the error message of a server's response, from its JSON if there is one."""
     with contextlib.suppress(ValueError, TypeError, AttributeError):
         document = json.loads(text)
         document = document.get("error", document.get("detail", document))

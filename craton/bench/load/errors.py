@@ -1,9 +1,9 @@
-"""Errors of a load test that a user can cause and mend.
+"""Errors of a load test that a user can cause and fix.
 
 CratonError(ValueError)
 └── LoadTestError
-    ├── WorkloadError     a load, a length, a trace or an objective cannot be understood
-    └── EndpointError     the server cannot be driven: none there, key or model refused, no streaming
+    ├── WorkloadError     a load, length, trace or objective is invalid
+    └── EndpointError     the server cannot be used: unreachable, key or model rejected, no streaming
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ class LoadTestError(CratonError):
 
 
 class WorkloadError(LoadTestError):
-    """A load, a length, a trace or an objective cannot be understood."""
+    """A load, length, trace or objective is invalid."""
 
 
 class EndpointError(LoadTestError):
-    """The server cannot be driven: none there, key or model refused, no streaming."""
+    """The server cannot be used: unreachable, key or model rejected, no streaming."""

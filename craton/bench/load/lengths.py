@@ -1,11 +1,11 @@
-"""How long prompts and answers are: a number, a range, or a distribution, written as a user writes it.
+"""Lengths of prompts and answers: a number, a range, or a distribution, in the format of the command line.
 
-    512                  always
-    100..1024            every length between, alike often
+    512                  fixed
+    100..1024            uniform, both ends included
     normal(512,128)      mean and standard deviation, in tokens
     lognormal(512,400)   mean and standard deviation of the lengths themselves, in tokens
 
-A drawn length is a whole number and at least 1.
+A drawn length is an integer of 1 or more.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _DISTRIBUTION = re.compile(rf"\s*(normal|lognormal)\s*\({_NUMBER},{_NUMBER}\)\s*
 
 @dataclass(frozen=True)
 class Lengths:
-    """What lengths are drawn from. `first` and `second`: both ends of a range, or mean and standard deviation."""
+    """A distribution of lengths. `first` and `second`: both ends of a range, or mean and standard deviation."""
 
     kind: Literal["fixed", "uniform", "normal", "lognormal"]
     first: float
@@ -55,19 +55,19 @@ class Lengths:
 
 
 def parse_lengths(text: str, option: str) -> Lengths:
-    """The lengths that `text` says; `option` is the one it was given with."""
+    """Parse lengths; `option` names the command-line option in errors."""
     if text.strip().isdecimal():
         lengths = Lengths("fixed", int(text))
     elif match := _RANGE.fullmatch(text):
         lengths = Lengths("uniform", int(match[1]), int(match[2]))
         if lengths.second < lengths.first:
-            raise WorkloadError(f"{option} {text}: a range goes from the smaller to the larger number")
+            raise WorkloadError(f"{option} {text}: write the smaller number of a range first")
     elif match := _DISTRIBUTION.fullmatch(text):
         lengths = Lengths("normal" if match[1] == "normal" else "lognormal", float(match[2]), float(match[3]))
     else:
         raise WorkloadError(
-            f"{option} {text!r} is no length; write 512, 100..1024, normal(512,128) or lognormal(512,400), in tokens"
+            f"{option} {text!r} is not a length; write 512, 100..1024, normal(512,128) or lognormal(512,400), in tokens"
         )
     if lengths.first < 1:
-        raise WorkloadError(f"{option} {text}: a length is at least 1 token")
+        raise WorkloadError(f"{option} {text}: the minimum length is 1 token")
     return lengths

@@ -1,7 +1,7 @@
-"""How requests come: so many at a time (closed), or at times that do not wait for answers (open).
+"""Load shapes: a fixed concurrency (closed loop), or arrival times that do not wait for answers (open loop).
 
-A closed load shows what a server can do at most; but a slow server slows its own load. An open load is how users come:
-it goes on when the server stalls, and latencies are counted from the moment a request was due.
+A closed loop shows a server's maximum throughput, but a slow server slows its own load. An open loop is like real
+users: it continues when the server stalls, and latencies count from the time a request was due.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SWEEP = re.compile(r"\s*(\d+(?:\.\d+)?)\s*\.\.\s*(\d+(?:\.\d+)?)\s*")
 
 @dataclass(frozen=True)
 class Closed:
-    """`concurrency` requests at a time: the next is sent when one has ended."""
+    """A closed loop of `concurrency` requests: the next is sent when one ends."""
 
     concurrency: int
 
@@ -32,8 +32,8 @@ class Closed:
 
 @dataclass(frozen=True)
 class Open:
-    """Gaps between requests are drawn from a gamma distribution with mean 1/rate and shape `burstiness`: 1 is Poisson,
-    less is burstier, more is steadier."""
+    """An open loop. Gaps between requests follow a gamma distribution with mean 1/rate and shape `burstiness`: 1 is
+    Poisson, less is burstier, more is steadier."""
 
     requests_per_second: float
     burstiness: float = 1.0
@@ -43,7 +43,7 @@ class Open:
         return f"{self.requests_per_second:g} requests/s, {kind}"
 
     def times(self, seed: int, stream: int) -> Iterator[float]:
-        """Seconds after the start at which requests are due; the first at once."""
+        """Yield the seconds after the start at which requests are due; the first at once."""
         generator = np.random.default_rng([seed, ARRIVALS, stream])
         scale = 1 / (self.requests_per_second * self.burstiness)
         at = 0.0
@@ -54,7 +54,7 @@ class Open:
 
 @dataclass(frozen=True)
 class Timed:
-    """Requests are due when their trace says."""
+    """Requests are due at the times of their trace."""
 
     def __str__(self) -> str:
         return "at the times of the trace"
@@ -62,7 +62,7 @@ class Timed:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Open loads with rates from `low` upwards, to find the highest that the server keeps up with, at most `high`."""
+    """Open loads with rates from `low` up to `high`, to find the highest that the server sustains."""
 
     low: float
     high: float
@@ -74,7 +74,7 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Limit:
-    """When a load ends: after so many requests, or when it has sent for so many seconds. What was sent is awaited."""
+    """When a load stops sending: after `requests`, or after `seconds`. Sent requests are awaited."""
 
     requests: int | None = None
     seconds: float | None = None
@@ -86,5 +86,5 @@ class Limit:
 def parse_sweep(text: str, burstiness: float = 1.0) -> Sweep:
     match = _SWEEP.fullmatch(text)
     if match is None or not 0 < float(match[1]) < float(match[2]):
-        raise WorkloadError(f"--sweep {text!r} is no range of rates; write 1..64, in requests/s, from above 0 upwards")
+        raise WorkloadError(f"--sweep {text!r} is not a range of rates; write for example 1..64 (requests/s, above 0)")
     return Sweep(float(match[1]), float(match[2]), burstiness)

@@ -1,8 +1,7 @@
-"""What is asked: requests made of random tokens or words, each a pure function of (seed, stream, index).
+"""Random requests of token ids or words, each a pure function of (seed, stream, index).
 
-So two servers get the same requests, and a run with the same seed is the same run. A stream is one load: warm-up, or
-one level of a sweep; no two streams share a prompt, so that a level finds nothing in a prefix cache that an earlier one
-left there.
+So two servers get the same requests, and the same seed repeats a run. A stream is one load: warm-up, or one level of a
+sweep. No two streams share a prompt, so a level gets no prefix cache hits from an earlier one.
 """
 
 from __future__ import annotations
@@ -17,16 +16,16 @@ import numpy as np
 
 from craton.bench.load.lengths import Lengths
 
-# Streams. Those of loads are WARM_UP and FIRST_LEVEL upwards; the others only keep their draws apart.
+# Streams. WARM_UP and FIRST_LEVEL upwards are loads; the others only separate random draws.
 WARM_UP, PREFIXES, TRIAL, ARRIVALS, FIRST_LEVEL = range(5)
-_FIRST_ID = 10  # most vocabularies begin with tokens that mean something to the server, such as the end of a text
+_FIRST_ID = 10  # most vocabularies begin with special tokens, such as the end of a text
 
 _NOTHING = np.empty(0, dtype=np.int64)
 
 
 @dataclass(frozen=True)
 class Request:
-    """One thing to ask. `at_seconds`: when, after the start of the load, if a trace says so."""
+    """One request. `at_seconds`: when it is due after the start of the load, from a trace."""
 
     prompt: str | list[int]
     output_tokens: int
@@ -35,7 +34,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Ids:
-    """Prompts are token ids below `vocabulary`: as long as they are meant to be, to the token."""
+    """Prompts are token ids below `vocabulary`, with exact lengths."""
 
     vocabulary: int
 
@@ -45,20 +44,20 @@ class Ids:
 
 @dataclass(frozen=True)
 class Words:
-    """Prompts are words; the two numbers turn tokens into words, and were learnt from the server's usage."""
+    """Prompts are words; the two numbers, which convert tokens to words, come from the server's usage."""
 
     tokens_per_word: float = 1.0
-    template_tokens: float = 0.0  # of a chat's template, in every prompt
+    template_tokens: float = 0.0  # of the chat template, in every prompt
 
     def units(self, tokens: float) -> int:
-        """How many words make so many tokens of text, the template left aside."""
+        """Return how many words make `tokens` tokens of text, without the template."""
         return max(0, round(tokens / self.tokens_per_word))
 
 
 @dataclass(frozen=True)
 class Prefixes:
-    """`share` of the requests begin with one of `groups` beginnings of `tokens` tokens; the others with as many tokens
-    of their own, so that lengths do not depend on the share."""
+    """A `share` of the requests begins with one of `groups` shared prefixes of `tokens` tokens, the others with as many
+    unique tokens, so that lengths do not depend on the share."""
 
     tokens: int = 0
     groups: int = 1
@@ -67,7 +66,7 @@ class Prefixes:
 
 @dataclass(frozen=True)
 class RandomRequests:
-    """Endless random requests. `input` is what comes after the prefix."""
+    """An endless source of random requests. `input` is the length after the prefix."""
 
     input: Lengths
     output: Lengths
@@ -80,7 +79,7 @@ class RandomRequests:
 
     def request(self, stream: int, index: int) -> Request:
         generator = np.random.default_rng([self.seed, stream, index])
-        # Everything else is drawn before the prompt: lengths stay the same whatever a prompt is made of.
+        # Everything else is drawn before the prompt, so lengths do not depend on the form of prompts.
         own_tokens, output_tokens = self.input.draw(generator), self.output.draw(generator)
         shared = self.prefixes.tokens > 0 and generator.random() < self.prefixes.share
         group = int(generator.integers(self.prefixes.groups))
@@ -92,7 +91,7 @@ class RandomRequests:
 
 
 def trial_prompt(tokens: int, form: Ids | Words, seed: int) -> str | list[int]:
-    """A prompt outside all loads: what a server is tried with. Of ids, the last is the largest of the vocabulary."""
+    """Return a prompt outside all loads, to check a server with. The last token id is the largest of the vocabulary."""
     units = _draw(np.random.default_rng([seed, TRIAL]), form.units(tokens), form)
     if isinstance(form, Ids):
         units[-1] = form.vocabulary - 1
@@ -120,5 +119,5 @@ def _render(units: np.ndarray, form: Ids | Words) -> str | list[int]:
 
 @cache
 def _words() -> list[str]:
-    """Short and common, so that nearly every tokenizer has one token for each of them with the space before it."""
+    """Return short, common words, for which nearly every tokenizer has one token (with the space before it)."""
     return files(__package__).joinpath("words.txt").read_text(encoding="utf-8").split()

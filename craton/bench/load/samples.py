@@ -1,11 +1,10 @@
-"""What was seen of one request, and whether that is good enough. All times are seconds after the start of its load.
+"""The measurements of one request, and whether it meets the objectives. Times are seconds after the start of its load.
 
-Latencies count from when the request was due, not from when it was sent: a client that was late, or waited for a free
-connection, does not make the server look faster than its users find it.
+Latencies count from when the request was due, not from when it was sent, so that a late client does not make the server
+look faster (coordinated omission).
 
-A request is good when it was answered and meets every limit that a user set, such as `ttft=500ms,itl=50ms`. `itl` is
-held against the 95th percentile of the request's own gaps, the others against its one number. A request with a single
-token has no gaps and so no `itl` and no `tpot`.
+A request is good if it was answered and meets every limit of the user, such as `ttft=500ms,itl=50ms`. `itl` applies to
+the 95th percentile of the request's own gaps. A request with a single token has no gaps, so no `itl` and no `tpot`.
 """
 
 from __future__ import annotations
@@ -26,22 +25,22 @@ _NO_TIMES = np.empty(0)
 
 @dataclass(frozen=True, eq=False)
 class RequestSample:
-    """One request, from due to its end. `chunk_seconds`: when each piece with tokens arrived."""
+    """One request, from its due time to its end. `chunk_seconds`: arrival of each chunk with tokens."""
 
     due_seconds: float
     sent_seconds: float
     end_seconds: float
     chunk_seconds: np.ndarray = field(default_factory=lambda: _NO_TIMES, repr=False)
-    prompt_tokens: int | None = None  # None: neither the server nor the prompt says
+    prompt_tokens: int | None = None  # None: unknown
     output_tokens: int = 0
-    cached_tokens: int | None = None  # of the prompt, found computed; None: the server does not say
-    has_usage: bool = False  # False: tokens are chunks, counted
-    error: str = ""  # its kind; empty: answered to the end
+    cached_tokens: int | None = None  # prefix cache hits of the prompt; None: the server does not report them
+    has_usage: bool = False  # False: `output_tokens` counts chunks
+    error: str = ""  # kind of error; empty: answered completely
     error_detail: str = ""
 
     @property
     def late_seconds(self) -> float:
-        """How long after it was due the client sent it."""
+        """Return how late the client sent it."""
         return self.sent_seconds - self.due_seconds
 
     @property
@@ -54,26 +53,26 @@ class RequestSample:
 
     @property
     def tpot_seconds(self) -> float | None:
-        """Time per output token after the first, however the tokens came in pieces."""
+        """Return the time per output token after the first, however tokens are split into chunks."""
         if self.output_tokens < 2 or not len(self.chunk_seconds):
             return None
         return (self.end_seconds - float(self.chunk_seconds[0])) / (self.output_tokens - 1)
 
     @property
     def gap_seconds(self) -> np.ndarray:
-        """Between one piece and the next: once a piece, even when it carries several tokens."""
+        """Return the gaps between chunks; a chunk with several tokens counts once."""
         return np.diff(self.chunk_seconds)
 
     @property
     def itl_seconds(self) -> float | None:
-        """The 95th percentile of this request's gaps."""
+        """Return the 95th percentile of this request's gaps."""
         gaps = self.gap_seconds
         return float(np.percentile(gaps, 95)) if len(gaps) else None
 
 
 @dataclass(frozen=True)
 class Objectives:
-    """What a user calls good enough: limits on latencies by name, in seconds."""
+    """Service level objectives: latency limits by name, in seconds."""
 
     seconds: tuple[tuple[str, float], ...]
 
@@ -96,8 +95,8 @@ def parse_objectives(text: str) -> Objectives:
         match = _LIMIT.fullmatch(part)
         if match is None or match[1] not in NAMES or match[1] in limits:
             raise WorkloadError(
-                f"--slo {part.strip()!r} is no limit; write for instance ttft=500ms,itl=50ms, with each of "
-                f"{', '.join(NAMES)} at most once, in ms or s"
+                f"--slo {part.strip()!r} is not a limit; write for example ttft=500ms,itl=50ms, each of "
+                f"{', '.join(NAMES)} no more than once, in ms or s"
             )
         limits[match[1]] = float(match[2]) * (1e-3 if match[3] == "ms" else 1.0)
     return Objectives(tuple(limits.items()))

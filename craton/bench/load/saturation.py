@@ -1,7 +1,7 @@
-"""Where a server saturates: which rate to try next, and whether it kept up with one. Pure functions.
+"""The saturation search: which rate to try next, and whether the server sustained one. Pure functions.
 
-A sweep doubles the rate until the server does not keep up, then halves the gap between the highest rate that went well
-and the lowest that did not, until they are within a tenth.
+A sweep doubles the rate until the server does not keep up, then bisects between the highest rate that passed and the
+lowest that failed, until they are within 10%.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from craton.bench.load.samples import RequestSample
 from craton.bench.load.summary import Summary
 from craton.formatting import percent
 
-MAX_FAILED = 0.01  # of the requests of a level that went well
-MIN_GOOD = 0.9  # of the requests of a level that went well must meet the objectives, where there are any
+MAX_FAILED = 0.01  # maximum share of failed requests in a level that passes
+MIN_GOOD = 0.9  # minimum share of requests that meet the objectives, if any, in a level that passes
 _CLOSE_ENOUGH = 1.1
 
 
 @dataclass(frozen=True)
 class Saturation:
-    """Between two rates in requests/s. `sustained` None: not even the lowest went well; `too_much` None: all did."""
+    """The saturation point between two rates in requests/s. `sustained` None: all failed; `too_much` None: none did."""
 
     sustained: float | None
     too_much: float | None
 
 
 def next_rate(sweep: Sweep, went_well: Mapping[float, bool]) -> float | None:
-    """The rate to try after those that were; None when saturation is found, or lies outside of the sweep."""
+    """Return the next rate to try; None if saturation is found or outside the sweep."""
     if not went_well:
         return sweep.low
     bounds = saturation(went_well)
@@ -43,30 +43,30 @@ def next_rate(sweep: Sweep, went_well: Mapping[float, bool]) -> float | None:
 
 
 def saturation(went_well: Mapping[float, bool]) -> Saturation:
-    """A rate above one that did not go well is not believed, even when it went well."""
+    """Return the saturation range; a rate above a failed one does not count, even if it passed."""
     too_much = min((rate for rate, well in went_well.items() if not well), default=None)
     below = [rate for rate, well in went_well.items() if well and (too_much is None or rate < too_much)]
     return Saturation(max(below, default=None), too_much)
 
 
 def why_not(samples: Sequence[RequestSample], summary: Summary) -> str:
-    """Why a level of a sweep did not go well, in two or three words for a table; empty when it did."""
+    """Return why a level of a sweep failed, in a few words for a table; empty if it passed."""
     if summary.failed > MAX_FAILED * summary.requests:
         return f"{summary.failed} of {summary.requests} failed"
     if not keeps_up(samples):
-        return "piles up"
+        return "backlog"
     if summary.good_share is not None and summary.good_share < MIN_GOOD:
         return f"{percent(summary.good_share)} good"
     return ""
 
 
 def keeps_up(samples: Sequence[RequestSample]) -> bool:
-    """Whether requests ended as fast as they came, in the second half of the time in which they came.
+    """Whether requests ended as fast as they arrived, in the second half of the arrival time.
 
-    How many are inside of the server varies by chance: the number is about Poisson, so the difference of two of them
-    has a variance of at most twice the mean. Growth beyond 2.5 deviations, 5% of the arrivals and two requests (small
-    numbers have longer tails) is no chance. The mean is that of the first quarter, before a queue is long (Little:
-    arrivals/s times seconds inside, of which the median), or a queue would excuse itself.
+    The number of requests in the server is about Poisson, so the difference of two such numbers has a variance of up
+    to twice the mean. Growth beyond 2.5 standard deviations, 5% of the arrivals and two requests (small numbers have
+    longer tails) is not random. The mean is that of the first quarter, before a queue builds up (Little's law:
+    arrivals/s times the median seconds in the server).
     """
     last = max((sample.due_seconds for sample in samples), default=0.0)
     middle = last / 2
@@ -78,6 +78,6 @@ def keeps_up(samples: Sequence[RequestSample]) -> bool:
 
 
 def too_short(samples: Sequence[RequestSample], summary: Summary) -> bool:
-    """Whether requests took longer than half of the time in which they came: then nothing became steady."""
+    """Whether requests took longer than half the arrival time, so that there was no steady state."""
     last = max((sample.due_seconds for sample in samples), default=0.0)
     return summary.e2e_seconds is not None and summary.e2e_seconds.p50 > last / 2

@@ -1,7 +1,7 @@
-"""What the samples of one load say, as pure functions: latencies, throughput, goodput, errors, and the course of time.
+"""Statistics of one load, as pure functions: latencies, throughput, goodput, errors, and a timeline.
 
-Latencies and tokens are those of requests that were answered to the end; a failed one counts as sent and as an error.
-Throughput is what was answered divided by the time from the first due request to the end of the last.
+Latencies and tokens are those of completely answered requests; a failed one counts as sent and as an error. Throughput
+is answered requests or tokens divided by the time from the first due request to the end of the last.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Distribution:
 
 @dataclass(frozen=True)
 class Failure:
-    """One kind of error: how often, and what the first of them said."""
+    """One kind of error: its count, and the message of the first."""
 
     kind: str
     count: int
@@ -35,14 +35,14 @@ class Failure:
 
 @dataclass(frozen=True)
 class Summary:
-    """Latencies are None where no request has one, such as a gap between tokens when every answer has a single one."""
+    """The results of a load. A latency is None if no request has one, such as ITL with one token per answer."""
 
     requests: int
     answered: int
     duration_seconds: float
     prompt_tokens: int
     output_tokens: int
-    cached_tokens: int | None  # None: the server does not say
+    cached_tokens: int | None  # None: the server does not report them
     requests_per_second: float
     output_tokens_per_second: float
     total_tokens_per_second: float
@@ -52,9 +52,9 @@ class Summary:
     itl_seconds: Distribution | None
     tpot_seconds: Distribution | None
     e2e_seconds: Distribution | None
-    late_seconds: Distribution | None  # how long after they were due the client sent requests
+    late_seconds: Distribution | None  # delay of the client between due and sent
     tokens_per_chunk: float | None
-    has_usage: bool  # False: at least one answer came without token counts; its pieces were counted instead
+    has_usage: bool  # False: some answer had no usage, so its chunks were counted
     failures: tuple[Failure, ...] = ()
 
     @property
@@ -67,7 +67,7 @@ class Summary:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The course of a load in bins of equal width; `seconds` are their middles."""
+    """A load over time, in bins of equal width; `seconds` are their centres."""
 
     seconds: np.ndarray
     running: np.ndarray  # requests sent and not ended, mean over the bin
@@ -107,7 +107,7 @@ def summarize(samples: Sequence[RequestSample], objectives: Objectives | None = 
 
 
 def timeline(samples: Sequence[RequestSample], bins: int = 200) -> Timeline:
-    """Tokens of a request are spread evenly over its pieces; those of failed requests are left out."""
+    """Return the timeline. Tokens of a request are spread evenly over its chunks; failed requests are left out."""
     start = min((sample.due_seconds for sample in samples), default=0.0)
     edges = np.linspace(start, start + max(_span(samples), 1e-9), bins + 1)
     width = edges[1] - edges[0]
@@ -118,7 +118,7 @@ def timeline(samples: Sequence[RequestSample], bins: int = 200) -> Timeline:
             tokens += hits * (sample.output_tokens / len(sample.chunk_seconds))
     sent = np.array([sample.sent_seconds for sample in samples])
     ended = np.array([sample.end_seconds for sample in samples])
-    # The integral of "running" up to each edge; its differences are exact means, however short a request is.
+    # The integral of "running" up to each edge; its differences are exact means, even for short requests.
     until = [(np.clip(edge, sent, ended) - sent).sum() for edge in edges]
     return Timeline((edges[:-1] + edges[1:]) / 2, np.diff(until) / width, tokens / width)
 

@@ -1,8 +1,8 @@
-"""`craton bench recover`: how long a small training on this machine takes to go on after a failure, measured.
+"""`craton bench recover`: measures how long a small training run on this machine takes to recover from a fault.
 
-Each case starts a run of two nodes (`Rehearsal`), breaks it several times and reads from its own events and ledger what
-that cost: from the fault to the end of the next step, split by kind. Beside it the same training under torchrun, which
-starts all ranks again and restores from disk.
+Each case starts a run of two nodes (`Rehearsal`) and injects several faults. Its events and ledger give the time from
+the fault to the end of the next step, split by kind. For comparison, the same training runs under torchrun, which
+restarts all ranks and restores from disk.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ENDLESS_STEPS = 100_000
 TORCHRUN_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "CUDA_VISIBLE_DEVICES": "",
-    # otherwise, on gloo, workers that were started again look for the dead ones under their old addresses (torch 2.13)
+    # otherwise, on gloo, restarted workers connect to the old addresses of dead ones (torch 2.13)
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
 }
 
@@ -42,12 +42,12 @@ Progress = Callable[[str, int, int], None]
 
 
 class RecoveryBenchError(CratonError):
-    """A case did not come back."""
+    """A case is invalid or did not recover."""
 
 
 @dataclass
 class RecoveryCase:
-    """One way to break a run, and what each time took."""
+    """One kind of fault, and the duration of each recovery."""
 
     name: str
     ranks: int
@@ -84,12 +84,13 @@ def bench_recover(
     cases: Sequence[str] = CASES,
     progress: Progress | None = None,
 ) -> list[RecoveryCase]:
-    """Every case for every number of ranks, one after the other; nothing else should run on the machine."""
+    """Run every case for every number of ranks, one after the other; nothing else should run on the machine."""
     unknown = [case for case in cases if case not in CASES]
     if unknown:
-        raise RecoveryBenchError(f"{', '.join(unknown)}: not a case; allowed: {', '.join(CASES)}")
+        raise RecoveryBenchError(f"unknown case {', '.join(unknown)}; allowed: {', '.join(CASES)}")
     if any(number < 2 or number % 2 for number in ranks):
-        raise RecoveryBenchError("ranks are shared by two nodes: give even numbers from 2")
+        given = ", ".join(map(str, ranks))
+        raise RecoveryBenchError(f"ranks is {given}; two nodes share the ranks, so give even numbers of 2 or more")
     result = []
     for number in ranks:
         for case in cases:
@@ -103,7 +104,7 @@ def _layout(ranks: int) -> dict[str, int]:
 
 
 def _quiet(done: int) -> None:
-    """Nobody watches."""
+    """Report no progress."""
 
 
 def _measure(root: Path, name: str, ranks: int, rounds: int, report: Callable[[int], None]) -> RecoveryCase:
@@ -113,7 +114,7 @@ def _measure(root: Path, name: str, ranks: int, rounds: int, report: Callable[[i
         _under_torchrun(root, case, rounds, report)
         return case
     spares = rounds if name == "spare" else 0
-    # a spare each round on one machine would be many processes: a node that was lost comes back as the next spare
+    # one spare suffices, which keeps the processes few: a lost node returns as the next spare
     rehearsal = Rehearsal(
         f"{name}-{ranks}", ranks_per_node=ranks // 2, layout=_layout(ranks), steps=ENDLESS_STEPS, spares=min(spares, 1)
     )
@@ -130,7 +131,7 @@ def _measure(root: Path, name: str, ranks: int, rounds: int, report: Callable[[i
             case.seconds.append(recovered["time"] - moment)
             case.noticed.append(began["time"] - moment)
             case.restored_from.append(recovered["restored_from"])
-            time.sleep(1.2)  # until the agents have written their books
+            time.sleep(1.2)  # until the agents have written their ledgers
             after = summarize(run).ledger
             case.kinds.append({kind: after.get(kind, 0.0) - before.get(kind, 0.0) for kind in SHOWN_KINDS})
             report(number + 1)
@@ -142,9 +143,9 @@ def _measure(root: Path, name: str, ranks: int, rounds: int, report: Callable[[i
 
 
 def _break(run: RunDirectory, name: str, number: int) -> float:
-    """Breaks the run; the moment at which it did."""
+    """Inject the fault; return its time."""
     last = max(_ranks(run))
-    if name == "spare":  # the agent with all its processes, as when a machine goes
+    if name == "spare":  # the agent with all its processes, as in a machine failure
         pid = _agent_of(run, _node_of(run, last))
     else:
         pid = _ranks(run)[number % (last + 1)]
@@ -163,7 +164,7 @@ def _event(run: RunDirectory, name: str, after: float) -> dict[str, Any] | None:
 
 
 def _ranks(run: RunDirectory) -> dict[int, int]:
-    """rank → its present process."""
+    """Return rank → pid of its present process."""
     return {int(line["rank"]): int(line["pid"]) for line in _events(run) if line["event"] == "rank_started"}
 
 
@@ -178,7 +179,7 @@ def _agent_of(run: RunDirectory, node: str) -> int:
 
 
 def _spare(run: RunDirectory) -> bool:
-    """Whether a node that has no ranks stands ready: its keeper has begun since it was last started."""
+    """Whether a spare is ready: every agent's keeper has started since the agent did."""
     started = [line for line in _events(run) if line["event"] in ("agent_started", "keeper_ready")]
     last = {line["node"]: line["event"] for line in started}
     return all(event == "keeper_ready" for event in last.values())
@@ -204,7 +205,7 @@ def _wait_for_step(run: RunDirectory, step: int, generation: int) -> None:
 
 
 def _under_torchrun(root: Path, case: RecoveryCase, rounds: int, report: Callable[[int], None]) -> None:
-    """The same training with torchrun's restart of all workers, from a checkpoint of at most five steps ago."""
+    """Run the same training under torchrun, which restarts all workers from a checkpoint up to five steps old."""
     rehearsal = Rehearsal(
         f"torchrun-{case.ranks}",
         ranks_per_node=case.ranks // 2,
@@ -233,20 +234,20 @@ def _under_torchrun(root: Path, case: RecoveryCase, rounds: int, report: Callabl
             case.step_seconds = summarize(run).step_seconds or 0.0
             moment = time.time()
             os.kill(workers[number % len(workers)], signal.SIGKILL)
-            restored = _wait_for(run, partial(_event, run, "restored", moment), f"torchrun is not back; see {log}")
+            restored = _wait_for(run, partial(_event, run, "restored", moment), f"torchrun did not recover; see {log}")
             first = _wait_for_steps(run, float(restored["time"]), 1, log)
             case.seconds.append(first - moment)
             case.restored_from.append(str(restored.get("tier", "shared")))
             report(number + 1)
     finally:
-        for pid in [process.pid, *_children_of(process.pid)]:  # its workers have sessions of their own
+        for pid in [process.pid, *_children_of(process.pid)]:  # its workers have their own sessions
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         process.wait()
 
 
 def _wait_for_steps(run: RunDirectory, since: float, count: int, log: Path) -> float:
-    """When the first of this many steps was done."""
+    """Wait for `count` steps; return the time of the first."""
 
     def steps() -> list[float] | None:
         return moments if len(moments := _steps_since(run, since)) >= count else None
@@ -255,7 +256,7 @@ def _wait_for_steps(run: RunDirectory, since: float, count: int, log: Path) -> f
 
 
 def _steps_since(run: RunDirectory, moment: float) -> list[float]:
-    """When rank 0 recorded a step."""
+    """Return the times at which rank 0 recorded a step."""
     lines = [line for path in paths_in(run.path / "metrics", "*.jsonl") for line in read_lines(path)[0]]
     return [line["time"] for line in lines if line.get("rank") == 0 and line["time"] > moment and "run_loss" in line]
 

@@ -1,7 +1,7 @@
-"""A small training on this machine, with any number of nodes and ranks, on which failures are rehearsed.
+"""A small training run on this machine, with any number of nodes and ranks, for fault injection.
 
-It is a run like any other: agents, keepers, ranks, ledger. Only its model is small, its data needs no file, and a node
-has as many ranks as asked, though there is no GPU for each.
+It has agents, keepers, ranks and a ledger like any run. Only its model is small, its data needs no file, and a node may
+have any number of ranks, without a GPU for each.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ EXPERTS = (
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What is trained, on how many ranks, and what breaks on the way."""
+    """The settings of a rehearsal: model, ranks, and injected faults."""
 
     name: str
     nodes: int = 2
@@ -43,7 +43,7 @@ class Rehearsal:
     chaos: Sequence[str] = ()
     spares: int = 0
     min_nodes: int = 0
-    layouts: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)  # of other numbers of nodes
+    layouts: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)  # for other numbers of nodes
     recover: str = "{}"
     environment: Mapping[str, str] = field(default_factory=dict)
 
@@ -59,7 +59,7 @@ class Rehearsal:
 
 @contextmanager
 def running(root: Path, rehearsal: Rehearsal) -> Iterator[RunDirectory]:
-    """A rehearsal that leaves no process behind."""
+    """Run a rehearsal; end all its processes at the end of the block."""
     run, launch = write_rehearsal(root, rehearsal)
     start_agents(run, launch)
     try:
@@ -69,14 +69,14 @@ def running(root: Path, rehearsal: Rehearsal) -> Iterator[RunDirectory]:
 
 
 def end_rehearsal(run: RunDirectory) -> None:
-    """Ends every process of the run at once."""
+    """End every process of the run at once."""
     if not run.has("DONE"):
         run.mark("STOP", "the rehearsal is over")
     kill_agents(run)
 
 
 def write_rehearsal(root: Path, rehearsal: Rehearsal) -> tuple[RunDirectory, Launch]:
-    """The run as its agents will find it."""
+    """Write the run directory and launch file for the agents."""
     job = parse_job(rehearsal.job_text(), rehearsal.name)
     run = RunDirectory.create(root, rehearsal.name)
     world = rehearsal.nodes * rehearsal.ranks_per_node

@@ -83,7 +83,7 @@ def test_without_usage_pieces_are_counted_and_that_is_said(server: Server) -> No
     report = drive(server)
     assert report.shown.summary.output_tokens == 8 * 4
     assert report.shown.summary.prompt_tokens == 8 * 20
-    assert any("every piece of an answer is counted as one token" in note for note in report.notes)
+    assert any("every chunk of an answer counts as one token" in note for note in report.notes)
 
 
 def test_a_closed_load_keeps_its_number_running() -> None:

@@ -65,5 +65,5 @@ def test_nonsense_is_named(text: str) -> None:
 
 
 def test_a_range_that_goes_down() -> None:
-    with pytest.raises(WorkloadError, match="from the smaller to the larger"):
+    with pytest.raises(WorkloadError, match="the smaller number of a range first"):
         parse_lengths("9..3", "--input")

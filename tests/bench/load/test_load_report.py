@@ -72,7 +72,7 @@ def single() -> Report:
 @pytest.fixture(scope="module")
 def swept() -> Report:
     rates = (1.0, 2.0, 4.0, 5.66, 8.0)
-    levels = [level(Open(rate), samples(rate, 150), "piles up" if rate > 5 else "") for rate in rates]
+    levels = [level(Open(rate), samples(rate, 150), "backlog" if rate > 5 else "") for rate in rates]
     return report(Sweep(1, 64), *levels, found=Saturation(4.0, 5.66))
 
 
@@ -105,13 +105,13 @@ def test_the_terminal_says_everything_in_eighty_columns(single: Report, swept: R
         assert max(map(len, each.split("\n"))) <= 80
     rows = [line for line in printed(swept).split("\n") if re.match(r"\s*(1|2|4|5|8)\.\d\d ", line)]
     assert len(rows) == 5
-    assert "piles up" in rows[-1]
+    assert "backlog" in rows[-1]
     assert "Saturated between 4.00 and 5.66 requests/s." in printed(swept)
 
 
 def test_saturation_outside_of_a_sweep_is_said(swept: Report) -> None:
     assert "Saturated below 1.00 requests/s" in printed(replace(swept, saturation=Saturation(None, 1.0)))
-    assert "Not saturated: the server keeps up with 8.00" in printed(replace(swept, saturation=Saturation(8.0, None)))
+    assert "Not saturated: the server sustains 8.00" in printed(replace(swept, saturation=Saturation(8.0, None)))
 
 
 def test_json_has_every_number(single: Report, swept: Report) -> None:
@@ -129,7 +129,13 @@ def test_json_has_every_number(single: Report, swept: Report) -> None:
 def test_a_page_has_every_plot_and_its_numbers(single: Report, swept: Report) -> None:
     reader = Reader(report_page(single))
     assert reader.plots == ["plot-latency", "plot-timeline", "plot-prompt"]
-    for words in ("llama-8b", "something to know", "2 of 302 requests failed", "come back later", "Between tokens"):
+    for words in (
+        "llama-8b",
+        "something to know",
+        "2 of 302 requests failed",
+        "come back later",
+        "Inter-token latency",
+    ):
         assert words in reader.text
     assert Reader(report_page(swept)).plots == ["plot-sweep", "plot-latency", "plot-timeline", "plot-prompt"]
 

@@ -79,7 +79,7 @@ def test_a_lucky_rate_above_a_bad_one_is_not_believed() -> None:
 def test_why_a_level_did_not_go_well() -> None:
     good, full = queue(8), queue(32)
     assert why_not(good, summarize(good)) == ""
-    assert why_not(full, summarize(full)) == "piles up"
+    assert why_not(full, summarize(full)) == "backlog"
     strict = parse_objectives("e2e=400ms")
     assert why_not(good, summarize(good, strict)) == "0% good"
     broken = [*good, *(RequestSample(0.0, 0.0, 1.0, error="HTTP 429") for _ in range(10))]

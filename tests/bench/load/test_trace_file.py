@@ -40,11 +40,11 @@ BAD: dict[str, tuple[Any, str]] = {
     "no prompt": ({"output_tokens": 3}, "`prompt` must be"),
     "empty prompt": ({"prompt": ""}, "`prompt` must be"),
     "negative id": ({"prompt": [-1]}, "`prompt` must be"),
-    "unknown key": ({"prompt": "a", "max_tokens": 3}, "unknown key 'max_tokens'; allowed are prompt"),
-    "no tokens": ({"prompt": "a", "output_tokens": 0}, "`output_tokens` must be"),
-    "bool tokens": ({"prompt": "a", "output_tokens": True}, "`output_tokens` must be"),
-    "time before the start": ({"prompt": "a", "at": -1}, "`at` must be"),
-    "endless time": ('{"prompt": "a", "at": Infinity}', "`at` must be"),
+    "unknown key": ({"prompt": "a", "max_tokens": 3}, "unknown key 'max_tokens'; allowed: prompt"),
+    "no tokens": ({"prompt": "a", "output_tokens": 0}, "`output_tokens` is 0; it must be"),
+    "bool tokens": ({"prompt": "a", "output_tokens": True}, "`output_tokens` is True; it must be"),
+    "time before the start": ({"prompt": "a", "at": -1}, "`at` is -1; it must be"),
+    "endless time": ('{"prompt": "a", "at": Infinity}', "`at` is inf; it must be"),
 }
 
 
@@ -69,10 +69,10 @@ def test_times_in_some_lines_only(tmp_path: Path) -> None:
 
 
 def test_files_that_are_none(tmp_path: Path) -> None:
-    with pytest.raises(WorkloadError, match="no requests in it"):
+    with pytest.raises(WorkloadError, match="no requests; a trace"):
         load(tmp_path, "")
     with pytest.raises(WorkloadError, match="no such file"):
         load_trace(tmp_path / "nothing.jsonl", Lengths("fixed", 1), 0)
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
-    with pytest.raises(WorkloadError, match="not a text file"):
+    with pytest.raises(WorkloadError, match="not a UTF-8 text file"):
         load_trace(tmp_path / "binary", Lengths("fixed", 1), 0)

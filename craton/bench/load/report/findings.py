@@ -1,4 +1,4 @@
-"""Sentences and rows that the terminal and the page share."""
+"""Sentences and table rows that the terminal and HTML reports share."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def latency_cells(distribution: Distribution | None) -> list[str]:
 
 
 def verdict(report: Report) -> str:
-    """The one sentence that somebody in a hurry reads."""
+    """Return the summary sentence of the report."""
     summary = report.shown.summary
     if not summary.answered:
         return f"None of {summary.requests:,} requests was answered."
@@ -33,7 +33,7 @@ def verdict(report: Report) -> str:
         rate(summary.output_tokens_per_second, "output tokens"),
         rate(summary.requests_per_second, "requests"),
     )
-    message = f"{output} and {requests} answered, with a load of {report.shown.load}."
+    message = f"{output} and {requests} answered at {report.shown.load}."
     return message if report.saturation is None else f"{saturation_text(report)} {message}"
 
 
@@ -42,7 +42,7 @@ def saturation_text(report: Report) -> str:
     assert saturation is not None, "only a sweep looks for saturation"
     if saturation.too_much is None:
         highest = digits(saturation.sustained or 0)
-        return f"Not saturated: the server keeps up with {highest} requests/s, the highest rate tried."
+        return f"Not saturated: the server sustains {highest} requests/s, the highest rate tried."
     if saturation.sustained is None:
         return f"Saturated below {digits(saturation.too_much)} requests/s, the lowest rate tried."
     return f"Saturated between {digits(saturation.sustained)} and {digits(saturation.too_much)} requests/s."
@@ -66,7 +66,7 @@ def prefix_text(report: Report) -> str:
 
 
 def counts(summary: Summary) -> list[tuple[str, str]]:
-    """What was answered, as rows of a name and a value."""
+    """Return throughput and token counts as rows of a name and a value."""
     rows = [
         ("requests", f"{summary.answered:,} of {summary.requests:,} answered in {duration(summary.duration_seconds)}"),
         ("output", rate(summary.output_tokens_per_second, "tokens")),
@@ -80,7 +80,7 @@ def counts(summary: Summary) -> list[tuple[str, str]]:
         means = (tokens / summary.answered for tokens in (summary.prompt_tokens, summary.output_tokens))
         rows.append(("mean tokens", "{} in, {} out".format(*map(digits, means))))
     if summary.tokens_per_chunk is not None and abs(summary.tokens_per_chunk - 1) > 0.02:
-        rows.append(("tokens a piece", digits(summary.tokens_per_chunk)))
+        rows.append(("tokens per chunk", digits(summary.tokens_per_chunk)))
     if summary.cached_tokens is not None:
         share = percent(summary.cached_tokens / max(1, summary.prompt_tokens))
         rows.append(("cached", f"{summary.cached_tokens:,} tokens, {share} of the input"))

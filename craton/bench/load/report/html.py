@@ -1,7 +1,7 @@
-"""A report as one HTML file that needs nothing else: no network, no server, no fonts.
+"""The report as one self-contained HTML file: no network, no server, no fonts.
 
-Every text that came from a user or a server is escaped; the numbers of every plot stand in a table beside it, so the
-page is whole without JavaScript too.
+Every text from a user or a server is escaped. A table beside each plot has its numbers, so the page is complete without
+JavaScript.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def report_page(report: Report) -> str:
     body = (
         _header(report)
         + _tiles(report)
-        + html_report.warning_list("Before you believe it", report.notes)
+        + html_report.warning_list("Warnings", report.notes)
         + _failures(report)
         + _sweep_section(report, figures)
         + _latency_section(report, figures)
@@ -72,7 +72,7 @@ def _tiles(report: Report) -> Markup:
                     duration(item.p50 if item else None),
                     f"median; p99 {duration(item.p99 if item else None)}",
                 )
-                for name, item in (("Time to first token", ttft), ("Between tokens", itl), ("End to end", e2e))
+                for name, item in (("Time to first token", ttft), ("Inter-token latency", itl), ("End to end", e2e))
             ),
         ]
     )
@@ -84,7 +84,7 @@ def _failures(report: Report) -> Markup:
         return Markup()
     rows = [("", [failure.kind, f"{failure.count:,}", failure.example]) for failure in summary.failures]
     title = f"{summary.failed:,} of {summary.requests:,} requests failed"
-    return html_report.section("Errors", title, html_report.table(["=kind", ">how often", "the first of them"], rows))
+    return html_report.section("Errors", title, html_report.table(["=kind", ">count", "first message"], rows))
 
 
 def _sweep_section(report: Report, figures: dict[str, Figure]) -> Markup:
@@ -102,7 +102,7 @@ def _sweep_section(report: Report, figures: dict[str, Figure]) -> Markup:
     return html_report.plot_section("Saturation", findings.saturation_text(report), "plot-sweep", below=table)
 
 
-_LEVEL_COLUMNS = ("asked for/s", "done/s", "tokens/s", "TTFT p50", "TTFT p99", "ITL p50", "ITL p99", "goodput/s")
+_LEVEL_COLUMNS = ("offered/s", "done/s", "tokens/s", "TTFT p50", "TTFT p99", "ITL p50", "ITL p99", "goodput/s")
 
 
 def _latency_section(report: Report, figures: dict[str, Figure]) -> Markup:
@@ -118,9 +118,9 @@ def _latency_section(report: Report, figures: dict[str, Figure]) -> Markup:
     table = html_report.table(["=", ">mean", ">p50", ">p95", ">p99"], rows)
     facts = html_report.table(["=", ""], [("", [name, value]) for name, value in findings.counts(summary)])
     itl, ttft = summary.itl_seconds, summary.ttft_seconds
-    title = f"Half of the first tokens come within {duration(ttft.p50)}, 99% within {duration(ttft.p99)}"
+    title = f"TTFT: p50 {duration(ttft.p50)}, p99 {duration(ttft.p99)}"
     if itl is not None:
-        title += f"; half of the gaps between tokens are within {duration(itl.p50)}, 99% within {duration(itl.p99)}"
+        title += f"; ITL: p50 {duration(itl.p50)}, p99 {duration(itl.p99)}"
     return html_report.plot_section("Latency", title, "plot-latency", Markup(f"{table}<br>{facts}"))
 
 
@@ -129,39 +129,39 @@ def _timeline_section(report: Report, figures: dict[str, Figure]) -> Markup:
     if not report.shown.summary.answered:
         return Markup()
     figures["plot-timeline"] = plots.timeline_figure(samples)
-    most = _most_running(report)
-    return html_report.plot_section("Timeline", f"At most {most:,} requests ran at once", "plot-timeline")
+    peak = _peak_running(report)
+    return html_report.plot_section("Timeline", f"Up to {peak:,} requests ran at once", "plot-timeline")
 
 
-def _most_running(report: Report) -> int:
-    """The highest number of requests that were sent and had not ended."""
+def _peak_running(report: Report) -> int:
+    """Return the maximum number of requests that were sent and had not ended."""
     changes = [(sample.sent_seconds, 1) for sample in report.shown.samples]
     changes += [(sample.end_seconds, -1) for sample in report.shown.samples]
-    running = most = 0
+    running = peak = 0
     for _, change in sorted(changes):
         running += change
-        most = max(most, running)
-    return most
+        peak = max(peak, running)
+    return peak
 
 
 def _prompt_section(report: Report, figures: dict[str, Figure]) -> Markup:
     lengths = {sample.prompt_tokens for sample in report.shown.samples if not sample.error} - {None}
     if len(lengths) < 2:
-        reason = f"All prompts have {next(iter(lengths)):,} tokens" if lengths else "No prompt's length is known"
+        reason = f"All prompts have {next(iter(lengths)):,} tokens" if lengths else "The prompt lengths are unknown"
         return html_report.absent_section("First token and prompt", f"{reason}: nothing to compare.")
     figures["plot-prompt"] = plots.prompt_figure(report.shown.samples)
     known_lengths = [length for length in lengths if length is not None]
-    title = f"Prompts of {min(known_lengths):,} to {max(known_lengths):,} tokens, and when their first token came"
+    title = f"Time to first token of prompts of {min(known_lengths):,} to {max(known_lengths):,} tokens"
     return html_report.plot_section("First token and prompt", title, "plot-prompt")
 
 
 def _basis_section(report: Report) -> Markup:
-    """What was asked for, so that a reader can repeat it."""
+    """Return the settings, so that a reader can repeat the test."""
     settings, workload = report.settings, report.settings.workload
     busy = report.shown.busy
     late = report.shown.summary.late_seconds
     facts = [
-        ("load", f"{settings.load}; {settings.limit}" + " a level" * (report.saturation is not None)),
+        ("load", f"{settings.load}; {settings.limit}" + " per level" * (report.saturation is not None)),
         ("prompts", report.prompts if workload.trace else f"{report.prompts}, {workload.input} tokens"),
         ("prefix", findings.prefix_text(report) if workload.prefixes.tokens else "none"),
         ("answers", f"{'of the trace' if workload.trace else workload.output} tokens, temperature 0"),
@@ -172,4 +172,4 @@ def _basis_section(report: Report) -> Markup:
         ("client", f"busy {percent(busy)} of a core; sent p99 {duration(late.p99 if late else None)} after due"),
     ]
     rows = [("", [name, text]) for name, text in facts]
-    return html_report.section("Basis", "What was asked for", html_report.table(["=", ""], rows))
+    return html_report.section("Basis", "Workload and settings", html_report.table(["=", ""], rows))

@@ -1,6 +1,6 @@
-"""The plots of a load test as plotly figures in plain dicts, in colours of the page's style sheet.
+"""The plots of a load test as plotly figures in plain dicts, with colours of the page's style sheet.
 
-Every figure is thinned to what a screen can show, so that a page stays small however long the load was.
+Figures are downsampled to screen resolution, so that a page stays small for long loads.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from craton.formatting import digits, duration, setting
 from craton.html_report import Figure, axis_name, axis_title, label, log_axis, log_range, plain_layout, vertical_line
 
 FIRST, BETWEEN = "@first", "@between"  # time to first token, and between tokens
-_LEFT_PIXELS = 48  # durations are wide names of ticks
+_LEFT_PIXELS = 48  # tick labels with durations are wide
 _CURVE_POINTS = 400
 _SCATTER_POINTS = 2000
-# Pieces that arrive together have no time between them; a logarithmic axis needs some.
+# Chunks that arrive together have a gap of 0, which a logarithmic axis cannot show.
 _SHORTEST_SECONDS = 1e-5
 
 
 def distribution_figure(samples: Sequence[RequestSample], objectives: Objectives | None) -> Figure:
-    """Which share of first tokens and of gaps came within which time; objectives as dashed lines."""
+    """Return the cumulative distributions of TTFT and ITL; objectives as dashed lines."""
     answered = [sample for sample in samples if not sample.error]
     firsts = np.array([sample.ttft_seconds for sample in answered])
     gaps = np.concatenate([sample.gap_seconds for sample in answered])
@@ -37,7 +37,7 @@ def distribution_figure(samples: Sequence[RequestSample], objectives: Objectives
         for name, values, color in (("TTFT", firsts, FIRST), ("ITL", gaps, BETWEEN))
         if len(values)
     ]
-    # The fastest hundredth, such as pieces that came together, would stretch the axis by decades.
+    # The fastest 1%, such as chunks that arrived together, would stretch the axis by decades.
     lowest = min(seconds[_CURVE_POINTS // 100] for _, seconds, _ in curves)
     highest = max(seconds[-1] for _, seconds, _ in curves)
     limits = dict(objectives.seconds) if objectives else {}
@@ -45,7 +45,7 @@ def distribution_figure(samples: Sequence[RequestSample], objectives: Objectives
     layout["xaxis"] |= _seconds_axis(min([lowest, *(at for at, _ in marks)]), max([highest, *(at for at, _ in marks)]))
     layout["yaxis"] |= {"range": [0, 103], "ticksuffix": "%", "nticks": 6}
     layout["shapes"] = [vertical_line(at, color) for at, color in marks]
-    layout["annotations"] = [axis_name("share that came within")]
+    layout["annotations"] = [axis_name("share of requests or gaps within")]
     for name, seconds, color in curves:
         middle = math.log10(seconds[len(seconds) // 2])
         font = {"color": color, "size": 13}
@@ -67,7 +67,7 @@ def distribution_figure(samples: Sequence[RequestSample], objectives: Objectives
 
 
 def timeline_figure(samples: Sequence[RequestSample]) -> Figure:
-    """Requests that run, and below them tokens that arrive, over the same time."""
+    """Return running requests, and below them output tokens/s, over time."""
     course = timeline(samples)
     layout = plain_layout(390, _LEFT_PIXELS)
     layout["xaxis"] |= {"title": axis_title("seconds after the start"), "showgrid": False, "anchor": "y2"}
@@ -98,7 +98,7 @@ def timeline_figure(samples: Sequence[RequestSample]) -> Figure:
 
 
 def prompt_figure(samples: Sequence[RequestSample]) -> Figure:
-    """One point a request: the longer its prompt, the later its first token."""
+    """Return TTFT over prompt length, one point per request."""
     answered = [sample for sample in samples if not sample.error and sample.prompt_tokens is not None]
     points = answered[:: math.ceil(len(answered) / _SCATTER_POINTS)]
     firsts = [sample.ttft_seconds or 0.0 for sample in points]
@@ -121,12 +121,12 @@ def prompt_figure(samples: Sequence[RequestSample]) -> Figure:
 
 
 def sweep_figure(levels: Sequence[Level]) -> Figure:
-    """Throughput above and latencies below, over the rate that was asked for; hollow where it did not go well."""
+    """Return throughput, and below it latencies, over the offered rate; hollow markers for levels that failed."""
     rates = [level.load.requests_per_second if isinstance(level.load, Open) else 0.0 for level in levels]
     layout = plain_layout(440, _LEFT_PIXELS)
     layout["xaxis"] |= {
         "type": "log",
-        "title": axis_title("requests/s asked for"),
+        "title": axis_title("offered requests/s"),
         "tickvals": _ticks(rates),
         "ticktext": [digits(value) for value in _ticks(rates)],
         "range": log_range(min(rates), max(rates)),
@@ -202,12 +202,12 @@ def _quantiles(values: np.ndarray) -> np.ndarray:
 
 
 def _rounded(values: Sequence[float] | np.ndarray) -> list[float]:
-    """Six digits, which is more than a screen shows and half of what a float takes to write."""
+    """Round to six digits: more than a screen shows, and half the size of a float's text."""
     return [float(f"{value:.6g}") for value in values]
 
 
 def _ticks(rates: list[float]) -> list[float]:
-    """The rates that were tried, less those that would print over their neighbour."""
+    """Return the rates to label, without those that would overlap their neighbour."""
     shown: list[float] = []
     for rate in rates:
         if not shown or rate >= shown[-1] * (max(rates) / min(rates)) ** (1 / 12):

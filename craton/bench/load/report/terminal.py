@@ -1,4 +1,4 @@
-"""A report for a terminal, from 80 columns upwards."""
+"""The report for a terminal of 80 columns or more."""
 
 from __future__ import annotations
 
