@@ -144,10 +144,10 @@ def serve(
         leave_group()
         return 0
     assert front is not None
-    gang = TensorParallelGroup(this, _lines_to_others(world, secret))
+    group = TensorParallelGroup(this, _lines_to_others(world, secret))
     grammars = _grammars(served, runner.vocabulary)
-    engine = join_engine(gang, runner, settings, max_length, served.stop_tokens, grammars, slots, Rates(floor))
-    gang.watch(lambda number: _lost(number, front))
+    engine = join_engine(group, runner, settings, max_length, served.stop_tokens, grammars, slots, Rates(floor))
+    group.watch(lambda number: _lost(number, front))
     recorder.event("serving", stage="ready", kv_tokens=tokens, max_length=max_length)
     # These objects live as long as the process: freezing them keeps garbage collection during decode short.
     gc.collect()
@@ -155,8 +155,8 @@ def serve(
     signal.signal(signal.SIGTERM, lambda _number, _frame: front.process.terminate())
     progress.is_ready = True
     heartbeat = EngineHeartbeat(own_page(), patience_seconds)
-    EngineProcess(job.served_name, engine, gang, front.line, heartbeat, _recording(recorder, run)).run()
-    gang.close()
+    EngineProcess(job.served_name, engine, group, front.line, heartbeat, _recording(recorder, run)).run()
+    group.close()
     leave_group()
     if grammars is not None:
         grammars.close()

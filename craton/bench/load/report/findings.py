@@ -33,7 +33,7 @@ def verdict(report: Report) -> str:
         rate(summary.output_tokens_per_second, "output tokens"),
         rate(summary.requests_per_second, "requests"),
     )
-    message = f"{output} and {requests} answered at {report.shown.load}."
+    message = f"{output} and {requests} answered (load: {report.shown.load})."
     return message if report.saturation is None else f"{saturation_text(report)} {message}"
 
 

@@ -103,15 +103,15 @@ def _truncate(logits: Tensor, tuning: Tuning) -> Tensor:
         ordered, order = logits.sort(-1, descending=True)
         place = torch.arange(logits.shape[-1], device=logits.device)
         if tuning.top_k is not None:
-            most = torch.where(tuning.top_k > 0, tuning.top_k, logits.shape[-1]).unsqueeze(-1)
-            ordered = ordered.masked_fill(place >= most, -torch.inf)
+            kept = torch.where(tuning.top_k > 0, tuning.top_k, logits.shape[-1]).unsqueeze(-1)
+            ordered = ordered.masked_fill(place >= kept, -torch.inf)
         if tuning.top_p is not None:
             before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)  # probability of all that are likelier
             ordered = ordered.masked_fill((before >= tuning.top_p.unsqueeze(-1)) & (place > 0), -torch.inf)
         logits = torch.empty_like(logits).scatter_(-1, order, ordered)
     if tuning.min_p is not None:
-        least = logits.max(-1, keepdim=True).values + tuning.min_p.unsqueeze(-1).log()
-        logits = logits.masked_fill(logits < least, -torch.inf)
+        threshold = logits.max(-1, keepdim=True).values + tuning.min_p.unsqueeze(-1).log()
+        logits = logits.masked_fill(logits < threshold, -torch.inf)
     return logits
 
 

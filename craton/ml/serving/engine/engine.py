@@ -29,8 +29,8 @@ from craton.ml.serving.schedule import (
     Scheduler,
     Sequence,
     StepInput,
-    guess,
     is_plain,
+    ngram_drafts,
     pack,
 )
 from craton.ml.serving.settings import EngineSettings, NotNowError, ServingError
@@ -176,7 +176,7 @@ class Engine:
         if self.state != "running":
             return pieces + self._read_all()
         if self.settings.draft_tokens:
-            self._guess()
+            self._set_drafts()
         step = self.scheduler.schedule()
         if step is None:
             return pieces + self._read_all()
@@ -514,12 +514,12 @@ class Engine:
             child.cached_tokens = first.cached_tokens  # the first copy's own prefill was not a cache hit
         first.copies = 1
 
-    def _guess(self) -> None:
+    def _set_drafts(self) -> None:
         """Set draft tokens for all decoding requests, or for none. If some have drafts, the others get filler tokens,
         so that a CUDA graph fits the step. With many requests, verifying drafts costs more than it saves."""
         count = self.settings.draft_tokens
         running = self.scheduler.running
-        guesses: dict[Sequence, list[int]] = {}
+        drafts: dict[Sequence, list[int]] = {}
         for sequence in running:
             sequence.drafts = []
         if len(running) * (count + 1) > MAX_DRAFTED:
@@ -527,10 +527,10 @@ class Engine:
         for sequence in running:
             left = min(sequence.sampling.max_tokens - sequence.outputs, self.max_length - sequence.length) - 1
             if sequence.pending == 1 and sequence.grammar is None and sequence.is_plain and left >= count:
-                guesses[sequence] = guess(sequence.tokens, count)
-        if not any(guesses.values()):
+                drafts[sequence] = ngram_drafts(sequence.tokens, count)
+        if not any(drafts.values()):
             return
-        for sequence, item in guesses.items():
+        for sequence, item in drafts.items():
             sequence.drafts = item + [sequence.tokens[-1]] * (count - len(item))
 
     def _collect_grammars(self) -> None:

@@ -2,7 +2,7 @@
 
 One iteration of the loop is one step; admin controls are handled between steps. A control may take minutes (requests
 that must finish first, weights still to be sent). The loop then continues, without steps while the ranks are busy, so
-requests and aborts are accepted and heartbeats go on. It ends with the front end, or with an error.
+requests and aborts are accepted and heartbeats continue. It ends with the front end, or with an error.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ class EngineProcess:
         self,
         name: str,
         engine: Engine,
-        gang: TensorParallelGroup,
+        group: TensorParallelGroup,
         front: MessageLine,
         heartbeat: EngineHeartbeat,
         record: Callable[[Stats, Latencies], None] | None = None,
     ) -> None:
         self._name = name
         self._engine = engine
-        self._gang = gang
+        self._group = group
         self._front = front
         self._heartbeat = heartbeat
         self._record = record
@@ -197,7 +197,7 @@ class EngineProcess:
                 self._waiting.append(task)
                 return
             self._send(self._engine.finish_in_flight())
-            task.call, task.began = self._gang.start(wanted.method, *wanted.arguments), time.monotonic()
+            task.call, task.began = self._group.start(wanted.method, *wanted.arguments), time.monotonic()
             self._calling = task
 
     def _pause(self, mode: str = "keep") -> Steps:

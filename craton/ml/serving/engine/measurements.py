@@ -57,12 +57,12 @@ class Rates:
         self.step_tokens += tokens
         self.steps_by_tokens[bisect_left(STEP_BOUNDS, tokens)] += 1
         if seconds < IDLE_SECONDS:
-            least = 0.0
+            minimum = 0.0
             if self._floor is not None:
                 context = sum(part.begin + part.count for part in step.parts)
                 pairs = sum(part.count * (part.begin + (part.count + 1) / 2) for part in step.parts)
-                least = self._floor.step_seconds(tokens, context, sampled, pairs)
-            self._recent.append((seconds, least, sampled))
+                minimum = self._floor.step_seconds(tokens, context, sampled, pairs)
+            self._recent.append((seconds, minimum, sampled))
 
     @property
     def step_seconds(self) -> float:

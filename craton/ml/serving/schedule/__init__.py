@@ -18,6 +18,6 @@ if TYPE_CHECKING:
     )
     from craton.ml.serving.schedule.prefix import DUMMY, BlockPool, Move, PrefixTree
     from craton.ml.serving.schedule.scheduler import ScheduledChunk, ScheduledStep, Scheduler
-    from craton.ml.serving.schedule.sequence import Sequence, guess
+    from craton.ml.serving.schedule.sequence import Sequence, ngram_drafts
 else:
     __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

@@ -109,17 +109,17 @@ class Scheduler:
     def schedule(self) -> ScheduledStep | None:
         """Return the next step; None if there is nothing to compute now."""
         builder = StepBuilder(self.chunk_tokens)
-        reading: list[Sequence] = []
-        unread = self._waiting_tokens
+        prefills: list[Sequence] = []
+        prefill_tokens = self._waiting_tokens
         for sequence in list(self.running):
             pending = sequence.pending
             if pending != 1:
-                reading.append(sequence)
-                unread += pending
+                prefills.append(sequence)
+                prefill_tokens += pending
             elif builder.budget:
                 self._continue(sequence, 1, builder)
-        builder.budget = min(builder.budget, max(MIN_PREFILL_TOKENS, unread // PREFILL_STEPS))
-        for sequence in reading:
+        builder.budget = min(builder.budget, max(MIN_PREFILL_TOKENS, prefill_tokens // PREFILL_STEPS))
+        for sequence in prefills:
             if builder.budget and sequence.row >= 0:
                 self._continue(sequence, _fitting(sequence, builder.budget), builder)
         builder.is_admitting = True

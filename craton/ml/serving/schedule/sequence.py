@@ -75,7 +75,7 @@ class Sequence:
         return len(self.tokens) + self.in_flight - self.prompt_length >= self.sampling.max_tokens
 
 
-def guess(tokens: Several[int], count: int) -> list[int]:
+def ngram_drafts(tokens: Several[int], count: int) -> list[int]:
     """Return up to `count` draft tokens by n-gram lookup; none if the last tokens do not occur earlier."""
     text = tokens[-LOOKED_AT:]
     for length in range(min(LONGEST, len(text) - 1), SHORTEST - 1, -1):

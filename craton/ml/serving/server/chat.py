@@ -27,6 +27,8 @@ from craton.ml.serving.server.tools import (
     make_parser,
 )
 
+SHOWN_TOOLS = 8  # in an error message
+
 
 async def chat(service: HttpService, http: Request, request: ChatRequest) -> Response:
     ignored = request.ignored(request.n)
@@ -41,7 +43,7 @@ async def _submit(service: HttpService, request: ChatRequest) -> ChatAnswers:
         raise BadRequestError("prompt_logprobs is not supported with stream: true", "prompt_logprobs")
     choice, schemas = _tool_choice(request), _schemas(request)
     if choice.kind == "named" and choice.name not in schemas:
-        names = ", ".join(schemas) or "none"
+        names = ", ".join(list(schemas)[:SHOWN_TOOLS]) or "none"
         raise BadRequestError(f"tool_choice names {choice.name!r}, which is not a tool; tools: {names}", "tool_choice")
     tools = None if choice.kind == "none" else request.tools
     text = await service.render(request.messages, tools, request.add_generation_prompt, request.chat_template_kwargs)
