@@ -1,8 +1,8 @@
-"""What ranks say to each other inside a model: gathers, sums and exchanges, with and without gradients.
+"""Collectives inside a model, with and without gradients: all-gather, reduce-scatter, all-reduce and all-to-all.
 
-Every collective of the models goes through `Peers`, so that one place can time them, trace them or leave one out in a
-test. They are torch's functional collectives, the same on gloo and NCCL: `start_…` returns at once, `wait` makes the
-computation wait; only gloo is waited for at the start. Tensors are gathered and scattered along their first dimension.
+All collectives of the models go through `Peers`, so one place can time them, trace them, or skip one in a test. They
+are torch's functional collectives, the same on gloo and NCCL: `start_…` returns at once, `wait` makes the computation
+wait. On gloo the start waits too. Tensors are gathered and scattered along their first dimension.
 """
 
 from __future__ import annotations
@@ -20,37 +20,37 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 
 class Peers:
-    """This rank and those it shares one dimension of the layout with."""
+    """A process group for one dimension of the layout: this rank and the ranks it communicates with."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext  # around every wait, for a timer
         self._name = group.group_name
-        # gloo runs what was started in two threads. With two collectives of one group under way ranks died now and then
-        # of a spoilt heap (torch 2.13, both threads in gloo::allgather); with one at a time none has.
+        # gloo runs started collectives in two threads. With two of one group in flight, ranks sometimes crashed with a
+        # corrupted heap (torch 2.13, both threads in gloo::allgather). With one at a time none has.
         self._one_at_a_time = dist.get_backend(group) == "gloo"
 
     def start_gather(self, x: Tensor) -> Tensor:
-        """[n, …] of every rank → [size · n, …]."""
+        """All-gather: [n, …] of every rank → [size · n, …]."""
         return self._started(torch.ops._c10d_functional.all_gather_into_tensor(x.contiguous(), self.size, self._name))
 
     def start_scatter_sum(self, x: Tensor) -> Tensor:
-        """[size · n, …] → this rank's [n, …] of the sum over ranks."""
+        """Reduce-scatter: [size · n, …] → this rank's [n, …] of the sum over ranks."""
         scatter = torch.ops._c10d_functional.reduce_scatter_tensor
         return self._started(scatter(x.contiguous(), "sum", self.size, self._name))
 
     def start_exchange(self, x: Tensor, received: Sequence[int], sent: Sequence[int]) -> Tensor:
-        """Rows for every rank, `sent[r]` of them for rank r → `received[r]` rows from each."""
+        """All-to-all: `sent[r]` rows for each rank r → `received[r]` rows from each."""
         all_to_all = torch.ops._c10d_functional.all_to_all_single
         return self._started(all_to_all(x.contiguous(), list(received), list(sent), self._name))
 
     def start_sum(self, x: Tensor, operation: str = "sum") -> Tensor:
-        """The sum (or "max") over ranks, a new tensor."""
+        """All-reduce: the sum (or "max") over ranks, as a new tensor."""
         return self._started(torch.ops._c10d_functional.all_reduce(x.contiguous(), operation, self._name))
 
     def wait(self, started: Tensor) -> Tensor:
-        """What was started, usable from here on."""
+        """Return the result of a started collective, ready to use."""
         return started if self._one_at_a_time else self._wait(started)
 
     def gather(self, x: Tensor) -> Tensor:
@@ -76,12 +76,12 @@ class Peers:
 
 @dataclass(frozen=True)
 class Connections:
-    """Whom the layers of a model talk to; None where the layout has nobody there."""
+    """The process groups that the layers of a model use; None where the layout has no such dimension."""
 
     tensor: Peers | None = None  # tp: each holds some heads, columns and vocabulary, and a share of the tokens
     context: Peers | None = None  # cp: each holds two pieces of every sequence
-    experts: Peers | None = None  # ep: each holds some experts
-    rows: Peers | None = None  # cp · tp: all that hold tokens of the same samples
+    experts: Peers | None = None  # ep: each holds some of the experts
+    rows: Peers | None = None  # cp · tp: all ranks that hold tokens of the same samples
     stage: Peers | None = None  # all ranks with the same layers
 
     @property
@@ -95,12 +95,12 @@ ALONE = Connections()
 
 
 def local(parameter: Tensor) -> Tensor:
-    """This rank's part of a parameter, for code that writes its own gradients."""
+    """Return this rank's part of a parameter, for code that computes its own gradients."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
 
 
 def like(parameter: Tensor, part: Tensor) -> Tensor:
-    """This rank's part of a gradient as the gradient of a parameter, cut as that is."""
+    """Return this rank's part of a gradient as the gradient of a parameter, sharded like it."""
     if not isinstance(parameter, DTensor):
         return part
     return DTensor.from_local(
@@ -114,15 +114,15 @@ def like(parameter: Tensor, part: Tensor) -> Tensor:
 
 
 def own_part(parameter: Tensor) -> Tensor:
-    """This rank's part of a parameter, differentiable, for plain operations. The gradient stays what this rank found:
-    of a parameter that is not cut it is only a share."""
+    """Return this rank's part of a parameter, differentiable, for plain operations. The gradient is not reduced: for a
+    replicated parameter it is only this rank's share."""
     if not isinstance(parameter, DTensor):
         return parameter
     return parameter.to_local(grad_placements=parameter.placements)
 
 
 def own_slices(parameter: Tensor) -> tuple[slice, ...]:
-    """Which part of a whole parameter this rank holds, whatever was cut first: tensor parallelism, experts, FSDP."""
+    """Return which part of a whole parameter this rank holds after tensor parallelism, expert parallelism and FSDP."""
     if not isinstance(parameter, DTensor):
         return (slice(None),) * parameter.ndim
     sizes, offsets = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
@@ -130,19 +130,19 @@ def own_slices(parameter: Tensor) -> tuple[slice, ...]:
 
 
 def gather(x: Tensor, peers: Peers) -> Tensor:
-    """Everyone's rows; the gradient is summed and scattered."""
+    """All-gather rows from all ranks; the gradient is reduce-scattered."""
     out: Tensor = _Gather.apply(x, peers)
     return out
 
 
 def scatter_sum(x: Tensor, peers: Peers) -> Tensor:
-    """This rank's rows of the sum; the gradient is gathered."""
+    """Reduce-scatter: return this rank's rows of the sum; the gradient is all-gathered."""
     out: Tensor = _ScatterSum.apply(x, peers)
     return out
 
 
 def exchange(x: Tensor, received: Sequence[int], sent: Sequence[int], peers: Peers) -> Tensor:
-    """Rows to and from every rank; the gradient goes back the same way."""
+    """All-to-all of rows; the gradient takes the same way back."""
     out: Tensor = _Exchange.apply(x, received, sent, peers)
     return out
 

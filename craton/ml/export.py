@@ -1,9 +1,9 @@
-"""From a checkpoint to a Hugging Face folder: `python -m craton.ml.export RUN FOLDER [--step N] [--dtype bf16|fp32]`;
-with `--adapters` to a folder of its LoRA adapters alone, as PEFT has it.
+"""Export a checkpoint as a Hugging Face folder: `python -m craton.ml.export RUN FOLDER [--step N] [--dtype bf16|fp32]`;
+with `--adapters` only its LoRA adapters, in PEFT's format.
 
-Reads a checkpoint of any number of ranks in one process and one tensor at a time, adds what adapters learnt to the
-weights they adapt, and puts the tokenizer beside them. The folder, here or at an s3:// URL, appears when it is whole.
-Of a run whose checkpoints also go to an object store there is a copy beside them, as exports/FOLDER.
+Reads a checkpoint of any number of ranks in one process and one tensor at a time, merges LoRA adapters into the
+weights, and adds the tokenizer. The folder, local or at an s3:// URL, appears only when it is complete. If the run's
+checkpoints also go to an object store, a copy is written there as exports/FOLDER.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ from craton.remote import is_url
 from craton.telemetry import RunDirectory, find_run, read_json
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-CONFIG = "config.json"  # a folder at a URL is whole when it has this
+CONFIG = "config.json"  # a folder at a URL is complete when it has this
 _PREFIX = "model."
 
 
 class ExportError(CratonError):
-    """A run holds no model that can be opened or written."""
+    """The run has no model that can be opened or exported."""
 
 
 @dataclass(frozen=True)
 class RunModel:
-    """The model of a run as one of its checkpoints holds it."""
+    """The model of a run at one of its checkpoints."""
 
     run: RunDirectory
     job: Job
@@ -62,24 +62,24 @@ class RunModel:
     def config(self) -> DecoderConfig:
         if (shape := self.job.model_shape) is None:
             raise ExportError(
-                f"run {self.run.name} trains {self.job.model}, which is not a decoder that Hugging Face knows; its "
-                f"weights are in {self.checkpoint}, read them with torch.distributed.checkpoint"
+                f"run {self.run.name} trains {self.job.model}, which is not a Hugging Face decoder; its "
+                f"weights are in {self.checkpoint}; read them with torch.distributed.checkpoint"
             )
         return config_from_shape(shape)
 
     def weights(self) -> Mapping[str, Tensor]:
-        """Every weight by its name in the decoder, read when it is asked for."""
+        """Every weight by its name in the decoder, read on access."""
         assert self.job.train is not None
         if self.job.train.lora:
             return self.model(torch.device("cpu"), torch.float32).state_dict()
         return _SavedWeights(self.checkpoint)
 
     def adapters(self) -> dict[str, Tensor]:
-        """What LoRA trained, by its names in the decoder."""
+        """The LoRA weights, by their names in the decoder."""
         assert self.job.train is not None
         if not self.job.train.lora:
             raise ExportError(
-                f"run {self.run.name} trains all weights, not adapters; leave out --adapters to export its model"
+                f"run {self.run.name} trains all weights, not adapters; export the model without --adapters"
             )
         saved = _SavedWeights(self.checkpoint)
         return {name: saved[name] for name in saved if name.endswith((".lora_a", ".lora_b"))}
@@ -94,7 +94,7 @@ class RunModel:
         return self._model_of_training().to(device, dtype)
 
     def tokenizer_folder(self) -> Path:
-        """Where the tokenizer lies that made the run's data."""
+        """The folder of the tokenizer that made the run's data."""
         from craton.ml.data import find_tokenizer, model_tokenizer, tokenizer_folder
 
         kept = self.run.path / "tokenizer"
@@ -105,13 +105,13 @@ class RunModel:
             result = find_tokenizer(self.job.data.tokenizer)
         if result is None:
             raise ExportError(
-                f"run {self.run.name} knows no tokenizer: neither its data nor its model has one; name one with "
+                f"run {self.run.name} has no tokenizer: neither its data nor its model has one; give one with "
                 "--tokenizer FOLDER"
             )
         return result
 
     def _model_of_training(self) -> nn.Module:
-        """As the loop builds it: with a user's own code, or with adapters, which are merged."""
+        """The model as the training loop builds it: with user code, or with adapters, which are merged."""
         from craton.ml.functions import search_folder
         from craton.ml.training import build_model, merge_adapters
         from craton.ml.training.parallel import make_ranks
@@ -127,7 +127,7 @@ class RunModel:
         return model
 
     def _job_folder(self) -> Path:
-        """Where the run's ranks look for a user's own functions."""
+        """The folder in which the run's ranks search for user code."""
         environment = read_json(self.run.launch_path).get("env") or {}
         return Path(environment.get("CRATON_JOB_FOLDER", "."))
 
@@ -154,19 +154,19 @@ class FolderModel:
 
 
 def open_run(name: str, step: int | None = None) -> RunModel:
-    """The model of a run, by its name or path, at its newest checkpoint or the given one."""
+    """Open the model of a run, by name or path, at the given or else the latest checkpoint."""
     from craton.ml.training import tier_folders
 
     run = find_run(name)
     job = load_job(run.job_path)
     if job.train is None:
-        raise ExportError(f"run {run.name} is of kind {job.kind}, which trains no model")
+        raise ExportError(f"run {run.name} is of kind {job.kind}, which does not train a model")
     checkpoint = find_checkpoint(tier_folders(job, run), step)
     return RunModel(run, job, checkpoint.step, checkpoint)
 
 
 def open_model(name: str, step: int | None = None) -> RunModel | FolderModel:
-    """The model of a run, or of a folder, here or at a URL, or Hub id of Hugging Face."""
+    """Open the model of a run, of a Hugging Face folder (local or at a URL), or of a Hub id."""
     if is_url(name):
         return FolderModel(model_folder(name))
     if (Path(name).expanduser() / "config.json").is_file():
@@ -181,7 +181,7 @@ def open_model(name: str, step: int | None = None) -> RunModel | FolderModel:
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written: a step of the run, and where a copy of the folder went."""
+    """Result of an export: the step, and where the copy of the folder is."""
 
     step: int
     copy: str | None
@@ -195,8 +195,8 @@ def export(
     tokenizer: str | None = None,
     copy: bool = True,
 ) -> Exported:
-    """Writes the folder; `copy` also to the run's object tier, where it has one. Nothing is written when the URL, or
-    the place of the copy, holds a model already."""
+    """Write the folder, and with `copy` also to the run's object tier, if it has one. Writes nothing if the URL, or the
+    place of the copy, already holds a model."""
     from craton.ml.data import find_tokenizer
 
     opened = open_run(run, step)
@@ -215,7 +215,9 @@ def export(
         try:
             _check_place(target)
         except CratonError as error:
-            raise ExportError(f"the copy of {folder} cannot be made: {error}; or export with --no-copy") from error
+            raise ExportError(
+                f"{folder} cannot be copied to the object tier: {error}; fix this, or export with --no-copy"
+            ) from error
     save_folder(opened.weights(), opened.config, folder, tokenizer_folder, DTYPES[dtype])
     if target is None:
         return Exported(opened.step, None)
@@ -223,13 +225,13 @@ def export(
         copy_down(folder, target, seal=CONFIG)
     except StorageError as error:
         raise ExportError(
-            f"{folder} is written and whole, but not its copy: {error}; or export with --no-copy"
+            f"{folder} is complete, but its copy failed: {error}; fix this, or export with --no-copy"
         ) from error
     return Exported(opened.step, target)
 
 
 def export_adapters(run: str, folder: Path | str, step: int | None = None, dtype: str = "bf16") -> Exported:
-    """Writes the adapters of a run, here or at a URL, to be served or loaded beside the model they were trained on."""
+    """Write the adapters of a run, locally or to a URL, to be served or loaded with their base model."""
     opened = open_run(run, step)
     tensors, lora = opened.adapters(), opened.job.train.lora if opened.job.train else None
     assert lora is not None
@@ -245,22 +247,22 @@ def export_adapters(run: str, folder: Path | str, step: int | None = None, dtype
 
 
 def _check_place(url: str, seal: str = CONFIG) -> None:
-    """Told before the work: that the place is taken, or may not be written."""
+    """Check before the work starts that the place is free and writable."""
     store = open_store(url)
     store.check_writable()
     if store.exists(seal):
-        raise ExportError(f"{url}: holds a model already; remove it, or give another place")
+        raise ExportError(f"{url}: already holds a model; remove it, or choose another place")
 
 
 def _object_place(opened: RunModel) -> str | None:
-    """Where the run's checkpoints lie in an object store, if they go to one."""
+    """The object-store prefix of the run's checkpoints, if it has one."""
     storage = opened.job.cluster.file.storage if opened.job.cluster.file else None
     places = [place_of(tier, storage, opened.run.path) for tier in opened.job.checkpoint.places]
     return next((place.place for place in places if place.is_url), None)
 
 
 class _SavedWeights(Mapping[str, Tensor]):
-    """The weights in a checkpoint, each read when it is asked for."""
+    """The weights in a checkpoint, each read on access."""
 
     def __init__(self, checkpoint: FoundStep) -> None:
         self._checkpoint = checkpoint
@@ -287,15 +289,15 @@ def _empty_decoder(config: DecoderConfig, device: torch.device, dtype: torch.dty
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; 2 when what was given cannot be used."""
+    """Run the command; exit code 2 on a user error."""
     parser = argparse.ArgumentParser(prog="python -m craton.ml.export", description="Write a Hugging Face folder.")
     parser.add_argument("run", metavar="RUN", help="name or directory of a run")
     parser.add_argument("folder", metavar="FOLDER", help="new folder to write, or an s3:// URL")
-    parser.add_argument("--step", type=int, help="default: the newest checkpoint")
-    parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16", help="of the weights")
-    parser.add_argument("--tokenizer", help="folder or Hub id; default: that of the run's data or model")
-    parser.add_argument("--adapters", action="store_true", help="the LoRA adapters alone, as PEFT has them")
-    parser.add_argument("--no-copy", action="store_true", help="do not also copy it to the run's object tier")
+    parser.add_argument("--step", type=int, help="checkpoint step [default: latest]")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16", help="weight dtype [default: bf16]")
+    parser.add_argument("--tokenizer", help="tokenizer folder or Hub id [default: that of the run's data or model]")
+    parser.add_argument("--adapters", action="store_true", help="export only the LoRA adapters, in PEFT's format")
+    parser.add_argument("--no-copy", action="store_true", help="do not copy the folder to the run's object tier")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     options = parser.parse_args(arguments)
     try:

@@ -1,6 +1,6 @@
-"""The adapters of a run as a folder that PEFT, and `craton serve --adapter`, load beside the model they belong to.
+"""Export the adapters of a run as a folder that PEFT and `craton serve --adapter` load with the base model.
 
-A fused projection has one adapter here and one for each of its layers there: they share A, and B is cut.
+A fused projection has one adapter here but one per layer in PEFT: these share A, and B is split.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ class AdapterExportError(CratonError):
 def save_adapters(
     state: dict[str, Tensor], config: DecoderConfig, lora: Lora, base: str, folder: str | Path, dtype: torch.dtype
 ) -> Path:
-    """`state` has lora_a and lora_b of every adapted layer under the decoder's names; the folder appears whole."""
+    """Write the folder; it appears only when complete. `state` has lora_a and lora_b of every adapted layer under the
+    decoder's names."""
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise AdapterExportError(f"{folder} exists and is not an empty folder; choose another name, or remove it first")
+        raise AdapterExportError(f"{folder} exists and is not an empty folder; choose another name, or remove it")
     tensors: dict[str, Tensor] = {}
     for entry in weight_entries(config):
         path = entry.ours.removesuffix(".weight")
@@ -40,7 +41,7 @@ def save_adapters(
         a = state[f"{path}.lora_a"].to(dtype)
         for name, part in replace(entry, shape=(entry.shape[0], lora.rank)).split(b, dtype):
             module = f"base_model.model.{name.removesuffix('.weight')}"
-            tensors[f"{module}.lora_A.weight"] = a.clone()  # a file holds no two names of one memory
+            tensors[f"{module}.lora_A.weight"] = a.clone()  # in one file no two tensors may share memory
             tensors[f"{module}.lora_B.weight"] = part
     fields = {
         "peft_type": "LORA",

@@ -1,5 +1,5 @@
-"""`python -m craton.ml.fork_server RUN`: imports torch and the training once, then forks a rank or a keeper whenever
-the node's agent asks.
+"""`python -m craton.ml.fork_server RUN`: the fork server of a node. Imports torch and the training code once, then
+forks a rank or a keeper whenever the node's agent requests one.
 
 Nothing here may start a thread or touch a GPU before the fork: neither survives it.
 """
@@ -29,13 +29,13 @@ ADOPTION_SECONDS = 5.0
 
 
 def main(arguments: list[str]) -> int:
-    """Serves until the agent is gone. Returns only in a forked process, with its exit code."""
+    """Serve requests until the agent exits. Returns only in a forked process, with its exit code."""
     if len(arguments) != 1:
         print("usage: python -m craton.ml.fork_server RUN", file=sys.stderr)
         return 2
     session.import_everything()
     gc.collect()
-    gc.freeze()  # what is imported is never collected, so its pages stay shared between all ranks
+    gc.freeze()  # imported objects are never collected, so their pages stay shared between all ranks
     connection = socket.socket(fileno=int(os.environ.pop(FORK_SERVER_VARIABLE)))
     kind, environment, log, agent = answer_requests(connection, ("rank", "keeper"))
     os.environ.update(environment)
@@ -46,13 +46,13 @@ def main(arguments: list[str]) -> int:
 
 
 def _become_a_child_of(agent: int, log: str, name: str) -> None:
-    """A session, a log and a name of its own, and an end when the agent ends."""
+    """Give the forked process its own session, log and process name; it dies with the agent."""
     os.setsid()
     with open_log(Path(log)) as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     deadline = time.monotonic() + ADOPTION_SECONDS
-    while os.getppid() != agent:  # until the process between us has ended
+    while os.getppid() != agent:  # until the intermediate process has exited
         if time.monotonic() > deadline:
             os._exit(126)
         time.sleep(0.0005)
@@ -65,7 +65,7 @@ def _become_a_child_of(agent: int, log: str, name: str) -> None:
 
 
 def _keep(run: RunDirectory) -> int:
-    """The keeper: the ranks' rendezvous and their state, which outlive any rank."""
+    """Run the keeper: the rendezvous store and the in-memory state of the ranks, which outlive any rank."""
     host, secret = os.environ["CRATON_HOST"], run_secret(run)
     store = StoreServer(host, secret).start()
     control = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

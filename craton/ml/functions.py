@@ -1,7 +1,7 @@
-"""A user's own code, named in the job file as `package.module:function`.
+"""User code, named in the job file as `package.module:function`.
 
-The folder of the job file is searched first, so that a model, an objective or a source is a file beside the job. What
-goes wrong inside is reported with the function, its file and the line.
+The folder of the job file is searched first, so a model, an objective or a data source can be a file beside the job.
+Errors inside it are reported with the function, its file and the line.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ class FunctionError(CratonError):
 
 
 def search_folder(folder: Path) -> None:
-    """Modules in this folder are found from now on, before any others."""
+    """Search this folder for modules from now on, before any other."""
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 
 
 def load_function(name: str) -> Callable[..., Any]:
-    """The function that `package.module:function` means."""
+    """Return the function named by `package.module:function`."""
     module_name, _, attribute = name.partition(":")
     try:
         module = importlib.import_module(module_name)
@@ -37,7 +37,7 @@ def load_function(name: str) -> Callable[..., Any]:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise FunctionError(f"{name}: {module_name} could not be imported: {error}{_place(error)}") from error
         raise FunctionError(
-            f"{name}: there is no module {error.name!r} in {sys.path[0]} nor elsewhere on the Python path; write the "
+            f"{name}: no module {error.name!r} in {sys.path[0]} or elsewhere on the Python path; give the "
             "name of a file beside the job file, without its .py"
         ) from None
     except Exception as error:
@@ -55,8 +55,8 @@ def load_function(name: str) -> Callable[..., Any]:
 
 @contextmanager
 def user_code(function: Callable[..., Any], name: str) -> Iterator[None]:
-    """Whatever is raised inside names the function, its file and line. Memory that ran out is not its author's fault
-    and passes as it is."""
+    """Add the function, its file and line to any exception raised inside. An out-of-memory error is not the author's
+    fault and passes unchanged."""
     try:
         yield
     except (CratonError, MemoryError):
@@ -72,7 +72,7 @@ def _describe(error: Exception) -> str:
 
 
 def _place(error: Exception, function: Callable[..., Any] | None = None) -> str:
-    """` (file.py:12)`: the deepest line of the user's own file, else where the function is defined."""
+    """Return ` (file.py:12)`: the deepest line in the user's own file, else where the function is defined."""
     frames = traceback.extract_tb(error.__traceback__)
     code = getattr(inspect.unwrap(function), "__code__", None) if function else None
     if code is not None:

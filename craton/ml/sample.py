@@ -1,7 +1,7 @@
-"""Texts from a trained model: `python -m craton.ml.sample RUN_OR_FOLDER --prompt "def "`.
+"""Generate text from a trained model: `python -m craton.ml.sample RUN_OR_FOLDER --prompt "def "`.
 
-For a look at what was learnt. Every token runs the whole text through the model once more, so nothing here can differ
-from training; serving has its own engine. The same seed gives the same text on the same device.
+A quick check of what was learnt. Every token runs the whole text through the model again, without a KV cache, so
+results cannot differ from training; serving has its own engine. The same seed gives the same text on the same device.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 
-_ANSWER = "fortytwo"  # stands for an answer, to find what a chat template writes after one
+_ANSWER = "fortytwo"  # stands in for an answer, to find what a chat template writes after one
 
 
 class SampleError(CratonError):
-    """A prompt or a setting with which no text can be made."""
+    """The prompt or a setting cannot be used."""
 
 
 def sample(
@@ -41,7 +41,7 @@ def sample(
     seed: int = 0,
     end: int | None = None,
 ) -> list[str]:
-    """What the model writes after each prompt; temperature 0 takes the likeliest token, top_k 0 leaves all in."""
+    """Return the continuation of each prompt. Temperature 0 takes the most likely token; top_k 0 allows all tokens."""
     rows = [encode(tokenizer, prompt) for prompt in prompts]
     texts: list[list[int]] = [[] for _ in rows]
     for tokens in generate(model, rows, max_tokens, temperature, top_k, seed, end):
@@ -61,7 +61,7 @@ def generate(
     seed: int = 0,
     end: int | None = None,
 ) -> Iterator[list[int | None]]:
-    """The next token of every row, again and again; None for a row that has reached `end`."""
+    """Yield the next token of every row, until `max_tokens`; None for a row that has reached `end`."""
     _check(model, rows, max_tokens, temperature, top_k)
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)
@@ -84,7 +84,7 @@ def generate(
 
 
 def choose(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> Tensor:
-    """One token a row, drawn from softmax(logits / temperature) over the `top_k` likeliest."""
+    """Draw one token per row from softmax(logits / temperature) over the `top_k` most likely ones."""
     if temperature == 0:
         return logits.argmax(-1)
     if 0 < top_k < logits.shape[-1]:
@@ -94,15 +94,15 @@ def choose(logits: Tensor, temperature: float, top_k: int, generator: torch.Gene
 
 
 def encode(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """The prompt as the beginning of a document."""
+    """Encode the prompt as the beginning of a document."""
     tokens: list[int] = tokenizer.encode(prompt).ids
     if not tokens:
-        raise SampleError(f"the prompt {prompt!r} has no tokens; give at least one letter")
+        raise SampleError(f"the prompt {prompt!r} has no tokens; give at least one character")
     return tokens
 
 
 def _next_logits(model: nn.Module, texts: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    # Rows are filled up on the right, where causal attention never looks.
+    # Rows are padded on the right, which causal attention never sees.
     longest = max(len(text) for text in texts)
     tokens = torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts], device=device)
     positions = torch.arange(longest, device=device).expand(tokens.shape)
@@ -121,7 +121,7 @@ def _check(model: nn.Module, rows: Sequence[Sequence[int]], max_tokens: int, tem
     outside = max((token for row in rows for token in row), default=0)
     if outside >= vocabulary:
         raise SampleError(
-            f"the tokenizer makes token {outside} of the prompt and the model has {vocabulary}; give the tokenizer "
+            f"the tokenizer gives token id {outside}, but the model's vocabulary is {vocabulary}; use the tokenizer "
             "that the model was trained with"
         )
 
@@ -133,18 +133,28 @@ def _head(model: nn.Module) -> Tensor:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; 2 when what was given cannot be used."""
-    parser = argparse.ArgumentParser(prog="python -m craton.ml.sample", description="Let a trained model write.")
-    parser.add_argument("model", metavar="RUN_OR_FOLDER", help="a run (its newest checkpoint) or a Hugging Face folder")
-    parser.add_argument("--prompt", action="append", help="how the text begins; may be given more than once")
+    """Run the command; exit code 2 on a user error."""
+    parser = argparse.ArgumentParser(
+        prog="python -m craton.ml.sample", description="Generate text from a trained model."
+    )
+    parser.add_argument("model", metavar="RUN_OR_FOLDER", help="run (its latest checkpoint) or Hugging Face folder")
+    parser.add_argument("--prompt", action="append", help="beginning of the text; may be repeated")
     parser.add_argument("--max-tokens", type=int, default=80)
-    parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token")
-    parser.add_argument("--top-k", type=int, default=0, help="0: all tokens")
+    parser.add_argument(
+        "--temperature", type=float, default=0.8, help="sampling temperature; 0: the most likely token [default: 0.8]"
+    )
+    parser.add_argument(
+        "--top-k", type=int, default=0, help="sample from the K most likely tokens; 0: all [default: 0]"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--step", type=int, help="of a run; default: the newest")
-    parser.add_argument("--tokenizer", help="folder or Hub id; default: that of the run or folder")
-    parser.add_argument("--chat", action="store_true", help="each prompt is a user's message, through the template")
-    parser.add_argument("--json", action="store_true", help="one JSON object at the end instead of text as it comes")
+    parser.add_argument("--step", type=int, help="checkpoint step of a run [default: latest]")
+    parser.add_argument("--tokenizer", help="tokenizer folder or Hub id [default: that of the run or folder]")
+    parser.add_argument(
+        "--chat", action="store_true", help="render each prompt as a user message with the chat template"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object at the end instead of streaming text"
+    )
     options = parser.parse_args(arguments)
     try:
         _write(options)
@@ -171,13 +181,13 @@ def _write(options: argparse.Namespace) -> None:
     model = opened.model(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
     answers = []
     if options.chat and not options.prompt:
-        raise SampleError("--chat needs at least one --prompt, the user's message")
+        raise SampleError("--chat needs at least one --prompt: the user message")
     for prompt in options.prompt or [""]:
         if options.chat:
             row, end = chat_row(folder, prompt, end)
         else:
             row = encode(tokenizer, prompt) if prompt else [_beginning(end)]
-        begin = "" if options.chat else prompt  # of a chat only the answer is printed
+        begin = "" if options.chat else prompt  # for a chat, only the answer is printed
         began = time.perf_counter()
         steps = generate(model, [row], options.max_tokens, options.temperature, options.top_k, options.seed, end)
         generated: list[int] = []
@@ -188,7 +198,7 @@ def _write(options: argparse.Namespace) -> None:
             if not options.json:
                 shown = _show(
                     shown, begin + tokenizer.decode(generated).rstrip("\ufffd")
-                )  # a letter may lack bytes yet
+                )  # the last character may still lack bytes
         text = tokenizer.decode(generated)
         if not options.json:
             _show(shown, begin + text + "\n")
@@ -199,15 +209,15 @@ def _write(options: argparse.Namespace) -> None:
 
 
 def chat_row(folder: Path, message: str, end: int | None) -> tuple[list[int], int | None]:
-    """A user's message as the model saw chats in training, up to where the assistant begins; and the token that ends
-    the assistant's turn, which is `end` where the template has none of its own."""
+    """Render a user message as in training, up to where the assistant's turn begins. Also return the token that ends
+    the assistant's turn, which is `end` if the template has none."""
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     if not tokenizer.chat_template:
         raise SampleError(
             f"--chat: the tokenizer in {folder} has no chat template; put a chat_template.jinja beside its "
-            "tokenizer.json, or leave out --chat"
+            "tokenizer.json, or run without --chat"
         )
     asked = [{"role": "user", "content": message}]
     begin = str(tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True))
@@ -219,7 +229,7 @@ def chat_row(folder: Path, message: str, end: int | None) -> tuple[list[int], in
 
 
 def _show(shown: str, text: str) -> str:
-    """Prints what is new in the text; returns what has been printed."""
+    """Print the new part of the text; return what has been printed so far."""
     if not text.startswith(shown):
         return shown
     print(text[len(shown) :], end="", flush=True)
@@ -228,9 +238,7 @@ def _show(shown: str, text: str) -> str:
 
 def _beginning(end: int | None) -> int:
     if end is None:
-        raise SampleError(
-            "the tokenizer names no token that ends a text, so a text cannot begin from nothing; --prompt"
-        )
+        raise SampleError("the tokenizer has no end-of-text token, so a text cannot start empty; give a --prompt")
     return end
 
 

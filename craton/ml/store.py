@@ -1,6 +1,6 @@
 """Process groups whose ranks meet in a store that only holders of the run's secret can reach.
 
-torch's own TCPStore listens on all addresses and authenticates nobody. `RunStore` talks to a `StoreServer` instead.
+torch's own TCPStore listens on all addresses and authenticates no one. `RunStore` talks to a `StoreServer` instead.
 torch calls it from Python and from the C++ threads of a process group.
 """
 
@@ -15,18 +15,18 @@ import torch.distributed as dist
 
 from craton.agent.store import StoreClient, StoreError, StoreServer, StoreTimeoutError
 
-CONNECT_SECONDS = 60.0  # a store that does not answer by then belongs to a keeper that is gone
-FIRST_RANK_SECONDS = 600.0  # how long the other ranks wait for the first one to serve the store
+CONNECT_SECONDS = 60.0  # after this the store's keeper is considered dead
+FIRST_RANK_SECONDS = 600.0  # how long the other ranks wait for rank 0 to serve the store
 
 Result = TypeVar("Result")
 
-# A process group holds the C++ half of a store only. The Python half, which has the methods, must live as long.
+# A process group keeps only the C++ half of a store alive. The Python half, which has the methods, must live as long.
 _kept: list[RunStore] = []
 _served: list[StoreServer] = []
 
 
 class RunStore(dist.Store):
-    """A `torch.distributed.Store` over a `StoreClient`. The names are those that torch's trampoline looks for."""
+    """A `torch.distributed.Store` over a `StoreClient`. The method names are those that torch's trampoline calls."""
 
     def __init__(self, client: StoreClient) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class RunStore(dist.Store):
         return True
 
     def clone(self) -> RunStore:
-        """Calls never wait for each other, so both may use the same client."""
+        """Calls never block each other, so both can share one client."""
         return RunStore(self._client)
 
     def close(self) -> None:
@@ -81,7 +81,7 @@ class RunStore(dist.Store):
         """How long a call waits for a key: what `set_timeout` set, or torch's default."""
         return float(self.timeout.total_seconds())  # type: ignore[attr-defined]  # torch's stubs lack it
 
-    # C++ asks for these two under the names they have there.
+    # C++ looks these two up under their C++ names.
     deleteKey = delete_key  # noqa: N815
     getNumKeys = num_keys  # noqa: N815
 
@@ -96,8 +96,8 @@ def join_group(
     timeout: timedelta | None = None,
     connect_seconds: float = CONNECT_SECONDS,
 ) -> None:
-    """Make the default process group of ranks that meet under `prefix` in the store at `address`."""
-    for kept in _kept:  # groups of earlier generations are gone
+    """Create the default process group of ranks that rendezvous under `prefix` in the store at `address`."""
+    for kept in _kept:  # groups of earlier generations no longer exist
         kept.close()
     store = RunStore(_call(lambda: StoreClient(address, secret, connect_seconds)))
     dist.init_process_group(
@@ -108,8 +108,8 @@ def join_group(
 def join_group_of_environment(
     backend: str, secret: bytes, rank: int, world: int, timeout: timedelta | None = None
 ) -> None:
-    """Make the default process group of ranks without a keeper: the first one serves the store, at MASTER_ADDR and
-    MASTER_PORT. All of them need the same secret."""
+    """Create the default process group of ranks without a keeper: rank 0 serves the store at MASTER_ADDR and
+    MASTER_PORT. All ranks need the same secret."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if rank == 0:
         _served.append(StoreServer(host, secret, port).start())
@@ -117,14 +117,14 @@ def join_group_of_environment(
 
 
 def leave_group() -> None:
-    """End the default process group, if there is one. C++ threads of a group must not call a store of Python's when
-    the interpreter has ended."""
+    """Destroy the default process group, if there is one. Its C++ threads must not call a Python store after the
+    interpreter has ended."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def _call(work: Callable[[], Result]) -> Result:
-    """With the errors that torch raises for its own stores."""
+    """Translate errors into those that torch raises for its own stores."""
     try:
         return work()
     except StoreTimeoutError as error:

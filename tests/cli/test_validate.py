@@ -165,8 +165,8 @@ def test_data_without_text_is_refused_by_its_beginning(validate: Command, tmp_pa
         "other.jsonl": "has no field 'text'; its fields are 'body'",
         "torn.parquet": "cannot be read as Parquet",
         "torn.txt.gz": "cannot be read",
-        "empty.txt": "holds no text",
-        "photos": "holds no text",
+        "empty.txt": "contains no text",
+        "photos": "contains no text",
     }
     job = tmp_path / "job.yaml"
     for name in (*wrong, "good"):

@@ -145,7 +145,7 @@ def test_the_rank_that_is_late_is_named(gang: Gang) -> None:
 def test_the_place_of_a_rank_comes_from_torchrun_or_srun(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(SystemExit, match="start it with srun or torchrun"):
+    with pytest.raises(SystemExit, match="start with srun or torchrun"):
         bandwidth.place()
     for name, value in (("SLURM_PROCID", "9"), ("SLURM_NTASKS", "16"), ("SLURM_LOCALID", "1")):
         monkeypatch.setenv(name, value)

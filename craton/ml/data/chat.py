@@ -1,11 +1,10 @@
-"""Chats to tokens by the tokenizer's own template, with what the assistant said marked as what is to be learnt.
+"""Chats to tokens with the tokenizer's chat template, and a loss mask on the assistant's turns.
 
-A line of JSONL has `messages` (role and content each; `tools` beside them where the template takes them), or `prompt`
-and `completion`, each a text or a list of messages. Where the template marks the assistant's words with
-`{% generation %}` these marks are used. Else the conversation is rendered up to and including each of its turns, and
-what a turn adds to its prompt is the assistant's. A template that renders earlier turns differently once later ones
-follow (as those that drop old reasoning) gives one sample for each turn of the assistant, each exactly what the model
-would see.
+A line of JSONL has `messages` (role and content each; `tools` beside them if the template takes them), or `prompt` and
+`completion`, each a string or a list of messages. If the template marks assistant text with `{% generation %}`, these
+marks make the loss mask. Otherwise the conversation is rendered up to and including each of its turns, and what a turn
+adds to its prompt belongs to the assistant. A template that renders earlier turns differently once later ones follow
+(such as one that drops old reasoning) gives one sample per assistant turn, each exactly what the model would see.
 """
 
 from __future__ import annotations
@@ -39,14 +38,14 @@ TEMPLATE = "chat_template.jinja"
 
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
-Turn = tuple[str, list[tuple[int, int]]]  # a rendered text, and the spans of it that the assistant said
+Turn = tuple[str, list[tuple[int, int]]]  # a rendered text, and its assistant spans
 Messages = list[dict[str, Any]]
 
 logger = logging.getLogger("craton.data")
 
 
 def ensure_template(folder: Path) -> None:
-    """Gives a tokenizer without a chat template the default one, and says so."""
+    """Give a tokenizer without a chat template the default one, with a warning."""
     if (folder / TEMPLATE).is_file() or _config(folder).get("chat_template"):
         return
     (folder / TEMPLATE).write_text(DEFAULT_TEMPLATE, encoding="utf-8")
@@ -58,7 +57,7 @@ def ensure_template(folder: Path) -> None:
 
 
 class ChatEncoder:
-    """Lines of chat to ids and marks."""
+    """Encodes chat lines as token ids and a loss mask."""
 
     def __init__(self, folder: Path) -> None:
         from transformers import PreTrainedTokenizerFast
@@ -75,7 +74,7 @@ class ChatEncoder:
         problems: list[str] = []
         for piece in pieces:
             if piece.kind != "jsonl":
-                raise DataError(f"{piece.name}: is not a chat file; needed: JSONL with `messages` in each line")
+                raise DataError(f"{piece.name}: is not a chat file; use JSONL with `messages` in each line")
             text_bytes += len(piece.data)
             for where, record in records(piece):
                 try:
@@ -90,7 +89,7 @@ class ChatEncoder:
         return Encoded(np.array(ids, np.uint32), np.array(ends, np.int64), text_bytes, np.array(loss, np.uint8))
 
     def encode(self, record: dict[str, Any]) -> Iterator[tuple[list[int], list[int]]]:
-        """(ids, 1 where learnt) of each sample a conversation gives, mostly one."""
+        """Yield (ids, loss mask) of each sample of a conversation; usually one."""
         messages = messages_of(record)
         options: dict[str, Any] = {"tools": record["tools"]} if record.get("tools") else {}
         try:
@@ -103,15 +102,15 @@ class ChatEncoder:
             turns = self._turns(messages, options)
         except DataError:
             raise
-        except Exception as error:  # noqa: BLE001  (a template is a program: it may raise anything about its input)
-            raise DataError(f"the chat template refuses it: {type(error).__name__}: {error}") from None
+        except Exception as error:  # noqa: BLE001  (a template is a program: it may raise anything)
+            raise DataError(f"the chat template rejects it: {type(error).__name__}: {error}") from None
         for text, spans in turns:
             encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
             starts = [start for start, _ in encoded["offset_mapping"]]
             yield list(encoded["input_ids"]), [int(any(a <= start < b for a, b in spans)) for start in starts]
 
     def _turns(self, messages: Messages, options: dict[str, Any]) -> list[Turn]:
-        """The conversation with the assistant's spans; or, where a later turn changes an earlier one, each turn."""
+        """Return the conversation with the assistant's spans; each turn if a later turn changes an earlier one."""
 
         def render(upto: int, prompt: bool = False) -> str:
             return str(
@@ -128,7 +127,7 @@ class ChatEncoder:
             start = _common(render(number, prompt=True), text) if number else 0
             if number and start < _common(render(number), text):
                 raise DataError(
-                    "what the assistant says cannot be told from the rest; add {% generation %} to the template"
+                    "the assistant's text cannot be separated from the rest; add {% generation %} to the chat template"
                 )
             turns.append((text, [(start, len(text))]))
         whole = render(len(messages))
@@ -138,7 +137,7 @@ class ChatEncoder:
 
 
 def messages_of(record: dict[str, Any]) -> Messages:
-    """The messages of one line, checked."""
+    """Return the messages of one line, validated."""
     if "messages" in record:
         messages = record["messages"]
     elif "prompt" in record and "completion" in record:
@@ -150,12 +149,14 @@ def messages_of(record: dict[str, Any]) -> Messages:
         raise DataError("`messages` is not a list of messages")
     for number, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise DataError(f"message {number} has no role; each needs `role` and `content`")
+            raise DataError(f"message {number} has no role; each message needs `role` and `content`")
         content = message.get("content")
         if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
-            raise DataError(f"message {number} has content of type {type(content).__name__}; only texts are taken")
+            raise DataError(
+                f"message {number} has content of type {type(content).__name__}; only strings are supported"
+            )
     if all(message["role"] != "assistant" for message in messages):
-        raise DataError("nothing is said by the role `assistant`, so there is nothing to learn")
+        raise DataError("has no message of the role `assistant`, so there is nothing to learn")
     return messages
 
 
@@ -164,11 +165,11 @@ def _as_messages(value: Any, role: str) -> Messages:
         return [{"role": role, "content": value}]
     if isinstance(value, list):
         return value
-    raise DataError("`prompt` and `completion` must be texts or lists of messages")
+    raise DataError("`prompt` and `completion` must be strings or lists of messages")
 
 
 def _common(first: str, second: str) -> int:
-    """How many characters two texts have in common at their beginnings."""
+    """Return the length of the common prefix."""
     pairs = zip(first, second, strict=False)
     return next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
 

@@ -1,7 +1,8 @@
-"""Fine-tuning rows from chat shards: several conversations in a row, each a document of its own.
+"""Fine-tuning rows from chat shards, with sequence packing: several conversations per row, each its own document.
 
-A row is filled best-fit, longest conversations first: a plan made once from their lengths, the same on every rank. A
-conversation longer than a row keeps its beginning; one in which nothing to learn is left is dropped. Both are counted.
+Rows are filled best-fit, longest conversations first. The plan is made once from the lengths and is the same on every
+rank. A conversation longer than a row is truncated at its end; one without a learnt token left is dropped. Both are
+counted.
 """
 
 from __future__ import annotations
@@ -33,14 +34,12 @@ class Rows:
 
 
 class ChatSource:
-    """Rows of conversations; only what the assistant said has weight. A conversation of n tokens takes n - 1 places:
-    its last token is only a label."""
+    """Packed rows of conversations; the loss mask covers only assistant tokens. A conversation of n tokens takes n - 1
+    places: its last token is only a label."""
 
     def __init__(self, shards: Shards, sequence: int, seed: int, pack: bool = True, vocab: int | None = None) -> None:
         if shards.index.kind != "chat":
-            raise DataError(
-                f"{shards.folder}: holds plain text, which does not say what to learn; sft needs chat JSONL"
-            )
+            raise DataError(f"{shards.folder}: holds plain text, which has no loss mask; kind sft needs chat JSONL")
         if vocab is not None:
             shards.check_vocabulary(vocab)
         self.shards, self.sequence = shards, sequence
@@ -74,7 +73,7 @@ class ChatSource:
 
 
 def plan_rows(shards: Shards, sequence: int, pack: bool = True) -> Rows:
-    """The rows for one length; remembered beside the shards where they can be written to."""
+    """Plan the rows for one length; cached beside the shards if that folder is writable."""
     cache = shards.folder / f"rows-{sequence}{'' if pack else '-single'}.npz"
     mark = np.array([crc for shard in shards.index.shards for crc in shard.crc32.values()], np.uint64)
     if (result := _remembered(cache, mark)) is not None:
@@ -86,7 +85,7 @@ def plan_rows(shards: Shards, sequence: int, pack: bool = True) -> Rows:
     kept = np.flatnonzero((stops - starts >= 2) & (learnt[stops] - learnt[np.minimum(starts + 1, stops)] > 0))
     if not len(kept):
         raise DataError(
-            f"{shards.folder}: nothing to learn is within data.sequence {sequence:,} of any conversation; give more"
+            f"{shards.folder}: no conversation has a learnt token within data.sequence {sequence:,}; increase it"
         )
     truncated = int((ends > stops)[kept].sum())
     lengths = (stops - starts)[kept] - 1
@@ -97,10 +96,10 @@ def plan_rows(shards: Shards, sequence: int, pack: bool = True) -> Rows:
 
 
 def best_fit(lengths: Integers, capacity: int) -> tuple[Integers, Integers]:
-    """(order, row starts): every length in the fullest row that still has room for it, longest first."""
+    """Return (order, row starts): every length goes into the fullest row that still has room for it, longest first."""
     rows: list[list[int]] = []
-    open_rows: list[list[int]] = [[] for _ in range(capacity + 1)]  # by the room they have left
-    rooms = 0  # bit r: some row has exactly r places left
+    open_rows: list[list[int]] = [[] for _ in range(capacity + 1)]  # by free places
+    rooms = 0  # bit r: some row has exactly r free places
     for item in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[item])
         fitting = rooms >> length
@@ -140,5 +139,5 @@ def _remember(cache: Path, rows: Rows, mark: NDArray[np.uint64]) -> None:
                 file, order=rows.order, starts=rows.starts, truncated=rows.truncated, dropped=rows.dropped, mark=mark
             )
         own.replace(cache)
-    except OSError:  # a folder that cannot be written to: the plan is quickly made again
+    except OSError:  # folder not writable: the plan is quick to make again
         own.unlink(missing_ok=True)

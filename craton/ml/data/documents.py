@@ -1,8 +1,8 @@
 """Raw text as documents: files and folders of text, JSONL and Parquet, plain or compressed.
 
-Everything is cut into pieces of about a megabyte, always at the same places, so that whoever works on them in whatever
-number gets the same documents. A text file is one document; a line of JSONL or a row of Parquet is one. A text file
-that is not UTF-8 is left out and named; a line that cannot be used is an error with its number.
+Input is split into pieces of about a megabyte, always at the same places, so any number of workers gets the same
+documents. A text file is one document; so is a line of JSONL or a row of Parquet. A text file that is not UTF-8 is
+skipped and reported; a bad line is an error with its number.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from typing import IO, Any, Literal, cast
 from craton.extras import require_extra
 from craton.ml.data.errors import DataError, first_problems
 
-STANDARD_LIBRARY = "stdlib"  # as an input: the running interpreter's own Python sources
-LEFT_OUT = ("site-packages", "dist-packages", "encodings")  # of those: other people's, and tables that are no text
+STANDARD_LIBRARY = "stdlib"  # as an input: the Python sources of the running interpreter
+LEFT_OUT = ("site-packages", "dist-packages", "encodings")  # excluded: third-party packages and tables
 PIECE_BYTES = 1 << 20
-LOOK_BYTES = 64 << 10  # of a file, for a first look at what it holds
-LOOK_FILES = 8  # of a folder, for the same
-LOOK_NAMES = 10_000  # names in a folder that are looked at to find those
+LOOK_BYTES = 64 << 10  # read from a file to check its content
+LOOK_FILES = 8  # files of a folder to check
+LOOK_NAMES = 10_000  # directory entries to search for those files
 EXPECTED = (
     f"UTF-8 text files (.txt .md .py …), .jsonl or .parquet with a field `text`, the first two also as .gz or .zst, "
     f"folders of them, or `{STANDARD_LIBRARY}`"
@@ -56,41 +56,41 @@ class InputFile:
 
 @dataclass(frozen=True)
 class DocumentChunk:
-    """A part of one file. Only a text file's pieces go on: `first` begins the document, `last` ends it."""
+    """A part of one file. Only text files continue over several pieces: `first` begins the document, `last` ends it."""
 
     kind: PieceKind
     name: str
     took: int  # bytes of the file, for progress
     data: bytes = b""
-    number: int = 0  # of the first line (JSONL, from 1), of the row group (Parquet, from 0)
+    number: int = 0  # of the first line (JSONL, from 1) or of the row group (Parquet, from 0)
     first: bool = True
     last: bool = True
 
 
 def find_files(inputs: Sequence[str | Path]) -> list[InputFile]:
-    """Every file of the inputs, in an order that depends only on names; nothing found is an error."""
+    """Return every file of the inputs, in an order that depends only on names; an empty input is an error."""
     input_files: list[InputFile] = []
     for source in inputs:
         files = _standard_library() if str(source) == STANDARD_LIBRARY else _files_of(Path(source).expanduser())
         if not any(file.size for file in files):
-            raise DataError(f"{source}: holds no text; allowed: {EXPECTED}")
+            raise DataError(f"{source}: contains no text; allowed: {EXPECTED}")
         input_files += files
     return input_files
 
 
 def check_text(path: Path, is_chat: bool = False) -> None:
-    """DataError where the beginning of the data is no text, or no chats: a file's first LOOK_BYTES, a folder's first
-    LOOK_FILES. Of a folder one file of text is enough, as files that are not UTF-8 are left out."""
+    """Raise DataError if the data does not start with text (or chats): checks a file's first LOOK_BYTES, or a folder's
+    first LOOK_FILES. One text file in a folder is enough, because files that are not UTF-8 are skipped."""
     files = list(islice(_some_files(path), LOOK_FILES)) if path.is_dir() else _files_of(path)
     problems = [problem for file in files if (problem := _problem_of(file, is_chat))]
     if not any(file.size for file in files):
-        problems = [f"{path}: holds no text"]
+        problems = [f"{path}: contains no text"]
     if problems and len(problems) >= len(files):
         raise DataError(f"{problems[0]}; allowed: {EXPECTED}")
 
 
 def pieces_of(files: Iterable[InputFile], field: str) -> Iterator[DocumentChunk]:
-    """The files in pieces."""
+    """Split the files into pieces."""
     for file in files:
         if file.kind == "parquet":
             yield from _row_groups(file, field)
@@ -99,7 +99,7 @@ def pieces_of(files: Iterable[InputFile], field: str) -> Iterator[DocumentChunk]
 
 
 def tasks_of(pieces: Iterable[DocumentChunk]) -> Iterator[list[DocumentChunk]]:
-    """Pieces in heaps worth sending to another process."""
+    """Group pieces into batches large enough to send to another process."""
     heap: list[DocumentChunk] = []
     size = 0
     for piece in pieces:
@@ -113,7 +113,7 @@ def tasks_of(pieces: Iterable[DocumentChunk]) -> Iterator[list[DocumentChunk]]:
 
 
 def records(piece: DocumentChunk) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(`file:line`, object) of each line of a JSONL piece. All lines are read before a bad one is told."""
+    """Yield (`file:line`, object) for each line of a JSONL piece. Reads all lines before it reports the bad ones."""
     problems: list[str] = []
     for number, line in enumerate(piece.data.split(b"\n"), piece.number):
         if not line.strip():
@@ -122,7 +122,7 @@ def records(piece: DocumentChunk) -> Iterator[tuple[str, dict[str, Any]]]:
         try:
             value = json.loads(line)
         except ValueError as error:
-            problems.append(f"{where}: is not JSON: {error}; one JSON object a line is needed")
+            problems.append(f"{where}: is not JSON: {error}; write one JSON object per line")
             continue
         if isinstance(value, dict):
             yield where, value
@@ -133,14 +133,14 @@ def records(piece: DocumentChunk) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def texts_of(piece: DocumentChunk, field: str) -> list[str]:
-    """The documents of a piece; a text file that is not UTF-8 has none."""
+    """Return the documents of a piece; none for a text file that is not UTF-8."""
     if piece.kind == "text":
         try:
             return [piece.data.decode("utf-8")]
         except UnicodeDecodeError as error:
             if piece.first and piece.last:
                 return []
-            raise DataError(f"{piece.name}: is not UTF-8 ({error.reason}); convert it, or leave it out") from None
+            raise DataError(f"{piece.name}: is not UTF-8 ({error.reason}); convert or remove it") from None
     if piece.kind == "parquet":
         return [text for text in _column(piece, field) if text]
     texts, problems = [], []
@@ -158,7 +158,7 @@ def texts_of(piece: DocumentChunk, field: str) -> list[str]:
 def _wrong_field(where: str, value: dict[str, Any], field: str) -> str:
     if field in value:
         return f"{where}: field {field!r} is a {type(value[field]).__name__}, not a text"
-    chat = "; chats are for jobs of kind sft" if "messages" in value else ""
+    chat = "; chats need a job of kind sft" if "messages" in value else ""
     names = ", ".join(map(repr, list(value)[:8])) or "none"
     return f"{where}: has no field {field!r}; its fields are {names}: choose with --field{chat}"
 
@@ -188,7 +188,7 @@ def _walk(root: Path, leave_out: Sequence[str] = ()) -> list[InputFile]:
 
 
 def _some_files(root: Path) -> Iterator[InputFile]:
-    """Files of a folder in whatever order it has them; not all where there are many other ones."""
+    """Yield files of a folder in any order; stops after LOOK_NAMES entries."""
     names = ((folder, name) for folder, _, item in os.walk(root) for name in item)
     for folder, name in islice(names, LOOK_NAMES):
         path = Path(folder, name)
@@ -197,7 +197,7 @@ def _some_files(root: Path) -> Iterator[InputFile]:
 
 
 def _problem_of(file: InputFile, is_chat: bool) -> str:
-    """Why the beginning of a file cannot be used; "" where it can, or where its first line is longer than that."""
+    """Return why the beginning of a file cannot be used; "" if it can, or if its first line is too long to check."""
     if file.kind == "parquet":
         try:
             next(_row_groups(file, "text"), None)
@@ -229,7 +229,7 @@ def _problem_of(file: InputFile, is_chat: bool) -> str:
 
 
 def _kind(path: Path) -> PieceKind | None:
-    """By the name; None for what is not known to be text."""
+    """Return the kind by file name; None if it is not known to be text."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     if suffixes and suffixes[-1] in _COMPRESSED:
         suffixes.pop()
@@ -255,7 +255,7 @@ def _open(path: Path) -> IO[bytes]:
 
 
 def _blocks(file: InputFile) -> Iterator[DocumentChunk]:
-    """A file cut after a line end every PIECE_BYTES; a text without line ends, between two characters."""
+    """Split a file at line ends every PIECE_BYTES; text without line ends is split between two characters."""
     longest = -1 if file.kind == "jsonl" else PIECE_BYTES
     number, tail, left = 1, b"", file.size
     is_jsonl = file.kind == "jsonl"
@@ -277,14 +277,14 @@ def _blocks(file: InputFile) -> Iterator[DocumentChunk]:
                 number += data.count(b"\n")
                 data, first = tail + following, False
     except (OSError, EOFError) as error:
-        raise DataError(f"{file.path}: cannot be read: {error}; copy it again, or leave it out") from None
+        raise DataError(f"{file.path}: cannot be read: {error}; copy it again, or remove it") from None
 
 
 def _half_character(data: bytes) -> bytes:
-    """The beginning of a UTF-8 character at the end of the data, if it is cut there."""
+    """Return the incomplete UTF-8 character at the end of the data, if any."""
     for length in range(1, min(4, len(data)) + 1):
         byte = data[-length]
-        if byte & 0xC0 != 0x80:  # not a continuation: the character begins here
+        if byte & 0xC0 != 0x80:  # not a continuation byte: the character begins here
             needed = 1 if byte < 0x80 else 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
             return data[-length:] if needed > length else b""
     return b""

@@ -1,4 +1,4 @@
-"""What a worker does with a piece of the input: documents to token ids."""
+"""What a tokenizer worker does with a piece of the input: documents to token ids."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class Encoded:
     """The documents of one task, in the order of the input."""
 
     tokens: NDArray[np.uint32]
-    ends: NDArray[np.int64]  # of the documents that end here; what follows the last one goes on in the next task
+    ends: NDArray[np.int64]  # of the documents that end here; the rest continues in the next task
     text_bytes: int
-    loss: NDArray[np.uint8] | None = None  # chats: 1 where a token is to be learnt
-    left_out: tuple[str, ...] = ()  # files that are not UTF-8
+    loss: NDArray[np.uint8] | None = None  # loss mask of chats: 1 where a token is learnt
+    left_out: tuple[str, ...] = ()  # skipped files that are not UTF-8
 
 
 class TextEncoder:
-    """Texts to ids, each ended by the tokenizer's end of text where it has one."""
+    """Encodes texts as ids, each followed by the tokenizer's end-of-text id if it has one."""
 
     def __init__(self, folder: Path, field: str) -> None:
         self._tokenizer = load_tokenizer(folder)
@@ -46,7 +46,7 @@ class TextEncoder:
         return self._join(self._encode(texts, begins), ends, text_bytes, tuple(left_out))
 
     def _encode(self, texts: list[str], begins: list[bool]) -> list[list[int]]:
-        """Ids of each text; only the beginning of a document gets what the tokenizer puts in front of one."""
+        """Return the ids of each text; only the beginning of a document gets the tokenizer's prefix tokens."""
         if all(begins):
             return [item.ids for item in self._tokenizer.encode_batch_fast(texts)]
         return [

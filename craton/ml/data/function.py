@@ -1,8 +1,8 @@
-"""A user's own data: `data.source: package.module:function`.
+"""A user's own data source: `data.source: package.module:function`.
 
 `function(job)` returns a callable that gives the sample of a global index: a `Sample`, a mapping of arrays with
-`tokens` and what else there is, or just up to `sequence` + 1 token ids. A function that also takes `split` is asked for
-"validation" too. Whatever it does wrong is an error that names it and the index.
+`tokens` and others, or up to `sequence` + 1 token ids. A function with a `split` parameter is also called for
+"validation". Errors name the function and the index.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _OWN = {"tokens": np.int64, "labels": np.int64, "positions": np.int64, "weight":
 
 
 class FunctionSource:
-    """Samples of a user's callable, checked."""
+    """Samples of a user's callable, validated."""
 
     epoch_samples = None
 
@@ -40,13 +40,13 @@ class FunctionSource:
         takes_split = "split" in inspect.signature(function).parameters
         if split != "train" and not takes_split:
             raise DataError(
-                f"data.source {name} gives training data only; write `def {name.partition(':')[2]}(job, split)` and "
-                'return other samples for split "validation", or give data.validation'
+                f"data.source {name} provides training data only; write `def {name.partition(':')[2]}(job, split)` and "
+                'return other samples for split "validation", or set data.validation'
             )
         try:
             give = function(job, split=split) if takes_split else function(job)
         except Exception as error:
-            raise DataError(f"data.source {name} raised {_told(error)}") from error
+            raise DataError(f"data.source {name} raised {_described(error)}") from error
         if not callable(give):
             raise DataError(
                 f"data.source {name} returned {type(give).__name__}; it must return a callable that takes a sample's "
@@ -58,7 +58,7 @@ class FunctionSource:
         try:
             answer = self._give(index)
         except Exception as error:
-            raise DataError(f"data.source {self.name}: sample {index} raised {_told(error)}") from error
+            raise DataError(f"data.source {self.name}: sample {index} raised {_described(error)}") from error
         try:
             sample = self._sample(answer)
             self._check(sample)
@@ -85,7 +85,7 @@ class FunctionSource:
         return Sample(**own_arrays, extra=extra)
 
     def _from_ids(self, ids: NDArray[np.int64], extra: Mapping[str, NDArray]) -> Sample:
-        """Ids become tokens and the labels after them; a short row is filled with what no loss looks at."""
+        """Split ids into tokens and labels; pad a short row with positions without loss."""
         if not 2 <= len(ids) <= self.sequence + 1:
             raise ValueError(
                 f"has {len(ids)} token ids; allowed: 2 to {self.sequence + 1} (data.sequence and the token after)"
@@ -123,7 +123,7 @@ def _ids(answer: Any) -> NDArray[np.int64]:
     return array.astype(np.int64)
 
 
-def _told(error: Exception) -> str:
-    """`ValueError: text (file.py:12)`, the line where it was raised."""
+def _described(error: Exception) -> str:
+    """Return `ValueError: text (file.py:12)`, with the line that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     return f"{type(error).__name__}: {error} ({frames[-1].filename}:{frames[-1].lineno})"

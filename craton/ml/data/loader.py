@@ -1,8 +1,8 @@
-"""Micro-batches for one rank, made ahead in a thread; the state is one integer.
+"""Micro-batches for one data-parallel rank, made ahead in a thread; the state is one integer.
 
 Step k after `start` takes the global samples [start + k·B, start + (k+1)·B), B = `global_batch`; rank r of `world`
 takes the r-th equal slice of them. So any number of ranks sees the same samples in the same step, and a loader that
-starts at `state` goes on exactly where another one stopped, whatever its world was.
+starts at `state` resumes exactly where another one stopped, whatever its world size was.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ Arrays = dict[str, NDArray]
 
 
 class Loader:
-    """`next(n)` gives the rank's next n micro-batches; `state` is the first global sample of the step not yet done."""
+    """`next(n)` returns the rank's next n micro-batches; `state` is the first global sample of the next unfinished
+    step."""
 
     def __init__(
         self, source: Source, global_batch: int, rank: int, world: int, micro_batch: int, start: int = 0, ahead: int = 4
@@ -49,11 +50,11 @@ class Loader:
 
     @property
     def state(self) -> int:
-        """Give it as `start` to go on; a step of which only some micro-batches were taken is begun again."""
+        """Pass it as `start` to resume. A step of which only some micro-batches were taken starts over."""
         return self._start + self._given // self.accumulation * self.global_batch
 
     def next(self, accumulation: int | None = None) -> list[Arrays]:
-        """The next micro-batches, by default those of one step. What the source raised is raised here."""
+        """Return the next micro-batches, by default those of one step. Errors of the source are raised here."""
         batches = []
         for _ in range(self.accumulation if accumulation is None else accumulation):
             batches.append(self._take())
@@ -61,7 +62,7 @@ class Loader:
         return batches
 
     def close(self) -> None:
-        """Ends the thread; it finishes the sample it is in."""
+        """Stop the thread after its current sample."""
         self._closed.set()
         self._thread.join()
 
@@ -95,11 +96,11 @@ class Loader:
                     samples.append(self.source.sample(index))
                 if not self._put(collate(samples)):
                     return
-        except BaseException as error:  # noqa: BLE001  (handed to the caller, whatever it is)
+        except BaseException as error:  # noqa: BLE001  (passed to the caller, whatever it is)
             self._put(error)
 
     def _micro_batches(self) -> Iterator[range]:
-        """The global sample indices of each of this rank's micro-batches, for ever."""
+        """Yield the global sample indices of each of this rank's micro-batches, endlessly."""
         first = self._start + self.rank * (self.global_batch // self.world)
         while True:
             for number in range(self.accumulation):

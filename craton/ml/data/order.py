@@ -1,7 +1,7 @@
-"""In which order samples are seen: pure functions of (seed, index) that keep no state and no list.
+"""Sample order: pure functions of (seed, index) that keep no state and no list.
 
-`shuffled` walks every epoch in another order and misses nothing; `Turns` says which source of a mixture sample i comes
-from and how many of that source came before it. Both take any index at once, so a loader's state is one integer.
+`shuffled` walks every epoch in a new order and misses nothing. `Turns` gives the source of sample i in a mixture, and
+how many samples of that source came before it. Both take any index directly, so a loader's state is one integer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Words = NDArray[np.uint64]
 
 
 def key_of(*numbers: int) -> int:
-    """64 well-mixed bits from a few numbers, e.g. (seed, epoch)."""
+    """Mix a few numbers, e.g. (seed, epoch), into 64 bits."""
     key = 0
     for number in numbers:
         key = _mix_number((key ^ (number & _WORD)) + 0x9E3779B97F4A7C15 & _WORD)
@@ -27,10 +27,10 @@ def key_of(*numbers: int) -> int:
 
 
 def permute(indices: NDArray[np.integer], count: int, key: int) -> NDArray[np.int64]:
-    """Where a keyed shuffle of [0, count) puts each index; a bijection.
+    """Return where a keyed shuffle of [0, count) puts each index; a bijection.
 
-    A Feistel network on pairs (high, low) with high · low just over `count`: each round adds to one half a hash of the
-    other, which can be undone, so pairs map one to one. The few that fall outside [0, count) go round again.
+    A Feistel network on pairs (high, low) with high · low just over `count`: each round adds a hash of one half to the
+    other. This can be undone, so pairs map one to one. The few that fall outside [0, count) go through again.
     """
     high = np.uint64(isqrt(count - 1) + 1)
     low = np.uint64(-(-count // int(high)))
@@ -52,14 +52,14 @@ def permute(indices: NDArray[np.integer], count: int, key: int) -> NDArray[np.in
 
 
 def shuffled(index: int, count: int, seed: int) -> int:
-    """Which of `count` things comes at `index` of an endless walk that shuffles every epoch anew."""
+    """Return which of `count` items is at `index` of an endless walk with a new shuffle in every epoch."""
     epoch, position = divmod(index, count)
     return int(permute(np.array([position]), count, key_of(seed, epoch))[0])
 
 
 class Turns:
-    """Deals indices to sources so that over every prefix each has its share, to within one sample for each halving of
-    the list of sources: at a node of that tree the left half has had floor(n · share + 1/2) of n, exactly."""
+    """Assigns indices to sources so that over every prefix each source has its share, to within one sample for each
+    halving of the list of sources. At a node of that tree the left half has had exactly floor(n · share + 1/2) of n."""
 
     def __init__(self, weights: Sequence[float]) -> None:
         assert weights, "a mixture has sources"
@@ -68,7 +68,7 @@ class Turns:
         self._shares: dict[tuple[int, int], Fraction] = {}
 
     def __call__(self, index: int) -> tuple[int, int]:
-        """(source, index within that source) of the sample at `index`."""
+        """Return (source, index within that source) of the sample at `index`."""
         first, last = 0, len(self._weights)
         while last - first > 1:
             middle = (first + last) // 2
@@ -100,7 +100,7 @@ def _mix_number(value: int) -> int:
 
 
 def _mix(values: Words) -> Words:
-    """The same for arrays; unsigned products wrap as they should."""
+    """The same for arrays; unsigned multiplication wraps as intended."""
     values = (values ^ values >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ values >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
     return values ^ values >> np.uint64(31)

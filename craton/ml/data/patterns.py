@@ -1,4 +1,4 @@
-"""Data that needs no file: `data: {source: "craton.ml.data.patterns:walks"}`, for rehearsals of a job's machinery."""
+"""Synthetic data without files: `data: {source: "craton.ml.data.patterns:walks"}`, to rehearse a job."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def walks(job: Job, split: str) -> Callable[[int], dict[str, Any]]:
-    """Rows that count up by a step of their own, so that there is something to learn."""
+    """Return rows that count up, each by its own step, so that there is something to learn."""
     shape = job.model_shape
     vocabulary = shape.vocab if shape is not None else 16
 

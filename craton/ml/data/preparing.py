@@ -1,10 +1,9 @@
-"""From a job to its samples: raw text is tokenized once and remembered, then every rank opens the same shards.
+"""From a job to its samples: tokenize raw text once and cache it, then open the same shards in every rank.
 
-`prepare` runs before the ranks and may take minutes; `open_source` runs in each rank and only opens files, which
-`prepare` has tried. What was prepared is found again by the names, sizes and times of the input files and by the
-tokenizer, so that changed text is tokenized anew. Data at an s3:// URL is read through a mirror on each machine: shards
-come one by one when they are read, text at once. A validation path that is also a training path means: hold a hundredth
-of its documents out.
+`prepare` runs before the ranks and may take minutes. `open_source` runs in each rank and only opens files that
+`prepare` has already opened once. The cache key is the names, sizes and times of the input files and the tokenizer, so
+changed text is tokenized again. Data at an s3:// URL is read through a mirror on each machine: shards are fetched one
+by one when they are read, text at once. A validation path that is also a training path holds out 1% of its documents.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ logger = logging.getLogger("craton.data")
 
 
 def prepare(job: Job, cache: Path | None = None, progress: Progress | None = None) -> dict[str, Path]:
-    """Tokenizes what is not tokenized yet. Returns the folder of shards for each path under `data:`, all of which fit
-    the job's model."""
+    """Tokenize what is not tokenized yet. Returns the folder of shards for each path under `data:`, after checking that
+    all of them fit the job's model."""
     places = _Places.of_job(job, cache or default_cache())
     if places.trains_tokenizer and not (places.tokenizer / TOKENIZER).is_file():
         raw = [places.local(path) for path in places.training if path in places.raw]
@@ -66,7 +65,7 @@ def prepare(job: Job, cache: Path | None = None, progress: Progress | None = Non
     _check_tokenizers(job, folders, places)
     if places.kind == "chat":
         _say_rows(job, folders)
-    if places.training:  # whatever keeps the ranks from opening it is told before they are started
+    if places.training:  # report errors before the ranks start
         open_source(job, "train", folders)
     if places.validation and job.train is not None and job.train.evaluate:
         open_source(job, "validation", folders)
@@ -76,15 +75,15 @@ def prepare(job: Job, cache: Path | None = None, progress: Progress | None = Non
 def open_source(
     job: Job, split: Split = "train", paths: Mapping[str, Path] | None = None, vocab: int | None = None
 ) -> Source:
-    """The samples of a job. `paths` is what `prepare` returned, by default what it would find now; `vocab` is the
-    model's, for models whose shape the job does not tell."""
+    """Open the samples of a job. `paths` is what `prepare` returned, by default what it would find now. `vocab` is the
+    model's, for models whose shape is not in the job."""
     shape = job.model_shape
     vocab = vocab or (shape.vocab if shape else None)
     parts = job.data.mixture if split == "train" else job.data.validation_mixture
     if job.data.source and not parts:
         return FunctionSource.of_job(job, split, vocab)
     if not parts:
-        raise DataError(f"the job has no data.{'path' if split == 'train' else 'validation'}; name what to read")
+        raise DataError(f"the job has no data.{'path' if split == 'train' else 'validation'}; set it")
     assert job.train is not None, f"kind {job.kind} does not train"
     folders = paths if paths is not None else _found(job)
     make = ChatSource if job.kind == "sft" else TokenSource
@@ -100,13 +99,13 @@ def open_source(
 
 
 def tokenizer_folder(job: Job, paths: Mapping[str, Path] | None = None) -> Path | None:
-    """Where the tokenizer of a job's data is; None for a user's own source."""
+    """Return the folder of the tokenizer of a job's data; None for a user's own source."""
     folders = paths if paths is not None else _found(job) if job.data.mixture else {}
     return next((Path(folder) for folder in folders.values() if (Path(folder) / TOKENIZER).is_file()), None)
 
 
 def default_cache() -> Path:
-    """CRATON_CACHE, else where caches go on this system."""
+    """Return CRATON_CACHE, else the system's cache folder."""
     if cache := os.environ.get("CRATON_CACHE"):
         return Path(cache).expanduser() / "data"
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "craton" / "data"
@@ -114,7 +113,7 @@ def default_cache() -> Path:
 
 @dataclass(frozen=True)
 class _Places:
-    """Where everything of a job's data is or will be; computed without reading any of it."""
+    """Where all data of a job is or will be; computed without reading any of it."""
 
     cache: Path
     kind: ShardKind
@@ -122,7 +121,7 @@ class _Places:
     validation: tuple[str, ...]
     raw: Mapping[str, str]  # path -> key of its files
     tokenizer_name: str | None
-    mirrors: Mapping[str, str]  # URL -> the folder that stands for it
+    mirrors: Mapping[str, str]  # URL -> the local folder that mirrors it
 
     @classmethod
     def of_job(cls, job: Job, cache: Path) -> _Places:
@@ -139,17 +138,17 @@ class _Places:
         name = job.data.tokenizer or (str(folder) if folder else None)
         if raw and name is None:
             raise DataError(
-                f"{next(iter(raw))}: is raw text, and no tokenizer is named; give data.tokenizer: a folder with a "
+                f"{next(iter(raw))}: is raw text, but no tokenizer is set; set data.tokenizer to a folder with a "
                 f"{TOKENIZER}, a Hub id, or bpe:4096 to train one on the text"
             )
         if name and name.startswith("bpe:") and not any(path in raw for path in training):
             raise DataError(
-                f"data.tokenizer {name} is trained on raw text, but data.path holds token shards; remove it, for the "
-                "shards bring their own"
+                f"data.tokenizer {name} would be trained on raw text, but data.path holds token shards; remove it: the "
+                "shards include their tokenizer"
             )
         if name and name.startswith("bpe:") and kind == "chat":
             raise DataError(
-                f"data.tokenizer {name}: sft needs the tokenizer of the model it goes on with; name its folder"
+                f"data.tokenizer {name}: sft needs the tokenizer of the model it fine-tunes; give its folder"
             )
         return cls(cache, kind, training, validation, raw, name, mirrors)
 
@@ -168,7 +167,7 @@ class _Places:
 
     @property
     def tokenizer(self) -> Path:
-        """The folder of the tokenizer; a trained one is named by its size and the text it is trained on."""
+        """Return the folder of the tokenizer; a trained one is named by its size and its training text."""
         assert self.tokenizer_name is not None
         if not self.trains_tokenizer:
             return find_tokenizer(self.tokenizer_name)
@@ -190,7 +189,7 @@ class _Places:
 
 
 def model_tokenizer(job: Job) -> Path | None:
-    """The folder of the tokenizer beside the job's model, if there is one on this machine."""
+    """Return the folder of the tokenizer beside the job's model, if there is one on this machine."""
     if not isinstance(job.model, str):
         return None
     if is_url(job.model):
@@ -209,14 +208,14 @@ def model_tokenizer(job: Job) -> Path | None:
 
 
 def _found(job: Job) -> dict[str, Path]:
-    """The folders of a job that was prepared."""
+    """Return the folders of a prepared job."""
     places = _Places.of_job(job, default_cache())
     folders = {path: places.folder(path) for path in (*places.training, *places.validation)}
     for path, folder in folders.items():
         if not is_shard_folder(folder):
             raise DataError(
-                f"{path}: is not tokenized yet, or was changed since; `craton run` does it before it starts the ranks, "
-                "craton.ml.data.prepare(job) does it by itself"
+                f"{path}: is not tokenized yet, or has changed since; `craton run` tokenizes it before it starts, "
+                "craton.ml.data.prepare(job) does only that"
             )
     return folders
 
@@ -225,24 +224,24 @@ def _held_out(folder: Path, path: str) -> Path:
     if is_shard_folder(folder / VALIDATION):
         return folder / VALIDATION
     raise DataError(
-        f"data.validation {path} is the training data, and no documents of it were held out (there were too few, or "
-        "the shards were made without); `craton data tokenize --validation 0.1` holds a tenth out, or name other data"
+        f"data.validation {path} is the training data, but none of its documents were held out (there were too few, or "
+        "the shards were made without --validation); run `craton data tokenize --validation 0.1`, or use other data"
     )
 
 
 def _check_tokenizers(job: Job, folders: Mapping[str, Path], places: _Places) -> None:
-    """All shards were made by one tokenizer, which is the model's and fits its vocabulary."""
+    """Check that one tokenizer made all shards, that it is the model's, and that it fits the model's vocabulary."""
     opened = [Shards(folder) for folder in folders.values()]
     shape = job.model_shape
     beside = model_tokenizer(job)
-    # A model that starts from random weights may be given any tokenizer, when the job says which.
+    # A model that starts from random weights may use any tokenizer that the job names.
     must_match = beside is not None and (job.data.tokenizer is None or job.weights_folder is not None)
     for shards in opened:
         mark, first = shards.index.tokenizer, opened[0].index.tokenizer
         if mark.fingerprint != first.fingerprint:
             raise DataError(
-                f"{shards.folder}: made with tokenizer {mark.name}, but {opened[0].folder} with {first.name}; one job "
-                "needs one tokenizer: tokenize one of them again"
+                f"{shards.folder}: made with tokenizer {mark.name}, but {opened[0].folder} with {first.name}; a job "
+                "needs a single tokenizer: tokenize one of them again"
             )
         if must_match:
             assert beside is not None
@@ -257,27 +256,27 @@ def _check_vocabulary_before(tokenizer: Path, vocab: int) -> None:
     mark = mark_of(tokenizer)
     if mark.vocab_size > vocab:
         raise DataError(
-            f"tokenizer {tokenizer} has {mark.vocab_size:,} ids, but the model has a vocabulary of {vocab:,}; choose "
+            f"tokenizer {tokenizer} has {mark.vocab_size:,} ids, but the model has a vocabulary of {vocab:,}; use "
             "the model's own tokenizer, or a model with a larger `vocab`"
         )
 
 
 def _say_left_out(path: str, done: Tokenized) -> None:
     if done.left_out and path != STANDARD_LIBRARY:
-        logger.warning("%s: %d files left out, they are not UTF-8, e.g. %s", path, len(done.left_out), done.left_out[0])
+        logger.warning("%s: skipped %d files that are not UTF-8, e.g. %s", path, len(done.left_out), done.left_out[0])
 
 
 def _say_rows(job: Job, folders: Mapping[str, Path]) -> None:
-    """Makes the plan of rows for every rank, and tells what does not fit."""
+    """Plan the packed rows for every rank, and warn about conversations that do not fit."""
     for path, folder in folders.items():
         rows = ChatSource(Shards(folder), job.sequence, 0, job.data.pack).rows
-        for count, outcome in ((rows.truncated, "cut to"), (rows.dropped, "dropped: nothing to learn within")):
+        for count, outcome in ((rows.truncated, "truncated to"), (rows.dropped, "dropped: nothing to learn within")):
             if count:
                 logger.warning("%s: %d conversations %s data.sequence %d", path, count, outcome, job.sequence)
 
 
 def _mirror(url: str) -> str:
-    """The folder that stands for a URL: of shards all but what is in them, of anything else everything."""
+    """Return the local mirror of a URL: for shards everything but the token files, otherwise everything."""
     from craton.infrastructure.storage import CachedFolder
 
     folder = CachedFolder(url)

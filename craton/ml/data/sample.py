@@ -1,8 +1,8 @@
-"""One row of training data, and what hands rows out.
+"""One row of training data, and the protocol of data sources.
 
-A `Source` is a pure function of the global sample index: whoever asks for sample 17, in whatever order and after
-whatever restart, gets the same arrays. Rows are `sequence` long and packed: `labels[t]` is the token after
-`tokens[t]`, IGNORED where that token is another document's.
+A `Source` is a pure function of the global sample index: sample 17 has the same arrays in any order and after any
+restart. Rows are `sequence` long and packed: `labels[t]` is the token after `tokens[t]`, IGNORED where that token
+belongs to another document.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-IGNORED = -100  # a label that no loss looks at
+IGNORED = -100  # a label without loss
 
 Integers = NDArray[np.int64]
 
@@ -26,14 +26,14 @@ class Sample:
     tokens: Integers  # [sequence]
     labels: Integers  # [sequence]
     positions: Integers  # [sequence], from 0 in every document
-    weight: NDArray[np.float32]  # [sequence], of each label in the loss
+    weight: NDArray[np.float32]  # [sequence], loss weight of each label
     documents: NDArray[np.int32] | None = None  # [sequence]
-    extra: Mapping[str, NDArray] = field(default_factory=dict)  # what a user's source hands to a user's objective
+    extra: Mapping[str, NDArray] = field(default_factory=dict)  # passed from a user's data source to a user's objective
 
 
 @runtime_checkable
 class Source(Protocol):
-    """Samples by their global index. `epoch_samples`: how many there are before they repeat; None: it does not say."""
+    """Samples by their global index. `epoch_samples`: how many there are before they repeat; None: unknown."""
 
     @property
     def sequence(self) -> int: ...
@@ -45,8 +45,8 @@ class Source(Protocol):
 
 
 def window(tokens: Integers, boundaries: Integers | None) -> Sample:
-    """The row of `sequence` + 1 tokens in a stream. A document begins at each of the `boundaries` (0 is not among
-    them); None: the stream is taken as one text and nothing separates its documents."""
+    """Build the row from `sequence` + 1 tokens of a stream. A document begins at each of the `boundaries` (0 is not
+    among them); None: the stream counts as one document."""
     length = len(tokens) - 1
     labels = tokens[1:].copy()
     if boundaries is None:
@@ -61,7 +61,7 @@ def window(tokens: Integers, boundaries: Integers | None) -> Sample:
 
 
 def collate(samples: Sequence[Sample]) -> dict[str, NDArray]:
-    """Rows as the arrays of one micro-batch, [rows, sequence]. `documents` is left out when no row has any."""
+    """Stack rows into the arrays of one micro-batch, [rows, sequence]. `documents` is omitted when no row has any."""
     assert samples, "a micro-batch has at least one row"
     arrays: dict[str, NDArray] = {
         name: np.stack([getattr(sample, name) for sample in samples])

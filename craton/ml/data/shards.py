@@ -1,14 +1,14 @@
-"""Token shards on disk: what a folder of them holds, and reading it as one long stream.
+"""Token shards on disk: the folder format, and reading it as one long stream.
 
 FOLDER/index.json         what is there (below), written last
 FOLDER/shard-00000.tokens     token ids, uint16 or uint32, documents one after another
 FOLDER/shard-00000.documents  uint64, where each document of the shard ends
-FOLDER/shard-00000.loss       uint8, 1 where a token is to be learnt (chat only)
+FOLDER/shard-00000.loss       uint8, the loss mask: 1 where a token is learnt (chat only)
 FOLDER/tokenizer.json …       the tokenizer that made them
 
-A folder that opens has files of exactly the sizes its index names and was made by a version this one understands. Token
-ids are checked whenever they are read. Files are memory-mapped: opening a terabyte takes no memory. Of a folder that
-mirrors one in an object store, each file is fetched when it is first read, and its checksum compared then.
+A folder that opens has files of exactly the sizes in its index and a format that this version reads. Token ids are
+checked whenever they are read. Files are memory-mapped: opening a terabyte takes no memory. If the folder mirrors one
+in an object store, each file is fetched on first read, and its checksum is verified then.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ ShardKind = Literal["text", "chat"]
 
 @dataclass(frozen=True)
 class Shard:
-    """One shard: how much it holds, and the checksum of each of its files."""
+    """One shard: its contents, and the checksum of each of its files."""
 
     name: str
     tokens: int
@@ -57,8 +57,8 @@ class TokenizerMark:
 
     name: str
     vocab_size: int
-    fingerprint: str  # of what it does: its vocabulary and how it splits a fixed text
-    file_sha256: str  # of tokenizer.json, to recognise the very same file quickly
+    fingerprint: str  # of its behaviour: the vocabulary, and how it splits a fixed text
+    file_sha256: str  # of tokenizer.json, to recognise an identical file quickly
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Index:
 
 
 def is_shard_folder(path: Path) -> bool:
-    """Whether a folder calls itself token shards, whole or not."""
+    """Whether a folder claims to be token shards, complete or not."""
     return (path / INDEX).is_file() and b'"shards"' in (path / INDEX).read_bytes()
 
 
@@ -107,7 +107,7 @@ class Shards:
         return self._starts[-1]
 
     def check_vocabulary(self, vocab: int, model: str = "the model") -> None:
-        """The model can take every id of the tokenizer that made these shards."""
+        """Check that the model's vocabulary covers every id of the tokenizer that made these shards."""
         mark = self.index.tokenizer
         largest = max(self.index.max_id + 1, mark.vocab_size)
         if largest > vocab:
@@ -118,7 +118,7 @@ class Shards:
             )
 
     def read(self, start: int, stop: int, vocab: int | None = None) -> Integers:
-        """Tokens [start, stop) of the stream. An id outside the vocabulary is an error that says where it is."""
+        """Return tokens [start, stop) of the stream. An id outside the vocabulary is an error with its position."""
         limit = vocab or self.index.tokenizer.vocab_size
         parts: list[Integers] = []
         for number, begin, end in self._pieces(start, stop):
@@ -129,7 +129,7 @@ class Shards:
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def boundaries(self, start: int, stop: int) -> Integers:
-        """Where documents begin inside [start, stop), counted from `start`, which itself is not among them."""
+        """Return where documents begin inside [start, stop), relative to `start`, which itself is not included."""
         parts = []
         for number, _, _ in self._pieces(start, stop):
             ends, offset = self._map(number, ".documents"), self._starts[number]
@@ -139,18 +139,18 @@ class Shards:
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def document_ends(self) -> Integers:
-        """Where every document ends in the stream; memory of 8 bytes for each."""
+        """Return where every document ends in the stream; takes 8 bytes of memory per document."""
         shards = range(len(self.index.shards))
         parts = [self._map(number, ".documents").astype(np.int64) + self._starts[number] for number in shards]
         return np.concatenate(parts)
 
     def learnt(self, start: int, stop: int) -> NDArray[np.bool_]:
-        """Which tokens of [start, stop) are to be learnt (chat shards)."""
+        """Return the loss mask of tokens [start, stop) (chat shards)."""
         parts = [np.asarray(self._map(number, ".loss")[a:b]) for number, a, b in self._pieces(start, stop)]
         return np.concatenate(parts).astype(bool)
 
     def verify(self) -> None:
-        """Reads every file and compares its checksum."""
+        """Read every file and verify its checksum."""
         for number in range(len(self.index.shards)):
             self._verify_shard(number)
 
@@ -162,12 +162,12 @@ class Shards:
                 damaged = _crc32(file) != shard.crc32[suffix]
             if damaged:
                 raise DataError(
-                    f"{path}: its checksum is not the one in {INDEX}, so it was changed or damaged after it was "
-                    "written; copy it again from where it was made, or tokenize again"
+                    f"{path}: its checksum differs from {INDEX}: it was changed or damaged after it was "
+                    "written; copy it again from the source, or tokenize again"
                 )
 
     def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """(shard, begin, end) inside each shard that [start, stop) touches."""
+        """Yield (shard, begin, end) inside each shard that [start, stop) touches."""
         assert 0 <= start < stop <= self.tokens, f"[{start}, {stop}) of {self.tokens} tokens"
         number = bisect_right(self._starts, start) - 1
         while start < stop:
@@ -190,7 +190,7 @@ class Shards:
         except CratonError:
             raise
         except (OSError, ValueError) as error:
-            raise DataError(f"{path}: cannot be mapped: {error}; tokenize again") from None
+            raise DataError(f"{path}: cannot be memory-mapped: {error}; tokenize again") from None
         if suffix == ".documents" and int(mapped[-1]) != shard.tokens:
             raise DataError(
                 f"{path}: the last document ends at token {int(mapped[-1]):,}, but the shard has {shard.tokens:,}; "
@@ -205,14 +205,12 @@ class Shards:
             expected = shard.bytes[suffix]
             size = self._size(shard, suffix)
             if size is None:
-                raise DataError(
-                    f"{path}: is missing, though {INDEX} names it; copy the whole folder, or tokenize again"
-                )
+                raise DataError(f"{path}: is missing, but listed in {INDEX}; copy the whole folder, or tokenize again")
             if size != expected:
                 problem = "is empty" if size == 0 else "is truncated" if size < expected else "is too long"
                 raise DataError(
-                    f"{path}: {problem}: {size:,} bytes, but {INDEX} says {expected:,}; copy it again from where it "
-                    "was made, or tokenize again"
+                    f"{path}: {problem}: {size:,} bytes, but {INDEX} says {expected:,}; copy it again from the "
+                    "source, or tokenize again"
                 )
 
     def _open(self, shard: Shard, suffix: str) -> BinaryIO:
@@ -223,7 +221,7 @@ class Shards:
         return cached.open(inside + name, shard.crc32[suffix])
 
     def _size(self, shard: Shard, suffix: str) -> int | None:
-        """None: the file is not there."""
+        """Return the file size; None if the file does not exist."""
         name = f"{shard.name}{suffix}"
         if self._cached is not None:
             cached, inside = self._cached
@@ -235,7 +233,7 @@ class Shards:
             return None
 
     def _outside(self, number: int, begin: int, part: NDArray, limit: int) -> DataError:
-        """Which id is wrong, and whether the file or the vocabulary is to blame."""
+        """Return an error that gives the bad id, its position and the limit."""
         self._verify_shard(number)
         position = begin + int(np.argmax(part >= limit))
         return DataError(
@@ -253,7 +251,7 @@ def _crc32(file: BinaryIO) -> int:
 
 
 def _behind(folder: Path) -> tuple[CachedFolder, str] | None:
-    """The cache of an object store that a folder is a part of."""
+    """Return the object-store cache that contains a folder, if any."""
     from craton.infrastructure.storage import CachedFolder
 
     return CachedFolder.of(folder)
@@ -264,16 +262,16 @@ def _read_index(folder: Path) -> Index:
     try:
         document: dict[str, Any] = dict(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
-        partial = " (an unfinished `craton data tokenize` left it)" if folder.name.endswith(".partial") else ""
+        partial = " (left by an unfinished `craton data tokenize`)" if folder.name.endswith(".partial") else ""
         raise DataError(
-            f"{folder}: is not a folder of token shards: it has no {INDEX}{partial}; make one with "
+            f"{folder}: is not a folder of token shards: it has no {INDEX}{partial}; create one with "
             f"`craton data tokenize TEXT --to {folder.name.removesuffix('.partial') or 'FOLDER'}`"
         ) from None
     except (OSError, ValueError, TypeError) as error:
         raise DataError(f"{path}: cannot be read: {error}; copy the folder again, or tokenize again") from None
     version = document.get("format")
     if version != FORMAT:
-        raise DataError(f"{path}: format {version!r} is not the one this Craton reads ({FORMAT}); tokenize again")
+        raise DataError(f"{path}: format {version!r} is not supported (this Craton reads {FORMAT}); tokenize again")
     try:
         index = Index(
             kind=document["kind"],
@@ -286,10 +284,10 @@ def _read_index(folder: Path) -> Index:
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"{path}: {error!r} is missing or wrong; copy the folder again, or tokenize again") from None
     if not is_known or not index.tokens:
-        raise DataError(f"{path}: holds no tokens of a known kind; tokenize again")
+        raise DataError(f"{path}: has an unknown kind of tokens; tokenize again")
     return index
 
 
 def _round_up(count: int) -> int:
-    """A vocabulary that divides well among ranks and matrix tiles."""
+    """Round up to a vocabulary that divides well among ranks and matrix tiles."""
     return -(-count // 128) * 128

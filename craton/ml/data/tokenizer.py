@@ -1,8 +1,8 @@
-"""Tokenizers as folders with a tokenizer.json: found, trained, told apart.
+"""Tokenizers as folders with a tokenizer.json: find them, train them, and compare them.
 
-Any Hugging Face tokenizer is taken: a folder (here or at an s3:// URL), a tokenizer.json, or a Hub id (the local cache
-first; the network only if it is not there and HF_HUB_OFFLINE is not set). A trained one is a byte-level BPE, so it can
-write down any text.
+Accepts any Hugging Face tokenizer: a folder (local or at an s3:// URL), a tokenizer.json, or a Hub id (the local cache
+first; the network only if it is not there and HF_HUB_OFFLINE is not set). A trained tokenizer is a byte-level BPE, so
+it can encode any text.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 TOKENIZER = "tokenizer.json"
 END_OF_DOCUMENT = "<|endoftext|>"
 CHAT_TOKENS = ("<|im_start|>", "<|im_end|>")
-# What belongs to a tokenizer beside tokenizer.json; a folder of shards and an exported model carry them along.
+# Files that belong to a tokenizer besides tokenizer.json; shard folders and exported models include them.
 COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "generation_config.json")
 
 _USUAL_ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
@@ -33,7 +33,7 @@ _PROBE = "def f(x):\n\treturn x + 1  # naïve, 数 42, don't\n\n    The  end… 
 
 
 def find_tokenizer(name: str) -> Path:
-    """The folder that holds the tokenizer.json of a folder, a file or a Hub id."""
+    """Return the folder with the tokenizer.json of a folder, a file or a Hub id."""
     path = mirror_tokenizer(name) if is_url(name) else Path(name).expanduser()
     if path.is_file() and path.name == TOKENIZER:
         return path.parent
@@ -41,20 +41,20 @@ def find_tokenizer(name: str) -> Path:
         return path if (path / TOKENIZER).is_file() else _without_file(path)
     if path.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise DataError(
-            f"tokenizer {name!r}: there is no folder with a {TOKENIZER}; give one, a Hub id, or train a BPE"
+            f"tokenizer {name!r}: no such folder with a {TOKENIZER}; give a folder or a Hub id, or train a BPE"
         )
     return _from_hub(name)
 
 
 def mirror_tokenizer(url: str) -> Path:
-    """The folder on this machine for a folder at a URL, with the tokenizer's files, where it has some."""
+    """Return the local folder for a folder at a URL, with the tokenizer's files, if it has any."""
     from craton.infrastructure.storage import mirror
 
     return mirror(url, lambda name: name in (TOKENIZER, *COMPANIONS))
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer, set to encode texts of any length whole."""
+    """Load the tokenizer without truncation or padding."""
     from tokenizers import Tokenizer
 
     try:
@@ -67,10 +67,10 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
 
 def mark_of(folder: Path, name: str | None = None) -> TokenizerMark:
-    """What tells this tokenizer from others."""
+    """Return the identity of this tokenizer."""
     tokenizer = load_tokenizer(folder)
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
-    # By what it does, not by its file: the same tokenizer is written down differently by different versions.
+    # Identified by what it does, not by its file: different versions write the same tokenizer differently.
     does = [sorted(vocabulary.items()), tokenizer.encode(_PROBE).ids]
     return TokenizerMark(
         name=name or folder.name,
@@ -81,7 +81,7 @@ def mark_of(folder: Path, name: str | None = None) -> TokenizerMark:
 
 
 def check_same_tokenizer(mark: TokenizerMark, where: Path, folder: Path, whose: str) -> None:
-    """The tokenizer in the folder is the one that made the shards."""
+    """Check that the tokenizer in the folder is the one that made the shards."""
     if _file_sha256(folder) == mark.file_sha256:
         return
     other = mark_of(folder)
@@ -93,7 +93,7 @@ def check_same_tokenizer(mark: TokenizerMark, where: Path, folder: Path, whose: 
 
 
 def end_of_document(folder: Path, tokenizer: Tokenizer) -> int | None:
-    """The id that ends a text: what the tokenizer's files name, else one of the usual; None when there is none."""
+    """Return the end-of-text id: the one in the tokenizer's files, else a common one; None if there is none."""
     named = [_named(folder / file, "eos_token") for file in ("tokenizer_config.json", "special_tokens_map.json")]
     for token in (*named, *_USUAL_ENDS):
         if token is not None and (token_id := tokenizer.token_to_id(token)) is not None:
@@ -102,13 +102,13 @@ def end_of_document(folder: Path, tokenizer: Tokenizer) -> int | None:
 
 
 def train_bpe(texts: Iterable[str], vocabulary: int, folder: Path) -> None:
-    """Trains a byte-level BPE of at most `vocabulary` ids and writes it into the folder."""
+    """Train a byte-level BPE of at most `vocabulary` ids and write it into the folder."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     smallest = 256 + 1 + len(CHAT_TOKENS)
     if vocabulary < smallest:
         raise DataError(
-            f"a BPE of {vocabulary} ids is too small; every byte and the special tokens need {smallest}, try 4096"
+            f"a BPE vocabulary of {vocabulary} is too small; bytes and special tokens need {smallest}; try 4096"
         )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -131,7 +131,7 @@ def train_bpe(texts: Iterable[str], vocabulary: int, folder: Path) -> None:
 
 
 def copy_tokenizer(source: Path, to: Path) -> None:
-    """The tokenizer's files, for whoever reads the shards or the model later."""
+    """Copy the tokenizer's files next to the shards or the model."""
     for name in (TOKENIZER, *COMPANIONS):
         if (source / name).is_file():
             shutil.copyfile(source / name, to / name)
@@ -157,7 +157,7 @@ def _from_hub(name: str) -> Path:
                 hf_hub_download(name, companion)
             except EntryNotFoundError:
                 continue
-    except Exception as error:  # noqa: BLE001  (the Hub's client raises many kinds for one thing: it is not to be had)
+    except Exception as error:  # noqa: BLE001  (the Hub client raises many types for "not available")
         raise DataError(
             f"tokenizer {name!r} cannot be fetched from the Hub: {str(error).splitlines()[0]}; check the name, "
             f"HF_TOKEN for gated models, or give a folder with a {TOKENIZER}"
@@ -173,7 +173,7 @@ def _without_file(folder: Path) -> Path:
 
 
 def _named(path: Path, key: str) -> str | None:
-    """A special token as the tokenizer's files name it: a text, or an object with the text in it."""
+    """Return a special token from the tokenizer's files: a string, or an object that contains it."""
     try:
         value: Any = json.loads(path.read_text(encoding="utf-8")).get(key)
     except (OSError, ValueError, AttributeError):

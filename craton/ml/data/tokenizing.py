@@ -1,7 +1,7 @@
-"""Text to token shards, in parallel, the same whatever the number of workers.
+"""Tokenize text into shards in parallel, with the same result for any number of workers.
 
-The parent reads the input in pieces, hands them out in order, takes the results back in order and is the only writer.
-Workers are spawned, take no Ctrl-C of their own and end when the parent does.
+The parent reads the input in pieces, distributes them in order, collects the results in order and is the only writer.
+Workers are spawned, ignore Ctrl-C and exit when the parent does.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from craton.ml.data.tokenizer import copy_tokenizer, find_tokenizer, mark_of, tr
 from craton.ml.data.writer import SHARD_TOKENS, ShardWriter, new_folder
 from craton.remote import is_url
 
-VALIDATION = "validation"  # the held-out documents, a folder of shards inside the folder of shards
-BPE_TRAINING_BYTES_PER_ID = 2048  # of text; merges hardly change with more, and training takes as long as its text
+VALIDATION = "validation"  # the held-out documents: a folder of shards inside the folder of shards
+BPE_TRAINING_BYTES_PER_ID = 2048  # of text; more hardly changes the merges, and training time grows with the text
 
-Progress = Callable[[int, int, str], None]  # bytes done, bytes in all, what is going on
+Progress = Callable[[int, int, str], None]  # bytes done, bytes in total, current action
 Encoder = Callable[[Sequence[DocumentChunk]], Encoded]
 
 logger = logging.getLogger("craton.data")
@@ -49,7 +49,7 @@ logger = logging.getLogger("craton.data")
 
 @dataclass(frozen=True)
 class Tokenized:
-    """What was written."""
+    """Result of a tokenization."""
 
     folder: Path | str  # or a URL
     documents: int
@@ -58,9 +58,9 @@ class Tokenized:
     validation_tokens: int
     text_bytes: int
     vocab_size: int
-    seconds: float  # in all
+    seconds: float  # total
     tokenizing_seconds: float  # without finding the input and training a tokenizer
-    left_out: tuple[str, ...] = ()  # files that are not UTF-8
+    left_out: tuple[str, ...] = ()  # skipped files that are not UTF-8
 
     @property
     def bytes_per_token(self) -> float:
@@ -83,12 +83,12 @@ def tokenize(
     shard_tokens: int = SHARD_TOKENS,
     kind: ShardKind = "text",
 ) -> Tokenized:
-    """Writes `to`, a folder of shards made of the inputs, with a tokenizer or with a BPE trained on them. At an s3://
-    URL the folder appears, index.json last, when all of it is made."""
+    """Write `to`, a folder of shards made from the inputs, with a tokenizer or with a BPE trained on them. At an s3://
+    URL the folder appears only when it is complete: index.json is written last."""
     if (tokenizer is None) == (bpe_vocabulary is None):
-        raise DataError("give a tokenizer (folder or Hub id), or train one (--train-bpe 4096), not both or neither")
+        raise DataError("give either a tokenizer (folder or Hub id) or --train-bpe 4096 to train one")
     if not 0 <= validation <= 0.5:
-        raise DataError(f"validation {validation} is not a share of the documents to hold out; allowed: 0 to 0.5")
+        raise DataError(f"validation {validation} is not a valid fraction of documents to hold out; allowed: 0 to 0.5")
     started = time.monotonic()
     files = find_files(inputs)
     report = _Report(sum(file.size for file in files), progress)
@@ -119,7 +119,7 @@ def tokenize(
             left_out += encoded.left_out
             report.add(took, len(encoded.tokens))
         if not train.tokens:
-            raise DataError(f"{', '.join(map(str, inputs))}: gave no tokens to train on; give more text")
+            raise DataError(f"{', '.join(map(str, inputs))}: gave no tokens to train on; use more text")
         train.close()
         if held_out is not None:
             _close_held_out(held_out, folder)
@@ -143,7 +143,7 @@ def tokenize(
 def train_tokenizer(
     inputs: Sequence[str | Path], vocabulary: int, to: Path, field: str = "text", progress: Progress | None = None
 ) -> None:
-    """A folder with a byte-level BPE trained on the inputs."""
+    """Train a byte-level BPE on the inputs and return its folder."""
     files = find_files(inputs)
     _Report(sum(file.size for file in files), progress).say("training the tokenizer")
     with new_folder(to) as folder:
@@ -151,21 +151,21 @@ def train_tokenizer(
 
 
 def _outgoing(url: str) -> Path:
-    """Where shards are made that go to a URL."""
+    """Return the local folder for shards that go to a URL."""
     from craton.infrastructure.storage import cache_root
 
     return cache_root() / "outgoing" / hashlib.sha256(url.encode()).hexdigest()[:16]
 
 
 def _make_ready(url: str) -> None:
-    """Told before hours of work: that the place is taken, or may not be written."""
+    """Check before hours of work that the place is free and writable."""
     from craton.infrastructure.storage import open_store
 
     store = open_store(url)
     store.check_writable()
     if store.exists(INDEX):
-        raise DataError(f"{url}: exists already; remove it, or give another folder")
-    shutil.rmtree(_outgoing(url), ignore_errors=True)  # of an earlier attempt
+        raise DataError(f"{url}: already exists; remove it, or choose another folder")
+    shutil.rmtree(_outgoing(url), ignore_errors=True)  # from an earlier attempt
 
 
 def _send(url: str) -> None:
@@ -176,22 +176,22 @@ def _send(url: str) -> None:
     try:
         copy_down(folder, url, seal=INDEX)
     except StorageError as error:
-        raise DataError(f"{error}; the shards themselves are whole in {folder}: copy them from there") from error
+        raise DataError(f"{error}; the shards are complete in {folder}: copy them from there") from error
     shutil.rmtree(folder)
 
 
 def usable_cores() -> int:
-    """Cores this process may run on."""
+    """Return the number of cores this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class _Split:
-    """Deals documents to training and validation by a hash of their first tokens, so that a text that occurs twice is
-    on one side only, and the same side whatever else is tokenized with it."""
+    """Splits documents into training and validation by a hash of their first tokens. A text that occurs twice is on one
+    side only, and on the same side whatever else is tokenized with it."""
 
     def __init__(self, train: ShardWriter, held_out: ShardWriter | None, share: float) -> None:
         self._train, self._held_out, self._share = train, held_out, share
-        self._open: ShardWriter | None = None  # of a document that goes on in the next task
+        self._open: ShardWriter | None = None  # of a document that continues in the next task
 
     def append(self, encoded: Encoded) -> None:
         if self._held_out is None:
@@ -233,11 +233,11 @@ def _close_held_out(held_out: ShardWriter, folder: Path) -> None:
         held_out.close()
     else:
         held_out.folder.rmdir()
-        logger.warning("too few documents to hold any out for validation")
+        logger.warning("too few documents to hold out any for validation")
 
 
 class _Report:
-    """Progress in bytes of the input, with the rate in tokens."""
+    """Reports progress in bytes of the input, with the rate in tokens."""
 
     def __init__(self, total: int, progress: Progress | None) -> None:
         self._total, self._progress = total, progress
@@ -258,7 +258,7 @@ class _Report:
 
 
 def _sampled_texts(files: Sequence[InputFile], field: str, vocabulary: int) -> Iterator[str]:
-    """As much text as a vocabulary of this size needs, from all over the input, the same each time."""
+    """Yield as much text as a vocabulary of this size needs, sampled evenly and reproducibly from the input."""
     total = sum(file.size for file in files)
     every = max(1, -(-total // (vocabulary * BPE_TRAINING_BYTES_PER_ID)))
     for number, piece in enumerate(pieces_of(files, field)):
@@ -275,7 +275,7 @@ def _encoder_maker(kind: ShardKind, folder: Path, field: str) -> Callable[[], En
 def _encode_all(
     tasks: Iterable[list[DocumentChunk]], make: Callable[[], Encoder], workers: int, files: Sequence[InputFile]
 ) -> Iterator[tuple[Encoded, int]]:
-    """(result, bytes of input) of each task, in order."""
+    """Yield (result, bytes of input) of each task, in order."""
     if workers == 1 or sum(file.size for file in files) < 1 << 20:
         encoder = make()
         for task in tasks:
@@ -295,9 +295,7 @@ def _encode_all(
             future, took = waiting.popleft()
             yield future.result(), took
     except BrokenProcessPool:
-        raise DataError(
-            "a tokenizing worker died, most often for lack of memory; try again with fewer --workers"
-        ) from None
+        raise DataError("a tokenizer worker died, most likely out of memory; retry with fewer --workers") from None
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
@@ -311,8 +309,8 @@ _encoder: Encoder | None = None
 
 def _begin_worker(make: Callable[[], Encoder]) -> None:
     global _encoder
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears Ctrl-C and ends the pool
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process a core is enough
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and stops the pool
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process per core is enough
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _encoder = make()
 

@@ -1,8 +1,8 @@
-"""Pre-training rows from token shards: windows of the stream in a shuffled order, and mixtures of such sources.
+"""Pre-training rows from token shards: windows of the token stream in shuffled order, and mixtures of such sources.
 
-Window w is tokens [w · sequence, (w + 1) · sequence] of the stream, so every token is a label once an epoch and nothing
-is dropped but the last incomplete window. With `pack`, what a window holds of each document is one document of the
-row; without, the row is one text.
+Window w is tokens [w · sequence, (w + 1) · sequence] of the stream, so every token is a label once per epoch and only
+the last incomplete window is dropped. With `pack` (sequence packing), documents in a row stay separate; without it, the
+row counts as one document.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from craton.ml.data.shards import Shards
 
 
 class TokenSource:
-    """Windows of a folder of token shards. `vocab` is the model's; ids beyond it are an error."""
+    """Windows of a folder of token shards. `vocab` is the model's; ids beyond it raise an error."""
 
     def __init__(self, shards: Shards, sequence: int, seed: int, pack: bool = True, vocab: int | None = None) -> None:
         if shards.tokens <= sequence:
             raise DataError(
                 f"{shards.folder}: has {shards.tokens:,} tokens, too few for one sample of data.sequence {sequence:,} "
-                "and the token after it; give more text or a shorter data.sequence"
+                "and the token after it; use more text or a shorter data.sequence"
             )
         if vocab is not None:
             shards.check_vocabulary(vocab)
@@ -39,12 +39,12 @@ class TokenSource:
 
 
 class Mixture:
-    """Several sources, each with its share of the samples; every source is walked in its own order."""
+    """Several sources, each with its share of the samples; every source keeps its own order."""
 
     def __init__(self, sources: Sequence[Source], weights: Sequence[float]) -> None:
         assert len(sources) == len(weights) > 0
         lengths = {source.sequence for source in sources}
-        assert len(lengths) == 1, f"sources of one mixture have one sequence, not {lengths}"
+        assert len(lengths) == 1, f"sources of one mixture must have the same sequence length, not {lengths}"
         self.sources = tuple(sources)
         self.sequence = sources[0].sequence
         self._turns = Turns(weights)

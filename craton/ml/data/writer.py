@@ -1,7 +1,7 @@
-"""Writing a folder of shards so that it is whole or not there.
+"""Write a folder of shards atomically: it is complete or does not exist.
 
-Everything goes into FOLDER.partial, which no reader takes for shards, and is renamed at the very end. An error or
-Ctrl-C removes it; a killed process leaves it, and the next writer of the same folder removes it.
+Everything goes into FOLDER.partial, which no reader accepts as shards, and is renamed at the very end. An error or
+Ctrl-C removes it. A killed process leaves it behind, and the next writer of the same folder removes it.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """A partial folder to write into, which becomes `folder` when the block ends well."""
+    """Yield a partial folder to write into; it becomes `folder` when the block succeeds."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise DataError(f"{folder}: exists already; remove it, or give another folder")
+        raise DataError(f"{folder}: already exists; remove it, or choose another folder")
     partial = folder.with_name(folder.name + ".partial")
     partial.mkdir(parents=True, exist_ok=True)
     with (partial / "lock").open("w") as lock:
@@ -43,21 +43,21 @@ def new_folder(folder: Path) -> Iterator[Path]:
             yield partial
             (partial / "lock").unlink()
             if folder.exists():
-                folder.rmdir()  # empty, as was checked
+                folder.rmdir()  # empty, as checked above
             partial.rename(folder)
         except BaseException as error:
             written = sum(file.stat().st_size for file in partial.rglob("*") if file.is_file())
             shutil.rmtree(partial, ignore_errors=True)
             if isinstance(error, OSError) and error.errno in _FULL:
                 raise DiskFullError(
-                    f"{folder}: no space left after {stored(written)} ({os.strerror(error.errno or 0)}); what "
-                    "was written is removed: free some space, or write to another disk"
+                    f"{folder}: no space left after {stored(written)} ({os.strerror(error.errno or 0)}); the "
+                    "partial output is removed: free some space, or write to another disk"
                 ) from None
             raise
 
 
 class ShardWriter:
-    """Appends documents; begins another shard where one is full and a document ends."""
+    """Appends documents; starts a new shard at a document end once one is full."""
 
     def __init__(
         self, folder: Path, mark: TokenizerMark, kind: ShardKind = "text", shard_tokens: int = SHARD_TOKENS
@@ -73,7 +73,8 @@ class ShardWriter:
         folder.mkdir(parents=True, exist_ok=True)
 
     def append(self, tokens: NDArray, ends: NDArray[np.int64], loss: NDArray[np.uint8] | None = None) -> None:
-        """Tokens of documents that end at `ends`, counted in these tokens; what follows the last end stays open."""
+        """Append tokens of documents that end at `ends` (offsets in these tokens); the rest after the last end stays
+        open."""
         if not len(tokens) and not len(ends):
             return
         if not self._files or (self._in_shard >= self._shard_tokens and self._ended == self._in_shard):
@@ -83,7 +84,7 @@ class ShardWriter:
         self._files[".tokens"].write(tokens.astype(self._dtype))
         self._files[".documents"].write((ends + self._in_shard).astype(np.uint64))
         if self._kind == "chat":
-            assert loss is not None, "a chat says which tokens are learnt"
+            assert loss is not None, "chat shards need a loss mask"
             self._files[".loss"].write(loss.astype(np.uint8))
         if len(ends):
             self._ended = self._in_shard + int(ends[-1])
@@ -93,7 +94,7 @@ class ShardWriter:
         self.documents += len(ends)
 
     def close(self) -> Index:
-        """Finishes the last shard and writes the index."""
+        """Finish the last shard and write the index."""
         self._finish_shard()
         index = Index(self._kind, self._dtype.name, self._max_id, self._mark, tuple(self._shards))
         with (self.folder / INDEX).open("w", encoding="utf-8") as file:
@@ -123,7 +124,7 @@ class ShardWriter:
 
 
 class _File:
-    """One file being written, with its checksum so far."""
+    """A file being written, with its running checksum."""
 
     def __init__(self, path: Path) -> None:
         self.stream = path.open("wb")
@@ -146,6 +147,6 @@ def _take(lock: IO[str], folder: Path) -> None:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise DataError(f"{folder}: another process is writing it; wait for it, or give another folder") from None
+        raise DataError(f"{folder}: another process is writing it; wait for it, or choose another folder") from None
     except OSError:
-        return  # a file system without locks: two writers at once are then the user's affair
+        return  # a file system without locks cannot detect two writers

@@ -1,7 +1,7 @@
-"""Causal attention inside documents: the fastest kernel the device has, the same numbers on every one.
+"""Causal attention inside documents: the fastest kernel of the device, with the same result on every device.
 
-Rows without document boundaries take the dense causal kernel (cuDNN on Hopper). Packed rows take a variable-length
-kernel on CUDA, and a mask on the CPU, where none exists.
+Rows without document boundaries use the dense causal kernel (cuDNN on Hopper). Packed rows use a variable-length kernel
+on CUDA, and a mask on the CPU, where none exists.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ def attention(
 ) -> Tensor:
     """query [rows, sequence, heads, d], key [.., kv_heads, d], value [.., kv_heads, dv] → [rows, sequence, heads, dv].
 
-    A token sees itself and those before it in its document, at most `window` of them when that is not 0. With `context`
-    the tokens are this rank's two pieces of the sequence; `gathered` says that keys and values are whole already.
+    A token sees itself and the tokens before it in its document, at most `window` of them unless that is 0. With
+    `context` the tokens are this rank's two pieces of the sequence; `gathered` means that keys and values are already
+    whole.
     """
     if context is not None:
         return context_attention(query, key, value, documents, scale, window, context, gathered)
@@ -50,7 +51,7 @@ def _dense(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale
     query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
     grouped = query.shape[1] != key.shape[1]
     if grouped and not query.is_cuda:
-        # the CPU's fast kernel knows no groups
+        # the fast CPU kernel does not support grouped-query attention
         repeats = query.shape[1] // key.shape[1]
         key, value = (tensor.repeat_interleave(repeats, dim=1) for tensor in (key, value))
         grouped = False
@@ -78,7 +79,7 @@ def _packed(
     else:
         offsets, longest = documents.offsets, documents.longest
     if key.shape[2] != heads:
-        # torch 2.11 knows no groups here
+        # torch 2.11 does not support grouped-query attention here
         repeats = heads // key.shape[2]
         key, value = (tensor.repeat_interleave(repeats, dim=2) for tensor in (key, value))
     query, key, value = (tensor.flatten(0, 1) for tensor in (query, key, value))

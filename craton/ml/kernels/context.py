@@ -1,10 +1,9 @@
-"""Attention of a rank that holds two pieces of every sequence, over the keys of all ranks of its context group.
+"""Context-parallel attention: this rank holds two pieces of every sequence and attends to the keys of all ranks.
 
-Keys and values are gathered, put in the order of the sequence, and gathered anew in the backward pass, so that a rank
-keeps only its own; their gradients are summed and scattered. A piece sees itself causally, which needs nobody else and
-runs while the others' keys are on their way, and all earlier pieces entirely, so no score is computed that does not
-count and every rank has the same work. With documents or a window a piece looks at all its keys through one mask or
-through one variable-length kernel.
+Keys and values are gathered and put in sequence order. The backward pass gathers them again, so a rank keeps only its
+own; their gradients are reduce-scattered. A piece attends to itself causally, which overlaps with the gather, and to
+all earlier pieces fully. So no masked score is computed and every rank has the same work. With documents or a window, a
+piece attends to all its keys through one mask or one variable-length kernel.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ def context_attention(
     context: Peers,
     gathered: bool,
 ) -> Tensor:
-    """query [rows, 2 · piece, heads, d] → [rows, 2 · piece, heads, dv]; key and value are this rank's pieces too,
-    or where `gathered`, those of the whole sequence in its order."""
+    """query [rows, 2 · piece, heads, d] → [rows, 2 · piece, heads, dv]; key and value are this rank's pieces too, or if
+    `gathered`, those of the whole sequence in order."""
     place = ContextSlice(context.rank, context.size)
     sequence = query.shape[1] * context.size
     window = 0 if window >= sequence else window
@@ -48,9 +47,9 @@ def context_attention(
 
 
 def gather_in_order(x: Tensor, peers: Peers, size: int, rows: int) -> Tensor:
-    """Everyone's tokens of so many rows in the order of the sequence, [rows, sequence, …]; the gradient is summed and
-    scattered. `size` is that of the context group; peers may be more, those of each context rank one behind the other,
-    and then x is this rank's share of its two pieces, [tokens, …]."""
+    """Gather the tokens of `rows` rows from all ranks in sequence order, [rows, sequence, …]; the gradient is
+    reduce-scattered. `size` is that of the context group. There may be more peers, those of each context rank
+    consecutively; then x is this rank's share of its two pieces, [tokens, …]."""
     out: Tensor = _GatherInOrder.apply(x, peers, size, rows)
     return out
 
@@ -88,7 +87,7 @@ class _ContextAttention(torch.autograd.Function):
 
 
 class _Keys:
-    """Keys and values: those of this rank's pieces at once, all of them once they have arrived."""
+    """Keys and values: those of this rank's pieces immediately, all of them once they have arrived."""
 
     def __init__(self, key: Tensor, value: Tensor, place: ContextSlice, context: Peers | None) -> None:
         self._given, self._place, self._context = (key, value), place, context
@@ -113,7 +112,7 @@ class _Keys:
 
 @dataclass(frozen=True)
 class _Joined:
-    """A piece on itself and on all before it, joined."""
+    """A piece on itself and on all earlier pieces, joined."""
 
     place: ContextSlice
     kernel: Kernel
@@ -155,7 +154,7 @@ class _Joined:
 
 @dataclass(frozen=True)
 class _Bounded:
-    """A piece on all keys up to its end, by a kernel that knows which of them it sees."""
+    """A piece on all keys up to its end, with a kernel that knows which of them are visible."""
 
     place: ContextSlice
     kernels: tuple[Kernel, ...]
@@ -199,7 +198,7 @@ def _bounded_kernels(
 ) -> tuple[Kernel, ...]:
     rows, length = query.shape[0], query.shape[1] // 2
     if flash_takes(query):
-        assert documents is None or documents.pieces, "a batch of a context group is cut with Batch.cut"
+        assert documents is None or documents.pieces, "a context-parallel batch must be cut with Batch.cut"
         offsets = [_of_rows(rows, length, piece, query.device) for piece in place.pieces]
         if documents is not None:
             offsets = list(documents.pieces)
@@ -211,7 +210,7 @@ def _bounded_kernels(
 
 
 def _of_rows(rows: int, length: int, piece: int, device: torch.device) -> PieceOffsets:
-    """Of rows that are one document each, without a word from the host."""
+    """Offsets of rows that are one document each, without a host synchronization."""
     numbers = torch.arange(rows + 1, dtype=torch.int32, device=device)
     end = (piece + 1) * length
     return PieceOffsets((0,) * rows, numbers * length, numbers * end, length, end)
@@ -224,7 +223,7 @@ def _in_order(gathered: Tensor, size: int) -> Tensor:
 
 
 def _by_rank(whole: Tensor, size: int) -> Tensor:
-    """The way back of `_in_order`."""
+    """The inverse of `_in_order`."""
     pieces = whole.chunk(2 * size, dim=1)
     ordered = [pieces[piece] for rank in range(size) for piece in ContextSlice(rank, size).pieces]
     by_rank: Tensor = torch.stack(ordered).unflatten(0, (size, 2)).transpose(1, 2)  # [size, rows, 2, piece, …]

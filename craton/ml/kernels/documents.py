@@ -1,7 +1,7 @@
-"""Which tokens belong together, and which of them a rank of a context group holds.
+"""Document boundaries of packed rows, and the slices of them that each context-parallel rank holds.
 
 A context group of n ranks cuts every sequence into 2 · n pieces. Rank i holds pieces i and 2 · n - 1 - i, one early and
-one late, so that causal attention is the same work for all. Offsets are made on the host before the step.
+one late, so causal attention is the same work on every rank. Offsets are computed on the host before the step.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class ContextSlice:
 
 @dataclass(frozen=True)
 class PieceOffsets:
-    """The documents of one piece. Its first may have begun in an earlier piece: then there are more keys than queries,
-    and the last of both are the same token."""
+    """The documents of one piece. The first one may have begun in an earlier piece: then there are more keys than
+    queries, and the last of both are the same token."""
 
-    first_keys: tuple[int, ...]  # of each row, where the first document of the piece begins
+    first_keys: tuple[int, ...]  # per row, where the first document of the piece begins
     queries: Tensor  # int32 [documents + 1], offsets in the flattened rows of the piece
     keys: Tensor  # int32 [documents + 1], offsets in the flattened rows, each from its first key to the piece's end
     most_queries: int
@@ -51,16 +51,17 @@ class PieceOffsets:
 
 @dataclass(frozen=True)
 class Documents:
-    """Which tokens of the rows belong together, as numbers and as offsets, made on the host before the step."""
+    """Which tokens of the rows belong to the same document, as numbers and as offsets, computed on the host before the
+    step."""
 
-    numbers: Tensor  # int32 [rows, sequence], of the whole sequence, also where the batch is cut
+    numbers: Tensor  # int32 [rows, sequence], of the whole sequence even if the batch is cut by cp
     offsets: Tensor  # int32 [documents + 1], where each begins in the flattened rows, and the end
     longest: int
-    pieces: tuple[PieceOffsets, ...] = ()  # of those that this rank holds, where the batch is cut
+    pieces: tuple[PieceOffsets, ...] = ()  # the pieces of this rank, if the batch is cut by cp
 
     @classmethod
     def of(cls, numbers: Tensor | Documents | None) -> Documents | None:
-        """From document numbers; waits for the device when they are not on the host."""
+        """Build from document numbers; waits for the device if they are not on the host."""
         if numbers is None or isinstance(numbers, Documents):
             return numbers
         host = numbers.cpu()
@@ -69,7 +70,7 @@ class Documents:
         return cls(numbers, offsets.to(numbers.device), int(offsets.diff().max()))
 
     def cut(self, place: ContextSlice) -> Documents:
-        """The same with the offsets of this rank's pieces; on the host."""
+        """Return the same with the offsets of this rank's pieces; on the host."""
         length = self.numbers.shape[1] // (2 * place.size)
         begins = _begins(self.numbers)
         return replace(self, pieces=tuple(_piece(begins, piece * length, length) for piece in place.pieces))
@@ -84,7 +85,7 @@ class Documents:
 
 
 def visible(begin: int, end: int, window: int, numbers: Tensor | None, device: torch.device) -> Tensor:
-    """True where a token from `begin` to `end` may look at one before `end`: [rows or 1, 1, end - begin, end]."""
+    """True where a token from `begin` to `end` may attend to one before `end`: [rows or 1, 1, end - begin, end]."""
     place = torch.arange(end, device=device)
     distance = place[begin:, None] - place[None, :]
     mask = distance >= 0

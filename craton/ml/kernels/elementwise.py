@@ -9,12 +9,12 @@ from craton.ml.kernels import reference
 
 
 def is_fused(x: Tensor) -> bool:
-    """Whether the Triton kernels take this tensor."""
+    """Whether the Triton kernels support this tensor."""
     return x.is_cuda and not torch.compiler.is_compiling()
 
 
 def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """(x + delta, root-mean-square norm of it); x alone when there is no delta."""
+    """(x + delta, root-mean-square norm of it); without a delta, x itself."""
     if is_fused(x) and not torch.is_grad_enabled():
         from craton.ml.kernels.triton import norm
 
@@ -55,7 +55,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def swiglu_backward(gate: Tensor, up: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(silu(gate) · up once more, gradient of gate, gradient of up). The fused kernel writes them over its inputs."""
+    """(silu(gate) · up again, gradient of gate, gradient of up). The fused kernel overwrites its inputs with them."""
     if is_fused(gate):
         from craton.ml.kernels.triton import swiglu as triton_swiglu
 

@@ -1,7 +1,7 @@
-"""Matrices in fp8 and their products, with scales taken from the data itself.
+"""fp8 matrices and matmuls, with scales computed from the data.
 
-Values and weights are e4m3, gradients e5m2 (arXiv:2209.05433). A scale belongs to a whole tensor or to one row of it.
-On CUDA numbers are converted by Triton kernels, elsewhere by plain PyTorch; products are torch's on both.
+Activations and weights are e4m3, gradients e5m2 (arXiv:2209.05433). A scale applies to a whole tensor or to one row. On
+CUDA, Triton kernels convert the numbers, elsewhere plain PyTorch; matmuls are torch's on both.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from craton.job.layout import FP8_MULTIPLE
 
 Recipe = Literal["tensorwise", "rowwise"]
 VALUES, GRADIENTS = torch.float8_e4m3fn, torch.float8_e5m2
-LEAST = 1e-12  # of a largest value, so that a tensor of zeros has a scale
+LEAST = 1e-12  # minimum of the largest value, so that a tensor of zeros has a scale
 
 
 class Float8Error(CratonError):
-    """The model or the machine cannot compute in fp8."""
+    """The model or the hardware cannot compute in fp8."""
 
 
 class Quantized(NamedTuple):
-    """A matrix in fp8, as it lies and transposed, each with what its numbers must be multiplied by."""
+    """A matrix in fp8, as is and transposed, each with the inverse scale that restores its values."""
 
     straight: Tensor | None
     straight_inverse: Tensor
@@ -33,17 +33,17 @@ class Quantized(NamedTuple):
 
 
 def check_device(device: torch.device) -> None:
-    """fp8 products need Hopper (9.0), Ada (8.9) or later."""
+    """fp8 matmuls need Ada (8.9), Hopper (9.0) or later."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         name = torch.cuda.get_device_name(device)
-        raise Float8Error(f"precision fp8 needs a GPU of Hopper's kind or later; this is a {name}: use precision bf16")
+        raise Float8Error(f"precision fp8 needs an Ada, Hopper or later GPU; this is a {name}: use precision bf16")
 
 
 def check_sizes(name: str, rows: int, columns: int) -> None:
-    """That torch's products take a weight of this size."""
+    """Check that torch's fp8 matmuls support a weight of this size."""
     if rows % FP8_MULTIPLE or columns % FP8_MULTIPLE:
         raise Float8Error(
-            f"precision fp8: {name} is {rows} × {columns}; fp8 products need multiples of {FP8_MULTIPLE}; change the "
+            f"precision fp8: {name} is {rows} × {columns}; fp8 matmuls need multiples of {FP8_MULTIPLE}; change the "
             "model or use precision bf16"
         )
 
@@ -51,7 +51,7 @@ def check_sizes(name: str, rows: int, columns: int) -> None:
 def quantize(
     source: Tensor, recipe: Recipe, dtype: torch.dtype, straight: bool = True, transposed: bool = True
 ) -> Quantized:
-    """A bf16 or fp32 matrix in fp8. Scales are chosen so that the largest value becomes the largest of fp8."""
+    """Convert a bf16 or fp32 matrix to fp8. Scales map the largest value to the largest fp8 value."""
     largest = torch.finfo(dtype).max
     if recipe == "tensorwise":
         extent = torch.linalg.vector_norm(source, float("inf"), dtype=torch.float32).clamp(min=LEAST).view(1)
@@ -72,8 +72,8 @@ def quantize(
 
 
 def quantize_rows(source: Tensor) -> Quantized:
-    """A matrix as e4m3 values with a scale for each row, in one pass. A row with a NaN or an infinity in it gives NaN
-    in every product, and harms no other row."""
+    """Convert a matrix to e4m3 with a scale per row, in one pass. A row with a NaN or an infinity gives NaN in every
+    matmul, and does not affect other rows."""
     if source.is_cuda:
         from craton.ml.kernels.triton import quantize_rows as fused
 
@@ -105,12 +105,12 @@ def product_of_turned(gradient: Quantized, x_turned: Tensor, x_inverse: Tensor, 
 def _multiply(
     left: Tensor, left_inverse: Tensor, right: Tensor, right_inverse: Tensor, dtype: torch.dtype, exact: bool = False
 ) -> Tensor:
-    """left [m, k] · right [n, k]ᵀ. `exact` keeps sums in fp32 all the way; gradients of weights need it."""
+    """left [m, k] · right [n, k]ᵀ. `exact` keeps sums in fp32 throughout, which weight gradients need."""
     if left_inverse.numel() > 1:
         left_inverse, right_inverse = left_inverse.view(-1, 1), right_inverse.view(1, -1)
     else:
         left_inverse, right_inverse = left_inverse.view(()), right_inverse.view(())
-    if not left.is_cuda:  # oneDNN's `_scaled_mm`, which x86 has, takes one scale for a whole matrix only
+    if not left.is_cuda:  # oneDNN's `_scaled_mm` (x86) supports only one scale per matrix
         return ((left.float() @ right.t().float()) * left_inverse * right_inverse).to(dtype)
     out: Tensor = torch._scaled_mm(
         left, right.t(), left_inverse, right_inverse, out_dtype=dtype, use_fast_accum=not exact

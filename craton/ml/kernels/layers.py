@@ -1,9 +1,10 @@
-"""Linear layers and the gated MLP as autograd functions: whole or cut by tensor parallelism, weight gradients put off.
+"""Linear layers and the gated MLP as autograd functions: whole or tensor parallel, with weight gradients that can be
+deferred.
 
-With peers, a rank holds some rows or columns of a weight and, between layers, its share of the tokens. A layer cut by
-rows gathers the tokens and makes some of the outputs for all of them; one cut by columns takes those and gives the sum
-over ranks, to each its share. Only shares are kept for the backward pass, where communication runs beside the products
-that do not need it.
+With peers, a rank holds some rows or columns of a weight and, between layers, its share of the tokens. A layer sharded
+by rows gathers the tokens and computes some of the outputs for all of them. A layer sharded by columns takes those and
+reduce-scatters the result. Only the shares are kept for the backward pass, where communication overlaps with the
+matmuls that do not depend on it.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class ScatterLinear(torch.autograd.Function):
 
 
 class GatedMlp(torch.autograd.Function):
-    """down(silu(gate(x)) · up(x)). Keeps its input, gate and up; the product is made again in the backward pass."""
+    """down(silu(gate(x)) · up(x)). Keeps its input, gate and up; the backward pass recomputes their product."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gate: Tensor, up: Tensor, down: Tensor, peers: Peers | None = None) -> Tensor:
@@ -104,7 +105,7 @@ class GatedMlp(torch.autograd.Function):
         is_trained = gate.requires_grad or up.requires_grad
         if peers is not None and is_trained:
             inputs = peers.start_gather(x)
-        product = gradient @ local(down)  # its gradient first, then itself
+        product = gradient @ local(down)  # first the gradient of the product, then the product
         product, gated, lifted = swiglu_backward(gated, lifted, product)
         grad_down = weight_gradient(down, partial(_of_weight, gradient, product))
         del product
@@ -124,8 +125,8 @@ class GatedMlp(torch.autograd.Function):
 
 
 class GatedLinears(torch.autograd.Function):
-    """silu(gate) · up, [..., in] → one [..., out] for each weight [out, in]. Keeps gate and up; their product is made
-    again in the backward pass, which may write over them."""
+    """silu(gate) · up, [..., in] → one [..., out] for each weight [out, in]. Keeps gate and up; the backward pass
+    recomputes their product and may overwrite them."""
 
     @staticmethod
     def forward(ctx: Any, gated: Tensor, lifted: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
@@ -140,7 +141,7 @@ class GatedLinears(torch.autograd.Function):
         shape, weights = gated.shape, ctx.weights
         gated, lifted = gated.flatten(0, -2), lifted.flatten(0, -2)
         flat = [gradient.flatten(0, -2) for gradient in gradients]
-        product = flat[0] @ local(weights[0])  # its gradient first, then itself
+        product = flat[0] @ local(weights[0])  # first the gradient of the product, then the product
         for gradient, weight in zip(flat[1:], weights[1:], strict=True):
             product.addmm_(gradient, local(weight))
         product, gated, lifted = swiglu_backward(gated, lifted, product)

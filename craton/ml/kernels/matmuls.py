@@ -65,8 +65,8 @@ def gated_mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, peers: Peers | 
 
 
 def gated_linears(gate: Tensor, up: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """silu(gate) · up times each weight [out, in]ᵀ, where gate and up are kept for the backward pass and are nobody
-    else's: it may write over them."""
+    """silu(gate) · up times each weight [out, in]ᵀ. Gate and up are kept for the backward pass, which may overwrite
+    them: the caller must not use them."""
     if torch.compiler.is_compiling():
         product = reference.swiglu(gate, up)
         return tuple(torch.nn.functional.linear(product, weight) for weight in weights)
@@ -77,7 +77,7 @@ def gated_linears(gate: Tensor, up: Tensor, weights: Sequence[Tensor]) -> tuple[
 
 
 def _is_skinny(x: Tensor) -> bool:
-    """Whether a product without gradients has so few rows that its time is that of reading the weight."""
+    """Whether a matmul without gradients has so few rows that it is bound by reading the weight."""
     from craton.ml.kernels.serving import FEW_ROWS
 
     return not torch.is_grad_enabled() and elementwise.is_fused(x) and x.numel() <= FEW_ROWS * x.shape[-1]

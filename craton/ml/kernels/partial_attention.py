@@ -1,6 +1,6 @@
-"""Attention over some of the keys: beside its output the log-sum-exp that joins parts, and the backward pass by itself.
+"""Attention over part of the keys: returns the log-sum-exp that joins parts, and has a separate backward pass.
 
-A token's attention over all its keys is a mean of its attention over disjoint parts of them, weighted by the sums of
+A token's attention over all its keys is a mean of its attention over disjoint parts of them, weighted by their sums of
 exponentials. Given the output and the log-sum-exp over all keys, the backward pass of a part gives that part's share of
 every gradient. Tensors are [rows, tokens, heads, d], the log-sum-exp is fp32 [rows, heads, queries].
 """
@@ -29,7 +29,7 @@ Gradients = tuple[Tensor, Tensor, Tensor]  # of query, key and value
 
 
 class Kernel(Protocol):
-    """`causal` needs as many keys as queries. Key and value may have fewer heads than the query."""
+    """`causal` requires as many keys as queries. Key and value may have fewer heads than the query."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> tuple[Tensor, Tensor]: ...
 
@@ -39,7 +39,7 @@ class Kernel(Protocol):
 
 
 def choose_kernel(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None = None) -> Kernel:
-    """The fastest that takes these tensors, which must still know whether they have gradients."""
+    """Return the fastest kernel for these tensors, which must still know whether they require gradients."""
     same_width = query.shape[-1] == value.shape[-1]
     if not query.is_cuda:
         return CpuFlash(scale, mask) if same_width else Formula(scale, mask)
@@ -56,7 +56,7 @@ def flash_takes(query: Tensor) -> bool:
 
 
 def cudnn_takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether PyTorch would give the causal attention of these tensors to cuDNN."""
+    """Whether PyTorch would use cuDNN for the causal attention of these tensors."""
     grouped = query.shape[2] != key.shape[2]
     query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
     with sdpa_kernel(BACKENDS, set_priority=True):
@@ -65,7 +65,7 @@ def cudnn_takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 def join(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp over the keys of all parts."""
+    """Return output and log-sum-exp over the keys of all parts."""
     out, lse = parts[0]
     for other_out, other_lse in parts[1:]:
         share = torch.sigmoid(other_lse - lse).transpose(1, 2).unsqueeze(-1)  # [rows, queries, heads, 1]
@@ -76,7 +76,7 @@ def join(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Formula:
-    """Scores, softmax and product as they stand on paper: any type and width, with all scores in memory."""
+    """The textbook formula: any dtype and width, with all scores in memory."""
 
     scale: float
     mask: Tensor | None = None  # bool, True where a query sees a key
@@ -145,7 +145,7 @@ class CpuFlash:
 
 @dataclass(frozen=True)
 class Cudnn:
-    """cuDNN's kernel; no random numbers are drawn, so what stands for their state is never read."""
+    """cuDNN's kernel. It draws no random numbers here, so the placeholder for their state is never read."""
 
     scale: float
 
@@ -170,7 +170,7 @@ class Cudnn:
 
 @dataclass(frozen=True)
 class Flash:
-    """The flash kernel of CUDA; values narrower than keys are widened with zeros."""
+    """The flash kernel of CUDA; values narrower than keys are padded with zeros."""
 
     scale: float
 
@@ -194,15 +194,15 @@ class Flash:
 
 @dataclass(frozen=True)
 class PackedFlash:
-    """The variable-length flash kernel of CUDA for the documents of one piece: `key` is all of the rows up to the
-    piece's end, the last query of a document stands at its last key, and lse is in the kernel's own shape."""
+    """The variable-length flash kernel of CUDA for the documents of one piece. `key` covers the rows up to the piece's
+    end, the last query of a document is at its last key, and lse has the kernel's own shape."""
 
     scale: float
     window: int
     offsets: PieceOffsets
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-        assert not causal, "documents bound what is seen"
+        assert not causal, "document offsets define the visible keys"
         tensors = [query.flatten(0, 1), *(self._seen(tensor) for tensor in (key, _widen(value, key)))]
         out, lse, *_ = torch.ops.aten._flash_attention_forward(*tensors, *self._bounds(), False, **self._options())
         return out.view(query.shape)[..., : value.shape[-1]], lse
@@ -231,12 +231,12 @@ class PackedFlash:
         return {"scale": self.scale, "window_size_left": left, "window_size_right": 0}
 
     def _seen(self, tensor: Tensor) -> Tensor:
-        """The rows one behind the other, each from its first key on."""
+        """Concatenate the rows, each from its first key on."""
         rows = [row[first:] for row, first in zip(tensor, self.offsets.first_keys, strict=True)]
         return torch.cat(rows) if len(rows) > 1 else rows[0]
 
     def _unseen(self, gradient: Tensor, like: Tensor) -> Tensor:
-        """The gradient of all keys from that of the seen ones."""
+        """Return the gradient of all keys from that of the visible ones."""
         whole = torch.zeros_like(like)
         lengths = [like.shape[1] - first for first in self.offsets.first_keys]
         for row, first, part in zip(whole, self.offsets.first_keys, gradient.split(lengths), strict=True):

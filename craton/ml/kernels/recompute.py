@@ -1,4 +1,4 @@
-"""Activation recompute that keeps the outputs of chosen operations."""
+"""Selective activation checkpointing: keep the outputs of chosen operations, recompute all others."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ ATTENTION_OPERATIONS = (
     "torch_attn::_varlen_attn",
 )
 
-# Inside a layer FSDP marks its work for the profiler, when that is made again not as often as the first time; torch
-# would take the difference for another computation.
+# Inside a layer, FSDP adds profiler marks, and not always as many in the recomputation as in the first pass. torch
+# would take the difference for a different computation.
 SAC_IGNORED_OPS.update(
     (torch.ops.profiler._record_function_enter_new.default, torch.ops.profiler._record_function_exit._RecordFunction)
 )
@@ -29,7 +29,8 @@ Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
 def keeping(operations: Collection[str]) -> Callable[[], Contexts]:
-    """The `context_fn` of torch's checkpoint that keeps the outputs of these and makes all others again."""
+    """Return the `context_fn` for torch's checkpoint that keeps the outputs of these operations and recomputes all
+    others."""
     return partial(create_selective_checkpoint_contexts, partial(_policy, operations))
 
 

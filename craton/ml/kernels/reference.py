@@ -1,4 +1,4 @@
-"""Plain PyTorch for every fused kernel: what they are tested against, what the CPU runs, what torch.compile fuses."""
+"""Plain PyTorch twins of every fused kernel: the test reference, the CPU path, and what torch.compile fuses."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float) ->
 
 
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """x [..., heads, head_dim] with tables [..., turning / 2]: the first half of what turns against the second; what
-    does not turn follows unchanged."""
+    """x [..., heads, head_dim] with tables [..., turning / 2]: rotate the first half of the rotary dimensions against
+    the second; the other dimensions pass unchanged."""
     half = cosine.shape[-1]
     first, second, still = x[..., :half].float(), x[..., half : 2 * half].float(), x[..., 2 * half :]
     cosine, sine = cosine.unsqueeze(-2), sine.unsqueeze(-2)
@@ -43,7 +43,7 @@ def swiglu_backward(gate: Tensor, up: Tensor, gradient: Tensor) -> tuple[Tensor,
 
 
 def log_probs_and_gradient(logits: Tensor, labels: Tensor, coefficients: Tensor) -> tuple[Tensor, Tensor]:
-    """(log-probability of each label, d Σ coefficient · log p / d logits); a label of -100 counts for nothing."""
+    """(log-probability of each label, d Σ coefficient · log p / d logits); labels of -100 are ignored."""
     known = labels >= 0
     index = labels.clamp(min=0).unsqueeze(-1)
     log_softmax = logits.float().log_softmax(-1)

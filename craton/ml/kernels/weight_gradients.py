@@ -1,7 +1,7 @@
-"""Gradients of weights that can be put off: a zero-bubble pipeline passes the input's gradient on first.
+"""Deferred weight gradients: a zero-bubble pipeline passes on the gradient of the input first.
 
-The backward pass of our own layers asks `weight_gradient` for the gradient of each weight. Outside `put_off` it is
-computed at once. Inside, it is left to `LateGradients.run`, which adds it to `parameter.grad` when there is time.
+The backward pass of our own layers calls `weight_gradient` for each weight. Outside `put_off` the gradient is computed
+at once. Inside, it is deferred to `LateGradients.run`, which adds it to `parameter.grad` later.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch import Tensor
 
 from craton.ml.collectives import like
 
-Compute = Callable[[], Tensor]  # the gradient of the part of a weight that this rank holds
+Compute = Callable[[], Tensor]  # computes the gradient of this rank's part of a weight
 
 
 class LateGradients:
-    """Gradients of weights that are still to be computed, in the order of the backward pass."""
+    """Weight gradients still to be computed, in the order of the backward pass."""
 
     def __init__(self) -> None:
         self._waiting: deque[tuple[Tensor, Compute]] = deque()
@@ -28,7 +28,7 @@ class LateGradients:
         self._waiting.append((parameter, compute))
 
     def take(self, parameters: Iterable[Tensor]) -> LateGradients:
-        """Those of some parameters, which leave this queue."""
+        """Remove and return those of the given parameters."""
         own, taken, left = {id(parameter) for parameter in parameters}, LateGradients(), LateGradients()
         for parameter, compute in self._waiting:
             (taken if id(parameter) in own else left).add(parameter, compute)
@@ -37,19 +37,19 @@ class LateGradients:
 
     @torch.no_grad()
     def run(self) -> None:
-        """Computes all of them; what each one held is free as soon as it is done."""
+        """Compute all of them; the inputs of each are freed as soon as it is done."""
         while self._waiting:
             parameter, compute = self._waiting.popleft()
             gradient = like(parameter, compute())
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
 
-_open: list[LateGradients] = []  # of the process: autograd runs the backward pass of a GPU in a thread of its own
+_open: list[LateGradients] = []  # per process: autograd runs the backward pass of a GPU in its own thread
 
 
 @contextmanager
 def put_off(late: LateGradients) -> Iterator[None]:
-    """Inside, gradients of weights are left for later."""
+    """Defer weight gradients inside the context."""
     _open.append(late)
     try:
         yield
@@ -58,10 +58,10 @@ def put_off(late: LateGradients) -> Iterator[None]:
 
 
 def weight_gradient(parameter: Tensor, compute: Compute) -> Tensor | None:
-    """What a Function's backward returns for a weight; None where the weight is frozen or its gradient put off.
+    """Return what a Function's backward returns for a weight; None if the weight is frozen or its gradient deferred.
 
-    `parameter` is the one that forward was given, kept as an attribute of ctx: with recompute, saved tensors are copies
-    whose `grad` nobody reads.
+    `parameter` is the one that forward received, kept as an attribute of ctx. With activation checkpointing, saved
+    tensors are copies whose `grad` is never read.
     """
     if not parameter.requires_grad:
         return None

@@ -1,6 +1,7 @@
 """Grouped-query attention with one fused projection whose rows are grouped by key/value head.
 
-Grouped so, a slice of the rows is a whole set of heads: tensor parallelism cuts it there and checkpoints stay the same.
+With this grouping a slice of the rows is a whole set of heads: tensor parallelism shards it there, and checkpoints do
+not depend on tp.
 """
 
 from __future__ import annotations

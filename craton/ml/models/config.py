@@ -1,4 +1,4 @@
-"""What a decoder is built from: the shape the planner counts with, and the few numbers that change no count."""
+"""The configuration of a decoder: the shape that the planner counts with, and the few values that change no count."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from craton.ml.models.rope import RopeConfig
 
 @dataclass(frozen=True)
 class RoutingConfig:
-    """How a token chooses its experts, and how they are kept busy alike."""
+    """How tokens choose experts, and how expert load is balanced."""
 
     scoring: Literal["softmax", "sigmoid"] = "softmax"
     normalize_top_k: bool = True  # the chosen weights sum to one
     routed_scale: float = 1.0
-    groups: int = 1  # experts are chosen within `top_groups` of so many groups (DeepSeek-V3)
+    groups: int = 1  # number of expert groups; experts are chosen within `top_groups` of them (DeepSeek-V3)
     top_groups: int = 1
     auxiliary_loss: float = 0.0  # weight of the load-balancing loss (arXiv:2101.03961); 0: off
     bias_update: float = 0.0  # step of the balancing bias (arXiv:2408.15664); 0: off

@@ -1,8 +1,8 @@
-"""One decoder for every family: what differs between them is its config.
+"""One decoder for every model family: families differ only by config.
 
-A block hands on the residual stream and what is still to be added to it, so that addition and the next norm are one
-pass over memory. In a pipeline a rank keeps a few stages of the decoder, whose parameters have the names and the first
-numbers they have in the whole.
+A block passes on the residual stream and the delta still to be added to it, so that the addition and the next norm are
+one pass over memory. With pipeline parallelism a rank keeps a few stages of the decoder; parameter names and initial
+values are the same as in the whole decoder.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Block(nn.Module):
 
     @property
     def has_own_kernels(self) -> bool:
-        """Whether the fused kernels cover all of it: plain grouped-query attention and a dense MLP."""
+        """Whether the fused kernels cover the whole block: plain grouped-query attention and a dense MLP."""
         return isinstance(self.attention, Attention) and self.attention.q_norm is None and isinstance(self.mlp, Mlp)
 
     def forward(
@@ -58,7 +58,7 @@ class Block(nn.Module):
 
 @dataclass(frozen=True)
 class Stage:
-    """Layers that follow each other: the first stage begins with the embedding, the last one ends with the norm."""
+    """Consecutive layers: the first stage begins with the embedding, the last one ends with the norm."""
 
     layers: range
     is_first: bool = True
@@ -80,7 +80,7 @@ class Decoder(nn.Module):
         self.stages: tuple[Stage, ...] = (Stage(range(shape.layers)),)
 
     def keep_stages(self, stages: Sequence[Stage]) -> None:
-        """Lets go of all that these stages do not use. A tied embedding is kept by the last stage too, as its head."""
+        """Drop everything that these stages do not use. The last stage also keeps a tied embedding, as its head."""
         self.stages = tuple(stages)
         kept = {layer for stage in stages for layer in stage.layers}
         for name, _ in list(self.blocks.named_children()):
@@ -95,12 +95,12 @@ class Decoder(nn.Module):
 
     @property
     def copies(self) -> frozenset[str]:
-        """Parameters that another stage keeps as well, and counts: the tied embedding where it is only the head."""
+        """Parameters that another stage also keeps and counts: the tied embedding where it is only the head."""
         is_copy = self.config.shape.tied_embeddings and not any(stage.is_first for stage in self.stages)
         return frozenset(("embedding.weight",)) if is_copy and self.stages[-1].is_last else frozenset()
 
     def keeps(self, name: str) -> bool:
-        """Whether a parameter or buffer of the whole decoder is among the stages that this rank keeps."""
+        """Whether a parameter or buffer of the whole decoder belongs to the stages that this rank keeps."""
         try:
             self.get_submodule(name.rpartition(".")[0])
         except AttributeError:
@@ -109,7 +109,7 @@ class Decoder(nn.Module):
 
     @property
     def head_weight(self) -> Tensor:
-        """[vocabulary, hidden]; the embedding itself where the two are tied."""
+        """[vocabulary, hidden]; the embedding itself if the two are tied."""
         return self.embedding.weight if self.head is None else self.head.weight
 
     def forward(
@@ -119,9 +119,9 @@ class Decoder(nn.Module):
         documents: Documents | Tensor | None = None,
         stage: int = 0,
     ) -> Tensor:
-        """tokens [rows, sequence] → [rows, sequence, hidden], or with tensor parallelism this rank's share of them,
-        [rows · sequence / tp, hidden]. In a pipeline one of the `stages` that are kept: its inputs are the outputs of
-        the stage before."""
+        """tokens [rows, sequence] → [rows, sequence, hidden], or with tensor parallelism this rank's share, [rows ·
+        sequence / tp, hidden]. In a pipeline, run one of the kept `stages`: its inputs are the outputs of the stage
+        before."""
         if positions is None:
             positions = torch.arange(inputs.shape[1], device=inputs.device).expand(inputs.shape)
         rope = self.rope(positions)
@@ -138,15 +138,16 @@ class Decoder(nn.Module):
         return add_norm(residual, delta, own_part(self.norm.weight), self.config.norm_epsilon)[1]
 
     def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Tables of cosines and sines for these positions, fp32."""
+        """Return fp32 tables of cosines and sines for these positions."""
         shape = self.config.shape
         head_dim = shape.mla.qk_rope if shape.mla else shape.head_dim
         return rope_tables(positions, head_dim, self.config.rope, context=self.connections.context)
 
     @torch.no_grad()
     def initialize(self, seed: int = 0) -> None:
-        """Normal weights of the config's width, those that write to the residual stream narrower by √(2 · layers)
-        (GPT-2, section 2.3); norms one, biases zero. The same for every sharding, on one kind of device."""
+        """Initialize normal weights with the config's standard deviation; layers that write to the residual stream are
+        narrower by √(2 · layers) (GPT-2, section 2.3); norms one, biases zero. The same for every sharding on one
+        device type."""
         width = self.config.initializer_range
         narrow = width / (2 * self.config.shape.layers) ** 0.5
         indices = self._indices()
@@ -163,20 +164,20 @@ class Decoder(nn.Module):
                 buffer.zero_()
 
     def _indices(self) -> dict[str, int]:
-        """The place of each parameter in the whole decoder."""
+        """The index of each parameter in the whole decoder."""
         with torch.device("meta"):
             whole_decoder = self if len(self.blocks) == self.config.shape.layers else Decoder(self.config)
         return {name: index for index, (name, _) in enumerate(whole_decoder.named_parameters())}
 
 
 def sliding_layers(config: DecoderConfig) -> range:
-    """Layers that see only a window: with all or none it is plain; some means the last ones, as Qwen has it."""
+    """Return the layers with a sliding window. If only some layers have one, they are the last ones, as in Qwen."""
     shape = config.shape
     return range(shape.layers - shape.sliding_layers, shape.layers)
 
 
 def fill_normal(parameter: Tensor, width: float, seed: int) -> None:
-    """Fills a tensor, or the local part of a sharded one, with the numbers that the whole would get."""
+    """Fill a tensor, or the local part of a sharded one, with the values that the whole tensor would get."""
     part = local(parameter)
     generator = torch.Generator(part.device).manual_seed(seed)
     numbers = torch.empty(parameter.shape, dtype=torch.float32, device=part.device)

@@ -1,8 +1,8 @@
-"""How pairs of a token and one of its experts get to the expert and back.
+"""Dispatch of tokens to experts and back: (token, expert) pairs are the rows.
 
-On one rank they are sorted by expert. With expert parallelism they also change ranks: every rank sends each row to the
-one that holds its expert and gets the result back. Rows are only ever gathered, never added atomically, so results are
-the same every time. The host waits once, for how many rows go where: without it no memory can be given to them.
+On one rank, rows are sorted by expert. With expert parallelism they also change ranks: every rank sends each row to the
+rank that holds its expert and gets the result back. Rows are only gathered, never added atomically, so results are
+reproducible. The host waits once, for the number of rows per rank, because it must allocate memory for them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from craton.ml.collectives import Peers, exchange
 
 
 def sort_by_expert(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the flattened [tokens, top_k] pairs: their order by expert, the way back, and where each expert's end."""
+    """For the flattened [tokens, top_k] pairs, return their order by expert, its inverse, and where each expert's rows
+    end."""
     sorted_experts, order = chosen.flatten().sort(stable=True)
     inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     numbers = torch.arange(experts, device=chosen.device)
@@ -26,7 +27,7 @@ def sort_by_expert(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor
 
 
 def repeat_tokens(tokens: Tensor, order: Tensor, inverse: Tensor, top_k: int) -> Tensor:
-    """Rows of tokens, one for each pair, in this order."""
+    """Return one row of tokens per pair, in this order."""
     rows: Tensor = _Repeat.apply(tokens, order, inverse, top_k)
     return rows
 
@@ -38,21 +39,22 @@ def permute(rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
 
 
 def rows_per_expert(ends: Tensor) -> Tensor:
-    """From where each expert's rows end."""
+    """Row counts from where each expert's rows end."""
     return ends.diff(prepend=ends.new_zeros(1))
 
 
 def split_sizes(sent: Tensor, received: Tensor, rows: int) -> tuple[list[int], list[int]]:
-    """How many of this rank's `rows` go to every rank, and how many come from it. Both are counts [ranks, experts of a
-    rank]. The only place where the host reads what the router chose: a trace of tensors without numbers replaces it."""
+    """Return how many of this rank's `rows` go to every rank, and how many come from it. Both inputs are counts [ranks,
+    experts per rank]. The only place where the host reads the router's choice; a trace with fake tensors replaces it.
+    """
     to_ranks, from_ranks = torch.stack((sent.sum(1), received.sum(1))).tolist()
     assert sum(to_ranks) == rows
     return to_ranks, from_ranks
 
 
 class Delivery:
-    """The way of rows that are sorted by expert to the ranks that hold the experts, and back. `ends` is then where the
-    rows of each of this rank's own experts end."""
+    """Sends rows sorted by expert to the ranks that hold the experts, and back. `ends` is where the rows of each local
+    expert end."""
 
     def __init__(self, ends: Tensor, rows: int, peers: Peers) -> None:
         self.peers = peers
@@ -62,7 +64,7 @@ class Delivery:
         self.sent, self.received = split_sizes(sent.view(peers.size, own), received, rows)
         self._flight = _Flight(self.received, self.sent, peers)
         self.ends = received.sum(0).cumsum(0).int()
-        # Rows arrive by (source, expert) and are wanted by (expert, source): each block of them moves as a whole.
+        # Rows arrive by (source, expert) and are needed by (expert, source): each block of them moves as a whole.
         arrived, wanted = _starts(received), _starts(received.t()).t()
         total = sum(self.received)
         arriving = torch.arange(total, device=ends.device)
@@ -70,21 +72,21 @@ class Delivery:
         self._inverse = arriving + _spread(wanted - arrived, received, total)
 
     def send(self, rows: Tensor) -> Tensor:
-        """Starts to send; only `receive` may read the result."""
+        """Start the all-to-all; only `receive` may read the result."""
         started: Tensor = _Start.apply(rows, self._flight)
         return started
 
     def receive(self, started: Tensor) -> Tensor:
-        """What was sent to this rank, sorted by its experts."""
+        """Return the rows sent to this rank, sorted by its experts."""
         return permute(_Finish.apply(started, self._flight), self._order, self._inverse)
 
     def give_back(self, rows: Tensor) -> Tensor:
-        """Every row to the rank that it came from, in the order in which it was sent."""
+        """Return every row to its source rank, in the order in which it was sent."""
         return exchange(permute(rows, self._inverse, self._order), self.sent, self.received, self.peers)
 
 
 def _starts(counts: Tensor) -> Tensor:
-    """Where every block begins when they lie one behind the other, row by row."""
+    """Where every block begins when all are stored consecutively, row by row."""
     flat = counts.flatten()
     return (flat.cumsum(0) - flat).view_as(counts)
 
@@ -125,8 +127,8 @@ class _Permute(torch.autograd.Function):
 
 @dataclass
 class _Flight:
-    """An exchange in two halves. What stands between them overlaps with it, forward and backward: the gradient starts
-    back where the second half was and is waited for where the first was."""
+    """An all-to-all in two halves. Work between them overlaps with it, forward and backward: the gradient starts back
+    where the second half was, and the first half waits for it."""
 
     received: Sequence[int]
     sent: Sequence[int]
@@ -156,4 +158,4 @@ class _Finish(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         flight = ctx.flight
         flight.gradient = flight.peers.start_exchange(gradient, flight.sent, flight.received)
-        return gradient, None  # of the shape that autograd expects; nobody reads it
+        return gradient, None  # autograd expects this shape; the value is never read

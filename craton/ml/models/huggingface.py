@@ -1,7 +1,7 @@
-"""Hugging Face configurations: read into a DecoderConfig, written so that transformers loads them; folders and Hub ids
-found.
+"""Hugging Face configurations: read into a DecoderConfig, written so that transformers loads them; find folders and Hub
+ids.
 
-A field that would change the arithmetic and that the decoder does not have is an error, never dropped.
+A field that would change the computation and that the decoder does not support is an error, never dropped.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from craton.ml.models.rope import RopeConfig
 from craton.remote import is_url
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3", "kimi_k2")
-UNSTATED_SEQUENCE = 4096  # written where the shape names no longest sequence; transformers wants one
+UNSTATED_SEQUENCE = 4096  # written if the shape gives no maximum sequence; transformers needs one
 INDEX = "model.safetensors.index.json"
 
 _ARCHITECTURES = {
@@ -35,12 +35,12 @@ _ARCHITECTURES = {
     "mixtral": "MixtralForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
 }
-_BIAS_UPDATE_KEY = "router_bias_update"  # ours; transformers keeps what it does not know
+_BIAS_UPDATE_KEY = "router_bias_update"  # ours; transformers keeps unknown fields
 _HUB_FILES = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
 
 
 def config_from_huggingface(source: str | Path | Mapping[str, Any]) -> DecoderConfig:
-    """From a folder with a config.json, the file itself, or what stands in it."""
+    """Read a folder with a config.json, the file itself, or its contents."""
     if isinstance(source, Mapping):
         return _read(source, "config.json", "")
     config, file = load_config(Path(source).expanduser())
@@ -48,8 +48,8 @@ def config_from_huggingface(source: str | Path | Mapping[str, Any]) -> DecoderCo
 
 
 def config_from_shape(shape: ModelShape) -> DecoderConfig:
-    """The decoder of a job's model: a preset with its published numbers, a shape read from a config.json with that
-    file's, inline numbers with usual ones."""
+    """Return the decoder of a job's model: a preset with its published values, a shape from a config.json with the
+    values of that file, inline numbers with common defaults."""
     _check_buildable(shape)
     source = Path(shape.source)
     if source.name == "config.json" and source.is_file():
@@ -59,15 +59,15 @@ def config_from_shape(shape: ModelShape) -> DecoderConfig:
             rope, routing = RopeConfig(**numbers["rope"]), RoutingConfig(**numbers.get("routing", {}))
             return DecoderConfig(shape, rope=rope, norm_epsilon=numbers["norm_epsilon"], routing=routing)
     if shape.mla:
-        # as DeepSeek-V3 does it, which is also the one form that transformers has for this attention
+        # as in DeepSeek-V3, which is also the only form that transformers has for this attention
         routing = RoutingConfig(scoring="sigmoid", bias_update=0.001)
         return DecoderConfig(shape, rope=RopeConfig(interleaved=True), norm_epsilon=1e-6, routing=routing)
-    # experts without any balancing starve each other
+    # without load balancing some experts get no tokens
     return DecoderConfig(shape, routing=RoutingConfig(auxiliary_loss=0.001 if shape.is_moe else 0.0))
 
 
 def config_to_huggingface(config: DecoderConfig) -> dict[str, Any]:
-    """A config.json that transformers 5 loads; 4 too, for which the position fields are written in both forms."""
+    """Return a config.json that transformers 5 loads; also 4, so position fields are written in both forms."""
     family = huggingface_family(config)
     shape = config.shape
     parameters = config.rope.to_huggingface()
@@ -91,7 +91,7 @@ def config_to_huggingface(config: DecoderConfig) -> dict[str, Any]:
         "tie_word_embeddings": shape.tied_embeddings,
         "attention_dropout": 0.0,
         "use_cache": True,
-        # without these transformers takes the numbers of its own first model
+        # without these transformers uses the defaults of its first model
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": None,
@@ -104,16 +104,16 @@ def config_to_huggingface(config: DecoderConfig) -> dict[str, Any]:
 
 
 def huggingface_family(config: DecoderConfig) -> str:
-    """The model_type that computes the same; a ModelError says what none of them has."""
+    """Return the model_type with the same computation; ModelError names what no family supports."""
     shape, routing = config.shape, config.routing
     _check_buildable(shape)
     softmax = routing.scoring == "softmax" and routing.groups == 1 and routing.routed_scale == 1.0
     some_slide = 0 < shape.sliding_layers < shape.layers
     if shape.mla:
         wrong = {
-            "experts without a shared one": shape.is_moe and not shape.shared_experts,
+            "experts without a shared expert": shape.is_moe and not shape.shared_experts,
             "softmax routing": shape.is_moe and routing.scoring != "sigmoid",
-            "a bias of queries, keys and values": config.qkv_bias,
+            "a QKV bias": config.qkv_bias,
             "a sliding window": shape.sliding_layers > 0,
         }
         return _family("deepseek_v3", "latent attention", wrong)
@@ -122,30 +122,30 @@ def huggingface_family(config: DecoderConfig) -> str:
             "shared experts": shape.shared_experts > 0,
             "sigmoid, grouped or scaled routing": not softmax,
             "a balancing bias": routing.bias_update > 0,
-            "a bias of queries, keys and values": config.qkv_bias,
-            "a window in some layers": some_slide,
+            "a QKV bias": config.qkv_bias,
+            "a sliding window in some layers": some_slide,
         }
         if shape.qk_norm:
             return _family("qwen3_moe", "experts", wrong | {"a sliding window": shape.sliding_layers > 0})
         wrong |= {
             "leading layers without experts": shape.dense_layers > 0,
-            "weights that do not sum to one": not routing.normalize_top_k,
+            "routing weights that do not sum to one": not routing.normalize_top_k,
         }
-        return _family("mixtral", "experts and no norm of queries and keys", wrong)
+        return _family("mixtral", "experts and no QK norm", wrong)
     if shape.qk_norm:
-        return _family("qwen3", "a norm of queries and keys", {"a bias of them": config.qkv_bias})
+        return _family("qwen3", "a QK norm", {"a QKV bias": config.qkv_bias})
     if config.qkv_bias:
         return "qwen2"
     if shape.sliding_layers:
-        return _family("mistral", "a sliding window", {"it in some layers only": some_slide})
+        return _family("mistral", "a sliding window", {"a sliding window in some layers only": some_slide})
     return "llama"
 
 
 def model_folder(model: str | Path) -> Path:
-    """The folder of a model: itself, the cached copy of one at an s3:// URL, or what the Hub's local cache holds of an
-    id, downloaded where that is incomplete.
+    """Return the folder of a model: the folder itself, the cached copy of one at an s3:// URL, or the Hub's local cache
+    of an id, downloaded if that is incomplete.
 
-    HF_HOME, HF_TOKEN and HF_HUB_OFFLINE mean what they mean to huggingface_hub.
+    HF_HOME, HF_TOKEN and HF_HUB_OFFLINE have the same meaning as in huggingface_hub.
     """
 
     if is_url(str(model)):
@@ -171,17 +171,17 @@ def model_folder(model: str | Path) -> Path:
         pass
     try:
         return Path(snapshot_download(hub_id, allow_patterns=_HUB_FILES))
-    except Exception as error:  # the Hub's client raises its own, httpx's and the operating system's
+    except Exception as error:  # the Hub client raises its own errors, httpx's and the operating system's
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ModelError(
             f"{hub_id!r} is not complete in the local Hub cache and cannot be downloaded: {reason}; fetch it where "
-            f"there is a network with `hf download {hub_id}` (HF_TOKEN for gated models, HF_HOME says where to), or "
+            f"there is network access with `hf download {hub_id}` (HF_TOKEN for gated models, HF_HOME: cache), or "
             "give a folder"
         ) from error
 
 
 def has_weights(folder: str | Path) -> bool:
-    """Whether a folder holds all the safetensors files it speaks of."""
+    """Whether a folder holds all safetensors files that its index lists."""
     folder = Path(folder)
     try:
         index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
@@ -200,7 +200,7 @@ def _read(config: Mapping[str, Any], source: str, name: str) -> DecoderConfig:
         )
     fields = dict(config)
     latent = family in ("deepseek_v3", "kimi_k2")
-    # defaults of the classes in transformers that differ from those of the format
+    # defaults of the transformers classes that differ from those of the format
     fields.setdefault("rope_theta", 1_000_000.0 if family == "mixtral" else None)
     fields.setdefault("rope_interleave", latent)
     _refuse_unknown(fields, family, source)
@@ -236,7 +236,7 @@ def _routing(config: Mapping[str, Any], family: str) -> RoutingConfig:
 
 
 def _refuse_unknown(config: Mapping[str, Any], family: str, source: str) -> None:
-    """Fields whose value the decoder cannot follow."""
+    """Raise ModelError for fields whose value the decoder does not support."""
     allowed: dict[str, tuple[Any, ...]] = {
         "hidden_act": (None, "silu", "swish"),
         "mlp_bias": (None, False),
@@ -255,12 +255,12 @@ def _refuse_unknown(config: Mapping[str, Any], family: str, source: str) -> None
     layer_types = config.get("layer_types")
     if isinstance(layer_types, list) and layer_types != sorted(layer_types):  # "full…" comes before "sliding…"
         raise ModelError(
-            f"{source}: layer_types {layer_types!r} is not supported; layers with a window must be the last"
+            f"{source}: layer_types {layer_types!r} is not supported; layers with a sliding window must come last"
         )
 
 
 def _check_buildable(shape: ModelShape) -> None:
-    """A ModelError for shapes that can be planned but not trained."""
+    """Raise ModelError for shapes that can be planned but not trained."""
     reasons = {
         "its MLP has no gate": not shape.gated_mlp,
         "its attention is not causal": not shape.causal,
@@ -270,15 +270,15 @@ def _check_buildable(shape: ModelShape) -> None:
         if holds:
             raise ModelError(
                 f"model {shape.name!r} can be planned but not built: {reason}; Craton's decoder has a gated MLP and "
-                f"causal attention ({', '.join(FAMILIES)}); for another, give your own `package.module:function`"
+                f"causal attention ({', '.join(FAMILIES)}); for other models, use your own `package.module:function`"
             )
 
 
 def _family(family: str, description: str, wrong: Mapping[str, bool]) -> str:
     if reasons := [reason for reason, holds in wrong.items() if holds]:
         raise ModelError(
-            f"transformers has no model that this decoder is: of those with {description}, {family} is nearest and has "
-            f"not {', '.join(reasons)}; its weights can be kept as a checkpoint but not as a Hugging Face folder"
+            f"transformers has no family for this decoder: with {description}, {family} is nearest, but it does "
+            f"not support {', '.join(reasons)}; keep the weights as a checkpoint, not as a Hugging Face folder"
         )
     return family
 
@@ -301,7 +301,7 @@ def _expert_fields(config: DecoderConfig, family: str) -> dict[str, Any]:
     shape, routing = config.shape, config.routing
     fields: dict[str, Any] = {"router_aux_loss_coef": routing.auxiliary_loss}
     if family == "mixtral":
-        # its experts are as wide as the one field for the MLP says
+        # here the single MLP width field is the width of the experts
         widths = {"intermediate_size": shape.moe_ffn_hidden}
         return fields | widths | {"num_local_experts": shape.experts, "num_experts_per_tok": shape.top_k}
     if family == "qwen3_moe":
@@ -326,7 +326,7 @@ def _expert_fields(config: DecoderConfig, family: str) -> dict[str, Any]:
         "qk_rope_head_dim": mla.qk_rope,
         "v_head_dim": mla.v_head,
         "rope_interleave": config.rope.interleaved,
-        # a dense model is one whose layers are all among the leading ones without experts
+        # a dense model is one whose layers all count as leading layers without experts
         "first_k_dense_replace": shape.dense_layers if shape.is_moe else shape.layers,
         "n_routed_experts": shape.experts or 1,
         "num_experts_per_tok": shape.top_k or 1,

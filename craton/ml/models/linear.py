@@ -1,8 +1,9 @@
-"""Layers that tensor parallelism cuts, up to the gated MLP of a dense layer. Each says which dimension of its
-parameters is cut; alone it is a plain layer.
+"""Layers that tensor parallelism shards, up to the gated MLP of a dense layer. Each declares which dimension of its
+parameters is sharded; on a single rank it is a plain layer.
 
-Between layers a rank holds its share of the flattened tokens, [rows · sequence / tp, hidden]. Inside a pair of layers,
-one cut by rows (`cut` 0) and one by columns (`cut` 1), it holds all tokens and some of their features.
+Between layers a rank holds its share of the flattened tokens, [rows · sequence / tp, hidden] (sequence parallel).
+Inside a pair of layers, one sharded by rows (`cut` 0) and one by columns (`cut` 1), it holds all tokens and some of
+their features.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from craton.ml.kernels import gated_mlp, linear, scatter_linear
 
 
 class Linear(nn.Linear):
-    """x · weightᵀ + bias. `cut` None: every rank holds all of it and applies it to its share of the tokens."""
+    """x · weightᵀ + bias. `cut` None: every rank holds the whole weight and applies it to its share of the tokens."""
 
-    part_multiple = 1  # what the size of a part must divide by
+    part_multiple = 1  # the size of a part must be a multiple of this
 
     def __init__(self, in_features: int, out_features: int, bias: bool = False, cut: int | None = None) -> None:
         super().__init__(in_features, out_features, bias=bias)
@@ -29,7 +30,7 @@ class Linear(nn.Linear):
 
     @property
     def tensor_cuts(self) -> dict[str, int]:
-        """The dimension that tensor parallelism cuts, of each parameter that it does cut."""
+        """The dimension that tensor parallelism shards, for each sharded parameter."""
         return {} if self.cut is None else {"weight": self.cut, "bias": 0}
 
     @property
@@ -42,12 +43,12 @@ class Linear(nn.Linear):
         return self.adapt(linear(x, self.weight, self.bias, self.peers), x)
 
     def adapt(self, out: Tensor, _x: Tensor) -> Tensor:
-        """What a layer with adapters makes of its output."""
+        """Hook for layers with adapters: return the adapted output."""
         return out
 
 
 class Embedding(nn.Embedding):
-    """Rows of the weight; cut by vocabulary each rank looks up what it has, and the sum over ranks is all of it."""
+    """Rows of the weight. Sharded by vocabulary, each rank looks up its own rows; the sum over ranks is complete."""
 
     tensor_cuts: ClassVar[dict[str, int]] = {"weight": 0}
 
@@ -67,7 +68,7 @@ class Embedding(nn.Embedding):
 
 
 class Norm(nn.RMSNorm):
-    """A root-mean-square norm of the last dimension, whose weight no rank cuts."""
+    """A root-mean-square norm of the last dimension; its weight is replicated."""
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, tuple(self.normalized_shape), own_part(self.weight), self.eps)

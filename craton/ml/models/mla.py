@@ -1,7 +1,7 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1; unchanged in V3).
+"""Multi-head latent attention (MLA; DeepSeek-V2, arXiv:2405.04434, section 2.1; unchanged in V3).
 
-Queries and keys/values pass through narrow latents with a norm in between; position enters through a few extra
-dimensions that every head's key shares. For training the latents are expanded and the usual attention kernel runs.
+Queries and keys/values pass through narrow latents with a norm in between. Position enters through a few extra
+dimensions that all heads' keys share. For training, the latents are expanded and the usual attention kernel runs.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from craton.ml.models.config import DecoderConfig
 from craton.ml.models.linear import Linear, Norm
 from craton.ml.models.rope import yarn_mscale
 
-# The published models leave the norms of the latents at this, whatever their other norms use.
+# The published models use this for the norms of the latents, whatever their other norms use.
 LATENT_NORM_EPSILON = 1e-6
 
 
 class LatentAttention(nn.Module):
-    """x [rows, sequence, hidden] → the same; with tensor parallelism [rows · sequence / tp, hidden], latents made by
-    each rank for its share of the tokens and gathered."""
+    """x [rows, sequence, hidden] → the same; with tensor parallelism [rows · sequence / tp, hidden], where each rank
+    computes the latents of its share of the tokens and gathers them."""
 
     def __init__(self, config: DecoderConfig, layer: int = 0) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class LatentAttention(nn.Module):
         self.output = Linear(shape.heads * mla.v_head, shape.hidden, cut=1)
         self.scale = (mla.qk_nope + mla.qk_rope) ** -0.5
         if config.rope.scaling != "none" and config.rope.mscale_all_dim:
-            # DeepSeek puts YaRN's temperature into the scores, where it also reaches dimensions that do not turn
+            # DeepSeek applies YaRN's temperature to the scores, where it also affects dimensions without rotation
             self.scale *= yarn_mscale(config.rope.factor, config.rope.mscale_all_dim) ** 2
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], documents: Documents | Past | None = None) -> Tensor:
@@ -56,7 +56,7 @@ class LatentAttention(nn.Module):
         mla, tensor = self.mla, self.connections.tensor
         places = x.shape[:2] if tensor is None else cosine.shape[:2]
         query = self.q_b(self.q_a_norm(self.q_a(x))) if mla.q_lora else self.q(x)
-        query = query.view(*places, -1, mla.qk_nope + mla.qk_rope)  # some of the heads, with tensor parallelism
+        query = query.view(*places, -1, mla.qk_nope + mla.qk_rope)  # with tensor parallelism: some of the heads
         query_still, query_turning = query.split((mla.qk_nope, mla.qk_rope), dim=-1)
         query = torch.cat((query_still, reference.rotate(query_turning, cosine, sine)), dim=-1)
 
@@ -71,7 +71,7 @@ class LatentAttention(nn.Module):
             key_turning = reference.rotate(key_turning.unsqueeze(-2), cosine, sine)
             key, value = self._expand(latent, key_turning)
             if isinstance(documents, Past) or (documents is not None and x.is_cuda):
-                # the variable-length kernel, and what keeps both, want values as wide as keys
+                # the variable-length kernel, and the KV cache, need values as wide as keys
                 value = pad(value, (0, key.shape[-1] - mla.v_head))
             if isinstance(documents, Past):
                 query, key, value = (part.flatten(0, 1) for part in (query, key, value))
@@ -83,8 +83,8 @@ class LatentAttention(nn.Module):
         return out
 
     def _expand(self, latent: Tensor, key_turning: Tensor) -> tuple[Tensor, Tensor]:
-        """Key and value of every head from the latents and the part of the key that all heads share, which has turned:
-        [rows, sequence, 1, qk_rope]."""
+        """Expand key and value of every head from the latents and the rotated key part that all heads share, [rows,
+        sequence, 1, qk_rope]."""
         mla = self.mla
         expanded = self.kv_b(latent).view(*key_turning.shape[:2], -1, mla.qk_nope + mla.v_head)
         key_still, value = expanded.split((mla.qk_nope, mla.v_head), dim=-1)
@@ -98,9 +98,9 @@ class LatentAttention(nn.Module):
         rope: tuple[Tensor, Tensor],
         documents: Documents | None,
     ) -> Tensor:
-        """Attention of this rank's pieces over the whole sequence. Latents are far narrower than keys and values: they
-        are what is gathered, over all ranks that hold tokens of these rows, and expanded by every rank for its heads.
-        Both are done again in the backward pass, so that only a rank's own latents are kept."""
+        """Attention of this rank's pieces over the whole sequence. Latents are far narrower than keys and values, so
+        they are gathered, over all ranks that hold tokens of these rows, and every rank expands them for its heads. The
+        backward pass does both again, so a rank keeps only its own latents."""
         tensor = self.connections.tensor
         cosine, sine = rope
         if tensor is not None:  # this rank's share of the tokens
@@ -118,7 +118,7 @@ class LatentAttention(nn.Module):
         return mixed
 
     def _mix_gathered(self, query: Tensor, narrow: Tensor, documents: Documents | None) -> Tensor:
-        """narrow: latent and turned key of this rank's tokens."""
+        """narrow: latent and rotated key of this rank's tokens."""
         mla, context, holders = self.mla, self.connections.context, self.connections.rows
         assert context is not None
         assert holders is not None

@@ -1,9 +1,9 @@
-"""Mixture of experts: every token goes to a few experts, and to the shared ones.
+"""Mixture of experts: every token goes to a few routed experts, and to the shared ones.
 
-Tokens are sorted by expert and multiplied in one grouped product: none is dropped, and no number leaves the device.
+Tokens are sorted by expert and multiplied in one grouped matmul: no token is dropped, and no number leaves the device.
 With expert parallelism each rank holds some whole experts, and rows travel to them and back (`dispatch`).
-`Experts.loop` is the same in plain PyTorch: what the grouped product is tested against, and what runs where its
-alignment rule (rows of 16 bytes) does not hold or there is no row at all.
+`Experts.loop` is the same in plain PyTorch: the reference for the grouped matmul, and the fallback where its alignment
+rule (rows of 16 bytes) does not hold or there are no rows.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from craton.ml.models.linear import Mlp
 
 
 class ExpertsError(CratonError):
-    """The experts cannot be spread as the layout says."""
+    """The experts cannot be distributed as the layout requires."""
 
 
 class MoE(nn.Module):
     """The MLP of a layer with experts.
 
-    `aux_weight` says how much the balancing loss of the next forward pass in training weighs: the micro-batch's share
-    of the step. It goes into the gradient only; None leaves it out.
+    `aux_weight` is the weight of the load-balancing loss in the next training forward pass: the micro-batch's share of
+    the step. It only adds to the gradient; None disables it.
     """
 
     router_bias: Tensor | None
@@ -49,7 +49,7 @@ class MoE(nn.Module):
         self.shared = Mlp(shape.hidden, shape.shared_experts * shape.moe_ffn_hidden) if shape.shared_experts else None
         biased = self.routing.scoring == "sigmoid" or self.routing.bias_update > 0
         self.register_buffer("router_bias", torch.zeros(shape.experts) if biased else None)
-        # this rank's tokens of each expert since the last update of the bias
+        # this rank's tokens per expert since the last bias update
         self.register_buffer(
             "expert_load", torch.zeros(shape.experts) if self.routing.bias_update else None, persistent=False
         )
@@ -59,7 +59,7 @@ class MoE(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., hidden] → the same shape."""
         tokens = x.reshape(-1, x.shape[-1])
-        # fp32: a rounded score flips choices, and costs next to nothing to avoid
+        # fp32: rounding a score can flip the choice of expert, and avoiding that costs almost nothing
         logits = linear(tokens.float(), own_part(self.router.weight).float())  # [tokens, experts]
         scores = logits.sigmoid() if self.routing.scoring == "sigmoid" else logits.softmax(-1)
         weights, chosen = route(scores, self.router_bias, self.top_k, self.routing)
@@ -71,7 +71,7 @@ class MoE(nn.Module):
         else:
             delivery = Delivery(ends, len(rows), self.connections.experts)
             sent = delivery.send(rows)
-            shared = None if self.shared is None else self.shared(tokens)  # while the rows are on their way
+            shared = None if self.shared is None else self.shared(tokens)  # overlaps with the all-to-all
             outputs = delivery.give_back(self.experts(delivery.receive(sent), delivery.ends))
         outputs = permute(outputs, inverse, order).view(len(tokens), self.top_k, -1)
         y = torch.bmm(weights.to(outputs.dtype).unsqueeze(1), outputs).squeeze(1)
@@ -81,7 +81,7 @@ class MoE(nn.Module):
 
     @torch.no_grad()
     def update_bias(self) -> None:
-        """After a step: overloaded experts become less likely, idle ones more (arXiv:2408.15664, algorithm 1)."""
+        """After a step, make overloaded experts less likely and idle ones more (arXiv:2408.15664, algorithm 1)."""
         if self.expert_load is None or self.router_bias is None:
             return
         stage = self.connections.stage
@@ -90,24 +90,24 @@ class MoE(nn.Module):
         self.expert_load.zero_()
 
     def _balance(self, y: Tensor, scores: Tensor, ends: Tensor) -> Tensor:
-        """Counts what was chosen, for the bias; adds the gradient of the balancing loss to that of y."""
+        """Count the chosen experts for the bias; add the gradient of the load-balancing loss to that of y."""
         if not self.training:
             return y
         counts = rows_per_expert(ends).float()
         if self.expert_load is not None:
-            # A recomputed forward counts twice, but every expert alike: only the sign of the difference is used.
+            # A recomputed forward counts twice, but for every expert alike: only the sign of the difference is used.
             self.expert_load.add_(counts)
         if not self.routing.auxiliary_loss or self.aux_weight is None:
             return y
         tokens = len(scores)
-        if self.connections.rows is not None:  # others hold tokens of the same samples
+        if self.connections.rows is not None:  # other ranks hold tokens of the same samples
             counts, tokens = self.connections.rows.sum(counts), tokens * self.connections.rows.size
         loss = self.routing.auxiliary_loss * balance_loss(scores, counts, tokens)
         out: Tensor = _AddLoss.apply(y, loss, self.aux_weight)
         return out
 
     def _apply(self, function: Callable[[Tensor], Tensor], recurse: bool = True) -> MoE:
-        """Bias and load stay fp32 when the weights do not: their steps are below what bf16 can add."""
+        """Keep bias and load in fp32 when the weights are not: their steps are too small for bf16 addition."""
         super()._apply(function, recurse)
         if self.router_bias is not None:
             self.router_bias = self.router_bias.float()
@@ -128,10 +128,10 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
         """x [pairs, hidden] sorted by expert; `ends` int32 [experts], where each expert's rows end."""
         sizes = (x.shape[-1], self.gate.shape[1])
-        if len(x) == 0 or any(size * x.element_size() % 16 for size in sizes):  # no row may come from any rank
+        if len(x) == 0 or any(size * x.element_size() % 16 for size in sizes):  # there may be no rows from any rank
             return self.loop(x, ends)
         parameters = self.gate, self.up, self.down
-        if not torch.compiler.is_compiling() or x.dtype is not torch.bfloat16:  # it is traced in bf16 only
+        if not torch.compiler.is_compiling() or x.dtype is not torch.bfloat16:  # torch can trace it in bf16 only
             out: Tensor = _grouped_mlp(x, *parameters, ends)
             return out
         gate, up, down = (own_part(parameter).to(x.dtype).transpose(-2, -1) for parameter in parameters)
@@ -139,7 +139,7 @@ class Experts(nn.Module):
         return grouped_mm(product, down, offs=ends)
 
     def loop(self, x: Tensor, ends: Tensor) -> Tensor:
-        """One expert after the other. Waits for the device: the sizes must be known here."""
+        """Run one expert after the other. Waits for the device, because the host needs the sizes."""
         parts = x.split(rows_per_expert(ends).tolist())
         weights = zip(own_part(self.gate), own_part(self.up), own_part(self.down), strict=True)
         outputs = [
@@ -150,13 +150,13 @@ class Experts(nn.Module):
 
 
 def cut_experts(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Leaves on each rank of the mesh its share of whole experts."""
+    """Keep only this rank's share of whole experts."""
     ranks, rank = mesh.size(), mesh.get_local_rank()
     for experts in (module for module in model.modules() if isinstance(module, Experts)):
         for name, parameter in list(experts.named_parameters(recurse=False)):
             if parameter.shape[0] % ranks:
                 raise ExpertsError(
-                    f"{parameter.shape[0]} experts cannot be spread over ep {ranks}; ep must divide them"
+                    f"{parameter.shape[0]} experts cannot be distributed over ep {ranks}; ep must divide them"
                 )
             own = parameter.detach().chunk(ranks)[rank].clone()
             cut = DTensor.from_local(own, mesh, [Shard(0)], run_check=False)
@@ -164,11 +164,11 @@ def cut_experts(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def route(scores: Tensor, bias: Tensor | None, top_k: int, routing: RoutingConfig) -> tuple[Tensor, Tensor]:
-    """scores [tokens, experts] → weights and chosen experts, [tokens, top_k]. The bias sways the choice only."""
+    """scores [tokens, experts] → weights and chosen experts, [tokens, top_k]. The bias only affects the choice."""
     choice = scores.detach() if bias is None else scores.detach() + bias
     if routing.groups > 1:
         grouped = choice.unflatten(-1, (routing.groups, -1))
-        # a group is worth its best two experts (DeepSeek-V3, arXiv:2412.19437, section 2.1.2)
+        # a group's score is the sum of its best two experts (DeepSeek-V3, arXiv:2412.19437, section 2.1.2)
         worth = grouped.topk(min(2, grouped.shape[-1]), dim=-1).values.sum(-1)
         kept = torch.zeros_like(worth, dtype=torch.bool)
         kept.scatter_(-1, worth.topk(routing.top_groups, dim=-1).indices, True)
@@ -181,21 +181,21 @@ def route(scores: Tensor, bias: Tensor | None, top_k: int, routing: RoutingConfi
 
 
 def balance_loss(scores: Tensor, counts: Tensor, tokens: int) -> Tensor:
-    """experts · Σ share of tokens · mean probability (arXiv:2101.03961, equations 4 to 6); top_k when all are alike.
+    """Return experts · Σ share of tokens · mean probability (arXiv:2101.03961, equations 4 to 6); top_k if balanced.
 
-    `counts` are those of all `tokens` of the micro-batch, `scores` those of this rank's part of them: the losses of all
-    parts add up to that of the whole, and so do their gradients.
+    `counts` cover all `tokens` of the micro-batch, `scores` only this rank's part of them. The losses of all parts add
+    up to that of the whole, and so do their gradients.
     """
     probabilities = scores / scores.sum(-1, keepdim=True)
     return scores.shape[-1] * (counts.detach() / tokens * (probabilities.sum(0) / tokens)).sum()
 
 
 class _AddLoss(torch.autograd.Function):
-    """y as it is; the backward pass goes into the loss too, as if weight · loss were part of what is minimised."""
+    """Return y unchanged; the backward pass adds the gradient of weight · loss, as if it were part of the objective."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, loss: Tensor, weight: Tensor) -> Tensor:
-        # Not a saved tensor: with recompute these are made again, when the weight may be that of another micro-batch.
+        # Not a saved tensor: activation checkpointing would recompute it, with the weight of another micro-batch.
         ctx.weight = weight.to(loss.dtype)
         return y.view_as(y)
 
@@ -211,7 +211,7 @@ def _grouped_mlp(*inputs: Tensor) -> Tensor:
 
 
 class _GroupedMlp(torch.autograd.Function):
-    """Every expert's gated MLP on its rows. Keeps input, gate and up; the product is made again for the gradient."""
+    """Every expert's gated MLP on its rows. Keeps input, gate and up; recomputes their product for the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gate: Tensor, up: Tensor, down: Tensor, ends: Tensor) -> Tensor:

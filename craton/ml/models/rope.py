@@ -1,8 +1,8 @@
 """Rotary position embeddings: the frequencies, their scaling variants, and the tables of cosines and sines.
 
-Frequencies and angles are fp32 whatever the model computes in. Inside the decoder a head is always laid out in halves:
-dimension i turns together with dimension i + half. Published weights whose pairs lie side by side are permuted when
-they are read (`RopeConfig.interleaved`), so the rotation has one form only.
+Frequencies and angles are always fp32. Inside the decoder, heads are always in halves: dimension i rotates with
+dimension i + half. Published weights with interleaved pairs are permuted when they are read (`RopeConfig.interleaved`),
+so there is only one form of the rotation.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ SCALINGS: tuple[str, ...] = get_args(Scaling)
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Base and stretching of the rotation. Fields that a scaling does not use keep their defaults."""
+    """Base and scaling of the rotation. Fields that a scaling does not use keep their defaults."""
 
     theta: float = 10_000.0
     scaling: Scaling = "none"
     factor: float = 1.0  # how many times longer the sequence becomes
-    original_sequence: int = 0  # length before stretching; for "dynamic" the length from which stretching starts
+    original_sequence: int = 0  # length before scaling; for "dynamic" the length from which scaling starts
     low_frequency_factor: float = 1.0  # llama3
     high_frequency_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn
@@ -37,13 +37,13 @@ class RopeConfig:
     attention_factor: float | None = None  # yarn: given instead of derived
     mscale: float = 0.0  # yarn as DeepSeek writes it
     mscale_all_dim: float = 0.0  # yarn as DeepSeek writes it
-    truncate: bool = True  # yarn: whole dimensions bound the ramp
-    partial_rotary_factor: float = 1.0  # share of a head that turns
-    interleaved: bool = False  # of the weights in a Hugging Face folder: pairs lie side by side
+    truncate: bool = True  # yarn: round the bounds of the ramp to whole dimensions
+    partial_rotary_factor: float = 1.0  # rotated fraction of a head
+    interleaved: bool = False  # of the weights in a Hugging Face folder: pairs are adjacent
 
     @classmethod
     def from_huggingface(cls, config: Mapping[str, Any], source: str = "config.json") -> RopeConfig:
-        """From a configuration that has `rope_parameters`, or `rope_theta` and `rope_scaling` as it was before."""
+        """Read a configuration with `rope_parameters`, or with `rope_theta` and `rope_scaling` in the older format."""
         parameters = _parameters(config, source)
         kind = parameters.get("rope_type") or parameters.get("type") or "default"
         scaling = "none" if kind == "default" else kind
@@ -85,7 +85,7 @@ class RopeConfig:
         )
 
     def to_huggingface(self) -> dict[str, Any]:
-        """The `rope_parameters` of a configuration; only what the scaling uses."""
+        """Return the `rope_parameters` of a configuration, with only the fields that the scaling uses."""
         parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": self.theta}
         if self.partial_rotary_factor != 1.0:
             parameters["partial_rotary_factor"] = self.partial_rotary_factor
@@ -114,7 +114,7 @@ class RopeConfig:
         return parameters
 
     def rotary_dim(self, head_dim: int) -> int:
-        """How many dimensions of a head turn; the first ones."""
+        """Number of rotated dimensions of a head; they are the first ones."""
         return int(head_dim * self.partial_rotary_factor)
 
 
@@ -125,8 +125,8 @@ def rope_tables(
     dtype: torch.dtype = torch.float32,
     context: Peers | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(cos, sin) of every position, [rows, sequence, rotary_dim / 2], made where the positions are. `context`: those
-    that hold the other positions of these rows."""
+    """Return (cos, sin) of every position, [rows, sequence, rotary_dim / 2], on the device of the positions. `context`:
+    the ranks that hold the other positions of these rows."""
     longest = None
     if config.scaling == "dynamic":
         longest = positions.max() + 1
@@ -141,7 +141,7 @@ def rope_tables(
 def inverse_frequencies(
     head_dim: int, config: RopeConfig, device: torch.device | str | None = None, longest: Tensor | None = None
 ) -> Tensor:
-    """Radians per position of each pair, fp32 [rotary_dim / 2]. `longest`, the length in use, matters to "dynamic"."""
+    """Return radians per position of each pair, fp32 [rotary_dim / 2]. `longest`: length in use, for "dynamic"."""
     dim = config.rotary_dim(head_dim)
     exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim
     if config.scaling == "dynamic" and longest is not None:
@@ -157,7 +157,7 @@ def inverse_frequencies(
 
 
 def attention_scale(config: RopeConfig) -> float:
-    """What cos and sin are multiplied by: YaRN's temperature (arXiv:2309.00071, section 3.4), else 1."""
+    """Return the factor of cos and sin: YaRN's temperature (arXiv:2309.00071, section 3.4), else 1."""
     if config.scaling != "yarn":
         return 1.0
     if config.attention_factor is not None:
@@ -168,12 +168,12 @@ def attention_scale(config: RopeConfig) -> float:
 
 
 def yarn_mscale(factor: float, weight: float = 1.0) -> float:
-    """0.1 · weight · ln(factor) + 1, the square root of the temperature; 1 where nothing is stretched."""
+    """0.1 · weight · ln(factor) + 1, the square root of the temperature; 1 without scaling."""
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def _llama3(frequencies: Tensor, config: RopeConfig) -> Tensor:
-    """Llama 3.1: long waves are stretched, short ones kept, those between blended by how often they fit."""
+    """Llama 3.1: scale long wavelengths, keep short ones, and blend those in between."""
     fits = config.original_sequence * frequencies / (2 * math.pi)  # turns within the original length
     low, high = config.low_frequency_factor, config.high_frequency_factor
     kept = ((fits - low) / (high - low)).clamp(0, 1)
@@ -181,10 +181,10 @@ def _llama3(frequencies: Tensor, config: RopeConfig) -> Tensor:
 
 
 def _yarn(frequencies: Tensor, dim: int, config: RopeConfig) -> Tensor:
-    """arXiv:2309.00071, section 3.2: a linear ramp over dimensions from kept to stretched frequencies."""
+    """arXiv:2309.00071, section 3.2: a linear ramp over dimensions from unscaled to scaled frequencies."""
 
     def dimension_of(turns: float) -> float:
-        """The dimension that makes so many turns within the original length."""
+        """Return the dimension that makes this number of turns within the original length."""
         return dim * math.log(config.original_sequence / (turns * 2 * math.pi)) / (2 * math.log(config.theta))
 
     low, high = dimension_of(config.beta_fast), dimension_of(config.beta_slow)
@@ -197,7 +197,7 @@ def _yarn(frequencies: Tensor, dim: int, config: RopeConfig) -> Tensor:
 
 
 def _dynamic_theta(dim: int, config: RopeConfig, longest: Tensor) -> Tensor:
-    """The base grows with the length in use once it passes the original one; no value leaves the device."""
+    """Increase the base with the length in use once it exceeds the original one; no value leaves the device."""
     length = longest.float().clamp(min=config.original_sequence)
     growth = config.factor * length / config.original_sequence - (config.factor - 1)
     grown: Tensor = config.theta * growth ** (dim / (dim - 2))
@@ -217,7 +217,7 @@ def _parameters(config: Mapping[str, Any], source: str) -> Mapping[str, Any]:
 
 
 class _Numbers:
-    """Numbers of one mapping; an absent or odd one is an error that names it."""
+    """Numbers of one mapping; a missing or invalid one raises an error with its name."""
 
     def __init__(self, parameters: Mapping[str, Any], source: str) -> None:
         self.parameters = parameters
@@ -227,5 +227,5 @@ class _Numbers:
         value = self.parameters.get(key)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ModelError(f"{self.source}: rope parameter {key!r} is {value!r}; it must be a number")
+            raise ModelError(f"{self.source}: rope parameter {key!r} is {value!r}; must be a number")
         return float(value)

@@ -1,7 +1,7 @@
-"""Which rows of which published tensor fill each tensor of the decoder; read forwards to load, backwards to save.
+"""The mapping between the decoder's tensors and published tensors; read forwards to load, backwards to save.
 
-The two sides hold the same numbers in another order: fused projections are grouped by key/value head, experts are
-stacked, and rotary dimensions that lie side by side there lie in halves here.
+Both sides hold the same numbers in a different order: fused projections are grouped by key/value head, experts are
+stacked, and rotary dimensions that are interleaved in the published weights are in halves here.
 """
 
 from __future__ import annotations
@@ -16,39 +16,39 @@ from torch import Tensor
 
 from craton.ml.models.config import DecoderConfig
 
-# How experts are named: one tensor each as most folders have it, Mixtral's own names, or stacked as in memory there.
+# How experts are named: one tensor each (most folders), Mixtral's own names, or stacked as in transformers' memory.
 ExpertNames = Literal["each", "mixtral", "stacked"]
 
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """Rows [start, stop) of one published tensor, which stand next to each other in ours."""
+    """Rows [start, stop) of one published tensor, which are contiguous in ours."""
 
     theirs: str
     start: int
     stop: int
-    in_pairs: bool = False  # there pairs lie side by side; here all first ones come before all second ones
-    expert: int | None = None  # it fills this row of ours, a whole matrix
-    stacked: bool = False  # theirs has a dimension of experts too
+    in_pairs: bool = False  # published: interleaved pairs; ours: all first elements before all second ones
+    expert: int | None = None  # fills this row of ours, a whole matrix
+    stacked: bool = False  # the published tensor has an expert dimension too
 
     @property
     def rows(self) -> int:
-        """Rows of ours that it fills."""
+        """Rows of our tensor that it fills."""
         return self.stop - self.start if self.expert is None else 1
 
 
 @dataclass(frozen=True)
 class WeightEntry:
-    """One tensor of the decoder and the pieces that make it, in the order of its rows."""
+    """One tensor of the decoder and the published slices that make it, in the order of its rows."""
 
     ours: str
     shape: tuple[int, ...]
     pieces: tuple[TensorSlice, ...]
-    is_fp32: bool = False  # whatever the other weights are kept in
+    is_fp32: bool = False  # whatever the dtype of the other weights
 
     @cached_property
     def their_shapes(self) -> dict[str, tuple[int, ...]]:
-        """What each published tensor must at least measure."""
+        """The minimum shape of each published tensor."""
         shapes: dict[str, tuple[int, ...]] = {}
         for piece in self.pieces:
             rest = self.shape[1:] if piece.expert is None else self.shape[2:]
@@ -58,7 +58,7 @@ class WeightEntry:
         return shapes
 
     def read(self, part: Callable[[str, tuple[slice, ...]], Tensor], start: int, stop: int) -> Tensor:
-        """Rows [start, stop) of ours; `part(name, slices)` reads from the files only what is needed."""
+        """Return rows [start, stop) of our tensor; `part(name, slices)` reads only what is needed from the files."""
         parts = []
         first = 0
         for piece in self.pieces:
@@ -71,7 +71,7 @@ class WeightEntry:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def split(self, tensor: Tensor, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """The published tensors of ours, one after the other, each in memory of its own."""
+        """Yield the published tensors of ours, one after the other, each in its own memory."""
         places: dict[str, list[tuple[int, TensorSlice]]] = {}
         first = 0
         for piece in self.pieces:
@@ -86,7 +86,7 @@ class WeightEntry:
 
 
 def weight_entries(config: DecoderConfig, experts: ExpertNames = "each") -> list[WeightEntry]:
-    """Every tensor of the decoder, the head last."""
+    """Return every tensor of the decoder, the head last."""
     shape = config.shape
     entries = [_whole("embedding.weight", "model.embed_tokens.weight", shape.vocab, shape.hidden)]
     for index in range(shape.layers):
@@ -106,7 +106,7 @@ def weight_entries(config: DecoderConfig, experts: ExpertNames = "each") -> list
 
 
 def their_shapes(entries: Iterable[WeightEntry]) -> dict[str, tuple[int, ...]]:
-    """Every published tensor and its shape; one that several of ours share measures what they need together."""
+    """Return every published tensor and its shape; one shared by several of ours has the size they need together."""
     shapes: dict[str, tuple[int, ...]] = {}
     for entry in entries:
         for name, shape in entry.their_shapes.items():
@@ -115,7 +115,7 @@ def their_shapes(entries: Iterable[WeightEntry]) -> dict[str, tuple[int, ...]]:
 
 
 def experts_named(names: Iterable[str]) -> ExpertNames:
-    """How the experts of a folder with these tensors are named."""
+    """Return how a folder with these tensors names its experts."""
     for name in names:
         if ".block_sparse_moe." in name:
             return "mixtral"

@@ -1,7 +1,7 @@
-"""Weights from and to Hugging Face folders of safetensors.
+"""Load and save weights in Hugging Face folders of safetensors.
 
-Loading checks every name and shape before it changes a parameter, and reads of a sharded parameter only the rows that
-this rank holds. Saving writes beside the target and renames at the end: a folder that is there is whole.
+Loading checks every name and shape before it changes a parameter, and reads only this rank's rows of a sharded
+parameter. Saving writes beside the target and renames at the end, so an existing folder is always complete.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ _SHOWN = 8  # names in one message
 
 
 class WeightsError(CratonError):
-    """Weights do not fit the model, or cannot be read or written."""
+    """The weights do not fit the model, or cannot be read or written."""
 
 
 @torch.no_grad()
 def load_weights(model: nn.Module, folder: str | Path, config: DecoderConfig | None = None) -> tuple[str, ...]:
-    """Fills a decoder's parameters, sharded or not, from a folder; returns the tensors there that it has no use for.
+    """Fill a decoder's parameters, sharded or not, from a folder; return the names of unused tensors in the folder.
 
-    `config` is needed where a wrapper hides `model.config`.
+    `config` is needed if a wrapper hides `model.config`.
     """
     config = config or model.config  # type: ignore[assignment]
     assert isinstance(config, DecoderConfig)
@@ -83,15 +83,15 @@ def save_folder(
     dtype: torch.dtype = torch.bfloat16,
     max_shard_bytes: int = 5_000_000_000,
 ) -> Path:
-    """Writes whole tensors under the decoder's names as a folder that transformers loads.
+    """Write whole tensors under the decoder's names as a folder that transformers loads.
 
-    `state` is asked for one tensor at a time, so it may read them from elsewhere; one file's worth is held in memory.
+    Accesses `state` one tensor at a time, so it may read them lazily; one file's worth is held in memory.
     """
     folder = Path(folder)
     if dtype not in _DTYPES:
         raise WeightsError(f"weights cannot be saved as {dtype}; allowed: {', '.join(_DTYPES.values())}")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise WeightsError(f"{folder} exists and is not an empty folder; choose another name, or remove it first")
+        raise WeightsError(f"{folder} exists and is not an empty folder; choose another name, or remove it")
     names = "mixtral" if huggingface_family(config) == "mixtral" else "each"
     entries = weight_entries(config, names)  # type: ignore[arg-type]
     _check_state(state, entries)
@@ -117,7 +117,7 @@ def save_folder(
 
 
 def _fetch(folder: Path) -> None:
-    """Of a folder that mirrors one in an object store, what is not there yet; one process of a machine does it."""
+    """Fetch the missing files of a folder that mirrors one in an object store; one process per machine does it."""
     from craton.infrastructure.storage import CachedFolder
 
     if (cached_place := CachedFolder.of(folder)) is not None:
@@ -128,7 +128,7 @@ def _fetch(folder: Path) -> None:
 
 
 def _open(folder: Path, stack: ExitStack) -> dict[str, Any]:
-    """Every tensor's name and the open file that holds it."""
+    """Return every tensor's name and the open file that holds it."""
     if not folder.is_dir():
         raise WeightsError(f"{folder} is not a folder; give one with *.safetensors")
     index = folder / INDEX
@@ -138,20 +138,20 @@ def _open(folder: Path, stack: ExitStack) -> dict[str, Any]:
         except (OSError, ValueError, KeyError, AttributeError) as error:
             raise WeightsError(f"{index} cannot be read as an index of weights: {error!r}") from None
         if missing := [file for file in listed if not (folder / file).is_file()]:
-            raise WeightsError(f"{folder}: {INDEX} names files that are not there: {_listing(missing)}; fetch them")
+            raise WeightsError(f"{folder}: {INDEX} lists missing files: {_listing(missing)}; download them")
         paths = [folder / file for file in listed]
     else:
         paths = sorted(folder.glob("*.safetensors"))
     if not paths:
         others = sorted(file.name for file in folder.glob("*.bin"))
-        hint = f" (only {_listing(others)}, which is not read: it can run code)" if others else ""
-        raise WeightsError(f"{folder} holds no *.safetensors{hint}")
+        hint = f" (only {_listing(others)}, which is not loaded because it can run code)" if others else ""
+        raise WeightsError(f"{folder} has no *.safetensors{hint}")
     tensors: dict[str, Any] = {}
     for path in paths:
         try:
             file = stack.enter_context(safe_open(path, framework="pt", device="cpu"))
         except (SafetensorError, OSError) as error:
-            raise WeightsError(f"{path} is truncated or not a safetensors file ({error}); fetch it again") from None
+            raise WeightsError(f"{path} is truncated or not a safetensors file ({error}); download it again") from None
         tensors |= dict.fromkeys(file.keys(), file)
     return tensors
 
@@ -159,24 +159,24 @@ def _open(folder: Path, stack: ExitStack) -> dict[str, Any]:
 def _check(
     files: Mapping[str, Any], entries: Sequence[WeightEntry], config: DecoderConfig, folder: str
 ) -> tuple[str, ...]:
-    """Names of no use; a WeightsError when something is missing, left over or of another shape."""
+    """Return unused names; raise WeightsError if a tensor is missing, unexpected or of the wrong shape."""
     expected = their_shapes(entries)
     slices = {name: files[name].get_slice(name) for name in expected if name in files}
     shapes = {name: tuple(piece.get_shape()) for name, piece in slices.items()}
     quantized = [name for name, piece in slices.items() if piece.get_dtype() not in ("F32", "BF16", "F16", "F64")]
     if quantized:
         raise WeightsError(
-            f"{folder}: quantized weights cannot be trained from: {_listing(quantized)}; give a folder in bf16 or fp32"
+            f"{folder}: training cannot start from quantized weights: {_listing(quantized)}; use bf16 or fp32"
         )
     problems = []
     if missing := [name for name in expected if name not in files]:
         problems.append(f"missing: {_listing(missing)}")
     if wrong := [
-        f"{name} is {list(shape)}, needed {list(expected[name])}"
+        f"{name} is {list(shape)}, expected {list(expected[name])}"
         for name, shape in shapes.items()
         if shape != expected[name]
     ]:
-        problems.append(f"of another shape: {_listing(wrong)}")
+        problems.append(f"wrong shape: {_listing(wrong)}")
     left = [name for name in files if name not in expected]
     unused = tuple(name for name in left if _is_unused(name, config))
     if extra := [name for name in left if name not in unused]:
@@ -187,7 +187,8 @@ def _check(
 
 
 def _is_unused(name: str, config: DecoderConfig) -> bool:
-    """Left-overs that are right to be there: old tables, a copy of a tied head, layers that predict further tokens."""
+    """Whether an unused tensor is harmless: an old rotary table, a copy of a tied head, or a multi-token prediction
+    layer."""
     if name.endswith("rotary_emb.inv_freq"):
         return True
     if name == "lm_head.weight":
@@ -206,7 +207,7 @@ def _targets(model: nn.Module, entries: Sequence[WeightEntry]) -> dict[str, Tens
     if absent or unfilled:
         lists = [f"absent: {_listing(absent)}"] * bool(absent) + [f"unknown: {_listing(unfilled)}"] * bool(unfilled)
         raise WeightsError(
-            f"the model's own parameters are not those of its config; {'; '.join(lists)}; load before adding adapters"
+            f"the model's parameters do not match its config; {'; '.join(lists)}; load before adding adapters"
         )
     return tensors
 
@@ -222,7 +223,7 @@ def _check_state(state: Mapping[str, Tensor], entries: Sequence[WeightEntry]) ->
     missing, extra = sorted(names - set(state)), sorted(set(state) - names)
     if missing or extra:
         lists = [f"missing: {_listing(missing)}"] * bool(missing) + [f"unknown: {_listing(extra)}"] * bool(extra)
-        raise WeightsError(f"the weights to save are not those of the model's config; {'; '.join(lists)}")
+        raise WeightsError(f"the weights to save do not match the model's config; {'; '.join(lists)}")
 
 
 def _bytes(entry: WeightEntry, dtype: torch.dtype) -> int:
@@ -231,7 +232,7 @@ def _bytes(entry: WeightEntry, dtype: torch.dtype) -> int:
 
 
 def _plan_shards(entries: Sequence[WeightEntry], dtype: torch.dtype, max_shard_bytes: int) -> dict[str, int]:
-    """The number of the file, from 0, of each published tensor, in the order in which they are written."""
+    """Return the file number, from 0, of each published tensor, in writing order."""
     shards: dict[str, int] = {}
     number = used = 0
     for entry in entries:
@@ -246,7 +247,7 @@ def _plan_shards(entries: Sequence[WeightEntry], dtype: torch.dtype, max_shard_b
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
-    """Writes a safetensors file with the mode that the umask gives; the library's own is for the owner alone."""
+    """Write a safetensors file with the mode of the umask; the library's own is for the owner alone."""
     path.touch()
     mode = path.stat().st_mode
     save_file(tensors, path, metadata=metadata)
@@ -291,11 +292,11 @@ def _write_shards(
 
 
 def _copy_tokenizer(source: Path, target: Path) -> dict[str, Any]:
-    """Copies the tokenizer; returns the ids of its first and last tokens for the configuration."""
+    """Copy the tokenizer; return its special-token ids for the configuration."""
     files = [source / name for name in TOKENIZER_FILES if (source / name).is_file()]
     if not files:
-        raise WeightsError(f"{source} holds no tokenizer; expected one of {', '.join(TOKENIZER_FILES)}")
-    generation = source / "generation_config.json"  # names every token that ends an answer, the tokenizer's only one
+        raise WeightsError(f"{source} has no tokenizer; expected one of {', '.join(TOKENIZER_FILES)}")
+    generation = source / "generation_config.json"  # lists every end token; the tokenizer has only one
     for file in (*files, generation) if generation.is_file() else files:
         shutil.copyfile(file, target / file.name)
     try:

@@ -1,1 +1,1 @@
-"""Self-tests of this hardware before a run: whether it computes right, and as fast as its neighbours."""
+"""Hardware self-tests before a run: whether each device computes correctly, and as fast as its neighbours."""

@@ -1,9 +1,9 @@
-"""`python -m craton.ml.selftest compute|bandwidth`: prints JSON, an object a line.
+"""`python -m craton.ml.selftest compute|bandwidth`: print JSON lines.
 
-`compute` tests every GPU of this node by itself, or its processor: a line with the names of all, then one of each that
-comes to its end, so that one that hangs takes nothing from the others. `bandwidth` is one rank of several: it takes its
-place from RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, or from what srun sets; rank 0 prints one line.
-Exit code 3 says that torch cannot be imported.
+`compute` tests every GPU of this node (without GPUs: the CPU). It first prints the names of all devices, then one line
+per device as it finishes, so a device that hangs does not hide the others. `bandwidth` runs as one of several ranks. It
+reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, or the variables that srun sets; rank 0 prints one
+line. Exit code 3 means that torch cannot be imported.
 """
 
 from __future__ import annotations
@@ -18,16 +18,25 @@ NO_TORCH = 3
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m craton.ml.selftest")
     verbs = parser.add_subparsers(dest="verb", required=True)
-    compute = verbs.add_parser("compute", help="the same products again and again; their hashes")
-    compute.add_argument("--seconds", type=float, help="how long; default 20 on GPUs, 1 on a processor")
-    bandwidth = verbs.add_parser("bandwidth", help="all-reduce in pairs of units")
-    bandwidth.add_argument("--unit-ranks", type=int, default=1, help="ranks that form a unit: those of a node")
-    bandwidth.add_argument("--megabytes", type=float, help="of the buffer; default 256 on GPUs, 4 on processors")
-    bandwidth.add_argument("--expected", type=float, default=0.0, help="bytes per second that a pair should reach")
+    compute = verbs.add_parser(
+        "compute", help="repeat seeded matmuls and attention, and print the hashes of their results"
+    )
+    compute.add_argument("--seconds", type=float, help="seconds per device [default: 20 on GPUs, 1 on a CPU]")
+    bandwidth = verbs.add_parser("bandwidth", help="measure all-reduce between pairs of units")
+    bandwidth.add_argument(
+        "--unit-ranks", type=int, default=1, help="ranks per unit, normally those of one node [default: 1]"
+    )
+    bandwidth.add_argument("--megabytes", type=float, help="buffer size [default: 256 on GPUs, 4 on CPUs]")
+    bandwidth.add_argument(
+        "--expected",
+        type=float,
+        default=0.0,
+        help="bytes per second that a pair should reach [default: judge by the fast pairs]",
+    )
     options = parser.parse_args(arguments)
     try:
         import torch  # noqa: F401
-    except (ImportError, OSError) as error:  # OSError: a library of CUDA that it needs is not there
+    except (ImportError, OSError) as error:  # OSError: a CUDA library that torch needs is missing
         print(f"torch cannot be imported: {error}", file=sys.stderr)
         return NO_TORCH
     if options.verb == "compute":

@@ -1,7 +1,7 @@
-"""All-reduce in pairs of nodes (or of GPUs): how fast each pair is, and which one is slow with everybody.
+"""Measure all-reduce bandwidth between pairs of nodes (or GPUs), to find the unit that is slow with every partner.
 
-Ranks agree over gloo; what is measured goes over NCCL where there are GPUs, else over gloo. A unit is the ranks of one
-node, so that a pair is what published two-node measurements are of.
+Ranks coordinate over gloo. The measured all-reduce runs over NCCL on GPUs, else over gloo. A unit is the ranks of one
+node, so a pair is comparable to published two-node measurements.
 """
 
 from __future__ import annotations
@@ -23,19 +23,21 @@ from craton.ml.store import join_group_of_environment
 
 GPU_MEGABYTES, CPU_MEGABYTES = 256.0, 4.0
 TRIES, TIMES = 4, 4
-SECRET_VARIABLE = "CRATON_SELFTEST_SECRET"  # environment: the same on all ranks, and different every time
-LIMIT = timedelta(seconds=120)  # a partner that never comes is an error, no hang
+SECRET_VARIABLE = "CRATON_SELFTEST_SECRET"  # environment variable: the same on all ranks, new for every test
+LIMIT = timedelta(seconds=120)  # a partner that never joins is an error, not a hang
 
 
 def measure_pairs(unit_ranks: int, megabytes: float | None, expected: float) -> dict[str, Any] | None:
-    """What rank 0 found; None on the others."""
+    """Measure all pairs and return the result on rank 0; None on the other ranks."""
     rank, world, local = place()
     is_gpu = torch.cuda.is_available()
     device = torch.device("cuda", local % torch.cuda.device_count()) if is_gpu else torch.device("cpu")
     if is_gpu:
         torch.cuda.set_device(device)
     if world % unit_ranks:
-        raise SystemExit(f"{world} ranks are no whole number of units of {unit_ranks}; start as many on every node")
+        raise SystemExit(
+            f"world size {world} is not a multiple of --unit-ranks {unit_ranks}; start the same number on every node"
+        )
     _join(rank, world)
     try:
         return _measure(rank, unit_ranks, megabytes or (GPU_MEGABYTES if is_gpu else CPU_MEGABYTES), expected, device)
@@ -46,20 +48,20 @@ def measure_pairs(unit_ranks: int, megabytes: float | None, expected: float) -> 
 def _join(rank: int, world: int) -> None:
     secret = os.environ.get(SECRET_VARIABLE, "")
     if secret:
-        with suppress(OSError):  # where the way is not known, gloo takes the address of the host's name
+        with suppress(OSError):  # without a route, gloo uses the address of the host name
             pin_interfaces(address_towards(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
         join_group_of_environment("gloo", secret.encode(), rank, world, LIMIT)
         return
     if rank == 0:
         print(
-            f"{SECRET_VARIABLE} is not set: the ranks meet in torch's own store, which anybody can reach and change",
+            f"{SECRET_VARIABLE} is not set: the ranks use torch's own TCPStore, which is not authenticated",
             file=sys.stderr,
         )
     dist.init_process_group("gloo", rank=rank, world_size=world, timeout=LIMIT)
 
 
 def place() -> tuple[int, int, int]:
-    """(rank, world, rank on this node), as torchrun or srun say."""
+    """Return (rank, world size, local rank) as torchrun or srun set them."""
     environment = os.environ
     if "RANK" in environment:
         rank, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])
@@ -67,7 +69,7 @@ def place() -> tuple[int, int, int]:
     if "SLURM_PROCID" in environment:
         rank, world = int(environment["SLURM_PROCID"]), int(environment["SLURM_NTASKS"])
         return rank, world, int(environment["SLURM_LOCALID"])
-    raise SystemExit("set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, or start it with srun or torchrun")
+    raise SystemExit("set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, or start with srun or torchrun")
 
 
 def _measure(
@@ -94,9 +96,9 @@ def _measure(
 
 
 def _round(pairs: list[Pair], rank: int, unit_ranks: int, buffer: torch.Tensor) -> dict[Pair, float]:
-    """Buffer bytes per second of every pair, all measured at the same time."""
+    """Measure all pairs at the same time; return buffer bytes per second of each."""
     mine: tuple[Pair, Any] | None = None
-    for pair in pairs:  # every rank makes every group, in the same order: torch asks for that
+    for pair in pairs:  # torch requires every rank to create every group, in the same order
         members = [unit * unit_ranks + item for unit in pair for item in range(unit_ranks)]
         group = dist.new_group(members, timeout=LIMIT, backend=_backend(buffer.device))
         if rank in members:
@@ -113,10 +115,10 @@ def _round(pairs: list[Pair], rank: int, unit_ranks: int, buffer: torch.Tensor) 
 
 
 def exchange(buffer: torch.Tensor, group: Any) -> float:
-    """Seconds of one all-reduce of the buffer in the group, by the best of some tries: what else the machines do makes
-    one slower, never faster. Of maxima, which never overflow."""
+    """Return the seconds of one all-reduce of the buffer in the group: the best of several tries, since other load only
+    makes a try slower. The operation is MAX, which never overflows."""
     best = float("inf")
-    for _ in range(1 + TRIES):  # the first one, which makes the connections, is never the best
+    for _ in range(1 + TRIES):  # the first one opens the connections and is never the best
         _wait(buffer)
         begin = time.perf_counter()
         for _ in range(TIMES):

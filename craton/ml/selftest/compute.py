@@ -1,8 +1,8 @@
-"""A card that computes wrong: the same seeded products and attention again and again, every result compared bit by bit
-with the first, and the first by its hash with those of other cards.
+"""Find GPUs that compute wrong results: repeat seeded matmuls and attention, compare every result bit by bit with the
+first one, and compare hashes of the first results across GPUs.
 
-Results are the same from run to run on one kind of device with one build of torch: inputs are made on the processor
-from a seed, and only kernels are used that add in a fixed order. What differs is the hardware.
+On one device model with one build of torch the results are reproducible: inputs come from a seed on the CPU, and only
+kernels with a fixed order of summation run. Any difference comes from the hardware.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 SEED = 20261115
 GPU_SECONDS, CPU_SECONDS = 20.0, 1.0
-BATCH_SECONDS = 0.25  # of work between two looks at the clock
-CHECKED_ROWS = 8  # of a product, compared with the processor's in fp64
+BATCH_SECONDS = 0.25  # of work between two checks of the clock
+CHECKED_ROWS = 8  # of a matmul, compared with an fp64 result from the CPU
 FP8_CAPABILITY = (8, 9)
-# How far a product may be from fp64's: the rounding of its inputs is in both, that of its output is not.
+# Allowed difference from the fp64 result. Input rounding is in both results, output rounding is not.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 
 
 @dataclass
 class DeviceResult:
-    """What one device did."""
+    """Result of one device."""
 
     device: str  # cuda:3 or cpu
     name: str
@@ -40,8 +40,8 @@ class DeviceResult:
     cuda: str
     hashes: dict[str, str] = field(default_factory=dict)  # operation → sha256 of its result
     repeats: dict[str, int] = field(default_factory=dict)
-    mismatches: dict[str, int] = field(default_factory=dict)  # repeats whose result was another
-    wrong: list[str] = field(default_factory=list)  # operations whose result is far from the processor's
+    mismatches: dict[str, int] = field(default_factory=dict)  # repeats with a different result
+    wrong: list[str] = field(default_factory=list)  # operations whose result is far from the CPU's
     tflops: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
     error: str = ""
@@ -51,25 +51,25 @@ class DeviceResult:
 class Operation:
     run: Callable[[], Tensor]
     flops: float
-    reference: Callable[[], Tensor] | None = None  # the first rows, in fp64 on the processor
+    reference: Callable[[], Tensor] | None = None  # the first rows, in fp64 on the CPU
 
 
 def devices_here() -> list[torch.device]:
-    """All GPUs that torch can use; without one, the processor."""
+    """Return all GPUs that torch can use, else the CPU."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return [torch.device("cuda", number) for number in range(count)] or [torch.device("cpu")]
 
 
 def check_devices(devices: Sequence[torch.device], seconds: float | None = None) -> Iterator[dict[str, Any]]:
-    """All at the same time, as a run would load them; each result as soon as it is there."""
-    # cuBLAS adds in a fixed order only with a workspace of its own.
+    """Test all devices at the same time, as a run would load them; yield each result as soon as it is ready."""
+    # cuBLAS sums in a fixed order only with its own workspace.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.use_deterministic_algorithms(True)
-    # Chosen once and for all threads: torch keeps the choice for the whole process.
+    # Set once for all threads: torch keeps this setting per process.
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
         if devices[0].type == "cpu":
-            torch.set_num_threads(1)  # how a sum is cut into threads must not depend on how busy the machine is
+            torch.set_num_threads(1)  # the split of a sum over threads must not depend on how busy the machine is
             yield asdict(check_device(devices[0], seconds or CPU_SECONDS))
             return
         with ThreadPoolExecutor(len(devices)) as pool:
@@ -79,7 +79,7 @@ def check_devices(devices: Sequence[torch.device], seconds: float | None = None)
 
 
 def check_device(device: torch.device, seconds: float) -> DeviceResult:
-    """Every operation for its share of the time; what CUDA raises is part of the result."""
+    """Run every operation for its share of the time; a CUDA error becomes part of the result."""
     result = DeviceResult(str(device), "", torch.__version__, torch.version.cuda or "")
     begin = time.perf_counter()
     try:
@@ -87,7 +87,7 @@ def check_device(device: torch.device, seconds: float) -> DeviceResult:
         work = operations(device)
         for name, operation in work.items():
             _repeat(name, operation, device, seconds / len(work), result)
-    except RuntimeError as error:  # CUDA's errors, out of memory among them
+    except RuntimeError as error:  # CUDA errors, including out of memory
         result.error = str(error).strip().partition("\n")[0]
     result.seconds = time.perf_counter() - begin
     return result
@@ -104,7 +104,7 @@ def device_name(device: torch.device) -> str:
 
 
 def operations(device: torch.device) -> dict[str, Operation]:
-    """bf16, fp32 and, where the card has it, fp8 products; causal attention in bf16."""
+    """Return the matmuls in bf16, fp32 and, where the GPU supports it, fp8, and causal attention in bf16."""
     is_gpu = device.type == "cuda"
     wide, narrow = (4096, 2048) if is_gpu else (256, 192)
     result = {
@@ -118,7 +118,7 @@ def operations(device: torch.device) -> dict[str, Operation]:
 
 
 def result_hash(result: Tensor) -> str:
-    """Of the bits, so that two NaNs are equal and 0 and -0 are not."""
+    """Hash the bits, so that two NaNs are equal and 0 and -0 are not."""
     return hashlib.sha256(_bits(result).cpu().numpy().tobytes()).hexdigest()
 
 
@@ -158,7 +158,7 @@ def _product(size: int, dtype: torch.dtype, device: torch.device) -> Operation:
 
 
 def _scaled_product(size: int, device: torch.device) -> Operation:
-    # The second one is given transposed: cuBLAS has fp8 products of a row-major and a column-major matrix only.
+    # The second operand is transposed: cuBLAS supports fp8 only for a row-major and a column-major matrix.
     left = _random(3, size, size).to(device).to(torch.float8_e4m3fn)
     right = _random(4, size, size).to(device).to(torch.float8_e4m3fn)
     one = torch.ones((), dtype=torch.float32, device=device)
@@ -189,7 +189,7 @@ def _bits(tensor: Tensor) -> Tensor:
 def _is_near(computed: Tensor, wanted: Tensor) -> bool:
     scale = wanted.abs().max()
     error = (computed.cpu().double() - wanted).abs().max() / scale
-    return bool(error <= TOLERANCE[computed.dtype])  # not a number is not near
+    return bool(error <= TOLERANCE[computed.dtype])  # NaN is never near
 
 
 def _wait(device: torch.device) -> None:

@@ -1,1 +1,2 @@
-"""The real training step on fake ranks: what it communicates, computes and holds, at any world size, without a GPU."""
+"""Trace: run the real training step on fake ranks to see its collectives, FLOPs and memory at any world size, without a
+GPU."""

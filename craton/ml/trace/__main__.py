@@ -1,7 +1,7 @@
-"""`python -m craton.ml.trace JOB --layout JSON`: a trace in a process of its own, so that no fake group outlives it.
+"""`python -m craton.ml.trace JOB --layout JSON`: run a trace in its own process, so that no fake group outlives it.
 
-Lines of JSON on stdout: {"done": 0, "of": 2, "what": "..."} while it runs, then {"trace": ..., "comparison": ...}. A
-user's mistake is {"error": "..."} and exit code 2.
+Prints JSON lines on stdout: {"done": 0, "of": 2, "what": "..."} while it runs, then {"trace": ..., "comparison": ...}.
+A user error prints {"error": "..."} and exits with code 2.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ from craton.ml.trace.trace import trace
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m craton.ml.trace", description=__doc__)
     parser.add_argument("job")
-    parser.add_argument("--layout", required=True, help="the fields of a layout as JSON")
-    parser.add_argument("--ranks", default="", help="0,8 [default: one of every pipeline stage that differs]")
+    parser.add_argument("--layout", required=True, help="layout fields as JSON")
+    parser.add_argument(
+        "--ranks", default="", help="ranks to trace, e.g. 0,8 [default: one of every pipeline stage that differs]"
+    )
     given = parser.parse_args(arguments)
-    warnings.simplefilter("ignore")  # of fake ranks; the real run shows its own
+    warnings.simplefilter("ignore")  # on fake ranks; the real run shows its own
     try:
         job, layout = load_job(given.job), Layout(**json.loads(given.layout))
         ranks = [int(rank) for rank in given.ranks.split(",") if rank]

@@ -1,7 +1,7 @@
-"""The traced step beside the planned one: collectives, FLOPs and memory, and which of them do not agree.
+"""Compare the traced step with the planned one: collectives, FLOPs and memory, and which of them disagree.
 
-Planned is what the planner counts for Craton's own stack, whatever stack the job names for its prediction. Memory is
-that of tensors: neither what the allocator leaves unused nor the driver's own.
+The planned numbers are those of Craton's own stack, whatever stack the job names for its prediction. Memory counts
+tensors only, without allocator slack and driver memory.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from craton.planning.calibration import STACKS, UNKNOWN
 from craton.planning.memory import Memory, memory
 from craton.planning.step import StageInventory, Workload, inventory
 
-BYTES_TOLERANCE = 0.01  # of collectives and FLOPs
+BYTES_TOLERANCE = 0.01  # for collectives and FLOPs
 MEMORY_TOLERANCE = 0.05
-# Norms, loads of experts and other handfuls of numbers: a share of all bytes that a step moves, or so few of them.
+# Norms, expert loads and other sums of a few numbers: below this share of a step's bytes, or this many bytes.
 NEGLIGIBLE, NEGLIGIBLE_BYTES = 1e-3, 1024.0
 
-# The traced part that a planned one is in, and the name both are shown under.
+# Maps a planned part to the traced part that contains it; both are shown under the second name.
 SHOWN_PARTS = {
     "parameters": "parameters",
     "gathered parameters": "gathered parameters",
@@ -49,7 +49,7 @@ class ComparisonRow:
 
 @dataclass(frozen=True)
 class RankComparison:
-    """One traced rank beside the stage it belongs to."""
+    """One traced rank compared with its pipeline stage."""
 
     rank: int
     stage: int
@@ -59,7 +59,7 @@ class RankComparison:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All traced ranks beside the plan; memory on the rank that needs most."""
+    """All traced ranks compared with the plan; memory of the rank that needs the most."""
 
     ranks: tuple[RankComparison, ...]
     memory: tuple[ComparisonRow, ...]  # the first is the total
@@ -68,7 +68,7 @@ class Comparison:
 
 
 def compare(job: Job, layout: Layout, trace: Trace) -> Comparison:
-    """What was planned for the traced ranks, and where the real code does something else."""
+    """Compare the traced ranks with the plan, and report where the real code differs."""
     assert job.model_shape is not None
     assert job.train is not None
     work = Workload(
@@ -91,7 +91,7 @@ def compare(job: Job, layout: Layout, trace: Trace) -> Comparison:
 
 
 def compare_rank(rank: RankTrace, stage: StageInventory) -> RankComparison:
-    """Collectives by operation, dimension and size of the group; FLOPs by kind."""
+    """Compare collectives by operation, dimension and group size, and FLOPs by kind."""
     planned: dict[tuple[str, str, int], tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
     traced: dict[tuple[str, str, int], tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
     for entry in stage.entries:
@@ -124,7 +124,7 @@ def compare_rank(rank: RankTrace, stage: StageInventory) -> RankComparison:
 
 
 def compare_memory(rank: RankTrace, planned: Memory) -> tuple[ComparisonRow, ...]:
-    """The total of the worst rank, then its parts."""
+    """Compare the total of the worst rank, then its parts."""
     tensors = {part: size for part, size in planned.parts.items() if part not in NOT_TENSORS}
     total = sum(tensors.values())
     expected: dict[str, float] = defaultdict(float)
@@ -146,7 +146,7 @@ def _close(planned: float, traced: float, tolerance: float) -> bool:
 
 
 def _findings(rank: RankComparison, traced: RankTrace) -> list[TraceFinding]:
-    """Collectives that are missing, or that nobody planned, with the modules that were seen to call them; and FLOPs."""
+    """Report missing and unplanned collectives, with the modules that call them, and differences in FLOPs."""
     result = []
     for row in rank.collectives:
         if row.agrees:
@@ -158,9 +158,11 @@ def _findings(rank: RankComparison, traced: RankTrace) -> list[TraceFinding]:
         }
         if row.traced_count < row.planned_count:
             text = f"{row.name} is called {row.traced_count:g} times a step, {row.planned_count:g} are expected"
-            relief = "find the layer that forgot it; a sum over ranks that is missing leaves wrong numbers"
+            relief = "find the layer that lacks it; without the reduction over ranks, results are wrong"
         elif row.traced_count > row.planned_count:
-            text = f"{row.name} is called {row.traced_count:g} times a step, only {row.planned_count:g} are expected"
+            text = (
+                f"{row.name} is called {row.traced_count:g} times a step, but only {row.planned_count:g} are expected"
+            )
             relief = "gather once and keep it, or correct the plan (craton/planning/step/operations.py)"
         else:
             text = f"{row.name} moves {stored(row.traced)} a step, {stored(row.planned)} are expected"
@@ -174,8 +176,8 @@ def _findings(rank: RankComparison, traced: RankTrace) -> list[TraceFinding]:
         text = f"{row.name} takes {took} a step, {expected} are expected"
         relief = "compare the operators with the plan's (craton/planning/step/operations.py)"
         if row.name == "attention" and is_plain:
-            text = "attention runs as plain products over all pairs of tokens, not as a fused kernel"
-            relief = "on GPUs a context group has fused kernels in 16 bit only: train in bf16"
+            text = "attention runs as plain matmuls over all pairs of tokens, not as a fused kernel"
+            relief = "on GPUs, context parallelism has fused kernels in 16 bit only: train in bf16"
         result.append(TraceFinding(f"stage {rank.stage}", text, relief))
     return result
 
@@ -185,8 +187,8 @@ def _memory_findings(rows: tuple[ComparisonRow, ...], worst: RankTrace) -> list[
     if total.agrees:
         return []
     off = max(parts, key=lambda row: abs(row.traced - row.planned))
-    text = f"memory reaches {total.traced / total.planned:.2f} times what is planned, most of it {off.name}"
-    relief = f"look at what is alive in the {worst.memory_instant} (craton/planning/memory/own_memory.py)"
+    text = f"memory reaches {total.traced / total.planned:.2f} times the plan; the largest difference is {off.name}"
+    relief = f"check which tensors are alive in the {worst.memory_instant} (craton/planning/memory/own_memory.py)"
     return [TraceFinding(f"rank {worst.rank}", text, relief)]
 
 

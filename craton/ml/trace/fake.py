@@ -1,8 +1,8 @@
-"""A rank of a world that does not exist: fake tensors, a fake process group, and the code paths of a GPU.
+"""One rank of a fake world: fake tensors, a fake process group, and the code paths of a GPU.
 
-Fake tensors have shapes, types and storages of the right size, and no bytes. They lie on the CPU, where autograd needs
-no driver, and say that they are CUDA tensors, so that our code takes the path that it takes there: fused kernels (their
-launch is left out; what they write to is allocated around it), cuDNN's attention, the update of parameters in place.
+Fake tensors have shapes, dtypes and storages of the right size, but no bytes. They are on the CPU, where autograd needs
+no driver, and report that they are CUDA tensors, so our code takes the GPU path: fused kernels (only the launch is
+skipped; their outputs are allocated), cuDNN attention, the in-place parameter update.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from craton.ml.models import Decoder, dispatch
 from craton.ml.trace.patches import replaced
 from craton.ml.training import build, loop
 
-PROCESSORS = 132  # of an H100; only the size of one small buffer depends on it
+PROCESSORS = 132  # streaming multiprocessors of an H100; only the size of one small buffer depends on it
 
 
 class TraceError(CratonError):
-    """The step cannot be traced as it is."""
+    """This step cannot be traced."""
 
 
 @contextmanager
 def fake_rank(rank: int, world: int) -> Iterator[FakeTensorMode]:
-    """Inside, this process is one rank of so many, and GPU code runs without a GPU. Yields the mode of fake tensors,
-    which is not yet active: meshes and shards are made of real numbers first."""
+    """Make this process one rank of a fake world, in which GPU code runs without a GPU. Yields the FakeTensorMode,
+    which is not yet active: meshes and shards are first built from real numbers."""
     if dist.is_initialized():
-        raise TraceError("this process has a process group already; trace in a process of its own")
+        raise TraceError("this process already has a process group; run the trace in a separate process")
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with ExitStack() as stack:
         for owner, name, value in _replacements(mode):
@@ -56,7 +56,7 @@ def _end() -> None:
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     dist.destroy_process_group()
-    _clear_sharding_prop_cache()  # it remembers the meshes of groups that are gone, and takes equal ones for them
+    _clear_sharding_prop_cache()  # it caches the meshes of destroyed groups and would match equal new ones
 
 
 def _replacements(mode: FakeTensorMode) -> list[tuple[Any, str, Any]]:
@@ -64,12 +64,12 @@ def _replacements(mode: FakeTensorMode) -> list[tuple[Any, str, Any]]:
         from triton.runtime.jit import KernelInterface
     except ImportError:
         raise TraceError(
-            "a trace runs the code of the GPU kernels, which are written in Triton; it is missing here: "
+            "a trace runs the code of the GPU kernels, which needs Triton; Triton is not installed: "
             "install craton[train] on Linux"
         ) from None
 
     def nothing(*_arguments: Any, **_options: Any) -> None:
-        """Values do not exist, so they are not filled in."""
+        """Values do not exist, so nothing is filled in."""
 
     to_empty = nn.Module.to_empty
 
@@ -102,20 +102,20 @@ def _cudnn_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """What `scaled_dot_product_attention` chooses on a GPU; which kernel it would be cannot be asked without one."""
+    """The kernel that `scaled_dot_product_attention` selects on a GPU; the choice cannot be queried without one."""
     assert enable_gqa == (query.shape[1] != key.shape[1])
     kernel: Callable[..., tuple[Tensor, ...]] = torch.ops.aten._scaled_dot_product_cudnn_attention
     return kernel(query, key, value, attn_mask, True, 0.0, is_causal, False, scale=scale)[0]
 
 
 def _fused_norm(x: Tensor, _shape: list[int], weight: Tensor, _epsilon: float | None = None) -> Tensor:
-    """On a GPU the norm is one kernel, which is not there without one."""
+    """On a GPU the norm is one fused kernel, which does not exist without one."""
     normed: Tensor = _FusedNorm.apply(x, weight)
     return normed
 
 
 class _FusedNorm(torch.autograd.Function):
-    """What torch's kernel allocates and keeps: its input, and one number of every row."""
+    """Allocate and keep what torch's kernel does: the input, and one number per row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -130,14 +130,14 @@ class _FusedNorm(torch.autograd.Function):
 
 
 def _balanced(sent: Tensor, _received: Tensor, rows: int) -> tuple[list[int], list[int]]:
-    """What the router chose is not known: every rank sends as many rows to each, and gets as many."""
+    """The router's choice is unknown: every rank sends the same number of rows to each other rank."""
     ranks = sent.shape[0]
     sizes = [rows // ranks + (rank < rows % ranks) for rank in range(ranks)]
     return sizes, sizes
 
 
 class _Unread:
-    """Numbers on their way to the host, where nobody reads them."""
+    """Stand-in for numbers on their way to the host, which are never read."""
 
     def __init__(self, _tensor: Tensor) -> None:
         pass

@@ -1,5 +1,5 @@
-"""What only the real code shows: a parameter that is whole although the layout cuts it, a layer that talks to the
-other ranks unlike its neighbours, stages that do not weigh the same."""
+"""Problems that only the real code shows: a parameter that is whole although the layout shards it, a layer whose
+collectives differ from its neighbours', pipeline stages with unequal work."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from craton.ml.models import Decoder, DecoderConfig
 from craton.ml.trace.records import RankTrace, Recording, TraceFinding
 from craton.ml.trace.runs import LayerRun
 
-UNEVEN = 0.1  # of the mean stage's FLOPs, from which a stage is worth a word
-MIN_NEIGHBOURS = 3  # layers of a run, from which one that differs from the others can be told
+UNEVEN = 0.1  # excess over the mean stage's FLOPs from which a stage is reported
+MIN_NEIGHBOURS = 3  # minimum length of a run in which one different layer can be detected
 
-# Every rank of a tensor-parallel group holds these whole; all other weights are cut by tp.
+# Every rank of a tensor-parallel group holds these whole; tp shards all other weights.
 WHOLE_UNDER_TP = ("norm.weight", "router.weight", "q_a.weight", "kv_a.weight")
 
 
 def parameter_findings(recording: Recording, config: DecoderConfig, layout: Layout) -> Iterator[TraceFinding]:
-    """Parameters of which this rank holds more than the layout says; `config` is that of the traced depth."""
+    """Report parameters of which this rank holds more than the layout allows; `config` is that of the traced depth."""
     with torch.device("meta"):
         whole = dict(Decoder(config).named_parameters())
     for name, size in recording.parameters.items():
@@ -31,22 +31,22 @@ def parameter_findings(recording: Recording, config: DecoderConfig, layout: Layo
             continue
         full = whole[name].numel()
         inner, sharded = _cuts(name, layout)
-        # FSDP2 cuts by rows, of which tp and ep may have left a part: a rank may hold one row more than its share
+        # FSDP2 shards by rows after tp and ep, so a rank may hold one row more than its share
         rows = whole[name].shape[0]
         share = max(math.ceil(rows / sharded) / inner, math.ceil(rows / inner / sharded)) / rows * full
         if size <= max(share, 1.5 * full / (inner * sharded)):
             continue
         module = name.rpartition(".")[0]
-        held = "is whole" if size == full else f"has {size:,} of {full:,} numbers"
+        held = "is whole" if size == full else f"has {size:,} of {full:,} elements"
         yield TraceFinding(
             module,
-            f"{name} {held} on this rank; the layout cuts it {inner * sharded} times ({layout})",
-            f"give {module} to fully_shard, or to the cut by tp or ep, in craton/ml/training/parallel/mesh.py",
+            f"{name} {held} on this rank; the layout shards it {inner * sharded} ways ({layout})",
+            f"pass {module} to fully_shard, or shard it by tp or ep, in craton/ml/training/parallel/mesh.py",
         )
 
 
 def layer_findings(recording: Recording, runs: Sequence[LayerRun]) -> Iterator[TraceFinding]:
-    """Layers whose collectives are not those of the equal layers beside them."""
+    """Report layers whose collectives differ from those of the equal layers around them."""
     for run in runs:
         if run.length < MIN_NEIGHBOURS:
             continue
@@ -65,7 +65,7 @@ def layer_findings(recording: Recording, runs: Sequence[LayerRun]) -> Iterator[T
 
 
 def stage_findings(ranks: Sequence[RankTrace], layout: Layout) -> Iterator[TraceFinding]:
-    """Pipeline stages that do more than the others: all wait for the slowest."""
+    """Report pipeline stages that do more work than the others: all stages wait for the slowest."""
     if layout.pp == 1 or len(ranks) < 2:
         return
     total = sum(rank.alike * sum(rank.flops.values()) for rank in ranks)
@@ -77,12 +77,12 @@ def stage_findings(ranks: Sequence[RankTrace], layout: Layout) -> Iterator[Trace
             yield TraceFinding(
                 f"stage {rank.stage}",
                 f"stage {rank.stage} ({rank.layers} layers{head}) computes {percent(excess)} more than the mean stage",
-                "choose pp · vpp so that layers, and the head as one or two more, divide evenly",
+                "choose pp · vpp so that the layers divide evenly, with the head counted as one or two layers",
             )
 
 
 def _cuts(name: str, layout: Layout) -> tuple[int, int]:
-    """(ranks that tp or ep cut a parameter over, ranks that FSDP2 shards it over)."""
+    """Return (ranks over which tp or ep shard a parameter, ranks over which FSDP2 shards it)."""
     shards = layout.fsdp * layout.cp
     if ".experts." in name:
         return layout.ep, max(1, shards // layout.ep) * layout.tp

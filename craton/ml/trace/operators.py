@@ -1,7 +1,7 @@
-"""What an operator costs, read from its name and its tensors: FLOPs of products, and what a collective moves.
+"""The cost of an operator, from its name and its tensors: FLOPs of matmuls and attention, bytes of collectives.
 
-Causal attention counts half of the scores; its backward pass counts five products to the forward pass's two, because
-the kernel makes the scores again. That is how the planner counts.
+Causal attention counts half of the scores. Its backward pass counts five matmuls against two in the forward pass,
+because the kernel recomputes the scores. The planner counts the same way.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import ProcessGroup, _resolve_process_group
 
-# c10d's own names and those of the functional collectives, without namespace and trailing underscores.
+# Names in c10d and in the functional collectives, without namespace and trailing underscores.
 OPERATIONS = {
     "_allgather_base": "all_gather",
     "allgather": "all_gather",
@@ -50,7 +50,7 @@ class Collective(NamedTuple):
 
 
 def collective_of(function: Any, arguments: tuple[Any, ...], result: Any) -> Collective | None:
-    """The collective that an operator is; None for anything else, waits and barriers among it."""
+    """Return the collective that an operator performs; None for any other operator, including waits and barriers."""
     namespace, _, name = function._schema.name.partition("::")
     if namespace not in NAMESPACES:
         return None
@@ -64,7 +64,7 @@ def collective_of(function: Any, arguments: tuple[Any, ...], result: Any) -> Col
 
 
 def flops_of(function: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> float:
-    """FLOPs of a matrix product or an attention kernel; 0 for anything else."""
+    """Return the FLOPs of a matmul or an attention kernel; 0 for any other operator."""
     formula = FORMULAS.get(function._schema.name)
     if formula is None:
         return 0.0
@@ -77,7 +77,7 @@ def is_attention(function: Any) -> bool:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """All tensors of an argument or a result, however nested."""
+    """Yield all tensors of an argument or a result, however nested."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple):
@@ -86,7 +86,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def _group(arguments: tuple[Any, ...]) -> ProcessGroup:
-    """Collectives of c10d carry their group as an object, functional ones by its name, the last of their texts."""
+    """c10d collectives carry their group as an object, functional ones by name, as their last string argument."""
     for argument in arguments:
         if isinstance(argument, torch.ScriptObject):
             try:
@@ -104,7 +104,7 @@ def _of(first: str, second: str) -> Callable[[dict[str, Any]], float]:
 
 
 def _product(left: Tensor, right: Tensor) -> float:
-    """[…, m, k] · […, k, n]; a stack on one side only is one product over all its rows."""
+    """[..., m, k] · [..., k, n]; with a batch dimension on one side only, it is one matmul over all rows."""
     rows = left.shape[-2] * (left.shape[0] if left.dim() == right.dim() == 3 else 1)
     return 2.0 * rows * left.shape[-1] * right.shape[-1]
 
@@ -117,7 +117,7 @@ def _attention(named: dict[str, Any]) -> float:
 
 
 def _packed(named: dict[str, Any]) -> float:
-    """query [tokens, heads, d]: every token sees half of the longest document, or its window where that is shorter."""
+    """query [tokens, heads, d]: every token sees half of the longest document, or its window if that is shorter."""
     tokens, heads, _ = named["query"].shape
     left = (named.get("window_size") or (-1, 0))[0]
     keys = named["max_k"] / 2 if left < 0 else min(named["max_k"] / 2, left + 1)
@@ -125,7 +125,7 @@ def _packed(named: dict[str, Any]) -> float:
 
 
 def _piece(named: dict[str, Any]) -> float:
-    """query [tokens, heads, d], the last `max_q` tokens of rows of `max_k`, which see all before them or a window."""
+    """query [tokens, heads, d], the last `max_q` tokens of rows of `max_k`; they see all earlier tokens or a window."""
     tokens, heads, _ = named["query"].shape
     keys = named["max_k"] - named["max_q"] / 2
     left = named["window_size_left"]

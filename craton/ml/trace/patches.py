@@ -1,4 +1,4 @@
-"""One attribute replaced for as long as a context lasts."""
+"""Replace one attribute for the duration of a context."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """`owner.name` is `value` inside, and what it was before afterwards, also where it was only inherited."""
+    """Set `owner.name` to `value` inside the context and restore it afterwards, even if it was inherited."""
     missing = object()
     before = vars(owner).get(name, missing)
     setattr(owner, name, value)

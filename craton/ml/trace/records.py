@@ -1,7 +1,7 @@
-"""What one traced step says: collectives, FLOPs and memory, as plain data that adds, scales and becomes JSON.
+"""Records of one traced step: collectives, FLOPs and memory, as plain data that adds, scales and becomes JSON.
 
-Bytes of a collective are those of its full tensor, the larger side, as the planner's inventory counts them. Every
-record carries its micro-batch as "first", "middle" or "last", so that a step of three stands for a step of many.
+Bytes of a collective are those of the full tensor (the larger side), as in the planner's inventory. Every record is
+marked with its micro-batch, "first", "middle" or "last", so a step of three micro-batches represents a step of many.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ PARTS = ("parameters", "gathered parameters", "gradients", "optimizer states", "
 
 
 class CollectiveKey(NamedTuple):
-    """What tells two collectives of a step apart."""
+    """The fields that distinguish two collectives of a step."""
 
     operation: str  # all_gather, reduce_scatter, all_reduce, all_to_all, send, recv, broadcast
     dimension: str  # pp, replicate, fsdp, cp, tp, ep, all, or several joined by "·"
@@ -32,10 +32,10 @@ class FlopKey(NamedTuple):
 
 
 class Window(NamedTuple):
-    """A stretch of the step whose highest memory is kept: a place in one block, counted from an end of its run."""
+    """A part of the step whose peak memory is kept: a place in one block, counted from an end of its run of layers."""
 
     place: Place
-    run: int  # of equal layers; -1: outside of the blocks
+    run: int  # index of the run of equal layers; -1: outside the blocks
     offset: int  # 0, 1 from the run's start; -1, -2 from its end
     micro_batch: str
 
@@ -48,7 +48,7 @@ class Amount:
     bytes: float = 0.0
 
 
-Phase = str  # "first", "middle", "last" micro-batch, "step" for what happens once
+Phase = str  # "first", "middle", "last" micro-batch; "step": once per step
 
 
 @dataclass
@@ -57,12 +57,12 @@ class Recording:
 
     collectives: dict[tuple[Phase, CollectiveKey], Amount] = field(default_factory=dict)
     flops: dict[tuple[Phase, FlopKey], float] = field(default_factory=dict)
-    windows: dict[Window, dict[str, float]] = field(default_factory=dict)  # bytes of every part at the highest instant
+    windows: dict[Window, dict[str, float]] = field(default_factory=dict)  # bytes of every part at the peak
     layers: dict[int, dict[tuple[Place, str, str], int]] = field(default_factory=dict)  # block → (place, …) → calls
-    parameters: dict[str, int] = field(default_factory=dict)  # name → numbers on this rank
+    parameters: dict[str, int] = field(default_factory=dict)  # name → elements on this rank
 
     def combined(self, others: Iterable[tuple[float, Recording]]) -> Recording:
-        """This recording plus, for each other, so many times what it has more than this one."""
+        """Return this recording plus, for each other one, its excess over this one times the given factor."""
         total = replace(self, collectives=dict(self.collectives), flops=dict(self.flops), windows=dict(self.windows))
         for times, other in others:
             for key in self.collectives | other.collectives:
@@ -79,8 +79,8 @@ class Recording:
         return total
 
     def scaled(self, traced: int, wanted: int) -> Recording:
-        """The same step with `wanted` micro-batches instead of the traced ones: those between the first and the last
-        are all alike, and the inputs of all are on the device from the start."""
+        """Return the same step with `wanted` instead of `traced` micro-batches. Those between the first and the last
+        are all alike, and the inputs of all of them are on the device from the start."""
         between = (wanted - 2) / (traced - 2) if traced > 2 else 0.0
         factor = {"middle": between}
         collectives = {
@@ -117,7 +117,7 @@ class CollectiveTotal:
 
 @dataclass(frozen=True)
 class TraceFinding:
-    """Something that analysis cannot see: where it is and what to do."""
+    """A problem that only the real code shows: where it is, and the fix."""
 
     module: str
     text: str
@@ -126,23 +126,23 @@ class TraceFinding:
 
 @dataclass(frozen=True)
 class RankTrace:
-    """The step of one rank."""
+    """The traced step of one rank."""
 
     rank: int
     stage: int  # its place in the pipeline
     layers: int
-    alike: int  # pipeline stages with the same layers, this one included
+    alike: int  # number of pipeline stages with the same layers, including this one
     collectives: tuple[CollectiveTotal, ...]
     flops: dict[str, float]  # gemm, attention, experts, head
     operators: dict[str, float]  # mm, _grouped_mm, ...
-    memory_bytes: float  # tensors at the worst instant
+    memory_bytes: float  # tensors at the peak
     memory_instant: str  # "backward of blocks.125"
     memory_parts: dict[str, float]  # at that instant; adds up to memory_bytes
 
 
 @dataclass(frozen=True)
 class Trace:
-    """What the real step does on the chosen ranks of a world that does not exist."""
+    """The real step on the chosen ranks of a fake world."""
 
     layout: str
     world: int

@@ -1,8 +1,8 @@
-"""Runs of equal layers: what lets a few traced layers stand for all.
+"""Runs of equal layers: why a few traced layers can represent all of them.
 
-In a run every layer does the same, so counts and bytes of a step are linear in its length. So is the memory at a given
-place, say the backward pass of the last layer but one; the highest of all places lies at an end of a run, since in
-between memory only rises or only falls. Two depths therefore give the step of any depth, exactly; in a pipeline whose
+Every layer of a run does the same work, so counts and bytes of a step are linear in the run's length. So is the memory
+at a given place, for example the backward pass of the last layer but one. The peak is at an end of a run, because in
+between memory only rises or only falls. Two depths therefore give the exact step at any depth. In a pipeline whose
 chunks differ by a layer, memory is that of the mean chunk.
 """
 
@@ -13,14 +13,14 @@ from dataclasses import dataclass, replace
 from craton.job.layout import Layout, stage_layers
 from craton.job.model import ModelShape
 
-TRACED_LAYERS = 3  # of a run: its ends, and one between that is like every other
+TRACED_LAYERS = 3  # of a run: its ends, and one in between that represents the rest
 
 
 @dataclass(frozen=True)
 class LayerRun:
-    """Neighbouring layers of one kind."""
+    """Consecutive layers of one kind."""
 
-    first: int  # number of its first layer
+    first: int  # index of its first layer
     length: int
     has_experts: bool
     is_sliding: bool
@@ -30,14 +30,14 @@ class LayerRun:
         return range(self.first, self.first + self.length)
 
     def offsets(self, layer: int) -> tuple[int, ...]:
-        """Where a layer lies in the run, counted from its ends: 0, 1 and -2, -1; nothing for those between."""
+        """Return a layer's position from the ends of the run: 0, 1 and -2, -1; nothing for those in between."""
         from_start = layer - self.first
         return tuple(offset for offset in (from_start, from_start - self.length) if offset in (0, 1, -2, -1))
 
 
 @dataclass(frozen=True)
 class Depth:
-    """A model of some layers, and the runs of them that one rank holds."""
+    """A model of a given depth, and the runs of its layers that one rank holds."""
 
     shape: ModelShape
     runs: tuple[LayerRun, ...]
@@ -49,7 +49,8 @@ class Depth:
 
 @dataclass(frozen=True)
 class Depths:
-    """What is traced for one rank: the whole is `base`, and so many times what each of `more` has beyond it."""
+    """What is traced for one rank. The whole step is `base` plus, for each of `more`, a multiple of its excess over
+    `base`."""
 
     whole: Depth
     base: Depth
@@ -57,13 +58,13 @@ class Depths:
 
 
 def depths_of(shape: ModelShape, layout: Layout, pipeline_rank: int) -> Depths:
-    """The fewest layers that tell the step of this rank."""
+    """Return the minimum number of layers that determine the step of this rank."""
     whole = _depth(shape, layout, pipeline_rank)
     return _of_whole_model(whole) if layout.pp == 1 else _of_stages(whole, layout, pipeline_rank)
 
 
 def _of_whole_model(whole: Depth) -> Depths:
-    """Every run is shortened, and lengthened by one layer in a trace of its own."""
+    """Shorten every run; trace once more with each run one layer longer."""
     lengths = [min(run.length, TRACED_LAYERS) for run in whole.runs]
     more = []
     for number, run in enumerate(whole.runs):
@@ -83,7 +84,7 @@ def _with_lengths(whole: Depth, lengths: list[int]) -> Depth:
 
 
 def _of_stages(whole: Depth, layout: Layout, pipeline_rank: int) -> Depths:
-    """All stages are shortened alike, so that they are cut as ever; layers with experts behind leading dense ones."""
+    """Shorten all stages equally, so the cut stays the same; layers with experts follow leading dense ones."""
     stages = layout.pp * layout.vpp
     dense = sum(run.length for run in whole.runs if not run.has_experts) if whole.shape.is_moe else 0
     kinds = {(run.has_experts, run.is_sliding) for run in whole.runs}

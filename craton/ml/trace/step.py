@@ -1,7 +1,7 @@
-"""One real training step of one fake rank: the job's own model, layout, loss, loop and optimizer, watched.
+"""Run one real training step of one fake rank under observation: the job's own model, layout, loss, loop and optimizer.
 
-Micro-batches between the first and the last do all the same, so no more are run than it takes to fill the pipeline:
-then as many activations are alive as ever will be.
+Micro-batches between the first and the last are all alike, so only as many run as are needed to fill the pipeline. At
+that point activation memory is at its peak.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from craton.ml.training import (
 from craton.ml.training.parallel import Pipeline, Ranks, make_ranks
 from craton.telemetry.rank import LedgerClock
 
-MORE_MICRO_BATCHES = 2  # than fill the pipeline: with the first and the last there is one between
+MORE_MICRO_BATCHES = 2  # beyond those that fill the pipeline, so at least one is between the first and the last
 
 
 def trace_step(job: Job, layout: Layout, config: DecoderConfig, depth: Depth, rank: int) -> Recording:
-    """The step of one rank with a model of this depth, with all micro-batches of the job."""
+    """Trace the step of one rank with a model of this depth, scaled to all micro-batches of the job."""
     with fake_rank(rank, layout.world) as mode:
         ranks = make_ranks(layout, torch.device("cpu"), rank, layout.world)
         model = build_decoder(replace(config, shape=depth.shape), job, ranks)
@@ -59,7 +59,7 @@ def trace_step(job: Job, layout: Layout, config: DecoderConfig, depth: Depth, ra
 
 
 def make_trainer(job: Job, ranks: Ranks, model: nn.Module) -> Trainer:
-    """The loop's own trainer, without data, checkpoints and records: a step uses none of them."""
+    """Build the loop's own trainer without data, checkpoints and records, which a step does not use."""
     absent = cast("Any", None)
     return Trainer(
         Parts(
@@ -80,7 +80,7 @@ def make_trainer(job: Job, ranks: Ranks, model: nn.Module) -> Trainer:
 
 
 def make_batches(job: Job, ranks: Ranks) -> list[Batch]:
-    """Rows of one document each: what the planner counts with, and the most that attention can cost."""
+    """Build rows of one document each: what the planner assumes, and the maximum cost of attention."""
     layout = ranks.layout
     size = (layout.micro_batch, job.sequence)
 
@@ -95,7 +95,7 @@ def make_batches(job: Job, ranks: Ranks) -> list[Batch]:
 
 
 def traced_micro_batches(layout: Layout, pipeline_rank: int, wanted: int) -> int:
-    """As many as fill the pipeline of this rank and a few more, but no more than there are."""
+    """Return how many micro-batches fill the pipeline of this rank, plus a few, limited to those that exist."""
     if layout.pp == 1:
         return min(wanted, 1 + MORE_MICRO_BATCHES)
     if layout.vpp > 1:  # they come in groups of pp; a rank begins with the second group before its first backward pass
@@ -109,7 +109,7 @@ def micro_batches(job: Job, layout: Layout) -> int:
 
 
 def watch_of(trainer: Trainer, model: nn.Module, ranks: Ranks) -> StepWatch:
-    """A watch that knows the model's modules and what is in memory before the step."""
+    """Return a watch that knows the model's modules and what is in memory before the step."""
     watch = StepWatch({module: name for name, module in model.named_modules()}, _Dimensions(ranks).name)
     for parameter in model.parameters():
         watch.own(parameter, "parameters")
@@ -123,7 +123,7 @@ def watch_of(trainer: Trainer, model: nn.Module, ranks: Ranks) -> StepWatch:
 
 
 def run_step(trainer: Trainer, batches: list[Batch], watch: StepWatch) -> None:
-    """What `Trainer` does in a step, between the data and the checkpoint."""
+    """Run the part of a `Trainer` step between data loading and checkpointing."""
     for batch in batches:
         for tensor in (batch.tokens, batch.labels, batch.positions, batch.weight):
             watch.own(tensor, "inputs")
@@ -144,7 +144,7 @@ def run_step(trainer: Trainer, batches: list[Batch], watch: StepWatch) -> None:
 
 
 def _counting_losses(begin: Callable[..., None]) -> list[tuple[Any, str, Any]]:
-    """Without a pipeline the loop asks for one loss after the other."""
+    """Without a pipeline, the loop computes one loss after the other."""
     batch_loss, numbers = loop.batch_loss, itertools.count()
 
     def counted(*arguments: Any) -> Any:
@@ -155,7 +155,7 @@ def _counting_losses(begin: Callable[..., None]) -> list[tuple[Any, str, Any]]:
 
 
 def _counting_actions(begin: Callable[..., None]) -> list[tuple[Any, str, Any]]:
-    """A pipeline takes its actions in the order of its schedule, and posts the receives of later ones."""
+    """A pipeline runs its actions in schedule order, and posts the receives of later actions."""
 
     def counted(method: Callable[..., None]) -> Callable[..., None]:
         def act(pipeline: Pipeline, step: Any, action: Action) -> None:
@@ -179,7 +179,7 @@ def _counting_actions(begin: Callable[..., None]) -> list[tuple[Any, str, Any]]:
 
 
 def _summing(watch: StepWatch) -> tuple[Any, str, Any]:
-    """Sums of gradients between micro-batches are gradients too."""
+    """Gradient sums between micro-batches count as gradients."""
     accumulate = AdamW.accumulate
 
     def summed(optimizer: AdamW) -> None:
@@ -190,7 +190,7 @@ def _summing(watch: StepWatch) -> tuple[Any, str, Any]:
 
 
 def recording(watch: StepWatch, runs: Sequence[LayerRun]) -> Recording:
-    """What the watch saw, with memory by place instead of by number of the block."""
+    """Return what the watch saw, with memory by place in the run instead of by block number."""
     places = {layer: (number, run.offsets(layer)) for number, run in enumerate(runs) for layer in run.layers}
     windows: dict[Window, dict[str, float]] = {}
     for (place, block, micro_batch), parts in watch.peaks.items():
@@ -207,19 +207,20 @@ def _local_size(parameter: Tensor) -> int:
     return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).numel()
 
 
-NUMBERS_BYTES = 256  # a sum of loss, counts and what an objective reports is smaller, one of gradients larger
+NUMBERS_BYTES = 256  # a sum of loss, counts and objective reports is smaller, one of gradients larger
 
 
 class _Dimensions:
-    """The name of a process group in the layout algebra."""
+    """Name of a process group in terms of the layout's dimensions."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._layout = ranks.layout
         self._named: dict[str, str] = {}
 
     def name(self, group: ProcessGroup, operation: str, size: int, is_sharding: bool) -> str:
-        """FSDP2's own collectives are `fsdp`, and `replicate` between copies; an exchange of rows is `ep`; a sum of few
-        numbers over all ranks is `all`; any other has the dimensions in which its ranks differ."""
+        """Return the dimension. FSDP2's collectives are `fsdp`, and `replicate` between copies; an all-to-all is `ep`;
+        a sum of a few numbers over all ranks is `all`. Any other collective gets the dimensions in which its ranks
+        differ."""
         if is_sharding:
             return "replicate" if operation == "all_reduce" else "fsdp"
         if operation == "all_to_all":

@@ -1,7 +1,7 @@
-"""`trace`: the real step of a job on fake ranks, for one rank of every pipeline stage that differs.
+"""`trace`: run the real step of a job on fake ranks, for one rank of every pipeline stage that differs.
 
-Of a long run of equal layers a few are traced, at two depths, and of many micro-batches a few: what a step of the whole
-depth and batch does follows (craton/ml/trace/runs.py).
+Only a few layers of a long run of equal layers are traced, at two depths, and only a few micro-batches. The step at
+full depth and batch follows from these (trace/runs.py).
 """
 
 from __future__ import annotations
@@ -34,9 +34,12 @@ Progress = Callable[[int, int, str], None]
 
 
 def trace(job: Job, layout: Layout, ranks: Sequence[int] = (), progress: Progress | None = None) -> Trace:
-    """Runs the real step at the layout's true world size. `ranks`: which; else one of every stage that differs."""
+    """Run the real step at the layout's true world size. `ranks` selects the ranks; default: one of every pipeline
+    stage that differs."""
     if job.train is None or job.model_shape is None:
-        raise TraceError(f"{job.where('kind')}only a job that trains a decoder can be traced; this is kind {job.kind}")
+        raise TraceError(
+            f"{job.where('kind')}only jobs that train a decoder can be traced; this job is of kind {job.kind}"
+        )
     started = time.monotonic()
     config = config_from_shape(job.model_shape)
     done: list[RankTrace] = []
@@ -44,7 +47,7 @@ def trace(job: Job, layout: Layout, ranks: Sequence[int] = (), progress: Progres
     chosen = dict.fromkeys(ranks, 1) or differing_ranks(config.shape, layout)
     for rank in chosen:
         if not 0 <= rank < layout.world:
-            raise TraceError(f"rank {rank} is not one of the {layout.world} ranks of {layout}")
+            raise TraceError(f"rank {rank} is not one of the {layout.world} ranks (counted from 0) of layout {layout}")
     for number, (rank, alike) in enumerate(chosen.items()):
         if progress:
             progress(number, len(chosen), f"rank {rank:,} of {layout.world:,}")
@@ -67,8 +70,8 @@ def trace(job: Job, layout: Layout, ranks: Sequence[int] = (), progress: Progres
 
 
 def differing_ranks(shape: ModelShape, layout: Layout) -> dict[int, int]:
-    """The first rank of every pipeline stage that holds other layers than those before it, and how many such stages
-    there are; the first and the last stage are like no other."""
+    """Return the first rank of every pipeline stage that differs from the stages before it, and how many such stages
+    there are. The first and the last stage always differ from all others."""
     ranks: dict[object, int] = {}
     alike: dict[object, int] = {}
     for stage in range(layout.pp):
@@ -81,11 +84,12 @@ def differing_ranks(shape: ModelShape, layout: Layout) -> dict[int, int]:
 
 
 def _layer_findings(depths: Depths, recordings: Sequence[Recording], has_adapters: bool) -> Iterator[TraceFinding]:
-    """Layers unlike their neighbours, where most layers were traced: with adapters one of them does not count."""
+    """Report layers that differ from their neighbours, from the recording with most layers; with adapters the first
+    layer does not count."""
     traced = zip((depths.base, *(depth for _, depth in depths.more)), recordings, strict=True)
     depth, recording = max(traced, key=lambda item: item[0].runs[0].length)
     first, *others = depth.runs
-    if has_adapters and first.first == 0:  # nothing before the first layer wants a gradient of it
+    if has_adapters and first.first == 0:  # nothing before the first layer needs its input gradient
         first = replace(first, first=1, length=first.length - 1)
     return layer_findings(recording, (first, *others))
 

@@ -1,7 +1,7 @@
-"""Sees every operator of a step: collectives with their group and place, FLOPs, and which bytes live until when.
+"""Observe every operator of a step: collectives with group and place, FLOPs, and the lifetime of every allocation.
 
-It works on fake tensors and on real ones alike. Where an operator belongs is known without any help of the model: in
-the forward pass by the modules being called, in the backward pass by the number that autograd gave the operation.
+Works on fake and on real tensors. The owner of an operator is found without help from the model: in the forward pass
+from the module being called, in the backward pass from the sequence number that autograd gave the operation.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from craton.ml.trace.operators import collective_of, flops_of, is_attention, ten
 from craton.ml.trace.patches import replaced
 from craton.ml.trace.records import PARTS, Amount, CollectiveKey, FlopKey, Phase, Place
 
-ONCE: Phase = "step"  # of what is not part of a micro-batch
+ONCE: Phase = "step"  # for what is not part of a micro-batch
 NO_BLOCK = -1
 
 
 class StepWatch(TorchDispatchMode):
-    """Active as a context manager around a step; its counters hold what was seen."""
+    """Context manager around a step; its counters hold what was seen."""
 
     def __init__(
         self, modules: dict[nn.Module, str], dimension_of: Callable[[ProcessGroup, str, int, bool], str]
@@ -47,7 +47,7 @@ class StepWatch(TorchDispatchMode):
         self.is_optimizing = False
         self._modules, self._dimension_of = modules, dimension_of
         self._path: list[str] = []
-        self._marks: list[tuple[int, str]] = []  # from this number of autograd's on, operations are of this module
+        self._marks: list[tuple[int, str]] = []  # from this autograd number on, operations belong to this module
         self._backward_path = ""
         self._late_path: str | None = None
         self._part: str | None = None
@@ -87,7 +87,7 @@ class StepWatch(TorchDispatchMode):
         self, function: Any, types: Any, arguments: tuple[Any, ...] = (), options: dict[str, Any] | None = None
     ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # what it does with its local part comes here again
+            return NotImplemented  # the operation on its local part is dispatched again
         options = options or {}
         result = function(*arguments, **options)
         if self._is_guessing:
@@ -103,7 +103,7 @@ class StepWatch(TorchDispatchMode):
         return result
 
     def own(self, tensor: Tensor, part: str) -> None:
-        """Counts a tensor's memory as this part from now on; what is counted already stays what it is."""
+        """Count a tensor's memory as this part from now on; memory that is already counted keeps its part."""
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         storage = local.untyped_storage()
         key = storage._cdata
@@ -114,7 +114,7 @@ class StepWatch(TorchDispatchMode):
         self._grow(part, size)
 
     def become(self, tensor: Tensor, part: str) -> None:
-        """Moves a tensor's memory to another part."""
+        """Move a tensor's memory to another part."""
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         key = local.untyped_storage()._cdata
         if key in self._storages:
@@ -127,7 +127,7 @@ class StepWatch(TorchDispatchMode):
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """What is allocated inside belongs to this part."""
+        """Count allocations inside the context as this part."""
         before, self._part = self._part, name
         try:
             yield
@@ -135,7 +135,7 @@ class StepWatch(TorchDispatchMode):
             self._part = before
 
     def watch_gradient(self, parameter: Tensor) -> None:
-        """Books the gradient of a leaf as such as soon as autograd has it."""
+        """Count the gradient of a leaf as a gradient as soon as autograd has it."""
         parameter.register_post_accumulate_grad_hook(self._gradient_arrived)
 
     def _count(
@@ -183,7 +183,7 @@ class StepWatch(TorchDispatchMode):
         if node is None:
             return ""
         place = bisect_right(self._marks, node._sequence_nr(), key=lambda mark: mark[0])
-        if 0 < place < len(self._marks):  # leaves have a number after all others, and belong to what ran before them
+        if 0 < place < len(self._marks):  # leaves have the highest number, and belong to the operation before them
             self._backward_path = self._marks[place - 1][1]
         return self._backward_path
 
@@ -225,7 +225,7 @@ class StepWatch(TorchDispatchMode):
             self.become(parameter.grad, "gradients")
 
     def _resizing(self, resize: Callable[..., Any]) -> Callable[..., Any]:
-        """FSDP2 frees and takes back gathered parameters by resizing their storage."""
+        """FSDP2 frees and reallocates gathered parameters by resizing their storage."""
 
         def resized(storage: torch.UntypedStorage, size: int) -> Any:
             result = resize(storage, size)
@@ -250,7 +250,7 @@ class StepWatch(TorchDispatchMode):
         return watched
 
     def _guessing(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """To learn a result's shape, DTensor runs its operator on whole tensors that are nowhere in memory."""
+        """DTensor runs its operator on whole tensors that are not in memory, to infer the shape of the result."""
 
         def unseen(*arguments: Any, **options: Any) -> Any:
             before, self._is_guessing = self._is_guessing, True
@@ -274,7 +274,7 @@ class StepWatch(TorchDispatchMode):
         return watched
 
     def _adding_late(self, add: Callable[..., Any]) -> Callable[..., Any]:
-        """A weight's gradient that is put off belongs to the module whose backward pass put it off."""
+        """A deferred weight gradient belongs to the module whose backward pass deferred it."""
 
         def watched(late: LateGradients, parameter: Tensor, compute: Callable[[], Tensor]) -> None:
             path = self._current_path()
@@ -287,20 +287,20 @@ class StepWatch(TorchDispatchMode):
                 finally:
                     self._late_path = before
 
-            # one that only changes its queue has its module already
+            # a call that only changes the queue already has its module
             add(late, parameter, compute if torch._C._current_autograd_node() is None else computed)
 
         return watched
 
 
 def _block(path: str) -> int:
-    """The number of the block that a module is in; NO_BLOCK outside of them."""
+    """Return the number of the block that contains a module; NO_BLOCK outside the blocks."""
     first, _, rest = path.partition(".")
     number = rest.partition(".")[0]
     return int(number) if first == "blocks" and number.isdigit() else NO_BLOCK
 
 
 def _starred(path: str) -> str:
-    """The same module of every block."""
+    """Return the same module path for every block."""
     parts = path.split(".")
     return ".".join(["blocks", "*", *parts[2:]]) if _block(path) != NO_BLOCK else path

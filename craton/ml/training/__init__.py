@@ -1,4 +1,4 @@
-"""Training: one loop over any number of ranks; the loss does not depend on the layout, beyond rounding.
+"""Training: one loop for any number of ranks; the loss does not depend on the layout, beyond rounding.
 
 `python -m craton.ml.training RUN` is one rank. A user's own objective needs `Batch`.
 """

@@ -1,8 +1,7 @@
 """One rank: `python -m craton.ml.training RUN`.
 
-Exits 0 when the last step is done, or when it was asked to stop (SIGTERM) and all ranks have saved their state;
-otherwise with one line that says what to do when the job, its data or its memory is at fault, a user's own traceback
-above it.
+Exits 0 when the last step is done, or when a stop was requested (SIGTERM) and all ranks have saved their state. If the
+job, its data or its memory is at fault, it prints one line that says what to do; for user code, below its traceback.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One packed batch: the only thing that a data source hands to the loop, whatever the objective."""
+"""One packed batch: the only thing that a data source passes to the loop, for every objective."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from craton.errors import CratonError
 from craton.ml.collectives import Peers
 from craton.ml.kernels import ContextSlice, Documents
 
-IGNORED = -100  # a label that no loss looks at
+IGNORED = -100  # a label without loss
 
 
 class BatchError(CratonError):
-    """The rows cannot be cut as the layout asks."""
+    """The rows cannot be cut as the layout requires."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of packed documents. `labels[t]` is the token after `tokens[t]`, IGNORED where the next one is another
-    document's; `documents` says which tokens belong together, None when each row is one document."""
+    """Rows of packed documents. `labels[t]` is the token after `tokens[t]`, IGNORED if that token belongs to another
+    document. `documents` says which tokens belong together; None if each row is one document."""
 
     tokens: Tensor  # int64 [rows, sequence]
     labels: Tensor  # int64 [rows, sequence]
     positions: Tensor  # int64 [rows, sequence], from 0 in every document
-    weight: Tensor  # float32 [rows, sequence], of each label in the loss
+    weight: Tensor  # float32 [rows, sequence], loss weight of each label (the loss mask)
     documents: Documents | None = None
-    extra: dict[str, Tensor] = field(default_factory=dict)  # what a user's source hands to a user's objective
+    extra: dict[str, Tensor] = field(default_factory=dict)  # passed from a user's data source to a user's objective
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, np.ndarray]) -> Batch:
-        """From the arrays of one micro-batch; names that are not ours become `extra`."""
+        """Build from the arrays of one micro-batch; unknown names become `extra`."""
         tensors = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
         own = {name: tensors.pop(name) for name in ("tokens", "labels", "positions", "weight")}
         documents = Documents.of(tensors.pop("documents", None))
@@ -42,19 +42,19 @@ class Batch:
 
     @property
     def count(self) -> Tensor:
-        """What the loss is divided by, before it is summed over ranks and micro-batches."""
+        """Weight of the labels, by which the loss is divided after summing over ranks and micro-batches."""
         return self.weight.sum()
 
     def cut(self, context: Peers | None) -> Batch:
-        """What this rank of a context group holds: its two pieces of every row. Documents stay whole and know the
-        offsets of the pieces. Done on the host; without a group the batch itself."""
+        """Return this context-parallel rank's two pieces of every row. Documents stay whole and know the offsets of the
+        pieces. Runs on the host; without a context group, returns the batch itself."""
         if context is None:
             return self
         place, sequence = ContextSlice(context.rank, context.size), self.tokens.shape[1]
         if sequence % (2 * place.size):
             raise BatchError(
-                f"cp {place.size} cuts a sequence into 2·cp = {2 * place.size} pieces, which {sequence} tokens are not "
-                f"divisible into; give a data.sequence that is a multiple of {2 * place.size}, or another cp"
+                f"cp {place.size} splits a sequence into 2·cp = {2 * place.size} pieces, but {sequence} tokens are not "
+                f"divisible by that; use a data.sequence that is a multiple of {2 * place.size}, or another cp"
             )
         return Batch(
             place.cut(self.tokens),
@@ -69,7 +69,7 @@ class Batch:
         )
 
     def to(self, device: torch.device | str) -> Batch:
-        """The same on a device; from pinned memory the copy runs beside the computation."""
+        """Move to a device; from pinned memory the copy overlaps with computation."""
 
         def move(tensor: Tensor) -> Tensor:
             return tensor.to(device, non_blocking=True)
@@ -84,7 +84,7 @@ class Batch:
         )
 
     def pin(self) -> Batch:
-        """The same in page-locked memory, for a copy that does not wait."""
+        """Copy to page-locked memory, for asynchronous transfers."""
         return Batch(
             self.tokens.pin_memory(),
             self.labels.pin_memory(),

@@ -1,7 +1,7 @@
-"""From a run directory and the environment of a rank to everything that trains.
+"""Build everything a rank trains with, from a run directory and the environment.
 
-The run directory says what (job.yaml) and how (plan.json); RANK, WORLD_SIZE, LOCAL_RANK and MASTER_ADDR/PORT say who.
-Without them there is one rank, so a training can be started by hand.
+The run directory says what (job.yaml) and how (plan.json); RANK, WORLD_SIZE, LOCAL_RANK and MASTER_ADDR/PORT identify
+the rank. Without these variables there is one rank, so training can be started by hand.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ from craton.telemetry.rank import LedgerClock, Recorder
 
 
 class SetupError(CratonError):
-    """The run cannot be trained as it is."""
+    """This run cannot be trained."""
 
 
 @dataclass(frozen=True)
 class RankIdentity:
-    """Who this process is among the ranks."""
+    """Identity of this process among the ranks."""
 
     rank: int
     world: int
     local_rank: int
-    job_folder: Path  # where a user's own functions are looked for
-    stop_at: int | None = None  # the step after which training stops with a checkpoint, before its end
+    job_folder: Path  # searched for user code
+    stop_at: int | None = None  # stop with a checkpoint after this step, before the end of training
     node: str = "node-0"
     generation: int = 0
 
@@ -74,7 +74,7 @@ class RankIdentity:
 
     @classmethod
     def of(cls, order: Order) -> RankIdentity:
-        """As an agent orders it; the rest is as the environment says."""
+        """Identity from an agent's order; the rest comes from the environment."""
         return replace(
             cls.from_environment(),
             rank=order.rank,
@@ -92,7 +92,7 @@ class RankIdentity:
 def build(
     run: RunDirectory, place: RankIdentity, recorder: Recorder, clock: LedgerClock, order: Order | None = None
 ) -> Parts:
-    """Everything that `Trainer` needs. Starts the process group when there is more than one rank."""
+    """Build everything that `Trainer` needs. Starts the process group if there is more than one rank."""
     job = load_job(run.job_path)
     if job.train is None:
         raise SetupError(f"{run.job_path}: kind {job.kind} does not train")
@@ -109,7 +109,7 @@ def build(
         dist.init_process_group(backend)
     layout = layout_of(job, run, place.world, order.generation.layout if order else None)
     ranks = make_ranks(layout, device, place.rank, place.world)
-    # before the model: training is not begun whose first checkpoint would fail, perhaps after hours
+    # before the model, so that an unusable tier is an error now and not at the first checkpoint
     folders = tier_folders(job, run, place.node, writes=True)
     continues = order is not None and (order.generation.is_planned or order.generation.broke_at > 0)
     checkpointer = Checkpointer(
@@ -123,7 +123,7 @@ def build(
         if not is_out_of_memory(error):
             raise
         raise describe_out_of_memory("start", ranks, job.train, prediction) from error
-    # not every stage of a pipeline has the head
+    # not every pipeline stage has the head
     vocabulary = model.config.shape.vocab if isinstance(model, Decoder) else cast("Tensor", model.head_weight).shape[0]
     source = open_source(job, vocab=vocabulary)
     return Parts(
@@ -144,7 +144,7 @@ def build(
 
 
 def peer_setup(job: Job, order: Order | None) -> PeerSetup | None:
-    """Where the memory of the nodes is that state may be kept in; None: nowhere."""
+    """Return the keepers whose memory may hold state (the peer tier); None: there are none."""
     peer = job.checkpoint.peer
     if order is None or not order.keeper or peer == "off":
         return None
@@ -161,8 +161,7 @@ def peer_setup(job: Job, order: Order | None) -> PeerSetup | None:
 
 
 def layout_of(job: Job, run: RunDirectory, world: int, fields: Mapping[str, Any] | None = None) -> Layout:
-    """The layout of the generation, else the one that was planned, else the one the job names, else FSDP over all
-    ranks."""
+    """Return the layout of the generation, else the planned one, else the job's, else FSDP over all ranks."""
     if fields is not None:
         return Layout(**fields)
     if run.plan_path.is_file():
@@ -172,8 +171,8 @@ def layout_of(job: Job, run: RunDirectory, world: int, fields: Mapping[str, Any]
 
 
 def build_model(job: Job, ranks: Ranks) -> nn.Module:
-    """The job's model, spread over the ranks, with random or published weights. A decoder is made without memory and
-    filled once each rank holds only its own part; a user's model comes as its author made it."""
+    """Build the job's model, distributed over the ranks, with random or published weights. A decoder is built on the
+    meta device and filled once each rank holds only its own part; a user's model stays as built."""
     assert job.train is not None
     shape = job.model_shape
     if shape is None:
@@ -195,7 +194,7 @@ def build_model(job: Job, ranks: Ranks) -> nn.Module:
 
 
 def build_decoder(config: DecoderConfig, job: Job, ranks: Ranks) -> Decoder:
-    """A decoder of this config as the job says, made without memory until each rank holds only its own part."""
+    """Build a decoder of this config as the job says, on the meta device until each rank holds only its own part."""
     assert job.train is not None
     weights = job.weights_folder
     with torch.device("meta"):
@@ -216,7 +215,7 @@ def build_decoder(config: DecoderConfig, job: Job, ranks: Ranks) -> Decoder:
 
 
 def build_optimizer(job: Job, ranks: Ranks, model: nn.Module) -> AdamW:
-    """AdamW over what is trained; in fp32 there is nothing to keep masters of."""
+    """Build AdamW over the trained parameters; in fp32 there are no separate masters."""
     assert job.train is not None
     if job.train.optimizer != "adamw":
         raise SetupError(f"optimizer {job.train.optimizer} can be planned but not trained yet; write optimizer: adamw")
@@ -233,14 +232,14 @@ def build_optimizer(job: Job, ranks: Ranks, model: nn.Module) -> AdamW:
 
 
 def compiles(model: nn.Module, job: Job, ranks: Ranks) -> bool:
-    """Whether blocks are compiled. Left to us, on a GPU, and only those that our own kernels do not cover: these start
-    at once, keep less for the backward pass and are as fast (docs/measurements.md)."""
+    """Whether blocks are compiled. `auto`: on a GPU, and only if our own kernels do not cover the blocks. Our kernels
+    start at once, keep less for the backward pass and are as fast (docs/measurements.md)."""
     assert job.train is not None
     layout = ranks.layout
     if layout.tp * layout.cp * layout.ep > 1:
         if job.train.compile is True:
             raise SetupError(
-                f"train.compile is true, but with {layout} blocks talk to other ranks: write compile: auto"
+                f"train.compile: true does not work with {layout}, where blocks call collectives: use compile: auto"
             )
         return False
     if job.train.compile != "auto":
@@ -250,8 +249,8 @@ def compiles(model: nn.Module, job: Job, ranks: Ranks) -> bool:
 
 
 def tier_folders(job: Job, run: RunDirectory, node: str = "node-0", writes: bool = False) -> list[TierFolder]:
-    """Where the job's checkpoint tiers lie for this run, as seen from a node. Who writes outside the run directory is
-    known there by the run's identity. Whoever only reads is given the rescued state as well, where there is one."""
+    """Return the folders of the job's checkpoint tiers for this run, as seen from a node. A writer outside the run
+    directory is identified by the run's identity. Readers also get the rescued state, if there is one."""
     folders = []
     storage = job.cluster.file.storage if job.cluster.file else None
     for tier in job.checkpoint.places:
@@ -273,19 +272,20 @@ def tier_folders(job: Job, run: RunDirectory, node: str = "node-0", writes: bool
 
 
 def rescue_folder(run: RunDirectory) -> TierFolder:
-    """Where the run's last state goes when no lasting tier takes it."""
+    """Return where the run's last state goes if no lasting tier takes it."""
     return TierFolder(RESCUE, Path(rescue_place(run.path).place), keep=1, run=run.path)
 
 
 def run_identity(run: RunDirectory) -> str:
-    """What tells this run from another of the same name: made once, kept in the run directory."""
+    """Return the id that distinguishes this run from another of the same name: created once, kept in the run
+    directory."""
     path = run.path / "checkpoints" / OWNER
     path.parent.mkdir(parents=True, exist_ok=True)
     identity = uuid.uuid4().hex
     fresh = path.with_name(f".{OWNER}.{identity}")
     try:
         fresh.write_text(identity, encoding="utf-8")
-        with suppress(FileExistsError):  # in one step, so that the first of the ranks wins
+        with suppress(FileExistsError):  # atomic, so that the first rank wins
             os.link(fresh, path)
     finally:
         fresh.unlink(missing_ok=True)
@@ -293,10 +293,10 @@ def run_identity(run: RunDirectory) -> str:
 
 
 def _adapt(model: nn.Module, job: Job, ranks: Ranks) -> None:
-    """Layers that are not plain ones, as the job says; before the model is spread."""
+    """Convert layers to LoRA or fp8 as the job says, before the model is distributed."""
     assert job.train is not None
     if job.train.lora and job.fp8:
-        raise SetupError("train.lora and precision fp8 cannot be trained together; use precision bf16 with adapters")
+        raise SetupError("train.lora and precision fp8 cannot be combined; use precision bf16 with adapters")
     if job.train.lora:
         add_adapters(model, job.train.lora)
     if job.fp8:

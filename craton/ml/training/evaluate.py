@@ -1,5 +1,4 @@
-"""The loss on data that is not trained on: the first samples of the validation data, the same each time, whatever the
-number of ranks."""
+"""The validation loss: over the first samples of the validation data, the same each time, for any number of ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ def evaluate(
     sequences: int,
     pipeline: Pipeline | None = None,
 ) -> float:
-    """The loss per label of the first `sequences` samples. All ranks call it and get the same number."""
+    """Return the loss per label of the first `sequences` samples. All ranks call it and get the same number."""
     one = torch.ones((), device=ranks.device)
     totals = torch.zeros(2, dtype=torch.float64, device=ranks.device)  # loss, weight
     model.eval()
@@ -41,13 +40,14 @@ def evaluate(
     model.train()
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.reshard()  # without a backward pass nothing else lets go of parameters that stay gathered
+            module.reshard()  # without a backward pass nothing else frees gathered parameters
     total, weight = ranks.sum(totals).tolist()
     return float(total / max(weight, 1.0))
 
 
 def _batches(source: Source, ranks: Ranks, sequences: int) -> Iterator[Batch]:
-    """As many on every rank, for each forward pass is a collective; rows beyond the end weigh nothing."""
+    """Yield the same number of batches on every rank, since each forward pass is a collective; padding rows have no
+    weight."""
     micro_batch = ranks.layout.micro_batch
     for first in range(0, sequences, ranks.data_world * micro_batch):
         begin = first + ranks.data_rank * micro_batch

@@ -1,8 +1,8 @@
-"""Linear layers in fp8 on Hopper and later: forward and both backward products, with scales taken from the data itself.
+"""fp8 linear layers for Ada, Hopper and later: forward and both backward matmuls, with scales computed from the data.
 
-"tensorwise": one scale for each tensor, the fastest product. "rowwise": one for each row of an operand, closer to the
-numbers, slower. Values and weights are e4m3, gradients e5m2 (arXiv:2209.05433). Embedding, head, norms and routers stay
-as they are. What the backward pass needs of the input is kept as fp8, half the memory of bf16.
+"tensorwise": one scale per tensor, the fastest matmul. "rowwise": one per row of an operand, more accurate and slower.
+Activations and weights are e4m3, gradients e5m2 (arXiv:2209.05433). Embedding, head, norms and routers are unchanged.
+The input for the backward pass is kept as fp8, half the memory of bf16.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from craton.ml.models import Linear, Mlp
 
 
 def convert(model: nn.Module, recipe: Recipe) -> list[str]:
-    """Replaces the linear layers of attention and MLP in place; returns their names. Call it before sharding."""
+    """Replace the linear layers of attention and MLP in place; return their names. Call it before sharding."""
     converted = []
     for name, module in list(model.named_modules()):
         if isinstance(module, Mlp):
@@ -62,7 +62,7 @@ def _check(name: str, *layers: nn.Module) -> None:
 
 
 class Float8Linear(Linear):
-    """A linear layer whose three products are fp8. Cut by tensor parallelism, each rank has the scales of its part."""
+    """A linear layer whose three matmuls are fp8. With tensor parallelism each rank has the scales of its part."""
 
     recipe: Recipe
 
@@ -78,7 +78,7 @@ class Float8Linear(Linear):
 
 
 class Float8Mlp(Mlp):
-    """The gated MLP with all nine products in fp8; its input is quantized once for gate and up."""
+    """The gated MLP with all nine matmuls in fp8; its input is quantized once for gate and up."""
 
     recipe: Recipe
 

@@ -1,9 +1,9 @@
-"""What happens when a step is bad: a gradient that is not finite, a loss that jumps, memory that runs out.
+"""Handling of bad steps: a non-finite gradient, a loss spike, out of memory.
 
-A gradient or loss that is not finite never reaches the weights: the optimizer skips such a step on the device. What
-else happens is the job's choice: go on (`skip`), return to the last checkpoint and leave the bad samples out
-(`rollback`), or end with the weights safe (`stop`). All ranks judge the same numbers, so they agree without asking.
-Where memory runs out, one error says in which phase, what was predicted, and what to change.
+A non-finite gradient or loss never reaches the weights: the optimizer skips such a step on the device. What follows is
+the job's policy: continue (`skip`), return to the last checkpoint and skip the bad samples (`rollback`), or end with
+the weights safe (`stop`). All ranks judge the same numbers, so they agree without communication. When memory runs out,
+one error gives the phase, the prediction, and what to change.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from craton.job.sections import FaultPolicy, Train
 from craton.ml.training.measure import PlannedStep, peak_memory_bytes
 from craton.ml.training.parallel import Ranks
 
-WINDOW_STEPS = 128  # of good losses, whose median is the level a spike is measured against
-MIN_STEPS = 8  # before there is a level
+WINDOW_STEPS = 128  # of good losses, whose median is the reference for a spike
+MIN_STEPS = 8  # before there is a reference
 MAX_IN_A_ROW = 100  # skipped steps, after which the weights themselves must be broken
 MAX_ROLLBACKS = 3  # to the same checkpoint
 
 
 class TrainingStoppedError(CratonError):
-    """The job's own policy ended the training."""
+    """The job's policy ended the training."""
 
 
 class OutOfMemoryError(CratonError):
@@ -37,7 +37,7 @@ class OutOfMemoryError(CratonError):
 
 @dataclass(frozen=True)
 class BadStep:
-    """A bad step, and what the job wants done about it."""
+    """A bad step, and the job's policy for it."""
 
     step: int
     reason: str
@@ -46,7 +46,7 @@ class BadStep:
 
 
 class StepGuard:
-    """Judges steps in order, each once its numbers have arrived."""
+    """Judges steps in order, once the numbers of each have arrived."""
 
     def __init__(self, train: Train) -> None:
         self._on_nan: FaultPolicy = train.on_nan
@@ -59,11 +59,11 @@ class StepGuard:
 
     @property
     def highest_loss(self) -> float:
-        """A step whose loss is not below this is skipped on the device."""
+        """The device skips a step whose loss is not below this."""
         return self._limit if self._spike is not None and self._spike.policy == "skip" else math.inf
 
     def judge(self, step: int, loss: float, norm: float, below_limit: bool) -> BadStep | None:
-        """The fault of a step, None for a good one. `below_limit`: what the device found of `highest_loss`."""
+        """Return the fault of a step, None for a good one. `below_limit`: the device's result for `highest_loss`."""
         if not math.isfinite(loss) or (self._clips and not math.isfinite(norm)):
             reason = f"the gradient norm is {norm}" if math.isfinite(loss) else f"the loss is {loss}"
             return self._count(BadStep(step, reason, self._on_nan, counted=False))
@@ -76,12 +76,12 @@ class StepGuard:
         return None
 
     def rolled_back(self, step: int, fault: BadStep) -> None:
-        """Says that the checkpoint of `step` was taken for this fault; ends what would go on for ever."""
+        """Record that the checkpoint of `step` was restored for this fault; raise if this would repeat forever."""
         self._rollbacks[step] = self._rollbacks.get(step, 0) + 1
         if self._rollbacks[step] > MAX_ROLLBACKS:
             raise TrainingStoppedError(
-                f"step {fault.step}: {fault.reason}, and this is the {self._rollbacks[step]}. return to the checkpoint "
-                f"of step {step}; lower train.learning_rate or look at the data, then `craton resume`"
+                f"step {fault.step}: {fault.reason}, and this is rollback {self._rollbacks[step]} to the checkpoint "
+                f"of step {step}; lower train.learning_rate or check the data, then run `craton resume`"
             )
 
     @property
@@ -96,14 +96,15 @@ class StepGuard:
             self._in_a_row += 1
         if self._in_a_row > MAX_IN_A_ROW:
             raise TrainingStoppedError(
-                f"step {fault.step}: {fault.reason}, and so it was for {MAX_IN_A_ROW} steps before; the weights are as "
-                "they were then. Lower train.learning_rate, or start from an older checkpoint"
+                f"step {fault.step}: {fault.reason}, after {MAX_IN_A_ROW} bad steps in a row; the weights are as "
+                "before them. Lower train.learning_rate, or start from an older checkpoint"
             )
         return fault
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """CUDA has an error of its own; the CPU's allocator raises a RuntimeError that only its text tells apart."""
+    """Whether an error means out of memory. CUDA has its own error class; the CPU allocator raises a RuntimeError that
+    only its text identifies."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     text = str(error)
@@ -111,7 +112,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def describe_out_of_memory(phase: str, ranks: Ranks, train: Train, prediction: PlannedStep | None) -> OutOfMemoryError:
-    """One error that says where it happened and how to make it fit, the cheapest change first."""
+    """Return one error that says where it happened and what to change, the cheapest change first."""
     layout = ranks.layout
     changes = []
     if phase in ("forward", "backward", "evaluation"):
@@ -127,5 +128,5 @@ def describe_out_of_memory(phase: str, ranks: Ranks, train: Train, prediction: P
     used = peak_memory_bytes(ranks.device)
     text = f"rank {ranks.rank} ran out of memory in the {phase} phase after using {memory(used)} with {layout}"
     if prediction is not None:
-        text += f"; predicted were {memory(prediction.memory_bytes)} of {memory(prediction.memory_limit_bytes)}"
+        text += f"; predicted: {memory(prediction.memory_bytes)} of {memory(prediction.memory_limit_bytes)}"
     return OutOfMemoryError(f"{text}. Change one of: {'; '.join(changes)}")

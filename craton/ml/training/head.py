@@ -1,12 +1,13 @@
-"""Log-probabilities of labels from hidden states, a chunk of tokens at a time: tokens × vocabulary never exist at once.
+"""Log-probabilities of labels from hidden states, a chunk of tokens at a time: the full [tokens, vocabulary] logits
+never exist.
 
 Two forms. `linear_log_prob_loss` is for objectives that are linear in the log-probabilities (pre-training, supervised
-fine-tuning): their slope is known beforehand, so gradients are made in the forward pass and nothing is computed twice.
-`log_probs` is for every other objective: it computes a chunk's logits again in the backward pass.
+fine-tuning): their slope is known beforehand, so the forward pass computes the gradients and nothing is computed twice.
+`log_probs` is for every other objective: it recomputes a chunk's logits in the backward pass.
 
 With tensor parallelism (`peers`) each rank holds the hidden states of its share of the tokens and the head's rows of
-its part of the vocabulary. Hidden states are gathered, each rank makes its columns of the logits, and two numbers a
-token say what the others found; every rank gets the log-probabilities of all tokens.
+its part of the vocabulary. Hidden states are gathered, each rank computes its columns of the logits, and the ranks
+exchange two numbers per token; every rank gets the log-probabilities of all tokens.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from torch import Tensor
 from craton.ml.collectives import Peers, like, local
 from craton.ml.kernels import is_fused, reference
 
-CHUNK_BYTES = 2 << 30  # of logits at a time; larger chunks add to the head's gradient less often
-PARTS_CHUNK_BYTES = CHUNK_BYTES // 4  # where the vocabulary is cut: plain PyTorch makes copies of them in fp32
+CHUNK_BYTES = 2 << 30  # of logits at a time; larger chunks accumulate into the head's gradient less often
+PARTS_CHUNK_BYTES = CHUNK_BYTES // 4  # with a sharded vocabulary: plain PyTorch makes fp32 copies
 
 
 def linear_log_prob_loss(
@@ -32,7 +33,7 @@ def linear_log_prob_loss(
     peers: Peers | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(Σ coefficient · log p, log p). hidden [tokens, hidden], weight [vocabulary, hidden], labels and coefficients
-    [tokens]; labels of -100 count for nothing. log p [tokens] carries no gradient."""
+    [tokens]; labels of -100 are ignored. log p [tokens] carries no gradient."""
     if not torch.is_grad_enabled():
         values = log_probs(hidden, weight, labels, chunk, peers)
         return (values * coefficients).sum(), values
@@ -66,7 +67,7 @@ class _LinearLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
-        # in place: both are ours alone, and the head's gradient can be a gigabyte
+        # in place: both are only used here, and the head's gradient can be a gigabyte
         if grad_weight is not None:
             grad_weight = like(ctx.weight, _scaled(grad_weight, gradient))
         return _scaled(grad_hidden, gradient), grad_weight, None, None, None, None
@@ -151,8 +152,8 @@ def _slopes(
 
 
 def _in_parts(logits: Tensor, labels: Tensor, peers: Peers) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of this rank's columns of the logits: (log p, log of the sum over the whole vocabulary, the label's column here,
-    whether it is here). The others' sums and picked logits come in one gather."""
+    """From this rank's columns of the logits: (log p, log of the sum over the whole vocabulary, the label's column
+    here, whether it is here). One gather brings the other ranks' sums and label logits."""
     columns = logits.shape[1]
     index = labels - peers.rank * columns
     is_here = (index >= 0) & (index < columns)

@@ -1,9 +1,10 @@
-"""The state that a run ends, stops or is resized with exists only in memory: no rank goes before some disk has it.
+"""The final save: the state at the end, stop or resize of a run exists only in memory, so no rank exits before a disk
+has it.
 
-It goes to the job's tiers, then to the run directory (`checkpoints/rescue`). When nothing takes it, all ranks stay up
-with it, say what to do, and try again: at once when there is room, and every RETRY_SECONDS for whatever else was wrong.
-Until then the rank's page says `unsaved`: the agent does not end such a rank, and `ps` and `stop` say what to do. It
-goes on to say so when a rank dies meanwhile, until the next generation has restored a copy and saved it.
+The state goes to the job's tiers, then to the run directory (`checkpoints/rescue`). If both fail, all ranks stay up
+with it, report what to do, and retry: at once when there is free space, otherwise every RETRY_SECONDS. Until then the
+rank's shared-memory page is marked `unsaved`: the agent does not end such a rank, and `ps` and `stop` report it. The
+mark survives the death of a rank, until the next generation has restored a copy and saved it.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ from craton.ml.training.checkpoint import CheckpointError
 from craton.ml.training.saves import Saves
 
 RETRY_SECONDS = 10.0
-LOOK_SECONDS = 0.5  # between two looks for room, which are signs of life too
+LOOK_SECONDS = 0.5  # between two checks for free space, which also count as heartbeats
 REMIND_SECONDS = 600.0  # between two reports of the same failure
 
 
 def save_for_good(saves: Saves, counters: Mapping[str, int], check: Callable[[], None]) -> None:
-    """Returns when a tier or the run directory has the state. `check` raises when this generation is over."""
+    """Return when a tier or the run directory has the state. `check` raises when this generation is over."""
     page = saves.parts.clock.page
     problem = _save(saves, counters)
     if problem is not None:
-        # A rank that dies from here on takes nothing with it where the nodes' memory is used.
+        # From here on the state survives the death of a rank if peer memory is in use.
         saves.parts.checkpointer.keep(counters["step"], saves.tensors(), counters, ())
         problem = _rescue(saves, counters, problem)
     if problem is not None:
@@ -37,15 +38,15 @@ def save_for_good(saves: Saves, counters: Mapping[str, int], check: Callable[[],
 
 
 def _hold(saves: Saves, counters: Mapping[str, int], problem: str | None, check: Callable[[], None]) -> None:
-    """Keeps the state in memory until a disk takes it."""
-    step, told_at = counters["step"], -REMIND_SECONDS
+    """Keep the state in memory until a disk takes it."""
+    step, reported_at = counters["step"], -REMIND_SECONDS
     while problem is not None:
-        if time.monotonic() - told_at >= REMIND_SECONDS:
-            told_at = time.monotonic()
+        if time.monotonic() - reported_at >= REMIND_SECONDS:
+            reported_at = time.monotonic()
             saves.event("state_unsaved", step, reason=problem, retry_seconds=RETRY_SECONDS)
             saves.say(
-                f"step {step}: the state is only in memory, and the ranks stay up with it until a disk takes it; it is "
-                f"tried again every {setting(RETRY_SECONDS)}, and at once when there is room. {problem}"
+                f"step {step}: the state is only in memory, and the ranks stay up until a disk takes it; the save is "
+                f"retried every {setting(RETRY_SECONDS)}, and at once when space is free. {problem}"
             )
         _wait_for_room(saves, check)
         problem = _save(saves, counters, is_quiet=True)
@@ -55,7 +56,7 @@ def _hold(saves: Saves, counters: Mapping[str, int], problem: str | None, check:
 
 
 def _save(saves: Saves, counters: Mapping[str, int], is_quiet: bool = False) -> str | None:
-    """To the job's tiers; what went wrong, if no lasting one has it then."""
+    """Save to the job's tiers. Return the error if no lasting tier has the state afterwards."""
     try:
         with saves.parts.clock.kind("checkpoint"):
             saves.parts.checkpointer.save(counters["step"], saves.tensors(), counters, wait=True)
@@ -67,7 +68,7 @@ def _save(saves: Saves, counters: Mapping[str, int], is_quiet: bool = False) -> 
 
 
 def _rescue(saves: Saves, counters: Mapping[str, int], reason: str, is_quiet: bool = False) -> str | None:
-    """To the run directory, because of this reason; that and what went wrong here too, if it did."""
+    """Save to the run directory, for the given reason. Return the reason and the error if this fails too."""
     try:
         with saves.parts.clock.kind("checkpoint"):
             saves.parts.checkpointer.rescue(counters["step"], saves.tensors(), counters)
@@ -80,7 +81,7 @@ def _rescue(saves: Saves, counters: Mapping[str, int], reason: str, is_quiet: bo
 
 
 def _wait_for_room(saves: Saves, check: Callable[[], None]) -> None:
-    """Until rank 0 finds that it is time to try again."""
+    """Wait until rank 0 decides to retry."""
     checkpointer, clock = saves.parts.checkpointer, saves.parts.clock
     before = checkpointer.places_with_room()
     deadline = time.monotonic() + RETRY_SECONDS

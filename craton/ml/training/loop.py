@@ -1,9 +1,9 @@
-"""The training loop: one for every objective, any number of ranks.
+"""The training loop: one for every objective and any number of ranks.
 
-A step never waits for the device. The label count is summed over the ranks and used where it is; loss, gradient norm
-and times are read one step later, when they have long arrived. A stop is agreed on by all ranks with that same sum, so
-all end after the same step, with a checkpoint. The state beside the tensors is two integers, the step and the next
-global sample, so any number of ranks goes on exactly.
+A step never waits for the device. The label count is summed over ranks on the device, so loss normalization needs no
+CPU synchronization. Loss, gradient norm and times are read one step later, when they have arrived. The same sum carries
+stop requests, so all ranks stop after the same step, with a checkpoint. Besides tensors, the state is two integers, the
+step and the next global sample, so any number of ranks can resume exactly.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ from craton.ml.training.parallel import Pipeline, accumulate_gradients, sum_uncu
 from craton.ml.training.parts import Parts
 from craton.ml.training.saves import Saves
 
-DISTRUST_STEPS = 5  # after a restore from memory, in which a loss that is not finite is laid to it
+DISTRUST_STEPS = 5  # after a restore from peer memory, in which a non-finite loss is attributed to it
 
 COLLECT_STEPS = 100  # between two garbage collections, the same on every rank so that none waits for another's
 
-LEDGER_SECONDS = 1.0  # between two lines of the ledger: what a crash may lose
+LEDGER_SECONDS = 1.0  # between two ledger lines: the maximum that a crash loses
 
-Outcome = Literal["done", "stopped", "left"]  # left: for another generation that nobody died for
+Outcome = Literal["done", "stopped", "left"]  # left: for a planned generation, without a failure
 
 
 class Trainer:
-    """Trains until the last step, or until `stop` was called on any rank, or until the step `stop_at` is done."""
+    """Trains until the last step, until `stop` is called on any rank, or until step `stop_at` is done."""
 
     def __init__(self, parts: Parts, stop_at: int | None = None, reached: int = 0, broke_at: float = 0.0) -> None:
-        """`reached` is the last step that an earlier generation recorded: up to it, steps are done again. `broke_at` is
-        when that one broke (monotonic), if it did."""
+        """`reached` is the last step that an earlier generation recorded: steps up to it are repeated. `broke_at` is
+        when that generation broke (monotonic clock), if it did."""
         assert parts.job.train is not None
         self.parts = parts
         self.train = parts.job.train
         self.last_step = min(parts.schedule.steps, stop_at or parts.schedule.steps)
-        self.step = 0  # the last one begun
+        self.step = 0  # the last step begun
         self.loader: Loader | None = None
         self.guard = StepGuard(self.train)
         self.timer = StepTimer(parts.ranks.device)
@@ -62,10 +62,10 @@ class Trainer:
         self.check: Callable[[], None] = _nothing  # raises when this generation is over
         self.saves = Saves(parts, reached, broke_at)
         self.records = StepRecords()
-        self._leaves = False  # agreed on by all ranks
-        self._next_nodes: tuple[str, ...] = ()  # of the generation to leave for, where this rank was told of it
+        self._leaves = False  # agreed by all ranks
+        self._next_nodes: tuple[str, ...] = ()  # nodes of the next generation, if this rank was informed of it
         self._step_seconds: deque[float] = deque(maxlen=9)
-        self._unread: Readout | None = None  # the numbers of the step before, on their way to the host
+        self._unread: Readout | None = None  # numbers of the previous step, on their way to the host
         self._first_step = 0
         self._redo_until = reached
         self._booked = 0.0
@@ -73,18 +73,18 @@ class Trainer:
         self._auxiliary: list[Any] = [module for module in parts.model.modules() if hasattr(module, "aux_weight")]
 
     def stop(self) -> None:
-        """Asks for an end after the step in progress; safe in a signal handler."""
+        """Request a stop after the current step; safe in a signal handler."""
         self._stop_asked = True
 
     def leave(self, nodes: Sequence[str]) -> None:
-        """Asks for an end after the step in progress, whose state the next generation, of these nodes, takes over."""
+        """Request to leave after the current step; the next generation, on these nodes, takes over its state."""
         self._next_nodes, self._leaving = tuple(nodes), True
 
     def abandon(self, seconds: float) -> bool:
-        """Lets go of what other ranks have no part in any more: threads that write, memory that is shared. False when
-        a thread does not end in time."""
+        """Release what does not involve other ranks: writer threads, shared memory. Return False if a thread does not
+        end in time."""
         late, self._unread = self._unread, None
-        if late is not None:  # it is done, and will not be done again if its state was kept
+        if late is not None:  # this step is done, and is not repeated if its state was kept
             with suppress(RuntimeError):
                 loss, norm, own_norm, _, *report = late.numbers.read()
                 shared = {"loss": loss, "gradient_norm": norm, "learning_rate": late.learning_rate}
@@ -93,7 +93,7 @@ class Trainer:
         return self.parts.checkpointer.abandon(seconds)
 
     def fit(self) -> Outcome:
-        """Restores what there is, trains, and leaves a checkpoint of the last step."""
+        """Restore the latest state, train, and save a checkpoint of the last step."""
         try:
             return self._fit()
         except (RuntimeError, MemoryError) as error:
@@ -120,10 +120,10 @@ class Trainer:
         self.timer.begin()
         while self.step < self.last_step and not stopping:
             stopping = self._train_step()
-            if not stopping:  # a state that no disk took is trained on
+            if not stopping:  # an unsaved state is superseded by training on
                 parts.clock.page.set_beside("unsaved", False)
             if stopping or self.step == self.last_step:
-                self._read_late(None)  # the numbers of the last step may still send the training back
+                self._record_previous_step(None)  # the numbers of the last step may still cause a rollback
         if stopping and self._leaves and self.step < self.last_step:
             self._doing = "checkpoint"
             if not self.saves.keep(self.counters(), self._next_nodes):
@@ -131,14 +131,14 @@ class Trainer:
             self.saves.report()
             return "left"
         outcome: Outcome = "done" if self.step >= parts.schedule.steps else "stopped"
-        self.saves.tell_recovery(self.step)  # of a generation that broke after the last step
+        self.saves.report_recovery(self.step)  # of a generation that broke after the last step
         self._save_for_good()
         parts.meter.summary(self.step, outcome)
         parts.recorder.ledger(self.step, parts.clock.take())
         return outcome
 
     def _train_step(self) -> bool:
-        """One step; True when any rank was asked to stop."""
+        """Run one step; return True if any rank was asked to stop."""
         parts, clock = self.parts, self.parts.clock
         self.check()
         self.step += 1
@@ -165,10 +165,12 @@ class Trainer:
         self.timer.mark("checkpoint")
 
         assert self.loader is not None
-        self._read_late(Readout(self.step, self.loader.state, rate, numbers, list(report), self.timer.finish()))
-        self.saves.tell_recovery(self.step)
+        self._record_previous_step(
+            Readout(self.step, self.loader.state, rate, numbers, list(report), self.timer.finish())
+        )
+        self.saves.report_recovery(self.step)
         self._evaluate_when_due()
-        self._keep_house()
+        self._run_periodic_work()
         _, stops, leaves, recorded = agreed.read()
         self.records.written(int(recorded))
         self._leaves = bool(leaves) and not stops
@@ -184,8 +186,8 @@ class Trainer:
         return batches
 
     def _agree(self, batches: list[Batch]) -> tuple[Tensor, HostCopy]:
-        """The weight of all labels of the step, for the loss; and for the host how many ranks were asked to stop or to
-        leave, and up to which step rank 0's agent has written its lines."""
+        """Return the weight of all labels of the step, for the loss. For the host: how many ranks were asked to stop or
+        to leave, and up to which step rank 0's agent has written its records."""
         count = torch.stack([batch.count for batch in batches]).double().sum() * self.parts.ranks.counts_labels
         recorded = self.parts.clock.page.recorded_step if self.parts.ranks.rank == 0 else 0
         asked = (float(self._stop_asked), float(self._leaving), float(recorded))
@@ -195,12 +197,13 @@ class Trainer:
         return numbers[0].clamp(min=1.0).float(), HostCopy(numbers)
 
     def _forward_backward(self, batches: list[Batch], count: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """The gradient of the step; its loss and what the objective reports, summed over micro-batches and ranks."""
+        """Compute the gradient of the step; return its loss and the objective's report, summed over micro-batches and
+        ranks."""
         parts = self.parts
         if self.pipeline is None:
-            totals = self._one_after_the_other(batches, count)
+            totals = self._run_micro_batches(batches, count)
         else:
-            self._doing = "backward"  # or forward: here they take turns
+            self._doing = "backward"  # or forward: in a pipeline they alternate
             totals = self.pipeline.forward_backward(batches, count, self._weigh_auxiliary)
         sums = torch.stack([value.float() for value in totals.values()]) * parts.ranks.counts_loss
         with self.timer.waiting():
@@ -208,7 +211,7 @@ class Trainer:
         summed = dict(zip(totals, sums, strict=True))
         return summed.pop("loss"), summed
 
-    def _one_after_the_other(self, batches: list[Batch], count: Tensor) -> dict[str, Tensor]:
+    def _run_micro_batches(self, batches: list[Batch], count: Tensor) -> dict[str, Tensor]:
         parts = self.parts
         totals: dict[str, Tensor] = {}
         for index, batch in enumerate(batches):
@@ -225,8 +228,8 @@ class Trainer:
         return totals
 
     def _weigh_auxiliary(self, batch: Batch, count: Tensor) -> None:
-        """Balancing losses are means over the tokens of a micro-batch: each weighs as much as the labels of all these
-        tokens, also where another rank holds a part of them."""
+        """Weigh the load-balancing losses. They are means over the tokens of a micro-batch, so each has the weight of
+        the labels of these tokens, including those on other ranks."""
         if not self._auxiliary:
             return
         context = self.parts.ranks.connections.context
@@ -235,7 +238,8 @@ class Trainer:
             module.aux_weight = labels / count
 
     def _update(self, rate: float, loss: Tensor, report: dict[str, Tensor]) -> HostCopy:
-        """One optimizer step, which the device skips when the loss or the gradient is bad; the step's numbers."""
+        """Run one optimizer step, which the device skips if the loss or the gradient is bad; return the step's
+        numbers."""
         self._doing = "optimizer"
         parts = self.parts
         good = loss < self.guard.highest_loss
@@ -247,8 +251,8 @@ class Trainer:
         own_norm = parts.optimizer.rank_gradient_norm
         return HostCopy(torch.stack((loss, norm, own_norm, good.float(), *report.values())))
 
-    def _read_late(self, readout: Readout | None) -> None:
-        """Records and judges the step before, whose numbers the device has sent meanwhile."""
+    def _record_previous_step(self, readout: Readout | None) -> None:
+        """Record and judge the previous step, whose numbers have arrived from the device."""
         late, self._unread = self._unread, readout
         if late is None:
             return
@@ -258,52 +262,52 @@ class Trainer:
         shared |= {"skipped_steps": self.guard.skipped_steps, **dict(zip(late.report_names, report, strict=True))}
         phases = late.times.seconds()
         self.parts.meter.step(late.step, phases, shared, own_norm)
-        if not self.parts.clock.is_shared:  # no agent: the line is in the file
+        if not self.parts.clock.is_shared:  # without an agent the line is already in the file
             self.parts.clock.page.recorded_step = late.step
         self._step_seconds.append(sum(phases.values()))
         self.parts.clock.page.step_seconds = median(self._step_seconds)
         if not math.isfinite(loss) and self._distrust_memory(late.step, loss):
             return
         if fault is not None:
-            self._answer(fault, late.next_sample)
+            self._apply_policy(fault, late.next_sample)
 
-    def _answer(self, fault: BadStep, next_sample: int) -> None:
+    def _apply_policy(self, fault: BadStep, next_sample: int) -> None:
         self.saves.event("bad_step", fault.step, reason=fault.reason, policy=fault.policy)
-        self.saves.say(f"step {fault.step}: {fault.reason}; the job says {fault.policy}")
+        self.saves.say(f"step {fault.step}: {fault.reason}; policy: {fault.policy}")
         if fault.policy == "rollback":
             self._roll_back(fault, next_sample)
         elif fault.policy == "stop":
-            advice = "the last checkpoint before it is what `craton resume` starts from"
-            if not fault.counted:  # then the weights are as they were before the bad step
+            advice = "`craton resume` starts from the last checkpoint before it"
+            if not fault.counted:  # the weights are still those before the bad step
                 self._save_for_good()
-                advice = f"the weights without it are saved as step {self.step}"
-            raise TrainingStoppedError(f"step {fault.step}: {fault.reason}, and the job says stop; {advice}")
+                advice = f"the weights before it are saved as step {self.step}"
+            raise TrainingStoppedError(f"step {fault.step}: {fault.reason}, and the policy is stop; {advice}")
 
     def _roll_back(self, fault: BadStep, next_sample: int) -> None:
-        """Returns to the last checkpoint and goes on behind the samples of the bad step."""
+        """Roll back to the last checkpoint and continue after the samples of the bad step."""
         reached = self.step
         with self.parts.clock.kind("restore"):
             counters = self._restore(before=fault.step)
         if counters is None:
-            self.saves.say(f"step {fault.step}: there is no checkpoint to return to yet; training goes on")
+            self.saves.say(f"step {fault.step}: there is no checkpoint to roll back to yet; training continues")
             return
         self.guard.rolled_back(counters["step"], fault)
         self._return_to({**counters, "next_sample": next_sample}, reached)
         self.saves.event("rolled_back", self.step, reached=reached, reason=fault.reason)
 
     def _distrust_memory(self, step: int, loss: float) -> bool:
-        """A loss that is not finite soon after the state came from the nodes' memory: whatever spoilt it there, a lower
-        tier may have it right. Whether there was one to return to; happens once in a generation at most."""
+        """Handle a non-finite loss soon after a restore from peer memory: the state there may be corrupt, and a lower
+        tier may have a good one. Return whether there was one to return to. Happens at most once per generation."""
         report = self.parts.checkpointer.restored
         if report is None or report.tier != PEER or step > report.step + DISTRUST_STEPS:
             return False
         reached = self.step
         with self.parts.clock.kind("restore"):
             counters = self._restore(trust_peer=False)
-        reason = f"the loss is {loss} {step - report.step} steps after step {report.step} came from memory"
+        reason = f"the loss is {loss} {step - report.step} steps after step {report.step} was restored from peer memory"
         self.saves.event("peer_distrusted", step, reason=reason)
         if counters is None:
-            self.saves.say(f"step {step}: {reason}, and no other tier has a checkpoint; training goes on")
+            self.saves.say(f"step {step}: {reason}, and no other tier has a checkpoint; training continues")
             return False
         self.saves.say(f"step {step}: {reason}; going back to step {counters['step']} of {self.saves.restored_tier}")
         self._return_to(counters, reached)
@@ -320,7 +324,7 @@ class Trainer:
         return self.saves.restore(before, trust_peer)
 
     def _begin(self, counters: dict[str, Any] | None) -> None:
-        """Goes on from these counters; None: from the beginning."""
+        """Continue from these counters; None: from the beginning."""
         if self.loader is not None:
             self.loader.close()
         self.records.begin(counters)
@@ -335,8 +339,8 @@ class Trainer:
         self._doing = "checkpoint"
         save_for_good(self.saves, self.counters(), self.check)
 
-    def _keep_house(self) -> None:
-        """What is done beside the steps, at its own pace."""
+    def _run_periodic_work(self) -> None:
+        """Periodic work besides the steps: save reports, garbage collection, ledger."""
         self.saves.report()
         if self.step % COLLECT_STEPS == 0:
             gc.collect(1)
@@ -369,4 +373,4 @@ class Trainer:
 
 
 def _nothing() -> None:
-    """Nobody says that a generation is over."""
+    """Default check: without an agent a generation is never over."""

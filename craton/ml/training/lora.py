@@ -1,8 +1,8 @@
-"""Low-rank adapters (arXiv:2106.09685): W + (alpha / rank) · B · A, only A and B trained and saved.
+"""LoRA: low-rank adapters (arXiv:2106.09685), W + (alpha / rank) · B · A; only A and B are trained and saved.
 
 An adapted layer keeps the name of its weight and adds `lora_a` and `lora_b` beside it, so published weights load as
-they always do and a checkpoint of the trained parameters is small. The fused query-key-value projection has one
-adapter; the stacked experts of a mixture have none and stay frozen.
+usual and a checkpoint of the trained parameters is small. The fused query-key-value projection has one adapter; stacked
+routed experts have none and stay frozen.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ TARGETS = {
 
 
 class LoraError(CratonError):
-    """There is nothing in the model that adapters could be put on."""
+    """The model has no layers that can take adapters."""
 
 
 class LoraLinear(Linear):
-    """A linear layer whose own weight is frozen. Cut by tensor parallelism, what passes between A and B is narrow, so
-    that is what is gathered or summed."""
+    """A linear layer with a frozen weight. With tensor parallelism only the narrow tensor between A and B is gathered
+    or summed."""
 
     def __init__(self, base: nn.Linear, rank: int, scale: float) -> None:
         nn.Module.__init__(self)
@@ -53,11 +53,11 @@ class LoraLinear(Linear):
         return self.join(out, narrow)
 
     def join(self, out: Tensor, narrow: Tensor) -> Tensor:
-        """The output of the frozen weight and what the adapter adds to it."""
+        """Add the adapter's output to that of the frozen weight."""
         return out + self.scale * linear(narrow, self.lora_b)
 
     def merged(self) -> Tensor:
-        """The weight of a plain layer that computes the same."""
+        """Return the weight of a plain layer with the same output."""
         product = self.scale * self.lora_b.float() @ self.lora_a.float()
         return (self.weight.float() + product).to(self.weight.dtype)
 
@@ -80,7 +80,7 @@ class LoraMlp(Mlp):
 
 
 def add_adapters(model: nn.Module, lora: Lora) -> None:
-    """Freezes the model and adapts the linear layers of its blocks that the job names."""
+    """Freeze the model and add adapters to the linear layers of its blocks that the job names."""
     names = {name for target, group in TARGETS.items() if lora.targets in (target, "all") for name in group}
     model.requires_grad_(False)
     scale = (lora.alpha or lora.rank) / lora.rank
@@ -100,7 +100,7 @@ def add_adapters(model: nn.Module, lora: Lora) -> None:
 
 @contextmanager
 def base_only(model: nn.Module) -> Iterator[None]:
-    """Inside, the model has the parameters it would have without adapters: to be initialized or loaded as ever."""
+    """Hide the adapters inside the context, so that the base model can be initialized or loaded as usual."""
     adapted = [module for module in model.modules() if isinstance(module, LoraLinear)]
     taken = [{name: module._parameters.pop(name) for name in ("lora_a", "lora_b")} for module in adapted]
     try:
@@ -114,14 +114,14 @@ def base_only(model: nn.Module) -> Iterator[None]:
 def initialize_adapters(model: nn.Module, seed: int) -> None:
     """A normal, B zero: training starts from the model as it was."""
     for name, module in model.named_modules():
-        if isinstance(module, LoraLinear):  # by its name, which is the same whatever layers a rank holds
+        if isinstance(module, LoraLinear):  # seeded by name, which does not depend on the layers that a rank holds
             fill_normal(module.lora_a, module.lora_a.shape[1] ** -0.5, seed * 1_000_003 + zlib.crc32(name.encode()))
             local(module.lora_b).zero_()
 
 
 @torch.no_grad()
 def merge_adapters(model: nn.Module) -> None:
-    """Puts plain layers back, with what the adapters learned added to their weights. The model must not be sharded."""
+    """Restore plain layers, with the adapters merged into their weights. The model must not be sharded."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, LoraLinear):

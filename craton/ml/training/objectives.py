@@ -1,8 +1,8 @@
-"""What is minimised: a function of the log-probabilities of the labels, whatever the model behind them.
+"""Objectives: functions of the log-probabilities of the labels, independent of the model.
 
-An objective returns sums over tokens; the loop divides them by the weight of all labels of the step, over all ranks and
-micro-batches, so that the loss does not depend on how a batch was cut up. One that is linear in the log-probabilities
-says so with `coefficients`: its gradient is then known before the forward pass and made in it, logits never kept.
+An objective returns sums over tokens. The loop divides them by the weight of all labels of the step, over all ranks and
+micro-batches, so the loss does not depend on how a batch is split. An objective that is linear in the log-probabilities
+provides `coefficients`: its gradient is then known before the forward pass and computed in it, and logits are not kept.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class Objective:
 
 
 def cross_entropy(log_probs: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-    """-Σ w · log p(label): pretraining with w = 1, supervised fine-tuning with w = 1 on the answers only."""
+    """-Σ w · log p(label): pretraining with w = 1; supervised fine-tuning with a loss mask, w = 1 on the answers
+    only."""
     return -(batch.weight * log_probs).sum(), {}
 
 
@@ -48,7 +49,7 @@ OBJECTIVES = {"pretrain": CROSS_ENTROPY, "sft": CROSS_ENTROPY}
 
 
 def objective_of(job: Job) -> Objective:
-    """The user's own where the job names one, else that of the job's kind."""
+    """Return the user's objective if the job names one, else that of the job's kind."""
     if job.objective:
         return Objective(job.objective, load_function(job.objective))
     if job.kind not in OBJECTIVES:
@@ -59,14 +60,14 @@ def objective_of(job: Job) -> Objective:
 
 
 def batch_loss(model: nn.Module, batch: Batch, objective: Objective, count: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """The share of one micro-batch in the step's loss, and in what is reported beside it."""
+    """Return the share of one micro-batch in the step's loss and in the reported sums."""
     return hidden_loss(model, model(batch.tokens, batch.positions, batch.documents), batch, objective, count)
 
 
 def hidden_loss(
     model: nn.Module, hidden: Tensor, batch: Batch, objective: Objective, count: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """`batch_loss` of what the layers made of the batch, [rows, sequence, hidden], or a share of its tokens."""
+    """`batch_loss` from the final hidden states of the batch, [rows, sequence, hidden], or a share of its tokens."""
     flat, labels = hidden.flatten(0, -2), batch.labels.flatten()
     head = cast("Tensor", model.head_weight)
     tensor = getattr(model, "connections", ALONE).tensor
@@ -82,7 +83,7 @@ def hidden_loss(
 
 
 def _checked(returned: Any, name: str) -> tuple[Tensor, dict[str, Tensor]]:
-    """What a user's objective returned, or what it should have returned."""
+    """Validate what a user's objective returned."""
     match returned:
         case (Tensor() as total, dict() as report) if all(isinstance(value, Tensor) for value in report.values()):
             shapes = {"the sum": total, **report}

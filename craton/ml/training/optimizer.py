@@ -1,12 +1,12 @@
-"""How weights change in a step: AdamW (arXiv:1711.05101) over any mix of whole and sharded parameters, and its
-learning rate, without a wait for the device.
+"""The optimizer: AdamW (arXiv:1711.05101) over any mix of whole and sharded parameters, and its learning rate, without
+host synchronization.
 
-Weights are kept in one of two ways. "fp32": every parameter has an fp32 master, its own storage where it is fp32, a
-copy beside it where it is bf16. "bf16": weights and both states are bf16 and rounded stochastically, so that updates
-smaller than the spacing of bf16 are not lost but taken with the right probability. Clipping and the skip of a step
-whose gradient is not finite happen on the device.
+Mixed precision keeps weights in one of two ways. "fp32": every parameter has an fp32 master, its own storage if it is
+fp32, a copy beside it if it is bf16. "bf16": weights and both optimizer states are bf16 with stochastic rounding, so
+updates smaller than the spacing of bf16 take effect with the right probability. Clipping, and the skip of a step with a
+non-finite gradient, happen on the device.
 
-The learning rate is a pure function of the step's number, so that a resumed run needs no state for it.
+The learning rate is a pure function of the step number, so a resumed run needs no state for it.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ class ScheduleError(CratonError):
 
 @dataclass(frozen=True)
 class Schedule:
-    """The learning rate: up linearly to `peak` over the warm-up, then down to `final` at the last step, as `shape`
-    says."""
+    """The learning rate: linear warm-up to `peak`, then down to `final` at the last step, with the given `shape`."""
 
     shape: LearningRateSchedule
     steps: int
@@ -49,13 +48,11 @@ class Schedule:
     def of(cls, job: Job) -> Schedule:
         assert job.train is not None, f"kind {job.kind} does not train"
         if job.steps is None:
-            raise ScheduleError(
-                f"{job.where('train')}train says neither steps nor tokens; training needs an end: write train.steps"
-            )
+            raise ScheduleError(f"{job.where('train')}train has neither steps nor tokens; set train.steps")
         return cls(job.train.schedule, job.steps, job.warmup_steps or 0, job.learning_rate, job.final_learning_rate)
 
     def learning_rate(self, step: int) -> float:
-        """Of the step with this number; the first is 1."""
+        """Return the learning rate of a step; the first step is 1."""
         if step <= self.warmup_steps:
             return self.peak * step / self.warmup_steps
         if self.shape == "constant":
@@ -73,7 +70,7 @@ class Schedule:
 
 
 class AdamW:
-    """The update of named parameters. A parameter of one dimension (norms, biases) does not decay."""
+    """Updates named parameters. Parameters of one dimension (norms, biases) have no weight decay."""
 
     def __init__(
         self,
@@ -86,10 +83,10 @@ class AdamW:
         pipeline: Peers | None = None,
         copies: Collection[str] = (),
     ) -> None:
-        """`pipeline`: the ranks that hold the other stages; `copies`: parameters that one of them counts."""
+        """`pipeline`: the ranks of the other stages; `copies`: parameters that another stage counts."""
         self._pipeline, self._copies = pipeline, frozenset(copies)
         everything = dict(parameters)
-        self._device = next(iter(everything.values())).device  # a stage of a pipeline may have nothing to train
+        self._device = next(iter(everything.values())).device  # a pipeline stage may have nothing to train
         self.parameters = {name: parameter for name, parameter in everything.items() if parameter.requires_grad}
         self.betas, self.epsilon, self.weight_decay, self.weights, self.seed = (
             betas,
@@ -100,7 +97,7 @@ class AdamW:
         )
         self.steps = 0
         self.rank_gradient_norm = torch.full((), float("nan"), dtype=torch.float32, device=self._device)
-        self._sums: dict[str, Tensor] = {}  # fp32 gradients of the micro-batches so far, of bf16 parameters
+        self._sums: dict[str, Tensor] = {}  # fp32 gradient sums of bf16 parameters over the micro-batches so far
         state_dtype = torch.float32 if weights == "fp32" else torch.bfloat16
         self.average = {name: torch.zeros_like(p, dtype=state_dtype) for name, p in self.parameters.items()}
         self.square = {name: torch.zeros_like(p, dtype=state_dtype) for name, p in self.parameters.items()}
@@ -112,8 +109,8 @@ class AdamW:
 
     @torch.no_grad()
     def accumulate(self) -> None:
-        """Between micro-batches: with fp32 masters, gradients of bf16 parameters are summed in fp32, so that the
-        small ones of many micro-batches are not rounded away."""
+        """Gradient accumulation between micro-batches: with fp32 masters, sum the gradients of bf16 parameters in fp32,
+        so that small ones are not rounded away."""
         for name in self.master:
             parameter = self.parameters[name]
             gradient = _gradient(parameter)
@@ -124,7 +121,8 @@ class AdamW:
             parameter.grad = None
 
     def gradient_norm(self) -> Tensor:
-        """Of all gradients of all ranks, fp32, on the device; `rank_gradient_norm` is then that of this rank's part."""
+        """Return the norm of all gradients on all ranks, fp32, on the device. Sets `rank_gradient_norm` for this rank's
+        part."""
         gradients = [self._gradient(name) for name in self.parameters if name not in self._copies]
         squares: dict[object, list[Tensor]] = {}
         locals_ = _norms([local(gradient) for gradient in gradients])
@@ -145,10 +143,10 @@ class AdamW:
 
     @torch.no_grad()
     def step(self, learning_rate: float, clip: float = 1.0, finite: Tensor | None = None) -> Tensor:
-        """One update; returns the norm of the gradient before clipping (NaN when it was not asked for).
+        """Run one update; return the gradient norm before clipping (NaN if it was not computed).
 
-        With `clip` 0 no norm is taken, and `finite` (a flag on the device, such as the loss being finite) alone decides
-        whether the step counts.
+        With `clip` 0 no norm is computed, and `finite` (a flag on the device, such as whether the loss is finite) alone
+        decides whether the step counts.
         """
         self.steps += 1
         if self._sums:
@@ -168,7 +166,7 @@ class AdamW:
             parameter.grad = None
 
     def state(self) -> dict[str, Tensor]:
-        """Every tensor of the optimizer, to be saved and filled in place."""
+        """Return every tensor of the optimizer state, to be saved and filled in place."""
         return {
             **{f"exp_avg.{name}": tensor for name, tensor in self.average.items()},
             **{f"exp_avg_sq.{name}": tensor for name, tensor in self.square.items()},
@@ -176,7 +174,7 @@ class AdamW:
         }
 
     def load(self, state: Mapping[str, Tensor], steps: int) -> None:
-        """Takes over a state of the same names, and how many updates it has seen."""
+        """Load a state of the same names, and its number of updates."""
         for name, tensor in self.state().items():
             if tensor is not state[name]:
                 tensor.copy_(state[name])
@@ -184,13 +182,13 @@ class AdamW:
 
     @torch.no_grad()
     def loaded(self, steps: int) -> None:
-        """To be called when the tensors were filled in place: masters are cast into the parameters once more."""
+        """Call after the tensors were filled in place: casts the masters into the parameters again."""
         self.steps = steps
         for name, master in self.master.items():
             self.parameters[name].copy_(master)
 
     def _control(self, norm: Tensor | None, clip: float, finite: Tensor | None) -> Tensor:
-        """[multiplier of the gradient, 1 when the step counts else 0], on the device."""
+        """Return [gradient multiplier, 1 if the step counts else 0], on the device."""
         if norm is None:
             one = torch.ones((), dtype=torch.float32, device=self._device)
             return torch.stack((one, one if finite is None else finite.to(torch.float32)))
@@ -225,14 +223,14 @@ class AdamW:
         return self._sums[name] if name in self._sums else _gradient(self.parameters[name])
 
     def _rounding_seed(self, name: str) -> int:
-        """Of seed, step and parameter, so that a step that is done again rounds the same way."""
+        """Derive a seed from seed, step and parameter, so that a repeated step rounds the same way."""
         return (self.seed * 0x9E3779B1 + self.steps * 0x85EBCA77 + zlib.crc32(name.encode())) & 0x7FFFFFFF
 
     def _decay(self, parameter: Tensor) -> float:
         return self.weight_decay if parameter.ndim > 1 else 0.0
 
     def _update_on_cpu(self, learning_rate: float, control: Tensor) -> None:
-        """PyTorch's own fused update, in fp32; what is kept in bf16 passes through fp32 copies."""
+        """PyTorch's own fused update, in fp32; bf16 state goes through fp32 copies."""
         scale, good = control.tolist()
         if not good:
             return
@@ -271,14 +269,15 @@ class AdamW:
 
 
 def round_stochastically(value: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """fp32 → bf16, up with the probability of what is cut off: 16 random bits are added below the last kept one."""
+    """fp32 → bf16, rounded up with the probability of the truncated part: add 16 random bits below the last kept
+    bit."""
     bits = torch.randint(0, 1 << 16, value.shape, dtype=torch.int32, device=value.device, generator=generator)
     raw = (value.view(torch.int32) + bits) & -65536
     return raw.view(torch.float32).to(torch.bfloat16)
 
 
 def _gradient(parameter: Tensor) -> Tensor:
-    assert parameter.grad is not None, "a parameter was given no gradient; freeze it, or use it in the loss"
+    assert parameter.grad is not None, "a parameter has no gradient; freeze it, or use it in the loss"
     return parameter.grad
 
 
@@ -287,10 +286,10 @@ def _norms(tensors: list[Tensor]) -> Sequence[Tensor]:
 
 
 def _shard_groups(gradient: Tensor) -> tuple[object, ...]:
-    """The process groups over which a gradient is cut; copies count once."""
+    """Return the process groups over which a gradient is sharded; copies count once."""
     if not isinstance(gradient, DTensor):
         return ()
     mesh = gradient.device_mesh
-    # not `is_shard`: what FSDP cuts behind tensor parallelism is a placement of another kind
+    # not `is_shard`: FSDP sharding after tensor parallelism is a different placement class
     cut = (axis for axis, placement in enumerate(gradient.placements) if not placement.is_replicate())
     return tuple(mesh.get_group(axis) for axis in cut)

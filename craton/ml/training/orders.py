@@ -1,10 +1,9 @@
-"""What a rank hears from its node's agent: the generations it is to enter, one after the other.
+"""Orders from the node's agent to a rank: the generations to enter, one after the other.
 
-A thread waits for orders, because the rank itself may be blocked in a collective whose other side is dead. On gloo
-nothing but a closed connection ends such a wait, so when a generation is broken the thread shuts down every TCP
-connection of this process, and the wait ends at once, here and at the other end; clients of other services connect
-again by themselves. On NCCL it aborts the communicators. A planned generation only asks: the rank finishes its step
-first.
+A thread waits for orders, because the rank itself may be blocked in a collective whose other side is dead. On gloo only
+a closed connection ends such a wait. So when a generation breaks, the thread shuts down every TCP connection of this
+process, and the wait ends at once on both sides; clients of other services reconnect by themselves. On NCCL it aborts
+the communicators. A planned generation is only a request: the rank finishes its step first.
 """
 
 from __future__ import annotations
@@ -25,22 +24,22 @@ import torch.distributed as dist
 from craton.agent import Generation
 from craton.ml.store import join_group
 
-VARIABLE = "CRATON_ORDERS"  # environment: the descriptor that orders come through
+VARIABLE = "CRATON_ORDERS"  # environment variable: the file descriptor that orders come through
 
 
 class RegroupError(Exception):
-    """The generation that this rank works in is over."""
+    """The generation of this rank is over."""
 
 
 @dataclass(frozen=True)
 class Order:
-    """Enter this generation as this rank; or end, where the generation has none on this node."""
+    """Enter this generation as this rank; or exit, if the generation has none on this node."""
 
     generation: Generation
     rank: int
     node: str
-    keeper: str  # the address of the node's keeper for its own processes; "": there is none
-    broke_at: float = 0.0  # monotonic: when the generation before stopped moving; 0: it did not
+    keeper: str  # local address of the node's keeper; "": there is none
+    broke_at: float = 0.0  # monotonic clock: when the previous generation stopped making progress; 0: it did not
 
     @property
     def is_last(self) -> bool:
@@ -71,7 +70,7 @@ class Orders:
             return None
 
     def next(self, seconds: float | None = None) -> Order | None:
-        """Waits for a generation that was not entered yet, and enters the newest; None when none came in time."""
+        """Wait for a generation that was not entered yet, and enter the newest; None on timeout."""
         with self._arrived:
             if not self._arrived.wait_for(lambda: self.is_over, seconds):
                 return None
@@ -81,32 +80,32 @@ class Orders:
 
     @property
     def is_over(self) -> bool:
-        """Whether there is a newer generation than the one entered."""
+        """Whether there is a newer generation than the current one."""
         return self._newest is not None and self._newest.generation.number > self._entered
 
     @property
     def is_broken(self) -> bool:
-        """Whether the generation is over and nothing can be finished in it."""
+        """Whether the generation is over and nothing in it can finish."""
         return self.is_over and self._newest is not None and not self._newest.generation.is_planned
 
     def check(self) -> None:
-        """RegroupError when nothing can be finished in the generation."""
+        """Raise RegroupError if nothing in the generation can finish."""
         if self.is_broken:
             assert self._newest is not None
             raise RegroupError(self._newest.generation.reason)
 
     @property
     def broke_at(self) -> float:
-        """When the generation before the newest one stopped moving, by the monotonic clock; 0: it did not."""
+        """When the generation before the newest one stopped making progress (monotonic clock); 0: it did not."""
         return self._newest.broke_at if self._newest is not None else 0.0
 
     def is_broken_within(self, seconds: float) -> bool:
-        """Waits for word that nothing can be finished in the generation."""
+        """Wait for news that the generation is broken."""
         with self._arrived:
             return self._arrived.wait_for(lambda: self.is_broken, seconds)
 
     def when_planned(self, leave: Callable[[Sequence[str]], None]) -> None:
-        """`leave` is called with the nodes of a planned generation when it is ordered."""
+        """Call `leave` with the nodes of a planned generation when it is ordered."""
         with self._arrived:
             self._planned = leave
             if self.is_over and self._newest is not None and self._newest.generation.is_planned:
@@ -127,7 +126,7 @@ class Orders:
 
 
 def cut_connections() -> None:
-    """Ends every wait for another rank, here and at the other end."""
+    """End every wait for another rank, on both sides."""
     if torch.cuda.is_available() and torch.cuda.is_initialized() and dist.is_initialized():
         with contextlib.suppress(RuntimeError, AttributeError, ValueError):
             dist.distributed_c10d._abort_process_group()
@@ -142,10 +141,10 @@ def cut_connections() -> None:
 
 
 def connect(order: Order, backend: str, secret: bytes) -> None:
-    """The process group of a generation, over the keeper's store; names of other generations are other names."""
+    """Create the process group of a generation through the keeper's store, under names of this generation."""
     generation = order.generation
-    # torch names groups by how many there were. Where it was cut off while it made one, that one is still counted, and
-    # ranks whose counts differ would wait for each other under different names.
+    # torch names groups by a counter. If it was interrupted while it made a group, that group is still counted, and
+    # ranks with different counts would wait for each other under different names.
     dist.distributed_c10d._world.group_count = 0
     prefix = f"generation/{generation.number}"
     join_group(backend, generation.store, secret, prefix, order.rank, generation.world)

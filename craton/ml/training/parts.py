@@ -1,4 +1,4 @@
-"""Everything a training is made of, handed to the loop and to what saves its state."""
+"""The components of a training, passed to the loop and to the code that saves its state."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from craton.telemetry.rank import LedgerClock, Recorder
 
 @dataclass
 class Parts:
-    """All that a training is made of."""
+    """The components of a training."""
 
     job: Job
     ranks: Ranks
@@ -28,10 +28,10 @@ class Parts:
     optimizer: AdamW
     objective: Objective
     schedule: Schedule
-    open_loader: Callable[[int], Loader]  # from a global sample on
+    open_loader: Callable[[int], Loader]  # from a global sample index on
     validation: Source | None
     checkpointer: Checkpointer
     recorder: Recorder
     clock: LedgerClock
     meter: Meter
-    directory: RunDirectory | None = None  # where the lines of earlier generations are
+    directory: RunDirectory | None = None  # has the metrics of earlier generations

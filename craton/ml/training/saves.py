@@ -1,6 +1,6 @@
-"""The state of a training on its way to its checkpoints and back, and what is told of that.
+"""Saving and restoring the training state, with the events and log lines about it.
 
-What happens to all ranks is recorded and said once, by rank 0.
+Only rank 0 records and prints what concerns all ranks.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ SAVE_EVENTS = {
 
 
 class Saves:
-    """Made by every rank; its methods are called by all of them in the same order."""
+    """Created by every rank; all ranks call its methods in the same order."""
 
     def __init__(self, parts: Parts, reached: int, broke_at: float) -> None:
-        """`reached` is the last step that an earlier generation recorded, `broke_at` when that one broke
-        (monotonic), if it did."""
+        """`reached` is the last step that an earlier generation recorded, `broke_at` when that generation broke
+        (monotonic clock), if it did."""
         self.parts = parts
         self._reached, self._broke_at = reached, broke_at
 
@@ -40,8 +40,8 @@ class Saves:
         return report.tier if report else "no tier"
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint holds, under names that neither layout nor precision changes: trained weights (fp32 masters
-        where there are any), the model's buffers, and the optimizer's states."""
+        """Return the contents of a checkpoint, under names that depend on neither layout nor precision: trained weights
+        (fp32 masters if there are any), the model's buffers, and the optimizer state."""
         optimizer, model = self.parts.optimizer, self.parts.model
         state = optimizer.state()
         weights = {name: state.pop(f"master.{name}", value) for name, value in optimizer.parameters.items()}
@@ -53,13 +53,13 @@ class Saves:
         }
 
     def complete_records(self, counters: Mapping[str, Any] | None) -> None:
-        """Records the steps whose lines were lost with a rank or an agent though their state was not."""
+        """Record the steps whose records were lost with a rank or an agent although their state was not."""
         if self.parts.ranks.rank != 0 or self.parts.directory is None or not counters:
             return
         try:
             steps = record_missing(self.parts.directory, self.parts.recorder, counters.get("records") or [])
         except OSError as error:
-            self.say(f"step {counters['step']}: the metrics cannot be read ({error.strerror}): some may be missing")
+            self.say(f"step {counters['step']}: the metrics cannot be read ({error.strerror}); some may be missing")
             return
         if steps:
             self.event("records_completed", counters["step"], steps=steps)
@@ -68,7 +68,7 @@ class Saves:
         self.parts.checkpointer.reserve(self.tensors(), step)
 
     def restore(self, before: int | None = None, trust_peer: bool = True) -> dict[str, Any] | None:
-        """The counters of the newest checkpoint that can be used, whose state model and optimizer then have."""
+        """Restore the newest usable checkpoint into model and optimizer; return its counters."""
         with self.parts.clock.kind("restore"):
             counters = self.parts.checkpointer.restore(self.tensors(), before, trust_peer, ("next_sample",))
             if counters is not None:
@@ -80,8 +80,8 @@ class Saves:
         return counters
 
     def check_kept(self, counters: Mapping[str, Any] | None) -> None:
-        """CheckpointError where a stop could not save its state and every copy in memory is gone: to stop with an older
-        one would look as if nothing was lost."""
+        """Raise CheckpointError if a stop could not save its state and every copy in memory is gone. Stopping with an
+        older state would hide the loss."""
         page, directory = self.parts.clock.page, self.parts.directory
         step = counters["step"] if counters else 0
         if "unsaved" in page.beside and directory is not None and directory.has("STOP") and step < self._reached:
@@ -89,42 +89,43 @@ class Saves:
             source = f"step {step:,}" if step else "the beginning"
             raise CheckpointError(
                 f"the state of step {self._reached:,} was only in memory, and no copy of it is left; "
-                f"`craton resume {directory.name}` goes on from {source}"
+                f"`craton resume {directory.name}` resumes from {source}"
             )
 
     def save(self, counters: Mapping[str, Any]) -> None:
-        """A checkpoint in the background, whose failure costs that checkpoint."""
+        """Save a checkpoint in the background; a failure costs only that checkpoint."""
         step = counters["step"]
         try:
             with self.parts.clock.kind("checkpoint"):
                 self.parts.checkpointer.save(step, self.tensors(), counters)
         except CheckpointError as error:
-            self.say(f"step {step}: {error}; training goes on, and the next save tries again")
+            self.say(f"step {step}: {error}; training continues, and the next save retries")
 
     def keep(self, counters: Mapping[str, Any], nodes: Sequence[str]) -> bool:
-        """Keep the state of this very step in memory for the next generation, of these nodes; False where it cannot."""
+        """Keep the state of this step in peer memory for the next generation, on these nodes; False if that is not
+        possible."""
         with self.parts.clock.kind("checkpoint"):
             return self.parts.checkpointer.keep(counters["step"], self.tensors(), counters, nodes)
 
     def report(self, is_quiet: bool = False) -> None:
-        """Tells of the saves that ended; quietly, only of those that went well."""
+        """Report the saves that ended; with `is_quiet`, only the successful ones."""
         for report in self.parts.checkpointer.reports():
             if is_quiet and report.error:
                 continue
             fields = {"tier": report.tier, "bytes": report.bytes, "seconds": report.seconds, "reason": report.error}
             if report.removed:
                 names = ", ".join(report.removed)
-                self.event("checkpoint_removed", report.step, tier=report.tier, reason=f"{names} gave room to this one")
+                self.event("checkpoint_removed", report.step, tier=report.tier, reason=f"{names} removed for room")
             self.event(SAVE_EVENTS[report.outcome], report.step, **fields)
         for note in self.parts.checkpointer.notes():
             self.event(note.event, note.step, **note.fields)
             self.say(f"step {note.step}: {note.text}")
 
-    def tell_recovery(self, step: int) -> None:
-        """After the first step since a generation broke: what that cost."""
+    def report_recovery(self, step: int) -> None:
+        """After the first step since a generation broke, report what the failure cost."""
         if not self._broke_at:
             return
-        if self.parts.ranks.device.type == "cuda":  # else the step is only asked for, not done
+        if self.parts.ranks.device.type == "cuda":  # otherwise the step is only launched, not done
             torch.cuda.synchronize(self.parts.ranks.device)
         report = self.parts.checkpointer.restored
         restored = report.step if report else 0
@@ -133,7 +134,7 @@ class Saves:
         lost = max(0, self._reached - restored)
         fields = {"seconds": seconds, "lost_steps": lost, "restored_from": tier, "restored_step": restored}
         self.event("recovered", step, **fields)
-        self.say(f"step {step}: going on {duration(seconds)} after the failure, from step {restored} of {tier}")
+        self.say(f"step {step}: resumed {duration(seconds)} after the failure, from step {restored} of {tier}")
         self._broke_at = 0.0
 
     def event(self, name: str, step: int, **fields: Any) -> None:

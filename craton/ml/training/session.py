@@ -1,9 +1,9 @@
-"""A rank's life: generation after generation, in one process.
+"""The life of a rank process: one generation after another, in one process.
 
-Under an agent a rank enters the generations it is told of. When one breaks, because a rank died, hangs or raised, the
-survivors drop everything they built, keep Python, the device and what was compiled, and enter the next one like the
-rank that was started anew: build, restore the newest state that is whole, go on. Without an agent there is one
-generation, as the environment describes it.
+An agent tells a rank which generations to enter. When a generation breaks because a rank died, hangs or raised, the
+survivors drop everything they built, but keep Python, the device and compiled code. They enter the next generation like
+a restarted rank: build, restore the newest complete state, continue. Without an agent there is one generation, from the
+environment.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from craton.telemetry import RunDirectory, summarize
 from craton.telemetry.rank import LedgerClock, Recorder
 
 EXIT_FAILED = 1
-BLAME_SECONDS = 2.0  # an error of ours may be another rank's death: how long word of that may take
-ORDER_SECONDS = 3600.0  # a rank that broke off waits this long for its next generation
+BLAME_SECONDS = 2.0  # an error of ours may be caused by another rank's death: how long to wait for that news
+ORDER_SECONDS = 3600.0  # a rank whose generation broke waits this long for the next one
 LOOK_SECONDS = 0.2
-WRITING_SECONDS = 10.0  # for files of the generation before that are still being written
+WRITING_SECONDS = 10.0  # for files of the previous generation that are still being written
 
 
 def main(arguments: list[str]) -> int:
-    """Trains the run named on the command line; the exit code."""
+    """Train the run named on the command line; return the exit code."""
     if len(arguments) != 1:
         print("usage: python -m craton.ml.training RUN", file=sys.stderr)
         return 2
@@ -47,7 +47,7 @@ def main(arguments: list[str]) -> int:
 
 
 def import_everything() -> None:
-    """What torch and the training import only when they first need it."""
+    """Import what torch and the training code import lazily."""
     import importlib
 
     for name in (
@@ -90,14 +90,14 @@ class RankSession:
             self._leave()
 
     def _next_order(self, orders: Orders) -> Order | None:
-        """None when none came in time, or a stop was asked for while there was nothing to save. A state that no disk
-        has taken is in the memory of the nodes: the next generation saves it."""
+        """Return the next order. None if none came in time, or if a stop was requested with nothing to save. A state
+        that no disk has taken is in peer memory: the next generation saves it."""
         deadline = time.monotonic() + ORDER_SECONDS
         while time.monotonic() < deadline:
             if (order := orders.next(LOOK_SECONDS)) is not None:
                 return order
             if self.stop_asked and "unsaved" not in self.clock.page.beside:
-                print("stopped while the run was broken: it goes on from the last checkpoint", flush=True)
+                print("stopped while the run was broken: it resumes from the last checkpoint", flush=True)
                 return None
         return None
 
@@ -107,16 +107,16 @@ class RankSession:
             self.trainer.stop()
 
     def _generation(self) -> int | None:
-        """The exit code, or None when there is another generation to enter."""
+        """Return the exit code, or None if there is another generation to enter."""
         place = RankIdentity.from_environment() if self.order is None else RankIdentity.of(self.order)
         self.recorder.generation = self.clock.page.generation = place.generation
-        self.clock.page.step_seconds = 0.0  # other ranks may take another time
+        self.clock.page.step_seconds = 0.0  # step times may change with other ranks
         self.recorder.rank = place.rank
         try:
             return self._train(place)
         except RegroupError:
             return None
-        except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 -- told, and turned into an exit code
+        except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 -- reported, and turned into an exit code
             return self._broken(error)
 
     def _train(self, place: RankIdentity) -> int | None:
@@ -136,10 +136,10 @@ class RankSession:
         if outcome == "left":
             return None
         if outcome == "stopped" and place.rank == 0 and not self.directory.has("STOP"):
-            reason = f"stopped after step {self.trainer.step}, as asked"
+            reason = f"stopped after step {self.trainer.step}, as requested"
             try:
                 self.directory.mark("STOP", reason)
-            except OSError:  # the agent tries until the disk takes it
+            except OSError:  # the agent retries until the disk takes it
                 self.recorder.event("stopped", step=self.trainer.step, reason=reason)
         print(f"training {outcome} at step {self.trainer.step}", flush=True)
         if dist.is_initialized():
@@ -147,15 +147,15 @@ class RankSession:
         return 0
 
     def _broken(self, error: BaseException) -> int | None:
-        """An error that is another rank's death is over with the next generation; any other is told first, also on the
-        way into a planned one: the other ranks wait here for what this one does not finish."""
+        """Handle an error. One caused by another rank's death is resolved by the next generation. Any other is reported
+        first, also when leaving for a planned generation: the other ranks wait for this one."""
         step = self.trainer.step if self.trainer is not None else 0
         is_ours, echo = isinstance(error, CratonError), _is_another_rank(error)
         if self.orders is not None:
             if self.orders.is_broken_within(BLAME_SECONDS if is_ours else 0.0):
                 return None
             is_leaving = self.orders.is_over
-            if is_leaving and echo:  # whoever it is that is gone, its own agent tells
+            if is_leaving and echo:  # the agent of the rank that is gone reports it
                 return None
             if (is_leaving or not is_ours) and not _device_is_lost(error):
                 if not echo:
@@ -176,14 +176,14 @@ class RankSession:
         return EXIT_FAILED
 
     def _leave(self) -> None:
-        """Drops all that was built for a generation."""
+        """Drop everything built for a generation."""
         if self.clock.current not in ("detect", "waiting"):
             broke_at = self.orders.broke_at if self.orders is not None else 0.0
             self.clock.break_off("regroup", broke_at or None)
         trainer, self.trainer = self.trainer, None
         if trainer is not None and not trainer.abandon(WRITING_SECONDS):
-            print("files of the last generation are still being written: starting anew", flush=True)
-            # On the way into a generation it has finished what it had to do in the one before.
+            print("files of the last generation are still being written: restarting this rank", flush=True)
+            # When leaving for the next generation, it has finished its work in the previous one.
             os._exit(0 if self.orders is not None and self.orders.is_over else EXIT_FAILED)
         del trainer
         if dist.is_initialized():
@@ -196,12 +196,12 @@ class RankSession:
 
 
 def _device_is_lost(error: BaseException) -> bool:
-    """After an error of the device nothing more can be done with it in this process."""
+    """After a device error, the device is unusable in this process."""
     return isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error)
 
 
 def _is_another_rank(error: BaseException) -> bool:
-    """Whether a collective failed: then most likely because of the rank at its other end."""
+    """Whether a collective failed: most likely because of the rank at its other end."""
     return isinstance(error, RuntimeError) and any(word in str(error) for word in ("gloo", "NCCL", "rendezvous store"))
 
 
@@ -210,14 +210,14 @@ def _first_line(error: BaseException) -> str:
 
 
 def run_and_exit(work: Callable[[list[str]], int], arguments: list[str]) -> None:
-    """Ends the process with the exit code of its work, whatever the work raises."""
+    """End the process with the exit code of its work, whatever it raises."""
     code = EXIT_FAILED
     try:
         code = work(arguments)
-    except BaseException:  # noqa: BLE001 -- shown, and turned into the exit code
+    except BaseException:  # noqa: BLE001 -- printed, and turned into the exit code
         traceback.print_exc()
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        # A rank that failed must not wait in the destructor of a process group whose other ranks are still inside.
+        # A failed rank must not wait in the destructor of a process group whose other ranks are still inside.
         os._exit(code)

@@ -182,7 +182,7 @@ def hostile_archives(marker: Path) -> dict[str, bytes]:
     )
     shell = pickle.dumps(Call(os.system, (f"touch {marker}",)), protocol=2)
     return {
-        "asks for posix.system, which no tensor needs and which was not run": changed_archive(plain, data_pkl=shell),
+        "references posix.system, which no tensor needs and which was not run": changed_archive(plain, data_pkl=shell),
         "compressed or encrypted": changed_archive(archive_of(torch.zeros(2**20)), zipfile.ZIP_DEFLATED),
         "has the opcode EMPTY_DICT": changed_archive(plain, data_pkl=b"\x80\x02}" + tuples + b"Ns."),
         "larger than its 16 bytes": changed_archive(

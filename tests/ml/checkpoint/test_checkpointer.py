@@ -113,9 +113,7 @@ def test_ranks_agree_to_pass_over_a_shard_that_one_of_them_finds_changed(gang: G
         assert counters == {"samples": 152, "step": 19}
         assert count == 19
         (told,) = passed_over
-        assert told.startswith(
-            f"tier shared: step 20 cannot be used: {shard.name} has another checksum than when it was written"
-        )
+        assert told.startswith(f"tier shared: step 20 cannot be used: {shard.name} does not match its checksum")
     assert [len(told) for _, _, told, _ in answers] == [1, 0]  # rank 0 speaks for all
 
 
@@ -141,7 +139,7 @@ def garble(folder: Path) -> None:
     [
         (tear, "bytes instead of"),
         (lose, "is missing"),
-        (unfinish, "COMPLETE is missing, so it was never finished"),
+        (unfinish, "COMPLETE is missing, so the step was never finished"),
         (garble, "checksums.json cannot be used"),
     ],
 )
@@ -276,7 +274,7 @@ def test_room_is_looked_for_before_the_save(small_disk: Path) -> None:
     assert text == failed.error
     begin = f"step 2 was not saved: tier shared ({small_disk}) is full: the save needs 1.21 MB, "
     assert text.startswith(begin)
-    assert " are free; free space there, keep fewer checkpoints or give the tier another folder; " in text
+    assert " are free; free space there, keep fewer checkpoints or use another folder; " in text
     assert text.endswith("; the checkpoint of step 1 is intact")
     checkpointer.wait()  # the save whose call told of it went on
     assert sorted(entry.name for entry in small_disk.iterdir()) == ["step-00000001", "step-00000003"]

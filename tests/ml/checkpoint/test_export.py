@@ -129,7 +129,7 @@ def test_a_run_without_adapters_has_none_to_export(
     run = a_run(tmp_path, data)
     save(run, 4, weights(decoder(run, 1)))
     assert export.main([str(run.path), str(tmp_path / "out"), "--adapters"]) == 2
-    assert "trains all weights, not adapters; leave out --adapters" in capsys.readouterr().err
+    assert "trains all weights, not adapters; export the model without --adapters" in capsys.readouterr().err
 
 
 def test_an_export_goes_to_s3_or_is_copied_there(
@@ -156,7 +156,7 @@ def test_an_export_goes_to_s3_or_is_copied_there(
     other = tmp_path / "other" / "model"
     for folder, place in ((f"{bucket}/models/small", "models/small"), (other, "checkpoints/small/exports/model")):
         assert export.main([str(run.path), str(folder)]) == 2
-        assert f"{bucket}/{place}: holds a model already; remove it, or" in capsys.readouterr().err
+        assert f"{bucket}/{place}: already holds a model; remove it, or" in capsys.readouterr().err
     assert not other.exists()
     assert {key: s3_server.read(name, key) for key in s3_server.objects(name)} == there
     assert export.main([str(run.path), str(other), "--no-copy"]) == 0

@@ -101,7 +101,7 @@ def test_what_costs_memory_or_time_or_is_no_metadata_is_passed_over(tier: Path, 
 
 def test_the_name_that_was_asked_for_is_said_without_letters_that_a_terminal_obeys(tier: Path) -> None:
     replace(newest(tier), METADATA, b"\x80\x04\x8c\x02os\x8c\x0bsys\x1b[2Jtem\n\x93.")
-    assert r"it asks for 'os.sys\x1b[2Jtem\n', which no checkpoint needs" in passed_over(tier)
+    assert r"it references 'os.sys\x1b[2Jtem\n', which no checkpoint needs" in passed_over(tier)
 
 
 def test_a_shard_that_holds_more_than_a_tensor_is_passed_over(tier: Path, tmp_path: Path) -> None:
@@ -146,26 +146,29 @@ def _rename(metadata: Metadata, name: str) -> None:
 
 HARMS: dict[str, tuple[Callable[[Metadata], Any], str]] = {
     "beyond the file": (lambda m: setattr(_place(m), "offset", 2**40), "which has"),
-    "before the file": (lambda m: setattr(_place(m), "offset", -1), "lies at bytes -1"),
-    "no bytes": (lambda m: setattr(_place(m), "length", 0), "lies at bytes"),
-    "negative length": (lambda m: setattr(_place(m), "length", -5), "lies at bytes"),
-    "too short for its elements": (lambda m: setattr(_place(m), "length", 100), "100 bytes do not hold"),
-    "length that is a text": (lambda m: setattr(_place(m), "length", "9"), "lies at bytes"),
+    "before the file": (lambda m: setattr(_place(m), "offset", -1), "is at bytes -1"),
+    "no bytes": (lambda m: setattr(_place(m), "length", 0), "is at bytes"),
+    "negative length": (lambda m: setattr(_place(m), "length", -5), "is at bytes"),
+    "too short for its elements": (lambda m: setattr(_place(m), "length", 100), "100 bytes are too few for"),
+    "length that is a text": (lambda m: setattr(_place(m), "length", "9"), "is at bytes"),
     "path out of the folder": (
         lambda m: setattr(_place(m), "relative_path", "../step-00000001/" + SHARD),
         "not in checksums.json",
     ),
     "absolute path": (lambda m: setattr(_place(m), "relative_path", "/etc/passwd"), "not in checksums.json"),
     "compressed": (lambda m: setattr(_place(m), "transform_descriptors", ["zstd"]), "compressed or encrypted"),
-    "bytes": (lambda m: m.state_dict_metadata.update(x=BytesStorageMetadata()), "TensorStorageMetadata belongs"),
-    "size without parts": (lambda m: setattr(_first(m), "size", torch.Size((2**40, 2**20))), "another number"),
+    "bytes": (
+        lambda m: m.state_dict_metadata.update(x=BytesStorageMetadata()),
+        "instead of torch.distributed.checkpoint.metadata.TensorStorageMetadata",
+    ),
+    "size without parts": (lambda m: setattr(_first(m), "size", torch.Size((2**40, 2**20))), "does not match its size"),
     "part outside": (
         lambda m: setattr(_first(m).chunks[0], "sizes", torch.Size((999, 32))),
-        "lies outside of its [64, 32]",
+        "is outside its size [64, 32]",
     ),
-    "part of other dimensions": (lambda m: setattr(_first(m).chunks[0], "sizes", torch.Size((64,))), "lies outside"),
-    "no parts": (lambda m: setattr(_first(m), "chunks", []), "another number"),
-    "a part a thousand times": (lambda m: setattr(_first(m), "chunks", _first(m).chunks * 1000), "more parts"),
+    "part of other dimensions": (lambda m: setattr(_first(m).chunks[0], "sizes", torch.Size((64,))), "is outside"),
+    "no parts": (lambda m: setattr(_first(m), "chunks", []), "does not match its size"),
+    "a part a thousand times": (lambda m: setattr(_first(m), "chunks", _first(m).chunks * 1000), "more tensor parts"),
     "a part in no file": (
         lambda m: setattr(_first(m), "chunks", [ChunkStorageMetadata(torch.Size((1, 0)), torch.Size((63, 32)))]),
         "in no file",
@@ -174,12 +177,12 @@ HARMS: dict[str, tuple[Callable[[Metadata], Any], str]] = {
     "other dtype": (lambda m: setattr(_first(m).properties, "dtype", torch.int32), "is not the torch.int32"),
     "empty, of sizes that no tensor has": (
         lambda m: (setattr(_first(m), "size", torch.Size((2**62, 2**62, 0))), _first(m).chunks.clear()),
-        "larger than any tensor",
+        "too large for a tensor",
     ),
     "negative size": (lambda m: setattr(_first(m), "size", (-1, 32)), "has no size"),
-    "name for a terminal": (lambda m: _rename(m, "model.\x1b[2J"), "is not a name of a tensor"),
-    "name of 10,000 letters": (lambda m: _rename(m, "a" * 10_000), "is not a name of a tensor"),
-    "another class": (lambda m: setattr(_first(m), "__class__", ChunkStorageMetadata), "belongs"),
+    "name for a terminal": (lambda m: _rename(m, "model.\x1b[2J"), "is not a valid tensor name"),
+    "name of 10,000 letters": (lambda m: _rename(m, "a" * 10_000), "is not a valid tensor name"),
+    "another class": (lambda m: setattr(_first(m), "__class__", ChunkStorageMetadata), "instead of"),
     "no places": (lambda m: setattr(m, "storage_data", None), "no list of tensors"),
 }
 
@@ -331,7 +334,7 @@ def test_a_lower_tier_has_what_a_hostile_one_has_not(tier: Path, tmp_path: Path,
     replace(newest(tier), METADATA, attacks(newest(tier), marker)["system by GLOBAL"])
     checkpointer = single([TierFolder("fast", tier), TierFolder("shared", saved)])
     tensors = {name: torch.zeros_like(tensor) for name, tensor in numbers(SECOND).items()}
-    with pytest.warns(UserWarning, match=r"tier fast: step 2 cannot be used: .*it asks for os\.system"):
+    with pytest.warns(UserWarning, match=r"tier fast: step 2 cannot be used: .*it references os\.system"):
         counters = checkpointer.restore(tensors)
     checkpointer.close()
     assert counters is not None

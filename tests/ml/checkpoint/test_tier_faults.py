@@ -130,7 +130,7 @@ def test_a_folder_that_vanishes_is_not_made_anew_on_another_disk(tmp_path: Path)
     checkpointer.save(2, numbers(2), {})
     failed = wait_for_report(checkpointer, 2, "other")
     assert failed.error is not None
-    assert "is its file system mounted?" in failed.error
+    assert "check that its file system is mounted" in failed.error
     assert not (tmp_path / "mount").exists()
     (tmp_path / "unmounted").rename(tmp_path / "mount")
     with pytest.raises(CheckpointError, match="mounted"):

@@ -115,7 +115,7 @@ def test_a_step_whose_node_is_gone_is_passed_over(gang: Gang, tmp_path: Path) ->
     for counters, passed_over, tier in gang.run(restore_from_two, tmp_path, [0, 5], ranks=2):
         assert (counters, tier) == ({"samples": 48, "step": 6}, "shared")
         (told,) = passed_over
-        assert told.startswith("tier nvme: step 7 cannot be used: __1_0_0.distcp is on no node")
+        assert told.startswith("tier nvme: step 7 cannot be used: __1_0_0.distcp is not on any node")
 
 
 def save_layout(place: Path, layout: str) -> None:
@@ -180,7 +180,10 @@ def test_a_large_file_is_read_once_and_every_block_of_it_checked(
     bad = bytearray(harmed.read(name))
     bad[SPAN_BYTES + 12_345] ^= 1
     harmed.write(name, bytes(bad))
-    with pytest.warns(UserWarning, match="another checksum"), pytest.raises(CheckpointError, match="16,777,216 to 25,"):
+    with (
+        pytest.warns(UserWarning, match="does not match its checksum"),
+        pytest.raises(CheckpointError, match="16,777,216 to 25,"),
+    ):
         single([tier]).restore(found)
 
 
@@ -217,7 +220,7 @@ def test_a_slow_tier_holds_up_neither_a_step_nor_a_faster_tier(tmp_path: Path, b
     outcomes = {(report.tier, report.step): report for report in checkpointer.reports()}
     assert [outcomes["nvme", step].outcome for step in range(1, 6)] == ["saved"] * 5
     assert [outcomes["s3", step].outcome for step in range(1, 6)] == ["saved"] * 2 + ["skipped"] * 3
-    assert outcomes["s3", 4].error == "the saves before it are still being written"
+    assert outcomes["s3", 4].error == "earlier saves are still being written"
     assert checkpointer.due(6)
     checkpointer.save(6, numbers(6), {}, wait=True)
     for step in (1, 2, 6):

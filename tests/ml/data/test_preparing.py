@@ -121,9 +121,9 @@ def test_a_tokenizer_that_does_not_fit_is_refused(texts: Path, bpe: Path, tmp_pa
         prepare(make_job(f"path: {tmp_path / 'shards'}", model=small))
     with pytest.raises(DataError, match=r"300 ids.*vocabulary of 256"):
         prepare(make_job(f"path: {texts}, tokenizer: {bpe}", model=small))
-    with pytest.raises(DataError, match="no tokenizer is named"):
+    with pytest.raises(DataError, match="no tokenizer is set"):
         prepare(make_job(f"path: {texts}"))
-    with pytest.raises(DataError, match="bring their own"):
+    with pytest.raises(DataError, match="shards include their tokenizer"):
         prepare(make_job(f"path: {tmp_path / 'shards'}, tokenizer: 'bpe:300'"))
 
 
@@ -133,7 +133,7 @@ def test_what_the_ranks_could_not_open_is_told_before_they_start(texts: Path, bp
     prepare(job)  # it names validation data but does not evaluate
     assert job.train is not None
     evaluated = job.model_copy(update={"train": job.train.model_copy(update={"evaluate": Evaluate(every_steps=1)})})
-    with pytest.raises(DataError, match="no documents of it were held out"):
+    with pytest.raises(DataError, match="none of its documents were held out"):
         prepare(evaluated)
     (tmp_path / "short.txt").write_text("only this")
     with pytest.raises(DataError, match=r"too few for one sample of data\.sequence 16"):
@@ -170,7 +170,7 @@ def test_a_users_function_gives_samples() -> None:
     job = make_job("source: 'own_sources:arrays'")
     assert open_source(job).sample(5).extra["reward"] == 5
     assert open_source(job, "validation").sample(0).tokens[0] == 100
-    with pytest.raises(DataError, match="gives training data only"):
+    with pytest.raises(DataError, match="provides training data only"):
         open_source(make_job("source: 'own_sources:ids'"), "validation")
 
 

@@ -89,7 +89,7 @@ def test_any_number_of_workers_writes_the_same_bytes(tmp_path: Path) -> None:
         ('{"text": "a"}\n\n[1]\n', r"bad\.jsonl:3: is a list"),
         ('{"body": "a"}\n', r"bad\.jsonl:1: has no field 'text'; its fields are 'body'"),
         ('{"text": 4}\n', r"bad\.jsonl:1: field 'text' is a int"),
-        ("", "holds no text"),
+        ("", "contains no text"),
     ],
 )
 def test_a_bad_line_is_told_with_its_number_and_leaves_nothing(
@@ -110,8 +110,8 @@ def test_bad_requests(bpe: Path, tmp_path: Path) -> None:
     parquet.write_table(pyarrow.table({"body": ["a"]}), tmp_path / "b.parquet")
     for inputs, options, said in (
         ([tmp_path / "none"], {"tokenizer": bpe}, "does not exist"),
-        ([text], {}, "give a tokenizer"),
-        ([text], {"tokenizer": tmp_path / "none"}, "no folder with a tokenizer.json"),
+        ([text], {}, "give either a tokenizer"),
+        ([text], {"tokenizer": tmp_path / "none"}, "no such folder with a tokenizer.json"),
         ([text], {"tokenizer": tmp_path}, "has no tokenizer.json"),
         ([text], {"bpe_vocabulary": 100}, "too small"),
         ([text], {"tokenizer": bpe, "validation": 2}, "0 to 0.5"),
@@ -121,7 +121,7 @@ def test_bad_requests(bpe: Path, tmp_path: Path) -> None:
             tokenize(inputs, tmp_path / "out", workers=1, **options)
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "x").touch()
-    with pytest.raises(DataError, match="exists already"):
+    with pytest.raises(DataError, match="already exists"):
         tokenize([text], tmp_path / "taken", tokenizer=bpe)
     (tmp_path / "latin.txt").write_bytes("schön".encode("latin-1"))
     done = tokenize([tmp_path / "latin.txt", text], tmp_path / "out", tokenizer=bpe)

@@ -86,7 +86,7 @@ def test_a_model_that_is_not_causal_is_refused() -> None:
         ({"mlp_bias": True}, "mlp_bias True is not supported"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5 is not supported"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
-        ({"layer_types": ["sliding_attention", "full_attention"]}, "layers with a window must be the last"),
+        ({"layer_types": ["sliding_attention", "full_attention"]}, "layers with a sliding window must come last"),
         ({"hidden_size": None}, "'hidden_size' is absent"),
     ],
 )
@@ -98,7 +98,7 @@ def test_configurations_the_decoder_cannot_follow_are_refused(change: dict[str, 
 
 def test_a_decoder_that_transformers_has_not_is_not_exported() -> None:
     shape = replace(config_from_huggingface(_LLAMA).shape, experts=4, top_k=2, moe_ffn_hidden=32, shared_experts=1)
-    with pytest.raises(ModelError, match="mixtral is nearest and has not shared experts, sigmoid"):
+    with pytest.raises(ModelError, match="mixtral is nearest, but it does not support shared experts, sigmoid"):
         config_to_huggingface(DecoderConfig(shape, routing=RoutingConfig(scoring="sigmoid")))
 
 

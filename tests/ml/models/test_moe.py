@@ -250,5 +250,5 @@ def test_gradients_of_experts_can_be_put_off() -> None:
 
 def test_experts_that_ranks_cannot_share_alike_are_refused() -> None:
     mesh = SimpleNamespace(size=lambda: 3, get_local_rank=lambda: 0)
-    with pytest.raises(ExpertsError, match="8 experts cannot be spread over ep 3"):
+    with pytest.raises(ExpertsError, match="8 experts cannot be distributed over ep 3"):
         cut_experts(_moe(RoutingConfig()), mesh)  # type: ignore[arg-type]

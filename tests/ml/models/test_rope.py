@@ -77,7 +77,7 @@ def test_tables_follow_positions_not_places() -> None:
             {"rope_scaling": {"type": "longrope", "factor": 2.0}},
             "rope_type 'longrope' is not supported; allowed: ",
         ),
-        ({"rope_scaling": {"type": "linear"}}, "'factor' is None; it must be a number"),
+        ({"rope_scaling": {"type": "linear"}}, "'factor' is None; must be a number"),
         ({"rope_scaling": {"type": "llama3", "factor": 2.0}}, "needs original_max_position_embeddings"),
         (
             {"rope_parameters": {"full_attention": {"rope_theta": 1.0}, "sliding_attention": {"rope_theta": 2.0}}},

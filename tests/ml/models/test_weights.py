@@ -61,7 +61,7 @@ def test_several_files_are_written_and_read(tmp_path: Path) -> None:
 
     (saved / files[1]).unlink()
     assert not has_weights(saved)
-    with pytest.raises(WeightsError, match=f"names files that are not there: {files[1]}"):
+    with pytest.raises(WeightsError, match=f"lists missing files: {files[1]}"):
         load_weights(again, saved)
 
 
@@ -91,12 +91,12 @@ def test_left_overs_that_belong_there_are_named_not_refused(tmp_path: Path) -> N
         ({"model__norm__weight": None, "lm_head__weight": None}, "missing: model.norm.weight, lm_head.weight$"),
         (
             {"model__layers__1__self_attn__q_proj__weight": torch.zeros(32, 31)},
-            r"q_proj.weight is \[32, 31\], needed \[32, 32\]",
+            r"q_proj.weight is \[32, 31\], expected \[32, 32\]",
         ),
         ({"model__vision__weight": torch.zeros(2)}, "not part of the model: model.vision.weight"),
         (
             {"model__norm__weight": torch.zeros(32, dtype=torch.float8_e4m3fn)},
-            "quantized weights cannot be trained from: model.norm.weight",
+            "training cannot start from quantized weights: model.norm.weight",
         ),
     ],
 )
@@ -119,7 +119,7 @@ def test_a_truncated_file_is_named(llama: Path) -> None:
         _load(llama)
     file.unlink()
     (llama / "pytorch_model.bin").write_bytes(b"x")
-    with pytest.raises(WeightsError, match=r"holds no \*\.safetensors \(only pytorch_model.bin"):
+    with pytest.raises(WeightsError, match=r"has no \*\.safetensors \(only pytorch_model.bin"):
         _load(llama)
     assert not has_weights(llama)
 

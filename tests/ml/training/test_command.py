@@ -110,7 +110,7 @@ def test_a_tier_that_cannot_be_written_is_said_before_the_first_step(tmp_path: P
     text = adder(3).replace("cluster:", f"checkpoint: {{tiers: [{{to: {tmp_path}/file}}]}}\n        cluster:")
     run = make_run(tmp_path / "runs", text, "nowhere")
     with pytest.raises(
-        CheckpointError, match=r"tier .*/file cannot be used: .*: Not a directory; give checkpoint.tiers"
+        CheckpointError, match=r"tier .*/file cannot be used: .*: Not a directory; set checkpoint.tiers"
     ):
         build(run, RankIdentity(0, 1, 0, EXAMPLES), Records(), LedgerClock())  # type: ignore[arg-type]
 

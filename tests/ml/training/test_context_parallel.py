@@ -213,5 +213,5 @@ def test_a_batch_is_cut_into_an_early_and_a_late_piece() -> None:
 
 def test_a_sequence_that_does_not_divide_is_refused_with_what_to_do() -> None:
     batch = Batch.from_arrays(tensors(1, 6))
-    with pytest.raises(BatchError, match=r"2·cp = 4 pieces, which 6 tokens are not .* multiple of 4"):
+    with pytest.raises(BatchError, match=r"2·cp = 4 pieces, but 6 tokens are not .* multiple of 4"):
         batch.cut(peers(0, 2))

@@ -122,12 +122,12 @@ def test_a_bad_last_step_is_rolled_back_too(tmp_path: Path) -> None:
 
 def test_rollback_without_a_checkpoint_goes_on_out_loud(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     records = fit(tmp_path, nan=True, every_steps=None, on_nan="rollback")
-    assert "no checkpoint to return to" in capsys.readouterr().out
+    assert "no checkpoint to roll back to" in capsys.readouterr().out
     assert "rolled_back" not in names(records)
 
 
 def test_stop_saves_the_weights_of_the_last_good_step(tmp_path: Path) -> None:
-    with pytest.raises(TrainingStoppedError, match=r"step 10: the loss is nan, .* says stop; .* saved as step 11"):
+    with pytest.raises(TrainingStoppedError, match=r"step 10: the loss is nan, .* policy is stop; .* saved as step 11"):
         fit(tmp_path, nan=True, on_nan="stop")
     assert (tmp_path / "step-00000011" / "COMPLETE").exists()
 
@@ -167,7 +167,7 @@ def test_a_tier_that_is_gone_for_a_while_is_an_event_and_training_goes_on(tmp_pa
     found = [(name, step) for name, step, _ in records.events if name.startswith("checkpoint_")]
     assert found == [("checkpoint_saved", 4), ("checkpoint_failed", 8), ("checkpoint_saved", STEPS)]
     (reason,) = [fields["reason"] for name, _, fields in records.events if name == "checkpoint_failed"]
-    assert "is its file system mounted?" in reason
+    assert "check that its file system is mounted" in reason
     assert sorted(path.name for path in tier.iterdir()) == ["step-00000004", f"step-{STEPS:08d}"]
 
 

@@ -39,7 +39,7 @@ def test_what_a_function_raises_names_it_with_file_and_line(folder: Path) -> Non
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("own_los:loss", r"no module 'own_los' in .* write the name of a file beside the job file"),
+        ("own_los:loss", r"no module 'own_los' in .* give the name of a file beside the job file"),
         ("own_loss:los", r"own_loss\.py has no function 'los'; it has loss"),
         ("own_loss:ANSWER", r"has no function 'ANSWER'"),
         ("own_broken:f", r"raised RuntimeError: not today on import \(.*own_broken\.py:2\)"),

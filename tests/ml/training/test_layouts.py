@@ -177,7 +177,7 @@ def test_the_hooks_for_gpus_stand_where_fsdp_waits(gang: Gang) -> None:
 @pytest.mark.parametrize(
     ("layout", "said"),
     [
-        (Layout(fsdp=2), "takes 2 ranks .*, but 1 were started"),
+        (Layout(fsdp=2), "needs 2 ranks .*, but 1 were started"),
         (Layout(precision="mxfp8"), "precision mxfp8 can be planned but not trained yet; allowed: fp32, bf16, fp8"),
         (Layout(offload="optimizer"), "offload optimizer can be planned but not trained yet"),
     ],

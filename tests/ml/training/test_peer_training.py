@@ -178,7 +178,7 @@ def test_a_planned_shrink_loses_nothing(
             keeper.kill()
     found = gang.run(train_or_tell, nodes_of(made[:stay], 1, generation=2), folder, ranks=stay)[0]
     if not has_disk:
-        assert "nobody holds the state of ranks 2" in found, "and nothing begins anew"
+        assert "no node has the state of ranks 2" in found, "and nothing begins anew"
         return
     ((step, fields),) = [(step, fields) for name, step, fields in found if name == "restored"]
     assert (step, fields["tier"]) == (CRASH_AFTER, "shared" if stay == 2 else "peer")

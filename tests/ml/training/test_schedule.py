@@ -36,5 +36,5 @@ def test_a_job_without_an_end_cannot_be_trained() -> None:
     job = tiny_job()
     assert job.train is not None
     endless = job.model_copy(update={"train": job.train.model_copy(update={"steps": None})})
-    with pytest.raises(ScheduleError, match=r"neither steps nor tokens.*write train\.steps"):
+    with pytest.raises(ScheduleError, match=r"neither steps nor tokens.*set train\.steps"):
         Schedule.of(endless)

@@ -242,8 +242,8 @@ def cut(shape: ModelShape, fp8: bool) -> str:
     [
         ((32, 64, 3, 3, 8, 128), False, "does not divide the 3 query heads of blocks.0.attention"),
         ((32, 64, 4, 1, 8, 128), False, "does not divide the 1 key/value heads of blocks.0.attention"),
-        ((32, 64, 4, 2, 8, 127), False, "embedding.weight is 127 × 32, which cannot be cut into 2 parts"),
-        ((32, 48, 4, 2, 8, 128), True, "cut into 2 parts of a multiple of 16, which fp8 needs"),
+        ((32, 64, 4, 2, 8, 127), False, "embedding.weight is 127 × 32, which cannot be split into 2 parts"),
+        ((32, 48, 4, 2, 8, 128), True, "split into 2 parts that are multiples of 16 (for fp8)"),
     ],
 )
 def test_what_cannot_be_cut_is_named(gang: Gang, sizes: tuple[int, ...], fp8: bool, said: str) -> None:

@@ -1,13 +1,13 @@
-"""The operations of serving, without gradients: paged KV cache, matmuls of a few rows, adapters, choice of a token.
+"""Operations of serving, without gradients: paged KV cache, matmuls of a few rows, adapters, sampling.
 
 On CUDA they are Triton kernels, elsewhere plain PyTorch. The kernels can be captured in CUDA graphs: none waits for the
-device, and what is launched depends on shapes and on upper bounds that the caller knows.
+device, and launches depend only on shapes and on upper bounds that the caller knows.
 
-One layer's cache is [blocks, 2, kv_heads, page, head_dim], keys before values, in the model's dtype or in
-float8_e4m3fn; any strides but a head's own, so that all layers of a block may lie together. A request's tokens lie in
-the blocks that its row of `table` names, [table rows, pages]; `rows` [requests] says which row that is and `lengths`
-[requests] how many tokens it has, with those of this step. Nothing beyond a request's length is read. These three must
-be written before this step's keys are stored, for attention reads them while that may still go on.
+One layer's KV cache is [blocks, 2, kv_heads, page, head_dim], keys before values, in the model's dtype or in
+float8_e4m3fn. Any strides but a head's own are allowed, so that all layers of a block may be contiguous. A request's
+tokens are in the blocks of its row of `table`, [table rows, pages]; `rows` [requests] is the index of that row and
+`lengths` [requests] the number of tokens, including those of this step. Nothing beyond a request's length is read.
+These three must be written before this step's keys are stored, because attention may read them while the store runs.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention
 from craton.ml.kernels import elementwise, reference
 from craton.ml.kernels.sampling_hash import MIN_TEMPERATURE, MULTIPLIERS, ROW_KEYS
 
-FEW_ROWS = 8  # above which a product is no longer bound by reading its weight, and is the library's
-Norms = tuple[Tensor, Tensor, float]  # weights of the norms of queries and keys, and their epsilon
+FEW_ROWS = 8  # above this a matmul is no longer bound by reading its weight, and the library is used
+Norms = tuple[Tensor, Tensor, float]  # weights of the query and key norms, and their epsilon
 
 
 class Past(ABC):
-    """The KV cache as a model that serves sees it: a layer hands over the keys and values of its tokens and gets
-    attention over the cache back. How the cache is stored and which kernel computes is hidden from the model. Tokens of
-    all requests lie one after the other."""
+    """The KV cache as seen by a serving model: a layer passes the keys and values of its tokens and gets attention over
+    the cache back. The model does not know how the cache is stored and which kernel runs. Tokens of all requests are
+    concatenated."""
 
     @abstractmethod
     def attend(
@@ -42,11 +42,12 @@ class Past(ABC):
         norms: Norms | None,
         window: int,
     ) -> Tensor:
-        """The fused projection [tokens, …] → attention of its queries over the past and itself, [tokens, heads, d]."""
+        """The fused projection [tokens, …] → attention of its queries over the KV cache and itself, [tokens, heads,
+        d]."""
 
     @abstractmethod
     def attend_expanded(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """The same for queries, keys and values [tokens, heads, …] that a layer made and rotated by itself."""
+        """The same for queries, keys and values [tokens, heads, …] that the layer has already computed and rotated."""
 
 
 def store_rotated(
@@ -61,11 +62,11 @@ def store_rotated(
     heads: int,
     kv_heads: int,
 ) -> Tensor:
-    """Cuts the fused projection [tokens, rows grouped by key/value head], writes keys and values to the cache, returns
-    the query [tokens, heads, head_dim].
+    """Split the fused projection [tokens, rows grouped by key/value head], store keys and values in the KV cache,
+    return the query [tokens, heads, head_dim].
 
-    Queries and keys are turned by the tables [tokens, turning dimensions / 2], before that normed where they have a
-    weight [head_dim]. `slots` [tokens] is block · page + place of each token.
+    Queries and keys are rotated by the tables [tokens, turning dimensions / 2], and normed before that if they have a
+    weight [head_dim]. `slots` [tokens] is block · page + offset of each token.
     """
     head_dim = cache.shape[-1]
     if elementwise.is_fused(qkv) and 2 * cosine.shape[-1] == head_dim and head_dim & (head_dim - 1) == 0:
@@ -82,7 +83,7 @@ def store_rotated(
 
 
 def store(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
-    """Writes keys and values [tokens, kv_heads, head_dim] where `slots` [tokens] says: block · page + place."""
+    """Store keys and values [tokens, kv_heads, head_dim] at `slots` [tokens]: block · page + offset."""
     if elementwise.is_fused(key):
         from craton.ml.kernels.triton import paged_store
 
@@ -92,7 +93,7 @@ def store(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
     pairs = torch.stack((key, value), dim=1)  # [tokens, 2, kv_heads, head_dim]
     if cache.dtype == torch.float8_e4m3fn:
         largest = torch.finfo(cache.dtype).max
-        # torch writes no fp8 by index, but it does write bytes
+        # torch cannot index-assign fp8, but it can index-assign bytes
         cache, pairs = cache.view(torch.uint8), pairs.clamp(-largest, largest).to(cache.dtype).view(torch.uint8)
     cache[slots // page, :, :, slots % page] = pairs.to(cache.dtype)
 
@@ -109,7 +110,7 @@ def decode_attention(
     *,
     longest: int,
 ) -> Tensor:
-    """The last `queries` tokens of each request attend to all tokens up to themselves, or to the last `window`:
+    """Decode: the last `queries` tokens of each request attend to all tokens up to themselves, or to the last `window`:
     query [requests · queries, heads, head_dim] → the same.
 
     `longest` is an upper bound of the lengths. A query before its request's first token (a padded request has one
@@ -133,11 +134,11 @@ def prefill_attention(
     scale: float | None = None,
     window: int = 0,
 ) -> Tensor:
-    """The last tokens of each request attend to all tokens up to themselves, or to the last `window`:
-    query [tokens, heads, head_dim] → the same.
+    """Prefill: the last tokens of each request attend to all tokens up to themselves, or to the last `window`: query
+    [tokens, heads, head_dim] → the same.
 
-    Request b's are query[offsets[b] : offsets[b + 1]], `longest_query` at most. What follows the last offset is
-    padding, whose result means nothing.
+    Request b's tokens are query[offsets[b] : offsets[b + 1]], at most `longest_query`. Rows after the last offset are
+    padding with undefined results.
     """
     if elementwise.is_fused(query):
         from craton.ml.kernels.triton import paged_prefill
@@ -159,7 +160,7 @@ def plain_decode_attention(
     longest: int,
 ) -> Tensor:
     """`decode_attention` in plain PyTorch."""
-    del longest  # which only kernels need
+    del longest  # only kernels need it
     key, value = _gather(cache, table[rows.long()], lengths, query.dtype)
     places = lengths[:, None] - queries + torch.arange(queries, device=query.device)
     mixed = _attend(query.unflatten(0, (-1, queries)), key, value, places, scale, window)
@@ -178,7 +179,7 @@ def plain_prefill_attention(
     window: int = 0,
 ) -> Tensor:
     """`prefill_attention` in plain PyTorch."""
-    del longest_query  # which only kernels need
+    del longest_query  # only kernels need it
     mixed = torch.zeros_like(query)
     bounds = offsets.tolist()
     for request, (begin, end) in enumerate(pairwise(bounds)):
@@ -192,7 +193,7 @@ def plain_prefill_attention(
 def skinny_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None) -> Tensor:
     """x [rows, in] · weight [out, in]ᵀ + bias. A weight in float8_e4m3fn has a scale [out] in fp32.
 
-    Meant for up to FEW_ROWS rows, whose time is that of reading the weight; for more it is right, but not fast.
+    For up to FEW_ROWS rows, bound by reading the weight; correct but slow for more.
     """
     if elementwise.is_fused(x) and x.shape[0] <= FEW_ROWS:
         from craton.ml.kernels.triton import skinny
@@ -204,7 +205,7 @@ def skinny_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, scale: 
 def skinny_gated(
     x: Tensor, gate: Tensor, up: Tensor, gate_scale: Tensor | None = None, up_scale: Tensor | None = None
 ) -> Tensor:
-    """silu(x · gateᵀ) · (x · upᵀ) for x [rows, in] and weights [features, in], with scales where they are in fp8."""
+    """silu(x · gateᵀ) · (x · upᵀ) for x [rows, in] and weights [features, in], with scales if they are fp8."""
     if elementwise.is_fused(x) and x.shape[0] <= FEW_ROWS:
         from craton.ml.kernels.triton import skinny
 
@@ -217,31 +218,31 @@ def skinny_gated(
 def add_adapters(
     out: Tensor, x: Tensor, a: Tensor, b: Tensor, of_tokens: Tensor, absent: Tensor, slots: int, rank: int
 ) -> Tensor:
-    """Low-rank adapters (arXiv:2106.09685) of tokens that each ask for another: out += B · A · x, with each one's A and
-    B. Adds to out [tokens, outs] in place, and returns it.
+    """LoRA adapters (arXiv:2106.09685), a different one per token: out += B · A · x. Adds to out [tokens, outs] in
+    place, and returns it.
 
-    Many tokens are multiplied with the A and B of all slots stacked, and what a token did not ask for is set to zero
-    in between; few take what is theirs alone.
+    Many tokens are multiplied with the stacked A and B of all slots, with the other slots' columns zeroed in between;
+    few tokens use only their own.
 
     x [tokens, in]; a [parts · slots · rank, in]; b [outs, parts · slots · rank]; of_tokens int32 [tokens], the slot of
-    each, -1 for none; absent bool [tokens, slots · rank], where a column is not of the token's slot.
+    each, -1 for none; absent bool [tokens, slots · rank], True where a column is not of the token's slot.
     """
     if elementwise.is_fused(x) and len(x) <= FEW_ROWS:
         from craton.ml.kernels.triton import adapters as triton_adapters
 
         return triton_adapters.add_adapters(out, x, a, b, of_tokens, slots, rank)
     narrow = linear(x, a).unflatten(1, (-1, absent.shape[1]))  # [tokens, parts, slots · rank]
-    # not multiplied by zero: what overflows in one adapter would reach requests that have nothing to do with it
+    # not multiplied by zero: an overflow in one adapter would reach requests that do not use it
     narrow.masked_fill_(absent.unsqueeze(1), 0.0)
     return out.addmm_(narrow.flatten(1), b.t())
 
 
 def choose(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """(token [rows] int64, its log-probability [rows] fp32) for logits [rows, vocabulary].
+    """Sample: (token [rows] int64, its log-probability [rows] fp32) for logits [rows, vocabulary].
 
     At temperature 0 the first of the largest logits; above, a sample of softmax(logits / temperature), always the same
-    for the same seed and position. The log-probability is that of the logits as they are. A row that has a NaN, or
-    whose largest logit is not finite, gives token -1 and log-probability NaN.
+    for the same seed and position. The log-probability is that of the unscaled logits. A row with a NaN, or whose
+    largest logit is not finite, gives token -1 and log-probability NaN.
     """
     if elementwise.is_fused(logits):
         from craton.ml.kernels.triton import choose as triton_choose
@@ -266,7 +267,8 @@ def gumbel(seeds: Tensor, positions: Tensor, vocabulary: int) -> Tensor:
     tokens = torch.arange(vocabulary, device=seeds.device)
     first, second = (_row_key(seeds, positions, start)[:, None] for start in ROW_KEYS)
     bits = _mix(_mix(tokens + first) ^ second)
-    # A large Gumbel variate comes of a small exponential one, which keeps its digits when made of a small uniform one.
+    # A large Gumbel variate comes from a small exponential one, which keeps its digits if made from a small uniform
+    # one.
     uniform = ((bits.to(torch.float32) + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
     return -(-torch.log1p(-uniform)).log()
 
@@ -282,7 +284,7 @@ def _row_key(seeds: Tensor, positions: Tensor, start: int) -> Tensor:
 
 
 def _mix(number: Tensor) -> Tensor:
-    """A permutation of the 32-bit numbers, in int64, whose products wrap around without harm to the low half."""
+    """Permute the 32-bit numbers, in int64, whose multiplication wraps around without changing the low half."""
     number = number & WORD
     number = ((number ^ number >> 16) * MULTIPLIERS[0]) & WORD
     number = ((number ^ number >> 15) * MULTIPLIERS[1]) & WORD
@@ -290,8 +292,8 @@ def _mix(number: Tensor) -> Tensor:
 
 
 def _gather(cache: Tensor, table: Tensor, lengths: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Keys and values [requests, kv_heads, longest, head_dim] of the requests whose blocks are table [requests, pages],
-    zero beyond a request's length."""
+    """Return keys and values [requests, kv_heads, longest, head_dim] of the requests with the blocks table [requests,
+    pages], zero beyond a request's length."""
     page, longest = cache.shape[3], int(lengths.max())
     pages = torch.arange(-(-longest // page), device=cache.device)
     blocks = torch.where(pages * page < lengths[:, None], table[:, : len(pages)], 0)
@@ -303,7 +305,7 @@ def _gather(cache: Tensor, table: Tensor, lengths: Tensor, dtype: torch.dtype) -
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, places: Tensor, scale: float | None, window: int) -> Tensor:
-    """query [requests, queries, heads, head_dim] at these places of their requests → the same, computed in fp32."""
+    """query [requests, queries, heads, head_dim] at these positions of their requests → the same, computed in fp32."""
     keys = torch.arange(key.shape[2], device=query.device)
     sees = keys <= places[..., None]
     if window:

@@ -1,7 +1,7 @@
-"""Triton: one AdamW update of one tensor in one pass, with stochastic rounding where weights and states are bf16.
+"""Triton: AdamW update of one tensor in one pass, with stochastic rounding if weights and states are bf16.
 
-Rounding takes 16 random bits per stored number from a counter-based hash of (seed, index), so that an update can be
-repeated exactly. `control` holds what the host does not know yet: [gradient multiplier, 1 when finite else 0].
+Rounding takes 16 random bits per stored number from a counter-based hash of (seed, index), so an update can be repeated
+exactly. `control` holds what the host does not know yet: [gradient multiplier, 1 when finite else 0].
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ def _hash(x):
 
 @triton.jit
 def _round(value, bits):
-    """fp32 → bf16, up with the probability of what is cut off: add 16 random bits below the last kept one."""
+    """fp32 → bf16, rounded up with the probability of the truncated part: add 16 random bits below the last kept
+    bit."""
     raw = value.to(tl.uint32, bitcast=True) + (bits & 0xFFFF)
     return (raw & 0xFFFF0000).to(tl.float32, bitcast=True).to(tl.bfloat16)
 
@@ -65,7 +66,7 @@ def _update(
     second += (slope * slope - second) * (1.0 - beta2)
     weight *= 1.0 - learning_rate * decay
     weight -= learning_rate * (first / correction1) / (tl.sqrt(second / correction2) + epsilon)
-    mask = offsets < tl.where(tl.load(control + 1) != 0.0, count, 0)  # asked last, so that no load waits for it
+    mask = offsets < tl.where(tl.load(control + 1) != 0.0, count, 0)  # loaded last, so that no other load waits for it
     if STOCHASTIC:
         bits = _hash(offsets.to(tl.uint32) ^ seed)
         more = _hash(bits + 0x9E3779B9)
@@ -95,7 +96,7 @@ def adamw_(
     seed: int,
     stochastic: bool,
 ) -> None:
-    """Updates parameter, average, square and master in place; nothing when control says not finite."""
+    """Update parameter, average, square and master in place; no change if control marks the step as not finite."""
     count = parameter.numel()
     _update[(triton.cdiv(count, BLOCK),)](
         parameter,

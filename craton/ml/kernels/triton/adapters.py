@@ -1,7 +1,7 @@
-"""Triton: low-rank adapters of a few tokens, each with the one it asks for: two short kernels, which read no other.
+"""Triton: LoRA adapters for a few tokens, each with its own adapter: two short kernels that read only those in use.
 
-The first multiplies a token with its A, a program for each row of A; the second adds the product with B to what is
-there. A token without an adapter costs their launch.
+The first multiplies a token with its A, one program per row of A. The second adds the product with B to the output. A
+token without an adapter costs only the launch.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Triton: the next token and its log-probability from logits, read once; and the noise it is chosen with.
+"""Triton: sample the next token and its log-probability from logits that are read once, with the sampling noise.
 
-A row's vocabulary is cut into parts; each leaves its best token and the softmax so far, which a second kernel merges.
+A row's vocabulary is cut into parts. Each part gives its best token and its partial softmax, which a second kernel
+merges.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from triton.language.extra.libdevice import fast_logf
 from craton.ml.kernels import sampling_hash
 from craton.ml.kernels.triton.launch import launch_options, processors, wait_for_inputs
 
-LANES, WIDTH, WARPS = 128, 8, 4  # of a tile: WIDTH tokens for each of LANES
+LANES, WIDTH, WARPS = 128, 8, 4  # of a tile: WIDTH tokens per lane
 PROGRAMS_PER_PROCESSOR = 16
-# As the kernels want them: constants of the hash and of the temperature, once for both twins.
+# Constants of the hash and the temperature, shared with the PyTorch twin.
 FIRST_MULTIPLIER, SECOND_MULTIPLIER = (tl.constexpr(number) for number in sampling_hash.MULTIPLIERS)
 FIRST_KEY, SECOND_KEY = (tl.constexpr(number) for number in sampling_hash.ROW_KEYS)
 MIN_TEMPERATURE = tl.constexpr(sampling_hash.MIN_TEMPERATURE)
@@ -42,7 +43,7 @@ def _row_key(seed, position, START: tl.constexpr):
 @triton.jit
 def _log(value, FAST: tl.constexpr):
     if FAST:
-        return fast_logf(value)  # to 22 bits, in a fifth of the instructions
+        return fast_logf(value)  # 22 bits of precision with a fifth of the instructions
     return tl.log(value)
 
 
@@ -73,9 +74,9 @@ def _choose_part(
     FAST: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Of one part: the best score with its token; the largest logit and Σ exp(logit - largest).
+    """Per part: the best score with its token; the largest logit and Σ exp(logit - largest).
 
-    Each lane keeps its own of these till the end, so that nothing is exchanged between threads on the way.
+    Each lane keeps its own values until the end, so threads exchange nothing on the way.
     """
     wait_for_inputs(EARLY)
     row = tl.program_id(0).to(tl.int64)
@@ -108,7 +109,7 @@ def _choose_part(
     top = tl.max(largest, 0)
     shift = tl.where(top == float("-inf"), 0.0, top)
     winner = tl.max(tl.max(best, 1), 0)
-    first = tl.where(best == winner, best_token, 2147483647)  # of equal ones the first
+    first = tl.where(best == winner, best_token, 2147483647)  # the first of equal ones
     entry = row * tl.num_programs(1) + part
     tl.store(scores + entry, winner)
     tl.store(tokens + entry, tl.min(tl.min(first, 1), 0))
@@ -141,7 +142,7 @@ def _choose(
     winner = tl.argmax(score, 0)
     best_token = tl.sum(tl.where(part == winner, token, 0), 0)
     largest = tl.max(theirs, 0)
-    total = tl.sum(summed * tl.exp(theirs - largest), 0)  # NaN where a logit was, or where the largest is not finite
+    total = tl.sum(summed * tl.exp(theirs - largest), 0)  # NaN if a logit is NaN or the largest is not finite
     logprob = tl.load(logits + row * stride + best_token).to(tl.float32) - largest - tl.log(total)
     sound = total == total
     tl.store(chosen + row, tl.where(sound, best_token, -1).to(tl.int64))

@@ -1,4 +1,4 @@
-"""Triton: log-probability of each label and, in the same place as the logits, the gradient of Σ coefficient · log p."""
+"""Triton: log-probability of each label and, in place of the logits, the gradient of Σ coefficient · log p."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _log_probs(logits, labels, coefficients, log_probs, log_sums, columns, GRADI
     tl.store(log_probs + row, tl.load(start + label).to(tl.float32) - log_sum)
     tl.store(log_sums + row, log_sum)
     if GRADIENT:
-        tl.debug_barrier()  # the label's logit is read before it is overwritten
+        tl.debug_barrier()  # read the label's logit before it is overwritten
         coefficient = tl.load(coefficients + row)
         for first in range(0, columns, BLOCK):
             offsets = first + tl.arange(0, BLOCK)
@@ -58,7 +58,7 @@ def _scale(tensor, factor, count, BLOCK: tl.constexpr):
 
 
 def scale_(tensor: Tensor, factor: Tensor) -> Tensor:
-    """tensor · factor in place; almost free when the factor, which only the device knows, is one."""
+    """tensor · factor in place; almost free if the factor, which only the device knows, is one."""
     count = tensor.numel()
     _scale[(triton.cdiv(count, BLOCK),)](tensor, factor, count, BLOCK=BLOCK, num_warps=8)
     return tensor

@@ -1,7 +1,7 @@
-"""Triton: a bf16 matrix to fp8 in one pass, as it lies and transposed, or by rows that find their own scales.
+"""Triton: convert a bf16 matrix to fp8 in one pass, as is and transposed, or by rows with their own scales.
 
-Hopper multiplies fp8 only when both operands run along the summed dimension, so the backward pass needs the transpose
-of everything the forward pass used.
+Hopper multiplies fp8 only if both operands are contiguous along the summed dimension, so the backward pass needs the
+transpose of everything the forward pass used.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 TILE_ROWS, TILE_COLUMNS = 64, 128
-ROW_TILE = 4096  # numbers of a row that are read at once
+ROW_TILE = 4096  # elements of a row read at once
 
 
 @triton.jit
@@ -58,7 +58,7 @@ def quantize(
     straight: bool = True,
     transposed: bool = True,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """(source · row_scale, its transpose · column_scale) in fp8; scales hold one number, or one for each row."""
+    """Return (source · row_scale, its transpose · column_scale) in fp8; scales hold one number, or one per row."""
     rows, columns = source.shape
     plain = source.new_empty(rows, columns, dtype=dtype) if straight else None
     turned = source.new_empty(columns, rows, dtype=dtype) if transposed else None
@@ -95,7 +95,7 @@ def _quantize_rows(source, values, inverse, columns, largest, least, TILE: tl.co
         extent = tl.maximum(extent, tl.abs(value))
         is_unsound = is_unsound | (value != value) | (tl.abs(value) == float("inf"))
     most = tl.max(extent, 0)
-    # a maximum may pass over what is not a number
+    # a maximum may ignore NaN
     unsound = tl.max(is_unsound.to(tl.int32), 0)
     tl.store(inverse + row, tl.where(unsound > 0, float("nan"), most / largest))
     scale = largest / most
@@ -108,8 +108,8 @@ def _quantize_rows(source, values, inverse, columns, largest, least, TILE: tl.co
 
 
 def quantize_rows(source: Tensor, dtype: torch.dtype, least: float) -> tuple[Tensor, Tensor]:
-    """(the matrix in fp8, what each of its rows must be multiplied by). The largest of a row becomes the largest of
-    fp8, or `least` does where all are smaller."""
+    """Return (the matrix in fp8, the inverse scale of each row). A row's maximum, or `least`
+    if that is larger, maps to the largest fp8 value."""
     source = source.contiguous()
     rows, columns = source.shape
     values = torch.empty_like(source, dtype=dtype)

@@ -1,8 +1,8 @@
-"""Triton: kernels that are set up while the one before them still runs (programmatic dependent launch, from Hopper on).
+"""Triton: kernels that start while the previous one still runs (programmatic dependent launch, Hopper and later).
 
-A kernel so launched calls `wait_for_inputs` before it reads what the kernel directly before it wrote, and before it
-writes anything. It lets the next kernel begin after that call, so whatever has begun knows that all but its direct
-forerunner are done: weights, and what a step computed earlier, it may read without waiting.
+Such a kernel calls `wait_for_inputs` before it reads the output of the directly preceding kernel, and before it writes
+anything. Only after that call may the next kernel start. So when a kernel runs, all kernels but its direct predecessor
+are done: it may read weights and earlier results without waiting.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ def wait_for_inputs(EARLY: tl.constexpr):
 
 
 def launch_options(tensor: Tensor) -> dict[str, Any]:
-    """Arguments for the launch of a kernel that calls `wait_for_inputs(EARLY)`."""
+    """Return the launch options for a kernel that calls `wait_for_inputs(EARLY)`."""
     early = tensor.is_cuda and _starts_early(tensor.device)
     return {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
 
 
 @cache
 def processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU; elsewhere, where the interpreter runs a kernel's programs in turn, a few."""
+    """Multiprocessors of a GPU; a small number elsewhere, where the interpreter runs a kernel's programs in turn."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
 def request_bound(requests: int) -> int:
-    """The power of two that a kernel which looks through all requests is compiled for: few of them, so that a server
-    has few kernels to compile."""
+    """Return the power of two for which a kernel that scans all requests is compiled. Few values, so a server compiles
+    few kernels."""
     return next((bound for bound in (32, 256) if requests <= bound), triton.next_power_of_2(requests))
 
 

@@ -1,5 +1,5 @@
-"""Triton: residual addition and root-mean-square norm in one pass over memory: forward and backward, and without
-what a backward pass would need, for serving."""
+"""Triton: residual addition and root-mean-square norm in one pass over memory, forward and backward. For serving there
+is a forward pass that keeps nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from craton.ml.kernels.triton.launch import launch_options, wait_for_inputs
 
-# Of the backward pass: programs enough to hide latency, few enough to sum their partial weights; rows at a time.
+# Backward pass: enough programs to hide latency, few enough to sum their partial weights; rows at a time.
 PROGRAMS_PER_PROCESSOR, BACKWARD_ROWS, BACKWARD_WARPS = 4, 2, 8
 
 
@@ -90,7 +90,7 @@ def _add_norm(
 
 
 def warps(block: int) -> int:
-    """For a program that holds a row."""
+    """Number of warps for a program that holds a row."""
     return min(16, max(1, block // 512))
 
 

@@ -1,10 +1,10 @@
-"""Triton: attention of the last few tokens of each request over its pages, at the speed of reading them.
+"""Triton: decode attention over the paged KV cache: the last few tokens of each request, at memory bandwidth.
 
-The work is cut into pieces on the device: tiles of keys of one request and key/value head, as many in a piece as give
-the GPU a whole number of pieces for each place it can run one at. So ragged lengths, few requests and many fill it
-alike, while a launch has nothing to decide. A head that is one piece is done when its program ends; of one that is
-several, each leaves a partial result, with the maximum and the sum of its softmax, and a second kernel merges them. The
-heads that share keys and values, times the queries of a request, are the rows of one matrix product.
+The work is split on the device into pieces: tiles of keys of one request and key/value head. Their size gives the GPU a
+whole number of pieces per slot. So ragged lengths, few requests and many requests all fill the GPU, and the launch
+decides nothing. A head in one piece is done when its program ends. Otherwise each piece stores a partial result with
+the maximum and the sum of its softmax, and a second kernel merges them. The heads that share a key/value head, times
+the queries of a request, are the rows of one matmul.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from craton.ml.kernels.triton.launch import launch_options, processors, request_
 
 # (keys of a tile, warps, stages of the pipeline, programs a multiprocessor runs) for keys of up to 256 bytes, and wider
 NARROW, WIDE = (64, 4, 3, 3), (32, 4, 3, 3)
-WHOLE_TILES = 2  # up to which a head is always one piece
-LARGE_PIECE = 16  # tiles of a piece above which there are rather more pieces for each place than larger ones
-MAX_ROUNDS = 4  # pieces for each place, of heads that are not one piece anyway
-# (partial results taken at a time, warps) of the merge, where all its programs run at once and where they do not
+WHOLE_TILES = 2  # up to this a head is always one piece
+LARGE_PIECE = 16  # tiles per piece above which more pieces per slot are preferred to larger ones
+MAX_ROUNDS = 4  # maximum pieces per slot, for heads that are split
+# (partial results per iteration, warps) of the merge, if all its programs run at once and if they do not
 FAST_MERGE, LIGHT_MERGE = (64, 4), (16, 2)
 LOG2_E = 1.4426950408889634
 
@@ -40,10 +40,10 @@ def _plan(
     REQUESTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Of each request: its length, the first tile that some query sees, the tiles from there, the pieces of a head, and
-    where its pieces end among those of all.
+    """For each request: its length, the first visible tile, the number of tiles from there, the pieces per head, and
+    where its pieces end in the numbering of all.
 
-    The GPU has `places` to run a piece at; with `rounds` pieces for each at most, they are as large as that allows.
+    The GPU has `places` slots for pieces; with at most `rounds` pieces per slot, they are as large as that allows.
     """
     request = tl.arange(0, REQUESTS)
     length = tl.load(lengths + request, mask=request < requests, other=0)
@@ -101,7 +101,7 @@ def _attend(
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    # Lengths, rows and table are older than the kernel before this one, which stored this step's keys: no need to wait.
+    # Lengths, rows and table are older than the previous kernel, which stored this step's keys: no need to wait.
     program = tl.program_id(0)
     length, first, tiles, pieces, ends = _plan(
         lengths, requests, places, rounds, KV_HEADS, QUERIES, WINDOW, WHOLE, LARGE, REQUESTS, BLOCK
@@ -138,12 +138,12 @@ def _attend(
     q = tl.load(asked[:, None] + dim[None, :], mask=row_live[:, None] & dim_live, other=0.0)
     keys = cache + head * head_stride + dim[None, :]
     largest = tl.full([ROWS], float("-inf"), tl.float32)
-    summed = tl.zeros([ROWS, BLOCK], tl.float32)  # added up over columns at the end: that costs the warps a meeting
+    summed = tl.zeros([ROWS, BLOCK], tl.float32)  # summed over columns at the end, because that synchronizes the warps
     mixed = tl.zeros([ROWS, DIM], tl.float32)
     for _ in range(begin, end):
         key_live = (place < length)[:, None] & dim_live
         source = (block.to(tl.int64) * block_stride + (place % PAGE) * place_stride)[:, None]
-        # the block numbers of the next tile, so that its keys need not wait for them
+        # prefetch the block numbers of the next tile, so that its keys need not wait for them
         block = tl.load(blocks + (place + BLOCK) // PAGE, mask=place + BLOCK < length, other=0)
         k = tl.load(keys + source, mask=key_live, other=0.0)
         scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale
@@ -202,7 +202,7 @@ def _merge(
     )
     pieces = _pick(pieces, request, REQUESTS)
     begin = _pick(ends, request, REQUESTS) - (KV_HEADS - head) * pieces
-    # A program without work may end at once, but not all of them: what follows this kernel waits for its end alone.
+    # A program without work may end early, but not all of them: the next kernel waits only for the end of this one.
     if (pieces > 1) | (tl.program_id(0) == 0):
         wait_for_inputs(EARLY)
     if pieces > 1:

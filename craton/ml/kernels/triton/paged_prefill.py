@@ -1,8 +1,8 @@
-"""Triton: causal attention of the last tokens of each request over its pages, many tokens of ragged requests at once.
+"""Triton: prefill attention over the paged KV cache: the last tokens of each request, many ragged requests at once.
 
-A program has a block of one request's tokens with all heads that share keys and values. The blocks of all requests are
-numbered in a row with at most one number a request to spare, so a launch knows how many there are by the number of
-tokens alone; the last blocks, which see most, begin first.
+A program handles a block of one request's tokens with all heads that share a key/value head. The blocks of all requests
+are numbered consecutively with at most one spare number per request, so a launch knows their count from the number of
+tokens alone. The last blocks, which see the most keys, start first.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _attend_tiles(
     MASKED: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Takes the keys from `begin` to `end` into the softmax. Unless MASKED, every row sees each of them."""
+    """Accumulate the keys from `begin` to `end` into the softmax. Unless MASKED, every row sees all of them."""
     dim = tl.arange(0, DIM)
     dim_live = (dim < HEAD_DIM)[None, :]
     keys += dim[None, :]
@@ -50,7 +50,7 @@ def _attend_tiles(
     block = tl.load(blocks + place // PAGE, mask=place < length, other=0)
     for _ in range(begin, end, TILE):
         source = (block.to(tl.int64) * block_stride + (place % PAGE) * place_stride)[:, None]
-        # the block numbers of the next tile, so that its keys need not wait for them
+        # prefetch the block numbers of the next tile, so that its keys need not wait for them
         block = tl.load(blocks + (place + TILE) // PAGE, mask=place + TILE < length, other=0)
         live = place < length
         key_live = dim_live
@@ -111,7 +111,7 @@ def _attend(
     number = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1)
     index = tl.arange(0, REQUESTS)
-    # request b's blocks are numbered from offsets[b] // TOKENS + b: as many numbers as it can need before the next's
+    # request b's blocks are numbered from offsets[b] // TOKENS + b: enough numbers for it before the next request's
     numbered = tl.load(offsets + index, mask=index < requests, other=0) // TOKENS + index
     request = tl.sum(((numbered <= number) & (index < requests)).to(tl.int32), 0) - 1
     offset = tl.load(offsets + request)
@@ -135,7 +135,7 @@ def _attend(
     end = tl.minimum(first_place + TOKENS, length)
     if WINDOW > 0:
         begin = tl.maximum(first_place - WINDOW + 1, 0) // TILE * TILE
-        clear = begin  # the window cuts off some key of nearly every tile
+        clear = begin  # the window hides some key of nearly every tile
     else:
         begin = 0
         clear = (first_place + 1) // TILE * TILE
@@ -190,7 +190,7 @@ def _attend(
         TILE=TILE,
     )
     target = out + (whole_token * (KV_HEADS * GROUP) + query_head)[:, None] * HEAD_DIM + dim[None, :]
-    result = mixed / tl.where(summed > 0, summed, 1.0)[:, None]  # rows that are none may see nothing
+    result = mixed / tl.where(summed > 0, summed, 1.0)[:, None]  # padding rows may see nothing
     tl.store(target, result.to(out.dtype.element_ty), mask=live)
 
 

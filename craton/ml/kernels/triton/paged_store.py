@@ -1,7 +1,7 @@
-"""Triton: keys and values of this step's tokens into the pages of one layer's cache.
+"""Triton: store this step's keys and values in the pages of one layer's KV cache.
 
-`store_rotated` also cuts the fused projection, norms and turns queries and keys: all that lies between the projection
-and attention in one pass over memory.
+`store_rotated` also splits the fused projection, and norms and rotates queries and keys: everything between the
+projection and attention in one pass over memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ TILE, WARPS = 512, 2  # elements of one head's tokens in a program
 
 @triton.jit
 def _norm(first, second, weight, column, epsilon, HALF: tl.constexpr):
-    """Halves of heads [tokens, HALF] in fp32, normed and rounded to the dtype they came in."""
+    """Norm halves of heads [tokens, HALF] in fp32 and round them to their original dtype."""
     inverse = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / (2 * HALF) + epsilon)[:, None]
     first_weight = tl.load(weight + column).to(tl.float32)[None, :]
     second_weight = tl.load(weight + HALF + column).to(tl.float32)[None, :]
@@ -195,5 +195,5 @@ def store(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
 
 
 def _largest(dtype: torch.dtype) -> float:
-    """What a narrow dtype can hold at most; 0 for one that holds what models compute."""
+    """Return the largest value of a narrow dtype; 0 for a dtype that can hold what models compute."""
     return torch.finfo(dtype).max if dtype.itemsize == 1 else 0.0

@@ -1,7 +1,7 @@
-"""Triton: the fused projection of one layer, cut into rotated queries and keys and plain values in one pass.
+"""Triton: split the fused QKV projection of a layer into rotated queries and keys and plain values, in one pass.
 
-Rows of the projection are grouped by key/value head: its query heads, then its key, then its value. The gradient is
-the same pass backwards with the angle negated; nothing but the tables is kept for it.
+Rows of the projection are grouped by key/value head: its query heads, then its key, then its value. The gradient is the
+same pass backwards with the angle negated; only the tables are kept for it.
 """
 
 from __future__ import annotations

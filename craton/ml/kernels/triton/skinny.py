@@ -1,9 +1,9 @@
-"""Triton: products of a few rows with a weight, whose time is that of reading the weight.
+"""Triton: matmuls of a few rows with a weight, bound by reading the weight.
 
-One row is multiplied and added up in registers, K split over the threads of a program; the first tile of the weight is
-on its way before the row is there. Two rows and more go to the tensor cores, K split over the warps of a program, each
-with its own sums: a chain of dependent products would be longer than the wait for the next tile. Weights in fp8 become
-the dtype of the rows in registers, their scales are applied to the sums.
+One row is multiplied and summed in registers, K split over the threads of a program; the first tile of the weight loads
+before the row is ready. Two or more rows use the tensor cores, K split over the warps of a program, each with its own
+sums, because a chain of dependent multiplications would take longer than loading the next tile. fp8 weights are
+converted to the dtype of the rows in registers, and their scales are applied to the sums.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from torch import Tensor
 
 from craton.ml.kernels.triton.launch import launch_options, wait_for_inputs
 
-# (outputs of a program, inputs of a tile, warps) for one row: of long weights, of short ones and of those in fp8
+# (outputs of a program, inputs of a tile, warps) for one row: long weights, short ones, and fp8
 LONG, SHORT, NARROW = (2, 2048, 4), (4, 512, 4), (4, 512, 2)
-# (outputs of a program, inputs of a tile, slices of these, warps, stages of the pipeline) for two rows and more, and
-# for those in fp32, of which shared memory holds half as much
+# (outputs of a program, inputs of a tile, slices of these, warps, pipeline stages) for two rows and more, and for fp32,
+# of which shared memory holds half as many
 FEW, FEW_EXACT = (16, 256, 2, 2, 7), (16, 256, 2, 2, 3)
 MAX_ROWS = 8  # the smallest tile that the tensor cores multiply
 

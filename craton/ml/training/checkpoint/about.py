@@ -1,7 +1,7 @@
-"""What COMPLETE may say of a step: types, ranges, and that it is the step whose name the folder has.
+"""Validation of COMPLETE: types, ranges, and that the step matches the name of the folder.
 
-Another user may have written it, with checksums that fit. After `check_about` no reader meets a value of another type,
-a number that no run reaches, or text that a terminal obeys.
+Another user may have written it, with matching checksums. After `check_about` no reader meets a value of a wrong type,
+a number that no run reaches, or terminal control characters.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ MAX_TIERS = 64
 
 
 def check_about(about: Mapping[str, Any], step: int) -> None:
-    """ValueError says what is wrong with the COMPLETE of this step; KeyError names what is missing."""
+    """Raise ValueError for an invalid COMPLETE of this step, KeyError for a missing field."""
     _whole("step", about["step"], 0, MAX_STEP)
     if about["step"] != step:
-        raise ValueError(f"it is of step {about['step']}, and the folder is of step {step}")
+        raise ValueError(f"it belongs to step {about['step']}, but the folder to step {step}")
     for name, lowest, highest in (("world", 1, MAX_WORLD), ("bytes", 0, MAX_NUMBER)):
         if name in about:
             _whole(name, about[name], lowest, highest)
@@ -40,7 +40,7 @@ def _check_counters(counters: Any, step: int) -> None:
     if type(counters) is not dict:
         raise ValueError("its counters are not a JSON object")
     if counters.get("step", step) != step:
-        raise ValueError("its counters are of another step")
+        raise ValueError("its counters belong to another step")
     if "next_sample" in counters:
         _whole("next_sample", counters["next_sample"], 0, MAX_NUMBER)
     records = counters.get("records") or []
@@ -49,7 +49,7 @@ def _check_counters(counters: Any, step: int) -> None:
     for record in records:
         _whole("step of a record", record.get("step"), 0, step)
         if not all(_is_recorded(value) for value in record.values()):
-            raise ValueError("its records have a value that no metric has")
+            raise ValueError("its records have an invalid value")
 
 
 def _is_recorded(value: Any) -> bool:
@@ -58,9 +58,9 @@ def _is_recorded(value: Any) -> bool:
 
 def _whole(name: str, value: Any, lowest: int, highest: int) -> None:
     if type(value) is not int or not lowest <= value <= highest:
-        raise ValueError(f"its {name} is not a whole number from {lowest:,} to {highest:,}")
+        raise ValueError(f"its {name} is not an integer from {lowest:,} to {highest:,}")
 
 
 def _text(name: str, value: Any) -> None:
     if type(value) is not str or not 0 < len(value) <= MAX_NAME_LETTERS or not value.isprintable():
-        raise ValueError(f"its {name} is not a text of 1 to {MAX_NAME_LETTERS:,} printable letters")
+        raise ValueError(f"its {name} is not a string of 1 to {MAX_NAME_LETTERS:,} printable characters")

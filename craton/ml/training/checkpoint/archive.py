@@ -1,8 +1,8 @@
-"""A tensor from what torch.save wrote: a zip file with a small pickle and the bytes of one storage.
+"""Read a tensor from what torch.save wrote: a zip file with a small pickle and the bytes of one storage.
 
-`torch.load` also takes compressed archives, which expand a thousandfold, and pickles that keep it busy for ever. Here
-nothing is expanded, imported or called: entries are stored as they are, the pickle describes one plain tensor, and
-memory is taken only for bytes that the file has.
+`torch.load` also accepts compressed archives, which expand a thousandfold, and pickles that keep it busy forever. Here
+nothing is expanded, imported or called: entries are stored uncompressed, the pickle describes one plain tensor, and
+memory is allocated only for bytes that the file has.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from craton.ml.training.checkpoint.checksums import CheckpointError
 from craton.ml.training.checkpoint.pickle_data import DTYPES, MAX_DIMENSIONS, shown
 
-MAX_READ_BYTES = 2**17  # of all but the storage: zipfile looks for its directory in the last 64 KiB
+MAX_READ_BYTES = 2**17  # of everything but the storage: zipfile searches its directory in the last 64 KiB
 MAX_PICKLE_BYTES = 2**16
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # signature, lengths of the name and of the extra field
 _SIGNATURE = b"PK\x03\x04"
@@ -38,7 +38,7 @@ _TUPLES = {"EMPTY_TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 
 
 def read_archive(file: IO[bytes], length: int) -> Tensor:
-    """The tensor in an archive of `length` bytes; CheckpointError where it is more or less than one plain tensor."""
+    """Return the tensor in an archive of `length` bytes; CheckpointError if it is not exactly one plain tensor."""
     try:
         with zipfile.ZipFile(_Limited(file, length)) as archive:
             entries = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
@@ -46,7 +46,7 @@ def read_archive(file: IO[bytes], length: int) -> Tensor:
         if order is not None and _bytes_of(file, order, length) != b"little":
             raise CheckpointError("its bytes are not in little-endian order")
         if not {"data.pkl", "data/0"} <= entries.keys():
-            raise CheckpointError("it has no storage, or does not say what it holds")
+            raise CheckpointError("it has no storage, or no description of its contents")
         described = _described(_bytes_of(file, entries["data.pkl"], length))
         begin, size = _place(file, entries["data/0"], length)
     except CheckpointError:
@@ -57,7 +57,7 @@ def read_archive(file: IO[bytes], length: int) -> Tensor:
 
 
 class _Limited:
-    """A file of which small parts can be read: a directory of entries is never large."""
+    """A file of which only small parts can be read: a directory of entries is never large."""
 
     def __init__(self, file: IO[bytes], length: int) -> None:
         self._file, self._length = file, length
@@ -75,29 +75,29 @@ class _Limited:
 
 
 def _place(file: IO[bytes], entry: zipfile.ZipInfo, length: int) -> tuple[int, int]:
-    """Where the bytes of an entry begin, and how many there are."""
+    """Return where the bytes of an entry begin, and how many there are."""
     if entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & _IS_ENCRYPTED:
         raise CheckpointError("it is compressed or encrypted, which torch.save never writes")
     if not 0 <= entry.header_offset <= length:
-        raise CheckpointError("an entry of it lies outside of the archive")
+        raise CheckpointError("an entry is outside the archive")
     file.seek(entry.header_offset)
     signature, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
     begin = entry.header_offset + _LOCAL_HEADER.size + name_bytes + extra_bytes
     if signature != _SIGNATURE or begin + entry.file_size > length:
-        raise CheckpointError("an entry of it lies outside of the archive")
+        raise CheckpointError("an entry is outside the archive")
     return begin, entry.file_size
 
 
 def _bytes_of(file: IO[bytes], entry: zipfile.ZipInfo, length: int) -> bytes:
     begin, size = _place(file, entry, length)
     if size > MAX_PICKLE_BYTES:
-        raise CheckpointError(f"what describes it has {size:,} bytes; at most {MAX_PICKLE_BYTES:,} are read")
+        raise CheckpointError(f"its description has {size:,} bytes; at most {MAX_PICKLE_BYTES:,} are read")
     file.seek(begin)
     return file.read(size)
 
 
 def _described(data: bytes) -> tuple[torch.dtype, int, int, tuple[int, ...], tuple[int, ...]]:
-    """dtype, elements of the storage, offset, sizes and strides of the one tensor that the pickle makes."""
+    """Return dtype, elements of the storage, offset, sizes and strides of the one tensor that the pickle describes."""
     unpickled = _made(data)
     match unpickled:
         case (
@@ -106,24 +106,24 @@ def _described(data: bytes) -> tuple[torch.dtype, int, int, tuple[int, ...], tup
         ):
             pass
         case _:
-            raise CheckpointError("it does not hold one plain tensor")
+            raise CheckpointError("it does not contain one plain tensor")
     if call == _REBUILD_WITH_DTYPE and storage == _UNTYPED and len(rest) == 3 and isinstance(rest[2], torch.dtype):
         dtype = rest[2]
         count //= dtype.itemsize
     elif call == _REBUILD and isinstance(storage, torch.dtype) and len(rest) == 2:
         dtype = storage
     else:
-        raise CheckpointError("it does not hold one plain tensor")
+        raise CheckpointError("it does not contain one plain tensor")
     numbers = (count, offset, *sizes, *strides)
     if len(sizes) != len(strides) or len(sizes) > MAX_DIMENSIONS:
-        raise CheckpointError("its tensor has too many dimensions, or another number of strides")
+        raise CheckpointError("its tensor has too many dimensions, or a different number of strides")
     if any(type(number) is not int or number < 0 for number in numbers):
-        raise CheckpointError("a size of its tensor is not a whole number")
+        raise CheckpointError("a size of its tensor is not an integer")
     return dtype, count, offset, sizes, strides
 
 
 def _made(data: bytes) -> Any:
-    """What the pickle leaves on its stack: a call is a pair of its name and arguments, and is not made."""
+    """Return what the pickle leaves on its stack: a call becomes a pair of its name and arguments, and is not made."""
     stack: list[Any] = []
     marks: list[int] = []
     memo: dict[Any, Any] = {}
@@ -134,7 +134,7 @@ def _made(data: bytes) -> Any:
         elif name == "GLOBAL":
             if argument not in _NAMES:
                 asked = shown(str(argument).replace(" ", ".", 1))
-                raise CheckpointError(f"it asks for {asked}, which no tensor needs and which was not run")
+                raise CheckpointError(f"it references {asked}, which no tensor needs and which was not run")
             stack.append(_NAMES[argument])
         elif name == "MARK":
             marks.append(len(stack))
@@ -152,7 +152,7 @@ def _made(data: bytes) -> Any:
             stack[-2:] = [tuple(stack[-2:])]
         elif name == "STOP":
             return stack[-1] if len(stack) == 1 else None
-        elif name not in ("PROTO", "BINPERSID"):  # a storage is known by its persistent id, a tuple
+        elif name not in ("PROTO", "BINPERSID"):  # a storage is identified by its persistent id, a tuple
             raise CheckpointError(f"it has the opcode {name}, which no tensor needs")
     return None
 
@@ -175,5 +175,5 @@ def _tensor(
         file.seek(begin)
         read = file.readinto(data.numpy().data)  # type: ignore[attr-defined]
         if read != size:
-            raise CheckpointError("it is cut off")
+            raise CheckpointError("it is truncated")
     return data.view(dtype).as_strided(sizes, strides, offset)

@@ -1,16 +1,17 @@
-"""Checkpoints: state leaves the training for a moment, the tiers keep it, any number of ranks takes it back.
+"""Checkpoints: copy the state to host memory, write it to the tiers, restore it on any number of ranks.
 
-`Checkpointer.save` copies this rank's tensors into CPU memory, which is all that training waits for; every tier that is
-due writes from that one copy, each in the background at its own pace. A tier that is two saves behind skips one and
-says so; a save that fails costs that save: the steps before it stay, training goes on, and the tier is tried again with
-the next save. `restore` fills the given tensors, whatever they are sharded over, from the newest step of the fastest
-tier that has it, every block of every file checked; what must be passed over is told, and the next lower copy or older
-step is taken. What a lower tier missed is then copied down to it in the background.
+`Checkpointer.save` copies this rank's tensors to CPU memory, which is all that training waits for. Every due tier
+writes from that one copy, in the background and at its own pace. A tier that is two saves behind skips one and reports
+it. A failed save costs only that save: earlier steps stay, training continues, and the next save retries the tier.
+`restore` fills the given tensors, however they are sharded, from the newest step of the fastest tier that has it, and
+checks every block of every file. It reports what it skips and takes the next copy or an older step instead. What a
+lower tier missed is then copied down to it in the background.
 
-What no lasting tier takes at the end of a run goes to the run directory (`rescue`), from where a restore finds it too.
+A state that no lasting tier takes at the end of a run goes to the run directory (`rescue`), where a restore also finds
+it.
 
-The fastest tier is the memory of the nodes (`peer`), where there are keepers: it has an interval of its own, and is
-there for faults only; a stop or the end saves to the tiers that last.
+The fastest tier is the memory of the nodes (`peer`), if there are keepers. It has its own interval and is for faults
+only; a stop or the end saves to the tiers that last.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from craton.ml.training.checkpoint.restore import check_names, find_together, lo
 from craton.ml.training.checkpoint.staging import SavingRanks, Staging, file_threads, local_data, synchronize
 from craton.ml.training.checkpoint.tiers import Tier, TierFolder
 
-OUTSTANDING_SAVES = 2  # of one tier: one that is written, one that waits
+OUTSTANDING_SAVES = 2  # per tier: one being written, one waiting
 
 __all__ = [
     "CheckpointError",
@@ -56,7 +57,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class RestoreReport:
-    """Where the state came from, and which checkpoints were passed over and why."""
+    """Where the state came from, and which checkpoints were skipped and why."""
 
     step: int
     tier: str
@@ -67,7 +68,7 @@ class RestoreReport:
 
 
 class Checkpointer:
-    """All ranks make one and call its methods in the same order with the same arguments (but their own shards)."""
+    """All ranks create one and call its methods in the same order with the same arguments (except their own shards)."""
 
     def __init__(
         self,
@@ -78,8 +79,8 @@ class Checkpointer:
         rescue: TierFolder | None = None,
         continues: bool = False,
     ) -> None:
-        """`rescue` is where a state goes that no lasting tier takes. `continues`: the nodes' memory may hold the newest
-        state, so a tier that cannot be used now is a warning, not an error."""
+        """`rescue` is where a state goes that no lasting tier takes. `continues`: peer memory may hold the newest
+        state, so an unusable tier is a warning, not an error."""
         assert len({tier.name for tier in tiers}) == len(tiers), "two tiers have the same name"
         self.tiers = tuple(tiers)
         self.rank, self.world = rank, world
@@ -93,9 +94,9 @@ class Checkpointer:
         self._lanes = {tier.folder.name: TierLane(tier, rank, nodes[tier.folder.name], threads) for tier in self._tiers}
         self._staging = Staging()
         self._reports: deque[SaveReport] = deque()
-        self._last_seconds: dict[str, float] = {}  # when a timed tier was last found due
+        self._last_seconds: dict[str, float] = {}  # when a timed tier was last due
         self._due: tuple[int, tuple[str, ...]] = (-1, ())
-        self._held: dict[str, int] = {}  # the step that the training's present course has in each tier
+        self._held: dict[str, int] = {}  # the step of the current course of training in each tier
         self._missed: set[str] = set()  # tiers whose last save failed or was skipped: they join the next one
         have_keeper = self._ranks.gather(peer is not None)
         self._peer = PeerMemory(peer, rank, self._ranks) if peer and all(have_keeper) else None
@@ -105,8 +106,8 @@ class Checkpointer:
         self._peer_due = -1
 
     def due(self, step: int, now: float | None = None, last: bool = False) -> bool:
-        """Whether a tier wants this step; a clock is rank 0's, so that all ranks answer the same. `last`: a save that
-        lasts follows anyway."""
+        """Whether a tier is due at this step; uses rank 0's clock, so that all ranks agree. `last`: a lasting save
+        follows anyway."""
         now = time.monotonic() if now is None else now
         names = [tier.name for tier in self.tiers if tier.every_steps and step and step % tier.every_steps == 0]
         timed = [tier for tier in self.tiers if tier.every_seconds]
@@ -121,18 +122,18 @@ class Checkpointer:
         return bool(names) or self._peer_due == step
 
     def save(self, step: int, tensors: Mapping[str, Tensor], counters: Mapping[str, Any], wait: bool = False) -> float:
-        """Saves to the tiers that `due` found due for this step, otherwise to all, and returns the seconds for which
-        training was blocked. A tier that has this very state already is left alone. With `wait` it returns when the
-        files are safe, and needs no memory for a copy.
+        """Save to the tiers that `due` found due for this step, otherwise to all; return the seconds that training was
+        blocked. A tier that already has this state is skipped. With `wait`, return when the files are safe; this needs
+        no memory for a copy.
 
-        CheckpointError when an earlier save in the background failed, and this one goes on; with `wait` when this one
-        failed, unless a tier that outlives the nodes has the state. RanksLostError when others are gone meanwhile.
+        Raises CheckpointError if an earlier background save failed (this one continues), or with `wait` if this one
+        failed and no tier that outlives the nodes has the state. Raises RanksLostError if other ranks are gone.
         """
         began = time.perf_counter()
         if self._peer is not None and self._peer_due == step and not wait:
             self._peer_due = -1
             self._peer.snapshot(step, tensors, counters)
-            if self._due == (step, ()):  # no other tier wants it
+            if self._due == (step, ()):  # no other tier is due
                 self._due = (-1, ())
                 return time.perf_counter() - began
         earlier = self._settle(wait)
@@ -156,14 +157,14 @@ class Checkpointer:
         return time.perf_counter() - began
 
     def rescue(self, step: int, tensors: Mapping[str, Tensor], counters: Mapping[str, Any]) -> None:
-        """Saves a state that no lasting tier took to the run directory, and waits; CheckpointError when it fails too.
-        The folder is written only now, so that runs whose tiers work have none."""
+        """Save a state that no lasting tier took to the run directory, and wait; CheckpointError if this fails too. The
+        folder is created only now, so that runs with working tiers have none."""
         if self._rescue is None:
-            raise CheckpointError("there is no further place to save it to")
+            raise CheckpointError("there is no other place to save it")
         problem = None
         if self.rank == 0:
             try:
-                Path(self._rescue.folder.path).mkdir(exist_ok=True)  # not its parents: a run directory may be gone
+                Path(self._rescue.folder.path).mkdir(exist_ok=True)  # not its parents: the run directory may be gone
                 self._rescue.remove_leftovers()
             except OSError as error:
                 problem = f"step {step} was not saved to {self._rescue.folder.path}: {error.strerror or error}"
@@ -180,49 +181,49 @@ class Checkpointer:
             raise CheckpointError(problem)
 
     def places_with_room(self) -> frozenset[str]:
-        """The tiers that have room for a save that failed before, as far as rank 0 sees them."""
+        """Return the tiers that have room for a save that failed before, as rank 0 sees them."""
         return frozenset(name for name, lane in self._lanes.items() if lane.has_room())
 
     def agree(self, choice: bool) -> bool:
-        """Rank 0's choice, on all ranks."""
+        """Return rank 0's choice on all ranks."""
         return self._ranks.flags_of_rank_0([choice])[0]
 
     def keep(self, step: int, tensors: Mapping[str, Tensor], counters: Mapping[str, Any], nodes: Sequence[str]) -> bool:
-        """For ranks that are about to be exchanged though none failed: this very state in the nodes' memory, and whole
-        there when this returns. `nodes` are those that stay, as far as this rank was told. False: there is no such
-        memory, or some of it goes with its node, so `save` must do it."""
+        """Store this state in peer memory, complete on return, for ranks that are about to be replaced without a
+        failure. `nodes` are those that stay, as far as this rank knows. False: there is no such memory, or some of it
+        leaves with its node, so `save` must be used."""
         if self._peer is None or not self._peer.keep(step, tensors, counters):
             return False
         messages = [set(item) for item in self._ranks.gather(tuple(nodes)) if item]
         return all(stay.issuperset(self._peer.setup.nodes) for stay in messages)
 
     def reserve(self, tensors: Mapping[str, Tensor], step: int = 0) -> None:
-        """Takes the memory of the copies now, so that the first saves stop training no longer than others do: of one
-        that is written, and of one that is made meanwhile. `step` is the last one done."""
+        """Allocate the memory of the copies now, so that the first saves do not block training longer than later ones:
+        one copy being written, and one made meanwhile. `step` is the last one done."""
         if any(tier.every_steps or tier.every_seconds for tier in self.tiers):
             self._staging.reserve(local_data(tensors), copies=2)
         if self._peer is not None:
             self._peer.reserve(step, tensors)
 
     def finish_copy(self) -> bool:
-        """To be called before the state changes: copies that a GPU makes beside the computation end first. Whether
+        """Call before the state changes: wait until a GPU's copies beside the computation are done. Return whether
         there was one."""
         in_slot = self._peer is not None and self._peer.finish_on_device()
         return self._staging.finish_on_device() or in_slot
 
     def wait(self) -> None:
-        """Returns when no save is in flight; CheckpointError when one failed, RanksLostError when ranks are gone."""
+        """Return when no save is in flight; CheckpointError if one failed, RanksLostError if ranks are gone."""
         if self._peer is not None:
             self._peer.settle()
         if problem := self._settle(wait=True):
             raise CheckpointError(problem)
 
     def reports(self) -> list[SaveReport]:
-        """The saves that ended since the last call, failed ones too. Waits for nothing."""
+        """Return the saves that ended since the last call, including failed ones. Does not wait."""
         return [self._reports.popleft() for _ in range(len(self._reports))]
 
     def notes(self) -> list[Note]:
-        """What there is to tell of the nodes' memory since the last call; the same on all ranks."""
+        """Return the notes about peer memory since the last call; the same on all ranks."""
         return self._peer.notes() if self._peer is not None else []
 
     def restore(
@@ -232,13 +233,13 @@ class Checkpointer:
         trust_peer: bool = True,
         needed: Sequence[str] = (),
     ) -> dict[str, Any] | None:
-        """Fills the tensors in place and returns the counters they were saved with, and `step`; None when no tier
-        holds a checkpoint. `restored` says where they came from. The nodes' memory, which has only the newest steps, is
-        asked for one `before` the given step; without `trust_peer` not at all, from here on, nor any tier for what was
-        saved since its state was taken: that is removed. A step of a tier without one of the `needed` counters is
-        passed over.
+        """Fill the tensors in place and return the counters they were saved with, and `step`; None if no tier has a
+        checkpoint. `restored` reports the source. Peer memory, which has only the newest steps, is searched for a step
+        `before` the given one. Without `trust_peer` it is not used from here on, and later steps in all tiers are
+        removed. A step without one of the `needed` counters is skipped.
 
-        CheckpointError when there are checkpoints and none can be used: to begin anew is for a person to decide.
+        Raises CheckpointError if there are checkpoints but none is usable: starting from scratch is the user's
+        decision.
         """
         if problem := self._settle(wait=True):
             warnings.warn(problem, stacklevel=2)
@@ -281,22 +282,22 @@ class Checkpointer:
                 warnings.warn(f"{passed_over[-1]}; trying an older checkpoint or another tier", stacklevel=2)
         if passed_over:
             raise CheckpointError(
-                "no checkpoint can be used:\n  "
+                "no checkpoint is usable:\n  "
                 + "\n  ".join(passed_over)
-                + "\nput a good copy in place, or remove these folders to begin anew"
+                + "\nrestore a good copy, or remove these folders to start from scratch"
             )
         return None
 
     def abandon(self, seconds: float) -> bool:
-        """Gives up whatever is under way, because other ranks are gone; False when a thread still writes after this
-        long, and might spoil what the next generation writes."""
+        """Abort what is in progress, because other ranks are gone. False if a thread still writes after this time and
+        might corrupt what the next generation writes."""
         deadline = time.monotonic() + seconds
         users: list[TierLane | PeerMemory] = [*self._lanes.values(), *([self._peer] if self._peer else [])]
         ended = [user.abandon(max(0.0, deadline - time.monotonic())) for user in users]
         return all(ended)
 
     def close(self) -> None:
-        """Waits for the last save, and gives threads and memory back."""
+        """Wait for the last save, and release threads and memory."""
         try:
             self.wait()
         finally:
@@ -311,15 +312,15 @@ class Checkpointer:
         return self._tiers if self._rescue is None else [*self._tiers, self._rescue]
 
     def _remove_after(self, step: int) -> None:
-        """Later steps leave every tier: they would be restored before better ones."""
+        """Remove later steps from every tier: they would be restored before better ones."""
         for tier in self._tiers_to_read:
             if self.rank == 0 or tier.folder.node is not None:
-                with suppress(OSError, CratonError):  # whatever it is, the next save or restore tells
+                with suppress(OSError, CratonError):  # the next save or restore reports it
                     for later in [item for item in tier.steps() if item > step]:
                         tier.remove(later)
 
     def _find_in_memory(self, before: int | None, trust: bool) -> tuple[list[PeerSave], list[str]]:
-        """What the nodes' memory holds, and what it has lost."""
+        """Return what peer memory holds, and what it has lost."""
         if self._peer is None:
             return [], []
         self._peer.settle()
@@ -350,10 +351,11 @@ class Checkpointer:
         return {**save.counters, "step": save.step}
 
     def _prepare(self, nodes: Mapping[str, list[str | None]], continues: bool) -> None:
-        """Before the lanes, so that no rank can be writing yet: makes the places and clears what was cut off."""
+        """Create the tiers' folders and remove unfinished saves. Runs before the lanes, while no rank can be writing
+        yet."""
         problem = None
         if self._rescue is not None and self.rank == 0:
-            with suppress(OSError):  # the next rescue, if there is one, tries again
+            with suppress(OSError):  # the next rescue, if any, retries
                 self._rescue.remove_leftovers()
         for tier in self._tiers:
             of_ranks = nodes[tier.folder.name]
@@ -366,7 +368,7 @@ class Checkpointer:
             except OSError as error:
                 problem = (
                     f"checkpoint tier {tier.folder.name} cannot be used: {tier.folder.path}: "
-                    f"{error.strerror or error}; give checkpoint.tiers a folder that every rank may write to"
+                    f"{error.strerror or error}; set checkpoint.tiers to a folder that every rank can write to"
                 )
             except CratonError as error:
                 problem = f"checkpoint tier {tier.folder.name} cannot be used: {error}"
@@ -377,8 +379,8 @@ class Checkpointer:
             warnings.warn(f"{text}; it joins the next save when it can be used again", stacklevel=3)
 
     def _agree(self, step: int, local: Mapping[str, Tensor], wait: bool) -> tuple[tuple[str, ...], list[str], bool]:
-        """(tiers that this state is meant for, those that are written now, whether from a copy): rank 0's choice, as
-        the lanes of different ranks end their work at different moments. The copy needs room on every rank."""
+        """Return (tiers for this state, those written now, whether from a copy). Rank 0 decides, because the lanes of
+        different ranks finish at different times. The copy needs room on every rank."""
         (due_step, due), self._due = self._due, (-1, ())  # the next save of this step is a stop: to all tiers
         names = [tier.name for tier in self.tiers]
         if due_step == step and due:
@@ -390,9 +392,9 @@ class Checkpointer:
         answers = self._ranks.gather((names, late, busy, missing))
         names, late, busy, _ = answers[0]
         missing = max(answer[3] for answer in answers)
-        reasons = dict.fromkeys(late, "the saves before it are still being written")
+        reasons = dict.fromkeys(late, "earlier saves are still being written")
         if missing and busy:
-            message = f"a further copy of the state needs {memory(missing)} more memory than a rank has free"
+            message = f"another copy of the state needs {memory(missing)} more memory than a rank has free"
             reasons = {name: reasons.get(name, message) for name in names}
         for name, reason in reasons.items():
             where = str(self._lanes[name].tier.folder.path)
@@ -408,8 +410,8 @@ class Checkpointer:
         return tuple(names), taken, not wait and not missing
 
     def _settle(self, wait: bool) -> str | None:
-        """Takes note of the saves that ended, or with `wait` of all; what went wrong, if something did. RanksLostError
-        when it waited for ranks that are gone."""
+        """Process the saves that ended, or with `wait` all of them; return the errors, if any. RanksLostError if it
+        waited for ranks that are gone."""
         problems = []
         for lane in self._lanes.values():
             reports, broken = lane.finished(wait)
@@ -428,7 +430,7 @@ class Checkpointer:
         return "\n".join(dict.fromkeys(problems)) or None
 
     def _is_safe(self, step: int) -> bool:
-        """Whether a tier has this state that is still there when the nodes are gone."""
+        """Whether a tier that outlives the nodes has this state."""
         return any(self._held.get(name) == step for name in (*self._lasting, RESCUE))
 
     @property
@@ -436,20 +438,20 @@ class Checkpointer:
         return [tier.name for tier in self.tiers if tier.node is None]
 
     def _forget_rescued(self, step: int) -> None:
-        """A lasting tier has this step: the run directory need not hold it, nor an older one."""
+        """Remove this step and older ones from the rescue folder: a lasting tier has it."""
         if self._rescue is not None and self.rank == 0:
-            with suppress(OSError):  # what stays there is only in the way, and goes with the next save
+            with suppress(OSError):  # leftovers are harmless, and go with the next save
                 for rescued in self._rescue.steps():
                     if rescued <= step:
                         self._rescue.remove(rescued)
 
     def _move_down(self, index: int, saved: FoundStep) -> None:
-        """Lower tiers that this step was meant for and that hold nothing as new get a copy in the background."""
+        """Copy this step in the background to lower tiers that it was meant for and that have nothing as new."""
         names = []
         if self.rank == 0:
             lower = self._tiers if saved.tier == RESCUE else self._tiers[index + 1 :]
             for tier in lower:
-                with suppress(OSError, CratonError):  # a tier that cannot be looked at is tried with the next save
+                with suppress(OSError, CratonError):  # an unreadable tier is retried with the next save
                     meant = tier.folder.node is None and tier.folder.name in saved.seal.about["tiers"]
                     if meant and max(tier.complete_steps(), default=-1) < saved.step:
                         names.append(tier.folder.name)
@@ -458,4 +460,4 @@ class Checkpointer:
 
 
 def _nothing() -> None:
-    """A save that is written from the tensors themselves has no copy to give back."""
+    """Release callback of a save written directly from the tensors: there is no copy to release."""

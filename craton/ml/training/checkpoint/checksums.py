@@ -1,8 +1,8 @@
-"""Checksums of files, known from the bytes as they are written: of the whole file and of each block of 8 MiB, so that
-whoever needs a part of a file reads and checks that part only.
+"""Checksums of files, computed from the bytes as they are written: of the whole file and of each block of 8 MiB, so
+that a reader of part of a file reads and checks only that part.
 
-A step is sealed by two small files: `checksums.json` names every file with its sums, and COMPLETE says what the step is
-and carries the sums of both, so that a changed bit in any of them is found as well.
+Two small files seal a step: `checksums.json` lists every file with its sums; COMPLETE describes the step and carries
+the sums of both, so a changed bit in either of them is found as well.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from craton.ml.training.checkpoint.about import check_about
 
 COMPLETE = "COMPLETE"
 CHECKSUMS = "checksums.json"
-METADATA = ".metadata"  # DCP's: which tensor lies where
-MAX_SEAL_BYTES = {COMPLETE: 2**24, CHECKSUMS: 2**28}  # of a step of 100 TB, checksums.json has a tenth of that
+METADATA = ".metadata"  # DCP's: which tensor is where
+MAX_SEAL_BYTES = {COMPLETE: 2**24, CHECKSUMS: 2**28}  # for a step of 100 TB, checksums.json has a tenth of that
 BLOCK_BYTES = 8 * 2**20
 _FILE_NAME = re.compile(r"[A-Za-z0-9_.-]{1,255}")
-_POLYNOMIAL = 0xEDB88320  # of crc32, bits reversed as zlib has it
+_POLYNOMIAL = 0xEDB88320  # of crc32, bits reversed as in zlib
 
 
 class CheckpointError(CratonError):
@@ -32,19 +32,19 @@ class CheckpointError(CratonError):
 
 
 class RanksLostError(RuntimeError):
-    """Ranks could not talk to each other while one waited for a save: not the job's fault, nor the checkpoint's."""
+    """Ranks lost contact while one waited for a save: neither the job nor the checkpoint is at fault."""
 
     def __init__(self, problem: str) -> None:
-        super().__init__(f"gloo: {problem}")  # as torch begins what it says of a lost connection
+        super().__init__(f"gloo: {problem}")  # the prefix of torch's own messages about a lost connection
 
 
 class DifferentModelError(CheckpointError):
-    """A checkpoint is whole, but belongs to another model or another optimizer."""
+    """A checkpoint is complete, but belongs to another model or optimizer."""
 
 
 @dataclass(frozen=True)
 class FileSum:
-    """What a file must be."""
+    """Expected size and checksums of a file."""
 
     crc32: int
     bytes: int
@@ -52,12 +52,12 @@ class FileSum:
 
 
 class RunningSum:
-    """The sums of what went by so far."""
+    """The checksums of the bytes so far."""
 
     def __init__(self) -> None:
         self.bytes = 0
         self._blocks: list[int] = []
-        self._open = 0  # crc32 of the block that is not full yet
+        self._open = 0  # crc32 of the incomplete block
 
     def update(self, data: Any) -> None:
         view = memoryview(data).cast("B")
@@ -82,14 +82,14 @@ class RunningSum:
 
 @dataclass(frozen=True)
 class Seal:
-    """What a finished step says of itself: `about` (step, counters, ...) and its files."""
+    """The seal of a finished step: `about` (step, counters, ...) and its files."""
 
     about: dict[str, Any]
     files: dict[str, FileSum]
 
     @property
     def save(self) -> str:
-        """Which save made it; the parts of one step on several nodes belong together when this is the same."""
+        """Id of the save; parts of one step on several nodes belong together if it is the same."""
         return str(self.about["save"])
 
     def texts(self) -> dict[str, bytes]:
@@ -101,18 +101,18 @@ class Seal:
 
     @classmethod
     def parse(cls, texts: Mapping[str, bytes], step: int) -> Seal:
-        """Of this step, from the contents of the two files; CheckpointError when one is missing or not right."""
+        """Parse the contents of the two files of this step; CheckpointError if one is missing or invalid."""
         for name in (COMPLETE, CHECKSUMS):
             if name not in texts:
-                raise CheckpointError(f"{name} is missing, so it was never finished")
+                raise CheckpointError(f"{name} is missing, so the step was never finished")
         name = COMPLETE
         try:
             about = _object(texts[COMPLETE])
             if about.pop("crc32") != _sum_of(about):
-                raise ValueError("it has another checksum than when it was written")
+                raise ValueError("it does not match its checksum")
             name = CHECKSUMS
             if about.pop("checksums") != zlib.crc32(texts[CHECKSUMS]):
-                raise ValueError("it has another checksum than when it was written")
+                raise ValueError("it does not match its checksum")
             table = _object(texts[CHECKSUMS])
             if table["block_bytes"] != BLOCK_BYTES:
                 raise ValueError(f"its blocks have {ascii(table['block_bytes'])[:20]} bytes instead of {BLOCK_BYTES}")
@@ -134,24 +134,24 @@ def _object(text: bytes) -> dict[str, Any]:
 
 
 def _file_sum(name: str, entry: Any) -> FileSum:
-    """A line of checksums.json. Its name becomes a path, so it must be the name of a file beside it."""
+    """Parse an entry of checksums.json. Its name becomes a path, so it must be a plain file name."""
     if not _FILE_NAME.fullmatch(name) or name in (".", "..", COMPLETE, CHECKSUMS):
-        raise ValueError(f"{ascii(name)[:80]} is not the name of a file of a step")
+        raise ValueError(f"{ascii(name)[:80]} is not a valid file name of a step")
     file_sum = FileSum(entry["crc32"], entry["bytes"], tuple(entry["blocks"]))
     if any(type(number) is not int or number < 0 for number in (file_sum.crc32, file_sum.bytes, *file_sum.blocks)):
         raise ValueError(f"{name} has a size or checksum that is not a whole number")
     if len(file_sum.blocks) != max(1, -(-file_sum.bytes // BLOCK_BYTES)):
-        raise ValueError(f"{name} has {file_sum.bytes:,} bytes and {len(file_sum.blocks):,} checksums of blocks")
+        raise ValueError(f"{name} has {file_sum.bytes:,} bytes but {len(file_sum.blocks):,} block checksums")
     return file_sum
 
 
 def combine(first: int, second: int, second_bytes: int) -> int:
-    """The crc32 of two pieces one after the other, from the crc32 of each."""
+    """Return the crc32 of two concatenated pieces from the crc32 of each."""
     return _apply(_appended_zeros(second_bytes), first) ^ second
 
 
 def changed_block(data: Any, expected: FileSum, first_block: int) -> int | None:
-    """Which block of a piece of a file, that begins with a block, is not what was written; None: all are."""
+    """Return which block of a piece of a file (the piece starts at a block) has changed; None: none has."""
     view = memoryview(data)
     for index in range(-(-view.nbytes // BLOCK_BYTES)):
         block = view[index * BLOCK_BYTES : (index + 1) * BLOCK_BYTES]
@@ -162,7 +162,7 @@ def changed_block(data: Any, expected: FileSum, first_block: int) -> int | None:
 
 @lru_cache(maxsize=256)
 def _appended_zeros(num_bytes: int) -> tuple[int, ...]:
-    """What zero bytes behind a text do to its crc32: a matrix over bits, one column an integer."""
+    """Return how appended zero bytes change a crc32: a matrix over bits, one integer per column."""
     doubled: Sequence[int] = (_POLYNOMIAL, *(1 << bit for bit in range(31)))  # one zero bit
     for _ in range(3):
         doubled = [_apply(doubled, column) for column in doubled]

@@ -1,4 +1,4 @@
-"""Which steps there are, and what one of them holds, for ranks that restore together and for whoever reads alone."""
+"""Which steps exist and what one of them holds, for ranks that restore together and for a single reader."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from craton.ml.training.checkpoint.tiers import JoinedFiles, StepFiles, Tier, Ti
 from craton.ml.training.checkpoint.writer import ignore_single_process_warning
 from craton.remote import is_url
 
-LISTED_NAMES = 8  # of a different model; the rest are counted
+LISTED_NAMES = 8  # names of a different model to list; the rest are counted
 GONE = "it is gone"  # removed since the steps were listed
 
 
@@ -38,7 +38,7 @@ class FoundStep:
 
     @property
     def shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """The names, shapes and types of its tensors."""
+        """The names, shapes and dtypes of its tensors."""
         return shapes_of(self.metadata)
 
     def __str__(self) -> str:
@@ -46,8 +46,8 @@ class FoundStep:
 
 
 def find_checkpoint(tiers: Sequence[TierFolder], step: int | None = None) -> FoundStep:
-    """The newest step with every file whole, or the given one; for whoever reads without ranks. Passes over bad ones
-    as `Checkpointer.restore` does."""
+    """Return the newest step with all files intact, or the given one, for a reader without ranks. Skips bad ones like
+    `Checkpointer.restore`."""
     opened = [open_tier(folder) for folder in tiers]
     there, passed_over = steps_in_order(opened)
     result = None
@@ -73,9 +73,7 @@ def find_checkpoint(tiers: Sequence[TierFolder], step: int | None = None) -> Fou
         return result
     if passed_over:
         separator = "\n  " if len(passed_over) > 1 else " "
-        raise CheckpointError(
-            f"no checkpoint can be used:{separator}{separator.join(passed_over)}; put a good copy in place"
-        )
+        raise CheckpointError(f"no checkpoint is usable:{separator}{separator.join(passed_over)}; restore a good copy")
     if step is not None and there:
         steps = sorted({item for item, _ in there})
         raise CheckpointError(f"there is no checkpoint of step {step}; there are {', '.join(map(str, steps))}")
@@ -83,17 +81,17 @@ def find_checkpoint(tiers: Sequence[TierFolder], step: int | None = None) -> Fou
 
 
 def read_tensors(saved: FoundStep, tensors: dict[str, Tensor]) -> None:
-    """Fills tensors from a checkpoint without ranks; the checkpoint may hold more than these."""
+    """Fill tensors from a checkpoint without ranks; the checkpoint may hold more than these."""
     shapes = saved.shapes
     if absent := [name for name in tensors if name not in shapes]:
-        raise DifferentModelError(f"{saved} does not hold {some(absent)}; it is of another model")
+        raise DifferentModelError(f"{saved} does not contain {some(absent)}; it belongs to another model")
     wrong = [
         f"{name} is {list(tensor.shape)} here and {list(shapes[name][0])} there"
         for name, tensor in tensors.items()
         if tuple(tensor.shape) != shapes[name][0]
     ]
     if wrong:
-        raise DifferentModelError(f"{saved} is of another model: {some(wrong)}")
+        raise DifferentModelError(f"{saved} belongs to another model: {some(wrong)}")
     ignore_single_process_warning()
     reader = CheckedReader(saved.files, saved.metadata, saved.seal.files)
     try:
@@ -103,7 +101,7 @@ def read_tensors(saved: FoundStep, tensors: dict[str, Tensor]) -> None:
 
 
 def open_tier(folder: TierFolder) -> Tier:
-    """The tier behind a place: a folder or S3, as its path says."""
+    """Return the tier for a path: a folder or S3."""
     if is_url(folder.path):
         from craton.ml.training.checkpoint.objects import ObjectTier
 
@@ -112,8 +110,8 @@ def open_tier(folder: TierFolder) -> Tier:
 
 
 def steps_in_order(tiers: Sequence[Tier]) -> tuple[list[tuple[int, int]], list[str]]:
-    """(step, index of the tier), newest first and of equal steps the tier that is named first, which is the fastest;
-    and which tiers cannot be looked at."""
+    """Return (step, index of the tier), newest first, for equal steps the first (fastest) tier first; and the errors of
+    unreadable tiers."""
     steps, problems = [], []
     for index, tier in enumerate(tiers):
         try:
@@ -124,8 +122,8 @@ def steps_in_order(tiers: Sequence[Tier]) -> tuple[list[tuple[int, int]], list[s
 
 
 def joined_parts(tier: Tier, step: int) -> tuple[list[tuple[StepFiles, Seal]], list[str]]:
-    """What is seen here of a step: parts that were written by the same save as one, with their seal; and what is wrong
-    with the rest."""
+    """Return what is visible here of a step: parts of the same save joined, with their seal; and the problems of the
+    rest."""
     by_save: dict[str, tuple[list[StepFiles], Seal]] = {}
     problems = []
     try:
@@ -141,7 +139,7 @@ def joined_parts(tier: Tier, step: int) -> tuple[list[tuple[StepFiles, Seal]], l
 
 
 def read_metadata(files: StepFiles, seal: Seal) -> Metadata:
-    """CheckpointError when it is missing or changed."""
+    """Read the metadata; CheckpointError if it is missing or changed."""
     return parse_metadata(metadata_bytes(files, seal), seal.files)
 
 
@@ -154,7 +152,7 @@ def metadata_bytes(files: StepFiles, seal: Seal) -> bytes:
 
 
 def different(saved: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Tensor]) -> list[str]:
-    """How these tensors differ from the saved ones, as far as one rank can tell."""
+    """Return how these tensors differ from the saved ones, as far as one rank can see."""
     wrong = [
         f"{name} is {list(tensor.shape)} here and {list(saved[name])} in the checkpoint"
         for name, tensor in tensors.items()

@@ -32,8 +32,8 @@ _LEFTOVER = re.compile(r"step-[0-9]{8,}\.(partial|removed)")
 
 
 class FolderTier:
-    """Steps on a file system. A node's own disk has a folder for each node: one machine may be several nodes, or what
-    was another node when the step was written."""
+    """Steps on a file system. A node-local tier has a folder for each node: one machine may be several nodes, or may
+    have been another node when the step was written."""
 
     def __init__(self, folder: TierFolder) -> None:
         self.folder = folder
@@ -52,7 +52,7 @@ class FolderTier:
                 _write_synced(path, self.folder.owner.encode())
 
     def steps(self) -> list[int]:
-        """Links too: whoever opens one is told."""
+        """Includes links: opening one raises an error."""
         steps = {step_of(entry.name) for root in self._roots() for entry in os.scandir(root) if _is_step(entry)}
         return sorted((step for step in steps if step is not None), reverse=True)
 
@@ -64,7 +64,7 @@ class FolderTier:
         if not parts:
             for root in self._roots():
                 if (path := root / step_name(step)).is_symlink():
-                    raise CheckpointError(f"{path} is a symbolic link, which is not followed; move the folder there")
+                    raise CheckpointError(f"{path} is a symbolic link, which is not followed; move the folder here")
         return list(parts)
 
     def write(self, step: int) -> StepWriter:
@@ -75,12 +75,12 @@ class FolderTier:
             folder = root / step_name(step)
             removed = folder.with_name(f"{folder.name}.removed")
             with suppress(FileNotFoundError):  # another node of this machine was faster
-                folder.rename(removed)  # so it stops to exist at once, whatever happens to the files
+                folder.rename(removed)  # removes it atomically, whatever happens to the files
             shutil.rmtree(removed, ignore_errors=True)
 
     def remove_leftovers(self) -> list[str]:
         for root in self._roots():
-            for whole in root.glob(f"step-*.partial/{COMPLETE}"):  # cut off between two renames, with nothing lost
+            for whole in root.glob(f"step-*.partial/{COMPLETE}"):  # interrupted between two renames, with nothing lost
                 with suppress(OSError):
                     whole.parent.rename(whole.parent.with_suffix(""))
         left = [entry for root in self._roots() for entry in root.iterdir() if _LEFTOVER.fullmatch(entry.name)]
@@ -93,7 +93,7 @@ class FolderTier:
         return [FolderFiles(path, self._below) for path in paths if _is_folder(path)]
 
     def _roots(self) -> list[Path]:
-        """CheckpointError where a link would lead elsewhere."""
+        """Return the folders; CheckpointError if one is a link."""
         self._check_links()
         mine = [self._root] if self._root.is_dir() else []
         if self.folder.node is None:
@@ -104,13 +104,13 @@ class FolderTier:
     def _check_links(self) -> None:
         if (link := first_link(self._root, self._below)) is not None:
             raise CheckpointError(
-                f"{link} is a symbolic link, which is not followed; move the folder there, or name the place that it "
-                "leads to as a tier of its own"
+                f"{link} is a symbolic link, which is not followed; move the folder here, or add the target "
+                "of the link as a separate tier"
             )
 
 
 class FolderFiles:
-    """The finished files of one folder: regular files, neither links nor pipes, and no folder `below` is a link."""
+    """The finished files of one folder: regular files, neither links nor pipes, with no link in the path `below`."""
 
     def __init__(self, path: Path, below: Path) -> None:
         self.path, self.where = path, str(path)
@@ -138,14 +138,14 @@ class FolderFiles:
 
 
 class FolderWriter:
-    """step-N.partial, until it is whole."""
+    """Writes step-N.partial, until it is complete."""
 
     def __init__(self, path: Path, all_seen: bool) -> None:
         self.path, self.where, self._all_seen = path, str(path), all_seen
         self._partial = path.with_name(f"{path.name}.partial")
 
     def begin(self, leads: bool) -> None:
-        # The tier's own folder is not made anew: where it has gone, so has the file system it was on.
+        # The tier's own folder is not re-created: if it is gone, so is its file system.
         if self._partial.is_symlink():
             raise CheckpointError(f"{self._partial} is a symbolic link, which is not followed; remove it")
         self._partial.mkdir(exist_ok=True)
@@ -157,7 +157,7 @@ class FolderWriter:
             os.fsync(file.fileno())
 
     def free_bytes(self) -> int | None:
-        return shutil.disk_usage(self.path.parent).free if self._all_seen else None  # else of this node only
+        return shutil.disk_usage(self.path.parent).free if self._all_seen else None  # else only this node's
 
     def finish(self, seal: Seal) -> None:
         if self._all_seen:
@@ -166,7 +166,7 @@ class FolderWriter:
             _write_synced(self._partial / name, text)
         sync_folder(self._partial)
         removed = self.path.with_name(f"{self.path.name}.removed")
-        if self.path.exists():  # the same step of an abandoned course: replaced
+        if self.path.exists():  # the same step of an abandoned course: replace it
             self.path.rename(removed)
         self._partial.rename(self.path)
         sync_folder(self.path.parent)
@@ -180,8 +180,8 @@ class FolderWriter:
             path = self._partial / name
             if not path.is_file() or path.stat().st_size != expected.bytes:
                 raise CheckpointError(
-                    f"{path} was written by another rank and cannot be seen here; every rank must write to the same "
-                    f"file system, so give the tier a folder that all nodes share"
+                    f"{path} was written by another rank and is not visible here; every rank must write to the same "
+                    f"file system: use a folder that all nodes share"
                 )
 
 
@@ -194,7 +194,7 @@ def _is_step(entry: os.DirEntry[str]) -> bool:
 
 
 def _open_new(path: str, flags: int) -> int:
-    """Not through a link, nor waiting for the reader of a pipe."""
+    """Open without following a link or waiting for the reader of a pipe."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
 
 

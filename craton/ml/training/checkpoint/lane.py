@@ -1,8 +1,8 @@
-"""One tier's way of writing: a thread and a process group of its own on every rank, so that a slow tier holds up no
-other tier and no step. Saves of one tier follow each other; all ranks get the same ones in the same order.
+"""The writer of one tier: a separate thread and process group on every rank, so that a slow tier delays no other tier
+and no step. Saves of one tier run one after the other; all ranks get the same ones in the same order.
 
-A save that lacks room gives up what `keep` does not ask for and is tried once more. A save that fails costs that save:
-what was written of it is removed, the steps before it stay, and the report says what happened and what to do.
+A save without enough room removes what `keep` does not require and is retried once. A failed save costs only that save:
+its files are removed, earlier steps stay, and the report says what happened and what to do.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Outcome = Literal["saved", "failed", "skipped", "moved"]
 
 @dataclass(frozen=True)
 class SaveReport:
-    """How one save of one tier went; `moved` is a copy of a step that a faster tier had."""
+    """Result of one save of one tier; `moved` is a copy of a step from a faster tier."""
 
     step: int
     tier: str
@@ -48,7 +48,7 @@ class SaveReport:
     error: str | None = None
     outcome: Outcome = "saved"
     lacks_room: bool = False  # the error is a full disk or quota
-    removed: tuple[str, ...] = ()  # what was given up to make room
+    removed: tuple[str, ...] = ()  # removed to make room
 
 
 @dataclass(frozen=True)
@@ -61,21 +61,21 @@ class Problem:
 
 @dataclass(frozen=True)
 class Save:
-    """What is to be written."""
+    """One save to be written."""
 
     step: int
     tensors: dict[str, Tensor]  # for their shapes and placements
     data: Mapping[str, Tensor]  # this rank's part of each
-    copied: Callable[[], None]  # waits until the data is whole
+    copied: Callable[[], None]  # waits until the data is complete
     counters: dict[str, Any]
-    tiers: tuple[str, ...]  # all that this state is meant for
+    tiers: tuple[str, ...]  # all tiers that this state is meant for
 
 
 class TierLane:
-    """All ranks make one for each tier and give it the same work in the same order."""
+    """All ranks create one for each tier and give it the same work in the same order."""
 
     def __init__(self, tier: Tier, rank: int, nodes: Sequence[str | None], threads: int) -> None:
-        """`nodes` are those of all ranks."""
+        """`nodes` has the node of every rank."""
         self.tier, self.rank = tier, rank
         self.is_local = tier.folder.node is not None
         self._leads = rank == (nodes.index(nodes[rank]) if self.is_local else 0)  # seals, removes and retains
@@ -92,30 +92,30 @@ class TierLane:
 
     @property
     def outstanding(self) -> int:
-        """How many saves are being written or wait for it."""
+        """Number of saves being written or waiting."""
         return sum(not job.done() for job in self._jobs)
 
     def save(self, save: Save, then: Callable[[], None], report: Callable[[SaveReport], None]) -> None:
-        """In the background; `then` when the data is needed no more."""
+        """Save in the background; call `then` when the data is no longer needed."""
         self._submit(lambda: self._save_beside(save), then, report)
 
     def move(self, step: int, source: StepFiles, seal: Seal, report: Callable[[SaveReport], None]) -> None:
-        """In the background: a step that another tier has, whose `source` is what this rank sees of it."""
+        """Copy a step of another tier in the background; `source` is what this rank sees of it."""
         self._submit(lambda: self._move(step, source, seal), lambda: None, report)
 
     def finished(self, wait: bool) -> tuple[list[SaveReport], list[str]]:
-        """The reports since the last call, and what went wrong beyond them; with `wait` of all work given so far."""
+        """Return the reports since the last call, and other errors; with `wait`, of all work given so far."""
         reports, broken = [], []
         while self._jobs and (wait or self._jobs[0].done()):
             try:
                 reports.append(self._jobs.popleft().result())
             except RuntimeError as error:
-                broken.append(f"a checkpoint was given up because the ranks could not talk to each other: {error}")
+                broken.append(f"a checkpoint was abandoned because ranks lost contact: {error}")
         return reports, broken
 
     def has_room(self) -> bool:
-        """Whether the tier now has room for the save before; known where saves are coordinated, on a file system that
-        all ranks see."""
+        """Whether the tier now has room for the previous save; known where saves are coordinated, on a shared file
+        system."""
         try:
             free = self.tier.write(0).free_bytes()
         except (OSError, CratonError):
@@ -123,7 +123,7 @@ class TierLane:
         return free is not None and free >= self._writer.needed_bytes > 0
 
     def abandon(self, seconds: float) -> bool:
-        """Waits for the save under way, which cannot succeed any more; whether it has ended."""
+        """Wait for the save in progress, which can no longer succeed; return whether it has ended."""
         self._executor.shutdown(wait=False, cancel_futures=True)
         ended = not wait_for_all(self._jobs, seconds).not_done
         if ended:
@@ -145,7 +145,7 @@ class TierLane:
                 report = work()
             finally:
                 if report is None or report.error:
-                    forget_plan(self._plan_key)  # ranks may not all have remembered that of a failed save
+                    forget_plan(self._plan_key)  # not all ranks may have cached the plan of a failed save
                 then()
             notify(report)
             return report
@@ -160,19 +160,19 @@ class TierLane:
         save.copied()
         report = self._attempt(save)
         if report.lacks_room and (removed := self._make_room(save.step)):
-            forget_plan(self._plan_key)  # ranks may not all have remembered that of a failed save
+            forget_plan(self._plan_key)  # not all ranks may have cached the plan of a failed save
             report = replace(self._attempt(save), removed=removed)
         return report
 
     def _make_room(self, step: int) -> tuple[str, ...]:
-        """What was removed on any node."""
+        """Return the names of what was removed on any node."""
         removed: list[str] = []
         if self._leads:
             missing = self._writer.needed_bytes - self._writer.free_bytes if self._writer.free_bytes is not None else 0
             try:
                 removed = make_room(self.tier, step, missing)
             except (OSError, CratonError) as failure:
-                warnings.warn(f"tier {self.name}: no room can be made: {failure}", stacklevel=2)
+                warnings.warn(f"tier {self.name}: cannot make room: {failure}", stacklevel=2)
         return tuple(sorted({name for names in self._ranks.gather(removed) for name in names}))
 
     def _attempt(self, save: Save) -> SaveReport:
@@ -214,10 +214,10 @@ class TierLane:
         return None
 
     def _end(self, target: StepWriter, seal: Seal, error: Problem | None, metadata: bytes) -> Problem | None:
-        """Seals the step, or takes back what there is of it; the same answer on all ranks."""
+        """Seal the step, or remove its files; the same result on all ranks."""
         if error is None and self._leads:
             try:
-                if self.is_local and self.rank != 0:  # every node can tell what the step is made of
+                if self.is_local and self.rank != 0:  # every node has the description of the whole step
                     with target.create(METADATA) as file:
                         file.write(metadata)
                 target.finish(seal)
@@ -236,10 +236,10 @@ class TierLane:
                 warnings.warn(f"tier {self.name}: a checkpoint could not be removed: {failure}", stacklevel=2)
         lacks_room = any(item.lacks_room for item in errors)
         agreed: Problem | None = self._ranks.of_rank_0(replace(errors[0], lacks_room=lacks_room) if errors else None)
-        return agreed  # on every rank once all is in order
+        return agreed  # the same on every rank
 
     def _move(self, step: int, source: StepFiles, seal: Seal) -> SaveReport:
-        """Each file by one rank that sees it, on as many nodes as hold some."""
+        """Copy each file on one rank that sees it, in parallel on the nodes that hold some."""
         began = time.perf_counter()
         target = self.tier.write(step)
         held = {name for name, file in seal.files.items() if source.size(name) == file.bytes}
@@ -249,7 +249,7 @@ class TierLane:
                 target.begin(leads=True)
         except (OSError, CratonError) as failure:
             error = self._explain(target, {self.rank: failure})
-        holders = self._ranks.gather((error, held))  # also: nobody writes before the place is made
+        holders = self._ranks.gather((error, held))  # also a barrier: no rank writes before the place exists
         errors = [entry for entry, _ in holders if entry]
         if not errors:
             mine = _share(self.rank, [held for _, held in holders], seal.files)
@@ -270,7 +270,7 @@ class TierLane:
         return None
 
     def _explain(self, target: StepWriter, errors: Mapping[int, BaseException]) -> Problem:
-        """Rank 0's words, where it has any, are the ones that all ranks say."""
+        """Return the error for all ranks: rank 0's message, if it has one."""
         step = target.where.rpartition("step-")[2].lstrip("0") or "0"
         numbers = {error.errno for error in errors.values() if isinstance(error, OSError)}
         needed, free = self._writer.needed_bytes, self._writer.free_bytes
@@ -289,13 +289,13 @@ class TierLane:
         message = f"tier {self.name}: step {step} was not saved to {target.where}: "
         message += "; ".join(f"rank {', '.join(map(str, who))}: {text}" for text, who in ranks.items())
         if errno.ENOENT in numbers:
-            message += "; the tier's folder is gone: is its file system mounted?"
+            message += "; the tier's folder is gone: check that its file system is mounted"
         elif errno.EROFS in numbers:
-            message += "; make it writable again, or give the tier another folder"
+            message += "; make it writable again, or use another folder"
         return Problem(f"{message}{self._kept()}")
 
     def _full(self, target: StepWriter, is_short: bool, ranks: Iterable[int]) -> str:
-        """Which place is full, what the save needs there and what to do; `is_short`: that was seen before it wrote."""
+        """Return which place is full, what the save needs there and what to do; `is_short`: detected before writing."""
         folder = target.where.rpartition("/step-")[0]
         where = "the run directory" if self.name == RESCUE else f"tier {self.name}"
         if not folder.startswith(self.name):
@@ -308,22 +308,20 @@ class TierLane:
         else:
             before = f", {free} were free when it began" if self._writer.free_bytes is not None else ""
             room = f"became full during the save, which needs {needed}{before}"
-        advice = (
-            "" if self.name == RESCUE else "; free space there, keep fewer checkpoints or give the tier another folder"
-        )
+        advice = "" if self.name == RESCUE else "; free space there, keep fewer checkpoints or use another folder"
         return f"{where} {room}{advice}"
 
     def _kept(self) -> str:
         try:
             complete = self.tier.complete_steps()
         except (OSError, CratonError):
-            return "; what the tier holds cannot be seen now"
+            return "; the tier's checkpoints cannot be listed now"
         return f"; the checkpoint of step {complete[0]} is intact" if complete else ""
 
 
 def _share(rank: int, held: Sequence[set[str]], files: Mapping[str, FileSum]) -> list[str]:
-    """The files that this rank copies: the largest first, each to the rank with the least to do of those that see it.
-    A file that nobody sees goes to rank 0, which will say so."""
+    """Return the files that this rank copies: the largest first, each to the rank with the least work of those that see
+    it. A file that no rank sees goes to rank 0, which reports it."""
     load, mine = [0] * len(held), []
     for name in sorted(files, key=lambda name: (-files[name].bytes, name)):
         able = [other for other, names in enumerate(held) if name in names] or [0]

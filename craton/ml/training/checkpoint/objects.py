@@ -1,4 +1,5 @@
-"""The steps of a run in S3: objects under PREFIX/RUN/step-00000200/, where COMPLETE is written last and goes first."""
+"""The steps of a run in S3: objects under PREFIX/RUN/step-00000200/, where COMPLETE is written last and deleted
+first."""
 
 from __future__ import annotations
 
@@ -58,7 +59,7 @@ class ObjectTier:
         return left
 
     def _steps(self) -> tuple[list[int], list[int]]:
-        """(finished, cut off), newest first."""
+        """Return (finished, unfinished), newest first."""
         steps = sorted((step for name in self._store.folders() if (step := step_of(name)) is not None), reverse=True)
         with ThreadPoolExecutor(QUESTIONS_IN_FLIGHT) as pool:
             whole = list(pool.map(lambda step: self._store.exists(f"{step_name(step)}/{COMPLETE}"), steps))
@@ -89,14 +90,14 @@ class ObjectFiles:
 
 
 class ObjectStepWriter:
-    """Objects of a step that does not exist before COMPLETE does."""
+    """Objects of a step that exists only once COMPLETE does."""
 
     def __init__(self, store: Store, name: str) -> None:
         self.where = store.where(name)
         self._store, self._name = store, name
 
     def begin(self, leads: bool) -> None:
-        if leads:  # the same step of an abandoned course must not be mixed with this one
+        if leads:  # must not be mixed with the same step of an abandoned course
             remove_step(self._store, self._name)
 
     def create(self, name: str) -> AbstractContextManager[ObjectWriter]:
@@ -114,11 +115,11 @@ class ObjectStepWriter:
             self._store.put(f"{self._name}/{name}", text)
 
     def abandon(self) -> None:
-        with suppress(CratonError):  # what stays is removed when the run starts again
+        with suppress(CratonError):  # the rest is removed when the run starts again
             remove_step(self._store, self._name)
 
 
 def remove_step(store: Store, name: str) -> None:
-    """It stops to exist with its COMPLETE."""
+    """Delete COMPLETE first, which ends the step's existence."""
     store.delete([f"{name}/{COMPLETE}"])
     store.delete_tree(name)

@@ -1,12 +1,12 @@
-"""DCP's `.metadata` as plain data: a pickle is read without importing, making or calling anything that it names.
+"""DCP's `.metadata` as plain data: reads a pickle without importing, creating or calling anything that it names.
 
-A pickle is a program for a small stack machine. This one knows the opcodes that DCP's metadata needs, and a name in the
-pickle is looked up in one table of exact (module, name) pairs. Instances become `PickledRecord`s: a name and a state.
-So no hostile file can reach code, neither through an allowed class nor by a dotted name. `metadata` makes DCP's objects
-from the records.
+A pickle is a program for a small stack machine. This implementation supports the opcodes that DCP's metadata needs, and
+looks up names in one table of exact (module, name) pairs. Instances become `PickledRecord`s: a name and a state. So no
+hostile file can reach code, neither through an allowed class nor by a dotted name. `metadata` builds DCP's objects from
+the records.
 
-Memory is bounded: by the bytes of the file and the number of objects, and because nothing is hashed but short texts
-and records. (Python's own unpickler hashes any key, so nested tuples that share their parts keep it busy for ever.)
+Memory is bounded by the bytes of the file and the number of objects, and because only short strings and records are
+hashed. (Python's own unpickler hashes any key, so nested tuples that share their parts keep it busy forever.)
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from craton.ml.training.checkpoint.checksums import CheckpointError
 
 MAX_BYTES = 2**30  # some 7 million chunks
 MAX_OBJECTS = 2**27  # a chunk has about 15
-MAX_DIMENSIONS = 64  # of a tensor, as torch has it
+MAX_DIMENSIONS = 64  # of a tensor, as in torch
 _MAX_INTEGER_BYTES = 8
-_SHOWN = 80  # letters of a name in a message
+_SHOWN = 80  # characters of a name in a message
 
 _DCP, _FILES = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
 
 
 class Name:
-    """A class or function that a pickle may name. It stands for it: none of them is looked up or called."""
+    """Placeholder for a class or function that a pickle may name; none of them is looked up or called."""
 
     __slots__ = ("is_class", "module", "name")
 
@@ -51,7 +51,7 @@ PLACE = Name(_FILES, "_StorageInfo")
 MEMORY_FORMAT = Name(_DCP, "_MEM_FORMAT_ENCODING", is_class=False)
 SIZE = Name("torch", "Size", is_class=False)
 LAYOUT = Name("torch.serialization", "_get_layout", is_class=False)
-# Where a checkpoint was saved, which DCP's own writer notes; Python 3.13 names the class by another module.
+# Where a checkpoint was saved, which DCP's own writer stores; Python 3.13 names the class by another module.
 PATHS = (Name("pathlib", "PosixPath", is_class=False), Name("pathlib._local", "PosixPath", is_class=False))
 DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
@@ -61,11 +61,11 @@ _NAMED: dict[tuple[str, str], Any] = {
 }
 _NAMED |= {("torch", name): dtype for name, dtype in DTYPES.items()}
 _MEMORY_FORMATS = (0, 1, 2)
-_MAKES_OBJECT = tuple(bytes([opcode]) for opcode in b"}])tR\x81\x85\x86\x87")  # the opcodes of one byte that do
+_MAKES_OBJECT = tuple(bytes([opcode]) for opcode in b"}])tR\x81\x85\x86\x87")  # the one-byte opcodes that do
 
 
 class PickledRecord:
-    """What the pickle says of one instance. It compares and hashes by identity."""
+    """What the pickle says about one instance. Compares and hashes by identity."""
 
     __slots__ = ("name", "state")
 
@@ -75,21 +75,22 @@ class PickledRecord:
 
 
 def read_pickle(data: bytes) -> Any:
-    """Records, texts, integers, dtypes, sizes and containers of them. CheckpointError says what is not allowed."""
+    """Return records, strings, integers, dtypes, sizes and containers of them. CheckpointError says what is not
+    allowed."""
     if len(data) > MAX_BYTES:
         raise CheckpointError(f"it has {len(data):,} bytes; at most {MAX_BYTES:,} are read")
-    if sum(map(data.count, _MAKES_OBJECT)) > MAX_OBJECTS:  # a count from above: a byte need not be an opcode
+    if sum(map(data.count, _MAKES_OBJECT)) > MAX_OBJECTS:  # an upper bound: a byte need not be an opcode
         raise CheckpointError(f"it may hold more than {MAX_OBJECTS:,} objects")
     try:
         return _run(data)
     except CheckpointError:
         raise
     except (IndexError, ValueError, struct_error):
-        raise CheckpointError("it is cut off or damaged") from None
+        raise CheckpointError("it is truncated or damaged") from None
 
 
 def _run(data: bytes) -> Any:
-    """The stack machine. The opcodes stand in the order of how often DCP's pickles have them: a hundred a tensor."""
+    """The stack machine. Opcodes are in order of frequency in DCP's pickles: about a hundred per tensor."""
     at = 0
     stack: list[Any] = []
     marked: list[list[Any]] = []
@@ -119,13 +120,13 @@ def _run(data: bytes) -> Any:
             arguments = stack.pop()
             name = stack[-1]
             if type(name) is not Name or not name.is_class or arguments != ():
-                raise CheckpointError(f"it makes an instance of {shown(name)} in an unusual way")
+                raise CheckpointError(f"it creates an instance of {shown(name)} in an unusual way")
             stack[-1] = PickledRecord(name)
         elif opcode == 0x62:  # BUILD
             state = stack.pop()
             record = stack[-1]
             if type(record) is not PickledRecord or record.state is not None:
-                raise CheckpointError(f"it sets a state of {shown(record)}, which has none")
+                raise CheckpointError(f"it sets the state of {shown(record)}, which has none")
             record.state = state
         elif opcode == 0x75:  # SETITEMS
             items = stack
@@ -166,7 +167,7 @@ def _run(data: bytes) -> Any:
 def _rare(
     opcode: int, data: bytes, at: int, stack: list[Any], marked: list[list[Any]], memo: list[Any]
 ) -> tuple[int, list[Any]]:
-    """The other opcodes, of which there are few in a file; the place of the next one, and the stack."""
+    """Handle the other opcodes, which are rare in a file; return the next position and the stack."""
     if opcode == 0x93:  # STACK_GLOBAL
         name = stack.pop()
         stack[-1] = _named(stack[-1], name)
@@ -197,10 +198,10 @@ def _rare(
         end = at + 4 + unpack_from("<I", data, at)[0]
         stack.append(_text(data, at + 4, end))
         at = end
-    elif opcode in (0x71, 0x72):  # BINPUT, LONG_BINPUT: as MEMOIZE, for picklers count up as well
+    elif opcode in (0x71, 0x72):  # BINPUT, LONG_BINPUT: like MEMOIZE, since picklers count up as well
         width = 1 if opcode == 0x71 else 4
         if int.from_bytes(data[at : at + width], "little") != len(memo):
-            raise CheckpointError("it counts its memo in another order than picklers do")
+            raise CheckpointError("its memo is not in the order that picklers use")
         memo.append(stack[-1])
         at += width
     elif opcode == 0x80:  # PROTO
@@ -208,17 +209,17 @@ def _rare(
     elif opcode == 0x95:  # FRAME
         at += 8
     else:
-        raise CheckpointError(f"it has the opcode {bytes([opcode])!r}, which no metadata of DCP needs")
+        raise CheckpointError(f"it has the opcode {bytes([opcode])!r}, which DCP metadata never uses")
     return at, stack
 
 
 def _named(module: Any, name: Any) -> Any:
     """Exact pairs only: a dotted name is in no pair."""
     if type(module) is not str or type(name) is not str:
-        raise CheckpointError("it names a class by something other than texts")
+        raise CheckpointError("it names a class by something other than strings")
     result = _NAMED.get((module, name))
     if result is None:
-        raise CheckpointError(f"it asks for {shown(f'{module}.{name}')}, which no checkpoint needs")
+        raise CheckpointError(f"it references {shown(f'{module}.{name}')}, which no checkpoint needs")
     return result
 
 
@@ -231,11 +232,11 @@ def _size(arguments: Any) -> torch.Size:
                     break
             else:
                 return torch.Size(sizes)
-    raise CheckpointError(f"a size of a tensor is not a list of at most {MAX_DIMENSIONS} whole numbers")
+    raise CheckpointError(f"a tensor size is not a list of at most {MAX_DIMENSIONS} integers")
 
 
 def _value(name: Any, arguments: Any) -> Any:
-    """What a call would return, where there is a call that DCP needs."""
+    """Return what a call would return, for the calls that DCP needs."""
     texts = type(arguments) is tuple and all(type(argument) is str for argument in arguments)
     if name is LAYOUT and texts and arguments == ("torch.strided",):
         return torch.strided
@@ -244,7 +245,7 @@ def _value(name: Any, arguments: Any) -> Any:
             return MEMORY_FORMAT
     elif any(name is path for path in PATHS) and texts:
         return PATHS[0]
-    raise CheckpointError(f"it calls {shown(name)} with what no metadata of DCP gives it")
+    raise CheckpointError(f"it calls {shown(name)} with arguments that DCP metadata never has")
 
 
 def _set_items(target: Any, items: list[Any]) -> None:
@@ -253,7 +254,7 @@ def _set_items(target: Any, items: list[Any]) -> None:
     keys = items[::2]
     for key in keys:
         if type(key) is not str and type(key) is not PickledRecord:
-            raise CheckpointError(f"a key of a dictionary is {shown(key)}")
+            raise CheckpointError(f"a dictionary key is {shown(key)}")
     target.update(zip(keys, items[1::2], strict=True))
 
 
@@ -265,12 +266,12 @@ def _extend(target: Any, items: list[Any]) -> None:
 
 def _text(data: bytes, begin: int, end: int) -> str:
     if end > len(data):
-        raise CheckpointError("it is cut off or damaged")
+        raise CheckpointError("it is truncated or damaged")
     return data[begin:end].decode()
 
 
 def shown(value: Any) -> str:
-    """In a message: short, and without letters that a terminal obeys."""
+    """Format for a message: short, and without terminal control characters."""
     if isinstance(value, Name | PickledRecord):
         value = str(value if isinstance(value, Name) else value.name)
     text = value if isinstance(value, str) else f"a {type(value).__name__}"

@@ -1,8 +1,8 @@
-"""From the files of a step to tensors: each rank reads the parts of the files that it needs, checks every block of them
-against the sums of the seal, and asks another node for what its own disks do not hold.
+"""From the files of a step to tensors: each rank reads the parts of the files that it needs, checks every block against
+the seal, and gets from another node what its own disks lack.
 
-Files are read in spans of 16 MiB, several at a time and none twice. A tensor is filled when its last span is there, and
-a span dropped with its last tensor: beyond the tensors that are under way, memory for a few spans is enough.
+Files are read in spans of 16 MiB, several at a time and none twice. A tensor is filled when its last span arrives, and
+a span is dropped after its last tensor: beyond the tensors in progress, memory for a few spans is enough.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from craton.ml.training.checkpoint.staging import SavingRanks
 from craton.ml.training.checkpoint.tiers import StepFiles
 
 SPAN_BYTES = 2 * BLOCK_BYTES
-READS_IN_FLIGHT = 8  # of one rank, which does nothing else meanwhile
+READS_IN_FLIGHT = 8  # per rank, which does nothing else meanwhile
 
 
 @dataclass(frozen=True, order=True)
 class Span:
-    """Some blocks of a file."""
+    """Consecutive blocks of a file."""
 
     name: str
     begin: int
@@ -44,7 +44,7 @@ class Span:
 
 @dataclass(frozen=True)
 class RawPlace:
-    """Where the plain bytes of a chunk lie. What has no dtype and sizes in its place is an archive of torch.save."""
+    """Where the raw bytes of a chunk are. A place without dtype and sizes is an archive of torch.save."""
 
     relative_path: str
     offset: int
@@ -55,7 +55,7 @@ class RawPlace:
 
 @dataclass
 class SavedItem:
-    """A tensor, or a part of one, where it lies in a file; and what has come of it."""
+    """A tensor, or a part of one, in a file; and the spans of it that have arrived."""
 
     item: ReadItem
     name: str
@@ -68,7 +68,7 @@ class SavedItem:
 
 
 def shapes_of(metadata: Metadata) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """The names, shapes and types of a checkpoint's tensors."""
+    """The names, shapes and dtypes of a checkpoint's tensors."""
     return {
         name: (tuple(entry.size), entry.properties.dtype)
         for name, entry in metadata.state_dict_metadata.items()
@@ -77,7 +77,7 @@ def shapes_of(metadata: Metadata) -> dict[str, tuple[tuple[int, ...], torch.dtyp
 
 
 def checked_read(files: StepFiles, name: str, expected: FileSum, begin: int = 0, end: int | None = None) -> Any:
-    """Bytes of a file from a block's begin to a block's end; CheckpointError names the file and what is wrong."""
+    """Return bytes of a file from block start to block end; CheckpointError names the file and the problem."""
     end = expected.bytes if end is None else end
     size = files.size(name)
     if size is None:
@@ -95,13 +95,13 @@ def check_blocks(name: str, data: Any, expected: FileSum, begin: int) -> None:
     changed = changed_block(data, expected, begin // BLOCK_BYTES)
     if changed is not None:
         raise CheckpointError(
-            f"{name} has another checksum than when it was written (bytes {changed * BLOCK_BYTES:,} to "
+            f"{name} does not match its checksum (bytes {changed * BLOCK_BYTES:,} to "
             f"{min((changed + 1) * BLOCK_BYTES, expected.bytes):,})"
         )
 
 
 def checked_spans(files: StepFiles, name: str, expected: FileSum) -> Iterator[Any]:
-    """A whole file, span after span, each checked; the next ones are on their way while one is used."""
+    """Yield a whole file in checked spans; the next ones load while one is used."""
     starts = range(0, max(expected.bytes, 1), SPAN_BYTES)
     with ThreadPoolExecutor(min(READS_IN_FLIGHT, len(starts))) as pool:
         ahead: deque[Any] = deque()
@@ -115,7 +115,7 @@ def checked_spans(files: StepFiles, name: str, expected: FileSum) -> Iterator[An
 
 
 def damage(files: StepFiles, sums: Mapping[str, FileSum]) -> list[str]:
-    """What is wrong with these files, one line for each that is missing, torn or changed."""
+    """Return the problems of these files, one line for each that is missing, truncated or changed."""
     wrong = []
     for name, expected in sums.items():
         try:
@@ -126,7 +126,7 @@ def damage(files: StepFiles, sums: Mapping[str, FileSum]) -> list[str]:
 
 
 class CheckedReader(StorageReader):
-    """Reads what DCP plans. With `ranks`, what this rank's files lack comes from a rank that has it. `damaged` says
+    """Reads what DCP plans. With `ranks`, what this rank's files lack comes from a rank that has it. `damaged` lists
     which file of which rank was found changed."""
 
     def __init__(
@@ -176,7 +176,7 @@ class CheckedReader(StorageReader):
 
         with ThreadPoolExecutor(READS_IN_FLIGHT) as pool:
             list(pool.map(read_here, here))
-        if self._ranks is not None and self._ranks.world > 1:  # also after an error: the other ranks count on this one
+        if self._ranks is not None and self._ranks.world > 1:  # also after an error: the other ranks depend on this one
             elsewhere = [span for span in filling.spans if self._files.size(span.name) is None]
             try:
                 self._exchange(self._ranks, elsewhere, filling)
@@ -189,7 +189,7 @@ class CheckedReader(StorageReader):
         return done
 
     def _exchange(self, ranks: SavingRanks, spans: Sequence[Span], filling: Filling) -> None:
-        """Every rank walks the same list of who sends what to whom, so no two wait for each other."""
+        """Every rank walks the same list of transfers, so no two wait for each other."""
         wanted: list[Sequence[Span]] = ranks.gather(spans)
         names = {span.name for requests in wanted for span in requests}
         if not names:
@@ -203,7 +203,7 @@ class CheckedReader(StorageReader):
                 owners = [rank for rank, held in enumerate(holders) if span.name in held]
                 if not owners:
                     if reader == me:
-                        problems.append(f"{span.name} is on no node")
+                        problems.append(f"{span.name} is not on any node")
                     continue
                 owner = min(owners, key=lambda rank: served[rank])
                 served[owner] += span.end - span.begin
@@ -242,7 +242,7 @@ def _receive(ranks: SavingRanks, owner: int, length: int) -> memoryview | None:
 
 
 class Filling:
-    """Tensors that are filled from spans, in whatever order and by whichever thread these come."""
+    """Tensors being filled from spans, in any order and by any thread."""
 
     def __init__(
         self,
@@ -260,7 +260,7 @@ class Filling:
                 raise CheckpointError(f"{item.storage_index.fqn} is not a tensor")
             place = places[item.storage_index]
             if place.relative_path not in sums:
-                raise CheckpointError(f"{place.relative_path} holds tensors and is not in checksums.json")
+                raise CheckpointError(f"{place.relative_path} holds tensors but is not in checksums.json")
             raw = place if isinstance(place, RawPlace) else None
             dtype = shapes[item.storage_index.fqn][1]
             saved = SavedItem(item, place.relative_path, place.offset, place.length, dtype, raw)
@@ -275,7 +275,7 @@ class Filling:
         self.spans = sorted(self._users)
 
     def arrived(self, span: Span, data: Any) -> None:
-        """Fills the tensors whose last span this is."""
+        """Fill the tensors whose last span this is."""
         whole = []
         with self._lock:
             for saved in self._users.pop(span):
@@ -287,15 +287,15 @@ class Filling:
             saved.arrived.clear()
 
 
-@torch.no_grad()  # of this thread: those that read do not inherit it
+@torch.no_grad()  # per thread: reader threads do not inherit it
 def fill(saved: SavedItem, planner: LoadPlanner) -> None:
-    """Copies a tensor to where the planner wants it."""
+    """Copy a tensor to where the planner needs it."""
     item = saved.item
     target: Tensor = planner.resolve_tensor(item).detach()
     tensor = _raw_tensor(saved, saved.raw) if saved.raw else _archived_tensor(saved)
     reach = [first + count for first, count in zip(item.storage_offsets, item.lengths, strict=True)]
     if len(reach) != tensor.dim() or any(end > size for end, size in zip(reach, tensor.size(), strict=True)):
-        raise CheckpointError(f"{item.storage_index.fqn} is {list(tensor.size())}, less than {METADATA} says")
+        raise CheckpointError(f"{item.storage_index.fqn} is {list(tensor.size())}, smaller than {METADATA} says")
     for dimension, (first, count) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
         tensor = tensor.narrow(dimension, first, count)
     if target.size() != tensor.size():
@@ -305,7 +305,7 @@ def fill(saved: SavedItem, planner: LoadPlanner) -> None:
 
 
 def _archived_tensor(saved: SavedItem) -> Tensor:
-    """From an archive of torch.save. Older forms than the archive are refused: DCP never wrote them."""
+    """Read an archive of torch.save. Older formats are refused: DCP never wrote them."""
     name = saved.item.storage_index.fqn
     try:
         tensor = read_archive(cast("IO[bytes]", _SpansFile(saved)), saved.length)
@@ -317,7 +317,7 @@ def _archived_tensor(saved: SavedItem) -> Tensor:
 
 
 def _raw_tensor(saved: SavedItem, raw: RawPlace) -> Tensor:
-    """Plain bytes as a tensor: where they lie, when one span has them all."""
+    """Return raw bytes as a tensor; without a copy if one span has them all."""
     if len(saved.spans) == 1:
         start = saved.offset - saved.spans[0].begin
         data = torch.frombuffer(saved.arrived[saved.spans[0]], dtype=torch.uint8)[start : start + saved.length]
@@ -328,7 +328,7 @@ def _raw_tensor(saved: SavedItem, raw: RawPlace) -> Tensor:
 
 
 class _SpansFile(io.RawIOBase):
-    """The bytes of one tensor as a file, read from its spans without copying them together first."""
+    """The bytes of one tensor as a file, read from its spans without joining them first."""
 
     def __init__(self, saved: SavedItem) -> None:
         super().__init__()

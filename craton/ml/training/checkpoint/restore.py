@@ -1,6 +1,6 @@
-"""What ranks do together to restore: agree on which steps there are, open one of them, and fill their tensors.
+"""Collective restore: ranks agree on which steps exist, open one of them, and fill their tensors.
 
-All functions are called by all ranks with the same arguments (but their own tensors) and answer the same on all.
+All ranks call all functions with the same arguments (except their own tensors) and get the same results.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from craton.ml.training.checkpoint.writer import ignore_single_process_warning
 
 
 def find_together(ranks: SavingRanks, rank: int, tiers: Sequence[Tier]) -> tuple[list[tuple[int, int]], list[str]]:
-    """(step, index of the tier) of everything that any node holds, newest first, then the fastest tier; and which tiers
-    cannot be looked at. Rank 0 looks at what all see, every rank at its node's own disk."""
+    """Return (step, index of the tier) of everything that any node holds, newest first, then the fastest tier; and the
+    errors of unreadable tiers. Rank 0 lists shared tiers, every rank its node's own disk."""
     readable = [index for index, tier in enumerate(tiers) if rank == 0 or tier.folder.node is not None]
     steps, problems = steps_in_order([tiers[index] for index in readable])
     answers = ranks.gather(([(-step, readable[index]) for step, index in steps], problems))
@@ -42,7 +42,7 @@ def find_together(ranks: SavingRanks, rank: int, tiers: Sequence[Tier]) -> tuple
 
 
 def open_together(ranks: SavingRanks, rank: int, tier: Tier, step: int) -> tuple[FoundStep | None, list[str]]:
-    """The step, when its seal is good and every file is on some node; otherwise what is wrong with it."""
+    """Return the step if its seal is good and every file is on some node; otherwise what is wrong with it."""
     is_local = tier.folder.node is not None
     parts, problems = joined_parts(tier, step) if rank == 0 or is_local else ([], [])
     mine = {seal.save: (files, seal) for files, seal in parts}
@@ -55,19 +55,19 @@ def open_together(ranks: SavingRanks, rank: int, tier: Tier, step: int) -> tuple
         if problem is None and is_local:
             here = {name for name, file in seal.files.items() if files.size(name) == file.bytes}
             missing = set(seal.files).difference(*ranks.gather(here))
-            problem = some([f"{name} is on no node" for name in sorted(missing)]) or None
+            problem = some([f"{name} is not on any node" for name in sorted(missing)]) or None
         if problem is None:
             try:
                 return FoundStep(step, tier.folder.name, files, seal, parse_metadata(metadata, seal.files)), []
-            except CheckpointError as error:  # on all ranks alike: they have the same bytes
+            except CheckpointError as error:  # the same on all ranks: they have the same bytes
                 problem = str(error)
         problems.append(problem)
     return None, problems or [GONE]
 
 
 def check_names(ranks: SavingRanks, saved: FoundStep, tensors: Mapping[str, Tensor]) -> None:
-    """DifferentModelError unless the names and shapes of all ranks together are those of the checkpoint. With pipeline
-    parallelism no rank has them all."""
+    """DifferentModelError unless the names and shapes of all ranks together match the checkpoint. With pipeline
+    parallelism no single rank has them all."""
     shapes = {name: shape for name, (shape, _) in saved.shapes.items()}
     answers = ranks.gather((different(shapes, tensors), set(shapes) - set(tensors)))
     everywhere = list(dict.fromkeys(line for lines, _ in answers for line in lines))
@@ -75,19 +75,19 @@ def check_names(ranks: SavingRanks, saved: FoundStep, tensors: Mapping[str, Tens
     everywhere += [f"{name} is only in the checkpoint" for name in sorted(unasked)]
     if everywhere:
         raise DifferentModelError(
-            f"{saved} is of another model or optimizer: {some(everywhere)}; "
-            f"resume with the job it was saved by, or start a run of another name"
+            f"{saved} belongs to another model or optimizer: {some(everywhere)}; "
+            f"resume with the job that saved it, or start a run with another name"
         )
 
 
 def load_together(ranks: SavingRanks, tier: Tier, saved: FoundStep, tensors: Mapping[str, Tensor]) -> list[str]:
-    """Fills the tensors, resharded to how they lie now; what went wrong, if something did."""
+    """Fill the tensors, resharded to their current layout; return the errors, if any."""
     lenders = ranks if tier.folder.node is not None else None
     return load_with(ranks, CheckedReader(saved.files, saved.metadata, saved.seal.files, lenders), tensors)
 
 
 def load_with(ranks: SavingRanks, reader: CheckedReader, tensors: Mapping[str, Tensor]) -> list[str]:
-    """DCP's load with this reader on all ranks; what went wrong on any."""
+    """Run DCP's load with this reader on all ranks; return the errors of any rank."""
     ignore_single_process_warning()
     try:
         dcp.load(dict(tensors), storage_reader=reader, process_group=ranks.group, no_dist=ranks.group is None)
@@ -101,7 +101,8 @@ def load_with(ranks: SavingRanks, reader: CheckedReader, tensors: Mapping[str, T
 
 
 def _seen(tier: Tier, step: int) -> StepFiles:
-    """What this rank sees of a step that another one opened; nothing is for the reading to find out, on all ranks."""
+    """Return what this rank sees of a step that another one opened; missing files are detected on reading, on all
+    ranks."""
     with suppress(OSError, CratonError):
         if tier.folder.node is None:
             return JoinedFiles(tier.open(step))

@@ -1,5 +1,5 @@
-"""What stands between training and the files: a copy of the state in CPU memory, a plan that points at the copy, and a
-process group in which the ranks agree on what became of it."""
+"""Between training and the files: a copy of the state in CPU memory, a plan that points at the copy, and a process
+group in which the ranks agree on the outcome."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from torch.distributed.tensor import DTensor
 
 from craton.infrastructure import free_memory_bytes
 
-FREE_SHARE = 0.9  # of the free memory that copies may take; a rank has its share of that
+FREE_SHARE = 0.9  # share of the free memory for copies; each rank has an equal part of it
 WRITE_TIMEOUT = timedelta(hours=2)  # how long one rank waits for another's files
 
 
 def local_data(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """This rank's part of each tensor; a device may still be computing them."""
+    """Return this rank's part of each tensor; a device may still be computing them."""
     return {name: (t.to_local() if isinstance(t, DTensor) else t).detach() for name, t in tensors.items()}
 
 
 def synchronize(local: Mapping[str, Tensor]) -> None:
-    """Waits until the devices of these tensors have computed all that they were asked to."""
+    """Wait until the devices of these tensors have finished all launched work."""
     for device in {tensor.device for tensor in local.values() if tensor.is_cuda}:
         torch.cuda.synchronize(device)
 
 
 class StagedState:
-    """One copy of this rank's state, which every tier that is due writes from."""
+    """One copy of this rank's state, from which every due tier writes."""
 
     def __init__(
         self,
@@ -48,12 +48,12 @@ class StagedState:
         self._users, self._free, self._lock = users, free, threading.Lock()
 
     def wait(self) -> None:
-        """Until the copy is whole; the writers' threads wait, not the training's."""
+        """Wait until the copy is complete; blocks the writer threads, not training."""
         if self.copied is not None:
             self.copied.synchronize()
 
     def done(self) -> None:
-        """One user needs it no more; the last one gives its memory back."""
+        """Release one user; the last one frees the memory."""
         with self._lock:
             self._users -= 1
             last = self._users == 0
@@ -62,9 +62,9 @@ class StagedState:
 
 
 class Staging:
-    """Copies in CPU memory, in buffers that are kept for the next save. While a slow tier still reads one copy, the
-    next one gets buffers of its own. From a GPU the copy is made beside the computation, into page-locked memory; only
-    what changes the state must wait for it (`finish_on_device`)."""
+    """Copies in CPU memory, in buffers that are reused. While a slow tier still reads one copy, the next one gets
+    separate buffers. From a GPU the copy overlaps with computation, into page-locked memory; only a change of the state
+    must wait for it (`finish_on_device`)."""
 
     def __init__(self) -> None:
         self._idle: list[dict[str, Tensor]] = []
@@ -73,12 +73,13 @@ class Staging:
         self._under_way: torch.cuda.Event | None = None
 
     def missing_bytes(self, local: Mapping[str, Tensor]) -> float:
-        """What a copy needs beyond the memory that is free; 0 when there is room, or a set of buffers to use again."""
+        """Return the bytes that a copy needs beyond the free memory; 0 if there is room or a reusable set of
+        buffers."""
         with self._lock:
             return self._missing(local, self._idle[-1] if self._idle else {})
 
     def copy(self, local: Mapping[str, Tensor], users: int) -> StagedState:
-        """A copy for this many users. The caller has looked for room."""
+        """Make a copy for this many users. The caller has checked for room."""
         with self._lock:
             held = self._idle.pop() if self._idle else {}
         held = _buffers(local, held)
@@ -94,13 +95,13 @@ class Staging:
         return StagedState(held, self._under_way, users, self._give_back)
 
     def reserve(self, local: Mapping[str, Tensor], copies: int) -> None:
-        """Takes the memory of copies now, which on a GPU's host takes seconds, rather than when they are made."""
+        """Allocate the memory of copies in advance; page-locking it takes seconds on a GPU's host."""
         with self._lock:
             while len(self._idle) < copies and not self._missing(local, {}):
                 self._idle.append(_buffers(local, {}))
 
     def finish_on_device(self) -> bool:
-        """Lets the device end a copy that is under way before it goes on; whether there was one."""
+        """Make the device finish a copy in progress before it continues; return whether there was one."""
         event, self._under_way = self._under_way, None
         if event is None:
             return False
@@ -112,18 +113,19 @@ class Staging:
         return max(0.0, needed - FREE_SHARE * free_memory_bytes() / _local_world()) if needed else 0.0
 
     def _give_back(self, buffers: dict[str, Tensor]) -> None:
-        """Kept for a next save: to give page-locked memory back and take it again would stop training for seconds."""
+        """Keep the buffers for the next save: freeing and allocating page-locked memory would block training for
+        seconds."""
         with self._lock:
             self._idle.append(buffers)
 
 
 class LocalDataPlanner(dcp.DefaultSavePlanner):
-    """Plans by the tensors' shapes and placements, writes the local data given beside them. The plan is remembered from
-    save to save under a key, so that only the first one sends it to the coordinator."""
+    """Plans by the tensors' shapes and placements, writes the local data given beside them. The plan is cached from
+    save to save under a key, so only the first save sends it to the coordinator."""
 
     def __init__(self, data: Mapping[str, Tensor], key: str) -> None:
         super().__init__(enable_plan_caching=True)
-        self._cached_plans_key = key  # else shared by every planner of this class in the process
+        self._cached_plans_key = key  # otherwise all planners of this class in the process share it
         self._data = data
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
@@ -131,14 +133,14 @@ class LocalDataPlanner(dcp.DefaultSavePlanner):
 
 
 def forget_plan(key: str) -> None:
-    """Of a key that is used no more, or whose plan not all ranks may have remembered."""
-    for name, remembered in vars(SavePlanner).items():  # DCP keeps them with the class, and for ever
+    """Drop the plan of a key that is no longer used, or that not all ranks may have cached."""
+    for name, remembered in vars(SavePlanner).items():  # DCP keeps them in the class forever
         if name.startswith("_cached_") and isinstance(remembered, dict):
             remembered.pop(key, None)
 
 
 class SavingRanks:
-    """Objects between ranks over a gloo group of its own; alone, without one."""
+    """Object collectives over a separate gloo group; on a single rank, without one."""
 
     def __init__(self, world: int, timeout: timedelta = WRITE_TIMEOUT) -> None:
         self.world = world
@@ -168,13 +170,13 @@ class SavingRanks:
 
 
 def file_threads() -> int:
-    """Of this rank for files: half of its share of the cores, as training goes on meanwhile."""
+    """Return this rank's number of file threads: half of its share of the cores, because training runs meanwhile."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(4, cores // _local_world() // 2))
 
 
 def _buffers(local: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """One for each tensor; those held already where they fit."""
+    """Return one buffer per tensor; reuses those that fit."""
     return {
         name: held[name]
         if name in held and _alike(held[name], tensor)

@@ -1,5 +1,5 @@
-"""DCP's writer over any tier: the files go to whatever streams the tier gives, and their checksums are known from the
-bytes that were written, not from a second look."""
+"""DCP's writer for any tier: files go to the tier's streams, and their checksums are computed from the bytes as they
+are written, without reading them again."""
 
 from __future__ import annotations
 
@@ -28,36 +28,36 @@ from craton.ml.training.checkpoint.checksums import METADATA, CheckpointError, F
 from craton.ml.training.checkpoint.tiers import StepWriter
 from craton.telemetry.rank import own_page
 
-SUM_BESIDE_BYTES = 2**20  # from here on a second thread sums while the first one writes
-FRAME_BYTES = 4096  # what a file needs around one tensor, generously: the archive's header, index and alignment
+SUM_BESIDE_BYTES = 2**20  # from this size on a second thread computes checksums while the first one writes
+FRAME_BYTES = 4096  # generous overhead per tensor in a file: the archive's header, index and alignment
 
 
 def ignore_single_process_warning() -> None:
-    """DCP warns whenever it works without a process group, which is what a single rank means to do."""
+    """DCP warns when it runs without a process group, which is intended for a single rank."""
     warnings.filterwarnings("ignore", message="torch.distributed is (disabled|unavailable)", category=UserWarning)
 
 
 class CheckedWriter(FileSystemWriter):
-    """DCP's file writer, with as many files and threads a rank as asked, which looks for room before it writes, knows
-    the crc32 of what it wrote, and reports a full disk as one: an archive that cannot go on says something else."""
+    """DCP's file writer, with a given number of files and threads per rank. It checks for room before it writes, knows
+    the crc32 of what it wrote, and reports a full disk as such: torch's archive raises a different error."""
 
     def __init__(self, threads: int, tier: str = "") -> None:
-        super().__init__(".", sync_files=False, per_thread_copy_ahead=0)  # the tier's streams sync what they close
+        super().__init__(".", sync_files=False, per_thread_copy_ahead=0)  # the tier's streams sync on close
         self.threads, self._tier = threads, tier
         self.sums: dict[str, FileSum] = {}  # of this rank's files of this save
-        self.metadata = b""  # of all ranks' tensors, where this rank coordinates
-        self.free_bytes: int | None = None  # at the beginning of the save, where this rank coordinates it
+        self.metadata = b""  # of all ranks' tensors, on the coordinator
+        self.free_bytes: int | None = None  # at the beginning of the save, on the coordinator
         self._rank_bytes: dict[int, int] = {}
         self._summing = ThreadPoolExecutor(threads, thread_name_prefix="sums")
         self._target: StepWriter | None = None
 
     @property
     def needed_bytes(self) -> int:
-        """Of all ranks together, known where the save is coordinated."""
+        """Of all ranks together, known on the coordinator."""
         return sum(self._rank_bytes.values())
 
     def aim(self, target: StepWriter) -> None:
-        """Where the next save goes."""
+        """Set the target of the next save."""
         self._target = target
         self.sums = {}
         self.fs = _SummedFiles(target, self.sums, self._summing, self._tier)
@@ -77,15 +77,15 @@ class CheckedWriter(FileSystemWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         assert self._target is not None
         for rank, plan in enumerate(plans):
-            if plan.usable:  # otherwise it is the plan of the save before
+            if plan.usable:  # otherwise it is the plan of the previous save
                 self._rank_bytes[rank] = sum(_item_bytes(item) for item in plan.items)
         self.free_bytes = self._target.free_bytes()
         if self.free_bytes is not None and self.needed_bytes > self.free_bytes:
-            raise CheckpointError("there is not enough room")
+            raise CheckpointError("there is not enough free space")
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        # FileSystemWriter's own threads lose what they raise: a full disk would look like a whole checkpoint.
+        # FileSystemWriter's own threads swallow exceptions: a full disk would look like a complete checkpoint.
         parts = _even_parts(plan.items, self.threads, _item_bytes)
         plans = [
             dataclasses.replace(
@@ -116,7 +116,7 @@ class CheckedWriter(FileSystemWriter):
 
 
 class _SummedFiles(FileSystem):
-    """Files of a step whose checksum is known when they are closed."""
+    """Files of a step whose checksums are known when they are closed."""
 
     def __init__(self, target: StepWriter, sums: dict[str, FileSum], summing: ThreadPoolExecutor, tier: str) -> None:
         self._target, self._sums, self._summing, self._tier = target, sums, summing, tier
@@ -139,7 +139,7 @@ class _SummedFiles(FileSystem):
 
 
 class _SummedStream(io.RawIOBase):
-    """Counts and sums what goes through, and remembers why a write failed."""
+    """Counts and checksums what passes through, and remembers why a write failed."""
 
     def __init__(self, write: Callable[[Any], object], summing: ThreadPoolExecutor) -> None:
         super().__init__()
@@ -156,14 +156,14 @@ class _SummedStream(io.RawIOBase):
         try:
             self._write(data)
         except Exception as error:
-            self.error = error  # torch's archive turns it into another one
+            self.error = error  # torch's archive replaces it by another error
             raise
         finally:
             if beside is not None:
-                beside.result()  # the memory is the caller's again when this returns
+                beside.result()  # the caller owns the memory again when this returns
         if beside is None:
             self.sum.update(data)
-        if (page := own_page()) is not None and page.kind == "checkpoint":  # training waits for this very write
+        if (page := own_page()) is not None and page.kind == "checkpoint":  # training waits for this write
             page.beat()
         return length
 
@@ -172,9 +172,9 @@ class _SummedStream(io.RawIOBase):
 
 
 class _ArchiveSums:
-    """Inside, torch.save writes no sums of its own: ours are of the whole file, and three times as fast. The switch is
-    the thread's, or in older versions of torch the process's; several threads of several tiers write at the same time.
-    """
+    """Disables torch.save's own checksums inside the context: ours cover the whole file and are three times as fast.
+    The switch is per thread, or in older versions of torch per process; several threads of several tiers write at the
+    same time."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -206,7 +206,7 @@ def _item_bytes(item: Any) -> int:
 
 
 def _even_parts(items: Sequence[Any], parts: int, size: Callable[[Any], int]) -> list[list[Any]]:
-    """Non-empty parts of about the same size, at least one."""
+    """Split into non-empty parts of about the same size, at least one."""
     result: list[list[Any]] = [[] for _ in range(parts)]
     filled = [0] * parts
     for item in sorted(items, key=size, reverse=True):

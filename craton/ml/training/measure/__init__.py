@@ -1,4 +1,4 @@
-"""What a step measures: times by phase, device counters read late, and step records."""
+"""Measurements of a step: times by phase, device counters read one step later, and step records."""
 
 from __future__ import annotations
 

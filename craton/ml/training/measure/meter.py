@@ -1,7 +1,7 @@
-"""What a run measures, in the words in which it was planned: run_X beside plan_X for every step, and at the end.
+"""What a run measures, under the names of the plan: run_X beside plan_X for every step, and at the end.
 
-Model FLOPs of a token and the peak they are held against are those of the plan, so both MFUs are shares of the same
-number. Times are a step old when they are recorded; see `timing`.
+Model FLOPs per token and the peak FLOPs are those of the plan, so both MFUs use the same reference. Times are recorded
+one step late; see `timing`.
 """
 
 from __future__ import annotations
@@ -23,28 +23,29 @@ from craton.telemetry import plan_twins, read_json
 from craton.telemetry.rank import Recorder
 
 LOG_SECONDS = 5.0  # between two lines in the log of rank 0
-SUMMARY_STEPS = 1000  # the newest, whose medians are compared with the plan
+SUMMARY_STEPS = 1000  # newest steps, whose medians are compared with the plan
 
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """What plan.json says of a step and of a rank."""
+    """The prediction in plan.json for a step and a rank."""
 
-    twins: dict[str, float]  # under the names that a run measures them by
+    twins: dict[str, float]  # under the names of the run's metrics
     memory_bytes: float
     memory_limit_bytes: float
     flops_per_token: float
-    peak_flops: float  # of one rank
+    peak_flops: float  # per rank
 
     @classmethod
     def read(cls, path: Path) -> PlannedStep | None:
-        """None when there is no plan, as for a model that only its author knows."""
+        """Return None if there is no plan, as for a model given as a function."""
         if not path.is_file():
             return None
         plan = read_json(path)
         if not plan:
             warnings.warn(
-                f"{path} cannot be read: nothing is compared with the plan; `craton resume` plans again", stacklevel=2
+                f"{path} cannot be read: there is no comparison with the plan; `craton resume` plans again",
+                stacklevel=2,
             )
         if not plan.get("mfu"):
             return None
@@ -59,7 +60,7 @@ class PlannedStep:
 
 
 class Meter:
-    """Records one rank's steps; rank 0 records what all ranks share, and prints a line now and then."""
+    """Records one rank's steps; rank 0 also records what all ranks share, and prints a line now and then."""
 
     def __init__(
         self, recorder: Recorder, ranks: Ranks, steps: int, tokens_per_step: int, prediction: PlannedStep | None
@@ -76,8 +77,9 @@ class Meter:
             recorder.event("predicted", step=0, **prediction.twins)
 
     def step(self, step: int, phases: dict[str, float], shared: dict[str, float], rank_gradient_norm: float) -> None:
-        """One finished step: seconds of its phases on this rank, what is the same on all, and the norm of this rank's
-        part of the gradient (NaN where none was taken), which a card that computes wrong shows first."""
+        """Record one finished step: seconds of its phases on this rank, numbers shared by all ranks, and the norm of
+        this rank's part of the gradient (NaN if none was computed), which is where a GPU with wrong results shows
+        first."""
         seconds = sum(phases.values())
         measured = {
             "step_seconds": seconds,
@@ -89,7 +91,7 @@ class Meter:
             if self.prediction is not None:
                 flops = self.prediction.flops_per_token * measured["tokens_per_second"]
                 measured["mfu"] = flops / (self.prediction.peak_flops * self._ranks.world)
-            if not self._first:  # the first step compiles and warms up; it is recorded, but says nothing of the others
+            if not self._first:  # the first step compiles and warms up: recorded, but not representative
                 self._measured.append(measured)
             self._first = False
             self._print(step, measured, shared)
@@ -109,7 +111,7 @@ class Meter:
             print(f"step {step}  evaluation loss {loss:.4f}", flush=True)
 
     def summary(self, step: int, outcome: str) -> None:
-        """Predicted against measured: the median of the newest steps, the first one left out."""
+        """Record predicted against measured: the median of the newest steps, without the first one."""
         if self._ranks.rank != 0 or not self._measured:
             return
         measured = {name: median(item[name] for item in self._measured) for name in self._measured[-1]}
@@ -139,7 +141,7 @@ class Meter:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most this rank has used so far: of the GPU, or of the process."""
+    """Peak memory of this rank so far: of the GPU, or of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

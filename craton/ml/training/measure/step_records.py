@@ -1,8 +1,8 @@
-"""The numbers of the newest steps, carried by every checkpoint until their lines are in the run's metrics.
+"""Records of the newest steps, carried by every checkpoint until they are in the run's metrics.
 
-A step's loss is recorded one step late, through a pipe, by an agent: whoever is killed on the way takes it along, while
-the state after that step may be safe in memory or on disk. So a checkpoint carries the numbers of its own step and of
-those before it that rank 0's agent has not written yet, and whoever restores it records what is missing.
+An agent records a step's loss one step late, through a pipe, so a kill on the way loses it, while the state after that
+step may be safe in memory or on disk. So a checkpoint carries the records of its own step and of those before it that
+rank 0's agent has not written yet. A restore then records what is missing.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from craton.telemetry import RunDirectory
 from craton.telemetry.files import tail_lines
 from craton.telemetry.rank import Recorder
 
-MAX_RECORDS = 256  # that a checkpoint carries: an agent that is stopped for longer is replaced
-SEARCHED_BYTES = 4 << 20  # of each node's metrics, for the newest steps
+MAX_RECORDS = 256  # carried by a checkpoint: an agent that hangs for longer is replaced
+SEARCHED_BYTES = 4 << 20  # of each node's metrics, to find the newest steps
 
 Record = dict[str, Any]  # step, loss, gradient_norm, learning_rate and what the objective reports
 
@@ -42,14 +42,14 @@ class _Step:
 
 @dataclass(frozen=True)
 class _Carried:
-    """Of a checkpoint that was restored."""
+    """From a restored checkpoint."""
 
     step: int
     record: Record
 
 
 class StepRecords:
-    """Made by every rank, and fed the same on all of them."""
+    """Created by every rank, with the same input on all of them."""
 
     def __init__(self) -> None:
         self._steps: deque[_Step | _Carried] = deque(maxlen=MAX_RECORDS)
@@ -58,28 +58,28 @@ class StepRecords:
         self._steps.append(_Step(step, learning_rate, numbers, tuple(report_names)))
 
     def written(self, step: int) -> None:
-        """The lines up to this step are on disk."""
+        """Mark the records up to this step as written to disk."""
         while self._steps and self._steps[0].step <= step:
             self._steps.popleft()
 
     def begin(self, counters: Mapping[str, Any] | None) -> None:
-        """The training goes on from these counters; what their checkpoint carried is carried on."""
+        """Continue from these counters, and keep carrying the records of their checkpoint."""
         self._steps.clear()
         self._steps.extend(_Carried(int(record["step"]), record) for record in (counters or {}).get("records") or ())
 
     def later(self) -> Callable[[], list[Record]]:
-        """The records of now, to be asked for when the device has sent them."""
+        """Return a function that reads the current records once the device has sent them."""
         steps = tuple(self._steps)
         return lambda: [step.record for step in steps]
 
 
 def resolved(counters: Mapping[str, Any]) -> dict[str, Any]:
-    """Counters with the values that were not known yet when they were made."""
+    """Return the counters with the values that were unknown when they were created."""
     return {name: value() if callable(value) else value for name, value in counters.items()}
 
 
 def record_missing(run: RunDirectory, recorder: Recorder, records: list[Record]) -> list[int]:
-    """Records the steps that the run's metrics do not have; which ones these were."""
+    """Record the steps that are missing from the run's metrics; return them."""
     wanted = {int(record["step"]): record for record in records}
     for path in sorted((run.path / "metrics").glob("*.jsonl")) if wanted else ():
         for line in tail_lines(path, SEARCHED_BYTES):

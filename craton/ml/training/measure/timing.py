@@ -1,10 +1,10 @@
 """Where the seconds of a step go, measured without making the device wait.
 
-A step is cut by marks into phases that add up to its length. On a CPU a mark is the clock; on a GPU it is an event on
-the compute stream, read a step later, so what counts is when the device did the work and not when it was asked to.
-Communication is what the computation and the update waited for: on a CPU every second inside collectives, on a GPU what
-the compute stream waits for other ranks' tensors, for gathered parameters, and at the end of the backward pass for the
-last reduction. A reduction that holds up the middle of a backward pass on a GPU is booked as compute.
+Marks cut a step into phases that add up to its length. On a CPU a mark reads the clock. On a GPU it is an event on the
+compute stream, read a step later, so it measures when the device did the work, not when the work was launched.
+Communication is the time that computation and update waited: on a CPU every second inside collectives; on a GPU the
+waits of the compute stream for other ranks' tensors, for gathered parameters, and for the last reduction at the end of
+the backward pass. A reduction that delays the middle of a backward pass on a GPU is counted as compute.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ Stamp = Any  # float seconds on a CPU, torch.cuda.Event on a GPU
 
 @dataclass
 class MeasuredStepTimes:
-    """The stamps of one step; to ask for their `seconds` before the device has passed them is to wait for it."""
+    """The timestamps of one step; reading `seconds` before the device has passed them waits for it."""
 
     start: Stamp
     marks: list[tuple[str, Stamp]] = field(default_factory=list)
-    waits: list[tuple[int, Stamp, Stamp]] = field(default_factory=list)  # the first: of the mark that ends their phase
+    waits: list[tuple[int, Stamp, Stamp]] = field(default_factory=list)  # first: index of the mark that ends the phase
 
     def seconds(self) -> dict[str, float]:
-        """Seconds of every phase; they add up to the step."""
+        """Return the seconds of every phase; they add up to the step."""
         last = self.marks[-1][1]
         if isinstance(last, torch.cuda.Event):
-            last.synchronize()  # it lies a moment behind the numbers that were waited for
+            last.synchronize()  # slightly later than the numbers that were already waited for
         phases = dict.fromkeys(PHASES, 0.0)
         before = self.start
         for phase, stamp in self.marks:
@@ -57,7 +57,7 @@ class MeasuredStepTimes:
 
 
 class StepTimer:
-    """Marks the end of a phase; everything since the mark before belongs to it."""
+    """Marks the end of a phase; everything since the previous mark belongs to it."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -71,21 +71,21 @@ class StepTimer:
         return event
 
     def begin(self) -> None:
-        """What lies between the last step and this call belongs to neither."""
+        """The time between the last step and this call belongs to neither."""
         self._times = MeasuredStepTimes(self.stamp())
 
     def mark(self, phase: str) -> None:
         self._times.marks.append((phase, self.stamp()))
 
     def finish(self) -> MeasuredStepTimes:
-        """The step's times; the next step begins where they end."""
+        """Return the step's times; the next step begins where they end."""
         done = self._times
         self._times = MeasuredStepTimes(done.marks[-1][1])
         return done
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """What runs inside is a wait for other ranks, whichever phase it is in."""
+        """Count the time inside as waiting for other ranks, whatever the phase."""
         begin = self.stamp()
         yield
         self.waited(begin)
@@ -94,7 +94,8 @@ class StepTimer:
         self._times.waits.append((len(self._times.marks), since, self.stamp()))
 
     def watch(self, model: nn.Module, peers: Iterable[Peers] = ()) -> None:
-        """Measures the communication of a model that FSDP2 wraps, and with these peers; else there is nothing to do."""
+        """Measure the communication of a model that FSDP2 wraps, and of these peers; otherwise there is nothing to
+        do."""
         for peer in peers:
             peer.waiting = self.waiting
         for module in model.modules():
@@ -106,7 +107,7 @@ class StepTimer:
 
 
 class _CpuWaits:
-    """On gloo every collective blocks its caller, so its length is what the computation waits."""
+    """On gloo every collective blocks its caller, so its duration is the waiting time."""
 
     def __init__(self, timer: StepTimer) -> None:
         self._timer = timer
@@ -152,7 +153,7 @@ class _TimedReduceScatter(DefaultReduceScatter):
 
 class _GpuWaits:
     """FSDP2 makes the compute stream wait in its hooks before a module's forward and backward, and in a callback at the
-    end of the whole backward pass; ours stand around them."""
+    end of the whole backward pass; our hooks surround them."""
 
     def __init__(self, timer: StepTimer) -> None:
         self._timer = timer
@@ -175,7 +176,7 @@ class _GpuWaits:
     ) -> None:
         def hook(_gradient: Tensor) -> None:
             stamp()
-            if is_root:  # callbacks run in the order they are asked for, and FSDP2 asks between our two hooks
+            if is_root:  # callbacks run in registration order, and FSDP2 registers its own between our two hooks
                 Variable._execution_engine.queue_callback(stamp)
 
         for tensor in output if isinstance(output, tuple) else (output,):
@@ -190,9 +191,9 @@ def _between(begin: Stamp, end: Stamp) -> float:
 
 
 class HostCopy:
-    """A tensor on its way to the host; on a GPU only `read` waits, and only for what was asked before. The copy has a
-    stream of its own: a device copies to the host in one line, and behind a copy of the whole state these few numbers
-    would hold up the computation."""
+    """A tensor on its way to the host; on a GPU only `read` waits, and only for earlier work. The copy has its own
+    stream: a device runs copies to the host one at a time, and behind a copy of the whole state these few numbers would
+    delay the computation."""
 
     _streams: ClassVar[dict[torch.device, torch.cuda.Stream]] = {}
 
@@ -217,7 +218,7 @@ class HostCopy:
 
 @dataclass
 class Readout:
-    """What is known of a step once the device has done it."""
+    """What is known of a step once the device has finished it."""
 
     step: int
     next_sample: int

@@ -1,4 +1,4 @@
-"""Parallelism of a model: device mesh, tensor parallelism, pipeline."""
+"""Parallelism of a model: device mesh, tensor parallelism, pipeline parallelism."""
 
 from __future__ import annotations
 

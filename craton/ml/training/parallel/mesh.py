@@ -1,10 +1,10 @@
-"""How a model is spread over ranks: one device mesh, and the order in which a model is made parallel.
+"""Distribute a model over ranks: build the device meshes, and apply the parallelisms in order.
 
-The mesh has the dimensions of the layout algebra, pp · replicate · fsdp · cp · tp, tp innermost. `replicate` copies;
-FSDP2 shards over fsdp · cp together, because ranks of one context group hold the same weights; tp cuts weights before
-FSDP2 does. Experts have a mesh of their own: ep takes ranks of replicate · fsdp · cp, FSDP2 shards an expert over what
-is left of fsdp · cp · tp. Gradients are sums over ranks, never means: the loss is divided by the global weight of its
-labels. A single rank is left unwrapped.
+The mesh has the dimensions of the layout, pp · replicate · fsdp · cp · tp, tp innermost. `replicate` copies. FSDP2
+shards over fsdp · cp together, because the ranks of a context group hold the same weights. tp shards weights before
+FSDP2 does. Experts have a separate mesh: ep takes ranks of replicate · fsdp · cp, and FSDP2 shards an expert over the
+rest of fsdp · cp · tp. Gradients are sums over ranks, never means: the loss is divided by the global weight of its
+labels. A single rank is not wrapped.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from craton.ml.precisions import TRAINED_PRECISIONS
 from craton.ml.training.parallel.ranks import Meshes, Ranks
 from craton.ml.training.parallel.tensor import cut_parameters
 
-# What selective recompute keeps: products, attention and sums over ranks cost the most time for the memory of their
-# outputs.
+# Kept by selective activation checkpointing: matmuls, attention and reductions over ranks, which cost the most time to
+# recompute for the memory of their outputs.
 KEPT_OPERATIONS = (
     "aten::mm",
     "aten::addmm",
@@ -46,13 +46,13 @@ KEPT_OPERATIONS = (
 
 
 class ParallelError(CratonError):
-    """The layout asks for what this version does not build, or for another number of ranks than there are."""
+    """The layout needs a feature that is not implemented, or a different number of ranks than were started."""
 
 
 def make_ranks(layout: Layout, device: torch.device, rank: int, world: int) -> Ranks:
-    """The meshes of a layout; the process group must exist when there is more than one rank."""
+    """Build the meshes of a layout; with more than one rank the process group must exist."""
     if layout.world != world:
-        raise ParallelError(f"the layout takes {layout.world} ranks ({layout}), but {world} were started")
+        raise ParallelError(f"the layout needs {layout.world} ranks ({layout}), but {world} were started")
     if layout.precision not in TRAINED_PRECISIONS:
         raise ParallelError(
             f"precision {layout.precision} can be planned but not trained yet; allowed: {', '.join(TRAINED_PRECISIONS)}"
@@ -65,7 +65,7 @@ def make_ranks(layout: Layout, device: torch.device, rank: int, world: int) -> R
     everyone = torch.arange(world)
     weights = _mesh(device, everyone.view(pp, replicate, shard, tp), ("pp", "replicate", "shard", "tp"))
     experts = None
-    if ep > 1 or tp > 1:  # experts are not cut by tp, so they are sharded over its ranks too
+    if ep > 1 or tp > 1:  # experts are not sharded by tp, so FSDP2 shards them over its ranks too
         copies, left = (replicate, shard // ep) if ep <= shard else (replicate * shard // ep, 1)
         if copies * left * ep != replicate * shard:
             raise ParallelError(f"ep {ep} and fsdp · cp = {shard}: one of them must divide the other")
@@ -99,7 +99,8 @@ def _mesh(device: torch.device, ranks: Tensor, names: tuple[str, ...]) -> Device
 
 
 def _peers(groups: Tensor, rank: int) -> Peers:
-    """The row of `groups` that this rank is in, as a process group; all ranks make all of them, in the same order."""
+    """Return the row of `groups` that contains this rank, as a process group. All ranks create all groups, in the same
+    order."""
     own = None
     for members in groups.tolist():
         group = dist.new_group(members)
@@ -110,18 +111,19 @@ def _peers(groups: Tensor, rank: int) -> Peers:
 
 
 def parameter_dtype(layout: Layout, weights: Literal["fp32", "bf16"]) -> torch.dtype:
-    """What parameters are kept in. FSDP keeps fp32 shards and gathers bf16; a single rank keeps bf16 parameters and
-    the optimizer their fp32 masters."""
+    """Return the dtype of the parameters. FSDP keeps fp32 shards and gathers bf16; a single rank keeps bf16 parameters,
+    and the optimizer their fp32 masters."""
     if layout.precision == "fp32":
         return torch.float32
     return torch.bfloat16 if weights == "bf16" or layout.world == 1 else torch.float32
 
 
 def parallelize(model: nn.Module, ranks: Ranks, compile_blocks: bool) -> nn.Module:
-    """Whom every layer talks to and which weights it holds, then recompute, then compilation per block, then FSDP."""
+    """Apply tensor, expert and pipeline parallelism, then activation checkpointing, then torch.compile per block, then
+    FSDP."""
     if ranks.layout.pp * ranks.layout.cp * ranks.layout.tp * ranks.layout.ep > 1 and not isinstance(model, Decoder):
         raise ParallelError(
-            f"the layout is {ranks.layout}; a model of your own is trained with replicate and fsdp alone"
+            f"the layout is {ranks.layout}; a model given as `module:function` supports only replicate and fsdp"
         )
     if ranks.pipeline is not None:
         _keep_stages(cast("Decoder", model), ranks.layout, ranks.place["pp"])
@@ -130,7 +132,7 @@ def parallelize(model: nn.Module, ranks: Ranks, compile_blocks: bool) -> nn.Modu
         module.connections = ranks.connections
     for module in talking:
         if isinstance(module, LatentAttention) and ranks.connections.context is not None:
-            module.kv_b.connections = ALONE  # its input has been gathered over cp · tp
+            module.kv_b.connections = ALONE  # its input is already gathered over cp · tp
     if ranks.layout.tp > 1 and ranks.meshes is not None:
         cut_parameters(model, ranks.meshes.weights["tp"])
     if ranks.layout.ep > 1 and ranks.meshes is not None and ranks.meshes.experts is not None:
@@ -140,7 +142,7 @@ def parallelize(model: nn.Module, ranks: Ranks, compile_blocks: bool) -> nn.Modu
         _recompute(block, ranks.layout.recompute)
     if compile_blocks:
         for block in blocks:
-            # The forward alone, so that FSDP's hooks stay outside of what is traced.
+            # Only the forward method, so that FSDP's hooks are not compiled.
             block.forward = torch.compile(block.forward, dynamic=False)
     if ranks.meshes is not None:
         _shard(model, blocks, ranks.layout, ranks.meshes)
@@ -158,29 +160,29 @@ def _keep_stages(model: Decoder, layout: Layout, rank: int) -> None:
 
 
 def accumulate_gradients(model: nn.Module, layout: Layout, last: bool) -> None:
-    """Called before each micro-batch: what is reduced after it, and what stays gathered until the next."""
+    """Prepare gradient accumulation before each micro-batch: what is reduced after it, and what stays gathered."""
     if not isinstance(model, FSDPModule):
         return
     model.set_is_last_backward(last)
     sharded = layout.fsdp * layout.cp > 1
-    if not sharded or layout.zero == 1:  # gradients are whole on every rank: reduced once
+    if not sharded or layout.zero == 1:  # every rank holds whole gradients: reduce them once
         model.set_requires_gradient_sync(last)
     else:
         model.set_requires_all_reduce(last)  # over replicas once; over shards each time, to keep only a shard
-    # Embedding and head are gathered from the start of a forward pass to the end of its backward pass; between them
-    # they may as well stay.
+    # Embedding and head are gathered from the start of a forward pass to the end of its backward pass, so they may also
+    # stay gathered between micro-batches.
     model.set_reshard_after_backward(last, recurse=layout.zero < 3 or not sharded)
 
 
 def _shard(model: nn.Module, blocks: list[nn.Module], layout: Layout, meshes: Meshes) -> None:
     low = layout.precision != "fp32"
-    # Inputs are not cast: embeddings are bf16 already, and rotary tables must stay fp32.
+    # Inputs are not cast: embeddings are already bf16, and rotary tables must stay fp32.
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if low else None,
         reduce_dtype=torch.float32 if low else None,
         cast_forward_inputs=False,
     )
-    # A block with experts returns a view; nothing changes it in place.
+    # A block with experts returns a view; it is never modified in place.
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view", category=UserWarning)
     mesh = _shard_mesh(meshes.weights)
     keep_sharded = layout.zero == 3 and layout.fsdp * layout.cp > 1 and layout.pp == 1
@@ -200,21 +202,21 @@ def _shard(model: nn.Module, blocks: list[nn.Module], layout: Layout, meshes: Me
         fully_shard(
             block, mesh=mesh, mp_policy=policy, reshard_after_forward=keep_sharded, shard_placement_fn=cut_of_block
         )
-    # The head runs after the model's forward and reads the root's parameters: they stay gathered until the backward.
+    # The head runs after the model's forward and uses the root's parameters: they stay gathered until the backward.
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
             if layout.pp > 1:
-                # Weights stay gathered, and the order of the last forward passes says nothing about what comes next:
-                # told to fetch itself, a module fetches nothing.
+                # Weights stay gathered, and the order of the last forward passes does not predict the next one. A
+                # module set to prefetch itself prefetches nothing.
                 module.set_modules_to_backward_prefetch([module])
 
 
 def _expert_cut(ep: int, ranks: int, parameter: nn.Parameter) -> Shard:
-    """Stacked experts by whole ones where every rank gets as many, else through each of them, along the first axis
-    that divides; all else by rows."""
+    """Shard stacked experts by whole experts if every rank gets the same number, else within each expert along the
+    first divisible axis; everything else by rows."""
     if parameter.ndim < 3:
         return Shard(0)
     experts, *inner = parameter.shape
@@ -230,7 +232,7 @@ def _recompute(block: nn.Module, recompute: str) -> None:
     if recompute == "none":
         return
     contexts: dict[str, Any] = {"context_fn": keeping(KEPT_OPERATIONS)} if recompute == "selective" else {}
-    # Nothing in a block is random, so there is no random state to keep.
+    # Blocks use no random numbers, so there is no random state to save.
     forward: Callable[..., Any] = partial(
         checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False, **contexts
     )

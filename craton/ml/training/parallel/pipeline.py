@@ -1,13 +1,12 @@
-"""A step of a model that is cut into stages: every rank runs its chunks in the order of the schedule.
+"""Pipeline parallelism: every rank runs its chunks of the model in schedule order.
 
-Between stages goes one tensor, forward the residual stream and backward its gradient. A lane is a process group that at
-one rank carries only sends to one neighbour or only receives from one, in the same order at both ends (see
-`schedules`): however a backend puts a group's messages in line, no two can wait for each other. Connections are made
-before the first step. Sends do not wait, receives are posted before the action that precedes theirs.
+One tensor passes between stages: forward the residual stream, backward its gradient. A lane is a process group that on
+each rank carries only sends to one neighbour or only receives from one, in the same order at both ends (see
+`schedules`). However a backend queues a group's messages, no two can wait for each other. Connections are opened before
+the first step. Sends do not wait; receives are posted one action ahead.
 
-FSDP2 gathers the weights of a chunk for its first micro-batch and keeps them; gradients are summed whole and reduced
-once, block by block, in the last backward pass of the chunk. For zero-bubble that is the last round of its weight
-gradients.
+FSDP2 gathers the weights of a chunk for its first micro-batch and keeps them. Gradients are summed whole and reduced
+once, block by block, in the chunk's last backward pass. For zero-bubble that is its last round of weight gradients.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ from craton.ml.training.batch import Batch
 from craton.ml.training.objectives import Objective, hidden_loss
 from craton.ml.training.parallel.ranks import Ranks
 
-RECEIVES_AHEAD = 2  # actions, the one in work included
+RECEIVES_AHEAD = 2  # actions, including the current one
 
 
 @dataclass
 class _Message:
-    """A tensor on its way."""
+    """A tensor in transit."""
 
     work: Any
     tensor: Tensor
@@ -50,15 +49,15 @@ class _Message:
 
 @dataclass
 class _Passed:
-    """What is kept of a forward pass until its backward pass."""
+    """What a forward pass keeps for its backward pass."""
 
     inputs: Tensor
-    output: GradientEdge | None  # the tensor itself is not needed any more; None where nothing is trained
+    output: GradientEdge | None  # the tensor itself is no longer needed; None if nothing is trained
 
 
 @dataclass
 class _Step:
-    """What a step has under way."""
+    """The state of a step in progress."""
 
     batches: Sequence[Batch]
     count: Tensor
@@ -79,14 +78,15 @@ class Pipeline:
         self.rank, self.pp, self.vpp = ranks.pipeline.rank, ranks.layout.pp, ranks.layout.vpp
         self._peers = ranks.pipeline
         self._dtype = torch.float32 if ranks.layout.precision == "fp32" else torch.bfloat16
-        self._orders: dict[int, list[Action]] = {}  # of a step, by its micro-batches
+        self._orders: dict[int, list[Action]] = {}  # per step, by its number of micro-batches
         self._report_names: list[str] | None = None
         self._open_lanes()
 
     def forward_backward(
         self, batches: Sequence[Batch], count: Tensor, before_forward: Callable[[Batch, Tensor], None]
     ) -> dict[str, Tensor]:
-        """The gradient of the step; its loss and what the objective reports, zeros but on the last stage."""
+        """Compute the gradient of the step; return its loss and the objective's report, zeros except on the last
+        stage."""
         order = self._order(len(batches))
         step = _Step(batches, count)
         self._collect_gradients()
@@ -108,7 +108,7 @@ class Pipeline:
 
     @torch.no_grad()
     def forward(self, batches: Sequence[Batch], count: Tensor) -> Tensor:
-        """The loss of these micro-batches, zero but on the last stage."""
+        """Return the loss of these micro-batches, zero except on the last stage."""
         order = forward_actions(self.pp, self.vpp, len(batches))
         step = _Step(batches, count)
         for index, action in enumerate(order):
@@ -142,7 +142,7 @@ class Pipeline:
         step.passed[action.chunk, action.micro_batch] = _Passed(inputs, edge)
 
     def _backward(self, step: _Step, action: Action) -> None:
-        """The whole backward pass of a chunk, or with zero-bubble what its input needs."""
+        """Run the whole backward pass of a chunk, or with zero-bubble only the gradient of its input."""
         place = action.chunk, action.micro_batch
         stage, passed = self.model.stages[action.chunk], step.passed.pop(place)
         gradient = None if stage.is_last else step.received.pop(action).wait()
@@ -161,7 +161,7 @@ class Pipeline:
             self._send(step, passed.inputs.grad, forward=False)
 
     def _weight_gradients(self, step: _Step, action: Action) -> None:
-        """What was put off in a chunk's backward pass; after its last one each block is reduced as it gets ready."""
+        """Compute a chunk's deferred weight gradients; after the last ones, reduce each block as it becomes ready."""
         late = step.late.pop((action.chunk, action.micro_batch))
         if action.micro_batch < len(step.batches) - 1:
             late.run()
@@ -198,8 +198,8 @@ class Pipeline:
         step.sent.append(_Message(work, tensor, lane))
 
     def _open_lanes(self) -> None:
-        """One number over every connection, one after the other. NCCL makes a connection with its first message, and
-        both ends wait for each other there, in an order that a step does not keep (pytorch/pytorch#160210)."""
+        """Send one number over every connection, one after the other. NCCL opens a connection with its first message,
+        where both ends wait for each other, in an order that a step does not follow (pytorch/pytorch#160210)."""
         links = range(self.pp if self.vpp > 1 else self.pp - 1)
         pairs = [(link, (link + 1) % self.pp, self._lane(link, forward)) for link in links for forward in (True, False)]
         if self.model.config.shape.tied_embeddings:
@@ -226,32 +226,32 @@ class Pipeline:
     # gradients
 
     def _collect_gradients(self) -> None:
-        """Until told otherwise, gradients are summed where they are and weights stay gathered."""
+        """By default, sum gradients locally and keep weights gathered."""
         model = cast("FSDPModule", self.model)
         model.set_is_last_backward(False)
         model.set_requires_gradient_sync(False)
         model.set_reshard_after_backward(False)
 
     def _reduce_next(self, module: nn.Module) -> None:
-        """The next time FSDP2 comes by, it reduces these gradients and lets go of the weights."""
+        """Make FSDP2 reduce these gradients and free the weights in its next post-backward."""
         assert isinstance(module, FSDPModule)
         module.set_requires_gradient_sync(True)
         module.set_reshard_after_backward(True)
 
     def _after_backward(self) -> None:
-        """FSDP2's work at the end of a backward pass, also where weight gradients came later than autograd's."""
+        """Run FSDP2's work at the end of a backward pass, also when weight gradients come later than autograd's."""
         cast("Any", self.model)._get_fsdp_state()._root_post_backward_final_callback()
 
     def _reduce_rest(self) -> None:
         cast("FSDPModule", self.model).set_is_last_backward(True)
         self._reduce_next(self.model)
-        # What a GPU waits for here is the last reduction; a CPU's collectives are timed one by one.
+        # A GPU waits here for the last reduction; on a CPU each collective is timed separately.
         with self._peers.waiting() if self._device.type == "cuda" else nullcontext():
             self._after_backward()
 
     @torch.no_grad()
     def _sum_tied_gradients(self) -> None:
-        """The first and the last rank both hold a tied embedding: both take the sum of their gradients."""
+        """Sum the gradients of a tied embedding on the first and the last rank, which both hold it."""
         first, last = self.rank == 0, self.rank == self.pp - 1
         if not self.model.config.shape.tied_embeddings or not (first or last):
             return
@@ -270,7 +270,8 @@ class Pipeline:
         local(gradient).add_(theirs)
 
     def _complete(self, step: _Step) -> dict[str, Tensor]:
-        """The totals under names that all ranks know; a user's objective tells the last stage what it reports."""
+        """Return the totals under names that all ranks know; only the last stage knows the names of a user's
+        objective."""
         if self._report_names is None:
             names: list[Any] = [list(step.totals)]
             if self.objective.coefficients is None:

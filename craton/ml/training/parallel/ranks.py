@@ -1,4 +1,4 @@
-"""This rank in the layout: its device meshes, its coordinates, and the ranks it communicates with."""
+"""This rank's position in the layout: its device meshes, its coordinates, and its process groups."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ DIMENSIONS = ("pp", "replicate", "fsdp", "cp", "tp")
 
 @dataclass(frozen=True)
 class Meshes:
-    """The device meshes of a layout; a dimension of one rank is left out, but for `shard`."""
+    """The device meshes of a layout; dimensions of size one are omitted, except `shard`."""
 
     weights: DeviceMesh  # pp, replicate, shard = fsdp · cp, tp
-    experts: DeviceMesh | None  # pp, replicate, shard = what ep leaves of fsdp · cp · tp, ep
+    experts: DeviceMesh | None  # pp, replicate, shard = the rest of fsdp · cp · tp after ep, ep
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This rank's place in the layout."""
+    """This rank's position in the layout."""
 
     layout: Layout
     device: torch.device
     rank: int
     meshes: Meshes | None = None  # None: one rank, no process group
     connections: Connections = ALONE
-    pipeline: Peers | None = None  # the ranks that hold the stages of this one's pipeline, in order
+    pipeline: Peers | None = None  # the ranks of this rank's pipeline, in stage order
     lanes: tuple[tuple[Peers, ...], ...] = ()  # the same ranks, for messages forward and backward: see `pipeline`
 
     @property
@@ -49,7 +49,7 @@ class Ranks:
 
     @property
     def data_rank(self) -> int:
-        """Which of the ranks that see different samples this one is."""
+        """This rank's index among the data-parallel ranks, which see different samples."""
         return self.place["replicate"] * self.layout.fsdp + self.place["fsdp"]
 
     @property
@@ -58,22 +58,22 @@ class Ranks:
 
     @property
     def counts_labels(self) -> bool:
-        """Whether this rank is the one of its pipeline and its tensor group whose labels are counted."""
+        """Whether this rank counts the labels for its pipeline and tensor-parallel group."""
         return self.place["pp"] == 0 and self.place["tp"] == 0
 
     @property
     def counts_loss(self) -> bool:
-        """Whether this rank is the one of its pipeline and its tensor group whose loss is counted."""
+        """Whether this rank counts the loss for its pipeline and tensor-parallel group."""
         return self.place["pp"] == self.layout.pp - 1 and self.place["tp"] == 0
 
     @property
     def peers(self) -> tuple[Peers, ...]:
-        """Everyone this rank talks to inside a step."""
+        """All process groups that this rank uses inside a step."""
         pipeline = () if self.pipeline is None else (self.pipeline,)
         return (*self.connections.all, *pipeline, *(lane for lanes in self.lanes for lane in lanes))
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum over all ranks, in place and on the device; ranks that hold copies must give zeros."""
+        """Sum over all ranks, in place and on the device; ranks that hold copies must pass zeros."""
         if self.meshes is not None:
             dist.all_reduce(tensor)
         return tensor

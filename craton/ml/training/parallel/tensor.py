@@ -1,7 +1,7 @@
-"""What tensor parallelism makes of a model's parameters, and what it leaves to be done with their gradients.
+"""Tensor parallelism of a model's parameters, and the reduction of the gradients it leaves replicated.
 
-Every module says which dimension of its parameters is cut. What is not cut is held by every rank of the group, and each
-finds the gradient of its own tokens or heads only: those shares are summed once a step.
+Every module declares which dimension of its parameters is sharded. Other parameters are replicated on every rank of the
+group. Each rank computes their gradient for its own tokens or heads only; these shares are summed once per step.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ DIMENSION = "tp"
 
 
 class CutError(CratonError):
-    """The model cannot be cut into as many parts as there are ranks."""
+    """The model cannot be sharded over this many ranks."""
 
 
 def cut_parameters(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Makes this rank's parts of all parameters DTensors on the mesh of tp, in place. Routed experts stay as they are:
-    tokens come to them in shares. Works without memory (on the meta device) and with."""
+    """Replace all parameters by this rank's parts, as DTensors on the tp mesh, in place. Routed experts stay whole:
+    they receive shares of the tokens. Works on the meta device and on real memory."""
     size, rank = mesh.size(), mesh.get_local_rank()
     for name, module in model.named_modules():
         _check_heads(name, module, size)
@@ -46,7 +46,7 @@ def cut_parameters(model: nn.Module, mesh: DeviceMesh) -> None:
 
 @torch.no_grad()
 def sum_uncut_gradients(parameters: Iterable[Tensor], ranks: Ranks) -> None:
-    """Adds up what each rank of the tensor group found for the parameters that all of them hold; fp32, one sum."""
+    """Sum the gradients of replicated parameters over the tensor-parallel group, in fp32 and in one all-reduce."""
     peers = ranks.connections.tensor
     if peers is None:
         return
@@ -74,15 +74,15 @@ def _check_heads(name: str, module: nn.Module, size: int) -> None:
         return
     for kind, count in kinds.items():
         if count % size:
-            raise CutError(f"tp {size} does not divide the {count} {kind} of {name}; use a tp that does")
+            raise CutError(f"tp {size} does not divide the {count} {kind} of {name}; use another tp")
 
 
 def _part(name: str, parameter: Tensor, dimension: int, multiple: int, rank: int, size: int) -> Tensor:
     if parameter.shape[dimension] % (size * multiple):
-        parts = f"{size} parts" if multiple == 1 else f"{size} parts of a multiple of {multiple}, which fp8 needs"
+        parts = f"{size} parts" if multiple == 1 else f"{size} parts that are multiples of {multiple} (for fp8)"
         raise CutError(
-            f"tp {size}: {name} is {' × '.join(map(str, parameter.shape))}, which cannot be cut into {parts} in "
-            f"dimension {dimension}; use a smaller tp, or change the model's sizes"
+            f"tp {size}: {name} is {' × '.join(map(str, parameter.shape))}, which cannot be split into {parts} in "
+            f"dimension {dimension}; use a smaller tp, or change the model"
         )
     return parameter.detach().chunk(size, dimension)[rank].clone(memory_format=torch.contiguous_format)
 

@@ -1,4 +1,4 @@
-"""The peer tier: state in the memory of this and another node, outliving the ranks."""
+"""The peer tier: state in the memory of this node and another one, which outlives the ranks."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""How often state is kept in memory: as often as costs less than 2% of the time, by what the first snapshots cost.
+"""How often state is kept in memory: as often as costs less than 2% of the time, measured on the first snapshots.
 
-Training stands still while the state is copied, and for a commit that takes longer than the steps until the next one.
+Training is blocked while the state is copied, and by a commit that takes longer than the steps until the next one.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ MEASURED_SNAPSHOTS = 3
 
 @dataclass(frozen=True)
 class SnapshotCost:
-    """Of one snapshot, in seconds."""
+    """Cost of one snapshot, in seconds."""
 
-    copy: float  # for which training stands still
-    commit: float  # beside it
+    copy: float  # training is blocked
+    commit: float  # in the background
     step: float  # of training, without either
 
     @property
     def smallest_interval(self) -> int:
-        """In steps, so that it costs no more than COST_SHARE."""
+        """Minimum interval in steps that costs no more than COST_SHARE."""
         copies = math.ceil(self.copy / (COST_SHARE * self.step))
         commits = math.ceil((self.copy + self.commit) / ((1 + COST_SHARE) * self.step))
         return max(1, copies, commits)
@@ -43,14 +43,14 @@ class SnapshotCost:
 
 @dataclass
 class Costs:
-    """What was measured on this rank, a snapshot every step."""
+    """Measurements on this rank, with a snapshot every step."""
 
     copies: list[float] = field(default_factory=list)
     commits: list[float] = field(default_factory=list)
     steps: list[float] = field(default_factory=list)
     device_waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
     step_began: float = 0.0
-    _blocked: float = 0.0  # of the step under way
+    _blocked: float = 0.0  # of the current step
 
     @property
     def snapshots(self) -> int:
@@ -63,13 +63,13 @@ class Costs:
         self.step_began, self._blocked = now, 0.0
 
     def snapshot_taken(self, began: float, settled: float) -> None:
-        """The copy began when the snapshot before was settled."""
+        """The copy began when the previous snapshot was settled."""
         now = time.perf_counter()
         self.copies.append(now - settled)
         self._blocked += now - began
 
     def measured(self) -> tuple[float, float, float]:
-        """copy, commit and step: medians, of which the first is without what is set up once."""
+        """copy, commit and step: medians; the first excludes one-time setup."""
         waits = [_elapsed(before, after) for before, after in self.device_waits]
         return median(self.copies) + max(waits, default=0.0), median(self.commits), median(self.steps)
 

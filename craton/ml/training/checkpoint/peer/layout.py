@@ -1,7 +1,7 @@
-"""How a rank's tensors lie in a slot: raw bytes, one chunk behind the other, each where a cache line begins.
+"""How a rank's tensors are stored in a slot: raw bytes, chunk after chunk, each aligned to a cache line.
 
-The list of chunks is a text. Equal texts mean that a slot can be copied into the tensors as it is; and ranks whose
-texts are equal hold the same state, which is what replicas are.
+The list of chunks is a text. Equal texts mean that a slot can be copied into the tensors directly, and that the ranks
+hold the same state (replicas).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class Chunk:
-    """A rank's part of one tensor, and where it begins in the slot's data."""
+    """A rank's part of one tensor, and its offset in the slot's data."""
 
     name: str
     shape: tuple[int, ...]  # of the whole tensor
@@ -54,7 +54,7 @@ class Chunk:
         return RawPlace(file, self.begin, self.bytes, self.dtype, self.sizes)
 
     def read_item(self) -> ReadItem:
-        """That reads this very chunk."""
+        """The read item for exactly this chunk."""
         nothing, sizes = torch.Size([0] * len(self.sizes)), torch.Size(self.sizes)
         return ReadItem(LoadItemType.TENSOR, self.index, nothing, self.index, nothing, sizes)
 
@@ -80,7 +80,7 @@ class SlotLayout:
 
 
 def layout_of(tensors: Mapping[str, Tensor]) -> SlotLayout:
-    """Of these tensors as this rank holds them; a part without elements takes no place."""
+    """Return the layout of these tensors on this rank; a part without elements takes no space."""
     chunks, begin = [], 0
     for name, part in local_data(tensors).items():
         if part.numel() == 0:
@@ -109,7 +109,8 @@ def digest_of(text: str) -> str:
 
 
 def metadata_of(layouts: Sequence[tuple[str, SlotLayout]]) -> Metadata:
-    """What DCP plans a load by: the chunks of all these files. Of a chunk that several files have, the first counts."""
+    """Return the metadata from which DCP plans a load: the chunks of all these files. The first file with a chunk
+    counts."""
     entries: dict[str, TensorStorageMetadata] = {}
     places: dict[MetadataIndex, RawPlace] = {}
     for file, layout in layouts:

@@ -1,13 +1,14 @@
-"""State in memory that outlives the ranks: the fastest checkpoint tier.
+"""The peer tier: state in memory that outlives the ranks, the fastest checkpoint tier.
 
-After every k-th step a rank copies its tensors into a slot of its node's keeper, which sums it, copies it to another
-node's keeper, and answers. Then the ranks tell each other, beside the training, that all of them have that answer, and
-only when a rank knows it does it overwrite its other slot. So two slots are enough: whenever a rank dies, the save
-before the one under way is whole everywhere, and it is overwritten nowhere before the next one is. On a GPU the copy
-runs beside the next forward pass; the slot's header is cleared in the same stream, so it too comes after all that the
-host has waited for.
+After every k-th step a rank copies its tensors into a slot of its node's keeper. The keeper computes the checksum,
+copies the slot to another node's keeper, and confirms. Then the ranks agree, beside the training, that all of them have
+this confirmation. Only after that does a rank overwrite its other slot. So two slots are enough: whenever a rank dies,
+the previous save is complete everywhere, and it is not overwritten anywhere before the next one is complete. On a GPU
+the copy overlaps with the next forward pass. The slot's header is cleared in the same stream, so that also happens
+after everything the host has waited for.
 
-What goes wrong costs this tier, on all ranks at once and out loud; the training goes on, unless ranks are gone.
+An error turns off this tier on all ranks at once, with an event and a log line; training continues, unless ranks are
+gone.
 """
 
 from __future__ import annotations
@@ -39,20 +40,20 @@ from craton.telemetry.rank import own_page
 
 PEER = "peer"  # the tier's name
 AGREE_TIMEOUT = timedelta(minutes=10)  # beyond what a keeper's commit may take
-COPIES = 2  # slots of a rank, here and at its buddy
+COPIES = 2  # slots of a rank, here and at its buddy node
 
-_FAILED, _UNCOPIED, _WHOLE = 0, 1, 2  # what became of a snapshot, the worst of all ranks counts
+_FAILED, _UNCOPIED, _WHOLE = 0, 1, 2  # outcome of a snapshot; the worst of all ranks counts
 
 
 @dataclass(frozen=True)
 class PeerSetup:
-    """Where the memory is; made by whoever starts the ranks of a generation. With neither interval, as often as costs
-    under 2%."""
+    """Where the memory is; created by the code that starts the ranks of a generation. With neither interval, snapshots
+    are as frequent as a cost under 2% allows."""
 
-    keeper: str  # the name of this node's keeper
+    keeper: str  # name of this node's keeper
     node: str
     nodes: Sequence[str]  # of every rank
-    keepers: Mapping[str, str]  # node → host:port at which its keeper takes copies
+    keepers: Mapping[str, str]  # node → host:port where its keeper receives copies
     generation: int
     every_steps: int | None = None
     every_seconds: float | None = None
@@ -60,7 +61,7 @@ class PeerSetup:
 
 @dataclass(frozen=True)
 class Note:
-    """Something to be recorded as an event, and said to whoever reads the log."""
+    """Something to record as an event and print to the log."""
 
     event: str
     step: int
@@ -81,13 +82,13 @@ class _OpenSlot:
 
 
 class PeerMemory:
-    """Made by all ranks of a generation, which call its methods in the same order."""
+    """Created by all ranks of a generation, which call its methods in the same order."""
 
     def __init__(self, setup: PeerSetup, rank: int, ranks: SavingRanks) -> None:
         self.setup, self.rank = setup, rank
         self.client = KeeperClient(setup.keeper)
         self.distrusted = False  # for restoring, in this generation
-        self.off: str | None = "no slots were taken"
+        self.off: str | None = "no slots are allocated"
         self._ranks = ranks
         self._agreeing = SavingRanks(ranks.world, AGREE_TIMEOUT)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="peer-commit")
@@ -99,7 +100,7 @@ class PeerMemory:
         self._buddy: str | None = None
         self._course, self._base = [setup.generation, 0], 0
         self._complete: str | None = None  # the newest save that every rank is known to have
-        self._snapshots = 0  # of this course
+        self._snapshots = 0  # of the current course
         self._last_step = 0
         self._under_way: Future[tuple[int, list[str], float]] | None = None
         self._filling: _OpenSlot | None = None
@@ -112,7 +113,8 @@ class PeerMemory:
         self._notes: list[Note] = []
 
     def reserve(self, step: int, tensors: Mapping[str, Tensor]) -> None:
-        """Takes the slots, and finds out who keeps a copy of this rank's. When a rank has no room, none has a slot."""
+        """Allocate the slots, and choose the node that keeps a copy of this rank's. If one rank has no room, none gets
+        a slot."""
         self._layout = layout_of(tensors)
         self._last_step = step
         problem = None
@@ -139,7 +141,7 @@ class PeerMemory:
         return self.off is None
 
     def due(self, step: int) -> bool:
-        """Whether a snapshot of this step is wanted; the same on all ranks."""
+        """Whether a snapshot of this step is due; the same on all ranks."""
         if self.is_on and self._interval is None:
             self._costs.step_ended()
             if self._costs.snapshots >= MEASURED_SNAPSHOTS:
@@ -147,7 +149,7 @@ class PeerMemory:
         return self.is_on and step - self._last_step >= (self._interval or 1)
 
     def snapshot(self, step: int, tensors: Mapping[str, Tensor], counters: Mapping[str, Any]) -> None:
-        """Copies the tensors into the slot that is not the newest whole one; the rest happens beside the training."""
+        """Copy the tensors into the slot that is not the newest complete one; the rest happens in the background."""
         began = time.perf_counter()
         self.settle()
         if not self.is_on:
@@ -177,13 +179,13 @@ class PeerMemory:
         copied = self._copy(slot, sources)
         slot.save, slot.step, self._filling, self._last_step = save, step, slot, step
         self._snapshots += 1
-        frees = self._snapshots == 2  # the first one of this generation is whole everywhere
+        frees = self._snapshots == 2  # the first one of this generation is complete everywhere
         if self._interval is None:
             self._costs.snapshot_taken(began, settled)
         self._under_way = self._thread.submit(self._commit, slot.own.slot, manifest, self._complete, copied, frees)
 
     def finish_on_device(self) -> bool:
-        """Before the state changes: the device ends a copy first. Whether there was one."""
+        """Call before the state changes: the device finishes a copy first. Return whether there was one."""
         event, self._copied = self._copied, None
         if event is None:
             return False
@@ -197,7 +199,7 @@ class PeerMemory:
         return True
 
     def settle(self) -> None:
-        """Waits until every rank knows what became of the last snapshot; RanksLostError when they cannot agree."""
+        """Wait until every rank knows the outcome of the last snapshot; RanksLostError if they cannot agree."""
         work, self._under_way = self._under_way, None
         if work is None:
             return
@@ -217,8 +219,8 @@ class PeerMemory:
         self._is_copied = is_copied
 
     def restored(self, step: int, save: str | None) -> None:
-        """The training goes on from this step; `save` is the one it was restored from, when it was from here. What came
-        later belongs to an abandoned course and must not be restored any more; nor what is not trusted."""
+        """Training continues from this step; `save` is the save it was restored from, if it was from here. Later saves
+        belong to an abandoned course and must not be restored any more; nor what is not trusted."""
         if self._snapshots:
             self._course = [self._course[0], self._course[1] + 1]
         self._base, self._complete, self._last_step, self._snapshots = step, save, step, 0
@@ -227,24 +229,24 @@ class PeerMemory:
         for slot in self._slots:
             if slot.step > after:
                 slot.save, slot.step = None, -1
-        with suppress(KeeperError):  # a keeper that is gone has forgotten everything
+        with suppress(KeeperError):  # a keeper that is gone has lost everything
             self.client.forget(after)
 
     def notes(self) -> list[Note]:
-        """What there is to tell since the last call."""
+        """Return the notes since the last call."""
         notes, self._notes = self._notes, []
         return notes
 
     def keep(self, step: int, tensors: Mapping[str, Tensor], counters: Mapping[str, Any]) -> bool:
-        """This very state, whole on all ranks when it returns; False when there is no memory for it."""
+        """Save this state, complete on all ranks on return; False if there is no memory for it."""
         if self.is_on and self._save_name(step) not in [slot.save for slot in self._slots]:
             self.snapshot(step, tensors, counters)
         self.settle()
         return self.is_on
 
     def abandon(self, seconds: float) -> bool:
-        """Other ranks are gone: lets go of the slots, unless the thread or the device still uses them after this long.
-        The keeper commits by itself what it was told of."""
+        """Other ranks are gone: release the slots, unless the thread or the device still uses them after this time. The
+        keeper commits on its own what it was informed of."""
         self._thread.shutdown(wait=False, cancel_futures=True)
         self.client.interrupt()
         if self._under_way is not None and wait([self._under_way], seconds).not_done:
@@ -254,7 +256,7 @@ class PeerMemory:
         return True
 
     def close(self) -> None:
-        """Ends the thread and lets go of the slots, which stay with the keeper."""
+        """End the thread and release the slots, which stay with the keeper."""
         self._thread.shutdown(wait=True)
         self._let_go()
         self.client.close()
@@ -264,7 +266,7 @@ class PeerMemory:
         if device is None:
             slot.header.zero_()
             if (page := own_page()) is not None:
-                page.spring()  # half-way
+                page.spring()  # halfway
             if sources:
                 torch._foreach_copy_(slot.chunks, sources)
             return None
@@ -280,7 +282,7 @@ class PeerMemory:
     def _commit(
         self, slot: int, manifest: dict[str, Any], keep: str | None, copied: torch.cuda.Event | None, frees: bool
     ) -> tuple[int, list[str], float]:
-        """In the thread: what became of the snapshot on all ranks together, and why it is not better."""
+        """In the thread: return the outcome of the snapshot on all ranks together, and why it is not better."""
         began = time.perf_counter()
         code, problem = _WHOLE, None
         try:
@@ -312,7 +314,7 @@ class PeerMemory:
         return int(tensor)
 
     def _check_room(self) -> None:
-        """KeeperError when the slots of this node's ranks, and the copies it takes, do not fit into its memory."""
+        """KeeperError if the slots of this node's ranks, and the copies it receives, do not fit into its memory."""
         places = 2 if len(set(self.setup.nodes)) > 1 else 1
         wanted = places * COPIES * self.setup.nodes.count(self.setup.node)
         there = self.client.status()["sizes"].count(self._layout.bytes)
@@ -320,17 +322,17 @@ class PeerMemory:
         free = FREE_SHARE * free_memory_bytes()
         if needed > free:
             raise KeeperError(
-                f"{self.setup.node} needs {memory(needed)} of memory for slots and has {memory(free)}; use more nodes, "
+                f"{self.setup.node} needs {memory(needed)} of memory for slots but has {memory(free)}; use more nodes, "
                 "or write checkpoint: {peer: off}"
             )
 
     def _choose_buddy(self) -> str | None:
-        """The next node's keeper; nobody, when a rank of another node holds the same state anyway."""
+        """Return the next node's keeper; None if a rank of another node holds the same state anyway."""
         nodes = list(dict.fromkeys(self.setup.nodes))
         if len(nodes) == 1:
             return None
         if absent := [node for node in nodes if node not in self.setup.keepers]:
-            reason = f"no keeper is known of {', '.join(absent)}"
+            reason = f"no keeper on {', '.join(absent)}"
             self._note("peer_not_copied", {"reason": reason}, f"state in memory may have no copy: {reason}")
         mine = self._layouts[self.rank]
         if any(
@@ -347,7 +349,7 @@ class PeerMemory:
         return _OpenSlot(slot, memory, data[:8].view(torch.int64), chunks, slot.save, slot.step)
 
     def _register(self, tensors: Mapping[str, Tensor]) -> None:
-        """Page-locks the slots, so that a GPU copies into them by itself."""
+        """Page-lock the slots, so that a GPU copies into them asynchronously."""
         if not any(tensor.is_cuda for tensor in tensors.values()):
             return
         for slot in self._slots:
@@ -363,7 +365,7 @@ class PeerMemory:
         self._registered, self._slots = [], []
 
     def _turn_off(self, step: int, problems: Sequence[str | None]) -> bool:
-        """Whether a rank has a problem, which ends this tier on all of them."""
+        """Return whether any rank has a problem; if so, turn off this tier on all ranks."""
         messages = list(dict.fromkeys(text for text in problems if text))
         if not messages:
             return False
@@ -376,7 +378,7 @@ class PeerMemory:
         return True
 
     def _choose_interval(self) -> None:
-        """Once the first snapshots are measured: the slowest rank counts."""
+        """Choose the interval once the first snapshots are measured: the slowest rank counts."""
         self.settle()
         if not self.is_on:
             return

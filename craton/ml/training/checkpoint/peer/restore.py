@@ -1,11 +1,11 @@
-"""From slots to tensors: which saves the keepers of all nodes hold together, and how ranks fill their tensors from one.
+"""From slots to tensors: which saves the keepers of all nodes hold together, and how ranks restore from one.
 
-A save is whole when every layout that its ranks had is held somewhere: by the rank's own keeper, as a copy at another,
-or by a replica. Ranks that are cut as they were then take the bytes as they are; otherwise DCP reshards. What a node
-does not hold comes from a rank whose node does. Every block is checked; a slot that is found changed is left out, and
-when the rest is still whole, the same save is tried again.
+A save is complete if every layout of its ranks is held somewhere: by the rank's own keeper, as a copy at another, or by
+a replica. Ranks sharded as at the save copy the bytes directly; otherwise DCP reshards. What a node lacks comes from a
+rank whose node has it. Every block is checked. A damaged slot is excluded, and if the rest is still complete, the same
+save is tried again.
 
-All functions are called by all ranks in the same order and answer the same on all.
+All ranks call all functions in the same order and get the same results.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ assert SLOT_BLOCK_BYTES == BLOCK_BYTES, "keepers and readers must sum the same b
 
 @dataclass
 class HeldFile:
-    """What one rank saved, and on which nodes it is."""
+    """What one rank saved, and which nodes hold it."""
 
     layout: str
     bytes: int
@@ -54,21 +54,21 @@ class PeerSave:
     step: int
     course: list[int]
     base: int
-    complete: str | None  # the save before it that every rank was known to have
+    complete: str | None  # the previous save that every rank was known to have
     counters: dict[str, Any]
-    layouts: list[str]  # of every rank it was made by
+    layouts: list[str]  # of all ranks that made it
     files: dict[str, HeldFile] = field(default_factory=dict)
-    slots: dict[str, Holding] = field(default_factory=dict)  # those of this node
+    slots: dict[str, Holding] = field(default_factory=dict)  # those on this node
 
     @property
     def missing(self) -> list[int]:
-        """The ranks whose state nobody holds."""
+        """The ranks whose state is lost."""
         held = {file.layout for file in self.files.values() if file.nodes}
         return [rank for rank, layout in enumerate(self.layouts) if layout not in held]
 
     @property
     def bytes(self) -> int:
-        """Of the whole state, each layout once."""
+        """Bytes of the whole state, each layout once."""
         return sum({file.layout: file.bytes for file in self.files.values()}.values())
 
     def leave_out(self, node: str, name: str, is_here: bool) -> None:
@@ -80,8 +80,8 @@ class PeerSave:
 def find_saves(
     memory: PeerMemory, ranks: SavingRanks, before: int | None
 ) -> tuple[list[PeerSave], list[str], list[str]]:
-    """Whole saves of the present course (of steps `before` one), newest first; what else there is to tell; and what was
-    lost, when there was a whole one that is whole no more."""
+    """Return the complete saves of the current course (of steps `before` one), newest first; other problems; and what
+    was lost, if there was a complete save that no longer is."""
     setup = memory.setup
     holdings: list[Holding] = []
     problem = None
@@ -108,8 +108,8 @@ def find_saves(
     if current and not whole:
         newest = max(current, key=lambda save: (save.step, save.course))
         ranks_text = ", ".join(map(str, newest.missing[:8]))
-        text = f"tier {PEER}: step {newest.step} is not whole: nobody holds the state of ranks {ranks_text}"
-        had_state = newest.complete is not None or newest.base > 0  # else the first save of all was cut off
+        text = f"tier {PEER}: step {newest.step} is incomplete: no node has the state of ranks {ranks_text}"
+        had_state = newest.complete is not None or newest.base > 0  # otherwise the very first save was interrupted
         (lost if had_state and before is None else problems).append(text)
     return sorted(whole, key=lambda save: (save.step, save.course), reverse=True), problems, lost
 
@@ -117,7 +117,7 @@ def find_saves(
 def load_save(
     memory: PeerMemory, ranks: SavingRanks, save: PeerSave, tensors: Mapping[str, Tensor]
 ) -> tuple[bool, list[str]]:
-    """Fills the tensors; whether that succeeded, and which slots were found bad on the way."""
+    """Fill the tensors; return whether that succeeded, and which slots were found damaged."""
     names: list[str] = []
     layout = layout_of(tensors)
     while not save.missing:
@@ -139,7 +139,7 @@ def load_save(
 
 
 class PeerFiles:
-    """The slots of a save that this node holds, each as a file; read where they lie."""
+    """The slots of a save on this node, each as a file, read in place."""
 
     def __init__(self, client: KeeperClient, save: PeerSave) -> None:
         self.where = f"memory of the nodes, save {save.save}"
@@ -161,7 +161,7 @@ class PeerFiles:
             descriptor = self._client.open(slot.slot)
         except KeeperError as error:
             raise CheckpointError(f"{name} cannot be read: {error}") from error
-        try:  # private, so that nothing done to it reaches the slot
+        try:  # private, so that changes do not reach the slot
             memory = mmap.mmap(descriptor, HEADER_BYTES + slot.manifest["bytes"], access=mmap.ACCESS_COPY)
         finally:
             os.close(descriptor)
@@ -176,7 +176,7 @@ def _copy(
     layout: SlotLayout,
     tensors: Mapping[str, Tensor],
 ) -> tuple[list[str], set[tuple[int, str]]]:
-    """Every rank finds its own chunks as it wants them, in one file."""
+    """Every rank finds its own chunks unchanged in one file."""
     own = f"rank-{memory.rank:05d}"
     fitting = [name for name, file in save.files.items() if file.layout == layout.digest and file.nodes]
     chosen = min(fitting, key=lambda name: (files.size(name) is None, name != own, name))
@@ -199,7 +199,7 @@ def _copy(
 def _reshard(
     memory: PeerMemory, ranks: SavingRanks, save: PeerSave, files: PeerFiles, tensors: Mapping[str, Tensor]
 ) -> tuple[list[str], set[tuple[int, str]]]:
-    """DCP plans who needs which part of which chunk; of each layout one file is read."""
+    """DCP plans which rank needs which part of which chunk; one file per layout is read."""
     chosen: dict[str, str] = {}
     for name, file in sorted(save.files.items()):
         if file.nodes:
@@ -228,7 +228,7 @@ def _reshard(
 
 
 class _Parts(DefaultLoadPlanner):
-    """Says where a chunk goes that is wanted as it is."""
+    """Returns the target of a chunk that is needed as is."""
 
     def __init__(self, local: Mapping[str, Tensor]) -> None:
         super().__init__()
@@ -239,7 +239,7 @@ class _Parts(DefaultLoadPlanner):
         return self._local[index.fqn]
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """It was filled in place."""
+        """Nothing to do: it was filled in place."""
 
 
 def _about(holding: Holding) -> tuple[dict[str, Any], str, tuple[str, int]]:
@@ -253,7 +253,7 @@ def _file_name(holding: Holding) -> str:
 
 
 def _is_abandoned(save: PeerSave, saves: Mapping[str, PeerSave]) -> bool:
-    """Whether a later course began from before this step: then the training went another way."""
+    """Whether a later course began before this step: then the save belongs to an abandoned course."""
     return any(other.course > save.course and other.base < save.step for other in saves.values())
 
 
