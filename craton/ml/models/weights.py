@@ -176,7 +176,7 @@ def _check(
         for name, shape in shapes.items()
         if shape != expected[name]
     ]:
-        problems.append(f"wrong shape: {_listing(wrong)}")
+        problems.append(f"of another shape: {_listing(wrong)}")
     left = [name for name in files if name not in expected]
     unused = tuple(name for name in left if _is_unused(name, config))
     if extra := [name for name in left if name not in unused]:
