@@ -1,7 +1,7 @@
 """`craton why`: a snapshot of a run, rules by layer, and a verdict that is a pure function of the snapshot.
 
-`take_snapshot(run)` looks at everything there is to see; `diagnose(snapshot)` is pure, so that a snapshot can be saved,
-sent to somebody and judged again.
+`take_snapshot(run)` collects all evidence; `diagnose(snapshot)` is pure, so that a snapshot can be saved, shared and
+diagnosed again with the same verdict.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""How long steps take and who makes them so long: against the other ranks, the run's own past, and the plan.
+"""Step times by phase, compared with the other ranks, the run's past and the plan; find stragglers and slow phases.
 
-In lock-step training every rank's step takes the same time, because all wait for the slowest in their collectives. So a
-slow rank shows by what it *does* (data, compute, optimizer, checkpoint), and by waiting least; and what collectives
-themselves take shows in the rank that waits least, since all others wait for it as well. Ranks of different pipeline
-stages have different work and are never compared.
+In lock-step training every rank's step takes the same time, because all ranks wait for the slowest in collectives. A
+straggler therefore *works* longest (data, compute, optimizer, checkpoint) and *waits* least. The time of the
+collectives themselves is the wait of the rank that waits least, since all others also wait for it. Ranks of different
+pipeline stages have different work and are never compared.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from craton.observability.diagnosis.snapshot import PHASES, Snapshot, SnapshotRa
 from craton.observability.diagnosis.tables import threshold
 
 WORK = tuple(phase for phase in PHASES if phase != "communication")
-FAST_SHARE = 0.25  # of the ranks; the others are compared with the one at this place
-FEW_RANKS, FEW_RANKS_MARGIN = 9, 0.07  # a handful of ranks may differ for good reasons, and tells little of its spread
+FAST_SHARE = 0.25  # of the ranks; all ranks are compared with this quantile
+FEW_RANKS, FEW_RANKS_MARGIN = 9, 0.07  # few ranks may differ for good reasons, and say little about their spread
 BETWEEN_QUANTILES = 1.03  # standard deviations between the 10% and the 40% quantile of a normal distribution
 NORMAL_DEVIATION = 1.48  # standard deviations in a median absolute deviation
-MIN_SPREAD = 0.004  # of the work: clocks of a GPU differ by so much
-ALSO_SHARE = 0.08  # of the step, by which a further phase must have grown
-WAITS_LESS = 0.5  # of what a rank is behind must show as less waiting
+MIN_SPREAD = 0.004  # of the work: GPU clocks differ by this share
+ALSO_SHARE = 0.08  # of the step: minimum growth of a further phase
+WAITS_LESS = 0.5  # share of the excess work that must show as less waiting
 
 
-_Behind = tuple[float, float, SnapshotRank, list[SnapshotRank]]  # seconds behind, ratio, rank, the fast ones
+_Behind = tuple[float, float, SnapshotRank, list[SnapshotRank]]  # seconds behind, ratio, rank, the fast ranks
 
 
 @dataclass(frozen=True)
 class Straggling:
-    """Ranks that everybody waits for."""
+    """Ranks that all others wait for."""
 
-    ranks: tuple[int, ...]  # the slowest first
+    ranks: tuple[int, ...]  # slowest first
     phase: str
-    ratio: float  # work of the slowest over that of the fast ones
-    seconds: float  # that a step would be shorter without them
+    ratio: float  # work of the slowest over that of the fast ranks
+    seconds: float  # saved per step without them
     step_seconds: float
     since_start: bool
 
@@ -47,33 +47,33 @@ class Straggling:
 
 @dataclass(frozen=True)
 class Slowness:
-    """Steps that take longer than they did, or than they should."""
+    """Steps that take longer than before, or than planned."""
 
     step_seconds: float
     reference_seconds: float
     against: str  # "plan" or "earlier"
-    phase: str  # that owns most of it
+    phase: str  # that grew
     phase_seconds: float
     phase_reference: float
-    is_first: bool = True  # of the phases that have grown, the one that has grown most
+    is_first: bool = True  # the phase that grew most
 
     @property
     def lost_share(self) -> float:
-        """By the whole step, or by a further phase of it alone."""
+        """Return the lost share of the whole step, or for a further phase, of that phase alone."""
         if not self.is_first:
             return (self.phase_seconds - self.phase_reference) / self.step_seconds
         return max(0.0, 1.0 - self.reference_seconds / self.step_seconds)
 
 
 def is_on_processors(snapshot: Snapshot) -> bool:
-    """Whether ranks compute on processors that they share with others, so that their times swing."""
+    """Return whether ranks compute on shared CPUs, so that their times are noisy."""
     if snapshot.run.is_accelerated is not None:
         return not snapshot.run.is_accelerated
     return snapshot.run.on == "local"
 
 
 def measured_ranks(snapshot: Snapshot) -> list[SnapshotRank]:
-    """Those with enough steps to say something."""
+    """Return the ranks with enough steps for a comparison."""
     return [
         rank
         for rank in snapshot.ranks
@@ -82,7 +82,7 @@ def measured_ranks(snapshot: Snapshot) -> list[SnapshotRank]:
 
 
 def find_straggling(snapshot: Snapshot) -> list[Straggling]:
-    """Those that everybody waits for; then those that everybody would wait for if the first were mended."""
+    """Return the ranks that all others wait for; then those that they would wait for once the first are fixed."""
     ranks = measured_ranks(snapshot)
     if len(ranks) < 2:
         return []
@@ -95,27 +95,27 @@ def find_straggling(snapshot: Snapshot) -> list[Straggling]:
     behinds.sort(key=lambda entry: -entry[0])
     groups: list[Straggling] = []
     while behinds and behinds[0][0] / step_seconds >= threshold("straggler_step_share"):
-        # Who is nearly as slow as the slowest belongs to it; who is a little slower than most does not.
+        # Ranks nearly as slow as the slowest belong to its group; slightly slow ones do not.
         seconds = behinds[0][0]
-        guilty = [item for item in behinds if item[0] >= 0.5 * seconds]
-        behinds = behinds[len(guilty) :]
-        groups.append(_group(guilty, step_seconds, behinds[0][0] if behinds else 0.0))
+        slowest = [item for item in behinds if item[0] >= 0.5 * seconds]
+        behinds = behinds[len(slowest) :]
+        groups.append(_group(slowest, step_seconds, behinds[0][0] if behinds else 0.0))
     return groups
 
 
-def _group(guilty: Sequence[_Behind], step_seconds: float, next_seconds: float) -> Straggling:
-    """What the step would gain without them is what they are behind the next ones."""
-    seconds, ratio, slowest, fast = guilty[0]
+def _group(stragglers: Sequence[_Behind], step_seconds: float, next_seconds: float) -> Straggling:
+    """Return one group; fixing it saves its distance to the next group."""
+    seconds, ratio, slowest, fast = stragglers[0]
     phase = max(WORK, key=lambda item: slowest.recent.get(item, 0.0) - _mean(fast, item))
     was = slowest.earlier.get(phase)
     before = [rank.earlier[phase] for rank in fast if phase in rank.earlier]
     since_start = was is not None and bool(before) and was - statistics.fmean(before) > 0.5 * seconds
-    ranks = tuple(rank.rank for _, _, rank, _ in guilty)
+    ranks = tuple(rank.rank for _, _, rank, _ in stragglers)
     return Straggling(ranks, phase, ratio, seconds - next_seconds, step_seconds, since_start)
 
 
 def find_slowness(snapshot: Snapshot) -> list[Slowness]:
-    """Against the run's past and against the plan, where either is exceeded."""
+    """Return where the run exceeds its own past, or the plan."""
     ranks = measured_ranks(snapshot)
     if not ranks:
         return []
@@ -137,7 +137,7 @@ def find_slowness(snapshot: Snapshot) -> list[Slowness]:
 
 
 def _stages(snapshot: Snapshot, ranks: Sequence[SnapshotRank]) -> list[list[SnapshotRank]]:
-    """Ranks of the same pipeline stage: pp is the outermost dimension of a layout."""
+    """Group ranks by pipeline stage: pp is the outermost dimension of a layout."""
     stages = max(1, snapshot.run.layout.get("pp", 1))
     size = max(1, -(-max(snapshot.run.world, len(ranks)) // stages))
     by_stage: dict[int, list[SnapshotRank]] = {}
@@ -147,7 +147,7 @@ def _stages(snapshot: Snapshot, ranks: Sequence[SnapshotRank]) -> list[list[Snap
 
 
 def _behind(stage: Sequence[SnapshotRank], snapshot: Snapshot) -> list[_Behind]:
-    """(seconds behind, ratio, rank, the fast ones) of those that are slower than the others and wait less."""
+    """Return (seconds behind, ratio, rank, the fast ranks) of ranks that are slower than the others and wait less."""
     ordered = sorted(stage, key=_work)
     fast = ordered[: max(1, round(2 * len(ordered) * FAST_SHARE))]
     usual = statistics.median(_work(rank) for rank in fast)
@@ -169,13 +169,13 @@ def _behind(stage: Sequence[SnapshotRank], snapshot: Snapshot) -> list[_Behind]:
 
 
 def _uncertainty(rank: SnapshotRank) -> float:
-    """The standard error of the median of a rank's own work: ranks that share processors swing from step to step."""
+    """Return the standard error of the median of a rank's work: ranks that share CPUs vary from step to step."""
     return 1.25 * NORMAL_DEVIATION * (rank.work_deviation_seconds or 0.0) / math.sqrt(max(1, rank.num_recent))
 
 
 def _spread(ordered: Sequence[SnapshotRank]) -> float:
-    """The standard deviation of healthy ranks: of the faster ones among each other, and of each against its own past.
-    Neither counts ranks that are slow, as long as these are not the most."""
+    """Return the standard deviation of healthy ranks: among the faster ones, and of each rank against its own past.
+    Slow ranks do not count, as long as they are a minority."""
     works = [_work(rank) for rank in ordered]
     before = sorted(_work_before(rank) for rank in ordered if {"step", "communication"} <= rank.earlier.keys())
     among = max(_between_quantiles(works), _between_quantiles(before))
@@ -184,11 +184,11 @@ def _spread(ordered: Sequence[SnapshotRank]) -> float:
     middle = statistics.median(changes) if changes else 0.0
     against_past = statistics.median(abs(change - middle) for change in changes) if changes else 0.0
     spread = max(among, against_past * NORMAL_DEVIATION / math.sqrt(2.0))
-    return spread * (1.0 + 6.0 / len(works))  # quantiles of few are uncertain themselves
+    return spread * (1.0 + 6.0 / len(works))  # quantiles of few values are uncertain
 
 
 def _between_quantiles(ordered: Sequence[float]) -> float:
-    """A standard deviation from the faster ones alone; 0 where there are too few to tell."""
+    """Return a standard deviation from the faster ranks alone; 0 if there are too few."""
     if len(ordered) < FEW_RANKS:
         return 0.0
     last = len(ordered) - 1
@@ -210,8 +210,7 @@ def _mean(ranks: Sequence[SnapshotRank], phase: str) -> float:
 def _typical(
     ranks: Sequence[SnapshotRank], values: Callable[[SnapshotRank], dict[str, float]], collective: float | None
 ) -> dict[str, float]:
-    """Phase → what it takes the run: medians, but communication by the rank that waits least, where known step by
-    step."""
+    """Return phase → seconds: medians, but for communication the minimum wait of any rank, step by step where known."""
     result = {}
     for phase in (*PHASES, "step"):
         seconds = [values(rank)[phase] for rank in ranks if phase in values(rank)]
@@ -221,7 +220,7 @@ def _typical(
 
 
 def _owned(now: dict[str, float], reference: dict[str, float], against: str) -> list[Slowness]:
-    """The phase that has grown most, and every other that has grown by much: two faults slow two phases."""
+    """Return the phase that grew most, and every other that grew much: two faults may slow two phases."""
     grown = {phase: now.get(phase, 0.0) - reference.get(phase, 0.0) for phase in PHASES}
     first = max(grown, key=lambda item: grown[item])
     chosen = [first, *(phase for phase in PHASES if phase != first and grown[phase] > ALSO_SHARE * now["step"])]

@@ -1,7 +1,7 @@
-"""A run that breaks and comes back again and again: how often, who it always is, and how that one ends.
+"""Restart loops: how often a run restarted, which rank or node is always involved, and how it fails.
 
-Each look at such a run finds it doing well, or just coming back; only its generations tell. Changes that somebody asked
-for, and what was before the run was last started, do not count.
+A single look finds such a run healthy or recovering; only its generations show the loop. Requested changes, and
+restarts before the run was last started, do not count.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from craton.observability.diagnosis.snapshot import Restart, Snapshot
 from craton.observability.diagnosis.tables import threshold
 
 T = TypeVar("T", int, str)
-COMMON_SHARE = 0.75  # of the times that it broke, from which on it is always the same one
+COMMON_SHARE = 0.75  # of the restarts that must have the same victim
 _RANK = re.compile(r"\brank (\d+)\b(?: on ([\w.-]+))?")
-LOST = re.compile(r"(?:^|; )([\w.-]+) is lost: ([^;\n]+)", re.MULTILINE)  # node and how, as agents put it
-# As agents and torchrun put it: a signal that no program sends itself, the exit code of it, or a stop.
+LOST = re.compile(r"(?:^|; )([\w.-]+) is lost: ([^;\n]+)", re.MULTILINE)  # node and reason, as agents report it
+# As agents and torchrun report it: a signal that a program does not send itself, its exit code, or a stop.
 _FROM_OUTSIDE = re.compile(
     r"killed by SIG(?:KILL|TERM|INT|HUP)|exited with code 1(?:37|43)\b|Signal (?:9|15) \(SIG|stopped by a signal"
 )
@@ -27,18 +27,18 @@ _FROM_OUTSIDE = re.compile(
 
 @dataclass(frozen=True)
 class Loop:
-    """What the restarts of the last hour have in common."""
+    """The common features of the restarts of the last hour."""
 
     restarts: tuple[Restart, ...]
-    seconds: float  # since it broke first
-    lost_share: float  # of these
-    rank: int | None  # that it always is; None: not always the same
-    node: str  # the same; ""
-    way: str  # how it breaks: lost (the node), killed (from outside), broke (by itself), mixed
+    seconds: float  # since the first failure
+    lost_share: float  # of these seconds
+    rank: int | None  # common victim; None: not always the same
+    node: str  # common victim; "": not always the same
+    way: str  # lost (the node), killed (from outside), broke (by itself), mixed
 
 
 def find_loop(snapshot: Snapshot) -> Loop | None:
-    """None where it did not break often enough."""
+    """Return the restart loop; None if there were too few restarts."""
     restarts = snapshot.run.recent_restarts
     if len(restarts) < threshold("restarts_per_hour"):
         return None
@@ -55,7 +55,7 @@ def find_loop(snapshot: Snapshot) -> Loop | None:
 
 
 def _victim(reason: str, snapshot: Snapshot) -> tuple[int | None, str | None]:
-    """Rank and node that a reason names first."""
+    """Return the rank and node that a reason names first."""
     if lost := LOST.match(reason):
         return None, lost[1]
     named = _RANK.search(reason)
@@ -72,7 +72,7 @@ def _way(reason: str) -> str:
 
 
 def _common(values: Iterable[T | None]) -> T | None:
-    """What most of them are; None where they differ, or are not known."""
+    """Return the most common value; None if the values differ or are not known."""
     listed = list(values)
     counts = Counter(item for item in listed if item is not None)
     if not counts:

@@ -1,9 +1,10 @@
-"""From a snapshot to one verdict: what the run suffers from, then layer by layer who is guilty of it.
+"""Root-cause analysis: from a snapshot to one verdict.
 
-The examinations are asked in the order scheduler, devices, fabric, collectives, framework, storage, host, restarts.
-What they find is weighed by how good the evidence is and by whether it sits where it hurts. A finding that only says
-*where* gives way to one that says *why* for the same victim. Two faults are two findings: the graver first, the other
-among `others`. When nothing explains the condition, the verdict is that it cannot be told, with what would tell.
+The symptoms come first. Then the rules of each layer run in the order scheduler, devices, fabric, collectives,
+framework, storage, host, restarts. A finding is weighed by the quality of its evidence and by whether its victim
+matches the symptom. A finding that only says *where* gives way to one that says *why* for the same victim. Two faults
+are two findings: the more severe one first, the other in `others`. When nothing explains the condition, the verdict is
+"not enough evidence" (`cannot_tell`), with the evidence that is missing.
 """
 
 from __future__ import annotations
@@ -39,17 +40,18 @@ EXAMINATIONS: tuple[Callable[[Snapshot, Symptoms], list[Finding]], ...] = (
     examine_restarts,
 )
 CANNOT_TELL = "cannot_tell"
-MIN_SCORE = 0.3  # a finding that explains less is no explanation
-MIN_OTHER = 0.45  # a further finding that is weaker is not told
+MIN_SCORE = 0.3  # a finding below this explains nothing
+MIN_OTHER = 0.45  # a weaker further finding is not reported
 CANNOT_TELL_CONFIDENCE = 0.6
-SURE = 0.97  # nobody is surer than this
+SURE = 0.97  # maximum confidence
 HOURS_PER_DAY = 24.0
 HOLDS_NODES = ("starting", "running", "stopping")  # of telemetry.RunState
-# Who is slow without a reason is taken for a matter of the program, which holds only where cards and hosts are known.
+# Unexplained slowness is attributed to the program only where GPUs and hosts were observed.
 GUESSED = ("straggler", "compute_slow")
 
 
 def diagnose(snapshot: Snapshot) -> Verdict:
+    """Return the verdict on a snapshot."""
     symptoms = symptoms_of(snapshot)
     findings = merged([item for examine in EXAMINATIONS for item in examine(snapshot, symptoms)])
     condition = symptoms.condition
@@ -58,7 +60,7 @@ def diagnose(snapshot: Snapshot) -> Verdict:
     elif condition == "healthy":
         verdict = _at_risk(snapshot, symptoms, findings)
     elif condition == "unknown":
-        would = (f"ask the scheduler from a machine that can: {symptoms.first.sentence}",)
+        would = (f"query the scheduler from a machine that can reach it: {symptoms.first.sentence}",)
         verdict = Verdict("unknown", cause=CANNOT_TELL, confidence=CANNOT_TELL_CONFIDENCE, would_tell=would)
     else:
         verdict = Verdict(condition, confidence=SURE)
@@ -67,10 +69,10 @@ def diagnose(snapshot: Snapshot) -> Verdict:
 
 
 def merged(findings: Sequence[Finding]) -> list[Finding]:
-    """The same cause of the same victim once, with the evidence of all: two witnesses are better than one."""
+    """Merge findings with the same cause and victim; more evidence makes the merged finding stronger."""
     by_key: dict[tuple[str, str, int | None, str], Finding] = {}
     for finding in findings:
-        # One cause on many cards of a node, or on many nodes, is one fault with many victims.
+        # One cause on many GPUs of a node is one fault.
         key = (finding.cause, finding.node, finding.rank, finding.leaf)
         if key in by_key:
             before = by_key[key]
@@ -112,7 +114,7 @@ def _explained(snapshot: Snapshot, symptoms: Symptoms, findings: list[Finding]) 
             cause=CANNOT_TELL,
             evidence=first.evidence,
             confidence=CANNOT_TELL_CONFIDENCE,
-            would_tell=_what_would_tell(snapshot, symptoms),
+            would_tell=_missing_evidence(snapshot, symptoms),
             others=others,
             lost_share=first.lost_share,
         )
@@ -135,7 +137,7 @@ def _explained(snapshot: Snapshot, symptoms: Symptoms, findings: list[Finding]) 
         evidence=tuple(dict.fromkeys((*first.evidence, *chosen.evidence))),
         confidence=round(max(0.05, confidence), 3),
         action=action_of(snapshot, first, chosen, node, rank),
-        would_tell=_what_would_tell(snapshot, symptoms) if chosen.about.is_symptom else (),
+        would_tell=_missing_evidence(snapshot, symptoms) if chosen.about.is_symptom else (),
         others=others,
         lost_share=chosen.lost_share,
         health=chosen.health,
@@ -144,62 +146,62 @@ def _explained(snapshot: Snapshot, symptoms: Symptoms, findings: list[Finding]) 
     )
 
 
-def _what_would_tell(snapshot: Snapshot, symptoms: Symptoms) -> tuple[str, ...]:
-    """What an examination looks at and does not know here: sentences that begin with a verb, the most telling first."""
+def _missing_evidence(snapshot: Snapshot, symptoms: Symptoms) -> tuple[str, ...]:
+    """Return how to get the evidence that is missing, as imperative clauses, the most useful first."""
     symptom = symptoms.first
     nodes = [node for node in snapshot.nodes if not symptom.nodes or node.name in symptom.nodes] or list(snapshot.nodes)
     is_accelerated = snapshot.run.is_accelerated is not False
     names: list[str] = []
     if symptom.condition == "hung":
         if is_accelerated and not snapshot.collectives.ras_asked:
-            names.append("ask NCCL's RAS on a node of the run (`ncclras`, NCCL 2.24 or newer): who is behind")
+            names.append(
+                "query NCCL RAS on a node of the run (`ncclras`, NCCL 2.24 or newer) for ranks that are behind"
+            )
         if not snapshot.collectives.recorders_read:
             names.append(
                 "set TORCH_FR_BUFFER_SIZE and TORCH_NCCL_DUMP_ON_TIMEOUT: the flight recorder names the collective"
             )
         if not any(rank.stack for rank in snapshot.ranks):
-            names.append("install py-spy and run `craton why` on a node of the run: stacks of its ranks")
+            names.append("install py-spy and run `craton why` on a node of the run to get the stacks of its ranks")
         if not any(rank.kind for rank in snapshot.ranks):
-            names.append("look at status/NODE.json in the run directory: nobody tells what the ranks are doing")
+            names.append("check status/NODE.json in the run directory: no agent reports what the ranks are doing")
     breaks_again = symptom.sign == RESTARTS
     if symptom.condition == "slow" and not breaks_again and not any(rank.earlier for rank in snapshot.ranks):
-        names.append("wait for more steps: there are too few to compare with")
+        names.append("wait for more steps: there are too few for a comparison")
     if symptom.condition == "dead" or breaks_again:
         if not snapshot.logs:
             names.append(f"read the last lines of the logs (`craton logs {snapshot.run.name}`)")
         if not any(node.host is not None for node in nodes):
-            names.append(
-                "look at the kernel log of the node: whether it killed a process, and what the driver reported"
-            )
+            names.append("check the kernel log of the node for killed processes and driver errors")
     if is_accelerated and not any(node.gpus_known for node in nodes):
         names.append(
-            "give `--prometheus URL` of a Prometheus that scrapes the nodes, or run `craton why` there: GPU health"
+            "pass `--prometheus URL` of a Prometheus that scrapes the nodes, or run `craton why` there: GPU health"
         )
     if len(snapshot.run.nodes) > 1 and is_accelerated and not any(node.fabric for node in nodes):
-        names.append("export the counters of the network cards (`craton observe up`): retransmissions, links")
+        names.append("export the counters of the NICs (`craton observe up`): retransmissions and link state")
     if not any(
         mount.operation_seconds is not None or mount.is_stalled is not None for node in nodes for mount in node.mounts
     ):
-        names.append("export the statistics of the file systems: their rates and latencies are not known")
+        names.append("export file system statistics: throughput and latency are not known")
     if not any(node.host is not None for node in nodes):
-        names.append("export the hosts' load, memory and pressure: nothing is known of them")
+        names.append("export host load, memory and pressure, which are not known")
     if not names:
-        names.append("take another snapshot in a minute and compare: everything that is looked at is as it should be")
+        names.append("take another snapshot in a minute and compare: every check passed")
     return tuple(names)
 
 
 def _best(candidates: list[Finding]) -> Finding | None:
-    """The best explanation: one that says why before one that says where, as long as it is good enough."""
+    """Return the best explanation: one that says why before one that says where, if it is good enough."""
     why = [item for item in candidates if not item.about.is_symptom and _score(item) >= MIN_SCORE]
     where = [candidate for candidate in candidates if candidate.about.is_symptom and _score(candidate) >= MIN_SCORE]
     if why and where:
-        # A reason that sits somewhere else than the symptom does not explain it.
+        # A cause with another victim than the symptom does not explain it.
         return why[0] if why[0].strength >= 0.5 * where[0].strength + 0.1 else where[0]
     return next(iter(why or where), None)
 
 
 def _is_seen(snapshot: Snapshot, symptom: Symptom) -> bool:
-    """Whether the machines below the slow ranks are known to be well: that what makes them slow is known of them."""
+    """Return whether GPU speed and host load were observed on the nodes of the slow ranks."""
     nodes = [node for node in snapshot.nodes if not symptom.nodes or node.name in symptom.nodes]
     cards = snapshot.run.is_accelerated is False or all(node.gpus_known and _has_speed(node.gpus) for node in nodes)
     hosts = [node.host for node in nodes]
@@ -211,14 +213,14 @@ def _is_seen(snapshot: Snapshot, symptom: Symptom) -> bool:
 
 
 def _has_speed(gpus: Sequence[SnapshotGpu]) -> bool:
-    """Whether clocks of these cards are known, and whether they are held down."""
+    """Return whether the clocks and the throttling of these GPUs are known."""
     return all(
         gpu.sm_clock_mhz is not None and (gpu.throttle is not None or gpu.throttled_share is not None) for gpu in gpus
     )
 
 
 def _others(findings: list[Finding], chosen: Finding | None, symptoms: Symptoms) -> tuple[Finding, ...]:
-    """Further faults: not what the chosen one brings with it, and not where it hurts without why."""
+    """Return further faults, without consequences of the chosen one and without mere locations."""
     others: list[Finding] = []
     for finding in sorted(findings, key=_rank_of, reverse=True):
         strength = max(finding.strength, finding.evidence_strength if finding.is_risk else 0.0)
@@ -232,17 +234,17 @@ def _others(findings: list[Finding], chosen: Finding | None, symptoms: Symptoms)
 
 
 def _belongs(finding: Finding, named: Finding, symptoms: Symptoms) -> bool:
-    """Whether a finding tells nothing beyond one that is told already."""
+    """Return whether a finding adds nothing to one that is already reported."""
     if finding.cause == named.cause and (finding.node == named.node or not finding.node):
         return True
     same_symptom = finding.symptom is not None and finding.symptom == named.symptom
     if finding.about.is_symptom and same_symptom:
         return True
-    # What a death or a hang brings with it: the same victim, seen by another layer. A fault of the whole cluster, such
-    # as a full file system, is nobody's companion.
-    is_of_somebody = bool(finding.node) or finding.rank is not None or not finding.is_risk
+    # A failure or a hang shows in several layers with the same victim. A cluster-wide fault, such as a full file
+    # system, is independent.
+    has_victim = bool(finding.node) or finding.rank is not None or not finding.is_risk
     is_an_end = symptoms.condition in ("dead", "hung") or symptoms.first.sign == RESTARTS
-    if same_symptom and is_an_end and is_of_somebody and _same_victim(finding, named):
+    if same_symptom and is_an_end and has_victim and _same_victim(finding, named):
         return True
     return finding.cause == "node_lost" and named.cause in ("node_down", "agents_gone")
 
@@ -256,7 +258,7 @@ def _same_victim(one: Finding, other: Finding) -> bool:
 
 
 def _at_risk(snapshot: Snapshot, symptoms: Symptoms, findings: list[Finding]) -> Verdict:
-    """A run that does well; what may cost it later is told."""
+    """Return the verdict on a healthy run, with its risks."""
     risks = sorted((finding for finding in findings if finding.is_risk), key=_rank_of, reverse=True)
     if not risks:
         return Verdict("healthy", confidence=SURE)
@@ -281,12 +283,12 @@ def _at_risk(snapshot: Snapshot, symptoms: Symptoms, findings: list[Finding]) ->
 
 
 def _victim(snapshot: Snapshot, symptom: Symptom, chosen: Finding) -> tuple[str, int | None]:
-    """The node and rank of a verdict: the finding's own, else those of the symptom where they are one."""
+    """Return the node and rank of a verdict: those of the finding, else the only ones of the symptom."""
     node, rank = chosen.node, chosen.rank
     if chosen.leaf and not node:
         return "", None
-    fits_nobody = not node and rank is None
-    if fits_nobody and chosen.about.is_symptom:
+    has_no_victim = not node and rank is None
+    if has_no_victim and chosen.about.is_symptom:
         node = symptom.nodes[0] if len(symptom.nodes) == 1 else ""
         rank = symptom.ranks[0] if len(symptom.ranks) == 1 else None
     if node and rank is None and len(symptom.ranks) == 1 and symptom.nodes == (node,):
@@ -298,8 +300,8 @@ def _victim(snapshot: Snapshot, symptom: Symptom, chosen: Finding) -> tuple[str,
 
 
 def _cost(snapshot: Snapshot, verdict: Verdict) -> float | None:
-    """What a day of it costs: the share of the time that is lost, of what the nodes cost. A run that is dead costs what
-    it did as long as its nodes are held for it."""
+    """Return the cost per day: the lost share of the time times the price of the nodes. A dead run costs the full price
+    while it holds its nodes."""
     hourly = snapshot.run.dollars_per_hour
     is_held = verdict.condition == "dead" and snapshot.run.state in HOLDS_NODES
     if hourly is None or not (is_held or verdict.condition in ("slow", "hung", "wrong")):

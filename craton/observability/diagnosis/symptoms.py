@@ -1,7 +1,7 @@
-"""What a run suffers from, seen from the outside: waiting, starting, hung, dead, wrong, slow, or nothing at all.
+"""Symptoms of a run: waiting, dead, hung, wrong, slow, starting or healthy.
 
-Judged in that order, because a run that does not move has no speed. Healthy and merely busy runs must stay quiet: the
-first steps, steps that compile, save or evaluate, and steps that swing are no symptoms.
+They are checked in this order, because a run without progress has no speed. Healthy and busy runs must raise no alarm:
+the first steps, noisy steps, and steps that compile, save or evaluate are not symptoms.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from craton.observability.diagnosis.verdict import OVERLOAD, RESTARTS, UNSAVED, 
 
 STEPPING = ("productive", "redo", "")
 COMING_BACK = ("detect", "regroup", "restore")
-STOPPED_STEPS = 3.0  # that a stopped rank must have missed
+STOPPED_STEPS = 3.0  # minimum number of steps that a stopped rank has missed
 NEWEST_LOSSES, MIN_LOSSES = 5, 24
 _HANG = re.compile(r"rank (\d+) (?:on \S+ )?(hangs in|is stopped by a signal)")
 _VICTIM = re.compile(r"rank (\d+) on ([\w.-]+)")
 
 
 def symptoms_of(snapshot: Snapshot) -> Symptoms:
+    """Return all symptoms of the run, most severe first."""
     outside = _by_state(snapshot)
     if outside is not None:
         return Symptoms((outside,))
@@ -45,18 +46,18 @@ def symptoms_of(snapshot: Snapshot) -> Symptoms:
         return Symptoms((Symptom("starting"),))
     back = [rank for rank in snapshot.ranks if rank.kind in COMING_BACK]
     if back:
-        return Symptoms((Symptom("starting", f"comes back: its ranks {back[0].kind}"),))
+        return Symptoms((Symptom("starting", f"is recovering from a failure (its ranks are in {back[0].kind})"),))
     return Symptoms((Symptom("healthy"),))
 
 
 def straggler_of(snapshot: Snapshot) -> Symptom | None:
-    """The ranks that cost the others most, for `craton why` and for the page alike; None where nobody does, or where
-    the run suffers from something in which ranks are not compared: a hang, a death."""
+    """Return the ranks that cost the others the most time, for `craton why` and the web page. None if there are none,
+    or if the run hangs or is dead, where ranks are not compared."""
     return next((symptom for symptom in symptoms_of(snapshot).of("slow") if symptom.ranks), None)
 
 
 def _by_state(snapshot: Snapshot) -> Symptom | None:
-    """What the run's own markers and its scheduler say; None when it moves, or should."""
+    """Return the symptom by the run's state and its scheduler; None if the run should be making progress."""
     run, scheduler = snapshot.run, snapshot.scheduler
     if run.unsaved:
         return Symptom("waiting", run.unsaved, sign=UNSAVED)
@@ -71,18 +72,18 @@ def _by_state(snapshot: Snapshot) -> Symptom | None:
     if run.state == "lost":
         if scheduler.condition == "unknown":
             return Symptom(
-                "unknown", scheduler.sentence or "its scheduler cannot be asked, and no node shows a sign of life"
+                "unknown", scheduler.sentence or "the scheduler does not respond, and no node sends a heartbeat"
             )
         return _death(snapshot, run.message)
     return None
 
 
 def _death(snapshot: Snapshot, message: str) -> Symptom:
-    """The run is over, or a part of it is gone."""
+    """Return the symptom of a run that ended, or that lost ranks or nodes."""
     first = _first_dead(snapshot)
-    told_lost = lost_by_word(snapshot)
-    lost = [*_lost_nodes(snapshot), *told_lost]
-    broke_with_it = first is not None and first.node not in lost and bool(told_lost)
+    reported_lost = reported_losses(snapshot)
+    lost = [*_lost_nodes(snapshot), *reported_lost]
+    broke_with_it = first is not None and first.node not in lost and bool(reported_lost)
     if first is not None and not broke_with_it and not _fell_silent_before(snapshot, lost, first):
         return _ended_for_a_hang(snapshot, message) or Symptom(
             "dead", message, ranks=(first.rank,), nodes=(first.node,), moment=first.ended_at
@@ -95,16 +96,16 @@ def _death(snapshot: Snapshot, message: str) -> Symptom:
     return Symptom("dead", message)
 
 
-def lost_by_word(snapshot: Snapshot) -> dict[str, str]:
-    """Node → how its agent was lost, as the others said when the run ended for it; it may have been started anew since,
-    and look well."""
-    losses = reversed(LOST.findall(snapshot.run.message))  # the first word of a node is why, others follow from it
+def reported_losses(snapshot: Snapshot) -> dict[str, str]:
+    """Return node → how its agent was lost, as the other agents reported when the run ended. The agent may have been
+    restarted since, and look healthy."""
+    losses = reversed(LOST.findall(snapshot.run.message))  # the first report on a node is the reason
     lost = {node: how for node, how in losses if node in snapshot.run.nodes}
     return {} if len(lost) == len(snapshot.run.nodes) else lost
 
 
 def _fell_silent_before(snapshot: Snapshot, lost: Sequence[str], first: SnapshotRank) -> bool:
-    """Whether ranks elsewhere died because a node was gone: their connections to it broke."""
+    """Return whether a node was lost before ranks elsewhere failed because their connections to it broke."""
     if not lost or first.node in lost or first.ended_at is None:
         return False
     ages = [node.heartbeat_age_seconds for node in snapshot.nodes if node.name in lost]
@@ -113,7 +114,8 @@ def _fell_silent_before(snapshot: Snapshot, lost: Sequence[str], first: Snapshot
 
 
 def _ended_for_a_hang(snapshot: Snapshot, message: str) -> Symptom | None:
-    """The agents ended all ranks because none moved: how each ended says nothing, what it was in when it did may."""
+    """Return the symptom if the agents ended all ranks for lack of progress. Exit codes then say nothing; the activity
+    in which a rank ended may."""
     match = _HANG.search(message)
     if match is None:
         return None
@@ -128,7 +130,7 @@ def _ended_for_a_hang(snapshot: Snapshot, message: str) -> Symptom | None:
 
 
 def _dead_ranks(snapshot: Snapshot) -> Symptom | None:
-    """Somebody died and the run has not ended: nobody has begun to come back from it."""
+    """Return the symptom if a rank or node failed, the run has not ended, and recovery has not begun."""
     lost = _lost_nodes(snapshot)
     first = _first_dead(snapshot)
     if first is None and not lost:
@@ -144,7 +146,7 @@ def _first_dead(snapshot: Snapshot) -> SnapshotRank | None:
 
 
 def _lost_nodes(snapshot: Snapshot) -> list[str]:
-    """Nodes whose agent should beat and does not."""
+    """Return nodes whose agent should send heartbeats and does not."""
     limit = threshold("heartbeat_lost_seconds")
     return [
         node.name
@@ -152,7 +154,7 @@ def _lost_nodes(snapshot: Snapshot) -> list[str]:
         if node.heartbeat_state in ("running", "spare")
         and ((node.heartbeat_age_seconds or 0.0) > limit or node.agent_is_alive is False)
         and node.name in (snapshot.run.nodes or (node.name,))
-        and not (snapshot.run.storage and node.agent_is_alive)  # a disk that takes no heartbeat makes all of them old
+        and not (snapshot.run.storage and node.agent_is_alive)  # heartbeats cannot be stored, and look old
     ]
 
 
@@ -165,7 +167,7 @@ def _hung(snapshot: Snapshot) -> Symptom | None:
         for rank in snapshot.ranks
         if rank.is_alive is not False and rank.kind != "idle" and rank.progress_age_seconds is not None
     ]
-    # One that is let go again at once is slow, not hung; steps still come.
+    # A rank that is continued at once is slow, not hung: it still finishes steps.
     stopped = [
         rank
         for rank in snapshot.ranks
@@ -179,7 +181,7 @@ def _hung(snapshot: Snapshot) -> Symptom | None:
     if not moving:
         return _silent(snapshot)
     oldest = max(_age(rank) for rank in moving)
-    # Who stopped moving at the same moment may be what the others wait for: the most patient of them is asked.
+    # Ranks that stopped at the same moment may be waiting for each other: the longest limit among them counts.
     first = [rank for rank in moving if _age(rank) >= oldest - threshold("early_margin_seconds")]
     if oldest < max(_limit(rank, snapshot) for rank in first):
         return None
@@ -192,7 +194,7 @@ def _hang(snapshot: Snapshot, culprits: Sequence[SnapshotRank], seconds: float) 
     evidence = [f"no rank has made progress for {whole_duration(seconds)}{at}"]
     return Symptom(
         "hung",
-        f"has not moved for {whole_duration(seconds)}{at}",
+        f"has made no progress for {whole_duration(seconds)}{at}",
         tuple(evidence),
         ranks=tuple(rank.rank for rank in culprits),
         nodes=_nodes(culprits),
@@ -202,10 +204,10 @@ def _hang(snapshot: Snapshot, culprits: Sequence[SnapshotRank], seconds: float) 
 
 def _limit(rank: SnapshotRank, snapshot: Snapshot) -> float:
     steps = threshold("hung_steps") * (rank.step_seconds or 0.0)
-    own = rank.progress_limit_seconds or 0.0  # a command is silent while it evaluates, and says for how long it may be
+    own = rank.progress_limit_seconds or 0.0  # a command may be silent while it evaluates, up to `progress.hang`
     hung = hung_in(rank.kind)
     if rank.kind in STEPPING or hung is None:
-        if not rank.step_seconds:  # its pace is not known yet: it may be compiling
+        if not rank.step_seconds:  # its step time is not known yet: it may be compiling
             return hung_in("compile") or 0.0
         return max(threshold("hung_seconds"), steps, own)
     if rank.kind == "checkpoint":
@@ -215,7 +217,7 @@ def _limit(rank: SnapshotRank, snapshot: Snapshot) -> float:
 
 
 def _culprits(ranks: Sequence[SnapshotRank]) -> list[SnapshotRank]:
-    """Whom the others wait for; none where nothing sets anybody apart."""
+    """Return the ranks that the others wait for; empty if no rank stands out."""
     asleep = [rank for rank in ranks if rank.process_state in ("D", "T", "Z")]
     if asleep and len(asleep) < len(ranks):
         return asleep
@@ -229,7 +231,7 @@ def _culprits(ranks: Sequence[SnapshotRank]) -> list[SnapshotRank]:
         return apart
     running = [rank for rank in ranks if rank.process_state == "R"]
     if running and 2 * len(running) <= len(ranks) and all(rank.process_state in ("R", "S") for rank in ranks):
-        return running  # the others sleep until they are sent something; those that wait for a GPU would run as well
+        return running  # the others sleep in a receive; ranks that wait for a GPU would be running too
     oldest = max(_age(rank) for rank in ranks)
     usual = statistics.median(rank.step_seconds or 0.0 for rank in ranks)
     margin = max(threshold("early_margin_seconds"), 0.25 * usual)
@@ -240,7 +242,7 @@ def _culprits(ranks: Sequence[SnapshotRank]) -> list[SnapshotRank]:
 
 
 def _silent(snapshot: Snapshot) -> Symptom | None:
-    """Nobody tells what the ranks do; only that no metric comes any more."""
+    """Return a hang by missing metrics alone, where no agent reports what the ranks are doing."""
     run = snapshot.run
     since = run.updated_at if run.updated_at is not None else run.generation_began
     if since is None or run.state not in ("running", "starting"):
@@ -261,7 +263,7 @@ def _wrong(snapshot: Snapshot) -> list[Symptom]:
     ranks = _odd_ranks(snapshot)
     if ranks:
         names = ", ".join(str(rank.rank) for rank in ranks)
-        text = f"computes something else on rank {names} than on the others"
+        text = f"computes different values on rank {names} than on the other ranks"
         result.append(
             Symptom(
                 "wrong",
@@ -279,19 +281,19 @@ def _wrong(snapshot: Snapshot) -> list[Symptom]:
         quantity = "loss" if _ends_badly(losses) else "gradient norm"
         series = snapshot.series.loss if quantity == "loss" else snapshot.series.gradient_norm
         since = next((step for step, value in series if not math.isfinite(value)), None)
-        evidence = (f"the {quantity} is not a number since step {since}",)
-        text = f"computes no numbers any more: its {quantity} is not finite"
+        evidence = (f"the {quantity} has been NaN or Inf since step {since}",)
+        text = f"has a {quantity} that is NaN or Inf"
         result.append(Symptom("wrong", text, evidence, lost_share=1.0, sign="not_a_number"))
     elif (left := _left_its_way(losses)) is not None:
         sign, text = left
-        # What is computed after a jump may be as good as ever; after the others it is not.
+        # Training may recover from a spike; after NaN or divergence it is lost.
         lost = 0.0 if sign == "loss_spike" else 1.0
-        result.append(Symptom("wrong", text, (f"its newest losses are {_short(losses)}",), lost_share=lost, sign=sign))
+        result.append(Symptom("wrong", text, (f"latest losses: {_short(losses)}",), lost_share=lost, sign=sign))
     return result
 
 
 def _odd_ranks(snapshot: Snapshot) -> list[SnapshotRank]:
-    """Ranks whose state differs from its copies, or whose gradients are far from their own and the others' usual."""
+    """Return ranks whose state differs from its replicas, or whose gradient norm is far off its usual value."""
     differ = [rank for rank in snapshot.ranks if rank.differs_from_copies]
     if differ:
         return differ if 2 * len(differ) <= len(snapshot.ranks) or len(differ) == 1 else []
@@ -314,22 +316,20 @@ def _odd_ranks(snapshot: Snapshot) -> list[SnapshotRank]:
 
 def _oddity(rank: SnapshotRank) -> str:
     if rank.differs_from_copies:
-        return (
-            f"the state of rank {rank.rank} on {rank.node} has another checksum than that of the ranks it should equal"
-        )
+        return f"the state of rank {rank.rank} on {rank.node} has a different checksum than its replicas on other ranks"
     norm, usual = rank.gradient_norm or 0.0, rank.gradient_norm_usual
     against = f", usually {usual:.3g}" if usual else ""
-    return f"rank {rank.rank} on {rank.node} has a gradient norm of {norm:.3g}{against}; the other ranks are as usual"
+    return f"rank {rank.rank} on {rank.node} has a gradient norm of {norm:.3g}{against}; the other ranks are normal"
 
 
 def _ends_badly(values: Sequence[float]) -> bool:
-    """Most of the newest are not finite: one bad step that was skipped is no fault."""
+    """Return whether most of the newest values are not finite: one bad step that was skipped is not a fault."""
     newest = values[-NEWEST_LOSSES:]
     return bool(newest) and 2 * sum(not math.isfinite(value) for value in newest) > len(newest)
 
 
 def _left_its_way(values: Sequence[float]) -> tuple[str, str] | None:
-    """(sign, words) of losses that grow."""
+    """Return (sign, sentence) if the losses grow."""
     losses = [value for value in values if math.isfinite(value)]
     if len(losses) < MIN_LOSSES:
         return None
@@ -342,10 +342,10 @@ def _left_its_way(values: Sequence[float]) -> tuple[str, str] | None:
     far = max(threshold("spike_spreads") * spread, 0.05)
     last = statistics.median(parts[-1])
     if last > level * threshold("diverged_ratio") and last - level > far and newest >= last * 0.98:
-        return "diverged", f"diverges: its loss was {level:.3g} and is {newest:.3g}"
+        return "diverged", f"diverges: its loss rose from {level:.3g} to {newest:.3g}"
     before = statistics.median(losses[-quarter - NEWEST_LOSSES : -NEWEST_LOSSES])
     if newest > before * threshold("spike_ratio") and newest - before > far:
-        return "loss_spike", f"has a loss that jumped from {before:.3g} to {newest:.3g}"
+        return "loss_spike", f"has a loss spike from {before:.3g} to {newest:.3g}"
     return None
 
 
@@ -359,7 +359,7 @@ def _slow(snapshot: Snapshot) -> list[Symptom]:
     held_up = sum(item.lost_share for item in straggling)
     slowness = find_slowness(snapshot)
     for element in slowness:
-        # What stragglers cost is in the step too; only what is beyond that is another symptom.
+        # The step includes the cost of stragglers; only the rest is another symptom.
         rest = element.lost_share - (held_up if element.is_first else 0.0)
         is_theirs = element.phase in [one.phase for one in straggling]
         if straggling and (rest < threshold("straggler_step_share") or is_theirs):
@@ -369,11 +369,12 @@ def _slow(snapshot: Snapshot) -> list[Symptom]:
         against = since = "planned" if element.against == "plan" else "before"
         if element.against == "plan":
             low, high = snapshot.run.step_seconds_low, snapshot.run.step_seconds_high
-            against += f", {duration_range(low, high)} at most" if low and high else ""
-        text = f"takes {duration(element.step_seconds)} a step ({duration(element.reference_seconds)} {against})"
+            against += f", expected range {duration_range(low, high)}" if low and high else ""
+        text = f"takes {duration(element.step_seconds)} per step ({duration(element.reference_seconds)} {against})"
+        grown = "largest increase" if element.is_first else "also longer"
         evidence = (
             text,
-            f"{element.phase} owns most of it: {duration(element.phase_seconds)} "
+            f"{grown}: {element.phase}, {duration(element.phase_seconds)} "
             f"({duration(element.phase_reference)} {since})",
         )
         is_old = element.against == "plan" and not any(other.against == "earlier" for other in slowness)
@@ -385,7 +386,7 @@ def _slow(snapshot: Snapshot) -> list[Symptom]:
 
 
 def _blocked_by_saves(snapshot: Snapshot) -> list[Symptom]:
-    """Saves come in lumps, which medians of steps do not show; the ledger does."""
+    """Return the time blocked by checkpoints, by the ledger: medians of steps do not show rare long saves."""
     ledger, plan = snapshot.run.ledger, snapshot.run.plan
     saving = ledger.get("checkpoint", 0.0)
     wall = saving + sum(ledger.get(kind, 0.0) for kind in ("productive", "data"))
@@ -395,7 +396,7 @@ def _blocked_by_saves(snapshot: Snapshot) -> list[Symptom]:
     limit = threshold("checkpoint_share_cpu" if is_on_processors(snapshot) else "checkpoint_share")
     if saving / wall < max(limit, 3.0 * planned):
         return []
-    text = f"stands still for its checkpoints {percent(saving / wall)} of the time ({percent(planned)} planned)"
+    text = f"is blocked by checkpoints {percent(saving / wall)} of the time ({percent(planned)} planned)"
     return [Symptom("slow", text, (text,), phase="checkpoint", lost_share=saving / wall - planned)]
 
 
@@ -405,7 +406,7 @@ def _breaks_again(snapshot: Snapshot) -> list[Symptom]:
         return []
     times, ranks = len(loop.restarts), (loop.rank,) if loop.rank is not None else ()
     text = (
-        f"came back {times} times in {whole_duration(loop.seconds)}, which took {percent(loop.lost_share)} of that time"
+        f"restarted {times} times in {whole_duration(loop.seconds)}, which cost {percent(loop.lost_share)} of that time"
     )
     nodes = (loop.node,) if loop.node else ()
     return [
@@ -414,24 +415,24 @@ def _breaks_again(snapshot: Snapshot) -> list[Symptom]:
 
 
 def _overloaded(snapshot: Snapshot) -> list[Symptom]:
-    """More requests wait than are computed, and there was no moment without: the wait is a whole service time or more
-    (Little's law)."""
+    """Return overload: more requests wait than run, and the queue was never empty, so the wait is at least one service
+    time (Little's law)."""
     serving = snapshot.serving
     if serving is None or not serving.least_waiting or serving.waiting <= serving.running:
         return []
     first = serving.first_token_seconds
-    text = f"lets {counted(serving.waiting, 'request')} wait while it computes {serving.running}"
-    evidence = (text, *([f"the median request has its first token after {duration(first)}"] if first else []))
+    text = f"has {counted(serving.waiting, 'request')} waiting and {serving.running} running"
+    evidence = (text, *([f"median time to first token: {duration(first)}"] if first else []))
     return [Symptom("slow", text, evidence, phase="queue", sign=OVERLOAD)]
 
 
 def _straggles(snapshot: Snapshot, straggling: Straggling) -> Symptom:
     ranks = [rank for rank in snapshot.ranks if rank.rank in straggling.ranks]
-    others = "others" if 2 * len(ranks) < len(snapshot.ranks) else "fast ones"
+    others = "others" if 2 * len(ranks) < len(snapshot.ranks) else "fast ranks"
     one = len(ranks) == 1
     message = (
-        f"{_who(ranks)} {'spends' if one else 'spend'} {straggling.ratio:.2f} times as long on the work of a step as "
-        f"the {others}, most of it in {straggling.phase}, and {'waits' if one else 'wait'} least"
+        f"{_who(ranks)} {'spends' if one else 'spend'} {straggling.ratio:.2f} times as long as the {others} on a step "
+        f"outside collectives, mostly in {straggling.phase}, and {'waits' if one else 'wait'} least in collectives"
     )
     return Symptom(
         "slow",
@@ -447,7 +448,7 @@ def _straggles(snapshot: Snapshot, straggling: Straggling) -> Symptom:
 
 
 def _whole_leaf(snapshot: Snapshot, ranks: Sequence[SnapshotRank]) -> str:
-    """The leaf whose nodes all have slow ranks, when there are several and no other leaf has any."""
+    """Return the leaf whose nodes all have slow ranks, if it has several nodes and no other leaf is affected."""
     leaves = snapshot.run.leaves
     touched = {rank.node for rank in ranks}
     names = {leaves.get(node, "") for node in touched}
@@ -465,8 +466,8 @@ def _who(ranks: Sequence[SnapshotRank]) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0].rank} on {ranks[0].node}"
     if len(nodes) == 1:
-        return f"{counted(len(ranks), 'rank')} of {nodes[0]}"
-    return f"{len(ranks)} ranks of {', '.join(nodes[:3])}" + (
+        return f"{counted(len(ranks), 'rank')} on {nodes[0]}"
+    return f"{len(ranks)} ranks on {', '.join(nodes[:3])}" + (
         f" and {len(nodes) - 3} more nodes" if len(nodes) > 3 else ""
     )
 

@@ -1,4 +1,4 @@
-"""The tables beside this file, read once: causes, thresholds, and lines of logs that mean something."""
+"""The TOML tables of this package, read once: causes, thresholds and log patterns."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ LAYERS = ("scheduler", "device", "fabric", "collective", "framework", "storage",
 
 @dataclass(frozen=True)
 class Cause:
-    """What a verdict can name."""
+    """A cause that a verdict can name."""
 
     name: str
     layer: str
     confidence: float  # that the layer is right, when found with good evidence
     action: str
-    is_symptom: bool = False  # says where it hurts, not why
+    is_symptom: bool = False  # says where the run is affected, not why
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class LogPattern:
     expression: re.Pattern[str]
     cause: str
     meaning: str
-    is_echo: bool = False  # usually the consequence of another rank's death
+    is_echo: bool = False  # usually the consequence of another rank's failure
 
 
 @cache
@@ -47,7 +47,7 @@ def threshold(name: str) -> float:
 
 @cache
 def hung_in(kind: str) -> float | None:
-    """Seconds without progress after which a rank in this kind hangs; None for kinds of a step's own work."""
+    """Return the seconds without progress after which a rank in this activity is hung; None for the work of a step."""
     row = _table("thresholds.toml")["hung_in"].get(kind)
     return None if row is None else float(row["value"])
 

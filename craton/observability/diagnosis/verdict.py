@@ -1,4 +1,4 @@
-"""What an examination finds, and what comes of all of them."""
+"""Symptoms of a run, findings of the rules, and the verdict made from them."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ UNNAMED_FIT, ELSEWHERE_FIT, OTHER_PHASE_FIT = (
     0.85,
     0.4,
     0.5,
-)  # how well a fault fits a symptom that it may not belong to
+)  # how well a fault fits a symptom when its victim is unknown, elsewhere, or its phase is another
 TROUBLED: tuple[Condition, ...] = ("slow", "hung", "dead", "wrong")
-# Signs of runs that are slow though their steps may be as quick as ever.
-RESTARTS, OVERLOAD = "restarts", "overload"  # it breaks and comes back again and again; more is asked of it than it can
-UNSAVED = "unsaved"  # the sign of a run that waits for a disk to take its last state
+# Signs of slow runs whose steps may still be fast.
+RESTARTS, OVERLOAD = "restarts", "overload"  # a restart loop; more requests than the server can handle
+UNSAVED = "unsaved"  # the run waits until a tier can store its last state
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is not as it should be, and how well it explains what the run suffers from."""
+    """One abnormal observation, and how well it explains a symptom of the run."""
 
     cause: str  # of causes.toml
-    explains: tuple[Condition, ...]  # conditions that it can be the reason of; none: a risk
-    strength: float  # 0 to 1: how good the evidence is, and how well its victim fits the symptom
-    sentence: str  # "GPU 3 of node-1 is slowed down by heat"
+    explains: tuple[Condition, ...]  # conditions that it can cause; none: a risk
+    strength: float  # 0 to 1: quality of the evidence times how well its victim fits the symptom
+    sentence: str  # "GPU 3 on node-1 is throttled"
     evidence: tuple[str, ...] = ()
     node: str = ""
     rank: int | None = None
     leaf: str = ""
     lost_share: float | None = None  # of the run's time
-    is_risk: bool = False  # worth telling though the run does well
-    symptom: int | None = None  # which of the run's symptoms it explains best
-    evidence_strength: float = 0.0  # how good the evidence is, whatever it explains
-    # What the evidence itself asks for (the driver, NVIDIA's table of XIDs): observe, restart, reset, reboot, replace;
-    # "": nobody says, and what the cause usually needs holds.
+    is_risk: bool = False  # worth reporting even if the run is healthy
+    symptom: int | None = None  # index of the symptom that it explains best
+    evidence_strength: float = 0.0  # quality of the evidence alone
+    # Action that the evidence itself requires (the driver, NVIDIA's XID table): observe, restart, reset, reboot,
+    # replace; "": none, so the cause's usual action applies.
     health: str = ""
-    moment: float | None = None  # epoch seconds of the event it tells of; None: it is a state
-    is_urgent: bool = False  # though the run does well: it broke it before, and a spare could take the node's place
+    moment: float | None = None  # epoch seconds of the event; None: it is a state
+    is_urgent: bool = False  # the run is healthy, but this ended a generation and a spare could replace the node
 
     @property
     def about(self) -> Cause:
@@ -52,30 +52,30 @@ class Finding:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The answer to "why": one condition, one guilty layer, or that it cannot be told and what would tell."""
+    """The diagnosis: one condition and its most likely cause, or not enough evidence and what would narrow it down."""
 
     condition: Condition
-    layer: str = ""  # scheduler, device, fabric, collective, framework, storage, host; "": none, or it cannot be told
+    layer: str = ""  # scheduler, device, fabric, collective, framework, storage, host; "": none, or not enough evidence
     node: str = ""
     rank: int | None = None
     leaf: str = ""
-    cause: str = ""  # a name of causes.toml; "cannot_tell"; "": there is nothing to explain
+    cause: str = ""  # a name of causes.toml; "cannot_tell": not enough evidence; "": nothing to explain
     sentence: str = ""  # the paragraph
-    because: str = ""  # what the layer is guilty of
+    because: str = ""  # the fault, in one sentence
     evidence: tuple[str, ...] = ()
     confidence: float = 0.0  # the probability that the layer is right
     action: str = ""
     cost_dollars_per_day: float | None = None
-    would_tell: tuple[str, ...] = ()
-    others: tuple[Finding, ...] = ()  # further faults, the gravest first
+    would_tell: tuple[str, ...] = ()  # evidence that is missing, and how to get it
+    others: tuple[Finding, ...] = ()  # further findings, most severe first
     lost_share: float | None = None  # of the run's time
-    health: str = ""  # of the finding that the verdict names
+    health: str = ""  # of the finding behind the verdict
     moment: float | None = None  # the same
     is_urgent: bool = False  # the same
 
     @property
     def is_alarm(self) -> bool:
-        """Whether somebody should act."""
+        """Whether an operator should act."""
         return self.condition in TROUBLED or bool(self.cause and self.condition == "healthy")
 
     def to_json(self) -> dict[str, Any]:
@@ -86,29 +86,29 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Symptom:
-    """What the run suffers from, before anybody asks why."""
+    """An abnormal state of the run, before its cause is known."""
 
     condition: Condition
     sentence: str = ""
     evidence: tuple[str, ...] = ()
-    ranks: tuple[int, ...] = ()  # whom everybody waits for, who died or computes wrong; none: nobody more than another
+    ranks: tuple[int, ...] = ()  # the others wait for them, they failed or are wrong; empty: no rank stands out
     nodes: tuple[str, ...] = ()  # where those ranks are
-    leaf: str = ""  # all of whose nodes are among them, and no others
-    phase: str = ""  # of a step that owns the loss; "queue": what comes before a server's step
+    leaf: str = ""  # set when exactly the nodes of one leaf are affected
+    phase: str = ""  # of a step, with the largest loss; "queue": waiting before a server's step
     lost_share: float | None = None
-    since_start: bool = False  # slow from its first step on
-    moment: float | None = None  # of the first death
-    # Of a wrong run: odd_rank, not_a_number, diverged, loss_spike. Of one that was ended: hung, stopped. Of a slow one:
-    # restarts, overload.
+    since_start: bool = False  # slow since its first step
+    moment: float | None = None  # of the first failure
+    # wrong: odd_rank, not_a_number, diverged, loss_spike; dead: hung, stopped (ended by its agents); slow: restarts,
+    # overload; waiting: unsaved.
     sign: str = ""
 
     def may_come_of(self, explains: tuple[Condition, ...]) -> bool:
-        """Whether what explains these conditions may explain it. What ends ranks is why a run breaks again and again;
-        what makes steps longer is not."""
+        """Return whether a fault that explains these conditions may explain this symptom. Faults that end ranks explain
+        a restart loop; faults that slow steps do not."""
         return ("dead" if self.sign == RESTARTS else self.condition) in explains
 
     def fits(self, node: str = "", rank: int | None = None, leaf: str = "") -> bool | None:
-        """Whether a fault of this victim is where it hurts; None where one of the two names nobody."""
+        """Return whether the fault and the symptom have the same victim; None if either has none."""
         if rank is not None and self.ranks:
             return rank in self.ranks
         if node and self.nodes:
@@ -120,7 +120,7 @@ class Symptom:
 
 @dataclass(frozen=True)
 class Symptoms:
-    """All that a run suffers from, the gravest first; one condition at least."""
+    """All symptoms of a run, most severe first; never empty."""
 
     all: tuple[Symptom, ...]
 
@@ -133,7 +133,7 @@ class Symptoms:
         return self.first.condition
 
     def of(self, *conditions: Condition) -> list[Symptom]:
-        """`slow` are those that are so in their steps."""
+        """Return the symptoms with these conditions; restart loops and overload are not included in `slow`."""
         beside = (RESTARTS, OVERLOAD)
         return [symptom for symptom in self.all if symptom.condition in conditions and symptom.sign not in beside]
 
@@ -148,8 +148,8 @@ class Symptoms:
         leaf: str = "",
         phases: tuple[str, ...] = (),
     ) -> tuple[float, int | None]:
-        """How well a fault of this victim, which makes these phases longer, explains the symptom that it fits best, and
-        which one that is."""
+        """Return how well a fault with this victim and these phases explains the symptom it fits best, and the index of
+        that symptom."""
         best: tuple[float, int | None] = (0.0, None)
         for number, symptom in enumerate(self.all):
             if not symptom.may_come_of(explains):

@@ -144,4 +144,4 @@ def test_a_training_that_is_stopped_and_comes_back(root: Path) -> None:
         _, verdict = wait_for_verdict(run, lambda _, found: found.condition == "hung")
         assert (verdict.cause, verdict.node, verdict.rank) == ("rank_stopped", "node-1", 3)
         _, verdict = wait_for_verdict(run, lambda found, verdict: trains(found, verdict) and found.run.restarts > 0)
-        assert "came back once" in verdict.sentence
+        assert "restarted once" in verdict.sentence

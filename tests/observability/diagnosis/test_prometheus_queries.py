@@ -120,14 +120,14 @@ def test_a_prometheus_that_knows_nothing_of_the_run() -> None:
     with prometheus({"node_load1": [({"node": "elsewhere"}, 1.0)]}) as address:
         seen, note = ask_prometheus(healthy(2), address)
     assert seen == healthy(2)
-    assert "knows none of the nodes" in note
+    assert "has no data on the nodes" in note
 
 
 @pytest.mark.parametrize("address", ["http://127.0.0.1:1", "file:///etc/passwd", "nonsense"])
 def test_one_that_cannot_be_asked_is_a_note(address: str) -> None:
     seen, note = ask_prometheus(healthy(2), address)
     assert seen == healthy(2)
-    assert note.startswith(f"Prometheus at {address} could not be asked")
+    assert note.startswith(f"Prometheus at {address} could not be queried")
 
 
 @pytest.mark.parametrize("field", ["throttle", "sm_clock_mhz", "load"])
@@ -149,7 +149,7 @@ def test_what_was_not_answered_stays_unknown(field: str) -> None:
     seen, note = ask_prometheus(blind, "http://p", lambda expression: ask(expression, "nothing"))
     assert (diagnose(seen).cause, note) == ("straggler", "")
     seen, note = ask_prometheus(blind, "http://p", lambda expression: ask(expression, field))
-    assert note == f"Prometheus at http://p did not answer 1 of {len(queries()) + 1} queries: timed out"
+    assert note == f"Prometheus at http://p failed 1 of {len(queries()) + 1} queries: timed out"
     assert diagnose(seen).cause == "cannot_tell"
 
 

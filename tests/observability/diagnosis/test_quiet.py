@@ -90,7 +90,7 @@ def test_runs_that_came_back_say_from_what() -> None:
     told = Event("generation_started", MOMENT - 500.0, text="rank 1 on node-1 was killed by SIGKILL")
     verdict = diagnose(with_run(replace(healthy(2), events=(told,)), restarts=1))
     assert verdict.condition == "healthy"
-    assert "came back once; the last time because rank 1 on node-1 was killed by SIGKILL" in verdict.sentence
+    assert "It restarted once: rank 1 on node-1 was killed by SIGKILL." in verdict.sentence
 
 
 @pytest.mark.parametrize("state", ["done", "stopped"])

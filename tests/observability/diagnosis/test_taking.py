@@ -177,7 +177,7 @@ def test_losses_that_were_no_number(root: Path) -> None:
     snapshot = take_snapshot(run, now=NOW + 1.0)
     verdict = diagnose(snapshot)
     assert (verdict.condition, verdict.cause) == ("wrong", "not_a_number")
-    assert verdict.evidence[0] == "the loss is not a number since step 141"
+    assert verdict.evidence[0] == "the loss has been NaN or Inf since step 141"
 
 
 @pytest.mark.usefixtures("running")
@@ -295,7 +295,7 @@ def test_a_spare_that_falls_silent_is_seen(root: Path) -> None:
     assert [node.name for node in snapshot.nodes] == ["a", "b"]
     verdict = diagnose(snapshot)
     assert (verdict.condition, verdict.cause, verdict.node) == ("healthy", "spare_lost", "c")
-    assert "the spare c is lost: no sign of life for 28 s" in verdict.sentence
+    assert "the spare c is lost: no heartbeat for 28 s" in verdict.sentence
 
 
 def queue_line(ago: float, waiting: int) -> dict[str, Any]:
@@ -332,7 +332,7 @@ def test_a_server_is_asked_for_what_it_does_not_record(root: Path, monkeypatch: 
     monkeypatch.setattr("craton.observability.diagnosis.collect.snapshot.ServerWatch.look", lambda self: None)
     silent = take_snapshot(run, now=NOW + 1.0)
     assert silent.serving == Serving(8, 30, 30)
-    assert "its server gives no metrics" in silent.notes[0]
+    assert "the server returns no metrics" in silent.notes[0]
 
 
 def save(step: int, event: str = "checkpoint_saved", **fields: Any) -> dict[str, Any]:
@@ -417,7 +417,7 @@ def test_a_run_that_waits_says_what_its_scheduler_says(tmp_path: Path, capsys: p
     waits = with_scheduler(with_run(healthy(4), state="waiting"), condition="waiting", job="4711", sentence=sentence)
     saved = tmp_path / "saved.json"
     saved.write_text(waits.to_json(), encoding="utf-8")
-    action = "Wait, or ask for what is there: fewer nodes, another partition or queue, no placement."
+    action = "Wait, or request what is available: fewer nodes, another partition or queue, or no placement."
     paragraph = f"llama-8b waits as job 4711: {sentence}. {action}"
     assert why(capsys, "--replay", str(saved)) == f"{paragraph}\n"
     told = json.loads(why(capsys, "--replay", str(saved), "--json"))

@@ -231,7 +231,7 @@ def test_the_first_ranks_are_read_and_the_others_noted(tmp_path: Path, monkeypat
     write_recordings(tmp_path / "trace_", range(12), recording([entry(1)]))
     found, failed = read_dumps([tmp_path / "trace_"])
     assert list(found) == list(range(11))  # by number: as texts, 10 and 11 come before 2
-    assert failed == ["trace_11 and those after it: too many to read"]
+    assert failed == ["trace_11 and later ones: too many to read"]
 
 
 def test_recordings_are_looked_for_where_ranks_write_them(run: RunDirectory, tmp_path: Path) -> None:
@@ -296,12 +296,12 @@ class Evil:
 
 def test_a_recording_runs_no_code(tmp_path: Path) -> None:
     (tmp_path / "trace_0").write_bytes(pickle.dumps({"entries": [Evil(tmp_path / "made")]}))
-    with pytest.raises(RefusedPickle, match=r"wants posix\.mkdir; only plain data is read"):
+    with pytest.raises(RefusedPickle, match=r"loads posix\.mkdir; only plain data is allowed"):
         read_dump(tmp_path / "trace_0")
     assert not (tmp_path / "made").exists()
     found, failed = read_dumps([tmp_path / "trace_"])
     assert found == {}
-    assert failed[0].startswith("trace_0: it wants posix.mkdir")
+    assert failed[0].startswith("trace_0: it loads posix.mkdir")
 
 
 @pytest.mark.parametrize("data", [b"", b"\x80\x04", pickle.dumps([1]), b"not a pickle", pickle.dumps({"entries": 3})])

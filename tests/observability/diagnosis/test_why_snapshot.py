@@ -43,10 +43,10 @@ def test_fields_of_a_newer_craton_are_skipped() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "this is no saved snapshot"),
-        ("[]", f"no snapshot of schema {SCHEMA}"),
-        ('{"schema": 99}', "it says 99"),
-        (f'{{"schema": {SCHEMA}, "moment": 1.0, "run": 3}}', "RunFacts is written as an object"),
+        ("", "not a saved snapshot"),
+        ("[]", f"not a snapshot of schema {SCHEMA}"),
+        ('{"schema": 99}', "got 99"),
+        (f'{{"schema": {SCHEMA}, "moment": 1.0, "run": 3}}', "RunFacts must be an object"),
         (f'{{"schema": {SCHEMA}, "moment": 1.0, "run": {{"name": 5}}}}', "5 is not str"),
         (f'{{"schema": {SCHEMA}}}', "missing"),
         (f'{{"schema": {SCHEMA}, "moment": 1.0, "run": {{"name": "a", "plan": [1]}}}}', r"\[1\] is not an object"),

@@ -86,7 +86,7 @@ def test_the_page_and_why_name_the_same_ranks_or_none(
     if len(named) == 1:
         assert told.startswith(f"Rank {named[0]} on {nodes[0]} spends ")
     elif named:
-        assert told.startswith(f"4 ranks of {nodes[0]} spend ")
+        assert told.startswith(f"4 ranks on {nodes[0]} spend ")
     else:
         assert told == (
             "Ranks are compared when each has told of 13 steps"

@@ -1,11 +1,10 @@
-"""What NCCL and PyTorch themselves know of collectives: NCCL's RAS, asked twice, and the flight recorders' files.
+"""Collect the state of collectives from NCCL RAS (queried twice) and from PyTorch's flight recorder dumps.
 
-RAS (NCCL 2.24 and newer) listens on localhost:28028 of every node with a NCCL process ($NCCL_RAS_ADDR); its client
-sends lines and, since 2.28.7, is answered in JSON. A flight recorder dump is a pickle, which could run any code when
-it is loaded: it is read by an unpickler that knows no class at all, only numbers, texts, lists and dictionaries. Its
-usual place may be a folder that everybody may write to: only plain files of the run's owner are opened, and what is not
-as it should be is left out and noted. A rank that left no recording is held against it only where one would have been
-seen: all that were found are read, and others of its node left theirs.
+RAS (NCCL 2.24 and newer) listens on localhost:28028 of every node with an NCCL process ($NCCL_RAS_ADDR); since 2.28.7
+it responds in JSON. A flight recorder dump is a pickle, which could run any code when loaded: it is read by an
+unpickler that accepts no class, only numbers, strings, lists and dictionaries. Its usual folder may be world-writable:
+only regular files of the run's owner are opened, and malformed ones are skipped with a note. A missing recording counts
+against a rank only if all dumps found were readable and another rank of its node left one.
 """
 
 from __future__ import annotations
@@ -30,26 +29,26 @@ from craton.telemetry.files import open_regular
 RAS_ADDRESS, RAS_JSON = "localhost:28028", "2.28.7"
 RAS_SECONDS, RAS_PAUSE_SECONDS = 5.0, 2.0
 MAX_ANSWER_BYTES = 64 << 20
-# Where PyTorch writes when nothing is said: below the user's cache (seen in 2.11 and 2.13), or here (before).
+# PyTorch's default places: below the user's cache (seen in 2.11 and 2.13), or /tmp (before).
 CACHED_DUMP_PREFIX, OLD_DUMP_PREFIX = "torch/comm_lib_trace_rank_", "/tmp/nccl_trace_rank_"
 MAX_DUMPS, MAX_DUMP_BYTES = 16_384, 256 << 20
-DUMP_SECONDS = 30.0  # for all of them together
+DUMP_SECONDS = 30.0  # for all dumps together
 
 
 class RefusedPickle(pickle.UnpicklingError):
-    """A file that asks for more than plain data."""
+    """A pickle that contains more than plain data."""
 
 
 class RasFormatError(ValueError):
-    """RAS answers, and not in JSON: its NCCL is older."""
+    """RAS responds, but not in JSON: its NCCL is older."""
 
 
 class _PlainUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        raise RefusedPickle(f"it wants {module}.{name}; only plain data is read")
+        raise RefusedPickle(f"it loads {module}.{name}; only plain data is allowed")
 
     def persistent_load(self, pid: Any) -> Any:
-        raise RefusedPickle("it refers to something outside of itself")
+        raise RefusedPickle("it refers to an object outside the file")
 
 
 def read_collectives(
@@ -60,8 +59,8 @@ def read_collectives(
     is_local: bool = True,
     ranks_per_node: int = 1,
 ) -> tuple[Collectives, str]:
-    """What is there, and a note where something was there and could not be read. Away from the nodes (`is_local` is
-    False) only the run directory can hold recordings of this run."""
+    """Return the state of collectives, and a note on what could not be read. Away from the nodes (`is_local` is False)
+    only the run directory can hold recordings of this run."""
     communicators: tuple[Communicator, ...] = ()
     note, asked = "", False
     if asks_ras:
@@ -71,9 +70,9 @@ def read_collectives(
                 time.sleep(RAS_PAUSE_SECONDS)
                 communicators = communicators_of(first, ask_ras() or first, RAS_PAUSE_SECONDS)
         except RasFormatError:
-            note = f"NCCL's RAS on this node answers in words only (JSON since {RAS_JSON}); `ncclras` prints them"
+            note = f"NCCL RAS on this node responds in plain text (JSON since {RAS_JSON}); read it with `ncclras`"
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            note = f"NCCL's RAS answered something else than a status: {error!r}"
+            note = f"the response of NCCL RAS is not a status: {error!r}"
     owners = {os.getuid(), run.path.stat().st_uid}
     dumps, failed = read_dumps(_dump_prefixes(run, launch, is_local), since, owners)
     if failed:
@@ -86,7 +85,7 @@ def read_collectives(
 
 
 def ask_ras(address: str | None = None) -> dict[str, Any] | None:
-    """What RAS says of the job now; None where none listens, or it gives no answer. RasFormatError where it speaks no
+    """Query the RAS status of the job; None if RAS does not listen or respond. RasFormatError if it does not support
     JSON."""
     host, _, port = (address or os.environ.get("NCCL_RAS_ADDR") or RAS_ADDRESS).rpartition(":")
     if not port.isdecimal():
@@ -102,7 +101,7 @@ def ask_ras(address: str | None = None) -> dict[str, Any] | None:
             if not answer:
                 return None
             if answer != b"OK":
-                raise RasFormatError("it knows no SET FORMAT")
+                raise RasFormatError("it does not support SET FORMAT")
             connection.sendall(b"VERBOSE STATUS\n")
             received = _received(connection, deadline)
     except OSError:
@@ -110,7 +109,7 @@ def ask_ras(address: str | None = None) -> dict[str, Any] | None:
     if not received.strip():
         return None
     if not received.lstrip().startswith((b"{", b"[")):
-        raise RasFormatError("it took SET FORMAT and answered in words")
+        raise RasFormatError("it accepted SET FORMAT and responded in plain text")
     try:
         document = json.loads(received)
     except (ValueError, RecursionError):
@@ -119,8 +118,7 @@ def ask_ras(address: str | None = None) -> dict[str, Any] | None:
 
 
 def _received(connection: socket.socket, deadline: float, end: bytes | None = None) -> bytes:
-    """What comes until `end`, or until the other side has no more; TimeoutError when it takes its time, byte by byte
-    or not at all."""
+    """Receive until `end`, or until the peer closes; TimeoutError at the deadline, even if single bytes arrive."""
     received = bytearray()
     while not (end and received.endswith(end)) and len(received) < MAX_ANSWER_BYTES:
         connection.settimeout(max(1e-3, deadline - time.monotonic()))
@@ -128,13 +126,13 @@ def _received(connection: socket.socket, deadline: float, end: bytes | None = No
         if not part:
             break
         if time.monotonic() > deadline:
-            raise TimeoutError("no whole answer in time")
+            raise TimeoutError("no complete response in time")
         received += part
     return bytes(received)
 
 
 def communicators_of(first: Mapping[str, Any], second: Mapping[str, Any], seconds: float) -> tuple[Communicator, ...]:
-    """Communicators of more than one rank, the largest first."""
+    """Return communicators of more than one rank, largest first."""
     before = {_name(item): _counts(item) for item in first.get("communicators") or ()}
     communicators = [
         Communicator(
@@ -156,7 +154,7 @@ def _name(communicator: Mapping[str, Any]) -> str:
 
 
 def _counts(communicator: Mapping[str, Any]) -> dict[int, int]:
-    """rank → operations of all kinds together."""
+    """Return rank → number of operations of all kinds."""
     return {
         int(rank["rank"]): sum(int(count) for count in (rank.get("collective_counts") or {}).values())
         for rank in communicator.get("ranks") or ()
@@ -167,8 +165,8 @@ def _counts(communicator: Mapping[str, Any]) -> dict[int, int]:
 
 
 def _dump_prefixes(run: RunDirectory, launch: Mapping[str, Any], is_local: bool) -> list[Path]:
-    """Where ranks of this run may have left their recordings: a path to which each adds its rank. What was said first,
-    then what the agents say where nothing was, then what PyTorch does by itself."""
+    """Return path prefixes, to which each rank appends its number: those set by environment variables first, then the
+    agents' default, then PyTorch's defaults."""
     own = run.recording_prefix
     if not is_local:
         return [own]
@@ -182,15 +180,15 @@ def _dump_prefixes(run: RunDirectory, launch: Mapping[str, Any], is_local: bool)
 def read_dumps(
     prefixes: Sequence[Path], since: float = 0.0, owners: Set[int] | None = None
 ) -> tuple[dict[int, dict[str, Any]], list[str]]:
-    """rank → its recording, and what could not be read; older files are of another run. A run has one place for its
-    recordings: the first that holds any."""
+    """Return rank → its recording, and what could not be read. Older files belong to another run. The first prefix with
+    recordings counts."""
     dumps: dict[int, dict[str, Any]] = {}
     failed: list[str] = []
     deadline = time.monotonic() + DUMP_SECONDS
     for prefix in prefixes:
         for place, (rank, path) in enumerate(_numbered(prefix)):
             if place == MAX_DUMPS or time.monotonic() > deadline:
-                failed.append(f"{path.name} and those after it: too many to read")
+                failed.append(f"{path.name} and later ones: too many to read")
                 break
             try:
                 recording = read_dump(path, since, owners)
@@ -205,7 +203,7 @@ def read_dumps(
 
 
 def _numbered(prefix: Path) -> list[tuple[int, Path]]:
-    """(rank, file) of a place, by rank; none where it cannot be listed."""
+    """Return (rank, file) of a prefix, by rank; empty if its folder cannot be listed."""
     try:
         names = os.listdir(prefix.parent)
     except OSError:
@@ -215,19 +213,19 @@ def _numbered(prefix: Path) -> list[tuple[int, Path]]:
 
 
 def _of_their_nodes(ranks: Iterable[int], ranks_per_node: int) -> set[int]:
-    """These ranks and all others of their nodes."""
+    """Return these ranks and all others of their nodes."""
     nodes = {rank // ranks_per_node for rank in ranks}
     return {node * ranks_per_node + place for node in nodes for place in range(ranks_per_node)}
 
 
 def read_dump(path: Path, since: float = 0.0, owners: Set[int] | None = None) -> dict[str, Any] | None:
-    """One recording; None for one that is older. OSError or ValueError for a file that is not somebody's of `owners`
-    (else this user's), is no plain file, is too large, or asks for anything but plain data."""
-    # A link could lead to anybody's file, and a pipe would be waited for.
+    """Read one recording; None if it is older. OSError or ValueError if the file is not owned by one of `owners`
+    (default: this user), is not a regular file, is too large, or contains more than plain data."""
+    # A link could lead to any file, and a pipe would block.
     with open_regular(path) as file:
         about = os.fstat(file.fileno())
         if about.st_uid not in (owners or {os.getuid()}):
-            raise ValueError(f"it belongs to user {about.st_uid}, who does not own the run")
+            raise ValueError(f"owned by user {about.st_uid}, who does not own the run")
         if about.st_mtime < since:
             return None
         if about.st_size > MAX_DUMP_BYTES:
@@ -237,7 +235,7 @@ def read_dump(path: Path, since: float = 0.0, owners: Set[int] | None = None) ->
         document = _PlainUnpickler(io.BytesIO(content)).load()
     except RefusedPickle:
         raise
-    except Exception as error:  # a file that is no pickle makes the unpickler raise nearly anything
+    except Exception as error:  # on a malformed pickle the unpickler raises nearly anything
         raise ValueError(f"not a recording: {error!r}") from error
     if not isinstance(document, dict) or not isinstance(document.get("entries"), list):
         raise ValueError("not a recording: it has no entries")
@@ -248,7 +246,7 @@ def read_dump(path: Path, since: float = 0.0, owners: Set[int] | None = None) ->
 
 
 def _is_entry(entry: Any) -> bool:
-    """Whether everything that is looked at has the kind it should have."""
+    """Return whether all fields that are read have the expected types."""
     if not isinstance(entry, dict) or not isinstance(entry.get("collective_seq_id"), int):
         return False
     sizes, frames = entry.get("input_sizes") or [], entry.get("frames") or []
@@ -260,8 +258,8 @@ def _is_entry(entry: Any) -> bool:
 
 
 def stuck_collectives(dumps: Mapping[int, Mapping[str, Any]], readable: Set[int]) -> tuple[StuckCollective, ...]:
-    """Of every process group, the first collective that somebody has entered and that did not end everywhere.
-    `readable` are the ranks of which a recording would have been found."""
+    """Return, for every process group, the first collective that some rank entered and that did not finish everywhere.
+    `readable`: ranks whose recording would have been found."""
     stuck_ones = []
     for group, description, members in _groups(dumps):
         entries = {
@@ -275,12 +273,12 @@ def stuck_collectives(dumps: Mapping[int, Mapping[str, Any]], readable: Set[int]
         }
         if len(entries) < 2:
             continue
-        # A ring buffer forgets: what the shortest memory no longer has cannot be compared.
+        # Recordings are ring buffers: compare only what the shortest one still holds.
         first = max((min(element) for element in entries.values() if element), default=0)
         numbers = sorted({number for item in entries.values() for number in item if number >= first})
         if not numbers:
             continue
-        # Collectives of a group come in order: one that everybody has entered is over when there is a later one.
+        # Collectives of a group run in order: one that all ranks entered is over once there is a later one.
         candidates = (_stuck(group, description, members, entries, number, readable) for number in numbers)
         apart = next(
             (
@@ -310,11 +308,11 @@ def _stuck(
     missing = tuple(rank for rank in entries if rank not in inside)
     shapes = {rank: (str(entry.get("profiling_name")), _sizes(entry)) for rank, entry in inside.items()}
     usual, _ = Counter(shapes.values()).most_common(1)[0]
-    # Sizes of a gather to uneven parts may differ; names of one collective may not.
+    # Sizes of an uneven gather may differ; names of one collective may not.
     odd = tuple(
         rank for rank, shape in shapes.items() if shape[0] != usual[0] or (shape != usual and _is_even(usual[0]))
     )
-    # On gloo an entry that is over keeps its state and is only retired.
+    # With gloo a finished entry keeps its state and is only retired.
     pending = [rank for rank, item in inside.items() if item.get("state") != "completed" and not item.get("retired")]
     if not missing and not odd and not pending:
         return None
@@ -340,7 +338,7 @@ def _stuck(
 
 
 def _groups(dumps: Mapping[int, Mapping[str, Any]]) -> list[tuple[str, str, list[int]]]:
-    """(name, description, members) of every process group that a recording knows."""
+    """Return (name, description, members) of every process group in the recordings."""
     groups: dict[str, tuple[str, list[int]]] = {}
     for dump in dumps.values():
         for name, item in (dump.get("pg_config") or {}).items():
@@ -355,7 +353,7 @@ def _groups(dumps: Mapping[int, Mapping[str, Any]]) -> list[tuple[str, str, list
 
 
 def _members(ranks: Any) -> list[int]:
-    """A list of ranks, or its text; none where it is neither."""
+    """Parse a list of ranks, or its JSON text; empty if it is neither."""
     if isinstance(ranks, str):
         try:
             ranks = json.loads(ranks)

@@ -1,7 +1,7 @@
-"""Which file systems a run uses: those of its directory, its data and its checkpoints.
+"""File systems that a run uses: those of its directory, its data and its checkpoints.
 
-A full boot partition, or somebody's mount that does not answer, is not the run's trouble. Where the job does not say
-where its data is, shared and large file systems count, and those of the operating system do not.
+A full boot partition, or an unrelated mount that does not respond, does not affect the run. If the job does not name
+its data path, shared and large file systems count, and those of the operating system do not.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ SMALL_KINDS = re.compile(r"vfat|msdos|iso9660|squashfs|autofs|efivarfs|fuse\.(po
 
 
 def paths_of(run: RunDirectory, on: str) -> dict[str, tuple[str, ...]]:
-    """run, data, checkpoints → folders. Without a job that can be read, the run directory alone; pods have other paths
-    than their nodes, which nobody can compare."""
+    """Return run, data, checkpoints → folders; only the run directory if the job cannot be read. Empty on Kubernetes:
+    pods have other paths than their nodes."""
     if on == "kubernetes":
         return {}
     result: dict[str, tuple[str, ...]] = {"run": (str(run.path.absolute()),)}
@@ -39,7 +39,7 @@ def paths_of(run: RunDirectory, on: str) -> dict[str, tuple[str, ...]]:
 
 
 def with_holders(mounts: Sequence[SnapshotMount], paths: Mapping[str, Sequence[str]]) -> tuple[SnapshotMount, ...]:
-    """Mounts with what of the run they hold; what is known already stays."""
+    """Return the mounts with what they hold for the run; existing values stay."""
     holds: dict[str, list[str]] = {}
     for holder, folders in paths.items():
         for folder in folders:
@@ -52,7 +52,8 @@ def with_holders(mounts: Sequence[SnapshotMount], paths: Mapping[str, Sequence[s
 
 
 def is_used(mount: SnapshotMount, run: RunFacts) -> bool:
-    if mount.holds or not mount.path.startswith("/"):  # of a Lustre client, whose mount point nobody tells
+    """Return whether the run uses this file system."""
+    if mount.holds or not mount.path.startswith("/"):  # a Lustre client whose mount point is not known
         return True
     if {"data", "checkpoints"} <= run.paths.keys():
         return False

@@ -1,6 +1,6 @@
-"""This machine, looked at itself: load and pressure, file systems, and with GPUs also cards and network.
+"""Observe this machine: load and pressure, file systems, and with GPUs also GPUs and network.
 
-Rates come of two readings half a second apart. Everything is read from files of the kernel; only cards need a tool.
+Rates come from two readings half a second apart. Everything is read from /proc and /sys; only GPUs need a tool.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ NETWORK_FILE_SYSTEMS = ("lustre", "nfs", "nfs4", "ceph", "fuse", "cifs", "beegfs
 
 @dataclass(frozen=True)
 class ObservedMachine:
-    """What this machine shows."""
+    """Observations of this machine."""
 
     host: SnapshotHost
     mounts: tuple[SnapshotMount, ...]
@@ -48,7 +48,7 @@ class ObservedMachine:
     fabric: tuple[SnapshotFabricDevice, ...] = ()
 
     def onto(self, node: SnapshotNode) -> SnapshotNode:
-        """A node of the run that is on this machine, with all cards that it has."""
+        """Return a node of the run on this machine with these observations, including all GPUs."""
         return replace(
             node, host=self.host, mounts=self.mounts, gpus=self.gpus, gpus_known=self.gpus_known, fabric=self.fabric
         )
@@ -57,7 +57,7 @@ class ObservedMachine:
 @dataclass(frozen=True)
 class _Reading:
     moment: float
-    processor: Mapping[str, float]  # jiffies by what they went to
+    processor: Mapping[str, float]  # jiffies by mode
     own: float  # jiffies of this run's processes
     counters: Mapping[str, int]  # /proc/vmstat
     disks: Mapping[str, tuple[float, ...]]  # device → its line of /proc/diskstats
@@ -66,6 +66,7 @@ class _Reading:
 
 
 def look_at_machine(run: RunDirectory, with_gpus: bool, ranks_per_node: int, root: str = "/") -> ObservedMachine:
+    """Observe this machine."""
     first = _read(root, run, with_gpus)
     report = probe_node(NodeRoot(root)) if with_gpus else None
     time.sleep(max(0.0, BETWEEN_SECONDS - (time.monotonic() - first.moment)))
@@ -102,7 +103,7 @@ def _read(root: str, run: RunDirectory, with_gpus: bool) -> _Reading:
 
 
 def _processes(root: str, run: str) -> tuple[float, dict[int, str]]:
-    """Jiffies that the run's processes have used, and processes that sleep where no signal reaches them."""
+    """Return the jiffies used by the run's processes, and the processes in uninterruptible sleep."""
     own, blocked = 0.0, {}
     for folder in Path(root, "proc").glob("[0-9]*"):
         try:
@@ -118,7 +119,7 @@ def _processes(root: str, run: str) -> tuple[float, dict[int, str]]:
 
 
 def _environment_run(folder: Path) -> str:
-    """The run that a process says it belongs to: ranks of a command have nothing of it in their arguments."""
+    """Return the run in the environment of a process: ranks of a command do not have it in their arguments."""
     match = re.search(rb"(?:^|\0)CRATON_RUN=([^\0]*)", (folder / "environ").read_bytes())
     return match[1].decode(errors="replace") if match else ""
 
@@ -135,7 +136,7 @@ def _host(root: str, first: _Reading, second: _Reading) -> SnapshotHost:
     }
     load = node.read("proc/loadavg").split()
     swapped = sum(second.counters.get(name, 0) - first.counters.get(name, 0) for name in ("pswpin", "pswpout"))
-    # One that sleeps so at both looks is not just reading.
+    # A process in state D in both readings is not just doing I/O.
     blocked = [name for pid, name in second.blocked.items() if pid in first.blocked]
     return SnapshotHost(
         processors=os.cpu_count(),
@@ -152,13 +153,13 @@ def _host(root: str, first: _Reading, second: _Reading) -> SnapshotHost:
 
 
 def _pressure(node: NodeRoot, resource: str, kind: str) -> float | None:
-    """Share of the last ten seconds (Linux pressure stall information); None where the kernel does not tell."""
+    """Return the share of the last ten seconds (Linux PSI); None if the kernel does not report it."""
     match = re.search(rf"^{kind} avg10=([\d.]+)", node.read(f"proc/pressure/{resource}"), re.MULTILINE)
     return float(match[1]) / 100.0 if match else None
 
 
 def _mounts(run: RunDirectory, root: str, first: _Reading, second: _Reading) -> tuple[SnapshotMount, ...]:
-    """The file system that the run directory is on."""
+    """Return the file system of the run directory."""
     rows = [line.split() for line in NodeRoot(root, files_only=True).read("proc/self/mounts").splitlines()]
     points = [(row[1], row[2], row[0], row[3]) for row in rows if len(row) >= 4 and is_under(str(run.path), row[1])]
     if not points:

@@ -1,6 +1,6 @@
-"""A rank's process on this machine: whether it lives, what the kernel says it waits for, and its stack.
+"""Inspect a rank's process on this machine: its state, its kernel wait channel and its stack.
 
-py-spy, where it is installed and allowed, tells the Python stack; else the kernel's own files tell what they may.
+py-spy, if installed and permitted, gives the Python stack; otherwise /proc gives the kernel stack where it is readable.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ CARD_VARIABLES = ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "CUDA_VISIBLE_DEVICES")
 
 
 def look_at_process(rank: SnapshotRank) -> SnapshotRank:
+    """Return the rank with its process state and wait channel."""
     if rank.pid is None or rank.is_alive is False:
         return rank
     folder = Path(f"/proc/{rank.pid}")
     try:
         state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
-        return rank  # it may have ended since its agent wrote of it: the agent will say so
+        return rank  # it may have ended since its agent wrote its status
     return replace(
         rank,
         process_state=state if state != "t" else "T",
@@ -34,8 +35,8 @@ def look_at_process(rank: SnapshotRank) -> SnapshotRank:
 
 
 def visible_cards(pid: int) -> str:
-    """The cards of a rank's node, by index or UUID, as its environment has them; "" where it does not limit them or
-    cannot be read. Slurm's own numbers are those of the whole node, whatever the job is shown."""
+    """Return the GPUs in a rank's environment, by index or UUID; "" if it does not limit them or cannot be read.
+    Slurm's own variables number the GPUs of the whole node."""
     try:
         words = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
     except OSError:
@@ -45,7 +46,7 @@ def visible_cards(pid: int) -> str:
 
 
 def stack_of(rank: SnapshotRank) -> tuple[str, ...]:
-    """Innermost first; empty where nobody tells."""
+    """Return the stack, innermost first; empty if it cannot be read."""
     if rank.pid is None or rank.is_alive is False:
         return ()
     return _python_stack(rank.pid) or _kernel_stack(rank.pid)
@@ -70,7 +71,7 @@ def _python_stack(pid: int) -> tuple[str, ...]:
 
 
 def read_py_spy(text: str) -> tuple[str, ...]:
-    """The frames of the main thread, as `py-spy dump` prints them: four spaces and `function (file:line)`."""
+    """Parse the frames of the main thread from `py-spy dump`: four spaces and `function (file:line)`."""
     frames: list[str] = []
     is_inside = False
     for line in text.splitlines():
@@ -84,7 +85,7 @@ def read_py_spy(text: str) -> tuple[str, ...]:
 
 
 def _kernel_stack(pid: int) -> tuple[str, ...]:
-    """What root may read: the kernel's functions, as `[<0>] name+0x1/0x2`."""
+    """Return the kernel stack, readable by root: lines such as `[<0>] name+0x1/0x2`."""
     lines = _read(Path(f"/proc/{pid}/stack")).splitlines()
     names = [line.split("] ", 1)[-1].split("+", 1)[0].strip() for line in lines if "]" in line]
     return tuple(name for name in names if name and name != "0xffffffffffffffff")[:STACK_FRAMES]

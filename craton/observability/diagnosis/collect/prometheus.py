@@ -1,8 +1,8 @@
-"""What a Prometheus knows of the nodes of a run, put into its snapshot.
+"""Add what Prometheus knows about the nodes of a run to its snapshot.
 
-Every query of queries.toml is one HTTP request for the machines of the run; they go out side by side. A server that
-does not answer, or an answer that is no number, changes nothing but a note: a diagnosis must not depend on the
-monitoring being well, and what was not answered stays unknown.
+Every query of queries.toml is one HTTP request for the machines of the run; they run in parallel. A server that does
+not respond only adds a note, and a value that is not a number is ignored: a diagnosis must not depend on healthy
+monitoring, and missing values stay unknown.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ class SnapshotQuery:
     of: str
     field: str
     expression: str
-    label: str = ""  # whose value is what is asked for
+    label: str = ""  # whose value is the result
 
 
 @dataclass
 class _Known:
-    """What was answered of one node, by the key of its part: (index of a card, name of a device or mount)."""
+    """Query results for one node, by the key of each part: GPU index, name of a device or mount."""
 
     gpu: dict[str, dict[str, Any]] = field(default_factory=dict)
     fabric: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -71,19 +71,19 @@ def queries() -> tuple[SnapshotQuery, ...]:
 
 
 def ask_prometheus(snapshot: Snapshot, address: str, ask: Ask | None = None) -> tuple[Snapshot, str]:
-    """The snapshot with what the server knows of its nodes, and a note when it could not be asked."""
+    """Return the snapshot with the results, and a note if the server could not be queried."""
     machines = machines_of(snapshot.nodes)
     put = ask or (lambda expression: answer(address, of_machines(expression, machines), snapshot.moment))
     try:
         put("vector(1)")
     except (OSError, ValueError) as error:
-        return snapshot, f"Prometheus at {address} could not be asked: {error}"
+        return snapshot, f"Prometheus at {address} could not be queried: {error}"
     with ThreadPoolExecutor(AT_ONCE) as pool:
         expressions = [*(query.expression for query in queries()), OCCUPANTS]
         results = list(pool.map(lambda expression: _quietly(put, expression), expressions))
     *answers, occupants = [[] if isinstance(element, Exception) else element for element in results]
     failed = [entry for entry in results if isinstance(entry, Exception)]
-    untold = {query.field for query, item in zip(queries(), results, strict=False) if isinstance(item, Exception)}
+    unanswered = {query.field for query, item in zip(queries(), results, strict=False) if isinstance(item, Exception)}
     known_nodes: dict[str, _Known] = {}
     names = _names(snapshot, [row.get("metric") or {} for rows in answers for row in rows])
     for query, rows in zip(queries(), answers, strict=True):
@@ -91,12 +91,12 @@ def ask_prometheus(snapshot: Snapshot, address: str, ask: Ask | None = None) -> 
             for node in _nodes_of(row.get("metric") or {}, names):
                 _take(known_nodes.setdefault(node, _Known()), query, row)
     nodes = tuple(
-        _onto(node, known_nodes[node.name], snapshot.run.paths, untold) if node.name in known_nodes else node
+        _onto(node, known_nodes[node.name], snapshot.run.paths, unanswered) if node.name in known_nodes else node
         for node in snapshot.nodes
     )
-    note = "" if known_nodes else f"Prometheus at {address} knows none of the nodes of this run"
+    note = "" if known_nodes else f"Prometheus at {address} has no data on the nodes of this run"
     if failed:
-        note = f"Prometheus at {address} did not answer {len(failed)} of {len(results)} queries: {failed[0]}"
+        note = f"Prometheus at {address} failed {len(failed)} of {len(results)} queries: {failed[0]}"
     filled = replace(snapshot, nodes=nodes)
     return with_occupants(filled, _occupants(occupants, names)), note
 
@@ -111,8 +111,8 @@ def _occupants(rows: Iterable[Mapping[str, Any]], names: Mapping[str, list[str]]
 
 
 def _names(snapshot: Snapshot, rows: Iterable[Mapping[str, str]]) -> dict[str, list[str]]:
-    """What a series may call a machine → the nodes of the run that are on it. A run's own names of its nodes may be
-    those of other machines: they count only where the server knows none of its hosts."""
+    """Return machine name of a series → the nodes of the run on it. The run's own node names may be those of other
+    machines: they count only if the server has no data on its hosts."""
     hosts: dict[str, list[str]] = {}
     for node in snapshot.nodes:
         host = node.host_name or node.name
@@ -124,14 +124,14 @@ def _names(snapshot: Snapshot, rows: Iterable[Mapping[str, str]]) -> dict[str, l
 
 
 def machines_of(nodes: Iterable[SnapshotNode]) -> str:
-    """A regular expression of what the label node may be, with or without a domain."""
+    """Return a regular expression for the label node, with or without a domain."""
     names = [name.partition(".")[0] for node in nodes for name in (node.host_name, node.name) if name]
     return f"(?:{'|'.join(map(re.escape, dict.fromkeys(names)))})(?:[.].*)?"
 
 
 def of_machines(expression: str, machines: str) -> str:
-    """The expression for these machines alone, and for those whose exporter has no label node: of them nobody can tell
-    beforehand whose they are."""
+    """Restrict an expression to these machines, and to series without a label node, whose machine is known only from
+    the result."""
     if not _METRIC.search(expression):
         return expression
 
@@ -150,22 +150,22 @@ def _quietly(ask: Ask, expression: str) -> list[dict[str, Any]] | Exception:
 
 
 def answer(address: str, expression: str, moment: float) -> list[dict[str, Any]]:
-    """The rows of an instant query. ValueError when the server speaks something else."""
-    # In the body, because the names of a thousand machines are too long for an address.
+    """Return the rows of an instant query. ValueError if the response is not that of Prometheus."""
+    # POST, because the names of a thousand machines are too long for a URL.
     arguments = urllib.parse.urlencode({"query": " ".join(expression.split()), "time": f"{moment:.3f}"})
     request = urllib.request.Request(f"{address.rstrip('/')}/api/v1/query", data=arguments.encode())
     if urllib.parse.urlsplit(address).scheme not in ("http", "https"):
-        raise ValueError(f"{address!r} is not an address of a Prometheus, as http://127.0.0.1:9090 is")
+        raise ValueError(f"{address!r} is not the URL of a Prometheus, such as http://127.0.0.1:9090")
     with urllib.request.urlopen(request, timeout=ANSWER_SECONDS) as response:
         document = json.loads(response.read(ANSWER_BYTES))
     if not isinstance(document, dict) or document.get("status") != "success":
-        raise ValueError("it does not answer as Prometheus does")
+        raise ValueError("the response is not from Prometheus")
     rows = (document.get("data") or {}).get("result")
     return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
 
 
 def _nodes_of(labels: Mapping[str, str], names: Mapping[str, list[str]]) -> list[str]:
-    """The nodes of a run that a series is of: those on its machine."""
+    """Return the nodes of the run on the machine of a series."""
     messages = [labels.get(name, "") for name in ("node", "Hostname", "nodename")]
     for name in (*messages, labels.get("instance", "").rpartition(":")[0]):
         result = names.get(name) or names.get(name.partition(".")[0])
@@ -200,7 +200,7 @@ def _take(known_node: _Known, query: SnapshotQuery, row: Mapping[str, Any]) -> N
         elif label:
             part.setdefault(query.field, label)
     elif query.of == "lustre" and query.field in part:
-        # A file system has many targets: the slowest is what a program waits for; rates add up.
+        # A file system has many targets: programs wait for the slowest; rates add up.
         both = (part[query.field], value)
         part[query.field] = sum(both) if query.field.endswith("bytes_per_second") else max(both)
     else:
@@ -211,14 +211,16 @@ def _take(known_node: _Known, query: SnapshotQuery, row: Mapping[str, Any]) -> N
         part.setdefault("kind", labels.get("fstype", ""))
 
 
-def _onto(node: SnapshotNode, known_node: _Known, paths: Mapping[str, Sequence[str]], untold: Set[str]) -> SnapshotNode:
-    """What is known already, from the node itself, is newer and stays; of `untold` fields nothing is known."""
+def _onto(
+    node: SnapshotNode, known_node: _Known, paths: Mapping[str, Sequence[str]], unanswered: Set[str]
+) -> SnapshotNode:
+    """Add results to a node. Values from the node itself are newer and stay; `unanswered` fields stay unknown."""
     gpus = {gpu.index: gpu for gpu in node.gpus}
     for key, part in known_node.gpu.items():
         values = dict(part)
         xids = tuple(SnapshotXid(code, moment) for code, moment in values.pop("xids", {}).items())
         values = {**values, **({"xids": xids} if xids else {})}
-        if "throttle" in values or (part.get("sm_clock_mhz") is not None and "throttle" not in untold):
+        if "throttle" in values or (part.get("sm_clock_mhz") is not None and "throttle" not in unanswered):
             values["throttle"] = tuple(values.get("throttle", ()))
         gpus[int(key)] = _filled(gpus.get(int(key)) or SnapshotGpu(int(key)), values)
     fabric = {device.name: device for device in node.fabric}
@@ -242,7 +244,7 @@ def _onto(node: SnapshotNode, known_node: _Known, paths: Mapping[str, Sequence[s
 
 
 def _filled(part: Any, values: Mapping[str, Any]) -> Any:
-    """Sets what is not known yet, as the type that the field has."""
+    """Set fields that are not known yet, converted to the type of the field."""
     hints = hints_of(part.__class__)
     changes = {}
     for item in fields(part):

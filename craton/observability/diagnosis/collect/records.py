@@ -1,8 +1,8 @@
-"""What the files of a run tell: steps of every rank, what they do now, checkpoints, events, and lines of logs.
+"""Read the files of a run: steps of every rank, checkpoints, events and log lines.
 
-Only the ends of files are read, and less of each the more nodes there are, so that a look at a run of a thousand nodes
-reads about a hundred megabytes. Where the end of a file does not reach far enough back to compare with, a part of what
-lies before is read as well. What rank 0 alone tells is read of nodes that held it.
+Only the ends of files are read, and less of each the more nodes there are: about a hundred megabytes for a thousand
+nodes. If the end of a file does not reach back far enough for a comparison, part of the data before it is read too.
+Metrics of rank 0 are read from the nodes that held it.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from craton.telemetry import RunDirectory, read_json
 from craton.telemetry.files import open_regular, paths_in, read_lines, tail_lines
 
 RECENT_STEPS, EARLIER_STEPS, WARM_STEPS = 20, 100, 5
-NEWEST_STEPS = 5  # most of which must be odd
-ALL_BYTES, MAX_BYTES, MIN_BYTES = 128 << 20, 1 << 20, 32 << 10  # of the metrics of all nodes, and of one
+NEWEST_STEPS = 5  # a majority of them must be abnormal
+ALL_BYTES, MAX_BYTES, MIN_BYTES = 128 << 20, 1 << 20, 32 << 10  # of metrics: of all nodes, and limits for one
 ALL_EVENT_BYTES, EVENT_BYTES, LOG_BYTES = 64 << 20, 256 << 10, 48 << 10
-MAX_GENERATIONS = 32  # the newest, that are read: who held rank 0, why they began
-RESTART_SECONDS = 3600.0  # that a restart counts
+MAX_GENERATIONS = 32  # newest generations read: nodes of rank 0, reasons
+RESTART_SECONDS = 3600.0  # how long a restart counts
 MAX_LOGS = 64
-MAX_POINTS, WHOLE_POINTS = 300, 60  # of a series: thinned, but for the newest
+MAX_POINTS, WHOLE_POINTS = 300, 60  # of a series: downsampled except for the newest
 MAX_EVENTS = 40
 ROUTINE = (
     "agent_started",
@@ -51,10 +51,10 @@ class Steps:
 
     node: str
     lines: list[dict[str, Any]] = field(default_factory=list)
-    begins_here: bool = False  # whether the first of them is the first of the generation
+    begins_here: bool = False  # whether the first line is the first step of the generation
 
     def median(self, recent: bool) -> tuple[dict[str, float], int]:
-        """Phase (and "step") → median seconds, and of how many steps."""
+        """Return phase (and "step") → median seconds, and the number of steps."""
         lines = self.lines[WARM_STEPS:] if self.begins_here else self.lines
         chosen = lines[-RECENT_STEPS:] if recent else lines[-RECENT_STEPS - EARLIER_STEPS : -RECENT_STEPS]
         medians = {}
@@ -65,7 +65,7 @@ class Steps:
         return medians, len(chosen)
 
     def work_deviation(self) -> float | None:
-        """How much the work of a step swings."""
+        """Return the median absolute deviation of the work of a step."""
         lines = self.lines[-RECENT_STEPS:]
         parts = [
             (number(line.get("run_step_seconds")), number(line.get("run_communication_seconds"))) for line in lines
@@ -77,25 +77,25 @@ class Steps:
         return statistics.median(abs(work - middle) for work in works)
 
     def newest(self, name: str) -> float | None:
-        return next((value for line in reversed(self.lines) if (value := _told(line, name)) is not None), None)
+        return next((value for line in reversed(self.lines) if (value := _recorded(line, name)) is not None), None)
 
     def lasting(self, name: str) -> float | None:
-        """The median of the newest steps, so that one odd step says nothing; NaN where most of them have no number."""
-        values = [value for line in self.lines if (value := _told(line, name)) is not None][-NEWEST_STEPS:]
+        """Return the median of the newest steps, so that one outlier does not count; NaN if most are not finite."""
+        values = [value for line in self.lines if (value := _recorded(line, name)) is not None][-NEWEST_STEPS:]
         if len(values) < NEWEST_STEPS:
             return None
         finite = [value for value in values if math.isfinite(value)]
         return statistics.median(finite) if 2 * len(finite) > len(values) else math.nan
 
     def usual(self, name: str) -> float | None:
-        """The same before those."""
-        reported = [value for line in self.lines if (value := _told(line, name)) is not None][:-NEWEST_STEPS]
+        """Return the median of the steps before those."""
+        reported = [value for line in self.lines if (value := _recorded(line, name)) is not None][:-NEWEST_STEPS]
         values = [value for value in reported if math.isfinite(value)]
         return statistics.median(values) if len(values) >= WARM_STEPS else None
 
 
 def read_steps(run: RunDirectory, nodes: Sequence[str], generation: int) -> dict[int, Steps]:
-    """rank → its steps of this generation, or, before it has any, none."""
+    """Return rank → its steps of this generation, for ranks that have any."""
     size = max(MIN_BYTES, min(MAX_BYTES, ALL_BYTES // max(1, len(nodes))))
     steps_by_rank: dict[int, Steps] = {}
     for node in nodes:
@@ -115,9 +115,9 @@ def read_steps(run: RunDirectory, nodes: Sequence[str], generation: int) -> dict
 
 
 def _newest_and_earlier(path: Path, size: int) -> tuple[list[dict[str, Any]], bool]:
-    """Lines of the newest steps and, where the whole does not fit, some of those that lie as far back as is compared
-    with; and whether the first line of the file is among them. Nodes are in lock-step: on all of them it is about the
-    same steps, however long their lines are."""
+    """Return lines of the newest steps and, if the file is too large, some from as far back as comparisons reach; and
+    whether the first line of the file is included. Nodes are in lock-step, so this covers about the same steps on all
+    of them."""
     length = _bytes(path)
     if length <= size:
         return tail_lines(path, size), True
@@ -131,8 +131,8 @@ def _newest_and_earlier(path: Path, size: int) -> tuple[list[dict[str, Any]], bo
 
 
 def collective_seconds(steps: Mapping[int, Steps]) -> tuple[float | None, float | None]:
-    """What collectives take by themselves, in the recent steps and in those before: the least that any rank waits in a
-    step, since who comes last waits for nobody. Another rank may be last in every step, so it is found step by step."""
+    """Return the time of the collectives themselves, in recent and in earlier steps: the minimum wait of any rank,
+    since the last rank to arrive does not wait. The last rank may change, so this is computed step by step."""
     waits: dict[int, list[float]] = {}
     for step in steps.values():
         for line in step.lines[WARM_STEPS:] if step.begins_here else step.lines:
@@ -144,13 +144,13 @@ def collective_seconds(steps: Mapping[int, Steps]) -> tuple[float | None, float 
 
 
 def series_of(run: RunDirectory, nodes: Sequence[str]) -> Series:
-    """How rank 0 saw the run go, over generations; a step that was done twice counts the second time."""
+    """Return the metrics of rank 0 over all generations; of a repeated step, the last value counts."""
     paths = [run.metrics_path(node) for node in _first_nodes(run, nodes)]
     lines = [line for path in paths for line in tail_lines(path, MAX_BYTES) if line.get("rank") == 0]
     lines.sort(key=lambda line: float(line.get("time") or 0.0))
 
     def points(name: str) -> tuple[tuple[int, float], ...]:
-        values = {int(line.get("step") or 0): value for line in lines if (value := _told(line, name)) is not None}
+        values = {int(line.get("step") or 0): value for line in lines if (value := _recorded(line, name)) is not None}
         return thinned(sorted(values.items()))
 
     return Series(
@@ -161,7 +161,7 @@ def series_of(run: RunDirectory, nodes: Sequence[str]) -> Series:
 
 
 def _first_nodes(run: RunDirectory, nodes: Sequence[str]) -> list[str]:
-    """Nodes that have held rank 0: now, and in the last generations."""
+    """Return the nodes that hold rank 0, now and in the last generations."""
     paths = paths_in(run.path / "generations", "[0-9]*.json")[-MAX_GENERATIONS:]
     members = [nodes, *(read_json(path).get("nodes") or () for path in paths)]
     return list(dict.fromkeys(str(member[0]) for member in members if member))
@@ -176,7 +176,7 @@ def thinned(points: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...
 
 
 def read_events(run: RunDirectory) -> list[dict[str, Any]]:
-    """All that the tails of the event files hold, in the order of time."""
+    """Return the events in the tails of the event files, by time."""
     paths = paths_in(run.path / "events", "*.jsonl")
     size = max(MIN_BYTES, min(EVENT_BYTES, ALL_EVENT_BYTES // max(1, len(paths))))
     lines = [line for path in paths for line in tail_lines(path, size) if isinstance(line.get("event"), str)]
@@ -212,8 +212,8 @@ def notable(lines: Iterable[Mapping[str, Any]]) -> tuple[Event, ...]:
 
 
 def read_restarts(run: RunDirectory, first: int, now: float) -> tuple[tuple[Restart, ...], float | None]:
-    """Generations from this number on: those of the last hour that began because something broke, oldest first, and
-    when the last but one of all began. What each cost is asked of the ledger only where they are many."""
+    """Return the restarts of the last hour among generations from `first` on, oldest first, and when the previous
+    generation began. Their cost is read from the ledger only if there are many."""
     stems = [path.stem for path in paths_in(run.path / "generations", "[0-9]*.json")]
     numbers = sorted(int(stem) for stem in stems if stem.isdecimal() and int(stem) >= first)
     documents = {generation: read_json(run.generation_path(generation)) for generation in numbers[-MAX_GENERATIONS:]}
@@ -232,13 +232,14 @@ def read_restarts(run: RunDirectory, first: int, now: float) -> tuple[tuple[Rest
 
 
 def _cause(reason: str, nodes: Collection[str]) -> str:
-    """A lost node, before ranks whose connections to it broke; else the first line."""
+    """Return the report of a lost node if there is one, since ranks fail when connections to it break; else the first
+    line."""
     lost = next((item[0] for item in LOST.finditer(reason) if item[1] in nodes), None)
     return (lost.removeprefix("; ") if lost else reason.partition("\n")[0])[:300]
 
 
 def tiers_of(lines: Iterable[Mapping[str, Any]], intervals: Mapping[str, float]) -> tuple[SnapshotTier, ...]:
-    """What events tell of checkpoints, tier by tier; those of the plan that were never saved to as well."""
+    """Return the checkpoints of each tier by the events, including planned tiers without any."""
     saves: dict[str, list[Mapping[str, Any]]] = {tier: [] for tier in intervals}
     for line in lines:
         if line["event"] in ("checkpoint_saved", "checkpoint_failed", "checkpoint_skipped") and line.get("tier"):
@@ -273,8 +274,8 @@ def _tier(name: str, lines: Sequence[Mapping[str, Any]], interval: float | None)
 
 
 def read_logs(run: RunDirectory, ranks: Sequence[int], since: float, nodes: Sequence[str]) -> tuple[LogMatch, ...]:
-    """Lines that mean something at the ends of the logs of these ranks (the first are the most interesting) and of the
-    agents, that were written since."""
+    """Return the lines that match a pattern at the ends of the logs of these ranks (most relevant first) and of the
+    agents, if the log was written since."""
     log_matches: list[LogMatch] = []
     for rank in ranks[:MAX_LOGS]:
         log_matches += _matches(run.log_path(rank), since, rank=rank)
@@ -306,7 +307,7 @@ def _matches(path: Path, since: float, rank: int | None = None, node: str = "") 
 
 
 def read_serving(run: RunDirectory, nodes: Sequence[str], now: float) -> Serving | None:
-    """What a server has recorded of its queue; None where it has recorded nothing."""
+    """Return the recorded queue of a server; None without records."""
     lines = [line for node in nodes for line in tail_lines(run.metrics_path(node), EVENT_BYTES)]
     samples = sorted(
         (at, int(running), int(waiting))
@@ -317,21 +318,21 @@ def read_serving(run: RunDirectory, nodes: Sequence[str], now: float) -> Serving
     )
     if not samples:
         return None
-    # The newest that is older than a minute tells how it was when that minute began.
+    # The newest sample older than a minute gives the state when that minute began.
     since = max((at for at, _, _ in samples if at <= now - threshold("least_queue_seconds")), default=None)
     least = None if since is None else min(waiting for at, _, waiting in samples if at >= since)
     return Serving(running=samples[-1][1], waiting=samples[-1][2], least_waiting=least)
 
 
 def number(value: Any) -> float | None:
-    """A finite number, or None."""
+    """Return a finite number, or None."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
     return float(value)
 
 
-def _told(line: Mapping[str, Any], name: str) -> float | None:
-    """A number that was recorded; one that was not finite is null in the file."""
+def _recorded(line: Mapping[str, Any], name: str) -> float | None:
+    """Return a recorded number; NaN for null, which the file holds for a value that is not finite."""
     if name not in line:
         return None
     value = line[name]

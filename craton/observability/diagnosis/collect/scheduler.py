@@ -1,6 +1,6 @@
-"""What a scheduler says of a run and of its nodes, as a snapshot has it.
+"""Collect the scheduler's state of a run and of its nodes.
 
-Slurm is asked for the states of the nodes with one `sinfo`; where it does not answer in time they stay unknown.
+Node states on Slurm come from one `sinfo`; if it does not respond in time they stay unknown.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from craton.orchestration import Standing
 
 ASK_SECONDS = 10.0
 SINFO = ("sinfo", "--noheader", "--Node", "--format=%N|%T|%E")
-# Slurm's words for nodes on which nothing runs any more; one that is drained while a job still runs there is not.
+# Slurm states of nodes that run nothing; a draining node that still runs a job is not among them.
 BAD_STATES = ("down", "fail", "failing", "error", "unknown", "drained", "no_respond", "power_down", "powered_down")
 NO_REASON = ("none", "(null)", "")
 
 
 def scheduler_of(standing: Standing, on: str, hosts: Mapping[str, str]) -> SchedulerState:
-    """`hosts` is node of the run → what the scheduler calls it."""
+    """Return the scheduler's state. `hosts`: node of the run → its name in the scheduler."""
     words = f"{standing.reason} {standing.sentence}".upper()
     is_memory = standing.condition == "ended" and ("OUT_OF_MEMORY" in words or "OOMKILLED" in words)
     node_states = node_words(_sinfo(), hosts) if on == "slurm" and standing.condition != "waiting" else []
@@ -42,7 +42,7 @@ def scheduler_of(standing: Standing, on: str, hosts: Mapping[str, str]) -> Sched
 
 
 def node_words(text: str, hosts: Mapping[str, str]) -> list[NodeWord]:
-    """What `sinfo` prints of the hosts of a run's nodes, once each though a host may be in many partitions."""
+    """Parse `sinfo` for the hosts of a run; each host once, although it may be in many partitions."""
     words: dict[str, NodeWord] = {}
     nodes: dict[str, list[str]] = {}
     for node, host in hosts.items():
@@ -51,7 +51,7 @@ def node_words(text: str, hosts: Mapping[str, str]) -> list[NodeWord]:
         host, _, rest = line.strip().partition("|")
         state, _, reason = rest.partition("|")
         for name in nodes.get(host, ()):
-            # A trailing sign is a flag: * does not respond, ~ # ! % are about its power.
+            # A trailing character is a flag: * not responding, ~ # ! % power states.
             plain = state.rstrip("*~#!%$@^-").lower()
             is_bad = plain in BAD_STATES or state.endswith("*")
             words[name] = NodeWord(name, state, "" if reason.lower() in NO_REASON else reason, is_bad)

@@ -1,9 +1,8 @@
-"""`take_snapshot`: everything there is to see of a run, from wherever this is.
+"""`take_snapshot`: collect all evidence about a run that is available from this machine.
 
-The run directory tells most. Its scheduler is asked once. A node that is this machine is looked at itself: its
-processes, cards, network, file systems and load. A Prometheus, when one is named, tells of the other nodes. NCCL's
-RAS and PyTorch's flight recorders are read when they are there. What cannot be looked at is noted in the snapshot and
-never fails it.
+Most comes from the run directory. The scheduler is queried once. A node that is this machine is observed directly: its
+processes, GPUs, network, file systems and load. Prometheus, if configured, covers the other nodes. NCCL RAS and
+PyTorch's flight recorders are read if present. What cannot be observed becomes a note and never fails the snapshot.
 """
 
 from __future__ import annotations
@@ -69,16 +68,17 @@ from craton.telemetry import (
 from craton.telemetry.files import noting_unread, open_regular
 from craton.telemetry.node import Heartbeat, NodeStatus, read_heartbeat, read_status
 
-LOG_SECONDS = 3600.0  # older lines of logs belong to another life of the run
+LOG_SECONDS = 3600.0  # older log lines do not explain the current state
 MAX_STACKS = 4
-NCCL_CHARACTERS = 512 << 10  # of a log, from its beginning: NCCL tells when it connects
+NCCL_CHARACTERS = 512 << 10  # from the beginning of a log, where NCCL reports its network
 LAYOUT = ("pp", "replicate", "fsdp", "cp", "tp", "ep")
 
 
 def take_snapshot(
     run: RunDirectory, prometheus: str | None = None, now: float | None = None, look_here: bool = True
 ) -> Snapshot:
-    """`prometheus` is an address (else $CRATON_PROMETHEUS); without `look_here` this machine itself is left alone."""
+    """Take a snapshot. `prometheus`: URL [default: $CRATON_PROMETHEUS]; without `look_here` this machine is not
+    observed."""
     with noting_unread() as unread:
         snapshot = _taken(run, prometheus, now, look_here)
     if not unread:
@@ -157,17 +157,17 @@ def _taken(run: RunDirectory, prometheus: str | None, now: float | None, look_he
 
 
 def chosen_run(name: str | None) -> RunDirectory:
-    """The run of this name; without one, the newest. RunNotFoundError when there is none."""
+    """Return the run of this name [default: the newest]. RunNotFoundError if there is none."""
     if name is not None:
         return find_run(name)
     runs = list_runs()
     if not runs:
-        raise RunNotFoundError(f"there are no runs in {runs_root()}; CRATON_RUNS names another folder")
+        raise RunNotFoundError(f"there are no runs in {runs_root()}; set CRATON_RUNS to use another folder")
     return runs[0]
 
 
 def read_snapshot(path: Path) -> Snapshot:
-    """A saved snapshot; SnapshotError when there is none."""
+    """Read a saved snapshot. SnapshotError if the file is missing or not a snapshot."""
     try:
         return Snapshot.from_json(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -182,7 +182,7 @@ def _spares(
     moment: float,
     alive: Collection[str],
 ) -> tuple[SnapshotNode, ...]:
-    """Nodes that wait to take another's place, without those that somebody wants out of the run."""
+    """Return the spare nodes, without those that the run avoids."""
     spares = []
     away = {*facts.nodes, *read_avoided(run)}
     for name in (str(item) for item in launch.get("nodes") or () if str(item) not in away):
@@ -196,16 +196,16 @@ def _spares(
 
 
 def _serving(run: RunDirectory, facts: RunFacts, moment: float, asks: bool) -> tuple[Serving | None, str]:
-    """What a server has recorded, and what its own metrics add; a note where these cannot be read."""
+    """Return the records of a server, completed by its metrics; a note if these cannot be read."""
     recorded = read_serving(run, facts.nodes, moment)
-    if not asks or recorded is None:  # before its first request there is nothing to judge
+    if not asks or recorded is None:  # nothing to diagnose before its first request
         return recorded, ""
     try:
         answer = ServerWatch(server_of(run)).look()
     except CratonError as error:
         return recorded, str(error)
     if answer is None:
-        return recorded, "its server gives no metrics: room for keys and values, and latencies, are not known"
+        return recorded, "the server returns no metrics: KV cache usage and latencies are not known"
     asked = replace(
         recorded, running=answer.running, waiting=answer.waiting, first_token_seconds=answer.first_token_seconds
     )
@@ -213,7 +213,7 @@ def _serving(run: RunDirectory, facts: RunFacts, moment: float, asks: bool) -> t
 
 
 def _closer(run: RunDirectory, snapshot: Snapshot, here: Sequence[str]) -> Snapshot:
-    """A second look at those that the first one makes suspicious: their logs first, and their stacks."""
+    """Look closer at suspect ranks: read their logs first, and their stacks."""
     symptoms = symptoms_of(snapshot)
     suspects = [rank for symptom in symptoms.all for rank in symptom.ranks]
     ended = [rank.rank for rank in snapshot.ranks if rank.exit_code not in (0, None)]
@@ -235,7 +235,7 @@ def _closer(run: RunDirectory, snapshot: Snapshot, here: Sequence[str]) -> Snaps
 
 
 def _hosts(run: RunDirectory, facts: RunFacts, beats: Mapping[str, Heartbeat | None]) -> dict[str, str]:
-    """Node of the run → the machine it is on: as its scheduler calls it, else as it calls itself."""
+    """Return node of the run → its machine: the name in the scheduler, else its own host name."""
     try:
         called = hosts_of(run) if facts.on != "local" else {}
     except CratonError:
@@ -245,7 +245,7 @@ def _hosts(run: RunDirectory, facts: RunFacts, beats: Mapping[str, Heartbeat | N
 
 
 def _visible(snapshot: Snapshot, launch: Mapping[str, Any], here: Sequence[str]) -> dict[str, str]:
-    """Node → its cards, where the launch or the environment of a rank on this machine limits them."""
+    """Return node → its GPUs, where the launch or the environment of a rank on this machine limits them."""
     cards_by_node = {str(node): str(cards) for node, cards in (launch.get("cards") or {}).items()}
     for rank in snapshot.ranks:
         if rank.node in here and rank.node not in cards_by_node and rank.pid is not None:
@@ -254,7 +254,7 @@ def _visible(snapshot: Snapshot, launch: Mapping[str, Any], here: Sequence[str])
 
 
 def _with_network(run: RunDirectory, node: SnapshotNode, snapshot: Snapshot) -> SnapshotNode:
-    """What NCCL says it uses, in the log of the node's first rank; it does with NCCL_DEBUG=INFO."""
+    """Add the network that NCCL reports in the log of the node's first rank (with NCCL_DEBUG=INFO)."""
     first = next((rank.rank for rank in snapshot.ranks if rank.node == node.name), None)
     if first is None or node.nccl_network:
         return node
@@ -321,7 +321,7 @@ def _facts(
 
 
 def _rescued(run: RunDirectory) -> str:
-    """Where the last state of a run lies that no tier took."""
+    """Return where the last state of a run is, if no tier stored it."""
     rescue = find_rescue(run)
     return f"its state of step {rescue.step:,} is in {rescue.path}, not in its tier: {rescue.reason}" if rescue else ""
 
@@ -401,7 +401,7 @@ def _with_status(rank: SnapshotRank, status: NodeStatus | None, facts: RunFacts,
         step=max(rank_status.step, rank.step or 0) or None,
         step_seconds=rank_status.step_seconds or rank.step_seconds,
         progress_age_seconds=rank_status.progress_age_seconds + max(0.0, moment - status.time),
-        # Of a rank whose pace its agent does not know, it is what a start may take.
+        # Before the agent knows the step time, the limit is that of a start.
         progress_limit_seconds=(rank_status.progress_limit_seconds or None) if rank_status.step_seconds else None,
         is_stopped=rank_status.is_stopped,
         is_alive=True,

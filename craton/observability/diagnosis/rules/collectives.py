@@ -1,4 +1,4 @@
-"""Collectives: which one did not end, and who is not in it, by NCCL's RAS and by PyTorch's flight recorder."""
+"""Rules for collectives: which one is stuck and which ranks are missing, by NCCL RAS and PyTorch's flight recorder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def examine_collectives(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]
 
 def _stuck(stuck: StuckCollective, snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
     which = f"collective {stuck.sequence} ({stuck.operation}) of group {stuck.description or stuck.group}"
-    at = [f"it was called from {stuck.stack[0]}"] if stuck.stack else []
+    at = [f"called from {stuck.stack[0]}"] if stuck.stack else []
     if stuck.mismatch:
         odd = stuck.mismatched
         rank = odd[0] if len(odd) == 1 else None
@@ -37,7 +37,7 @@ def _stuck(stuck: StuckCollective, snapshot: Snapshot, symptoms: Symptoms) -> li
     if not absent or 2 * len(absent) > max(2, len(stuck.expected)):
         return []
     did = "never entered" if stuck.missing else "left no recording of"
-    message = f"{named(absent, 'rank ')} {did} {which}, in which the others wait"
+    message = f"{named(absent, 'rank ')} {did} {which}, where the others wait"
     return finding(
         symptoms,
         "rank_missing_in_collective",
@@ -51,12 +51,12 @@ def _stuck(stuck: StuckCollective, snapshot: Snapshot, symptoms: Symptoms) -> li
 
 
 def _counted(communicator: Communicator, snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
-    """Who has begun fewer operations than the others, and does not catch up. Communicators number their own members:
-    only those of the whole world number them as the run does."""
+    """Find ranks that started fewer operations than the others and do not catch up. Only communicators of the whole
+    world number their members as the run does."""
     if communicator.size != snapshot.run.world:
         return []
     if communicator.missing:
-        message = f"NCCL's RAS gets no answer from {named(communicator.missing, 'rank ')}"
+        message = f"NCCL RAS gets no response from {named(communicator.missing, 'rank ')}"
         rank = communicator.missing[0]
         return finding(
             symptoms, "ranks_behind", message, ("hung", "dead"), node=_node(snapshot, rank), rank=rank, base=0.9
@@ -66,13 +66,13 @@ def _counted(communicator: Communicator, snapshot: Snapshot, symptoms: Symptoms)
         return []
     before = communicator.counts_before
     if before and any(counts.get(rank) != before.get(rank) for rank in counts):
-        return []  # it moves
+        return []  # it makes progress
     behind = sorted(rank for rank, count in counts.items() if count == min(counts.values()))
     if 2 * len(behind) > len(counts):
         return []
     message = (
-        f"NCCL's RAS counts {counts[behind[0]]} operations on {named(behind, 'rank ')}, and {max(counts.values())} on "
-        f"the others of communicator {communicator.name}"
+        f"NCCL RAS counts {counts[behind[0]]} operations on {named(behind, 'rank ')}, and {max(counts.values())} on "
+        f"the other ranks of communicator {communicator.name}"
     )
     return finding(
         symptoms,

@@ -1,4 +1,4 @@
-"""The GPUs: errors that the driver told of, cards that are gone, slowed down, or compute wrong."""
+"""Rules for GPUs: driver errors, missing GPUs, throttling, and wrong results."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from craton.observability.diagnosis.tables import threshold
 from craton.observability.diagnosis.verdict import Finding, Symptoms
 
 COMPUTING = ("compute", "optimizer")
-# Reasons that mean a fault or heat; sw_power_cap is what a card under full load does.
+# Throttle reasons that mean a fault or heat; sw_power_cap is normal under full load.
 HOT = ("hw_thermal_slowdown", "sw_thermal_slowdown", "hw_slowdown", "hw_power_brake_slowdown")
 FALLEN = (79,)
 MEMORY = (48, 63, 64, 92, 94, 95, 140, 171, 172)
 LINK = (74, 137, *range(144, 151), 155)
-NEEDS_WORK = ("reset", "reboot", "replace")  # before anything should run there again
-OF_THE_PROGRAM = (8, 11, 13, 31, 32, 43, 69)  # a wrong address or index, unless the same card has it under other jobs
-AFTERMATH = (45, 154)  # 45: cleaning up after something else; 154: what to do now
+NEEDS_WORK = ("reset", "reboot", "replace")  # required before the next job runs there
+OF_THE_PROGRAM = (8, 11, 13, 31, 32, 43, 69)  # a wrong address or index, unless the same GPU shows it under other jobs
+AFTERMATH = (45, 154)  # 45: cleanup after another error; 154: the recovery action
 
 
 def examine_devices(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
@@ -45,7 +45,7 @@ def examine_devices(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
 def _missing(node: SnapshotNode, symptoms: Symptoms) -> list[Finding]:
     if not node.gpus_known or node.expected_gpus is None or len(node.gpus) >= node.expected_gpus:
         return []
-    message = f"{node.name} shows {len(node.gpus)} of {node.expected_gpus} GPUs"
+    message = f"{node.name} reports {len(node.gpus)} of {node.expected_gpus} GPUs"
     return finding(symptoms, "gpu_lost", message, ("dead", "hung", "slow"), node=node.name, base=0.95, is_risk=True)
 
 
@@ -59,12 +59,12 @@ def _errors(snapshot: Snapshot, symptoms: Symptoms, node: SnapshotNode, gpu: Sna
     for code in dict.fromkeys(xid.code for xid in recent if xid.code not in AFTERMATH):
         fact = xid_facts().get(code)
         health = recovery_action(wanted) if asks else _asked([xid for xid in recent if xid.code == code])
-        name = fact.name if fact else "an error that no table knows"
+        name = fact.name if fact else "not in the XID table"
         times = sum(xid.code == code for xid in recent)
         moments = [xid.moment for xid in recent if xid.code == code and xid.moment is not None]
         moment = max(moments, default=None)
         message = f"{card} had XID {code} ({name})" + (f", {times} times" if times > 1 else "")
-        evidence = [message, *([f"the driver asks for: {wanted}"] if asks else []), *([fact.advice] if fact else [])]
+        evidence = [message, *([f"the driver requests: {wanted}"] if asks else []), *([fact.advice] if fact else [])]
         if code in OF_THE_PROGRAM:
             findings += finding(
                 symptoms,
@@ -98,7 +98,7 @@ def _errors(snapshot: Snapshot, symptoms: Symptoms, node: SnapshotNode, gpu: Sna
             is_urgent=health in NEEDS_WORK and _has_spare(snapshot) and any(_broke(snapshot, at) for at in moments),
         )
     if asks and not findings:
-        message = f"the driver asks to {wanted.lower()} {card}"
+        message = f"the driver requests `{wanted}` for {card}"
         findings += finding(
             symptoms,
             "gpu_error",
@@ -114,7 +114,7 @@ def _errors(snapshot: Snapshot, symptoms: Symptoms, node: SnapshotNode, gpu: Sna
 
 
 def _asked(xids: Sequence[SnapshotXid]) -> str:
-    """The gravest of what these ask for."""
+    """Return the most severe action that these XIDs require."""
     actions = [xid_action(xid.code, recovery=xid.recovery, is_fatal=xid.is_fatal) for xid in xids]
     return max(actions, key=HEALTH_ACTIONS.index)
 
@@ -128,8 +128,8 @@ def _cause_of(code: int) -> str:
 
 
 def _matters(xid: SnapshotXid, snapshot: Snapshot, symptoms: Symptoms) -> bool:
-    """Not from before the driver was loaded again, nor from before the generation that this one came back from: what
-    ended that one is still on the card, and is told once."""
+    """Return whether an XID is recent: not from before the driver was reloaded or the previous generation began. The
+    error that ended that generation is still on the GPU, and is reported once."""
     if xid.before_reload:
         return False
     if xid.moment is None:
@@ -144,7 +144,7 @@ def _matters(xid: SnapshotXid, snapshot: Snapshot, symptoms: Symptoms) -> bool:
 
 
 def _broke(snapshot: Snapshot, moment: float) -> bool:
-    """Whether a generation was ended by what happened then."""
+    """Return whether an event at this moment may have ended a generation."""
     before = threshold("xid_before_seconds")
     return any(
         recent_restart.broke_at - before <= moment <= recent_restart.moment
@@ -164,15 +164,15 @@ def _memory(snapshot: Snapshot, symptoms: Symptoms, node: SnapshotNode, gpu: Sna
     card = _card(node, gpu, rank)
     signs: list[tuple[str, float, str]] = []
     if gpu.uncorrectable_errors:
-        message = f"{card} counts {gpu.uncorrectable_errors} ECC errors that could not be corrected"
+        message = f"{card} has {gpu.uncorrectable_errors} uncorrectable ECC errors"
         signs.append((message, 0.93, "reset"))
     if gpu.remap_failed:
-        signs.append((f"{card} could not remap a bad row of its memory", 0.9, "replace"))
+        signs.append((f"{card} failed to remap a bad memory row", 0.9, "replace"))
     rate = gpu.correctable_errors_per_hour
     if rate is not None and rate > threshold("correctable_per_hour"):
-        signs.append((f"{card} corrects {rate:.0f} ECC errors an hour", 0.6, "observe"))
+        signs.append((f"{card} corrects {rate:.0f} ECC errors per hour", 0.6, "observe"))
     if gpu.remap_pending and signs:
-        signs.append((f"{card} waits for a reset to remap a row", 0.5, "reset"))
+        signs.append((f"{card} needs a reset to remap a row", 0.5, "reset"))
     if not signs:
         return []
     message, base, _ = max(signs, key=lambda sign: sign[1])
@@ -192,7 +192,7 @@ def _memory(snapshot: Snapshot, symptoms: Symptoms, node: SnapshotNode, gpu: Sna
 
 @dataclass(frozen=True)
 class _Peers:
-    """What cards of the run usually have."""
+    """Medians of the GPUs of the run."""
 
     clock_mhz: float | None
     power_limit_watts: float | None
@@ -201,11 +201,11 @@ class _Peers:
 def _speed(
     snapshot: Snapshot, symptoms: Symptoms, node: SnapshotNode, gpu: SnapshotGpu, peers: _Peers
 ) -> list[Finding]:
-    """The first of: slowed down by heat or board, a lowered power limit, a low clock, a bad PCIe link."""
+    """Return the first of: throttled by heat or board, a lowered power limit, a low clock, a degraded PCIe link."""
     rank = snapshot.rank_on(node.name, gpu.index)
     card = _card(node, gpu, rank)
     clock = f" at {gpu.sm_clock_mhz:.0f} MHz" if gpu.sm_clock_mhz else ""
-    against = f", the others run at {peers.clock_mhz:.0f}" if clock and peers.clock_mhz else ""
+    against = f", the other GPUs at {peers.clock_mhz:.0f} MHz" if clock and peers.clock_mhz else ""
     alone = False
     base = 1.0
     phases: tuple[str, ...] = COMPUTING
@@ -216,21 +216,21 @@ def _speed(
     if hot or share > threshold("throttled_share"):
         heat = f" at {gpu.temperature_celsius:.0f} °C" if gpu.temperature_celsius else ""
         why = ", ".join(hot) or f"{percent(share)} of the last minutes"
-        cause, message = "gpu_throttled", f"{card} is slowed down ({why}){heat}"
+        cause, message = "gpu_throttled", f"{card} is throttled ({why}){heat}"
         evidence = (message, f"it runs{clock}{against}") if clock else (message,)
         alone = share > threshold("throttled_share")
     elif limit and limit < (gpu.default_power_limit_watts or 0.0) * threshold("power_limit_ratio"):
         cause, message = (
             "gpu_power_capped",
-            f"{card} may take {limit:.0f} W of its {gpu.default_power_limit_watts:.0f} W",
+            f"{card} is limited to {limit:.0f} W of its {gpu.default_power_limit_watts:.0f} W",
         )
         alone = limit < (peers.power_limit_watts or 0.0) * threshold("power_limit_ratio")
         base = 0.97 if alone else 0.85
     elif _works(gpu) and (gpu.sm_clock_mhz or math.inf) < (peers.clock_mhz or 0.0) * threshold("clock_ratio"):
         cause, message, base = "gpu_clock_low", f"{card} runs{clock}{against}", 0.93
     elif (_works(gpu) and (gpu.pcie_share or 1.0) < 1.0) or replays > threshold("pcie_replays_per_second"):
-        again = f", {replays:.0f} replays a second" if replays else ""
-        cause, message = "pcie_degraded", f"{card} has {percent(gpu.pcie_share or 1.0)} of its PCIe link{again}"
+        again = f", {replays:.0f} replays per second" if replays else ""
+        cause, message = "pcie_degraded", f"{card} has {percent(gpu.pcie_share or 1.0)} of its PCIe link width{again}"
         base, phases, alone = 0.85, (), (gpu.pcie_share or 1.0) < 1.0
     else:
         return []
@@ -257,11 +257,11 @@ def _computes_wrong(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
             rank = snapshot.rank(number)
             if rank is None:
                 continue
-            # A checksum is proof. A norm is a hint: a batch, a router or an expert of one rank may be odd for a while.
+            # A checksum is proof. A norm is a hint: one rank may have an unusual batch, router or expert for a while.
             is_proved = bool(rank.differs_from_copies)
             base = 0.5 if len(symptom.nodes) > 1 else 0.97 if is_proved else 0.6
-            gpu = f"GPU {rank.gpu} of {rank.node}" if rank.gpu is not None else rank.node
-            message = f"rank {number} computes something else than the others: {gpu} is suspect"
+            gpu = f"GPU {rank.gpu} on {rank.node}" if rank.gpu is not None else rank.node
+            message = f"rank {number} computes different values than the others: {gpu} is suspect"
             findings += finding(
                 symptoms,
                 "gpu_computes_wrong",
@@ -277,9 +277,9 @@ def _computes_wrong(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
 
 
 def _works(gpu: SnapshotGpu) -> bool:
-    """An idle card clocks down, and lets its link sleep."""
+    """Return whether a GPU is busy: an idle one lowers its clock and its PCIe link."""
     return gpu.utilisation is None or gpu.utilisation > 0.5
 
 
 def _card(node: SnapshotNode, gpu: SnapshotGpu, rank: int | None) -> str:
-    return f"GPU {gpu.index} of {node.name}" + (f" (rank {rank})" if rank is not None else "")
+    return f"GPU {gpu.index} on {node.name}" + (f" (rank {rank})" if rank is not None else "")

@@ -1,4 +1,4 @@
-"""The network between and inside nodes: wrong network, missing or dead links, retransmissions, NVLink."""
+"""Rules for the network between and inside nodes: TCP fallback, missing devices, links, retransmissions, NVLink."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from craton.observability.diagnosis.verdict import Condition, Finding, Symptoms
 TALKING = ("communication",)
 # Collectives inside a node are part of the compute phase where no kernel hides them.
 INSIDE = ("communication", "compute")
-MAX_COMPLAINTS = 1.5  # times those of the next node
+MAX_COMPLAINTS = 1.5  # times the events of the next node
 
 
 def examine_fabric(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
@@ -28,14 +28,14 @@ def examine_fabric(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
 
 
 def _fallback(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
-    """NCCL on sockets where there is something faster."""
+    """Find NCCL on TCP sockets where a faster network exists."""
     if len(snapshot.run.nodes) < 2:
         return []
     slow = [node for node in snapshot.nodes if "socket" in node.nccl_network.lower() and _has_fabric(snapshot)]
     if not slow:
         return []
     node = slow[0].name if len(slow) < len(snapshot.nodes) or len(snapshot.nodes) == 1 else ""
-    message = f"NCCL talks over TCP sockets on {named([item.name for item in slow])} though there is a faster network"
+    message = f"NCCL uses TCP sockets on {named([item.name for item in slow])} although a faster network exists"
     return finding(
         symptoms, "tcp_fallback", message, ("slow", "hung"), node=node, base=0.97, phases=TALKING, is_risk=True
     )
@@ -51,8 +51,8 @@ def _devices(node: SnapshotNode, symptoms: Symptoms) -> list[Finding]:
     flaps = [device.name for device in node.fabric if device.link_downs]
     hurts: tuple[Condition, ...] = ("hung", "slow", "dead")
     if down or flaps:
-        message = f"{named(down or flaps)} of {node.name} {'is down' if down else 'lost its link and got it back'}"
-        health = "" if down else "observe"  # no node is taken out for a link that is back
+        message = f"{named(down or flaps)} on {node.name} {'is down' if down else 'lost its link and recovered'}"
+        health = "" if down else "observe"  # a node stays in service for a link that recovered
         findings += finding(
             symptoms,
             "link_down",
@@ -89,7 +89,7 @@ def _devices(node: SnapshotNode, symptoms: Symptoms) -> list[Finding]:
             base=0.93,
             phases=TALKING,
             is_risk=True,
-            health="observe",  # it is the job that leaves them out, and would on any node
+            health="observe",  # the job leaves them out, and would on any node
         )
     return findings
 
@@ -102,7 +102,7 @@ def _rails(node: SnapshotNode, symptoms: Symptoms) -> list[Finding]:
     least, most = min(known_rates, key=lambda name: known_rates[name]), max(known_rates.values())
     if known_rates[least] >= threshold("rail_ratio") * most:
         return []
-    message = f"{least} of {node.name} sends {bandwidth(known_rates[least])}, another one {bandwidth(most)}"
+    message = f"{least} on {node.name} sends {bandwidth(known_rates[least])}, the busiest NIC {bandwidth(most)}"
     return finding(symptoms, "rail_imbalance", message, ("slow",), node=node.name, base=0.88, phases=TALKING)
 
 
@@ -111,7 +111,7 @@ def _nvlink(snapshot: Snapshot, node: SnapshotNode, symptoms: Symptoms) -> list[
     for gpu in node.gpus:
         rank = snapshot.rank_on(node.name, gpu.index)
         if gpu.nvlinks_up is not None and gpu.nvlinks and gpu.nvlinks_up < gpu.nvlinks:
-            message = f"{gpu.nvlinks_up} of {gpu.nvlinks} NVLinks of GPU {gpu.index} of {node.name} are up"
+            message = f"{gpu.nvlinks_up} of {gpu.nvlinks} NVLinks of GPU {gpu.index} on {node.name} are up"
             findings += finding(
                 symptoms,
                 "nvlink_down",
@@ -124,7 +124,7 @@ def _nvlink(snapshot: Snapshot, node: SnapshotNode, symptoms: Symptoms) -> list[
             )
         rate = gpu.nvlink_errors_per_second
         if rate is not None and rate > threshold("nvlink_errors_per_second"):
-            message = f"the NVLinks of GPU {gpu.index} of {node.name} have {rate:.0f} errors a second"
+            message = f"the NVLinks of GPU {gpu.index} on {node.name} have {rate:.0f} errors per second"
             victim = rank if symptoms.fit(("slow", "hung"), rank=rank)[0] == 1.0 else None
             findings += finding(
                 symptoms,
@@ -141,7 +141,7 @@ def _nvlink(snapshot: Snapshot, node: SnapshotNode, symptoms: Symptoms) -> list[
 
 
 def _losses(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
-    """What had to be sent again, was dropped or failed: by one card, one leaf or everywhere."""
+    """Find retransmissions, drops and errors: of one device, one leaf or everywhere."""
     lossy = {node.name: text for node in snapshot.nodes if (text := _lossy(node))}
     if not lossy:
         return []
@@ -154,7 +154,7 @@ def _losses(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
         )
     leaf = next(iter(leaves)) if len(leaves) == 1 else ""
     if leaf and set(snapshot.run.leaves.values()) != {leaf}:
-        message = f"{len(lossy)} nodes of {leaf} send much again, and no others do"
+        message = f"{len(lossy)} nodes of {leaf} have packet loss or errors, and no others do"
         return finding(
             symptoms,
             "leaf_congested",
@@ -166,7 +166,7 @@ def _losses(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
             phases=TALKING,
             is_risk=True,
         )
-    message = f"{named(list(lossy))} send much again"
+    message = f"{named(list(lossy))} have packet loss or errors"
     return finding(
         symptoms,
         "retransmissions",
@@ -182,45 +182,45 @@ def _losses(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
 def _lossy(node: SnapshotNode) -> str:
     for device in node.fabric:
         if text := _loss(device):
-            return f"{device.name} of {node.name} {text}"
+            return f"{device.name} on {node.name} {text}"
     return ""
 
 
 def _loss(device: SnapshotFabricDevice) -> str:
     share = device.retransmitted_share or 0.0
     if share > threshold("retransmitted_share"):
-        return f"sends {percent(share)} of its bytes again"
+        return f"retransmits {percent(share)} of its bytes"
     if (device.errors_per_second or 0.0) > threshold("fabric_errors_per_second"):
-        return f"has {device.errors_per_second:.0f} failed requests or bad symbols a second"
+        return f"has {device.errors_per_second:.0f} failed requests or symbol errors per second"
     if (device.drops_per_second or 0.0) > threshold("drops_per_second"):
-        return f"drops {device.drops_per_second:.0f} packets a second"
+        return f"drops {device.drops_per_second:.0f} packets per second"
     return ""
 
 
 def _unresponsive(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
-    """Peers that did not answer. Where all nodes but one complain, that one is meant."""
+    """Find unresponsive peers. If all nodes but one report some, that one is the suspect."""
     complain = [node.name for node in snapshot.nodes if any(device.peer_events for device in node.fabric)]
     if not complain:
         return []
     quiet = [node.name for node in snapshot.nodes if node.name not in complain]
     node = quiet[0] if len(quiet) == 1 and len(complain) > 1 else complain[0] if len(complain) == 1 else ""
     if not quiet and len(complain) > 2:
-        # Who lost the way to all others complains of each of them, the others of one.
+        # A node that lost its network reports every other node; the others report one.
         counts = sorted(
             (sum(device.peer_events or 0.0 for device in item.fabric), item.name) for item in snapshot.nodes
         )
         if counts[-1][0] > MAX_COMPLAINTS * counts[-2][0]:
             node = counts[-1][1]
-    message = f"the network cards of {named(complain)} report peers that do not answer"
+    message = f"the NICs of {named(complain)} report unresponsive peers"
     return finding(symptoms, "peer_unresponsive", message, ("hung", "slow"), node=node, base=0.85, phases=TALKING)
 
 
 def _only_slow(symptoms: Symptoms) -> list[Finding]:
-    """Collectives take longer for everybody, and nothing says why."""
+    """Report slower collectives on all ranks without another explanation."""
     findings: list[Finding] = []
     for symptom in symptoms.of("slow"):
         if symptom.phase == "communication" and not symptom.ranks:
-            message = "collectives themselves take longer, for the rank that waits least as well"
+            message = "collectives take longer, even on the rank that waits least"
             findings += finding(
                 symptoms, "communication_slow", message, ("slow",), evidence=symptom.evidence, base=0.9, phases=TALKING
             )

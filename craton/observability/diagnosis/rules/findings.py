@@ -1,4 +1,4 @@
-"""What all examinations share: how a finding is made of evidence, a victim and the symptom that it would explain."""
+"""Shared by all rules: make a finding from evidence, a victim and the symptom that it may explain."""
 
 from __future__ import annotations
 
@@ -26,27 +26,26 @@ def finding(
     moment: float | None = None,
     is_urgent: bool = False,
 ) -> list[Finding]:
-    """One finding, as a list to add to; none where it explains nothing that the run suffers from and is no risk.
+    """Return one finding, as a list to extend; empty if it explains no symptom of the run and is not a risk.
 
-    `base` is how good the evidence alone is; a victim that is not where it hurts, or a phase that is not the slow one,
-    makes it less of an explanation.
+    `base` is the quality of the evidence alone; another victim or phase than that of the symptom lowers the strength.
     """
     share, number = symptoms.fit(explains, node, rank, leaf, phases)
     if number is None and not is_risk:
         return []
     lost = None if number is None else symptoms.all[number].lost_share
     strength = base if number is None else base * share
-    told = tuple(evidence) or (sentence,)
+    lines = tuple(evidence) or (sentence,)
     where = (node, rank, leaf)
     return [
         Finding(
-            cause, explains, strength, sentence, told, *where, lost, is_risk, number, base, health, moment, is_urgent
+            cause, explains, strength, sentence, lines, *where, lost, is_risk, number, base, health, moment, is_urgent
         )
     ]
 
 
 def named(names: Sequence[object], what: str = "") -> str:
-    """`node-1, node-2 and 3 more`."""
+    """Return `node-1, node-2 and 3 more`."""
     shown = ", ".join(str(name) for name in names[:SHOWN_NAMES])
     more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
     return f"{what}{shown}{more}"

@@ -1,4 +1,4 @@
-"""The program: how its ranks ended, where they stand, what their logs say, and which phase of a step takes too long."""
+"""Rules for the program: exit codes, hangs, log patterns, slow phases, training divergence and server overload."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SLOW_PHASES = {
     "optimizer": "optimizer_slow",
 }
 RECENT_LOG_SECONDS = 900.0
-# What TORCH_DISTRIBUTED_DEBUG=DETAIL tells of a mismatch (seen of torch 2.13): each rank its own call first.
+# How TORCH_DISTRIBUTED_DEBUG=DETAIL reports a mismatch (seen with torch 2.13): each rank lists its own call first.
 _CALLED = re.compile(r"Rank (?P<rank>\d+) is running collective: .*?OpType=(\w+).*?TensorShape=(\[[^\]]*\])")
 
 
@@ -44,7 +44,7 @@ def examine_framework(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
 
 
 def _ended(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
-    """How the rank that died first died; signals from outside are the host's affair."""
+    """Explain how the first failed rank ended; signals from outside belong to the host rules."""
     findings: list[Finding] = []
     for symptom in symptoms.of("dead"):
         if symptom.sign == "stopped":
@@ -57,7 +57,7 @@ def _ended(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
             code = rank.exit_code if rank is not None else None
             if rank is None or code is None or _broke_off(number, snapshot):
                 continue
-            during = f" while it was in {rank.ended_in}" if rank.ended_in else ""
+            during = f" in phase {rank.ended_in}" if rank.ended_in else ""
             if code in CRASHES or code - 128 in [-crash for crash in CRASHES]:
                 name = signal.Signals(-code if code < 0 else code - 128).name
                 message = f"rank {number} on {rank.node} crashed ({name}){during}"
@@ -65,26 +65,26 @@ def _ended(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
                     symptoms, "program_crashed", message, ("dead",), node=rank.node, rank=number, base=0.85
                 )
             elif code > 0 and code not in (137, 143):
-                message = f"rank {number} on {rank.node} ended by itself with exit code {code}{during}"
+                message = f"rank {number} on {rank.node} exited by itself with code {code}{during}"
                 findings += finding(symptoms, "rank_failed", message, ("dead",), node=rank.node, rank=number, base=0.75)
     return findings
 
 
 def _broke_off(number: int, snapshot: Snapshot) -> bool:
-    """Whether all that the log of a rank says is that its connection to another one ended."""
+    """Return whether the log of a rank only reports that its connection to another rank closed."""
     patterns = [log_pattern(match.pattern) for match in snapshot.logs if match.rank == number]
     known_patterns = [pattern for pattern in patterns if pattern is not None]
     return bool(known_patterns) and all(pattern.is_echo for pattern in known_patterns)
 
 
 def _ended_hanging(symptom: Symptom, snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
-    """A run that was ended because no rank moved; the odd one is what all waited for."""
+    """Explain a run that was ended for lack of progress; all ranks waited for the one with another activity."""
     culprits = [rank for number in symptom.ranks if (rank := snapshot.rank(number)) is not None]
-    message = symptom.sentence.splitlines()[0] if symptom.sentence else "no rank moved any more"
+    message = symptom.sentence.splitlines()[0] if symptom.sentence else "no rank made progress"
     if not culprits:
         return finding(symptoms, "rank_hung", message, ("dead",), base=0.6)
     kind = culprits[0].ended_in.partition("+")[0]
-    evidence = [message, f"{_them(culprits)} ended in {kind}, the others did not"]
+    evidence = [message, f"{_them(culprits)} ended in phase {kind}, the others did not"]
     one = culprits[0].rank if len(culprits) == 1 else None
     node = symptom.nodes[0] if len(symptom.nodes) == 1 else ""
     cause = HANGS_IN.get(kind, "rank_hung")
@@ -92,9 +92,9 @@ def _ended_hanging(symptom: Symptom, snapshot: Snapshot, symptoms: Symptoms) -> 
 
 
 def _logs(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
-    """What logs say. Whose connection broke because another rank died says nothing of why that one did."""
+    """Explain failures by log patterns. A broken connection does not explain why the other rank failed."""
     findings: list[Finding] = []
-    # A pattern counts once: by the victim's own line if there is one, else by the first.
+    # A pattern counts once: the victim's own line if there is one, else the first.
     by_pattern: dict[str, list[LogMatch]] = {}
     for match in snapshot.logs:
         by_pattern.setdefault(match.pattern, []).append(match)
@@ -123,16 +123,16 @@ def _logs(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
             base = 0.6
         elif name == "network_socket":
             if not any(node.fabric for node in snapshot.nodes):
-                continue  # there may be nothing faster
+                continue  # there may be no faster network
             explains, phases = ("slow",), ("communication",)
         elif name == "recompiling":
             explains, phases = ("slow",), ("compute",)
         elif pattern.cause in ("storage_stalled", "storage_full", "storage_read_only"):
             explains, phases = ("dead", "hung", "slow"), ("data", "checkpoint")
         if name == "exception" and own - {"exception"}:
-            base = 0.5  # a specific line of the same log says what the exception was
+            base = 0.5  # a more specific line of the same log explains the exception
         of = f"rank {match.rank}" if match.rank is not None else match.node or "a node"
-        message = f"the log of {of} says that {pattern.meaning}"
+        message = f"the log of {of} shows that {pattern.meaning}"
         rank = snapshot.rank(match.rank) if match.rank is not None else None
         log_findings = finding(
             symptoms,
@@ -147,9 +147,9 @@ def _logs(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
         )
         odd, why = None, ""
         if pattern.is_echo:
-            odd, why = _lost_by_all(snapshot), "lived on until it was ended: it is whom the others lost"
+            odd, why = _lost_by_all(snapshot), "ran until it was ended: it is the rank that the others lost"
         elif name == "collective_mismatch":
-            odd, why = _calls_another(snapshot, matches), "called something else than the others"
+            odd, why = _calls_another(snapshot, matches), "called another collective than the others"
         if odd is not None:
             evidence = f"only rank {odd.rank} on {odd.node} {why}"
             log_findings = [
@@ -161,7 +161,7 @@ def _logs(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
 
 
 def _calls_another(snapshot: Snapshot, matches: Sequence[LogMatch]) -> SnapshotRank | None:
-    """The one rank of several whose own log tells another collective, or another size of it, than those of the rest."""
+    """Return the one rank whose log shows another collective, or another size, than all others."""
     calls = {
         match.rank: called.groups()
         for match in matches
@@ -175,7 +175,7 @@ def _calls_another(snapshot: Snapshot, matches: Sequence[LogMatch]) -> SnapshotR
 
 
 def _lost_by_all(snapshot: Snapshot) -> SnapshotRank | None:
-    """The one rank that was ended from outside, where all others died of a connection that broke."""
+    """Return the one rank that was ended from outside, if all others failed because a connection broke."""
     others = [rank for rank in snapshot.ranks if rank.exit_code is None or rank.exit_code <= 0]
     if len(others) != 1 or len(snapshot.ranks) < 3 or others[0].exit_code != -signal.SIGTERM:
         return None
@@ -194,8 +194,8 @@ def _hangs(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
         stack = " | ".join(first.stack[:6])
         by_stack = next((cause for words, cause in FRAMES if stack and words.search(stack)), None)
         cause = HANGS_IN.get(first.kind) or by_stack or "rank_hung"
-        whom = "it" if len(culprits) == 1 else "them"
-        message = f"{_them(culprits)} {_stands(culprits, snapshot)}, and everybody waits for {whom}"
+        them = "it" if len(culprits) == 1 else "them"
+        message = f"{_them(culprits)} {_stalled(culprits, snapshot)}; all other ranks wait for {them}"
         evidence = [message, *([f"the stack of rank {first.rank}: {stack[:300]}"] if stack else [])]
         nodes = symptom.nodes
         base = 0.9 if 4 * len(culprits) <= len(snapshot.ranks) or len(culprits) == 1 else 0.7
@@ -219,16 +219,16 @@ def _them(ranks: list[SnapshotRank]) -> str:
     return f"{counted(len(ranks), 'rank')} on {named(nodes)}"
 
 
-def _stands(ranks: list[SnapshotRank], snapshot: Snapshot) -> str:
+def _stalled(ranks: list[SnapshotRank], snapshot: Snapshot) -> str:
     first = ranks[0]
     doing = {"data": "loading data", "checkpoint": "saving", "compile": "compiling", "evaluate": "evaluating"}
-    words = doing.get(first.kind, f"in {first.kind}" if first.kind else "somewhere")
+    words = doing.get(first.kind, f"in phase {first.kind}" if first.kind else "in an unknown phase")
     newest = max((rank.step for rank in snapshot.ranks if rank.step is not None), default=None)
     step = f" at step {first.step}" if first.step is not None else ""
     if newest is not None and first.step is not None and first.step < newest:
         step += f" while others are at step {newest}"
     age = first.progress_age_seconds or 0.0
-    return f"stood still {whole_duration(age)} ago, {words}{step}"
+    return f"stopped making progress {whole_duration(age)} ago, {words}{step}"
 
 
 def _slow(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
@@ -254,7 +254,7 @@ def _slow(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
             continue
         cause = "slower_than_plan" if symptom.since_start else SLOW_PHASES[symptom.phase]
         message = f"every rank takes longer in {symptom.phase}" + (
-            ", from its first step on" if symptom.since_start else " than it did before"
+            ", since the first step" if symptom.since_start else " than before"
         )
         findings += finding(
             symptoms, cause, message, ("slow",), evidence=symptom.evidence, base=0.9, phases=(symptom.phase,)
@@ -264,10 +264,10 @@ def _slow(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
 
 def _straggles(symptom: Symptom) -> str:
     one = len(symptom.ranks) == 1
-    who = f"rank {symptom.ranks[0]} of" if one else f"ranks {named(symptom.ranks)} of"
+    who = f"rank {symptom.ranks[0]} on" if one else f"ranks {named(symptom.ranks)} on"
     where = symptom.leaf or named(symptom.nodes)
     takes = "takes" if one else "take"
-    return f"{who} {where} {takes} longer in {symptom.phase} than the others, and nothing says why"
+    return f"{who} {where} {takes} longer in {symptom.phase} than the others, for no observed reason"
 
 
 def _numbers(symptoms: Symptoms) -> list[Finding]:
@@ -275,9 +275,9 @@ def _numbers(symptoms: Symptoms) -> list[Finding]:
     for symptom in symptoms.of("wrong"):
         if symptom.sign in ("not_a_number", "diverged", "loss_spike"):
             message = {
-                "not_a_number": "the training itself broke: no card or rank stands out",
-                "diverged": "the training left its way: its loss grows",
-                "loss_spike": "the loss jumped and has not come back",
+                "not_a_number": "training is numerically unstable: no GPU or rank stands out",
+                "diverged": "training diverges: the loss keeps rising",
+                "loss_spike": "the loss spiked and has not recovered",
             }[symptom.sign]
             findings += finding(symptoms, symptom.sign, message, ("wrong",), evidence=symptom.evidence, base=1.05)
     return findings
@@ -288,8 +288,8 @@ def _overload(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
     if serving is None or not symptoms.signed(OVERLOAD):
         return []
     preempted = serving.preemptions or 0
-    evidence = [f"{preempted} running requests were taken out again for want of room"] if preempted else []
-    cause, message = "server_overloaded", "requests come faster than it can compute them"
+    evidence = [f"{preempted} running requests were preempted for lack of KV cache blocks"] if preempted else []
+    cause, message = "server_overloaded", "requests arrive faster than the server completes them"
     if (serving.kv_share or 0.0) > threshold("kv_share"):
-        cause, message = "server_memory_full", f"{percent(serving.kv_share)} of its room for keys and values is in use"
+        cause, message = "server_memory_full", f"{percent(serving.kv_share)} of the KV cache is in use"
     return finding(symptoms, cause, message, ("slow",), evidence=[message, *evidence], base=0.95, phases=("queue",))

@@ -1,18 +1,18 @@
-"""The machines under the ranks: lost, out of memory or processors, and processes that somebody stopped or killed."""
+"""Rules for hosts: lost nodes, memory, CPU contention, and stopped or killed processes."""
 
 from __future__ import annotations
 
 import signal
 
-from craton.formatting import bandwidth, percent, whole_duration
+from craton.formatting import bandwidth, counted, percent, whole_duration
 from craton.observability.diagnosis.rules.findings import finding, named
 from craton.observability.diagnosis.snapshot import Snapshot, SnapshotHost, SnapshotNode
-from craton.observability.diagnosis.symptoms import lost_by_word
+from craton.observability.diagnosis.symptoms import reported_losses
 from craton.observability.diagnosis.tables import threshold
 from craton.observability.diagnosis.verdict import Finding, Symptoms
 
 ALL_WORK = ("data", "compute", "optimizer")
-WRONG_PLACE, SAME_SHARE = 0.3, 0.8  # what is left of an explanation that holds for others as well; "the same crowd"
+WRONG_PLACE, SAME_SHARE = 0.3, 0.8  # weight of an explanation that holds for healthy ranks too; "the same load"
 KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
 ENDED = (-signal.SIGTERM, 128 + signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
 
@@ -29,16 +29,16 @@ def examine_host(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
 
 
 def memory_ran_out(snapshot: Snapshot, name: str) -> str:
-    """What says that the kernel kills processes of this node for memory; "": nothing does."""
+    """Return the evidence that the kernel's OOM killer is active on this node; "": none."""
     node = snapshot.node(name)
     host = node.host if node else None
     if host is None:
         return ""
     if host.out_of_memory_kills:
-        return f"the kernel of {name} has killed {host.out_of_memory_kills} processes for memory lately"
+        return f"the OOM killer of {name} recently killed {counted(host.out_of_memory_kills, 'process', 'processes')}"
     share = host.memory_available_share
     if share is not None and share < threshold("memory_available_share"):
-        return f"{name} has {percent(share)} of its memory left"
+        return f"{name} has {percent(share)} of its memory available"
     return ""
 
 
@@ -49,28 +49,28 @@ def _lost(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
         for node in snapshot.nodes
         if node.heartbeat_state in ("running", "spare")
         and ((node.heartbeat_age_seconds or 0.0) > limit or node.agent_is_alive is False)
-        and not (snapshot.run.storage and node.agent_is_alive)  # a disk that takes no heartbeat makes all of them old
+        and not (snapshot.run.storage and node.agent_is_alive)  # heartbeats cannot be stored, and look old
     ]
     if stopped := [node for node in lost if node.stopped_agent is not None]:
         return [item for node in stopped for item in _stopped_agent(node, symptoms)]
-    words = lost_by_word(snapshot) if symptoms.condition == "dead" else {}
-    if not lost and not words and symptoms.condition == "dead" and snapshot.run.state == "lost":
-        message = snapshot.run.message.splitlines()[0] if snapshot.run.message else "no node shows a sign of life"
+    reported = reported_losses(snapshot) if symptoms.condition == "dead" else {}
+    if not lost and not reported and symptoms.condition == "dead" and snapshot.run.state == "lost":
+        message = snapshot.run.message.splitlines()[0] if snapshot.run.message else "no node sends a heartbeat"
         return finding(symptoms, "agents_gone", message, ("dead",), base=0.85)
-    if not lost and not words:
+    if not lost and not reported:
         return []
     if len(lost) == len(snapshot.nodes) and len(lost) > 1:
         age = min(node.heartbeat_age_seconds or 0.0 for node in lost)
-        message = f"all {len(lost)} nodes fell silent, the last one {whole_duration(age)} ago"
+        message = f"all {len(lost)} nodes stopped sending heartbeats, the last one {whole_duration(age)} ago"
         return finding(symptoms, "agents_gone", message, ("dead", "hung"), base=0.9)
     findings: list[Finding] = []
     for node in lost:
         if node.agent_is_alive is False:
-            message = f"the agent of {node.name} is gone: its process ended without a word"
+            message = f"the agent of {node.name} is gone: its process ended without a report"
         else:
-            message = f"{node.name} has shown no sign of life for {whole_duration(node.heartbeat_age_seconds or 0.0)}"
+            message = f"{node.name} has sent no heartbeat for {whole_duration(node.heartbeat_age_seconds or 0.0)}"
         findings += finding(symptoms, "node_lost", message, ("dead", "hung"), node=node.name, base=0.97)
-    for name, how in words.items():
+    for name, how in reported.items():
         if all(node.name != name for node in lost):
             findings += finding(symptoms, "node_lost", f"{name} was lost: {how}", ("dead",), node=name, base=0.97)
     return findings
@@ -79,34 +79,34 @@ def _lost(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
 def _stopped_agent(node: SnapshotNode, symptoms: Symptoms) -> list[Finding]:
     message = (
         f"the agent of {node.name} (process {node.stopped_agent}) is stopped by a signal: "
-        f"`kill -CONT {node.stopped_agent}` lets it go on"
+        f"`kill -CONT {node.stopped_agent}` continues it"
     )
     return finding(symptoms, "agent_stopped", message, ("dead", "hung"), node=node.name, base=1.0)
 
 
 def _lost_spares(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
-    """Nobody misses a spare before it is needed."""
+    """Report lost spare nodes, which show no symptom before they are needed."""
     findings: list[Finding] = []
     for node in snapshot.spares:
         age = node.heartbeat_age_seconds or 0.0
         if age <= threshold("heartbeat_lost_seconds") and node.agent_is_alive is not False:
             continue
-        gone = "its agent is gone" if node.agent_is_alive is False else f"no sign of life for {whole_duration(age)}"
+        gone = "its agent is gone" if node.agent_is_alive is False else f"no heartbeat for {whole_duration(age)}"
         message = f"the spare {node.name} is lost: {gone}"
         findings += finding(symptoms, "spare_lost", message, (), node=node.name, base=0.95, is_risk=True)
     return findings
 
 
 def _killed(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
-    """Ranks that a signal ended. The kernel kills when memory runs out; if it did not, somebody else did."""
+    """Explain ranks that a signal ended: by the OOM killer if there is evidence of it, else by an unknown sender."""
     findings: list[Finding] = []
     for symptom in symptoms.of("dead", "hung"):
         for number in symptom.ranks if symptom.sign not in ("hung", "stopped") else ():
             rank = snapshot.rank(number)
             if rank is None or rank.exit_code not in (*KILLED, *ENDED):
                 continue
-            name = "SIGKILL" if rank.exit_code in KILLED else "a signal that asks to end"
-            during = f" while it was in {rank.ended_in}" if rank.ended_in else ""
+            name = "SIGKILL" if rank.exit_code in KILLED else "a termination signal"
+            during = f" in phase {rank.ended_in}" if rank.ended_in else ""
             message = f"rank {number} on {rank.node} was killed by {name}{during}"
             memory = memory_ran_out(snapshot, rank.node) if rank.exit_code in KILLED else ""
             if memory:
@@ -135,7 +135,7 @@ def _stopped(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
             findings += finding(symptoms, "rank_stopped", message, ("dead",), node=node, rank=number, base=0.97)
     stopped = [rank for rank in snapshot.ranks if rank.is_stopped or rank.process_state == "T"]
     for rank in stopped:
-        message = f"rank {rank.rank} on {rank.node} is stopped by a signal (SIGSTOP), and everybody waits for it"
+        message = f"rank {rank.rank} on {rank.node} is stopped by a signal (SIGSTOP); all other ranks wait for it"
         evidence = [
             message,
             *([f"stopped: {named([item.rank for item in stopped], 'rank ')}"] if len(stopped) > 1 else []),
@@ -150,7 +150,7 @@ def _processors(node: SnapshotNode, host: SnapshotHost, snapshot: Snapshot, symp
     findings: list[Finding] = []
     steal = host.steal_share or 0.0
     if steal > threshold("steal_share"):
-        message = f"the hypervisor of {node.name} takes {percent(steal)} of its processor time"
+        message = f"the hypervisor of {node.name} takes {percent(steal)} of its CPU time (steal)"
         findings += finding(
             symptoms, "processor_stolen", message, ("slow",), node=node.name, base=0.95, phases=ALL_WORK
         )
@@ -159,18 +159,18 @@ def _processors(node: SnapshotNode, host: SnapshotHost, snapshot: Snapshot, symp
     crowd = host.load / host.processors if host.load is not None and host.processors else 0.0
     signs = []
     if foreign > threshold("foreign_processor_share"):
-        signs.append(f"processes that are not the run's use {percent(foreign)} of the processors of {node.name}")
+        signs.append(f"processes outside the run use {percent(foreign)} of the CPUs of {node.name}")
     if pressure > threshold("processor_pressure"):
-        signs.append(f"some process of {node.name} waits for a processor {percent(pressure)} of the time")
+        signs.append(f"processes on {node.name} wait for a CPU {percent(pressure)} of the time (PSI)")
     if crowd > threshold("load_ratio"):
-        signs.append(f"{host.load:.0f} processes of {node.name} want to run on {host.processors} processors")
+        signs.append(f"the load of {node.name} is {host.load:.0f} on {host.processors} CPUs")
     if signs:
-        # Ranks that compute on processors fill them: that alone is no fault.
+        # Ranks that compute on CPUs use them fully: that alone is not a fault.
         is_usual = snapshot.run.is_accelerated is False and foreign <= threshold("foreign_processor_share")
         base = 0.45 if is_usual else 0.95 if len(signs) > 1 or foreign > threshold("foreign_processor_share") else 0.8
         if _hurts_others_too(node, host, snapshot, symptoms):
             base *= WRONG_PLACE
-        # Loaders of GPU ranks starve first; ranks that compute on processors themselves would compute more slowly too.
+        # Data loaders of GPU ranks starve first; ranks on CPUs would compute more slowly too.
         phases = ALL_WORK if snapshot.run.is_accelerated is not False else ("compute", "optimizer")
         findings += finding(
             symptoms,
@@ -186,7 +186,7 @@ def _processors(node: SnapshotNode, host: SnapshotHost, snapshot: Snapshot, symp
 
 
 def _hurts_others_too(node: SnapshotNode, host: SnapshotHost, snapshot: Snapshot, symptoms: Symptoms) -> bool:
-    """Whether ranks that are not slow live with the same crowd, here or on another node: then the crowd is not why."""
+    """Return whether healthy ranks, here or on another node, share the same load: then it explains nothing."""
     for symptom in symptoms.of("slow"):
         if not symptom.ranks or node.name not in symptom.nodes:
             continue
@@ -203,12 +203,12 @@ def _hurts_others_too(node: SnapshotNode, host: SnapshotHost, snapshot: Snapshot
 def _memory(node: SnapshotNode, host: SnapshotHost, symptoms: Symptoms) -> list[Finding]:
     signs = []
     if (host.memory_pressure or 0.0) > threshold("pressure_full"):
-        signs.append(f"{node.name} waits for memory {percent(host.memory_pressure)} of the time")
+        signs.append(f"{node.name} stalls on memory {percent(host.memory_pressure)} of the time (PSI)")
     if (host.swapped_bytes_per_second or 0.0) > threshold("swapped_bytes_per_second"):
         signs.append(f"{node.name} swaps {bandwidth(host.swapped_bytes_per_second or 0.0)}")
     left = host.memory_available_share
     if left is not None and left < threshold("memory_available_share"):
-        signs.append(f"{node.name} has {percent(left)} of its memory left")
+        signs.append(f"{node.name} has {percent(left)} of its memory available")
     if not signs:
         return []
     return finding(
@@ -231,7 +231,7 @@ def _others(node: SnapshotNode, host: SnapshotHost, symptoms: Symptoms) -> list[
             symptoms, "shared_memory_full", message, ("dead", "hung"), node=node.name, base=0.9, is_risk=True
         )
     if host.blocked_processes:
-        message = f"{named(host.blocked_processes)} on {node.name} sleep in the kernel for long"
+        message = f"processes on {node.name} stay in uninterruptible sleep (state D): {named(host.blocked_processes)}"
         findings += finding(symptoms, "process_blocked", message, ("hung", "slow"), node=node.name, base=0.6)
     offset = host.clock_offset_seconds
     if offset is not None and abs(offset) > threshold("clock_offset_seconds"):

@@ -1,4 +1,4 @@
-"""The scheduler: does the run wait, was it ended, are its nodes still there?"""
+"""Rules for the scheduler: is the run queued, was it ended, are its nodes up?"""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from craton.observability.diagnosis.snapshot import SchedulerKill, Snapshot
 from craton.observability.diagnosis.verdict import UNSAVED, Finding, Symptoms
 
 KILLS = {
-    "oom": ("out_of_memory", "was ended because its memory ran out"),
+    "oom": ("out_of_memory", "was killed because it ran out of memory"),
     "evicted": ("evicted", "was evicted"),
     "preempted": ("preempted", "was preempted by another job"),
     "time_limit": ("time_limit", "reached its time limit"),
     "node_fail": ("node_down", "ended because a node failed"),
     "cancelled": ("cancelled", "was cancelled"),
 }
-# A scheduler's own word for how a job ended → ours.
+# The scheduler's state or reason of an ended job → a key of KILLS.
 WORDS = (
     (re.compile(r"OUT_OF_MEMORY|OOMKilled", re.IGNORECASE), "oom"),
     (re.compile(r"PREEMPT", re.IGNORECASE), "preempted"),
@@ -28,13 +28,13 @@ WORDS = (
 )
 
 
-EARLIER_SECONDS = 5.0  # agents that are ended together fall silent within less
+EARLIER_SECONDS = 5.0  # heartbeats of agents that end together stop within less
 
 
 def examine_scheduler(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
     scheduler = snapshot.scheduler
     if symptoms.condition == "waiting" and not symptoms.signed(UNSAVED):
-        message = scheduler.sentence or scheduler.reason or "it waits for its nodes"
+        message = scheduler.sentence or scheduler.reason or "it is waiting for nodes"
         return finding(symptoms, "waiting_for_nodes", message, ("waiting",))
     findings: list[Finding] = []
     kills = list(scheduler.kills)
@@ -52,7 +52,7 @@ def examine_scheduler(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
     bad = [word for word in scheduler.nodes if word.is_bad and word.node in (snapshot.run.nodes or (word.node,))]
     for word in bad:
         reason = f" ({word.reason})" if word.reason else ""
-        message = f"the scheduler has {word.node} as {word.state or 'gone'}{reason}"
+        message = f"the scheduler reports {word.node} as {word.state or 'gone'}{reason}"
         evidence = [message] if len(bad) == 1 else [message, f"bad nodes: {named([item.node for item in bad])}"]
         findings += finding(
             symptoms, "node_down", message, ("dead", "hung"), evidence=evidence, node=word.node, base=0.97
@@ -61,7 +61,7 @@ def examine_scheduler(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
 
 
 def _first_silent(snapshot: Snapshot) -> str:
-    """The node whose heartbeat ended clearly before all others'; "" where none did."""
+    """Return the node whose heartbeats stopped clearly before all others; "" if there is none."""
     ages = sorted(
         ((node.heartbeat_age_seconds, node.name) for node in snapshot.nodes if node.heartbeat_age_seconds is not None),
         reverse=True,

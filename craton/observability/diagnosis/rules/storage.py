@@ -1,4 +1,4 @@
-"""File systems and checkpoints: stalled, slow, full; saves that fail, take too long or do not come."""
+"""Rules for file systems (stalled, slow, full, read-only) and checkpoints (failing, slow, overdue)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from craton.observability.diagnosis.verdict import UNSAVED, Finding, Symptom, Sy
 
 FILES = ("data", "checkpoint")
 READ_ONLY = re.compile(r"Read-only file system|Errno 30")
-# Functions of the kernel in which a process waits for a file system or a disk.
+# Kernel functions in which a process waits for a file system or a disk.
 WAITS_FOR_FILES = re.compile(
     r"nfs|rpc_wait|ll_|cl_sync|ptlrpc|osc_|lustre|fuse|ceph|io_schedule|wait_on_page|folio_wait|xfs_|ext4_|jbd2|blk_"
 )
@@ -39,7 +39,7 @@ def examine_storage(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
 
 
 def _run_directory(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
-    """What the agents, or a look from here, say of the disk of the run directory."""
+    """Report a problem of the run directory's file system, seen by the agents or from here."""
     problem = snapshot.run.storage
     if not problem:
         return []
@@ -53,7 +53,7 @@ def _run_directory(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
 def _mount(
     path: str, mounts: list[tuple[SnapshotNode, SnapshotMount]], snapshot: Snapshot, symptoms: Symptoms
 ) -> list[Finding]:
-    """One file system, as all nodes see it; a fault that only some see is of these nodes."""
+    """Check one file system on all nodes; a fault seen by some nodes only belongs to these nodes."""
     findings: list[Finding] = []
     kind = mounts[0][1].kind
 
@@ -65,7 +65,7 @@ def _mount(
     stalled = [node for node, mount in mounts if mount.is_stalled]
     if stalled:
         node, name = where(stalled)
-        message = f"{name} does not answer"
+        message = f"{name} does not respond"
         findings += finding(
             symptoms,
             "storage_stalled",
@@ -92,7 +92,7 @@ def _mount(
     locked = [node for node, mount in mounts if mount.is_read_only and _is_written(mount, snapshot)]
     if locked:
         node, name = where(locked)
-        message = f"{name} can only be read"
+        message = f"{name} is read-only"
         findings += finding(
             symptoms, "storage_read_only", message, ("dead", "hung"), node=node, base=0.93, is_risk=True
         )
@@ -106,7 +106,7 @@ def _mount(
     if short:
         node, name = where([item for item, _ in short])
         mount = short[0][1]
-        message = f"{name} uses {mount.interfaces} of {mount.expected_interfaces} network cards"
+        message = f"{name} uses {mount.interfaces} of {mount.expected_interfaces} network interfaces"
         findings += finding(
             symptoms, "lustre_interfaces_missing", message, ("slow",), node=node, base=0.88, phases=FILES, is_risk=True
         )
@@ -114,7 +114,7 @@ def _mount(
 
 
 def _is_written(mount: SnapshotMount, snapshot: Snapshot) -> bool:
-    """Whether the run writes there: known, or told by a save that failed because something cannot be written."""
+    """Return whether the run writes there: by its paths, or by a save that failed on a read-only file system."""
     if mount.holds:
         return bool({"run", "checkpoints"} & set(mount.holds))
     return any(READ_ONLY.search(tier.reason) for tier in snapshot.tiers if tier.failures)
@@ -166,7 +166,7 @@ def _tier(tier: SnapshotTier, snapshot: Snapshot, symptoms: Symptoms) -> list[Fi
         )
         evidence = [
             message,
-            *([f"{tier.skipped} saves since were skipped because it was not done"] if tier.skipped else []),
+            *([f"{tier.skipped} later saves were skipped because it was still running"] if tier.skipped else []),
         ]
         return finding(
             symptoms,
@@ -176,7 +176,7 @@ def _tier(tier: SnapshotTier, snapshot: Snapshot, symptoms: Symptoms) -> list[Fi
             evidence=evidence,
             base=0.92,
             phases=("checkpoint",),
-            # Slow saves in the background cost nothing until one is not done when the next is due.
+            # Slow background saves cost nothing until one is still running when the next is due.
             is_risk=tier.skipped >= threshold("failures_in_a_row")
             or (tier.interval_seconds is not None and (took or 0.0) > tier.interval_seconds),
         )
@@ -189,16 +189,16 @@ def _stale(tier: SnapshotTier, snapshot: Snapshot, symptoms: Symptoms) -> list[F
         return []
     since = max(began, tier.last_moment or began)
     age = snapshot.moment - since
-    # A tier that is seconds old is judged with the patience of minutes: agents and schedulers pause.
+    # Even with an interval of seconds, allow two minutes: agents and schedulers pause.
     if age <= max(threshold("stale_intervals") * interval, 120.0):
         return []
-    last = f"since step {tier.last_step}" if tier.last_step is not None else "ever"
-    message = f"nothing was saved to tier {tier.tier} {last}: {whole_duration(age)}, planned every {setting(interval)}"
+    last = f"since step {tier.last_step}" if tier.last_step is not None else "yet"
+    message = f"nothing saved to tier {tier.tier} {last} ({whole_duration(age)}; planned every {setting(interval)})"
     return finding(symptoms, "checkpoint_stale", message, (), base=0.85, is_risk=True)
 
 
 def _blocked(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
-    """A rank that everybody waits for sleeps in the kernel, in a file system's code."""
+    """Find a rank that all others wait for and that sleeps in file system code of the kernel."""
     findings: list[Finding] = []
     for symptom in symptoms.of("hung"):
         for number in symptom.ranks:
@@ -217,22 +217,22 @@ def _blocked(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
 
 
 def _slow_phase(symptom: Symptom, snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
-    """The loss is in a phase that reads or writes files, and no file system says why."""
+    """Report time lost in a phase that reads or writes files, where no file system explains it."""
     node = symptom.nodes[0] if len(symptom.nodes) == 1 else ""
     rank = symptom.ranks[0] if len(symptom.ranks) == 1 else None
     if symptom.phase == "checkpoint":
-        message = "steps wait for their checkpoints"
+        message = "steps wait for checkpoints"
         return finding(
             symptoms, "checkpoint_slow", message, ("slow",), evidence=symptom.evidence, base=0.8, node=node, rank=rank
         )
     if symptom.phase != "data":
         return []
-    message = "steps wait for their data"
+    message = "steps wait for data"
     nodes = [entry for entry in snapshot.nodes if not symptom.nodes or entry.name in symptom.nodes]
     mounts = [mount for item in nodes for mount in item.mounts if "data" in mount.holds or not mount.holds]
     is_known = any(mount.operation_seconds is not None for mount in mounts)
     if is_known:
-        text = f"{message}, and the file system that holds them has room to spare"
+        text = f"{message}, while the file system that holds the data is fast"
         return finding(
             symptoms,
             "loader_slow",

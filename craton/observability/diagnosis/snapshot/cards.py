@@ -1,7 +1,7 @@
-"""Which cards of a node are the run's, and which rank computes on which.
+"""Map the ranks of a run to the GPUs of its nodes.
 
-A node may hold more than one job. Then the n-th rank is not on the n-th card, and a sick card may be somebody else's:
-cards that the run does not hold are left out of its snapshot, and a rank whose card nobody tells has none.
+A node may run several jobs. Then the n-th rank is not on the n-th GPU, and a faulty GPU may belong to another job. GPUs
+that the run does not use are left out of its snapshot; a rank whose GPU is not known has none.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from craton.observability.diagnosis.snapshot.model import Snapshot, SnapshotNode
 
 @dataclass(frozen=True)
 class CardOccupant:
-    """A process of a rank on a card, as the node exporter tells."""
+    """A process of a rank on a GPU, as the node exporter reports it."""
 
     node: str  # of the run
     card: int
@@ -23,8 +23,8 @@ class CardOccupant:
 
 
 def with_visible_cards(snapshot: Snapshot, visible: Mapping[str, str]) -> Snapshot:
-    """`visible` is node → its cards in the order of its ranks, by index or UUID, as CUDA_VISIBLE_DEVICES has them. Of
-    a node that is not in it, and has more cards than the run wants, nobody knows which rank is on which."""
+    """Assign GPUs by `visible`: node → its GPUs in rank order, by index or UUID, as in CUDA_VISIBLE_DEVICES. On a node
+    that is not listed and has more GPUs than the run needs, the GPUs of its ranks are not known."""
     nodes, places = [], dict[str, dict[int, int] | None]()
     for node in snapshot.nodes:
         wanted = visible.get(node.name, "").split(",")[: node.expected_gpus]
@@ -52,7 +52,7 @@ def with_visible_cards(snapshot: Snapshot, visible: Mapping[str, str]) -> Snapsh
 
 
 def with_occupants(snapshot: Snapshot, occupants: Iterable[CardOccupant]) -> Snapshot:
-    """Cards that only others hold are left out; a rank is where its process has memory."""
+    """Assign each rank the GPU on which its process has memory; drop GPUs that only other jobs use."""
     listed = list(occupants)
     mine: dict[tuple[str, int], int] = {}  # (node, card) → rank
     for entry in listed:
@@ -65,7 +65,7 @@ def with_occupants(snapshot: Snapshot, occupants: Iterable[CardOccupant]) -> Sna
     def without_others(node: SnapshotNode) -> SnapshotNode:
         gpus = [gpu for gpu in node.gpus if (node.name, gpu.index) in mine or (node.name, gpu.index) not in held]
         own = [gpu for gpu in gpus if (node.name, gpu.index) in mine]
-        # One that nobody holds may be that of a rank which has ended.
+        # A GPU without a process may belong to a rank that has ended.
         return replace(node, gpus=tuple(own if len(own) >= (node.expected_gpus or len(gpus) + 1) else gpus))
 
     def placed(rank: SnapshotRank) -> SnapshotRank:
@@ -79,6 +79,6 @@ def with_occupants(snapshot: Snapshot, occupants: Iterable[CardOccupant]) -> Sna
 
 
 def _are_guessed(snapshot: Snapshot, node: SnapshotNode) -> bool:
-    """Whether the cards of its ranks are only their places on the node."""
+    """Return whether the GPUs of its ranks are only guessed from their local rank."""
     per_node = max(1, snapshot.run.ranks_per_node)
     return all(rank.gpu == rank.rank % per_node for rank in snapshot.ranks if rank.node == node.name)

@@ -1,5 +1,5 @@
-"""What time it is for a run. Signs of life bear the clocks of its nodes and of its file system; that of whoever looks
-may be off by more than a sign of life may be old, and would then see dead nodes where all is well.
+"""The current time by the clock of a run. Heartbeats carry the clocks of the nodes and of the file system. The clock of
+this machine may be off by more than the maximum age of a heartbeat, and would then show dead nodes in a healthy run.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from craton.telemetry.rank import monotonic_clock_id
 
 BEAT_SECONDS = 2.5  # agents beat every second
 LOOK_SECONDS = 0.2
-MAX_OFF_SECONDS = 3600.0  # signs that are older are old
+MAX_OFF_SECONDS = 3600.0  # an older heartbeat is old by any clock
 
 
 def moment_for(run: RunDirectory, nodes: Sequence[str], now: float) -> float:
-    """`now` by this machine's clock, or, when that is off, the moment of the newest sign of life."""
+    """Return `now` by this machine's clock, or, if that is off, the time of the newest heartbeat."""
     newest = _newest(run, nodes)
     if newest is not None and newest.clock and newest.clock == monotonic_clock_id():
-        return newest.moment + newest.age_seconds()  # its clock, also while ours and its labels disagree after a jump
+        return newest.moment + newest.age_seconds()  # the same clock, even if wall time has jumped
     if newest is None or newest.moment >= now:
         return now if newest is None else newest.moment
     age = now - newest.moment
@@ -34,7 +34,7 @@ def moment_for(run: RunDirectory, nodes: Sequence[str], now: float) -> float:
     while time.monotonic() < deadline:
         time.sleep(LOOK_SECONDS)
         again = _newest(run, nodes)
-        if again is not None and again.moment > newest.moment:  # it beats: nothing is old but our idea of the time
+        if again is not None and again.moment > newest.moment:  # it sends heartbeats: only our clock is off
             return again.moment
     return now + BEAT_SECONDS
 

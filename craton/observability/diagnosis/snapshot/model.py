@@ -1,9 +1,9 @@
-"""Everything that an examination of a run may look at, at one moment; and nothing else.
+"""The snapshot: all evidence about a run at one moment.
 
-A snapshot is plain data: it can be saved, sent to somebody and examined again with the same verdict. Every value that a
-machine may not tell is None (or empty), never zero, so that "no errors" and "not known" stay different. Moments are
-epoch seconds; shares are 0 to 1; rates are per second. JSON has no word for NaN and infinity, and a loss may be either:
-they are written as the texts "nan", "inf" and "-inf".
+A snapshot is plain data: it can be saved, shared and diagnosed again with the same verdict. A value that is not known
+is None (or empty), never zero, so that "no errors" and "not known" stay different. Moments are epoch seconds; shares
+are 0 to 1; rates are per second. JSON has no NaN or infinity, and a loss may be either: they are written as the strings
+"nan", "inf" and "-inf".
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PHASES = ("data", "compute", "communication", "optimizer", "checkpoint")
 
 
 class SnapshotError(CratonError):
-    """What was given is no saved snapshot."""
+    """The input is not a saved snapshot."""
 
 
 @dataclass(frozen=True)
@@ -32,40 +32,40 @@ class Restart:
     """A generation that began because something broke."""
 
     moment: float  # when it began
-    broke_at: float  # when the one before stopped moving
+    broke_at: float  # when the previous generation stopped making progress
     reason: str = ""  # in one line
-    lost_seconds: float | None = None  # in noticing, coming back and doing steps again
+    lost_seconds: float | None = None  # in detection, recovery and repeated steps
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What is known of the run as a whole."""
+    """Facts about the run as a whole."""
 
     name: str
     kind: str = "pretrain"
     on: str = "local"  # local, slurm or kubernetes
     state: str = "running"  # of telemetry.RunState
     message: str = ""  # why it failed, was lost or stopped
-    unsaved: str = ""  # that its last state is on no disk yet, and why
-    rescued: str = ""  # of a run that has ended: where its last state lies instead of its tier, and why
-    storage: str = ""  # what is or was wrong with the disk of its directory
-    nodes: tuple[str, ...] = ()  # in the order of ranks
+    unsaved: str = ""  # its last state is not stored yet, and why
+    rescued: str = ""  # for a run that has ended: where its last state is instead of its tier, and why
+    storage: str = ""  # problem of the file system of its directory
+    nodes: tuple[str, ...] = ()  # in rank order
     ranks_per_node: int = 0
-    leaves: dict[str, str] = field(default_factory=dict)  # node → leaf; without those that are not known
+    leaves: dict[str, str] = field(default_factory=dict)  # node → leaf, where known
     layout: dict[str, int] = field(default_factory=dict)  # pp, replicate, fsdp, cp, tp, ep
     is_accelerated: bool | None = None  # whether ranks compute on GPUs
     generation: int = 0
     generation_began: float | None = None
-    previous_began: float | None = None  # of the generation before it, since the run was last started
+    previous_began: float | None = None  # of the previous generation, since the run was last started
     restarts: int = 0  # generations that began because something broke
     recent_restarts: tuple[Restart, ...] = ()  # those of the last hour since the run was last started, oldest first
-    step: int | None = None  # the newest that was finished
+    step: int | None = None  # last finished step
     steps: int | None = None
     updated_at: float | None = None  # of the newest metric
-    plan: dict[str, float] = field(default_factory=dict)  # X → predicted, X of telemetry.TWINS
+    plan: dict[str, float] = field(default_factory=dict)  # name of telemetry.TWINS → predicted value
     step_seconds_low: float | None = None
     step_seconds_high: float | None = None
-    # What collectives take by themselves: the least that any rank waits in a step, as a median over steps.
+    # Time of the collectives themselves: minimum wait of any rank in a step, as a median over steps.
     collective_seconds: float | None = None
     collective_seconds_before: float | None = None
     ledger: dict[str, float] = field(default_factory=dict)  # wall seconds by kind
@@ -80,12 +80,12 @@ class RunFacts:
 
 @dataclass(frozen=True)
 class NodeWord:
-    """What a scheduler says of one node."""
+    """The state of one node, as the scheduler reports it."""
 
     node: str
-    state: str = ""  # its own word: ALLOCATED, DOWN, NotReady, ...
+    state: str = ""  # in the scheduler's terms: ALLOCATED, DOWN, NotReady, ...
     reason: str = ""
-    is_bad: bool = False  # nothing runs there: down, drained, not ready, gone
+    is_bad: bool = False  # cannot run anything: down, drained, not ready, gone
 
 
 @dataclass(frozen=True)
@@ -114,55 +114,55 @@ class SchedulerState:
 
 @dataclass(frozen=True)
 class SnapshotRank:
-    """One rank: where it is, what it does and how long its steps take."""
+    """One rank: its place, activity and step times."""
 
     rank: int
     node: str
     gpu: int | None = None  # its index on the node
     pid: int | None = None
     is_alive: bool | None = None
-    exit_code: int | None = None  # of one that ended; negative: the signal
+    exit_code: int | None = None  # after it ended; negative: the signal
     ended_at: float | None = None
-    ended_in: str = ""  # the ledger's kind, and what went on beside it
-    kind: str = ""  # of telemetry.LEDGER_KINDS: what it is doing now
+    ended_in: str = ""  # activity (ledger kind), and background activities after `+`
+    kind: str = ""  # current activity, of telemetry.LEDGER_KINDS
     beside: tuple[str, ...] = ()
-    progress_age_seconds: float | None = None  # since it last showed that it goes on
-    progress_limit_seconds: float | None = None  # of that, after which its agent takes it for hung in what it does now
+    progress_age_seconds: float | None = None  # since it last made progress
+    progress_limit_seconds: float | None = None  # after which its agent treats it as hung
     is_stopped: bool | None = None  # by a signal
-    process_state: str = ""  # R, S, D, T, Z as the kernel has it
+    process_state: str = ""  # R, S, D, T, Z, by the kernel
     wait_channel: str = ""  # the kernel function it sleeps in
-    step: int | None = None  # the newest that it has begun or finished
-    step_seconds: float | None = None  # what a step takes it usually
+    step: int | None = None  # last step begun or finished
+    step_seconds: float | None = None  # usual time of a step
     recorded_at: float | None = None  # when it last recorded a step
     recent: dict[str, float] = field(default_factory=dict)  # phase (or "step") → median seconds of the last steps
-    earlier: dict[str, float] = field(default_factory=dict)  # the same of the steps before those, warm-up left out
-    num_recent: int = 0  # steps behind `recent`
+    earlier: dict[str, float] = field(default_factory=dict)  # the same for earlier steps, without warm-up
+    num_recent: int = 0  # number of steps in `recent`
     num_earlier: int = 0
     work_deviation_seconds: float | None = None  # median absolute deviation of a recent step without communication
     memory_bytes: float | None = None
-    gradient_norm: float | None = None  # of its own gradients, the median of the newest steps; nan: most have none
+    gradient_norm: float | None = None  # of its own gradients, median of the newest steps; nan: most are not finite
     gradient_norm_usual: float | None = None  # its own median before
-    differs_from_copies: bool | None = None  # its state has another checksum than that of ranks with the same state
+    differs_from_copies: bool | None = None  # its state has a different checksum than its replicas
     stack: tuple[str, ...] = ()  # innermost first
 
 
 @dataclass(frozen=True)
 class SnapshotXid:
-    """An error of a card, as the driver told it."""
+    """A GPU error, as the driver reported it."""
 
     code: int
     moment: float | None = None
     text: str = ""
-    recovery: str = ""  # what XID 154 asks for
-    before_reload: bool = False  # the driver was loaded again since
-    is_fatal: bool = False  # says so itself, as those of NVLink 5 do
+    recovery: str = ""  # recovery action of XID 154
+    before_reload: bool = False  # the driver was reloaded since
+    is_fatal: bool = False  # reported as fatal, as by NVLink 5
 
 
 @dataclass(frozen=True)
 class SnapshotGpu:
     index: int
-    throttle: tuple[str, ...] | None = None  # active reasons by nvidia-smi's names; idle is none
-    throttled_share: float | None = None  # of the last minutes, by power, heat or the board
+    throttle: tuple[str, ...] | None = None  # active reasons by nvidia-smi's names, without idle
+    throttled_share: float | None = None  # of the last minutes, by heat, reliability or board limits
     sm_clock_mhz: float | None = None
     max_sm_clock_mhz: float | None = None
     utilisation: float | None = None
@@ -175,19 +175,19 @@ class SnapshotGpu:
     correctable_errors_per_hour: float | None = None
     remap_pending: bool | None = None
     remap_failed: bool | None = None
-    recovery_action: str = ""  # None, Reset, Reboot, ...: the driver's own word
+    recovery_action: str = ""  # None, Reset, Reboot, ..., as the driver reports it
     xids: tuple[SnapshotXid, ...] = ()
     nvlinks_up: int | None = None
     nvlinks: int | None = None
     nvlink_errors_per_second: float | None = None  # CRC, replay and recovery together
-    pcie_share: float | None = None  # of the lanes and speed the slot could have
+    pcie_share: float | None = None  # link width over its maximum
     pcie_replays_per_second: float | None = None
     uuid: str = ""
 
 
 @dataclass(frozen=True)
 class SnapshotFabricDevice:
-    """A network card between nodes."""
+    """A network device (NIC) between nodes."""
 
     name: str
     is_active: bool | None = None
@@ -195,7 +195,7 @@ class SnapshotFabricDevice:
     retransmitted_share: float | None = None
     drops_per_second: float | None = None
     errors_per_second: float | None = None  # failed work requests, symbol errors, CRC
-    peer_events: float | None = None  # peers that did not answer or were impaired, in the last minutes
+    peer_events: float | None = None  # unresponsive or impaired peers, in the last minutes
     link_downs: float | None = None  # in the last minutes
 
 
@@ -212,26 +212,26 @@ class SnapshotMount:
     usual_operation_seconds: float | None = None
     metadata_seconds: float | None = None  # mean time of open, stat and the like
     usual_metadata_seconds: float | None = None
-    busy_share: float | None = None  # of the time, operations were under way (a disk of this machine)
+    busy_share: float | None = None  # of the time with operations in flight (a disk of this machine)
     full_share: float | None = None
     inodes_full_share: float | None = None
-    is_stalled: bool | None = None  # its servers do not answer, or evicted this client
+    is_stalled: bool | None = None  # its servers do not respond, or evicted this client
     is_read_only: bool | None = None
-    interfaces: int | None = None  # network cards bound to it
+    interfaces: int | None = None  # network interfaces bound to it
     expected_interfaces: int | None = None
 
 
 @dataclass(frozen=True)
 class SnapshotHost:
     processors: int | None = None
-    load: float | None = None  # processes that run or want to, one-minute mean
-    processor_pressure: float | None = None  # share of the time that some process waited for a processor (PSI, 10 s)
-    memory_pressure: float | None = None  # share of the time in which all processes waited for memory (PSI, full)
-    steal_share: float | None = None  # of processor time that the hypervisor took
+    load: float | None = None  # runnable processes, one-minute mean
+    processor_pressure: float | None = None  # share of time that some process waited for a CPU (PSI some, 10 s)
+    memory_pressure: float | None = None  # share of time that all processes waited for memory (PSI full)
+    steal_share: float | None = None  # of CPU time, taken by the hypervisor
     memory_available_share: float | None = None
     swapped_bytes_per_second: float | None = None
-    foreign_processor_share: float | None = None  # of the node's processors, used by processes that are not the run's
-    blocked_processes: tuple[str, ...] | None = None  # in state D for long: names
+    foreign_processor_share: float | None = None  # of the node's CPUs, used by processes outside the run
+    blocked_processes: tuple[str, ...] | None = None  # names of processes that stay in state D
     clock_offset_seconds: float | None = None
     out_of_memory_kills: int | None = None  # in the last quarter of an hour
     shared_memory_full_share: float | None = None
@@ -243,15 +243,15 @@ class SnapshotNode:
     leaf: str = ""
     host_name: str = ""
     heartbeat_age_seconds: float | None = None
-    heartbeat_state: str = ""  # of telemetry.NodeState; "": none was seen
-    agent_is_alive: bool | None = None  # where its process can be looked at
-    stopped_agent: int | None = None  # the process of its agent, where a signal has stopped it
+    heartbeat_state: str = ""  # of telemetry.NodeState; "": no heartbeat was seen
+    agent_is_alive: bool | None = None  # where its process can be inspected
+    stopped_agent: int | None = None  # process id of its agent, if a signal has stopped it
     gpus: tuple[SnapshotGpu, ...] = ()
-    gpus_known: bool = False  # whether anybody told of the cards
+    gpus_known: bool = False  # whether the GPUs were observed
     expected_gpus: int | None = None
     fabric: tuple[SnapshotFabricDevice, ...] = ()
     expected_fabric: int | None = None
-    nccl_network: str = ""  # what NCCL says it uses: Socket, AWS Libfabric, IB, ...
+    nccl_network: str = ""  # network that NCCL reports: Socket, AWS Libfabric, IB, ...
     nccl_interfaces: int | None = None
     mounts: tuple[SnapshotMount, ...] = ()
     host: SnapshotHost | None = None
@@ -259,39 +259,39 @@ class SnapshotNode:
 
 @dataclass(frozen=True)
 class Serving:
-    """What a server has to do, by what it records and by its own metrics where these can be read."""
+    """Load of a server, from its records and, where they can be read, its metrics."""
 
     running: int = 0
     waiting: int = 0
-    least_waiting: int | None = None  # of the last minute; None: it has told of less
-    kv_share: float | None = None  # of the blocks for keys and values, in use
-    preemptions: int | None = None  # requests that were taken out again, since it was started
+    least_waiting: int | None = None  # minimum of the last minute; None: its records cover less
+    kv_share: float | None = None  # of the KV cache blocks, in use
+    preemptions: int | None = None  # preempted requests since it was started
     first_token_seconds: float | None = None  # median
 
 
 @dataclass(frozen=True)
 class Communicator:
-    """A communicator as NCCL's RAS sees it, asked twice."""
+    """A communicator as reported by NCCL RAS, queried twice."""
 
     name: str
     size: int
-    counts: dict[int, int] = field(default_factory=dict)  # rank → operations begun, at the second look
+    counts: dict[int, int] = field(default_factory=dict)  # rank → operations begun, at the second query
     counts_before: dict[int, int] = field(default_factory=dict)
     seconds_between: float | None = None
-    missing: tuple[int, ...] = ()  # ranks whose process does not answer
+    missing: tuple[int, ...] = ()  # ranks whose process does not respond
 
 
 @dataclass(frozen=True)
 class StuckCollective:
-    """The first collective of a process group that did not end, from the flight recorders of its ranks."""
+    """The first unfinished collective of a process group, from the flight recorders of its ranks."""
 
     group: str
     sequence: int
     operation: str = ""
     description: str = ""
     expected: tuple[int, ...] = ()
-    missing: tuple[int, ...] = ()  # recorded their collectives and never entered this one
-    silent: tuple[int, ...] = ()  # left no recording, where others of their node did
+    missing: tuple[int, ...] = ()  # recorded collectives but never entered this one
+    silent: tuple[int, ...] = ()  # left no recording, although other ranks of their node did
     mismatch: str = ""  # ranks entered different operations or sizes
     mismatched: tuple[int, ...] = ()
     stack: tuple[str, ...] = ()
@@ -324,7 +324,7 @@ class SnapshotTier:
 
 @dataclass(frozen=True)
 class Series:
-    """How the run went: (step, value), oldest first, thinned, the newest steps whole."""
+    """History of the run: (step, value), oldest first, downsampled except for the newest steps."""
 
     loss: tuple[tuple[int, float], ...] = ()
     gradient_norm: tuple[tuple[int, float], ...] = ()
@@ -333,7 +333,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Event:
-    """Something of note that was recorded."""
+    """A notable event of the run."""
 
     name: str
     moment: float
@@ -346,9 +346,9 @@ class Event:
 
 @dataclass(frozen=True)
 class LogMatch:
-    """A line of a log that means something, by the table of patterns."""
+    """A log line that matches a pattern of logs.toml."""
 
-    pattern: str  # its name in the table
+    pattern: str  # name of the pattern
     line: str
     rank: int | None = None
     node: str = ""
@@ -363,16 +363,14 @@ class Snapshot:
     scheduler: SchedulerState = field(default_factory=SchedulerState)
     ranks: tuple[SnapshotRank, ...] = ()
     nodes: tuple[SnapshotNode, ...] = ()
-    spares: tuple[
-        SnapshotNode, ...
-    ] = ()  # that wait to take a node's place; of these only their signs of life are known
-    serving: Serving | None = None  # of a server that answers
+    spares: tuple[SnapshotNode, ...] = ()  # spare nodes; only their heartbeats are known
+    serving: Serving | None = None  # for a server with records
     collectives: Collectives = field(default_factory=Collectives)
     tiers: tuple[SnapshotTier, ...] = ()
     series: Series = field(default_factory=Series)
     events: tuple[Event, ...] = ()
     logs: tuple[LogMatch, ...] = ()
-    notes: tuple[str, ...] = ()  # what could not be looked at, and why
+    notes: tuple[str, ...] = ()  # what could not be observed, and why
     schema: int = SCHEMA
 
     @cached_property
@@ -394,7 +392,7 @@ class Snapshot:
         return self._rank_of.get(number)
 
     def rank_on(self, node: str, gpu: int) -> int | None:
-        """Who computes on a card."""
+        """Return the rank that computes on a GPU."""
         return self._rank_on.get((node, gpu))
 
     def to_json(self) -> str:
@@ -402,27 +400,27 @@ class Snapshot:
 
     @classmethod
     def from_json(cls, text: str) -> Snapshot:
-        """SnapshotError when the text is no snapshot, or one of another schema."""
+        """Parse a saved snapshot. SnapshotError if the text is not a snapshot of this schema."""
         try:
             document = json.loads(text)
         except ValueError as error:
             raise SnapshotError(
-                f"this is no saved snapshot: {error}; `craton why RUN --save FILE` writes one"
+                f"not a saved snapshot: {error}; write one with `craton why RUN --save FILE`"
             ) from error
         if not isinstance(document, dict) or document.get("schema") != SCHEMA:
             schema = document.get("schema") if isinstance(document, dict) else None
             raise SnapshotError(
-                f"this is no snapshot of schema {SCHEMA} (it says {schema!r}); `craton why RUN --save FILE` writes one"
+                f"not a snapshot of schema {SCHEMA} (got {schema!r}); write one with `craton why RUN --save FILE`"
             )
         try:
             snapshot: Snapshot = _made(cls, document)
         except (TypeError, ValueError, KeyError) as error:
-            raise SnapshotError(f"this snapshot cannot be read: {error}") from error
+            raise SnapshotError(f"cannot read this snapshot: {error}") from error
         return snapshot
 
 
 def _plain(value: Any) -> Any:
-    """As JSON can have it."""
+    """Return the value as JSON can represent it."""
     if isinstance(value, float) and not math.isfinite(value):
         return repr(value)
     if isinstance(value, dict):
@@ -433,10 +431,10 @@ def _plain(value: Any) -> Any:
 
 
 def _made(kind: Any, value: Any) -> Any:
-    """A value of this annotation from what JSON has of it."""
+    """Convert a JSON value to this annotated type."""
     if is_dataclass(kind) and isinstance(kind, type):
         if not isinstance(value, Mapping):
-            raise TypeError(f"{kind.__name__} is written as an object, not as {value!r}")
+            raise TypeError(f"{kind.__name__} must be an object, got {value!r}")
         hints = hints_of(kind)
         return kind(**{name: _made(hints[name], content) for name, content in value.items() if name in hints})
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
@@ -463,6 +461,6 @@ def _made(kind: Any, value: Any) -> Any:
 
 @cache
 def hints_of(kind: type) -> dict[str, Any]:
-    """The types of the fields of a dataclass."""
+    """Return the types of the fields of a dataclass."""
     hints = typing.get_type_hints(kind)
     return {item.name: hints[item.name] for item in fields(kind)}

@@ -20,7 +20,7 @@ from craton.telemetry import RunDirectory
 if TYPE_CHECKING:
     from craton.observability.diagnosis import Symptom
 
-OPENINGS = ("has failed", "is lost", "has lost a part of itself", "is slow", "hangs", "computes wrong")  # of a sentence
+OPENINGS = ("has failed", "is lost", "has lost ranks or nodes", "is slow", "hangs", "produces wrong results")
 _EXIT = re.compile(r"(.{1,80}? exited with code -?\d+) \(generation \d+\): (.+)", re.DOTALL)
 FRESH_SECONDS = 15.0
 LOOKED_AT_SECONDS = 10.0  # after the last urgent question its page is open
