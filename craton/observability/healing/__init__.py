@@ -1,6 +1,7 @@
 """`craton heal`: find bad nodes of a cluster, decide what to do, do it within limits, and undo it.
 
-`decide` is pure: issues, nodes and the ledger in, one decision a node out. `heal` looks, decides and acts.
+`decide` is pure: it takes issues, nodes and the ledger, and returns one decision per node. `heal` observes, decides and
+acts.
 """
 
 from __future__ import annotations

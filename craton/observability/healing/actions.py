@@ -1,10 +1,10 @@
-"""Heals: looks at the nodes, decides, and does it, or says what it would do; undoes what was done.
+"""Take bad nodes out of service, or advise it; undo such actions.
 
-Order of an action: the nodes are counted, it is written down, the node is taken out, the nodes are counted again, the
-runs on it are moved. So whatever breaks in between can be undone by its number, and two who share no ledger have the
-scheduler between them. Who finds the node under another's mark then leaves it to them. Where both together exceed the
-share, the one whose number comes later takes its action back; the other waits for that, and takes its own back if it
-does not come: no action stands that was not seen within the share after it was done.
+Order of an action: count the nodes out of service, write the action to the ledger, take the node out, count again, move
+the runs on it. An action that fails half-way can therefore be undone by its ID. Two processes without a common ledger
+still see each other through the scheduler. If a node carries another mark after the action, it is left to the other
+process. If both together exceed the share, the process with the later ID undoes its action; the other one waits for
+that, and undoes its own if it does not happen. No action remains unless a count after it was within the share.
 """
 
 from __future__ import annotations
@@ -33,29 +33,29 @@ from craton.orchestration.changes import come_back, evacuate, plan_evacuation
 from craton.telemetry import RunDirectory, find_run
 
 MODES = ("off", "advise", "act")
-YIELD_SECONDS = 30.0  # that another who acts at the same moment has for counting and taking back
-LOOK_SECONDS = 0.5  # between two looks whether it has
+YIELD_SECONDS = 30.0  # that a concurrent process has to count and to undo its action
+LOOK_SECONDS = 0.5  # between two checks for that
 Approve = Callable[[Sequence[Decision]], bool]
 
 
 @dataclass(frozen=True)
 class Healing:
-    """What came of one look at a cluster."""
+    """The result of one pass over a cluster."""
 
     cluster: str
     mode: str
     share: float
     total: int  # nodes
-    num_out: int  # after what was done
+    num_out: int  # after all actions
     decisions: tuple[Decision, ...]
-    actions: tuple[LedgerEntry, ...] = ()  # done now
+    actions: tuple[LedgerEntry, ...] = ()  # of this pass
     failures: tuple[str, ...] = ()
     moves: dict[str, list[str]] = field(default_factory=dict)  # node → how each run on it would move, or moves
     notes: tuple[str, ...] = ()
 
     @property
     def is_well(self) -> bool:
-        """Whether nothing is left that should have been done."""
+        """Return whether no required action is left."""
         return not self.failures and not (self.mode == "act" and any(decision.is_held for decision in self.decisions))
 
     def to_json(self) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def heal(
     approve: Approve | None = None,
     node: str | None = None,
 ) -> Healing:
-    """One pass, over one node or all. `approve` is asked before anything is done; without it everything is."""
+    """Make one pass, over one node or all. `approve` confirms the decisions; without it all of them are executed."""
     assert mode in MODES, mode
     ledger = Ledger(place.root)
     if mode == "off":
@@ -92,7 +92,7 @@ def heal(
     with ledger.held():
         healing = replace(_advise(place, ledger, issues, share, node), mode="act")
         if healing.notes:
-            raise LedgerError(f"nothing is healed without its ledger: {healing.notes[0]}")
+            raise LedgerError(f"--mode act requires a writable ledger: {healing.notes[0]}")
         wanted = [decision for decision in healing.decisions if decision.node_action != "none"]
         if not wanted or (approve is not None and not approve(wanted)):
             return healing
@@ -100,17 +100,17 @@ def heal(
 
 
 def undo(place: HealingScope, number: str) -> list[str]:
-    """Undoes an action by its number; what was undone and what was not. CratonError: nothing is left to undo."""
+    """Undo an action by its ID; return what was undone and what was not. CratonError if there is nothing to undo."""
     ledger = Ledger(place.root)
     with ledger.held():
         actions = [entry for entry in ledger.entries() if entry.id == number and entry.kind in NODE_ACTIONS]
         if not actions:
-            raise CratonError(f"no action {number} in {ledger.path}; `craton heal --history` shows those there are")
+            raise CratonError(f"no action {number} in {ledger.path}; list the actions with `craton heal --history`")
         done: list[str] = []
         node = actions[0].node
         why_not = place.service.give_back(node, number)
         if not why_not:
-            done.append(f"{node} is in service again")
+            done.append(f"{node} is back in service")
         moved = [_run(place, entry.run) for entry in actions if entry.kind == "move"]
         for run in {run.name: run for run in (*place.runs, *moved) if run is not None}.values():
             done += [f"{run.name} may use {own} again, as a spare" for own in come_back(run, number)]
@@ -136,7 +136,7 @@ def _advise(place: HealingScope, ledger: Ledger, issues: Sequence[Issue], share:
         try:
             ledger.append(fresh)
         except LedgerError as error:
-            notes = (f"what was seen is not remembered: {error}",)
+            notes = (f"incidents are not recorded: {error}",)
     moves = {
         decision.node: [f"{way.run}: {way.sentence}" for way in ways[decision.node]]
         for decision in decisions
@@ -149,13 +149,13 @@ def _advise(place: HealingScope, ledger: Ledger, issues: Sequence[Issue], share:
 def _act(place: HealingScope, ledger: Ledger, healing: Healing, issues: Sequence[Issue]) -> Healing:
     actions: list[LedgerEntry] = []
     failures: list[str] = []
-    left: set[str] = set()  # runs that leave all their nodes, and so need not be told of another
+    left: set[str] = set()  # runs that leave all their nodes, so they need no further move
     for decision in healing.decisions:
         if decision.node_action == "none":
             continue
         entry = _entry(place, decision)
         try:
-            if decision.node_action == "hand_over":  # its number is in the ledger already
+            if decision.node_action == "hand_over":  # its ID is in the ledger already
                 if place.service.hand_over(decision.node, entry.id, decision.action):
                     ledger.append([entry])
                     actions.append(entry)
@@ -176,7 +176,7 @@ def _act(place: HealingScope, ledger: Ledger, healing: Healing, issues: Sequence
         try:
             bad = _bad(place.service.nodes(), issues)
         except CratonError as error:
-            failures.append(f"what runs on {decision.node} stays until the next look: {error}")
+            failures.append(f"runs on {decision.node} stay there until the next look: {error}")
             continue
         for run, own in place.runs_on().get(decision.node, ()):
             if run.name in left:
@@ -195,22 +195,22 @@ def _act(place: HealingScope, ledger: Ledger, healing: Healing, issues: Sequence
 
 
 def _out_before(place: HealingScope, name: str, share: float) -> set[str]:
-    """What is out already; CratonError where this node is, or where no more may be."""
+    """Return the nodes that are out already. CratonError if this node is, or if no more may be."""
     nodes = place.service.nodes()
     if taken := next((node for node in nodes if node.name == name and node.is_out), None):
-        raise CratonError(f"somebody else took it out meanwhile ({taken.reason or 'no reason'}); it is left as it is")
+        raise CratonError(f"already taken out by another process ({taken.reason or 'no reason'}); left unchanged")
     if why_not := over_share(sum(node.is_out for node in nodes), len(nodes), share):
         raise CratonError(why_not)
     return {node.name for node in nodes if node.is_out}
 
 
 def _take_out(place: HealingScope, decision: Decision, number: str, share: float, before: Collection[str]) -> None:
-    """CratonError where it did not come to that, or may have; with the number, where the node is or may be out."""
-    by_number = f"`--undo {number}` gives it back"
+    """Take a node out. CratonError if that failed or may have failed; with the ID if the node is or may be out."""
+    by_number = f"`--undo {number}` puts it back in service"
     try:
         place.service.take_out(decision.node, number, f"{decision.action}: {decision.reason}")
     except NoAnswerError as error:
-        raise CratonError(f"{error}; it may be out all the same, then {by_number}") from None
+        raise CratonError(f"{error}; if it is out anyway, {by_number}") from None
     try:
         nodes = _settled(place, number, share, before)
         taken_out = next((node for node in nodes if node.name == decision.node and node.is_out), None)
@@ -218,23 +218,23 @@ def _take_out(place: HealingScope, decision: Decision, number: str, share: float
         why = "" if theirs else _exceeded(nodes, share)
         why_not = place.service.give_back(decision.node, number) if why else ""
     except CratonError as error:
-        raise CratonError(f"out, but who else is cannot be counted ({error}); {by_number}") from None
+        raise CratonError(f"out, but the nodes out of service cannot be counted ({error}); {by_number}") from None
     if theirs:
-        raise CratonError(f"somebody else took it out at the same moment ({theirs}); it is left to them")
+        raise CratonError(f"another process took it out at the same moment ({theirs}); left unchanged")
     if why_not:
-        raise CratonError(f"cannot be taken back ({why_not}) though {why}; {by_number}")
+        raise CratonError(f"cannot be undone ({why_not}) although {why}; {by_number}")
     if why:
-        raise CratonError(f"taken back: {why}")
+        raise CratonError(f"undone: {why}")
 
 
 def _settled(place: HealingScope, number: str, share: float, before: Collection[str]) -> list[ServiceNode]:
-    """The nodes after an action, once others who act at the same moment have taken back what is theirs to take back:
-    those whose numbers come last, as many as are out too many. Who is one of them itself does not wait."""
+    """Return the nodes after an action, once concurrent processes have undone theirs: of the surplus, those with the
+    last IDs undo their action. A process that has to undo its own action does not wait."""
     deadline = time.monotonic() + YIELD_SECONDS
     while True:
         nodes = place.service.nodes()
         fresh = [node for node in nodes if node.is_out and node.name not in before]
-        num_resumed = sum(not node.reason for node in fresh)  # given back, in Slurm's moment of not responding
+        num_resumed = sum(not node.reason for node in fresh)  # resumed, while Slurm still shows it as not responding
         too_many = sum(node.is_out for node in nodes) - max_out(len(nodes), share)
         marks = sorted((node.mark for node in fresh if node.mark), reverse=True)
         stays = number in marks[max(0, too_many - num_resumed) :]
@@ -248,11 +248,11 @@ def _exceeded(nodes: Sequence[ServiceNode], share: float) -> str:
     if num_out <= max_out(len(nodes), share):
         return ""
     limit = f"more than {percent(share)} of them"
-    return f"{num_out} of {len(nodes)} nodes are out now, {limit}: somebody else took some out too"
+    return f"{num_out} of {len(nodes)} nodes are out now, {limit}: another process took nodes out too"
 
 
 def _bad(nodes: Sequence[ServiceNode], issues: Sequence[Issue]) -> set[str]:
-    """Where no run is to go."""
+    """Return nodes that no run may move to."""
     return {node.name for node in nodes if node.is_out} | {issue.node for issue in issues if issue.action in LEAVES}
 
 

@@ -1,7 +1,7 @@
-"""From what was found to what ails a node: findings of `craton doctor` and verdicts of `craton why` in one form. Pure.
+"""Convert findings of `craton doctor` and verdicts of `craton why` to issues of nodes. Pure functions.
 
-Only what is a node's own becomes an issue. The software of a job, a slow file system or a bad plan would be the same
-on another node, and no node is taken out for it.
+Only faults of a node itself become issues. A job's software, a slow file system or a bad plan would be the same on
+another node, so no node is taken out for them.
 """
 
 from __future__ import annotations
@@ -26,35 +26,35 @@ _XID = re.compile(r"\bS?XID (\d+)\b")
 
 @dataclass(frozen=True)
 class Issue:
-    """One thing that is wrong with one node."""
+    """One fault of one node."""
 
-    node: str  # as its scheduler calls it
+    node: str  # name in the scheduler
     action: HealthAction
-    what: str  # a stable word: `xid`, `gpu_lost`, ...
+    what: str  # a stable identifier: `xid`, `gpu_lost`, ...
     evidence: str
     source: Source = "doctor"
-    device: str = ""  # of several; "": the node as a whole
-    run: str = ""  # in which it was seen
+    device: str = ""  # GPU of the node; "": the whole node
+    run: str = ""  # in which it was observed
     confidence: float = 1.0
-    is_urgent: bool = True  # False: it waits until nothing runs there
-    moment: float | None = None  # epoch seconds when it happened or was measured; None: it is so now
-    is_sample: bool = False  # a state that may pass: one look proves nothing
-    stops_run: bool = False  # the run it was seen in does not move because of it
+    is_urgent: bool = True  # False: wait until the node is idle
+    moment: float | None = None  # epoch seconds of the event or measurement; None: a current state
+    is_sample: bool = False  # a state that may be transient: one look is not enough
+    stops_run: bool = False  # its run makes no progress because of it
 
 
 def of_doctor(document: Mapping[str, Any], measured: float | None = None) -> list[Issue]:
-    """The issues in what `craton doctor --json` printed, and when. They are of no run: a pre-flight sees what was in
-    the kernel log before it."""
+    """Return the issues in the output of `craton doctor --json`, measured at this time. They belong to no run: a
+    pre-flight check sees the kernel log from before it."""
     findings = document.get("findings")
     if not isinstance(findings, list):
-        raise CratonError("this is not what `craton doctor --json` prints: it has no `findings`")
+        raise CratonError("not the output of `craton doctor --json`: it has no `findings`")
     issues = [_of_finding(finding, document, measured) for finding in findings if isinstance(finding, Mapping)]
     return [issue for issue in issues if issue is not None]
 
 
 def of_verdict(verdict: Verdict, hosts: Mapping[str, str], run: str = "", ended: float | None = None) -> list[Issue]:
-    """The issues of a run's nodes; `hosts` has what the scheduler calls each of them. `ended`: when the run ended,
-    whose nodes may have been given to somebody else since."""
+    """Return the issues of a run's nodes. `hosts`: node → its name in the scheduler. `ended`: when the run ended; its
+    nodes may run other jobs since."""
     is_healthy = verdict.condition == "healthy"
     table = rules().causes | (rules().causes_of_healthy if is_healthy else {})
     evidence = verdict.because or "; ".join(verdict.evidence) or verdict.sentence
@@ -89,7 +89,7 @@ def of_verdict(verdict: Verdict, hosts: Mapping[str, str], run: str = "", ended:
 
 
 def gravest(issues: Iterable[Issue]) -> Issue:
-    """Of one node: what asks for most, and of those what is surest."""
+    """Return the most severe issue of a node; of several, the most certain one."""
     return max(issues, key=lambda item: (HEALTH_ACTIONS.index(item.action), item.is_urgent, item.confidence))
 
 
@@ -141,11 +141,11 @@ def _of_finding(finding: Mapping[str, Any], document: Mapping[str, Any], measure
     node, evidence = str(finding.get("node") or ""), str(finding.get("evidence") or "")
     action = str(finding.get("action") or "")
     if action not in HEALTH_ACTIONS:
-        # An older Craton writes no action; of what the table does not know nobody says that the node is at fault.
+        # An older Craton writes no action; a finding outside the table does not blame the node.
         action = rules().findings.get(sign, "") if severity == "fail" else ""
-    # An error that the program itself may have made is kept in mind: the same card under another job is suspect.
-    is_told = severity in ("warn", "fail") or sign == "xid"
-    if not node or not action or not is_told or (action == "observe" and sign != "xid"):
+    # Record errors that the program may have caused: the same GPU with another job is suspect.
+    is_reported = severity in ("warn", "fail") or sign == "xid"
+    if not node or not action or not is_reported or (action == "observe" and sign != "xid"):
         return None
     if finding.get("layer") != HOST_LAYER and sign != "answer":
         return None
@@ -164,7 +164,7 @@ def _of_finding(finding: Mapping[str, Any], document: Mapping[str, Any], measure
 
 
 def _xid_age_seconds(document: Mapping[str, Any], node: str, evidence: str) -> float:
-    """How old the newest XID that the evidence names was when it was read; 0 where the log does not tell."""
+    """Return the age of the newest XID named in the evidence when it was read; 0 if the log has no time."""
     named = _XID.search(evidence)
     try:
         reports = [item["report"] for item in document["nodes"] if item["node"] == node]
@@ -174,7 +174,7 @@ def _xid_age_seconds(document: Mapping[str, Any], node: str, evidence: str) -> f
             for xid in report["kernel_log"]["xids"]
             if named and xid["code"] == int(named[1]) and xid["bus_id"] in evidence and xid["age_seconds"] is not None
         ]
-    except (KeyError, TypeError, ValueError):  # an older Craton, or somebody else's file
+    except (KeyError, TypeError, ValueError):  # an older Craton, or another tool's file
         return 0.0
     return min(ages, default=0.0)
 

@@ -1,5 +1,5 @@
-"""What is healed: a cluster by its file, or the place of a run. With it go the runs there, what ails them,
-and the nodes of a run on this machine, which no scheduler has."""
+"""The scope of `craton heal`: a cluster file, or the cluster or machine of a run; its runs and their issues. Runs on
+this machine have no scheduler, so their nodes are managed here."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ from craton.telemetry import RunDirectory, RunSummary, list_runs, runs_root, sum
 from craton.telemetry.files import open_regular, paths_in
 
 DEFAULT_MODE, DEFAULT_SHARE = "advise", 0.1
-MAX_REPORT_BYTES = 64 << 20  # of what a doctor wrote of thousands of nodes
-AGENT_ERRORS = (CratonError, OSError)  # a run that cannot be read hides no other
+MAX_REPORT_BYTES = 64 << 20  # of a `craton doctor` report on thousands of nodes
+AGENT_ERRORS = (CratonError, OSError)  # an unreadable run must not hide the others
 
 
 @dataclass(frozen=True)
 class HealingScope:
     name: str
     service: NodeService
-    runs: tuple[RunDirectory, ...]  # that move
+    runs: tuple[RunDirectory, ...]  # that are active
     root: Path  # where the ledger is
     mode: str = DEFAULT_MODE
     share: float = DEFAULT_SHARE
-    hands_over: bool = False  # whether machines may be rebooted or replaced, not only taken out
-    ended: tuple[tuple[RunDirectory, float], ...] = ()  # runs that failed or were lost of late, and when
+    hands_over: bool = False  # whether machines may be handed over for reboot or replacement
+    ended: tuple[tuple[RunDirectory, float], ...] = ()  # recently failed or lost runs, and when they ended
 
     def runs_on(self) -> dict[str, list[tuple[RunDirectory, str]]]:
-        """Node of the cluster → the runs that compute there, with their own name of it."""
+        """Return node of the cluster → the runs that compute there, with their own name for it."""
         result: dict[str, list[tuple[RunDirectory, str]]] = {}
         for run in self.runs:
             try:
@@ -56,7 +56,7 @@ class HealingScope:
         return result
 
     def avoid(self, host: str, mark: str) -> None:
-        """No run takes a node of the cluster that was taken out as its spare."""
+        """Keep all runs from using a node that was taken out as their spare."""
         for run in self.runs:
             with contextlib.suppress(*AGENT_ERRORS):
                 working = working_nodes(run)
@@ -65,8 +65,8 @@ class HealingScope:
 
 
 class RunService:
-    """The nodes of one run on this machine: one is out when the run is to avoid it, and taking it out is moving the run
-    to a spare of its own."""
+    """The nodes of one run on this machine. A node is out when the run avoids it; taking it out moves the run to one of
+    its spares."""
 
     def __init__(self, run: RunDirectory) -> None:
         self._run = run
@@ -77,7 +77,7 @@ class RunService:
             ServiceNode(
                 node,
                 node in avoided,
-                "it is to be avoided" if node in avoided else "",
+                "the run avoids it" if node in avoided else "",
                 node in working,
                 avoided.get(node, ""),
             )
@@ -85,7 +85,7 @@ class RunService:
         ]
 
     def take_out(self, node: str, mark: str, reason: str) -> None:
-        """The run is moved by whoever heals; here it is refused where it cannot be. A spare need not move."""
+        """Refuse if the run cannot move; the caller moves it. A spare need not move."""
         way = plan_evacuation(self._run, node)
         if not way.how and node in working_nodes(self._run):
             raise RunStateError(way.sentence)
@@ -98,18 +98,18 @@ class RunService:
 
     def give_back(self, node: str, mark: str) -> str:
         is_back = node in come_back(self._run, mark)
-        return "" if is_back else f"{self._run.name} does not avoid {node}, or for another reason"
+        return "" if is_back else f"{self._run.name} does not avoid {node} because of this action"
 
 
 def place_of(target: str | None) -> HealingScope:
-    """A cluster file, a run's name or folder, or, without either, the newest run."""
+    """Return the scope of a cluster file, or of a run by name or folder [default: the newest run]."""
     if target is not None and target.endswith((".yaml", ".yml")):
         return _of_cluster(load_cluster(target))
     return _of_run(chosen_run(target))
 
 
 def look(place: HealingScope, prometheus: str | None = None, notes: list[str] | None = None) -> list[Issue]:
-    """What ails the nodes, by the verdicts on the runs there and by what their pre-flight found."""
+    """Return the issues of the nodes, by the verdicts on their runs and by their pre-flight checks."""
     issues: list[Issue] = []
     problems = notes if notes is not None else []
     for run, ended in [*((run, None) for run in place.runs), *place.ended]:
@@ -118,39 +118,39 @@ def look(place: HealingScope, prometheus: str | None = None, notes: list[str] | 
             for path in paths_in(run.path / "preflight", "*.json"):
                 with open_regular(path) as file:
                     issues += _of_report(file, path, problems)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it hides no other run, and it is told
-            problems.append(f"{run.name} could not be examined: {str(error) or type(error).__name__}")
+        except Exception as error:  # noqa: BLE001 - reported, and must not hide other runs
+            problems.append(f"{run.name} could not be diagnosed: {str(error) or type(error).__name__}")
     return issues
 
 
 def read_report(path: Path, notes: list[str] | None = None) -> list[Issue]:
-    """What `craton doctor NODES --json` printed, saved."""
+    """Read the saved output of `craton doctor NODES --json`."""
     try:
         with open(path, "rb") as file:
             return _of_report(file, path, notes if notes is not None else [])
     except OSError as error:
-        raise CratonError(f"--report {path} cannot be read: {error.strerror}") from None
+        raise CratonError(f"cannot read --report {path}: {error.strerror}") from None
     except ValueError as error:
         raise CratonError(
-            f"--report {path} is not JSON ({error}); `craton doctor NODES --json > FILE` writes it"
+            f"--report {path} is not JSON ({error}); write it with `craton doctor NODES --json > FILE`"
         ) from None
 
 
 def _of_report(file: BinaryIO, path: Path, notes: list[str]) -> list[Issue]:
-    """The issues in a file that a doctor wrote, unless that was too long ago: nodes are mended meanwhile."""
+    """Return the issues in a `craton doctor` report, unless it is too old: nodes get repaired meanwhile."""
     measured = os.fstat(file.fileno()).st_mtime
     document = json.loads(file.read(MAX_REPORT_BYTES))
     if not isinstance(document, dict):
-        raise CratonError(f"{path} holds no object; `craton doctor NODES --json > FILE` writes it")
+        raise CratonError(f"{path} is not a JSON object; write it with `craton doctor NODES --json > FILE`")
     result = of_doctor(document, measured)
     if result and time.time() - measured > rules().report_seconds:
-        notes.append(f"{path} is older than {setting(rules().report_seconds)} and does not count")
+        notes.append(f"{path} is older than {setting(rules().report_seconds)} and is ignored")
         return []
     return result
 
 
 def ledger_root(file: ClusterFile | None) -> Path:
-    """Where the cluster's runs are, so that whoever heals it finds the same ledger."""
+    """Return the folder of the cluster's runs, so that all users share one ledger."""
     return Path(file.runs) if file is not None and file.runs and "://" not in file.runs else runs_root()
 
 
@@ -189,7 +189,7 @@ def _with_policy(place: HealingScope, file: ClusterFile | None) -> HealingScope:
 
 
 def _in_time(root: Path, kind: str) -> tuple[list[RunDirectory], list[tuple[RunDirectory, float]]]:
-    """The runs that move, and those that ended badly a short time ago."""
+    """Return the active runs, and those that failed or were lost recently."""
     runs = [run for run in list_runs(root) if read_submission(run).on == kind]
     summaries = settled_summaries([summarize(run) for run in runs])
     moving, ended, oldest = [], [], time.time() - rules().ended_seconds
@@ -202,7 +202,7 @@ def _in_time(root: Path, kind: str) -> tuple[list[RunDirectory], list[tuple[RunD
 
 
 def _ended_at(run: RunDirectory, summary: RunSummary) -> float:
-    """Of one that came to no step, when its directory last changed; 0 where somebody has just removed that."""
+    """Return when a run ended; without any step, when its directory last changed; 0 if that was just removed."""
     if summary.updated_at is not None:
         return summary.updated_at
     try:

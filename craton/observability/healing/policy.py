@@ -1,16 +1,16 @@
-"""What to do about the issues of a cluster's nodes: pure, so that every rule can be tested without a cluster.
+"""Decide what to do about the issues of a cluster's nodes. Pure, so that every rule is testable without a cluster.
 
-- The gravest issue of a node decides: observe, restart, reset, reboot or replace.
-- What may pass (a clock, a rate) is to be seen in several looks first. What somebody gave a node back in spite of is
-  only watched, until something new happens.
-- A node that comes back with an issue is a repeat offender: each time one grade graver, from the third time on it is
-  replaced. An error that is usually the program's counts against the card when the same card has it under other runs.
-- reset and graver mean that the node leaves service. What can wait (a row to be remapped, whatever does not keep a run
-  from doing well) waits until it is idle. A run that moves gives its nodes back only where there are enough others.
-- Never are more than the stated share of the nodes out, counting those that are out for any other reason. The gravest
-  go first; the others are held back, and it is said why and what would let them go.
-- What is out already is left alone, but for what we took out by the ledger: a run that is still there is moved, and an
-  empty node is handed over to whoever reboots or replaces machines.
+- The most severe issue of a node decides: observe, restart, reset, reboot or replace.
+- A transient state (a clock, a rate) must show in several looks first. After an undo, its issue is only observed until
+  something new happens.
+- A node with a further issue is a repeat offender: one action more severe each time, and from the third time on it is
+  replaced. An error usually caused by the program counts against the GPU if the same GPU shows it in other runs.
+- reset and above take the node out of service. Issues that can wait (a row to be remapped, or any that does not harm a
+  healthy run) wait until the node is idle. A run that must give its nodes back moves only if enough others are idle.
+- At most the given share of the nodes is out at a time, counting nodes that are out for other reasons. The most severe
+  go first; the others are held back, with the reason and what would allow them.
+- Nodes that are out already are left alone, except those that the ledger shows we took out: runs still there are moved,
+  and an empty node is handed over for reboot or replacement.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ from craton.orchestration import ServiceNode
 from craton.orchestration.changes import Evacuation
 
 NodeAction = Literal["none", "take_out", "move", "hand_over"]
-JSON_NAMES = {"node_action": "deed", "issue": "trouble"}  # what `--json` calls them
-HANDED = "Action:"  # how the reason of a node begins that was handed over
+JSON_NAMES = {"node_action": "deed", "issue": "trouble"}  # keys of `--json`
+HANDED = "Action:"  # prefix of the reason of a node that was handed over
 LEAVES: tuple[HealthAction, ...] = ("reset", "reboot", "replace")
-WAITS = ("requeue", "pod")  # ways in which a run gives all its nodes back and waits for others
+WAITS = ("requeue", "pod")  # moves in which a run gives all its nodes back and waits for others
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What is to happen to one node, or why nothing does."""
+    """The action for one node, or why there is none."""
 
     node: str
-    action: HealthAction  # what it needs
-    node_action: NodeAction  # what is done about it
-    reason: str  # why it needs that
-    why_not: str = ""  # nothing is done although it needs it
+    action: HealthAction  # required
+    node_action: NodeAction  # taken
+    reason: str  # why it is required
+    why_not: str = ""  # why the required action is not taken
     evidence: tuple[str, ...] = ()
     escalated_from: str = ""
-    runs: tuple[str, ...] = ()  # that are to move
-    mark: str = ""  # of who took it out, where it is out
+    runs: tuple[str, ...] = ()  # that must move
+    mark: str = ""  # ID of the action that took it out
     issue: Issue | None = None
 
     @property
     def is_held(self) -> bool:
-        """Whether something should be done and is not."""
+        """Return whether a required action is not taken."""
         return bool(self.why_not) and self.node_action == "none"
 
     def to_json(self) -> dict[str, Any]:
@@ -67,7 +67,7 @@ def decide(
     hands_over: Collection[str] = (),
     runs_on: Mapping[str, Sequence[Evacuation]] | None = None,
 ) -> list[Decision]:
-    """One decision a node, the gravest first. `hands_over`: the actions for which a machine may be handed over;
+    """Return one decision per node, most severe first. `hands_over`: actions for which a machine may be handed over;
     `runs_on`: how the runs that compute on a node would leave it."""
     nodes_by_name = {node.name: node for node in nodes}
     needs = {name: _needed(name, _of(issues, name), history, now) for name in dict.fromkeys(t.node for t in issues)}
@@ -95,18 +95,18 @@ def decide(
 
 
 def max_out(total: int, share: float) -> int:
-    """How many nodes may be out at a time; 0.3 of 10 are 3 although 0.3 is a little less in binary."""
+    """Return how many nodes may be out at a time; 0.3 of 10 is 3, although 0.3 is slightly less in binary."""
     return math.floor(total * share + 1e-9)
 
 
 def over_share(num_out: int, total: int, share: float) -> str:
-    """Why one more may not go out, and what would let it; empty: it may."""
+    """Return why one more node may not go out, and what would allow it; empty: it may."""
     if num_out + 1 <= max_out(total, share):
         return ""
-    out = f"{num_out} of {total} nodes are out already" if num_out else f"one of {total} nodes"
+    out = f"{num_out} of {total} nodes are out already" if num_out else f"one of {total} nodes is too many"
     needed = math.ceil(100 * (num_out + 1) / total)
-    limit = f"no more than {percent(share)} of them ({max_out(total, share)}) may be out"
-    return f"{out}, and {limit}; `--share {needed}%`, or `health: {{share: {needed}%}}` in the cluster file, allows it"
+    limit = f"at most {percent(share)} of them ({max_out(total, share)}) may be out"
+    return f"{out}: {limit}; allow it with `--share {needed}%`, or `health: {{share: {needed}%}}` in the cluster file"
 
 
 @dataclass(frozen=True)
@@ -116,8 +116,8 @@ class _Need:
     reason: str
     evidence: tuple[str, ...] = ()
     escalated_from: str = ""
-    issue: Issue | None = None  # None: it was taken out before, and nothing is seen of it now
-    is_urgent: bool = True  # of anything that the node leaves for, not only of the gravest
+    issue: Issue | None = None  # None: it was taken out before, and shows no issue now
+    is_urgent: bool = True  # of any issue that requires taking it out, not only the most severe
     stops_run: bool = False
 
 
@@ -127,7 +127,7 @@ def _needed(node: str, issues: Sequence[Issue], history: Sequence[LedgerEntry], 
     open_ones = [issue for issue in issues if not is_answered(history, issue, now)]
     if not open_ones:
         first = gravest(issues)
-        reason = f"{first.evidence}; the node was given back since, and nothing new has happened"
+        reason = f"{first.evidence}; the node was put back in service since, and nothing new has happened"
         return _Need(node, "observe", reason, evidence, "", first, stops_run=stops_run)
     settled = [open_one for open_one in open_ones if not _doubt(open_one, history, now)]
     first = gravest(open_ones)
@@ -147,24 +147,24 @@ def _needed(node: str, issues: Sequence[Issue], history: Sequence[LedgerEntry], 
         others = other_runs_with(history, first, now)
         if len(others) + 1 >= table.same_card_runs:
             action, before = "reset", first.action
-            reason += f"; the same card had it in {', '.join(sorted(others))} too, so it is not the program's"
+            reason += f"; the same GPU had it in {', '.join(sorted(others))} too, so the program is not the cause"
     is_urgent = first.is_urgent or any(item.is_urgent for item in settled if item.action in LEAVES)
     return _Need(node, action, reason, evidence, before, first, is_urgent, stops_run)
 
 
 def _doubt(issue: Issue, history: Sequence[LedgerEntry], now: float) -> str:
-    """Why an issue is no reason yet to touch a node; empty: it is one."""
+    """Return why an issue does not justify an action yet; empty: it does."""
     table = rules()
     if issue.confidence < table.min_confidence:
-        return f"it is not sure enough ({percent(issue.confidence)}) to touch the node"
+        return f"the confidence ({percent(issue.confidence)}) is too low to take the node out"
     if not issue.is_sample or issue.action not in LEAVES:
         return ""
     looks, apart = num_looks(history, issue, now), f"{setting(table.look_seconds)} apart"
-    return "" if looks >= table.looks else f"it may pass: seen in {looks} of {table.looks} looks, {apart}"
+    return "" if looks >= table.looks else f"it may be transient: seen in {looks} of {table.looks} looks, {apart}"
 
 
 def _open_action(node: ServiceNode, history: Sequence[LedgerEntry]) -> LedgerEntry | None:
-    """What the ledger has of our taking the node out, where it is still out by that."""
+    """Return the ledger entry of our action, if the node is still out because of it."""
     actions = [item for item in history if item.kind == "take_out" and (item.node, item.id) == (node.name, node.mark)]
     return actions[-1] if actions and node.is_out and actions[-1].action in LEAVES else None
 
@@ -190,7 +190,7 @@ def _graver(action: HealthAction, earlier: int) -> HealthAction:
 
 @dataclass
 class _Cluster:
-    """What is left to give while one node after the other is decided about."""
+    """The remaining capacity while nodes are decided one after the other."""
 
     nodes: Mapping[str, ServiceNode]
     num_out: int
@@ -198,8 +198,8 @@ class _Cluster:
     share: float
     hands_over: Collection[str]
     runs_on: Mapping[str, Sequence[Evacuation]]
-    moved: Collection[tuple[str, str]]  # runs that were just asked to leave a node
-    ours: Collection[tuple[str, str]]  # nodes and the marks that we took them out with
+    moved: Collection[tuple[str, str]]  # (run, node) with a recent move
+    ours: Collection[tuple[str, str]]  # (node, mark) of nodes that we took out
 
     def decide(self, need: _Need) -> Decision:
         node, ways = self.nodes.get(need.node), self.runs_on.get(need.node, ())
@@ -225,11 +225,14 @@ class _Cluster:
         if need.action not in LEAVES:
             return "none", ""
         if node is None:
-            return "none", f"the scheduler has no {need.node} here: of another partition, powered down or gone"
+            return (
+                "none",
+                f"the scheduler has no node {need.node} here: it is in another partition, powered down or gone",
+            )
         if node.is_out:
             return self._action_of_out(need, node, ways) if node.mark else ("none", "")
         if node.is_busy and not need.is_urgent:
-            return "none", "it can wait until nothing runs there"
+            return "none", "it can wait until the node is idle"
         if why_not := over_share(self.num_out, len(self.nodes), self.share):
             return "none", why_not
         if why_not := self._stuck(need, ways):
@@ -246,11 +249,11 @@ class _Cluster:
         if need.action not in self.hands_over or node.reason.startswith(HANDED) or not is_ours:
             return "none", ""
         if node.is_busy is not False:
-            return "none", "it is out of service; it is handed over when nothing runs there any more"
+            return "none", "it is out of service; it will be handed over when the node is idle"
         return "hand_over", ""
 
     def _stuck(self, need: _Need, ways: Sequence[Evacuation]) -> str:
-        """Why a run there had better stay for now; one that does not move has nothing to lose."""
+        """Return why a run there should stay for now; a run without progress has nothing to lose."""
         if lost := next((way for way in ways if not way.how), None):
             return lost.sentence
         if need.stops_run:
@@ -262,8 +265,8 @@ class _Cluster:
             needed = 1 + sum(self.nodes[name].is_out for name in theirs if name in self.nodes and name != need.node)
             if self.num_idle < needed:
                 return (
-                    f"{way.run} would give its nodes back and wait: it needs {needed} other idle in service, and "
-                    f"{max(0, self.num_idle)} are known to be"
+                    f"{way.run} would give its nodes back and wait: it needs {counted(needed, 'other idle node')}, and "
+                    f"{max(0, self.num_idle)} are known"
                 )
         return ""
 

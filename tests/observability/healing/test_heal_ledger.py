@@ -127,7 +127,7 @@ def test_off_looks_at_nothing_and_writes_nothing(tmp_path: Path, cluster: Nodes)
 def test_an_action_is_written_down_and_undone_by_its_number(tmp_path: Path, cluster: Nodes) -> None:
     (action,) = heal(place(tmp_path, cluster), [issue()], "act", 0.1).actions
     assert cluster.out == {"g1": (action.id, "reboot: GPU 3: XID 79")}
-    assert undo(place(tmp_path, cluster), action.id) == ["g1 is in service again"]
+    assert undo(place(tmp_path, cluster), action.id) == ["g1 is back in service"]
     assert cluster.out == {}
     assert [entry.kind for entry in Ledger(tmp_path).entries()] == ["incident", "take_out", "undo"]
     with pytest.raises(Exception, match="cannot be undone: g1 is not out by that"):
@@ -183,16 +183,16 @@ def test_what_was_undone_is_not_done_again_for_the_same_reason(tmp_path: Path, c
 def test_an_operator_who_was_quicker_than_the_answer_is_left_alone(tmp_path: Path, cluster: Nodes) -> None:
     cluster.others, cluster.keeps = {"g9": ("", "fan")}, True
     found = heal(place(tmp_path, cluster), [issue()], "act", 0.1)
-    assert "cannot be taken back (the scheduler is away) though 2 of 10 nodes are out now" in found.failures[0]
-    assert f"`--undo {cluster.out['g1'][0]}` gives it back" in found.failures[0]
+    assert "cannot be undone (the scheduler is away) although 2 of 10 nodes are out now" in found.failures[0]
+    assert f"`--undo {cluster.out['g1'][0]}` puts it back in service" in found.failures[0]
 
 
 @pytest.mark.parametrize(
     ("answers", "is_slow", "told"),
     [
-        (2, False, "g1: out, but who else is cannot be counted"),
-        (3, False, "what runs on g1 stays until the next look"),
-        (4, True, "it may be out all the same"),
+        (2, False, "g1: out, but the nodes out of service cannot be counted"),
+        (3, False, "runs on g1 stay there until the next look"),
+        (4, True, "if it is out anyway"),
     ],
 )
 def test_a_node_that_is_out_has_its_number_told_whatever_fails_then(
@@ -203,7 +203,7 @@ def test_a_node_that_is_out_has_its_number_told_whatever_fails_then(
     number = cluster.out["g1"][0]
     assert told in found.failures[0]
     assert f"`--undo {number}`" in found.failures[0] or number in [action.id for action in found.actions]
-    assert undo(place(tmp_path, cluster), number) == ["g1 is in service again"]
+    assert undo(place(tmp_path, cluster), number) == ["g1 is back in service"]
 
 
 def test_one_xid_seen_before_two_starts_is_one(tmp_path: Path, cluster: Nodes) -> None:
@@ -219,8 +219,8 @@ def test_advice_is_given_without_a_ledger_that_can_be_written(tmp_path: Path, cl
     there = place(tmp_path / "file" / "runs", cluster)
     found = heal(there, [issue()], "advise", 0.1)
     assert ([each.node_action for each in found.decisions], len(found.notes)) == (["take_out"], 1)
-    assert "is not remembered" in found.notes[0]
-    with pytest.raises(LedgerError, match="nothing is healed without its ledger"):
+    assert "incidents are not recorded" in found.notes[0]
+    with pytest.raises(LedgerError, match="--mode act requires a writable ledger"):
         heal(there, [issue()], "act", 0.1)
 
 
@@ -258,7 +258,7 @@ def test_a_share_that_others_exceed_at_the_same_moment_is_put_right(tmp_path: Pa
     cluster.others = {"g9": ("", "fan")}
     found = heal(place(tmp_path, cluster), [issue()], "act", 0.1)
     assert found.actions == ()
-    assert "taken back: 2 of 10 nodes are out now" in found.failures[0]
+    assert "undone: 2 of 10 nodes are out now" in found.failures[0]
     assert set(cluster.out) == {"g9"}, "what others took out stays"
     assert not found.is_well
 
@@ -268,7 +268,7 @@ def test_a_share_that_others_exceed_at_the_same_moment_is_put_right(tmp_path: Pa
     [
         ({"g9": ("", "fan")}, "1 of 10 nodes are out already"),
         ({"g9": ("cd34", "craton:cd34 reset: ECC")}, "1 of 10 nodes are out already"),
-        ({"g1": ("cd34", "craton:cd34 reset: ECC")}, "somebody else took it out meanwhile (craton:cd34 reset: ECC)"),
+        ({"g1": ("cd34", "craton:cd34 reset: ECC")}, "already taken out by another process (craton:cd34 reset: ECC)"),
     ],
 )
 def test_what_others_took_out_while_somebody_was_asked_counts(
@@ -290,7 +290,7 @@ def test_a_node_that_another_takes_out_at_the_same_moment_is_theirs(tmp_path: Pa
     cluster.others = {"g1": ("cd34", "craton:cd34 reset: ECC")}
     found = heal(place(tmp_path, cluster), [issue()], "act", 0.1)
     assert (found.actions, cluster.out) == ((), cluster.others)
-    told = "g1: somebody else took it out at the same moment (craton:cd34 reset: ECC); it is left to them"
+    told = "g1: another process took it out at the same moment (craton:cd34 reset: ECC); left unchanged"
     assert found.failures == (told,)
 
 
@@ -335,7 +335,7 @@ def test_of_two_healers_without_a_ledger_in_common_one_acts(
     ((action, *_),) = (each.actions for each in found if each.actions)
     assert {node: mark for node, (mark, _) in cluster.out.items()} == {action.node: action.id}
     (failure,) = (each.failures[0] for each in found if each.failures)
-    assert "taken back: 2 of 10 nodes are out now" in failure
+    assert "undone: 2 of 10 nodes are out now" in failure
 
 
 def test_a_node_that_cannot_be_taken_out_keeps_no_other_from_it(tmp_path: Path, cluster: Nodes) -> None:
@@ -366,7 +366,7 @@ def test_one_at_a_time(tmp_path: Path, cluster: Nodes) -> None:
     try:
         assert process.stdout is not None
         assert process.stdout.readline() == "held\n"
-        with pytest.raises(LedgerError, match="another `craton heal` is at work"):
+        with pytest.raises(LedgerError, match="another `craton heal` is running"):
             heal(place(tmp_path, cluster), [issue()], "act", 0.1)
         assert cluster.out == {}
         process.kill()
@@ -521,13 +521,13 @@ def test_a_table_says_what_is_needed_why_and_what_happens(
     code, output = heal_verb("--report", str(report), "--mode", "act", "--yes")
     (number,) = (mark for mark, _ in cluster.out.values())
     assert (code, f"--undo {number}" in output, "1 of 10 nodes are out already" in output) == (1, True, True)
-    assert heal_verb("--undo", number) == (0, "g1 is in service again\n")
+    assert heal_verb("--undo", number) == (0, "g1 is back in service\n")
     code, output = heal_verb("--history")
     assert (code, "take out" in output, "undo" in output, "g1: had issues 1 time" in output) == (0, True, True, True)
 
 
 def test_a_share_is_told_in_percent() -> None:
-    assert "no more than 10% of them (0) may be out; `--share 13%`" in over_share(0, 8, 0.1)
+    assert "at most 10% of them (0) may be out; allow it with `--share 13%`" in over_share(0, 8, 0.1)
 
 
 def test_a_table_says_of_what_was_refused_that_it_failed(tmp_path: Path, cluster: Nodes) -> None:

@@ -154,14 +154,14 @@ def test_a_node_that_is_out_already_is_left_alone() -> None:
 
 def test_an_unknown_node_is_not_touched() -> None:
     (found,) = decided(issue("login-1"))
-    assert found.why_not == "the scheduler has no login-1 here: of another partition, powered down or gone"
+    assert found.why_not == "the scheduler has no node login-1 here: it is in another partition, powered down or gone"
 
 
 def test_what_can_wait_waits_for_the_node_to_be_idle() -> None:
     row = issue(action="reset", what="gpu_row_remap", evidence="a row waits", is_urgent=False)
     (busy,) = decided(row, nodes=nodes(busy=("g1",)))
     (idle,) = decided(row)
-    assert (busy.node_action, busy.why_not) == ("none", "it can wait until nothing runs there")
+    assert (busy.node_action, busy.why_not) == ("none", "it can wait until the node is idle")
     assert idle.node_action == "take_out"
     (urgent,) = decided(row, issue(action="reset"), nodes=nodes(busy=("g1",)))
     assert urgent.node_action == "take_out"
@@ -170,7 +170,7 @@ def test_what_can_wait_waits_for_the_node_to_be_idle() -> None:
 def test_a_verdict_that_is_not_sure_touches_nothing() -> None:
     (found,) = decided(issue(confidence=0.6))
     assert (found.action, found.node_action) == ("observe", "none")
-    assert "not sure enough (60%)" in found.reason
+    assert "the confidence (60%) is too low" in found.reason
     (found,) = decided(issue(confidence=0.6, evidence="a guess"), issue(action="reset", evidence="ECC"))
     assert (found.action, found.reason) == ("reset", "ECC"), "what is sure decides"
 
@@ -234,7 +234,7 @@ def test_what_a_node_was_given_back_in_spite_of_is_watched(given: Any, undone_ho
     undo = LedgerEntry(NOW - undone_hours * 3600, "undo", "g1", "ab12", what="xid", device="GPU 3")
     (found,) = decided(issue(**{"device": "GPU 3", **given}), history=[undo])
     assert found.node_action == expected
-    assert ("given back since" in found.reason) == (expected == "none")
+    assert ("put back in service since" in found.reason) == (expected == "none")
 
 
 def test_one_event_that_two_saw_at_different_times_is_one() -> None:
@@ -306,7 +306,7 @@ def test_a_run_leaves_no_node_at_once_for_what_does_not_hurt_it() -> None:
     (idle,) = decided(found)
     assert (busy.node_action, busy.why_not, idle.node_action) == (
         "none",
-        "it can wait until nothing runs there",
+        "it can wait until the node is idle",
         "take_out",
     )
 
@@ -354,14 +354,14 @@ def test_a_run_that_moves_gives_its_nodes_back_only_where_there_are_others() -> 
     everybody = tuple(NAMES)
     (held,) = decided(issue(), nodes=nodes(busy=everybody), runs_on={"g1": [way("llama")]})
     assert (held.node_action, held.is_held) == ("none", True)
-    assert "it needs 1 other idle in service, and 0 are" in held.why_not
+    assert "it needs 1 other idle node, and 0 are" in held.why_not
     (spared,) = decided(issue(), nodes=nodes(busy=everybody), runs_on={"g1": [way("llama", "spare")]})
     (idle,) = decided(issue(), nodes=nodes(busy=everybody[:-1]), runs_on={"g1": [way("llama")]})
     (hung,) = decided(issue(stops_run=True), nodes=nodes(busy=everybody), runs_on={"g1": [way("llama")]})
     assert [each.node_action for each in (spared, idle, hung)] == ["take_out"] * 3
     unseen = [replace(node, is_busy=None) for node in nodes()]
     (held,) = decided(issue(), nodes=unseen, runs_on={"g1": [way("llama")]})
-    assert "it needs 1 other idle in service, and 0 are known to be" in held.why_not
+    assert "it needs 1 other idle node, and 0 are known" in held.why_not
     two = {"g1": [way("llama")], "g2": [way("gemma")]}
     found = decided(issue("g1"), issue("g2"), nodes=nodes(busy=everybody[:-1]), runs_on=two, share=0.5)
     assert [each.node_action for each in found] == ["take_out", "none"], "one idle node is not promised twice"
@@ -411,7 +411,7 @@ def test_an_empty_node_that_we_took_out_is_handed_over_where_that_is_allowed() -
     (empty,) = decided(issue(), nodes=nodes(ours), history=taken, hands_over=LEAVES)
     (quiet,) = decided(nodes=nodes(ours), history=taken, hands_over=LEAVES)
     assert (kept.node_action, busy.node_action, empty.node_action) == ("none", "none", "hand_over")
-    assert "when nothing runs there" in busy.why_not
+    assert "when the node is idle" in busy.why_not
     assert empty.mark == "ab12"
     assert (quiet.node_action, quiet.action, quiet.reason) == ("hand_over", "reboot", "XID 79"), (
         "nobody is there to complain"

@@ -110,7 +110,7 @@ def test_drained_up_to_the_share_and_resumed_by_the_number(
 
     assert craton(monkeypatch, "heal", file, "--undo", action["id"], "--json") == 0
     assert slurm.nodes_in("drain") == ["g8"]
-    assert json.loads(capsys.readouterr().out)["done"] == ["g2 is in service again"]
+    assert json.loads(capsys.readouterr().out)["done"] == ["g2 is back in service"]
     assert craton(monkeypatch, "heal", file, "--history", "--json") == 0
     history = json.loads(capsys.readouterr().out)
     assert [entry["kind"] for entry in history["entries"]] == ["incident"] * 3 + ["take_out", "undo"]
@@ -212,7 +212,7 @@ def test_of_two_healers_that_act_at_the_same_moment_one_has_its_way(
     ((action,),) = (each.actions for each in found if each.actions)
     assert (slurm.nodes_in("drain"), node_of(action.node).mark) == ([action.node], action.id)
     (failure,) = (each.failures[0] for each in found if each.failures)
-    assert ("it is left to them" if nodes[0] == nodes[1] else "taken back: 2 of 8 nodes are out now") in failure
+    assert ("left unchanged" if nodes[0] == nodes[1] else "undone: 2 of 8 nodes are out now") in failure
 
 
 def test_a_job_may_name_several_partitions(slurm: SlurmLab) -> None:
