@@ -1,7 +1,7 @@
-"""`craton bench why`: how often the diagnosis is right, on faults that were put there.
+"""`craton bench why`: measure how often the diagnosis is right on injected faults.
 
-`bench_why` writes the run directories of the simulated scenarios, takes their snapshots as `craton why` does, judges
-them and scores the verdicts; `score` is pure. Scenarios with live processes are in `bench_live`.
+`simulated_outcomes` writes the run directories of the simulated scenarios, takes their snapshots as `craton why` does
+and diagnoses them. `scorer` scores the verdicts; scenarios with live processes are in `live`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Progress = Callable[[int, int, str], None]
 
 @dataclass(frozen=True)
 class ScenarioOutcome:
-    """One scenario and what was said of it."""
+    """One scenario and the verdict on it."""
 
     name: str
     group: str
@@ -32,17 +32,17 @@ class ScenarioOutcome:
     verdict: Verdict
     is_live: bool = False
     snapshot: Snapshot | None = None
-    early: Verdict | None = None  # the first alarm of a live run before anything was wrong with it
+    early: Verdict | None = None  # the first alarm of a live run before its fault
 
     @property
-    def said_layers(self) -> tuple[str, ...]:
-        """The guilty layer first, then those of further faults."""
+    def named_layers(self) -> tuple[str, ...]:
+        """Return the layer of the most likely cause, then those of further findings."""
         return tuple(dict.fromkeys([self.verdict.layer, *(other.layer for other in self.verdict.others)]))
 
     @property
     def is_right(self) -> bool:
-        """Quiet: no alarm. Blind: it says that it cannot tell. Single: the layer. Double: one fault is named as the
-        guilty one and the other beside it."""
+        """Return whether the verdict is right. Quiet: no alarm. Blind: not enough evidence. Single: right layer and
+        condition. Double: one fault is the most likely cause and the other is among the further findings."""
         verdict = self.verdict
         if self.group == "quiet":
             return not verdict.is_alarm
@@ -50,7 +50,7 @@ class ScenarioOutcome:
             return verdict.cause == "cannot_tell"
         if self.group == "single":
             return verdict.layer in self.truths[0].layers and verdict.condition in self.truths[0].conditions
-        named_layers = set(self.said_layers)
+        named_layers = set(self.named_layers)
         is_first_right = any(verdict.layer in truth.layers for truth in self.truths)
         return is_first_right and all(named_layers & set(truth.layers) for truth in self.truths)
 
@@ -60,15 +60,15 @@ class ScenarioOutcome:
 
     @property
     def is_victim_right(self) -> bool:
-        """Of every fault with a victim: whoever the finding of that layer names."""
+        """Return whether, for every fault with a victim, the finding of its layer names that victim."""
         return all(self._names(truth) for truth in self.truths if _has_victim(truth))
 
     def _names(self, truth: Truth) -> bool:
-        messages = [(self.verdict.layer, self.verdict.node, self.verdict.rank, self.verdict.leaf)]
-        messages += [(other.layer, other.node, other.rank, other.leaf) for other in self.verdict.others]
+        findings = [(self.verdict.layer, self.verdict.node, self.verdict.rank, self.verdict.leaf)]
+        findings += [(other.layer, other.node, other.rank, other.leaf) for other in self.verdict.others]
         if self.group == "single":
-            messages = messages[:1]
-        for layer, node, rank, leaf in messages:
+            findings = findings[:1]
+        for layer, node, rank, leaf in findings:
             if self.group == "double" and layer not in truth.layers:
                 continue
             victim = truth.victim

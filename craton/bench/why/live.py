@@ -1,8 +1,8 @@
-"""Scenarios with live processes: runs of two nodes and four ranks on this machine, broken for real.
+"""Scenarios with live processes: runs of two nodes and four ranks on this machine, with real faults.
 
 Agents, ranks, pipes and sockets are real; so are the signals, the full device, the exhausted address space, the crash
-and the server whose reads are throttled. A run is looked at from its start on, and an alarm before its fault is a false
-one. Some runs go side by side, because most of what they do is wait.
+and the throttled file server. Each run is diagnosed from its start on, and an alarm before its fault is a false alarm.
+Some runs are executed in parallel, because they mostly wait.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ SIDE_BY_SIDE = 4
 LIMIT_SECONDS = 120.0
 SETTLED_STEPS = 30
 LOOK_SECONDS = 0.3
-PULSE_SECONDS = (0.15, 0.05)  # stopped, and let go, in turn
+STOP_SECONDS = (0.15, 0.05)  # stopped, then continued, in turn
 THROTTLED_BYTES_PER_SECOND = NODES * RANKS_PER_NODE * BATCH_BYTES / (SLOW_TIMES * WORK_SECONDS)
 
 
 @dataclass(frozen=True)
 class Live:
-    """One way to break a run: by what its program does (`fault`), or from outside (`act`)."""
+    """One fault: of the program itself (`fault`), or injected from outside (`act`)."""
 
     name: str
     layers: str = ""
@@ -56,8 +56,8 @@ class Live:
     act: Callable[[RunDirectory, int], None] | None = None
     has_victim: bool = True
     whole_node: bool = False
-    steps: int = 0  # after which it is done by itself
-    needs: str = ""  # a package; without it the case is left out
+    steps: int = 0  # after which the run ends by itself
+    needs: str = ""  # a package; without it the case is skipped
 
 
 def _signal(number: signal.Signals) -> Callable[[RunDirectory, int], None]:
@@ -70,25 +70,25 @@ def _lose_node(run: RunDirectory, rank: int) -> None:
     os.kill(beat.pid, signal.SIGKILL)
 
 
-def _pulse(run: RunDirectory, rank: int) -> None:
-    """As `cpulimit` does it: stopped three quarters of the time."""
+def _throttle(run: RunDirectory, rank: int) -> None:
+    """Throttle a process as `cpulimit` does: stop it three quarters of the time."""
     pid = _pid(run, rank)
 
-    def pulse() -> None:
+    def stop_and_continue() -> None:
         with contextlib.suppress(ProcessLookupError):
             while True:
-                for number, seconds in zip((signal.SIGSTOP, signal.SIGCONT), PULSE_SECONDS, strict=True):
+                for number, seconds in zip((signal.SIGSTOP, signal.SIGCONT), STOP_SECONDS, strict=True):
                     os.kill(pid, number)
                     time.sleep(seconds)
 
-    threading.Thread(target=pulse, daemon=True).start()
+    threading.Thread(target=stop_and_continue, daemon=True).start()
 
 
 LIVE = (
     Live("stopped (SIGSTOP)", "host", "hung dead", act=_signal(signal.SIGSTOP)),
     Live("killed (SIGKILL)", "host", "dead", act=_signal(signal.SIGKILL)),
     Live("node lost", "host", "dead", act=_lose_node, whole_node=True),
-    Live("held back (SIGSTOP and SIGCONT)", "host framework", "slow", act=_pulse),
+    Live("held back (SIGSTOP and SIGCONT)", "host framework", "slow", act=_throttle),
     Live("works longer", "framework", "slow", "slow"),
     Live("raises", "framework", "dead", "raise"),
     Live("cannot import", "framework", "dead", "import"),
@@ -109,7 +109,7 @@ LIVE = (
 def live_outcomes(
     seed: int, root: Path, cases: Sequence[Live] = LIVE, progress: Progress | None = None
 ) -> list[ScenarioOutcome]:
-    """Every case once, with a victim drawn from the seed."""
+    """Run every case once, with a victim drawn from the seed."""
     cases = [case for case in cases if not case.needs or find_spec(case.needs) is not None]
     done: list[ScenarioOutcome] = []
 
@@ -136,7 +136,7 @@ def _measure(case: Live, chance: random.Random, root: Path) -> ScenarioOutcome:
             watch.wait(_has_ended if case.steps else _is_settled)
         else:
             watch.wait(lambda _, verdict: verdict.condition in case.conditions.split())
-            time.sleep(2 * LOOK_SECONDS)  # others may still die of the same
+            time.sleep(2 * LOOK_SECONDS)  # other ranks may still fail because of it
         snapshot, verdict = watch.look()
     if not case.layers:
         return ScenarioOutcome(case.name, "quiet", (), verdict, True, snapshot, watch.early)
@@ -148,10 +148,10 @@ def _measure(case: Live, chance: random.Random, root: Path) -> ScenarioOutcome:
 
 @dataclass
 class Watch:
-    """Looks at a run, and remembers the first alarm from before its fault."""
+    """Diagnose a run repeatedly, and keep the first alarm from before its fault."""
 
     run: RunDirectory
-    onset: Path  # is there once something is wrong
+    onset: Path  # exists once the fault has begun
     early: Verdict | None = None
 
     def look(self) -> tuple[Snapshot, Verdict]:
@@ -162,7 +162,7 @@ class Watch:
         return snapshot, verdict
 
     def wait(self, is_there: Callable[[Snapshot, Verdict], bool]) -> None:
-        """Looks until it is there, or for as long as a bench may take."""
+        """Diagnose until the condition holds, at most LIMIT_SECONDS."""
         deadline = time.monotonic() + LIMIT_SECONDS
         while not is_there(*self.look()) and time.monotonic() < deadline:
             time.sleep(LOOK_SECONDS)
@@ -194,8 +194,8 @@ def _running(case: Live, rank: int, root: Path) -> Iterator[Watch]:
 
 @contextmanager
 def file_server(onset: Path) -> Iterator[str]:
-    """A server of batches: a byte asks for one. From the onset on it sends no more than so many bytes a second, to all
-    that read from it together."""
+    """Serve batches: one byte requests one. After the onset, limit the total throughput to all readers to
+    THROTTLED_BYTES_PER_SECOND."""
     turn = threading.Lock()
 
     class Handler(socketserver.BaseRequestHandler):

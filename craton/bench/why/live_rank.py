@@ -1,9 +1,9 @@
-"""A rank of the live scenarios: real processes in lock-step over real sockets, and a fault that one of them has.
+"""A rank of the live scenarios: real processes in lock-step over real sockets, one of them with a fault.
 
-`python -m craton.bench.why.live_rank FOLDER`, started by an agent. Every step a rank reads its batch
-from a pipe, which its loader fills (by itself, or with what it reads from FILE_SERVER), works, and meets the others at
-rank 0, whose answer it waits for; what it records is what its own clock says. VICTIM is the rank that is sick and FAULT
-what it does after its first healthy steps; FOLDER/onset is made right before.
+`python -m craton.bench.why.live_rank FOLDER`, started by an agent. In every step a rank reads its batch from a pipe,
+which its loader fills (by itself, or from FILE_SERVER), works, and joins a sum over all ranks at rank 0; it records
+times by its own clock. VICTIM is the faulty rank and FAULT its fault after HEALTHY_STEPS; FOLDER/onset is created right
+before.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ONSET_FILE = "onset"
 
 
 class Batches:
-    """A pipe that another thread fills, as a loader does: at once, as fast as a file server lets it, or never again."""
+    """A pipe that a loader thread fills: at once, as fast as a file server allows, or never again."""
 
     def __init__(self, file_server: str = "") -> None:
         self._read, self._write = os.pipe()
@@ -62,7 +62,7 @@ class Batches:
 
 
 class Meeting:
-    """A sum over all ranks: everybody sends to rank 0 and waits for what it answers."""
+    """A sum over all ranks: all ranks send to rank 0 and wait for its response."""
 
     def __init__(self, folder: Path, rank: int, world: int) -> None:
         self.rank = rank
@@ -167,13 +167,13 @@ def _crash(_: Meeting) -> None:
 
 
 def _spin(_: Meeting) -> None:
-    os.nice(19)  # others may want the machine
+    os.nice(19)  # leave the CPU to other processes
     while True:
         pass
 
 
 def _vanish(meeting: Meeting) -> None:
-    """Its network is gone: it lives, and nobody reaches it."""
+    """Simulate a lost network: the rank is alive but unreachable."""
     meeting.leave()
     while True:
         time.sleep(1.0)
@@ -190,9 +190,9 @@ ACTS: dict[str, Callable[[Meeting], None]] = {
 
 
 def call_collectives(rank: int, is_victim: bool) -> None:
-    """Real collectives of PyTorch, of which one rank calls another one than the rest."""
+    """Call real PyTorch collectives; the victim calls another one than the other ranks."""
     os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
-    torch = import_module("torch")  # nothing else here needs it
+    torch = import_module("torch")  # only this fault needs it
     import_module("torch.distributed")
     torch.distributed.init_process_group("gloo")
     for _ in range(3):

@@ -1,5 +1,5 @@
-"""What the outcomes of `craton bench why` add up to: shares of right answers against the bars, who was taken for whom,
-and whether confidence means what it says. Pure functions."""
+"""Score the outcomes of `craton bench why`: accuracy against the bars, confusion matrix, calibration of the confidence.
+Pure functions."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ class Score:
     num_live: int
     groups: dict[str, tuple[int, int]]  # group → (right, of)
     layers: dict[str, tuple[int, int]]  # layer of a single fault → (right, of)
-    layer_share: float  # right layer, of all scenarios with a fault that can be told
-    blind_share: float  # "cannot tell", where that is right
+    layer_share: float  # right layer, of all scenarios with sufficient evidence
+    blind_share: float  # "not enough evidence" (cannot_tell), where that is right
     victim_share: float
     num_victims: int
-    false_alarms: int  # of runs without a fault, or before they had one
-    num_quiet: int  # of both
+    false_alarms: int  # in runs without a fault, or before the fault
+    num_quiet: int  # runs in which a false alarm is possible
     brier: float | None  # of the confidence of verdicts that name a layer
     bins: tuple[Bin, ...]
-    confusion: dict[str, dict[str, int]]  # true layer → what was said → how often
+    confusion: dict[str, dict[str, int]]  # true layer → layer of the verdict → count
     misses: tuple[str, ...] = field(default=())
 
     @property
@@ -79,7 +79,7 @@ def score(outcomes: Sequence[ScenarioOutcome]) -> Score:
         brier=sum(errors) / len(errors) if errors else None,
         bins=_bins(named),
         confusion=_confusion(outcomes),
-        misses=tuple(_told(outcome) for outcome in outcomes if _is_missed(outcome)),
+        misses=tuple(_miss(outcome) for outcome in outcomes if _is_missed(outcome)),
     )
 
 
@@ -102,12 +102,12 @@ def _bins(named: Sequence[ScenarioOutcome]) -> tuple[Bin, ...]:
 
 
 def _confusion(outcomes: Sequence[ScenarioOutcome]) -> dict[str, dict[str, int]]:
-    """Quiet, single and blind ones; a fault whose layer is a matter of words counts for the one that was said."""
+    """Return the confusion matrix without double faults; a fault with two right layers counts for the one named."""
     table = {row: dict.fromkeys(COLUMNS, 0) for row in COLUMNS}
     for outcome in outcomes:
         if outcome.group == "double":
             continue
-        named = _said(outcome)
+        named = _named_layer(outcome)
         truth = {"quiet": "none", "blind": "cannot tell"}.get(outcome.group, outcome.true_layer)
         if outcome.group == "single" and named in outcome.truths[0].layers:
             truth = named
@@ -115,7 +115,7 @@ def _confusion(outcomes: Sequence[ScenarioOutcome]) -> dict[str, dict[str, int]]
     return table
 
 
-def _said(outcome: ScenarioOutcome) -> str:
+def _named_layer(outcome: ScenarioOutcome) -> str:
     if outcome.verdict.cause == "cannot_tell":
         return "cannot tell"
     return (
@@ -133,14 +133,14 @@ def _is_missed(outcome: ScenarioOutcome) -> bool:
     return not outcome.is_right or (outcome.has_victim and not outcome.is_victim_right) or outcome.early is not None
 
 
-def _told(outcome: ScenarioOutcome) -> str:
+def _miss(outcome: ScenarioOutcome) -> str:
     truth = "; ".join(
         f"{'/'.join(one.layers)} {one.victim.leaf or one.victim.node or ''} "
         f"{f'rank {min(one.victim.ranks)}' if len(one.victim.ranks) == 1 else ''}".strip()
         for one in outcome.truths
     )
-    before = f"; before it, said was {_words(outcome.early)}" if outcome.early else ""
-    return f"{outcome.group}, {outcome.name}: true is {truth or 'nothing'}; said was {_words(outcome.verdict)}{before}"
+    early = f"; before the fault: {_words(outcome.early)}" if outcome.early else ""
+    return f"{outcome.group}, {outcome.name}: expected {truth or 'no fault'}; got {_words(outcome.verdict)}{early}"
 
 
 def _words(verdict: Verdict) -> str:

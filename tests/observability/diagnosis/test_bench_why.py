@@ -98,7 +98,7 @@ def test_wrong_answers_count_against_it() -> None:
     assert not score([right, guess]).is_good
     both = (truth, Truth("disk_full", ("storage",), ("healthy",), Victim()))
     assert not replace(right, group="double", truths=both).is_right
-    assert "said was slow fabric" in score([wrong_layer]).misses[0]
+    assert "expected device a rank 3; got slow fabric" in score([wrong_layer]).misses[0]
 
 
 def test_an_alarm_before_the_fault_is_a_false_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +116,7 @@ def test_an_alarm_before_the_fault_is_a_false_one(tmp_path: Path, monkeypatch: p
     assert (score([outcome]).false_alarms, score([outcome]).num_quiet) == (0, 1)
     found = score([replace(outcome, early=watch.early)])
     assert (found.false_alarms, found.layer_share, found.is_good) == (1, 1.0, False)
-    assert "before it, said was slow host" in found.misses[0]
+    assert "before the fault: slow host" in found.misses[0]
 
 
 def test_reads_are_throttled_once_the_fault_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,8 @@
-"""The scenarios of `craton bench why`: what is drawn from a seed, and what is true of each.
+"""The simulated scenarios of `craton bench why`, drawn from a seed, and their ground truth.
 
-Four groups. Quiet ones have no fault, and any alarm is a false one. Single ones have one fault, double ones two in
-different layers that hurt at once. In blind ones there is a fault of which no trace that would tell its layer can be
-seen: another layer's fault would look the same, so that the only right answer is that it cannot be told.
+Four groups. Quiet ones have no fault, and any alarm is false. Single ones have one fault, double ones two in different
+layers at once. Blind ones have a fault without evidence of its layer: a fault of another layer would look the same, so
+the only right verdict is "not enough evidence".
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from craton.bench.why.scenarios.faults import FAULTS, ScenarioFault, Victim
 from craton.bench.why.scenarios.quiet import QUIET
 from craton.bench.why.scenarios.world import World
 
-FAULTED = (programs, hardware, scenarios_machines)  # importing them has filled FAULTS
-# Pairs that can be seen side by side: the second does not end or hang what shows the first.
+FAULTED = (programs, hardware, scenarios_machines)  # imported to fill FAULTS
+# Pairs that are visible together: the second fault does not end or hang the run that shows the first.
 PAIRS = (
     ("overheats", "file_system_slow"),
     ("overheats", "disk_full"),
@@ -32,13 +32,13 @@ PAIRS = (
     ("loader_slow", "overheats"),
     ("firmware_stops", "disk_full"),
 )
-# Oddities without consequence that may stand beside a fault, as on any cluster.
+# Harmless anomalies that may occur beside a fault, as on any cluster.
 DECOYS = (
     *("busy_host", "hot_cards", "corrected_errors", "old_xid", "few_retransmissions", "old_network_events"),
     *("busy_file_system", "one_failed_save", "within_the_interval"),
 )
 DECOY_SHARE = 0.5  # of the worlds with a fault
-# What is left of a fault when nobody measures the machines and nobody wrote a log.
+# Faults that leave no evidence of their layer without machine metrics and logs.
 BLINDED = (
     "overheats",
     "processor_taken",
@@ -55,7 +55,7 @@ BLINDED = (
 
 @dataclass(frozen=True)
 class Truth:
-    """One fault, as it was put there."""
+    """The ground truth of one injected fault."""
 
     fault: str
     layers: tuple[str, ...]
@@ -72,7 +72,7 @@ class Scenario:
 
 
 def draw_scenarios(seed: int, moment: float) -> list[Scenario]:
-    """All simulated ones: every kind at least once, those without a fault and some others more often."""
+    """Draw all simulated scenarios: every kind at least once, healthy runs and some others more often."""
     scenarios: list[Scenario] = []
 
     def world(name: str) -> World:

@@ -1,8 +1,8 @@
-"""What a fault is, and what those of several layers share: each is told by what it does to a world; how strong and
-whom it meets are drawn.
+"""Faults, and helpers for faults of several layers. A fault changes a simulated world; its strength and its victim are
+drawn at random.
 
-A fault knows its layer and its victim, because it was put there; nothing of that is written into what the diagnosis
-reads. The texts are those that drivers, NCCL, PyTorch, Python and kernels print.
+A fault knows its layer and its victim, because it was injected; neither is written into the data that the diagnosis
+reads. The messages are those of drivers, NCCL, PyTorch, Python and kernels.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Victim:
 @dataclass(frozen=True)
 class ScenarioFault:
     name: str
-    layers: tuple[str, ...]  # any of them is right; more than one only where the border is a matter of words
+    layers: tuple[str, ...]  # any of them is right; more than one only where the boundary is unclear
     conditions: tuple[str, ...]
     put: Callable[[World], Victim]
 
@@ -56,7 +56,7 @@ def gpu_of(world: World, rank: int) -> dict[str, str]:
 
 
 def slower_card(world: World, rank: int, share: float) -> None:
-    """A card at this share of its clock: most of the work follows the clock, some waits for memory."""
+    """Run a GPU at this share of its clock: most work scales with the clock, some is memory-bound."""
     world.slow((rank,), "compute", 1.0 / (0.12 + 0.88 * share))
     world.set("DCGM_FI_DEV_SM_CLOCK", world.node_of(rank), GPU_CLOCK_MHZ * share, **gpu_of(world, rank))
 
@@ -71,12 +71,12 @@ def level(world: World, metric: str, node: str, **labels: str) -> float:
 
 
 def make_server(world: World) -> None:
-    """One rank that computes for whoever asks, in short steps and without checkpoints; minutes of them are written."""
+    """Turn the world into a server: one rank, short steps, no checkpoints; minutes of steps are written."""
     world.kind, world.step_seconds, world.steps = "serve", world.chance.uniform(0.15, 0.25), 900
     world.shrink(1, 1)
 
 
 def break_again(world: World, times: int, how: Callable[[int], tuple[int, str]]) -> None:
-    """So many generations within the last steps; `how` has the rank that breaks the nth, and its words."""
+    """Restart `times` times within the last steps; `how` returns the rank that fails and the message of the nth."""
     chosen = sorted(world.chance.sample(range(3, 64), times), reverse=True)
     world.breaks = {left: how(number) for number, left in enumerate(chosen)}

@@ -1,7 +1,7 @@
-"""Writes the run directory of a simulated training, as its agents would have written it, and what its scheduler says.
+"""Write the run directory of a simulated training, as its agents would have, and the output of its scheduler.
 
-The scheduler is Slurm: `squeue` and `scontrol` in a folder of the run's own print what those programs would, and are
-found because that folder is the first of the PATH while the snapshot is taken.
+The scheduler is Slurm: fake `squeue` and `scontrol` in a folder of the run print what the real ones would. That folder
+is first in PATH while the snapshot is taken.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ JOB = 4711
 
 
 def write_world(root: Path, name: str, world: World, now: float) -> tuple[RunDirectory, float]:
-    """The run as `take_snapshot` finds it at `now`, and for how many seconds its slowness has lasted."""
+    """Write the run for a snapshot at `now`; return it and for how many seconds it has been slow."""
     run = RunDirectory.create(root, name)
     steps = world.simulate()
     lasting = [parts[0]["step"] for parts in steps]
@@ -59,7 +59,7 @@ def write_world(root: Path, name: str, world: World, now: float) -> tuple[RunDir
 
 @contextmanager
 def scheduler_of(run: RunDirectory) -> Iterator[None]:
-    """While this lasts, Slurm's programs are those of the run."""
+    """Put the run's fake Slurm commands first in PATH."""
     before = os.environ["PATH"]
     os.environ["PATH"] = f"{run.path / 'slurm'}{os.pathsep}{before}"
     try:
@@ -125,7 +125,7 @@ def _write_membership(run: RunDirectory, world: World, began: float, moments: li
 
 
 def _breaks(world: World, moments: list[float]) -> list[tuple[float, int, str]]:
-    """When it broke, which rank did, and what its agent said of it, oldest first."""
+    """Return when it failed, which rank, and the message of its agent, oldest first."""
     return [
         (moments[-left - 1], rank, f"rank {rank} on {world.node_of(rank)} {words}")
         for left, (rank, words) in world.breaks.items()
@@ -170,7 +170,7 @@ def _write_metrics(
 
 
 def _steps_before(world: World) -> int:
-    """What a run that is hours old has done before the first step that is still written down."""
+    """Return the number of steps of an old run before the first one that is written."""
     return max(0, int(world.age_seconds / world.step_seconds) - world.steps) if world.steps else 0
 
 
@@ -180,26 +180,26 @@ def _write_events(run: RunDirectory, world: World, began: float, moments: list[f
     events: dict[str, list[dict[str, Any]]] = {node: [] for node in world.nodes}
     newest = world.generation
 
-    def tell(moment: float, event: str, node: str, rank: int | None = None, generation: int = 0, **more: Any) -> None:
+    def record(moment: float, event: str, node: str, rank: int | None = None, generation: int = 0, **more: Any) -> None:
         stamp = {"time": moment, "generation": generation, "node": node, "rank": rank, "event": event}
         events[node].append({**stamp, **more})
 
     first = world.nodes[0]
-    tell(began, "generation_started", first, reason="start")
+    record(began, "generation_started", first, reason="start")
     for node in world.nodes:
-        tell(began, "agent_started", node, pid=900)
+        record(began, "agent_started", node, pid=900)
         for rank in world.ranks_of(node):
-            tell(began + 1, "rank_started", node, rank, pid=1000 + rank)
+            record(began + 1, "rank_started", node, rank, pid=1000 + rank)
     for number, (at, broken, reason) in enumerate(_breaks(world, moments), start=1):
         code = -9 if "SIGKILL" in reason else 1
-        tell(at + 1, "rank_ended", world.node_of(broken), broken, number - 1, code=code, during="productive")
-        tell(at + BACK_SECONDS, "generation_started", first, generation=number, reason=reason)
+        record(at + 1, "rank_ended", world.node_of(broken), broken, number - 1, code=code, during="productive")
+        record(at + BACK_SECONDS, "generation_started", first, generation=number, reason=reason)
         for rank in range(world.world):
-            tell(at + BACK_SECONDS + 1, "rank_started", world.node_of(rank), rank, number, pid=2000 + rank)
+            record(at + BACK_SECONDS + 1, "rank_started", world.node_of(rank), rank, number, pid=2000 + rank)
     for tier, saves in _saves(world, began, moments, now).items():
         for save in saves:
             moment, event = float(save["time"]), str(save["event"])
-            tell(
+            record(
                 moment,
                 event,
                 first,
@@ -209,7 +209,7 @@ def _write_events(run: RunDirectory, world: World, began: float, moments: list[f
                 **{key: save[key] for key in save if key not in ("time", "event")},
             )
     for death in world.deaths:
-        tell(
+        record(
             now - death.seconds_ago,
             "rank_ended",
             world.node_of(death.rank),
@@ -224,7 +224,7 @@ def _write_events(run: RunDirectory, world: World, began: float, moments: list[f
 
 
 def _saves(world: World, began: float, moments: list[float], now: float) -> dict[str, list[dict[str, Any]]]:
-    """Healthy saves at each interval from an hour ago on, then what the world says became of the newest of a tier."""
+    """Return healthy saves at each interval, with the outcomes of the newest ones that the world defines."""
     result: dict[str, list[dict[str, Any]]] = {}
     last_moment = moments[-1] if moments else now
     for tier, every in _tiers(world).items():
@@ -279,7 +279,7 @@ def _write_signs_of_life(run: RunDirectory, world: World, now: float) -> None:
 
 
 def _status(world: World, rank: int) -> dict[str, Any]:
-    """All have been at it since the last step; who waits in a collective books it as productive."""
+    """Return the status of a rank. All work since the last step; waiting in a collective counts as productive."""
     nap = NAP_SECONDS * world.step_seconds
     age = world.silence_seconds + nap if world.silence_seconds else world.chance.uniform(0.1, 1.0) * nap
     kind = world.kinds.get(rank, "productive")

@@ -1,4 +1,4 @@
-"""Faults of cards and of the network between and inside nodes."""
+"""Faults of GPUs and of the network between and inside nodes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def overheats(world: World) -> Victim:
 
 @fault("device", "slow")
 def power_capped(world: World) -> Victim:
-    """Somebody has set a lower limit on all cards of a node."""
+    """A lower power limit is set on all GPUs of a node."""
     node = world.draw_node()
     watts = world.chance.uniform(0.45, 0.62) * GPU_WATTS
     for rank in world.ranks_of(node):
@@ -58,7 +58,7 @@ def clock_locked(world: World) -> Victim:
 
 @fault("device", "slow")
 def power_brake(world: World) -> Victim:
-    """A power supply of the node has failed: all its cards are held."""
+    """A power supply of the node has failed: all its GPUs are throttled."""
     node, share, last = world.draw_node(), world.chance.uniform(0.4, 0.7), world.chance.randint(26, 60)
     for rank in world.ranks_of(node):
         slower_card(world, rank, share)
@@ -97,7 +97,7 @@ def uncorrectable_memory_error(world: World) -> Victim:
 
 @fault("device", "hung")
 def firmware_stops(world: World) -> Victim:
-    """The card's own processor no longer answers; a kernel never ends, and nobody gets past the next collective."""
+    """The GPU's GSP firmware stops responding; a kernel never ends, and all ranks hang in the next collective."""
     rank = world.draw_rank()
     world.hang()
     show_xid(world, rank, world.chance.choice((119, 120, 109, 62)), world.silence_seconds - 4.0)
@@ -120,11 +120,11 @@ def asks_for_a_reset(world: World) -> Victim:
 
 @fault("device", "healthy")
 def broke_it_before(world: World) -> Victim:
-    """A card stopped, the run hung until its agents ended it, and has come back onto the same card."""
+    """A GPU failed, the run hung until its agents ended it, and it restarted on the same GPU."""
     rank = world.draw_rank()
     left = world.chance.randint(8, 40)
     world.breaks = {left: (rank, "hangs in productive at step 40: no progress for 75.0 s")}
-    # The step after a restart takes longer; some seconds more or less change nothing.
+    # The step after a restart takes longer; a few seconds do not matter.
     back_seconds = (left + world.warm_up) * world.step_seconds
     show_xid(world, rank, world.chance.choice((79, 119, 95)), back_seconds + world.chance.uniform(70.0, 500.0))
     return of_rank(world, rank)
@@ -132,7 +132,7 @@ def broke_it_before(world: World) -> Victim:
 
 @fault("device", "slow")
 def breaks_it_again(world: World) -> Victim:
-    """Memory of a card that errs each time the run comes back."""
+    """GPU memory that fails each time the run restarts."""
     rank = world.draw_rank()
     break_again(world, world.chance.randint(4, 9), lambda number: (rank, "was killed by SIGABRT"))
     show_xid(world, rank, 95, (min(world.breaks) + world.warm_up) * world.step_seconds + 10.0)
@@ -141,7 +141,7 @@ def breaks_it_again(world: World) -> Victim:
 
 @fault("device", "slow")
 def pcie_narrow(world: World) -> Victim:
-    """A card on a quarter of its lanes: what is copied from the host takes longer."""
+    """A GPU with fewer PCIe lanes: copies from the host take longer."""
     rank = world.draw_rank()
     world.slow((rank,), "compute", world.chance.uniform(1.2, 1.5))
     lanes = world.chance.choice((4.0, 8.0, 1.0))
@@ -154,7 +154,7 @@ def pcie_narrow(world: World) -> Victim:
 
 @fault("device", "wrong")
 def computes_wrong(world: World) -> Victim:
-    """Silent corruption: the gradients of one card are off, and the loss goes up a little."""
+    """Silent data corruption: the gradients of one GPU are wrong, and the loss rises slightly."""
     rank, last = world.draw_rank(), world.chance.randint(8, 30)
     world.norm_factor[rank] = (last, world.chance.choice((6.0, 12.0, 40.0)))
     world.loss_after[last] = world.chance.uniform(0.0, 0.05)
@@ -181,7 +181,7 @@ def _less_traffic(world: World) -> None:
 
 @fault("fabric", "slow")
 def loses_packets(world: World) -> Victim:
-    """A bad cable: one network card sends much again, and collectives go at the pace of the slowest path."""
+    """A bad cable: one NIC retransmits, and collectives run at the speed of the slowest path."""
     node = world.draw_node()
     world.congest(0.2, 1.0)
     _less_traffic(world)
@@ -205,7 +205,7 @@ def rail_slow(world: World) -> Victim:
 
 @fault("fabric", "slow")
 def leaf_congested(world: World) -> Victim:
-    """The uplinks of one leaf: every node below it sends again, none else does."""
+    """Congested uplinks of one leaf: every node below it retransmits, no other node does."""
     leaf = world.leaf_of(world.draw_node())
     world.congest(0.25, 1.0)
     _less_traffic(world)
@@ -221,7 +221,7 @@ def leaf_congested(world: World) -> Victim:
 
 @fault("fabric", "slow")
 def speaks_tcp(world: World) -> Victim:
-    """NCCL did not find its plugin on any node: everything goes through sockets, from the first step on."""
+    """NCCL found its network plugin on no node: all traffic uses TCP sockets since the first step."""
     world.network_factor, world.network_last_steps = world.chance.uniform(6.0, 12.0), None
     for rank in range(world.world):
         name = world.node_of(rank)
@@ -252,7 +252,7 @@ def link_goes_down(world: World) -> Victim:
 
 @fault("fabric", "hung")
 def peer_does_not_answer(world: World) -> Victim:
-    """A node's network is gone from the fabric: all others report a peer that does not answer; it reports all."""
+    """A node lost its network: all other nodes report one unresponsive peer; it reports all of them."""
     node = world.draw_node()
     world.hang(seconds=world.chance.uniform(300.0, 500.0))
     for item in world.nodes:
@@ -264,12 +264,12 @@ def peer_does_not_answer(world: World) -> Victim:
                 0.0, 0.0, is_counter=True, total=0.0, burst=events, onset_seconds=world.silence_seconds - 30.0
             )
             world.show("node_amazonefa_unresponsive_remote_events", item, signal, **device)
-    return of_node(world, node) if world.num_nodes > 2 else Victim()  # of two, each says it of the other
+    return of_node(world, node) if world.num_nodes > 2 else Victim()  # of two nodes, each reports the other
 
 
 @fault("fabric", "slow")
 def nvlink_errs(world: World) -> Victim:
-    """A marginal NVLink: replays slow what goes over it, which is inside the collectives."""
+    """A marginal NVLink: replays slow its traffic, inside the collectives."""
     rank = world.draw_rank()
     world.congest(0.2, 0.6)
     _less_traffic(world)
@@ -281,7 +281,7 @@ def nvlink_errs(world: World) -> Victim:
 
 @fault("fabric device", "hung dead")
 def nvlink_breaks(world: World) -> Victim:
-    """XID 74: an NVLink of a card; a driver's error of the card by name, a link by nature."""
+    """XID 74, an NVLink error: reported for the GPU, caused by the link."""
     rank = world.draw_rank()
     world.hang()
     show_xid(world, rank, 74, world.silence_seconds - 2.0)

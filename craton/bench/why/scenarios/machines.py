@@ -25,7 +25,7 @@ def _slower_lustre(world: World, nodes: Iterable[str], times: float) -> None:
 
 @fault("storage", "slow")
 def file_system_slow(world: World) -> Victim:
-    """Somebody else's job reads all there is to read: requests of everybody take longer, batches come late."""
+    """Another job saturates the file system: all requests take longer, batches arrive late."""
     _slower_lustre(world, world.nodes, world.chance.uniform(8.0, 40.0))
     world.slow(range(world.world), "data", seconds=world.step_seconds * world.chance.uniform(0.25, 0.8), swing=0.25)
     return Victim()
@@ -42,7 +42,7 @@ def client_slow(world: World) -> Victim:
 
 @fault("storage", "hung")
 def servers_gone(world: World) -> Victim:
-    """A file server does not answer: whoever reads from it waits."""
+    """A file server does not respond: its readers wait."""
     node = world.draw_node()
     victims = dict.fromkeys(world.ranks_of(node), "data")
     world.hang(victims)
@@ -57,7 +57,7 @@ def _mount(path: str, kind: str) -> dict[str, str]:
 
 @fault("storage", "healthy slow wrong dead")
 def disk_full(world: World) -> Victim:
-    """The file system of the checkpoints is full: the newest saves failed; the training itself goes on."""
+    """The file system of the checkpoints is full: the newest saves failed; training continues."""
     for node in world.nodes:
         for metric in ("node_filesystem_avail_bytes", "node_filesystem_files_free"):
             world.set(metric, node, 0.0 if "avail" in metric else 9e8, 3000.0, **_mount("/fsx", "lustre"))
@@ -68,7 +68,7 @@ def disk_full(world: World) -> Victim:
 
 @fault("storage", "healthy slow wrong dead")
 def read_only(world: World) -> Victim:
-    """A node's disk was set read-only by the kernel after errors: nothing is saved there any more."""
+    """The kernel remounted a node's disk read-only after errors: saves there fail."""
     node = world.nodes[0]
     world.set("node_filesystem_readonly", node, 1.0, 1500.0, **_mount("/scratch", "xfs"))
     reason = "OSError: [Errno 30] Read-only file system: '/scratch/step-40'"
@@ -78,7 +78,7 @@ def read_only(world: World) -> Victim:
 
 @fault("storage", "healthy slow")
 def saves_slow(world: World) -> Victim:
-    """A target of the file system is being rebuilt: a save takes longer than until the next one, which is left out."""
+    """A target of the file system is being rebuilt: a save outlasts its interval, and the next one is skipped."""
     took = world.chance.uniform(1900.0, 5000.0)
     skipped = int(took // 1800.0)
     world.saves["shared"] = [{"seconds": took}] + [{"event": "checkpoint_skipped"} for _ in range(skipped)]
@@ -88,7 +88,7 @@ def saves_slow(world: World) -> Victim:
 
 @fault("storage", "hung")
 def save_hangs(world: World) -> Victim:
-    """Everybody waits for rank 0, which cannot finish a checkpoint on a file system that does not answer."""
+    """All ranks wait for rank 0, which cannot finish a checkpoint on a file system that does not respond."""
     node = world.nodes[0]
     world.hang({0: "checkpoint"}, world.chance.uniform(2400.0, 4000.0))
     world.set("node_filesystem_device_error", node, 1.0, world.silence_seconds, **_mount("/fsx", "lustre"))
@@ -97,7 +97,7 @@ def save_hangs(world: World) -> Victim:
 
 @fault("storage", "dead")
 def stale_handle(world: World) -> Victim:
-    """A client that was evicted: reads fail."""
+    """The file system evicted a client: reads fail."""
     rank = world.draw_rank()
     line = world.chance.choice(
         (
@@ -114,7 +114,7 @@ def stale_handle(world: World) -> Victim:
 
 @fault("host", "slow")
 def processor_taken(world: World) -> Victim:
-    """Another guest of the same machine: the hypervisor takes processor time."""
+    """Another guest on the same machine: the hypervisor takes CPU time."""
     node, share = world.draw_node(), world.chance.uniform(0.2, 0.45)
     world.slow(world.ranks_of(node), "compute", 1.0 + 1.5 * share, swing=0.03)
     for cpu in range(4):
@@ -125,7 +125,7 @@ def processor_taken(world: World) -> Victim:
 
 @fault("host", "slow")
 def somebody_computes(world: World) -> Victim:
-    """A forgotten process uses all processors of a node."""
+    """A forgotten process uses all CPUs of a node."""
     node = world.draw_node()
     world.slow(world.ranks_of(node), "compute", world.chance.uniform(1.25, 1.9), swing=0.08)
     for cpu in range(4):
@@ -168,7 +168,7 @@ def stopped_by_signal(world: World) -> Victim:
 
 @fault("host", "dead hung")
 def node_vanishes(world: World) -> Victim:
-    """Power: no heartbeat, no exporter. The others wait for it in a collective."""
+    """Power loss: no heartbeat, no exporter. The other ranks wait in a collective."""
     node = world.draw_node()
     world.hang(seconds=world.chance.uniform(60.0, 200.0))
     world.lost_nodes[node] = world.silence_seconds
@@ -190,7 +190,7 @@ def shared_memory_full(world: World) -> Victim:
 
 @fault("host", "slow")
 def killed_again(world: World) -> Victim:
-    """Somebody's script ends a rank every minute."""
+    """A script kills a rank every minute."""
     rank = world.draw_rank()
     hint = "was killed by SIGKILL; the kernel does that when memory runs out"
     break_again(world, world.chance.randint(4, 9), lambda number: (rank, hint))
@@ -202,7 +202,7 @@ def killed_again(world: World) -> Victim:
 
 @fault("host", "healthy")
 def spare_vanishes(world: World) -> Victim:
-    """Nobody misses it yet."""
+    """A spare node is lost before it is needed."""
     node = f"{world.prefix}-spare"
     world.spares = {f"{node}-2": 0.5, node: world.chance.uniform(20.0, 4000.0)}
     return Victim(node)

@@ -30,7 +30,7 @@ def waits_for_nodes(world: World) -> Victim:
 
 
 def _job_ends(world: World, state: str) -> Victim:
-    """Slurm sends SIGTERM to everybody and forgets the rest."""
+    """Slurm sends SIGTERM to all processes of the job."""
     world.job_state, world.state = state, "lost"
     world.lost_nodes = dict.fromkeys(world.nodes, world.chance.uniform(60.0, 300.0))
     world.silence_seconds = max(world.lost_nodes.values())
@@ -54,7 +54,7 @@ def cancelled(world: World) -> Victim:
 
 @fault("scheduler host", "dead")
 def node_failed(world: World) -> Victim:
-    """The scheduler lost a node and took the job down: by its word the scheduler's, by its nature the host's."""
+    """The scheduler lost a node and ended the job: reported by the scheduler, caused by the host."""
     node = world.draw_node()
     _job_ends(world, "NODE_FAIL")
     world.lost_nodes = {item: 200.0 + 90.0 * (item == node) for item in world.nodes}
@@ -66,7 +66,8 @@ def node_failed(world: World) -> Victim:
 
 
 def _recordings(world: World, operations: dict[int, str], missing: Iterable[int] = ()) -> None:
-    """Flight recorders after a timeout: all ended collectives 40 to 47, then called these at 48; some never did."""
+    """Write flight recorder dumps after a timeout: all ranks finished collectives 40 to 47, then called these at 48,
+    except the missing ones."""
     everyone = list(range(world.world))
     for rank in everyone:
         entries = [
@@ -88,7 +89,7 @@ def _recordings(world: World, operations: dict[int, str], missing: Iterable[int]
 
 @fault("collective", "hung")
 def calls_another_collective(world: World) -> Victim:
-    """A branch of the program that depends on the rank."""
+    """A branch of the program depends on the rank."""
     rank = world.draw_rank()
     world.hang()
     _recordings(world, {rank: "nccl:_all_gather_base"})
@@ -97,7 +98,7 @@ def calls_another_collective(world: World) -> Victim:
 
 @fault("collective framework", "hung")
 def never_enters(world: World) -> Victim:
-    """One rank is elsewhere in its own code: what it does there nobody tells, where it is not the recorders do."""
+    """One rank is elsewhere in its code: the recorders show which collective it misses, not what it does."""
     rank = world.draw_rank()
     world.hang()
     _recordings(world, {}, missing=(rank,))
@@ -136,7 +137,7 @@ def card_memory_too_small(world: World) -> Victim:
 
 @fault("framework", "dead")
 def illegal_access(world: World) -> Victim:
-    """A kernel of the program: XID 31 or 13 comes with it, which by NVIDIA's word is the program's fault first."""
+    """A bug in a CUDA kernel, with XID 31 or 13, which NVIDIA attributes to the program first."""
     rank = world.draw_rank()
     world.die(rank, 1, ["torch.AcceleratorError: CUDA error: an illegal memory access was encountered"], echo=PEER_GONE)
     show_xid(world, rank, world.chance.choice((31, 13)), world.deaths[0].seconds_ago + 1.0)
@@ -181,14 +182,14 @@ def recompiles(world: World) -> Victim:
 
 @fault("framework", "slow")
 def loader_slow(world: World) -> Victim:
-    """Too few workers for what is done to the samples; disks and processors have room."""
+    """Too few loader workers for the preprocessing; disks and CPUs have headroom."""
     world.slow(range(world.world), "data", seconds=world.step_seconds * world.chance.uniform(0.25, 0.6), swing=0.15)
     return Victim()
 
 
 @fault("framework", "slow")
 def more_work_for_one(world: World) -> Victim:
-    """Longer samples for one rank than for the others; its card and host are as good as theirs."""
+    """Longer samples for one rank than for the others; its GPU and host are healthy."""
     rank = world.draw_rank()
     world.slow((rank,), "compute", world.chance.uniform(1.2, 1.6))
     return of_rank(world, rank)
@@ -196,7 +197,7 @@ def more_work_for_one(world: World) -> Victim:
 
 @fault("framework", "hung")
 def compiler_waits(world: World) -> Victim:
-    """One rank waits for a lock in the compiler's cache that nobody holds any more."""
+    """One rank waits for a stale lock in the compiler cache."""
     rank = world.draw_rank()
     world.steps, world.age_seconds = 0, 0.0
     world.hang({item: "productive" if item != rank else "compile" for item in range(world.world)}, 5400.0)
@@ -211,7 +212,7 @@ def optimizer_slow(world: World) -> Victim:
 
 @fault("framework", "slow")
 def raises_again(world: World) -> Victim:
-    """A batch that the program cannot take: one rank fails at it, each time that the run has come back."""
+    """A bad batch: one rank fails on it after each restart."""
     rank = world.draw_rank()
     words = "exited with code 1 (generation {}): KeyError: 'labels'"
     break_again(world, world.chance.randint(4, 9), lambda number: (rank, words.format(number)))
@@ -222,7 +223,7 @@ def raises_again(world: World) -> Victim:
 
 @fault("framework", "slow")
 def too_many_requests(world: World) -> Victim:
-    """More are asked for than are computed: the queue only grows."""
+    """Requests arrive faster than they complete: the queue only grows."""
     make_server(world)
     running, rate, before = world.chance.randint(4, 32), world.chance.uniform(0.5, 4.0), world.chance.uniform(120, 400)
     world.queue = lambda ago: (running, running + int(rate * max(0.0, before - ago)))

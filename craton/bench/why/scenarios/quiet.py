@@ -1,8 +1,7 @@
-"""Runs in which nothing is wrong: healthy ones of many shapes, and busy ones that look odd for a good reason.
+"""Runs without a fault: healthy ones of many shapes, and busy ones that look unusual for a good reason.
 
-Each kind is something that a monitor has raised a false alarm about somewhere: warm-up, compiling, checkpoints,
-evaluation, noise, stages of different size, hot but not throttled cards, old or harmless XIDs, counters that stand and
-do not grow.
+Each kind is a known source of false alarms: warm-up, compilation, checkpoints, evaluation, noise, pipeline stages of
+different size, hot but not throttled GPUs, old or harmless XIDs, non-zero counters that do not grow.
 """
 
 from __future__ import annotations
@@ -63,8 +62,8 @@ def evaluates(world: World) -> None:
 
 @quiet
 def noisy(world: World) -> None:
-    """Samples of different lengths: every rank's work swings, and all wait for another one at each step. The plan
-    knows: the longest of many draws is about two deviations above the mean."""
+    """Samples of different lengths: the work of every rank varies, and the slowest rank changes with each step. The
+    plan includes this: the longest of many draws is about two deviations above the mean."""
     world.swing, world.outliers = world.chance.uniform(0.06, 0.15), 0.08
     world.plan_error = 1.0 + 2.0 * world.swing * world.base["compute"] / world.step_seconds
 
@@ -76,13 +75,13 @@ def swings_together(world: World) -> None:
 
 @quiet
 def long_step_now(world: World) -> None:
-    """One step takes three times as long; the one under way may."""
+    """The current step takes three times as long as usual."""
     world.silence_seconds = 2.0 * world.step_seconds
 
 
 @quiet
 def busy_host(world: World) -> None:
-    """Loaders use all processors of all nodes, and the ranks do not need them."""
+    """Data loaders use all CPUs of all nodes, and the ranks do not need them."""
     for node in world.nodes:
         world.set("node_load1", node, world.chance.uniform(3.5, 5.5), 4000.0)
         world.set("node_pressure_cpu_waiting_seconds_total", node, world.chance.uniform(0.1, 0.25), 4000.0)
@@ -97,7 +96,7 @@ def hot_cards(world: World) -> None:
 
 @quiet
 def at_the_power_limit(world: World) -> None:
-    """All cards touch their limit in dense kernels, as the plan knows; clocks fall a little everywhere."""
+    """All GPUs reach their power limit in dense kernels, as planned; clocks drop slightly everywhere."""
     for node in world.nodes:
         for gpu in range(world.ranks_per_node):
             label = {"gpu": str(gpu)}
@@ -109,7 +108,7 @@ def at_the_power_limit(world: World) -> None:
 
 @quiet
 def corrected_errors(world: World) -> None:
-    """Single bits that were corrected, once in a while, and rows remapped long ago."""
+    """Occasional corrected single-bit errors, and rows remapped long ago."""
     node, gpu = _some_gpu(world)
     errors = Signal(0.0, is_counter=True, total=float(world.chance.randint(1, 40)))
     world.show("DCGM_FI_DEV_ECC_SBE_VOL_TOTAL", node, errors, **gpu)
@@ -117,7 +116,7 @@ def corrected_errors(world: World) -> None:
 
 @quiet
 def old_xid(world: World) -> None:
-    """A program of days ago."""
+    """An XID of a program from days ago."""
     node, gpu = _some_gpu(world)
     ago = world.chance.uniform(1.0, 9.0) * 86400.0
     code = world.chance.choice((13, 31, 43, 94, 79))
@@ -126,7 +125,7 @@ def old_xid(world: World) -> None:
 
 @quiet
 def harmless_xid(world: World) -> None:
-    """NVIDIA's table says ignore."""
+    """An XID that NVIDIA's table says to ignore."""
     node, gpu = _some_gpu(world)
     code = world.chance.choice((63, 43))
     world.show("craton_gpu_xid_moment_seconds", node, Signal(world.now - 200.0), xid=str(code), **gpu)
@@ -148,7 +147,7 @@ def few_retransmissions(world: World) -> None:
 
 @quiet
 def old_network_events(world: World) -> None:
-    """Counters that stand: a peer was lost when another job ended, last week."""
+    """Constant counters: a peer was lost when another job ended last week."""
     node = world.draw_node()
     events = Signal(0.0, is_counter=True, total=float(world.chance.randint(1, 60)))
     world.show("node_amazonefa_unresponsive_remote_events", node, events, device="rdmap1s0", port="1")
@@ -156,7 +155,7 @@ def old_network_events(world: World) -> None:
 
 @quiet
 def busy_file_system(world: World) -> None:
-    """More requests than usual, somewhat slower, and the loader is ahead all the time."""
+    """More and somewhat slower requests than usual, while the loader stays ahead."""
     for node in world.nodes:
         for target in ("fsx-OST0000-osc", "fsx-OST0001-osc"):
             labels = {"component": "client", "target": target}
@@ -167,13 +166,13 @@ def busy_file_system(world: World) -> None:
 
 @quiet
 def after_a_recovery(world: World) -> None:
-    """A rank was killed a while ago, and all goes on."""
+    """A rank was killed a while ago, and the run recovered."""
     world.breaks = {world.chance.randint(8, 50): (1, "was killed by SIGKILL")}
 
 
 @quiet
 def few_recoveries(world: World) -> None:
-    """Three within the hour, of three ranks: on a large cluster that happens."""
+    """Three restarts within the hour, by three ranks: normal on a large cluster."""
     chosen = sorted(world.chance.sample(range(8, 60), 3), reverse=True)
     world.breaks = {left: (world.draw_rank(), "exited with code 1: peer gone") for left in chosen}
 
@@ -185,7 +184,7 @@ def spare_waits(world: World) -> None:
 
 @quiet
 def serves(world: World) -> None:
-    """Bursts of requests that are served soon: between them nobody waits."""
+    """Bursts of requests that are served quickly: the queue is empty between them."""
     make_server(world)
     every, most = world.chance.uniform(15.0, 40.0), world.chance.randint(20, 60)
     world.queue = lambda ago: (16, most if ago % every < 8.0 else 0)
@@ -193,19 +192,19 @@ def serves(world: World) -> None:
 
 @quiet
 def stages_differ(world: World) -> None:
-    """The last stage of a pipeline has more to do, as planned."""
+    """The last pipeline stage has more work, as planned."""
     world.pipeline = 2 if world.num_nodes % 2 == 0 else 1
 
 
 @quiet
 def within_the_interval(world: World) -> None:
-    """The plan was a little too hopeful."""
+    """The plan was slightly optimistic."""
     world.plan_error = world.chance.uniform(0.92, 0.97)
 
 
 @quiet
 def one_failed_save(world: World) -> None:
-    """Mended since: the saves after it went well."""
+    """Fixed since: later saves succeeded."""
     failed = {"event": "checkpoint_failed", "reason": "ConnectionError: try again"}
     world.saves["nvme"] = [failed, {}, {}]
 
@@ -227,7 +226,7 @@ def was_stopped(world: World) -> None:
 
 @quiet
 def noisy_loss(world: World) -> None:
-    """Batches differ: single losses are off by a little."""
+    """Batches differ: single losses deviate slightly."""
     for left in world.chance.sample(range(2, 60), 8):
         world.loss_after[left] = world.chance.uniform(-0.15, 0.25)
         world.loss_after.setdefault(left - 1, 0.0)

@@ -1,7 +1,7 @@
-"""What exporters of simulated machines would have served, in a real Prometheus: its queries are part of what is scored.
+"""Metrics of simulated machines, imported into a real Prometheus: its queries are part of the benchmark.
 
-All worlds share one moment and one server, their nodes have different names; every query is asked once and its rows are
-handed to the world whose nodes they are of.
+All worlds share one moment and one server, with different node names. Every query runs once, and its rows go to the
+world of their nodes.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from craton.observability.prometheus import find_program, start_prometheus
 
 EVERY_SECONDS = 30.0
 GAUGE_SAMPLES = 5
-HISTORY_SECONDS, HISTORY_SAMPLES = 6 * 3600.0, 24  # of what is compared with its own past
-BLOCK_SECONDS = 7200  # of Prometheus: what lies in one is imported in one go
+HISTORY_SECONDS, HISTORY_SAMPLES = 6 * 3600.0, 24  # for metrics that are compared with their past
+BLOCK_SECONDS = 7200  # of a Prometheus block: one import per block
 WITH_HISTORY = ("craton_lustre_requests_total", "craton_lustre_request_seconds_total")
 Rows = list[dict[str, Any]]
 Ask = Callable[[str], Rows]
 
 
 def good_moment(now: float) -> float:
-    """A moment of which the quarter of an hour before lies in one block."""
+    """Return a moment with the preceding quarter of an hour in one block."""
     return now // BLOCK_SECONDS * BLOCK_SECONDS - 30.0
 
 
 @contextmanager
 def served(folder: Path, worlds: Mapping[str, tuple[World, float]], moment: float) -> Iterator[Callable[[World], Ask]]:
-    """A Prometheus that knows these worlds (each with the seconds that its slowness has lasted)."""
+    """Serve a Prometheus with these worlds, each with the seconds for which it has been slow."""
     newest: dict[str, list[str]] = {}
     older: dict[str, list[str]] = {}
     for world, lasting in worlds.values():
@@ -75,7 +75,7 @@ def served(folder: Path, worlds: Mapping[str, tuple[World, float]], moment: floa
 
 
 def _samples(signal: Signal, lasting: float, chance: random.Random) -> Iterator[tuple[float, float]]:
-    """(seconds from now, value), oldest first; a counter is the integral of its rate."""
+    """Yield (seconds from now, value), oldest first; a counter is the integral of its rate."""
     onset = -(signal.onset_seconds if signal.onset_seconds is not None else lasting)
     if not signal.is_counter:
         for number in range(GAUGE_SAMPLES):

@@ -1,9 +1,9 @@
-"""A training that never was, by its physics: ranks in lock-step, machines below them, what a fault does to both.
+"""A simulated training: ranks in lock-step, the machines below them, and the effect of a fault on both.
 
-Nobody sets an answer here. A rank works (data, compute, optimizer), then waits for the slowest in a collective that
-takes its own time; machines count what such ranks make them do. A fault changes a cause, such as a clock, and the rest
-follows: the slow card makes everybody's step longer and is itself the one that waits least. `scenarios_files` writes
-what the agents of such a run would have written, `scenarios_series` what exporters would have served.
+No verdict is predefined. A rank works (data, compute, optimizer), then waits for the slowest rank in a collective that
+takes time itself; machine counters follow. A fault changes a cause, such as a clock, and the simulation does the rest:
+the slow GPU makes all steps longer and is the one that waits least. `files` writes what the agents of such a run would
+have written, `series` what the exporters would have served.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ USUAL_LOAD = 12.0
 
 @dataclass(frozen=True)
 class Signal:
-    """What a machine shows: a level (or, of a counter, a rate per second) before and from the onset of a fault."""
+    """A metric: its level (for a counter, its rate per second) before and after the onset of a fault."""
 
     before: float
     after: float | None = None  # None: as before
     is_counter: bool = False
-    swing: float = 0.0  # share of it that is noise
-    onset_seconds: float | None = None  # before now; None: that of the world's slowness
-    total: float | None = None  # of a counter: where it stands at the start of the window
-    burst: float = 0.0  # of a counter: what is added at the onset at once
+    swing: float = 0.0  # noise, as a share of the level
+    onset_seconds: float | None = None  # before now; None: when the world became slow
+    total: float | None = None  # of a counter: its value at the start of the window
+    burst: float = 0.0  # of a counter: increase at the onset
 
     @property
     def last(self) -> float:
@@ -46,14 +46,14 @@ class Death:
 
 @dataclass
 class Slowdown:
-    """More time in one phase of some ranks, from a step on (counted from the end)."""
+    """More time in one phase of some ranks, for the last steps."""
 
     ranks: frozenset[int]
     phase: str
     factor: float = 1.0
     seconds: float = 0.0
     swing: float = 0.0
-    last_steps: int | None = None  # None: from the first step on
+    last_steps: int | None = None  # None: since the first step
 
 
 Key = tuple[str, str, tuple[tuple[str, str], ...]]  # (metric, node, its other labels)
@@ -61,11 +61,11 @@ Key = tuple[str, str, tuple[tuple[str, str], ...]]  # (metric, node, its other l
 
 @dataclass
 class World:
-    """One run and its machines. Faults change it before `simulate` is called by whoever writes its files."""
+    """One run and its machines. Faults change it before its files are written by means of `simulate`."""
 
     chance: random.Random
     now: float = 0.0
-    prefix: str = "n"  # of the names of nodes: no two worlds in one Prometheus have the same
+    prefix: str = "n"  # of node names: unique in one Prometheus
     num_nodes: int = 3
     ranks_per_node: int = 4
     leaf_nodes: int = 2
@@ -77,15 +77,15 @@ class World:
     has_logs: bool = True
     state: str = "running"  # starting, running, done, stopped, failed, lost; of the files, not of a verdict
     fatal: str = ""
-    plan_error: float = 1.0  # what the plan predicts over what a healthy step takes
-    swing: float = 0.008  # of one rank's work from step to step
-    common_swing: float = 0.01  # of all ranks' work together
+    plan_error: float = 1.0  # predicted over actual time of a healthy step
+    swing: float = 0.008  # noise of one rank's work from step to step
+    common_swing: float = 0.01  # noise common to all ranks
     outliers: float = 0.01  # share of steps in which one rank takes much longer
-    warm_up: float = 4.0  # times that the first step takes
+    warm_up: float = 4.0  # factor of the first step
     network_factor: float = 1.0
     network_last_steps: int | None = 0
-    silence_seconds: float = 0.0  # since the last step, beyond the one under way
-    kinds: dict[int, str] = field(default_factory=dict)  # rank → the kind it is in now, where not productive
+    silence_seconds: float = 0.0  # since the last step, beyond the current one
+    kinds: dict[int, str] = field(default_factory=dict)  # rank → its activity, if not productive
     stopped: set[int] = field(default_factory=set)
     deaths: list[Death] = field(default_factory=list)
     lost_nodes: dict[str, float] = field(default_factory=dict)  # node → seconds since its last heartbeat
@@ -95,17 +95,17 @@ class World:
     old_logs: dict[int, list[str]] = field(default_factory=dict)  # at the beginning
     loss_after: dict[int, float | None] = field(default_factory=dict)  # steps before the end → loss; None: NaN
     norm_factor: dict[int, tuple[int, float]] = field(default_factory=dict)  # rank → (last steps, factor)
-    saves: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # tier → what became of each save
-    # Steps since a generation began → the rank that broke the one before it, and in which words, the oldest first.
+    saves: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # tier → outcome of its newest saves
+    # Steps since a generation began → the rank that ended the previous one, and its message, oldest first.
     breaks: dict[int, tuple[int, str]] = field(default_factory=dict)
-    spares: dict[str, float] = field(default_factory=dict)  # node that waits for another's place → age of its heartbeat
+    spares: dict[str, float] = field(default_factory=dict)  # spare node → age of its heartbeat
     kind: str = "pretrain"
-    queue: Callable[[float], tuple[int, int]] | None = None  # of a server: seconds ago → requests that run, that wait
-    recordings: dict[int, dict[str, object]] = field(default_factory=dict)  # flight recorders' files
+    queue: Callable[[float], tuple[int, int]] | None = None  # of a server: seconds ago → running and waiting requests
+    recordings: dict[int, dict[str, object]] = field(default_factory=dict)  # flight recorder dumps
     job_state: str = "RUNNING"
     job_reason: str = "None"
     checkpoint_now: bool = False
-    age_seconds: float = 0.0  # since the launch; 0: the first of its steps is the run's first
+    age_seconds: float = 0.0  # since the launch; 0: its first step is the run's first
 
     def __post_init__(self) -> None:
         self.nodes = [f"{self.prefix}-{number}" for number in range(self.num_nodes)]
@@ -115,7 +115,7 @@ class World:
         self.base = {"data": data, "compute": compute, "optimizer": optimizer}
         self.base["communication"] = 1.0 - sum(self.base.values())
         self.base = {phase: share * self.step_seconds for phase, share in self.base.items()}
-        self.speed = {rank: self.chance.gauss(1.0, 0.004) for rank in range(self.world)}  # no two cards are the same
+        self.speed = {rank: self.chance.gauss(1.0, 0.004) for rank in range(self.world)}  # no two GPUs are equal
         self._wire()
 
     @property
@@ -123,7 +123,7 @@ class World:
         return self.num_nodes * self.ranks_per_node
 
     def generation_of(self, left: int) -> int:
-        """In which a step was done, counted from the end."""
+        """Return the generation of a step, counted from the end."""
         return sum(left <= since for since in self.breaks)
 
     @property
@@ -150,7 +150,7 @@ class World:
         return self.chance.choice(self.nodes)
 
     def shrink(self, num_nodes: int, ranks_per_node: int) -> None:
-        """To a world of another size, before anything is put into it."""
+        """Resize the world, before any fault is injected."""
         self.num_nodes, self.ranks_per_node = num_nodes, ranks_per_node
         self.signals.clear()
         self.__post_init__()
@@ -160,13 +160,13 @@ class World:
     def slow(
         self, ranks: Iterable[int], phase: str, factor: float = 1.0, seconds: float = 0.0, swing: float = 0.0
     ) -> int:
-        """From some steps ago on; how many."""
+        """Slow a phase for a random number of last steps; return that number."""
         last = self.chance.randint(26, 60)
         self.slowdowns.append(Slowdown(frozenset(ranks), phase, factor, seconds, swing, last))
         return last
 
     def congest(self, low: float, high: float) -> None:
-        """Collectives of all take longer, by a share of the step that lies between these."""
+        """Slow all collectives, by a share of the step between these limits."""
         extra = self.chance.uniform(low, high) * self.step_seconds
         self.network_factor = 1.0 + extra / self.base["communication"]
         self.network_last_steps = self.chance.randint(26, 60)
@@ -176,7 +176,7 @@ class World:
         self.kinds |= kinds or {}
 
     def die(self, rank: int, code: int, lines: Iterable[str] = (), during: str = "productive", echo: str = "") -> None:
-        """One rank ends; the others notice that their peer is gone, and end too."""
+        """End one rank; the others lose their peer and end too."""
         self.deaths.append(Death(rank, code, during, self.chance.uniform(20.0, 60.0)))
         self.logs.setdefault(rank, []).extend(lines)
         self.state, self.fatal = "failed", f"rank {rank} on {self.node_of(rank)} ended with code {code}"
@@ -189,7 +189,7 @@ class World:
                 self.logs.setdefault(other, []).append(echo)
 
     def set(self, metric: str, node: str, after: float, onset_seconds: float | None = None, /, **labels: str) -> None:
-        """What a machine shows from the onset on."""
+        """Set the level of a metric after the onset."""
         key = (metric, node, tuple(sorted(labels.items())))
         old = self.signals[key]
         self.signals[key] = Signal(old.before, after, old.is_counter, old.swing, onset_seconds, old.total, old.burst)
@@ -198,7 +198,7 @@ class World:
         self.signals[(metric, node, tuple(sorted(labels.items())))] = signal
 
     def hide(self, node: str, metric: str = "", /, **labels: str) -> None:
-        """Series that are no longer served."""
+        """Stop serving these series."""
         wanted = set(labels.items())
         for key in [key for key in self.signals if key[1] == node and wanted <= set(key[2])]:
             if not metric or key[0] == metric:
@@ -207,7 +207,7 @@ class World:
     # -- the steps -----------------------------------------------------------------------------------------------------
 
     def simulate(self) -> list[dict[int, dict[str, float]]]:
-        """Step by step: rank → seconds by phase, and `step`."""
+        """Return for each step: rank → seconds by phase, and `step`."""
         result = []
         for step in range(self.steps):
             left = self.steps - step  # 1: the newest
@@ -245,7 +245,7 @@ class World:
         return own
 
     def _saving(self, left: int) -> float:
-        """A checkpoint holds the step up for the copy into memory only."""
+        """Return the time a checkpoint blocks the step: only the copy into memory."""
         return 0.25 * self.chance.lognormvariate(0.0, 0.2) if (self.steps - left) % 20 == 19 else 0.0
 
     # -- healthy machines ----------------------------------------------------------------------------------------------
@@ -283,7 +283,7 @@ class World:
             "DCGM_FI_DEV_THERMAL_VIOLATION": 0.0,
             "DCGM_FI_DEV_RELIABILITY_VIOLATION": 0.0,
             "DCGM_FI_DEV_BOARD_LIMIT_VIOLATION": 0.0,
-            "DCGM_FI_DEV_POWER_VIOLATION": draw(0, 2e6),  # a card at work touches its limit now and then
+            "DCGM_FI_DEV_POWER_VIOLATION": draw(0, 2e6),  # a busy GPU reaches its limit now and then
             "DCGM_FI_DEV_ECC_SBE_VOL_TOTAL": 0.0,
             "DCGM_FI_DEV_ECC_DBE_VOL_TOTAL": 0.0,
             "DCGM_FI_DEV_NVLINK_CRC_FLIT_ERROR_COUNT_TOTAL": 0.0,
@@ -318,7 +318,7 @@ class World:
                 self.show("node_cpu_seconds_total", node, Signal(share, is_counter=True), cpu=str(cpu), mode=mode)
         total = 2e12
         gauges = {
-            "node_load1": (USUAL_LOAD / 10.0, 0.1),  # of 4 processors: ranks, loaders
+            "node_load1": (USUAL_LOAD / 10.0, 0.1),  # of 4 CPUs: ranks, loaders
             "node_memory_MemTotal_bytes": (total, 0.0),
             "node_memory_MemAvailable_bytes": (total * self.chance.uniform(0.5, 0.8), 0.01),
             "node_timex_offset_seconds": (self.chance.uniform(-2e-4, 2e-4), 0.2),
