@@ -25,7 +25,8 @@ from craton.orchestration.start import start_run
 from craton.orchestration.start.copies import start_copies
 from craton.telemetry import RunDirectory
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "orchestration"))
+TESTS = Path(__file__).parent.parent / "tests"
+sys.path[:0] = [str(TESTS / "orchestration"), str(TESTS)]
 from slurm_lab import NODES, SlurmLab
 
 TIMES = 5
