@@ -1,7 +1,7 @@
 """A run from Python: `craton.Run("name")` finds one, `craton.runs()` lists all of them.
 
-A handle holds nothing but the run's directory. The run outlives this process, and any number of handles may look at it.
-Methods import what they need, for `craton ps` makes a handle of every run and must not load what plans a job.
+A handle holds only the run's directory. The run outlives this process, and any number of handles may refer to it.
+Methods import what they need: `craton ps` creates a handle per run and must not load the planner.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ LOOK_SECONDS = 0.2
 
 
 class Run:
-    """A run, by its directory."""
+    """A handle of a run, identified by its directory."""
 
     def __init__(self, directory: RunDirectory | Path | str) -> None:
-        """A run directory, or the name or folder of a run."""
+        """Find the run: `directory` is a RunDirectory, a run name or a folder."""
         self.directory = directory if isinstance(directory, RunDirectory) else find_run(directory)
 
     @property
@@ -44,21 +44,21 @@ class Run:
 
     @property
     def state(self) -> str:
-        """waiting, starting, running, stopping, stopped, done, failed or lost."""
+        """The state: waiting, starting, running, stopping, stopped, done, failed or lost."""
         return self.summary().state
 
     def __repr__(self) -> str:
         return f"Run({str(self.path)!r}, {self.state})"
 
     def summary(self) -> RunSummary:
-        """State, step, loss, measured and planned numbers: what `craton ps` shows."""
+        """Return state, step, loss, and measured and planned numbers, as `craton ps` shows them."""
         from craton.orchestration.watching import settled_summaries
         from craton.telemetry import summarize
 
         return settled_summaries([summarize(self.directory)])[0]
 
     def checkpoint(self) -> SavedStep | None:
-        """The newest checkpoint that is seen from here."""
+        """Return the newest checkpoint that is visible from here."""
         from craton.orchestration.start import newest_checkpoint
 
         return newest_checkpoint(self.directory)
@@ -70,8 +70,10 @@ class Run:
         *,
         look_seconds: float = LOOK_SECONDS,
     ) -> RunSummary:
-        """Return when the run has ended, whatever its end; TimeoutError when that takes longer than `seconds`. `look`
-        is called with every look at it, the last one included."""
+        """Wait until the run has ended, in any state, and return its summary; TimeoutError after `seconds`.
+
+        `look` is called with every view of the run, including the last one.
+        """
         from craton.formatting import setting
         from craton.orchestration.watching import wait_for_agents
 
@@ -91,7 +93,7 @@ class Run:
         look_seconds: float = LOOK_SECONDS,
         num_steps: int | None = None,
     ) -> View:
-        """Look at it until `is_enough`; TimeoutError after `seconds`. `look` is called with every look."""
+        """Poll the run until `is_enough(view)`; TimeoutError after `seconds`. `look` is called with every view."""
         from craton.orchestration.watching import Follower
 
         follower = Follower(self.directory, num_steps)
@@ -109,11 +111,10 @@ class Run:
     def stop(
         self, *, now: bool = False, ended_ok: bool = True, look: Callable[[View], None] | None = None
     ) -> RunSummary:
-        """Stop it with a checkpoint, or with `now` without one, and wait until it has. `look` is called with every look
-        at it while it saves.
+        """Stop the run with a checkpoint, or with `now` without one, and wait until it has stopped.
 
-        A run that has ended stays as it is, or is a RunEndedError unless `ended_ok`. UnsavedError when its state cannot
-        be saved: then it stays up with the state in memory.
+        `look` is called with every view while the run saves. If the run has already ended, return its summary, or raise
+        RunEndedError unless `ended_ok`. UnsavedError if the state cannot be saved: the run then keeps it in memory.
         """
         from craton.orchestration import RunEndedError, UnsavedError
         from craton.orchestration.start import kill_run, stop_run
@@ -132,7 +133,7 @@ class Run:
             if view.summary.unsaved:
                 raise UnsavedError(f"{self.name} is not stopped: {view.summary.unsaved}", view.summary)
         wait_for_agents(self.directory)
-        with noting_unread():  # it has stopped all the same
+        with noting_unread():  # it has stopped anyway
             return self.summary()
 
     def resume(
@@ -145,12 +146,14 @@ class Run:
         progress: Progress | None = None,
         watch: StartWatch | None = None,
     ) -> Run:
-        """Start the next generation from the newest checkpoint, on the same or other nodes; return once it started. A
-        run that its scheduler holds is released instead, as it is. `watch` sees every step and may refuse."""
+        """Start the next generation from the newest checkpoint, on the same or other nodes; return once it is started.
+
+        A run that its scheduler holds is released unchanged instead. `watch` sees every step and may refuse.
+        """
         from craton.api.start_steps import Unwatched, ready_start
         from craton.orchestration.start import RunStart, draft_resumption, release_run, resume_start
 
-        run = Run(RunDirectory(self.path.resolve()))  # what is linked here is called by its own path on other nodes
+        run = Run(RunDirectory(self.path.resolve()))  # other nodes know a linked folder by its real path
 
         def draft(report: Progress | None) -> RunStart:
             return draft_resumption(
@@ -162,7 +165,7 @@ class Run:
         return run
 
     def draft_resize(self, nodes: int) -> Resize:
-        """Plan it on another number of nodes; StartError names the nearest numbers that are possible."""
+        """Plan the run on another number of nodes; StartError names the nearest possible numbers."""
         from craton.orchestration.changes import draft_resize
 
         return draft_resize(self.directory, nodes)
@@ -175,9 +178,11 @@ class Run:
         wait: bool = True,
         asked: Callable[[list[str]], None] | None = None,
     ) -> RunSummary:
-        """Go on with another number of nodes, planned before or now, and wait until it does; TimeoutError after
-        `seconds`, RunEndedError where it ends first. `asked` is called once the run has its order, with the nodes whose
-        agents were started; without `wait` that is all."""
+        """Change the number of nodes, planned before or now, and wait until it is done.
+
+        TimeoutError after `seconds`; RunEndedError if the run ends first. `asked` is called once the request is
+        written, with the nodes whose agents were started. Without `wait` return then.
+        """
         from craton.formatting import counted, setting
         from craton.orchestration import RunEndedError
         from craton.orchestration.changes import has_resized, resize_run
@@ -205,8 +210,8 @@ class Run:
     def draft_faults(
         self, texts: Sequence[str] = (), *, random: int = 0, seed: int = 0, kinds: Sequence[str] = ()
     ) -> list[InjectedFault]:
-        """Faults that can happen in this run as it is now: those of lines such as `kill rank=1@step=40`, and `random`
-        ones of these kinds, drawn from a seed."""
+        """Return faults, checked against the run's current state: parsed from lines such as `kill rank=1@step=40`, and
+        `random` faults of these kinds, drawn from a seed."""
         from craton.orchestration.changes import faults_for, random_faults_for
 
         faults = faults_for(self.directory, texts)
@@ -215,13 +220,13 @@ class Run:
         return faults
 
     def inject(self, faults: Sequence[InjectedFault]) -> Path:
-        """Break it on purpose; returns the file of the order, which its agents carry out."""
+        """Inject faults; return the file of the request, which the run's agents execute."""
         from craton.orchestration.changes import arm_faults
 
         return arm_faults(self.directory, faults)
 
     def draft_removal(self) -> Removal:
-        """What `remove` would take away, and what it would leave."""
+        """Return what `remove` would delete, and what it would keep."""
         from craton.orchestration.changes import plan_removal
 
         return plan_removal(self.directory)
@@ -235,50 +240,50 @@ class Run:
     def logs(
         self, ranks: Sequence[int] = (), *, last: int | None = None, agents: bool = False, follow: bool = False
     ) -> Iterator[str]:
-        """Lines that the ranks printed, or with `agents` the node agents; of each log the `last` ones. With `follow`
-        also what they print until the run has ended."""
+        """Yield the log lines of the ranks, or with `agents` of the node agents; of each log only the `last` lines.
+        With `follow` also yield new lines until the run has ended."""
         return (line.text for line in self.log_lines(ranks, last=last, agents=agents, follow=follow))
 
     def log_lines(
         self, ranks: Sequence[int] = (), *, last: int | None = None, agents: bool = False, follow: bool = False
     ) -> Iterator[LogLine]:
-        """The same lines, each with the rank or agent that printed it."""
+        """Yield the same lines, each with the rank or agent that printed it."""
         from craton.orchestration.watching import log_lines
 
         return log_lines(self.directory, ranks, agent=agents, follow=follow, last=last)
 
     def metrics(self, rank: int = 0) -> Any:
-        """What a rank recorded at every step: a pandas data frame with the step as its index where pandas is installed,
-        else a dict of arrays, `step` among them."""
+        """Return what a rank recorded at every step: a pandas DataFrame indexed by step if pandas is installed, else a
+        dict of arrays that includes `step`."""
         from craton.telemetry import read_table
 
         return read_table(self.directory, rank)
 
     def snapshot(self, prometheus: str | None = None) -> Snapshot:
-        """What there is to see of it now: its files, its nodes, its scheduler, and a Prometheus, else that of
-        $CRATON_PROMETHEUS."""
+        """Collect the run's current state: its files, nodes, scheduler, and metrics of a Prometheus (default:
+        $CRATON_PROMETHEUS)."""
         from craton.observability.diagnosis.collect import take_snapshot
         from craton.observability.web.sources import prometheus_address
 
         return take_snapshot(self.directory, prometheus_address(prometheus))
 
     def why(self, prometheus: str | None = None) -> Verdict:
-        """Why it waits, is slow, hangs, is dead or wrong; what `craton why` prints is its `sentence`."""
+        """Diagnose why the run waits, is slow, hangs, is dead or wrong; `craton why` prints the `sentence`."""
         from craton.observability.diagnosis import diagnose
 
         return diagnose(self.snapshot(prometheus))
 
     def _num_steps(self) -> int | None:
-        """Of its job, which knows them before the first step is recorded."""
+        """Return the number of steps in the job file, known before the first step is recorded."""
         from craton.errors import CratonError
         from craton.job import load_job
 
         try:
             return load_job(self.directory.job_path).steps
-        except CratonError:  # a run is followed whatever its job file has become
+        except CratonError:  # follow a run even if its job file is damaged
             return None
 
 
 def runs(root: Path | str | None = None) -> list[Run]:
-    """Every run under CRATON_RUNS, else ./runs, or under another root; the newest first."""
+    """List every run under `root` (default: CRATON_RUNS, else ./runs), newest first."""
     return [Run(directory) for directory in list_runs(None if root is None else Path(root))]

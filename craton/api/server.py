@@ -1,4 +1,4 @@
-"""A server from Python: `with craton.serve(model) as server:` starts one, waits until it is ready and stops it."""
+"""A server from Python: `with craton.serve(model) as server:` starts one, waits until it is ready, and stops it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from craton.telemetry import RunSummary, runs_root
 
 
 class Server:
-    """A server with an OpenAI-compatible API, and the run that it is."""
+    """A server with an OpenAI-compatible API, and its run."""
 
     def __init__(self, run: Run) -> None:
         self.run, self.address = run, address_of(load_job(run.directory.job_path))
@@ -37,8 +37,10 @@ class Server:
         *,
         look_seconds: float = LOOK_SECONDS,
     ) -> None:
-        """Return once it answers; NoAnswerError where it ends before, TimeoutError after `seconds`. `look` is called
-        with every look at its run, the last one included."""
+        """Return once the server is ready; NoAnswerError if it ends before, TimeoutError after `seconds`.
+
+        `look` is called with every view of its run, including the last one.
+        """
         watch = ServerWatch(self.address)
 
         def is_settled(view: View) -> bool:
@@ -47,13 +49,15 @@ class Server:
         try:
             view = self.run.follow(is_settled, seconds, look, look_seconds)
         except TimeoutError:
-            raise TimeoutError(f"{self.run.name} does not answer after {setting(seconds)}") from None
+            raise TimeoutError(f"{self.run.name} is not ready after {setting(seconds)}") from None
         if not view.is_moving:
             wait_for_agents(self.run.directory)
-            raise NoAnswerError(f"{self.run.name} is {view.summary.state} before it answered: {view.summary.message}")
+            raise NoAnswerError(
+                f"{self.run.name} ended ({view.summary.state}) before it was ready: {view.summary.message}"
+            )
 
     def stop(self) -> RunSummary:
-        """Let it answer the requests under way, and stop it."""
+        """Drain the open requests and stop the server."""
         return self.run.stop()
 
     def __enter__(self) -> Server:
@@ -78,11 +82,11 @@ def serve(
     watch: StartWatch | None = None,
     **settings: object,
 ) -> Server:
-    """Serve a model on this machine and return once it answers, or without `wait` once it is started. TimeoutError
-    where that takes longer than `seconds`: then it is stopped.
+    """Serve a model on this machine and return once it is ready, or without `wait` once it is started. If that takes
+    longer than `seconds`, stop it and raise TimeoutError.
 
     `model` is a folder, a Hub id in the local cache, a run or a preset; `settings` are keys of a job's `serve:`
-    section, such as max_length or api_keys. Without a port a free one is taken. `watch` sees every step of the start
+    section, such as max_length or api_keys. Without a port a free one is used. `watch` sees every step of the start
     and may refuse.
     """
     job = server_job(model, name, tp=tp, port=port, cluster=cluster, **settings)
@@ -96,7 +100,7 @@ def serve(
             server.wait_until_ready(seconds)
         except TimeoutError as error:
             server.run.stop(now=True)
-            raise TimeoutError(f"{error}; it is stopped") from None
+            raise TimeoutError(f"{error}; it was stopped") from None
     return server
 
 
@@ -109,6 +113,6 @@ def server_job(
     cluster: str = "local",
     **settings: object,
 ) -> Job:
-    """The job that `serve` starts; `preview` shows what that writes and starts."""
+    """Return the job that `serve` starts; `preview` shows its files and commands."""
     section = {**settings, "port": free_port() if port is None else port}
     return serve_job(model, name=name or server_name(model, runs_root()), cluster=cluster, tp=tp, settings=section)

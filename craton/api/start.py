@@ -23,11 +23,11 @@ def run(
     progress: Progress | None = None,
     watch: StartWatch | None = None,
 ) -> Run:
-    """Plan a job, prepare its data and start its ranks, which outlive this process; returns once they are started.
+    """Plan a job, prepare its data and start its ranks; return once they are started. The ranks outlive this process.
 
-    `job` is a job or the path of a job file. It does not ask before it spends money: `plan(job).cost` predicts that,
-    and a `watch` sees every step and may refuse. Of a job with `run.copies` all are started, and the handle is that of
-    NAME-1; NAME-2, … lie beside it.
+    `job` is a job or the path of a job file. `run` does not ask about the cost: `plan(job).cost` predicts it, and a
+    `watch` sees every step and may refuse. For a job with `run.copies` all copies are started; the handle is that of
+    NAME-1, and NAME-2, … are next to it.
     """
     folder = None if root is None else Path(root)
 
@@ -46,7 +46,7 @@ def preview(
     chaos: Sequence[str] = (),
     progress: Progress | None = None,
 ) -> RunStart:
-    """What `run` would write and start, though its name may be taken; nothing is touched."""
+    """Return what `run` would write and start; change nothing. The name may already be in use."""
     return draft_start(_loaded(job), name, on=on, chaos=chaos, stop_at=stop_at, progress=progress, is_dry=True)
 
 

@@ -1,4 +1,4 @@
-"""The steps of a start, for who follows them: plan and check it, approve it, prepare its data."""
+"""The steps of a start and their observer: plan and check, approve, prepare the data."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ Stage = Literal["planning", "data"]
 
 
 class StartWatch(Protocol):
-    """Follows a start. Whatever a method raises ends the start before a rank or a run directory exists."""
+    """Observes a start. An exception from a method ends the start before a rank or a run directory exists."""
 
     def stage(self, name: Stage) -> AbstractContextManager[Progress | None]:
-        """Around the planning and around the preparation of the data, which report their progress to what it yields."""
+        """Wrap planning and data preparation; they report progress to the yielded function."""
 
     def planned(self, start: RunStart) -> None:
-        """The job is planned and checked. Data is prepared next: the moment to ask about money."""
+        """Called when the job is planned and checked, before data is prepared: the place to confirm the cost."""
 
     def prepared(self, start: RunStart, tokens: dict[str, int]) -> None:
-        """The data is ready, with the tokens behind each path. The ranks are started next."""
+        """Called when the data is ready, with the tokens per path, before the ranks are started."""
 
 
 class Unwatched:
-    """A start without questions, with one function for all of its progress."""
+    """A start without confirmation, with one function for all progress."""
 
     def __init__(self, progress: Progress | None = None) -> None:
         self._progress = progress
@@ -45,8 +45,8 @@ class Unwatched:
 def ready_start(
     draft: Callable[[Progress | None], RunStart], watch: StartWatch, check_job: Callable[[Job], None] | None = None
 ) -> RunStart:
-    """A start that was drafted, checked, approved and given its data: all but its submission. `check_job` refuses
-    beside the checks of every start."""
+    """Draft, check and approve a start and prepare its data: everything but the submission. `check_job` adds a check
+    to those of every start."""
     with watch.stage("planning") as progress:
         start = draft(progress)
     check_start(start)

@@ -1,7 +1,7 @@
-"""The verbs, and how every one of them ends: 0 done, 1 failed, 2 bad input.
+"""The list of commands, and their exit codes: 0 done, 1 failed, 2 bad input.
 
-A user's mistake is one line `error: ...` on stderr (one line for each problem of a file); with `--json` the same is
-printed as an object on stdout, so that a script reads one thing whatever happened.
+A user error is one line `error: ...` on stderr (one line per problem of a file). With `--json` the same is also printed
+as an object on stdout, so that a script always finds one JSON object there.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from craton.printable import printable
 
 app = typer.Typer(
     name="craton",
-    help="Predict a foundation-model job before a GPU is rented; run, measure and mend it after.",
+    help="Plan, run, serve, watch and repair foundation-model jobs; predict time, memory and cost before renting GPUs.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -109,9 +109,9 @@ def _craton(
 
 
 def main() -> None:
-    """The command `craton`."""
+    """Run the command `craton`."""
     try:
-        # typer prints usage errors itself; here they become JSON too where JSON was asked for
+        # typer prints usage errors itself; with --json they are printed as JSON too
         command = typer.main.get_command(app)
         _hide_types_of_flags(command)
         _accept_verbose_after_the_verb(command)
@@ -128,7 +128,7 @@ def main() -> None:
             sys.exit(_report(error, exit_code=2))
         if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
             name = str(error.filename)
-            message = f"{name[:60]}… has {len(name):,} characters, more than a file's name may have; give a shorter one"
+            message = f"{name[:60]}… has {len(name):,} characters, which is too long for a file name; use a shorter one"
             sys.exit(_report(CratonError(message), exit_code=2))
         if isinstance(error, OSError):
             sys.exit(_report(error, exit_code=1))
@@ -136,7 +136,7 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:
-        if not hasattr(error, "format_message"):  # not a mistake on the command line
+        if not hasattr(error, "format_message"):  # not a usage error
             raise
         error.show()  # type: ignore[attr-defined]
         if "--json" in sys.argv[1:]:
@@ -145,7 +145,7 @@ def main() -> None:
 
 
 def _hide_types_of_flags(command: Any) -> None:
-    """`--json` takes no value: typer (0.29) shows `--json <bool>` in the help, which reads as if it did."""
+    """Hide the type of flags in the help: typer (0.29) shows `--json <bool>`, as if `--json` took a value."""
     for param in [*command.params, command.get_help_option(typer.Context(command, help_option_names=["-h", "--help"]))]:
         if getattr(param, "is_flag", False) and param.metavar is None:
             param.metavar = ""

@@ -1,4 +1,4 @@
-"""`craton calibrate RUNS.json`: a software profile of your own from logged step times."""
+"""`craton calibrate RUNS.json`: fit a software profile to logged step times."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ from craton.formatting import duration, percent, signed_percent
 
 
 def calibrate(
-    runs: Annotated[Path, typer.Argument(metavar="RUNS", help="Three or more logged runs (JSON).", show_default=False)],
-    software: Annotated[str, typer.Option(help="Profile to start from.")] = "craton",
+    runs: Annotated[
+        Path, typer.Argument(metavar="RUNS", help="JSON file with at least three logged runs.", show_default=False)
+    ],
+    software: Annotated[str, typer.Option(help="Software profile to start from.")] = "craton",
     pin: Annotated[
-        Path | None, typer.Option(help="Microbenchmark results that fix constants (JSON).", show_default=False)
+        Path | None,
+        typer.Option(help="JSON file with microbenchmark results that fix some constants.", show_default=False),
     ] = None,
-    out: Annotated[Path, typer.Option(help="Where to write the profile.")] = Path("profile.json"),
+    out: Annotated[Path, typer.Option(help="File to write the profile to.")] = Path("profile.json"),
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
-    """Fit a software profile to your own logged step times."""
+    """Fit a software profile to logged step times."""
     import json
     import math
 
@@ -32,7 +35,7 @@ def calibrate(
 
     logged = load_runs(runs, software)
     if not logged:
-        raise CalibrationError(f"{runs}: no runs in it; a profile needs at least 3")
+        raise CalibrationError(f"{runs}: contains no runs; a profile needs at least 3")
     result = fit(logged, software, out.stem, load_pins(pin, logged[0].machine) if pin else None)
     out.parent.mkdir(parents=True, exist_ok=True)
     save_profile(result.profile, out)
@@ -75,9 +78,9 @@ def calibrate(
             if constant.name in result.pinned
             else "from these runs"
             if constant.name in result.identified
-            else "these runs could not tell"
+            else "not identifiable from these runs"
             if constant.name in result.unidentified
-            else "does not matter here"
+            else "not used by these runs"
         )
         deviation = math.sqrt(max(result.profile.covariance[index][index], 0.0))
         values.add_row(

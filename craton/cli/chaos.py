@@ -1,4 +1,4 @@
-"""`craton chaos RUN`: break a run on purpose, loudly, to see that it goes on."""
+"""`craton chaos RUN`: inject faults into a running run, to test that it recovers."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from craton.telemetry import RunDirectory
 
 LOOK_SECONDS = 0.2
-SETTLED_SECONDS = 10.0  # of steps after a fault, from which on no recovery is to be expected of it
-# Faults after which ranks have to regroup; the others a run goes on with.
+SETTLED_SECONDS = 10.0  # of steps after a fault, after which no recovery is expected for it
+# Faults after which the ranks must regroup; a run continues through the others.
 _BREAKING = ("kill", "hang", "fail", "lose-node")
 
 
@@ -24,25 +24,44 @@ def chaos(
     run: Annotated[str, typer.Argument(metavar="RUN", help="Name or folder of a run.", show_default=False)],
     kill: Annotated[
         list[str] | None,
-        typer.Option(metavar="WHAT", help="rank=3@step=40, agent=node-1, keeper=node-1, coordinator."),
+        typer.Option(
+            metavar="WHAT", help="Kill a process: rank=3@step=40, agent=node-1, keeper=node-1 or coordinator."
+        ),
     ] = None,
-    hang: Annotated[list[str] | None, typer.Option(metavar="WHAT", help="rank=3@step=40,how=stop or spin.")] = None,
-    fail: Annotated[list[str] | None, typer.Option(metavar="WHAT", help="rank=2@step=9 raises an exception.")] = None,
-    corrupt: Annotated[list[str] | None, typer.Option(metavar="WHAT", help="tier=peer,rank=1@step=50.")] = None,
+    hang: Annotated[
+        list[str] | None, typer.Option(metavar="WHAT", help="Hang a rank: rank=3@step=40,how=stop (or spin).")
+    ] = None,
+    fail: Annotated[
+        list[str] | None, typer.Option(metavar="WHAT", help="Raise an exception in a rank: rank=2@step=9.")
+    ] = None,
+    corrupt: Annotated[
+        list[str] | None, typer.Option(metavar="WHAT", help="Corrupt checkpoints: tier=peer,rank=1@step=50.")
+    ] = None,
     slow_disk: Annotated[
-        list[str] | None, typer.Option(metavar="WHAT", help="tier=shared,seconds=0.5,for=20s@step=10.")
+        list[str] | None,
+        typer.Option(metavar="WHAT", help="Slow down checkpoint writes: tier=shared,seconds=0.5,for=20s@step=10."),
     ] = None,
-    lose_node: Annotated[list[str] | None, typer.Option(metavar="NODE", help="node-1@step=40, for good.")] = None,
+    lose_node: Annotated[
+        list[str] | None, typer.Option(metavar="NODE", help="Lose a node permanently: node-1@step=40.")
+    ] = None,
     random: Annotated[
-        int | None, typer.Option(min=1, help="So many random faults over the steps that are left.", show_default=False)
+        int | None,
+        typer.Option(min=1, help="Number of random faults, spread over the remaining steps.", show_default=False),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of the random faults.")] = 0,
-    kinds: Annotated[str, typer.Option(help="Of the random faults, e.g. kill,hang.", show_default=False)] = "",
-    wait: Annotated[bool, typer.Option("--wait", help="Follow until all have happened, with each recovery.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print what was done as JSON.")] = False,
+    seed: Annotated[int, typer.Option(min=0, help="Seed for --random.")] = 0,
+    kinds: Annotated[
+        str,
+        typer.Option(
+            help="Fault kinds for --random, e.g. kill,hang \\[default: all but lose-node].", show_default=False
+        ),
+    ] = "",
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Wait until all faults have happened, and print each recovery.")
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the faults and recoveries as JSON.")] = False,
 ) -> None:
-    """Break a running run on purpose: at a step, in a phase (@during=restore), or at once."""
+    """Inject faults into a running run: at a step, in a phase (@during=restore), or immediately."""
     import json
 
     from craton.api import Run
@@ -64,11 +83,9 @@ def chaos(
     chosen = [kind.strip() for kind in kinds.split(",") if kind.strip()]
     faults = handle.draft_faults(texts, random=random or 0, seed=seed, kinds=chosen)
     if kinds and random is None:
-        raise RunError("--kinds belongs to --random, which draws faults of these kinds")
+        raise RunError("--kinds requires --random N, the number of faults to draw")
     if not faults:
-        raise RunError(
-            f"nothing to break; give e.g. `craton chaos {directory.name} --kill rank=0@step=40`, or --random 5"
-        )
+        raise RunError(f"no fault given; use e.g. `craton chaos {directory.name} --kill rank=0@step=40`, or --random 5")
     print_faults(directory, faults, console)
     confirm(directory, yes)
     since = time.time()
@@ -78,10 +95,10 @@ def chaos(
         try:
             outcome |= follow(directory, faults, since, console)
         except KeyboardInterrupt:
-            console.print(f"\nleft the view; the faults are armed all the same: `craton logs {directory.name} -f`")
+            console.print(f"\nleft the view; the faults stay armed. Follow them with `craton logs {directory.name} -f`")
             raise typer.Exit(130) from None
     elif not as_json:
-        console.print(f"armed; `craton logs {directory.name} --agent -f` shows them happen")
+        console.print(f"armed; `craton logs {directory.name} --agent -f` shows when they happen")
     if as_json:
         print(json.dumps(outcome))
     if wait and outcome["not_fired"]:
@@ -94,7 +111,7 @@ def print_faults(run: RunDirectory, faults: list[InjectedFault], console: Consol
     from craton.orchestration.changes import what_happens
 
     number = f"{len(faults)} fault{'s' if len(faults) > 1 else ''}"
-    console.print(Text(f"CHAOS: {number} on purpose in the run {run.name} ({run.path})", style="bold white on red"))
+    console.print(Text(f"CHAOS: {number} injected into run {run.name} ({run.path})", style="bold white on red"))
     for fault in faults:
         console.print(Text.assemble("  ", (fault.text, "bold red"), f"  {what_happens(fault)}"), soft_wrap=True)
 
@@ -108,13 +125,13 @@ def confirm(run: RunDirectory, yes: bool) -> None:
         return
     if not sys.stdin.isatty():
         raise RunStateError(
-            f"this breaks {run.name} on purpose and there is no terminal to ask on; give --yes to do it"
+            f"this injects faults into {run.name} and there is no terminal to confirm on; use --yes to confirm"
         )
-    typer.confirm(f"Do this to {run.name}?", abort=True)
+    typer.confirm(f"Inject into {run.name}?", abort=True)
 
 
 def follow(run: RunDirectory, faults: list[InjectedFault], since: float, console: Console) -> dict[str, Any]:
-    """Print each fault as it happens and each recovery as it ends, until the last one or the end of the run."""
+    """Print each fault as it happens and each recovery as it ends, until the last recovery or the run's end."""
     from dataclasses import asdict
 
     from craton.orchestration.changes import fired_faults
@@ -123,16 +140,16 @@ def follow(run: RunDirectory, faults: list[InjectedFault], since: float, console
     follower = Follower(run)
     texts = [fault.text for fault in faults]
     fired: dict[str, float] = {}
-    told: dict[int, Recovery] = {}
+    reported: dict[int, Recovery] = {}
     while True:
-        view = follower.look()  # before the events, so that what happened last is read too
+        view = follower.look()  # before the events, so that the newest events are read too
         for text, moment in fired_faults(run, since).items():
             if text in texts and text not in fired:
                 fired[text] = moment
                 console.print(f"fired: {text}", style="bold red", markup=False)
         for recovery in view.recoveries:
-            if recovery.began >= since and recovery.seconds is not None and recovery.generation not in told:
-                told[recovery.generation] = recovery
+            if recovery.began >= since and recovery.seconds is not None and recovery.generation not in reported:
+                reported[recovery.generation] = recovery
                 console.print(f"recovered: {recovery.text}", style="green", soft_wrap=True, markup=False)
         if not view.is_moving or (set(texts) == set(fired) and not _awaited(faults, fired, view)):
             break
@@ -143,13 +160,13 @@ def follow(run: RunDirectory, faults: list[InjectedFault], since: float, console
     return {
         "fired": list(fired),
         "not_fired": left,
-        "recoveries": [{**asdict(item), "text": item.text} for item in told.values()],
+        "recoveries": [{**asdict(item), "text": item.text} for item in reported.values()],
     }
 
 
 def _awaited(faults: list[InjectedFault], fired: dict[str, float], view: View) -> bool:
-    """Whether the last fault that breaks a run has not been recovered from yet. A rank that died before its first step
-    is started again without a recovery: then the run just moves on."""
+    """Return whether the run has yet to recover from the last breaking fault. A rank that died before its first step
+    is restarted without a recovery: then the run just makes progress."""
     breaking = [fired[fault.text] for fault in faults if fault.kind in _BREAKING and fault.target != "keeper"]
     if not breaking:
         return False

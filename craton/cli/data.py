@@ -1,4 +1,4 @@
-"""`craton data tokenize`: text to token shards, with a progress bar on a terminal."""
+"""`craton data tokenize`: convert text to token shards, with a progress bar on a terminal."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from craton.formatting import amount, duration
 if TYPE_CHECKING:
     from craton.ml.data import Tokenized
 
-app = typer.Typer(help="Turn text into token shards.", no_args_is_help=True)
+app = typer.Typer(help="Prepare training data: tokenize text into shards.", no_args_is_help=True)
 
 
 @app.callback()
 def _data() -> None:
-    """Turn text into token shards."""
+    """Prepare training data: tokenize text into shards."""
 
 
 @app.command()
@@ -25,25 +25,28 @@ def tokenize(
         list[str],
         typer.Argument(
             metavar="INPUTS...",
-            help="Text, JSONL or Parquet (also .gz, .zst), folders of them, or `stdlib`: this Python's own sources.",
+            help="Text, JSONL or Parquet files (also .gz, .zst), folders of them, or `stdlib` (Python's own sources).",
             show_default=False,
         ),
     ],
-    to: Annotated[str, typer.Option(help="Folder or s3:// URL to write; must not exist yet.", show_default=False)],
+    to: Annotated[str, typer.Option(help="Folder or s3:// URL to write to; must not exist.", show_default=False)],
     tokenizer: Annotated[
-        str | None, typer.Option(help="Folder with a tokenizer.json, or a Hub id.", show_default=False)
+        str | None, typer.Option(help="Folder with a tokenizer.json, or a Hugging Face Hub id.", show_default=False)
     ] = None,
     train_bpe: Annotated[
-        int | None, typer.Option(help="Train a byte-level BPE with this many ids instead.", show_default=False)
+        int | None,
+        typer.Option(help="Train a byte-level BPE tokenizer with this vocabulary size instead.", show_default=False),
     ] = None,
     field: Annotated[str, typer.Option(help="JSONL field or Parquet column that holds the text.")] = "text",
     workers: Annotated[
-        int | None, typer.Option(min=1, help="Processes \\[default: one a core].", show_default=False)
+        int | None, typer.Option(min=1, help="Number of processes \\[default: one per core].", show_default=False)
     ] = None,
-    validation: Annotated[float, typer.Option(help="Share of the documents to hold out in FOLDER/validation.")] = 0.0,
+    validation: Annotated[
+        float, typer.Option(help="Fraction of the documents to hold out in FOLDER/validation.")
+    ] = 0.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
 ) -> None:
-    """Tokenize text once, in parallel, into shards that training maps into memory."""
+    """Tokenize text once, in parallel, into shards that training memory-maps."""
     import json
 
     from craton.cli.views.progress import progress

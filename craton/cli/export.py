@@ -1,4 +1,4 @@
-"""`craton export RUN FOLDER`: the newest checkpoint as a Hugging Face folder."""
+"""`craton export RUN FOLDER`: write a checkpoint as a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ import typer
 def export(
     run: Annotated[str, typer.Argument(metavar="RUN", help="Name or folder of a run.", show_default=False)],
     folder: Annotated[
-        str, typer.Argument(metavar="FOLDER", help="New folder to write, or an s3:// URL.", show_default=False)
+        str, typer.Argument(metavar="FOLDER", help="New folder or s3:// URL to write to.", show_default=False)
     ],
-    step: Annotated[int | None, typer.Option(help="Another checkpoint than the newest.", show_default=False)] = None,
-    dtype: Annotated[str, typer.Option(help="Of the weights: bf16 or fp32.")] = "bf16",
+    step: Annotated[int | None, typer.Option(help="Checkpoint step \\[default: latest].", show_default=False)] = None,
+    dtype: Annotated[str, typer.Option(help="Weight dtype: bf16 or fp32.")] = "bf16",
     tokenizer: Annotated[
-        str | None, typer.Option(help="Folder or Hub id \\[default: that of the run].", show_default=False)
+        str | None, typer.Option(help="Tokenizer folder or Hub id \\[default: the run's].", show_default=False)
     ] = None,
     adapters: Annotated[
-        bool, typer.Option("--adapters", help="Only the LoRA adapters, for `craton serve --adapter` or PEFT.")
+        bool, typer.Option("--adapters", help="Export only the LoRA adapters, for `craton serve --adapter` or PEFT.")
     ] = False,
-    copy: Annotated[bool, typer.Option(help="Also copy it to the run's object tier, if it has one.")] = True,
+    copy: Annotated[bool, typer.Option(help="Also copy the export to the run's object tier, if it has one.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
-    """Save a run's model as a Hugging Face folder: weights, config and tokenizer."""
+    """Export a run's model as a Hugging Face folder: weights, config and tokenizer."""
     from craton.telemetry import find_run
 
-    find_run(run)  # a wrong name is said before torch is loaded
+    find_run(run)  # report a wrong name before loading torch
     options = {"--step": step, "--dtype": dtype, "--tokenizer": tokenizer}
     flags = [*(["--adapters"] if adapters else []), *([] if copy else ["--no-copy"])]
     start_module("craton.ml.export", [run, folder, *flags], options, as_json)
 
 
 def start_module(module: str, arguments: list[str], options: dict[str, Any], as_json: bool) -> None:
-    """Run `python -m MODULE` on this terminal and exit as it does: torch stays out of the command line's process."""
+    """Run `python -m MODULE` on this terminal and exit with its code: torch stays out of the CLI process."""
     import subprocess
     import sys
 

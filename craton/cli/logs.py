@@ -1,7 +1,7 @@
-"""`craton logs RUN`: what the ranks printed, and with `--agent` what the node agents said. Of a run that has ended
-before any rank began it is the agents', which say why.
+"""`craton logs RUN`: print the logs of the ranks, or with `--agent` of the node agents.
 
-Read from the run directory, or from the pods of a run whose directory is not seen here.
+If a run ended before any rank started, the agents' logs are printed instead: they hold the reason. Logs are read from
+the run directory, or from the pods of a run whose directory is not visible here.
 """
 
 from __future__ import annotations
@@ -15,28 +15,38 @@ if TYPE_CHECKING:
     from craton.orchestration.watching import LogLine
     from craton.telemetry import RunDirectory
 
-FOLLOW_LINES = 20  # of what was there before, when following
+FOLLOW_LINES = 20  # earlier lines printed first when following
 
 
 def logs(
     run: Annotated[str, typer.Argument(metavar="RUN", help="Name or folder of a run.", show_default=False)],
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="The last lines, then new ones until the run ends.")
+        bool, typer.Option("--follow", "-f", help="Print the last lines, then new lines until the run ends.")
     ] = False,
     number: Annotated[
         int | None,
         typer.Option(
-            "-n", "--number", min=0, metavar="N", help="Only the last N lines of each log.", show_default=False
+            "-n",
+            "--number",
+            min=0,
+            metavar="N",
+            help="Print only the last N lines of each log \\[default: all, or 20 with -f].",
+            show_default=False,
         ),
     ] = None,
     timestamps: Annotated[
-        bool, typer.Option("--timestamps", "-t", help="The time before each line, to a second, as the agents saw it.")
+        bool,
+        typer.Option(
+            "--timestamps", "-t", help="Prefix each line with the time at which the agent saw it (resolution 1 s)."
+        ),
     ] = False,
-    rank: Annotated[str, typer.Option(help="Only these ranks, e.g. 0,7.", show_default=False)] = "",
-    agent: Annotated[bool, typer.Option("--agent", help="The node agents instead of the ranks.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")] = False,
+    rank: Annotated[
+        str, typer.Option(help="Print only these ranks, e.g. 0,7 \\[default: all].", show_default=False)
+    ] = "",
+    agent: Annotated[bool, typer.Option("--agent", help="Print the node agents' logs instead of the ranks'.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")] = False,
 ) -> None:
-    """Print the logs of a run. Ctrl-C leaves the view and not the run."""
+    """Print the logs of a run. Ctrl-C leaves the view; the run continues."""
     import json
     import sys
 
@@ -53,8 +63,8 @@ def logs(
     in_pods = is_elsewhere(directory)
     if in_pods and timestamps:
         raise RunError(
-            f"--timestamps: the logs of {directory.name} are in its pods, whose times `kubectl logs --timestamps` "
-            "prints; leave out --timestamps"
+            f"--timestamps is not available: the logs of {directory.name} are in its pods; omit it, or use "
+            "`kubectl logs --timestamps`"
         )
     if in_pods or not log_files(directory, ranks, agent):
         standing = standing_of(directory)
@@ -62,11 +72,13 @@ def logs(
         if standing.condition == "waiting":
             print(f"{directory.name} waits: {standing.sentence}", file=sys.stderr)
         elif not in_pods and has_ended and not agent and log_files(directory, [], agent=True):
-            print(f"{directory.name} has ended before a rank printed anything; this is of its agents:", file=sys.stderr)
+            print(
+                f"{directory.name} ended before any rank printed a line; these are the agents' logs:", file=sys.stderr
+            )
             agent = True
         elif not in_pods and has_ended:
             print(
-                f"{directory.name} has ended and left no logs; `craton why {directory.name}` tells more",
+                f"{directory.name} has ended without logs; see `craton why {directory.name}`",
                 file=sys.stderr,
             )
         elif not in_pods and not follow:
@@ -92,7 +104,7 @@ def logs(
 
 
 class _Clock:
-    """When a line was printed: as its agent noted it, or now where it came while it was followed."""
+    """Return when a line was printed: as its agent recorded it, or now for a line that arrived while following."""
 
     def __init__(self, run: RunDirectory) -> None:
         from craton.telemetry.node import LogClock

@@ -1,4 +1,4 @@
-"""`craton plan JOB`: layout, step time, memory, goodput and dollars before a GPU is rented; of a server its speed."""
+"""`craton plan JOB`: predict layout, step time, memory, goodput and cost of a job; for a server its throughput."""
 
 from __future__ import annotations
 
@@ -15,28 +15,38 @@ if TYPE_CHECKING:
 def plan(
     job: Annotated[Path, typer.Argument(metavar="JOB", help="Job file (YAML).", show_default=False)],
     instances: Annotated[
-        str, typer.Option(help="Search these instance types too, e.g. p5,p5en,p6-b200.", show_default=False)
+        str, typer.Option(help="Also search these instance types, e.g. p5,p5en,p6-b200.", show_default=False)
     ] = "",
-    gpus: Annotated[str, typer.Option(help="With --instances: how many GPUs, e.g. 64..1024 or 256,512.")] = "",
+    gpus: Annotated[
+        str,
+        typer.Option(help="With --instances: numbers of GPUs, e.g. 256,512 \\[default: 64..1024].", show_default=False),
+    ] = "",
     by: Annotated[
-        str, typer.Option(help="With --instances: choose by time, cost or gpus \\[default: cost].", show_default=False)
+        str, typer.Option(help="With --instances: minimize time, cost or gpus \\[default: cost].", show_default=False)
     ] = "",
-    deadline: Annotated[str, typer.Option(help="With --instances: longest run, e.g. 14d.", show_default=False)] = "",
-    budget: Annotated[str, typer.Option(help="With --instances: most dollars, e.g. 2M.", show_default=False)] = "",
-    html: Annotated[Path | None, typer.Option(help="Write a report with plots.", show_default=False)] = None,
+    deadline: Annotated[
+        str, typer.Option(help="With --instances: maximum run time, e.g. 14d.", show_default=False)
+    ] = "",
+    budget: Annotated[
+        str, typer.Option(help="With --instances: maximum cost in dollars, e.g. 2M.", show_default=False)
+    ] = "",
+    html: Annotated[
+        Path | None, typer.Option(help="Write an HTML report with plots to this file.", show_default=False)
+    ] = None,
     trace: Annotated[
-        bool, typer.Option("--trace", help="Run the real step on fake ranks too, and show it beside the plan.")
+        bool,
+        typer.Option("--trace", help="Also trace the real training step on fake ranks, and compare it with the plan."),
     ] = False,
     ranks: Annotated[
         str,
         typer.Option(
-            help="With --trace: these ranks, e.g. 0,8 \\[default: one of every pipeline stage that differs].",
+            help="With --trace: ranks to trace, e.g. 0,8 \\[default: one per distinct pipeline stage].",
             show_default=False,
         ),
     ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
-    """Predict a job: layout, step time, memory, goodput and cost, with intervals; of a server, room and speed."""
+    """Predict layout, step time, memory, goodput and cost, with intervals; for a server, KV cache and throughput."""
     import json
     from datetime import date
 
@@ -83,7 +93,9 @@ def _plan_server(job: Job, options: list[str], as_json: bool) -> None:
     from craton.planning.serving import plan_serving
 
     if options:
-        raise PlanError(f"{options[0]} is for jobs that train; a server's plan is printed, or written by --json")
+        raise PlanError(
+            f"{options[0]} applies to training jobs only; a server's plan is printed as text, or as JSON with --json"
+        )
     with progress("planning"):
         result = plan_serving(job)
     if as_json:
@@ -106,7 +118,7 @@ def _plan(job: Job, instances: str, gpus: str, by: str, deadline: str, budget: s
         options_given = [name for name, value in options if value]
         if options_given:
             raise PlanError(
-                f"{options_given[0]} goes with --instances, e.g. --instances p5,p5en,p6-b200 --gpus 64..1024"
+                f"{options_given[0]} requires --instances, e.g. --instances p5,p5en,p6-b200 --gpus 64..1024"
             )
         with progress("planning") as report:
             return plan(job, progress=report)
@@ -128,11 +140,11 @@ def _plan(job: Job, instances: str, gpus: str, by: str, deadline: str, budget: s
 
 
 def _ranks(text: str, trace: bool) -> list[int]:
-    """Which ranks to trace; none: those that differ."""
+    """Return the ranks to trace; empty: one per distinct stage."""
     from craton.planning import PlanError
 
     if text and not trace:
-        raise PlanError("--ranks goes with --trace, e.g. --trace --ranks 0,8")
+        raise PlanError("--ranks requires --trace, e.g. --trace --ranks 0,8")
     try:
         return [int(rank) for rank in text.split(",")] if text else []
     except ValueError:
@@ -140,7 +152,7 @@ def _ranks(text: str, trace: bool) -> list[int]:
 
 
 def _instance_names(text: str) -> list[str]:
-    """`p5` stands for the one instance of that family with eight GPUs; full names are taken as they are."""
+    """Expand a family such as `p5` to its instance with at least four GPUs; keep full names."""
     from craton.infrastructure.catalog import instances
 
     by_family = {node.name.split(".")[0]: node.name for node in instances() if node.num_gpus >= 4}
@@ -149,7 +161,7 @@ def _instance_names(text: str) -> list[str]:
 
 
 def _gpu_counts(text: str) -> list[int]:
-    """`64..1024` doubles from the first to the last; `256,512` is taken as it is."""
+    """Parse `64..1024` (doubling from first to last) or `256,512`."""
     from craton.planning import PlanError
 
     try:

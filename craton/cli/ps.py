@@ -1,6 +1,6 @@
-"""`craton ps`: runs with their state, progress, loss, speed against the plan, goodput and dollars.
+"""`craton ps`: list runs with state, progress, loss, throughput against the plan, goodput and cost.
 
-Without options it lists the runs that move and the newest of the others; a script (`--json`) gets all of them.
+Without options it lists live runs and the newest others; `--json` lists all of them.
 """
 
 from __future__ import annotations
@@ -23,48 +23,48 @@ if TYPE_CHECKING:
 
 VERSUS = "vs PLAN"
 TITLES = ("RUN", "STATE", "GEN", "STEP", "%", "ETA", "LOSS", "TOK/S", VERSUS, "GOODPUT", "$")
-NUM_WORDS = 2  # columns before those of numbers
-GAPS = ("   ", "  ")  # between two columns; the narrow one where the terminal is
+NUM_WORDS = 2  # left-aligned columns before the numeric ones
+GAPS = ("   ", "  ")  # between two columns; the second on a narrow terminal
 MIN_NAME = 12  # characters of a name in one line, however narrow the terminal
-RECENT_RUNS = 20  # that have ended, listed without --all
+RECENT_RUNS = 20  # ended runs listed without --all
 WATCH_SECONDS = 2.0
-MAX_UNREAD = 5  # files of a run that are named
+MAX_UNREAD = 5  # unreadable files named per run
 
 
 @dataclass(frozen=True)
 class Listing:
-    """What one look at the runs found."""
+    """The state of the runs at one moment."""
 
     summaries: list[RunSummary]
     recoveries: dict[str, list[Recovery]]  # by the run's name
-    unread: dict[str, tuple[str, ...]]  # by the run's name: files that were passed over, and why
-    unreadable: dict[str, str]  # runs of which nothing can be said, and why
+    unread: dict[str, tuple[str, ...]]  # by the run's name: files that were skipped, and why
+    unreadable: dict[str, str]  # runs that cannot be read, and why
     num_left_out: int = 0  # older runs
 
 
 def ps(
     show_all: Annotated[
         bool,
-        typer.Option("--all", "-a", help=f"List all runs, not only live ones and the {RECENT_RUNS} newest others."),
+        typer.Option("--all", "-a", help=f"List all runs \\[default: live runs and the {RECENT_RUNS} newest others]."),
     ] = False,
     number: Annotated[
         int | None,
-        typer.Option("-n", "--number", min=1, metavar="N", help="The newest N runs.", show_default=False),
+        typer.Option("-n", "--number", min=1, metavar="N", help="List the newest N runs.", show_default=False),
     ] = None,
     state: Annotated[
         str,
         typer.Option(
-            metavar="STATE", help="Only runs in these states, e.g. running or failed,lost.", show_default=False
+            metavar="STATE", help="List only runs in these states, e.g. running or failed,lost.", show_default=False
         ),
     ] = "",
     watch: Annotated[
-        bool, typer.Option("--watch", "-w", help=f"List again every {setting(WATCH_SECONDS)}, until Ctrl-C.")
+        bool, typer.Option("--watch", "-w", help=f"Refresh every {setting(WATCH_SECONDS)} until Ctrl-C.")
     ] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print the runs as JSON: all, unless -n or --state is given.")
+        bool, typer.Option("--json", help="Print the runs as JSON: all of them, unless -n or --state is given.")
     ] = False,
 ) -> None:
-    """List the runs that move and the newest others, newest first."""
+    """List live runs and the newest others, newest first."""
     import json
 
     from craton.cli.views.live import make_console
@@ -97,7 +97,7 @@ def _watch(console: Console, show_all: bool, number: int | None, states: Sequenc
     from craton.telemetry import RunError
 
     if not console.is_terminal:
-        raise RunError("--watch needs a terminal; without one, call `craton ps` as often as you like")
+        raise RunError("--watch requires a terminal; without one, call `craton ps` repeatedly")
     try:
         with Live(console=console, screen=True, auto_refresh=False, vertical_overflow="crop") as live:
             while True:
@@ -110,7 +110,7 @@ def _watch(console: Console, show_all: bool, number: int | None, states: Sequenc
 
 
 def _look(show_all: bool, number: int | None, states: Sequence[str]) -> Listing:
-    """The runs that were asked for, newest first."""
+    """Return the requested runs, newest first."""
     from itertools import islice
 
     from craton.api import runs
@@ -123,7 +123,7 @@ def _look(show_all: bool, number: int | None, states: Sequence[str]) -> Listing:
             _cells(seen.summary)
             recoveries[run.name], unread[run.name] = seen.recoveries, seen.unread
             summaries.append(seen.summary)
-        except Exception as error:  # noqa: BLE001 - one broken folder hides no other run, whatever is wrong with it
+        except Exception as error:  # noqa: BLE001 - a broken run directory must not hide the other runs
             unreadable[run.name] = f"{run.path} cannot be read: {str(error) or type(error).__name__}"
     summaries = settled_summaries(summaries)
     num_found = len(summaries)
@@ -138,7 +138,7 @@ def _look(show_all: bool, number: int | None, states: Sequence[str]) -> Listing:
 
 
 def _states(text: str) -> list[str]:
-    """`failed,lost` → these states; every one must be a state of a run."""
+    """Parse `failed,lost`; RunError for a word that is not a run state."""
     from craton.telemetry import RUN_STATES, RunError
 
     states = [word.strip().lower() for word in text.split(",") if word.strip()]
@@ -147,14 +147,14 @@ def _states(text: str) -> list[str]:
             from craton.nearest import did_you_mean
 
             raise RunError(
-                f"--state {state!r} is not a state of a run; states are {', '.join(RUN_STATES)}"
+                f"--state {state!r} is not a run state; allowed: {', '.join(RUN_STATES)}"
                 f"{did_you_mean(state, RUN_STATES)}"
             )
     return states
 
 
 def _shown(found: Listing, width: int) -> Text:
-    """The table, and below it what is worth a line of its own."""
+    """Return the table, and below it the notes on single runs."""
     from rich.text import Text
 
     from craton.telemetry import runs_root
@@ -165,7 +165,7 @@ def _shown(found: Listing, width: int) -> Text:
         lines += [line for summary in found.summaries for line in _notes(summary, found)]
         lines += [Text(text, style="cyan") for text in _waiting_lines(found.summaries)]
     elif not found.unreadable:
-        lines.append(Text(f"no such runs in {runs_root()}; `craton run JOB` starts one"))
+        lines.append(Text(f"no matching runs in {runs_root()}; `craton run JOB` starts one"))
     if found.num_left_out:
         older = f"{found.num_left_out:,} older run{'s' if found.num_left_out != 1 else ''}"
         lines.append(Text(f"{older} not listed; `craton ps -a` lists all", style="dim"))
@@ -173,7 +173,7 @@ def _shown(found: Listing, width: int) -> Text:
 
 
 def _notes(summary: RunSummary, found: Listing) -> list[Text]:
-    """What there is to say of one run beside its row."""
+    """Return the notes on one run: ledger, recoveries, warnings, reason of a failure."""
     from rich.text import Text
 
     from craton.cli.views.outcome import goodput_text, ledger_text, recoveries_text
@@ -198,14 +198,14 @@ def _notes(summary: RunSummary, found: Listing) -> list[Text]:
     if summary.state == "stopped" and reason and not stopped_by_user(find_run(summary.path)):
         lines.append(Text(f"{name}: {reason}", style="yellow"))
     unread = found.unread[name]
-    lines += [Text(f"{name}: passed over: {text}", style="red") for text in unread[:MAX_UNREAD]]
+    lines += [Text(f"{name}: skipped: {text}", style="red") for text in unread[:MAX_UNREAD]]
     if len(unread) > MAX_UNREAD:
         lines.append(Text(f"{name}: and {len(unread) - MAX_UNREAD} more files", style="red"))
     return lines
 
 
 def _waiting_lines(summaries: Sequence[RunSummary]) -> list[str]:
-    """What runs wait for; one line for all that wait for the same."""
+    """Return what runs wait for: one line per reason."""
     names: dict[str, list[str]] = {}
     for summary in summaries:
         if summary.state == "waiting" or (summary.state == "starting" and summary.message):
@@ -218,7 +218,7 @@ def _waiting_lines(summaries: Sequence[RunSummary]) -> list[str]:
 
 
 def _server_lines(run: RunDirectory, state: RunState) -> list[Text]:
-    """Where a server is, and how it does now; nothing for other runs."""
+    """Return a server's address and load; nothing for other runs."""
     from craton.orchestration.watching import is_server
 
     if not is_server(run):
@@ -237,7 +237,7 @@ def _server_lines(run: RunDirectory, state: RunState) -> list[Text]:
 
 
 def _table(summaries: list[RunSummary], width: int) -> list[Text]:
-    """Columns as wide as what is in them; where a terminal is too narrow for that, names go on in the next line."""
+    """Return a table with columns as wide as their content; on a narrow terminal names wrap to the next line."""
     from rich.text import Text
 
     from craton import formatting
@@ -245,11 +245,11 @@ def _table(summaries: list[RunSummary], width: int) -> list[Text]:
 
     rows = [_cells(item) for item in summaries]
     widths = [max(map(len, column)) for column in zip(TITLES, *rows, strict=True)]
-    least = min(widths[0], MIN_NAME) + sum(widths[1:]) + 1
-    gap = GAPS[0] if least + len(GAPS[0]) * (len(widths) - 1) <= width else GAPS[1]
+    min_width = min(widths[0], MIN_NAME) + sum(widths[1:]) + 1
+    gap = GAPS[0] if min_width + len(GAPS[0]) * (len(widths) - 1) <= width else GAPS[1]
     others = sum(widths[1:]) + len(gap) * (len(widths) - 1)
     widths[0] = min(widths[0], max(MIN_NAME, width - others - 1))
-    # rich's own table takes three times as long as all the rest of this verb when there are hundreds of rows
+    # with hundreds of rows rich's own table takes three times as long as the rest of this command
     lines = [Text(_line(TITLES, widths, gap), style="bold"), Text("─" * (widths[0] + others))]
     for summary, (name, state, *rest) in zip(summaries, rows, strict=True):
         first, *more = (name[at : at + widths[0]] for at in range(0, len(name), widths[0]))
@@ -285,7 +285,7 @@ def _cells(summary: RunSummary) -> tuple[str, ...]:
 
 
 def _line(cells: Sequence[str], widths: Sequence[int], gap: str) -> str:
-    """Words to the left, numbers to the right."""
+    """Align words left and numbers right."""
     padded = [
         cell.ljust(width) if at < NUM_WORDS else cell.rjust(width)
         for at, (cell, width) in enumerate(zip(cells, widths, strict=True))

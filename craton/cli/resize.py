@@ -1,4 +1,4 @@
-"""`craton resize RUN N`: another number of nodes for a run, while it runs and without losing a step."""
+"""`craton resize RUN N`: change the number of nodes of a running run without losing a step."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from craton.formatting import counted, duration
 
 def resize(
     run: Annotated[str, typer.Argument(metavar="RUN", help="Name or folder of a run.", show_default=False)],
-    nodes: Annotated[int, typer.Argument(metavar="N", min=1, help="Nodes to go on with.", show_default=False)],
-    detach: Annotated[bool, typer.Option("--detach", "-d", help="Ask for it and return at once.")] = False,
+    nodes: Annotated[int, typer.Argument(metavar="N", min=1, help="New number of nodes.", show_default=False)],
+    detach: Annotated[bool, typer.Option("--detach", "-d", help="Request the resize and return immediately.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as JSON.")] = False,
 ) -> None:
-    """Go on with more or fewer nodes: the ranks finish their step, and the next one is done by the new ones."""
+    """Change the number of nodes of a running run: ranks finish their step, and the next step runs on the new nodes."""
     import json
     from contextlib import ExitStack
 
@@ -45,7 +45,7 @@ def resize(
                     f"started the agent{'s' if len(started) > 1 else ''} of {', '.join(started)}", style="dim"
                 )
             if not detach:
-                shown.enter_context(Status(f"going from {many}", console=console))
+                shown.enter_context(Status(f"resizing from {many}", console=console))
 
         try:
             summary = handle.resize(wanted, wait=not detach, asked=asked)
@@ -57,7 +57,7 @@ def resize(
             if not is_asked:
                 raise
             shown.close()
-            console.print(f"\nnot waiting any longer; {handle.name} goes to {counted(nodes, 'node')} by itself")
+            console.print(f"\nstopped waiting; {handle.name} still resizes to {counted(nodes, 'node')}")
             raise typer.Exit(130) from None
     if as_json:
         print(json.dumps(outcome_json(handle.directory, summary)))
@@ -67,5 +67,5 @@ def resize(
         )
     elif not detach:
         took = duration(time.monotonic() - began)
-        console.print(f"{handle.name} goes on at step {summary.step:,} on {many.partition(' to ')[2]}, {took} later")
+        console.print(f"{handle.name} continues at step {summary.step:,} on {many.partition(' to ')[2]}, after {took}")
     raise typer.Exit(0 if is_done else 1)

@@ -1,4 +1,4 @@
-"""`craton rm RUN...`: remove runs that do not run, with their records, logs and checkpoints."""
+"""`craton rm RUN...`: remove ended runs with their records, logs and checkpoints."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import typer
 
 def rm(
     runs: Annotated[list[str], typer.Argument(metavar="RUN", help="Names or folders of runs.", show_default=False)],
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print what was removed and what stays as JSON.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the removed runs, and what stays, as JSON.")] = False,
 ) -> None:
-    """Remove runs with their records, logs and checkpoints. Live runs are refused; tiers elsewhere stay."""
+    """Remove runs with their records, logs and checkpoints. Refuses live runs; keeps tiers outside the run."""
     import json
 
     from craton import formatting
@@ -25,7 +25,7 @@ def rm(
 
     console = make_console(as_json)
     found = list(dict.fromkeys(Run(run).directory for run in runs))
-    removals = [Run(directory).draft_removal() for directory in found]  # all are looked at before the first is removed
+    removals = [Run(directory).draft_removal() for directory in found]  # check all before removing the first
     for entry in removals:
         text = f"{entry.run.name}: {formatting.stored(entry.size_bytes)} in {shown(entry.run.path)}"
         steps = f", {counted(entry.num_checkpoints, 'checkpoint')} with it" if entry.num_checkpoints else ""
@@ -35,8 +35,8 @@ def rm(
     if not yes:
         what = removals[0].run.name if len(removals) == 1 else counted(len(removals), "run")
         if not sys.stdin.isatty():
-            raise StartError(f"{what}: there is no terminal to ask on; give --yes to remove")
-        if not typer.confirm(f"Remove {what} for good?", err=True):
+            raise StartError(f"{what}: there is no terminal to confirm on; use --yes to remove")
+        if not typer.confirm(f"Remove {what} permanently?", err=True):
             typer.echo("nothing was removed", err=True)
             raise typer.Abort
     for element in removals:

@@ -1,4 +1,4 @@
-"""`craton run JOB`: plan it, write the run directory, start it, and watch."""
+"""`craton run JOB`: plan a job, write its run directory, start it and watch it."""
 
 from __future__ import annotations
 
@@ -32,28 +32,33 @@ def run(
     job: Annotated[Path, typer.Argument(metavar="JOB", help="Job file (YAML).", show_default=False)],
     on: Annotated[
         str | None,
-        typer.Option(help="local, slurm or kubernetes \\[default: as the cluster says].", show_default=False),
+        typer.Option(help="Scheduler: local, slurm or kubernetes \\[default: the cluster's].", show_default=False),
     ] = None,
     name: Annotated[
         str | None, typer.Option(help="Name of the run \\[default: the job's].", show_default=False)
     ] = None,
     stop_at: Annotated[
         str | None,
-        typer.Option(help="Stop with a checkpoint after this step (120, or 60%); resume goes on.", show_default=False),
+        typer.Option(
+            help="Stop with a checkpoint after this step, e.g. 120 or 60%; `craton resume` continues.",
+            show_default=False,
+        ),
     ] = None,
     chaos: Annotated[
         list[str] | None,
         typer.Option(
-            help="Break it on purpose, such as 'kill rank=1@step=40'; may be repeated (see craton chaos).",
+            help="Inject a fault, e.g. 'kill rank=1@step=40'; repeatable (see `craton chaos`).",
             show_default=False,
         ),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be written and started.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask before spending money.")] = False,
-    detach: Annotated[bool, typer.Option("--detach", "-d", help="Start it and return at once.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the files and commands; write and start nothing.")
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation of the cost.")] = False,
+    detach: Annotated[bool, typer.Option("--detach", "-d", help="Return once the run is started.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as JSON, and nothing else.")] = False,
 ) -> None:
-    """Run a job: plan, prepare the data, start the ranks, and show how it goes against the plan."""
+    """Run a job: plan it, prepare the data, start the ranks, and show progress against the plan."""
     from craton import api
     from craton.cli.views.live import make_console
     from craton.cli.views.progress import progress
@@ -73,7 +78,7 @@ def run(
 
 
 class StartView:
-    """Shows a start on the terminal, and asks before it spends money."""
+    """Shows the steps of a start on the terminal, and asks for confirmation of the cost."""
 
     def __init__(self, console: Console, *, yes: bool, as_json: bool) -> None:
         self._console, self._yes, self._as_json = console, yes, as_json
@@ -120,16 +125,16 @@ class StartView:
 
 
 def _beginning(job: Job, saved: SavedStep | None) -> str:
-    """What a resumed run begins with."""
+    """Return what a resumed run starts from."""
     from craton.job.sections import RESCUE
 
     if saved is not None:
         return f"step {saved.step:,} in {shown(saved.path) if saved.tier == RESCUE else saved.tier}"
-    return "what its command has saved" if job.kind == "command" else "the beginning: there is no checkpoint"
+    return "the state its command saved" if job.kind == "command" else "the beginning: there is no checkpoint"
 
 
 def print_array(started: list[RunDirectory], console: Console, as_json: bool) -> None:
-    """All copies of a job at once; there is no view of many."""
+    """Print the names of all copies of a job; there is no live view of several runs."""
     if as_json:
         print(json.dumps([{"name": run.name, "path": str(run.path)} for run in started]))
         return
@@ -137,7 +142,7 @@ def print_array(started: list[RunDirectory], console: Console, as_json: bool) ->
 
 
 def warn_of_place(draft: Draft, root: Path, console: Console) -> None:
-    """Say it when the nodes of a cluster may not see the run directory."""
+    """Print a warning if the nodes of a cluster may not see the run directory."""
     from craton.orchestration.start import sharing_doubt
 
     if draft.on == "slurm" and (doubt := sharing_doubt(root, draft.job)):
@@ -145,7 +150,7 @@ def warn_of_place(draft: Draft, root: Path, console: Console) -> None:
 
 
 def follow(run: Run, draft: Draft, console: Console, *, detach: bool, as_json: bool) -> None:
-    """Watch a started run to its end and exit as it did; or with `detach` say where to look."""
+    """Watch a started run until it ends and exit with its code; with `detach`, print how to follow it."""
     if draft.job.serve and not detach and draft.on == "local":
         from craton.api import Server
         from craton.cli.views.server import follow_server
@@ -168,13 +173,13 @@ def follow(run: Run, draft: Draft, console: Console, *, detach: bool, as_json: b
         if as_json:
             print(json.dumps(outcome_json(run.directory, run.summary())))
         else:
-            goes_on = "runs on its own" if draft.on == "local" else "starts by itself once it has its nodes"
-            console.print(f"{name} {goes_on}: {_way_back(draft.job)}")
+            status = "runs in the background" if draft.on == "local" else "starts once its nodes are allocated"
+            console.print(f"{name} {status}: {_way_back(draft.job)}")
         return
     try:
         summary = watch(run, console, quiet=as_json)
     except KeyboardInterrupt:
-        console.print(f"\nleft the view; {name} goes on. {_way_back(draft.job)}")
+        console.print(f"\nleft the view; {name} continues. {_way_back(draft.job)}")
         raise typer.Exit(130) from None
     if as_json:
         print(json.dumps(outcome_json(run.directory, summary)))
@@ -184,7 +189,7 @@ def follow(run: Run, draft: Draft, console: Console, *, detach: bool, as_json: b
 
 
 def print_plan(draft: Draft, console: Console, begin: SavedStep | None = None) -> None:
-    """The layout and what it is predicted to do, in a few lines; `craton plan` tells all."""
+    """Print the layout and the prediction in a few lines; `craton plan` prints all."""
     from rich.text import Text
 
     from craton import formatting
@@ -198,11 +203,11 @@ def print_plan(draft: Draft, console: Console, begin: SavedStep | None = None) -
     if draft.note:
         console.print(Text(draft.note, style="yellow"))
     for text in draft.launch.chaos:
-        console.print(Text(f"CHAOS on purpose: {text}", style="bold red"))
+        console.print(Text(f"CHAOS: {text}", style="bold red"))
     if serving is not None:
         print_serving(serving, console, job.run.copies)
     if job.kind in TRAINING_KINDS and (warning := job.checkpoint.end_only_warning):
-        advice = "give checkpoint.tiers an interval, such as {to: shared, every: 10m}"
+        advice = "set an interval under checkpoint.tiers, e.g. {to: shared, every: 10m}"
         print_field(console, "!", f"{warning}; {advice}")
     if plan is None:
         if serving is None and (price := _unplanned_price(draft)):
@@ -214,13 +219,13 @@ def print_plan(draft: Draft, console: Console, begin: SavedStep | None = None) -
     print_field(
         console,
         "predicted",
-        f"{formatting.duration(plan.step_seconds)} a step ({between}) · {speed} · "
-        f"{formatting.memory(plan.memory_bytes)} of {formatting.memory(plan.memory_limit_bytes)} a rank",
+        f"{formatting.duration(plan.step_seconds)} per step ({between}) · {speed} · "
+        f"{formatting.memory(plan.memory_bytes)} of {formatting.memory(plan.memory_limit_bytes)} per rank",
     )
     smaller = [size for size in draft.sizes if size.num_nodes < draft.launch.working_nodes]
     if smaller:
-        counts = ", ".join(f"{size.num_nodes} ({formatting.duration(size.step_seconds)} a step)" for size in smaller)
-        print_field(console, "elastic", f"goes on with fewer nodes when some are lost: {counts}")
+        counts = ", ".join(f"{size.num_nodes} ({formatting.duration(size.step_seconds)} per step)" for size in smaller)
+        print_field(console, "elastic", f"continues on fewer nodes if some are lost: {counts}")
     left = _share_left(plan, begin)
     low, middle, high = (left * seconds for seconds in _run_seconds(plan))
     takes = f"{formatting.duration(middle)} ({formatting.duration_range(low, high)})"
@@ -240,7 +245,7 @@ def print_plan(draft: Draft, console: Console, begin: SavedStep | None = None) -
 
 
 def print_serving(plan: ServePlan, console: Console, copies: int = 1) -> None:
-    """What a server is predicted to hold and to reach."""
+    """Print a server's predicted KV cache and throughput."""
     from craton import formatting
 
     print_field(console, "layout", f"tp {plan.tp} · {plan.precision}")
@@ -248,13 +253,13 @@ def print_serving(plan: ServePlan, console: Console, copies: int = 1) -> None:
     print_field(
         console,
         "predicted",
-        f"{single} tokens/s for one request, {best} for {plan.best_batch} together · "
-        f"{formatting.amount(plan.kv_tokens)} tokens of keys and values · "
-        f"{formatting.memory(plan.memory_bytes)} of {formatting.memory(plan.memory_limit_bytes)} a rank",
+        f"{single} tokens/s for one request, {best} for {plan.best_batch} concurrent requests · "
+        f"{formatting.amount(plan.kv_tokens)} tokens of KV cache · "
+        f"{formatting.memory(plan.memory_bytes)} of {formatting.memory(plan.memory_limit_bytes)} per rank",
     )
     if plan.dollars_per_hour is not None:
         dollars = formatting.dollars(copies * plan.dollars_per_hour)
-        print_field(console, "cost", f"{dollars} an hour{_for_copies(copies)}")
+        print_field(console, "cost", f"{dollars} per hour{_for_copies(copies)}")
     for warning in plan.warnings:
         print_field(console, "!", warning)
 
@@ -268,20 +273,20 @@ def _with_spares(draft: Draft) -> str:
 
 
 def _unplanned_price(draft: Draft) -> str:
-    """What is known of the price where nobody knows how long it takes; nothing where there is none."""
+    """Return the price of a job of unknown duration; empty if it has no price."""
     from craton import formatting
 
     copies, limit = draft.job.run.copies, draft.job.run.time_limit
     if draft.dollars_per_hour is None:
         return ""
     hourly = copies * draft.dollars_per_hour
-    text = f"{formatting.dollars(hourly)} an hour{_for_copies(copies)}"
+    text = f"{formatting.dollars(hourly)} per hour{_for_copies(copies)}"
     if limit is None or draft.on == "local":
         return text
-    most, hours = formatting.dollars(hourly * limit / 3600.0), formatting.setting(limit)
+    maximum, hours = formatting.dollars(hourly * limit / 3600.0), formatting.setting(limit)
     # Kubernetes counts over all starts.
-    when = f"each start of {hours}" if draft.on == "slurm" and draft.job.run.restarts else f"the {hours} it may take"
-    return f"{text}, at most {most} in {when}"
+    when = f"each start of {hours}" if draft.on == "slurm" and draft.job.run.restarts else f"its time limit of {hours}"
+    return f"{text}, at most {maximum} in {when}"
 
 
 def _share_left(plan: Plan, begin: SavedStep | None) -> float:
@@ -297,7 +302,7 @@ def _run_dollars(cost: CostPlan) -> tuple[float, float, float]:
 
 
 def confirm(draft: Draft, yes: bool, begin: SavedStep | None = None) -> None:
-    """On a priced cluster nothing starts without a yes."""
+    """Ask for confirmation of the cost on a priced cluster."""
     from craton import formatting
     from craton.orchestration import StartError
 
@@ -306,7 +311,7 @@ def confirm(draft: Draft, yes: bool, begin: SavedStep | None = None) -> None:
     if yes:
         return
     if serving is not None and serving.dollars_per_hour is not None:
-        dollars = f"{formatting.dollars(copies * serving.dollars_per_hour)} an hour"
+        dollars = f"{formatting.dollars(copies * serving.dollars_per_hour)} per hour"
     elif plan is not None and plan.cost is not None:
         dollars = formatting.dollars(copies * _share_left(plan, begin) * plan.cost.cost_dollars)
     elif plan is None and serving is None and (price := _unplanned_price(draft)):
@@ -314,14 +319,18 @@ def confirm(draft: Draft, yes: bool, begin: SavedStep | None = None) -> None:
     else:
         return
     if not sys.stdin.isatty():
-        raise StartError(f"this run costs about {dollars} and there is no terminal to ask on; give --yes to start it")
-    if not typer.confirm(f"Start it for about {dollars}?", err=True):  # stdout may carry JSON, and go to a file
+        raise StartError(
+            f"this run costs about {dollars} and there is no terminal to confirm on; use --yes to start it"
+        )
+    if not typer.confirm(
+        f"Start it for about {dollars}?", err=True
+    ):  # stdout may carry JSON, or be redirected to a file
         typer.echo("not started", err=True)
         raise typer.Abort
 
 
 def print_draft(draft: Draft, run: Path, as_json: bool) -> None:
-    """What a launch would write and start, or send."""
+    """Print the files a launch would write, and the commands it would start or submit."""
     from craton.orchestration import backend_of
     from craton.orchestration.start import first_copy
     from craton.telemetry import RunDirectory
@@ -339,8 +348,8 @@ def print_draft(draft: Draft, run: Path, as_json: bool) -> None:
     for name, text in files.items():
         print(f"# {run / name}\n{text}")
     if copies > 1:
-        print(f"# and the same for {draft.job.name}-2 to {draft.job.name}-{copies}, but for the script")
-    print("# would be started, each on its own" if draft.on == "local" else f"# would be sent to {draft.on}")
+        print(f"# and the same files, without the script, for {draft.job.name}-2 to {draft.job.name}-{copies}")
+    print("# processes to start" if draft.on == "local" else f"# commands to submit to {draft.on}")
     for command in commands:
         print(shlex.join(command))
 

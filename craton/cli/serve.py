@@ -1,4 +1,4 @@
-"""`craton serve MODEL`: an OpenAI-compatible server, as the run of a job of kind serve that is written for you."""
+"""`craton serve MODEL`: start an OpenAI-compatible server as a run, from a generated job of kind serve."""
 
 from __future__ import annotations
 
@@ -13,64 +13,85 @@ def serve(
     model: Annotated[
         str,
         typer.Argument(
-            metavar="MODEL", help="A folder, a Hub id in the local cache, a run, or a preset.", show_default=False
+            metavar="MODEL", help="Model folder, Hub id in the local cache, run, or preset.", show_default=False
         ),
     ],
-    port: Annotated[int | None, typer.Option(help=f"Where it listens \\[default: {PORT}].", show_default=False)] = None,
+    port: Annotated[
+        int | None, typer.Option(help=f"Port to listen on \\[default: {PORT}].", show_default=False)
+    ] = None,
     host: Annotated[
-        str | None, typer.Option(help="And at which address \\[default: 127.0.0.1].", show_default=False)
+        str | None, typer.Option(help="Address to listen on \\[default: 127.0.0.1].", show_default=False)
     ] = None,
     tp: Annotated[
         int | None,
-        typer.Option(min=1, help="GPUs that share the model \\[default: as few as fit].", show_default=False),
+        typer.Option(min=1, help="Tensor-parallel size \\[default: the smallest that fits].", show_default=False),
     ] = None,
     max_length: Annotated[
-        str | None, typer.Option(help="Tokens of prompt and answer, e.g. 8k.", show_default=False)
+        str | None,
+        typer.Option(
+            help="Maximum context length in tokens, prompt plus output, e.g. 8k \\[default: the model's].",
+            show_default=False,
+        ),
     ] = None,
-    max_running: Annotated[int | None, typer.Option(help="Requests computed together.", show_default=False)] = None,
+    max_running: Annotated[
+        int | None, typer.Option(help="Maximum number of concurrent requests \\[default: 256].", show_default=False)
+    ] = None,
     precision: Annotated[
-        str | None, typer.Option(help="bf16, fp8 or fp32 \\[default: bf16].", show_default=False)
+        str | None, typer.Option(help="Weight precision: bf16, fp8 or fp32 \\[default: bf16].", show_default=False)
     ] = None,
     kv_precision: Annotated[
-        str | None, typer.Option(help="Of keys and values: auto or fp8.", show_default=False)
+        str | None, typer.Option(help="KV cache precision: auto or fp8 \\[default: auto].", show_default=False)
     ] = None,
     memory: Annotated[
-        float | None, typer.Option(help="Share of the device's memory \\[default: 0.9].", show_default=False)
+        float | None, typer.Option(help="Fraction of the GPU memory to use \\[default: 0.9].", show_default=False)
     ] = None,
     host_memory: Annotated[
-        str | None, typer.Option(help="For keys and values that leave the device, e.g. 64GiB.", show_default=False)
+        str | None,
+        typer.Option(help="Host memory for KV cache offloading, e.g. 64GiB \\[default: none].", show_default=False),
     ] = None,
     speculate: Annotated[
-        int | None, typer.Option(min=1, help="Guess so many tokens at a time from n-grams.", show_default=False)
+        int | None,
+        typer.Option(
+            min=1, help="Speculative decoding: number of n-gram draft tokens \\[default: off].", show_default=False
+        ),
     ] = None,
     adapter: Annotated[
-        list[str] | None, typer.Option(help="NAME=FOLDER of a LoRA adapter; may be repeated.", show_default=False)
+        list[str] | None, typer.Option(help="LoRA adapter as NAME=FOLDER; repeatable.", show_default=False)
     ] = None,
-    served_name: Annotated[str | None, typer.Option(help="What clients call the model.", show_default=False)] = None,
-    tool_parser: Annotated[str | None, typer.Option(help="How it writes tool calls.", show_default=False)] = None,
+    served_name: Annotated[
+        str | None, typer.Option(help="Model name in the API \\[default: from the model].", show_default=False)
+    ] = None,
+    tool_parser: Annotated[
+        str | None,
+        typer.Option(
+            help="Tool call format: auto, off, llama3, hermes, qwen3 or qwen3-coder \\[default: auto].",
+            show_default=False,
+        ),
+    ] = None,
     api_keys: Annotated[
-        str | None, typer.Option(help="Environment variable that holds the keys.", show_default=False)
+        str | None,
+        typer.Option(help="Environment variable with the API keys, separated by commas.", show_default=False),
     ] = None,
     admin: Annotated[
-        bool, typer.Option("--admin", help="Allow requests that pause it or change weights, with a key of their own.")
+        bool, typer.Option("--admin", help="Enable the admin API (pause, sleep, change weights), with a separate key.")
     ] = False,
     admin_key: Annotated[
         str | None,
-        typer.Option(help="Environment variable that holds the admin key \\[default: make one].", show_default=False),
+        typer.Option(help="Environment variable with the admin key \\[default: generate one].", show_default=False),
     ] = None,
     random_weights: Annotated[
-        bool, typer.Option("--random-weights", help="Serve a preset without weights, to measure.")
+        bool, typer.Option("--random-weights", help="Serve a preset with random weights, for benchmarks.")
     ] = False,
-    name: Annotated[
-        str | None, typer.Option(help="Of the run \\[default: from the model].", show_default=False)
-    ] = None,
-    cluster: Annotated[str, typer.Option(help="Where it runs.")] = "local",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be written and started.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask before spending money.")] = False,
-    detach: Annotated[bool, typer.Option("--detach", "-d", help="Leave it when it answers.")] = False,
+    name: Annotated[str | None, typer.Option(help="Run name \\[default: from the model].", show_default=False)] = None,
+    cluster: Annotated[str, typer.Option(help="Cluster to run on.")] = "local",
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the files and commands; write and start nothing.")
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation of the cost.")] = False,
+    detach: Annotated[bool, typer.Option("--detach", "-d", help="Return once the server is ready.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as JSON, and nothing else.")] = False,
 ) -> None:
-    """Serve a model over the OpenAI API. Ctrl-C drains and stops it; --detach leaves it."""
+    """Serve a model over the OpenAI API. Ctrl-C drains and stops the server; --detach leaves it running."""
     from craton import api
     from craton.cli.run import StartView, print_draft
     from craton.cli.views.live import make_console
@@ -115,6 +136,6 @@ def _adapters(pairs: list[str]) -> dict[str, str]:
     for pair in pairs:
         name, equals, folder = pair.partition("=")
         if not equals or not name or not folder:
-            raise StartError(f"--adapter {pair!r} is not NAME=FOLDER")
+            raise StartError(f"--adapter {pair!r} is not NAME=FOLDER, e.g. --adapter sql=./adapters/sql")
         result[name] = folder
     return result

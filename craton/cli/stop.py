@@ -1,4 +1,4 @@
-"""`craton stop RUN`: the ranks checkpoint, or answer the requests under way, and leave; `--now` ends them without."""
+"""`craton stop RUN`: stop a run with a checkpoint, or drain and stop a server; `--now` kills it."""
 
 from __future__ import annotations
 
@@ -12,17 +12,21 @@ if TYPE_CHECKING:
     from craton.api import Run
     from craton.telemetry import RunSummary
 
-NOT_SEEN = "what it saved is in the run directory of its pods, which is not seen from here"
+NOT_VISIBLE = "its checkpoints are in the run directory of its pods, which is not visible from here"
+UNKNOWN_STATE = "Craton does not know what its command saved"
 
 
 def stop(
     run: Annotated[str, typer.Argument(metavar="RUN", help="Name or folder of a run.", show_default=False)],
     now: Annotated[
-        bool, typer.Option("--now", help="Kill it: what came after the last checkpoint, or is under way, is lost.")
+        bool,
+        typer.Option(
+            "--now", help="Kill it without a checkpoint: progress since the last one, and open requests, are lost."
+        ),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as JSON.")] = False,
 ) -> None:
-    """Stop a run with a checkpoint, a server when its requests are answered; wait until it has."""
+    """Stop a run with a checkpoint, or drain and stop a server, and wait until it has stopped."""
     import json
 
     from craton.api import Run
@@ -44,19 +48,19 @@ def stop(
         with status:
             summary = handle.stop(now=now, ended_ok=False, look=status.look)
     except RunEndedError as ended:
-        _tell_ended(handle, ended.summary, console, as_json)
+        _report_ended(handle, ended.summary, console, as_json)
     except UnsavedError as error:
         summary, unsaved = error.summary, error.summary.unsaved
     except KeyboardInterrupt:
         if not status.is_shown:
             raise
-        console.print(f"\nnot waiting any longer; {directory.name} still stops by itself")
+        console.print(f"\nstopped waiting; {directory.name} still stops")
         raise typer.Exit(130) from None
     if as_json:
         print(json.dumps(outcome_json(directory, summary)))
         raise typer.Exit(1 if summary.state == "failed" or (summary.state == "lost" and not now) or unsaved else 0)
     if summary.state == "failed":
-        console.print(f"{directory.name} failed while it stopped:\n{summary.message}", style="red", markup=False)
+        console.print(f"{directory.name} failed while stopping:\n{summary.message}", style="red", markup=False)
         raise typer.Exit(1)
     if unsaved:
         console.print(f"{directory.name} is not stopped: {unsaved}", style="red", markup=False)
@@ -64,7 +68,7 @@ def stop(
     if now and not directory.has("STOP"):
         problem = storage_problem(directory.path) or f"{directory.path} cannot be written"
         console.print(
-            f"{directory.name} is ended, but `craton ps` shows it as lost: {problem}", style="yellow", markup=False
+            f"{directory.name} was killed, but `craton ps` shows it as lost: {problem}", style="yellow", markup=False
         )
         return
     if summary.state == "lost" and not now:
@@ -72,27 +76,27 @@ def stop(
         raise typer.Exit(1)
     if summary.state == "stopping":
         reason = "; ".join(filter(None, [summary.message, summary.storage]))
-        console.print(f"{directory.name} still stops: {reason}", markup=False)
+        console.print(f"{directory.name} is still stopping: {reason}", markup=False)
         raise typer.Exit(1)
     if summary.state == "done":
-        _tell_ended(handle, summary, console, as_json)
+        _report_ended(handle, summary, console, as_json)
     if serves:
         console.print(f"{directory.name} stopped")
         console.print(f"next: craton resume {directory.name}", style="dim")
         return
     saved = handle.checkpoint()
-    if is_elsewhere(directory):  # so are its steps
-        text = f"the newest checkpoint seen from here is of step {saved.step:,}" if saved else NOT_SEEN
+    if is_elsewhere(directory):  # and so are its steps
+        text = f"the newest checkpoint visible from here is step {saved.step:,}" if saved else NOT_VISIBLE
         console.print(f"{directory.name} stopped; {text}")
         console.print(f"next: craton resume {directory.name}", style="dim")
         return
     is_foreign = saved is None and load_job(directory.job_path).kind == "command"
     if is_foreign:
-        text = "what its command has saved is not known here"
+        text = UNKNOWN_STATE
     elif saved is None:
         text = "there is no checkpoint yet"
     elif now or (before and before.step == saved.step):
-        text = f"its newest checkpoint is of step {saved.step:,}"
+        text = f"its newest checkpoint is step {saved.step:,}"
     else:
         text = f"checkpoint of step {saved.step:,} saved"
     if saved is not None and saved.tier == RESCUE:
@@ -102,8 +106,8 @@ def stop(
     console.print(f"next: craton resume {directory.name}{begin}", style="dim")
 
 
-def _tell_ended(handle: Run, summary: RunSummary, console: Console, as_json: bool) -> NoReturn:
-    """There is nothing left to stop: how the run ended and where its state is. Exit code 1: it failed or is lost."""
+def _report_ended(handle: Run, summary: RunSummary, console: Console, as_json: bool) -> NoReturn:
+    """Report how a run that has already ended did so, and where its state is. Exit code 1 if it failed or is lost."""
     import json
 
     from craton.cli.views.outcome import exit_code, not_in_tier, outcome_json, print_failure, shown
@@ -127,12 +131,12 @@ def _tell_ended(handle: Run, summary: RunSummary, console: Console, as_json: boo
         of = "" if saved.step == summary.step else f" of step {saved.step:,}"
         message = f"; its state{of} is saved at {shown(saved.path)}{not_in_tier(run, saved)}"
     elif is_elsewhere(run):
-        message = f"; {NOT_SEEN}"
+        message = f"; {NOT_VISIBLE}"
     else:
         is_foreign = load_job(run.job_path).kind == "command"
-        message = "; what its command has saved is not known here" if is_foreign else "; there is no checkpoint"
+        message = f"; {UNKNOWN_STATE}" if is_foreign else "; there is no checkpoint"
     after = f" after step {summary.step:,}" if summary.step and not serves else ""
-    resume = f"; `craton resume {name}` {'starts it again' if serves else 'goes on'}"
+    resume = f"; `craton resume {name}` {'restarts it' if serves else 'continues it'}"
     state, next_text = ("is already done", "") if summary.state == "done" else ("already stopped", resume)
     console.print(f"{name} {state}{after}{message}{next_text}", markup=False, soft_wrap=True)
     raise typer.Exit(0)

@@ -1,4 +1,4 @@
-"""`craton top RUN`: a run's nodes and ranks in a terminal, as they do now."""
+"""`craton top RUN`: show a run's nodes and ranks live in a terminal."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import typer
 
 def top(
     run: Annotated[str, typer.Argument(metavar="RUN", help="Name or folder of a run.", show_default=False)],
-    once: Annotated[bool, typer.Option("--once", help="Print one picture and end.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print one snapshot and exit.")] = False,
     prometheus: Annotated[
         str | None,
         typer.Option(
             metavar="URL",
-            help="Prometheus to ask for GPUs: http://HOST:9090; else $CRATON_PROMETHEUS.",
+            help="Prometheus with GPU metrics, e.g. http://HOST:9090 \\[default: $CRATON_PROMETHEUS].",
             show_default=False,
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one picture as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one snapshot as JSON.")] = False,
 ) -> None:
-    """Show what every rank of a run does: phases, step, progress, GPUs, and why it is slow if it is."""
+    """Show every rank of a run live: phases, step, progress, GPUs, and the cause if it is slow."""
     import json
     import sys
     from contextlib import closing
@@ -33,7 +33,7 @@ def top(
     console = make_console(as_json)
     if as_json:
         print(json.dumps(frame_json(view.look(wait_for_verdict=True))))
-    elif once or not console.is_terminal or not sys.stdin.isatty():  # keys come from there
+    elif once or not console.is_terminal or not sys.stdin.isatty():  # key presses are read from stdin
         look, has_color = view.look(wait_for_verdict=True), console.is_terminal and not console.no_color
         console.print(frame(look, min(console.width, 160), rows=None, has_color=has_color))
     else:

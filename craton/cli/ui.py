@@ -1,4 +1,4 @@
-"""`craton ui`: the page of all runs, on this machine."""
+"""`craton ui`: serve the web page of all runs from this machine."""
 
 from __future__ import annotations
 
@@ -9,17 +9,21 @@ import typer
 
 
 def ui(
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at; 0 takes a free one.")] = 8080,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.")] = 8080,
     listen: Annotated[
-        str, typer.Option(help="Address to listen at; beyond this machine even looking needs the token.")
+        str, typer.Option(help="Address to listen on; beyond this machine, viewing requires the token too.")
     ] = "127.0.0.1",
     token_file: Annotated[
-        Path | None, typer.Option(help="File that holds the token; made where there is none.", show_default=False)
+        Path | None,
+        typer.Option(
+            help="File with the access token; created if missing \\[default: a new token in the link].",
+            show_default=False,
+        ),
     ] = None,
     public_url: Annotated[
         str | None,
         typer.Option(
-            help="Where a TLS proxy serves the page: https://HOST; even looking needs the token then.",
+            help="Public address behind a TLS proxy, https://HOST; viewing then requires the token too.",
             show_default=False,
         ),
     ] = None,
@@ -27,21 +31,21 @@ def ui(
         str | None,
         typer.Option(
             metavar="URL",
-            help="Prometheus to ask for alerts and GPUs: http://HOST:9090; else $CRATON_PROMETHEUS.",
+            help="Prometheus with alerts and GPU metrics, e.g. http://HOST:9090 \\[default: $CRATON_PROMETHEUS].",
             show_default=False,
         ),
     ] = None,
     no_open: Annotated[bool, typer.Option("--no-open", help="Do not open a browser.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print where it is as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the address as JSON.")] = False,
 ) -> None:
-    """Show all runs on a web page: progress, cost, verdicts, and for each run its curves, ranks, nodes and logs."""
+    """Show all runs on a web page: progress, cost, diagnosis, and each run's curves, ranks, nodes and logs."""
     import json
 
     from craton.cli.views.live import make_console
     from craton.observability.web.http import can_open, serve_page
     from craton.telemetry import runs_root
 
-    def tell(address: str, link: str) -> None:
+    def announce(address: str, link: str) -> None:
         if as_json:
             print(json.dumps({"address": address, "link": link, "runs": str(runs_root())}), flush=True)
             return
@@ -50,9 +54,9 @@ def ui(
         held = (
             f"the token is in {token_file}"
             if token_file
-            else "the link holds the token, which changes need: keep it to yourself"
+            else "the link contains the token that allows changes: keep it private"
         )
-        console.print(f"{held} · Ctrl-C ends the page, runs go on", style="dim", soft_wrap=True, markup=False)
+        console.print(f"{held} · Ctrl-C ends the page; runs continue", style="dim", soft_wrap=True, markup=False)
 
     serve_page(
         runs_root(),
@@ -62,5 +66,5 @@ def ui(
         public_url=public_url,
         prometheus=prometheus,
         opens=not no_open and not as_json and can_open(),
-        announce=tell,
+        announce=announce,
     )

@@ -1,4 +1,4 @@
-"""`craton validate JOB`: checks a job file without planning it."""
+"""`craton validate JOB`: check a job file without planning it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def validate(
 
 
 def _num_gpus(job: Job) -> int:
-    """A local node is one rank, which needs no measurement of this machine; every other name is looked up."""
+    """Return the number of GPUs: one rank per local node, without measuring this machine; else from the catalog."""
     from craton.infrastructure import CatalogError, resolve_cluster
 
     if job.cluster.is_local:

@@ -1,4 +1,4 @@
-"""`craton why RUN`: why a run waits, is slow, hangs, is dead or computes wrong."""
+"""`craton why RUN`: diagnose why a run waits, is slow, hangs, is dead or produces wrong results."""
 
 from __future__ import annotations
 
@@ -10,20 +10,23 @@ import typer
 
 def why(
     run: Annotated[
-        str | None, typer.Argument(metavar="RUN", help="Name or folder of a run; the newest one.", show_default=False)
+        str | None,
+        typer.Argument(metavar="RUN", help="Name or folder of a run \\[default: the newest run].", show_default=False),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the diagnosis as JSON.")] = False,
     save: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Save what was looked at, to share it or to judge it again.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Save the snapshot of the run, to share it or to diagnose it again."),
     ] = None,
     replay: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Judge a saved snapshot instead of a run.")
+        Path | None, typer.Option(metavar="FILE", help="Diagnose a saved snapshot instead of a run.")
     ] = None,
     prometheus: Annotated[
-        str | None, typer.Option(metavar="URL", help="A Prometheus that knows the nodes; else $CRATON_PROMETHEUS.")
+        str | None,
+        typer.Option(metavar="URL", help="Prometheus with the nodes' metrics \\[default: $CRATON_PROMETHEUS]."),
     ] = None,
 ) -> None:
-    """Say why a run waits, is slow, hangs, is dead or wrong: layer, node, evidence, what to do, what it costs."""
+    """Diagnose why a run waits, is slow, hangs, is dead or wrong: root cause, layer, node, evidence, fix and cost."""
     import json
 
     from craton.api import Run
@@ -37,8 +40,13 @@ def why(
     verdict = diagnose(snapshot)
     if as_json:
         scheduler = {"job": snapshot.scheduler.job, "reason": snapshot.scheduler.reason}
-        told = {"name": snapshot.run.name, "state": snapshot.run.state, "message": snapshot.run.message, **scheduler}
-        print(json.dumps({**told, **verdict.to_json(), "notes": list(snapshot.notes)}))
+        run_fields = {
+            "name": snapshot.run.name,
+            "state": snapshot.run.state,
+            "message": snapshot.run.message,
+            **scheduler,
+        }
+        print(json.dumps({**run_fields, **verdict.to_json(), "notes": list(snapshot.notes)}))
         return
     console = make_console()
     console.print(verdict.sentence, soft_wrap=True, markup=False)

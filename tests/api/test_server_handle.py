@@ -70,7 +70,7 @@ def test_a_block_that_raises_stops_its_server(root: Path, model: str, monkeypatc
 
 def test_a_server_that_takes_too_long_is_stopped(root: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     replace_engine(monkeypatch, "import time; time.sleep(600)")
-    with pytest.raises(TimeoutError, match=r"serve-tiny does not answer after 500 ms; it is stopped"):
+    with pytest.raises(TimeoutError, match=r"serve-tiny is not ready after 500 ms; it was stopped"):
         craton.serve(model, seconds=0.5, initialize="random")
     (directory,) = list_runs(root)
     assert craton.Run(directory).state == "stopped"
@@ -81,7 +81,9 @@ def test_a_server_that_fails_before_it_answers_is_an_error(
     root: Path, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     replace_engine(monkeypatch, "import sys; print('no room for the KV cache'); sys.exit(3)")
-    with pytest.raises(NoAnswerError, match=r"serve-tiny is failed before it answered: .*no room for the KV cache"):
+    with pytest.raises(
+        NoAnswerError, match=r"serve-tiny ended \(failed\) before it was ready: .*no room for the KV cache"
+    ):
         craton.serve(model, initialize="random")
     (directory,) = list_runs(root)
     assert living_agents(directory) == []

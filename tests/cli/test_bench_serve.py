@@ -130,9 +130,9 @@ def test_no_server_is_one_line(command: Command) -> None:
 
 
 BAD: dict[str, tuple[list[str], str]] = {
-    "two loads": (["--rate", "5", "--concurrency", "3"], "three kinds of load"),
-    "two limits": (["--requests", "5", "--duration", "3"], "say when to stop"),
-    "burstiness of a closed load": (["--burstiness", "2"], "belongs to an open load"),
+    "two loads": (["--rate", "5", "--concurrency", "3"], "alternative kinds of load"),
+    "two limits": (["--requests", "5", "--duration", "3"], "both set the end of the test"),
+    "burstiness of a closed load": (["--burstiness", "2"], "applies to an open load"),
     "a length": (["--input", "long"], "--input 'long' is not a length"),
     "an objective": (["--slo", "fast"], "--slo 'fast' is not a limit"),
     "a sweep": (["--sweep", "5"], "--sweep '5' is not a range"),

@@ -73,7 +73,7 @@ def test_a_profile_is_written_and_used(calibrate: Command) -> None:
         "before",
         "after",
         "gemm_efficiency",
-        "could not tell",
+        "not identifiable",
     ):
         assert word in output
     assert "software: team/ours.json" in output

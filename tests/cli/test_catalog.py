@@ -105,7 +105,7 @@ def test_user_entries_are_marked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert "gpus.L40S" in shown()
     output = shown("L40S")
     assert "[rack 7] measured [/]" in output
-    assert f"set in part or whole by {path}" in output
+    assert f"set partly or fully by {path}" in output
 
 
 def test_own_prices_get_a_column(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,11 +119,11 @@ def test_own_prices_get_a_column(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["p5enn"], "nothing in the catalog is called 'p5enn'.*did you mean 'p5en'"),
+        (["p5enn"], "the catalog has no entry 'p5enn'.*did you mean 'p5en'"),
         (["gpu", "h100"], "unknown section 'gpu'; .*did you mean 'gpus'"),
         (["gpus", "h1000"], "unknown GPU 'h1000'.*did you mean 'h100'"),
         (["models", "llama-9"], "'llama-9' is not a model preset"),
-        (["gpus", "--measure"], "--measure goes with `craton catalog local`"),
+        (["gpus", "--measure"], "--measure requires the section local"),
     ],
 )
 def test_mistakes_are_user_errors(arguments: list[str], complaint: str) -> None:

@@ -173,7 +173,7 @@ def test_provision_tells_everything_that_is_missing(craton: Craton, cluster: str
 
 
 def test_provision_needs_a_place_and_a_kind(craton: Craton, cluster: str) -> None:
-    assert "give --out DIR" in craton("provision", cluster, "--for", "eks").stderr
+    assert "use --out DIR" in craton("provision", cluster, "--for", "eks").stderr
     unknown = craton("provision", cluster, "--for", "eksx", "--dry-run")
     assert unknown.returncode == 2
     assert "allowed: parallelcluster, hyperpod-slurm" in unknown.stderr

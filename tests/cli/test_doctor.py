@@ -95,12 +95,12 @@ def test_this_machine_is_no_p5(doctor: Doctor) -> None:
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["g1", "--root", "."], "leave out NODES"),
+        (["g1", "--root", "."], "omit NODES"),
         (["--root", "no-such-folder"], "is not a folder"),
         (["--root", ".", "--compute"], "leave out --compute"),
         (["--cluster", "p55"], "unknown instance 'p55'"),
         (["--nccl-log", "no-such-run"], "no run named 'no-such-run'"),
-        (["--nccl-log", "x", "--compute"], "leave out NODES, --root, --compute"),
+        (["--nccl-log", "x", "--compute"], "omit NODES, --root, --compute"),
     ],
 )
 def test_bad_input_is_one_line(arguments: list[str], complaint: str, doctor: Doctor) -> None:

@@ -64,9 +64,9 @@ def test_the_rank_that_is_asked_for_is_traced(craton: Any) -> None:
     ("ranks", "trace", "message"),
     [
         ("0,first", True, "--ranks '0,first' is not a list of ranks; write e.g. 0,8"),
-        ("0,16", True, "--trace: rank 16 is not one of the 16 ranks of fsdp 8 · tp 2"),
-        ("-1", True, "--trace: rank -1 is not one of the 16 ranks of fsdp 8 · tp 2"),
-        ("0", False, "--ranks goes with --trace, e.g. --trace --ranks 0,8"),
+        ("0,16", True, "--trace: rank 16 does not exist; fsdp 8 · tp 2"),
+        ("-1", True, "--trace: rank -1 does not exist; fsdp 8 · tp 2"),
+        ("0", False, "--ranks requires --trace, e.g. --trace --ranks 0,8"),
     ],
 )
 def test_ranks_that_cannot_be_traced(craton: Any, ranks: str, trace: bool, message: str) -> None:

@@ -166,10 +166,10 @@ def test_chaos_says_what_it_does_and_refuses_what_cannot_happen(verbs: Verbs) ->
     verbs.wait_for_step(2)
     asked = verbs("chaos", "count", "--kill", "rank=1@step=90000", "--lose-node", "node-1@step=90001")
     assert asked.returncode == 2
-    assert "CHAOS: 2 faults on purpose in the run count" in asked.stdout
+    assert "CHAOS: 2 faults injected into run count" in asked.stdout
     assert "at step 90,000, rank 1 is killed (SIGKILL)" in asked.stdout
     assert "node-1 is lost for good" in asked.stdout
-    assert "give --yes to do it" in asked.stderr
+    assert "use --yes to confirm" in asked.stderr
     assert not list((verbs.root / "count" / "chaos").glob("*.json")), "nothing was armed"
     armed = verbs.json("chaos", "count", "--kill", "rank=1@step=90000", "--yes")
     assert armed["faults"] == ["kill rank=1@step=90000"]
@@ -183,8 +183,8 @@ def test_chaos_says_what_it_does_and_refuses_what_cannot_happen(verbs: Verbs) ->
         ("--fail", "rank=1"): "this run is a command",
         ("--corrupt", "tier=peer"): "this run is a command",
         ("--lose-node", "node-9"): "the nodes are node-0, node-1",
-        ("--kinds", "kill"): "belongs to --random",
-        (): "nothing to break",
+        ("--kinds", "kill"): "requires --random",
+        (): "no fault given",
     }
     for arguments, words in refused.items():
         result = verbs("chaos", "count", *arguments, "--yes")

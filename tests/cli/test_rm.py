@@ -29,7 +29,7 @@ def test_rm_removes_what_it_named_and_follows_no_link(verbs: Verbs, tmp_path: Pa
     (first.path / "link").symlink_to(outside)
     refused = verbs("rm", "first")
     assert refused.returncode == 2
-    assert "give --yes to remove" in refused.stderr
+    assert "use --yes to remove" in refused.stderr
     assert first.path.exists()
     done = verbs("rm", "first", "second", "--yes")
     assert done.returncode == 0, done.stderr

@@ -153,7 +153,7 @@ def test_the_question_about_money_is_seen_where_stdout_goes_to_a_file(
     with pytest.raises(typer.Abort):
         confirm(draft, yes=False)
     output = capsys.readouterr()
-    assert "Start it for about $20.00 an hour?" in output.err
+    assert "Start it for about $20.00 per hour?" in output.err
     assert output.err.endswith("not started\n")
     assert not output.out.strip()
 
@@ -161,11 +161,11 @@ def test_the_question_about_money_is_seen_where_stdout_goes_to_a_file(
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        ("", "$20.00 an hour"),
-        ("run: {time_limit: 4h}\n", "$20.00 an hour, at most $80.00 in each start of 4h"),
-        ("run: {time_limit: 4h, restarts: 0}\n", "an hour, at most $80.00 in the 4h it may take"),
-        ("recover: {spares: 1}\n", "$30.00 an hour, spares included"),
-        ("run: {time_limit: 4h, copies: 3}\n", "$60.00 an hour for 3 copies, at most $240 in each start"),
+        ("", "$20.00 per hour"),
+        ("run: {time_limit: 4h}\n", "$20.00 per hour, at most $80.00 in each start of 4h"),
+        ("run: {time_limit: 4h, restarts: 0}\n", "per hour, at most $80.00 in its time limit of 4h"),
+        ("recover: {spares: 1}\n", "$30.00 per hour, spares included"),
+        ("run: {time_limit: 4h, copies: 3}\n", "$60.00 per hour for 3 copies, at most $240 in each start"),
     ],
 )
 def test_the_cost_of_a_command_is_shown_whether_it_is_asked_for_or_not(more: str, says: str) -> None:
@@ -186,9 +186,9 @@ def test_what_is_said_of_a_run_left_alone_fits_its_kind_and_its_place() -> None:
 
     command = "name: none\nkind: command\ncommand: x\ncluster: local\n"
     training = f"name: none\n{PRICED}"
-    assert "none runs on its own: " in said(command, "local")
+    assert "none runs in the background: " in said(command, "local")
     assert "`craton stop none` stops it\n" in said(command, "local")
-    assert "none starts by itself once it has its nodes: " in said(command, "slurm")
+    assert "none starts once its nodes are allocated: " in said(command, "slurm")
     assert "stops it with a checkpoint" in said(training, "local")
 
 
@@ -196,7 +196,7 @@ def test_ctrl_c_leaves_the_view_and_not_the_run(verbs: Verbs) -> None:
     job = verbs.job(STEPS=100_000)
     code, screen = in_a_terminal(verbs, ["run", str(job)], when="tokens/s", send=b"\x03")
     assert code == 130
-    assert "left the view; count goes on" in screen
+    assert "left the view; count continues" in screen
     assert "craton stop count" in screen
     reached = summarize(verbs.run()).step
     verbs.wait_for_step(reached + 2)

@@ -74,7 +74,7 @@ def test_a_state_that_no_disk_takes_is_reported_kept_and_found_again(
     assert again.returncode == 0
     at = f"its state is saved at {place.relative_to(verbs.folder)}"
     assert f"words already stopped after step {step:,}; {at}, {reason}" in again.stdout
-    assert again.stdout.endswith("; `craton resume words` goes on\n")
+    assert again.stdout.endswith("; `craton resume words` continues it\n")
     why = verbs("why", "words").stdout
     assert f"; its state of step {step:,} is in {place}, {reason}" in why
 

@@ -60,7 +60,7 @@ def test_ps_by_state(verbs: Verbs) -> None:
     ended_run(verbs.root, "run-2", age=2, marker="FATAL")
     assert names(verbs("ps", "--state", "failed").stdout) == ["run-2"]
     assert names(verbs("ps", "--state", "Failed,done").stdout) == ["run-1", "run-2"]
-    assert "no such runs" in verbs("ps", "--state", "running").stdout
+    assert "no matching runs" in verbs("ps", "--state", "running").stdout
     wrong = verbs("ps", "--state", "faild")
     assert wrong.returncode == 2
     assert "did you mean 'failed'?" in wrong.stderr
@@ -85,7 +85,7 @@ def test_ps_watches_until_it_is_left(verbs: Verbs) -> None:
     assert "TOK/S" in screen
     refused = verbs("ps", "-w")
     assert refused.returncode == 2
-    assert "--watch needs a terminal" in refused.stderr
+    assert "--watch requires a terminal" in refused.stderr
 
 
 def test_the_last_lines_of_each_log(verbs: Verbs) -> None:

@@ -49,7 +49,7 @@ def test_a_broken_run_directory_hides_no_other(verbs: Verbs) -> None:
     assert states == {"count": "done", "broken": "unreadable"}
     silent = verbs("logs", "broken")
     assert (silent.returncode, silent.stdout) == (0, "")
-    assert "broken has ended and left no logs" in silent.stderr
+    assert "broken has ended without logs" in silent.stderr
 
 
 def test_a_run_whose_agents_could_not_start_says_what_they_said(verbs: Verbs) -> None:
@@ -58,7 +58,7 @@ def test_a_run_whose_agents_could_not_start_says_what_they_said(verbs: Verbs) ->
     run.mark("FATAL", "no agent could start")
     told = verbs("logs", "unpacked")
     assert told.stdout == "slurm-812  srun: unrecognized option '--container-image'\n"
-    assert "unpacked has ended before a rank printed anything; this is of its agents:" in told.stderr
+    assert "unpacked ended before any rank printed a line; these are the agents' logs:" in told.stderr
 
 
 def test_ps_says_why_a_run_stopped_that_nobody_stopped(verbs: Verbs) -> None:
@@ -87,7 +87,7 @@ def test_what_failed_says_why_and_how_to_go_on(verbs: Verbs) -> None:
     failed = verbs("run", verbs.job(nodes=1, STEPS=1000, FAIL_RANK=0))
     assert failed.returncode == 1
     assert "rank 0 on node-0 exited with code 1 (generation 0): the reward function broke" in failed.stdout
-    assert "next: fix the cause (the job is runs/count/job.yaml), then craton resume count" in failed.stdout
+    assert "next: fix the cause (job file: runs/count/job.yaml), then run: craton resume count" in failed.stdout
     assert "count: rank 0 on node-0 exited with code 1 (generation 0): the reward" in verbs("ps").stdout
 
 
@@ -149,7 +149,7 @@ def test_stop_now_kills_and_says_what_is_left(verbs: Verbs) -> None:
     result = verbs("stop", "count", "--now")
     assert result.returncode == 0
     # An agent may see the marker and let its ranks save before it is killed itself.
-    assert re.search("what its command has saved is not known here|its newest checkpoint is of step", result.stdout)
+    assert re.search("Craton does not know what its command saved|its newest checkpoint is step", result.stdout)
     assert "next: craton resume count\n" in result.stdout
     assert living_agents(verbs.run()) == []
     assert verbs.json("ps")[0]["state"] == "stopped"
@@ -163,7 +163,7 @@ def test_a_run_whose_agents_are_killed_can_be_resumed_at_once(verbs: Verbs) -> N
     wait_until(lambda: not living_agents(verbs.run()))
     resumed = verbs("resume", "count", "--detach")
     assert resumed.returncode == 0
-    assert "what its command has saved" in resumed.stdout
+    assert "the state its command saved" in resumed.stdout
 
 
 @pytest.mark.parametrize("verb", ["stop", "resume", "logs", "export", "sample"])
@@ -184,8 +184,8 @@ def test_the_wrong_verb_for_a_state_says_the_right_one(verbs: Verbs) -> None:
     again = verbs("stop", "count")
     assert again.returncode == 0, "there is nothing left to do"
     assert re.fullmatch(
-        r"count already stopped( after step \d+)?; what its command has saved is not known here; `craton resume count` "
-        r"goes on\n",
+        r"count already stopped( after step \d+)?; Craton does not know what its command saved; `craton resume count` "
+        r"continues it\n",
         again.stdout,
     )
     assert verbs.json("stop", "count", "--now")["state"] == "stopped"

@@ -82,14 +82,14 @@ def test_in_the_foreground_until_it_is_told_to_end(
         f"{NAME}  serve · qwen3-0.6b, 596M parameters · local x 1",
         f"{NAME}: loading weights",
         f"{NAME} serves at {url}",
-        "4.24k tokens of keys and values",
+        "4.24k tokens of KV cache",
         "tokens/s for one request",
         f"curl {url}/v1/completions",
         '"prompt": [1, 2, 3]',
         "Ctrl-C drains and stops it",
         "3 running, 1 waiting",
         "first token after 30.0 ms",
-        f"{NAME} drains: 4 requests may finish within 30 s",
+        f"{NAME} is draining: 4 open requests may finish within 30 s",
         f"{NAME} stopped",
     ):
         assert words in result.stdout
@@ -98,7 +98,7 @@ def test_in_the_foreground_until_it_is_told_to_end(
 
 
 def test_silence_is_only_worth_a_word_while_a_server_should_answer() -> None:
-    assert server_view.state_line("srv", None, "running") == "srv: does not answer"
+    assert server_view.state_line("srv", None, "running") == "srv: no response"
     assert server_view.state_line("srv", None, "stopping") == "srv: stopping"
 
 
@@ -112,7 +112,7 @@ def test_a_second_ctrl_c_does_not_wait(verbs: Verbs, serve: Callable[..., Result
 
     signalled(signal.SIGINT, is_busy, lambda: run.has("STOP"))
     result = serve()
-    assert f"{NAME} was ended at once" in result.stdout
+    assert f"{NAME} was killed" in result.stdout
     assert living_agents(run) == []
     assert "has drained" not in run.log_path(0).read_text()
 
@@ -122,7 +122,7 @@ def test_detached_it_is_listed_stopped_and_resumed(verbs: Verbs, serve: Callable
     assert result.returncode == 0, result.stderr
     run = verbs.run(NAME)
     url = address_of(load_job(run.job_path)).url
-    assert f"{NAME} runs on its own" in result.stdout
+    assert f"{NAME} runs in the background" in result.stdout
     assert f"`craton stop {NAME}` drains and stops it" in result.stdout
     assert '"model": "small"' in result.stdout
     assert ServerWatch(address_of(load_job(run.job_path))).is_ready()
@@ -176,7 +176,7 @@ def test_a_job_file_is_run_and_ctrl_c_leaves_it(verbs: Verbs, serve: Callable[..
     signalled(signal.SIGINT, lambda: is_ready(run))
     result = verbs("run", job)
     assert result.returncode == 130
-    assert "left the view; mine goes on. `craton logs mine -f` follows it, `craton stop mine` drains" in result.stdout
+    assert "left the view; mine continues. `craton logs mine -f` follows it, `craton stop mine` drains" in result.stdout
     assert living_agents(run)
     assert verbs("stop", "mine", "--now").returncode == 0
     started = verbs("run", job, "--name", "other", "--detach")

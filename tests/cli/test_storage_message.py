@@ -77,7 +77,7 @@ def test_stop_leaves_a_run_whose_directory_is_read_only_and_stop_now_ends_it(
         assert len(living_agents(run)) == 1
         ended = verbs("stop", "count", "--now")
         assert ended.returncode == 0, ended.stderr
-        assert "count is ended, but `craton ps` shows it as lost" in ended.stdout.replace("\n", " ")
+        assert "count was killed, but `craton ps` shows it as lost" in ended.stdout.replace("\n", " ")
         assert not living_agents(run)
     finally:
         subprocess.run(["umount", "--lazy", run.path], check=True)

@@ -73,7 +73,7 @@ def test_a_dry_run_prints_the_array(root: Path, capsys: pytest.CaptureFixture[st
     assert "#SBATCH --array=1-3\n" in printed
     assert f'{root}/many-"$SLURM_ARRAY_TASK_ID"' in printed
     assert f"sbatch --parsable {root}/many-1/job.sbatch" in printed
-    assert "# and the same for many-2 to many-3" in printed
+    assert "for many-2 to many-3" in printed
     print_draft(draft, root / "many", as_json=True)
     document = json.loads(capsys.readouterr().out)
     assert document["run"] == str(root / "many-1")

@@ -418,7 +418,7 @@ def test_a_stop_from_afar_waits_for_the_pods_and_does_not_say_that_nothing_was_s
     assert not left.value.code
     assert len(looks) > SAVED_BY_LOOK, "until it was gone"
     said = capsys.readouterr().out
-    assert "llm stopped; what it saved is in the run directory of its pods" in said
+    assert "llm stopped; its checkpoints are in the run directory of its pods" in said
     assert "no checkpoint" not in said
     assert "from the beginning" not in said
 

@@ -200,7 +200,7 @@ def test_doctor_takes_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     done = CliRunner().invoke(app, ["doctor", "--json", "--run", "job", "--root", str(image)], catch_exceptions=False)
     assert (done.exit_code, json.loads(done.stdout)["nodes"][0]["instance"]) == (0, "p5.48xlarge")
     refused = CliRunner().invoke(app, ["doctor", "--run", "job", "--cluster", "p5"])
-    assert "leave out NODES, --cluster and --nccl-log" in str(refused.exception)
+    assert "omit NODES, --cluster and --nccl-log" in str(refused.exception)
 
 
 # -- on a real Slurm ----------------------------------------------------------------------------------------------

@@ -200,7 +200,7 @@ def test_a_dry_run_prints_what_would_be_sent(craton: Craton, root: Path) -> None
     assert "#SBATCH --switches=1@365-00:00:00\n" in document["files"]["job.sbatch"]
     assert document["commands"] == [["sbatch", "--parsable", str(root / "dry" / "job.sbatch")]]
     assert not (root / "dry").exists()
-    assert "# would be sent to slurm" in craton("run", job, "--on", "slurm", "--dry-run").out
+    assert "# commands to submit to slurm" in craton("run", job, "--on", "slurm", "--dry-run").out
 
 
 def test_runs_of_a_cluster_are_kept_where_its_file_says(

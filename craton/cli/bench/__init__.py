@@ -1,1 +1,1 @@
-"""`craton bench`: one file a benchmark."""
+"""`craton bench`: one file per benchmark."""

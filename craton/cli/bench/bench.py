@@ -1,6 +1,5 @@
-"""`craton bench plan CASES.json`: how well the planner predicts published runs. `craton bench recover`: how fast a
-training that breaks goes on. `craton bench serve URL`, how fast a server answers, and `craton bench why`, how often the
-diagnosis is right, are in files of their own."""
+"""`craton bench plan CASES.json`: measure how well the planner predicts published runs. `craton bench recover`: measure
+how fast a broken training recovers. `craton bench serve` and `craton bench why` are in serve.py and why.py."""
 
 from __future__ import annotations
 
@@ -18,30 +17,32 @@ if TYPE_CHECKING:
 
     from craton.bench.recovery import RecoveryCase
 
-app = typer.Typer(help="Benchmarks of Craton itself.", no_args_is_help=True)
+app = typer.Typer(help="Benchmark Craton itself: planner, recovery, serving, diagnosis.", no_args_is_help=True)
 app.command("serve")(serve)
 app.command("why")(why)
 
 
 @app.callback()
 def bench() -> None:
-    """Benchmarks of Craton itself."""
+    """Benchmark Craton itself: planner, recovery, serving, diagnosis."""
 
 
 @app.command("plan")
 def plan(
-    cases: Annotated[Path, typer.Argument(metavar="CASES", help="Published runs (JSON).", show_default=False)],
+    cases: Annotated[Path, typer.Argument(metavar="CASES", help="JSON file with published runs.", show_default=False)],
     holdout: Annotated[
         str,
         typer.Option(
-            help="What no constant may have seen: group (family, GPU, model), family, or none. Runs that Craton does "
-            "not ship are never in the fit."
+            help="Runs to hold out of the fit: group (same family, GPU and model), family, or none. Runs that Craton "
+            "does not ship are never in the fit."
         ),
     ] = "group",
-    given: Annotated[int, typer.Option(help="With --holdout family: runs of the family handed to calibrate.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print cases, skipped and summary as JSON.")] = False,
+    given: Annotated[
+        int, typer.Option(help="With --holdout family: number of the family's runs given to the calibration.")
+    ] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print cases, skipped runs and summary as JSON.")] = False,
 ) -> None:
-    """Predict every run of a file and print the errors."""
+    """Predict every run of a file and print the prediction errors."""
     import json
     from typing import cast
 
@@ -55,7 +56,7 @@ def plan(
     if holdout not in ("group", "family", "none"):
         raise CratonError(f"--holdout {holdout!r} is not allowed; choose group, family or none")
     if given < 0 or (given and holdout != "family"):
-        raise CratonError("--given takes a number of runs and goes with --holdout family")
+        raise CratonError("--given takes a number of runs and requires --holdout family")
     with progress("fits") as report:
         result = bench_plan(cases, cast(Any, holdout), given, report)
     if as_json:
@@ -72,18 +73,18 @@ def plan(
 @app.command("recover")
 def recover(
     ranks: Annotated[
-        list[int] | None, typer.Option(help="Ranks, on two nodes of this machine; may be repeated.")
+        list[int] | None, typer.Option(help="Number of ranks, on two nodes of this machine; repeatable \\[default: 4].")
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="How often each case is broken.")] = 5,
+    rounds: Annotated[int, typer.Option(min=1, help="Number of faults per case.")] = 5,
     case: Annotated[
         list[str] | None,
         typer.Option(
-            help="respawn (a killed rank), spare (a lost node), hang, torchrun; may be repeated; default: all."
+            help="respawn (a killed rank), spare (a lost node), hang or torchrun; repeatable \\[default: all]."
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print every measurement as JSON.")] = False,
 ) -> None:
-    """Break a small training on this machine again and again, and measure how long it takes to go on."""
+    """Inject faults into a small training on this machine, and measure the time to recover."""
     import json
     import tempfile
 
@@ -118,7 +119,7 @@ def _print_recoveries(console: Console, cases: list[RecoveryCase]) -> None:
 
     table = Table(title="From the fault to the end of the next step, medians in seconds", title_justify="left")
     table.add_column("")
-    for entry in cases:  # a case is a column: a row for each would not fit into a terminal
+    for entry in cases:  # one column per case: one row each would not fit into a terminal
         table.add_column(f"{entry.name}\n{entry.ranks} ranks", justify="right")
     table.add_row("seconds", *(f"[bold]{entry.median:.2f}[/bold]" for entry in cases))
     table.add_row("range", *(f"{min(entry.seconds):.1f}–{max(entry.seconds):.1f}" for entry in cases))
@@ -126,11 +127,11 @@ def _print_recoveries(console: Console, cases: list[RecoveryCase]) -> None:
     kinds = [entry.median_kinds() if entry.kinds else {} for entry in cases]
     for kind in RECOVERY_KINDS:
         table.add_row(kind, *(f"{item[kind]:.2f}" if kind in item else "" for item in kinds))
-    table.add_row("(a step)", *(f"{entry.step_seconds:.2f}" for entry in cases))
+    table.add_row("(one step)", *(f"{entry.step_seconds:.2f}" for entry in cases))
     console.print(table)
     console.print(
-        "respawn: a rank is killed · spare: a node is lost and a spare takes its place · hang: a rank stops moving · "
-        "torchrun: the same training under torchrun, all ranks started again from a checkpoint on disk",
+        "respawn: a rank is killed · spare: a node is lost, a spare replaces it · hang: a rank stops making progress · "
+        "torchrun: the same training under torchrun, which restarts all ranks from a checkpoint on disk",
         highlight=False,
     )
 

@@ -1,4 +1,4 @@
-"""`craton bench serve URL`: how fast a server answers, whoever wrote it, as long as it speaks OpenAI's protocol."""
+"""`craton bench serve URL`: load-test any server with an OpenAI-compatible API."""
 
 from __future__ import annotations
 
@@ -13,91 +13,116 @@ if TYPE_CHECKING:
 DEFAULT_CONCURRENCY = 16
 DEFAULT_REQUESTS = 100
 DEFAULT_LEVEL_SECONDS = 20.0
-_LOAD, _ASKED, _REPORT = "Load", "What is asked", "Report"
+_LOAD, _WORKLOAD, _REPORT = "Load", "Workload", "Report"
 
 
 def serve(
-    url: Annotated[str, typer.Argument(metavar="URL", help="The server, such as http://localhost:8000.")],
-    model: Annotated[str | None, typer.Option(help="Model; default: the first that the server names.")] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Chat completions instead of completions.")] = False,
+    url: Annotated[str, typer.Argument(metavar="URL", help="Server address, e.g. http://localhost:8000.")],
+    model: Annotated[str | None, typer.Option(help="Model name \\[default: the first the server lists].")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Use chat completions instead of completions.")] = False,
     api_key: Annotated[
         str | None,
         typer.Option(
-            envvar="OPENAI_API_KEY", help="Sent as bearer token; process lists show it, so prefer the variable."
+            envvar="OPENAI_API_KEY",
+            help="API key, sent as bearer token; prefer the variable, since process lists show options.",
         ),
     ] = None,
-    timeout: Annotated[float, typer.Option(min=0.001, help="Seconds after which a request has failed.")] = 600.0,
+    timeout: Annotated[float, typer.Option(min=0.001, help="Request timeout in seconds.")] = 600.0,
     concurrency: Annotated[
         int | None,
-        typer.Option(min=1, help="Closed load: so many at a time; default 16.", rich_help_panel=_LOAD),
+        typer.Option(min=1, help="Closed load: number of concurrent requests \\[default: 16].", rich_help_panel=_LOAD),
     ] = None,
     rate: Annotated[
         float | None,
-        typer.Option(min=0.001, help="Open load: requests/s, whatever the server does.", rich_help_panel=_LOAD),
+        typer.Option(
+            min=0.001, help="Open load: arrival rate in requests/s, independent of the server.", rich_help_panel=_LOAD
+        ),
     ] = None,
     burstiness: Annotated[
         float,
         typer.Option(
-            min=0.01, help="Of an open load: 1 is Poisson, less is burstier, more is steadier.", rich_help_panel=_LOAD
+            min=0.01,
+            help="Burstiness of an open load: 1 is Poisson, less is burstier, more is steadier.",
+            rich_help_panel=_LOAD,
         ),
     ] = 1.0,
     sweep: Annotated[
         str | None,
-        typer.Option(help="Open loads with rising rates, such as 1..64, to find saturation.", rich_help_panel=_LOAD),
+        typer.Option(
+            help="Open loads at rising rates, e.g. 1..64, to find the saturation point.", rich_help_panel=_LOAD
+        ),
     ] = None,
     requests: Annotated[
-        int | None, typer.Option(min=1, help="Requests to send; default 100.", rich_help_panel=_LOAD)
+        int | None, typer.Option(min=1, help="Number of requests to send \\[default: 100].", rich_help_panel=_LOAD)
     ] = None,
     duration: Annotated[
         float | None,
-        typer.Option(min=0.001, help="Seconds to send for; default of a sweep: 20 a rate.", rich_help_panel=_LOAD),
+        typer.Option(
+            min=0.001, help="Duration in seconds \\[default with --sweep: 20 per rate].", rich_help_panel=_LOAD
+        ),
     ] = None,
     warmup: Annotated[
-        int, typer.Option(min=0, help="Requests before, which are not counted.", rich_help_panel=_LOAD)
+        int, typer.Option(min=0, help="Number of warm-up requests, which are not counted.", rich_help_panel=_LOAD)
     ] = 4,
     input_lengths: Annotated[
         str | None,
         typer.Option(
             "--input",
-            help="Tokens of a prompt: 512 (default), 100..1024, normal(512,128), lognormal(512,400).",
-            rich_help_panel=_ASKED,
+            help="Prompt tokens: 512, 100..1024, normal(512,128) or lognormal(512,400) \\[default: 512].",
+            rich_help_panel=_WORKLOAD,
         ),
     ] = None,
     output_lengths: Annotated[
-        str, typer.Option("--output", help="Tokens of an answer, at most; written likewise.", rich_help_panel=_ASKED)
+        str, typer.Option("--output", help="Maximum output tokens, in the same notation.", rich_help_panel=_WORKLOAD)
     ] = "128",
     prefix_tokens: Annotated[
-        int, typer.Option(min=0, help="Tokens before those of --input that requests share.", rich_help_panel=_ASKED)
+        int, typer.Option(min=0, help="Tokens of a shared prefix, in addition to --input.", rich_help_panel=_WORKLOAD)
     ] = 0,
     prefix_groups: Annotated[
-        int, typer.Option(min=1, help="How many different shared beginnings there are.", rich_help_panel=_ASKED)
+        int, typer.Option(min=1, help="Number of different shared prefixes.", rich_help_panel=_WORKLOAD)
     ] = 1,
     prefix_share: Annotated[
-        float, typer.Option(min=0, max=1, help="Share of requests that begin with one.", rich_help_panel=_ASKED)
+        float, typer.Option(min=0, max=1, help="Fraction of requests with a shared prefix.", rich_help_panel=_WORKLOAD)
     ] = 1.0,
     trace: Annotated[
         Path | None,
-        typer.Option(help="JSON lines with prompt, output_tokens and at (seconds).", rich_help_panel=_ASKED),
+        typer.Option(
+            help="Trace to replay: JSON lines with prompt, output_tokens and at (seconds).", rich_help_panel=_WORKLOAD
+        ),
     ] = None,
     vocabulary: Annotated[
-        int, typer.Option(min=2, help="Random prompts are token ids below this.", rich_help_panel=_ASKED)
+        int,
+        typer.Option(
+            min=2, help="Vocabulary size: random prompts are token ids below this.", rich_help_panel=_WORKLOAD
+        ),
     ] = 32_000,
     ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Answers are as long as they may be.", rich_help_panel=_ASKED)
+        bool,
+        typer.Option(
+            "--ignore-eos",
+            help="Ignore end-of-sequence: generate the maximum number of output tokens.",
+            rich_help_panel=_WORKLOAD,
+        ),
     ] = False,
-    seed: Annotated[int, typer.Option(min=0, help="The same seed asks the same.", rich_help_panel=_ASKED)] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Random seed for prompts and arrival times.", rich_help_panel=_WORKLOAD)
+    ] = 0,
     slo: Annotated[
         str | None,
-        typer.Option(help="What is good enough: ttft, itl, tpot, e2e; ttft=500ms,itl=50ms.", rich_help_panel=_REPORT),
+        typer.Option(
+            help="Latency objectives for goodput: ttft, itl, tpot, e2e; e.g. ttft=500ms,itl=50ms.",
+            rich_help_panel=_REPORT,
+        ),
     ] = None,
     html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a page with plots.", rich_help_panel=_REPORT)
+        Path | None,
+        typer.Option(metavar="FILE", help="Write an HTML report with plots to this file.", rich_help_panel=_REPORT),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print all numbers as JSON.", rich_help_panel=_REPORT)
     ] = False,
 ) -> None:
-    """Drive a server with requests and report latencies, throughput and goodput."""
+    """Load-test a server and report latency, throughput and goodput."""
     from craton.errors import CratonError
     from craton.extras import require_package
 
@@ -113,9 +138,11 @@ def serve(
     )
 
     if trace is not None and (input_lengths is not None or prefix_tokens):
-        raise CratonError("--input and --prefix-tokens make prompts; --trace already has them")
+        raise CratonError(
+            "--input and --prefix-tokens generate prompts, but --trace already has them; use one or the other"
+        )
     if trace is not None and sweep is not None:
-        raise CratonError("--sweep needs new prompts for every rate; a --trace has only its own")
+        raise CratonError("--sweep needs new prompts for every rate, but --trace has a fixed list; omit one of them")
     output = parse_lengths(output_lengths, "--output")
     workload = LoadWorkload(
         input=parse_lengths(input_lengths or "512", "--input"),
@@ -144,9 +171,9 @@ def _load(
     from craton.errors import CratonError
 
     if sum(value is not None for value in (concurrency, rate, sweep)) > 1:
-        raise CratonError("--concurrency, --rate and --sweep are three kinds of load; give one of them")
+        raise CratonError("--concurrency, --rate and --sweep are alternative kinds of load; use one of them")
     if burstiness != 1 and rate is None and sweep is None:
-        raise CratonError("--burstiness belongs to an open load; give --rate or --sweep too")
+        raise CratonError("--burstiness applies to an open load; add --rate or --sweep")
     if sweep is not None:
         return parse_sweep(sweep, burstiness)
     if rate is not None:
@@ -163,7 +190,7 @@ def _limit(
     from craton.errors import CratonError
 
     if requests is not None and duration is not None:
-        raise CratonError("--requests and --duration both say when to stop; give one of them")
+        raise CratonError("--requests and --duration both set the end of the test; use one of them")
     if duration is None and requests is None and isinstance(load, Sweep):
         duration = DEFAULT_LEVEL_SECONDS
     if duration is not None:
@@ -183,7 +210,7 @@ def _run(settings: LoadSettings, html: Path | None, as_json: bool) -> None:
     from craton.cli.views.progress import progress
 
     if html is not None:
-        html.parent.mkdir(parents=True, exist_ok=True)  # before the load: nobody wants to drive a server in vain
+        html.parent.mkdir(parents=True, exist_ok=True)  # before the load, so that a wrong path fails early
     report = bench_serve(settings, progress)
     if html is not None:
         html.write_text(report_page(report), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""`craton bench why`: how often `craton why` is right about faults that were put there."""
+"""`craton bench why`: measure how often `craton why` is right about injected faults."""
 
 from __future__ import annotations
 
@@ -17,12 +17,16 @@ if TYPE_CHECKING:
 def why(
     seed: Annotated[
         int | None,
-        typer.Option(help="What victims and strengths are drawn from; today's date.", show_default=False),
+        typer.Option(
+            help="Random seed for the victims and severity of faults \\[default: today's date].", show_default=False
+        ),
     ] = None,
-    live: Annotated[bool, typer.Option("--live/--no-live", help="Also break real processes on this machine.")] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="Print scores and every outcome as JSON.")] = False,
+    live: Annotated[
+        bool, typer.Option("--live/--no-live", help="Also inject faults into real processes on this machine.")
+    ] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the scores and every outcome as JSON.")] = False,
 ) -> None:
-    """Score `craton why` on faults of every layer, on healthy runs, and on runs of which nobody can tell."""
+    """Score `craton why` on faults of every layer, on healthy runs, and on runs without enough evidence."""
     import json
     import tempfile
     from pathlib import Path
@@ -57,14 +61,16 @@ def _print(console: Console, score: Score, seed: int) -> None:
     )
     for name in ("", "right", "of", ""):
         table.add_column(name, justify="left" if not name else "right")
-    words = {"quiet": "nothing wrong", "single": "one fault", "double": "two faults", "blind": "cannot be told"}
+    words = {"quiet": "nothing wrong", "single": "one fault", "double": "two faults", "blind": "not enough evidence"}
     for group, (right, of) in score.groups.items():
         table.add_row(words[group], str(right), str(of), percent(right / of) if of else "")
     table.add_section()
     for layer, (right, of) in score.layers.items():
         table.add_row(f"  {layer}", str(right), str(of), percent(right / of) if of else "")
     console.print(table)
-    confusion = Table(title="True layer (rows) and what was said; two faults at once left out", title_justify="left")
+    confusion = Table(
+        title="True layer (rows) against diagnosed layer; without the two-fault scenarios", title_justify="left"
+    )
     confusion.add_column("")
     for name in score.confusion:
         confusion.add_column(name, justify="right")
@@ -72,13 +78,13 @@ def _print(console: Console, score: Score, seed: int) -> None:
         confusion.add_row(name, *(str(count) if count else "·" for count in row.values()))
     console.print(confusion)
     console.print(
-        f"right layer {percent(score.layer_share)} (bar 95%) · right node or rank {percent(score.victim_share)} of "
-        f"{score.num_victims} (bar 90%) · false alarms {score.false_alarms} of {score.num_quiet} (bar 0) · "
-        f"cannot tell, rightly {percent(score.blind_share)}",
+        f"right layer {percent(score.layer_share)} (target 95%) · right node or rank {percent(score.victim_share)} of "
+        f"{score.num_victims} (target 90%) · false alarms {score.false_alarms} of {score.num_quiet} (target 0) · "
+        f'"not enough evidence", rightly {percent(score.blind_share)}',
         highlight=False,
     )
     bins = " · ".join(
-        f"{item.mean_confidence:.2f} said, {item.right_share:.2f} right ({item.count})" for item in score.bins
+        f"{item.mean_confidence:.2f} stated, {item.right_share:.2f} right ({item.count})" for item in score.bins
     )
     console.print(f"Brier score {score.brier:.3f}; {bins}" if score.brier is not None else bins, highlight=False)
     for miss in score.misses:

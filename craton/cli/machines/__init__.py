@@ -1,1 +1,1 @@
-"""Verbs about machines: catalog, cluster, doctor, heal, observe."""
+"""Commands for machines: catalog, cluster, doctor, heal, observe."""

@@ -1,4 +1,4 @@
-"""`craton catalog`: what Craton knows of GPUs, instances, storage, models and this machine, and where it got it."""
+"""`craton catalog`: show the catalog of GPUs, instances, storage, models and this machine, with sources."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ GIB = 2.0**30
 
 @dataclass
 class Grid:
-    """A table before it meets a terminal; a column that begins with > holds numbers."""
+    """A table before it is fitted to a terminal; a column that begins with > holds numbers."""
 
     header: str  # column | column
     rows: list[list[str]] = field(default_factory=list)
     title: str | None = None
-    droppable: tuple[str, ...] = ()  # columns a narrow terminal loses first, in this order
+    droppable: tuple[str, ...] = ()  # columns to drop first on a narrow terminal, in this order
 
     @property
     def columns(self) -> list[str]:
@@ -48,18 +48,21 @@ Parts = list[Grid | str]
 
 def catalog(
     section: Annotated[
-        str | None, typer.Argument(help="gpus, instances, storage, models or local; or a name of any of them.")
+        str | None,
+        typer.Argument(
+            help="Section (gpus, instances, storage, models or local), or the name of an entry \\[default: overview]."
+        ),
     ] = None,
-    name: Annotated[str | None, typer.Argument(help="One entry, with the source and date of every number.")] = None,
-    measure: Annotated[bool, typer.Option("--measure", help="Measure this machine again (with local).")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    name: Annotated[str | None, typer.Argument(help="Entry to show, with the source and date of every number.")] = None,
+    measure: Annotated[bool, typer.Option("--measure", help="With local: measure this machine again.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the entries as JSON.")] = False,
 ) -> None:
     """Show GPUs, instances with prices, storage and models, and this machine as measured."""
     section, name = _find(section, name)
     if measure and section != "local":
         from craton.infrastructure import CatalogError
 
-        raise CatalogError("--measure goes with `craton catalog local`")
+        raise CatalogError("--measure requires the section local: `craton catalog local --measure`")
     if section is None:
         document, parts = _overview()
     elif section == "local":
@@ -77,7 +80,7 @@ def catalog(
 
 
 def _find(section: str | None, name: str | None) -> tuple[str | None, str | None]:
-    """`craton catalog p5en` finds the entry in whatever section it is."""
+    """Return section and name; find an entry such as `p5en` in any section."""
     if section is None or section in SECTIONS:
         return section, name
     from craton.infrastructure import CatalogError
@@ -99,7 +102,7 @@ def _find(section: str | None, name: str | None) -> tuple[str | None, str | None
         return "models", model_preset(section).name
     except ValueError:
         near = did_you_mean(section, spellings)
-        raise CatalogError(f"nothing in the catalog is called {section!r}; its sections: {sections}{near}") from None
+        raise CatalogError(f"the catalog has no entry {section!r}; sections: {sections}{near}") from None
 
 
 def _overview() -> tuple[Any, Parts]:
@@ -112,7 +115,7 @@ def _overview() -> tuple[Any, Parts]:
     grid = Grid("section | >entries | names")
     for kind, members in names.items():
         grid.add(kind, str(len(members)), ", ".join(members))
-    grid.add("local", "1", "this machine, measured once and remembered")
+    grid.add("local", "1", "this machine, measured once and cached")
     entries = [entry for section in loaded.entries.values() for entry in section.values()]
     changed = [f"{entry.section}.{entry.name}" for entry in entries if entry.overridden_by]
     if loaded.user_file:
@@ -193,7 +196,7 @@ def _old_mark(price: Price, today: date, word: str = "") -> str:
 
 
 def _price_dates(instances: tuple[Instance, ...], today: date) -> list[str]:
-    """One line a purchase kind: the dates of its prices, and which are too old to trust."""
+    """Return one line per purchase kind: the dates of its prices, and which are too old to trust."""
     from craton.infrastructure import price_age_days
 
     lines = []
@@ -231,18 +234,20 @@ def _storage() -> tuple[Any, Parts]:
             "-" if requests[0] == "-" else " / ".join(requests),
         )
     notes: Parts = [
-        "An instance's NVMe rates stand with the instance: drives x the rate of one.",
-        "A plan without a stated file system assumes fsx-persistent-2-1000 and s3; state yours in the cluster file.",
+        "An instance's NVMe throughput is shown with the instance: drives x the rate of one drive.",
+        "A plan without a file system assumes fsx-persistent-2-1000 and s3; set yours in the cluster file.",
     ]
     return [_document(entry) for entry in entries], [grid, *notes]
 
 
 def _node_rate(entry: CatalogEntry, direction: str) -> str:
-    """What one node gets, however the catalog states it."""
+    """Return the throughput of one node, in the form the catalog has it."""
     if "network_share" in entry.facts:
         return f"{percent(entry.number('network_share'))} of network"
     drive = f"drive_{direction}_gigabytes_per_second"
-    return f"{_fact(entry, drive)} a drive" if drive in entry.facts else _fact(entry, drive.replace("drive", "client"))
+    return (
+        f"{_fact(entry, drive)} per drive" if drive in entry.facts else _fact(entry, drive.replace("drive", "client"))
+    )
 
 
 def _entry(section: str, name: str) -> tuple[Any, Parts]:
@@ -265,7 +270,7 @@ def _entry(section: str, name: str) -> tuple[Any, Parts]:
     if shown.aliases:
         parts.append(f"also called: {', '.join(shown.aliases)}")
     if shown.overridden_by:
-        parts.append(f"set in part or whole by {shown.overridden_by}")
+        parts.append(f"set partly or fully by {shown.overridden_by}")
     return _document(shown), parts
 
 
@@ -333,13 +338,13 @@ def _local(measure: bool) -> tuple[Any, Parts]:
     grid = Grid("what | >value | unit | how", title="local")
     grid.add("processor", machine.cpu, "", "")
     grid.add("cores", str(machine.cores), "", "usable by this process")
-    grid.add("memory", f"{machine.memory_bytes / GIB:.1f}", "GiB", "of the machine, or of its container")
-    grid.add("fp32", f"{measured.fp32_flops / 1e9:,.0f}", "GFLOP/s", "best numpy matrix product, all cores")
+    grid.add("memory", f"{machine.memory_bytes / GIB:.1f}", "GiB", "of the machine or its container")
+    grid.add("fp32", f"{measured.fp32_flops / 1e9:,.0f}", "GFLOP/s", "best numpy matmul, all cores")
     grid.add("bf16", f"{measured.bf16_flops / 1e9:,.0f}", "GFLOP/s", measured.bf16_method)
     grid.add("memory copy", f"{measured.memory_bytes_per_second / 1e9:.1f}", "GB/s", "read and written, all cores")
     grid.add("loopback", f"{measured.loopback_bytes_per_second / 1e9:.2f}", "GB/s", "one TCP connection")
     load = f"{measured.load_average:.1f}"
-    grid.add("load", load, "", "busy while measured: the rates are low" if machine.was_busy else "idle enough")
+    grid.add("load", load, "", "busy during the measurement: the rates are low" if machine.was_busy else "idle enough")
     grid.add("measured", f"{machine.measured_at:%Y-%m-%d %H:%M}", "UTC", f"{days} days ago" if days else "today")
     document = {
         "cpu": machine.cpu,
@@ -349,7 +354,7 @@ def _local(measure: bool) -> tuple[Any, Parts]:
         "measured_at": machine.measured_at.isoformat(),
         "cache": str(cache_path()),
     }
-    return document, [grid, f"Remembered in {cache_path()}; `craton catalog local --measure` measures again."]
+    return document, [grid, f"Cached in {cache_path()}; `craton catalog local --measure` measures again."]
 
 
 def _document(entry: CatalogEntry) -> dict[str, Any]:
@@ -370,7 +375,7 @@ def _show(parts: Parts) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    # A pipe has no width of its own; rich would take 80 columns and break the tables.
+    # A pipe has no width: rich would assume 80 columns and break the tables.
     console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
     for part in parts:
         if isinstance(part, str):
@@ -380,11 +385,11 @@ def _show(parts: Parts) -> None:
         console.print(table)
         if dropped:
             names = ", ".join(column.lstrip(">").replace("\n", " ") for column in dropped)
-            console.print(f"Too narrow for {names}; --json and a wider window have them.")
+            console.print(f"The terminal is too narrow for {names}; widen it or use --json.")
 
 
 def _fit(grid: Grid, console: Console) -> tuple[Table, list[str]]:
-    """The table with as many columns as the terminal holds, and those it lost."""
+    """Return the table with as many columns as fit the terminal, and the dropped columns."""
     unlimited = console.options.update(width=10_000)
     for num_dropped in range(len(grid.droppable) + 1):
         dropped = list(grid.droppable[:num_dropped])

@@ -1,4 +1,4 @@
-"""`craton cluster discover` and `craton cluster provision`: where nodes are, and the files that make a cluster."""
+"""`craton cluster discover`: find the network topology of nodes. `craton cluster provision`: write AWS files."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(help="Discover a cluster's topology; render what it takes to make one.", no_args_is_help=True)
+app = typer.Typer(
+    help="Discover a cluster's network topology; write the files that create a cluster on AWS.", no_args_is_help=True
+)
 
 
 @app.callback()
 def _cluster() -> None:
-    """Discover a cluster's topology; render what it takes to make one."""
+    """Discover a cluster's network topology; write the files that create a cluster on AWS."""
 
 
 @app.command()
@@ -24,7 +26,7 @@ def discover(
         typer.Option(
             "--from",
             metavar="SOURCE",
-            help="slurm, kubernetes, ec2, or a file with what they print \\[default: what is here].",
+            help="slurm, kubernetes, ec2, or a file with their output \\[default: the scheduler found here].",
             show_default=False,
         ),
     ] = None,
@@ -32,25 +34,25 @@ def discover(
         list[str] | None,
         typer.Option(
             metavar="FORMAT",
-            help="slurm-tree, slurm-block, slurm-yaml, kueue, kai, volcano or levels; may be given several times.",
+            help="Output format: slurm-tree, slurm-block, slurm-yaml, kueue, kai, volcano or levels; repeatable.",
             show_default=False,
         ),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Folder to write into, instead of the terminal.", show_default=False)
+        Path | None, typer.Option(help="Folder to write to \\[default: print to the terminal].", show_default=False)
     ] = None,
     name: Annotated[str, typer.Option(help="Name of Kueue's or KAI's Topology object.")] = "fabric",
     names: Annotated[
         Path | None,
         typer.Option(
-            help="With ec2: JSON of instance → node name, or the output of `aws ec2 describe-instances`.",
+            help="With ec2: JSON that maps instance to node name, or the output of `aws ec2 describe-instances`.",
             show_default=False,
         ),
     ] = None,
-    region: Annotated[str | None, typer.Option(help="With ec2: the region.", show_default=False)] = None,
+    region: Annotated[str | None, typer.Option(help="With ec2: AWS region.", show_default=False)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the topology as JSON.")] = False,
 ) -> None:
-    """Say which nodes hang on which switches, and write it for a scheduler."""
+    """Discover which nodes share which switches, and write the topology for a scheduler."""
     from craton.infrastructure import TopologyError
     from craton.infrastructure.topology import discover as discover_topology
     from craton.infrastructure.topology import read_instance_names
@@ -62,7 +64,9 @@ def discover(
     for form in dict.fromkeys(write or ()):
         file, text = written_topology(topology, form, name)
         if file in texts:
-            raise TopologyError(f"--write {form}: another format is written to {file} too; call discover for each")
+            raise TopologyError(
+                f"--write {form}: another format is also written to {file}; run discover once per format"
+            )
         texts[file] = text
     paths = _write(texts, out) if out else []
     if as_json:
@@ -79,21 +83,24 @@ def discover(
 
 @app.command()
 def provision(
-    file: Annotated[Path, typer.Argument(metavar="CLUSTER", help="Cluster file with a section `aws:`.")],
+    file: Annotated[Path, typer.Argument(metavar="CLUSTER", help="Cluster file with an `aws:` section.")],
     target: Annotated[
-        str, typer.Option("--for", metavar="KIND", help="parallelcluster, hyperpod-slurm, hyperpod-eks, eks or pcs.")
+        str,
+        typer.Option(
+            "--for", metavar="KIND", help="Target: parallelcluster, hyperpod-slurm, hyperpod-eks, eks or pcs."
+        ),
     ],
-    out: Annotated[Path | None, typer.Option(help="Folder to write into.", show_default=False)] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder to write to.", show_default=False)] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the files instead of writing them.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print files, notes and steps as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the files, notes and steps as JSON.")] = False,
 ) -> None:
-    """Render the files that make this cluster on AWS. Nothing is created, no cloud is asked."""
+    """Write the files that create this cluster on AWS. Creates nothing and calls no cloud API."""
     from craton.infrastructure import ProvisionError
     from craton.infrastructure.aws import provision as render
     from craton.job.cluster import load_cluster
 
     if out is None and not dry_run:
-        raise ProvisionError(["give --out DIR for the files, or --dry-run to print them"])
+        raise ProvisionError(["use --out DIR to write the files, or --dry-run to print them"])
     rendered = render(load_cluster(file), target)
     paths = _write(rendered.files, out) if out and not dry_run else []
     if as_json:
@@ -121,7 +128,7 @@ def _text_of(names: Path) -> str:
 
 
 def _write(texts: Mapping[str, str], folder: Path) -> list[Path]:
-    """Scripts can be run; whatever lies there under the same name is replaced."""
+    """Write the files and replace existing ones; scripts become executable."""
     paths = []
     for name, text in texts.items():
         path = folder / name

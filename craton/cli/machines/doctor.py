@@ -1,4 +1,4 @@
-"""`craton doctor`: what is wrong with this node, or with nodes of a cluster, with evidence and what to do."""
+"""`craton doctor`: find problems of this node, or of nodes of a cluster, with evidence and remedy."""
 
 from __future__ import annotations
 
@@ -20,32 +20,36 @@ def doctor(
         str | None,
         typer.Argument(
             metavar="[NODES]",
-            help="Nodes of the Slurm that this machine belongs to, g\\[1-4]; none: this machine.",
+            help="Nodes of the Slurm cluster of this machine, e.g. g\\[1-4] \\[default: this machine].",
             show_default=False,
         ),
     ] = None,
     root: Annotated[
-        Path | None, typer.Option(metavar="IMAGE", help="Read the image of a node instead.", show_default=False)
+        Path | None,
+        typer.Option(metavar="IMAGE", help="Check a node image in this folder instead.", show_default=False),
     ] = None,
     cluster: Annotated[
         str | None,
         typer.Option(
             metavar="FILE",
-            help="What the node should be: a cluster file, or a name of the catalog; none: what it says it is.",
+            help="Expected hardware: a cluster file or a catalog name \\[default: detected from the node].",
             show_default=False,
         ),
     ] = None,
     compute: Annotated[
-        bool, typer.Option("--compute", help="Repeat the same products on every GPU, 20 s, and compare the results.")
+        bool, typer.Option("--compute", help="Repeat the same matmuls on every GPU for 20 s, and compare the results.")
     ] = False,
     bandwidth: Annotated[
-        bool, typer.Option("--bandwidth", help="Measure all-reduce in pairs, up to 60 s, and find the slow one.")
+        bool,
+        typer.Option(
+            "--bandwidth", help="Measure all-reduce bandwidth in pairs for up to 60 s, and find the slow node."
+        ),
     ] = False,
     run: Annotated[
         str | None,
         typer.Option(
             metavar="RUN",
-            help="Judge this machine as a node of a run: by its job, its launch and its environment.",
+            help="Check this machine as a node of a run: against its job, launch and environment.",
             show_default=False,
         ),
     ] = None,
@@ -53,13 +57,13 @@ def doctor(
         str | None,
         typer.Option(
             metavar="FILE|RUN",
-            help="Say which network NCCL is on, by the log of a rank, or by all logs of a run (NCCL_DEBUG=INFO).",
+            help="Report the network NCCL uses, from the log of a rank or all logs of a run (NCCL_DEBUG=INFO).",
             show_default=False,
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
-    """Look for silent degradation: GPUs, network, storage, limits, versions. Exit code 1 when something fails."""
+    """Check for silent degradation: GPUs, network, storage, limits, versions. Exit code 1 if a check fails."""
     import json
 
     from craton.cli.views.live import make_console
@@ -69,11 +73,11 @@ def doctor(
     from craton.telemetry import find_run
 
     if nodes is not None and root is not None:
-        raise CratonError("--root is the image of one node; leave out NODES")
+        raise CratonError("--root checks the image of one node; omit NODES")
     if run is not None and (nodes is not None or cluster is not None or nccl_log is not None):
-        raise CratonError("--run says what this machine should be; leave out NODES, --cluster and --nccl-log")
+        raise CratonError("--run defines the expected hardware; omit NODES, --cluster and --nccl-log")
     if nccl_log is not None and (nodes is not None or root is not None or compute or bandwidth):
-        raise CratonError("--nccl-log reads what a run wrote; leave out NODES, --root, --compute and --bandwidth")
+        raise CratonError("--nccl-log only reads a run's logs; omit NODES, --root, --compute and --bandwidth")
     if nccl_log is not None:
         diagnosis = diagnose_nccl_log(nccl_log, cluster)
     elif nodes is not None:

@@ -1,4 +1,4 @@
-"""`craton heal [CLUSTER|RUN]`: bad nodes taken out of service, runs moved off them, and all of it undone again."""
+"""`craton heal [CLUSTER|RUN]`: take bad nodes out of service, move runs off them, and undo both."""
 
 from __future__ import annotations
 
@@ -13,46 +13,49 @@ def heal(
         str | None,
         typer.Argument(
             metavar="[CLUSTER|RUN]",
-            help="A cluster file, or a run, for the cluster that it is on; the newest run.",
+            help="Cluster file, or a run on that cluster \\[default: the newest run].",
             show_default=False,
         ),
     ] = None,
     mode: Annotated[
         str | None,
         typer.Option(
-            metavar="off|advise|act", help="What may be done \\[default: as the cluster file says, else advise]."
+            metavar="off|advise|act",
+            help="off: do nothing; advise: report; act: repair \\[default: the cluster file's, else advise].",
         ),
     ] = None,
     node: Annotated[
-        str | None, typer.Option(metavar="NODE", help="Only this node, as the scheduler calls it.", show_default=False)
+        str | None,
+        typer.Option(metavar="NODE", help="Check only this node, by its name in the scheduler.", show_default=False),
     ] = None,
     share: Annotated[
         str | None,
         typer.Option(
             metavar="SHARE",
-            help="Of all nodes, at most so many out of service \\[default: as the cluster file says, else 10%].",
+            help="Maximum share of nodes out of service \\[default: the cluster file's, else 10%].",
             show_default=False,
         ),
     ] = None,
     report: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="What `craton doctor NODES --json` printed.", show_default=False),
+        typer.Option(
+            metavar="FILE", help="Output of `craton doctor NODES --json` to use as evidence.", show_default=False
+        ),
     ] = None,
-    undo: Annotated[
-        str | None, typer.Option(metavar="ID", help="Undo an action by its number.", show_default=False)
-    ] = None,
+    undo: Annotated[str | None, typer.Option(metavar="ID", help="Undo an action by ID.", show_default=False)] = None,
     history: Annotated[
         bool, typer.Option("--history", help="Show the ledger: incidents, actions, repeat offenders.")
     ] = False,
-    watch: Annotated[bool, typer.Option("--watch", help="Look again and again, until Ctrl-C.")] = False,
-    every: Annotated[str, typer.Option(metavar="TIME", help="Between two looks of --watch.")] = "60s",
+    watch: Annotated[bool, typer.Option("--watch", help="Repeat until Ctrl-C.")] = False,
+    every: Annotated[str, typer.Option(metavar="TIME", help="With --watch: time between two checks.")] = "60s",
     prometheus: Annotated[
-        str | None, typer.Option(metavar="URL", help="A Prometheus that knows the nodes; else $CRATON_PROMETHEUS.")
+        str | None,
+        typer.Option(metavar="URL", help="Prometheus with the nodes' metrics \\[default: $CRATON_PROMETHEUS]."),
     ] = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Act without asking.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print what was found and done as JSON.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Act without asking for confirmation.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print findings and actions as JSON.")] = False,
 ) -> None:
-    """Say which nodes are bad and what to do; with --mode act, take them out and move runs off. All is undoable."""
+    """Find bad nodes and advise; with --mode act, drain them and move runs off them. Every action can be undone."""
     import json
 
     from craton.cli.views import heal as heal_view

@@ -1,4 +1,4 @@
-"""`craton observe`: a node's exporter, Prometheus and Alertmanager on runs or a cluster, and files for others'."""
+"""`craton observe`: node exporter, Prometheus and Alertmanager for runs or a cluster, and files for your own."""
 
 from __future__ import annotations
 
@@ -7,44 +7,50 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(help="Metrics, rules and dashboards of nodes and runs.", no_args_is_help=True)
+app = typer.Typer(help="Metrics, alert rules and dashboards for nodes and runs.", no_args_is_help=True)
 
 
 @app.callback()
 def _observe() -> None:
-    """Metrics, rules and dashboards of nodes and runs."""
+    """Metrics, alert rules and dashboards for nodes and runs."""
 
 
 @app.command()
 def node(
-    port: Annotated[int, typer.Option(help="Port to serve on; 0: any free one.")] = 9500,
+    port: Annotated[int, typer.Option(help="Port to serve on; 0 picks a free one.")] = 9500,
     listen: Annotated[str, typer.Option(metavar="ADDRESS", help="Address to serve on.")] = "127.0.0.1",
-    root: Annotated[Path, typer.Option(help="Root of the node: /, where it is mounted, or an image.")] = Path("/"),
-    nvml: Annotated[str, typer.Option(metavar="auto|off", help="Whether to ask the NVIDIA driver.")] = "auto",
+    root: Annotated[Path, typer.Option(help="Root folder of the node: /, a mount point, or an image.")] = Path("/"),
+    nvml: Annotated[
+        str, typer.Option(metavar="auto|off", help="Read GPU metrics from the NVIDIA driver (NVML).")
+    ] = "auto",
     name: Annotated[
         str | None,
         typer.Option(
             "--name",
             metavar="NODE",
-            help="Label `node` of everything \\[default: the host's name].",
+            help="Value of the label `node` on every metric \\[default: the host name].",
             show_default=False,
         ),
     ] = None,
-    leaf: Annotated[str, typer.Option(help="Label `leaf` of everything: the switch it hangs on.")] = "",
+    leaf: Annotated[
+        str, typer.Option(help="Value of the label `leaf` on every metric: the leaf switch of the node.")
+    ] = "",
     runs: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Where runs are \\[default: $CRATON_RUNS, else ./runs].", show_default=False),
+        typer.Option(
+            metavar="DIR", help="Folder of the runs \\[default: $CRATON_RUNS, else ./runs].", show_default=False
+        ),
     ] = None,
     fsx: Annotated[
-        str, typer.Option(metavar="off|auto|ID,...", help="FSx file systems to ask CloudWatch about.")
+        str, typer.Option(metavar="off|auto|ID,...", help="FSx file systems to read from CloudWatch.")
     ] = "off",
     node_exporter: Annotated[
-        str, typer.Option(metavar="off|URL", help="Leave out what a node_exporter there serves already.")
+        str, typer.Option(metavar="off|URL", help="Omit metrics that a node_exporter at this address already serves.")
     ] = "http://127.0.0.1:9100/metrics",
-    once: Annotated[bool, typer.Option("--once", help="Print one scrape and end.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print where it serves, or the scrape, as JSON.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print one scrape and exit.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the address, or the scrape, as JSON.")] = False,
 ) -> None:
-    """Serve one node's GPUs, network, file systems, drives and processors as metrics. Ctrl-C ends it."""
+    """Export one node's metrics: GPUs, network, file systems, drives and CPUs. Ctrl-C ends it."""
     import json
     import signal
     import threading
@@ -54,10 +60,12 @@ def node(
     from craton.observability.exporter import ExporterServer, NodeExporter, cards_of, find_duplicates, fsx_bridge
 
     if not root.is_dir():
-        raise CratonError(f"--root {root} is no folder: give /, the folder a node is mounted at, or an image")
+        raise CratonError(f"--root {root} is not a folder; use /, the mount point of a node, or an image")
     at = NodeRoot(root.absolute())
     bridge = fsx_bridge(fsx, at)
-    duplicates = find_duplicates("off" if at.is_recorded else node_exporter)  # here is not where an image is from
+    duplicates = find_duplicates(
+        "off" if at.is_recorded else node_exporter
+    )  # an image comes from another host than this one
     exporter = NodeExporter(
         at,
         node=name or "",
@@ -79,7 +87,7 @@ def node(
     if as_json:
         print(json.dumps({"node": exporter.node, "url": server.url, "left_out": left_out}), flush=True)
     else:
-        without = f", without {len(left_out)} families that {node_exporter} serves" if left_out else ""
+        without = f", without {len(left_out)} metric families that {node_exporter} serves" if left_out else ""
         print(f"metrics of {exporter.node} at {server.url}{without}", flush=True)
     ended = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
@@ -92,34 +100,34 @@ def node(
 @app.command()
 def up(
     run: Annotated[
-        str | None, typer.Argument(metavar="[RUN]", help="One run; none: all of them.", show_default=False)
+        str | None, typer.Argument(metavar="[RUN]", help="Run to observe \\[default: all runs].", show_default=False)
     ] = None,
     cluster: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="A cluster file: its runs, nodes and scheduler.", show_default=False),
+        typer.Option(metavar="FILE", help="Cluster file: observe its runs, nodes and scheduler.", show_default=False),
     ] = None,
-    port: Annotated[int, typer.Option(help="Port of Prometheus; Alertmanager has the third after it.")] = 9090,
-    listen: Annotated[str, typer.Option(metavar="ADDRESS", help="Address both serve on.")] = "127.0.0.1",
-    no_alertmanager: Annotated[bool, typer.Option("--no-alertmanager", help="Start Prometheus alone.")] = False,
+    port: Annotated[int, typer.Option(help="Port of Prometheus; Alertmanager uses this port + 3.")] = 9090,
+    listen: Annotated[str, typer.Option(metavar="ADDRESS", help="Address both listen on.")] = "127.0.0.1",
+    no_alertmanager: Annotated[bool, typer.Option("--no-alertmanager", help="Start Prometheus only.")] = False,
     webhook: Annotated[
-        str | None, typer.Option(metavar="URL", help="Whom Alertmanager tells.", show_default=False)
+        str | None, typer.Option(metavar="URL", help="Alertmanager webhook URL.", show_default=False)
     ] = None,
     runbooks: Annotated[
         str | None,
-        typer.Option(metavar="URL", help="Where docs/runbooks of Craton is served, for links.", show_default=False),
+        typer.Option(
+            metavar="URL", help="Base URL of Craton's docs/runbooks, for links in alerts.", show_default=False
+        ),
     ] = None,
-    every: Annotated[str, typer.Option(metavar="SECONDS", help="How often all is scraped and judged.")] = "5s",
+    every: Annotated[str, typer.Option(metavar="SECONDS", help="Scrape and evaluation interval.")] = "5s",
     for_: Annotated[
         str | None,
-        typer.Option(
-            "--for", metavar="TIME", help="End after so long, 10m \\[default: at Ctrl-C].", show_default=False
-        ),
+        typer.Option("--for", metavar="TIME", help="Duration, e.g. 10m \\[default: until Ctrl-C].", show_default=False),
     ] = None,
     targets: Annotated[
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Start nothing; only keep files of targets in DIR right, for a Prometheus that runs already.",
+            help="Start nothing; only keep the target files in DIR up to date, for an existing Prometheus.",
             show_default=False,
         ),
     ] = None,
@@ -127,13 +135,13 @@ def up(
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Where metrics are kept, on this machine \\[default: one for these runs in ~/.local/state/craton].",
+            help="Local folder of the metrics \\[default: one per set of runs in ~/.local/state/craton].",
             show_default=False,
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object for every change.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per change.")] = False,
 ) -> None:
-    """Start Prometheus and Alertmanager on a run, on all runs or on a cluster. Ctrl-C ends both; metrics stay."""
+    """Start Prometheus and Alertmanager for a run, all runs or a cluster. Ctrl-C ends both; metrics are kept."""
     import json
 
     from craton.cli.views.live import make_console
@@ -159,7 +167,7 @@ def up(
     try:
         with ended_by_signal():
             if targets is not None:
-                console.print(f"keeping the files of targets in {targets}; Ctrl-C ends it", markup=False)
+                console.print(f"updating the target files in {targets}; Ctrl-C ends it", markup=False)
                 keeper = TargetKeeper(settings, targets.absolute())
                 keep_targets(keeper, settings.every_seconds, seconds, console, as_json)
                 return
@@ -174,42 +182,44 @@ def up(
                     console.print(observer.keeper.why_empty(), style="yellow", markup=False, soft_wrap=True)
                 observed = show_until(observer, console, as_json, seconds)
     except KeyboardInterrupt:
-        pass  # the way to end it
+        pass  # Ctrl-C is the normal end
     if as_json:
         print(
             json.dumps({"event": "ended", "firing": [alert["name"] for alert in observed.firing] if observed else []})
         )
     else:
-        kept = f"; what was recorded is in {observer.data}" if observer else ""
+        kept = f"; metrics are kept in {observer.data}" if observer else ""
         console.print(f"ended{kept}", markup=False, soft_wrap=True)
 
 
 @app.command()
 def render(
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to write into.")],
-    cluster: Annotated[Path | None, typer.Option(metavar="FILE", help="A cluster file.", show_default=False)] = None,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to write to.")],
+    cluster: Annotated[Path | None, typer.Option(metavar="FILE", help="Cluster file.", show_default=False)] = None,
     webhook: Annotated[
-        str | None, typer.Option(metavar="URL", help="Whom Alertmanager tells.", show_default=False)
+        str | None, typer.Option(metavar="URL", help="Alertmanager webhook URL.", show_default=False)
     ] = None,
     runbooks: Annotated[
         str | None,
-        typer.Option(metavar="URL", help="Where docs/runbooks of Craton is served, for links.", show_default=False),
+        typer.Option(
+            metavar="URL", help="Base URL of Craton's docs/runbooks, for links in alerts.", show_default=False
+        ),
     ] = None,
     amp: Annotated[
         str | None,
-        typer.Option(metavar="URL", help="Workspace of Amazon Managed Prometheus to write to.", show_default=False),
+        typer.Option(metavar="URL", help="Amazon Managed Prometheus workspace to write to.", show_default=False),
     ] = None,
     label: Annotated[
         list[str] | None,
         typer.Option(
             metavar="KEY=VALUE",
-            help="Label of the Prometheus operator's objects, release=NAME for kube-prometheus-stack; repeatable.",
+            help="Label on the Prometheus Operator objects, e.g. release=NAME for kube-prometheus-stack; repeatable.",
             show_default=False,
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the names of the files as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the file names as JSON.")] = False,
 ) -> None:
-    """Write rules, scrape configuration and provisioning for a Prometheus, Alertmanager and Grafana of your own."""
+    """Write rules, scrape configuration and dashboards for your own Prometheus, Alertmanager and Grafana."""
     import json
 
     from craton.cli.views.live import make_console
@@ -233,7 +243,7 @@ def render(
                 path.write_text(text, encoding="utf-8")
     except OSError as error:
         reason = f"{error.strerror}: {error.filename}"
-        raise CratonError(f"cannot write into --out {out} ({reason}); give a folder that you may write to") from None
+        raise CratonError(f"cannot write to --out {out} ({reason}); choose a writable folder") from None
     console = make_console(as_json)
     if not any(name.startswith("grafana/dashboards/") for name in files):
         console.print(NO_DASHBOARDS, style="yellow", markup=False, soft_wrap=True)
@@ -251,7 +261,7 @@ def _key_and_value(option: str, text: str) -> tuple[str, str]:
 
     key, sign, value = text.partition("=")
     if not (key and sign):
-        raise CratonError(f"{option} {text}: give KEY=VALUE, e.g. {option} release=prometheus")
+        raise CratonError(f"{option} {text!r} is not KEY=VALUE; write e.g. {option} release=prometheus")
     return key, value
 
 

@@ -1,1 +1,1 @@
-"""What verbs print: live views, tables, progress."""
+"""Terminal output of the commands: live views, tables, progress."""

@@ -1,4 +1,4 @@
-"""The console of the verbs: what runs and their files say is printed, never obeyed by the terminal."""
+"""The console of the commands: control characters from runs and their files are printed, never executed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from craton.printable import printable
 
 
 class SafeConsole(Console):
-    """A rich console that writes out control characters. rich itself passes the escape character of a text on."""
+    """A rich console that escapes control characters; rich itself passes them to the terminal."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):

@@ -1,4 +1,4 @@
-"""Lines of a verb's output: a title and its text. rich is imported when the first line is printed."""
+"""Titled lines of a command's output. rich is imported when the first line is printed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TITLE_WIDTH = 11
 
 
 def print_field(console: Console, title: str, text: str) -> None:
-    """`title       text`, the lines of a long text below one another."""
+    """Print `title       text`; long text wraps within its column."""
     from rich.table import Table
     from rich.text import Text
 

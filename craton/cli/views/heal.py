@@ -1,4 +1,4 @@
-"""What `craton heal` asks, shows and repeats."""
+"""Options, confirmation, output and watch loop of `craton heal`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Options:
 def options_of(
     place: HealingScope, mode: str | None, share: str | None, every: str, can_ask: bool, asks: bool
 ) -> Options:
-    """What the command line says, else the cluster file. Acting without --yes needs somebody to ask."""
+    """Return the options of the command line, else of the cluster file. Acting without --yes requires a terminal."""
     chosen = mode or place.mode
     if chosen not in MODES:
         raise CratonError(f"--mode {chosen} is not known; allowed: {', '.join(MODES)}")
@@ -55,12 +55,14 @@ def options_of(
     except ValueError as error:
         raise CratonError(f"{'--share' if share is not None else '--every'}: {error}") from None
     if options.asks and not (can_ask and Console().is_terminal):
-        raise CratonError("`--mode act` asks before it acts, and nobody can answer here; give --yes, or --mode advise")
+        raise CratonError(
+            "`--mode act` asks for confirmation, but there is no terminal to ask on; use --yes, or --mode advise"
+        )
     return options
 
 
 def check_node(place: HealingScope, node: str) -> None:
-    """CratonError where the scheduler has no node of that name: a slip must not read as a node that does well."""
+    """Raise CratonError for a node the scheduler does not have: a typo must not read as a healthy node."""
     names = [item.name for item in place.service.nodes()]
     if node not in names:
         others = f" and {len(names) - SHOWN_NODES} more" if len(names) > SHOWN_NODES else ""
@@ -106,29 +108,27 @@ def watch(
     console: Console,
     as_json: bool,
 ) -> None:
-    """Until Ctrl-C. A scheduler or a file system that does not answer for a while ends nothing."""
+    """Repeat until Ctrl-C, through temporary failures of the scheduler or the file system."""
     try:
         while True:
             try:
                 one_pass(place_now(), options, node, report, prometheus, console, as_json)
-            except BrokenPipeError:  # nobody reads what is told any more
+            except BrokenPipeError:  # the reader of the output is gone
                 raise
             except (CratonError, OSError) as error:
-                console.print(
-                    f"{error}; looking again in {setting(options.every_seconds)}", style="yellow", markup=False
-                )
+                console.print(f"{error}; retrying in {setting(options.every_seconds)}", style="yellow", markup=False)
             time.sleep(options.every_seconds)
     except KeyboardInterrupt:
-        console.print("ended; nothing that was done is undone by this", markup=False)
+        console.print("ended; actions already taken stay in effect", markup=False)
 
 
 def show(healing: Healing, console: Console, notes: Sequence[str] = ()) -> None:
     if healing.mode == "off":
         console.print(f"healing of {healing.cluster} is off (`health: {{heal: off}}`)", markup=False)
         return
-    out = f"{healing.num_out} of {healing.total} nodes out of service, {percent(healing.share)} may be"
+    out = f"{healing.num_out} of {healing.total} nodes out of service (limit {percent(healing.share)})"
     if not healing.decisions:
-        console.print(f"{healing.cluster}: no node needs anything ({out})", markup=False)
+        console.print(f"{healing.cluster}: all nodes healthy; {out}", markup=False)
     else:
         table = Table(box=SIMPLE_HEAD, pad_edge=False)
         for column in ("NODE", "NEEDS", "WHY", "WHAT HAPPENS"):
@@ -148,7 +148,7 @@ def show(healing: Healing, console: Console, notes: Sequence[str] = ()) -> None:
     for note in notes:
         console.print(f"  ({note})", markup=False, soft_wrap=True, highlight=False)
     if healing.mode == "advise" and any(decision.node_action != "none" for decision in healing.decisions):
-        console.print("nothing was done: `--mode act` does it", style="dim", markup=False)
+        console.print("nothing was changed; `--mode act` applies the actions", style="dim", markup=False)
 
 
 def show_history(place: HealingScope, console: Console, as_json: bool) -> None:
@@ -161,7 +161,7 @@ def show_history(place: HealingScope, console: Console, as_json: bool) -> None:
         )
         return
     if not entries:
-        console.print(f"nothing stands in {ledger.path} yet", markup=False, soft_wrap=True)
+        console.print(f"no entries in {ledger.path} yet", markup=False, soft_wrap=True)
         return
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for column in ("WHEN", "NODE", "ENTRY", "ID", "NEEDS", "RUN", "WHAT"):
@@ -176,7 +176,7 @@ def show_history(place: HealingScope, console: Console, as_json: bool) -> None:
 
 
 def _happens(decision: Decision, healing: Healing, number: str | None) -> str:
-    """What is done about a node; of what was to be done and was not, that."""
+    """Return what happens to a node, or why a planned action did not happen."""
     if decision.node_action == "none":
         return decision.why_not or _left(decision)
     if healing.mode == "advise":
@@ -184,7 +184,7 @@ def _happens(decision: Decision, healing: Healing, number: str | None) -> str:
     if number is not None:
         return f"{_describe_action(decision)} (done, `--undo {number}`)"
     has_failed = any(failure.startswith(f"{decision.node}: ") for failure in healing.failures)
-    return "failed: see below" if has_failed else "was not done"
+    return "failed: see below" if has_failed else "not done"
 
 
 def _describe_action(decision: Decision) -> str:
@@ -200,7 +200,7 @@ def _describe_action(decision: Decision) -> str:
 
 def _left(decision: Decision) -> str:
     if decision.action == "observe":
-        return "nothing now"
+        return "no action now"
     if decision.action == "restart":
-        return "its run starts again by itself"
+        return "its run restarts automatically"
     return f"is out of service already{f' (`--undo {decision.mark}`)' if decision.mark else ''}"

@@ -1,6 +1,6 @@
-"""A run while it runs: a panel in a terminal, a line every few seconds elsewhere.
+"""The live view of a run: a panel in a terminal, a line every few seconds elsewhere.
 
-Leaving the view (Ctrl-C) never touches the run. The view ends by itself when the run does.
+Leaving the view (Ctrl-C) never affects the run. The view ends when the run does.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ STATE_STYLES = {
     "starting": "cyan",
     "running": "green",
     "stopping": "cyan",
-    "stopped": "bold",  # as asked: neither a warning nor an error
+    "stopped": "bold",  # as requested: neither a warning nor an error
     "done": "bold green",
     "failed": "bold red",
     "lost": "bold red",
 }
-# Events that a log does without: every checkpoint, and what the outcome tells at length.
-_UNTOLD_EVENTS = ("checkpoint_saved", "failed", "rank_ended", "ranks_told_to_end", "recovered")
+# Events left out of the log: every checkpoint, and those the outcome reports in detail.
+_HIDDEN_EVENTS = ("checkpoint_saved", "failed", "rank_ended", "ranks_told_to_end", "recovered")
 
 
 def make_console(as_json: bool = False) -> Console:
-    """Where people read: stdout, or stderr when stdout carries JSON. A pipe is as wide as the text."""
+    """Return the console for people: stdout, or stderr when stdout carries JSON. On a pipe lines are not wrapped."""
     from craton.cli.views.console import SafeConsole
 
     console = SafeConsole(stderr=as_json, highlight=False)
@@ -45,7 +45,7 @@ def make_console(as_json: bool = False) -> Console:
 
 
 def watch(run: Run, console: Console, quiet: bool = False) -> RunSummary:
-    """Show the run until it has ended; KeyboardInterrupt goes to the caller. Returns its last summary."""
+    """Show the run until it ends, and return its last summary; KeyboardInterrupt goes to the caller."""
     from rich.live import Live
 
     if quiet:
@@ -59,12 +59,12 @@ def watch(run: Run, console: Console, quiet: bool = False) -> RunSummary:
 
 
 class StopStatus:
-    """A sign that something is going on while a run saves its state, or a server drains; from the first look on."""
+    """A status line while a run saves its state or a server drains, from the first look on."""
 
     def __init__(self, console: Console, serves: bool) -> None:
         from rich.status import Status
 
-        message = "draining: requests under way are answered" if serves else "stopping: the ranks save a checkpoint"
+        message = "draining: finishing open requests" if serves else "stopping: saving a checkpoint"
         self._status = Status(message, console=console)
         self.is_shown = False
 
@@ -86,7 +86,7 @@ class StopStatus:
 
 
 def panel(view: View, width: int) -> RenderableType:
-    """The whole picture, at most 100 columns wide."""
+    """Return the whole view, at most 100 columns wide."""
     from rich.console import Group
     from rich.panel import Panel
     from rich.text import Text
@@ -106,8 +106,10 @@ def panel(view: View, width: int) -> RenderableType:
         parts.insert(0, Text(summary.storage, style="yellow"))
     if view.losses:
         parts.append(_loss(view, inner))
-    if summary.step_seconds and summary.state != "starting":  # until then they are those of the generation before
-        parts += [Text(), _twins(view)]
+    if (
+        summary.step_seconds and summary.state != "starting"
+    ):  # until then the numbers are those of the previous generation
+        parts += [Text(), _measured_and_planned(view)]
     if view.phases and summary.state != "starting":
         parts += [Text(), _phases(view, inner)]
     if view.recoveries and view.recovering is None:
@@ -122,14 +124,14 @@ def panel(view: View, width: int) -> RenderableType:
     if view.recoveries:
         count = len(view.recoveries)
         title.append(f" · {count} recover{'y' if count == 1 else 'ies'}")
-    hint = "Ctrl-C leaves the view, the run goes on" if view.is_moving else ""
+    hint = "Ctrl-C leaves the view; the run continues" if view.is_moving else ""
     return Panel(
         Group(*parts), title=title, title_align="left", subtitle=hint, subtitle_align="right", width=width, style=""
     )
 
 
 def line(view: View) -> str:
-    """The same in one line, for a log."""
+    """Return the view as one line, for a log."""
     summary = view.summary
     if view.recovering is not None:
         return f"{summary.name}: RECOVERING  {view.recovering.text}"
@@ -156,7 +158,7 @@ def line(view: View) -> str:
 
 
 class PlainLines:
-    """The same for a log: a line every few seconds, and what happened once."""
+    """The view for a log: a line every few seconds, and each event once."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -173,7 +175,7 @@ class PlainLines:
         self._storage = view.summary.storage
         news = [event for event in view.events if event.get("generation") == view.summary.generation]
         for event in news:
-            if event not in self._seen and event.get("event") not in _UNTOLD_EVENTS:
+            if event not in self._seen and event.get("event") not in _HIDDEN_EVENTS:
                 print_line(f"{name}: {describe(event)}")
         self._seen = news
         back = [item for item in view.recoveries if item.seconds is not None]
@@ -228,8 +230,8 @@ def _loss(view: View, width: int) -> Text:
     return Text.assemble(("loss ", "bold"), (curve, "cyan"), "  ", (end, "bold cyan"), (evaluated, "dim"))
 
 
-def _twins(view: View) -> RenderableType:
-    """Measured beside planned, for the numbers people ask first."""
+def _measured_and_planned(view: View) -> RenderableType:
+    """Return the measured next to the planned numbers."""
     from rich.table import Table
     from rich.text import Text
 
@@ -311,7 +313,7 @@ def _event(event: dict[str, Any], width: int) -> Text:
 
 
 def describe(event: dict[str, Any]) -> str:
-    """`step 120 · checkpoint saved · tier shared · took 210 ms`: the event's name and its fields as they are."""
+    """Return an event's name and fields: `step 120 · checkpoint saved · tier shared · took 210 ms`."""
     from craton.telemetry import event_fields
 
     words = [f"step {event['step']:,}"] if event.get("step") else []

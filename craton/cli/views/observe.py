@@ -1,4 +1,4 @@
-"""`craton observe up` while it runs: targets and firing alerts, in place in a terminal, else a line a change."""
+"""The view of `craton observe up`: targets and firing alerts, live in a terminal, else one line per change."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 HEALTH_STYLES = {"up": "green", "down": "bold red", "unknown": "cyan"}
 SEVERITY_STYLES = {"page": "bold red", "ticket": "yellow", "info": "cyan"}
-MAX_TARGETS = 40  # shown one by one; more are counted by job
+MAX_TARGETS = 40  # listed one by one; more are counted by job
 
 
 @contextmanager
 def ended_by_signal() -> Iterator[None]:
-    """SIGTERM ends it as Ctrl-C does, so that both programs are ended with it."""
+    """Treat SIGTERM like Ctrl-C, so that both programs are stopped."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
@@ -36,7 +36,7 @@ def ended_by_signal() -> Iterator[None]:
 
 
 def show_until(observer: Observer, console: Console, as_json: bool, seconds: float | None) -> Observed | None:
-    """Until Ctrl-C, or for so many seconds. Returns the last look."""
+    """Show the state until Ctrl-C or for `seconds`; return the last state."""
     trouble = _Trouble(console, as_json)
     if as_json:
         return _repeat(observer, seconds, _JsonLines(), trouble)
@@ -51,16 +51,16 @@ def show_until(observer: Observer, console: Console, as_json: bool, seconds: flo
 def keep_targets(
     keeper: TargetKeeper, every_seconds: float, seconds: float | None, console: Console, as_json: bool
 ) -> None:
-    """Target files alone, for a Prometheus that runs already."""
+    """Keep the target files up to date, for an existing Prometheus."""
     trouble = _Trouble(console, as_json)
     deadline = None if seconds is None else time.monotonic() + seconds
-    is_told = False
+    has_explained = False
     while deadline is None or time.monotonic() < deadline:
         keeper.refresh()
         trouble(keeper.trouble)
-        if not (keeper.targets or keeper.trouble or is_told):
+        if not (keeper.targets or keeper.trouble or has_explained):
             console.print(keeper.why_empty(), style="yellow", markup=False, soft_wrap=True)
-            is_told = True
+            has_explained = True
         time.sleep(every_seconds)
 
 
@@ -74,7 +74,7 @@ def _repeat(
         trouble(observer.keeper.trouble)
         try:
             observed = observer.look()
-        except OSError:  # busy; one that has ended is told of by refresh
+        except OSError:  # busy; refresh reports one that has ended
             pass
         else:
             show(observed)
@@ -84,39 +84,39 @@ def _repeat(
 
 
 class _Trouble:
-    """Says that targets could not be looked for, once for each reason, and when they can again."""
+    """Reports that targets could not be discovered, once per reason, and when discovery works again."""
 
     def __init__(self, console: Console, as_json: bool) -> None:
         self._console, self._as_json = console, as_json
-        self._told = ""
+        self._printed = ""
 
     def __call__(self, trouble: str) -> None:
-        if trouble == self._told:
+        if trouble == self._printed:
             return
-        self._told = trouble
+        self._printed = trouble
         if self._as_json:
             print(json.dumps({"event": "trouble", "trouble": trouble}), flush=True)
         else:
-            text, style = (trouble, "yellow") if trouble else ("targets are looked for again", "green")
+            text, style = (trouble, "yellow") if trouble else ("target discovery works again", "green")
             self._console.print(text, style=style, markup=False, soft_wrap=True)
 
 
 class _JsonLines:
-    """One object a line, whenever something changed."""
+    """One JSON object per line, for every change."""
 
     def __init__(self) -> None:
-        self._told = ""
+        self._printed = ""
 
     def __call__(self, observed: Observed) -> None:
         alerts = [{**alert, "labels": dict(alert["labels"])} for alert in observed.alerts]
         line = json.dumps({"event": "seen", "targets": [dict(target) for target in observed.targets], "alerts": alerts})
-        if line != self._told:
-            self._told = line
+        if line != self._printed:
+            self._printed = line
             print(line, flush=True)
 
 
 class _Lines:
-    """A line for every target and alert that changed."""
+    """One line for every target and alert that changed."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -131,15 +131,15 @@ class _Lines:
             if self._health.get(name) != state:
                 self._console.print(f"{name}: {state}", style=HEALTH_STYLES.get(state, ""), markup=False)
         for name in self._health.keys() - health.keys():
-            self._console.print(f"{name}: no target any more", style="dim", markup=False)
+            self._console.print(f"{name}: target removed", style="dim", markup=False)
         firing = {
-            json.dumps(alert["labels"], sort_keys=True) + alert["name"]: _told(alert) for alert in observed.firing
+            json.dumps(alert["labels"], sort_keys=True) + alert["name"]: _alert_text(alert) for alert in observed.firing
         }
         for key, text in firing.items():
             if key not in self._firing:
                 self._console.print(f"ALERT {text}", style="bold red", markup=False, soft_wrap=True)
         for key in self._firing.keys() - firing.keys():
-            self._console.print(f"over: {self._firing[key]}", style="green", markup=False, soft_wrap=True)
+            self._console.print(f"resolved: {self._firing[key]}", style="green", markup=False, soft_wrap=True)
         self._health, self._firing = health, firing
 
 
@@ -163,7 +163,7 @@ def _picture(observed: Observed) -> RenderableType:
             targets.add_column(column, no_wrap=True)
         for entry in observed.targets:
             health = Text(entry["health"], style=HEALTH_STYLES.get(entry["health"], ""))
-            # As texts: rich takes [fd00::5] of an address for markup.
+            # As Text: rich would parse [fd00::5] in an address as markup.
             targets.add_row(*(Text(entry[key]) for key in ("job", "address", "run", "node")), health)
     alerts = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("SEVERITY", "LAYER", "ALERT", "WHAT"):
@@ -172,10 +172,10 @@ def _picture(observed: Observed) -> RenderableType:
         severity = Text(alert["severity"], style=SEVERITY_STYLES.get(alert["severity"], ""))
         alerts.add_row(severity, Text(alert["layer"]), Text(alert["name"]), Text(alert["summary"]))
     waiting = len(observed.alerts) - len(observed.firing)
-    parts: list[RenderableType] = [targets if observed.targets else Text("no targets: no run goes on", style="dim")]
-    parts.append(alerts if observed.firing else Text("no alert fires", style="green"))
+    parts: list[RenderableType] = [targets if observed.targets else Text("no targets: no live run", style="dim")]
+    parts.append(alerts if observed.firing else Text("no firing alerts", style="green"))
     if waiting:
-        parts.append(Text(f"{waiting} more would fire if they last", style="dim"))
+        parts.append(Text(f"{waiting} pending", style="dim"))
     return Group(*parts)
 
 
@@ -184,5 +184,5 @@ def _whose(target: Any) -> str:
     return f" ({' · '.join(names)})" if names else ""
 
 
-def _told(alert: Any) -> str:
+def _alert_text(alert: Any) -> str:
     return f"[{alert['severity']}] {alert['name']}: {alert['summary']} — {alert['runbook']}"

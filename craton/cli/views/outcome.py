@@ -1,4 +1,4 @@
-"""How a run ended: in a terminal the table of predicted against measured, for scripts one JSON object."""
+"""The outcome of a run: a table of predicted against measured in a terminal, one JSON object for scripts."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ _RANGE_WRITERS = {
     "goodput": formatting.percent_range,
     "cost_dollars": formatting.dollars_range,
 }
-MIN_SHARE = 0.0005  # of the time, below which a ledger kind is not worth a word
+MIN_SHARE = 0.0005  # of the time, below which a ledger kind is not printed
 
 
 def exit_code(summary: RunSummary) -> int:
-    """0: done, or stopped as asked; 1: failed or lost."""
+    """Return 0 for done or stopped as requested, 1 for failed or lost."""
     return 1 if summary.state in ("failed", "lost") else 0
 
 
 def print_outcome(run: RunDirectory, summary: RunSummary, console: Console) -> None:
-    """What became of the run, what was predicted and measured, and what to do next."""
+    """Print how the run ended, predicted against measured, and what to do next."""
     from rich.text import Text
 
     from craton.orchestration.start import newest_checkpoint
@@ -75,7 +75,7 @@ def print_outcome(run: RunDirectory, summary: RunSummary, console: Console) -> N
 
 
 def not_in_tier(run: RunDirectory, saved: SavedStep) -> str:
-    """`, not in its tier: ...` where the run directory has the newest state because no tier took it."""
+    """Return `, not in its tier: ...` if the newest state is in the run directory because no tier accepted it."""
     from craton.job.sections import RESCUE
     from craton.orchestration.start import find_rescue
 
@@ -84,19 +84,19 @@ def not_in_tier(run: RunDirectory, saved: SavedStep) -> str:
 
 
 def print_failure(run: RunDirectory, summary: RunSummary, console: Console, at: str = "", begin: str = "") -> None:
-    """That a run failed or is lost, its last words, and what to do. `at`: what is saved; `begin`: where it goes on."""
+    """Print that a run failed or is lost, its error message and what to do. `at`: saved state; `begin`: resume from."""
     from rich.text import Text
 
     name = summary.name
     console.print(Text(f"{name} {'failed' if summary.state == 'failed' else 'is lost'}{at}", style="bold red"))
-    console.print(Text(summary.message or "it left no message"))
+    console.print(Text(summary.message or "no error message"))
     console.print(f"logs: {shown(run.path / 'logs')} · craton logs {name}", style="dim", soft_wrap=True)
     job = shown(run.job_path)
-    console.print(f"next: fix the cause (the job is {job}), then craton resume {name}{begin}", style="dim")
+    console.print(f"next: fix the cause (job file: {job}), then run: craton resume {name}{begin}", style="dim")
 
 
 def ledger_text(summary: RunSummary) -> str:
-    """`start 3.0 s (12%) · productive 22.0 s (88%)`: where every second went."""
+    """Return where the time went: `start 3.0 s (12%) · productive 22.0 s (88%)`."""
     total = sum(summary.ledger.values())
     return " · ".join(
         f"{kind} {formatting.duration(seconds)} ({formatting.percent(seconds / total)})"
@@ -106,7 +106,7 @@ def ledger_text(summary: RunSummary) -> str:
 
 
 def goodput_text(summary: RunSummary) -> str:
-    """`goodput 91% (planned 97%)`"""
+    """Return `goodput 91% (planned 97%)`."""
     planned = summary.plan.get("goodput")
     return f"goodput {formatting.percent(summary.goodput)}" + (
         f" (planned {formatting.percent(planned)})" if planned else ""
@@ -114,13 +114,13 @@ def goodput_text(summary: RunSummary) -> str:
 
 
 def recoveries_text(recoveries: list[Recovery]) -> str:
-    """`2 recoveries, the last: rank 3 was killed ...`"""
+    """Return `2 recoveries, the last: rank 3 was killed ...`."""
     count = len(recoveries)
     return f"{'1 recovery' if count == 1 else f'{count} recoveries, the last'}: {recoveries[-1].text}"
 
 
 def print_comparison(run: RunDirectory, summary: RunSummary, console: Console) -> None:
-    """The table of predicted against measured."""
+    """Print the table of predicted against measured."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -170,7 +170,7 @@ def recoveries_json(recoveries: Sequence[Recovery]) -> dict[str, Any]:
 
 
 def summary_json(summary: RunSummary) -> dict[str, Any]:
-    """Every field of a summary as JSON allows it: paths as text, what is not a number as null."""
+    """Return a summary as JSON: paths as text, NaN as null."""
     document = asdict(summary)
     document["path"] = str(summary.path)
     document["against_plan"] = summary.against_plan
@@ -180,7 +180,7 @@ def summary_json(summary: RunSummary) -> dict[str, Any]:
 
 
 def shown(path: Path | str) -> str:
-    """A path as short as it can be written from here; a URL as it is."""
+    """Return a path relative to the working directory where it is inside it; a URL unchanged."""
     if is_url(str(path)):
         return str(path)
     relative = os.path.relpath(path)

@@ -1,5 +1,5 @@
-"""Progress on stderr of what takes longer than a moment: a bar in a terminal, elsewhere a line after PLAIN_SECONDS and
-one at the end. stdout is for results."""
+"""Progress of slow operations on stderr: a bar in a terminal, elsewhere a line after PLAIN_SECONDS and one at the end.
+stdout is for results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PLAIN_SECONDS = 2.0
 
 @contextmanager
 def progress(title: str, in_bytes: bool = False) -> Iterator[Callable[..., None]]:
-    """Yields a function (done, total, what) that moves the bar."""
+    """Yield a function (done, total, label) that updates the bar."""
     from rich.console import Console
 
     console = Console(stderr=True)
@@ -60,22 +60,22 @@ def _bar(title: str, in_bytes: bool, console: Console) -> Iterator[Callable[...,
 
 @contextmanager
 def _lines(title: str, in_bytes: bool) -> Iterator[Callable[..., None]]:
-    """For a log: nothing of what is quick, and never more than two lines."""
+    """Progress for a log: nothing for quick operations, and at most two lines."""
     began = time.monotonic()
     newest = ""
-    is_told = False
+    has_printed = False
 
     def report(done: int, total: int, label: str = "") -> None:
         nonlocal newest
         counts = (formatting.stored(done), formatting.stored(total)) if in_bytes else (f"{done:,}", f"{total:,}")
         newest = f": {counts[0]} of {counts[1]} {label}".rstrip()
 
-    def tell() -> None:
-        nonlocal is_told
-        is_told = True
+    def print_slow() -> None:
+        nonlocal has_printed
+        has_printed = True
         print(f"{title} takes a while{newest}", file=sys.stderr, flush=True)
 
-    timer = threading.Timer(PLAIN_SECONDS, tell)
+    timer = threading.Timer(PLAIN_SECONDS, print_slow)
     timer.daemon = True
     timer.start()
     try:
@@ -83,5 +83,5 @@ def _lines(title: str, in_bytes: bool) -> Iterator[Callable[..., None]]:
     finally:
         timer.cancel()
         timer.join()
-    if is_told:
+    if has_printed:
         print(f"{title} took {formatting.duration(time.monotonic() - began)}", file=sys.stderr, flush=True)

@@ -1,7 +1,7 @@
-"""A server while it starts, answers and drains: its stages, its address and how to try it, then one live line.
+"""The live view of a server: its stages, address and an example request, then one live line until it has drained.
 
-Leaving the view never touches the server, unless the command owns it (`craton serve`): then Ctrl-C, or SIGTERM, lets it
-finish the requests under way and stops it; once more ends it at once.
+Leaving the view does not affect the server, unless the command owns it (`craton serve`): then Ctrl-C or SIGTERM drains
+and stops it, and a second one kills it.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 
 LOOK_SECONDS = 0.5
 PLAIN_SECONDS = 5.0
-WORD_SECONDS = 2.0  # between the first answer of a server and its own word of what it came to
+REPORT_SECONDS = 2.0  # to wait after a server's first response for its report of the KV cache size
 
 
 def follow_server(
     server: Server, draft: Draft, console: Console, *, detach: bool, as_json: bool, owns: bool = False
 ) -> None:
-    """Until the server answers, and with `detach` no longer; else until it has ended, whose exit code is this one's."""
+    """Follow a server until it is ready (`detach`) or until it ends, and exit with its code."""
     from craton.cli.views.fields import print_field
     from craton.orchestration import NoAnswerError, Stages
 
@@ -48,11 +48,11 @@ def follow_server(
     if not as_json:
         ranks = "1 rank" if draft.num_ranks == 1 else f"{draft.num_ranks} ranks"
         print_field(console, "run", f"{shown(run.path)}, {ranks}")
-    with _told_to_end(owns and not detach):
+    with _interrupted_by_sigterm(owns and not detach):
         try:
             try:
                 _wait_until_ready(server, stages, console, quiet=as_json)
-            except NoAnswerError:  # it ended before; the outcome says how
+            except NoAnswerError:  # it ended before it was ready; the outcome reports why
                 summary = handle.wait()
             else:
                 ready = ready_json(draft.job, draft.serving, stages.newest, run)
@@ -62,12 +62,12 @@ def follow_server(
                     _leave(run, console, ready if as_json else None)
                     return
                 if not as_json:
-                    end = "Ctrl-C drains and stops it" if owns else "Ctrl-C leaves the view, the server goes on"
+                    end = "Ctrl-C drains and stops it" if owns else "Ctrl-C leaves the view; the server continues"
                     console.print(end, style="dim")
                 summary = _watch(server, console, quiet=as_json)
         except KeyboardInterrupt:
             if not owns or detach:
-                console.print(f"\nleft the view; {run.name} goes on. {way_back(run.name)}")
+                console.print(f"\nleft the view; {run.name} continues. {way_back(run.name)}")
                 raise typer.Exit(130) from None
             summary = _drain(server, draft.job, console)
     if as_json:
@@ -82,7 +82,7 @@ def way_back(name: str) -> str:
 
 
 def ready_json(job: Job, plan: ServePlan | None, stage: dict[str, Any], run: RunDirectory) -> dict[str, Any]:
-    """What a server that answers is, for people and scripts; what the engine measured wins over what was planned."""
+    """Return what is known of a ready server; the engine's measurements override the plan."""
     from craton.orchestration import address_of
 
     planned = {} if plan is None else {"kv_tokens": plan.kv_tokens, "max_length": plan.max_length}
@@ -96,7 +96,7 @@ def ready_json(job: Job, plan: ServePlan | None, stage: dict[str, Any], run: Run
 
 
 def print_ready(job: Job, plan: ServePlan | None, ready: dict[str, Any], console: Console) -> None:
-    """Where it is, what it is called, what it holds, what it should reach, and a line to try."""
+    """Print address, model names, KV cache size, predicted throughput and an example request."""
     from rich.text import Text
 
     from craton.cli.views.fields import print_field
@@ -105,17 +105,21 @@ def print_ready(job: Job, plan: ServePlan | None, ready: dict[str, Any], console
     console.print(Text.assemble((job.name, "bold"), " serves at ", (ready["url"], "bold green")))
     print_field(console, "model", ", ".join([ready["model"], *job.serve.adapters]))
     if plan is not None:
-        room = f"{formatting.amount(ready['kv_tokens'])} tokens of keys and values, {ready['max_length']:,} a request"
-        print_field(console, "room", room)
+        cache = (
+            f"{formatting.amount(ready['kv_tokens'])} tokens of KV cache, maximum {ready['max_length']:,} per request"
+        )
+        print_field(console, "KV cache", cache)
         single, best = (formatting.amount(ready[f"plan_{name}_tokens_per_second"]) for name in ("single", "best"))
-        print_field(console, "predicted", f"{single} tokens/s for one request, {best} for {plan.best_batch} together")
+        print_field(
+            console, "predicted", f"{single} tokens/s for one request, {best} for {plan.best_batch} concurrent requests"
+        )
     if "admin_key_file" in ready:
-        print_field(console, "admin", f"POST with the key in {ready['admin_key_file']}, as a bearer token")
+        print_field(console, "admin", f"POST with the key in {ready['admin_key_file']} as bearer token")
     console.print(f"try:  {curl_line(job, ready['url'])}", soft_wrap=True, markup=False)
 
 
 def curl_line(job: Job, url: str) -> str:
-    """A request that this server answers; a model without a tokenizer takes tokens only."""
+    """Return an example request; a model without a tokenizer takes token ids only."""
     assert job.serve is not None
     has_text = job.serve.initialize != "random"
     prompt: object = "Once upon a time" if has_text else [1, 2, 3]
@@ -126,11 +130,11 @@ def curl_line(job: Job, url: str) -> str:
 
 
 def state_line(name: str, state: ServerState | None, run_state: RunState, view: View | None = None) -> str:
-    """`serve-llama: 12 running, 3 waiting · 4.2k tokens/s · first token after 38 ms`"""
+    """Return `serve-llama: 12 running, 3 waiting · 4.2k tokens/s · first token after 38 ms`."""
     if view is not None and view.recovering is not None:
         return f"{name}: RECOVERING  {view.recovering.text}"
-    if state is None:  # which is as it should be while it starts or stops
-        return f"{name}: {run_state if run_state in ('starting', 'stopping') else 'does not answer'}"
+    if state is None:  # normal while it starts or stops
+        return f"{name}: {run_state if run_state in ('starting', 'stopping') else 'no response'}"
     return (
         f"{name}: {state.running} running, {state.waiting} waiting · "
         f"{formatting.amount(state.tokens_per_second)} tokens/s · "
@@ -139,7 +143,7 @@ def state_line(name: str, state: ServerState | None, run_state: RunState, view: 
 
 
 def print_server_outcome(run: RunDirectory, summary: RunSummary, console: Console) -> None:
-    """How a server ended, and what to do next."""
+    """Print how a server ended, and what to do next."""
     from rich.text import Text
 
     from craton.orchestration.watching import read_recoveries
@@ -160,7 +164,7 @@ def _speeds(plan: ServePlan) -> dict[str, float]:
 
 
 def _wait_until_ready(server: Server, stages: Stages, console: Console, *, quiet: bool) -> None:
-    """Until it answers and has said what it came to; NoAnswerError where it ends before."""
+    """Wait until it is ready and has reported its KV cache size; NoAnswerError if it ends before."""
     from rich.status import Status
 
     from craton.orchestration import READY
@@ -178,13 +182,13 @@ def _wait_until_ready(server: Server, stages: Stages, console: Console, *, quiet
         server.wait_until_ready(look=look, look_seconds=LOOK_SECONDS)
         answers_since = time.monotonic()
         look()
-        while not stages.is_ready and time.monotonic() - answers_since <= WORD_SECONDS:
+        while not stages.is_ready and time.monotonic() - answers_since <= REPORT_SECONDS:
             time.sleep(LOOK_SECONDS)
             look()
 
 
 def _watch(server: Server, console: Console, *, quiet: bool) -> RunSummary:
-    """Until the run has ended; one line that is kept up to date, or every few seconds what has changed."""
+    """Follow until the run ends: one updated line, or a new line every few seconds if it changed."""
     from rich.live import Live
     from rich.text import Text
 
@@ -206,29 +210,29 @@ def _watch(server: Server, console: Console, *, quiet: bool) -> RunSummary:
                 console.print(text, soft_wrap=True, markup=False)
                 printed, printed_at = text, time.monotonic()
             time.sleep(LOOK_SECONDS)
-            state = watch.look()  # before the next look: a server that was asked to stop meanwhile is no longer there
+            state = watch.look()  # before the next look: a server asked to stop meanwhile no longer responds
 
         return server.run.wait(look=look, look_seconds=0.0)
 
 
 def _drain(server: Server, job: Job, console: Console) -> RunSummary:
-    """Stop the server as its owner; a second Ctrl-C does not wait."""
+    """Drain and stop the server; a second Ctrl-C kills it."""
     from craton.orchestration import RunStateError, ServerWatch
 
     assert job.serve is not None
     name, state = server.run.name, ServerWatch(server.address).look()
     count = state.running + state.waiting if state else 0
-    left = f"{count} request{'s' if count > 1 else ''} may finish within {formatting.setting(job.serve.drain)}"
+    left = f"{count} open request{'s' if count > 1 else ''} may finish within {formatting.setting(job.serve.drain)}"
     console.print(
-        f"\n{name} drains: {left if count else 'no request is under way'}, new ones are refused; Ctrl-C ends it at once"
+        f"\n{name} is draining: {left if count else 'no open requests'}, new requests are refused; Ctrl-C kills it"
     )
     try:
         return server.stop()
     except KeyboardInterrupt:
         summary = server.run.stop(now=True)
-        console.print(f"\n{name} was ended at once")
+        console.print(f"\n{name} was killed")
         return summary
-    except RunStateError:  # its STOP marker cannot be written: its state is printed all the same
+    except RunStateError:  # its STOP marker cannot be written: print its state anyway
         return server.run.summary()
 
 
@@ -236,12 +240,12 @@ def _leave(run: RunDirectory, console: Console, ready: dict[str, Any] | None) ->
     if ready is not None:
         print(json.dumps(ready))
     else:
-        console.print(f"{run.name} runs on its own: {way_back(run.name)}")
+        console.print(f"{run.name} runs in the background: {way_back(run.name)}")
 
 
 @contextmanager
-def _told_to_end(owns: bool) -> Iterator[None]:
-    """Whoever supervises the command that owns a server stops it by SIGTERM."""
+def _interrupted_by_sigterm(owns: bool) -> Iterator[None]:
+    """Treat SIGTERM like Ctrl-C: a supervisor stops the command that owns a server with it."""
 
     def interrupt(number: int, frame: object) -> NoReturn:
         raise KeyboardInterrupt

@@ -1,7 +1,6 @@
-"""`craton plan --trace`: the traced step beside the planned one.
+"""`craton plan --trace`: compare the traced step with the planned one.
 
-The trace runs in a process of its own (`python -m craton.ml.trace`), because it needs torch and a process group that
-does not exist.
+The trace runs in a separate process (`python -m craton.ml.trace`), because it needs torch and a fake process group.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ MAX_FINDINGS = 12  # shown; --json has all
 
 
 def run_trace(job: Path, plan: Plan, ranks: Sequence[int] = ()) -> dict[str, Any]:
-    """The trace of a planned job and its comparison with the plan, as `python -m craton.ml.trace` prints them. `ranks`:
-    which; else one of every pipeline stage that differs."""
+    """Return the trace of a planned job and its comparison with the plan, as `python -m craton.ml.trace` prints them.
+    `ranks`: the ranks to trace; else one per distinct pipeline stage."""
     from craton.cli.views.progress import progress
     from craton.extras import require_extra
     from craton.planning import PlanError
@@ -31,13 +30,15 @@ def run_trace(job: Path, plan: Plan, ranks: Sequence[int] = ()) -> dict[str, Any
     require_extra("train", "`craton plan --trace`, which runs the real training step,")
     for rank in ranks:  # before a process is started that would say the same, seconds later
         if not 0 <= rank < plan.layout.world:
-            raise PlanError(f"--trace: rank {rank} is not one of the {plan.layout.world} ranks of {plan.layout}")
+            raise PlanError(
+                f"--trace: rank {rank} does not exist; {plan.layout} has ranks 0 to {plan.layout.world - 1}"
+            )
     with progress("tracing") as report:
         return _read_trace(job, plan, ranks, report)
 
 
 def render_trace(traced: dict[str, Any], console: Console) -> None:
-    """Print what was traced beside what was planned, then what does not agree."""
+    """Print the trace next to the plan, then the differences."""
     from rich.table import Table
     from rich.text import Text
 
@@ -53,17 +54,17 @@ def render_trace(traced: dict[str, Any], console: Console) -> None:
         stage = f"stage {rank['stage']}: " if len(comparison["ranks"]) > 1 else ""
         _print_rows(
             console,
-            f"  {stage}collectives a step, bytes in calls",
+            f"  {stage}collectives per step: bytes in calls",
             rank["collectives"],
             formatting.stored,
             True,
         )
         _print_rows(
-            console, f"  {stage}FLOPs a step", rank["flops"], lambda flops: formatting.with_prefix(flops, "FLOP")
+            console, f"  {stage}FLOPs per step", rank["flops"], lambda flops: formatting.with_prefix(flops, "FLOP")
         )
-    _print_rows(console, "  memory at its highest", comparison["memory"], formatting.memory)
+    _print_rows(console, "  peak memory", comparison["memory"], formatting.memory)
     worst = max(trace["ranks"], key=lambda rank: rank["memory_bytes"])
-    console.print(f"  highest in the {worst['memory_instant']}, rank {worst['rank']:,}", highlight=False)
+    console.print(f"  peak in the {worst['memory_instant']}, rank {worst['rank']:,}", highlight=False)
     findings = [*trace["findings"], *comparison["findings"]]
     lines = [f"{finding['text']}: {finding['relief']}" for finding in findings[:MAX_FINDINGS]]
     if len(findings) > MAX_FINDINGS:
@@ -109,7 +110,7 @@ def _print_rows(
     from rich.text import Text
 
     head = Text(title, style="dim")
-    if are_calls:  # too long for the head of a column
+    if are_calls:  # too long for a column header
         console.print(head)
         head = Text("")
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)

@@ -213,7 +213,7 @@ def test_mistakes_say_what_to_do(tmp_path: Path) -> None:
         check=False,
     )
     assert ended.returncode == 2
-    assert "is no folder" in ended.stderr
+    assert "is not a folder" in ended.stderr
     assert "Traceback" not in ended.stderr
 
 

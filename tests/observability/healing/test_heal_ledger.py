@@ -402,7 +402,7 @@ def test_watching_goes_on_when_files_are_away_for_a_while(tmp_path: Path, cluste
         heal_view.watch(place_now, options, None, None, None, Console(file=told), False)
 
     watch()
-    assert "Stale file handle; looking again in 0 s" in told.getvalue()
+    assert "Stale file handle; retrying in 0 s" in told.getvalue()
     with pytest.raises(BrokenPipeError):
         watch()
 
@@ -477,8 +477,8 @@ def test_a_share_that_is_none_is_refused(tmp_path: Path, written: object) -> Non
         (("--undo", "abc"), "no action abc"),
         (("--node", "g11"), "--node g11: lab has no such node; it has g1, g2, g3,"),
         (("--node", "nope", "--watch"), "--node nope: lab has no such node; it has g1, g2, g3,"),
-        (("--mode", "act"), "nobody can answer here"),
-        (("--mode", "act", "--watch"), "nobody can answer here"),
+        (("--mode", "act"), "no terminal to ask on"),
+        (("--mode", "act", "--watch"), "no terminal to ask on"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(
@@ -517,7 +517,7 @@ def test_a_table_says_what_is_needed_why_and_what_happens(
     code, output = heal_verb("--report", str(report))
     assert code == 0
     assert "is taken out of service" in output
-    assert "nothing was done: `--mode act` does it" in output
+    assert "nothing was changed; `--mode act` applies the actions" in output
     code, output = heal_verb("--report", str(report), "--mode", "act", "--yes")
     (number,) = (mark for mark, _ in cluster.out.values())
     assert (code, f"--undo {number}" in output, "1 of 10 nodes are out already" in output) == (1, True, True)
@@ -541,8 +541,8 @@ def test_a_table_says_of_what_was_refused_that_it_failed(tmp_path: Path, cluster
     assert "is taken out of service (done" in rows["g2"]
     assert "g1: scontrol update: Access/permission denied" in rows["g1:"]  # and not that its run moves
     assert "goes on with its spare" in rows["g2:"]
-    assert "1 of 10 nodes out of service, 20% may be" in rows["lab:"]
+    assert "1 of 10 nodes out of service (limit 20%)" in rows["lab:"]
     refused = replace(healing, actions=(), failures=())  # whoever was asked said no
     screen = StringIO()
     heal_view.show(refused, Console(file=screen, width=200))
-    assert screen.getvalue().count("was not done") == 2
+    assert screen.getvalue().count("not done") == 2
