@@ -1,4 +1,4 @@
-"""What the user wrote: job file, cluster file, model shape, layout algebra; frozen and complete, errors with lines."""
+"""The user's input: job file, cluster file, model shape, layout algebra; frozen and complete, errors with lines."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""Errors a user can cause and mend; the CLI prints each as one line and exits with 2.
+"""Errors a user can cause and fix; the CLI prints each as one line and exits with 2.
 
-CratonError(ValueError)            the root: every package's own tree hangs below it
+CratonError(ValueError)            the root of the exception trees of all packages
 └── JobError                       a job file, a cluster file or a model cannot be used
     ├── FileError                  the file cannot be read as YAML at all (missing, too large, duplicate key, ...)
     ├── ContentError               it is YAML, but keys or values are wrong; `.problems` lists every one
     │   └── SchemaError            a newer Craton wrote it
-    ├── ModelError                 a model name, folder or config.json cannot be understood
+    ├── ModelError                 a model name, folder or config.json is not usable
     ├── LayoutError                a layout does not fit the model, the batch or the number of GPUs
-    └── FaultError                 a fault to be made on purpose cannot be understood, or cannot happen in this run
+    └── FaultError                 a fault to inject cannot be parsed, or cannot happen in this run
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class ContentError(JobError):
 
 
 class SchemaError(ContentError):
-    """The file has a schema that this version does not read."""
+    """The file has a schema that this version does not support."""
 
 
 class ModelError(JobError):
-    """A model name, folder or config.json cannot be understood."""
+    """A model name, folder or config.json is not usable."""
 
 
 class LayoutError(JobError):
@@ -61,4 +61,4 @@ class LayoutError(JobError):
 
 
 class FaultError(JobError):
-    """A fault to be made on purpose cannot be understood, or cannot happen in this run."""
+    """A fault to inject cannot be parsed, or cannot happen in this run."""

@@ -1,8 +1,7 @@
-"""Faults made on purpose: one line of text each, the same in a job file and behind `craton chaos`.
+"""Injected faults: one line of text each, in the same notation in a job file and for `craton chaos`.
 
-`parse_fault` turns a line into an `InjectedFault` or says which words are allowed. `check_fault` says what cannot
-happen in a given run. `random_faults` draws faults from a seed: the same arguments give the same faults, in the order
-of steps.
+`parse_fault` parses a line into an `InjectedFault`. `check_fault` refuses a fault that cannot happen in a given run.
+`random_faults` draws faults from a seed: the same arguments give the same faults, ordered by step.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from craton.job.document import parse_seconds
 from craton.job.errors import FaultError
 from craton.nearest import did_you_mean
 
-# kind → what it may be done to; "node" is named by a word of its own, the others by key=value
+# kind → possible targets; a node is named by a bare word, the others by key=value
 TARGETS: Mapping[str, tuple[str, ...]] = {
     "kill": ("rank", "agent", "keeper", "coordinator"),
     "hang": ("rank",),
@@ -25,7 +24,7 @@ TARGETS: Mapping[str, tuple[str, ...]] = {
     "lose-node": ("node",),
 }
 FAULT_KINDS = tuple(TARGETS)
-RANDOM_KINDS = ("kill", "hang", "fail", "corrupt", "slow-disk")  # what a run gets over with the nodes it has
+RANDOM_KINDS = ("kill", "hang", "fail", "corrupt", "slow-disk")  # faults a run recovers from without new nodes
 DURING = ("staging", "checkpoint", "regroup", "restore", "evaluate", "data", "productive", "saving")
 HANGS = ("stop", "spin")
 WHOSE = ("own", "copies", "all")
@@ -38,7 +37,7 @@ EXAMPLES: Mapping[str, str] = {
     "slow-disk": "tier=shared,seconds=0.5,for=20s@step=10",
     "lose-node": "node-1@step=40",
 }
-# kind → what may be said besides its target and `step`
+# kind → options besides the target and `step`
 _OPTIONS: Mapping[str, tuple[str, ...]] = {
     "kill": ("during",),
     "hang": ("during", "how"),
@@ -51,43 +50,43 @@ _OPTIONS: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class InjectedFault:
-    """Something that breaks, and when. Without `step` and `during` at once; with both in the first such phase from that
-    step on."""
+    """A fault and when it happens: immediately without `step` and `during`; with both, in the first such phase from
+    that step on."""
 
     kind: str  # one of FAULT_KINDS
-    target: str  # what it is done to: rank, agent, keeper, coordinator, tier or node
-    text: str  # as one writes it
+    target: str  # rank, agent, keeper, coordinator, tier or node
+    text: str  # as written by the user
     rank: int | None = None
     node: str | None = None
     tier: str | None = None
     step: int | None = None
     during: str | None = None  # one of DURING
-    seconds: float | None = None  # slow-disk: how much longer a write takes
-    for_seconds: float | None = None  # slow-disk: how long that lasts; None: to the end
+    seconds: float | None = None  # slow-disk: added duration of a write
+    for_seconds: float | None = None  # slow-disk: how long the fault lasts; None: until the end
     how: str | None = None  # hang: one of HANGS; corrupt of peer memory: one of WHOSE
 
     @property
     def needs_training(self) -> bool:
-        """Whether only Craton's own training loop can do it."""
+        """Whether the fault requires Craton's own training loop."""
         return self.kind in ("fail", "corrupt", "slow-disk") or self.during is not None or self.target == "keeper"
 
 
 def parse_fault(text: str) -> InjectedFault:
-    """`kill rank=3@step=40` and the like; FaultError names what is allowed and the nearest word."""
+    """Parse a line such as `kill rank=3@step=40`; FaultError names the allowed words and the nearest match."""
     kind, _, rest = " ".join(str(text).split()).partition(" ")
     if kind not in TARGETS:
         raise FaultError(f"{text!r}: {_no_fault(kind)}")
-    # Where it happens stands before the @ and when behind it, but a word is known by its name and not by its place.
+    # Target before the @, time after it; but words are identified by key, so any order is accepted.
     words = [word.strip() for part in rest.split("@") for word in part.split(",")]
     if rest.count("@") > 1 or not all(words):
-        raise FaultError(f"{text!r} cannot be read; write e.g. {kind} {EXAMPLES[kind]}")
+        raise FaultError(f"{text!r} is not a valid fault; write e.g. {kind} {EXAMPLES[kind]}")
     settings: dict[str, str] = {}
     for position, word in enumerate(words):
         key, is_pair, value = word.partition("=")
         if not is_pair:
             key, value = _bare_word(kind, word, position, text)
         if key in settings:
-            raise FaultError(f"{text!r} says {key} twice; keep one")
+            raise FaultError(f"{text!r} gives {key} twice; keep one")
         settings[key] = value
     allowed = (*TARGETS[kind], "step", *_OPTIONS[kind])
     for key in settings:
@@ -115,12 +114,12 @@ def check_fault(
     steps: int | None = None,
     trains: bool = True,
 ) -> None:
-    """FaultError when it cannot happen in a run of these ranks, nodes and checkpoint tiers that has done `step` of its
-    `steps`."""
+    """Raise FaultError for a fault that cannot happen in a run with these ranks, nodes and checkpoint tiers, at `step`
+    of `steps`."""
     if fault.needs_training and not trains:
         raise FaultError(
-            f"{fault.text!r} needs the training loop, and this run is a command; kill rank, agent or coordinator, hang "
-            "and lose-node work on any run"
+            f"{fault.text!r} requires Craton's training loop, and this run is a command; use kill rank, agent or "
+            "coordinator, hang or lose-node"
         )
     if fault.rank is not None and fault.rank >= world:
         raise FaultError(f"{fault.text!r}: there is no rank {fault.rank}; the ranks are 0 to {world - 1}")
@@ -131,7 +130,7 @@ def check_fault(
         there = ", ".join(tiers) or "none"
         raise FaultError(f"{fault.text!r}: the job has no tier {fault.tier}; it has {there}")
     if fault.step is not None and fault.step <= step and step:
-        raise FaultError(f"{fault.text!r}: step {fault.step:,} is past, {step:,} are done; give a later one")
+        raise FaultError(f"{fault.text!r}: step {fault.step:,} is past, the run is at step {step:,}; give a later one")
     if fault.step is not None and steps is not None and fault.step > steps:
         raise FaultError(f"{fault.text!r}: the job ends after step {steps:,}; give an earlier one")
 
@@ -146,8 +145,8 @@ def random_faults(
     kinds: Iterable[str] = RANDOM_KINDS,
     first: int = 1,
 ) -> list[InjectedFault]:
-    """`count` faults, one in each equal part of the steps from `first` on; kinds that need a tier are left out where
-    there is none. A fault inside a recovery is followed by one that causes a recovery, or it would never happen."""
+    """Draw `count` faults, one in each equal part of the steps from `first` on. Kinds that need a tier are omitted if
+    there is none. A fault during recovery is followed by one that causes a recovery; else it would never happen."""
     wanted = tuple(kinds)
     for kind in wanted:
         if kind not in TARGETS:
@@ -164,7 +163,7 @@ def random_faults(
     if count and not possible:
         raise FaultError(f"none of {', '.join(wanted)} can happen here; allowed: {', '.join(FAULT_KINDS)}")
     if steps - first + 1 < count:
-        raise FaultError(f"{count} faults do not fit into steps {first:,} to {steps:,}; ask for fewer")
+        raise FaultError(f"{count} faults do not fit into steps {first:,} to {steps:,}; request fewer")
     draw = random.Random(f"craton {seed}")
     edges = [first + index * (steps - first + 1) // count for index in range(count)] + [steps + 1]
     faults: list[InjectedFault] = []
@@ -213,11 +212,11 @@ def _draw(
 
 
 def _no_fault(kind: str) -> str:
-    return f"{kind!r} is no fault; allowed: {', '.join(FAULT_KINDS)}{did_you_mean(kind, FAULT_KINDS)}"
+    return f"{kind!r} is not a fault kind; allowed: {', '.join(FAULT_KINDS)}{did_you_mean(kind, FAULT_KINDS)}"
 
 
 def _bare_word(kind: str, word: str, position: int, text: str) -> tuple[str, str]:
-    """`coordinator`, of which there is one, and the name of a lost node stand for themselves."""
+    """Return (key, value) of a word without `=`: `coordinator`, or the name of a node to lose."""
     if position == 0 and kind == "kill" and word == "coordinator":
         return "coordinator", ""
     if position == 0 and kind == "lose-node":
@@ -234,17 +233,18 @@ def _fault(kind: str, target: str, settings: Mapping[str, str], text: str) -> In
         raise FaultError(f"{text!r}: {target} has no value; write e.g. {kind} {EXAMPLES[kind]}")
     tier = settings.get("tier")
     if tier is not None and (tier == "object" or tier.startswith("s3://")):
-        raise FaultError(f"{text!r}: objects in S3 can be neither flipped nor slowed down; use peer, nvme or shared")
+        raise FaultError(f"{text!r}: objects in S3 can be neither corrupted nor slowed down; use peer, nvme or shared")
     if tier is not None and tier not in TIERS and not tier.startswith("/"):
         raise FaultError(
-            f"{text!r}: {tier!r} is no tier; allowed: {', '.join(TIERS)} or an absolute path{did_you_mean(tier, TIERS)}"
+            f"{text!r}: {tier!r} is not a tier; allowed: {', '.join(TIERS)} or an absolute path"
+            f"{did_you_mean(tier, TIERS)}"
         )
     if kind == "slow-disk" and tier == "peer":
         raise FaultError(f"{text!r}: {tier} is not on a disk; use nvme or shared")
     if kind == "slow-disk" and "seconds" not in settings:
-        raise FaultError(f"{text!r} does not say how slow; write e.g. {kind} {EXAMPLES[kind]}")
+        raise FaultError(f"{text!r} lacks seconds=, the delay per write; write e.g. {kind} {EXAMPLES[kind]}")
     if tier != "peer" and ("whose" in settings or "rank" in settings) and kind == "corrupt":
-        raise FaultError(f"{text!r}: rank and whose belong to tier=peer, where every rank has memory of its own")
+        raise FaultError(f"{text!r}: rank and whose apply only to tier=peer, where every rank has its own memory")
     how = None
     if kind == "hang":
         how = _one_of(settings.get("how", "stop"), "how", HANGS, text)

@@ -1,7 +1,7 @@
-"""What a job needs of the machine that runs it: files, a user's own functions, packages of trackers.
+"""Checks of what a job needs on the machine that runs it: files, the user's functions, tracker packages.
 
-Asked only where the ranks run here: a job may be checked and planned on a laptop that has none of it. A user's code is
-found and read, never imported: a check must not start what a module does when it is imported.
+Applied only if the ranks run on this machine: a job may be checked and planned on a laptop that has none of these. User
+code is located and parsed, never imported: a check must not trigger a module's side effects.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ DATA_ADVICE = f"; give a file or a folder of text or token shards, an s3:// URL,
 
 
 def check_here(job: Job, folder: Path | None = None) -> None:
-    """ContentError with everything that this machine lacks to run the job. `folder`: where the user's functions are,
-    if not beside the job file."""
+    """Raise ContentError with everything that this machine lacks to run the job. `folder`: location of the user's
+    functions, if not next to the job file."""
     problems = [*_files(job), *_functions(job, folder or job.folder), *_trackers(job)]
     if problems:
         raise ContentError(problems)
 
 
 def check_trackers(job: Job) -> None:
-    """Only the trackers: for nodes that share this machine's environment but not its files."""
+    """Check only the trackers: for nodes that share this machine's environment but not its files."""
     if problems := list(_trackers(job)):
         raise ContentError(problems)
 
@@ -54,12 +54,12 @@ def _files(job: Job) -> Iterator[str]:
 
 
 def _near(path: str) -> str:
-    """A name beside it that may have been meant."""
+    """Suggest a similar name in the same folder."""
     parent = Path(path).parent
     try:
         return did_you_mean(Path(path).name, [item.name for item in parent.iterdir()])
     except OSError:
-        return f"; nor does the folder {parent}" if not parent.exists() else ""
+        return f"; the folder {parent} does not exist either" if not parent.exists() else ""
 
 
 def _trackers(job: Job) -> Iterator[str]:
@@ -81,25 +81,25 @@ def _functions(job: Job, folder: Path) -> Iterator[str]:
 
 
 def _function_problem(function: str, folder: Path) -> str:
-    """Why `package.module:function` cannot be found; empty where it can, or where only an import could tell."""
+    """Return why `package.module:function` cannot be found; empty if it is found, or if only an import could decide."""
     module, _, name = function.partition(":")
     try:
         spec = _spec_of(module, folder)
     except (ImportError, ValueError, OSError) as error:
-        return f"{module} cannot be looked for: {error}"
+        return f"cannot search for module {module}: {error}"
     if spec is None:
         beside = [item.stem for item in folder.glob("*.py")] if folder.is_dir() else []
         file = f"{module.replace('.', '/')}.py"
-        advice = did_you_mean(module, beside) or f"; write {file} beside the job file, or install the package"
-        return f"there is no module {module!r} in {folder.absolute()}, nor an installed one{advice}"
+        advice = did_you_mean(module, beside) or f"; write {file} next to the job file, or install the package"
+        return f"module {module!r} is neither in {folder.absolute()} nor installed{advice}"
     names = _top_names(spec)
     if names is None or name in names:
         return ""
-    return f"{spec.origin} has no {name!r} at its top{did_you_mean(name, names)}"
+    return f"{spec.origin} defines no {name!r} at the top level{did_you_mean(name, names)}"
 
 
 def _spec_of(module: str, folder: Path) -> ModuleSpec | None:
-    """As ranks find it, the job's folder first, without importing any package on the way."""
+    """Find a module as ranks do, in the job's folder first, without importing parent packages."""
     first, *others = module.split(".")
     spec = PathFinder.find_spec(first, [str(folder.absolute())]) or find_spec(first)
     for number, part in enumerate(others):
@@ -110,13 +110,13 @@ def _spec_of(module: str, folder: Path) -> ModuleSpec | None:
 
 
 def _top_names(spec: ModuleSpec) -> set[str] | None:
-    """What a module's source defines at its top; None where that cannot be told by reading it."""
+    """Return the names a module defines at the top level; None if parsing cannot determine them."""
     if spec.origin is None or not spec.origin.endswith(".py"):
         return None
     try:
         tree = ast.parse(Path(spec.origin).read_bytes())
     except (OSError, SyntaxError, ValueError):
-        return None  # the import says it better
+        return None  # the import reports it better
     names: set[str] = set()
     for node in ast.walk(tree):
         match node:

@@ -1,8 +1,8 @@
-"""The job file: what a user wants, checked before anything costs money.
+"""The job file, checked before anything costs money.
 
-`load_job` returns a frozen `Job` whose model can be found, whose batch is a whole number of sequences and whose keys
-are all known, or raises one JobError that lists every problem with its line. Whether the cluster exists and the layout
-fits it is for craton.infrastructure and `check_layout`.
+`load_job` returns a frozen `Job` whose model is found, whose batch is a whole number of sequences and whose keys are
+all known. Otherwise it raises one JobError that lists every problem with its line. craton.infrastructure checks that
+the cluster exists, and `check_layout` that the layout fits it.
 """
 
 from __future__ import annotations
@@ -58,34 +58,34 @@ from craton.schema import schema_problem
 Kind = Literal["pretrain", "sft", "dpo", "grpo", "serve", "command"]
 Tracker = Literal["tensorboard", "wandb", "mlflow"]
 TRAINING_KINDS = ("pretrain", "sft", "dpo", "grpo")
-DEFAULT_SEQUENCE = 8192  # of a model that could see more: long contexts are asked for, not stumbled into
+DEFAULT_SEQUENCE = 8192  # also for models with a longer context: users request long contexts explicitly
 DEFAULT_LEARNING_RATES: dict[str, float] = {"pretrain": 3e-4, "sft": 2e-5, "dpo": 1e-6, "grpo": 1e-6}
 FINAL_LEARNING_RATE_SHARE = 0.1
 MAX_WARMUP_STEPS = 2000
 
 NOT_OF_A_COMMAND = {
-    "model": "the command knows its own",
-    "data": "the command reads its own",
-    "layout": "the command spreads its ranks itself",
-    "checkpoint": "the command saves by itself, at a stop too",
-    "objective": "the command has its own",
+    "model": "the command has its own model",
+    "data": "the command reads its own data",
+    "layout": "the command places its own ranks",
+    "checkpoint": "the command saves its own checkpoints, also at a stop",
+    "objective": "the command has its own loss",
 }
 
-_NO_SEQUENCE = "data.sequence is missing, and the model does not say how long its sequences are"
+_NO_SEQUENCE = "data.sequence is missing, and the model has no maximum sequence length; set data.sequence"
 
 
 def load_job(path: Path | str) -> Job:
-    """Reads and checks a job file."""
+    """Read and check a job file."""
     return _job(read_document(path))
 
 
 def parse_job(text: str, name: str = "job.yaml", folder: Path | str = ".") -> Job:
-    """The same from a string; relative paths in it start at `folder`."""
+    """Parse and check a job from a string; relative paths in it start at `folder`."""
     return _job(parse_document(text, name, folder))
 
 
 def make_job(data: Mapping[str, object], folder: Path | str = ".") -> Job:
-    """A job that no file holds; what is wrong with it is told by key, without a line."""
+    """Make a job from a mapping; errors name the key, without a line."""
     document = _without_schema(Document(name="", folder=Path(folder), data=dict(data), lines={}))
     try:
         return parse_section(Job, document)
@@ -94,7 +94,7 @@ def make_job(data: Mapping[str, object], folder: Path | str = ".") -> Job:
 
 
 def _text(value: object) -> object:
-    """Numbers and booleans of an environment are texts in the end, written as YAML writes them."""
+    """Convert numbers and booleans of an environment to text, as YAML writes them."""
     if isinstance(value, bool):
         return str(value).lower()
     return str(value) if isinstance(value, int | float) else value
@@ -111,10 +111,10 @@ class Placement(Section):
     """How close together the nodes must be."""
 
     within: Literal["node", "leaf", "spine", "zone"]
-    wait: Seconds | None = None  # for such a place, before any other will do; none: for ever
+    wait: Seconds | None = None  # how long to wait for such a placement before accepting any other; None: forever
 
 
-# Checks that can fail a node by what it has. What its cards compute is not among them: a wrong result is never right.
+# Checks of a node's equipment. Compute results are not among them: a wrong result can never be ignored.
 PreflightCheck = Literal[
     "gpu_driver", "gpu_count", "gpu_model", "gpu_recovery", "gpu_memory", "gpu_row_remap", "gpu_throttle", "gpu_pcie",
     "nvlink", "nvlink_fabric", "xid", "efa_count", "efa_foreign_devices", "libfabric", "nccl_plugin", "infiniband",
@@ -124,26 +124,28 @@ PreflightCheck = Literal[
 
 
 class RunSection(Section):
-    """Where and under what the job is started; the cluster file supplies defaults."""
+    """Where and how the job is started; the cluster file supplies defaults."""
 
     on: SchedulerKind | None = None
     partition: str | None = None  # Slurm
     account: str | None = None  # Slurm
     qos: str | None = None  # Slurm
-    gres: str | None = None  # Slurm: of one node; default: gpu:N
+    gres: str | None = None  # Slurm: per node; default: gpu:N
     exclusive: bool = True  # Slurm: no other job on the nodes
     constraint: str | None = None  # Slurm: features that nodes must have
     reservation: str | None = None  # Slurm
-    exclude: tuple[str, ...] = ()  # nodes that are not wanted
+    exclude: tuple[str, ...] = ()  # nodes to avoid
     queue: str | None = None  # Kueue, Volcano or KAI
     namespace: str | None = None  # Kubernetes
     priority: str | None = None  # Kubernetes: a priority class
     time_limit: Seconds | None = None
-    save_before: Seconds = 600.0  # so long before the time limit a checkpoint is made, and the job requeued
-    restarts: Whole = 10  # of the whole job by the scheduler, that fail or come no further; 0: none at all
-    preflight: Literal["auto", "quick", "compute"] = "auto"  # Slurm: with a self-test of every device; auto: of GPUs
-    preflight_ignore: tuple[PreflightCheck, ...] = ()  # checks whose `fail` is only a `warn`
-    copies: Size = 1  # runs of the same job, each with its number in CRATON_COPY and its own name: an array on Slurm
+    save_before: Seconds = 600.0  # time before the time limit at which the job saves a checkpoint and is requeued
+    restarts: Whole = 10  # restarts of the whole job that fail or make no progress; 0: never restart
+    preflight: Literal["auto", "quick", "compute"] = (
+        "auto"  # Slurm: compute adds a self-test of every device; auto: of GPUs
+    )
+    preflight_ignore: tuple[PreflightCheck, ...] = ()  # checks whose `fail` becomes a `warn`
+    copies: Size = 1  # runs of the same job, each with its own name and its number in CRATON_COPY; a job array on Slurm
     image: str | None = None
     env: dict[Variable, Text] = Field(default_factory=dict)
     secrets: tuple[Variable, ...] = ()  # names only; values come from the caller's environment, or the cluster's secret
@@ -158,22 +160,22 @@ class RunSection(Section):
         for name, value in self.env.items():
             if is_credential(name, value):
                 raise KeyConflictError(
-                    f"run.env: {name} looks like a secret, and the job file is copied into every run, where others may "
-                    f"read it; remove it there, `export {name}=...` and write run: {{secrets: [{name}]}}",
+                    f"run.env: {name} looks like a secret, but the job file is copied into every run, where others may "
+                    f"read it; remove it, `export {name}=...` and write run: {{secrets: [{name}]}}",
                     ("env", name),
                 )
         return self
 
 
 class Job(Section):
-    """One job. Paths in it are absolute, so that it means the same wherever it is read."""
+    """A job. Its paths are absolute, so that it means the same on every machine and in every folder."""
 
     name: Name = "job"
     kind: Kind
     model: ModelSpec | None = None
     data: Data = Data()
     train: Train | None = None
-    serve: Serve | None = None  # always there for kind serve, and for no other
+    serve: Serve | None = None  # always set for kind serve, never for others
     cluster: ClusterSpec
     layout: Annotated[LayoutSpec | None, BeforeValidator(parse_layout)] = None  # None: auto
     placement: Placement | None = None
@@ -182,10 +184,10 @@ class Job(Section):
     chaos: ChaosSpec = ()
     run: RunSection = RunSection()
     track: Annotated[tuple[Tracker, ...], BeforeValidator(_one_or_many)] = ()
-    command: Annotated[tuple[Text, ...], BeforeValidator(_one_or_many)] = ()  # a single text is run by the shell
-    processes: ProcessesSpec = None  # of a command, on each node; None: as the command needs it
-    workdir: WorkdirSpec = None  # where a command runs: in a copy of this folder; None: of the job file's
-    progress: ProgressSection | None = None  # of a command, as it tells it
+    command: Annotated[tuple[Text, ...], BeforeValidator(_one_or_many)] = ()  # a single string is run by the shell
+    processes: ProcessesSpec = None  # of a command, per node; None: chosen by the command
+    workdir: WorkdirSpec = None  # a command runs in a copy of this folder; None: the job file's folder
+    progress: ProgressSection | None = None  # of a command: how to read its progress
     software: str = "craton"  # software profile for the prediction: a name, or the path of a profile file
     objective: Function | None = None
     reward: Function | None = None
@@ -223,7 +225,7 @@ class Job(Section):
         if missing:
             raise KeyConflictError(f"kind {self.kind} needs {' and '.join(f'`{key}:`' for key in missing)}", ("kind",))
         if self.reward and self.kind != "grpo":
-            raise KeyConflictError(f"reward belongs to kind grpo, not {self.kind}", ("reward",), ("kind",))
+            raise KeyConflictError(f"reward applies to kind grpo, not {self.kind}", ("reward",), ("kind",))
         if self.train and self.kind not in TRAINING_KINDS:
             raise KeyConflictError(f"kind {self.kind} does not train; remove `train:`", ("train",), ("kind",))
         return self
@@ -232,10 +234,12 @@ class Job(Section):
     def _command_goes_together(self) -> Self:
         for key in ("processes", "workdir", "progress"):
             if getattr(self, key) is not None and self.kind != "command":
-                raise KeyConflictError(f"{key} belongs to kind command, not {self.kind}", (key,), ("kind",))
+                raise KeyConflictError(f"{key} applies to kind command, not {self.kind}", (key,), ("kind",))
         for key, why in NOT_OF_A_COMMAND.items() if self.kind == "command" else ():
             if getattr(self, key) != type(self).model_fields[key].default:
-                raise KeyConflictError(f"{key} is not for kind command: {why}; remove `{key}:`", (key,), ("kind",))
+                raise KeyConflictError(
+                    f"{key} does not apply to kind command: {why}; remove `{key}:`", (key,), ("kind",)
+                )
         check_placeholders(self.command)
         check_processes(self.command, self.processes)
         return self
@@ -286,17 +290,17 @@ class Job(Section):
             )
         if train.weights == "bf16" and self.precision in ("fp32", "fp16"):
             raise KeyConflictError(
-                f"train: weights bf16 cannot be computed with in {self.precision}; use precision bf16 or fp8, or "
+                f"train: weights bf16 cannot be used with precision {self.precision}; use precision bf16 or fp8, or "
                 "weights fp32",
                 ("train", "weights"),
                 ("train", "precision"),
             )
         if train.evaluate and not (self.data.validation or self.data.source):
-            raise KeyConflictError("train: evaluate needs `validation:` under data", ("train", "evaluate"))
+            raise KeyConflictError("train: evaluate requires data.validation", ("train", "evaluate"))
         steps = self.steps
         if steps is not None and train.warmup_steps is not None and train.warmup_steps > steps:
             raise KeyConflictError(
-                f"train: {train.warmup_steps:,} warmup_steps are more than the {steps:,} steps of the job",
+                f"train: warmup_steps {train.warmup_steps:,} exceeds the {steps:,} steps of the job",
                 ("train", "warmup_steps"),
             )
         return self
@@ -305,17 +309,17 @@ class Job(Section):
     def _serving_goes_together(self) -> Self:
         if self.kind != "serve":
             if self.serve:
-                raise KeyConflictError(f"serve belongs to kind serve, not {self.kind}", ("serve",), ("kind",))
+                raise KeyConflictError(f"serve applies to kind serve, not {self.kind}", ("serve",), ("kind",))
             if self.kind in TRAINING_KINDS and self.trained_run is not None:
                 raise KeyConflictError(
-                    f"model: {self.model} is a run, which can be served; to train on from it, `craton export` it and "
-                    "give the folder",
+                    f"model: {self.model} is a run, which can only be served; to continue training from it, export it "
+                    "with `craton export` and give the folder",
                     ("model",),
                 )
             return self
         if isinstance(self.model, str) and is_function(self.model):
             raise KeyConflictError(
-                f"kind serve needs a model that Craton builds itself, and {self.model} is a function; give a preset, a "
+                f"kind serve requires a model that Craton builds, but {self.model} is a function; give a preset, a "
                 "folder, a Hub id or a run",
                 ("model",),
                 ("kind",),
@@ -324,40 +328,44 @@ class Job(Section):
             raise KeyConflictError("kind serve reads no data; remove `data:`", ("data",), ("kind",))
         for key in self.layout.model_fields_set if self.layout else ():
             if key in NOT_OF_A_SERVER:
-                raise KeyConflictError(f"layout: {key} is not for a server: {NOT_OF_A_SERVER[key]}", ("layout", key))
+                raise KeyConflictError(
+                    f"layout: {key} does not apply to a server: {NOT_OF_A_SERVER[key]}", ("layout", key)
+                )
         if self.recover.spares:
             raise KeyConflictError(
-                "recover: a server runs on one node, without spares", ("recover", "spares"), ("kind",)
+                "recover: a server runs on one node and has no spares; remove recover.spares",
+                ("recover", "spares"),
+                ("kind",),
             )
         assert self.serve is not None
         shape = self.model_shape
         longest = shape.max_sequence if shape else 0
         if longest and self.served_length > longest:
             raise KeyConflictError(
-                f"serve: max_length {self.served_length:,} is more than the {longest:,} tokens that the model was made "
-                "for",
+                f"serve: max_length {self.served_length:,} exceeds the model's maximum sequence length of {longest:,} "
+                "tokens",
                 ("serve", "max_length"),
             )
         if self.served_name in self.serve.adapters:
             raise KeyConflictError(
-                f"serve.adapters: {self.served_name!r} is the model's own name; give serve.served_name, or rename the "
+                f"serve.adapters: {self.served_name!r} is the name of the model; set serve.served_name, or rename the "
                 "adapter",
                 ("serve", "adapters"),
             )
         return self
 
     def __eq__(self, other: object) -> bool:
-        """Jobs that say the same are equal, whatever file they were read from."""
+        """Jobs with the same content are equal, whichever file they were read from."""
         return isinstance(other, Job) and self.__dict__ == other.__dict__
 
     @property
     def model_shape(self) -> ModelShape | None:
-        """None when there is no model, or when it is a function that only its author knows."""
+        """The model's shape; None without a model, or for a function, whose shape is unknown."""
         return None if self.model is None else model_shape(self.model)
 
     @property
     def sequence(self) -> int:
-        """Tokens of one sequence: as written, else what the model was made for, up to DEFAULT_SEQUENCE."""
+        """Sequence length in tokens: as written, else the model's maximum, up to DEFAULT_SEQUENCE."""
         if self.data.sequence is not None:
             return self.data.sequence
         shape = self.model_shape
@@ -367,7 +375,7 @@ class Job(Section):
 
     @property
     def global_batch_sequences(self) -> int:
-        """Sequences of one step, over all ranks."""
+        """Sequences per step, over all ranks."""
         assert self.train is not None, f"kind {self.kind} has no batch"
         if self.train.global_batch_sequences is not None:
             return self.train.global_batch_sequences
@@ -380,7 +388,7 @@ class Job(Section):
 
     @property
     def steps(self) -> int | None:
-        """Whole steps, the last one full; None when the job does not say how long it trains."""
+        """Number of steps, rounded up; None if the job sets neither steps nor tokens."""
         if self.train is None:
             return None
         if self.train.steps is not None:
@@ -389,7 +397,7 @@ class Job(Section):
 
     @property
     def total_tokens(self) -> float | None:
-        """Tokens trained on, as asked for."""
+        """Number of tokens to train on, as requested."""
         if self.train is None:
             return None
         if self.train.tokens is not None:
@@ -398,7 +406,7 @@ class Job(Section):
 
     @property
     def precision(self) -> Precision:
-        """The layout's own, else that of `train:` or `serve:`."""
+        """The precision of the layout, else of `train:` or `serve:`."""
         if self.layout and self.layout.precision:
             return self.layout.precision
         section = self.train or self.serve
@@ -406,13 +414,13 @@ class Job(Section):
 
     @property
     def learning_rate(self) -> float:
-        """The highest of the schedule."""
+        """The peak learning rate of the schedule."""
         assert self.train is not None, f"kind {self.kind} does not train"
         return self.train.learning_rate or DEFAULT_LEARNING_RATES[self.kind]
 
     @property
     def warmup_steps(self) -> int:
-        """A tenth of the steps, at most MAX_WARMUP_STEPS, unless written; none where the job does not end."""
+        """As written, else a tenth of the steps, at most MAX_WARMUP_STEPS; 0 for a job without an end."""
         assert self.train is not None, f"kind {self.kind} does not train"
         if self.train.warmup_steps is not None:
             return self.train.warmup_steps
@@ -420,7 +428,7 @@ class Job(Section):
 
     @property
     def final_learning_rate(self) -> float:
-        """What the schedule ends with."""
+        """The learning rate at the end of the schedule."""
         assert self.train is not None, f"kind {self.kind} does not train"
         if self.train.final_learning_rate is not None:
             return self.train.final_learning_rate
@@ -428,63 +436,63 @@ class Job(Section):
 
     @property
     def spares(self) -> int:
-        """Nodes that stand by for one that is lost: as written, else those of the cluster file."""
+        """Number of spare nodes: as written, else the cluster file's."""
         if self.recover.spares is not None:
             return self.recover.spares
         return self.cluster.file.spares if self.cluster.file else 0
 
     @property
     def fp8(self) -> Float8Recipe | None:
-        """How matrix products of training are scaled in fp8; None in any other precision."""
+        """The scaling recipe of fp8 matmuls in training; None in any other precision."""
         return (self.train and self.train.fp8) or "tensorwise" if self.precision == "fp8" else None
 
     @property
     def folder(self) -> Path:
-        """Where relative paths in the job start, and where a user's own functions are looked for first."""
+        """Base folder of relative paths, and the first place where the user's functions are searched."""
         return self._document.folder if self._document else Path()
 
     @property
     def weights_folder(self) -> Path | None:
-        """The folder whose weights are trained on or served; None where they are random, or a run's own.
+        """The folder with the weights to start from or to serve; None if they are random or a run's.
 
-        A JobError when weights are asked for and there are none; sft and serve do unless `initialize` is random.
+        JobError if weights are required and missing; sft and serve require them unless `initialize` is random.
         """
         section = self.train or self.serve
         initialize = section.initialize if section else "auto"
         folder = weights_folder(self.model) if isinstance(self.model, str) and initialize != "random" else None
         if folder is None and initialize == "weights":
             raise JobError(
-                f"{self.where('train', 'initialize')}train.initialize is weights, but the model holds none that can be "
+                f"{self.where('train', 'initialize')}train.initialize is weights, but no weights of the model were "
                 "found here; give a folder or a Hub id in the local cache with *.safetensors, or initialize: random"
             )
         if folder is None and self.kind == "sft" and initialize != "random" and self.model_shape is not None:
             raise JobError(
-                f"{self.where('model')}kind sft starts from a trained model, and {self.model_shape.name} has no "
+                f"{self.where('model')}kind sft starts from a trained model, but {self.model_shape.name} has no "
                 "weights here; give a folder or a Hub id that is in the local cache, or train.initialize: random"
             )
         if folder is None and self.kind == "serve" and initialize != "random" and self.trained_run is None:
             raise JobError(
-                f"{self.where('model')}kind serve needs trained weights, and {self.served_name} has none here; give a "
-                "folder, a Hub id that is in the local cache, or a run; or serve.initialize: random to measure speed"
+                f"{self.where('model')}kind serve requires trained weights, but {self.served_name} has none here; "
+                "give a folder, a Hub id that is in the local cache, or a run; or serve.initialize: random to benchmark"
             )
         return folder
 
     @property
     def trained_run(self) -> Path | None:
-        """The directory of the run that `model:` names; None where it names none."""
+        """The directory of the run named by `model:`; None if it names no run."""
         return run_folder(self.model) if isinstance(self.model, str) else None
 
     @property
     def served_length(self) -> int:
-        """Tokens of a prompt and its answer together: as written, else what the model was made for. Where that is not
-        written an engine may have room for less."""
+        """Maximum context length of a request, prompt plus output: as written, else the model's. If not written, the
+        engine may reduce it to fit its memory."""
         assert self.serve is not None, f"kind {self.kind} does not serve"
         shape = self.model_shape
         return self.serve.max_length or (shape.max_sequence if shape else 0) or DEFAULT_LENGTH
 
     @property
     def served_name(self) -> str:
-        """What clients call the model: as written, else the preset, the Hub id, or the name of the folder or run."""
+        """Model name in the API: as written, else the preset, the Hub id, or the name of the folder or run."""
         assert self.serve is not None, f"kind {self.kind} does not serve"
         if self.serve.served_name is not None:
             return self.serve.served_name
@@ -494,11 +502,11 @@ class Job(Section):
         return Path(self.model).name if self.model.startswith("/") or is_url(self.model) else self.model
 
     def where(self, *location: str | int) -> str:
-        """`job.yaml:7: `, the beginning of a message about a key; nothing for a job that was not read from a file."""
+        """Return `job.yaml:7: `, the prefix of a message about a key; empty for a job without a file."""
         return f"{self._document.name}:{self._document.line(location)}: " if self._document else ""
 
     def fixed_layout(self, world: int) -> Layout | None:
-        """The layout the user wrote, on `world` ranks; None when it is `auto`."""
+        """Return the user's layout on `world` ranks; None for `auto`."""
         return self.layout.resolve(world, self.precision) if self.layout else None
 
 
@@ -514,7 +522,7 @@ def _job(document: Document) -> Job:
 
 
 def _without_schema(document: Document) -> Document:
-    """SchemaError alone for a schema that is not read here: what else is wrong would be told of another format."""
+    """Remove the schema key; SchemaError for an unsupported schema, before any error about its other keys."""
     if problem := schema_problem(document.data.get("schema")):
         where = f"{document.name}:{document.line(('schema',))}: " if document.name else ""
         raise SchemaError([where + problem])

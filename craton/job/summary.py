@@ -1,4 +1,4 @@
-"""A job in one line, once its model, batch and layout are known to go together."""
+"""The summary of a job in one line, after checking that its model, batch and layout fit together."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from craton.job.jobfile import Job
 from craton.job.layout import Layout, check_layout, check_served_layout, layout_line, nearest_layout
 from craton.job.sections import processes_per_node
 
-OWN_SOFTWARE = "craton"  # jobs that name no other stack are trained by Craton's own loop
-OWN_MODEL_ONLY = ("pp", "cp", "tp", "ep")  # what a model of the user's own knows nothing of
+OWN_SOFTWARE = "craton"  # jobs without another software profile are trained by Craton's own loop
+OWN_MODEL_ONLY = ("pp", "cp", "tp", "ep")  # dimensions that a user's own model does not support
 
 
 @dataclass(frozen=True)
 class JobSummary:
-    """What was checked. Numbers a kind does not have are None."""
+    """A checked job. Numbers that do not apply to its kind are None."""
 
     name: str
     kind: str
@@ -44,7 +44,7 @@ class JobSummary:
         if self.global_batch_sequences and self.global_batch_tokens:
             parts.append(
                 f"{self.global_batch_sequences:,} sequences of {self.sequence:,} = "
-                f"{count(self.global_batch_tokens)} tokens a step"
+                f"{count(self.global_batch_tokens)} tokens per step"
             )
         if self.steps and self.total_tokens:
             parts.append(f"{counted(self.steps, 'step')}, {count(self.total_tokens)} tokens")
@@ -52,14 +52,14 @@ class JobSummary:
 
 
 def check_job(job: Job, num_gpus: int) -> JobSummary:
-    """The summary of a job on so many GPUs, or a ContentError with what is wrong with its layout."""
+    """Return the summary of a job on `num_gpus` GPUs; ContentError with the problems of its layout."""
     shape = job.model_shape
     _check_progress(job, num_gpus)
     if job.serve and job.cluster.num_nodes > 1:
         raise ContentError(
             [
-                f"{job.where('cluster')}cluster: a server runs on one node, and {job.cluster} are "
-                f"{job.cluster.num_nodes}; write x 1, and start as many servers as you need"
+                f"{job.where('cluster')}cluster: a server runs on one node, but {job.cluster} has "
+                f"{job.cluster.num_nodes}; write x 1, and start one server per node"
             ]
         )
     layout = checked_layout(job, num_gpus, trained=job.software == OWN_SOFTWARE)
@@ -80,8 +80,8 @@ def check_job(job: Job, num_gpus: int) -> JobSummary:
 
 
 def _check_progress(job: Job, num_gpus: int) -> None:
-    """Refuse progress of a process that is never started; of an elastic job, on the fewest nodes."""
-    gpus_per_node = 0 if job.cluster.is_local else num_gpus // job.cluster.num_nodes  # 0: not known before it runs
+    """Refuse a progress.rank that does not exist; for an elastic job, on the minimum number of nodes."""
+    gpus_per_node = 0 if job.cluster.is_local else num_gpus // job.cluster.num_nodes  # 0: unknown before it runs
     per_node = processes_per_node(job.command, job.processes, gpus_per_node)
     if job.progress is None or not per_node:
         return
@@ -96,8 +96,8 @@ def _layout_text(job: Job, layout: Layout | None) -> str:
 
 
 def checked_layout(job: Job, num_gpus: int, *, trained: bool) -> Layout | None:
-    """The layout the user wrote, on so many GPUs; None for `auto`. A ContentError says what is wrong with it, and which
-    layout is nearest. `trained`: by Craton's own loop, not only planned for another stack."""
+    """Return the user's layout on `num_gpus` GPUs; None for `auto`. ContentError names its problems and the nearest
+    valid layout. `trained`: by Craton's own loop, not only planned for another stack."""
     shape, where = job.model_shape, job.where("layout")
     if job.layout is None:
         return None
@@ -115,8 +115,7 @@ def checked_layout(job: Job, num_gpus: int, *, trained: bool) -> Layout | None:
         if beyond:
             line = layout_line(Layout(fsdp=num_gpus, micro_batch=layout.micro_batch, recompute=layout.recompute))
             problems.append(
-                f"{where}layout: {', '.join(beyond)}: a model of your own is trained with replicate and fsdp alone; "
-                f"write {line}"
+                f"{where}layout: {', '.join(beyond)}: a custom model supports only replicate and fsdp; write {line}"
             )
         return _without_problems(layout, problems)
     batch, sequence = job.global_batch_sequences, job.sequence
@@ -132,14 +131,14 @@ def checked_layout(job: Job, num_gpus: int, *, trained: bool) -> Layout | None:
 
 
 def _served_layout(job: Job, num_gpus: int) -> Layout:
-    """A server's ranks are those of tp; a local machine without GPUs may have any number of them."""
+    """Return a server's layout: its ranks are those of tp; a local machine may have any number of ranks."""
     shape, where = job.model_shape, job.where("layout")
     assert job.layout is not None
     assert shape is not None
     layout = Layout(tp=job.layout.tp or 1, precision=job.precision)
     problems = [f"{where}layout: {problem}" for problem in check_served_layout(layout, shape)]
     if not problems and layout.tp > num_gpus and not job.cluster.is_local:
-        problems.append(f"{where}layout: tp {layout.tp} needs as many GPUs on one node, and a node has {num_gpus}")
+        problems.append(f"{where}layout: tp {layout.tp} needs {layout.tp} GPUs on one node, but a node has {num_gpus}")
     return _without_problems(layout, problems)
 
 

@@ -100,6 +100,6 @@ def test_a_model_without_weights_is_refused_before_anything_starts(verbs: Verbs,
     (verbs.folder / "base" / "model.safetensors").unlink()
     refused = verbs("run", "tune.yaml")
     assert refused.returncode == 2
-    assert "tune.yaml:2: kind sft starts from a trained model, and base has no weights here" in refused.stderr
+    assert "tune.yaml:2: kind sft starts from a trained model, but base has no weights here" in refused.stderr
     assert not (verbs.root / "tune").exists()
     assert not (verbs.folder / "cache").exists(), "nothing was tokenized for it"

@@ -43,7 +43,7 @@ def test_a_state_that_no_disk_takes_is_reported_kept_and_found_again(
 ) -> None:
     started = verbs("run", words, "--detach")
     assert started.returncode == 0, started.stderr
-    assert "saves only at its end and at a stop" in started.stdout
+    assert "saved only at the end and at a stop" in started.stdout
     verbs.wait_for_step(3, "words")
     run = verbs.run("words")
     rescue = run.path / "checkpoints" / "rescue"

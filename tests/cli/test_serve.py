@@ -190,9 +190,9 @@ def test_a_job_file_is_run_and_ctrl_c_leaves_it(verbs: Verbs, serve: Callable[..
         (["--port", "70000"], "serve.port: 70000 is not a whole number from 1 to 65535"),
         (["--precision", "fp4"], "serve.precision: 'fp4' is not allowed; allowed: bf16, fp8, fp32"),
         (["--tp", "3"], "layout: tp 3 does not divide"),
-        (["--max-length", "1M"], "max_length 1,048,576 is more than the 40,960 tokens"),
+        (["--max-length", "1M"], "max_length 1,048,576 exceeds the model's maximum sequence length of 40,960 tokens"),
         (["--adapter", "sql"], "--adapter 'sql' is not NAME=FOLDER"),
-        (["--adapter", "sql=/nowhere"], "'/nowhere' holds no adapter"),
+        (["--adapter", "sql=/nowhere"], "'/nowhere' contains no adapter"),
         (["--api-keys", "NO_SUCH_KEYS"], "serve.api_keys names NO_SUCH_KEYS"),
         (["--cluster", "p5.48xlarge x 2"], "is more than this machine"),
         (["--name", "two words"], "is not a name"),
@@ -208,7 +208,7 @@ def test_a_wrong_option_starts_nothing(verbs: Verbs, options: list[str], words: 
 
 def test_a_model_that_cannot_be_served_is_one_line(verbs: Verbs) -> None:
     for model, words in (
-        ("qwen3-0.6b", "kind serve needs trained weights, and qwen3-0.6b has none here"),
+        ("qwen3-0.6b", "kind serve requires trained weights, but qwen3-0.6b has none here"),
         ("qwen3-0.6", "did you mean 'qwen3-0.6b'?"),
         ("./nowhere", "nowhere"),
     ):

@@ -76,7 +76,7 @@ def test_the_line_says_model_cluster_batch_and_layout(validate: Command, tmp_pat
     file.write_text(JOB + "layout: {tp: 8}\n")
     assert validate(file)[1] == (
         "ok: my-job (pretrain) · llama-3.1-8b, 8.03B parameters · p5.48xlarge x 8 = 64 GPUs · "
-        "64 sequences of 8,192 = 524k tokens a step · 10 steps, 5.24M tokens · "
+        "64 sequences of 8,192 = 524k tokens per step · 10 steps, 5.24M tokens · "
         "layout fsdp 8 · tp 8 · micro_batch 1 · recompute none · bf16\n"
     )
     read = json.loads(validate(file, "--json")[1])

@@ -51,5 +51,5 @@ train: {global_batch_sequences: 8, steps: 10}
 cluster: local
 checkpoint: {tiers: [{to: "s3://"}]}
 """
-    with pytest.raises(ContentError, match=r"job.yaml:6: .*'s3://' names no bucket; write s3://bucket/prefix"):
+    with pytest.raises(ContentError, match=r"job.yaml:6: .*'s3://' has no bucket; write s3://bucket/prefix"):
         parse_job(text)

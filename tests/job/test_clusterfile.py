@@ -70,7 +70,7 @@ def test_a_cluster_file_is_found_beside_the_job(tmp_path: Path) -> None:
     assert reference.file.storage.shared is not None
     assert reference.file.storage.shared.capacity_bytes == 96 * 2**40
     assert cluster_of("./lab.yaml x 8", tmp_path).num_nodes == 8
-    with pytest.raises(ContentError, match=r"job.yaml:3: cluster: 65 nodes are asked for, but lab.yaml has 64"):
+    with pytest.raises(ContentError, match=r"job.yaml:3: cluster: 65 nodes requested, but lab.yaml has 64"):
         cluster_of("lab.yaml x 65", tmp_path)
 
 
@@ -85,7 +85,7 @@ def test_some_nodes_of_an_inline_cluster() -> None:
     assert (str(job.cluster), job.cluster.file and job.cluster.file.nodes.num_nodes) == ("lab (p5.48xlarge) x 2", 16)
     assert parse_job(dump_job(job)) == job
     assert str(job_with(inline % "4..8").cluster) == "lab (p5.48xlarge) x 4..8"
-    with pytest.raises(ContentError, match="17 nodes are asked for, but the cluster has 16"):
+    with pytest.raises(ContentError, match="17 nodes requested, but the cluster has 16"):
         job_with(inline % 17)
 
 
@@ -116,27 +116,27 @@ def test_examples_load(file: Path) -> None:
             "lab.yaml:5: key 'lable' .* under levels.leaf; .*'label'",
         ),
         ("kind: lustre", "kind: lustra", "lab.yaml:8: storage.shared.kind: 'lustra' is not allowed; .*'lustre'"),
-        (", capacity_bytes: 96TiB", "", "lab.yaml:8: storage: megabytes_per_second_per_tib needs capacity_bytes"),
+        (", capacity_bytes: 96TiB", "", "lab.yaml:8: storage: megabytes_per_second_per_tib requires capacity_bytes"),
         ("96TiB", "96 shelves", "storage.shared.capacity_bytes: '96 shelves' is not a size in bytes"),
-        ("account: lab", "queue: lab", "lab.yaml:9: scheduler: queue does not exist on slurm"),
+        ("account: lab", "queue: lab", "lab.yaml:9: scheduler: queue does not apply to slurm"),
         (
             "kind: slurm, partition: p5, account: lab",
             "kind: kubernetes, resources: {nvidia.com/gpu: 8}",
-            "lab.yaml:9: scheduler.resources: nvidia.com/gpu is counted from the machine; leave it out",
+            "lab.yaml:9: scheduler.resources: nvidia.com/gpu is derived from the instance type; remove it",
         ),
         (
             "kind: slurm, partition: p5, account: lab",
             "kind: kubernetes, resources: {hca: 1}",
-            "scheduler.resources: 'hca' is not a resource of a device plugin; write its whole name",
+            "scheduler.resources: 'hca' is not a device plugin resource; write its full name",
         ),
         (
             "kind: slurm, partition: p5, account: lab",
             "kind: kubernetes, resources: {rdma/hca: some}",
             "lab.yaml:9: scheduler.resources.*'some'",
         ),
-        ("account: lab", "resources: {rdma/hca: 1}", "lab.yaml:9: scheduler: resources does not exist on slurm"),
+        ("account: lab", "resources: {rdma/hca: 1}", "lab.yaml:9: scheduler: resources does not apply to slurm"),
         ("dollars_per_hour: 41.5", "dollars_per_hour: -1", r"lab.yaml:10: prices\[0\].dollars_per_hour: -1"),
-        ("spares: 2", "spares: 64", "lab.yaml:11: cluster: 64 spares leave none of 64 nodes"),
+        ("spares: 2", "spares: 64", "lab.yaml:11: cluster: 64 spares of 64 nodes leave no working node"),
         ("policy: drain", "policy: pray", "health.policy: 'pray' is not allowed; allowed: observe, drain, replace"),
     ],
 )

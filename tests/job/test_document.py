@@ -24,7 +24,7 @@ BAD_FILES = {
     "bomb": (b"a: &a [x, x]\nb: &b [*a, *a]\nc: &c [*b, *b]\n", ":2: aliases are not allowed (*a)"),
     "merge": (b"a: &a {x: 1}\nb:\n  <<: *a\n", ":3: aliases are not allowed (*a)"),
     "not UTF-8": (b"kind: sft\nname: \xff\n", ":2: is not UTF-8 (byte 0xff)"),
-    "NUL": (b"name: a\nkind: \x00\n", ":2: has a character that YAML forbids (0x00)"),
+    "NUL": (b"name: a\nkind: \x00\n", ":2: contains a character that YAML forbids (0x00)"),
     "list": (b"- a\n- b\n", ":1: the file is a list; it must be a mapping"),
     "scalar": (b"hello\n", "the single value 'hello'"),
     "two documents": (b"a: 1\n---\nb: 2\n", ":2: a second YAML document"),

@@ -37,7 +37,10 @@ def test_data_that_is_not_there(tmp_path: Path) -> None:
     [problem] = problems(tmp_path, JOB.replace("stdlib", "./tokns"))
     assert problem == f"3: data.path: {tmp_path / 'tokns'} does not exist; did you mean 'tokens'?"
     [problem] = problems(tmp_path, JOB.replace("stdlib", "/absent/folder/tokens"))
-    assert "does not exist; nor does the folder /absent/folder; give a file or a folder of text or token" in problem
+    assert (
+        "does not exist; the folder /absent/folder does not exist either; give a file or a folder of text or token"
+        in problem
+    )
     mixed = JOB.replace("stdlib", "[{path: ./tokens}, {path: ./absent}], validation: ./other")
     assert [problem.partition(":")[2].split()[0] for problem in problems(tmp_path, mixed)] == [
         "data.path:",
@@ -53,13 +56,13 @@ def test_functions_are_found_without_being_imported(tmp_path: Path) -> None:
     (tmp_path / "mine" / "losses.py").write_text("raise SystemExit('imported')\ndef weighted(batch): ...\n")
     assert problems(tmp_path, f"{JOB}objective: mine.losses:weighted\n") == []
     [problem] = problems(tmp_path, f"{JOB}objective: mine.losses:wieghted\n")
-    assert (
-        problem == f"6: objective: {tmp_path / 'mine/losses.py'} has no 'wieghted' at its top; did you mean 'weighted'?"
+    assert problem == (
+        f"6: objective: {tmp_path / 'mine/losses.py'} defines no 'wieghted' at the top level; did you mean 'weighted'?"
     )
     [problem] = problems(tmp_path, f"{JOB}objective: mine.loss:weighted\n")
     assert problem == (
-        f"6: objective: there is no module 'mine.loss' in {tmp_path}, nor an installed one; write mine/loss.py beside "
-        "the job file, or install the package"
+        f"6: objective: module 'mine.loss' is neither in {tmp_path} nor installed; write mine/loss.py next to the job "
+        "file, or install the package"
     )
     assert problems(tmp_path, f"{JOB}objective: json:dumps\n") == []
     (tmp_path / "mine" / "losses.py").write_text("from other import *\n")

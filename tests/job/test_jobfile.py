@@ -77,7 +77,7 @@ def test_every_key_of_a_full_job() -> None:
     )
     assert str(check_job(job, 128)) == (
         "llama-8b (pretrain) · llama-3.1-8b, 8.03B parameters · p5en.48xlarge x 16 = 128 GPUs · "
-        "1,024 sequences of 8,192 = 8.39M tokens a step · 1,788,140 steps, 15T tokens · layout auto"
+        "1,024 sequences of 8,192 = 8.39M tokens per step · 1,788,140 steps, 15T tokens · layout auto"
     )
 
 
@@ -171,7 +171,9 @@ def test_weights_are_loaded_where_there_are_some(tmp_path: Path) -> None:
     text = with_lines(model=str(tmp_path), data="{sequence: 8}")
     wanted = text.replace("steps: 10", "steps: 10, initialize: weights")
     assert parse_job(text).weights_folder is None
-    with pytest.raises(JobError, match=r"job\.yaml:4: train\.initialize is weights, but the model holds none"):
+    with pytest.raises(
+        JobError, match=r"job\.yaml:4: train\.initialize is weights, but no weights of the model were found"
+    ):
         _ = parse_job(wanted).weights_folder
 
     (tmp_path / "model.safetensors").write_bytes(b"")
@@ -261,8 +263,8 @@ MISTAKES: list[tuple[dict[str, str], int, str]] = [
         6,
         "run.on: 'slrum' is not allowed; allowed: local, slurm, kubernetes; did you mean 'slurm'?",
     ),
-    ({"run": "{secrets: [HF-TOKEN]}"}, 6, "run.secrets[0]: 'HF-TOKEN' is not the name of an environment variable"),
-    ({"run": "{env: {1A: x}}"}, 6, "run.env.1A: '1A' is not the name of an environment variable"),
+    ({"run": "{secrets: [HF-TOKEN]}"}, 6, "run.secrets[0]: 'HF-TOKEN' is not a valid name of an environment variable"),
+    ({"run": "{env: {1A: x}}"}, 6, "run.env.1A: '1A' is not a valid name of an environment variable"),
     ({"run": "{env: {KEY: x}, secrets: [KEY]}"}, 6, "run: KEY is both a secret and in env; remove it from env"),
     (
         {"checkpoint": "{tiers: [{to: nvme, evry: 5m}]}"},
@@ -280,18 +282,18 @@ MISTAKES: list[tuple[dict[str, str], int, str]] = [
     (
         {"train": "{global_batch_sequences: 8, weights: bf16, precision: fp32}"},
         4,
-        "train: weights bf16 cannot be computed with in fp32; use precision bf16 or fp8, or weights fp32",
+        "train: weights bf16 cannot be used with precision fp32; use precision bf16 or fp8, or weights fp32",
     ),
     (
         {"train": "{global_batch_sequences: 8, evaluate: {every_steps: 5}}"},
         4,
-        "evaluate needs `validation:` under data",
+        "evaluate requires data.validation",
     ),
     ({"train": "{global_batch_sequences: 8, evaluate: 5}"}, 4, "train.evaluate: 5 is not a mapping of `key: value`"),
     (
         {"train": "{global_batch_sequences: 8, steps: 10, warmup_steps: 11}"},
         4,
-        "train: 11 warmup_steps are more than the 10 steps of the job",
+        "train: warmup_steps 11 exceeds the 10 steps of the job",
     ),
     (
         {"train": "{global_batch_sequences: 8, schedule: constant, final_learning_rate: 0}"},
@@ -305,8 +307,8 @@ MISTAKES: list[tuple[dict[str, str], int, str]] = [
     ({"train": "{global_batch_sequences: 8, on_spike: {factor: 1}}"}, 4, "1 is not allowed; give a number above 1"),
     ({"train": "{global_batch_sequences: 8, learning_rate: -1}"}, 4, "rate: -1 is not allowed; give a number above 0"),
     ({"train": "{global_batch_sequences: 8, weight_decay: -1}"}, 4, "-1 is not allowed; give a number of at least 0"),
-    ({"data": "{sequence: 8, tokenizer: bpe:9}"}, 3, "data.tokenizer: 'bpe:9' is not a tokenizer to train; write bpe:"),
-    ({"data": "{sequence: 8, tokenizer: bpe:258}"}, 3, "data.tokenizer: 'bpe:258' is not a tokenizer to train"),
+    ({"data": "{sequence: 8, tokenizer: bpe:9}"}, 3, "data.tokenizer: 'bpe:9' is not a BPE tokenizer; write bpe:"),
+    ({"data": "{sequence: 8, tokenizer: bpe:258}"}, 3, "data.tokenizer: 'bpe:258' is not a BPE tokenizer"),
     ({"data": "{sequence: 8, path: 7}"}, 3, "data.path: 7 is not a path; write a file, a folder, an s3:// prefix or"),
     ({"data": "{sequence: 8, path: []}"}, 3, "data.path: the list is empty; write a path, or a list of {path, weight}"),
     (
@@ -315,10 +317,10 @@ MISTAKES: list[tuple[dict[str, str], int, str]] = [
         "key 'wait' is not known under data.path[1]; allowed: path, weight; did you mean 'weight'?",
     ),
     ({"data": "{sequence: 8, path: [{path: x, weight: 0}]}"}, 3, "weight: 0 is not allowed; give a number above 0"),
-    ({"checkpoint": "{peer: never}"}, 6, "checkpoint.peer: 'never' is not allowed; write auto, off, or a duration"),
+    ({"checkpoint": "{peer: never}"}, 6, "checkpoint.peer: 'never' is not allowed; write auto, off, a duration"),
     ({"name": "a b"}, 6, "name: 'a b' is not a name"),
     ({"reward": "exact"}, 6, "reward: 'exact' is not a function; write package.module:function"),
-    ({"reward": "a:b"}, 1, "reward belongs to kind grpo, not pretrain (lines 1 and 6)"),
+    ({"reward": "a:b"}, 1, "reward applies to kind grpo, not pretrain (lines 1 and 6)"),
     ({"kind": "grpo", "data": "{path: /d, sequence: 8}"}, 1, "kind grpo needs `reward:`"),
     ({"kind": "command"}, 1, "kind command needs `command:`"),
     ({"kind": "serve"}, 1, "kind serve does not train; remove `train:` (lines 1 and 4)"),
@@ -389,7 +391,7 @@ def test_what_only_sounds_like_a_secret_may_be_written_down() -> None:
 def test_what_a_command_would_ignore_is_refused(key: str, value: str) -> None:
     text = f"kind: command\ncommand: ls\ncluster: local\n{key}: {value}\n"
     (problem,) = problems_of(text)
-    assert f"{key} is not for kind command: the command " in problem
+    assert f"{key} does not apply to kind command: the command " in problem
     assert problem.endswith("(lines 1 and 4)")
     job = parse_job("kind: command\ncommand: ls\ncluster: local\n")
     assert parse_job(dump_job(job)) == job, "what a run keeps of it, with all defaults, is read"
@@ -425,7 +427,7 @@ def test_all_problems_are_listed_in_the_order_of_their_lines() -> None:
 def test_at_most_ten_problems_are_listed() -> None:
     problems = problems_of(with_lines(run="{" + ", ".join(f"key{i}: 1" for i in range(25)) + "}"))
     assert len(problems) == 11
-    assert problems[-1] == "job.yaml: and 15 more; mend these first"
+    assert problems[-1] == "job.yaml: and 15 more; fix these first"
 
 
 def test_a_layout_that_does_not_fit_is_told_with_its_line() -> None:
@@ -433,7 +435,7 @@ def test_a_layout_that_does_not_fit_is_told_with_its_line() -> None:
     with pytest.raises(ContentError) as caught:
         check_job(job, 64)
     assert caught.value.problems[0].startswith("job.yaml:6: layout: tp 64 does not divide the model's 32 heads")
-    with pytest.raises(ContentError, match=r"job\.yaml:6: layout takes a multiple of 3 ranks"):
+    with pytest.raises(ContentError, match=r"job\.yaml:6: layout needs a multiple of 3 ranks"):
         check_job(parse_job(with_lines(layout="{pp: 3}")), 64)
 
 

@@ -45,12 +45,12 @@ def test_a_valid_layout_has_no_problems() -> None:
         ({"fsdp": 8}, LLAMA, "= 64 ranks, but the cluster has 128 GPUs; fsdp 16 would fit"),
         ({"tp": 3}, LLAMA, "does not divide 128; the nearest that does is 2"),
         ({"tp": 64, "fsdp": 2}, LLAMA, "tp 64 does not divide the model's 32 heads; nearest: tp 32"),
-        ({"tp": 12}, LLAMA, "tp 12 does not divide the model's 32 heads and 8 key-value heads, nor is it a multiple"),
+        ({"tp": 12}, LLAMA, "tp 12 does not divide the model's 32 heads and 8 KV heads, nor is it a multiple"),
         ({"pp": 64, "fsdp": 2, "tp": 1}, LLAMA, "64 stages, but the model has 32 layers; use pp ≤ 32"),
-        ({"ep": 2}, LLAMA, "ep 2 needs experts, and llama-3.1-8b is dense; use ep 1"),
+        ({"ep": 2}, LLAMA, "ep 2 requires experts, but llama-3.1-8b is dense; use ep 1"),
         ({"ep": 3}, QWEN, "ep 3 does not divide the model's 128 experts; nearest: ep 2"),
         ({"ep": 64}, QWEN, "ep 64 does not divide replicate · fsdp · cp = 16; nearest: ep 16"),
-        ({"fsdp": 1, "cp": 3, "tp": 1}, LLAMA, "2·cp = 6, which 8192 is not; nearest: cp 2, or sequence 8190"),
+        ({"fsdp": 1, "cp": 3, "tp": 1}, LLAMA, "2·cp = 6, not 8192; nearest: cp 2, or sequence 8190"),
         ({"micro_batch": 3}, LLAMA, "· 16 · 3 = 48; nearest: micro_batch 2, or 1008 sequences"),
         ({"schedule": "interleaved", "pp": 2, "fsdp": 8}, LLAMA, "interleaved needs vpp above 1; use vpp 2"),
         ({"vpp": 2, "pp": 2, "fsdp": 8}, LLAMA, "vpp 2 needs schedule interleaved or zero-bubble"),
@@ -67,7 +67,7 @@ def test_key_value_heads_may_be_copied_by_other_stacks_and_are_cut_by_ours() -> 
     layout = Layout(fsdp=8, tp=16)
     assert check_layout(layout, LLAMA, 128, 1024, 8192) == []
     assert check_layout(layout, LLAMA, 128, 1024, 8192, trained=True) == [
-        "tp 16 does not divide the model's 8 key-value heads; nearest: tp 8"
+        "tp 16 does not divide the model's 8 KV heads; nearest: tp 8"
     ]
 
 
@@ -85,7 +85,7 @@ SHARED = replace(QWEN, shared_experts=1, moe_ffn_hidden=772, hidden=2056, dense_
             Layout(fsdp=16, tp=8, precision="fp8"),
             replace(LLAMA, ffn_hidden=14400),
             1024,
-            "tp 8 does not cut ffn_hidden 14400 into multiples of 16, which fp8 needs; nearest: tp 4",
+            "tp 8 does not split ffn_hidden 14400 into multiples of 16, as fp8 requires; nearest: tp 4",
         ),
         (Layout(replicate=2, fsdp=64, ep=128), QWEN, 1024, ""),
         (Layout(replicate=16, fsdp=8, ep=128), QWEN, 1024, ""),
@@ -96,13 +96,13 @@ SHARED = replace(QWEN, shared_experts=1, moe_ffn_hidden=772, hidden=2056, dense_
             Layout(fsdp=512, ep=8),
             SHARED,
             512,
-            "over 64 ranks (what ep 8 leaves of fsdp · cp · tp)",
+            "over 64 ranks (fsdp · cp · tp without ep 8)",
         ),
         (
             Layout(pp=4, fsdp=4, tp=8, vpp=2, schedule="interleaved"),
             LLAMA,
             24,
-            "6, must be a multiple of pp 4",
+            "the 6 micro-batches per step must be a multiple of pp 4",
         ),
     ],
 )
@@ -115,7 +115,7 @@ def test_what_our_own_training_needs(layout: Layout, shape: ModelShape, batch: i
 
 def test_sequence_parallel_needs_a_sequence_tp_divides() -> None:
     problems = check_layout(Layout(tp=8), LLAMA, 8, 8, 1004)
-    assert problems == ["tp 8 splits the 1004 tokens of a rank, which it does not divide; nearest: sequence 1008"]
+    assert problems == ["tp 8 does not divide the 1004 tokens per rank; nearest: sequence 1008"]
 
 
 @settings(max_examples=300)

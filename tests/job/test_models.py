@@ -241,7 +241,7 @@ def test_a_function_has_no_shape(tmp_path: Path) -> None:
             "heads 5 does not divide hidden 64; give head_dim",
         ),
         ("{layers: 2, hidden: 64, heads: 4, vocab: 9}", "ffn_hidden is missing"),
-        ("{layers: 2, hidden: 64, heads: 4, vocab: 9, ffn_hidden: 8, experts: 4}", "experts need moe_ffn_hidden"),
+        ("{layers: 2, hidden: 64, heads: 4, vocab: 9, ffn_hidden: 8, experts: 4}", "experts requires moe_ffn_hidden"),
         ("[1, 2]", r"\[1, 2\] is not a model"),
     ],
 )

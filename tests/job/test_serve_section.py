@@ -98,39 +98,39 @@ PROBLEMS = [
         5,
         "key 'ngrams' is not known under serve.speculate; allowed: ngram; did you",
     ),
-    ("serve: {speculate: 4}\n", 5, "serve.speculate: 4 is not allowed; write off, or how tokens are guessed"),
+    ("serve: {speculate: 4}\n", 5, "serve.speculate: 4 is not allowed; write off, or the draft method"),
     ("serve: {port: 70000}\n", 5, "serve.port: 70000 is not a whole number from 1 to 65535"),
-    ("serve: {host: 'http://me'}\n", 5, "serve.host: 'http://me' is not an address to listen at"),
-    ("serve: {memory: 90}\n", 5, "serve.memory: 90 is not a share of the device's memory"),
+    ("serve: {host: 'http://me'}\n", 5, "serve.host: 'http://me' is not an address to listen on"),
+    ("serve: {memory: 90}\n", 5, "serve.memory: 90 is not a fraction of the GPU memory"),
     ("serve: {host_memory: lots}\n", 5, "serve.host_memory: 'lots' is not a size in bytes; write e.g. 80GiB"),
     ("serve: {max_length: long}\n", 5, "serve.max_length: 'long' is not a number of tokens"),
     (
         "serve: {max_length: 256k}\n",
         5,
-        "max_length 262,144 is more than the 131,072 tokens that the model was made for",
+        "max_length 262,144 exceeds the model's maximum sequence length of 131,072 tokens",
     ),
     ("serve: {tool_parser: lama3}\n", 5, "did you mean 'llama3'?"),
     ("serve: {precision: fp4}\n", 5, "allowed: bf16, fp8, fp32"),
     (
         "serve: {backend: flash3}\n",
         5,
-        "serve.backend: 'flash3' was removed, because nothing ever ran it on a GPU; allowed: auto, torch, triton",
+        "serve.backend: 'flash3' was removed because it was never run on a GPU; allowed: auto, torch, triton",
     ),
-    ("serve: {backend: flashinfer}\n", 5, "serve.backend: 'flashinfer' was removed, because nothing ever ran it"),
+    ("serve: {backend: flashinfer}\n", 5, "serve.backend: 'flashinfer' was removed because it was never run"),
     ("serve: {backend: tritn}\n", 5, "serve.backend: 'tritn' is not allowed; allowed: auto, torch, triton; did you"),
-    ("serve: {api_keys: 'my key'}\n", 5, "'my key' is not the name of an environment variable"),
-    ("serve: {served_name: ' '}\n", 5, "it is empty; write the name that clients call the model by"),
-    ("serve:\n  adapters: {sql: nowhere}\n", 6, "'nowhere' holds no adapter (adapter_config.json is missing)"),
+    ("serve: {api_keys: 'my key'}\n", 5, "'my key' is not a valid name of an environment variable"),
+    ("serve: {served_name: ' '}\n", 5, "the name is empty; write the model name that clients use"),
+    ("serve:\n  adapters: {sql: nowhere}\n", 6, "'nowhere' contains no adapter (adapter_config.json is missing)"),
     ("serve: {adapters: [a]}\n", 5, "serve.adapters: ['a'] is not a mapping"),
-    ("layout: {tp: 2, fsdp: 4}\n", 5, "layout: fsdp is not for a server: weights that are gathered"),
-    ("layout: {replicate: 2}\n", 5, "start another one on another port"),
-    ("layout: {pp: 2}\n", 5, "layout: pp is not for a server"),
-    ("layout: {precision: fp8}\n", 5, "layout: precision is not for a server: write serve.precision"),
-    ("recover: {spares: 1}\n", 2, "recover: a server runs on one node, without spares"),
+    ("layout: {tp: 2, fsdp: 4}\n", 5, "layout: fsdp does not apply to a server: gathering weights"),
+    ("layout: {replicate: 2}\n", 5, "start another server on another port"),
+    ("layout: {pp: 2}\n", 5, "layout: pp does not apply to a server"),
+    ("layout: {precision: fp8}\n", 5, "layout: precision does not apply to a server: write serve.precision"),
+    ("recover: {spares: 1}\n", 2, "recover: a server runs on one node and has no spares"),
     ("data: {path: /text}\n", 2, "kind serve reads no data; remove `data:` (lines 2 and 5)"),
     ("train: {global_batch_sequences: 8}\n", 2, "kind serve does not train; remove `train:` (lines 2 and 5)"),
-    ("layout: {tp: 3}\n", 5, "tp 3 does not divide the model's 32 heads and 8 key-value heads"),
-    ("layout: {tp: 16}\n", 5, "tp 16 does not divide the model's 8 key-value heads; nearest: tp 8"),
+    ("layout: {tp: 3}\n", 5, "tp 3 does not divide the model's 32 heads and 8 KV heads"),
+    ("layout: {tp: 16}\n", 5, "tp 16 does not divide the model's 8 KV heads; nearest: tp 8"),
 ]
 
 
@@ -146,16 +146,16 @@ def test_every_mistake_is_told_with_its_line(text: str, line: int, message: str)
 def test_names_do_not_meet(adapters: Path) -> None:
     with pytest.raises(CratonError, match=r"both called 'sql'"):
         parse_job(JOB + "serve: {served_name: sql, adapters: {sql: adapters/sql}}\n", folder=adapters)
-    with pytest.raises(CratonError, match=r"'llama-3\.1-8b' is the model's own name"):
+    with pytest.raises(CratonError, match=r"'llama-3\.1-8b' is the name of the model"):
         parse_job(JOB + "serve: {adapters: {llama-3.1-8b: adapters/sql}}\n", folder=adapters)
-    with pytest.raises(CratonError, match=r"1 adapters are named and max_adapters is 0"):
+    with pytest.raises(CratonError, match=r"1 adapters are given but max_adapters is 0"):
         parse_job(JOB + "serve: {max_adapters: 0, adapters: {sql: adapters/sql}}\n", folder=adapters)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("kind: command\ncommand: ls\ncluster: local\nserve: {port: 1}\n", "serve belongs to kind serve, not command"),
+        ("kind: command\ncommand: ls\ncluster: local\nserve: {port: 1}\n", "serve applies to kind serve, not command"),
         ("kind: serve\nmodel: my.models:build\ncluster: local\n", "my.models:build is a function; give a preset"),
         ("kind: serve\ncluster: local\n", "kind serve needs `model:`"),
         (JOB.replace("x 1", "x 2"), "job.yaml:4: cluster: a server runs on one node"),
@@ -175,7 +175,9 @@ def test_a_job_without_a_file_is_told_without_lines() -> None:
 
 
 def test_weights_are_needed_unless_they_are_to_be_random(tmp_path: Path) -> None:
-    with pytest.raises(CratonError, match=r"job\.yaml:3: kind serve needs trained weights, and llama-3\.1-8b has none"):
+    with pytest.raises(
+        CratonError, match=r"job\.yaml:3: kind serve requires trained weights, but llama-3\.1-8b has none"
+    ):
         _ = parse_job(JOB).weights_folder
     assert parse_job(JOB + "serve: {initialize: random}\n").weights_folder is None
     folder = tmp_path / "my-model"
@@ -211,8 +213,10 @@ def test_a_run_of_ours_is_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     other = trained(tmp_path / "runs", "preset", train.format(name="qwen3-0.6b"))
     named = parse_job("kind: serve\nmodel: preset\ncluster: local\n")
     assert (named.trained_run, named.served_length) == (other, 40_960)
-    with pytest.raises(CratonError, match=r"is a run, which can be served; to train on from it, `craton export` it"):
+    with pytest.raises(
+        CratonError, match=r"is a run, which can only be served; to continue training from it, export it"
+    ):
         parse_job(train.format(name="mine"))
     trained(tmp_path / "runs", "server", "kind: serve\nmodel: mine\ncluster: local\n")
-    with pytest.raises(CratonError, match="the run server is of kind serve, which trains no model"):
+    with pytest.raises(CratonError, match="the run server has kind serve, which trains no model"):
         parse_job("kind: serve\nmodel: server\ncluster: local\n")

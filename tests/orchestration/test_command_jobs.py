@@ -138,19 +138,19 @@ def test_a_launch_says_how_progress_is_read() -> None:
 @pytest.mark.parametrize(
     ("more", "line", "problem"),
     [
-        ("progress:\n  pattern: 'loss {loss}'\n", 6, "nothing in it is called step"),
+        ("progress:\n  pattern: 'loss {loss}'\n", 6, "no field is named step"),
         ("progress:\n  pattern: ['{step}', 'step (?P<step>\\d+']\n", 6, "is not a regular expression: missing \\)"),
-        ("progress:\n  pattern: 'no names'\n", 6, "names nothing to read"),
-        ("progress:\n  pattern: 'step {step} {Loss}'\n", 6, "'Loss' cannot be the name of a metric"),
+        ("progress:\n  pattern: 'no names'\n", 6, "has no named fields"),
+        ("progress:\n  pattern: 'step {step} {Loss}'\n", 6, "'Loss' is not a valid metric name"),
         ("progress:\n  hang: 9x\n", 5, "give `pattern:`, `prometheus:` or both"),
         ("progress:\n  pattern: '{step}'\n  hang: soon\n", 7, "'soon' is not allowed; write auto, off"),
         ("progress:\n  prometheus: {address: 'ftp://x', names: {a: step}}\n", 6, "write e.g. http://"),
         (
             "progress:\n  prometheus:\n    address: http://x\n    names:\n      a: 7\n",
             9,
-            "cannot be the name of a metric",
+            "is not a valid metric name",
         ),
-        ("processes: all\n", 5, "write node \\(one process a node\\), gpu"),
+        ("processes: all\n", 5, "write node \\(one process per node\\), gpu"),
         ("workdir: {folder: x}\n", 5, "key 'folder' is not known under workdir"),
     ],
 )
@@ -167,10 +167,10 @@ def test_a_placeholder_with_a_slip_is_told_and_other_braces_are_the_command_s_ow
     parse_job(job_text("'echo {node_rnk}'"))
     parse_job(job_text("'for rank in 1 2; do echo ${rank}; done'"))
     for command in ("'train --nodes {num_nodes}'", "[/bin/sh, -c, 'train --nodes {num_nodes}']"):
-        text = r"job.yaml:3: command: \{num_nodes\} is not replaced in a text .* write \$CRATON_NUM_NODES, or"
+        text = r"job.yaml:3: command: \{num_nodes\} is not replaced in a shell string; write \$CRATON_NUM_NODES, or"
         with pytest.raises(ContentError, match=text):
             parse_job(job_text(command))
-    with pytest.raises(ContentError, match="progress belongs to kind command, not serve"):
+    with pytest.raises(ContentError, match="progress applies to kind command, not serve"):
         parse_job("kind: serve\nmodel: llama-3.1-8b\ncluster: local\nprogress: {pattern: '{step}'}\n")
 
 

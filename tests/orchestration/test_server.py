@@ -90,7 +90,7 @@ REFUSED = {
         BIG.replace("random", "random, max_length: 128k") + "layout: {tp: 2}\n",
         ["131,072 are needed", "a shorter serve.max_length"],
     ),
-    "no weights": (BIG.replace("random", "auto"), ["job.yaml:3", "needs trained weights", "serve.initialize: random"]),
+    "no weights": (BIG.replace("random", "auto"), ["job.yaml:3", "trained weights", "serve.initialize: random"]),
     "keys that are not there": (
         BIG.replace("random", "random, api_keys: NO_SUCH_KEYS"),
         ["serve.api_keys names NO_SUCH_KEYS", "export NO_SUCH_KEYS=KEY"],

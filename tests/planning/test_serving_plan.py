@@ -167,7 +167,7 @@ def test_links_make_ranks_wait() -> None:
         ),
         (
             "kind: serve\nmodel: llama-2-7b\ncluster: p5.48xlarge x 1\nlayout: {tp: 16}\n",
-            "tp 16 needs as many GPUs on one node, and a node has 8",
+            "tp 16 needs 16 GPUs on one node, but a node has 8",
         ),
         ("kind: command\ncommand: ls\ncluster: local\n", "kind command does not serve"),
     ],

@@ -1,4 +1,4 @@
-"""The cluster file, and what `cluster:` of a job may say."""
+"""The cluster file, and the `cluster:` key of a job."""
 
 from __future__ import annotations
 

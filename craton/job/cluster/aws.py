@@ -1,7 +1,7 @@
-"""`aws:` of a cluster file: what it takes to make the cluster there, beside what the rest of the file says of it.
+"""The `aws:` section of a cluster file: what `craton cluster provision` needs in addition to the rest of the file.
 
-Every key may be left out; which of them one kind of cluster needs is checked when it is provisioned, all at once. Sizes
-of the shared file system stand under `storage:`, queues and partitions under `scheduler:`.
+Every key is optional; provisioning checks which keys a kind of cluster requires, all at once. The size of the shared
+file system is set under `storage:`, queues and partitions under `scheduler:`.
 """
 
 from __future__ import annotations
@@ -82,48 +82,48 @@ Version = Annotated[str, AfterValidator(_matching(r"[0-9]+\.[0-9]+", "a version"
 
 
 class Aws(Section):
-    """Names and numbers of one account's network, capacity and roles."""
+    """Network, capacity and roles of an AWS account."""
 
     region: Region | None = None
-    zone: Zone | None = None  # where the nodes are; capacity blocks belong to one
+    zone: Zone | None = None  # zone of the nodes; a capacity block is in one zone
     vpc: Vpc | None = None
     subnet: Subnet | None = None  # of the nodes: private, in `zone`
-    head_subnet: Subnet | None = None  # of head and login nodes; default: that of the nodes
-    control_subnets: tuple[Subnet, ...] = ()  # EKS: of its control plane, in at least two zones
+    head_subnet: Subnet | None = None  # of head and login nodes; default: the nodes' subnet
+    control_subnets: tuple[Subnet, ...] = ()  # EKS: of the control plane, in at least two zones
     security_groups: tuple[SecurityGroup, ...] = ()  # HyperPod: must allow all traffic among themselves, for EFA
     key_name: KeyName | None = None
     head_instance: MachineType = "m7i.4xlarge"  # of head, login and system nodes
     capacity_block: Reservation | None = None
     capacity_reservation: Reservation | None = None
-    training_plan: TrainingPlan | None = None  # HyperPod's reserved capacity
-    placement_group: str | None = None  # an existing one; default: one is made, but for reserved capacity
-    scripts: Bucket | None = None  # where set-up scripts are uploaded to, for nodes to fetch
+    training_plan: TrainingPlan | None = None  # reserved capacity of HyperPod
+    placement_group: str | None = None  # an existing one; default: create one, except for reserved capacity
+    scripts: Bucket | None = None  # where setup scripts are uploaded for the nodes
     data: Bucket | None = None  # linked to the shared file system; default: the object tier of `storage:`
-    file_system: FileSystem | None = None  # an FSx for Lustre that exists; default: one is made
-    file_system_mount: MountName | None = None  # its MountName; needed with file_system, except by ParallelCluster
-    image: Image | None = None  # of the nodes; ParallelCluster, HyperPod and EKS have their own
+    file_system: FileSystem | None = None  # an existing FSx for Lustre; default: create one
+    file_system_mount: MountName | None = None  # its MountName; required with file_system, except for ParallelCluster
+    image: Image | None = None  # AMI of the nodes; ParallelCluster, HyperPod and EKS have defaults
     os: Literal["alinux2023", "ubuntu2204", "ubuntu2404"] = "ubuntu2404"  # ParallelCluster
     slurm_version: Version = "25.05"  # PCS
     kubernetes_version: Version = "1.34"
     execution_role: Role | None = None  # HyperPod
-    karpenter_role: RoleName | None = None  # name of the role of Karpenter's nodes; default: KarpenterNodeRole-CLUSTER
-    eks_cluster: EksCluster | None = None  # hyperpod-eks: the cluster that orchestrates
-    package: str = "craton"  # what pip installs on nodes: a requirement, or the path of a wheel
-    network_cards: int | None = None  # of an instance whose cards Craton does not know
+    karpenter_role: RoleName | None = None  # role name of Karpenter's nodes; default: KarpenterNodeRole-CLUSTER
+    eks_cluster: EksCluster | None = None  # hyperpod-eks: the orchestrating EKS cluster
+    package: str = "craton"  # installed with pip on the nodes: a requirement, or the path of a wheel
+    network_cards: int | None = None  # of an instance type whose network cards Craton does not know
 
     @model_validator(mode="after")
     def _one_kind_of_capacity(self) -> Self:
         kinds = [key for key in ("capacity_block", "capacity_reservation", "training_plan") if getattr(self, key)]
         if len(kinds) > 1:
             raise KeyConflictError(
-                f"aws: {' and '.join(kinds)} are different ways to have capacity; keep one", *((key,) for key in kinds)
+                f"aws: {' and '.join(kinds)} are alternative kinds of capacity; keep one", *((key,) for key in kinds)
             )
         if self.capacity_block and self.placement_group:
             raise KeyConflictError(
-                "aws: a capacity block is placed by EC2 and takes no placement group; remove placement_group",
+                "aws: EC2 places a capacity block itself, without a placement group; remove placement_group",
                 ("placement_group",),
                 ("capacity_block",),
             )
         if self.zone and self.region and not self.zone.startswith(self.region):
-            raise KeyConflictError(f"aws: zone {self.zone} is not in {self.region}", ("zone",), ("region",))
+            raise KeyConflictError(f"aws: zone {self.zone} is not in region {self.region}", ("zone",), ("region",))
         return self

@@ -1,8 +1,8 @@
-"""The cluster file, and what a job may say under `cluster:`.
+"""The cluster file, and the `cluster:` key of a job.
 
-A cluster file describes a place once: its machines (a catalog name, or the measured numbers of hardware the catalog
-does not know), the levels of its network, storage, scheduler, prices, spares and health policy. Jobs point at it. Names
-are resolved against the catalog in craton.infrastructure; here only what is written is checked.
+A cluster file describes a cluster once: its machines (a catalog name, or the measured numbers of hardware the catalog
+does not have), network levels, storage, scheduler, prices, spares and health policy. Jobs refer to it.
+craton.infrastructure resolves names in the catalog; this module checks only what is written.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _NODES = re.compile(r"(?P<low>[0-9]+)(?:\.\.(?P<high>[0-9]+))?")
 _REFERENCE = re.compile(r"(?P<name>\S+)(?:\s+[x×]\s+(?P<nodes>\S+))?")
 _WORD = r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?"
 _RESOURCE = re.compile(rf"[a-z0-9]([a-z0-9.-]*[a-z0-9])?/{_WORD}")
-_COUNTED = ("nvidia.com/gpu", "vpc.amazonaws.com/efa")  # resources that come from the machine
+_COUNTED = ("nvidia.com/gpu", "vpc.amazonaws.com/efa")  # resources derived from the instance type
 
 
 class PriceNumbers(Section):
-    """What one node costs; a user's own price wins over the catalog's."""
+    """The price of one node; overrides the catalog's."""
 
     dollars_per_hour: Annotated[float, Field(gt=0)]
     kind: PurchaseKind = "own"
@@ -52,12 +52,12 @@ class PriceNumbers(Section):
 
 
 class GpuNumbers(Section):
-    """A GPU the catalog does not know; keys as in craton.infrastructure.Gpu."""
+    """A GPU that is not in the catalog; keys as in craton.infrastructure.Gpu."""
 
     name: str
     generation: Literal["ampere", "ada", "hopper", "blackwell", "blackwell-ultra", "cpu"]
     flops: dict[FlopsKind, Flops]  # dense peak
-    achievable_flops: dict[FlopsKind, Flops] = Field(default_factory=dict)  # best matrix product measured
+    achievable_flops: dict[FlopsKind, Flops] = Field(default_factory=dict)  # best measured matmul
     memory_bytes: Bytes
     memory_bytes_per_second: BytesPerSecond
     nvlink_bytes_per_second: BytesPerSecond | None = None
@@ -65,16 +65,16 @@ class GpuNumbers(Section):
 
 
 class HardwareNumbers(Section):
-    """A node the catalog does not know; keys as in craton.infrastructure.Instance."""
+    """A node type that is not in the catalog; keys as in craton.infrastructure.Instance."""
 
     name: str
-    gpu: str | GpuNumbers  # a catalog name, or its own numbers
+    gpu: str | GpuNumbers  # a catalog name, or inline numbers
     num_gpus: Size
     nvlink_domain_gpus: Size | None = None  # default: all GPUs of the node
     host_link: Literal["pcie4", "pcie5", "pcie6", "c2c"] = "pcie5"
     host_link_bytes_per_second: BytesPerSecond | None = None  # per GPU
     network_bytes_per_second: BytesPerSecond  # per node, all interfaces together
-    network_interfaces: Size | None = None  # default: one a GPU
+    network_interfaces: Size | None = None  # default: one per GPU
     efa_version: Whole = 0
     vcpus: Size | None = None
     host_memory_bytes: Bytes | None = None
@@ -85,22 +85,22 @@ class HardwareNumbers(Section):
         if isinstance(value, dict):
             return GpuNumbers.parse(value, info)
         if not isinstance(value, str):
-            raise ValueError(f"{value!r} is not a GPU; give a catalog name or a mapping of its numbers")
+            raise ValueError(f"{value!r} is not a GPU; give a catalog name or a mapping with its numbers")
         return value
 
 
 class LevelNumbers(Section):
-    """One level of the network: how many nodes it holds, and how the scheduler names it."""
+    """One level of the network: its number of nodes, and its name in the scheduler."""
 
     nodes: Size | None = None
     oversubscription: Annotated[float, Field(ge=1)] = 1.0  # 2.0: half the bandwidth leaves this level
     label: str | None = None  # Kubernetes node label
     switch: str | None = None  # Slurm switch name or prefix
-    tier: Size | None = None  # of Volcano's HyperNodes, 1 being the closest
+    tier: Size | None = None  # of Volcano's HyperNodes; 1 is the closest
 
 
 class Levels(Section):
-    """node < leaf < spine < zone: the names `placement` uses."""
+    """Network levels, node < leaf < spine < zone: the names used by `placement`."""
 
     node: LevelNumbers | None = None
     leaf: LevelNumbers | None = None
@@ -122,10 +122,10 @@ class Levels(Section):
 
 
 class StorageNumbers(Section):
-    """One tier: where it is, and how fast when it was measured; what is left out comes from the catalog."""
+    """One storage tier: its path and measured throughput; omitted numbers come from the catalog."""
 
     path: str | None = None
-    claim: str | None = None  # Kubernetes: the volume claim that is mounted at the path; none: the node's own
+    claim: str | None = None  # Kubernetes: the volume claim mounted at the path; None: a host path
     kind: Literal["nvme", "lustre", "nfs", "s3"] | None = None
     megabytes_per_second_per_tib: Annotated[float, Field(gt=0)] | None = None  # Lustre's throughput class
     capacity_bytes: Bytes | None = None
@@ -138,14 +138,14 @@ class StorageNumbers(Section):
     def _class_has_a_capacity(self) -> Self:
         if self.megabytes_per_second_per_tib and not self.capacity_bytes:
             raise KeyConflictError(
-                "storage: megabytes_per_second_per_tib needs capacity_bytes, for their product is the throughput",
+                "storage: megabytes_per_second_per_tib requires capacity_bytes; the throughput is their product",
                 ("megabytes_per_second_per_tib",),
             )
         return self
 
 
 class Storage(Section):
-    """Where state and data live, by the names of the checkpoint tiers."""
+    """Storage for checkpoints and data, by the names of the checkpoint tiers."""
 
     nvme: StorageNumbers | None = None
     shared: StorageNumbers | None = None
@@ -153,25 +153,25 @@ class Storage(Section):
 
 
 class SchedulerSettings(Section):
-    """Who starts the job; the defaults of `run:`."""
+    """The scheduler, and the defaults of `run:`."""
 
     kind: SchedulerKind
     partition: str | None = None  # Slurm
     account: str | None = None  # Slurm
     qos: str | None = None  # Slurm
-    block_nodes: Size | None = None  # Slurm with topology/block: nodes of a block, so that `--segment` can be used
+    block_nodes: Size | None = None  # Slurm with topology/block: nodes per block, to use `--segment`
     queue: str | None = None  # Kueue, Volcano or KAI
     namespace: str | None = None  # Kubernetes
-    gang: Literal["kueue", "kai", "volcano", "none"] = "none"  # Kubernetes: who admits and places a job's pods as one
-    topology: str | None = None  # Kubernetes: name of Kueue's or KAI's Topology object
+    gang: Literal["kueue", "kai", "volcano", "none"] = "none"  # Kubernetes: the gang scheduler
+    topology: str | None = None  # Kubernetes: name of the Topology object of Kueue or KAI
     priority: str | None = None  # Kubernetes: a priority class
     service_account: str | None = None  # Kubernetes
-    non_root: bool = False  # Kubernetes: pods promise not to be root, as a namespace of the standard "restricted" wants
-    node_pool: str | None = None  # Kubernetes: Karpenter's, where nodes are made on demand
-    tolerations: tuple[str, ...] = ()  # Kubernetes: keys of taints that nodes with GPUs have
-    # Kubernetes: what a pod of several asks for beside GPUs and EFA, as InfiniBand's adapters, and how many of it
+    non_root: bool = False  # Kubernetes: run pods as non-root, as required by the Pod Security Standard "restricted"
+    node_pool: str | None = None  # Kubernetes: the Karpenter NodePool, if nodes are created on demand
+    tolerations: tuple[str, ...] = ()  # Kubernetes: keys of the taints on GPU nodes
+    # Kubernetes: further resources requested by each pod of a multi-node job, such as InfiniBand adapters, with counts
     resources: dict[str, Size] = Field(default={})
-    image: str | None = None  # what runs are started in unless the job says
+    image: str | None = None  # default container image of runs
 
     @model_validator(mode="after")
     def _keys_fit_the_kind(self) -> Self:
@@ -183,15 +183,15 @@ class SchedulerSettings(Section):
         foreign = {"slurm": of_kubernetes, "kubernetes": of_slurm}.get(self.kind, (*of_slurm, *of_kubernetes, "image"))
         for key in foreign:
             if getattr(self, key) != type(self).model_fields[key].default:
-                raise KeyConflictError(f"scheduler: {key} does not exist on {self.kind}", (key,), ("kind",))
+                raise KeyConflictError(f"scheduler: {key} does not apply to {self.kind}; remove it", (key,), ("kind",))
         for name in self.resources:
             if name in _COUNTED:
                 raise KeyConflictError(
-                    f"scheduler.resources: {name} is counted from the machine; leave it out", ("resources", name)
+                    f"scheduler.resources: {name} is derived from the instance type; remove it", ("resources", name)
                 )
             if not _RESOURCE.fullmatch(name):
                 raise KeyConflictError(
-                    f"scheduler.resources: {name!r} is not a resource of a device plugin; write its whole name, e.g. "
+                    f"scheduler.resources: {name!r} is not a device plugin resource; write its full name, e.g. "
                     "rdma/hca_shared_devices_a: 1 (`kubectl describe node` lists them under Allocatable)",
                     ("resources", name),
                 )
@@ -199,16 +199,16 @@ class SchedulerSettings(Section):
 
 
 class Health(Section):
-    """How often nodes fail here, and what may be done to a bad one."""
+    """Failure rate of nodes, and what `craton heal` may do with a bad node."""
 
     failures_per_node_day: Annotated[float, Field(gt=0, lt=1)] | None = None
     policy: Literal["observe", "drain", "replace"] = "observe"
-    heal: Literal["off", "advise", "act"] = "advise"  # what `craton heal` may do
-    share: Annotated[float, BeforeValidator(parse_share)] = 0.1  # of the nodes, out at a time
+    heal: Literal["off", "advise", "act"] = "advise"  # mode of `craton heal`
+    share: Annotated[float, BeforeValidator(parse_share)] = 0.1  # maximum share of nodes out of service
 
 
 def parse_nodes(value: object) -> tuple[int, int]:
-    """`16` → (0, 16); `2..8`, elastic, → (2, 8)."""
+    """Parse `16` to (0, 16), and the elastic `2..8` to (2, 8)."""
     match = _NODES.fullmatch(str(value).strip()) if not isinstance(value, bool) else None
     if match is None:
         raise ValueError(f"{value!r} is not a number of nodes; write e.g. 16, or 2..8 for an elastic job")
@@ -219,7 +219,7 @@ def parse_nodes(value: object) -> tuple[int, int]:
 
 
 class NodeCount(Section):
-    """A number of nodes, or a range."""
+    """A number of nodes, or an elastic range."""
 
     min_nodes: int  # 0: not elastic
     num_nodes: int
@@ -236,11 +236,11 @@ def _parse_node_count(value: object) -> NodeCount:
 
 
 class ClusterFile(Section):
-    """A place where jobs run."""
+    """A cluster on which jobs run."""
 
     name: str
     instance: str | None = None  # a catalog name
-    hardware: HardwareNumbers | None = None  # or the numbers of the own machines
+    hardware: HardwareNumbers | None = None  # or the numbers of your own machines
     nodes: Annotated[NodeCount, BeforeValidator(_parse_node_count)]
     levels: Levels = Levels()
     storage: Storage = Storage()
@@ -249,7 +249,7 @@ class ClusterFile(Section):
     spares: Whole = 0
     health: Health = Health()
     runs: str | None = None  # shared path or s3:// prefix of the run directories
-    aws: Aws | None = None  # what `craton cluster provision` needs to know
+    aws: Aws | None = None  # input of `craton cluster provision`
 
     @model_validator(mode="after")
     def _one_kind_of_machine(self) -> Self:
@@ -263,21 +263,21 @@ class ClusterFile(Section):
             )
         if self.spares >= self.nodes.num_nodes:
             raise KeyConflictError(
-                f"cluster: {counted(self.spares, 'spare')} leave none of {self.nodes} nodes to work",
+                f"cluster: {counted(self.spares, 'spare')} of {self.nodes} nodes leave no working node; reduce spares",
                 ("spares",),
             )
         return self
 
     @property
     def machine(self) -> str:
-        """The catalog name, or the name of the own hardware."""
+        """The catalog name, or the name of the hardware."""
         return self.instance or (self.hardware.name if self.hardware else "")
 
 
 class ClusterRef(Section):
-    """What a job says under `cluster:`, resolved as far as files go."""
+    """The `cluster:` key of a job, with cluster files resolved."""
 
-    instance: str  # catalog name, "local", or the name of the cluster file's own hardware
+    instance: str  # catalog name, "local", or the name of the cluster file's hardware
     num_nodes: int
     min_nodes: int = 0  # 0: not elastic
     file: ClusterFile | None = None
@@ -301,14 +301,14 @@ class ClusterRef(Section):
 
 
 def load_cluster(path: Path | str) -> ClusterFile:
-    """Reads and checks a cluster file."""
+    """Read and check a cluster file."""
     return parse_section(ClusterFile, read_document(path))
 
 
 def parse_cluster(value: object, info: ValidationInfo) -> ClusterRef:
-    """`NAME x N`, `NAME x 2..8`, `local x N`, the path of a cluster file (`x N` takes a part of it), or a mapping.
+    """Parse `NAME x N`, `NAME x 2..8`, `local x N`, the path of a cluster file (`x N` uses a part of it), or a mapping.
 
-    A mapping is a cluster file written inline, where `take: N` is what `x N` is behind a path.
+    A mapping is an inline cluster file, where `take: N` corresponds to `x N` after a path.
     """
     if isinstance(value, ClusterRef):
         return value
@@ -333,11 +333,8 @@ ClusterSpec = Annotated[ClusterRef, BeforeValidator(parse_cluster)]
 
 
 def _part_of_cluster(file: ClusterFile, nodes: object, name: str) -> ClusterRef:
-    """Some of a cluster's nodes, or all when `nodes` is None."""
+    """Return some nodes of a cluster, or all if `nodes` is None."""
     min_nodes, num_nodes = parse_nodes(nodes) if nodes is not None else (file.nodes.min_nodes, file.nodes.num_nodes)
     if num_nodes > file.nodes.num_nodes:
-        raise ValueError(
-            f"{counted(num_nodes, 'node')} {'is' if num_nodes == 1 else 'are'} asked for, "
-            f"but {name} has {file.nodes.num_nodes}"
-        )
+        raise ValueError(f"{counted(num_nodes, 'node')} requested, but {name} has {file.nodes.num_nodes}")
     return ClusterRef(instance=file.machine, num_nodes=num_nodes, min_nodes=min_nodes, file=file)

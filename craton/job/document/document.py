@@ -1,4 +1,4 @@
-"""YAML as Craton reads it: plain data in which every key and value remembers its line.
+"""The YAML reader: plain data with the line of every key and value.
 
 Guarantees: a file that is missing, a directory, too large, not UTF-8, empty, tab-indented, with a duplicate key, an
 alias (and so a "YAML bomb"), a tag or absurd nesting ends in one FileError line. Scalars follow YAML 1.2: only `true`
@@ -37,14 +37,14 @@ class Document:
     lines: dict[Location, int]
 
     def line(self, location: Location) -> int:
-        """Line of a key, or of the nearest enclosing one when the key itself is not written."""
+        """Return the line of a key, or of the nearest enclosing key if it is not written."""
         while location and location not in self.lines:
             location = location[:-1]
         return self.lines.get(location, 1)
 
 
 def read_document(path: Path | str) -> Document:
-    """Reads one YAML mapping from a file."""
+    """Read one YAML mapping from a file."""
     path = Path(path)
     try:
         if path.is_dir():
@@ -55,7 +55,7 @@ def read_document(path: Path | str) -> Document:
             size_bytes = max(len(content), path.stat().st_size)
             raise FileError(
                 f"{path}: has {size_bytes:,} bytes, more than the {MAX_FILE_BYTES:,} allowed; "
-                "a job file only points at data, it does not hold any"
+                "a job file refers to data and must not contain it"
             )
     except FileNotFoundError:
         beside = [file.stem for file in path.parent.glob(f"*{path.suffix}")] if path.parent.is_dir() else []
@@ -71,26 +71,26 @@ def read_document(path: Path | str) -> Document:
 
 
 def _opened(path: Path) -> BinaryIO:
-    """A run's own job.yaml, which another user may have written, as every file of a run; other files as they are."""
+    """Open a run's own job.yaml, which another user may have written, with the checks for files of runs."""
     return open_regular(path) if RunDirectory(path.parent).looks_like_a_run() else open(path, "rb")
 
 
 def parse_document(text: str, name: str = "job.yaml", folder: Path | str = ".") -> Document:
-    """The same from a string; `name` stands in messages, relative paths start at `folder`."""
+    """Parse a YAML mapping from a string; `name` appears in messages, relative paths start at `folder`."""
     lines: dict[Location, int] = {(): 1}
     builder = _Builder(name, lines)
     try:
         data = builder.build(text)
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
-        raise FileError(f"{name}:{line}: has a character that YAML forbids (0x{_code_point(error):02x})") from None
+        raise FileError(f"{name}:{line}: contains a character that YAML forbids (0x{_code_point(error):02x})") from None
     except yaml.MarkedYAMLError as error:
         raise FileError(_syntax_message(name, text, error)) from None
     return Document(name=name, folder=Path(folder), data=data, lines=lines)
 
 
 def reads_as_text(text: str) -> bool:
-    """Whether a text without quotes is read as itself, not as a number, a boolean or nothing."""
+    """Return whether an unquoted text is read as a string, not as a number, a boolean or null."""
     return isinstance(_plain_scalar(text), str)
 
 
@@ -183,7 +183,7 @@ def _plain_scalar(text: str) -> object:
         return int(text)
     if len(text) < 40 and _FLOAT.fullmatch(text):
         number = float(text)
-        return number if math.isfinite(number) else text  # 1e400 is told as it was written
+        return number if math.isfinite(number) else text  # keep 1e400 as written, for the error message
     return text
 
 

@@ -1,4 +1,4 @@
-"""Names a user gives: of jobs, of environment variables."""
+"""Validation of names: jobs and environment variables."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ _CREDENTIALS = (
     *("API_KEY", "APIKEY", "ACCESS_KEY", "SECRET_KEY", "PRIVATE_KEY"),
 )
 _VOCABULARY = tuple(f"{name}_TOKEN" for name in ("PAD", "EOS", "BOS", "UNK", "SEP", "CLS", "MASK", "STOP"))
-# Switches (HF_HUB_DISABLE_IMPLICIT_TOKEN=1), what a server without keys is asked with (EMPTY), paths, other variables.
+# Switches (HF_HUB_DISABLE_IMPLICIT_TOKEN=1), dummy keys for servers without authentication (EMPTY), paths, variables.
 _NO_CREDENTIAL = re.compile(r"|\d{1,4}|true|false|yes|no|on|off|none|null|empty|dummy|[/.~$<{\[].*", re.IGNORECASE)
 
 
 def is_name(value: str) -> bool:
-    """Whether a job, and so a folder, may be called this."""
+    """Return whether this is a valid name of a job, and so of a folder."""
     return _NAME.fullmatch(value) is not None
 
 
 def is_credential(variable: str, value: str) -> bool:
-    """Whether what a variable holds is most likely nobody else's business, by its name."""
+    """Return whether a variable most likely holds a credential, by its name and value."""
     name = variable.upper()
     return name.endswith(_CREDENTIALS) and not name.endswith(_VOCABULARY) and not _NO_CREDENTIAL.fullmatch(value)
 
 
 def check_name(value: str) -> str:
-    """ValueError with what is allowed where a job may not be called this."""
+    """Return a valid job name; ValueError with the allowed characters otherwise."""
     if not is_name(value):
         shown = value if len(value) <= 63 else f"{value[:60]}…"
         raise ValueError(f"{shown!r} is not a name; use up to 63 letters, digits, '.', '_' and '-', e.g. llama-8b")
@@ -39,7 +39,9 @@ def check_name(value: str) -> str:
 
 def _check_variable(value: str) -> str:
     if not _VARIABLE.fullmatch(value):
-        raise ValueError(f"{value!r} is not the name of an environment variable")
+        raise ValueError(
+            f"{value!r} is not a valid name of an environment variable; use letters, digits and '_', e.g. HF_TOKEN"
+        )
     return value
 
 

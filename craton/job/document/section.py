@@ -1,6 +1,6 @@
-"""From a document to frozen models, with every problem told as `file:line: key: what is wrong, what is allowed`.
+"""Validation of a document into frozen models; each problem is `file:line: key: what is wrong, what is allowed`.
 
-`Section` is the base of all models of a user's file. `parse_section` turns pydantic's findings into lines a user can
+`Section` is the base of all models of a user's file. `parse_section` turns pydantic's errors into messages a user can
 act on: the line in the file, the key, the allowed names and the nearest match.
 """
 
@@ -27,7 +27,7 @@ class Section(BaseModel):
 
     @classmethod
     def parse(cls, value: object, info: ValidationInfo) -> Self:
-        """For validators that choose between a section and something else; keeps the section's own locations."""
+        """Validate a section inside another validator, keeping the locations of errors within the section."""
         try:
             return cls.model_validate(value, context=info.context)
         except ValidationError as error:
@@ -35,7 +35,7 @@ class Section(BaseModel):
 
 
 class SectionError(ValueError):
-    """Problems inside a section that a validator parsed by itself; `at`: where in the validator's own value."""
+    """Problems inside a section that a validator parsed; `at`: its location in the validator's value."""
 
     def __init__(self, section: type[Section], error: ValidationError, at: Location = ()) -> None:
         self.section = section
@@ -45,7 +45,7 @@ class SectionError(ValueError):
 
 
 class KeyConflictError(ValueError):
-    """A problem between keys; `keys` are named relative to the section and their lines are told."""
+    """A conflict between keys; `keys` are relative to the section, and the message gives their lines."""
 
     def __init__(self, message: str, *keys: Location) -> None:
         self.keys = keys
@@ -56,7 +56,7 @@ AnySection = TypeVar("AnySection", bound=Section)
 
 
 def parse_section(section: type[AnySection], document: Document) -> AnySection:
-    """The document as a model, or a ContentError that lists its problems in the order of their lines."""
+    """Return the document as a model; ContentError lists its problems in line order."""
     try:
         return section.model_validate(document.data, context={"folder": document.folder, "name": document.name})
     except ValidationError as error:
@@ -64,14 +64,14 @@ def parse_section(section: type[AnySection], document: Document) -> AnySection:
         texts = list(dict.fromkeys(text for _, text in problems))
         if len(texts) > MAX_PROBLEMS:
             more = len(texts) - MAX_PROBLEMS
-            texts = [*texts[:MAX_PROBLEMS], f"{document.name}: and {more} more; mend these first"]
+            texts = [*texts[:MAX_PROBLEMS], f"{document.name}: and {more} more; fix these first"]
         raise ContentError(texts) from None
 
 
 def _problems(
     section: type[Section], error: ValidationError, document: Document, prefix: Location
 ) -> Iterator[tuple[int, str]]:
-    """(line, text) of each finding; `prefix` is where the section stands in the document."""
+    """Yield (line, text) of each error; `prefix` is the section's location in the document."""
     misspelt = {
         (*finding["loc"][:-1], nearest_name(str(finding["loc"][-1]), _allowed_keys(section, finding["loc"][:-1])))
         for finding in error.errors()
@@ -79,13 +79,13 @@ def _problems(
     }
     for finding in error.errors():
         if finding["type"] == "missing" and finding["loc"] in misspelt:
-            continue  # it is there, under the wrong name, which is told
-        # pydantic marks an error of a mapping's key, as opposed to its value, by a last part "[key]".
+            continue  # it is present under a misspelt name, which is reported
+        # pydantic marks an error in a mapping's key, not its value, with a last part "[key]".
         location = (*prefix, *(part for part in finding["loc"] if part != "[key]"))
         cause = finding.get("ctx", {}).get("error")
         if isinstance(cause, SectionError):
             yield from _problems(cause.section, cause.error, document, (*location, *cause.at))
-        elif isinstance(cause, ContentError):  # of another file, which names its own lines
+        elif isinstance(cause, ContentError):  # from another file, with its own line numbers
             yield from ((document.line(location), problem) for problem in cause.problems)
         else:
             line, text = _problem(section, finding, cause, document, location, prefix)
@@ -146,7 +146,7 @@ def _fields(annotation: object) -> set[str]:
 
 
 def _inner_section(annotation: object) -> type[Section] | None:
-    """The section inside `X`, `X | None`, `list[X]`, `dict[str, X]`."""
+    """Return the section inside `X`, `X | None`, `list[X]`, `dict[str, X]`."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return annotation
     for argument in typing.get_args(annotation):
@@ -189,7 +189,7 @@ def _plain_words(finding: Any) -> str:
 
 
 def dotted(location: Location) -> str:
-    """`checkpoint.tiers[0].every`"""
+    """Return a location as `checkpoint.tiers[0].every`."""
     text = ""
     for part in location:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part

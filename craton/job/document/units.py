@@ -1,7 +1,7 @@
 """Numbers as people write them: `15T` tokens, `4k` sequences, `5m`, `80GiB`, `3200Gbps`.
 
-Each `parse_*` takes what YAML gave (a number or a string) and returns a number in the base unit, or raises a ValueError
-that shows how to write it. The annotated types below carry them into the pydantic models.
+Each `parse_*` takes a YAML value (a number or a string) and returns a number in the base unit, or raises a ValueError
+with examples. The annotated types below use them in the pydantic models.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Annotated
 
 from pydantic import PlainValidator
 
-MAX_NUMBER = 1e18  # bytes, tokens, FLOP/s, seconds: beyond what any cluster has, and exact neighbours end at 2^53
-MAX_SIZE = 10**9  # of a small integer: heads, layers, nodes, steps between two checkpoints
-MAX_WHOLE = 2**63 - 1  # of one that only names something, such as a seed
+MAX_NUMBER = 1e18  # bytes, tokens, FLOP/s, seconds: beyond any cluster; floats are exact integers only up to 2^53
+MAX_SIZE = 10**9  # of a small integer: heads, layers, nodes, steps between checkpoints
+MAX_WHOLE = 2**63 - 1  # of an identifier, such as a seed
 _NUMBER = r"(?P<number>[0-9][0-9_,]*(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?|\.[0-9]+)"
 _DECIMAL = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12, "p": 1e15}
 _BINARY = {"": 1.0, "k": 2.0**10, "m": 2.0**20, "g": 2.0**30, "b": 2.0**30}
@@ -25,17 +25,17 @@ _IEC = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40, "Pi": 2.0**5
 
 
 def parse_count(value: object) -> int:
-    """`1000`, `1_000`, `8M`, `1.5B`, `15T`: decimal, and a whole number in the end."""
+    """Parse `1000`, `1_000`, `8M`, `1.5B`, `15T`: decimal suffixes; the result must be a whole number."""
     return _whole(value, _DECIMAL, "a count", "4096, 4k, 8M or 15T")
 
 
 def parse_token_count(value: object) -> int:
-    """Tokens of one sequence or one batch, where `4k` has always meant 4096 and `8M` 8 x 1024 x 1024."""
+    """Parse the tokens of a sequence or a batch: `4k` is 4096 and `8M` is 8 x 1024 x 1024, as is customary."""
     return _whole(value, _BINARY, "a number of tokens", "4096, 8k or 4M (k and M are powers of 1024 here)")
 
 
 def parse_seconds(value: object) -> float:
-    """`90`, `90s`, `5m`, `1h30m`, `2d`: seconds."""
+    """Parse a duration such as `90`, `90s`, `5m`, `1h30m`, `2d` to seconds."""
     how = "a duration; write e.g. 30s, 5m, 1h30m or 2d"
     if isinstance(value, int | float) and not isinstance(value, bool):
         return _positive(float(value), value, how)
@@ -48,7 +48,7 @@ def parse_seconds(value: object) -> float:
 
 
 def parse_share(value: object) -> float:
-    """`10%` or `0.1`: a share above 0, up to 1."""
+    """Parse `10%` or `0.1`: a share above 0, up to 1."""
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(%?)\s*", "" if isinstance(value, bool) else str(value))
     share = float(match[1]) / (100.0 if match[2] else 1.0) if match else 0.0
     if not 0.0 < share <= 1.0:
@@ -57,13 +57,13 @@ def parse_share(value: object) -> float:
 
 
 def parse_bytes(value: object) -> float:
-    """`80GiB`, `1.2TB`, `4096`: bytes."""
+    """Parse `80GiB`, `1.2TB`, `4096` to bytes."""
     how = "a size in bytes; write e.g. 80GiB, 1.2TB or a plain number of bytes"
     return _scaled(value, r"(?P<prefix>[kKMGTP]i?|)B?", {**_SI, **_IEC}, how)
 
 
 def parse_bytes_per_second(value: object) -> float:
-    """`400GB/s`, `3200Gbps`, `55e9`: bytes per second; `Gbps` are bits."""
+    """Parse `400GB/s`, `3200Gbps`, `55e9` to bytes per second; `Gbps` means bits."""
     how = "a rate; write e.g. 400GB/s, 3200Gbps or a plain number of bytes per second"
     if isinstance(value, str) and (bits := re.fullmatch(rf"{_NUMBER} ?(?P<prefix>[kKMGT]?)(?:bps|bit/s|b/s)", value)):
         return _positive(_number(bits) * _SI[bits["prefix"]] / 8, value, how)
@@ -71,7 +71,7 @@ def parse_bytes_per_second(value: object) -> float:
 
 
 def parse_flops(value: object) -> float:
-    """`989T`, `989TFLOPS`, `9.89e14`: floating-point operations per second."""
+    """Parse `989T`, `989TFLOPS`, `9.89e14` to floating-point operations per second."""
     how = "a FLOP rate; write e.g. 989T, 989 TFLOPS or 9.89e14"
     return _scaled(value, r"(?P<prefix>[kKMGTPE]?)(?:FLOPS|FLOP/s|FLOPs)?", _SI, how)
 
@@ -85,7 +85,7 @@ Flops = Annotated[float, PlainValidator(parse_flops)]
 
 
 def whole_number(at_least: int = 1, at_most: int | None = None) -> Callable[[object], int]:
-    """A validator of small integers, where `4k` would be a slip rather than a wish."""
+    """Return a validator of small integers, where `4k` is most likely a typo."""
     allowed = f"a whole number from {at_least}" + (f" to {at_most}" if at_most is not None else "")
 
     def parse(value: object) -> int:

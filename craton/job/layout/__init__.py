@@ -1,4 +1,4 @@
-"""The layout algebra: dimensions, validity, nearest valid layout, pipeline schedules."""
+"""Parallelism layouts: dimensions, validity, nearest valid layout, pipeline schedules."""
 
 from __future__ import annotations
 

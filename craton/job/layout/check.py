@@ -1,7 +1,7 @@
-"""Whether a layout is possible: world, heads, experts, stages, sequence and batch must divide as they should.
+"""Validity of a layout: the divisibility of world, heads, experts, stages, sequence and batch.
 
-`layout_is_valid` is the yes or no, cheap enough to be asked for every layout of a search; `check_layout` says why not
-and names the nearest value that would do. Both hold the same rules; a property test keeps them equal.
+`layout_is_valid` is cheap enough to be called for every layout of a search; `check_layout` gives the reasons and the
+nearest valid values. Both implement the same rules; a property test keeps them equal.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from craton.formatting import counted
 from craton.job.layout.layout import Layout
 from craton.job.model import ModelShape
 
-FP8_MULTIPLE = 16  # of both sizes of a matrix in an fp8 product
+FP8_MULTIPLE = 16  # of both dimensions of a matrix in an fp8 matmul
 
 
 def layout_is_valid(
@@ -25,7 +25,7 @@ def layout_is_valid(
     *,
     trained: bool = False,
 ) -> bool:
-    """Exactly `not check_layout(...)`."""
+    """Return exactly `not check_layout(...)`."""
     pp, tp, cp, ep, vpp = layout.pp, layout.tp, layout.cp, layout.ep, layout.vpp
     data_parallel = layout.replicate * layout.fsdp
     if pp * data_parallel * cp * tp != world or pp * vpp > shape.layers:
@@ -59,10 +59,10 @@ def check_layout(
     *,
     trained: bool = False,
 ) -> list[str]:
-    """What is wrong with a layout, each with the nearest valid value; empty when it is valid.
+    """Return the problems of a layout, each with the nearest valid value; empty if it is valid.
 
-    `trained`: by Craton's own loop, which cuts tables and widths as they are, shards experts evenly and never copies
-    key-value heads; other stacks may pad and copy.
+    `trained`: by Craton's own loop, which shards tables and widths without padding, shards experts evenly and never
+    duplicates KV heads; other stacks may pad and duplicate.
     """
     return [
         *_world_problems(layout, world),
@@ -75,12 +75,12 @@ def check_layout(
 
 
 def check_served_layout(layout: Layout, shape: ModelShape) -> list[str]:
-    """What keeps the ranks of tp from serving the model together; each text ends with what to write instead."""
+    """Return the reasons why tp cannot be used to serve the model; each ends with the remedy."""
     # Tokens need not divide: a step is padded to a multiple of tp.
     problems = _tensor_problems(layout, shape, sequence=layout.tp, trained=True)
     if narrow := _narrow_for_fp8(layout, shape):
         problems.append(
-            f"tp {layout.tp} does not cut {' and '.join(narrow)} into multiples of {FP8_MULTIPLE}, which fp8 needs; "
+            f"tp {layout.tp} does not split {' and '.join(narrow)} into multiples of {FP8_MULTIPLE}, as fp8 requires; "
             "write serve.precision: bf16"
         )
     return problems
@@ -129,18 +129,18 @@ def _tensor_problems(layout: Layout, shape: ModelShape, sequence: int, trained: 
     undivided = [f"{count} {name}" for count, name in _cut_by_tensor(shape, tp, trained) if count % tp]
     if tp > 1 and undivided:
         nearest = _nearest(tp, lambda size: not any(count % size for count, _ in _cut_by_tensor(shape, size, trained)))
-        may_copy = not trained and any("key-value" in name for name in undivided)
-        copied = ", nor is it a multiple of the latter" if may_copy else ""
+        may_copy = not trained and any("KV heads" in name for name in undivided)
+        copied = ", nor is it a multiple of the KV heads" if may_copy else ""
         problems.append(f"tp {tp} does not divide the model's {' and '.join(undivided)}{copied}; nearest: tp {nearest}")
     if cp > 1 and sequence % (2 * cp):
         nearest = _nearest(cp, lambda size: size == 1 or sequence % (2 * size) == 0)
         problems.append(
-            f"cp {cp} needs a sequence divisible by 2·cp = {2 * cp}, which {sequence} is not; nearest: cp {nearest}, "
+            f"cp {cp} requires a sequence divisible by 2·cp = {2 * cp}, not {sequence}; nearest: cp {nearest}, "
             f"or sequence {_nearest_multiple(sequence, 2 * cp)}"
         )
     if tp > 1 and (sequence // cp) % tp:
         problems.append(
-            f"tp {tp} splits the {sequence // cp} tokens of a rank, which it does not divide; "
+            f"tp {tp} does not divide the {sequence // cp} tokens per rank; "
             f"nearest: sequence {_nearest_multiple(sequence, tp * cp * (2 if cp > 1 else 1))}"
         )
     return problems
@@ -152,7 +152,7 @@ def _expert_problems(layout: Layout, shape: ModelShape) -> list[str]:
     if ep == 1:
         return []
     if shape.experts == 0:
-        return [f"ep {ep} needs experts, and {shape.name} is dense; use ep 1"]
+        return [f"ep {ep} requires experts, but {shape.name} is dense; use ep 1"]
     ranks = layout.data_parallel * layout.cp
     if shape.experts % ep:
         nearest = _nearest(ep, lambda size: shape.experts % size == 0)
@@ -171,33 +171,32 @@ def _training_problems(layout: Layout, shape: ModelShape, global_batch_sequences
         problems.append(f"ep {ep} and fsdp · cp = {shards}: one must divide the other; nearest: ep {nearest}")
     if uncut := _uncut_experts(layout, shape):
         problems.append(
-            f"each expert is sharded over {counted(expert_shards(layout), 'rank')} (what ep {ep} leaves of fsdp · "
-            "cp · tp), which "
-            f"do not divide its {' and '.join(uncut)}; use a larger ep, or more replicate and less fsdp"
+            f"each expert is sharded over {counted(expert_shards(layout), 'rank')} (fsdp · cp · tp without ep {ep}), "
+            f"which does not divide its {' and '.join(uncut)}; use a larger ep, or more replicate and less fsdp"
         )
     if narrow := _narrow_for_fp8(layout, shape):
         nearest = _nearest(layout.tp, lambda size: not _narrow_for_fp8(replace(layout, tp=size), shape))
         problems.append(
-            f"tp {layout.tp} does not cut {' and '.join(narrow)} into multiples of {FP8_MULTIPLE}, which fp8 needs; "
+            f"tp {layout.tp} does not split {' and '.join(narrow)} into multiples of {FP8_MULTIPLE}, as fp8 requires; "
             f"nearest: tp {nearest}, or precision bf16"
         )
     micro_batches = global_batch_sequences // (layout.data_parallel * layout.micro_batch)
     if layout.vpp > 1 and micro_batches % layout.pp:
         unit = layout.pp * layout.data_parallel * layout.micro_batch
         problems.append(
-            f"with vpp {layout.vpp} the micro-batches of a step, {micro_batches}, must be a multiple of pp {layout.pp}"
+            f"with vpp {layout.vpp} the {micro_batches} micro-batches per step must be a multiple of pp {layout.pp}"
             f"; nearest: {_nearest_multiple(global_batch_sequences, unit)} sequences, or vpp 1"
         )
     return problems
 
 
 def expert_shards(layout: Layout) -> int:
-    """Over how many ranks FSDP shards one expert: those of fsdp · cp · tp that ep leaves."""
+    """Return the number of ranks over which FSDP shards one expert: fsdp · cp · tp without ep."""
     return max(1, layout.fsdp * layout.cp // layout.ep) * layout.tp
 
 
 def _uncut_experts(layout: Layout, shape: ModelShape) -> list[str]:
-    """Sizes of an expert that its shards do not divide, where there are more of them than experts on a rank."""
+    """Return the expert sizes that the shards do not divide, if a rank has fewer experts than there are shards."""
     if shape.experts == 0 or layout.ep * layout.tp == 1:
         return []
     shards = expert_shards(layout)
@@ -208,7 +207,7 @@ def _uncut_experts(layout: Layout, shape: ModelShape) -> list[str]:
 
 
 def _narrow_for_fp8(layout: Layout, shape: ModelShape) -> list[str]:
-    """Widths of attention and MLP that tp cuts into parts which fp8 products do not take."""
+    """Return the attention and MLP widths whose tp shards are not allowed in fp8 matmuls."""
     if layout.precision != "fp8" or layout.tp == 1:
         return []
     heads, mla = shape.heads, shape.mla
@@ -228,11 +227,11 @@ def _narrow_for_fp8(layout: Layout, shape: ModelShape) -> list[str]:
 
 
 def _cut_by_tensor(shape: ModelShape, tp: int, trained: bool) -> list[tuple[int, str]]:
-    """(count, what it is) of all that tensor parallelism cuts."""
+    """Return (count, name) of everything that tensor parallelism splits."""
     counts = [(shape.heads, "heads")]
     may_copy = not trained and tp % shape.kv_heads == 0
     if shape.mla is None and not may_copy:
-        counts.append((shape.kv_heads, "key-value heads"))
+        counts.append((shape.kv_heads, "KV heads"))
     if not trained:
         return counts
     if shape.dense_layers or not shape.is_moe:
@@ -264,7 +263,7 @@ def _batch_problems(layout: Layout, global_batch_sequences: int) -> list[str]:
 
 
 def _nearest(value: int, is_valid: Callable[[int], bool]) -> int:
-    """The valid size nearest to `value`, the smaller one of two; 1 is always valid."""
+    """Return the valid size nearest to `value`, the smaller of two; 1 is always valid."""
     for distance in range(value):
         for size in (value - distance, value + distance):
             if is_valid(size):

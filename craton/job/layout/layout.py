@@ -1,7 +1,7 @@
-"""The layout algebra: world = pp · replicate · fsdp · cp · tp, ranks ordered in that sequence, tp innermost.
+"""The layout: world = pp · replicate · fsdp · cp · tp, with ranks in that order, tp innermost.
 
-`replicate` copies, `fsdp` shards what `zero` says; `ep` divides replicate·fsdp·cp and takes no ranks of its own;
-`vpp` is the number of stages a pipeline rank holds.
+`replicate` is plain data parallel, `fsdp` shards what `zero` selects; `ep` divides replicate·fsdp·cp and adds no ranks;
+`vpp` is the number of stages per pipeline rank.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ OFFLOADS: tuple[str, ...] = get_args(Offload)
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How one job's model and batch are spread over the ranks."""
+    """How a job's model and batch are distributed over the ranks."""
 
     pp: int = 1
     replicate: int = 1
@@ -44,7 +44,7 @@ class Layout:
 
     @property
     def data_parallel(self) -> int:
-        """Ranks that see different samples."""
+        """Number of ranks that process different samples."""
         return self.replicate * self.fsdp
 
     def __str__(self) -> str:

@@ -1,7 +1,7 @@
-"""The valid layout nearest to one that is not: what an error message offers to paste.
+"""The valid layout nearest to an invalid one, for error messages.
 
-Near means few doublings or halvings of what was asked for. What the user did not write costs nothing to change: ranks
-that are left over go to fsdp, as they do in a layout that names only some sizes.
+Distance is the number of doublings or halvings of the requested sizes. Changing what the user did not write is free:
+remaining ranks go to fsdp, as in a layout that names only some sizes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from craton.job.layout.check import layout_is_valid
 from craton.job.layout.layout import Layout
 from craton.job.model import ModelShape
 
-# How much it matters that they stay as asked.
+# Weight of each requested size in the distance.
 WEIGHTS = {"pp": 1.0, "replicate": 0.5, "fsdp": 0.5, "cp": 1.0, "tp": 1.0, "ep": 1.0, "vpp": 0.5, "micro_batch": 0.5}
 
 
@@ -28,19 +28,19 @@ def nearest_layout(
     trained: bool = False,
     written: Collection[str] = tuple(WEIGHTS),
 ) -> Layout | None:
-    """None where no layout divides this job on so many ranks. `written`: the sizes that the user named."""
-    best, least = None, float("inf")
+    """Return the nearest valid layout; None if none fits the job on `world` ranks. `written`: sizes the user gave."""
+    best, best_distance = None, float("inf")
     for layout in _around(asked, shape, world):
         distance = _distance(asked, layout, written)
-        if distance < least and layout_is_valid(
+        if distance < best_distance and layout_is_valid(
             layout, shape, world, global_batch_sequences, sequence, trained=trained
         ):
-            best, least = layout, distance
+            best, best_distance = layout, distance
     return best
 
 
 def layout_line(layout: Layout) -> str:
-    """`layout: {fsdp: 4, tp: 2}`: what differs from the defaults, ready for a job file."""
+    """Return `layout: {fsdp: 4, tp: 2}`: the non-default sizes, ready for a job file."""
     defaults = Layout()
     changed = {
         field.name: getattr(layout, field.name)
@@ -54,7 +54,7 @@ def layout_line(layout: Layout) -> str:
 
 
 def _around(asked: Layout, shape: ModelShape, world: int) -> Iterator[Layout]:
-    """Every split of the world, with the experts, stages and micro-batches nearest to those asked for."""
+    """Yield every split of the world, with ep, vpp and micro_batch nearest to the requested ones."""
     for tp in divisors(world):
         for cp in divisors(world // tp):
             for pp in divisors(world // (tp * cp)):
@@ -71,7 +71,7 @@ def _around(asked: Layout, shape: ModelShape, world: int) -> Iterator[Layout]:
 
 
 def _expert_sizes(asked: int, shape: ModelShape, ranks: int) -> list[int]:
-    """Those next to what was asked for, on both sides, and none."""
+    """Return the valid sizes of ep next to the requested one, on both sides, and 1."""
     if not shape.is_moe or asked == 1:
         return [1]
     valid = [ep for ep in divisors(ranks) if shape.experts % ep == 0]
@@ -84,12 +84,12 @@ def _distance(asked: Layout, layout: Layout, written: Collection[str]) -> float:
     total = 0.0 if layout.schedule == asked.schedule else 0.5
     for name, weight in WEIGHTS.items():
         change = abs(log2(getattr(layout, name) / getattr(asked, name)))
-        # an unwritten fsdp fills up for free; any other dimension that nobody asked for should not appear
+        # an unwritten fsdp takes the remaining ranks for free; no other unwritten dimension should appear
         total += change * (weight if name in written else 0.01 if name == "fsdp" else 2.0)
     return total
 
 
 def divisors(number: int) -> list[int]:
-    """In ascending order."""
+    """Return the divisors in ascending order."""
     small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
     return small + [number // d for d in reversed(small) if d * d != number]

@@ -1,9 +1,9 @@
-"""In which order every rank of a pipeline works, and which layers it holds: pure functions, the same on all ranks.
+"""Pipeline schedules: the order of work of every pipeline rank and the layers it holds; the same on all ranks.
 
-Chunk c of pipeline rank r is stage c · pp + r. A rank does one thing at a time: the forward pass of a chunk for one
-micro-batch, or its backward pass, which zero-bubble splits into the gradient of the input, for which the stage before
-is waiting, and the gradients of the weights, for which nobody is. On the way from one stage to the next, messages are
-sent in the order in which they are taken.
+Chunk c of pipeline rank r is stage c · pp + r. A rank does one thing at a time: the forward or backward pass of a chunk
+for one micro-batch. Zero-bubble splits the backward pass into the gradient of the input, which the previous stage waits
+for, and the gradients of the weights, which no other rank waits for. Between two stages, messages are sent in the order
+in which they are received.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Kind = Literal["forward", "backward", "input", "weight"]
 
 
 class Action(NamedTuple):
-    """`backward` is all of it; `input` and `weight` are its two halves."""
+    """One pass of a chunk; `backward` is the whole backward pass, `input` and `weight` are its two halves."""
 
     kind: Kind
     chunk: int
@@ -27,15 +27,15 @@ class Action(NamedTuple):
 
 
 def stage_layers(layers: int, pp: int, vpp: int) -> list[range]:
-    """The layers of each of the pp · vpp stages: evenly, and where that does not go the last ones, which also have the
-    head, get one less. Pipeline rank r holds the stages r, r + pp, …"""
+    """Return the layers of each of the pp · vpp stages: split evenly; if that is not possible, the last stages, which
+    also have the head, get one less. Pipeline rank r holds the stages r, r + pp, …"""
     fewest, more = divmod(layers, pp * vpp)
     firsts = [stage * fewest + min(stage, more) for stage in range(pp * vpp + 1)]
     return [range(first, last) for first, last in pairwise(firsts)]
 
 
 def schedule_actions(schedule: Schedule, pp: int, vpp: int, micro_batches: int) -> list[list[Action]]:
-    """What each pipeline rank does in a step, in order."""
+    """Return the actions of each pipeline rank in a step, in order."""
     orders = [list(_one_forward_one_backward(rank, pp, vpp, micro_batches)) for rank in range(pp)]
     if schedule == "zero-bubble":
         return _with_late_weights(orders, pp, vpp)
@@ -43,8 +43,8 @@ def schedule_actions(schedule: Schedule, pp: int, vpp: int, micro_batches: int) 
 
 
 def forward_actions(pp: int, vpp: int, micro_batches: int) -> list[Action]:
-    """What every rank does when nothing is trained: as many micro-batches as there are ranks pass a chunk, then the
-    next chunk (arXiv:2104.04473, section 2.2)."""
+    """Return the actions of every rank in a forward-only step: pp micro-batches pass a chunk, then the next chunk
+    (arXiv:2104.04473, section 2.2)."""
     return [
         Action("forward", chunk, micro_batch)
         for first in range(0, micro_batches, pp)
@@ -54,8 +54,8 @@ def forward_actions(pp: int, vpp: int, micro_batches: int) -> list[Action]:
 
 
 def lane_of(link: int, pp: int) -> int:
-    """The lane of the link from rank `link` to the one behind it, another one than that of both links beside it. The
-    last link leads back to the first rank's next chunk."""
+    """Return the lane of the link from rank `link` to the next rank; it differs from the lanes of both adjacent links.
+    The last link leads back to the first rank's next chunk."""
     return 2 if link == pp - 1 and pp % 2 else link % 2
 
 
@@ -64,20 +64,20 @@ def num_lanes(pp: int, vpp: int) -> int:
 
 
 def in_flight_limit(pp: int, vpp: int) -> int:
-    """Most forward passes of a chunk whose activations one rank holds: those of the first rank before its first
-    backward pass."""
+    """Return the maximum number of chunk forward passes whose activations a rank holds: those of the first rank before
+    its first backward pass."""
     return _warm_up(0, pp, vpp) + 1
 
 
 def _warm_up(rank: int, pp: int, vpp: int) -> int:
-    """Forward passes before the first one that a backward pass follows."""
+    """Return the number of forward passes before the first one that is followed by a backward pass."""
     if vpp == 1:
         return pp - rank - 1
     return 2 * (pp - rank - 1) + (vpp - 1) * pp
 
 
 def _one_forward_one_backward(rank: int, pp: int, vpp: int, micro_batches: int) -> Iterator[Action]:
-    """1F1B, interleaved where a rank holds several chunks: after the warm-up a backward pass follows each forward."""
+    """Yield 1F1B, interleaved if a rank holds several chunks: after the warm-up a backward follows each forward."""
     forwards = forward_actions(pp, vpp, micro_batches)
     backwards = [Action("backward", vpp - 1 - item.chunk, item.micro_batch) for item in forwards]
     warm_up = min(_warm_up(rank, pp, vpp), len(forwards))
@@ -89,10 +89,10 @@ def _one_forward_one_backward(rank: int, pp: int, vpp: int, micro_batches: int) 
 
 
 def _with_late_weights(orders: list[list[Action]], pp: int, vpp: int) -> list[list[Action]]:
-    """The same order of forward and backward passes, with gradients of weights put where a rank would wait, or where it
-    would hold more activations than 1F1B ever does (ZB-H1, arXiv:2401.10241, section 2.3).
+    """Return the same order, with weight gradients moved to where a rank would wait, or would hold more activations
+    than 1F1B (ZB-H1, arXiv:2401.10241, section 2.3).
 
-    Found by playing the step through, with one unit of time for each action.
+    Computed by simulating the step, with one unit of time per action.
     """
     limit = in_flight_limit(pp, vpp)
     todo = [
@@ -116,7 +116,7 @@ def _with_late_weights(orders: list[list[Action]], pp: int, vpp: int) -> list[li
                 now.append((rank, todo[rank].popleft()))
             elif late[rank]:
                 now.append((rank, late[rank].popleft()))
-        assert now, "a pipeline schedule waits for itself"
+        assert now, "deadlock in a pipeline schedule"
         for rank, action in now:
             plans[rank].append(action)
             done.add((action.kind, action.chunk * pp + rank, action.micro_batch))

@@ -1,4 +1,4 @@
-"""What may stand under `layout:`."""
+"""The `layout:` section."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from craton.nearest import did_you_mean
 
 
 class LayoutSpec(Section):
-    """A layout as written: what is left out is 1 or the usual, and fsdp (or else replicate) takes the ranks left."""
+    """A layout as written: omitted sizes default to 1, except that fsdp (else replicate) takes the remaining ranks."""
 
     pp: Size | None = None
     replicate: Size | None = None
@@ -31,22 +31,21 @@ class LayoutSpec(Section):
     offload: Offload | None = None
 
     def resolve(self, world: int, precision: Precision = "bf16") -> Layout:
-        """The whole layout on `world` ranks; `precision` is the job's, used when the layout names none."""
+        """Return the complete layout on `world` ranks; `precision` is the job's, used if the layout sets none."""
         sizes = {"precision": precision, **self.model_dump(exclude_none=True)}
         free = "fsdp" if self.fsdp is None else "replicate" if self.replicate is None else None
         if free:
             named = Layout(**sizes).world
             if world % named:
                 raise LayoutError(
-                    f"layout takes a multiple of {counted(named, 'rank')}, but the cluster has "
-                    f"{counted(world, 'GPU')}; "
-                    f"{free} cannot fill the rest"
+                    f"layout needs a multiple of {counted(named, 'rank')}, but the cluster has "
+                    f"{counted(world, 'GPU')}; {free} cannot take the remaining ranks"
                 )
             sizes[free] = world // named
         return self._whole(sizes)
 
     def named(self, precision: Precision = "bf16") -> Layout:
-        """Only what was written, the rest 1: for a layout that no world can fill."""
+        """Return only the written sizes, the rest 1: for a layout that fits no world size."""
         return self._whole({"precision": precision, **self.model_dump(exclude_none=True)})
 
     def _whole(self, sizes: dict[str, Any]) -> Layout:
@@ -56,7 +55,7 @@ class LayoutSpec(Section):
 
 
 def parse_layout(value: object, info: ValidationInfo) -> LayoutSpec | None:
-    """None: auto."""
+    """Parse a layout; None means auto."""
     if value is None or value == "auto":
         return None
     if isinstance(value, LayoutSpec):

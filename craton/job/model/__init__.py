@@ -1,4 +1,4 @@
-"""The `model:` section: shape, presets, Hugging Face configurations."""
+"""The `model:` section: shape, presets, Hugging Face configs."""
 
 from __future__ import annotations
 

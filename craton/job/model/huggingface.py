@@ -1,7 +1,7 @@
 """Model shapes from Hugging Face `config.json` files: in a folder, or in the Hub's local cache. Never the network.
 
-Only families whose arithmetic is known are read; a field that would change it and is absent or cannot be represented is
-an error, never a guess.
+Only known model families are supported. A field that changes the shape and is missing or cannot be represented is an
+error; nothing is guessed.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ FAMILIES = (*_LLAMA_LIKE, *_MOE, *_MLA, "gpt2", "gpt_neox")
 
 
 def model_from_config(config: Mapping[str, Any], name: str = "", source: str = "config.json") -> ModelShape:
-    """The shape a Hugging Face configuration describes."""
+    """Return the shape described by a Hugging Face config."""
     reader = _Reader(config, source)
     family = config.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
         near = did_you_mean(str(family), FAMILIES)
         raise ModelError(
             f"{source}: model_type {family!r} is not known; allowed: {', '.join(FAMILIES)}{near}; "
-            "or write the numbers of the model inline under `model:`"
+            "or write the shape of the model inline under `model:`"
         )
     name = name or str(config.get("_name_or_path") or family)
     if family == "gpt2":
@@ -41,13 +41,13 @@ def model_from_config(config: Mapping[str, Any], name: str = "", source: str = "
 
 
 def read_config(path: Path, name: str = "") -> ModelShape:
-    """The shape of a folder that holds a config.json, or of the file itself."""
+    """Return the shape in a folder with a config.json, or in the file itself."""
     config, file = load_config(path)
     return model_from_config(config, name or file.resolve().parent.name, str(file))
 
 
 def load_config(path: Path) -> tuple[dict[str, Any], Path]:
-    """What stands in the config.json of a folder, or in the file itself; and that file."""
+    """Return the content of the config.json of a folder, or of the file itself, and the path of that file."""
     file = path / "config.json" if path.is_dir() else path
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
@@ -61,20 +61,20 @@ def load_config(path: Path) -> tuple[dict[str, Any], Path]:
 
 
 def cached_config(hub_id: str) -> Path:
-    """Where the local Hub cache keeps the config.json of `organisation/name`."""
+    """Return the path of the config.json of `organisation/name` in the local Hub cache."""
     cache = hub_cache()
     snapshots = cache / ("models--" + hub_id.replace("/", "--")) / "snapshots"
     configs = sorted(snapshots.glob("*/config.json"), key=lambda file: file.stat().st_mtime)
     if not configs:
         raise ModelError(
             f"{hub_id!r} is not in the Hugging Face cache {cache}; fetch it once with "
-            f"`hf download {hub_id} config.json` (HF_TOKEN for gated models), or give a preset or the numbers inline"
+            f"`hf download {hub_id} config.json` (HF_TOKEN for gated models), or give a preset or an inline shape"
         )
     return configs[-1]
 
 
 def hub_cache() -> Path:
-    """HF_HUB_CACHE, else HF_HOME/hub, else ~/.cache/huggingface/hub, as huggingface_hub has it."""
+    """Return the Hub cache: HF_HUB_CACHE, else HF_HOME/hub, else ~/.cache/huggingface/hub, like huggingface_hub."""
     if cache := os.environ.get("HF_HUB_CACHE"):
         return Path(cache).expanduser()
     if home := os.environ.get("HF_HOME"):
@@ -83,7 +83,7 @@ def hub_cache() -> Path:
 
 
 class _Reader:
-    """Fields of one configuration; an absent or odd one is an error that names it."""
+    """The fields of one config; a missing or invalid field is an error that names it."""
 
     def __init__(self, config: Mapping[str, Any], source: str) -> None:
         self.config = config
@@ -94,7 +94,7 @@ class _Reader:
         if value is None:
             value = default
         if value is None:
-            raise ModelError(f"{self.source}: {key!r} is absent; the shape of the model cannot be known without it")
+            raise ModelError(f"{self.source}: {key!r} is missing; the shape of the model is unknown without it")
         at_least = 1 if default is None else 0
         if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
             raise ModelError(f"{self.source}: {key!r} is {value!r}; it must be a whole number from {at_least}")
@@ -109,17 +109,17 @@ class _Reader:
 
 
 def _decoder(reader: _Reader, family: str, name: str, source: str) -> ModelShape:
-    """Llama and what followed it, dense or with experts in every layer."""
+    """Return the shape of Llama-like models, dense or with experts in every layer."""
     hidden = reader.size("hidden_size")
     heads = reader.size("num_attention_heads")
     layers = reader.size("num_hidden_layers")
-    # Where the class's own default is not the obvious one, the field must be written.
+    # The field is required where the default of the model class is not the obvious one.
     head_dim = reader.size("head_dim", None if family in ("qwen3", "qwen3_moe", "gpt_oss") else hidden // heads)
     kv_heads = reader.size("num_key_value_heads", heads if family in ("llama", "gpt_neox") else None)
     window, sliding_layers = _sliding_window(reader, family, layers)
     experts = dense_layers = moe_ffn_hidden = 0
     if family in _MOE:
-        # Qwen3-MoE said num_experts before transformers 5, which writes the name that the others have
+        # Qwen3-MoE has num_experts before transformers 5, which uses the same name as the other families
         experts = reader.size("num_experts" if "num_experts" in reader.config else "num_local_experts")
         moe_ffn_hidden = reader.size("moe_intermediate_size" if family == "qwen3_moe" else "intermediate_size")
         dense_layers = _leading_dense_layers(reader, layers)
@@ -147,9 +147,9 @@ def _decoder(reader: _Reader, family: str, name: str, source: str) -> ModelShape
 
 
 def _deepseek(reader: _Reader, name: str, source: str) -> ModelShape:
-    """DeepSeek-V2 and V3, and Kimi-K2, which has the same shape."""
+    """Return the shape of DeepSeek-V2, DeepSeek-V3 and Kimi-K2."""
     if reader.size("moe_layer_freq", 1) != 1:
-        raise reader.refuse("moe_layer_freq", "only experts in every layer after the dense ones are known")
+        raise reader.refuse("moe_layer_freq", "only experts in every layer after the dense ones are supported")
     heads = reader.size("num_attention_heads")
     mla = MlaShape(
         q_lora=reader.size("q_lora_rank", 0),
@@ -200,7 +200,7 @@ def _gpt2(reader: _Reader, name: str, source: str) -> ModelShape:
 
 
 def _sliding_window(reader: _Reader, family: str, layers: int) -> tuple[int, int]:
-    """(window, layers that use it). Qwen ships a window switched off; gpt-oss without layer types alternates."""
+    """Return (window, layers that use it). Qwen ships a disabled window; gpt-oss without layer types alternates."""
     window = reader.size("sliding_window", 0)
     if not window or (family.startswith("qwen") and not reader.flag("use_sliding_window", False)):
         return 0, 0
@@ -215,9 +215,9 @@ def _sliding_window(reader: _Reader, family: str, layers: int) -> tuple[int, int
 
 
 def _leading_dense_layers(reader: _Reader, layers: int) -> int:
-    """Qwen can leave experts out of chosen layers; only leading ones have a place in the shape."""
+    """Return the number of leading layers without experts; Qwen allows others, which the shape cannot represent."""
     if reader.size("decoder_sparse_step", 1) != 1:
-        raise reader.refuse("decoder_sparse_step", "only experts in every layer are known")
+        raise reader.refuse("decoder_sparse_step", "only experts in every layer are supported")
     dense = reader.config.get("mlp_only_layers") or []
     if sorted(dense) != list(range(len(dense))) or len(dense) > layers:
         raise reader.refuse("mlp_only_layers", "layers without experts must be the first ones")

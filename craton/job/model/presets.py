@@ -1,4 +1,4 @@
-"""Published models by name, read from presets.toml beside this file, which says how far its numbers were checked."""
+"""Presets of published models, read from presets.toml, which documents how far its numbers were verified."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from craton.nearest import did_you_mean
 
 
 def model_presets() -> dict[str, ModelShape]:
-    """Every preset by its own name, in the order of the file; aliases are not repeated."""
+    """Return every preset by name, in the order of the file, without aliases."""
     return {name: _shape(name, entry) for name, entry in _entries().items()}
 
 
 def model_preset(name: str) -> ModelShape:
-    """A preset by name or alias, whatever the case."""
+    """Return a preset by name or alias, case-insensitive; ModelError if there is none."""
     shape = find_preset(name)
     if shape is None:
         allowed = [*_entries(), *_aliases()]
@@ -29,7 +29,7 @@ def model_preset(name: str) -> ModelShape:
 
 
 def find_preset(name: str) -> ModelShape | None:
-    """The same, or None when no preset has the name."""
+    """Return a preset by name or alias; None if there is none."""
     key = name.lower()
     key = _aliases().get(key, key)
     entry = _entries().get(key)
@@ -37,12 +37,12 @@ def find_preset(name: str) -> ModelShape | None:
 
 
 def preset_names() -> list[str]:
-    """Names and aliases."""
+    """Return all names and aliases."""
     return [*_entries(), *_aliases()]
 
 
 def published_parameters() -> dict[str, int]:
-    """The count people quote for each model, to three digits; presets.toml says where it was seen."""
+    """Return the published parameter count of each model, to three digits; presets.toml gives its source."""
     return {name: int(entry["parameters"]) for name, entry in _entries().items()}
 
 

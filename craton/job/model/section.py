@@ -1,8 +1,7 @@
-"""What may stand under `model:`, and the shape it means.
+"""The `model:` key and its shape.
 
-A preset, a Hub id in the local cache, a folder (here or at an s3:// URL) or config.json, inline numbers, a run that
-trained one, or `package.module:function`, whose shape is only known to its author: it loads and runs, but cannot be
-planned.
+Allowed: a preset, a Hub id in the local cache, a folder (local or an s3:// URL) or config.json, an inline shape, a
+training run, or `package.module:function`. The shape of a function is unknown: it runs, but cannot be planned.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
-# Ten to a thousand times the largest published model: more is a slip, and plans of it mean nothing.
+# Ten to a thousand times the largest published model: more is most likely a typo, and its plan meaningless.
 MAX_MODEL_NUMBERS = {
     "layers": 10_000,
     "hidden": 1_000_000,
@@ -42,7 +41,7 @@ MAX_MODEL_NUMBERS = {
 
 
 class MlaNumbers(Section):
-    """Inline numbers of multi-head latent attention."""
+    """The inline shape of multi-head latent attention."""
 
     q_lora: Whole
     kv_lora: Size
@@ -52,7 +51,7 @@ class MlaNumbers(Section):
 
 
 class ModelNumbers(Section):
-    """A model written inline: the keys of ModelShape, with the usual defaults."""
+    """An inline model: the keys of ModelShape, with the usual defaults."""
 
     name: str = "inline"
     layers: Size
@@ -82,7 +81,7 @@ class ModelNumbers(Section):
         for key, largest in MAX_MODEL_NUMBERS.items():
             if (getattr(self, key) or 0) > largest:
                 raise KeyConflictError(
-                    f"model: {key} {getattr(self, key):,} is too large; at most {largest:,} is possible", (key,)
+                    f"model: {key} {getattr(self, key):,} is too large; the maximum is {largest:,}", (key,)
                 )
         return self
 
@@ -95,15 +94,15 @@ class ModelNumbers(Section):
         if self.kv_heads and self.heads % self.kv_heads:
             raise KeyConflictError(f"model: kv_heads {self.kv_heads} does not divide heads {self.heads}", ("kv_heads",))
         if self.experts and not (self.moe_ffn_hidden and 0 < self.top_k <= self.experts):
-            raise KeyConflictError("model: experts need moe_ffn_hidden and a top_k from 1 to experts", ("experts",))
+            raise KeyConflictError("model: experts requires moe_ffn_hidden and a top_k from 1 to experts", ("experts",))
         if not self.experts and (self.top_k or self.moe_ffn_hidden or self.shared_experts or self.dense_layers):
-            raise KeyConflictError("model: top_k, moe_ffn_hidden, shared_experts and dense_layers need experts")
+            raise KeyConflictError("model: top_k, moe_ffn_hidden, shared_experts and dense_layers require experts")
         if self.ffn_hidden is None and (not self.experts or self.dense_layers):
-            raise KeyConflictError("model: ffn_hidden is missing; it is needed for the layers without experts")
+            raise KeyConflictError("model: ffn_hidden is missing; layers without experts require it")
         if max(self.dense_layers, self.sliding_layers) > self.layers:
-            raise KeyConflictError(f"model: dense_layers and sliding_layers cannot be more than layers {self.layers}")
+            raise KeyConflictError(f"model: dense_layers and sliding_layers cannot exceed layers {self.layers}")
         if self.sliding_layers and not self.sliding_window:
-            raise KeyConflictError("model: sliding_layers needs sliding_window", ("sliding_layers",))
+            raise KeyConflictError("model: sliding_layers requires sliding_window", ("sliding_layers",))
         return self
 
     def shape(self) -> ModelShape:
@@ -118,12 +117,12 @@ class ModelNumbers(Section):
 
 
 def is_function(text: str) -> bool:
-    """Whether a text is written `package.module:function`."""
+    """Return whether a text has the form `package.module:function`."""
     return _FUNCTION.fullmatch(text) is not None
 
 
 def model_shape(model: str | ModelNumbers) -> ModelShape | None:
-    """The shape of what stands under `model:`; None for a function."""
+    """Return the shape of the model; None for a function."""
     if isinstance(model, ModelNumbers):
         return model.shape()
     if is_function(model):
@@ -146,7 +145,7 @@ def model_shape(model: str | ModelNumbers) -> ModelShape | None:
 
 
 def weights_folder(model: str) -> Path | None:
-    """The folder with the weights of a folder, a URL or a cached Hub id; None when there are none on this machine."""
+    """Return the folder with the weights of a folder, a URL or a cached Hub id; None if it is not on this machine."""
     if is_function(model):
         return None
     if is_url(model):
@@ -164,31 +163,31 @@ def weights_folder(model: str) -> Path | None:
 
 
 def run_folder(model: str) -> Path | None:
-    """The run directory at this absolute path; None where there is none."""
+    """Return the run directory at this absolute path; None if it is not one."""
     path = Path(model)
     is_run = path.is_absolute() and (path / "job.yaml").is_file() and RunDirectory(path).looks_like_a_run()
     return path if is_run else None
 
 
 def _shape_of_run(run: Path) -> ModelShape | None:
-    """Of the model that the run trains, as its own job file has it."""
+    """Return the shape of the model that a run trains, from its job file."""
     job = read_document(run / "job.yaml").data
     trained = job.get("model")
     if "train" not in job or trained is None:
-        raise ModelError(f"the run {run.name} is of kind {job.get('kind')}, which trains no model")
+        raise ModelError(f"the run {run.name} has kind {job.get('kind')}, which trains no model; give a training run")
     if isinstance(trained, dict):
         return ModelNumbers.model_validate(trained).shape()
     return model_shape(str(trained))
 
 
 def _parse_model(value: object, info: ValidationInfo) -> str | ModelNumbers:
-    """Checks that the model can be found now, and makes a path independent of where the command is started."""
+    """Check that the model is found, and make a path absolute."""
     if isinstance(value, ModelNumbers):
         return value
     if isinstance(value, dict):
         return ModelNumbers.parse(value, info)
     if not isinstance(value, str) or not value.strip():
-        raise ValueError(f"{value!r} is not a model; give a preset name, a Hub id, a path or a mapping of its numbers")
+        raise ValueError(f"{value!r} is not a model; give a preset name, a Hub id, a path or a mapping with its shape")
     model = value.strip()
     if not is_function(model) and not is_url(model) and find_preset(model) is None:
         path = (Path((info.context or {}).get("folder", ".")) / Path(model).expanduser()).resolve()
@@ -204,5 +203,5 @@ ModelSpec = Annotated[str | ModelNumbers, BeforeValidator(_parse_model)]
 
 
 def looks_like_path(text: str) -> bool:
-    """Whether a text can only be a path, even of something that is not there."""
+    """Return whether a text can only be a path, even if it does not exist."""
     return text.startswith((".", "/", "~")) or text.endswith((".json", "/"))

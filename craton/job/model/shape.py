@@ -1,4 +1,4 @@
-"""The numbers of a decoder that planning, training and serving need, and the parameters they add up to."""
+"""The shape of a decoder-only transformer, for planning, training and serving, and its parameter counts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class MlaShape:
-    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): low-rank queries and keys/values."""
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): low-rank projections of queries, keys and values."""
 
     q_lora: int  # 0: queries are projected directly
     kv_lora: int
@@ -37,9 +37,9 @@ class ModelShape:
     moe_ffn_hidden: int = 0  # of one expert
     shared_experts: int = 0  # each as wide as one routed expert
     dense_layers: int = 0  # leading layers without experts
-    mtp_layers: int = 0  # multi-token-prediction layers after the last
+    mtp_layers: int = 0  # multi-token-prediction layers after the last layer
     sliding_window: int = 0  # 0: every layer attends to the whole sequence
-    sliding_layers: int = 0  # how many of the layers use the window
+    sliding_layers: int = 0  # number of layers that use the window
     qk_norm: bool = False
     causal: bool = True  # False: every token attends to all others
     max_sequence: int = 0  # 0: not stated
@@ -83,12 +83,12 @@ class ModelShape:
 
     @property
     def embedding_parameters(self) -> int:
-        """One table of vocabulary × hidden; the head is a second one unless tied."""
+        """Weights of the embedding table, vocabulary × hidden; the head is a second table unless tied."""
         return self.vocab * self.hidden
 
     @cached_property
     def parameters(self) -> int:
-        """All weights that are trained, norms included, multi-token-prediction layers not."""
+        """All trained weights, with norms, without multi-token-prediction layers."""
         norms = (2 * self.layers + 1) * self.hidden
         moe_layer = self.router_parameters + self.shared_expert_parameters + self.experts * self.expert_parameters
         return (
@@ -101,5 +101,5 @@ class ModelShape:
 
     @cached_property
     def active_parameters(self) -> int:
-        """Weights one token passes through."""
+        """Weights that one token uses."""
         return self.parameters - self.moe_layers * (self.experts - self.top_k) * self.expert_parameters

@@ -1,4 +1,4 @@
-"""The `checkpoint:` section: where state goes, and how often."""
+"""The `checkpoint:` section: where checkpoints are saved, and how often."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from craton.job.errors import JobError
 from craton.nearest import did_you_mean
 from craton.remote import is_url
 
-RESCUE = "rescue"  # where the last state goes that no lasting tier takes; no tier of a job has this name
+RESCUE = "rescue"  # fallback for the last state if no persistent tier accepts it; not a tier of a job
 
 
 class CheckpointTier(Section):
-    """One place checkpoints go to; without `every` and `every_steps` only at the end and at a stop."""
+    """A checkpoint tier; without `every` and `every_steps` it is written only at the end and at a stop."""
 
     to: str
     every: Seconds | None = None
     every_steps: Size | None = None
-    keep: Size | None = None  # newest ones kept; default: all
+    keep: Size | None = None  # number of newest checkpoints to keep; default: all
 
     @model_validator(mode="after")
     def _place_is_known(self) -> Self:
@@ -35,7 +35,7 @@ class CheckpointTier(Section):
                 ("to",),
             )
         if self.to.startswith("s3://") and not self.to.removeprefix("s3://").partition("/")[0]:
-            raise KeyConflictError(f"checkpoint: {self.to!r} names no bucket; write s3://bucket/prefix", ("to",))
+            raise KeyConflictError(f"checkpoint: {self.to!r} has no bucket; write s3://bucket/prefix", ("to",))
         if self.every is not None and self.every_steps is not None:
             raise KeyConflictError(
                 "checkpoint: every and every_steps are both given; keep one", ("every",), ("every_steps",)
@@ -52,14 +52,14 @@ def _parse_peer(value: object) -> object:
         return parse_seconds(value)
     except ValueError:
         raise ValueError(
-            f"{value!r} is not allowed; write auto, off, or a duration such as 2m, or a number of steps such as 5 steps"
+            f"{value!r} is not allowed; write auto, off, a duration such as 2m, or a number of steps such as 5 steps"
             f"{did_you_mean(str(value), ('auto', 'off'))}"
         ) from None
 
 
 class Checkpoint(Section):
-    """How state survives. `peer`: a copy in another node's memory, `auto` as often as costs under 2%, else after so
-    many seconds, or after so many steps when it says `5 steps`."""
+    """Where and how often state is saved. `peer`: a copy in another node's memory; `auto`: as often as costs under 2%
+    of the time, else an interval in seconds, or in steps if written as `5 steps`."""
 
     peer: Annotated[str | float, PlainValidator(_parse_peer)] = "auto"
     tiers: tuple[CheckpointTier, ...] = ()
@@ -76,35 +76,35 @@ class Checkpoint(Section):
 
     @property
     def peer_steps(self) -> int | None:
-        """How many steps lie between two copies in memory, where the job says so."""
+        """Interval of peer copies in steps; None if the job does not give one."""
         return int(self.peer.split()[0]) if isinstance(self.peer, str) and self.peer.endswith("steps") else None
 
     @property
     def peer_seconds(self) -> float | None:
-        """How many seconds, where the job says that."""
+        """Interval of peer copies in seconds; None if the job does not give one."""
         return None if isinstance(self.peer, str) else float(self.peer)
 
     @property
     def places(self) -> tuple[CheckpointTier, ...]:
-        """The tiers written to: those of the job, else `shared` at the end and at a stop."""
+        """The tiers to write to: those of the job, else `shared` at the end and at a stop."""
         return self.tiers or (CheckpointTier(to="shared"),)
 
     @property
     def end_only_warning(self) -> str:
-        """That the job saves nothing on its way; empty where a tier has an interval."""
+        """A warning that the job saves no periodic checkpoints; empty if a tier has an interval."""
         if any(tier.every or tier.every_steps for tier in self.tiers):
             return ""
-        reason = "no checkpoint tier of the job has an interval" if self.tiers else "the job names no checkpoint tier"
-        return f"{reason}: it saves only at its end and at a stop"
+        reason = "no checkpoint tier has an interval" if self.tiers else "the job has no checkpoint tier"
+        return f"{reason}: checkpoints are saved only at the end and at a stop"
 
 
 @dataclass(frozen=True)
 class TierPlace:
-    """Where the checkpoints of one run lie in a tier."""
+    """The location of a run's checkpoints in a tier."""
 
     place: str  # a folder or an s3:// prefix
-    is_node_local: bool  # each node has a folder of its own name in it
-    is_inside_run: bool  # and nobody else can have put something there
+    is_node_local: bool  # each node has its own folder in it, named after the node
+    is_inside_run: bool  # inside the run directory: no other run writes there
 
     @property
     def is_url(self) -> bool:
@@ -112,13 +112,13 @@ class TierPlace:
 
 
 def rescue_place(run: Path) -> TierPlace:
-    """In the run directory, which all ranks see."""
+    """Return the fallback location in the run directory, which all ranks see."""
     return TierPlace(str(run / "checkpoints" / RESCUE), False, True)
 
 
 def place_of(tier: CheckpointTier, storage: Storage | None, run: Path) -> TierPlace:
-    """A tier of the run with this directory. `nvme`, `shared` and `object` are where the cluster file says; without
-    one the first two are in the run directory."""
+    """Return the location of a tier of this run. The cluster file sets the paths of `nvme`, `shared` and `object`;
+    without a path the first two are in the run directory."""
     is_local = tier.to == "nvme"
     named = {"nvme": storage.nvme, "shared": storage.shared, "object": storage.object} if storage else {}
     numbers = named.get(tier.to)
@@ -127,7 +127,7 @@ def place_of(tier: CheckpointTier, storage: Storage | None, run: Path) -> TierPl
         return TierPlace(f"{base.rstrip('/')}/{run.name}", is_local, False)
     if tier.to == "object":
         raise JobError(
-            "checkpoint tier object has no place: give storage.object.path an s3:// prefix in the cluster file, or "
+            "checkpoint tier object has no path: set storage.object.path to an s3:// prefix in the cluster file, or "
             "write the prefix itself, such as to: s3://bucket/checkpoints"
         )
     return TierPlace(str(run / "checkpoints" / tier.to), is_local, True)

@@ -1,9 +1,8 @@
-"""What a job of kind `command` says beside its command: how many processes a node gets, in which copy of which folder
-they run, and how their progress is read.
+"""The keys of a job of kind `command`: processes per node, the folder whose copy they run in, and how progress is read.
 
-A command that starts its own ranks (torchrun, vLLM) is started once a node, any other once a GPU, unless `processes:`
-says otherwise; where a launcher is hidden in a shell's text it must. Patterns come out of here as regular expressions
-that compile and name what they find.
+A command that starts its own ranks (torchrun, vLLM) is started once per node, any other once per GPU, unless
+`processes:` sets the number. If a launcher is hidden in a shell string, `processes:` is required. Patterns are
+converted to valid regular expressions with named groups.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from pydantic import BeforeValidator, PlainValidator, ValidationInfo, model_vali
 from craton.job.document import Bytes, KeyConflictError, Seconds, Section, Size, Whole, parse_seconds, whole_number
 from craton.nearest import did_you_mean, nearest_name
 
-# What `{name}` in a command given as a list, and in `run.env`, is replaced by for each process.
+# Names replaced per process, as `{name}`, in a command given as a list and in `run.env`.
 PLACEHOLDERS = (
     "rank",
     "local_rank",
@@ -36,10 +35,10 @@ PLACEHOLDERS = (
 LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "vllm", "sglang")
 LAUNCHER_MODULES = ("torch.distributed.run", "torch.distributed.launch", *LAUNCHERS)
 DEFAULT_LIMIT_BYTES = 200e6
-# A foreign command is silent while it evaluates or saves, which nobody can tell from a hang: only much longer is one.
+# A command prints nothing while it evaluates or saves, which looks like a hang: only a much longer silence counts.
 HANG_TIMES, HANG_SECONDS = 20.0, 300.0
 
-_PLACEHOLDER = re.compile(r"(?<![${])\{([a-z][a-z_]*)\}")  # ${name} is the shell's own, {{name}} is {name} as it is
+_PLACEHOLDER = re.compile(r"(?<![${])\{([a-z][a-z_]*)\}")  # ${name} is a shell variable, {{name}} a literal {name}
 _BETWEEN_WORDS = re.compile(r"[\s;&|()<>\"'`]+")
 _GROUP = re.compile(r"\(\?P<")
 _WHOLE = r"\d+(?:[,_]\d{3})*"
@@ -52,10 +51,10 @@ Processes = Literal["node", "gpu"] | int
 
 
 def starts_own_ranks(command: Sequence[str]) -> bool:
-    """Whether the command is a launcher, of which a node needs one."""
+    """Return whether the command is a launcher, which is started once per node."""
     try:
         words = shlex.split(command[0]) if len(command) == 1 else list(command)
-    except ValueError:  # a shell may understand quotes that are not closed here
+    except ValueError:  # a shell may accept quotes that shlex does not
         return False
     while words and (words[0] in ("exec", "env") or re.match(r"[A-Za-z_]\w*=", words[0])):
         words.pop(0)
@@ -68,7 +67,7 @@ def starts_own_ranks(command: Sequence[str]) -> bool:
 
 
 def named_launcher(command: Sequence[str]) -> str | None:
-    """The launcher whose name stands anywhere in the command, such as behind `cd x &&`, `bash -c` or `uv run`."""
+    """Return a launcher named anywhere in the command, such as after `cd x &&`, `bash -c` or `uv run`."""
     words = [word for text in command for word in _BETWEEN_WORDS.split(text) if word]
     for before, word in zip(["", *words], words, strict=False):
         if PurePath(word).name in LAUNCHERS or (before == "-m" and _is_launcher_module(word)):
@@ -77,7 +76,7 @@ def named_launcher(command: Sequence[str]) -> str | None:
 
 
 def processes_per_node(command: Sequence[str], processes: Processes | None, gpus_per_node: int) -> int:
-    """As many as the job says, else one of a launcher, else one for each GPU."""
+    """Return the number of processes per node: the job's, else one for a launcher, else one per GPU."""
     wanted = processes or ("node" if starts_own_ranks(command) else "gpu")
     if isinstance(wanted, int):
         return wanted
@@ -85,32 +84,32 @@ def processes_per_node(command: Sequence[str], processes: Processes | None, gpus
 
 
 def check_processes(command: Sequence[str], processes: Processes | None) -> None:
-    """Refuse to guess how often a command is started that may start its own ranks, or may only name a launcher."""
+    """Refuse a command that contains the name of a launcher but may not be one, unless `processes` is given."""
     if processes is not None or starts_own_ranks(command):
         return
     if launcher := named_launcher(command):
         raise KeyConflictError(
-            f"command: whether {launcher} in it starts the ranks cannot be told; write `processes: node` if it does, "
-            "`processes: gpu` if not",
+            f"command: it is unclear whether {launcher} in it starts the ranks; write `processes: node` if it does, "
+            "`processes: gpu` if it does not",
             ("command",),
         )
 
 
 def check_placeholders(command: Sequence[str]) -> None:
-    """Refuse `{node_rnk}` in a list, and `{node_rank}` in a text for the shell, where nothing is filled in; braces
-    around anything that looks like no placeholder are left to the command."""
+    """Refuse a misspelt placeholder such as `{node_rnk}` in a list, and any placeholder in a shell string, where none
+    is replaced. Other braces are left to the command."""
     is_text = len(command) == 1 or tuple(command[:2]) == ("/bin/sh", "-c")
     for name in (entry for word in command for entry in _PLACEHOLDER.findall(word)):
         if is_text and name in PLACEHOLDERS:
             raise KeyConflictError(
-                f"command: {{{name}}} is not replaced in a text for the shell; write $CRATON_{name.upper()}, or the "
+                f"command: {{{name}}} is not replaced in a shell string; write $CRATON_{name.upper()}, or give the "
                 "command as a list of words",
                 ("command",),
             )
         near = None if is_text or name in PLACEHOLDERS else nearest_name(name, PLACEHOLDERS)
         if near:
             raise KeyConflictError(
-                f"command: {{{name}}} is not replaced by anything; did you mean {{{near}}}? known are "
+                f"command: {{{name}}} is not a placeholder; did you mean {{{near}}}? allowed: "
                 + ", ".join(f"{{{item}}}" for item in PLACEHOLDERS),
                 ("command",),
             )
@@ -127,7 +126,7 @@ def parse_processes(value: object) -> Processes | None:
         return whole_number(1, 4096)(value)
     except ValueError:
         raise ValueError(
-            f"{value!r} is not allowed; write node (one process a node), gpu (one for each GPU) or how many a node gets"
+            f"{value!r} is not allowed; write node (one process per node), gpu (one per GPU) or a number per node"
             f"{did_you_mean(str(value), ('node', 'gpu'))}"
         ) from None
 
@@ -136,14 +135,14 @@ ProcessesSpec = Annotated[Processes | None, PlainValidator(parse_processes)]
 
 
 class Workdir(Section):
-    """The folder that is copied into the run, where its command runs."""
+    """The folder that is copied into the run; the command runs in the copy."""
 
     path: str | None = None  # None: the job file's folder
-    limit: Bytes = DEFAULT_LIMIT_BYTES  # of all files together
+    limit: Bytes = DEFAULT_LIMIT_BYTES  # total size of all files
 
 
 def parse_workdir(value: object, info: ValidationInfo) -> object:
-    """A folder alone, or a section; the folder becomes absolute."""
+    """Parse a folder, or a section; make the folder absolute."""
     if value is None or isinstance(value, Workdir):
         return value
     document: Any = {"path": value} if isinstance(value, str) else value
@@ -157,9 +156,9 @@ WorkdirSpec = Annotated[Workdir | None, BeforeValidator(parse_workdir)]
 
 
 def parse_pattern(text: object) -> str:
-    """A regular expression with named groups, of what was written: one, or a template such as `step {step}/{steps}`."""
+    """Parse a regular expression with named groups, or a template such as `step {step}/{steps}`."""
     if not isinstance(text, str) or not text.strip():
-        raise ValueError("it is empty; write e.g. 'step {step}/{steps} loss {loss}'")
+        raise ValueError("the pattern is empty; write e.g. 'step {step}/{steps} loss {loss}'")
     expression = text if _GROUP.search(text) else _template(text)
     try:
         compiled = re.compile(expression)
@@ -167,17 +166,17 @@ def parse_pattern(text: object) -> str:
         raise ValueError(f"{text!r} is not a regular expression: {error}") from None
     if not compiled.groupindex:
         raise ValueError(
-            f"{text!r} names nothing to read; write a template such as 'step {{step}} loss {{loss}}', or a regular "
+            f"{text!r} has no named fields; write a template such as 'step {{step}} loss {{loss}}', or a regular "
             "expression with named groups such as 'step (?P<step>\\d+)'"
         )
     for name in compiled.groupindex:
         if not _METRIC.fullmatch(name):
-            raise ValueError(f"{name!r} cannot be the name of a metric; use small letters, digits and '_'")
+            raise ValueError(f"{name!r} is not a valid metric name; use lowercase letters, digits and '_'")
     return expression
 
 
 def _template(text: str) -> str:
-    """The regular expression of a template: spaces match any white space, `{name}` a number."""
+    """Convert a template to a regular expression: spaces match any whitespace, `{name}` a number."""
     parts = re.split(r"(\{[A-Za-z_]\w*\})", text.strip())
     for index, part in enumerate(parts):
         if index % 2:
@@ -189,7 +188,7 @@ def _template(text: str) -> str:
 
 
 def _parse_patterns(value: object) -> object:
-    """Each of one or many, as a regular expression."""
+    """Parse one or several patterns to regular expressions."""
     many = [value] if isinstance(value, str) else value
     if not isinstance(many, list | tuple):
         return value
@@ -203,27 +202,27 @@ def _parse_patterns(value: object) -> object:
 
 
 def _parse_hang(value: object) -> str:
-    """`auto`, `off`, `10x` the usual time between two signs of progress, or a duration; as a text that reads back."""
+    """Normalize `auto`, `off`, a multiple `10x` of the usual time between two progress lines, or a duration."""
     text = str(value).strip()
     if text in ("auto", "off"):
         return text
     if times := re.fullmatch(r"(\d+(?:\.\d+)?) ?[x×]", text):
         if float(times[1]) >= 2:
             return f"{float(times[1]):g}x"
-        raise ValueError(f"{value!r} would call every second step a hang; write 2x or more")
+        raise ValueError(f"{value!r} would report normal steps as hangs; write 2x or more")
     try:
         return f"{parse_seconds(value):g}s"
     except ValueError:
         near = did_you_mean(text, ("auto", "off"))
         raise ValueError(
-            f"{value!r} is not allowed; write auto, off, a multiple such as 10x, or e.g. 15m{near}"
+            f"{value!r} is not allowed; write auto, off, a multiple such as 10x, or a duration such as 15m{near}"
         ) from None
 
 
 def _parse_address(value: object) -> str:
     parts = urlsplit(value) if isinstance(value, str) else None
     if parts is None or parts.scheme not in ("http", "https") or not parts.netloc:
-        raise ValueError(f"{value!r} is not the address of metrics; write e.g. http://127.0.0.1:8000/metrics")
+        raise ValueError(f"{value!r} is not a metrics address; write e.g. http://127.0.0.1:8000/metrics")
     return str(value)
 
 
@@ -231,7 +230,7 @@ def _parse_names(value: object) -> object:
     for there, ours in value.items() if isinstance(value, Mapping) else ():
         if not isinstance(ours, str) or not _METRIC.fullmatch(ours):
             raise KeyConflictError(
-                f"progress.prometheus.names: {ours!r} cannot be the name of a metric; use e.g. step, loss or "
+                f"progress.prometheus.names: {ours!r} is not a valid metric name; use e.g. step, loss or "
                 "tokens_per_second",
                 (there,),
             )
@@ -239,7 +238,7 @@ def _parse_names(value: object) -> object:
 
 
 class PrometheusSource(Section):
-    """Metrics that the command serves itself, asked by the agent of the node that the watched process is on."""
+    """Prometheus metrics that the command serves, scraped by the agent on the node of the watched process."""
 
     address: Annotated[str, PlainValidator(_parse_address)]
     names: Annotated[dict[str, str], BeforeValidator(_parse_names)]  # metric there → ours
@@ -247,12 +246,12 @@ class PrometheusSource(Section):
 
 
 class ProgressSection(Section):
-    """How far a command is, from what it prints or serves."""
+    """How to read a command's progress from its output or metrics."""
 
     pattern: Annotated[tuple[str, ...], BeforeValidator(_parse_patterns)] = ()
     prometheus: PrometheusSource | None = None
-    rank: Whole = 0  # whose output is read
-    steps: Size | None = None  # in all, where the output does not say
+    rank: Whole = 0  # the process whose output is read
+    steps: Size | None = None  # total, if the output does not contain it
     hang: Annotated[str, PlainValidator(_parse_hang)] = "auto"
 
     @model_validator(mode="after")
@@ -261,8 +260,8 @@ class ProgressSection(Section):
             raise KeyConflictError("progress: give `pattern:`, `prometheus:` or both", ())
         if self.pattern and not self.has_steps:
             raise KeyConflictError(
-                "progress.pattern: nothing in it is called step, so that nobody can tell how far the job is; write "
-                "{step} in a template, or (?P<step>\\d+) in a regular expression",
+                "progress.pattern: no field is named step, so progress is unknown; write {step} in a template, or "
+                "(?P<step>\\d+) in a regular expression",
                 ("pattern",),
             )
         return self
@@ -273,14 +272,14 @@ class ProgressSection(Section):
         return "step" in served or any("step" in re.compile(pattern).groupindex for pattern in self.pattern)
 
     def rank_problem(self, num_ranks: int) -> str:
-        """Why the process whose output is read will not be there, among so many; nothing where it will be."""
+        """Return an error if the watched rank does not exist among `num_ranks`; empty otherwise."""
         if self.rank < num_ranks:
             return ""
         return f"progress.rank: there is no rank {self.rank}; give one from 0 to {num_ranks - 1}"
 
     @property
     def patience(self) -> tuple[float, float]:
-        """(times the usual time between two signs of progress, seconds at least) after which it hangs; 0, 0: never."""
+        """(multiple of the usual time between progress lines, minimum in seconds) that counts as a hang; 0, 0: off."""
         if self.hang == "off" or not self.has_steps:
             return 0.0, 0.0
         if self.hang == "auto":
@@ -288,7 +287,7 @@ class ProgressSection(Section):
         return (float(self.hang[:-1]), 0.0) if self.hang.endswith("x") else (0.0, float(self.hang[:-1]))
 
     def to_launch(self) -> dict[str, Any]:
-        """What an agent is told."""
+        """Return the settings for the agent."""
         times, seconds = self.patience
         return {
             "patterns": list(self.pattern),

@@ -1,8 +1,7 @@
 """The `data:` section: where tokens come from, and how they become sequences.
 
-A path is absolute once it is read, so that a job means the same wherever it runs; words with a meaning of their own
-(`stdlib`, `bpe:4096`, a Hub id, `s3://…`) stay as they are. Whether a path exists is for whoever reads it: a job may be
-planned on a laptop.
+Paths are made absolute, so that a job means the same wherever it runs; special values (`stdlib`, `bpe:4096`, a Hub id,
+`s3://…`) stay unchanged. Existence of a path is not checked here: a job may be planned on a laptop.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ from craton.job.document import Section, SectionError, TokenCount
 from craton.job.model import is_function, looks_like_path
 from craton.remote import is_url
 
-STANDARD_LIBRARY = "stdlib"  # as a data path: the interpreter's own Python sources
-MIN_BPE_VOCABULARY = 259  # every byte, the token that ends a document and the two around a chat's turn
+STANDARD_LIBRARY = "stdlib"  # as a data path: the Python sources of the standard library
+MIN_BPE_VOCABULARY = 259  # all bytes, the end-of-document token and the two chat-turn tokens
 
 _BPE = re.compile(r"bpe:(?P<size>.*)")
 
 
 def check_function(value: str) -> str:
-    """For keys that name a user's own code."""
+    """Validate a key that names a user's function."""
     if not is_function(value):
         raise ValueError(f"{value!r} is not a function; write package.module:function")
     return value
@@ -51,7 +50,7 @@ def _parse_tokenizer(value: object, info: ValidationInfo) -> str:
         size = bpe["size"]
         if not size.isdecimal() or int(size) < MIN_BPE_VOCABULARY:
             raise ValueError(
-                f"{text!r} is not a tokenizer to train; write bpe: and its vocabulary, at least {MIN_BPE_VOCABULARY}, "
+                f"{text!r} is not a BPE tokenizer; write bpe: and the vocabulary size, at least {MIN_BPE_VOCABULARY}, "
                 "e.g. bpe:4096"
             )
         return text
@@ -66,7 +65,7 @@ DataPath = Annotated[str, BeforeValidator(_parse_path)]
 
 
 class WeightedPath(Section):
-    """One part of a mixture; weights are shares of the tokens, whatever they add up to."""
+    """One source of a mixture; weights are relative shares of the tokens."""
 
     path: DataPath
     weight: Annotated[float, Field(gt=0)] = 1.0
@@ -95,7 +94,7 @@ Paths = Annotated[str | tuple[WeightedPath, ...] | None, BeforeValidator(_parse_
 
 
 class Data(Section):
-    """Token shards, raw text or chats, or a function that makes samples."""
+    """Token shards, raw text, chats, or a function that returns samples."""
 
     path: Paths = None
     validation: Paths = None
@@ -104,16 +103,16 @@ class Data(Section):
     )
     sequence: TokenCount | None = None
     source: Function | None = None
-    pack: bool = True  # documents share a sequence, attention stays inside each
+    pack: bool = True  # pack several documents into a sequence; attention stays within each document
 
     @property
     def mixture(self) -> tuple[tuple[str, float], ...]:
-        """(path, weight) of each part; one of weight 1 for a single path, none without."""
+        """(path, weight) of each source; weight 1 for a single path; empty without a path."""
         return _mixture(self.path)
 
     @property
     def validation_mixture(self) -> tuple[tuple[str, float], ...]:
-        """The same of what is evaluated on."""
+        """(path, weight) of each source of the validation data."""
         return _mixture(self.validation)
 
 

@@ -1,4 +1,4 @@
-"""The sections `recover:` and `chaos:`: what a run does when something breaks, and what is broken on purpose."""
+"""The sections `recover:` (fault tolerance) and `chaos:` (fault injection)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from craton.job.faults import FAULT_KINDS, RANDOM_KINDS, InjectedFault, check_fa
 
 
 def _parse_wait(value: object) -> float:
-    """A duration that may be nothing at all."""
+    """Parse a duration that may be zero."""
     return 0.0 if str(value).strip() in ("0", "0.0", "0s") else parse_seconds(value)
 
 
@@ -22,7 +22,7 @@ def _parse_kinds(value: object) -> object:
     if isinstance(kinds, list | tuple):
         for kind in kinds:
             if kind not in FAULT_KINDS:
-                raise ValueError(f"{kind!r} is no fault; allowed: {', '.join(FAULT_KINDS)}")
+                raise ValueError(f"{kind!r} is not a fault kind; allowed: {', '.join(FAULT_KINDS)}")
     return kinds
 
 
@@ -30,16 +30,16 @@ Wait = Annotated[float, PlainValidator(_parse_wait)]
 
 
 class RecoverSection(Section):
-    """How a run goes on after a failure."""
+    """How a run recovers from a failure."""
 
-    tries: Whole = 3  # how often a run goes on without a new step in between; 0: the first failure ends it
-    spare_wait: Wait = 30.0  # for a lost node, before an elastic job goes on with fewer
-    give_up: Wait = 600.0  # for a lost node, before a job that cannot shrink fails
-    spares: Whole | None = None  # nodes started beside those that work; default: the cluster file's
+    tries: Whole = 3  # consecutive recoveries without a new step; 0: the first failure ends the run
+    spare_wait: Wait = 30.0  # wait for a lost node before an elastic job continues on fewer nodes
+    give_up: Wait = 600.0  # wait for a lost node before a job that cannot shrink fails
+    spares: Whole | None = None  # spare nodes; default: the cluster file's
 
 
 class RandomChaos(Section):
-    """Faults drawn from a seed instead of written down."""
+    """Random faults, drawn from a seed."""
 
     random: Size
     seed: Whole = 0
@@ -47,7 +47,7 @@ class RandomChaos(Section):
 
 
 def parse_chaos(value: object, info: ValidationInfo) -> RandomChaos | tuple[str, ...]:
-    """A list of faults, one fault, or `{random: 10, seed: 7}`."""
+    """Parse a list of faults, one fault, or `{random: 10, seed: 7}`."""
     if isinstance(value, RandomChaos):
         return value
     if isinstance(value, dict):
@@ -55,7 +55,7 @@ def parse_chaos(value: object, info: ValidationInfo) -> RandomChaos | tuple[str,
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list | tuple) or not all(isinstance(item, str) for item in texts):
         raise ValueError(
-            f"{value!r} is no list of faults; write e.g. [kill rank=3@step=40], or {{random: 10, seed: 7}}"
+            f"{value!r} is not a list of faults; write e.g. [kill rank=3@step=40], or {{random: 10, seed: 7}}"
         )
     for index, text in enumerate(texts):
         try:
@@ -78,12 +78,14 @@ def faults_of(
     steps: int | None,
     trains: bool,
 ) -> list[InjectedFault]:
-    """The faults of a job on its nodes, each checked to be able to happen there; random ones leave the last `spares` of
-    the nodes alone."""
+    """Return the faults of a job, each checked to be possible; random faults do not hit the last `spares` nodes."""
     if isinstance(chaos, tuple):
         faults = [parse_fault(text) for text in chaos]
     elif steps is None:
-        raise FaultError("chaos: random faults are spread over the steps of a job, and this one does not say how many")
+        raise FaultError(
+            "chaos: random faults are spread over the steps of a job, but this job has no number of steps; list the "
+            "faults instead, e.g. [kill rank=3@step=40]"
+        )
     else:
         working = nodes[: len(nodes) - spares]
         faults = random_faults(chaos.random, chaos.seed, steps, world, working, tiers, chaos.kinds)

@@ -1,4 +1,4 @@
-"""The `train:` section: how much is trained, and how. What depends on the whole job is resolved by Job's properties."""
+"""The `train:` section: batch, length, optimizer and schedule. Job resolves what depends on the whole job."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class Lora(Section):
 
 
 class Evaluate(Section):
-    """The loss on `data.validation`, now and then."""
+    """Periodic evaluation of the loss on `data.validation`."""
 
     every_steps: Size
-    sequences: Size = 64  # the first of the validation data, the same each time
+    sequences: Size = 64  # the first sequences of the validation data, the same each time
 
 
 class Spike(Section):
@@ -56,14 +56,14 @@ def _parse_betas(value: Any) -> Any:
 
 
 class Train(Section):
-    """How much is trained, and how."""
+    """Batch, length, precision, optimizer and schedule of training."""
 
     global_batch_tokens: TokenCount | None = None
     global_batch_sequences: Count | None = None
     tokens: Count | None = None
     steps: Count | None = None
     precision: Precision = "bf16"
-    weights: Weights = "fp32"  # fp32: master weights; bf16: weights and states in bf16, rounded stochastically
+    weights: Weights = "fp32"  # fp32: master weights; bf16: weights and optimizer states in bf16, stochastic rounding
     fp8: Float8Recipe | None = None
     optimizer: Literal["adamw", "sgd"] = "adamw"
     learning_rate: Annotated[float, Field(gt=0)] | None = None
@@ -73,9 +73,11 @@ class Train(Section):
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
     betas: Annotated[tuple[Rate, Rate], BeforeValidator(_parse_betas)] = (0.9, 0.95)
     epsilon: Annotated[float, Field(gt=0)] = 1e-8
-    clip: Annotated[float, Field(ge=0)] = 1.0  # of the gradient's norm; 0: off
+    clip: Annotated[float, Field(ge=0)] = 1.0  # maximum gradient norm; 0: off
     seed: Whole = 0
-    compile: Annotated[Literal["auto"] | bool, BeforeValidator(_parse_compile)] = "auto"  # auto: where our kernels end
+    compile: Annotated[Literal["auto"] | bool, BeforeValidator(_parse_compile)] = (
+        "auto"  # auto: on a GPU, for blocks without Craton's own kernels
+    )
     initialize: Initialize = "auto"
     evaluate: Evaluate | None = None
     on_nan: FaultPolicy = "skip"
