@@ -1,6 +1,6 @@
-"""A training script of plain Hugging Face Accelerate, which knows nothing of Craton: it learns a fixed function.
+"""A Hugging Face Accelerate training script without Craton code: it learns a fixed function.
 
-It saves what it needs to go on every few steps, and goes on from the newest of that; the rest is its launcher's affair.
+It saves a checkpoint every few steps and resumes from the newest one; its launcher does the rest.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ BATCH, WIDTH = 32, 64
 
 
 def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Samples that depend on nothing but the step and the rank."""
+    """Return samples that depend only on the step and the rank."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     inputs = torch.randn(BATCH, 8, generator=generator)
     return inputs, inputs.sin().sum(dim=1, keepdim=True)
@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--save", type=Path, required=True)
     parser.add_argument("--save-every", type=int, default=10)
-    parser.add_argument("--step-seconds", type=float, default=0.05, help="a step takes at least this long")
+    parser.add_argument("--step-seconds", type=float, default=0.05, help="minimum duration of a step")
     given = parser.parse_args()
 
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
@@ -39,7 +39,7 @@ def main() -> None:
     begin = int(saved[-1].parent.name.removeprefix("step-")) if saved else 0
     if saved:
         accelerator.load_state(str(saved[-1].parent))
-    accelerator.print(f"{accelerator.num_processes} processes go on after step {begin}", flush=True)
+    accelerator.print(f"{accelerator.num_processes} processes resume after step {begin}", flush=True)
 
     for step in range(begin + 1, given.steps + 1):
         started = time.monotonic()

@@ -1,7 +1,7 @@
-"""A training script of plain JAX on several processes, which knows nothing of Craton but RANK and WORLD_SIZE.
+"""A multi-process JAX training script without Craton code; it reads only RANK and WORLD_SIZE.
 
-Parameters are the same everywhere, the batch is spread over all devices, and XLA adds the gradients up between them.
-The first process saves every few steps; all of them go on from the newest of that.
+Parameters are replicated, the batch is sharded over all devices (data parallel), and XLA sums the gradients. The first
+process saves a checkpoint every few steps; all processes resume from the newest one.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--save", type=Path, required=True)
     parser.add_argument("--save-every", type=int, default=10)
-    parser.add_argument("--step-seconds", type=float, default=0.05, help="a step takes at least this long")
+    parser.add_argument("--step-seconds", type=float, default=0.05, help="minimum duration of a step")
     given = parser.parse_args()
 
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -61,7 +61,7 @@ def main() -> None:
         values = dict(np.load(saved[-1]))
     parameters = {name: jax.make_array_from_process_local_data(everywhere, value) for name, value in values.items()}
     if rank == 0:
-        print(f"{world} processes with {len(jax.devices())} devices go on after step {begin}", flush=True)
+        print(f"{world} processes with {len(jax.devices())} devices resume after step {begin}", flush=True)
 
     for step in range(begin + 1, given.steps + 1):
         started = time.monotonic()

@@ -1,7 +1,8 @@
-"""Your own model: `model: custom_model:build` in examples/custom-model.yaml.
+"""A custom model: `model: custom_model:build` in examples/custom-model.yaml.
 
-`build(job)` returns a module with `blocks` (recomputed, compiled and sharded one by one), `head_weight` [vocabulary,
-hidden], and a forward from tokens to hidden states. Everything else (data, parallelism, checkpoints) is Craton's.
+`build(job)` returns a module with `blocks` (the units of activation checkpointing, compilation and sharding),
+`head_weight` [vocabulary, hidden], and a forward from tokens to hidden states. Craton does the rest: data, parallelism,
+checkpoints.
 """
 
 import torch
@@ -11,11 +12,11 @@ from torch.nn.functional import relu
 from craton.job import Job
 from craton.ml.kernels import Documents, attention
 
-HIDDEN, HEADS, LAYERS, VOCABULARY = 128, 4, 3, 1024  # the vocabulary is that of data.tokenizer
+HIDDEN, HEADS, LAYERS, VOCABULARY = 128, 4, 3, 1024  # the vocabulary size of data.tokenizer
 
 
 class ParallelBlock(nn.Module):
-    """Attention and MLP side by side, the MLP with squared ReLU."""
+    """A block with parallel attention and MLP; the MLP uses squared ReLU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +34,7 @@ class ParallelBlock(nn.Module):
 
 
 class Model(nn.Module):
-    """Learned positions, parallel blocks, a head tied to the embedding."""
+    """Learned positions, parallel blocks, and a head tied to the embedding."""
 
     def __init__(self, sequence: int) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""Your own data: `data.source: custom_source:sums` in examples/custom-source.yaml.
+"""Custom data: `data.source: custom_source:sums` in examples/custom-source.yaml.
 
-`sums(job, split)` returns a function of the global sample index. It must give the same sample for the same index: then
-a stopped run goes on exactly, on any number of ranks. Here: additions, with the loss on the answers only.
+`sums(job, split)` returns a function of the global sample index. It must return the same sample for the same index, so
+that a stopped run resumes exactly, on any number of ranks. Here: additions, with the loss on the answers only.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ LARGEST = 99
 
 
 def sums(job: Job, split: str) -> Callable[[int], dict[str, Any]]:
-    """Rows of additions such as `17+25=42`; those of the validation split are drawn from another stream."""
+    """Return samples of additions such as `17+25=42`; the validation split uses another random stream."""
 
     def sample(index: int) -> dict[str, Any]:
         random = np.random.default_rng([split == "validation", index])

@@ -32,7 +32,7 @@ def processes(run: RunDirectory, node: str) -> list[psutil.Process]:
 
 def beginnings(run: RunDirectory) -> list[int]:
     """After which steps the script has gone on."""
-    return [int(step) for step in re.findall(r"go on after step (\d+)", run.log_path(0).read_text())]
+    return [int(step) for step in re.findall(r"resume after step (\d+)", run.log_path(0).read_text())]
 
 
 def losses(run: RunDirectory) -> dict[int, set[str]]:

@@ -55,7 +55,7 @@ def test_a_script_of_plain_accelerate_under_torchrun(root: Path) -> None:
     pytest.importorskip("accelerate", reason="accelerate is not installed")
     run = start(root, example("command-accelerate"))
     wait_until(lambda: summarize(run).step >= SAVED_EVERY + 2)
-    assert run.log_path(0).read_text().count("4 processes go on after step 0") == 1
+    assert run.log_path(0).read_text().count("4 processes resume after step 0") == 1
     (launcher,) = processes(run, "node-1")
     workers = launcher.children()
     assert len(workers) == 2
@@ -73,7 +73,7 @@ def test_a_script_of_plain_jax(root: Path) -> None:
     pytest.importorskip("jax", reason="jax is not installed")
     run = start(root, example("command-jax"))
     wait_until(lambda: summarize(run).step >= SAVED_EVERY + 2)
-    assert "4 processes with 4 devices go on after step 0" in run.log_path(0).read_text()
+    assert "4 processes with 4 devices resume after step 0" in run.log_path(0).read_text()
     check_recovered(run, processes(run, "node-1")[-1])
     stop_run(run)
     check_shown(root)
