@@ -82,7 +82,7 @@ def test_in_the_foreground_until_it_is_told_to_end(
         f"{NAME}  serve · qwen3-0.6b, 596M parameters · local x 1",
         f"{NAME}: loading weights",
         f"{NAME} serves at {url}",
-        "4.24k tokens of KV cache",
+        "4.24k tokens, maximum",
         "tokens/s for one request",
         f"curl {url}/v1/completions",
         '"prompt": [1, 2, 3]',

@@ -106,7 +106,7 @@ def print_ready(job: Job, plan: ServePlan | None, ready: dict[str, Any], console
     print_field(console, "model", ", ".join([ready["model"], *job.serve.adapters]))
     if plan is not None:
         cache = (
-            f"{formatting.amount(ready['kv_tokens'])} tokens of KV cache, maximum {ready['max_length']:,} per request"
+            f"{formatting.amount(ready['kv_tokens'])} tokens, maximum {ready['max_length']:,} per request"
         )
         print_field(console, "KV cache", cache)
         single, best = (formatting.amount(ready[f"plan_{name}_tokens_per_second"]) for name in ("single", "best"))
