@@ -1,7 +1,7 @@
 """Craton predicts, runs, measures and repairs foundation-model jobs.
 
-`from craton import load_job, plan, run` is the Python API, which the command line calls. Names load on first
-use, so that `import craton` costs nothing.
+`from craton import load_job, plan, run` is the Python API; the command line calls it too. Names load on first use, so
+that `import craton` is fast.
 """
 
 from __future__ import annotations

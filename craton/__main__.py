@@ -1,4 +1,4 @@
-"""`python -m craton` is the command `craton`."""
+"""`python -m craton` runs the command `craton`."""
 
 from craton.cli import main
 

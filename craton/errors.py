@@ -1,7 +1,7 @@
-"""The root of every error that a user's input can cause; the command line prints it as one line and exits 2."""
+"""The base class of every error that user input can cause; the command line prints it on one line and exits with 2."""
 
 from __future__ import annotations
 
 
 class CratonError(ValueError):
-    """What was given, what is allowed, what to do."""
+    """The message says what was given, what is allowed and what to do."""

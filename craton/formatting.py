@@ -1,10 +1,10 @@
-"""How numbers are written for people, on every screen, page and report: three significant digits, the unit always said,
-`–` for what is not known.
+"""Format numbers for people, the same way on every screen, page and report: three significant digits, always with the
+unit, and `–` for unknown values.
 
     1.46M tokens/s   8.03B   $24.3k   20%   350 ms   2h 5m   79.6 GiB   2.55 GB   0.9–1.1 s
 
-Memory is in GiB, as GPUs and hosts report it; what is sent or stored is in decimal GB, as networks, disks and buckets
-are sold. Both ends of a range are in the unit of the upper one, so that they compare at a glance.
+Memory is in GiB, as GPUs and hosts report it. Data that is sent or stored is in decimal GB, as networks, disks and
+buckets are sold. Both ends of a range use the unit of the upper end, so that they are easy to compare.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _THOUSANDS = (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3))
 _DOLLARS = (("B", 1e9), ("M", 1e6), ("k", 1e3))
 _PREFIXES = (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
 _YEAR_SECONDS = 365.25 * 86400
-# (unit, its seconds, from how many seconds on it is used). What would round to 1,000 ms is 1.00 s.
+# (unit, seconds per unit, smallest value in seconds that uses it). A value that would round to 1,000 ms is 1.00 s.
 _SHORT_UNITS = ((" s", 1.0, 0.9995), (" ms", 1e-3, 0.9995e-3), (" µs", 1e-6, 0.0))
-# Of a range, whose ends are not split in two units: "90–110 s" says more than "1.5–1.83m".
+# For ranges, whose ends use one unit only: "90–110 s" is clearer than "1.5–1.83m".
 _RANGE_UNITS = (
     (" years", _YEAR_SECONDS, 2 * _YEAR_SECONDS),
     ("d", 86400.0, 2 * 86400.0),
@@ -45,14 +45,14 @@ def digits(value: float | None) -> str:
 
 
 def loss(value: float | None) -> str:
-    """The same; a loss that is not a number, or is infinite, is what one looks for."""
+    """Like `digits`, but show NaN and infinity: a reader looks for exactly these."""
     if value is not None and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "inf" if value > 0 else "−inf"
     return digits(value)
 
 
 def amount(value: float | None) -> str:
-    """A number that is measured: 1.46M, 4.59k, 850."""
+    """A measured number: 1.46M, 4.59k, 850."""
     return UNKNOWN if value is None or not math.isfinite(value) else _scaled(value, _THOUSANDS)
 
 
@@ -106,18 +106,18 @@ def duration(seconds: float | None) -> str:
 
 
 def setting(seconds: float | None) -> str:
-    """A duration that somebody chose, without zeros that only a measurement has: 30 s, 1.5 s, 5m, 2h."""
+    """A configured duration, without the trailing zeros of a measurement: 30 s, 1.5 s, 5m, 2h."""
     number, space, unit = duration(seconds).partition(" ")
     return f"{_without_zeros(number)}{space}{unit}"
 
 
 def whole_duration(seconds: float | None) -> str:
-    """A duration that counts down, without digits that only flicker."""
+    """A duration that counts down, in whole seconds so that it does not flicker."""
     return f"{seconds:.0f} s" if seconds is not None and 0 <= seconds < 59.5 else duration(seconds)
 
 
 def duration_range(low_seconds: float, high_seconds: float) -> str:
-    """0.9–1.1 s, 2.9–3.4h; an upper end without limit is `41d 6h or more`."""
+    """0.9–1.1 s, 2.9–3.4h; without an upper limit `41d 6h or more`."""
     if not math.isfinite(high_seconds):
         return f"{duration(low_seconds)} or more"
     name, scale = _unit_of(high_seconds, _RANGE_UNITS) if high_seconds else (" s", 1.0)
@@ -125,7 +125,7 @@ def duration_range(low_seconds: float, high_seconds: float) -> str:
 
 
 def memory(num_bytes: float | None) -> str:
-    """What memory holds: 1.73 GiB, 512 MiB, 306 KiB."""
+    """Bytes of memory: 1.73 GiB, 512 MiB, 306 KiB."""
     if num_bytes is None or not math.isfinite(num_bytes):
         return UNKNOWN
     for unit, scale in (("GiB", _GIBIBYTE), ("MiB", 2**20), ("KiB", 2**10)):
@@ -135,13 +135,13 @@ def memory(num_bytes: float | None) -> str:
 
 
 def gibibytes(num_bytes: float) -> str:
-    """Memory without its unit, for a column or list that names the unit once: one decimal while that says something."""
+    """Memory without its unit, for a column or list that names the unit once; one decimal where it is significant."""
     size = num_bytes / _GIBIBYTE
     return f"{size:.1f}" if 0.05 <= size < math.inf else digits(size)
 
 
 def stored(num_bytes: float | None) -> str:
-    """What is sent or stored: 2.55 GB, 1.2 TB."""
+    """Bytes that are sent or stored: 2.55 GB, 1.2 TB."""
     return with_prefix(num_bytes, "B")
 
 
@@ -186,7 +186,7 @@ def signed_percent(relative: float | None) -> str:
 
 
 def change(measured: float | None, planned: float | None) -> str:
-    """How far a measured number is from the planned one: +3.1%, −12%, ±0%, ×3.1."""
+    """Measured relative to planned: +3.1%, −12%, ±0%, ×3.1."""
     if not measured or not planned or not math.isfinite(measured / planned):
         return UNKNOWN
     ratio = measured / planned
@@ -216,7 +216,7 @@ def clock(moment_seconds: float) -> str:
 
 
 def moment(then: float | None) -> str:
-    """A time of today by its clock, another with its day."""
+    """Time of day for today, date and time otherwise."""
     if then is None:
         return UNKNOWN
     at = time.localtime(then)
@@ -228,14 +228,14 @@ def day(when: date) -> str:
 
 
 def day_range(first: date, last: date) -> str:
-    """4 Feb – 18 Mar 2027; the year stands once where it is the same."""
+    """4 Feb – 18 Mar 2027; the year appears once if both dates share it."""
     start = f"{first.day} {first:%b}" if first.year == last.year else day(first)
     return f"{start} – {day(last)}"
 
 
 def _scaled(value: float, units: tuple[tuple[str, float], ...]) -> str:
     for unit, scale in units:
-        # 0.9995 and not 1: what would round to 1,000 of this unit is 1.00 of the next.
+        # 0.9995 and not 1: a value that would round to 1,000 of this unit is 1.00 of the next.
         if abs(value) >= scale * 0.9995:
             return f"{digits(value / scale)}{unit}"
     return digits(value)
@@ -251,7 +251,7 @@ def _in_unit(seconds: float, units: tuple[tuple[str, float, float], ...]) -> str
 
 
 def _ends(low: float, high: float, decimals: int | None = None) -> str:
-    """Both with the decimals of the upper one, but for zeros that both would end in."""
+    """Both ends with the decimals of the upper one, without shared trailing zeros."""
     if decimals is None:
         decimals = len(digits(high).partition(".")[2])
         while decimals and all(f"{end:.{decimals}f}".endswith("0") for end in (low, high)):

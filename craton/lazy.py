@@ -1,7 +1,7 @@
-"""Package faces whose names load on first use (PEP 562), so that a quick verb imports only what it needs.
+"""Packages whose public names load on first use (PEP 562), so that a fast command imports only what it needs.
 
-A face lists its names once, as imports under `if TYPE_CHECKING:`. Type checkers and import-linter read that block as
-it stands; at run time `lazy_names` reads the same block from the source and loads each module on first use.
+An `__init__.py` lists its names once, as imports under `if TYPE_CHECKING:`. Type checkers and import-linter read that
+block directly; at run time `lazy_names` reads the same block from the source and loads each module on first use.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Face = tuple[list[str], Callable[[str], object], Callable[[], list[str]]]
 
 
 def lazy_names(package: str, file: str) -> Face:
-    """`__all__`, `__getattr__` and `__dir__` of a package, from the TYPE_CHECKING block of its `__init__.py`."""
+    """Return `__all__`, `__getattr__` and `__dir__` of a package, from the TYPE_CHECKING block of its `__init__.py`."""
     homes = face_names(Path(file).read_text(encoding="utf-8"))
     names = sorted(homes)
 

@@ -1,4 +1,4 @@
-"""What this process may use: open files, memory, CPUs. Says which limit was met, its value, and what raises it."""
+"""Resource limits of this process: open files, memory, CPUs. Messages name the limit, its value and how to raise it."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ if TYPE_CHECKING:
 
 WANTED_FILES = 65536
 SHORT_SHARE = 0.95  # of the files that a process may open
-UNLIMITED_BYTES = 1 << 60  # cgroups of version 1 write "no limit" as a huge number
+UNLIMITED_BYTES = 1 << 60  # cgroup v1 writes "no limit" as a huge number
 MORE_FILES = (
-    f"`ulimit -n {WANTED_FILES}` before the start (or LimitNOFILE= of a systemd unit, nofile in "
-    "/etc/security/limits.conf, --ulimit nofile= of Docker) allows more"
+    f"`ulimit -n {WANTED_FILES}` before the start raises the limit (also LimitNOFILE= in a systemd unit, nofile in "
+    "/etc/security/limits.conf, --ulimit nofile= for Docker)"
 )
 MORE_MEMORY = (
-    "give it more (--mem of Slurm, resources.limits.memory of Kubernetes, --memory of Docker), or use less: a smaller "
-    "layout.micro_batch, more layout.recompute, more ranks"
+    "raise the limit (--mem in Slurm, resources.limits.memory in Kubernetes, --memory in Docker), or use less memory: "
+    "a smaller layout.micro_batch, more layout.recompute (activation checkpointing), more ranks"
 )
 _FILE_WORDS = ("Too many open files", "Errno 24")
 _MEMORY_WORDS = ("Cannot allocate memory", "MemoryError", "bad_alloc", "not enough memory", "can't allocate memory")
 
 
 def raise_file_limit(needed: int = 0) -> str:
-    """Raises the soft limit of open files to the hard one: a soft limit of 1024 is there for programs that use
-    select(2). A sentence where less than `needed` files may be open even so; otherwise nothing."""
+    """Raise the soft limit of open files to the hard limit; a soft limit of 1024 only serves programs that use
+    select(2). Return an error message if the process may still open fewer than `needed` files, else ""."""
     limits = _file_limits()
     if limits is None:
         return ""
@@ -48,8 +48,8 @@ def raise_file_limit(needed: int = 0) -> str:
 
 
 def file_shortage() -> str:
-    """A sentence when nearly all files that this process may open are open; otherwise, or where nobody knows, nothing.
-    uvloop drops connections that it cannot accept without a word."""
+    """Return a warning when this process is close to its limit of open files, else "" (also where that is unknown).
+    uvloop silently drops connections that it cannot accept."""
     limits = _file_limits()
     if limits is None or not Path("/proc/self/fd").is_dir():
         return ""
@@ -61,19 +61,19 @@ def file_shortage() -> str:
 
 
 def explain(error: BaseException) -> str:
-    """What an error says, and the limit behind it where it met one."""
+    """Return the error message, with the resource limit behind it if there is one."""
     number = error.errno if isinstance(error, OSError) else None
     if number == errno.EMFILE:
         return f"{error}: {_files_text()}"
     if number == errno.ENFILE:
-        return f"{error}: this machine may open {_file_max()} files in all; `sysctl -w fs.file-max=NUMBER` allows more"
+        return f"{error}: this machine may open {_file_max()} files; `sysctl -w fs.file-max=NUMBER` raises the limit"
     if number == errno.ENOMEM or isinstance(error, MemoryError):
         return f"{str(error) or 'out of memory'}: {memory_text()}; {MORE_MEMORY}"
     return str(error)
 
 
 def limit_hint(printed: str) -> str:
-    """The limit that a program met by what it printed; nothing where it says nothing of one."""
+    """Return the resource limit that a program ran into, judged by its output; "" if the output shows none."""
     if any(words in printed for words in _FILE_WORDS):
         return f"it ran out of open files: {_files_text()}"
     if any(words in printed for words in _MEMORY_WORDS):
@@ -82,8 +82,8 @@ def limit_hint(printed: str) -> str:
 
 
 def name_limit(record: logging.LogRecord) -> bool:
-    """A filter of log records: adds the limit and its remedy to errors that met one, such as asyncio's when it cannot
-    accept a connection."""
+    """Log filter: add the limit and its remedy to errors that ran into one, such as asyncio's when it cannot accept a
+    connection."""
     error = record.exc_info[1] if record.exc_info else None
     if isinstance(error, OSError) and (text := explain(error)) != str(error):
         record.msg, record.args, record.exc_info = f"{record.getMessage().splitlines()[0]}: {text}", (), None
@@ -91,13 +91,13 @@ def name_limit(record: logging.LogRecord) -> bool:
 
 
 def memory_text(root: Path = Path("/")) -> str:
-    """How much memory there is, by the tightest limit."""
+    """Return the tightest memory limit as text."""
     size, source = memory_limit(root)
     return f"{source} is {memory(size)}"
 
 
 def memory_limit(root: Path = Path("/")) -> tuple[int, str]:
-    """(bytes, what sets them): a cgroup, this process, or the machine."""
+    """Return (bytes, source of the limit): a cgroup, this process, or the machine."""
     bounds = [(_machine_bytes(root), "the memory of this machine")]
     own = _address_space()
     if own is not None:
@@ -110,7 +110,7 @@ def memory_limit(root: Path = Path("/")) -> tuple[int, str]:
 
 
 def oom_kills(root: Path = Path("/")) -> int:
-    """How many processes the kernel has killed for want of memory, in this process's cgroups and on the machine."""
+    """Return how many processes the OOM killer has killed, in this process's cgroups and on the machine."""
     count = _field(root / "proc" / "vmstat", "oom_kill")
     for folder in _memory_cgroups(root):
         count += _field(folder / "memory.events", "oom_kill") + _field(folder / "memory.oom_control", "oom_kill")
@@ -118,7 +118,7 @@ def oom_kills(root: Path = Path("/")) -> int:
 
 
 def cpu_quota(root: Path = Path("/")) -> int | None:
-    """CPUs that the cgroups of this process allow it, rounded up; None: no limit."""
+    """Return the CPU quota of this process's cgroups, rounded up; None: no limit."""
     quotas = []
     for folder in _cgroups(root, "cpu"):
         with contextlib.suppress(OSError, ValueError):  # "max 100000" is no limit
@@ -132,7 +132,7 @@ def cpu_quota(root: Path = Path("/")) -> int | None:
 
 def _files_text() -> str:
     soft, hard = _file_limits() or (0, 0)
-    return f"this process may open {soft} files (`ulimit -n`, at most {hard}); {MORE_FILES}"
+    return f"this process may open {soft} files (`ulimit -n`, hard limit {hard}); {MORE_FILES}"
 
 
 def _file_limits() -> tuple[int, int] | None:
@@ -156,7 +156,7 @@ def _file_max() -> str:
     try:
         return Path("/proc/sys/fs/file-max").read_text(encoding="ascii").strip()
     except OSError:
-        return "only so many"
+        return "a limited number of"
 
 
 def _machine_bytes(root: Path) -> int:
@@ -169,7 +169,7 @@ def _memory_cgroups(root: Path) -> list[Path]:
 
 
 def _cgroups(root: Path, controller: str) -> list[Path]:
-    """The folders of the cgroups of this process that may limit it, the innermost first (cgroups(7))."""
+    """Return the cgroup folders that may limit this process, the innermost first (cgroups(7))."""
     try:
         lines = (root / "proc" / "self" / "cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -182,7 +182,7 @@ def _cgroups(root: Path, controller: str) -> list[Path]:
             continue
         top = mount / controller if controllers else mount
         inside = top / path.strip("/")
-        # A container may see its own cgroup as the root of the hierarchy, whatever its path is called outside.
+        # A container may see its own cgroup as the root of the hierarchy, whatever its path is outside.
         paths += [folder for folder in (inside, *inside.parents) if folder == top or top in folder.parents]
     return [folder for folder in dict.fromkeys(paths) if folder.is_dir()]
 
@@ -195,7 +195,7 @@ def _number(path: Path) -> int | None:
 
 
 def _field(path: Path, name: str) -> int:
-    """The number behind a name in a file of names and numbers; 0 where there is none."""
+    """Return the number after `name` in a file of name-number lines; 0 if there is none."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         for line in path.read_text(encoding="ascii").splitlines():
             words = line.split()

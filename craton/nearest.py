@@ -1,7 +1,7 @@
-"""The allowed name that somebody meant: `; did you mean 'auto'?`.
+"""Suggest the allowed name nearest to a given one: `; did you mean 'auto'?`.
 
-Found are other cases and separators, words of other tools for the same thing, beginnings, and slips of the keyboard
-(two letters swapped, one missing, doubled or wrong).
+Matches other cases and separators, other tools' words for the same thing, prefixes, and typing errors (two letters
+swapped, one missing, doubled or wrong).
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from difflib import SequenceMatcher
 
-MIN_RATIO = 0.6  # of difflib; below it names have little in common
-MIN_PREFIX = 3  # letters of a beginning
+MIN_RATIO = 0.6  # difflib similarity; below it names have little in common
+MIN_PREFIX = 3  # letters
 # What other tools (torchtitan, axolotl, LLaMA-Factory, TRL, DeepSpeed, SkyPilot, torchrun) call it → our names.
 SYNONYMS: dict[str, tuple[str, ...]] = {
     "pretraining": ("pretrain",),
@@ -170,18 +170,18 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
 
 
 def did_you_mean(name: str, allowed: Iterable[str]) -> str:
-    """`"; did you mean 'x'?"`, or nothing when no name is near."""
+    """Return `"; did you mean 'x'?"`, or "" if no name is near."""
     near = nearest_names(name, allowed)
     return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 
 def nearest_name(name: str, allowed: Iterable[str]) -> str | None:
-    """The allowed name that looks most like the given one, if any does."""
+    """Return the allowed name nearest to the given one, if any is near."""
     return next(iter(nearest_names(name, allowed)), None)
 
 
 def nearest_names(wanted: str, allowed: Iterable[str], most: int = 3) -> list[str]:
-    """The allowed names that may have been meant, the likeliest first; several only where they begin alike."""
+    """Return the allowed names that may have been meant, the likeliest first; several only if they share a prefix."""
     names = list(dict.fromkeys(allowed))
     plain = _plain(wanted)
     if not plain or len(wanted) > 200:
@@ -193,21 +193,21 @@ def nearest_names(wanted: str, allowed: Iterable[str], most: int = 3) -> list[st
         return (same or synonyms)[:1]
     if begun:
         return begun[:most] if len(begun) <= most else begun[:1]
-    slips = [name for name in names if _distance(plain, _plain(name)) <= (1 if len(plain) < 6 else 2)]
-    if slips:
-        return [min(slips, key=lambda name: _distance(plain, _plain(name)))]
+    typos = [name for name in names if _distance(plain, _plain(name)) <= (1 if len(plain) < 6 else 2)]
+    if typos:
+        return [min(typos, key=lambda name: _distance(plain, _plain(name)))]
     ratios = {name: SequenceMatcher(None, _plain(name), plain).ratio() for name in names}
     best = max(ratios, key=lambda name: ratios[name], default=None)
     return [best] if best is not None and ratios[best] >= MIN_RATIO else []
 
 
 def _plain(text: str) -> str:
-    """Without what people write in different ways: case, `-`, `_`, `.` and spaces."""
+    """Normalize: ignore case, `-`, `_`, `.` and spaces."""
     return "".join(letter for letter in text.lower() if letter not in "-_. ")
 
 
 def _distance(first: str, second: str) -> int:
-    """Slips between two words: letters missing, wrong or doubled, and neighbours swapped (Damerau-Levenshtein)."""
+    """Edit distance with letters missing, wrong or doubled, and neighbours swapped (Damerau-Levenshtein)."""
     if abs(len(first) - len(second)) > 2 or min(len(first), len(second)) < 2:
         return 99
     rows = [list(range(len(second) + 1))]

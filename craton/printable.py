@@ -1,14 +1,14 @@
-"""Text that somebody else wrote, made harmless for a terminal.
+"""Make untrusted text safe to print on a terminal.
 
-A run's name, a line of a log or a message of a run can hold escape sequences that clear the screen, change the title of
-the window or type commands, and marks that reverse the order of what follows. They are shown as `\\x1b`, not obeyed.
+A run's name, a log line or a message of a run can hold escape sequences that clear the screen, change the window title
+or type commands, and marks that reverse the order of the following text. They are shown as `\\x1b` and not executed.
 """
 
 from __future__ import annotations
 
 import re
 
-# Control characters but for tab and newline; marks of direction; halves of characters that no terminal can print.
+# Control characters except tab and newline; bidirectional marks; surrogates that no terminal can print.
 _UNSAFE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
 )
@@ -17,12 +17,12 @@ _RESET = "\x1b[0m"
 
 
 def printable(text: str) -> str:
-    """The text with every character that a terminal obeys written out."""
+    """Return the text with every control character escaped."""
     return text if text.isascii() and text.isprintable() else _UNSAFE.sub(_written_out, text)
 
 
 def printable_line(text: str) -> str:
-    """The same for a line of a log, whose colours stay and end with the line."""
+    """Like `printable` for a log line: colours stay, and end with the line."""
     if "\x1b" not in text:
         return printable(text)
     parts = _COLOURS.split(text)

@@ -1,6 +1,6 @@
-"""The version of a run's own formats: `schema` in job.yaml and launch.json.
+"""The version of a run's file formats: `schema` in job.yaml and launch.json.
 
-A document without one is from before it was written, and reads the same.
+A document without `schema` is older than the field and is read the same way.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ SCHEMA = 1
 
 
 def schema_problem(value: object) -> str:
-    """Why a document of this schema cannot be read; empty where it can. None: it has none."""
+    """Return why a document of this schema cannot be read; "" if it can. None: the document has no schema."""
     if value is None or (type(value) is int and value == SCHEMA):
         return ""
     if type(value) is int and value > SCHEMA:

@@ -1,11 +1,11 @@
-"""Curves, bars and colours of a terminal, drawn with characters."""
+"""Sparklines, bars and colours for terminals."""
 
 from __future__ import annotations
 
 import math
 from itertools import pairwise
 
-PHASE_STYLES = {  # colours of a terminal, as rich names them
+PHASE_STYLES = {  # terminal colours by their names in rich
     "data": "cyan",
     "compute": "blue",
     "communication": "yellow",
@@ -17,7 +17,7 @@ _EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
 def sparkline(values: list[float], width: int) -> str:
-    """A curve of `width` characters; where there are more values than characters, each is a mean."""
+    """Return a curve of `width` characters; with more values than characters, each character shows a mean."""
     finite = [value for value in values if math.isfinite(value)]
     if len(finite) < 2 or width < 1:
         return ""
@@ -30,7 +30,7 @@ def sparkline(values: list[float], width: int) -> str:
 
 
 def bar(share: float, width: int) -> str:
-    """A bar of at most `width` characters, to an eighth of one."""
+    """Return a bar of up to `width` characters, to an eighth of a character."""
     eighths = round(max(0.0, min(share, 1.0)) * width * 8)
     if share > 0 and eighths == 0:
         eighths = 1

@@ -1,4 +1,4 @@
-"""YAML as people would write it: keys in the order they were given, no anchors, texts of several lines as blocks."""
+"""Write readable YAML: keys in the given order, no anchors, multi-line texts as blocks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def to_yaml(
     allow_unicode: bool = False,
     text_style: TextStyle = block_style,
 ) -> str:
-    """One document, or several separated by `---`, as kubectl wants them."""
+    """Return one document, or several separated by `---` as kubectl expects."""
     stream = io.StringIO()
     writer = _Writer(stream, indent_lists, allow_unicode, text_style)
     writer.open()

@@ -111,8 +111,8 @@ def test_without_cgroups_the_machine_is_the_limit(tmp_path: Path) -> None:
 def test_errors_name_the_limit_and_the_remedy() -> None:
     assert "`ulimit -n`" in explain(OSError(errno.EMFILE, "Too many open files"))
     assert "fs.file-max" in explain(OSError(errno.ENFILE, "Too many open files in system"))
-    assert "--mem of Slurm" in explain(OSError(errno.ENOMEM, "Cannot allocate memory"))
-    assert "iB; give it more" in explain(MemoryError())
+    assert "--mem in Slurm" in explain(OSError(errno.ENOMEM, "Cannot allocate memory"))
+    assert "iB; raise the limit" in explain(MemoryError())
     assert explain(OSError(errno.ENOENT, "No such file")) == "[Errno 2] No such file"
     assert limit_hint("ValueError: 5") == ""
     assert "may open" in limit_hint("OSError: [Errno 24] Too many open files: 'x'")
@@ -127,10 +127,10 @@ def test_a_process_that_has_nearly_all_its_files_open_is_warned() -> None:
     told = subprocess.run([sys.executable, "-c", SHORT], capture_output=True, text=True, check=True).stdout
     before, without, nearly = told.splitlines()
     assert before == "''"
-    assert "this process may open 40 files (`ulimit -n`, at most 40)" in without
+    assert "this process may open 40 files (`ulimit -n`, hard limit 40)" in without
     assert "files are open: this process may open 40 files" in nearly
 
 
 def test_a_server_without_descriptors_says_which_limit_it_met() -> None:
     told = subprocess.run([sys.executable, "-c", SERVER], capture_output=True, text=True, timeout=120).stderr
-    assert "this process may open 24 files (`ulimit -n`, at most 24)" in told
+    assert "this process may open 24 files (`ulimit -n`, hard limit 24)" in told

@@ -1,8 +1,8 @@
 """The agent of a node starts, watches and ends the ranks of a run; the only writer of its node's files; torch-free.
 
-It is a process, `python -m craton.agent RUN --node K`, told what to start by RUN/launch.json, which
-`write_launch(run, Launch(...))` writes. Beside it a keeper holds the ranks' state in memory; ranks and agents talk to
-it through a `KeeperClient`.
+The agent is a process, `python -m craton.agent RUN --node K`. It reads what to start from RUN/launch.json, which
+`write_launch(run, Launch(...))` writes. Next to it a keeper process holds the ranks' state in memory; ranks and agents
+use it through a `KeeperClient`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Faults made on purpose: what `craton chaos` and a job's `chaos:` ask for, done by the agents of the run.
+"""Fault injection: agents of a run inject the faults that `craton chaos` and a job's `chaos:` request.
 
-Each fault happens once, whoever restarts meanwhile: a file beside the request says that it did. Whatever is done is
-told in the events and in the agent's log. What has to happen at an exact moment inside a rank (at a step, in the middle
-of a restore) is a trap in the rank's page, which the rank springs itself.
+Each fault happens once, even across restarts: a file next to the request records that it fired. Every fault is recorded
+as an event and in the agent's log. A fault at an exact moment inside a rank (at a step, in the middle of a restore) is
+a trap in the rank's shared-memory page; the rank itself triggers it.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from craton.telemetry.files import paths_in, read_regular
 from craton.telemetry.rank import BESIDE
 
 LOOK_SECONDS = 0.5
-QUICK_SECONDS = 0.02  # between two looks at the steps of the ranks, while a fault waits for one
+QUICK_SECONDS = 0.02  # polling interval while a fault waits for a step
 TRAPS = {"kill": "kill", "fail": "fail"}
 
 
 @dataclass
 class Armed:
-    """A fault that has been asked for and has not happened yet."""
+    """A requested fault that has not happened yet."""
 
     name: str  # of its file
     fault: InjectedFault
     place: RankSlot | None = None  # where a trap was set
-    sprung: int = 0  # how many traps had sprung there before
+    sprung: int = 0  # traps that had fired there before
 
 
 class Chaos:
@@ -64,12 +64,12 @@ class Chaos:
             self._add(f"launch-{launch.generation}-{index}", text)
 
     def turn_seconds(self, usual: float) -> float:
-        """How long the agent may wait for something to happen."""
+        """Return how long the agent may wait for the next event."""
         waits = any(armed.fault.step is not None and armed.fault.target != "rank" for armed in self._waiting)
         return QUICK_SECONDS if waits else usual
 
     def turn(self) -> None:
-        """Looks for requests, and does what is due."""
+        """Read new requests and inject the faults that are due."""
         now = time.monotonic()
         if now >= self._next_look:
             self._next_look = now + LOOK_SECONDS
@@ -99,7 +99,7 @@ class Chaos:
         except CratonError as error:
             self._say("chaos_refused", str(error))
             return
-        if fault.target == "tier":  # of all nodes that hold something of it, each for itself
+        if fault.target == "tier":  # every node that holds part of the tier does its own
             name = f"{name}-{self._node}"
         if not self._fired_path(name).exists():
             self._waiting.append(Armed(name, fault))
@@ -116,7 +116,7 @@ class Chaos:
         elif fault.target in ("agent", "node"):
             if fault.node == self._node and self._fire(armed):
                 if fault.target == "node":
-                    with contextlib.suppress(OSError):  # the worst is that it is started again
+                    with contextlib.suppress(OSError):  # at worst the agent is restarted
                         (self._run.path / "heartbeat" / f".{self._node}.lost").touch()
                 os.kill(os.getpid(), signal.SIGKILL)
         elif fault.target == "keeper":
@@ -143,7 +143,7 @@ class Chaos:
         if fault.step is None and fault.during is None and action in ("kill", "stop"):
             if self._fire(armed):
                 place.process.send(signal.SIGKILL if action == "kill" else signal.SIGSTOP)
-                place.process.sent.clear()  # it was not told by us: it has failed
+                place.process.sent.clear()  # the fault must count as a failure, not as a signal of ours
             return
         armed.place, armed.sprung = place, place.page.traps_sprung
         beside = fault.during if fault.during in BESIDE else None
@@ -174,17 +174,17 @@ class Chaos:
         if text:
             self._fire(armed, text)
         elif fault.rank is not None:
-            self._waiting.remove(armed)  # another node's affair
+            self._waiting.remove(armed)  # the rank is on another node
 
     def _corrupt_file(self, fault: InjectedFault) -> str:
-        """Flips a bit in the middle of the largest file of the newest step; nothing while there is none."""
+        """Flip a bit in the middle of the largest file of the newest step; return "" while there is no step."""
         job = load_job(self._run.job_path)
         tier = next((tier for tier in job.checkpoint.places if tier.to == fault.tier), None)
         if tier is None:
-            raise CratonError(f"the job has no tier {fault.tier}")
+            raise CratonError(f"the job has no checkpoint tier {fault.tier!r}")
         place = place_of(tier, job.cluster.file.storage if job.cluster.file else None, self._run.path)
         if place.is_url:
-            raise CratonError("objects in S3 cannot be changed in place")
+            raise CratonError("objects in S3 cannot be modified in place")
         if not place.is_node_local and not self._coordinates():
             return ""
         folder = Path(place.place) / self._node if place.is_node_local else Path(place.place)
@@ -202,7 +202,7 @@ class Chaos:
         return f"flipped a bit of {file}"
 
     def _fire(self, armed: Armed, text: str = "") -> bool:
-        """Notes that it happens, before it does; False when it has happened already."""
+        """Record the fault before it happens; False if it has already happened."""
         if armed in self._waiting:
             self._waiting.remove(armed)
         path = self._fired_path(armed.name)
@@ -212,7 +212,7 @@ class Chaos:
         except FileExistsError:
             return False
         except OSError:
-            pass  # the worst is that it happens twice
+            pass  # at worst it happens twice
         self._say("chaos_fired", f"{armed.fault.text}{': ' + text if text else ''}", armed.fault.text)
         return True
 

@@ -1,9 +1,9 @@
-"""What can be wrong about starting a node's agent, and about the memory that outlives its ranks.
+"""Errors of starting a node's agent, and of the keeper's memory that outlives its ranks.
 
 CratonError (ValueError)
-├── LaunchError: launch.json cannot be read or says something impossible
+├── LaunchError: launch.json cannot be read or is invalid
 │   └── LaunchSchemaError: a newer Craton wrote it
-└── KeeperError: a node's keeper is gone, or cannot do what it was asked
+└── KeeperError: a node's keeper is gone, or cannot serve a request
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ class LaunchError(CratonError):
 
 
 class LaunchSchemaError(LaunchError):
-    """launch.json has a schema that this version does not read: rebuilding it would lose what the newer one wrote."""
+    """launch.json has a schema that this version cannot read; rebuilding it would lose what the newer version wrote."""
 
 
 class KeeperError(CratonError):
-    """Whoever gets it goes on without peer memory, out loud."""
+    """The caller continues without peer memory, and reports it."""

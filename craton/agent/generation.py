@@ -1,7 +1,7 @@
 """generations/N.json: one membership of a run. Recovery and resize write the next one.
 
-A generation is made by creating its file, which only one agent can do: two that both take themselves for the
-coordinator, on the two sides of a network that is cut, cannot both go on. Generations are never changed.
+A generation starts when its file is created, which only one agent can do. So two agents that both believe they
+coordinate, on the two sides of a network partition, cannot both continue. Generations are never changed.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ _FILE = re.compile(r"(\d{6,})\.json")
 
 @dataclass(frozen=True)
 class Generation:
-    """Who the ranks are from here on."""
+    """The members of a run from this generation on: nodes, ranks, rendezvous store, layout."""
 
     number: int
     nodes: list[str]  # in the order of ranks
     ranks_per_node: int
     store: str  # host:port of the ranks' rendezvous
-    keepers: dict[str, str] = field(default_factory=dict)  # node → host:port where it takes copies of others' state
+    keepers: dict[str, str] = field(default_factory=dict)  # node → host:port that receives other nodes' state
     layout: dict[str, Any] | None = None  # None: that of the plan
     reason: str = "start"
-    reached: int = 0  # the last step that was done before; up to it, steps are done again
-    is_planned: bool = False  # a change nobody died for: the ranks finish their step and keep its state first
-    broke_at: float = 0.0  # epoch seconds at which the one before stopped moving; 0: it did not
-    failures: int = 0  # in a row without a new step between them, until this one began
+    reached: int = 0  # the last step done before; steps up to it are redone
+    is_planned: bool = False  # no failure caused it: the ranks first finish their step and keep its state
+    broke_at: float = 0.0  # epoch seconds at which the previous generation failed; 0: it did not
+    failures: int = 0  # consecutive failures without a new step, until this generation began
     failed_at: int = -1  # the step of the last of them
     by: str = ""  # the node that coordinates
     time: float = 0.0
@@ -44,7 +44,7 @@ class Generation:
         return len(self.nodes) * self.ranks_per_node
 
     def ranks_of(self, node: str) -> range:
-        """The ranks of a node; none where it has no part in this generation."""
+        """Return the ranks of a node; none if it is not part of this generation."""
         if node not in self.nodes:
             return range(0)
         first = self.nodes.index(node) * self.ranks_per_node
@@ -60,7 +60,7 @@ class Generation:
 
 
 def create_generation(run: RunDirectory, generation: Generation) -> bool:
-    """False when somebody else has made one of this number. OSError when the run directory cannot be written."""
+    """Create the generation; False if another agent has created this number. OSError if the disk refuses it."""
     path = run.generation_path(generation.number)
     path.parent.mkdir(exist_ok=True)
     fresh = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
@@ -79,7 +79,7 @@ def create_generation(run: RunDirectory, generation: Generation) -> bool:
 
 
 def newest_generation(run: RunDirectory) -> Generation | None:
-    """The newest there is; one that cannot be read is not there."""
+    """Return the newest generation that can be read; None if there is none."""
     for number in sorted(_numbers(run), reverse=True):
         try:
             return Generation.from_message(read_json(run.generation_path(number)))
@@ -93,14 +93,14 @@ def next_number(run: RunDirectory) -> int:
 
 
 def count_restarts(run: RunDirectory, first: int) -> int:
-    """How many generations, from this number on, began because something broke."""
+    """Return how many generations, from this number on, began because of a failure."""
     return sum(
         1 for number in _numbers(run) if number >= first and read_json(run.generation_path(number)).get("broke_at")
     )
 
 
 def first_nodes(run: RunDirectory, first: int) -> set[str]:
-    """The nodes that have had rank 0 in the generations from this number on."""
+    """Return the nodes that have had rank 0, in the generations from this number on."""
     documents = (read_json(run.generation_path(number)) for number in _numbers(run) if number >= first)
     return {str(document["nodes"][0]) for document in documents if document.get("nodes")}
 

@@ -1,6 +1,6 @@
-"""launch.json: what the agents of a run start. Written whole; `craton resize` may add nodes to it while they run.
+"""launch.json: what the agents of a run start. Replaced as a whole; `craton resize` may add nodes while the run runs.
 
-A launch that could not be started is refused when it is made, with everything that is wrong about it.
+An invalid launch is refused when it is constructed, with every problem in the message.
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ class Launch:
     nodes: list[str]  # names; their position is the `--node K` of an agent
     ranks_per_node: int
     command: list[str]  # argv of every rank
-    env: dict[str, str] = field(default_factory=dict)  # added to the agent's own environment
+    env: dict[str, str] = field(default_factory=dict)  # added to the agent's environment
     master_address: str = "127.0.0.1"
     master_port: int = 29500
     threads_per_rank: int = 1
-    gpus: bool = False  # whether ranks use those of their node; False hides them, but see `hides_gpus`
+    gpus: bool = False  # whether ranks use the GPUs of their node; False hides them, but see `hides_gpus`
     cards: dict[str, str] = field(default_factory=dict)  # node → its CUDA_VISIBLE_DEVICES, where nodes share a machine
     track: list[str] = field(default_factory=list)  # sinks that the first node's agent starts
     metrics_port: int = 0  # of the Prometheus endpoint; 0 takes any free one
-    leaves: dict[str, str] = field(default_factory=dict)  # node → the switch it hangs on, for the metrics' label
+    leaves: dict[str, str] = field(default_factory=dict)  # node → its leaf switch, for the label of metrics
     stop_grace_seconds: float = 120.0  # from SIGTERM to SIGKILL when a run is stopped: time to checkpoint
     failure_grace_seconds: float = 5.0  # the same for the other ranks of a run that failed
-    early_seconds: float = 10.0  # a command that fails this soon after its first start is wrong, not unlucky
-    num_nodes: int = 0  # how many of the nodes work at a time, the others being spares; 0: all
-    min_nodes: int = 0  # an elastic run goes on with as few; 0: not elastic
+    early_seconds: float = 10.0  # a command that fails this soon after its first start is not retried
+    num_nodes: int = 0  # nodes that work at a time, the others are spares; 0: all
+    min_nodes: int = 0  # minimum for an elastic run; 0: not elastic
     layouts: dict[str, Any] = field(default_factory=dict)  # number of nodes → layout, if not the plan's
     nursery: list[str] = field(default_factory=list)  # argv of the fork server; []: `command` starts each rank
-    tries: int = 3  # how often it goes on without a new step in between; 0: the first failure ends the run
-    spare_seconds: float = 30.0  # how long a lost node is waited for before the run goes on with fewer
-    give_up_seconds: float = 600.0  # how long a run that cannot go on with fewer waits
-    agent_command: list[str] = field(default_factory=list)  # but for its number: to start a dead agent again
-    chaos: list[str] = field(default_factory=list)  # faults that the agents make on purpose
-    gpus_per_node: int = 0  # that the processes of a node share; 0: one each
+    tries: int = 3  # consecutive restarts without a new step; 0: the first failure ends the run
+    spare_seconds: float = 30.0  # how long to wait for a lost node before the run continues with fewer
+    give_up_seconds: float = 600.0  # how long a run waits that cannot continue with fewer nodes
+    agent_command: list[str] = field(default_factory=list)  # argv without the node's index, to restart a dead agent
+    chaos: list[str] = field(default_factory=list)  # faults that the agents inject
+    gpus_per_node: int = 0  # shared by the processes of a node; 0: one each
     workdir: str = ""  # where ranks run; "": where the agent was started
-    exits_together: bool = False  # processes of a command take each other down: how they leave a stop says nothing
+    exits_together: bool = False  # processes take each other down: their exit codes at a stop mean nothing
     progress: dict[str, Any] = field(default_factory=dict)  # how the progress of a job's own command is read
-    dollars_per_day: float | None = None  # of its nodes, for whoever looks at the run; None: no price is known
+    dollars_per_day: float | None = None  # price of its nodes, for display; None: unknown
 
     def __post_init__(self) -> None:
         problems = [
@@ -62,7 +62,7 @@ class Launch:
             if not is_fine(getattr(self, name))
         ]
         if not problems and self.num_nodes > len(self.nodes):
-            problems = [f"num_nodes is {self.num_nodes}: {len(self.nodes)} nodes are named"]
+            problems = [f"num_nodes is {self.num_nodes}: must not exceed the {len(self.nodes)} entries of nodes"]
         if problems:
             raise LaunchError("; ".join(problems))
 
@@ -72,12 +72,12 @@ class Launch:
 
     @property
     def node_gpus(self) -> int:
-        """GPUs that a node needs, where it has any."""
+        """GPUs that a node needs, if it has any."""
         return self.gpus_per_node or self.ranks_per_node
 
     @property
     def hides_gpus(self) -> bool:
-        """Ranks that need none see none. What a job's own command finds on a cluster is between the two of them."""
+        """Whether ranks must not see GPUs. A job's own command on a cluster sees what the scheduler gives it."""
         is_elsewhere = not self.agent_command
         return not self.gpus and not (self.workdir and is_elsewhere)
 
@@ -87,17 +87,17 @@ class Launch:
 
 
 def write_launch(run: RunDirectory, launch: Launch) -> None:
-    """Replaces the run's launch.json as a whole."""
+    """Replace the run's launch.json as a whole."""
     replace_text(run.launch_path, launch_text(launch))
 
 
 def launch_text(launch: Launch) -> str:
-    """The text of a launch.json."""
+    """Return the text of a launch.json."""
     return json.dumps({"schema": SCHEMA, **asdict(launch)}, indent=1) + "\n"
 
 
 def read_launch(run: RunDirectory) -> Launch:
-    """LaunchError names the file and everything that is wrong in it."""
+    """Read launch.json; LaunchError names the file and every problem in it."""
     try:
         content = read_regular(run.launch_path)
     except FileNotFoundError as error:
@@ -110,7 +110,7 @@ def read_launch(run: RunDirectory) -> Launch:
 
 
 def parse_launch(run: RunDirectory, content: bytes) -> Launch:
-    """What a launch.json says; LaunchError as above."""
+    """Parse the content of a launch.json; LaunchError as above."""
     path = run.launch_path
     try:
         document = json.loads(content)
@@ -125,8 +125,8 @@ def parse_launch(run: RunDirectory, content: bytes) -> Launch:
     unknown = sorted(set(document) - set(allowed))
     missing = [name for name in ("generation", "nodes", "ranks_per_node", "command") if name not in document]
     if unknown or missing:
-        problems = [f"{name!r} is missing" for name in missing] + [f"{name!r} is not known" for name in unknown]
-        raise LaunchError(f"{path}: {', '.join(problems)}; allowed are {', '.join(allowed)}")
+        problems = [f"{name!r} is missing" for name in missing] + [f"{name!r} is unknown" for name in unknown]
+        raise LaunchError(f"{path}: {', '.join(problems)}; allowed: {', '.join(allowed)}")
     try:
         return _with_present_modules(Launch(**document))
     except LaunchError as error:
@@ -134,7 +134,7 @@ def parse_launch(run: RunDirectory, content: bytes) -> Launch:
 
 
 def _with_present_modules(launch: Launch) -> Launch:
-    """A run that was submitted before a module was renamed may start, or start again, after it."""
+    """Translate module names: a run submitted before a module was renamed may start or restart after it."""
 
     def renamed(words: list[str]) -> list[str]:
         is_module = len(words) > 2 and words[1] == "-m"
@@ -168,34 +168,34 @@ def _is_seconds(value: Any) -> bool:
 
 
 _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "generation": (_is_integer(0, 2**31), "a whole number from 0"),
-    "nodes": (_are_nodes, "a list of different names of letters, digits, '.', '_' and '-'"),
-    "ranks_per_node": (_is_integer(1, 4096), "a whole number from 1"),
-    "command": (lambda value: _is_text_list(value) and bool(value), "a list of words, the program first"),
-    "env": (_is_text_table, "an object of texts"),
+    "generation": (_is_integer(0, 2**31), "a whole number, 0 or more"),
+    "nodes": (_are_nodes, "a list of unique names of letters, digits, '.', '_' and '-'"),
+    "ranks_per_node": (_is_integer(1, 4096), "a whole number, 1 or more"),
+    "command": (lambda value: _is_text_list(value) and bool(value), "a list of arguments, the program first"),
+    "env": (_is_text_table, "an object of strings"),
     "master_address": (lambda value: isinstance(value, str) and bool(value), "a host name or address"),
     "master_port": (_is_integer(1, 65535), "a port from 1 to 65535"),
-    "threads_per_rank": (_is_integer(1, 4096), "a whole number from 1"),
+    "threads_per_rank": (_is_integer(1, 4096), "a whole number, 1 or more"),
     "gpus": (lambda value: isinstance(value, bool), "true or false"),
-    "cards": (_is_text_table, "an object of node names and lists of GPUs such as '0,1'"),
+    "cards": (_is_text_table, "an object of node names and GPU lists such as '0,1'"),
     "track": (_is_text_list, "a list of sink names"),
-    "metrics_port": (_is_integer(0, 65535), "a port, 0 for any free one"),
-    "leaves": (_is_text_table, "an object of node names and leaf names"),
-    "stop_grace_seconds": (_is_seconds, "seconds from 0"),
-    "failure_grace_seconds": (_is_seconds, "seconds from 0"),
-    "early_seconds": (_is_seconds, "seconds from 0"),
-    "num_nodes": (_is_integer(0, 2**31), "a whole number from 0"),
-    "min_nodes": (_is_integer(0, 2**31), "a whole number from 0"),
+    "metrics_port": (_is_integer(0, 65535), "a port from 1 to 65535, or 0 for any free one"),
+    "leaves": (_is_text_table, "an object of node names and leaf switch names"),
+    "stop_grace_seconds": (_is_seconds, "seconds, 0 or more"),
+    "failure_grace_seconds": (_is_seconds, "seconds, 0 or more"),
+    "early_seconds": (_is_seconds, "seconds, 0 or more"),
+    "num_nodes": (_is_integer(0, 2**31), "a whole number, 0 or more"),
+    "min_nodes": (_is_integer(0, 2**31), "a whole number, 0 or more"),
     "layouts": (lambda value: isinstance(value, Mapping), "an object of layouts by number of nodes"),
-    "nursery": (_is_text_list, "a list of words, the program first"),
-    "tries": (_is_integer(0, 2**31), "a whole number from 0"),
-    "spare_seconds": (_is_seconds, "seconds from 0"),
-    "give_up_seconds": (_is_seconds, "seconds from 0"),
-    "agent_command": (_is_text_list, "a list of words, the program first"),
+    "nursery": (_is_text_list, "a list of arguments, the program first"),
+    "tries": (_is_integer(0, 2**31), "a whole number, 0 or more"),
+    "spare_seconds": (_is_seconds, "seconds, 0 or more"),
+    "give_up_seconds": (_is_seconds, "seconds, 0 or more"),
+    "agent_command": (_is_text_list, "a list of arguments, the program first"),
     "chaos": (_is_text_list, "a list of faults"),
-    "gpus_per_node": (_is_integer(0, 4096), "a whole number from 0"),
+    "gpus_per_node": (_is_integer(0, 4096), "a whole number, 0 or more"),
     "workdir": (lambda value: isinstance(value, str), "a folder"),
     "exits_together": (lambda value: isinstance(value, bool), "true or false"),
-    "progress": (lambda value: isinstance(value, Mapping), "an object of what is read, and how"),
-    "dollars_per_day": (lambda value: value is None or _is_seconds(value), "dollars from 0, or null"),
+    "progress": (lambda value: isinstance(value, Mapping), "an object of progress settings"),
+    "dollars_per_day": (lambda value: value is None or _is_seconds(value), "dollars, 0 or more, or null"),
 }

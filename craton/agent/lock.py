@@ -1,4 +1,4 @@
-"""One agent a node: a lock in the run directory that goes with the process holding it, however that ends."""
+"""One agent per node: a lock in the run directory that the kernel releases when its process ends."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class NodeLock:
         self._descriptor: int | None = None
 
     def acquire(self) -> bool:
-        """False when another agent of this node is alive. A file system without locks is warned about and trusted."""
+        """Take the lock; False if another agent of this node is alive. Without file locks, warn and continue."""
         try:
             self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -23,7 +23,7 @@ class NodeLock:
             self.release()
             return False
         except OSError as error:
-            print(f"craton agent: no lock on {self._path} ({error.strerror}); going on without", file=sys.stderr)
+            print(f"craton agent: cannot lock {self._path} ({error.strerror}); continuing without it", file=sys.stderr)
         return True
 
     def release(self) -> None:

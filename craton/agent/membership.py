@@ -1,8 +1,7 @@
-"""An agent's part in the run as a whole: it follows whoever coordinates, or coordinates itself.
+"""An agent's membership in the run: it follows the coordinator, or coordinates itself.
 
-What it hears and decides reaches the node through a few calls (`NodeItself`); what happens on the node reaches the
-coordinator as a status several times a second, and as a fault at once. A fault is told again to whoever coordinates
-next, as long as nothing came of it.
+Decisions reach the node through a few calls (`NodeItself`). The node sends the coordinator a status several times a
+second, and a fault at once. A fault is sent again to the next coordinator until a new generation begins.
 """
 
 from __future__ import annotations
@@ -46,16 +45,16 @@ from craton.telemetry.files import read_regular_text
 from craton.telemetry.node import Heartbeat, process_start, read_heartbeat
 from craton.telemetry.rank import STEADY
 
-STATUS_SECONDS = 0.15  # between two words to whoever coordinates
-ALIVE_SECONDS = 3.0  # a heartbeat that has not changed for this long has stopped
-UNHURRIED_SECONDS = 10.0  # before an agent is started again that nobody waits for
+STATUS_SECONDS = 0.15  # between two status messages to the coordinator
+ALIVE_SECONDS = 3.0  # a heartbeat that has not changed for this long counts as stopped
+UNHURRIED_SECONDS = 10.0  # before an agent is restarted that the run does not wait for
 RESTART_SECONDS = 3.0  # between two starts of another node's agent
-HELD_STOP_OPTION = "--held-stop"  # of an agent that is started again while a run that stops holds its state
-FENCE_SECONDS = 30.0  # an agent that lives and has been silent for so long is ended; one that is stopped, earlier
+HELD_STOP_OPTION = "--held-stop"  # for an agent that is restarted while a stopping run holds its state
+FENCE_SECONDS = 30.0  # a live agent that is silent for this long is killed; one stopped by a signal, earlier
 
 
 class NodeItself(Protocol):
-    """The node that this agent is of."""
+    """This agent's own node, as membership sees it."""
 
     @property
     def generation(self) -> Generation | None: ...
@@ -84,42 +83,42 @@ class Membership:
         run: RunDirectory,
         launch: Launch,
         node: str,
-        council: LeaderElection,
+        election: LeaderElection,
         records: NodeRecords,
         itself: NodeItself,
     ) -> None:
-        self._run, self._launch, self._node, self._council = run, launch, node, council
+        self._run, self._launch, self._node, self._election = run, launch, node, election
         self._records, self._node_itself = records, itself
         self._coordinator: Coordinator | None = None  # when this agent coordinates
-        self._unwritten: StartGeneration | None = None  # a generation that the disk has not taken yet
+        self._unwritten: StartGeneration | None = None  # a generation that is not on disk yet
         self._links: dict[str, Link] = {}  # node → link, when this agent coordinates
-        self._leader: Link | None = None  # otherwise the link to the one that does
+        self._leader: Link | None = None  # otherwise the link to the coordinator
         self._leader_heard = 0.0
-        self._untold: list[RankFailure] = []  # since the present generation began
+        self._open_faults: list[RankFailure] = []  # since the current generation began
         self._next_status = 0.0
         self._agents_started: dict[str, float] = {}
         self._agents_seen: dict[str, float] = {}
-        self._fenced: set[tuple[int, str]] = set()  # pid and start of agents that were killed
+        self._fenced: set[tuple[int, str]] = set()  # pid and start time of agents that were killed
         self._resize_seen = 0.0
-        self._seen_beats: dict[str, tuple[float, float]] = {}  # node → its last heartbeat, and when it was new here
-        self.is_released = self.is_finished = False  # this node is needed no more; the run is done
-        council.look()
+        self._seen_beats: dict[str, tuple[float, float]] = {}  # node → its last heartbeat, and when it changed here
+        self.is_released = self.is_finished = False  # this node is no longer needed; the run is done
+        election.look()
 
     @property
     def coordinates(self) -> bool:
         return self._coordinator is not None
 
     def entered(self) -> None:
-        """The node is in a new generation: what was wrong with the one before is settled."""
-        self._untold = []
-        self._next_status = 0.0  # what this node offers the generation after this one is new
+        """Clear open faults: the node has entered a new generation."""
+        self._open_faults = []
+        self._next_status = 0.0  # send the next status at once: this node's addresses have changed
 
     def close(self) -> None:
-        self._council.close()
+        self._election.close()
 
     def confer(self, now: float, is_ending: bool) -> None:
-        """Hears the other agents, says how this node is, and does what whoever coordinates has decided."""
-        while (news := self._council.take()) is not None:
+        """Receive messages of other agents, send this node's status, and carry out the coordinator's decisions."""
+        while (news := self._election.take()) is not None:
             if isinstance(news, Claimed):
                 self._coordinate(now)
             elif isinstance(news, Followed):
@@ -151,15 +150,15 @@ class Membership:
         number = max(next_number(self._run), self._launch.generation)
         self._coordinator = Coordinator(self._launch, self._node, current, number, now)
         self._records.event("coordinates", takes_over=current is not None)
-        for fault in self._untold:
+        for fault in self._open_faults:
             self._coordinator.fault(fault)
         present = self._node_itself.generation
         if current is not None and _missed(current, self._node, present.number if present else -1):
-            self._node_itself.enter(current, ())  # whoever made it is gone, and told nobody
+            self._node_itself.enter(current, ())  # its coordinator is gone and has announced it to no node
 
     def _is_superseded(self) -> bool:
-        """Whether another agent coordinates that this one cannot reach: it has made a newer generation, or made the
-        present one and still shows signs of life in the run directory, as behind a network that is cut."""
+        """Whether another agent coordinates that this one cannot reach (a network partition): it has created a newer
+        generation, or created the current one and its heartbeat in the run directory still changes."""
         assert self._coordinator is not None
         newest, current = newest_generation(self._run), self._coordinator.current
         if newest is None or newest.number < self._launch.generation:
@@ -171,7 +170,7 @@ class Membership:
         )
 
     def _lives(self, node: str) -> bool:
-        """Whether a node's heartbeat goes on, by this machine's own clock."""
+        """Whether a node's heartbeat still changes, by this machine's clock."""
         beat, now = read_heartbeat(self._run, node), time.monotonic()
         if beat is None or beat.state not in ("running", "spare") or beat.is_stopped_here:
             return False
@@ -186,11 +185,11 @@ class Membership:
     def _follow(self, link: Link, now: float) -> None:
         self._step_down()
         self._leader, self._leader_heard = link, now
-        for fault in self._untold:
-            link.send(_told(fault))
+        for fault in self._open_faults:
+            link.send(_fault_message(fault))
 
     def _step_down(self) -> None:
-        self._council.coordinates = False
+        self._election.coordinates = False
         self._coordinator = self._unwritten = None
         for link in self._links.values():
             link.close()
@@ -202,7 +201,7 @@ class Membership:
             self._leader_heard = now
             if message is None:
                 self._leader = None
-                self._council.look()
+                self._election.look()
             else:
                 self._obey(message)
         elif self._coordinator is None:
@@ -220,7 +219,7 @@ class Membership:
         if message["is"] == "status":
             self._coordinator.heard(link.node, message, now)
             current = self._coordinator.current
-            is_known = current is not None and self._unwritten is None  # what is not written may never be
+            is_known = current is not None and self._unwritten is None  # an unwritten generation may never start
             if is_known and current is not None and _missed(current, link.node, int(message.get("generation", -1))):
                 link.send({"is": "generation", "generation": current.to_message(), "end": []})
             link.send({"is": "beat"})
@@ -240,24 +239,24 @@ class Membership:
             self.is_finished = True
 
     def report(self, fault: RankFailure) -> None:
-        """Tells whoever coordinates, and whoever does so next while nothing came of it."""
+        """Report a fault to the coordinator, and to the next one until a new generation begins."""
         print(f"craton agent: {fault.text.splitlines()[0]}", file=sys.stderr, flush=True)
         if fault.generation is None and (present := self._node_itself.generation) is not None:
             fault = replace(fault, generation=present.number)
-        self._untold.append(fault)
-        status = self._node_itself.status()  # first: what this node offered before the fault may be gone
+        self._open_faults.append(fault)
+        status = self._node_itself.status()  # first: this node's keeper may be gone since
         if self._coordinator is not None:
             self._coordinator.heard(self._node, status, time.monotonic())
             self._coordinator.fault(fault)
         elif self._leader is not None:
             self._leader.send({"is": "status", "node": self._node, **status})
-            self._leader.send(_told(fault))
+            self._leader.send(_fault_message(fault))
 
     def _act(self, action: Action) -> None:
         if isinstance(action, StartGeneration | Fail) and self._is_superseded():
-            self._records.event("coordinates_no_more", message="another agent coordinates, which cannot be reached")
+            self._records.event("coordinates_no_more", message="another agent coordinates but cannot be reached")
             self._step_down()
-            self._council.look()
+            self._election.look()
         elif isinstance(action, StartGeneration):
             self._begin_generation(action)
         elif isinstance(action, Fail):
@@ -285,15 +284,15 @@ class Membership:
             if self._unwritten is None:
                 self._node_itself.warn(
                     "generation_unwritten",
-                    f"generation {generation.number} cannot be written ({error.strerror}): the run waits until it can",
+                    f"cannot write generation {generation.number} ({error.strerror}); the run waits and retries",
                 )
             self._unwritten = action
             return
         self._unwritten = None
-        if not is_created:  # somebody else coordinates
+        if not is_created:  # another agent coordinates
             self._records.event("coordinates_no_more", generation=generation.number)
             self._step_down()
-            self._council.look()
+            self._election.look()
             return
         self._records.generation = generation.number
         self._records.event(
@@ -310,7 +309,7 @@ class Membership:
         self._node_itself.enter(generation, action.end)
 
     def _use_plan(self, size: int) -> None:
-        """What is measured from here on is held against the plan of this size."""
+        """Compare measurements with the plan of this size from now on."""
         source = self._run.path / "plans" / f"{size}.json"
         with contextlib.suppress(OSError):
             text = read_regular_text(source)
@@ -323,9 +322,9 @@ class Membership:
             link.send(message)
 
     def _restart_agents(self, now: float) -> None:
-        """Where all nodes are this machine, no one else would start an agent again that was killed, or end one that is
-        stopped: its node is lost to the run, and its ranks and keeper must not live on."""
-        if self._coordinator is None:  # it has just stepped down
+        """If all nodes are on this machine: restart agents that were killed, and kill agents that are stopped. No
+        scheduler does it here, and ranks and keeper of a lost node must not live on."""
+        if self._coordinator is None:  # this agent has just stepped down
             return
         if not self._launch.agent_command or self._run.has("FATAL"):
             return
@@ -346,13 +345,13 @@ class Membership:
                 self._fence(node, beat, silent_seconds)
                 continue
             if not is_short and silent_seconds < UNHURRIED_SECONDS:
-                continue  # a spare has its place: what starts now would only slow down the others
+                continue  # a spare has replaced it: a restart now would only slow down the others
             if (self._run.path / "heartbeat" / f".{node}.lost").exists():
                 continue
             if now - self._agents_started.get(node, -1e9) < RESTART_SECONDS:
                 continue
             self._agents_started[node] = now
-            self._node_itself.warn("agent_restarted", f"the agent of {node} is gone; starting it again")
+            self._node_itself.warn("agent_restarted", f"the agent of {node} is gone; restarting it")
             try:
                 with open_log(self._run.path / "logs" / f"agent-{node}.log") as log:
                     subprocess.Popen(
@@ -363,28 +362,28 @@ class Membership:
                         start_new_session=True,
                     )
             except OSError as error:
-                self._node_itself.warn("agent_not_started", f"the agent of {node} cannot be started: {error}")
+                self._node_itself.warn("agent_not_started", f"cannot start the agent of {node}: {error}")
 
     def _fence(self, node: str, beat: Heartbeat, silent_seconds: float) -> None:
-        """Kills an agent that lives on this machine and is out of the run, and so every process that it started. Its
-        heartbeat is the second witness: one that still beats was only slow to find this coordinator."""
+        """Kill a live agent of this machine that has left the run, and with it every process that it started. Its
+        heartbeat is the second evidence: an agent that still beats is only slow to find this coordinator."""
         is_stopped = beat.is_stopped_here and beat.age_seconds() > SILENT_SECONDS
         is_silent = min(silent_seconds, beat.age_seconds()) > FENCE_SECONDS
         if not (is_stopped or is_silent) or (beat.pid, beat.started) in self._fenced:
             return
         self._fenced.add((beat.pid, beat.started))
         why = "is stopped by a signal" if is_stopped else f"has been silent for {whole_duration(beat.age_seconds())}"
-        text = f"the agent of {node} (process {beat.pid}) {why}: it is killed, and its ranks and keeper with it"
+        text = f"the agent of {node} (process {beat.pid}) {why}; killing it with its ranks and keeper"
         self._node_itself.warn("agent_fenced", text)
         try:
             os.kill(beat.pid, signal.SIGKILL)
         except ProcessLookupError:
             return  # it has ended by itself
         except PermissionError as error:
-            self._node_itself.warn("agent_not_fenced", f"the agent of {node} cannot be killed: {error}")
+            self._node_itself.warn("agent_not_fenced", f"cannot kill the agent of {node}: {error}")
 
     def look_for_wishes(self) -> None:
-        """`craton resize` or `craton heal` has left word."""
+        """Read the requests of `craton resize` and `craton heal`."""
         if self._coordinator is None:
             return
         self._coordinator.avoid(frozenset(read_avoided(self._run)))
@@ -398,17 +397,17 @@ class Membership:
 
 
 def _missed(current: Generation, node: str, number: int) -> bool:
-    """Whether a node that is in this generation, or in none (-1), must be told of the present one. An agent that has a
-    part in it and is in none was started anew: it has lost its ranks, and hears of the generation after that."""
+    """Whether a node that is in generation `number` (-1: none) must be sent the current one. An agent that belongs to
+    the current one and is in none was restarted: it has lost its ranks, and joins the next generation."""
     return number < current.number and (number >= 0 or node not in current.nodes)
 
 
 def _labelled(generation: Generation) -> Generation:
-    """A generation with its moments as labels of the wall clock; their difference stays what it was."""
+    """Return the generation with wall-clock times; their difference stays the same."""
     broke_at = STEADY.to_wall(generation.broke_at) if generation.broke_at else 0.0
     return replace(generation, time=STEADY.to_wall(generation.time), broke_at=broke_at)
 
 
-def _told(fault: RankFailure) -> Message:
-    """A fault as it is sent: how long ago it was, and not when."""
+def _fault_message(fault: RankFailure) -> Message:
+    """Return a fault as a message. It carries an age instead of a time: clocks of machines differ."""
     return {"is": "fault", **asdict(fault), "age": STEADY.now() - fault.time}

@@ -1,8 +1,8 @@
-"""A node's processes through the generations of a run: which ranks live, what they are told, how they end.
+"""A node's processes through the generations of a run: start ranks, send them generations, end them.
 
-Every rank has a *place* on its node, and a place has a page, over all the processes that fill it one after the other.
-Ranks that take orders (they come from the fork server) stay alive from one generation to the next; others, of a job's
-own command, are started again.
+Every rank has a slot on its node. A slot keeps one shared-memory page over all processes that fill it in turn. Ranks
+of the training loop (forked by the fork server) take orders and stay alive across generations. Ranks of a job's own
+command are restarted.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ from craton.telemetry import RunDirectory
 from craton.telemetry.node import RankStatus
 from craton.telemetry.rank import STEADY, RankPage, monotonic_of
 
-PLANNED_SECONDS = 1000.0  # without progress, on the way into a planned generation; the coordinator has less patience
-FORK_SERVER_SECONDS = 120.0  # imports on a cold file system take their time
-MAX_STARTS = 3  # of one place in one generation, without ever entering it
+PLANNED_SECONDS = 1000.0  # without progress, while entering a planned generation; the coordinator's limit is lower
+FORK_SERVER_SECONDS = 120.0  # imports from a cold file system are slow
+MAX_STARTS = 3  # of one slot in one generation, without entering it
 
 
 @dataclass
 class RankSlot:
-    """Where a rank is on its node."""
+    """The slot of a rank on its node."""
 
     page: RankPage
     process: RankProcess | None = None
-    enter_by: float = float("inf")  # monotonic: when it must be in the present generation
+    enter_by: float = float("inf")  # monotonic: deadline to enter the current generation
     kill_at: float = float("inf")
     starts: int = 0  # in this generation
     is_done: bool = False  # ended well in this generation
     missing_since: float = float("inf")  # monotonic: since when it has no process
-    mute_at: float = -1.0  # what the page said of progress when a job's own command began, which may never say any
+    mute_at: float = -1.0  # progress in the page when a job's own command began; it may never report any
     cpu_wait: CpuWait = field(default_factory=CpuWait)
 
     @property
@@ -61,7 +61,7 @@ class RankSlot:
 
 
 class NodeProcesses:
-    """All that an agent starts for its ranks."""
+    """All processes that an agent starts for its ranks."""
 
     def __init__(
         self,
@@ -75,16 +75,16 @@ class NodeProcesses:
         self._run, self._launch, self._node, self._host = run, launch, node, host
         self._records, self._selector = records, selector
         self.generation: Generation | None = None
-        self.broke_at = 0.0  # monotonic: when the generation before stopped moving; 0: it did not
+        self.broke_at = 0.0  # monotonic: when the previous generation failed; 0: it did not
         self.places: list[RankSlot] = []
-        self._outputs: list[CommandOutput] = []  # that are not all in their logs yet
-        self._first_ranks = range(0)  # whose books are kept before there is a generation
+        self._outputs: list[CommandOutput] = []  # not yet written to their logs completely
+        self._first_ranks = range(0)  # their ledger starts before the first generation
         self.fork_server: ForkServer | None = None
         self.keeper: ChildProcess | None = None
         self.keeper_name = ""  # abstract address of the keeper's socket for processes of this node
         self.keeper_address = self.store_address = ""
         self._fork_server_by = float("inf")
-        if not launch.nursery and next_number(run) > launch.generation:  # an agent that was killed came before
+        if not launch.nursery and next_number(run) > launch.generation:  # an earlier agent was killed
             self._offer_store()
 
     @property
@@ -94,12 +94,12 @@ class NodeProcesses:
 
     @property
     def is_ready(self) -> bool:
-        """Whether ranks can be made, and find what they need."""
+        """Whether ranks can be started here."""
         return not self._launch.nursery or bool(self.store_address)
 
     @property
     def ranks(self) -> list[tuple[int, RankSlot]]:
-        """(rank, place) of the present generation, or of the first one to come."""
+        """(rank, slot) of the current generation, or of the first one before it begins."""
         ranks = self.generation.ranks_of(self._node) if self.generation else self._first_ranks
         return list(zip(ranks, self.places, strict=False))
 
@@ -108,13 +108,13 @@ class NodeProcesses:
         return self.generation is not None and bool(self.ranks) and all(place.is_done for _, place in self.ranks)
 
     def is_leaving(self, place: RankSlot) -> bool:
-        """Whether a rank is still in the generation before a planned one, where others may wait for it."""
+        """Whether a rank is still in the generation before a planned one; other ranks may wait for it there."""
         present = self.generation
         return present is not None and present.is_planned and place.page.generation == present.number - 1
 
     def open_books(self, ranks: range) -> None:
-        """The time of these ranks is booked from here on, before there is a generation. After an agent of this node
-        that was killed, from where its books end."""
+        """Start the ledger of these ranks, before the first generation. After a killed agent of this node, continue
+        where its ledger ends."""
         self._first_ranks = ranks
         ended = self._records.last_booked(self._launch.generation)
         for rank in ranks:
@@ -126,7 +126,7 @@ class NodeProcesses:
     # -- fork server and keeper -----------------------------------------------------------------------------------
 
     def tend(self) -> None:
-        """Starts what is missing of fork server and keeper, and hears what they say."""
+        """Start the fork server and the keeper where they are missing, and read their messages."""
         if not self._launch.nursery:
             return
         if self.fork_server is None:
@@ -139,7 +139,7 @@ class NodeProcesses:
             self._start_keeper()
 
     def helper_ended(self, child: ChildProcess) -> str | None:
-        """What it means that the fork server or the keeper has ended; None: the child is neither."""
+        """Return which helper has ended: fork server or keeper; None: the child is neither."""
         if self.fork_server is not None and child is self.fork_server.child:
             was_ready = self.fork_server.is_ready
             with contextlib.suppress(KeyError, ValueError):
@@ -186,14 +186,14 @@ class NodeProcesses:
     # -- ranks ----------------------------------------------------------------------------------------------------
 
     def enter(self, generation: Generation, end: tuple[int, ...]) -> None:
-        """Brings the node's ranks into a new generation; those in `end` are ended first."""
+        """Bring the node's ranks into a new generation; those in `end` are killed first."""
         had, wanted = len(self.ranks), len(generation.ranks_of(self._node))
         if had and not wanted:
-            if self.generation is not None:  # whoever coordinates writes of the new one already
+            if self.generation is not None:  # the coordinator already records the new number
                 self._records.generation = self.generation.number
             self.book(ended="released")
         self.generation = generation
-        # The difference of two labels of one clock; when it was, is for the clock of this machine to say.
+        # Both times are of one clock, so only their difference is used on this machine.
         ago = max(0.0, generation.time - generation.broke_at)
         self.broke_at = time.monotonic() - ago if generation.broke_at else 0.0
         self._records.generation = generation.number
@@ -219,7 +219,7 @@ class NodeProcesses:
                 self._end(place)
 
     def _part(self, generation: Generation) -> None:
-        """This node works no more. Its ranks are needed for the last step and its save, if there is one to come."""
+        """Leave the run. In a planned change the ranks first finish the last step and its save."""
         for place in self.places:
             if place.process is None:
                 continue
@@ -231,7 +231,7 @@ class NodeProcesses:
                 self._end(place)
 
     def _return(self, generation: Generation, wanted: int) -> None:
-        """This node works, or works again. Until now its places were nobody's, and their time is in no books."""
+        """Join the run (again). Until now the slots of this node were idle and are not in the ledger."""
         now = time.monotonic()
         for place in self.places:
             if not place.is_running:
@@ -239,19 +239,19 @@ class NodeProcesses:
                 place.page.generation = -1
             self._records.skip(id(place), place.page)
         self.places += [RankSlot(RankPage.make()) for _ in range(wanted - len(self.places))]
-        if self.broke_at:  # in the place of a node that was lost
+        if self.broke_at:  # it replaces a lost node
             for place in self.places:
                 if not place.is_running:
                     place.page.begin("waiting", self.broke_at)
 
     def wait_for_nodes(self) -> None:
-        """What has broken cannot go on before another node is there."""
+        """Book time as `waiting`: the run cannot continue before another node joins."""
         for place in self.places:
             if place.page.kind == "detect":
                 place.page.switch("waiting")
 
     def watch(self, now: float) -> None:
-        """Ends ranks whose time is over."""
+        """Kill ranks whose deadline has passed."""
         for place in self.places:
             if not place.is_running or self.generation is None:
                 continue
@@ -260,17 +260,17 @@ class NodeProcesses:
                 place.enter_by = float("inf")
             elif self.is_leaving(place):
                 place.enter_by = max(place.enter_by, place.page.progress + PLANNED_SECONDS)
-                if place.page.kind == "checkpoint" or "unsaved" in place.page.beside:  # no disk has its state yet
+                if place.page.kind == "checkpoint" or "unsaved" in place.page.beside:  # its state is not on disk yet
                     place.kill_at = max(place.kill_at, place.page.progress + PLANNED_SECONDS)
             if now > min(place.enter_by, place.kill_at):
                 place.enter_by = place.kill_at = float("inf")
                 self._records.event(
-                    "rank_killed", place.process.rank, reason=f"did not leave for generation {self.generation.number}"
+                    "rank_killed", place.process.rank, reason=f"did not enter generation {self.generation.number}"
                 )
                 place.process.send(signal.SIGKILL)
 
     def ended(self, rank: RankProcess) -> RankSlot:
-        """Notes the end of a rank, and keeps its books until another takes its place."""
+        """Read the last records of a rank that ended, and return its slot."""
         place = next(place for place in self.places if place.process is rank)
         while self._records.read(rank) and _has_more(rank.records):
             pass
@@ -280,13 +280,13 @@ class NodeProcesses:
         return place
 
     def flush_output(self) -> bool:
-        """Another try for output of commands that the disk has not taken; False while some waits."""
+        """Retry writing command output that the disk refused; False while some still waits."""
         self._outputs = [item for item in self._outputs if not item.flush()]
         return not any(output.waiting_bytes for output in self._outputs)
 
     def start_again(self, place: RankSlot) -> bool:
-        """A rank that has left, or never came into, the present generation gets a new process. False: it has had too
-        many."""
+        """Start a new process for a rank that has left, or never entered, the current generation. False: it has
+        been started too often."""
         for rank, item in self.ranks:
             if item is place:
                 place.page.switch("regroup")
@@ -302,7 +302,7 @@ class NodeProcesses:
         if not self._launch.nursery:
             place.page.generation = self.generation.number
             place.mute_at = place.page.progress
-            # What it does is not known, unless it books itself or tells its steps.
+            # The agent cannot see what it does unless it reports its ledger or its steps.
             place.page.switch("start" if self._launch.progress.get("has_steps") else "productive")
             place.process = start_rank(
                 self._run, self._launch, self.generation, self._node, rank, place.page.descriptor
@@ -319,7 +319,7 @@ class NodeProcesses:
         return True
 
     def _fork_rank(self, rank: int, place: RankSlot) -> RankProcess | None:
-        """None while the fork server restarts; `tend_ranks` tries again."""
+        """Fork a rank; None while the fork server restarts (`tend_ranks` tries again)."""
         assert self.generation is not None
         if self.fork_server is None or not self.fork_server.is_ready:
             return None
@@ -353,7 +353,7 @@ class NodeProcesses:
         return process
 
     def tend_ranks(self) -> list[int]:
-        """Starts ranks that could not be started while there was no fork server; those that have waited too long."""
+        """Start ranks that had to wait for the fork server; return those that have waited too long."""
         given_up: list[int] = []
         if self.generation is None or not self._launch.nursery:
             return given_up
@@ -379,18 +379,18 @@ class NodeProcesses:
         }
         place.process.rank = rank
         grace = self._launch.failure_grace_seconds
-        if place.page.generation < 0:  # it has only just been made
+        if place.page.generation < 0:  # it has just been forked
             grace = FORK_SERVER_SECONDS
         elif self.is_leaving(place):
             grace = PLANNED_SECONDS
         place.enter_by = time.monotonic() + grace
-        with contextlib.suppress(OSError):  # it is dying, which is seen soon enough
+        with contextlib.suppress(OSError):  # it is dying; the reaper sees that soon
             os.write(place.process.orders, json.dumps(order).encode() + b"\n")
 
     def _offer_store(self) -> None:
-        """Where ranks of a job's own command may meet next, when this node is the first then: at a port that no process
-        of the generation before still holds."""
-        if self._host == "0.0.0.0":  # nobody can be told to dial that; the launch's own address stays
+        """Choose the next rendezvous address for ranks of a job's own command, in case this node is the first one: a
+        port that no process of the previous generation still holds."""
+        if self._host == "0.0.0.0":  # other nodes cannot dial that; the launch's address stays
             return
         self.store_address = f"{self._host}:{free_port(self._host)}"
 
@@ -403,10 +403,10 @@ class NodeProcesses:
         grace = self._launch.stop_grace_seconds if is_planned else self._launch.failure_grace_seconds
         place.kill_at = time.monotonic() + grace
 
-    # -- what others are told -------------------------------------------------------------------------------------
+    # -- status ---------------------------------------------------------------------------------------------------
 
     def status(self) -> dict[str, Any]:
-        """What the coordinator wants to know of this node."""
+        """Return this node's status for the coordinator."""
         now = time.monotonic()
         return {
             "ready": self.is_ready,
@@ -420,7 +420,7 @@ class NodeProcesses:
         }
 
     def rank_status(self) -> list[RankStatus]:
-        """What people want to know of this node's ranks."""
+        """Return the status of this node's ranks for users."""
         now = time.monotonic()
         result = []
         for rank, place, process in self._running():
@@ -448,12 +448,12 @@ class NodeProcesses:
         ]
 
     def _parted(self) -> list[tuple[RankSlot, RankProcess]]:
-        """Ranks that have no part in the present generation and finish their work in the one before."""
+        """Ranks that are not in the current generation and finish their work in the previous one."""
         parted = self.places[len(self.ranks) :]
         return [(place, place.process) for place in parted if place.process is not None and place.process.is_running]
 
     def saves_state(self) -> bool:
-        """Whether a rank writes the state it ends with, or holds it because no disk has taken it."""
+        """Whether a rank saves its last state, or holds it because no disk accepts it."""
         now = time.monotonic()
         for _, place, process in self._running():
             progress = _progress(place, process, now)
@@ -462,11 +462,11 @@ class NodeProcesses:
         return self.holds_state()
 
     def holds_state(self) -> bool:
-        """Whether a rank that runs holds a state because no disk has taken it."""
+        """Whether a running rank holds its last state because no disk accepts it."""
         return any("unsaved" in place.page.beside for _, place, _ in self._running())
 
     def book(self, ended: str | None = None) -> None:
-        """Writes the ledger of every place."""
+        """Write the ledger of every slot."""
         for rank, place in self.ranks:
             self._records.book(id(place), rank, place.page, ended)
 
@@ -477,7 +477,7 @@ class NodeProcesses:
 
 
 def _progress(place: RankSlot, process: RankProcess, now: float) -> RankProgress:
-    """What the rank is doing; one that never told of any progress has just made some."""
+    """Return what the rank is doing; a rank that never reported progress counts as just having made some."""
     page, progress = place.page, place.page.progress  # read once: the rank may beat meanwhile
     rank_progress = RankProgress(
         page.kind,
@@ -497,7 +497,7 @@ def _progress(place: RankSlot, process: RankProcess, now: float) -> RankProgress
 
 
 def _has_more(descriptor: int) -> bool:
-    """Whether the pipe of a dead rank still holds something."""
+    """Whether the pipe of a dead rank still holds data."""
     with selectors.DefaultSelector() as one:
         one.register(descriptor, selectors.EVENT_READ)
         return bool(one.select(0))

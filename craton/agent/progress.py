@@ -1,9 +1,9 @@
-"""How far a job's own command is: read from what one of its processes prints, or from metrics that it serves.
+"""Read the progress of a job's own command from the output of one of its processes, or from metrics that it serves.
 
-What is read is recorded as the training loop would record it, and told to the page of the rank: so `ps` knows the step,
-the coordinator whether a failure came after new steps, and whether nothing has moved for too long. Guarantees that no
-output and no pattern can hold up the agent: lines are cut, a look takes so much of a log and no more, and patterns that
-use too much processor time are given up, out loud. Metrics are asked for in a thread.
+Readings are recorded as the training loop would record them, and written to the rank's page. So `ps` shows the step,
+and the coordinator detects hangs and failures without new steps. No output and no pattern can block the agent: lines
+are truncated, each look reads a bounded part of the log, and patterns that use too much CPU time are switched off with
+a warning. A thread scrapes the metrics.
 """
 
 from __future__ import annotations
@@ -34,47 +34,47 @@ from craton.formatting import setting
 from craton.telemetry.files import open_regular
 from craton.telemetry.rank import STEADY, monotonic_of
 
-LINE_BYTES = 4096  # what is longer is cut: it may be a matrix, or a file without line ends
-LOOK_BYTES = 256 << 10  # of a log at one look; what comes faster is skipped, but for its end
-MATCH_SECONDS = 0.1  # of processor time for all lines of a look
-SLOW_LOOKS = 3  # that may take longer before the patterns are given up
-MAX_RECORDS = 100  # of a look
-USUAL_OF = 20  # signs of progress whose median distance is the usual one
-UNSEEN_SECONDS, UNSEEN_LINES = 60.0, 20  # after which it is told that no line has matched
-MIN_PATIENCE_SECONDS = 4.0  # a node may be so busy that its agent looks late
-NEVER_SECONDS = 1e9  # a job that never hangs, or whose pace is not known yet
+LINE_BYTES = 4096  # longer lines are truncated: a matrix, or a file without newlines
+LOOK_BYTES = 256 << 10  # read per look; of faster output only the end is read
+MATCH_SECONDS = 0.1  # CPU time for all lines of a look
+SLOW_LOOKS = 3  # slow looks after which the patterns are switched off
+MAX_RECORDS = 100  # per look
+USUAL_OF = 20  # progress reports whose median interval is the usual one
+UNSEEN_SECONDS, UNSEEN_LINES = 60.0, 20  # after which to warn that no line has matched
+MIN_PATIENCE_SECONDS = 4.0  # the agent of a busy node may look late
+NEVER_SECONDS = 1e9  # no hang detection, or the pace is not known yet
 ANSWER_BYTES = 4 << 20
 ANSWER_SECONDS = 2.0
 
-_ENDS = re.compile(rb"[\r\n]+")  # progress bars go back with \r
+_ENDS = re.compile(rb"[\r\n]+")  # progress bars use \r
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _SCALES = {"k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
 
 
 class PatternError(RuntimeError):
-    """A pattern that takes too long."""
+    """A pattern takes too long."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What one line said, or one answer."""
+    """The values of one line, or of one scrape."""
 
-    values: dict[str, float]  # by the names of the job
-    moment: float  # of the steady clock, as are all moments here: they are subtracted from each other
+    values: dict[str, float]  # by the names in the job file
+    moment: float  # steady clock, like all times here: they are subtracted from each other
 
 
 class LogTail:
-    """Reads a log as it grows, from where it was when the process began."""
+    """Reads a growing log, from its length when the process began."""
 
     def __init__(self, path: Path, offset: int) -> None:
         self._path, self._offset = path, offset
         self._rest = b""
-        self._is_inside = False  # a line whose beginning was skipped
-        self.written_at = 0.0  # of the steady clock: the last write, as the file system says
+        self._is_inside = False  # inside a line whose start was skipped
+        self.written_at = 0.0  # steady clock: the last write, by the file system
 
     def read(self, to_the_end: bool = False) -> list[str]:
-        """The lines that have ended since the last call; `to_the_end`: nothing more is written, and the last one may
-        have no end."""
+        """Return the lines completed since the last call; with `to_the_end` also a last line without a newline, as the
+        process has ended."""
         data = self._new_bytes()
         if self._is_inside and data:
             end = _ENDS.search(data)
@@ -86,13 +86,13 @@ class LogTail:
         return [_COLOURS.sub("", line[:LINE_BYTES].decode(errors="replace")) for line in lines if line]
 
     def _new_bytes(self) -> bytes:
-        """What was written since the last call, or the end of it."""
+        """Return the bytes written since the last call, or the end of them."""
         try:
             with open_regular(self._path) as handle:
                 size = handle.seek(0, os.SEEK_END)
                 if size == self._offset:
                     return b""
-                if size < self._offset or size - self._offset > LOOK_BYTES:  # cut off, or too much to read
+                if size < self._offset or size - self._offset > LOOK_BYTES:  # truncated, or too much to read
                     self._offset, self._rest = max(0, size - LOOK_BYTES), b""
                     self._is_inside = self._offset > 0
                 handle.seek(self._offset)
@@ -105,7 +105,7 @@ class LogTail:
 
 
 class Matcher:
-    """Finds numbers in lines by the job's patterns. Must be used in the main thread."""
+    """Finds numbers in lines by the job's patterns. Use it in the main thread only."""
 
     def __init__(self, patterns: Sequence[str]) -> None:
         try:
@@ -119,7 +119,7 @@ class Matcher:
         return self.slow_looks >= SLOW_LOOKS
 
     def find(self, lines: Sequence[str]) -> list[dict[str, float]]:
-        """What each line says that says something. After too much time, what was found until then."""
+        """Return the values of each line that matches; when the time is up, those found until then."""
         result: list[dict[str, float]] = []
         if not lines or self.is_given_up:
             return result
@@ -138,14 +138,14 @@ class Matcher:
 
 
 class Scraper:
-    """Asks an address for metrics, again and again, in a thread of its own."""
+    """Scrapes metrics from an address at an interval, in its own thread."""
 
     def __init__(self, address: str, names: Mapping[str, str], seconds: float) -> None:
         self._address, self._names, self._seconds = address, dict(names), seconds
         self._found: deque[Reading] = deque(maxlen=MAX_RECORDS)
-        self._counters: dict[str, tuple[float, float]] = {}  # ours → (total, moment) of the last answer
+        self._counters: dict[str, tuple[float, float]] = {}  # our name → (total, moment) of the last scrape
         self._closed = threading.Event()
-        self.error = ""  # why the last one failed
+        self.error = ""  # why the last scrape failed
         self._thread = threading.Thread(target=self._ask_on, name="progress", daemon=True)
         self._thread.start()
 
@@ -166,13 +166,13 @@ class Scraper:
             except (OSError, ValueError) as error:
                 self.error = str(error)
                 continue
-            self.error = "" if reading.values else f"none of {', '.join(self._names)} is among what it serves"
+            self.error = "" if reading.values else f"it serves none of {', '.join(self._names)}"
             if reading.values:
                 self._found.append(reading)
 
     def _read(self, text: str, now: float) -> Reading:
-        """A counter that is wanted per second becomes its rate; several samples of a counter are added, of anything
-        else their mean is taken."""
+        """Parse a scrape. A counter under a `_per_second` name becomes its rate. Samples of a counter are added; other
+        metrics are averaged."""
         from prometheus_client.parser import text_string_to_metric_families
 
         samples: dict[str, list[float]] = {}
@@ -189,7 +189,7 @@ class Scraper:
             value = sum(numbers) if there in counters else sum(numbers) / len(numbers)
             if there in counters and ours.endswith("_per_second"):
                 before, self._counters[ours] = self._counters.get(ours), (value, now)
-                if before is None or value < before[0] or now <= before[1]:  # the first one, or it began anew
+                if before is None or value < before[0] or now <= before[1]:  # the first scrape, or a reset
                     continue
                 value = (value - before[0]) / (now - before[1])
             values[ours] = value
@@ -216,7 +216,7 @@ class _Course:
 
 
 class CommandProgress:
-    """Of the process that a launch says is watched, while this node has it."""
+    """The progress of the watched process, while this node runs it."""
 
     def __init__(
         self,
@@ -225,18 +225,18 @@ class CommandProgress:
         records: NodeRecords,
         warn: Callable[[str, str], None],
     ) -> None:
-        self._told, self._processes, self._records, self._warn = settings, processes, records, warn
+        self._settings, self._processes, self._records, self._warn = settings, processes, records, warn
         self._matcher = Matcher(settings.get("patterns") or ())
         self._rank = int(settings.get("rank") or 0)
-        self._steps = int(settings.get("steps") or 0)  # of the job, where known
+        self._steps = int(settings.get("steps") or 0)  # of the job, if known
         self._is_off = False
         self._course: _Course | None = None
         if settings:
             records.booked_rank = self._rank
 
     def look(self) -> None:
-        """Takes what has been printed and served since the last look."""
-        if not self._told:
+        """Read new output and scrapes since the last look."""
+        if not self._settings:
             return
         place = dict(self._processes.ranks).get(self._rank)
         process = place.process if place is not None else None
@@ -249,7 +249,7 @@ class CommandProgress:
         course = self._course
         before, course.looked_at = course.looked_at, STEADY.now()
         if process.output is not None and process.output.waiting_bytes:
-            place.page.beat()  # what it prints is not in its log while the disk is full: that is no hang
+            place.page.beat()  # while the disk is full, output does not reach the log: not a hang
         lines = course.tail.read(to_the_end=not process.is_running)
         matches = self._matcher.find(lines)
         readings = _timed(matches[-MAX_RECORDS:], before, course.tail.written_at, STEADY.now())
@@ -268,7 +268,7 @@ class CommandProgress:
         self._course = None
 
     def _begin(self, process: RankProcess) -> _Course:
-        source = self._told.get("prometheus")
+        source = self._settings.get("prometheus")
         scraper = None
         if source:
             address = fill(str(source["address"]), process.values)
@@ -277,8 +277,8 @@ class CommandProgress:
         return _Course(process, tail, scraper, process.started, process.started)
 
     def _pace(self, course: _Course, readings: Sequence[Reading]) -> None:
-        """The seconds of a step, and between two signs of progress: over a look as a whole, for the lines in it were
-        most likely written out together."""
+        """Measure seconds per step and between progress reports, over the whole look: its lines were most likely
+        flushed together."""
         stepping = [reading for reading in readings if "step" in reading.values]
         if not stepping:
             return
@@ -304,7 +304,7 @@ class CommandProgress:
         self._records.measured(self._rank, at, STEADY.to_wall(reading.moment), named)
 
     def _advance(self, place: RankSlot, course: _Course, step: int, moment: float) -> None:
-        """The process has done a step."""
+        """Record a completed step."""
         generation, page = self._processes.generation, place.page
         assert generation is not None
         broke_at = self._processes.broke_at
@@ -320,18 +320,19 @@ class CommandProgress:
         if course.step_seconds:
             page.step_seconds = statistics.median(course.step_seconds)
         page.patience = _patience(
-            float(self._told.get("hang_times") or 0), float(self._told.get("hang_seconds") or 0), course.intervals
+            float(self._settings.get("hang_times") or 0),
+            float(self._settings.get("hang_seconds") or 0),
+            course.intervals,
         )
 
     def _complain(self, course: _Course) -> None:
-        """Tells once what keeps progress from being read."""
+        """Warn once if progress cannot be read."""
         if self._matcher.is_given_up and not self._is_off:
             self._is_off = True
             self._warn(
                 "progress_given_up",
-                f"progress.pattern takes more than {setting(MATCH_SECONDS)} of processor time on what rank "
-                f"{self._rank} prints, and is no longer used; write it without repetitions inside "
-                "repetitions, such as (a+)+",
+                f"progress.pattern needs more than {setting(MATCH_SECONDS)} of CPU time for the output of rank "
+                f"{self._rank} and is switched off; write it without nested repetitions such as (a+)+",
             )
         late = STEADY.now() - course.began > UNSEEN_SECONDS
         if course.was_read or course.was_warned or not late:
@@ -339,20 +340,20 @@ class CommandProgress:
         if course.scraper is not None and course.scraper.error:
             course.was_warned = True
             self._warn(
-                "progress_unseen", f"no progress from {self._told['prometheus']['address']}: {course.scraper.error}"
+                "progress_unseen", f"no progress from {self._settings['prometheus']['address']}: {course.scraper.error}"
             )
-        elif self._told.get("patterns") and course.num_lines >= UNSEEN_LINES and not self._is_off:
+        elif self._settings.get("patterns") and course.num_lines >= UNSEEN_LINES and not self._is_off:
             course.was_warned = True
             self._warn(
                 "progress_unseen",
-                f"none of the {course.num_lines} lines that rank {self._rank} has printed matches progress.pattern; "
-                f"the last one is {course.last_line[:200]!r}",
+                f"none of the {course.num_lines} lines printed by rank {self._rank} matches progress.pattern; "
+                f"the last line is {course.last_line[:200]!r}",
             )
 
 
 def _patience(times: float, least: float, intervals: Sequence[float]) -> float:
-    """Seconds without progress that are a hang: so many times the usual ones, at least so many, and longer than the
-    slowest of the recent ones by as much as a step of the training loop may be."""
+    """Return the seconds without progress that count as a hang: `times` the usual interval, at least `least`, and at
+    least HANG_STEPS times the slowest recent interval."""
     if (not times and not least) or (times and not intervals):
         return NEVER_SECONDS
     if not times:
@@ -362,8 +363,8 @@ def _patience(times: float, least: float, intervals: Sequence[float]) -> float:
 
 
 def _timed(matches: Sequence[dict[str, float]], before: float, written: float, now: float) -> list[Reading]:
-    """Lines of one look, spread evenly from the look before, when they were not there yet, to the last write. That one
-    was not after now, whatever a file server's clock says, nor before."""
+    """Spread the lines of one look evenly from the previous look to the last write, which lies between the previous
+    look and now, whatever the clock of a file server says."""
     last = min(max(before, written), now)
     begin = min(before, last)
     return [
@@ -372,7 +373,7 @@ def _timed(matches: Sequence[dict[str, float]], before: float, written: float, n
 
 
 def _numbers(groups: Mapping[str, str | None]) -> dict[str, float]:
-    """The groups that are numbers; a step is a whole one."""
+    """Return the groups that are numbers; steps must be whole numbers."""
     result = {}
     for name, text in groups.items():
         number = _number(text or "")
@@ -393,8 +394,8 @@ def _number(text: str) -> float | None:
 
 @contextlib.contextmanager
 def _processor_time(seconds: float) -> Iterator[None]:
-    """PatternError once the block has used this much. Python's matcher looks for signals while it works, and the timer
-    counts this process's own time, so that a busy machine makes nothing slow."""
+    """Raise PatternError once the block has used this much CPU time. Python's matcher checks for signals while it
+    works, and the timer counts CPU time, so that a busy machine triggers nothing."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise PatternError
@@ -411,10 +412,10 @@ def _processor_time(seconds: float) -> Iterator[None]:
 
 
 def _fetch(address: str) -> str:
-    """What an address answers; metrics are inside a cluster, where no proxy leads."""
+    """Return the response of an address, without a proxy: metrics are inside the cluster."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with opener.open(address, timeout=ANSWER_SECONDS) as answer:
         data: bytes = answer.read(ANSWER_BYTES + 1)
     if len(data) > ANSWER_BYTES:
-        raise ValueError(f"the answer is longer than {ANSWER_BYTES >> 20} MiB")
+        raise ValueError(f"the response is longer than {ANSWER_BYTES >> 20} MiB")
     return data.decode(errors="replace")

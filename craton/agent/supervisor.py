@@ -1,20 +1,21 @@
 """The agent of one node, through all generations of a run.
 
-It starts the node's ranks, watches them, tells them of new generations and keeps their books; with the other agents it
-agrees on who the ranks are (see `coordinator` and `council`). Guarantees, however a run ends: every process it started
-has ended and is reaped, the node's heartbeat says what became of it, and the ledger of every place sums to wall time.
+It starts the node's ranks, watches them, sends them new generations and writes their ledger. Together with the other
+agents it agrees on the members of the run (see `coordinator` and `leader_election`). Guarantees, however a run ends:
+every process it started has ended and is reaped, the node's heartbeat has the final state, and the ledger of every slot
+sums to wall time.
 
-- All ranks exit with 0: the run is done once all nodes say so (whoever coordinates writes DONE), or stopped when the
-  STOP marker is set.
-- The STOP marker or SIGTERM to the agent: SIGTERM to the ranks, which checkpoint and exit; SIGKILL after the grace,
-  which does not pass while they write their state, or hold it because no disk takes it. A rank that dies while they
-  hold it is a failure like any other, and so is a node: the next generation restores the state, and is stopped in
-  its turn.
-- A rank ends otherwise, raises or hangs: the next generation. The survivors stay alive and enter it; a rank that does
-  not leave the old one in its grace is ended here, for it may be blocked for ever, and started again. That goes for a
-  planned generation too, for which ranks first finish what they do: one that dies before it is there is a failure.
-- FATAL: the ranks are ended. A run directory that is gone: the same, after they have saved where they can.
-- A full, read-only or failing disk under the run directory: the run goes on, and what it has to write waits (`state`).
+- All ranks exit with 0: the run is done once all nodes report it (the coordinator writes DONE), or stopped if the STOP
+  marker is set.
+- STOP marker, or SIGTERM to the agent: the ranks get SIGTERM, save a checkpoint and exit; SIGKILL after the grace
+  period, which is extended while they save, or hold their state because no disk accepts it. A rank or node that dies
+  while ranks hold the state is a normal failure: the next generation restores the state and is then stopped.
+- A rank exits otherwise, raises or hangs: the next generation starts. The survivors stay alive and enter it. A rank
+  that does not leave the old generation within its grace period may be blocked forever: it is killed and restarted.
+  The same holds for a planned generation, for which ranks first finish their step: a rank that dies before it has
+  entered is a failure.
+- FATAL: the ranks are terminated. If the run directory is gone: the same, after they have saved to other tiers.
+- A full, read-only or failing disk under the run directory: the run continues, and writes wait (`state_writer`).
 """
 
 from __future__ import annotations
@@ -56,15 +57,15 @@ from craton.telemetry.files import STORAGE_ERRORS, storage_problem
 from craton.telemetry.node import LogTimes, MetricsEndpoint, NodeState
 from craton.telemetry.rank import BESIDE, STEADY, monotonic_of
 
-TURN_SECONDS = 0.2  # between two looks at everything, when nothing happens
+TURN_SECONDS = 0.2  # loop interval when nothing happens
 POLL_SECONDS = 0.5  # markers, chaos, resize
 HEARTBEAT_SECONDS = 1.0
 LEDGER_SECONDS = 1.0
 STATUS_SECONDS = 2.0
 SUMMARY_SECONDS = 30.0  # goodput and cost, as metrics of the first node
-GONE_SECONDS = 5.0  # a run directory that stays away this long is gone
-SETTLE_SECONDS = 600.0  # that the end of a run waits for a disk that does not take its outcome
-MAX_FORK_SERVERS = 3  # that may end before they are ready
+GONE_SECONDS = 5.0  # a run directory that is missing for this long is gone
+SETTLE_SECONDS = 600.0  # at the end of a run: how long to wait for a disk that refuses the last records
+MAX_FORK_SERVERS = 3  # that may exit before they are ready
 STOPPED_CODES = (-signal.SIGTERM, 128 + signal.SIGTERM)
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -77,12 +78,12 @@ class Supervisor:
     ) -> None:
         self._run, self._launch, self._lock = run, launch, lock
         self._directory = directory_identity(run)
-        check_secret(run)  # a run that anybody could join is not started
+        check_secret(run)  # refuse to start a run that a stranger could join
         self._node, self._index = launch.nodes[node], node
         self._host = os.environ.get("CRATON_ADDRESS") or _host_of(launch)
-        pin_interfaces(self._host, os.environ, launch.env)  # every process of the node inherits them
+        pin_interfaces(self._host, os.environ, launch.env)  # all processes of the node inherit them
         endpoint = MetricsEndpoint(run.name, self._node, launch.leaves.get(self._node, ""))
-        present = newest_generation(run)  # after an agent of this node that was killed
+        present = newest_generation(run)  # if an earlier agent of this node was killed
         number = max(launch.generation, present.number if present else 0)
         self._records = NodeRecords(run, self._node, number, endpoint, self._on_rank_event)
         continue_clock(run, launch, self._node, self._records.last_moment())
@@ -94,9 +95,9 @@ class Supervisor:
         self._first_ranks = _first_ranks(launch, node, present)
         self._membership: Membership | None = None
         self._chaos = Chaos(run, launch, self._node, self._records, self._processes, self._coordinates)
-        self._ending: str | None = None  # why the ranks were told to end
+        self._ending: str | None = None  # why the ranks were terminated
         self._is_failure = self._is_done = False
-        # That broke while a stop held its state: the next one is stopped.
+        # The generation that failed while a stop held its state: the next one is stopped.
         self._left_generation = number if joins_held_stop else None
         self._kill_at = float("inf")
         self._stop_signal: signal.Signals | None = None
@@ -115,20 +116,20 @@ class Supervisor:
         self._processes.open_books(self._first_ranks)
         self._face.serve_metrics(self._host)
         try:
-            council = LeaderElection(
+            election = LeaderElection(
                 self._run, self._launch, self._index, run_secret(self._run), self._host, self._wake
             )
         except LaunchError as error:
             self.fail(str(error))
         except OSError as error:
-            if error.errno in STORAGE_ERRORS:  # of the secret, which the other agents are known by
+            if error.errno in STORAGE_ERRORS:  # of the secret that agents authenticate with
                 problem = storage_problem(self._run.path) or f"{self._run.secret_path} cannot be written: {error}"
                 self.fail(f"{self._node} cannot join the other agents: {problem}")
             else:
                 self.fail(f"{self._node} cannot listen for the other agents at {self._host}: {explain(error)}")
         else:
-            self._face.address = council.address
-            self._membership = Membership(self._run, self._launch, self._node, council, self._records, self)
+            self._face.address = election.address
+            self._membership = Membership(self._run, self._launch, self._node, election, self._records, self)
             self._face.beat("running")
         while not self._is_over:
             try:
@@ -139,11 +140,11 @@ class Supervisor:
         return 1 if state == "failed" else 0
 
     def _survive(self, error: OSError) -> None:
-        """Storage that fails where nothing else looks after it does not end the run: the next turn tries again."""
+        """Keep the run alive on a storage error that no other code handles: the next turn tries again."""
         is_gone = directory_identity(self._run) != self._directory
         if error.errno not in STORAGE_ERRORS and not is_gone:
             raise error
-        print(f"craton agent: {error}; the run goes on", file=sys.stderr, flush=True)
+        print(f"craton agent: {error}; the run continues", file=sys.stderr, flush=True)
         time.sleep(TURN_SECONDS)
 
     @property
@@ -157,7 +158,7 @@ class Supervisor:
 
     def _catch_signals(self) -> None:
         signal.set_wakeup_fd(self._wakeup_writer, warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda number, frame: None)  # only to be woken
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)  # only to wake up
         for number in STOP_SIGNALS:
             signal.signal(number, self._on_stop_signal)
 
@@ -171,7 +172,7 @@ class Supervisor:
     # -- while it runs --------------------------------------------------------------------------------------------
 
     def _turn(self) -> None:
-        """Waits for something to happen, at most until the next look, and deals with it."""
+        """Wait for events, at most until the next poll, and handle them."""
         for key, _ in self._selector.select(self._chaos.turn_seconds(TURN_SECONDS)):
             if key.data is None:
                 with contextlib.suppress(BlockingIOError):
@@ -182,14 +183,14 @@ class Supervisor:
             else:
                 key.data()
         self._progress.look()
-        # Before the reaping: a scheduler signals the ranks too, and one that dies of that has not failed.
+        # Before reaping: a scheduler signals the ranks too, and a rank that dies of that has not failed.
         if self._stop_signal is not None and self._ending is None and self._can_stop():
             self._stop_all_nodes(self._stop_signal)
-            self._stop_signal = None  # another one is for the end, which may wait for a disk
+            self._stop_signal = None  # a second signal ends the final wait for a disk
         self._reap()
         now = time.monotonic()
         if self._ending is not None and not self._is_failure and self._processes.saves_state():
-            self._kill_at = now + self._launch.stop_grace_seconds  # after the save there is something left to do
+            self._kill_at = now + self._launch.stop_grace_seconds  # ranks need time after the save, too
         if now >= self._kill_at:
             self._kill_at = float("inf")
             self._kill_ranks()
@@ -206,9 +207,7 @@ class Supervisor:
             self._processes.tend()
             for rank in self._processes.tend_ranks():
                 self._report(
-                    RankFailure(
-                        f"rank {rank} on {self._node} cannot be started: its fork server does not come", STEADY.now()
-                    )
+                    RankFailure(f"cannot start rank {rank} on {self._node}: its fork server is not ready", STEADY.now())
                 )
         except OSError as error:
             self.fail(f"{self._node} cannot start its processes: {explain(error)}")
@@ -221,7 +220,8 @@ class Supervisor:
                 self._on_helper_end(helper, child)
             elif child.code != 0:
                 message = "; ".join(child.last_lines(3))
-                self.warn("sink_failed", f"{child.name} {how_ended(child.code)}: {message}; the run goes on without it")
+                text = f"{child.name} {how_ended(child.code)}: {message}; the run continues without it"
+                self.warn("sink_failed", text)
 
     def _due(self, action: str, now: float, seconds: float) -> bool:
         if now < self._next[action]:
@@ -253,7 +253,7 @@ class Supervisor:
         if directory_identity(self._run) == self._directory:
             self._seen_directory = now
         elif now - self._seen_directory > GONE_SECONDS and not self._is_failure:
-            reason = f"the run directory {self._run.path} is gone: the ranks save where they can, and end"
+            reason = f"the run directory {self._run.path} is gone; the ranks save to other tiers and exit"
             self._face.mark_fatal(reason)
             self._end_ranks(reason, is_failure=True, grace_seconds=self._launch.stop_grace_seconds)
         if self._membership is not None:
@@ -262,7 +262,7 @@ class Supervisor:
     # -- ranks ----------------------------------------------------------------------------------------------------
 
     def _on_rank_event(self, rank: RankProcess, line: dict[str, Any]) -> None:
-        """A rank that cannot go on says so, and waits for the next generation."""
+        """Handle an event of a rank; one that cannot continue reports it and waits for the next generation."""
         if line["event"] == "checkpoint_saved":
             self._face.saved(str(line.get("tier", "")), float(line["time"]))
         if line["event"] == "stopped":  # it could not set the marker itself
@@ -270,8 +270,8 @@ class Supervisor:
         if line["event"] == "broken":
             self._report(
                 RankFailure(
-                    f"{rank.name} on {self._node} broke off at step {line['step']}: {line.get('reason', '')}",
-                    STEADY.now(),  # not its label: a clock may have jumped since
+                    f"{rank.name} on {self._node} failed at step {line['step']}: {line.get('reason', '')}",
+                    STEADY.now(),  # not the time of the event: a wall clock may have jumped since
                     generation=line.get("generation"),
                     is_echo=bool(line.get("echo")),
                 )
@@ -280,13 +280,13 @@ class Supervisor:
     def _on_rank_end(self, rank: RankProcess) -> None:
         if rank.output is not None:
             rank.output.end()
-        self._progress.look()  # at its last words
+        self._progress.look()  # at its last output
         place = self._processes.ended(rank)
         died_in = "+".join((place.page.kind, *place.page.beside))
         self._records.event("rank_ended", rank.rank, code=rank.code, during=died_in)
         was_asked = self._ending is not None and signal.SIGTERM in rank.sent
-        # A rank that had no time to say how it wants to be stopped dies of SIGTERM (a shell says 143 then); that is a
-        # stop, not a fault. So it is when the others leave and their connections break, on this node or another.
+        # A rank that had no time to install its handler dies of SIGTERM (143 in a shell). That is a stop, not a fault.
+        # The same holds when other ranks leave and their connections break, on this node or another.
         ended_well = rank.code == 0 or (was_asked and rank.code in STOPPED_CODES)
         if self._launch.exits_together and not self._is_failure and self._run.has("STOP"):
             ended_well = rank.code != -signal.SIGKILL
@@ -297,9 +297,9 @@ class Supervisor:
         else:
             place.page.break_off("detect", monotonic_of(rank.ended or STEADY.now()))
             for flag in BESIDE:
-                if flag != "unsaved":  # the process that takes its place has that state to save
+                if flag != "unsaved":  # the process that replaces it must save that state
                     place.page.set_beside(flag, False)
-            if any(item is place for _, item in self._processes.ranks):  # otherwise its books are closed
+            if any(item is place for _, item in self._processes.ranks):  # otherwise its ledger is closed
                 self._records.book(id(place), rank.rank, place.page, died_in=died_in)
         if self._ending is not None and not ended_well and self._holds_state():
             self._put_off_stop(generation)
@@ -309,17 +309,17 @@ class Supervisor:
                 self._is_failure = True
             return
         entered = place.page.generation == generation.number
-        was_told = signal.SIGTERM in rank.sent  # as ranks of a job's own command are; how they take it says nothing
-        is_missed = self._processes.is_leaving(place) and not was_told  # others may wait for it
+        was_terminated = signal.SIGTERM in rank.sent  # ranks of a job's own command; their exit code means nothing then
+        is_missed = self._processes.is_leaving(place) and not was_terminated  # other ranks may wait for it
         if not ended_well and (entered or is_missed):
             self._report(self._fault_of(rank, generation))
         elif entered:
             place.is_done = True
-        else:  # on its way into the present generation, or ended by us because it did not get there
+        else:  # it was entering the current generation, or was killed because it did not enter in time
             self._again(place, rank)
 
     def _again(self, place: RankSlot, rank: RankProcess) -> None:
-        """A rank that was on its way into the present generation."""
+        """Restart a rank that was entering the current generation."""
         place.process = None
         try:
             started = self._processes.start_again(place)
@@ -353,9 +353,9 @@ class Supervisor:
                 return
         if self._ending is None:
             event = "keeper_ended" if helper == "keeper" else "nursery_ended"
-            self.warn(event, f"{child.name} {how_ended(child.code)}: {message}; a new one starts")
+            self.warn(event, f"{child.name} {how_ended(child.code)}: {message}; starting a new one")
         is_missed = helper == "keeper" and self._processes.generation is not None and self._processes.ranks
-        # Ranks that hold a state which no disk takes may be the last that have it: they do not leave for a new keeper.
+        # Ranks that hold an unsaved state may have the only copy: they are not restarted for a new keeper.
         if is_missed and not self._processes.holds_state():
             self._report(RankFailure(f"{child.name} {how_ended(child.code)}", child.ended or STEADY.now()))
 
@@ -402,7 +402,7 @@ class Supervisor:
     # -- the end --------------------------------------------------------------------------------------------------
 
     def _stop_all_nodes(self, number: signal.Signals) -> None:
-        """Told by a scheduler or by Ctrl-C: the other nodes learn it from the marker."""
+        """Handle a signal of a scheduler or Ctrl-C: set the STOP marker, which the other nodes read."""
         reason = f"{number.name} to the agent of {self._node}"
         self.mark("STOP", reason)
         self._end_ranks(reason, is_failure=False)
@@ -420,23 +420,23 @@ class Supervisor:
                 place.process.send(signal.SIGCONT)
 
     def _holds_state(self) -> bool:
-        """Whether the run stops, and a rank holds or held the state that no disk takes; others have copies of it."""
+        """Whether the run stops and a rank holds, or held, a state that no disk accepts; other nodes have copies."""
         is_held = any("unsaved" in place.page.beside for _, place in self._processes.ranks)
         return is_held and not self._is_failure and bool(self._launch.nursery)
 
     @property
     def holds_stop(self) -> bool:
-        """Whether the run stops, and goes on until a disk has taken the state: its nodes are still needed."""
+        """Whether the run is stopping but still needs its nodes until a disk has the state."""
         return self._left_generation is not None or self._holds_state()
 
     def _put_off_stop(self, broken: Generation) -> None:
-        """The generation broke while it held the state: the next one restores it, and is stopped then."""
-        self._records.event("stop_put_off", reason=f"the state is only in memory, and generation {broken.number} broke")
+        """Postpone the stop: the generation failed while it held the state. The next one restores it and is stopped."""
+        self._records.event("stop_put_off", reason=f"the state is only in memory; generation {broken.number} failed")
         self._ending, self._kill_at, self._left_generation = None, float("inf"), broken.number
 
     def _can_stop(self) -> bool:
-        """Whether the ranks hear a stop: those of a generation after one that broke with its state unsaved do once they
-        have entered it. Before that SIGTERM would end a process that has only begun."""
+        """Whether ranks can be stopped now. After a generation that failed with unsaved state, only once all ranks have
+        entered the next one: before that, SIGTERM would kill a process that has just started."""
         present = self._processes.generation
         if self._left_generation is None:
             return True
@@ -448,18 +448,18 @@ class Supervisor:
         return present.number > self._left_generation and entered
 
     def _kill_ranks(self) -> None:
-        """The grace is over."""
+        """Kill the ranks that are left after the grace period."""
         slow = [place.process for place in self._processes.places if place.process and place.process.is_running]
         for rank in slow:
             self._records.event("rank_killed", rank.rank, reason=self._ending)
             rank.send(signal.SIGKILL)
         if slow and not self._is_failure:
-            # Not by _end_ranks: they have been told, and what they did since their last checkpoint is lost.
+            # Not by _end_ranks: they were signalled before, and their work since the last checkpoint is lost.
             self._is_failure = True
             self._face.mark_fatal(
-                f"{', '.join(rank.name for rank in slow)} on {self._node} did not end within "
-                f"{setting(self._launch.stop_grace_seconds)} of SIGTERM ({self._ending}) and had to be killed: the "
-                "work since the last checkpoint is lost"
+                f"{', '.join(rank.name for rank in slow)} on {self._node} did not exit within "
+                f"{setting(self._launch.stop_grace_seconds)} of SIGTERM ({self._ending}) and was killed; work since "
+                "the last checkpoint is lost"
             )
 
     def mark(self, marker: Marker, text: str = "") -> None:
@@ -483,7 +483,7 @@ class Supervisor:
         else:
             is_released = self._membership is not None and self._membership.is_released
             state = "released" if is_released and not self.has("DONE") else "done"
-        self._face.touch()  # what waits for room goes first
+        self._face.touch()  # first write what waits for disk space
         self._processes.book(ended=state)
         self._face.write_status(self._records.generation, self._processes.rank_status())
         if self._coordinates():
@@ -503,13 +503,13 @@ class Supervisor:
         self._face.close()
         self._settle(state)
         self._records.close()
-        # Whoever sees the run's end may start its next generation at once.
+        # Before the last heartbeat: a reader that sees the end may start the next generation at once.
         self._lock.release()
         self._face.beat(state)
         return state
 
     def _settle(self, state: NodeState) -> None:
-        """Waits for a disk that has not taken everything yet; another signal to stop ends the wait."""
+        """Wait until the disk has everything; a second stop signal ends the wait."""
         deadline = time.monotonic() + SETTLE_SECONDS
         while time.monotonic() < deadline and self._stop_signal is None and not self._face.state.is_gone:
             self._face.touch()
@@ -517,8 +517,8 @@ class Supervisor:
                 return
             time.sleep(TURN_SECONDS)
         print(
-            f"craton agent: {self._run.name} is {state} on {self._node}, which could not be written to "
-            f"{self._run.path}: {self._face.state.trouble or 'it is gone'}",
+            f"craton agent: {self._run.name} is {state} on {self._node}, but the last records could not be written to "
+            f"{self._run.path}: {self._face.state.trouble or 'the directory is gone'}",
             file=sys.stderr,
             flush=True,
         )
@@ -530,7 +530,7 @@ class Supervisor:
 
 
 def _first_ranks(launch: Launch, node: int, present: Generation | None) -> range:
-    """Whose books a node's agent opens: the ranks it has in the generation under way, or in the first one to come."""
+    """Return the ranks whose ledger this agent starts: its ranks in the current generation, or in the first one."""
     if present is not None and present.number >= launch.generation:
         return present.ranks_of(launch.nodes[node])
     if node >= launch.working_nodes:
@@ -539,13 +539,13 @@ def _first_ranks(launch: Launch, node: int, present: Generation | None) -> range
 
 
 def _host_of(launch: Launch) -> str:
-    """Where this node is reached by the others; where all of them are this machine, by nobody else."""
+    """Return the address at which other nodes reach this one; loopback if all nodes are on this machine."""
     if launch.master_address in ("127.0.0.1", "localhost", "::1"):
         return "127.0.0.1"
     try:
         return address_towards(launch.master_address, launch.master_port)
     except OSError as error:
         raise LaunchError(
-            f"{launch.master_address} cannot be reached from here ({error.strerror}): set CRATON_ADDRESS to the "
-            "address at which the other nodes reach this one"
+            f"cannot reach {launch.master_address} ({error.strerror}); set CRATON_ADDRESS to the address at which the "
+            "other nodes reach this one"
         ) from error

@@ -4,7 +4,7 @@ In a rank:      `Recorder.from_environment()`, `LedgerClock()`
 In any verb:    `find_run(name)`, `list_runs()`, `summarize(run)`, `read_lines(path, offset)`
 In the agent:   `LineWriter`, `MetricsEndpoint`, `Heartbeat`
 
-What a rank does not need (the metric table, summaries, the endpoint) is loaded when first asked for.
+Modules that a rank does not need (the metric table, summaries, the endpoint) load on first use.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Errors of runs and their files that a user can cause and mend; the CLI prints each as one line and exits with 2.
+"""Errors of runs and their files that a user can cause and fix; the CLI prints each on one line and exits with 2.
 
 CratonError(ValueError)
 └── RunError                a run directory cannot be used
     ├── RunExistsError      the name is taken by another run
     ├── RunNotFoundError    no run has this name or path
-    └── SinkError           a tracker's package is missing or refuses what it was given
+    └── SinkError           a tracker's package is missing, or its name is unknown
 """
 
 from __future__ import annotations
@@ -25,4 +25,4 @@ class RunNotFoundError(RunError):
 
 
 class SinkError(RunError):
-    """A tracker's package is missing or refuses what it was given."""
+    """A tracker's package is missing, or its name is unknown."""

@@ -1,4 +1,4 @@
-"""The fields of an event in words."""
+"""Format the fields of an event."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 from craton import formatting
 
-_STAMP = ("time", "generation", "event", "node", "step", "rank", "pid")  # of an event, told elsewhere
+_STAMP = ("time", "generation", "event", "node", "step", "rank", "pid")  # shown elsewhere
 
 
 def event_fields(event: Mapping[str, Any]) -> str:
-    """The fields of an event as they are: `tier shared · 21.5 GB · took 210 ms`."""
+    """Return the fields of an event as text: `tier shared · 21.5 GB · took 210 ms`."""
     reason = str(event.get("reason") or "")
     words = [
         _event_field(key, value)

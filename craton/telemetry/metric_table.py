@@ -1,4 +1,4 @@
-"""What a rank recorded, as a table: one row a step, one column a metric."""
+"""The metrics of a rank as a table: one row per step, one column per metric."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ STAMP = ("time", "step", "generation", "node", "rank")  # of every line
 
 
 def read_table(run: RunDirectory, rank: int = 0) -> Any:
-    """A pandas data frame with the step as its index where pandas is installed, else a dict of arrays with `step`. A
-    step that a later generation did again has the later numbers; NaN stands where a step has no value."""
+    """Return a pandas DataFrame indexed by step if pandas is installed, else a dict of arrays with `step`. A step that
+    a later generation did again has the later values; missing values are NaN."""
     steps: dict[int, dict[str, float]] = {}
     generations: dict[int, int] = {}
     for path in paths_in(run.path / "metrics", "*.jsonl"):

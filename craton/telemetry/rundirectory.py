@@ -1,22 +1,22 @@
-"""A run is a directory; this file knows the name of everything in it.
+"""A run is a directory; this module knows the name of everything in it.
 
-    job.yaml  plan.json  launch.json                 what was asked, predicted and started
-    events/NODE.jsonl  metrics/NODE.jsonl  ledger/NODE.jsonl   what happened; one writer per node
-    logs/rank-00007.log                              what a rank printed
-    traces/rank_7                                    what PyTorch's flight recorder of a rank wrote when it was stuck
+    job.yaml  plan.json  launch.json                 the resolved job, the prediction, how it was started
+    events/NODE.jsonl  metrics/NODE.jsonl  ledger/NODE.jsonl   records; one writer per node
+    logs/rank-00007.log                              output of a rank
+    traces/rank_7                                    dump of PyTorch's flight recorder of a rank that was stuck
     heartbeat/NODE                                   touched every second by the node's agent
-    status/NODE.json                                 what each rank of the node does, as its agent sees it
-    generations/000003.json                          who the ranks of each generation are, and why it began
-    chaos/ID.json  resize.json  avoid.json           what `craton chaos`, `resize` and `heal` ask for
-    plans/N.json                                     plans of other sizes
-    code/  code.json                                 what a command runs in, and the sums of its files
-    secret                                           what the run's agents know each other by; readable by its owner
-    admin.key                                        what admin requests to its server need; readable by its owner
+    status/NODE.json                                 what each rank of the node does now, written by its agent
+    generations/000003.json                          members of each generation, and why it began
+    chaos/ID.json  resize.json  avoid.json           requests of `craton chaos`, `resize` and `heal`
+    plans/N.json                                     plans for other numbers of nodes
+    code/  code.json                                 working folder of a command, and checksums of its files
+    secret                                           authenticates the run's agents; readable by its owner only
+    admin.key                                        authenticates admin requests to its server; owner only
     checkpoints/TIER/step-N/
-    summary.json                                     what `ps` keeps of a run that has ended
+    summary.json                                     cached summary of an ended run, for `ps`
     STOP  DONE  FATAL                                markers
 
-Making a run is atomic: of two that want the same name, one gets it. Runs live under $CRATON_RUNS, else ./runs.
+Creating a run is atomic: of two processes that want the same name, one gets it. Runs are in $CRATON_RUNS, else ./runs.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ from craton.telemetry.files import UnsafeFileError, append_regular, note_unread,
 Marker = Literal["STOP", "DONE", "FATAL"]
 MARKERS: tuple[Marker, ...] = get_args(Marker)
 FOLDERS = ("events", "metrics", "ledger", "logs", "traces", "heartbeat", "status", "checkpoints", "generations")
-MAX_NAME = 100  # characters; a job file allows 63, copies and restarts add to them
+MAX_NAME = 100  # characters; a job file allows 63, copies and restarts add some
 MAX_SHOWN_NAME = 60
-MAX_MARKER_BYTES = 1 << 20  # each node adds a few lines to it
+MAX_MARKER_BYTES = 1 << 20  # each node adds a few lines
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 class RunDirectory:
-    """The paths and markers of one run. Holds no state of its own: any process may make one for the same path."""
+    """The paths and markers of one run. Stateless: any process may create one for the same path."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path).absolute()
 
     @classmethod
     def create(cls, root: str | os.PathLike[str], name: str) -> RunDirectory:
-        """A new, empty run under `root`; RunExistsError when the name is taken."""
+        """Create an empty run under `root`; RunExistsError if the name is taken."""
         if not _NAME.fullmatch(name) or len(name) > MAX_NAME:
             shown = name if len(name) <= MAX_SHOWN_NAME else f"{name[:MAX_SHOWN_NAME]}…"
             raise RunError(
-                f"a run cannot be named {shown!r}: up to {MAX_NAME} letters, digits, '.', '_' and '-' are allowed, the "
-                "first being a letter or a digit; change `name` in the job file"
+                f"invalid run name {shown!r}: allowed are up to {MAX_NAME} letters, digits, '.', '_' and '-', starting "
+                "with a letter or a digit; change `name` in the job file"
             )
         run = cls(Path(root) / name)
         try:
@@ -61,15 +61,14 @@ class RunDirectory:
             run.path.mkdir()
         except FileExistsError as error:
             if not run.path.parent.is_dir():
-                raise RunError(f"runs cannot be kept in {run.path.parent}: it is not a folder") from error
+                raise RunError(f"cannot store runs in {run.path.parent}: it is not a folder") from error
             raise RunExistsError(
-                f"a run named {name!r} exists already in {run.path.parent}: `craton resume {name}` goes on with it, "
-                "another `name` in the job file starts a new one"
+                f"run {name!r} already exists in {run.path.parent}; continue it with `craton resume {name}`, or start "
+                "a new one with --name"
             ) from error
         except OSError as error:
             raise RunError(
-                f"cannot make the run directory {run.path} ({error.strerror}): set CRATON_RUNS to a folder you may "
-                "write to"
+                f"cannot create the run directory {run.path} ({error.strerror}); set CRATON_RUNS to a writable folder"
             ) from error
         for folder in FOLDERS:
             (run.path / folder).mkdir()
@@ -139,17 +138,16 @@ class RunDirectory:
 
     @property
     def recording_prefix(self) -> Path:
-        """To which a flight recorder adds its rank."""
+        """Path prefix; PyTorch's flight recorder adds the rank."""
         return self.path / "traces" / "rank_"
 
     def checkpoints(self, tier: str) -> Path:
         return self.path / "checkpoints" / tier
 
     def mark(self, marker: Marker, text: str = "") -> None:
-        """Sets a marker. Marking again adds to its text, so that every node can say why it failed.
+        """Set a marker. Marking again appends to its text, so that every node can report why it failed.
 
-        OSError when the disk does not take it; on a full one the marker may be set without its text, never with half
-        of it."""
+        OSError if the disk refuses it; on a full disk the marker may be set without its text, never with half of it."""
         descriptor = append_regular(self._marker_path(marker))
         try:
             if text:
@@ -165,10 +163,10 @@ class RunDirectory:
         self._marker_path(marker).unlink(missing_ok=True)
 
     def has(self, marker: Marker) -> bool:
-        return os.path.exists(self._marker_path(marker))  # False, not an error, while the storage does not answer
+        return os.path.exists(self._marker_path(marker))  # False, not an error, on a storage failure
 
     def marker_text(self, marker: Marker) -> str:
-        """What was written with the marker; nothing when it is not set."""
+        """Return the text of a marker; "" if it is not set."""
         try:
             return read_regular(self._marker_path(marker), MAX_MARKER_BYTES).decode(errors="replace")
         except FileNotFoundError:
@@ -180,7 +178,7 @@ class RunDirectory:
     def looks_like_a_run(self) -> bool:
         try:
             return (self.path / "events").is_dir() and (self.path / "ledger").is_dir()
-        except (OSError, ValueError):  # a name that is too long, or holds what no file's name may
+        except (OSError, ValueError):  # a name that is too long or invalid
             return False
 
     def _marker_path(self, marker: Marker) -> Path:
@@ -189,12 +187,12 @@ class RunDirectory:
 
 
 def runs_root() -> Path:
-    """$CRATON_RUNS, else ./runs."""
+    """Return $CRATON_RUNS, else ./runs."""
     return Path(os.environ.get("CRATON_RUNS") or "runs").absolute()
 
 
 def list_runs(root: str | os.PathLike[str] | None = None) -> list[RunDirectory]:
-    """The runs under a root, newest first; none when the root does not exist."""
+    """Return the runs under a root, newest first; none if the root does not exist."""
     folder = Path(root) if root is not None else runs_root()
     try:
         entries = [RunDirectory(item) for item in folder.iterdir()]
@@ -204,7 +202,7 @@ def list_runs(root: str | os.PathLike[str] | None = None) -> list[RunDirectory]:
 
 
 def find_run(name_or_path: str | os.PathLike[str], root: str | os.PathLike[str] | None = None) -> RunDirectory:
-    """The run of this name under the root, else the run directory at this path."""
+    """Return the run with this name under the root, else the run directory at this path."""
     wanted = os.fspath(name_or_path)
     folder = Path(root) if root is not None else runs_root()
     candidates = [Path(wanted)] if os.sep in wanted else [folder / wanted, Path(wanted)]
@@ -221,9 +219,9 @@ def find_run(name_or_path: str | os.PathLike[str], root: str | os.PathLike[str] 
     if near:
         advice = f"did you mean {' or '.join(map(repr, near))}?"
     elif names:
-        advice = "there is " + ", ".join(names[:10]) + (" ..." if len(names) > 10 else "")
+        advice = "existing runs: " + ", ".join(names[:10]) + (" ..." if len(names) > 10 else "")
     else:
-        advice = f"there are no runs in {folder}; CRATON_RUNS names another folder"
+        advice = f"there are no runs in {folder}; set CRATON_RUNS to use another folder"
     raise RunNotFoundError(f"no run named {wanted!r}: {advice}")
 
 
@@ -237,8 +235,8 @@ def _made_at(run: RunDirectory) -> float:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """What a JSON file of a run holds; nothing where it does not exist or is not to be read (`ps` shows the rest, and
-    what is no regular file)."""
+    """Return the object in a JSON file of a run; {} if it does not exist or cannot be read. Files that are not regular
+    are noted, so that `ps` names them."""
     try:
         document = json.loads(read_regular(path))
     except UnsafeFileError as error:
@@ -250,11 +248,11 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def is_plain_name(node: str) -> bool:
-    """Whether a node's name can be part of a file's name: it comes from files that others may have written."""
+    """Whether a node's name is safe in a file name: it comes from files that others may have written."""
     return os.sep not in node and node not in ("", ".", "..")
 
 
 def _plain(node: str) -> str:
     if not is_plain_name(node):
-        raise UnsafeFileError(node, "is the name of a node that leads out of the run directory")
+        raise UnsafeFileError(node, "is a node name that leads out of the run directory")
     return node

@@ -1,7 +1,7 @@
-"""Trackers that a run's metrics are sent to: TensorBoard, Weights & Biases, MLflow. Each is loaded only when asked for.
+"""Trackers that receive a run's metrics: TensorBoard, Weights & Biases, MLflow. Each package is imported on demand.
 
-A sink takes scalars by step under their names in the vocabulary, and what was predicted (`plan_X`) once. `state` is a
-small dict that survives from one generation to the next, so that a resumed run goes on in the tracker where it was.
+A sink takes scalars by step under their names in the vocabulary, and the predictions (`plan_X`) once. `state` is a
+small dict that survives from one generation to the next, so that a resumed run continues in the same tracker run.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from craton.telemetry.errors import SinkError
 from craton.telemetry.rundirectory import RunDirectory
 
 State = dict[str, Any]
-MLFLOW_BATCH = 1000  # metrics a request may hold, by MLflow's REST API
+MLFLOW_BATCH = 1000  # maximum metrics per request of MLflow's REST API
 
 
 class Sink(Protocol):
     def log(self, step: int, moment: float, values: Mapping[str, float]) -> None:
-        """Scalars of one step, measured at `moment` (epoch seconds)."""
+        """Log the scalars of one step, measured at `moment` (epoch seconds)."""
 
     def flush(self) -> None:
-        """What was logged so far outlives this process."""
+        """Make everything logged so far durable."""
 
     def close(self) -> None: ...
 
 
 class TensorBoardSink:
-    """Event files in RUN/tensorboard, one more per generation; `tensorboard --logdir` shows them as one curve."""
+    """Event files in RUN/tensorboard, one per generation; `tensorboard --logdir` shows them as one curve."""
 
     def __init__(self, run: RunDirectory, plan: Mapping[str, float], state: State) -> None:
         self._event = _load("tensorboard.compat.proto.event_pb2").Event
@@ -55,7 +55,7 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """A Weights & Biases run named like ours, in $WANDB_PROJECT or "craton"; $WANDB_MODE=offline keeps it here."""
+    """A Weights & Biases run with the run's name, in $WANDB_PROJECT or "craton"; $WANDB_MODE=offline keeps it local."""
 
     def __init__(self, run: RunDirectory, plan: Mapping[str, float], state: State) -> None:
         wandb = _load("wandb")
@@ -68,23 +68,23 @@ class WandbSink:
             dir=str(run.path / "track"),
             config=dict(plan),
         )
-        # Its own step counter only goes forward; a run that rolls back goes over some steps again.
+        # W&B's own step counter only increases; a run that rolls back repeats some steps.
         self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, moment: float, values: Mapping[str, float]) -> None:
         self._run.log({"step": step, "time": moment, **values})
 
     def flush(self) -> None:
-        """Its own process writes what was logged at once."""
+        """W&B's own process writes at once."""
 
     def close(self) -> None:
         self._run.finish()
 
 
 class MlflowSink:
-    """An MLflow run named like ours in the experiment $MLFLOW_EXPERIMENT_NAME or "craton".
+    """An MLflow run with the run's name, in the experiment $MLFLOW_EXPERIMENT_NAME or "craton".
 
-    It is kept at $MLFLOW_TRACKING_URI, else in RUN/track/mlflow.db.
+    Stored at $MLFLOW_TRACKING_URI, else in RUN/track/mlflow.db.
     """
 
     def __init__(self, run: RunDirectory, plan: Mapping[str, float], state: State) -> None:

@@ -1,8 +1,8 @@
-"""What `ps` and the live view show of a run, from its directory alone.
+"""The summary of a run for `ps` and the live view, computed from its directory alone.
 
-Reads only the tails of the metric files (the numbers of the last steps) and all of the ledger; a `Summarizer` kept from
-one look to the next reads only what the ledger gained. Step time, tokens per second and MFU are medians over the last
-WINDOW_STEPS steps of rank 0, so that one slow step does not swing them.
+Reads only the tails of the metric files (the last steps) and the whole ledger; a `Summarizer` that is kept reads only
+new ledger lines. Step time, tokens per second and MFU are medians over the last WINDOW_STEPS steps of rank 0, so that
+one slow step does not change them much.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from craton.telemetry.rank import LedgerReader, monotonic_clock_id, spread
 from craton.telemetry.rundirectory import RunDirectory, is_plain_name, read_json
 from craton.telemetry.vocabulary import TWINS, plan_twins
 
-# waiting: for its nodes, as only its scheduler can tell
+# waiting: for its nodes, which only its scheduler knows
 RunState = Literal["waiting", "starting", "running", "stopping", "stopped", "done", "failed", "lost"]
 RUN_STATES: tuple[RunState, ...] = get_args(RunState)
 WINDOW_STEPS = 20
-START_SECONDS = 30.0  # from launch.json to the first heartbeat; after that the agents are taken for lost
+START_SECONDS = 30.0  # from launch.json to the first heartbeat; after that the agents count as lost
 TAIL_BYTES = 64 << 10
 MAX_TAIL_BYTES = 4 << 20
 SECONDS_PER_DAY = 86400.0
@@ -32,12 +32,12 @@ SECONDS_PER_DAY = 86400.0
 
 @dataclass(frozen=True)
 class RunSummary:
-    """One look at a run. None: not known (yet)."""
+    """A snapshot of a run. None: not known (yet)."""
 
     name: str
     path: Path
     state: RunState
-    message: str  # why it waits, is not whole yet, failed, was lost or stopped; empty otherwise
+    message: str  # why it waits, failed, was lost or stopped; "" otherwise
     step: int  # steps done
     steps: int | None
     loss: float | None
@@ -50,47 +50,45 @@ class RunSummary:
     dollars_per_day: float | None
     wall_seconds: float
     ledger: dict[str, float]  # wall seconds by kind
-    plan: dict[str, float]  # X → what was predicted, X of TWINS
-    measured: dict[str, float]  # X → what was measured
+    plan: dict[str, float]  # X → predicted value, X of TWINS
+    measured: dict[str, float]  # X → measured value
     nodes: int
     ranks: int
     generation: int
     updated_at: float | None  # epoch seconds of the newest metric
     metrics_ports: dict[str, int]  # node → port of its Prometheus endpoint
-    unsaved: str = ""  # that its last state is on no disk yet, why, and what to do; empty otherwise
-    storage: str = ""  # what is or was wrong with the disk of its directory; empty: nothing
+    unsaved: str = ""  # if its last state is on no disk yet: why, and what to do
+    storage: str = ""  # what is or was wrong with the disk of its directory; "": nothing
 
     @property
     def progress(self) -> float | None:
-        """Share of the steps that are done."""
+        """The share of steps done."""
         return self.step / self.steps if self.steps else None
 
     @property
     def against_plan(self) -> float | None:
-        """Measured over predicted speed: 0.9 is 10% slower than planned."""
+        """Measured speed relative to the plan: 0.9 is 10% slower than planned."""
         planned = self.plan.get("step_seconds")
         return planned / self.step_seconds if planned and self.step_seconds else None
 
 
 def summarize(run: RunDirectory, now: float | None = None) -> RunSummary:
-    """One look at a run."""
+    """Summarize a run once."""
     return Summarizer(run).summary(now)
 
 
 class Summarizer:
-    """Looks at one run again and again, reading only what is new in the ledger. With `most_nodes` the ledger and the
-    peak memory are those of so many nodes, which bounds what a look at a wide run costs."""
+    """Summarizes one run repeatedly, reading only new ledger lines. `most_nodes` limits the nodes whose ledger and peak
+    memory are read, which bounds the cost for a large run."""
 
     def __init__(self, run: RunDirectory, most_nodes: int | None = None) -> None:
         self.run = run
         self._most_nodes = most_nodes
         self._ledger = LedgerReader(run, most_nodes)
-        self._changes: dict[
-            str, tuple[float, float | None]
-        ] = {}  # node → its heartbeat, and when it was seen to change
+        self._changes: dict[str, tuple[float, float | None]] = {}  # node → its heartbeat, and when it changed
 
     def keep_books(self) -> None:
-        """Leaves what was added up of the ledger for the looks of others."""
+        """Save the ledger totals for other readers."""
         self._ledger.keep()
 
     def summary(self, now: float | None = None) -> RunSummary:
@@ -147,8 +145,8 @@ class Summarizer:
         )
 
     def _by_change(self, node: str, beat: Heartbeat) -> Heartbeat:
-        """A heartbeat of another machine that was seen to change is as old as that change is by the clock of this one:
-        the wall clocks of the two need not agree."""
+        """Take the age of another machine's heartbeat from its last observed change, by this machine's clock: the wall
+        clocks of the two need not agree."""
         if beat.clock and beat.clock == monotonic_clock_id():
             return beat
         now = time.monotonic()
@@ -160,7 +158,7 @@ class Summarizer:
 
 
 class _Recent:
-    """The last steps of a run: rank 0's own lines, and the largest memory of any rank."""
+    """The last steps of a run: the lines of rank 0, and the peak memory of all ranks."""
 
     def __init__(self, run: RunDirectory, first_node: list[str], most_nodes: int | None) -> None:
         self._lines: list[dict[str, Any]] = []
@@ -168,12 +166,12 @@ class _Recent:
         paths = spread(paths_in(run.path / "metrics", "*.jsonl"), most_nodes)
         for path in dict.fromkeys([*map(run.metrics_path, first_node), *paths]):
             lines = tail_lines(path, TAIL_BYTES // 4)
-            if any(line.get("rank") == 0 for line in lines):  # on other nodes only the newest lines matter
+            if any(line.get("rank") == 0 for line in lines):  # of other nodes only the newest lines matter
                 lines = _last_steps(path)
             self._lines += [line for line in lines if line.get("rank") == 0]
             values = [line.get("run_memory_bytes") for line in lines]
             self._memory_bytes = max([self._memory_bytes, *(float(value) for value in values if _is_number(value))])
-        # Rank 0 may have moved to another node with a generation; in each of them its lines are in one file, in order.
+        # Rank 0 may move to another node with a generation; within one its lines are in one file, in order.
         self._lines.sort(key=lambda line: line["generation"] if isinstance(line.get("generation"), int) else -1)
         last = self._lines[-1] if self._lines else {}
         self.step = int(last.get("step") or 0)
@@ -182,13 +180,13 @@ class _Recent:
 
     @property
     def steps(self) -> int | None:
-        """How many there will be, where a command without a plan says so."""
+        """The total number of steps, if a command without a plan reports it."""
         values = (line.get("run_steps") for line in reversed(self._lines))
         return next((int(value) for value in values if _is_number(value)), None)
 
     @property
     def loss(self) -> float | None:
-        """The newest loss; NaN where it was not a number."""
+        """The newest loss; NaN if it was not a number."""
         for line in reversed(self._lines):
             if "run_loss" in line:
                 value = line["run_loss"]
@@ -196,7 +194,7 @@ class _Recent:
         return None
 
     def medians(self) -> dict[str, float]:
-        """X → median of run_X over the last steps of the newest generation."""
+        """Return X → median of run_X over the last steps of the newest generation."""
         result = {}
         for name in TWINS:
             values = [
@@ -212,14 +210,14 @@ class _Recent:
 
 
 def _median(values: list[float]) -> float:
-    """The median; `statistics` has one too, but takes as long to import as the rest of this package."""
+    """Return the median; importing `statistics` would take as long as the rest of this package."""
     ordered = sorted(values)
     middle = len(ordered) // 2
     return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
 
 
 def _last_steps(path: Path) -> list[dict[str, Any]]:
-    """Enough of the end of a metric file to hold WINDOW_STEPS steps of rank 0."""
+    """Return enough lines from the end of a metric file for WINDOW_STEPS steps of rank 0."""
     size = TAIL_BYTES
     while True:
         lines = tail_lines(path, size)
@@ -238,33 +236,33 @@ def _state(
 ) -> tuple[RunState, str]:
     beats = {node: beat for node, beat in heartbeats.items() if beat and beat.generation == generation}
     if run.has("FATAL"):
-        # Not failed before its last agent is gone: then it can be resumed.
+        # Not failed before its last agent is gone: only then can it be resumed.
         running = {node: beat for node, beat in beats.items() if beat.state == "running"}
         if any(not beat.is_lost(now) for beat in running.values()):
             return "stopping", run.marker_text("FATAL").strip()
         text = run.marker_text("FATAL").strip()
-        if running:  # what the other nodes saw of this one is only that it no longer answers
-            text = f"the agent of {', '.join(running)} ended without a word: killed, or its machine is gone\n{text}"
+        if running:  # other nodes only know that it no longer answers
+            text = f"the agent of {', '.join(running)} exited without a report: killed, or its machine is gone\n{text}"
         return "failed", text
     if run.has("DONE"):
         return "done", ""
     wants_stop = run.has("STOP")
     lost = [node for node, beat in beats.items() if beat.is_lost(now)]
-    if lost and storage_problem(run.path):  # which may be why heartbeats are old: processes of this machine are seen
+    if lost and storage_problem(run.path):  # may explain old heartbeats: check local processes instead
         lost = [node for node in lost if not beats[node].is_alive_here]
     killed = [node for node in lost if wants_stop and beats[node].is_gone_here]
-    if lost and lost == killed:  # it stops all the same: what it should have said last is known
+    if lost and lost == killed:  # the run stops anyway: the agent's last state is known
         if any(beat.state == "running" for node, beat in beats.items() if node not in killed):
             return "stopping", ""
-        text = f"the agent of {', '.join(killed)} ended without a word while the run stopped"
+        text = f"the agent of {', '.join(killed)} exited without a report while the run stopped"
         return "stopped", "; ".join(filter(None, [run.marker_text("STOP").strip(), text]))
     if lost:
         return "lost", _why_lost({node: beats[node] for node in lost}, now)
     if any(beat.state == "running" for beat in beats.values()):
         if wants_stop:
             return "stopping", ""
-        has_told = metrics_generation is not None and metrics_generation >= generation
-        return ("running" if has_told or _is_productive(run, next(iter(heartbeats)), generation) else "starting"), ""
+        has_metrics = metrics_generation is not None and metrics_generation >= generation
+        return ("running" if has_metrics or _is_productive(run, next(iter(heartbeats)), generation) else "starting"), ""
     if beats and all(beat.state in ("stopped", "done") for beat in beats.values()):
         if wants_stop:
             return "stopped", run.marker_text("STOP").strip()
@@ -275,26 +273,26 @@ def _state(
         missing = [node for node, beat in heartbeats.items() if node not in beats]
         if wants_stop and not beats:
             return "stopped", run.marker_text("STOP").strip()
-        return "lost", f"no agent was ever seen on {', '.join(missing)}"
+        return "lost", f"no agent has started on {', '.join(missing)}"
     return ("stopping" if wants_stop else "starting"), ""
 
 
 def _why_lost(beats: dict[str, Heartbeat], now: float | None) -> str:
-    """Why these nodes are silent, as far as it can be seen from here, and what to do about it."""
+    """Return why these nodes are silent, as far as visible from here, and what to do."""
     stopped = {node: beat.pid for node, beat in beats.items() if beat.is_stopped_here}
     silent = [node for node in beats if node not in stopped]
     sentences = [
-        f"the agent of {node} (process {pid}) is stopped by a signal: `kill -CONT {pid}` lets it go on"
+        f"the agent of {node} (process {pid}) is stopped by a signal; continue it with `kill -CONT {pid}`"
         for node, pid in stopped.items()
     ]
     if silent:
         seconds = max(beats[node].age_seconds(now) for node in silent)
-        sentences.append(f"no sign of life from {', '.join(silent)} for {whole_duration(seconds)}")
+        sentences.append(f"no heartbeat from {', '.join(silent)} for {whole_duration(seconds)}")
     return "; ".join(sentences)
 
 
 def _unsaved(run: RunDirectory, first_node: list[str], generation: int) -> str:
-    """What to do about a state that its ranks hold because no disk takes it: all of them do, or none."""
+    """Return what to do about a state that the ranks hold because no disk accepts it (all ranks do, or none)."""
     status = read_status(run, first_node[0]) if first_node else None
     if status is None or status.generation < generation:
         return ""
@@ -306,50 +304,50 @@ def _unsaved(run: RunDirectory, first_node: list[str], generation: int) -> str:
     seconds = f" within {setting(event['retry_seconds'])}" if _is_number(event.get("retry_seconds")) else ""
     reason = f": {event['reason']}" if event.get("reason") else ""
     return (
-        f"the state of step {step:,} is only in memory{reason}; once there is room it is saved{seconds}, "
-        f"`craton stop {run.name} --now` gives it up"
+        f"the state of step {step:,} is only in memory{reason}; it is saved{seconds} once there is space, or discard "
+        f"it with `craton stop {run.name} --now`"
     )
 
 
 def _storage(
     run: RunDirectory, state: RunState, generation: int, heartbeats: dict[str, Heartbeat | None], now: float | None
 ) -> str:
-    """What is wrong with the disk under the run directory now, or what that has cost: by the agents that live, and of a
-    run that is not at its end, or has words that were not taken, by a look from here."""
+    """Return what is wrong with the disk under the run directory, or how many lines that has cost: as live agents
+    report it, or checked from here if the run is not at its end or records are missing."""
     beats = [beat for beat in heartbeats.values() if beat and beat.generation == generation]
     troubled = [beat for beat in beats if beat.trouble]
     for beat in troubled:
         if beat.state in ("running", "spare") and not beat.is_gone_here and not beat.is_lost(now):
             return beat.trouble
     is_open = state in ("starting", "running", "stopping", "lost")
-    has_no_reason = state == "failed" and not run.marker_text("FATAL")  # which a full disk has not taken
+    has_no_reason = state == "failed" and not run.marker_text("FATAL")  # a full disk refused it
     problem = storage_problem(run.path) if is_open or has_no_reason or troubled else ""
     missing = sum(beat.missing_lines for beat in troubled)
     return problem or (
-        f"{counted(missing, 'line')} of the run's records were dropped while its disk took none" if missing else ""
+        f"{counted(missing, 'line')} of the run's records were dropped while its disk accepted none" if missing else ""
     )
 
 
 def _is_productive(run: RunDirectory, first_node: str, generation: int) -> bool:
-    """Whether a rank does what it was started for: a command that tells of no progress never records a step."""
+    """Whether a rank is productive: a command that reports no progress never records a step."""
     status = read_status(run, first_node)
     return bool(status and status.generation >= generation and any(rank.kind == "productive" for rank in status.ranks))
 
 
 def _daily_price(launch: dict[str, Any], plan: dict[str, Any]) -> float | None:
-    """As the run was last started, or by its plan where an older Craton has started it."""
+    """Return the price from the last start, or from the plan if an older Craton started it."""
     prices = (launch.get("dollars_per_day"), (plan.get("cost") or {}).get("dollars_per_day"))
     return next((float(item) for item in prices if _is_number(item)), None)
 
 
 def _last_started(run: RunDirectory) -> int:
-    """The generation that the run was last started with, by its agents: its launch.json is torn or gone."""
+    """Return the generation of the last start from the heartbeats, if launch.json is torn or missing."""
     beats = [read_heartbeat(run, path.name) for path in (run.path / "heartbeat").glob("[!.]*")]
     return max((beat.generation for beat in beats if beat), default=0)
 
 
 def _newest_generation(run: RunDirectory, started: int) -> dict[str, Any]:
-    """The newest membership since the run was last started; empty before there is one."""
+    """Return the newest generation since the last start; {} before there is one."""
     try:
         numbers = [int(path.stem) for path in paths_in(run.path / "generations", "[0-9]*.json")]
     except ValueError:

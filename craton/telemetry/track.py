@@ -1,9 +1,9 @@
-"""`python -m craton.telemetry.track RUN tensorboard|wandb|mlflow`: follows the metrics of a run into a tracker.
+"""`python -m craton.telemetry.track RUN tensorboard|wandb|mlflow`: send the metrics of a run to a tracker.
 
-Sends what rank 0 and the agent recorded; the other ranks stay in the run directory. Goes on where the last follower
-of the same run and tracker ended, and ends when no agent is left or on SIGTERM, after sending what is there by then. An
-agent ends it by closing its standard input instead, which cannot come too early for a process that is still starting.
-A tracker that fails costs the run nothing: this is a process of its own, and the files it reads stay.
+Sends the records of rank 0 and of the agent; those of other ranks stay in the run directory. Continues where the last
+process for the same run and tracker ended. Exits when no agent is left or on SIGTERM, after sending what is there by
+then. An agent ends it by closing its standard input, which also works while the process is still starting. A failing
+tracker does not affect the run: this is a separate process, and the files it reads stay.
 """
 
 from __future__ import annotations
@@ -35,12 +35,14 @@ _STAMP = ("time", "step", "generation", "node", "rank")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m craton.telemetry.track")
-    parser.add_argument("run", metavar="RUN", help="the run directory")
+    parser.add_argument("run", metavar="RUN", help="run directory")
     parser.add_argument("sink", metavar="SINK", help=" | ".join(SINKS))
-    parser.add_argument("--until-stdin-closes", action="store_true", help="ignore SIGTERM: the agent says when to end")
+    parser.add_argument(
+        "--until-stdin-closes", action="store_true", help="ignore SIGTERM and run until standard input closes"
+    )
     options = parser.parse_args(arguments)
     ended = threading.Event()
-    # A scheduler signals every process of a run, this one too, while the ranks still have something to say.
+    # A scheduler signals every process of a run, including this one, while ranks still record.
     signal.signal(signal.SIGTERM, signal.SIG_IGN if options.until_stdin_closes else lambda number, frame: ended.set())
     try:
         follow(RunDirectory(options.run), options.sink, _wait_for_stdin if options.until_stdin_closes else ended.wait)
@@ -51,9 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def follow(run: RunDirectory, sink_name: str, wait: Callable[[float], bool]) -> None:
-    """Sends lines until `wait(seconds)` says that it is time to end, or nobody writes any more."""
+    """Send lines until `wait(seconds)` returns True, or no agent is left."""
     if sink_name not in SINKS:
-        raise SinkError(f"no tracker named {sink_name!r}: `track` takes {', '.join(SINKS)}")
+        raise SinkError(f"no tracker named {sink_name!r}; allowed: {', '.join(SINKS)}")
     state_path = run.path / "track" / f"{sink_name}.json"
     state_path.parent.mkdir(exist_ok=True)
     state = read_json(state_path)
@@ -63,7 +65,7 @@ def follow(run: RunDirectory, sink_name: str, wait: Callable[[float], bool]) -> 
         _write_json(state_path, state)
         is_last = False
         while not is_last:
-            is_last = wait(POLL_SECONDS) or _nobody_writes(run)
+            is_last = wait(POLL_SECONDS) or _has_no_agents_left(run)
             if _send_new(run, sink, state):
                 sink.flush()
                 _write_json(state_path, state)
@@ -72,7 +74,7 @@ def follow(run: RunDirectory, sink_name: str, wait: Callable[[float], bool]) -> 
 
 
 def _send_new(run: RunDirectory, sink: Sink, state: State) -> bool:
-    """Whether there was anything new."""
+    """Send new lines; False if there were none."""
     offsets: dict[str, int] = state.setdefault("offsets", {})
     before = dict(offsets)
     for path in paths_in(run.path / "metrics", "*.jsonl"):
@@ -94,8 +96,8 @@ def _wait_for_stdin(seconds: float) -> bool:
     return bool(select.select([sys.stdin], [], [], seconds)[0])
 
 
-def _nobody_writes(run: RunDirectory) -> bool:
-    """Agents were there and none is left."""
+def _has_no_agents_left(run: RunDirectory) -> bool:
+    """Whether the run had agents and none is left."""
     with contextlib.suppress(FileNotFoundError):
         nodes = names_in(run.path / "heartbeat", "[!.]*")
         beats = [beat for beat in (read_heartbeat(run, node) for node in nodes) if beat is not None]

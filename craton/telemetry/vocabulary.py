@@ -22,16 +22,16 @@ class Metric:
     help: str
     kind: Literal["gauge", "counter"]
     scope: Literal["run", "rank"]
-    label: str = ""  # what its values differ by, beside run, node, leaf and rank
+    label: str = ""  # additional label, besides run, node, leaf and rank
 
     @property
     def prometheus_name(self) -> str:
-        """The sample's name on the endpoint."""
+        """The name of its samples on the endpoint."""
         return f"{PREFIX}{self.name}_total" if self.kind == "counter" else f"{PREFIX}{self.name}"
 
 
 def plan_twins(plan: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a plan.json that a run measures too, by their names in TWINS; what it lacks is left out."""
+    """Return the numbers of a plan.json that a run also measures, by their names in TWINS."""
     phases = plan.get("phases")
     result = {}
     for name in TWINS:
@@ -44,7 +44,7 @@ def plan_twins(plan: Mapping[str, Any]) -> dict[str, float]:
 
 
 def plan_checkpoint_intervals(plan: Mapping[str, Any]) -> dict[str, float]:
-    """Tier → seconds from one checkpoint to the next, of a plan.json."""
+    """Return tier → checkpoint interval in seconds, from a plan.json."""
     storage = plan.get("storage")
     tiers = storage.get("tiers") if isinstance(storage, Mapping) else None
     return {str(tier["tier"]): float(tier["every_seconds"]) for tier in tiers or () if tier.get("every_seconds")}

@@ -57,7 +57,7 @@ def test_a_rank_without_memory_fails_with_the_limit(gang: Gang) -> None:
     gang.launch("held = bytearray(64 << 30)\n", tries=0)
     assert start_limited(gang, "RLIMIT_AS", 8 << 30, 8 << 30) == 1
     text = gang.run.marker_text("FATAL")
-    assert "it ran out of memory: the limit of this process (`ulimit -v`) is 8.00 GiB; give it more" in text
+    assert "it ran out of memory: the limit of this process (`ulimit -v`) is 8.00 GiB; raise the limit" in text
 
 
 @pytest.fixture
@@ -96,8 +96,8 @@ def test_a_rank_that_the_kernel_kills_names_the_memory_limit(gang: Gang, cgroup:
         pytest.skip("this kernel does not count the processes that it kills for memory")
     assert code == 1
     text = gang.run.marker_text("FATAL")
-    assert "the kernel has killed a process because memory ran out" in text
-    assert f"the memory limit of the cgroup {cgroup} is 200 MiB; give it more (--mem of Slurm" in text
+    assert "the kernel's OOM killer has killed a process" in text
+    assert f"the memory limit of the cgroup {cgroup} is 200 MiB; raise the limit (--mem in Slurm" in text
 
 
 def test_threads_of_ranks_spin_only_briefly_unless_the_user_says_otherwise(gang: Gang) -> None:

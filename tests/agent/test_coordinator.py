@@ -160,7 +160,7 @@ def test_failures_at_one_step_end_the_run() -> None:
     agents.fail("it broke in 3")
     (fail,) = agents.tick()
     assert isinstance(fail, Fail)
-    assert fail.text == "it broke in 3\nthis was failure 3 in a row at step 10: it would break there again"
+    assert fail.text == "it broke in 3\nthis was failure 3 in a row at step 10 without a new step; not retried again"
 
 
 def test_a_new_step_forgives_failures() -> None:
@@ -205,7 +205,7 @@ def test_a_node_to_be_avoided_is_left_for_a_spare_without_a_fault() -> None:
     generation = agents.started().generation
     assert generation.nodes == ["a", "c"]
     assert (generation.is_planned, generation.broke_at, generation.failures) == (True, 0.0, 0)
-    assert generation.reason == "b left for a spare"
+    assert generation.reason == "b replaced by a spare"
     agents.work(11)
     assert agents.pass_time(20) == [], "and not taken back"
     agents.coordinator.avoid(frozenset())
@@ -324,4 +324,4 @@ def test_a_coordinator_that_did_not_run_blames_nobody_for_its_silence(two: Agent
     assert two.coordinator.tick(two.now, EPOCH + two.now) == []
     del two.there["b"]
     assert [start.generation.reason for start in two.pass_time(30) if isinstance(start, StartGeneration)] == []
-    assert "no sign of life" in two.others[0].text  # type: ignore[union-attr]
+    assert "no heartbeat" in two.others[0].text  # type: ignore[union-attr]

@@ -158,12 +158,12 @@ def test_what_a_killed_agent_said_of_its_disk_is_not_repeated_once_there_is_room
     later = os.stat(full.run.heartbeat_path("node-0")).st_mtime + 3600.0
     summary = summarize(full.run, now=later)
     assert summary.state == "stopped"
-    assert summary.message == "the agent of node-0 ended without a word while the run stopped"
+    assert summary.message == "the agent of node-0 exited without a report while the run stopped"
     assert f"the file system of {full.run.path} is full" in summary.storage
     full.make_room()
     for now in (None, later):
         told = summarize(full.run, now=now).storage
-        assert "of the run's records were dropped while its disk took none" in told
+        assert "of the run's records were dropped while its disk accepted none" in told
         assert "full" not in told
         assert "goes on" not in told
     verdict = diagnose(take_snapshot(full.run, now=later))
@@ -232,4 +232,4 @@ def test_the_log_of_an_agent_may_be_on_the_full_disk_too(full: FullDisk) -> None
     (full.beside / "go").touch()
     assert agent.wait(PATIENCE_SECONDS) == 0
     said = full.gang.errors()
-    assert said.index("is full") < said.index("takes records again")
+    assert said.index("is full") < said.index("accepts records again")

@@ -127,7 +127,7 @@ def test_a_push_that_a_later_generation_has_overtaken_is_refused(keepers: Keeper
     assert save(second.client(), 3, buddy.address, generation=2).replicated
     late = save(first.client(), 9, buddy.address, generation=1)
     assert not late.replicated
-    assert "a later save of rank 0 is here already" in late.problem
+    assert "a later save of rank 0 is already here" in late.problem
     assert [holding.manifest["save"] for holding in buddy.client().holdings()] == ["2-3"]
 
 
@@ -140,7 +140,7 @@ def test_a_keeper_with_another_secret_gets_nothing_and_gives_nothing(
     assert committed.problem is not None
     assert not stranger.client().holdings()
     assert [holding.manifest["step"] for holding in first.client().holdings()] == [1], "only the copy is lost"
-    assert "it does not know the secret of this run" in capfd.readouterr().err
+    assert "the other keeper does not know the secret of this run" in capfd.readouterr().err
 
 
 def is_closed_after(connection: socket.socket, garbage: bytes) -> bool:
@@ -173,7 +173,7 @@ def test_garbage_ends_its_connection_and_nothing_else(keepers: Keepers, capfd: p
             assert received is not None
             assert "error" in received[0]
     token, slots = keeper.client().reserve(1, 8, 1)
-    with pytest.raises(KeeperError, match="a manifest has no usable generation, step"):
+    with pytest.raises(KeeperError, match="a manifest has no valid generation, step"):
         keeper.client().filled(slots[0].slot, token, {"rank": 1}, None, None)
     assert [holding.manifest["step"] for holding in keeper.client().holdings()] == [1]
     assert "a connection was closed" in capfd.readouterr().err
@@ -188,7 +188,7 @@ def test_a_dead_buddy_costs_the_copy_and_no_save(keepers: Keepers) -> None:
         committed = save(client, step, second.address)
         assert not committed.replicated
         assert f"no copy at the keeper {second.address}" in committed.problem
-    assert "it is tried again" in committed.problem
+    assert "the next attempt is" in committed.problem
     assert sorted(holding.manifest["step"] for holding in client.holdings()) == [2, 3]
     assert client.status()["push_failures"] == 2
 
@@ -230,7 +230,7 @@ def _kill_during_push(first: KeeperProcess, receiver: KeeperClient) -> None:
 def test_a_mount_without_room_is_told_with_what_to_do(small_disk: Path, keepers: Keepers) -> None:
     keeper = keepers.start("node-0", folder=str(small_disk))
     client = keeper.client()
-    with pytest.raises(KeeperError, match=r"has no room for a slot of .* mount -o remount,size=.* \{peer: off\}"):
+    with pytest.raises(KeeperError, match=r"has no space for a slot of .* `mount -o remount,size=.* \{peer: off\}"):
         client.reserve(0, SIZE, 1)
     assert client.status()["bytes"] == 0, "what was taken before it was full is given back"
     for slot in client.reserve(0, 2**16, 1)[1]:
@@ -238,7 +238,7 @@ def test_a_mount_without_room_is_told_with_what_to_do(small_disk: Path, keepers:
     roomy = keepers.start("node-1")
     committed = save(roomy.client(), 1, keeper.address)
     assert not committed.replicated
-    assert "has no room for a slot" in committed.problem
+    assert "has no space for a slot" in committed.problem
     assert list(small_disk.iterdir()) == []
 
 

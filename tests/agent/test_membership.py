@@ -55,7 +55,7 @@ def test_a_silent_agent_is_gone(two: Agents) -> None:
     (notice,) = two.pass_time(0.5)
     assert isinstance(notice, Notice)
     assert notice.event == "waiting_for_nodes"
-    assert "b is lost: no sign of life for 5 s; waiting" in notice.text
+    assert "b is lost: no heartbeat for 5 s; waiting" in notice.text
 
 
 def test_a_spare_takes_the_seat_of_a_lost_node() -> None:
@@ -252,7 +252,7 @@ def test_a_node_that_comes_over_without_its_ranks_has_lost_them() -> None:
     agents.join("a")
     start = agents.started()
     assert (start.generation.number, start.generation.nodes, start.generation.reached) == (5, ["a", "b"], 24)
-    assert start.generation.reason == "a is lost: its agent was started anew"
+    assert start.generation.reason == "a is lost: its agent was restarted"
 
 
 def test_nodes_that_are_coming_over_are_not_replaced() -> None:

@@ -301,7 +301,7 @@ def test_no_pattern_can_hold_up_the_agent(gang: Gang) -> None:
     )
     assert gang.finish() == 0
     event = next(event for event in gang.events() if event["event"] == "progress_given_up")
-    assert "write it without repetitions inside repetitions" in event["message"]
+    assert "write it without nested repetitions" in event["message"]
 
 
 @pytest.mark.slow

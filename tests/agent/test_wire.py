@@ -308,7 +308,7 @@ def test_a_secret_that_is_empty_or_too_short_is_refused_and_kept(tmp_path: Path,
     run = RunDirectory.create(tmp_path, "run")
     run.secret_path.write_bytes(held)
     with pytest.raises(
-        LaunchError, match="remove it while the run is stopped, and `craton resume run` makes a new one"
+        LaunchError, match="remove it while the run is stopped, then `craton resume run` creates a new one"
     ):
         run_secret(run)
     assert run.secret_path.read_bytes() == held

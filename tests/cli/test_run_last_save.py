@@ -55,7 +55,7 @@ def test_a_state_that_no_disk_takes_is_reported_kept_and_found_again(
         assert "words is not stopped: the state of step" in stopped.stdout
         assert f"tier {small_disk} is full: the save needs " in stopped.stdout
         assert f"the run directory ({rescue}) is full: the save needs " in stopped.stdout
-        assert "once there is room it is saved within 10 s" in stopped.stdout
+        assert "it is saved within 10 s once there is space" in stopped.stdout
         assert stopped.stdout.count("free space there") == 1
         assert "craton stop words --now" in stopped.stdout
         assert "only in memory" in verbs("ps").stdout

@@ -17,7 +17,7 @@ from craton.telemetry import RunDirectory, summarize
 from craton.telemetry.node import Heartbeat, NodeState, process_start, write_heartbeat
 
 TROUBLE = "the file system of /fsx/runs/words is full: 0 B are free; remove files or enlarge it; the run goes on"
-COST = "3 lines of the run's records were dropped while its disk took none"
+COST = "3 lines of the run's records were dropped while its disk accepted none"
 
 
 @pytest.mark.parametrize(("state", "told"), [("running", TROUBLE), ("failed", COST)])

@@ -212,7 +212,7 @@ def test_a_gang_of_which_a_part_has_no_node_says_why_it_is_not_whole(server: Sta
 def test_how_its_job_ended_is_told_before_that_no_agent_was_seen(tmp_path: Path) -> None:
     _, run = drafted(tmp_path)
     old = summarize(run, time.time() + 600)
-    assert (old.state, old.message[:23]) == ("lost", "no agent was ever seen ")
+    assert (old.state, old.message[:23]) == ("lost", "no agent has started on")
     ended = Standing("ended", "22", reason="CANCELLED")
     assert settled(old, ended).message == settled(summarize(run), ended).message == "its job 22 ended: CANCELLED"
     assert settled(old, replace(ended, outcome="failed")).message == "its job 22 ended: CANCELLED"

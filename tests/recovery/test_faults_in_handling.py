@@ -69,7 +69,7 @@ def test_an_agent_that_is_stopped_is_replaced(runs: Path) -> None:
         os.kill(agent, signal.SIGSTOP)
         wait_until(lambda: events(run, "agent_fenced"), "the other agent misses it", run)
         expect_same_end(run, expected, before)
-        assert "node-1 is lost: no sign of life" in events(run, "generation_started")[-1]["reason"]
+        assert "node-1 is lost: no heartbeat" in events(run, "generation_started")[-1]["reason"]
 
 
 @pytest.mark.slow
@@ -80,7 +80,7 @@ def test_a_full_shared_memory_mount_costs_the_tier_and_not_the_run(runs: Path, s
     rehearsal = Rehearsal("full-mount", steps=STEPS, chaos=chaos, environment=environment, **FSDP)
     with running(runs, rehearsal) as run:
         expect_same_end(run, expected, before, interval=None)
-        assert "has no room" in events(run, "peer_off")[0]["reason"]
+        assert "has no space" in events(run, "peer_off")[0]["reason"]
         assert [event["restored_from"] for event in events(run, "recovered")] == ["shared"]
 
 
@@ -90,7 +90,7 @@ def test_a_run_that_breaks_at_the_same_step_stops_with_the_reason(runs: Path) ->
     with running(runs, Rehearsal("stubborn", steps=STEPS, chaos=chaos, **FSDP)) as run:
         wait_until(lambda: run.has("FATAL"), "the run gives up", run)
         wait_until(lambda: not processes_of(run), "its processes end", run)
-        assert "told to fail at step 10" in run.marker_text("FATAL")
+        assert "injected failure at step 10" in run.marker_text("FATAL")
         assert "failure 4 in a row at step 10" in run.marker_text("FATAL")
         assert len(events(run, "generation_started")) == 4
         check_ledger(run)

@@ -209,7 +209,7 @@ def test_a_trap_to_fail_is_raised_once_in_the_rank(monkeypatch: pytest.MonkeyPat
     clock.begin_step(7)
     page.set_trap("fail", "stepping", step=7)
     clock.switch("data")
-    with pytest.raises(TrapError, match="chaos: told to fail at step 7"):
+    with pytest.raises(TrapError, match="chaos: injected failure at step 7"):
         clock.switch("productive")
     clock.switch("productive")
     assert page.traps_sprung == 1

@@ -92,7 +92,7 @@ def test_no_link_below_the_run_is_followed_and_the_run_itself_may_be_one(run: Ru
     (tmp_path / "elsewhere" / "node-0.jsonl").write_text('{"time": 1}\n')
     (run.path / "events").rmdir()
     (run.path / "events").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(UnsafeFileError, match="lies in events, which is a symbolic link, not a folder"):
+    with pytest.raises(UnsafeFileError, match="is inside events, which is a symbolic link, not a folder"):
         read_lines(run.events_path("node-0"))
     with pytest.raises(UnsafeFileError, match="is a symbolic link, not a folder"):
         names_in(run.path / "events")

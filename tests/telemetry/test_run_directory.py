@@ -86,7 +86,7 @@ def test_runs_are_listed_newest_first_and_found_by_name_or_path(
     assert find_run(tmp_path / "old").name == "old"
     with pytest.raises(RunNotFoundError, match="did you mean 'older'"):
         find_run("oldre")
-    with pytest.raises(RunNotFoundError, match="there is old, older"):
+    with pytest.raises(RunNotFoundError, match="existing runs: old, older"):
         find_run("zzz")
     monkeypatch.setenv("CRATON_RUNS", str(tmp_path / "nowhere"))
     with pytest.raises(RunNotFoundError, match="there are no runs in"):

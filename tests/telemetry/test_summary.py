@@ -89,7 +89,7 @@ def test_a_loss_that_is_not_a_number_shows(run: RunDirectory) -> None:
 def test_the_states_of_a_run(run: RunDirectory) -> None:
     assert summarize(run).state == "starting"  # launched a moment ago
     lost = summarize(run, now=time.time() + 60)
-    assert (lost.state, lost.message) == ("lost", "no agent was ever seen on x, y")
+    assert (lost.state, lost.message) == ("lost", "no agent has started on x, y")
     beat(run, "x", "done", generation=0), beat(run, "y", "failed", generation=0)
     assert summarize(run).state == "starting"  # an earlier generation's heartbeat says nothing
     beat(run, "x", "running"), beat(run, "y", "running")
@@ -119,7 +119,7 @@ def test_the_states_of_a_run(run: RunDirectory) -> None:
     gone = summarize(run, now=time.time() + 60)
     assert gone.state == "failed"
     assert gone.message.splitlines() == [
-        "the agent of y ended without a word: killed, or its machine is gone",
+        "the agent of y exited without a report: killed, or its machine is gone",
         "rank 0 on x exited with code 1",
     ]
 

@@ -1,13 +1,13 @@
-"""Decides who the ranks of a run are: the next generation after a failure, a lost node, a new one, or a resize.
+"""Decide the members of a run: the next generation after a failure, a lost node, a new node, or a resize.
 
-Pure: it is told what the agents say and what time it is, and answers what is to be done, so that every decision can be
-tested without a process. One agent has one at a time: the first node's, and when that is gone, the next one's.
+Pure logic: it receives the agents' messages and the time, and returns actions, so that every decision can be tested
+without a process. One agent at a time has one: the first node's agent, and if that is gone, the next one's.
 
-- A rank that ended, raised or hangs: a new generation with the same nodes. Which rank hangs is for `hangs` to say.
-- A node that is to be avoided: a spare takes its place, if there is one, and no step is lost. Until all ranks are in
-  such a planned generation, those still in the one before are watched there, and no other planned one is begun.
-- A node that is gone: a spare takes its place; without one it is waited for; an elastic run then goes on with fewer.
-- After `tries` tries that brought no new step the run has failed: it would break again.
+- A rank that exited, raised or hangs: a new generation with the same nodes. `hangs` decides which rank hangs.
+- A node to avoid: a spare replaces it, if there is one, and no step is lost. Until all ranks have entered such a
+  planned generation, those still in the previous one are watched there, and no other planned generation begins.
+- A lost node: a spare replaces it. Without a spare the run waits for it; an elastic run then continues with fewer.
+- After `tries` restarts without a new step the run has failed.
 """
 
 from __future__ import annotations
@@ -21,52 +21,52 @@ from craton.agent.generation import Generation
 from craton.agent.launch import Launch
 from craton.formatting import counted, duration, setting
 
-SILENT_SECONDS = 5.0  # an agent that says nothing for this long is gone; it speaks several times a second
-ECHO_SECONDS = 0.3  # how long the cause of a broken connection is waited for
-PAUSE_SECONDS = 1.5  # a coordinator that decides several times a second has not run for this long
-FRESH_SECONDS = 1.0  # how old an agent's word may be when it is judged who hangs
-FIRST_SECONDS = 60.0  # how long a node has to get ready, when it is there or the run begins
-RETURN_SECONDS = 0.3  # an agent whose connection broke may dial again
-COME_OVER_SECONDS = 1.0  # how long a new coordinator that knows of a fault waits for agents that look for it
-SETTLE_SECONDS = 1.0  # a node that joined is taken in when it has stayed this long
-RELEASE_SECONDS = 5.0  # how long ago a smaller generation must have begun a new step before other nodes are let go
+SILENT_SECONDS = 5.0  # an agent that is silent for this long is lost; it sends several messages a second
+ECHO_SECONDS = 0.3  # how long to wait for the root cause of a broken connection
+PAUSE_SECONDS = 1.5  # between two ticks, which come several times a second: the coordinator did not run
+FRESH_SECONDS = 1.0  # maximum age of an agent's status for hang detection
+FIRST_SECONDS = 60.0  # how long a node may take to get ready, after it joined or the run began
+RETURN_SECONDS = 0.3  # in which an agent whose connection broke may reconnect
+COME_OVER_SECONDS = 1.0  # how long a new coordinator with a pending fault waits for the other agents
+SETTLE_SECONDS = 1.0  # a node that joined becomes a member after this time
+RELEASE_SECONDS = 5.0  # after the first new step of a smaller generation, before surplus nodes are released
 
 
 @dataclass
 class Member:
-    """A node whose agent is there."""
+    """A node whose agent is connected."""
 
     node: str
     since: float
     heard: float
-    is_ready: bool = False  # its keeper stands, its ranks can be made
+    is_ready: bool = False  # its keeper runs and its ranks can be started
     keeper: str = ""
     store: str = ""
-    generation: int = -1  # the one that its agent has heard of
-    done_with: int = -1  # the generation that its ranks have ended well
+    generation: int = -1  # the newest that its agent knows
+    done_with: int = -1  # the generation in which all its ranks exited with 0
     ranks: dict[int, RankProgress] = field(default_factory=dict)
-    leaving: dict[int, RankProgress] = field(default_factory=dict)  # by their ranks in the generation before
-    done: frozenset[int] = frozenset()  # ranks that have ended well
+    leaving: dict[int, RankProgress] = field(default_factory=dict)  # by their ranks in the previous generation
+    done: frozenset[int] = frozenset()  # ranks that exited with 0
     gone_since: float | None = None  # its connection broke
     is_released: bool = False
 
 
 @dataclass(frozen=True)
 class RankFailure:
-    """Why a generation cannot go on."""
+    """Why a generation cannot continue."""
 
     text: str
-    time: float  # epoch seconds at which it stopped moving
-    ranks: tuple[int, ...] = ()  # to be ended first
-    generation: int | None = None  # in which it happened; None: the present one
-    is_final: bool = False  # it would happen again: the run has failed
-    is_early: bool = False  # so soon after the first start that it would too, unless there was a step
-    is_echo: bool = False  # a rank whose connection to another one broke: most likely that one's fault
+    time: float  # epoch seconds of the last progress
+    ranks: tuple[int, ...] = ()  # to kill first
+    generation: int | None = None  # in which it happened; None: the current one
+    is_final: bool = False  # a retry would fail as well: the run has failed
+    is_early: bool = False  # so soon after the first start that a retry is useless, unless a step was done
+    is_echo: bool = False  # its connection to another rank broke: most likely that rank is the root cause
 
 
 @dataclass(frozen=True)
 class StartGeneration:
-    """A generation to be begun, and ranks that are to be ended first."""
+    """Start a generation, after killing the ranks in `end`."""
 
     generation: Generation
     end: tuple[int, ...] = ()
@@ -79,19 +79,19 @@ class Fail:
 
 @dataclass(frozen=True)
 class Finish:
-    """Every rank has ended well."""
+    """Every rank has exited with 0."""
 
 
 @dataclass(frozen=True)
 class Release:
-    """Nodes that the run needs no more."""
+    """Release nodes that the run no longer needs."""
 
     nodes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Notice:
-    """Something for people to know."""
+    """An event for users."""
 
     event: str
     text: str
@@ -102,7 +102,7 @@ Action = StartGeneration | Fail | Finish | Release | Notice
 
 class Coordinator:
     def __init__(self, launch: Launch, me: str, current: Generation | None, next_number: int, now: float) -> None:
-        """`current` is the generation under way that this coordinator takes over, if any."""
+        """`current` is the running generation that this coordinator takes over, if any."""
         self.launch, self.me, self.current = launch, me, current
         self.members: dict[str, Member] = {}
         self._next_number = next_number
@@ -111,18 +111,18 @@ class Coordinator:
         self._failed_at = current.failed_at if current else -1  # the step of the last failure
         self._reached = current.reached if current else 0
         self._short_since: float | None = None
-        self._told_short = False
+        self._has_reported_shortage = False
         self._began = now
-        self._awaited = set(current.nodes if current else [])  # have not come over yet
+        self._awaited = set(current.nodes if current else [])  # not connected to this coordinator yet
         self._resized: tuple[int, dict[str, Any] | None] | None = None
         self._avoided: frozenset[str] = frozenset()
         self._finished = False
         self._clock = 0.0  # epoch seconds of the last tick
         self._ticked = now
-        self._entered_at: int | None = None  # the step at which all ranks were in the present generation
+        self._entered_at: int | None = None  # the step at which all ranks had entered the current generation
         self._moving_since: float | None = None
 
-    # -- what it is told ------------------------------------------------------------------------------------------
+    # -- input ----------------------------------------------------------------------------------------------------
 
     def joined(self, node: str, now: float) -> None:
         member = self.members.setdefault(node, Member(node, since=now, heard=now))
@@ -130,12 +130,12 @@ class Coordinator:
         self._awaited.discard(node)
 
     def heard(self, node: str, status: Mapping[str, Any], now: float) -> None:
-        """A status message of a node's agent."""
+        """Handle a status message of a node's agent."""
         is_new = node not in self.members
         self.joined(node, now)
         member = self.members[node]
         if is_new and self.current and node in self.current.nodes and status.get("generation", -1) < 0:
-            self._faults.append(RankFailure(f"{node} is lost: its agent was started anew", self._clock))
+            self._faults.append(RankFailure(f"{node} is lost: its agent was restarted", self._clock))
         member.is_ready = bool(status.get("ready"))
         member.keeper, member.store = str(status.get("keeper", "")), str(status.get("store", ""))
         member.generation, member.done_with = int(status.get("generation", -1)), int(status.get("done_with", -1))
@@ -145,12 +145,12 @@ class Coordinator:
         self._reached = max([self._reached, *(step - 1 for step in steps)])
 
     def left(self, node: str, now: float) -> None:
-        """The connection to an agent broke."""
+        """Handle a broken connection to an agent."""
         if (member := self.members.get(node)) is not None and member.gone_since is None:
             member.gone_since = now
 
     def fault(self, fault: RankFailure) -> None:
-        """What an agent saw of its own ranks; of an earlier generation it is old news, unless ranks are still in it."""
+        """Handle a fault. Faults of an earlier generation are ignored unless ranks are still in it."""
         if self.current is None:
             return
         is_left = fault.generation == self.current.number - 1 and self._is_being_left()
@@ -161,13 +161,13 @@ class Coordinator:
         self._resized = (nodes, layout)
 
     def avoid(self, nodes: frozenset[str]) -> None:
-        """Nodes that the run leaves when it has enough others."""
+        """Set the nodes that the run leaves once it has enough others."""
         self._avoided = nodes
 
-    # -- what it decides ------------------------------------------------------------------------------------------
+    # -- decisions ------------------------------------------------------------------------------------------------
 
     def tick(self, now: float, clock: float) -> list[Action]:
-        """What is to be done now; `clock` is the same moment in epoch seconds."""
+        """Return the actions to take now; `clock` is the same moment in epoch seconds."""
         self._clock = clock
         self._forgive_pause(now)
         if self._finished:
@@ -181,7 +181,7 @@ class Coordinator:
         echoes = self._faults and all(fault.is_echo for fault in self._faults)
         if echoes and clock - min(fault.time for fault in self._faults) < ECHO_SECONDS:
             return []
-        is_wrong = not self._reached  # a command that has done no step yet, and fails at once
+        is_wrong = not self._reached  # a command that fails at once, before its first step
         final = next((fault for fault in self._faults if fault.is_final or (fault.is_early and is_wrong)), None)
         if final is not None:
             self._finished = True
@@ -200,8 +200,8 @@ class Coordinator:
         return actions + self._release(now)
 
     def _forgive_pause(self, now: float) -> None:
-        """The seconds for which this coordinator itself did not run (a machine that was frozen or resumed) are held
-        against no agent: what they sent meanwhile may not have been read yet."""
+        """Do not count seconds in which this coordinator did not run (a frozen or resumed machine) against the agents:
+        their messages may be unread."""
         pause, self._ticked = now - self._ticked, now
         if pause > PAUSE_SECONDS:
             self._began += pause
@@ -216,10 +216,10 @@ class Coordinator:
                 del self.members[node]
                 if self.current is not None and (node in self.current.nodes or self._leaving(member)):
                     since = now - (member.gone_since if broke and member.gone_since is not None else member.heard)
-                    how = "its agent is gone" if broke else f"no sign of life for {setting(SILENT_SECONDS)}"
+                    how = "its agent is gone" if broke else f"no heartbeat for {setting(SILENT_SECONDS)}"
                     self._faults.append(RankFailure(f"{node} is lost: {how}", clock - since))
         if self.current is not None and now - self._began > SILENT_SECONDS:
-            # after a change of coordinator: nodes that never came over
+            # after a change of coordinator: nodes that never connected
             for node in self.current.nodes:
                 if node not in self.members and not self._faults:
                     self._faults.append(RankFailure(f"{node} is lost: its agent is gone", clock))
@@ -229,20 +229,20 @@ class Coordinator:
         number, is_left = self.current.number, self._is_being_left()
         watched = [node for node in self.current.nodes if not self._is_done(node)]
         leaving = [node for node, member in self.members.items() if self._leaving(member)]
-        waiting: list[tuple[str, tuple[int, ...], RankProgress]] = []  # name, which to end, what it does
+        waiting: list[tuple[str, tuple[int, ...], RankProgress]] = []  # name, ranks to kill, progress
         for node in [*watched, *leaving]:
             member = self.members.get(node)
             if member is None or now - member.heard > FRESH_SECONDS:
-                return  # what is not known to be so now is not held against anybody
+                return  # without fresh status no rank is blamed
             for rank in self.current.ranks_of(node):
                 if rank in member.done:
                     continue
                 status = member.ranks.get(rank)
-                if is_left:  # who has entered waits for those that have not
+                if is_left:  # ranks that have entered wait for those that have not
                     if status is not None and member.generation == number and status.generation == number - 1:
                         waiting.append((f"rank {rank}", (rank,), status))
                 elif status is None or status.generation != number:
-                    return  # still on its way: its agent sees to that
+                    return  # still entering: its agent watches that
                 else:
                     waiting.append((f"rank {rank}", (rank,), status))
             for rank, status in self._leaving(member).items():  # their agent ends them with the planned generation
@@ -256,7 +256,7 @@ class Coordinator:
             self._faults.append(RankFailure(text, clock - last.age, end))
 
     def _has_entered(self) -> bool:
-        """Whether all ranks are in the present generation, or have ended well there."""
+        """Whether all ranks have entered the current generation, or have exited with 0 there."""
         current = self.current
         return current is not None and all(
             (member := self.members.get(node)) is not None
@@ -268,19 +268,19 @@ class Coordinator:
         )
 
     def _is_being_left(self) -> bool:
-        """Whether ranks are at work in the generation before, for a planned one. Those of a job's own command are not:
-        they were told to end, and their agents see to that."""
+        """Whether ranks still work in the previous generation, before a planned one. Ranks of a job's own command do
+        not: they got SIGTERM, and their agents watch that."""
         is_planned = self.current is not None and self.current.is_planned and bool(self.launch.nursery)
         return is_planned and not self._has_entered()
 
     def _leaving(self, member: Member) -> dict[int, RankProgress]:
-        """The ranks of a node without a part in the present generation that others still wait for."""
+        """Return the ranks of a node outside the current generation for which other ranks still wait."""
         if self.current is None or not member.leaving or not self._is_being_left():
             return {}
         return {rank: item for rank, item in member.leaving.items() if item.generation == self.current.number - 1}
 
     def _may_return(self, node: str, now: float) -> bool:
-        """Whether its connection broke a moment ago, or it has not come over yet from the coordinator before."""
+        """Whether its connection broke a moment ago, or it has not connected yet after a change of coordinator."""
         if (member := self.members.get(node)) is not None:
             return member.gone_since is not None
         return node in self._awaited and now - self._began <= (COME_OVER_SECONDS if self._faults else SILENT_SECONDS)
@@ -290,7 +290,7 @@ class Coordinator:
         return self.current is not None and member is not None and member.done_with == self.current.number
 
     def _nodes_of_next(self, now: float) -> list[str] | Fail | None:
-        """The nodes of the generation that should be; the present ones where nothing is to change, None to wait."""
+        """Return the nodes that the run should have: the current ones if nothing changes, None to wait."""
         order = {node: index for index, node in enumerate(self.launch.nodes)}
         ready = sorted(
             (member.node for member in self.members.values() if member.is_ready and member.gone_since is None),
@@ -303,7 +303,7 @@ class Coordinator:
         present = self.current.nodes if self.current else []
         staying = [node for node in present if node in ready]
         is_whole = bool(present) and len(staying) == len(present)
-        if is_whole:  # a node that joined is taken in when it has stayed for a while
+        if is_whole:  # a new node becomes a member after SETTLE_SECONDS
             self._short_since = None
             able = [node for node in ready if node in present or now - self.members[node].since >= SETTLE_SECONDS]
             size = target if len(able) >= target else self._size(len(able), target)
@@ -324,15 +324,15 @@ class Coordinator:
             missing = [node for node in (present or self.launch.nodes[:target]) if node not in ready]
             return Fail(
                 f"{', '.join(missing)} did not come back within "
-                f"{setting(self.launch.give_up_seconds)}, and the job needs {counted(target, 'node')}; "
-                f"`craton resume` goes on when it is there, `cluster: NAME x "
+                f"{setting(self.launch.give_up_seconds)}, and the job needs {counted(target, 'node')}; run "
+                f"`craton resume` once they are back, or allow fewer nodes with `cluster: NAME x "
                 f"{max(1, len(ready))}.."
-                f"{target}` goes on with fewer"
+                f"{target}`"
             )
         return None
 
     def _size(self, available: int, target: int) -> int | None:
-        """The largest number of nodes the run can go on with; None: it cannot."""
+        """Return the largest number of nodes with which the run can continue; None: it cannot."""
         if not self.launch.min_nodes:
             return None
         sizes = [int(size) for size in self.launch.layouts] + [self.launch.working_nodes]
@@ -340,11 +340,11 @@ class Coordinator:
         return max(fitting, default=None)
 
     def _tell_shortage(self) -> list[Action]:
-        if self._told_short or self.current is None:
+        if self._has_reported_shortage or self.current is None:
             return []
-        self._told_short = True
+        self._has_reported_shortage = True
         why = "; ".join(fault.text for fault in self._faults) or "too few nodes"
-        return [Notice("waiting_for_nodes", f"{why}; waiting for a node to take its place")]
+        return [Notice("waiting_for_nodes", f"{why}; waiting for a replacement node")]
 
     def _start(self, nodes: list[str], clock: float) -> list[Action]:
         faults, self._faults = self._faults, []
@@ -357,7 +357,7 @@ class Coordinator:
             if self._failures > self.launch.tries:
                 self._finished = True
                 return [Fail(self._gave_up(faults))]
-        self._told_short = False
+        self._has_reported_shortage = False
         first = self.members[nodes[0]]
         generation = Generation(
             number=self._next_number,
@@ -385,7 +385,7 @@ class Coordinator:
         if self.launch.tries == 0:
             return text
         where = f"step {self._reached + 1}"
-        return f"{text}\nthis was failure {self._failures} in a row at {where}: it would break there again"
+        return f"{text}\nthis was failure {self._failures} in a row at {where} without a new step; not retried again"
 
     def _layout(self, size: int) -> dict[str, Any] | None:
         if self._resized and self._resized[0] == size and self._resized[1]:
@@ -396,13 +396,13 @@ class Coordinator:
         if self.current is None:
             return "start"
         if left := [node for node in self.current.nodes if node not in nodes and node in self._avoided]:
-            return f"{', '.join(left)} left for a spare"
+            return f"{', '.join(left)} replaced by a spare"
         before, after = len(self.current.nodes), len(nodes)
         change = "grown" if after > before else "shrunk" if after < before else "changed"
         return f"{change} from {before} to {counted(after, 'node')}"
 
     def _release(self, now: float) -> list[Action]:
-        """After a resize by hand, nodes beyond those that work and the spares."""
+        """After `craton resize`, release nodes that are neither needed nor spares."""
         if self._resized is None or self.current is None or len(self.current.nodes) != self._resized[0]:
             return []
         if self._moving_since is None and self._has_moved():
@@ -421,7 +421,7 @@ class Coordinator:
         return [Release(surplus)] if surplus else []
 
     def _has_moved(self) -> bool:
-        """Whether a step was begun after all ranks had entered the present generation."""
+        """Whether a step began after all ranks had entered the current generation."""
         assert self.current is not None
         if not self._has_entered():
             return False
@@ -432,12 +432,12 @@ class Coordinator:
 
 
 def _progress(ranks: Mapping[Any, Sequence[Any]]) -> dict[int, RankProgress]:
-    """rank → what an agent says of it."""
+    """Return rank → progress, as its agent reports it."""
     return {int(rank): RankProgress(*values) for rank, values in ranks.items()}
 
 
 def _seated(present: Sequence[str], ready: Sequence[str], size: int | None) -> list[str]:
-    """`size` nodes: whoever works already keeps its place, others take the places of the lost."""
+    """Return `size` nodes: working nodes keep their position, others replace the lost ones."""
     assert size is not None
     staying = [node for node in present if node in ready]
     others = [node for node in ready if node not in staying]

@@ -1,7 +1,7 @@
-"""Nodes that a run is to leave for a spare, as long as it has one: RUN/avoid.json, written by whoever heals a cluster.
+"""Nodes that a run should replace by a spare if it has one: RUN/avoid.json, written by `craton heal`.
 
-A wish and no more. The coordinator begins a planned generation without such a node when enough others are ready, so no
-step is lost; a run that has nobody else keeps the node. Taking the wish back makes the node a spare again.
+This is a request, not a guarantee. The coordinator starts a planned generation without such a node once enough others
+are ready, so no step is lost; a run without a spare keeps the node. Removing the request makes the node a spare again.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ AVOID_FILE = "avoid.json"
 
 
 def avoid_node(run: RunDirectory, node: str, mark: str = "") -> None:
-    """`mark` says who wants it, for whoever takes it back."""
+    """Request that the run avoids a node; `mark` names the requester, who may remove the request."""
     _write(run, {**read_avoided(run), node: mark})
 
 
 def welcome_node(run: RunDirectory, node: str) -> None:
-    """Takes the wish back."""
+    """Remove the request."""
     _write(run, {item: mark for item, mark in read_avoided(run).items() if item != node})
 
 
 def forget_avoided(run: RunDirectory) -> None:
-    """A new start has its nodes from a scheduler, which knows what is out; names mean other machines then."""
+    """Remove all requests: a new start gets its nodes from the scheduler, and names may mean other machines."""
     (run.path / AVOID_FILE).unlink(missing_ok=True)
 
 
 def read_avoided(run: RunDirectory) -> dict[str, str]:
-    """Node → the mark of who wants it to be left."""
+    """Return node → mark of the requester."""
     nodes = read_json(run.path / AVOID_FILE).get("nodes")
     return {str(node): str(mark) for node, mark in nodes.items()} if isinstance(nodes, dict) else {}
 

@@ -1,16 +1,16 @@
-"""When ranks hang, and which one is to blame: pure functions over what agents report of their ranks.
+"""Hang detection: pure functions that decide from the agents' reports whether a rank hangs, and which one.
 
-Ranks of a training run wait for each other in every step, so one that hangs stops all of them, and one that is slow
-delays all of them. Hence:
+Ranks of a training run wait for each other in every step, so one that hangs stops all of them, and a slow one delays
+all of them. Hence:
 
-- A step hangs after HANG_STEPS times the slowest recent step, and after HANG_SECONDS at least. Other phases have limits
-  of their own.
-- Seconds for which threads of any rank were ready to run and got no CPU, and seconds for which an agent itself did not
-  run, extend the limit of all ranks.
-- A rank in a step is blamed only when no rank has moved for that long: while any of them moves, the others wait for it.
-  The exception is a job whose ranks do not wait for each other: one that falls two steps behind all others.
-- A rank that waits for one in an earlier step, or for one that still loads data, is judged by the limit of that one.
-- A rank that a signal has stopped cannot move: it is judged alone, by its usual step.
+- A step hangs after HANG_STEPS times the slowest recent step, but not before HANG_SECONDS. Other phases have their own
+  limits.
+- Seconds in which threads of any rank were runnable and got no CPU, and seconds in which an agent itself did not run,
+  extend the limit of all ranks.
+- A rank in a step is blamed only if no rank has moved for that long: while one of them moves, the others wait for it.
+  The exception are jobs whose ranks do not wait for each other: a rank that falls two steps behind all others.
+- A rank that waits for one in an earlier step, or for one that still loads data, is judged by the limit of that rank.
+- A rank that a signal has stopped cannot move: it is judged alone, by its usual step time.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-HANG_SECONDS, HANG_STEPS = 4.0, 2.5  # a step that takes longer than both hangs
-LIMITS = {  # seconds without a sign of progress, by what a rank is doing
+HANG_SECONDS, HANG_STEPS = 4.0, 2.5  # a step hangs if it takes longer than both
+LIMITS = {  # maximum seconds without progress, by what a rank is doing
     "waiting": 600.0,
     "start": 900.0,
     "compile": 900.0,
@@ -32,12 +32,12 @@ LIMITS = {  # seconds without a sign of progress, by what a rank is doing
     "idle": 900.0,
 }
 STEPPING = ("productive", "redo")
-MAX_DOUBLINGS = 4  # of the limit of a step, after as many failures without a new step
+MAX_DOUBLINGS = 4  # of a step's limit, one per failure without a new step
 
 
 @dataclass(frozen=True)
 class RankProgress:
-    """What a rank was doing when its agent last looked."""
+    """What a rank was doing at its agent's last look."""
 
     kind: str
     step: int
@@ -45,13 +45,13 @@ class RankProgress:
     step_seconds: float
     is_stopped: bool = False  # by a signal
     generation: int = -1  # the one it has entered
-    patience: float = 0.0  # seconds without progress that it says it may need; 0: what it does decides
-    slowest_seconds: float = 0.0  # of its recent steps, the one that just ended included; 0: not known yet
-    starved_seconds: float = 0.0  # since its last progress: its threads got no CPU, or its agent did not run
+    patience: float = 0.0  # seconds without progress that the rank requests; 0: its phase decides
+    slowest_seconds: float = 0.0  # the slowest recent step, including the last one; 0: unknown
+    starved_seconds: float = 0.0  # since its last progress: no CPU for its threads, or its agent did not run
 
     @property
     def limit(self) -> float:
-        """Seconds without progress after which it hangs, on a machine with CPU time for all its threads."""
+        """Seconds without progress after which it hangs, if the machine has CPU time for all its threads."""
         if self.is_stopped:
             return max(HANG_SECONDS, HANG_STEPS * self.step_seconds)
         if self.patience:
@@ -67,8 +67,8 @@ class RankProgress:
 
 
 def find_hang(ranks: Sequence[RankProgress], failures: int = 0) -> int | None:
-    """The index of the rank that hangs; None: none does. After `failures` in a row without a new step a step may take
-    twice as long for each of them: a step that became slow for good must not be killed again and again."""
+    """Return the index of the rank that hangs; None: none does. Each of the `failures` in a row without a new step
+    doubles the limit of a step: a step that became slow permanently must not be killed again and again."""
     if not ranks:
         return None
     stopped = [index for index, rank in enumerate(ranks) if rank.is_stopped]
@@ -92,7 +92,7 @@ def _waits_for(suspect: RankProgress, other: RankProgress) -> bool:
 
 
 def _still_seconds(suspect: RankProgress, others: Sequence[RankProgress]) -> float:
-    """For how long the suspect has not moved and had no reason to."""
+    """Return how long the suspect has not moved without a reason to wait."""
     reporting = [rank for rank in others if rank.step]  # a job's own command may report no steps
     is_alone = all(rank.step >= suspect.step + 2 for rank in reporting)
     if suspect.patience or not suspect.is_stepping or is_alone:

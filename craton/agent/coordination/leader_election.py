@@ -1,11 +1,11 @@
-"""The agents of a run among themselves: who coordinates, and the links to and from it.
+"""Leader election among the agents of a run: which agent coordinates, and the links to and from it.
 
-An agent looks for one that says it coordinates, and follows it. Where none does, the first of those that can be reached
-takes it on: at once when it is the first node of all, after a moment for others to return when it is not. An agent that
-coordinates goes on looking; when it finds an earlier node that does too (a network that was cut is whole again), it
-follows that one. Two that coordinate at the same time do no harm: only one can create the next generation.
+An agent looks for a coordinator and follows it. If there is none, the first reachable agent becomes the coordinator:
+the first node at once, any other after a short time in which earlier nodes may return. A coordinator keeps looking; if
+it finds an earlier node that coordinates too (a network partition has healed), it follows that one. Two coordinators at
+the same time do no harm: only one can create the next generation.
 
-Threads only read and dial; what they find is put into one queue, which the agent's loop empties.
+Threads only read and dial; they put their results into one queue, which the agent's loop empties.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from craton.telemetry.node import read_heartbeat
 FIRST_SECONDS = 20.0  # how long earlier nodes have to appear when a run begins
 TAKEOVER_SECONDS = 0.5  # and to return when there was a coordinator
 LOOK_SECONDS = 0.1
-ANSWER_SECONDS = 3.0  # an agent that dialed and gets no answer asks the next one
-AGAIN_SECONDS = 2.0  # between two looks of one that coordinates
+ANSWER_SECONDS = 3.0  # without an answer, an agent asks the next one
+AGAIN_SECONDS = 2.0  # between two searches of a coordinator
 
 
 @dataclass(frozen=True)
 class Heard:
-    """A message over a link; None: the link is at its end."""
+    """A message over a link; None: the link is closed."""
 
     link: Link
     message: Message | None
@@ -38,21 +38,21 @@ class Heard:
 
 @dataclass(frozen=True)
 class Followed:
-    """A link to the agent that coordinates."""
+    """A link to the coordinator was found."""
 
     link: Link
 
 
 @dataclass(frozen=True)
 class Claimed:
-    """Nobody else coordinates."""
+    """No other agent coordinates: this one does."""
 
 
 News = Heard | Followed | Claimed
 
 
 class LeaderElection:
-    """`wake` is called from threads when there is news."""
+    """Finds or becomes the coordinator; threads call `wake` when there is news."""
 
     def __init__(
         self, run: RunDirectory, launch: Launch, node: int, secret: bytes, host: str, wake: Callable[[], None]
@@ -66,11 +66,11 @@ class LeaderElection:
         self._looking = threading.Event()
         self._closed = False
         self._has_followed = False
-        self._seeker = threading.Thread(target=self._seek, name="council", daemon=True)
+        self._seeker = threading.Thread(target=self._seek, name="election", daemon=True)
         self._seeker.start()
 
     def look(self) -> None:
-        """Look for a coordinator, from now on."""
+        """Start looking for a coordinator."""
         self._looking.set()
 
     def take(self) -> News | None:
@@ -89,7 +89,7 @@ class LeaderElection:
         self._wake()
 
     def _welcome(self, link: Link) -> None:
-        """One who dialed: it asks first who coordinates, and stays when it is us."""
+        """Serve an agent that dialed: it first asks who coordinates, and stays if this one does."""
         message = link.receive()
         if message is None or message.get("is") != "who":
             link.close()
@@ -111,7 +111,7 @@ class LeaderElection:
                 self._looking.wait()
             began = time.monotonic()
             while not self._closed:
-                coordinator, earlier_lives = self._ask_everybody()
+                coordinator, earlier_lives = self._ask_all_agents()
                 if coordinator is not None:
                     self._looking.clear()
                     self._has_followed = True
@@ -129,8 +129,8 @@ class LeaderElection:
                     break
                 time.sleep(LOOK_SECONDS)
 
-    def _ask_everybody(self) -> tuple[Link | None, bool]:
-        """(a link to one that coordinates, whether an agent of an earlier node answers)."""
+    def _ask_all_agents(self) -> tuple[Link | None, bool]:
+        """Return (link to a coordinator, whether an agent of an earlier node answers)."""
         earlier_lives = False
         for index, node in enumerate(self._launch.nodes):
             if index == self._index or self._closed or (self.coordinates and index > self._index):
@@ -138,7 +138,7 @@ class LeaderElection:
             beat = read_heartbeat(self._run, node)
             if beat is None or beat.generation != self._launch.generation or not beat.address:
                 continue
-            if beat.state not in ("running", "spare") or beat.is_stopped_here:  # one that is stopped answers nothing
+            if beat.state not in ("running", "spare") or beat.is_stopped_here:  # a stopped agent does not answer
                 continue
             if (link := dial(beat.address, self._secret, 1.0)) is None:
                 continue

@@ -1,9 +1,8 @@
-"""How agents speak to each other: small JSON messages over TCP, every one signed with the run's secret.
+"""The protocol between agents: small JSON messages over TCP, each signed with the run's secret.
 
 Both sides prove that they know the secret before anything else is read. A frame is its length, an HMAC-SHA256 over the
-connection's two nonces, its direction, its number and its text, and the text; so nothing can be forged, repeated or put
-in another order. A connection that breaks these rules is closed. Reading is done in threads, which hand what they read
-to the agent's single loop.
+connection's two nonces, direction, frame number and text, and the text. So frames cannot be forged, replayed or
+reordered. A connection that breaks these rules is closed. Threads read, and pass messages to the agent's single loop.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ Message = dict[str, Any]
 
 
 def run_secret(run: RunDirectory) -> bytes:
-    """The run's secret, made by whoever needs it first. LaunchError when it is empty or too short to keep others out;
-    OSError when it cannot be made or read."""
+    """Return the run's secret; create it on first use. LaunchError if it is empty or too short; OSError if it cannot be
+    created or read."""
     if (secret := check_secret(run)) is not None:
         return secret
     _make_secret(run)
@@ -52,21 +51,21 @@ def run_secret(run: RunDirectory) -> bytes:
 
 
 def check_secret(run: RunDirectory) -> bytes | None:
-    """The run's secret, or None where none was made yet; LaunchError and OSError as above."""
+    """Return the run's secret, or None if it does not exist yet; LaunchError and OSError as above."""
     try:
         secret = read_regular(run.secret_path)
     except FileNotFoundError:
         return None
     if len(secret.strip()) < SECRET_CHARACTERS:
         raise LaunchError(
-            f"{run.secret_path} holds {len(secret.strip())} characters, and a secret has {SECRET_CHARACTERS}: remove "
-            f"it while the run is stopped, and `craton resume {run.name}` makes a new one"
+            f"{run.secret_path} has {len(secret.strip())} characters, but a secret has {SECRET_CHARACTERS}; remove it "
+            f"while the run is stopped, then `craton resume {run.name}` creates a new one"
         )
     return secret
 
 
 def _make_secret(run: RunDirectory) -> None:
-    """Whole or not at all, and once: of two that make one at the same time, the first one counts."""
+    """Create the secret atomically: of two agents that do so at the same time, the first wins."""
     fresh = run.secret_path.with_name(f".secret.{secrets.token_hex(8)}")
     descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
@@ -85,7 +84,7 @@ def _make_secret(run: RunDirectory) -> None:
 
 
 class Link:
-    """One connection to another agent. `send` may be called from one thread, while the reader has another."""
+    """One connection to another agent. One thread may `send` while another one reads."""
 
     def __init__(self, connection: socket.socket, secret: bytes, nonces: bytes, dialed: bool) -> None:
         self._connection, self._secret, self._nonces = connection, secret, nonces
@@ -93,10 +92,10 @@ class Link:
         self._sent = self._received = 0
         self._lock = threading.Lock()
         self.is_open = True
-        self.node = ""  # who is at the other end, once it has said so
+        self.node = ""  # the node at the other end, once it has introduced itself
 
     def send(self, message: Message) -> bool:
-        """False when the other side is gone; the link is closed then."""
+        """Send a message; False, and the link is closed, if the other side is gone."""
         text = json.dumps(message, separators=(",", ":")).encode()
         with self._lock:
             mac = self._mac(self._directions[0], self._sent, text)
@@ -109,15 +108,15 @@ class Link:
         return True
 
     def receive(self, seconds: float | None = None) -> Message | None:
-        """The next message; None when the link is at its end, somebody else is on it, or nothing comes in time."""
+        """Return the next message; None if the link is closed or invalid, or nothing arrives in time."""
         try:
             self._connection.settimeout(seconds)
             (length,) = struct.unpack(">I", self._read(4))
             if length > MAX_FRAME_BYTES:
-                raise OSError("a frame that no agent sends")
+                raise OSError(f"frame length {length:,} exceeds the limit of {MAX_FRAME_BYTES:,} bytes")
             mac, text = self._read(MAC_BYTES), self._read(length)
             if not hmac.compare_digest(mac, self._mac(self._directions[1], self._received, text)):
-                raise OSError("a frame that is not signed")
+                raise OSError("a frame is not signed with the secret of this run")
             self._received += 1
             message = json.loads(text)
             if not isinstance(message, dict):
@@ -141,7 +140,7 @@ class Link:
 
 
 def dial(address: str, secret: bytes, timeout: float = HANDSHAKE_SECONDS) -> Link | None:
-    """A link to the agent that listens at host:port; None where none does that knows the secret."""
+    """Connect to the agent at host:port; None if none listens there that knows the secret."""
     host, _, port = address.rpartition(":")
     try:
         connection = socket.create_connection((host, int(port)), timeout)
@@ -153,10 +152,9 @@ def dial(address: str, secret: bytes, timeout: float = HANDSHAKE_SECONDS) -> Lin
 class Strangers:
     """Connections that have not proved yet that they know the run's secret.
 
-    There are never more than a few of them: when another one comes, the oldest is shut down. So strangers who hold
-    connections open cannot use up the threads and descriptors of an agent or a keeper. A peer of the run proves the
-    secret within milliseconds, and one that was crowded out dials again. Any thread may call. The caller that
-    added a connection still closes it.
+    Their number is bounded: when another one arrives, the oldest is shut down. So strangers who hold connections open
+    cannot exhaust the threads and descriptors of an agent or keeper. A peer of the run proves the secret within
+    milliseconds, and dials again if it was crowded out. Thread-safe. The caller still closes what it added.
     """
 
     def __init__(self, limit: int = MAX_STRANGERS) -> None:
@@ -177,13 +175,13 @@ class Strangers:
                     oldest.shutdown(socket.SHUT_RDWR)  # its thread wakes up and closes it
 
     def remove(self, connection: socket.socket) -> None:
-        """It proved the secret, or is closed."""
+        """Remove a connection that proved the secret or is closed."""
         with self._lock:
             self._connections.pop(connection, None)
 
 
 class Listener:
-    """Accepts other agents; every link that knows the secret is given to `welcome` in a thread of its own."""
+    """Accepts other agents; passes every authenticated link to `welcome`, each in its own thread."""
 
     def __init__(self, host: str, secret: bytes, welcome: Callable[[Link], None]) -> None:
         self._socket = socket.create_server((host, 0), backlog=128)
@@ -199,17 +197,17 @@ class Listener:
         self._socket.close()
 
     def _accept(self) -> None:
-        has_told = False
+        has_warned = False
         while True:
             try:
                 connection, _ = self._socket.accept()
             except OSError as error:
                 if self._closed:
                     return
-                if error.errno in (errno.EMFILE, errno.ENFILE) and not has_told:
-                    has_told = True
+                if error.errno in (errno.EMFILE, errno.ENFILE) and not has_warned:
+                    has_warned = True
                     print(f"craton agent: cannot accept another agent: {explain(error)}", file=sys.stderr, flush=True)
-                time.sleep(ACCEPT_AGAIN_SECONDS)  # too many open files, or a caller that has gone
+                time.sleep(ACCEPT_AGAIN_SECONDS)  # too many open files, or the caller is gone
                 continue
             self._strangers.add(connection)
             threading.Thread(target=self._greet, args=(connection,), name="agent", daemon=True).start()
@@ -222,7 +220,7 @@ class Listener:
 
 
 def _shake_hands(connection: socket.socket, secret: bytes, dialed: bool) -> Link | None:
-    """Each side sends a nonce, and the other one signs both: whoever dialed first."""
+    """Each side sends a nonce and signs both nonces; the side that dialed signs first."""
     deadline = time.monotonic() + HANDSHAKE_SECONDS
     try:
         connection.settimeout(HANDSHAKE_SECONDS)
@@ -239,11 +237,11 @@ def _shake_hands(connection: socket.socket, secret: bytes, dialed: bool) -> Link
         if dialed:
             connection.sendall(own)
         if not hmac.compare_digest(_read(connection, MAC_BYTES, deadline), other):
-            raise OSError("the secret of another run")
+            raise OSError("wrong secret")
         if not dialed:
             connection.sendall(own)
         connection.settimeout(None)
-        # Linux: a send to a machine that is gone without a word fails after this long, not after a quarter of an hour.
+        # Linux: a send to a machine that vanished fails after this time, not after 15 minutes.
         if hasattr(socket, "TCP_USER_TIMEOUT"):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(SEND_SECONDS * 1000))
     except OSError:
@@ -253,7 +251,7 @@ def _shake_hands(connection: socket.socket, secret: bytes, dialed: bool) -> Link
 
 
 def _read(connection: socket.socket, count: int, deadline: float | None = None) -> bytes:
-    """OSError when the other side closes, or the deadline passes: also on one that sends a byte now and then."""
+    """Read `count` bytes; OSError if the other side closes or the deadline passes, even if single bytes arrive."""
     data = b""
     while len(data) < count:
         if deadline is not None:

@@ -1,9 +1,9 @@
-"""The keeper: one process of a node that outlives its ranks and holds their state in memory.
+"""The keeper: one process per node that outlives its ranks and holds their state in memory.
 
-Ranks fill slots of shared memory and say so; the keeper sums every block, commits, and copies the slot to the keeper of
-another node, all beside the training. A slot counts only while its header says what the keeper wrote there, so whatever
-dies in the middle leaves an older save or none, never a mixed one. A bad message or a dead peer ends its connection and
-nothing else. torch is not needed, nor anything else outside the standard library.
+Ranks fill slots of shared memory and notify the keeper. It computes a checksum of every block, commits, and copies the
+slot to the keeper of another node, all in parallel to training. A slot is valid only while its header holds the number
+that the keeper wrote, so a process that dies in the middle leaves an older save or none, never a mixed one. A bad
+message or a dead peer ends only its own connection. Needs only the standard library, not torch.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from craton.agent.memory.slots import (
     shared_memory_folder,
 )
 
-MAX_SUMMING_THREADS = 64  # crc32 takes 2 GB/s a thread
-SLOTS_EACH = 2  # one that is whole while the other one is filled
+MAX_SUMMING_THREADS = 64  # crc32 runs at 2 GB/s per thread
+SLOTS_EACH = 2  # one is complete while the other is filled
 
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid of SO_PEERCRED
 _HEADER = struct.Struct("<Q")
 _NEEDED = {"rank": int, "generation": int, "step": int, "save": str, "course": list, "base": int, "bytes": int}
 
-Answer = tuple[dict[str, Any], tuple[int, ...]]  # with descriptors that are closed when they are sent
+Answer = tuple[dict[str, Any], tuple[int, ...]]  # with descriptors that are closed once sent
 
 
 class Slot:
@@ -56,11 +56,11 @@ class Slot:
             self.memory = mmap.mmap(self.descriptor, HEADER_BYTES + num_bytes)
         except OSError as error:
             os.close(self.descriptor)
-            raise KeeperError(f"a slot of {num_bytes:,} bytes cannot be mapped: {error.strerror}") from error
+            raise KeeperError(f"cannot map a slot of {num_bytes:,} bytes: {error.strerror}") from error
         self.manifest: dict[str, Any] = {}
-        self.generation = 0  # that last used it
+        self.generation = 0  # the last one that used it
         self.token = ""  # of the process that may fill it
-        self.lock = threading.Lock()  # while it is summed, or a copy arrives
+        self.lock = threading.Lock()  # held during a commit or while a copy arrives
         self._committed = 0
 
     @property
@@ -73,7 +73,7 @@ class Slot:
 
     @property
     def age(self) -> tuple[bool, list[int], int]:
-        """Which of two slots is older; one without a whole save is the oldest."""
+        """Sort key by age; a slot without a complete save is the oldest."""
         return (True, self.manifest["course"], self.manifest["step"]) if self.is_whole else (False, [], 0)
 
     def data(self) -> memoryview:
@@ -92,20 +92,20 @@ class Slot:
         self.lock.release()
 
     def close(self) -> None:
-        """The memory itself goes when nobody looks at it any more."""
+        """Close the slot; its memory is freed once no process maps it."""
         self._committed = 0
         os.close(self.descriptor)
 
 
 class Keeper:
-    """Made with two listening sockets: an abstract Unix one for this node's processes, a TCP one for other keepers."""
+    """Serves two sockets: an abstract Unix socket for this node's processes, a TCP socket for other keepers."""
 
     def __init__(
         self, node: str, secret: bytes, control: socket.socket, peers: socket.socket, folder: str | None = None
     ) -> None:
         self.node, self.folder = node, folder or shared_memory_folder()
         self._secret, self._control, self._peers = secret, control, peers
-        self._lock = threading.Lock()  # over the lists of slots, never held while bytes move
+        self._lock = threading.Lock()  # guards the lists of slots; not held during transfers
         self._slots: dict[tuple[bool, int, int], list[Slot]] = {}  # by own, rank and size
         self._numbers = itertools.count(1)
         self._buddies = Buddies(secret)
@@ -130,13 +130,13 @@ class Keeper:
         }
 
     def serve_forever(self) -> None:
-        """Until `close`, or until the process ends."""
+        """Serve until `close`, or until the process ends."""
         thread = threading.Thread(target=self._accept, args=(self._peers, self._serve_keeper), daemon=True)
         thread.start()
         self._accept(self._control, self._serve_process)
 
     def close(self) -> None:
-        """Ends every connection and gives all memory back."""
+        """Close every connection and free all memory."""
         self._closed = True
         for item in (self._control, self._peers, *self._connections):
             close_quietly(item)
@@ -152,8 +152,8 @@ class Keeper:
             try:
                 connection, _ = listening.accept()
             except OSError as error:
-                if not self._closed:  # out of descriptors, say: that passes
-                    self._log(f"no connection can be taken: {error}")
+                if not self._closed:  # e.g. out of descriptors, which is temporary
+                    self._log(f"cannot accept a connection: {error}")
                     time.sleep(0.1)
                 continue
             threading.Thread(target=self._guarded, args=(connection, serve), daemon=True).start()
@@ -162,7 +162,7 @@ class Keeper:
         self._connections.add(connection)
         try:
             serve(connection)
-        except Exception as error:  # noqa: BLE001 -- whatever a connection brings, it ends that connection only
+        except Exception as error:  # noqa: BLE001 -- an error ends only its own connection
             self._refused += 1
             # At the 1st, 2nd, 4th, 8th … time: strangers must not fill the log.
             if not self._closed and self._refused & (self._refused - 1) == 0:
@@ -183,42 +183,42 @@ class Keeper:
         credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         pid, user, _ = _CREDENTIALS.unpack(credentials)
         if user != os.getuid():
-            raise PermissionError(f"process {pid} of user {user} may not use the keeper of user {os.getuid()}")
+            raise PermissionError(f"process {pid} of user {user} must not use the keeper of user {os.getuid()}")
         while (received := receive_message(connection)) is not None:
             verb = received[0].pop("verb", None)
             try:
                 if verb not in self._verbs:
-                    raise KeeperError(f"{verb!r} is no verb of a keeper; there are {', '.join(self._verbs)}")
+                    raise KeeperError(f"unknown verb {verb!r}; allowed: {', '.join(self._verbs)}")
                 answer, descriptors = self._verbs[verb](**received[0])
             except KeeperError as error:
                 answer, descriptors = {"error": str(error)}, ()
             except (TypeError, ValueError, KeyError, AttributeError, OSError) as error:
-                answer, descriptors = {"error": f"{verb} cannot be done: {type(error).__name__}: {error}"}, ()
+                answer, descriptors = {"error": f"{verb} failed: {type(error).__name__}: {error}"}, ()
             try:
                 send_message(connection, answer, descriptors)
             finally:
                 for descriptor in descriptors:
                     os.close(descriptor)
 
-    def _reserve(self, rank: int, bytes: int, generation: int) -> Answer:  # noqa: A002 -- the word of the manifest
+    def _reserve(self, rank: int, bytes: int, generation: int) -> Answer:  # noqa: A002 -- the name in the manifest
         key = (True, rank, bytes)
         with self._lock:
             for slot in self._slots.get(key, []):
-                slot.generation = generation  # from here on nobody frees it
+                slot.generation = generation  # from here on it is not freed
             missing = SLOTS_EACH - len(self._slots.get(key, []))
-        created = self._make_slots(missing, rank, bytes)  # takes seconds for many gigabytes: not under the lock
+        created = self._make_slots(missing, rank, bytes)  # seconds for many gigabytes: not under the lock
         with self._lock:
             for slot in created:
                 slot.generation = generation
                 if len(self._slots.setdefault(key, [])) < SLOTS_EACH:
                     self._slots[key].append(slot)
-                else:  # another process of this rank has made them meanwhile
+                else:  # another process of this rank has created them meanwhile
                     slot.close()
             slots = list(self._slots[key])
             descriptors = tuple(os.dup(slot.descriptor) for slot in slots)
         token = secrets.token_hex(8)
         for slot in slots:
-            with slot.lock:  # the commit of a rank that died meanwhile ends first
+            with slot.lock:  # the commit of a dead rank completes first
                 slot.token, slot.generation = token, generation
         messages = [
             {"slot": slot.number, "save": slot.save, "step": slot.manifest["step"] if slot.is_whole else -1}
@@ -232,7 +232,7 @@ class Keeper:
             while len(slots) < count:
                 slots.append(Slot(next(self._numbers), rank, num_bytes, True, self.folder))
         except KeeperError:
-            for slot in slots:  # one alone is of no use to anybody
+            for slot in slots:  # a single slot is useless
                 slot.close()
             raise
         return slots
@@ -243,7 +243,7 @@ class Keeper:
         _check_manifest(manifest, held.bytes)
         with held.lock:
             if held.token != token:
-                raise KeeperError(f"slot {slot} belongs to a later process of rank {held.rank} by now")
+                raise KeeperError(f"slot {slot} now belongs to a later process of rank {held.rank}")
             manifest["sums"] = self._sums(held)
             held.commit(manifest)
             descriptor = self._duplicate(slot)  # it may be freed while it is sent
@@ -259,7 +259,7 @@ class Keeper:
         return {"replicated": replicated, "problem": problem, "seconds": time.monotonic() - began}, ()
 
     def _push(self, buddy: str, descriptor: int, manifest: dict[str, Any], keep: str | None) -> str | None:
-        """Why there is no copy, None when there is."""
+        """Copy a slot to the buddy; return why there is no copy, None on success."""
         began = time.monotonic()
         try:
             self._buddies.push(buddy, descriptor, manifest, keep)
@@ -271,8 +271,8 @@ class Keeper:
         return None
 
     def _take_copy(self, manifest: dict[str, Any], keep: str | None) -> Slot:
-        """A slot for the copy of another node's, locked and invalid. Not the one that must be kept, and none at all for
-        a push that a later generation of the rank has overtaken."""
+        """Return a locked, invalid slot for a copy from another node: not the one that must be kept, and none for a
+        push that a later generation of the rank has overtaken."""
         _check_manifest(manifest, manifest.get("bytes"))
         rank, size = manifest["rank"], manifest["bytes"]
         key = (False, rank, size)
@@ -281,7 +281,7 @@ class Keeper:
             with self._lock:
                 slots = self._slots.get(key, [])
                 if any(slot.is_whole and slot.manifest["course"] > manifest["course"] for slot in slots):
-                    raise KeeperError(f"a later save of rank {rank} is here already")
+                    raise KeeperError(f"a later save of rank {rank} is already here")
                 free = [slot for slot in slots if slot.save is None or slot.save != keep]
                 if not free and len(slots) == SLOTS_EACH:
                     raise KeeperError(f"both slots for rank {rank} hold {keep}, which must be kept")
@@ -300,7 +300,7 @@ class Keeper:
                         slot.generation = manifest["generation"]
                         self._counts["copies_received"] += 1
                         return slot
-                slot.lock.release()  # it was freed, or what had to be kept has arrived here meanwhile
+                slot.lock.release()  # it was freed, or now holds the save to keep
             elif time.monotonic() >= deadline:
                 raise KeeperError(f"the slots for copies of rank {rank} are busy")
 
@@ -346,7 +346,7 @@ class Keeper:
 
     def _corrupt(self, rank: int | None, whose: str) -> Answer:
         if whose not in ("own", "copies", "all"):
-            raise KeeperError(f"whose is {whose!r}; allowed are own, copies and all")
+            raise KeeperError(f"whose is {whose!r}; allowed: own, copies, all")
         newest: dict[tuple[bool, int], Slot] = {}
         with self._lock:
             for slot in self._all():
@@ -376,7 +376,7 @@ class Keeper:
             return self._look_up(number)
 
     def _duplicate(self, number: int) -> int:
-        """A descriptor of a slot that stays good when the slot is freed, and must be closed."""
+        """Return a descriptor that stays valid when the slot is freed; the caller closes it."""
         with self._lock:
             return os.dup(self._look_up(number).descriptor)
 
@@ -384,7 +384,7 @@ class Keeper:
         for slot in self._all():
             if slot.number == number:
                 return slot
-        raise KeeperError(f"there is no slot {number}; it was given back")
+        raise KeeperError(f"there is no slot {number}; it was freed")
 
     def _all(self) -> itertools.chain[Slot]:
         return itertools.chain.from_iterable(self._slots.values())
@@ -397,4 +397,4 @@ class Keeper:
 def _check_manifest(manifest: Mapping[str, Any], num_bytes: object) -> None:
     wrong = [name for name, kind in _NEEDED.items() if not isinstance(manifest.get(name), kind)]
     if wrong or manifest["bytes"] != num_bytes:
-        raise KeeperError(f"a manifest has no usable {', '.join(wrong) or 'bytes'}")
+        raise KeeperError(f"a manifest has no valid {', '.join(wrong) or 'bytes'}")

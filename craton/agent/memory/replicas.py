@@ -1,8 +1,8 @@
-"""Copies of slots at another node's keeper, over TCP.
+"""Replicas of slots at another node's keeper (the buddy), over TCP.
 
 Before anything else is read, both sides prove with HMAC-SHA256 over each other's random challenge that they know the
-run's secret. A push is a header, the bytes straight from the slot's file, and an answer: the receiver checks every
-block against the sums of the sender before the copy counts. What goes wrong costs the copy and is told to the sender.
+run's secret. A push is a header, the bytes directly from the slot's file, and an answer. The receiver verifies every
+block against the sender's checksums before the copy counts. An error costs only the copy and is reported to the sender.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from craton.formatting import setting
 
 CONNECT_SECONDS = 5.0
 STALL_SECONDS = 10.0  # without a byte, after which the other side counts as dead
-PUSH_SECONDS = 120.0  # of one slot; a network that needs longer cannot follow the training
-RETRY_SECONDS = 30.0  # after a push that failed, during which training does not wait for this buddy again
+PUSH_SECONDS = 120.0  # for one slot; a slower network cannot keep up with training
+RETRY_SECONDS = 30.0  # after a failed push, during which this buddy is not tried again
 
 _CHALLENGE_BYTES = 32
 _CHUNK_BYTES = 64 * 2**20
 
 
 class CopyPlace(Protocol):
-    """Where a copy arrives."""
+    """The target of a copy."""
 
     def data(self) -> memoryview: ...
 
@@ -51,21 +51,21 @@ class CopyPlace(Protocol):
 
 
 class Buddies:
-    """Connections to other keepers: one for each of this node's ranks, so that their pushes do not take turns."""
+    """Connections to other keepers: one per rank of this node, so that pushes run in parallel."""
 
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
         self._lock = threading.Lock()
         self._connections: dict[tuple[str, int], socket.socket] = {}
-        self._resting: dict[str, tuple[float, str]] = {}  # since when, and why, a buddy is not tried
+        self._resting: dict[str, tuple[float, str]] = {}  # buddies that are not tried: since when, and why
 
     def push(self, address: str, descriptor: int, manifest: Mapping[str, Any], keep: str | None) -> None:
-        """Copies a slot; KeeperError says why there is no copy."""
+        """Copy a slot; KeeperError says why there is no copy."""
         with self._lock:
             since, problem = self._resting.get(address, (-RETRY_SECONDS, ""))
             connection = self._connections.pop((address, manifest["rank"]), None)
         if time.monotonic() - since < RETRY_SECONDS:
-            raise KeeperError(f"{problem}; it is tried again {setting(RETRY_SECONDS)} after that")
+            raise KeeperError(f"{problem}; the next attempt is {setting(RETRY_SECONDS)} after that")
         try:
             connection = connection or self._connect(address)
             self._send(connection, descriptor, manifest, keep)
@@ -73,7 +73,7 @@ class Buddies:
             if connection is not None:
                 connection.close()
             problem = f"no copy at the keeper {address}: {error}"
-            if not isinstance(error, KeeperError):  # then it answered, and may do better next time
+            if not isinstance(error, KeeperError):  # then it answered, and the next push may succeed
                 with self._lock:
                     self._resting[address] = (time.monotonic(), problem)
             raise KeeperError(problem) from error
@@ -97,7 +97,7 @@ class Buddies:
             connection.sendall(ours + _proof(self._secret, b"sender", theirs, ours))
             expected = _proof(self._secret, b"receiver", ours, theirs)
             if not hmac.compare_digest(receive_exactly(connection, len(expected)), expected):
-                raise ConnectionError("it does not know the secret of this run")
+                raise ConnectionError("the other keeper does not know the secret of this run")
         except BaseException:
             connection.close()
             raise
@@ -106,7 +106,7 @@ class Buddies:
     def _send(self, connection: socket.socket, descriptor: int, manifest: Mapping[str, Any], keep: str | None) -> None:
         deadline = time.monotonic() + PUSH_SECONDS
         send_message(connection, {"manifest": dict(manifest), "keep": keep})
-        connection.settimeout(PUSH_SECONDS / 2)  # the first time, the receiver takes memory for gigabytes
+        connection.settimeout(PUSH_SECONDS / 2)  # at first the receiver allocates gigabytes of memory
         _check_answer(connection)
         connection.settimeout(STALL_SECONDS)
         _send_file(connection, descriptor, manifest["bytes"], deadline)
@@ -122,8 +122,8 @@ def receive_copies(
     crc32: Callable[[memoryview], int],
     trust: Callable[[], None],
 ) -> None:
-    """Serves one other keeper until it closes; ConnectionError or ValueError for what is not one of ours. Calls `trust`
-    once the other side proved the secret."""
+    """Serve another keeper until it closes; ConnectionError or ValueError if it is not one of this run. Call `trust`
+    once the other side has proved the secret."""
     connection.settimeout(STALL_SECONDS)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     ours = secrets.token_bytes(_CHALLENGE_BYTES)
@@ -131,7 +131,7 @@ def receive_copies(
     theirs = receive_exactly(connection, _CHALLENGE_BYTES)
     expected = _proof(secret, b"sender", ours, theirs)
     if not hmac.compare_digest(receive_exactly(connection, len(expected)), expected):
-        raise ConnectionError("it does not know the secret of this run")
+        raise ConnectionError("the other keeper does not know the secret of this run")
     trust()
     connection.sendall(_proof(secret, b"receiver", theirs, ours))
     while True:
@@ -153,7 +153,7 @@ def receive_copies(
                 place.commit(manifest)
         finally:
             place.release()
-        send_message(connection, {} if changed is None else {"error": f"block {changed} arrived changed"})
+        send_message(connection, {} if changed is None else {"error": f"block {changed} arrived corrupted"})
 
 
 def _receive_checked(
@@ -163,7 +163,7 @@ def _receive_checked(
     summing: Executor,
     crc32: Callable[[memoryview], int],
 ) -> int | None:
-    """Fills the data, and checks each block while the next ones arrive; the first that is not what was sent."""
+    """Receive the data and verify each block while the next ones arrive; return the first corrupted block."""
     checksums: list[Future[int]] = []
     for begin in range(0, data.nbytes, BLOCK_BYTES):
         block = data[begin : begin + BLOCK_BYTES]
@@ -187,7 +187,7 @@ def _send_file(connection: socket.socket, descriptor: int, num_bytes: int, deadl
             sent = os.sendfile(connection.fileno(), descriptor, offset, min(_CHUNK_BYTES, end - offset))
         except BlockingIOError:
             if not poll.poll(1000 * min(left, STALL_SECONDS)):
-                raise TimeoutError(f"it took no byte for {setting(STALL_SECONDS)}") from None
+                raise TimeoutError(f"it accepted no data for {setting(STALL_SECONDS)}") from None
             continue
         if sent == 0:
             raise ConnectionError("the slot ended before its bytes were sent")

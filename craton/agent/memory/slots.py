@@ -1,9 +1,9 @@
-"""Slots: memory that outlives the process that fills it, and what a rank or an agent says to the keeper that holds it.
+"""Slots: shared memory that outlives the process that fills it, and the client of the keeper that holds it.
 
-A slot is a file without a name in a shared-memory mount, so it is gone when the last process that has it open is gone,
-however that one ends. Its first page is a header: a number that the keeper writes when it commits the slot, and that
-whoever fills the slot sets to zero before the first byte changes. So a rank that dies half-way leaves a slot that the
-keeper knows to be invalid, and nothing need be asked before it is filled.
+A slot is an unnamed file in a shared-memory mount, so it disappears with the last process that has it open, however
+that process ends. Its first page is a header: a number that the keeper writes when it commits the slot, and that a rank
+sets to zero before it changes the first byte. So a rank that dies half-way leaves a slot that the keeper knows to be
+invalid, and no request is needed before it is filled.
 """
 
 from __future__ import annotations
@@ -24,44 +24,44 @@ from craton.agent.errors import KeeperError
 
 HEADER_BYTES = mmap.PAGESIZE  # of a slot, before its data
 BLOCK_BYTES = 8 * 2**20  # of a slot's data, each with its own crc32
-MESSAGE_BYTES = 2**30  # more than any message has; what claims to be longer is not ours
-ANSWER_SECONDS = 300.0  # a commit waits for a buddy at most PUSH_SECONDS; beyond this the keeper hangs
+MESSAGE_BYTES = 2**30  # more than any valid message has
+ANSWER_SECONDS = 300.0  # a commit waits up to PUSH_SECONDS for a buddy; after this time the keeper hangs
 
 _LENGTH = struct.Struct("<Q")
 _DESCRIPTORS = 8
 
 
 def shared_memory_folder() -> str:
-    """The mount that slots are made in."""
+    """Return the mount in which slots are created."""
     return os.environ.get("CRATON_SHARED_MEMORY") or "/dev/shm"
 
 
 def make_memory(folder: str, num_bytes: int) -> int:
-    """The descriptor of a new slot with room for this many bytes of data; KeeperError when there is no room."""
+    """Create a slot for this many bytes of data and return its descriptor; KeeperError if there is no space."""
     size = HEADER_BYTES + num_bytes
     try:
         descriptor = os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise KeeperError(
-            f"no slot can be made in {folder}: {error.strerror}; give CRATON_SHARED_MEMORY a tmpfs mount, or write "
-            "checkpoint: {peer: off}"
+            f"cannot create a slot in {folder}: {error.strerror}; set CRATON_SHARED_MEMORY to a tmpfs mount, or switch "
+            "peer memory off with checkpoint: {peer: off}"
         ) from error
     try:
         os.posix_fallocate(descriptor, 0, size)
     except OSError as error:
         os.close(descriptor)
         if error.errno != errno.ENOSPC:
-            raise KeeperError(f"no slot of {size:,} bytes can be made in {folder}: {error.strerror}") from error
+            raise KeeperError(f"cannot create a slot of {size:,} bytes in {folder}: {error.strerror}") from error
         raise KeeperError(
-            f"{folder} has no room for a slot of {size:,} bytes; make the mount larger: mount -o remount,size=... "
-            f"{folder}, or write checkpoint: {{peer: off}}"
+            f"{folder} has no space for a slot of {size:,} bytes; enlarge the mount with `mount -o remount,size=... "
+            f"{folder}`, or switch peer memory off with checkpoint: {{peer: off}}"
         ) from error
     return descriptor
 
 
 @dataclass(frozen=True)
 class OwnSlot:
-    """A slot that this rank may fill, and the save it holds (None: none that is whole)."""
+    """A slot that this rank may fill, and the complete save it holds (None: no complete one)."""
 
     slot: int
     descriptor: int
@@ -71,7 +71,7 @@ class OwnSlot:
 
 @dataclass(frozen=True)
 class Holding:
-    """A whole save of one rank in the keeper's memory: the rank's own, or the copy of another node's."""
+    """A complete save of one rank in the keeper's memory: of a rank of this node, or a copy from another node."""
 
     slot: int
     own: bool
@@ -80,7 +80,7 @@ class Holding:
 
 @dataclass(frozen=True)
 class Committed:
-    """What became of a slot that was filled. `problem` is why there is no copy at the buddy."""
+    """The result of a commit. `problem` says why there is no copy at the buddy."""
 
     replicated: bool
     problem: str | None
@@ -88,7 +88,7 @@ class Committed:
 
 
 class KeeperClient:
-    """One connection to a node's keeper, by its abstract name. Any thread may call; calls take turns."""
+    """One connection to a node's keeper, by its abstract socket name. Thread-safe; calls are serialized."""
 
     def __init__(self, address: str) -> None:
         self.address = address
@@ -96,8 +96,8 @@ class KeeperClient:
         self._socket: socket.socket | None = None
 
     def reserve(self, rank: int, num_bytes: int, generation: int) -> tuple[str, tuple[OwnSlot, ...]]:
-        """This rank's two slots, for whoever fills them from now on: `filled` wants the token back. A commit that an
-        earlier process of this rank asked for ends first."""
+        """Reserve this rank's two slots for this process; pass the returned token to `filled`. A commit of an earlier
+        process of this rank completes first."""
         answer, descriptors = self._ask("reserve", rank=rank, bytes=num_bytes, generation=generation)
         slots = zip(answer["slots"], descriptors, strict=True)
         return answer["token"], tuple(OwnSlot(descriptor=descriptor, **slot) for slot, descriptor in slots)
@@ -105,42 +105,42 @@ class KeeperClient:
     def filled(
         self, slot: int, token: str, manifest: Mapping[str, Any], keep: str | None, buddy: str | None
     ) -> Committed:
-        """Commits a slot, and has it copied to the keeper at `buddy`, which may overwrite any save of this rank but
-        `keep`. The manifest must have rank, generation, step, save, course, base and bytes."""
+        """Commit a slot and copy it to the keeper at `buddy`, which may overwrite any save of this rank except `keep`.
+        The manifest must have rank, generation, step, save, course, base and bytes."""
         answer, _ = self._ask("filled", slot=slot, token=token, manifest=dict(manifest), keep=keep, buddy=buddy)
         return Committed(answer["replicated"], answer["problem"], answer["seconds"])
 
     def holdings(self) -> list[Holding]:
-        """All that is whole here."""
+        """Return all complete saves here."""
         return [Holding(**entry) for entry in self._ask("holdings")[0]["holdings"]]
 
     def open(self, slot: int) -> int:
-        """A descriptor to read a slot."""
+        """Return a descriptor to read a slot."""
         _, (descriptor,) = self._ask("open", slot=slot)
         return descriptor
 
     def give_back(self, token: str) -> int:
-        """The slots of a reservation are not needed, but for what is whole in them; how many bytes became free."""
+        """Free the slots of a reservation that hold no complete save; return the freed bytes."""
         return int(self._ask("give_back", token=token)[0]["bytes"])
 
     def free(self, generation: int) -> int:
-        """Gives the memory of older generations' slots back; how many bytes."""
+        """Free the slots of older generations; return the freed bytes."""
         return int(self._ask("free", generation=generation)[0]["bytes"])
 
     def forget(self, after: int, saves: Sequence[str] = ()) -> list[str]:
-        """Saves of later steps than this one, and these, are never restored again; which there were."""
+        """Invalidate saves of steps after this one, and the named ones; return which there were."""
         return list(self._ask("forget", after=after, saves=list(saves))[0]["forgotten"])
 
     def corrupt(self, rank: int | None = None, whose: str = "all") -> list[str]:
-        """Flips a byte in the newest save of each rank (or of one): `own`, `copies` or `all`; what was done."""
+        """Flip a bit in the newest save of each rank (or of one): `own`, `copies` or `all`; return what was done."""
         return list(self._ask("corrupt", rank=rank, whose=whose)[0]["done"])
 
     def status(self) -> dict[str, Any]:
-        """Numbers for metrics."""
+        """Return counters for metrics."""
         return self._ask("status")[0]
 
     def interrupt(self) -> None:
-        """A call under way in another thread fails at once; what the keeper was asked to do, it still does."""
+        """Make a pending call in another thread fail at once; the keeper still completes the request."""
         connection = self._socket
         if connection is not None:
             with suppress(OSError):
@@ -164,7 +164,7 @@ class KeeperClient:
                 raise KeeperError(f"the keeper of this node does not answer ({error}); its memory is lost") from error
             if received is None:
                 self._disconnect()
-                raise KeeperError("the keeper of this node is gone, and its memory with it")
+                raise KeeperError("the keeper of this node is gone; its memory is lost")
         answer, descriptors = received
         if "error" in answer:
             raise KeeperError(answer["error"])
@@ -177,7 +177,7 @@ class KeeperClient:
 
 
 def send_message(connection: socket.socket, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
-    """A length, which carries the descriptors, and JSON."""
+    """Send a length, which carries the descriptors, and JSON."""
     body = json.dumps(message).encode()
     length = _LENGTH.pack(len(body))
     if descriptors:
@@ -190,7 +190,7 @@ def send_message(connection: socket.socket, message: Mapping[str, Any], descript
 def receive_message(
     connection: socket.socket, max_descriptors: int = 0, max_bytes: int = MESSAGE_BYTES
 ) -> tuple[dict[str, Any], list[int]] | None:
-    """A message and its descriptors; None when the other side has closed; ValueError for what is no message."""
+    """Receive a message and its descriptors; None if the other side has closed; ValueError if it is invalid."""
     descriptors: list[int] = []
     if max_descriptors:
         head, descriptors, _, _ = socket.recv_fds(connection, _LENGTH.size, max_descriptors)
@@ -203,7 +203,7 @@ def receive_message(
     head += receive_exactly(connection, _LENGTH.size - len(head))
     (length,) = _LENGTH.unpack(head)
     if length > max_bytes:
-        raise ValueError(f"a message of {length:,} bytes is announced, which none has")
+        raise ValueError(f"message length {length:,} exceeds the limit of {max_bytes:,} bytes")
     message = json.loads(receive_exactly(connection, length))
     if not isinstance(message, dict):
         raise ValueError("a message is not a JSON object")
@@ -217,9 +217,9 @@ def receive_exactly(connection: socket.socket, num_bytes: int) -> bytes:
 
 
 def receive_into(connection: socket.socket, view: memoryview) -> None:
-    """Fills the view; ConnectionError when the other side closes before."""
+    """Fill the view; ConnectionError if the other side closes first."""
     while view.nbytes:
         count = connection.recv_into(view)
         if not count:
-            raise ConnectionError("the connection was closed in the middle")
+            raise ConnectionError("the connection was closed in the middle of a message")
         view = view[count:]

@@ -1,8 +1,8 @@
-"""Becomes another program that dies with the agent: `python -I -S child.py AGENT_PID PROGRAM ARGUMENT...`
+"""Exec another program that dies with the agent: `python -I -S child.py AGENT_PID PROGRAM ARGUMENT...`
 
-The kernel is asked to kill this process when the agent (its parent thread, the agent's main one) ends, however it ends;
-the wish survives exec. It is made here, in the new process before exec, because running Python between fork and exec in
-the agent, which has threads, could deadlock. An agent that died before the wish was made is seen by the changed parent.
+PR_SET_PDEATHSIG makes the kernel kill this process when its parent thread (the agent's main thread) ends for any
+reason; the setting survives exec. It is set here, in the new process before exec, because running Python between fork
+and exec in the agent, which has threads, could deadlock. A changed parent shows that the agent died before it was set.
 
 Imports nothing of Craton: it must start in milliseconds.
 """

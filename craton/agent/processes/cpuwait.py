@@ -1,11 +1,10 @@
-"""For how long a rank was kept from running since it last showed progress: no CPU for its threads, or a machine that
-stood still as a whole.
+"""Measure how long a rank could not run since its last progress: no CPU for its threads, or a frozen machine.
 
-Linux counts for every thread the time it was ready to run and waited for a CPU (`schedstat`, proc_pid_schedstat(5)),
-and adds it when the thread gets one. A thread that is ready to run and got none since the last look waited all along.
-A rank that hangs, is stopped or waits for another one is not ready to run, so nothing is counted for it; on an idle
-machine nothing is counted for anybody. Threads often take turns, so their waits are added up; as a bound, at most
-MAX_SHARE of the observed time counts, which lets a rank that spins forever on a busy machine be noticed too.
+Linux counts for every thread how long it was runnable and waited for a CPU (`schedstat`, proc_pid_schedstat(5)), and
+adds the wait when the thread gets a CPU. A runnable thread that got none since the last look has waited all the time. A
+rank that hangs, is stopped or waits for another rank is not runnable, so nothing is counted; on an idle machine nothing
+is counted at all. Threads often take turns, so their waits are added up. At most MAX_SHARE of the observed time counts,
+so that a rank that spins forever on a busy machine is detected too.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from pathlib import Path
 
 MAX_SHARE = 0.9  # of the observed time
 LOOK_SECONDS = 0.5  # between two looks at the threads of a rank
-LOOK_SHARE = 0.25  # of a rank's limit that passes before its threads are looked at: most steps end before
-AGENT_PAUSE_SECONDS = 1.5  # an agent that is asked several times a second has not run for this long
+LOOK_SHARE = 0.25  # of a rank's limit, before its threads are inspected: most steps end earlier
+AGENT_PAUSE_SECONDS = 1.5  # between two calls, which come several times a second: the agent itself did not run
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,7 @@ class ThreadTimes:
     is_ready: bool  # it runs, or waits for a CPU
 
     def waited_since(self, before: ThreadTimes | None, seconds: float) -> float:
-        """Seconds without a CPU since a look so long ago."""
+        """Return the seconds without a CPU since the look `seconds` ago."""
         if before is None:
             return self.waited_ns / 1e9
         if self.is_ready and (self.ran_ns, self.waited_ns) == (before.ran_ns, before.waited_ns):
@@ -37,12 +36,12 @@ class ThreadTimes:
 
 
 class CpuWait:
-    """Follows one rank; the agent asks several times a second."""
+    """Follows one rank; the agent calls it several times a second."""
 
     def __init__(self, proc: Path = Path("/proc")) -> None:
         self._proc = proc
         self._asked: float | None = None  # monotonic
-        self._progress = -1.0  # the sign of progress that everything below is counted from
+        self._progress = -1.0  # the last progress; everything below is counted from it
         self._paused_seconds = 0.0
         self._looked: float | None = None
         self._begun = 0.0
@@ -50,7 +49,7 @@ class CpuWait:
         self._by_thread: dict[str, ThreadTimes] = {}
 
     def seconds(self, pid: int, progress: float, limit: float, now: float) -> float:
-        """Since the progress at the monotonic moment `progress`, of a rank that hangs after `limit` seconds."""
+        """Return the seconds it could not run since `progress` (monotonic); `limit`: its hang limit in seconds."""
         pause = now - self._asked if self._asked is not None else 0.0
         self._asked = now
         if progress != self._progress:
@@ -75,7 +74,7 @@ class CpuWait:
         self._looked, self._by_thread = now, by_thread
 
     def _threads(self, pid: int) -> Iterator[tuple[str, ThreadTimes]]:
-        """Of a process and its descendants."""
+        """Yield the thread times of a process and its descendants."""
         with contextlib.suppress(OSError):  # it has ended
             for task in (self._proc / str(pid) / "task").iterdir():
                 with contextlib.suppress(OSError, IndexError, ValueError):

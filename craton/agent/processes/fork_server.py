@@ -1,8 +1,8 @@
-"""The fork server as the agent sees it: a process that has imported what ranks need, and forks one when asked.
+"""The fork server, seen from the agent: a process that has imported what ranks need and forks one on request.
 
-A fork takes milliseconds where an import takes seconds, so a rank that died is back at once. A forked process, rank or
-keeper, becomes the agent's own child (see `adopt_orphans`) and outlives the fork server. Files, events and the variable
-say `nursery`, its name in earlier versions.
+A fork takes milliseconds where an import takes seconds, so a dead rank is back at once. A forked process (rank or
+keeper) becomes the agent's own child (see `adopt_orphans`) and outlives the fork server. Files, events and the
+environment variable are called `nursery`, its name in earlier versions.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from craton.formatting import setting
 from craton.telemetry import RunDirectory
 from craton.telemetry.rank import STEADY
 
-FORK_SECONDS = 4.0  # less than what makes the agent itself look dead
+FORK_SECONDS = 4.0  # below the limit after which the agent itself looks dead
 MESSAGE_BYTES = 1 << 20
-FORK_SERVER_VARIABLE = "CRATON_NURSERY"  # environment of the fork server: the descriptor of its end of the connection
+FORK_SERVER_VARIABLE = "CRATON_NURSERY"  # environment of the fork server: descriptor of its socket
 KIND = socket.SOCK_SEQPACKET if sys.platform == "linux" else socket.SOCK_DGRAM
 
 
 class ForkServerError(OSError):
-    """It is gone, or did not do what it was asked."""
+    """The fork server is gone, or did not fork."""
 
 
 class ForkServer:
-    """One process; `child` is to be reaped like any other."""
+    """One fork server process; `child` must be reaped like any other."""
 
     def __init__(self, run: RunDirectory, launch: Launch, node: str) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, KIND)
@@ -51,7 +51,7 @@ class ForkServer:
         self.is_ready = False
 
     def hear(self) -> None:
-        """Takes what it says by itself: that it is ready."""
+        """Read its ready message."""
         try:
             message = self.connection.recv(MESSAGE_BYTES, socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -61,7 +61,7 @@ class ForkServer:
         self.is_ready = self.is_ready or message == b"ready"
 
     def fork(self, kind: str, environment: Mapping[str, str], log_path: Path, descriptors: Mapping[str, int]) -> int:
-        """The process number of a new rank or keeper, whose environment names these descriptors."""
+        """Fork a rank or keeper whose environment names these descriptors, and return its PID."""
         request = {"what": kind, "environment": dict(environment), "log": str(log_path), "agent": os.getpid()}
         request["descriptors"] = list(descriptors)
         try:
@@ -76,7 +76,7 @@ class ForkServer:
             raise ForkServerError(f"{self.child.name} is gone ({error.strerror})") from error
         if not answer.isdigit():
             self.child.send(signal.SIGKILL)
-            raise ForkServerError(f"{self.child.name} is gone, or cannot fork")
+            raise ForkServerError(f"{self.child.name} is gone or cannot fork")
         return int(answer)
 
     def close(self) -> None:
@@ -84,8 +84,8 @@ class ForkServer:
 
 
 def answer_requests(connection: socket.socket, become: Sequence[str]) -> tuple[str, dict[str, str], str, int]:
-    """The fork server's side: forks whenever it is asked, and returns in the new process with (what it is to become,
-    its environment, its log, the agent's process number). Ends the process when the agent is gone."""
+    """Run the fork server: fork on every request, and return in the new process with (its kind, its environment, its
+    log, the agent's PID). Exit when the agent is gone."""
     connection.sendall(b"ready")
     while True:
         data, descriptors, _, _ = socket.recv_fds(connection, MESSAGE_BYTES, 16)

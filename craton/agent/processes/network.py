@@ -1,10 +1,10 @@
-"""The network of a node's ranks: the interface they talk over, and the ports on which they meet.
+"""The network of a node's ranks: the interface they use, and the ports of their rendezvous.
 
-gloo and NCCL authenticate no client, and gloo listens on any address that the host's name has. They are kept to the
-interface of the address at which the other nodes reach this one: on one machine to the loopback.
+gloo and NCCL do not authenticate clients, and gloo listens on any address of the host's name. They are pinned to the
+interface of the address at which other nodes reach this one; on a single machine to loopback.
 
-Ports lie below those the kernel gives to outgoing connections. A process that dials a port again and again until
-another one listens may otherwise be given just that port, connect to itself, and keep the listener out.
+Ports are below the ephemeral range of the kernel. A process that dials a port until another one listens may otherwise
+get that same port as its source port, connect to itself, and block the listener.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ PORT_TRIES = 100
 def pin_interfaces(
     address: str, environment: MutableMapping[str, str] = os.environ, others: Mapping[str, str] | None = None
 ) -> None:
-    """Sets the variables that tell gloo and NCCL their interface, unless the environment or `others` do already.
+    """Set the interface variables of gloo and NCCL, unless the environment or `others` already do.
 
-    Between machines NCCL keeps its own choice: it may use several networks at once, and binds to their addresses only.
+    Across machines NCCL keeps its own choice: it may use several networks at once, and binds only to their addresses.
     """
     interface = interface_of(address)
     if interface is None:
@@ -51,14 +51,14 @@ def pin_interfaces(
 
 
 def address_towards(host: str, port: int) -> str:
-    """The address of this machine that a connection to `host` would come from; OSError when there is no way there."""
+    """Return this machine's source address for a connection to `host`; OSError if there is no route."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, port))  # sends nothing: asks which way it would go
+        probe.connect((host, port))  # UDP: sends nothing, only looks up the route
         return str(probe.getsockname()[0])
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only processes of this machine reach the address."""
+    """Whether only processes of this machine can reach the address."""
     try:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:
@@ -66,7 +66,7 @@ def is_loopback(address: str) -> bool:
 
 
 def interface_of(address: str) -> str | None:
-    """The interface that has an address; None where it cannot be found out."""
+    """Return the interface that has an address; None if unknown."""
     if is_loopback(address):
         names = {name for _, name in socket.if_nameindex()}
         return next((name for name in ("lo", "lo0") if name in names), None)  # of Linux, of macOS
@@ -78,7 +78,7 @@ def interface_of(address: str) -> str | None:
 
 
 def _interfaces() -> dict[bytes, str]:
-    """IPv4 address → interface; aliases such as eth0:1 count as the interface they belong to. Linux only."""
+    """Return IPv4 address → interface; aliases such as eth0:1 count as their interface. Linux only."""
     if not os.path.isdir("/proc/sys/net"):
         return {}
     room = ctypes.create_string_buffer(MAX_ADDRESSES * _ENTRY_BYTES)
@@ -94,12 +94,12 @@ def _interfaces() -> dict[bytes, str]:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port that nothing listens on."""
+    """Return a TCP port that nothing listens on."""
     last = FIRST_OUTGOING_PORT
     with contextlib.suppress(OSError, ValueError):
         last = int(OUTGOING_PORTS.read_text().split()[0])
     candidates = [random.randrange(FIRST_PORT, last) for _ in range(PORT_TRIES)] if last > FIRST_PORT else []
-    for port in (*candidates, 0):  # where there is no such port, any
+    for port in (*candidates, 0):  # any port if none of them is free
         with contextlib.suppress(OSError), socket.create_server((host, port)) as probe:
             return int(probe.getsockname()[1])
-    raise OSError(f"no TCP port of {host} is free")
+    raise OSError(f"no free TCP port on {host}")

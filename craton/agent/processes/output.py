@@ -1,8 +1,8 @@
-"""What a job's own command prints, on its way into its log.
+"""Copy the output of a job's own command to its log.
 
-A program that prints to a file on a full disk gets an error from `print`, and mostly dies of it. So its standard output
-is a pipe: a thread of the agent reads it and writes the log, where text that the disk does not take waits in bounded
-memory. Ranks that Craton itself runs need no pipe: their own streams do the same (`protect_output`).
+A program that prints to a file on a full disk gets an error from `print` and usually dies of it. So its standard output
+is a pipe: a thread of the agent reads it and writes the log, and text that the disk refuses waits in bounded memory.
+Ranks of the training loop need no pipe: their own streams do the same (`protect_output`).
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from craton.telemetry.files import SafeOutput
 
 PIPE_BYTES = 1 << 20
 READ_BYTES = 1 << 16
-TAIL_BYTES = 16 << 10  # of the newest text, for the reason of a failure
-DRAIN_SECONDS = 1.0  # for what is in the pipe of a process that has ended
+TAIL_BYTES = 16 << 10  # of the newest text, for error messages
+DRAIN_SECONDS = 1.0  # to drain the pipe of a process that has ended
 
 
 class CommandOutput:
-    """The pipe of one process; `writing` is the end that the process prints to, and the caller closes."""
+    """The pipe of one process; `writing` is the end that the process prints to and the caller closes."""
 
     def __init__(self, log: BinaryIO) -> None:
         self._log, self._file = log, SafeOutput(log.fileno())
@@ -35,11 +35,11 @@ class CommandOutput:
 
     @property
     def waiting_bytes(self) -> int:
-        """That the disk has not taken yet."""
+        """Bytes that are not on disk yet."""
         return self._file.waiting_bytes
 
     def flush(self) -> bool:
-        """Another try for what waits; True when all that will ever be printed is in the log, which is closed then."""
+        """Retry what waits; True, and close the log, once all output of an ended process is written."""
         self._file.write(b"")
         is_over = not self._thread.is_alive() and not self._file.waiting_bytes
         if is_over:
@@ -47,11 +47,11 @@ class CommandOutput:
         return is_over
 
     def tail_lines(self) -> list[str]:
-        """The newest lines, also of those that no disk has taken."""
+        """Return the newest lines, including those not on disk yet."""
         return self._tail.decode(errors="replace").splitlines()
 
     def end(self) -> None:
-        """The process has ended: takes what is left in the pipe, unless somebody else still holds it."""
+        """Drain the pipe of an ended process, unless another process still holds it open."""
         self._thread.join(DRAIN_SECONDS)
 
     def _copy(self) -> None:

@@ -1,7 +1,7 @@
-"""The processes of a node: ranks, the fork server they are forked in, the keeper of their state, and sinks.
+"""The processes of a node: ranks, their fork server, the keeper of their state, and sinks.
 
-Each is the head of a session of its own (a Ctrl-C in the agent's terminal does not reach it), dies with the agent
-(child.py), and leaves nobody behind: when it has ended, what is left of its process group is killed.
+Each one leads its own session (a Ctrl-C in the agent's terminal does not reach it) and dies with the agent (child.py).
+When it has ended, the rest of its process group is killed.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from craton.telemetry import RunDirectory
 from craton.telemetry.files import append_regular, open_regular
 from craton.telemetry.rank import STEADY, RankPage
 
-EXIT_FINAL = 3  # of a rank: the job itself is at fault, and another try would fail as well
+EXIT_FINAL = 3  # of a rank: the job itself is at fault, and a retry would fail as well
 PIPE_BYTES = 1 << 20
-# Where PyTorch's flight recorder writes, each rank's number added; the first that is set counts (as of 2.11 and 2.13).
+# Path prefix of PyTorch's flight recorder, to which it adds the rank; the first one set counts (as of 2.11 and 2.13).
 RECORDING_VARIABLES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
-# How long a thread without work spins before it sleeps: libgomp (PyTorch's wheels) would 300,000 times, Intel's OpenMP
-# for 200 ms. To sleep at once costs 4 to 19% on an idle machine (benchmarks/waiting_policy.py, docs/measurements.md).
+# How long an idle thread spins before it sleeps: libgomp (PyTorch's wheels) 300,000 times by default, Intel's OpenMP
+# for 200 ms. Sleeping at once costs 4 to 19% on an idle machine (benchmarks/waiting_policy.py, docs/measurements.md).
 WAITING_POLICY = {"GOMP_SPINCOUNT": "10000", "KMP_BLOCKTIME": "1"}
 WAITING_VARIABLES = ("OMP_WAIT_POLICY", *WAITING_POLICY)
 GROUP_SECONDS = 1.0
@@ -52,10 +52,10 @@ class ChildProcess:
     pid: int
     log_path: Path
     log_offset: int  # where the log began for this process
-    started: float  # epoch seconds of the steady clock, as is the end
-    stdin: int = -1  # our end, where there is one
+    started: float  # epoch seconds of the steady clock, like `ended`
+    stdin: int = -1  # our end, if there is one
     ended: float | None = None
-    code: int = 0  # once it has ended: exit code, or minus the signal that ended it
+    code: int = 0  # after the end: exit code, or minus the signal
     sent: set[signal.Signals] = field(default_factory=set)
     oom_kills_before: int = field(default_factory=oom_kills)
 
@@ -64,7 +64,7 @@ class ChildProcess:
         return self.ended is None
 
     def send(self, number: signal.Signals) -> None:
-        """SIGTERM goes to the process, which may have work to finish; SIGKILL to its whole group."""
+        """Send a signal: SIGTERM to the process, which may have work to finish; SIGKILL to its whole group."""
         if not self.is_running:
             return
         self.sent.add(number)
@@ -83,7 +83,7 @@ class ChildProcess:
             return False
 
     def last_lines(self, count: int = 20, max_bytes: int = 16 << 10) -> list[str]:
-        """The end of what this process printed."""
+        """Return the last lines that this process printed."""
         if isinstance(self, RankProcess) and self.output is not None:
             return self.output.tail_lines()[-count:]
         try:
@@ -97,13 +97,13 @@ class ChildProcess:
 
 @dataclass
 class RankProcess(ChildProcess):
-    """A rank, the pipe its records come through, and the one through which it is told of generations."""
+    """A rank, the pipe for its records, and the pipe that sends it generations."""
 
     rank: int = 0
     records: int = -1  # descriptor of the reading end
     orders: int = -1  # of the writing end; -1: it takes none
-    values: dict[str, str] = field(default_factory=dict)  # what placeholders stand for in it
-    page: RankPage | None = None  # which it shares with the agent
+    values: dict[str, str] = field(default_factory=dict)  # values of placeholders
+    page: RankPage | None = None  # shared with the agent
     output: CommandOutput | None = None  # of a job's own command
 
     def close(self) -> None:
@@ -114,13 +114,13 @@ class RankProcess(ChildProcess):
 
 
 def common_environment(run: RunDirectory, launch: Launch, node: str) -> dict[str, str]:
-    """What all ranks of a node find in their environment, in whichever generation."""
-    is_said = any({**os.environ, **launch.env}.get(name) for name in RECORDING_VARIABLES)
+    """Return the environment of all ranks of a node, in every generation."""
+    is_set = any({**os.environ, **launch.env}.get(name) for name in RECORDING_VARIABLES)
     return {
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": str(launch.threads_per_rank),
         **waiting_policy({**os.environ, **launch.env}),
-        **({} if is_said else {RECORDING_VARIABLES[0]: str(run.recording_prefix)}),
+        **({} if is_set else {RECORDING_VARIABLES[0]: str(run.recording_prefix)}),
         **launch.env,
         **({"CUDA_VISIBLE_DEVICES": launch.cards[node]} if node in launch.cards else {}),
         **({"CUDA_VISIBLE_DEVICES": ""} if launch.hides_gpus else {}),
@@ -131,13 +131,13 @@ def common_environment(run: RunDirectory, launch: Launch, node: str) -> dict[str
 
 
 def waiting_policy(environment: Mapping[str, str]) -> dict[str, str]:
-    """How threads of a rank wait for each other: asleep after a short while. One that spins takes the CPU from the one
-    it waits for when others use the machine too. Nothing where `environment` has any: they work together."""
+    """Return OpenMP variables that make waiting threads sleep soon: on a shared machine, a spinning thread takes the
+    CPU from the one it waits for. Empty if `environment` sets any of them, as they work together."""
     return {} if any(name in environment for name in WAITING_VARIABLES) else dict(WAITING_POLICY)
 
 
 def rank_environment(launch: Launch, generation: Generation, node: str, rank: int) -> dict[str, str]:
-    """What tells one rank from another, in the words of torchrun."""
+    """Return the variables that differ between ranks, with torchrun's names."""
     host, _, port = generation.store.rpartition(":")
     return {
         "RANK": str(rank),
@@ -152,7 +152,7 @@ def rank_environment(launch: Launch, generation: Generation, node: str, rank: in
 def placeholder_values(
     run: RunDirectory, launch: Launch, generation: Generation, node: str, rank: int
 ) -> dict[str, str]:
-    """What `{name}` in a job's own command is replaced by; in its environment the same is called CRATON_NAME."""
+    """Return the values of `{name}` in a job's own command; its environment has the same as CRATON_NAME."""
     words = rank_environment(launch, generation, node, rank)
     values = {
         "rank": words["RANK"],
@@ -171,18 +171,18 @@ def placeholder_values(
 
 
 def fill(text: str, values: Mapping[str, str]) -> str:
-    """The text with its placeholders replaced; `{{rank}}` is written as `{rank}`, `${rank}` and other braces stay."""
+    """Replace the placeholders of a text; `{{rank}}` becomes `{rank}`, `${rank}` and other braces stay."""
     return _PLACEHOLDER.sub(lambda item: f"{{{item[1]}}}" if item[1] else values[item[2]], text)
 
 
 def search_path() -> str:
-    """$PATH with the agent's own programs first, as if its virtual environment were active."""
+    """Return $PATH with the agent's own programs first, as if its virtual environment were active."""
     folders = os.environ.get("PATH", os.defpath).split(os.pathsep)
     return os.pathsep.join(dict.fromkeys([str(Path(sys.executable).parent), *folders]))
 
 
 def pipe() -> tuple[int, int]:
-    """(reading, writing): a large pipe that never blocks."""
+    """Return (reading, writing) of a large non-blocking pipe."""
     reading, writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     with contextlib.suppress(OSError, AttributeError):  # an unprivileged user has a limited amount of pipe memory
         fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
@@ -192,7 +192,7 @@ def pipe() -> tuple[int, int]:
 def start_rank(
     run: RunDirectory, launch: Launch, generation: Generation, node: str, rank: int, page: int
 ) -> RankProcess:
-    """A rank of a job's own command; `page` is the descriptor of its page."""
+    """Start a rank of a job's own command; `page` is the descriptor of its page."""
     reading, writing = pipe()
     started = STEADY.now()
     values = placeholder_values(run, launch, generation, node, rank)
@@ -204,7 +204,7 @@ def start_rank(
         "CRATON_RECORDS": str(writing),
         "CRATON_PAGE": str(page),
     }
-    # A text for the shell keeps its braces: it has the environment, and nothing is put into it that it could execute.
+    # A shell text keeps its braces: it can use the environment, and nothing is inserted that the shell could execute.
     is_text = launch.command[:2] == ["/bin/sh", "-c"]
     command = launch.command if is_text else [fill(word, values) for word in launch.command]
     log_path = run.log_path(rank)
@@ -225,7 +225,7 @@ def start_rank(
 
 
 def start_sink(run: RunDirectory, sink: str) -> ChildProcess:
-    """A sink goes on until `end_sink` closes its standard input."""
+    """Start a sink, which runs until `end_sink` closes its standard input."""
     command = [sys.executable, "-m", "craton.telemetry.track", str(run.path), sink, "--until-stdin-closes"]
     log_path = run.path / "logs" / f"track-{sink}.log"
     started = STEADY.now()
@@ -241,14 +241,14 @@ def end_sink(sink: ChildProcess) -> None:
 
 
 def adopt_orphans() -> None:
-    """Processes that a child leaves behind become children of the agent, which reaps them: process 1 may not. So does
-    a rank that the fork server has forked."""
+    """Become the subreaper: orphans of a child become children of the agent, which reaps them (process 1 may not). So
+    do ranks that the fork server forks."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def reap(children: Sequence[ChildProcess]) -> list[ChildProcess]:
-    """Takes note of every process that has ended, ours first to end first; orphans are reaped and forgotten."""
+    """Reap every process that has ended, and return ours in the order of their ends; orphans are only reaped."""
     ended: list[ChildProcess] = []
     by_pid = {item.pid: item for item in children if item.is_running}
     while True:
@@ -263,7 +263,7 @@ def reap(children: Sequence[ChildProcess]) -> list[ChildProcess]:
                 os.waitpid(status.si_pid, os.WNOHANG)
             continue
         child = by_pid.pop(status.si_pid)
-        # The group goes while its head is still a zombie: until then its number cannot belong to anybody else.
+        # Kill the group while its leader is still a zombie: until it is reaped, the PID cannot be reused.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(child.pid, signal.SIGKILL)
         _, code = os.waitpid(child.pid, 0)
@@ -284,8 +284,8 @@ def start(
     folder: str | None = None,
     output: int | None = None,
 ) -> tuple[subprocess.Popen[bytes], int]:
-    """(process, length of its log so far). Who ends it and how is found out by `reap`, not by the Popen object. It
-    prints to the log, or to the descriptor `output`."""
+    """Start a process and return (process, length of its log so far). `reap` collects its exit code, not the Popen
+    object. It prints to the log, or to the descriptor `output`."""
     with open_log(log_path) as log:
         offset = log.tell()
         process = subprocess.Popen(
@@ -298,21 +298,21 @@ def start(
             pass_fds=pass_descriptors,
             start_new_session=True,
         )
-    process.returncode = 0  # it must not look for its process when it is collected
+    process.returncode = 0  # Popen must not wait for the process when it is garbage-collected
     return process, offset
 
 
 def open_log(path: Path) -> BinaryIO:
-    """A log to append to. On storage that does not open it, output goes nowhere: the process matters more."""
+    """Open a log for appending. If storage refuses, discard the output: the process matters more."""
     try:
         return os.fdopen(append_regular(path), "ab", buffering=0)
     except OSError as error:
-        print(f"craton: {path} cannot be opened ({error.strerror}): this output is lost", file=sys.stderr)
+        print(f"craton: cannot open {path} ({error.strerror}); this output is lost", file=sys.stderr)
         return open(os.devnull, "ab", buffering=0)
 
 
 def _reap_group(group: int) -> None:
-    """Reaps what was killed with a process and is our child since; briefly, for the kernel may hold one back."""
+    """Reap the killed group of a process, now our children; for a short time only, as the kernel may hold one back."""
     deadline = time.monotonic() + GROUP_SECONDS
     while time.monotonic() < deadline:
         try:
@@ -323,8 +323,8 @@ def _reap_group(group: int) -> None:
 
 
 def _end_orphans(values: Mapping[str, str], known_pids: set[int]) -> None:
-    """Kills what a rank has left in sessions of its own, as torchrun starts its workers: they are our children since
-    it ended, are none of `known_pids`, and have its run and number in their environment. Their children follow."""
+    """Kill what a rank has left in other sessions, as torchrun starts its workers: they are now our children, are not
+    in `known_pids`, and have its run and rank in their environment. Their children follow."""
     marks = [f"\0CRATON_{name.upper()}={values[name]}\0".encode() for name in ("run", "rank")]
     deadline = time.monotonic() + GROUP_SECONDS
     while time.monotonic() < deadline:
@@ -335,13 +335,13 @@ def _end_orphans(values: Mapping[str, str], known_pids: set[int]) -> None:
         for pid in orphans:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
-        # One that may not be killed, or that the kernel holds back, must not hold up the agent.
+        # A process that may not be killed, or that the kernel holds back, must not block the agent.
         while (orphans := [pid for pid in orphans if not _is_reaped(pid)]) and time.monotonic() < deadline:
             time.sleep(0.002)
 
 
 def _is_reaped(pid: int) -> bool:
-    """Whether a child has ended, and is gone now."""
+    """Whether a child has ended and is reaped."""
     try:
         return os.waitpid(pid, os.WNOHANG)[0] == pid
     except ChildProcessError:
@@ -349,7 +349,7 @@ def _is_reaped(pid: int) -> bool:
 
 
 def _children() -> list[int]:
-    """Processes whose parent we are, ended ones left out (proc(5)); none where the system does not tell."""
+    """Return our live child processes (proc(5)); none if the system does not list them."""
     result = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -360,7 +360,7 @@ def _children() -> list[int]:
 
 
 def _environment(pid: int) -> bytes:
-    """What a process was started with, each variable between two zeros; nothing of one that has ended."""
+    """Return the environment of a process, each variable between two NULs; empty for one that has ended."""
     try:
         return b"\0" + Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:
@@ -368,20 +368,20 @@ def _environment(pid: int) -> bytes:
 
 
 def failure_text(rank: RankProcess, node: str, generation: int) -> str:
-    """How a rank ended, and what it said last."""
+    """Return how a rank ended, a hint, and its last output."""
     last_lines = rank.last_lines()
     headline = f"{rank.name} on {node} {how_ended(rank.code)} (generation {generation})"
     words = [line.strip() for line in last_lines if any(letter.isalnum() for letter in line)]
-    if rank.code > 0 and words:  # it ended by itself: what it said last is most likely why
+    if rank.code > 0 and words:  # it exited by itself: its last line is most likely the reason
         headline += f": {words[-1].removeprefix('craton: ')}"
     text = [headline]
     if rank.code == -signal.SIGKILL and oom_kills() > rank.oom_kills_before:
-        text.append(f"the kernel has killed a process because memory ran out: {memory_text()}; {MORE_MEMORY}")
+        text.append(f"the kernel's OOM killer has killed a process: {memory_text()}; {MORE_MEMORY}")
     elif rank.code == -signal.SIGKILL:
-        text.append("less memory is needed with a smaller layout.micro_batch, more layout.recompute or more ranks")
+        text.append("to use less memory: a smaller layout.micro_batch, more layout.recompute or more ranks")
     elif hint := limit_hint("\n".join(last_lines)):
         text.append(hint)
-    text.append(f"the end of {rank.log_path.name}:" if last_lines else f"{rank.log_path.name} is empty")
+    text.append(f"last lines of {rank.log_path.name}:" if last_lines else f"{rank.log_path.name} is empty")
     return "\n".join([*text, *(f"  {line}" for line in last_lines)])
 
 

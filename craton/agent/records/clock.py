@@ -1,4 +1,4 @@
-"""Which steady clock the agents of a run use: the ledger's lines must follow each other over any number of agents."""
+"""Choose the steady clock of a run's agents: ledger lines must stay in order over any number of agents."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def continue_clock(run: RunDirectory, launch: Launch, node: str, booked_until: float) -> None:
-    """Takes over the steady clock of an agent of this run and this boot, where there was one. Otherwise a new boot (or
-    another machine) begins with its wall clock, but not before `booked_until`, the end of the node's ledger: a clock
-    that was set back would have seconds booked twice."""
+    """Take over the steady clock of an earlier agent of this run and boot, if there was one. Otherwise (a new boot, or
+    another machine) start from the wall clock, but not before `booked_until`, the end of the node's ledger: a clock
+    that was set back would book seconds twice."""
     is_one_machine = launch.master_address in LOOPBACK
     for other in [node, *(launch.nodes if is_one_machine else ())]:
         beat = read_heartbeat(run, other)

@@ -1,4 +1,4 @@
-"""What others see of a node: its heartbeat, its metrics, the markers it sets, and the trackers it feeds."""
+"""Publish a node's status: heartbeat, metrics, markers, and the trackers (sinks) it feeds."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from craton.telemetry.node import (
     write_status,
 )
 
-SINK_GRACE_SECONDS = 30.0  # MLflow takes ten of them to make its first database
+SINK_GRACE_SECONDS = 30.0  # MLflow needs ten of them to create its first database
 SEARCHED_BYTES = 1 << 20  # of a node's events, for the newest save of each tier
 
 
@@ -40,7 +40,7 @@ class NodePublisher:
         self.state = StateWriter(run, node, records)
         self._summarizer = Summarizer(run)
         self._metrics_port = 0
-        self._saves: dict[str, float] = {}  # tier → when its newest checkpoint was finished
+        self._saves: dict[str, float] = {}  # tier → time of its newest complete checkpoint
         self.address = ""  # where the other agents reach this one
         self.sinks: list[ChildProcess] = []
 
@@ -51,7 +51,7 @@ class NodePublisher:
             except OSError as error:
                 self.warn(
                     "metrics_port_taken",
-                    f"port {self._launch.metrics_port} for metrics: {error.strerror}; taking any free one",
+                    f"metrics port {self._launch.metrics_port}: {error.strerror}; using any free port",
                 )
                 self._metrics_port = self._endpoint.serve(0, host)
         except (ImportError, OSError) as error:
@@ -68,7 +68,7 @@ class NodePublisher:
         self._endpoint.set_labelled("plan_checkpoint_interval_seconds", plan_checkpoint_intervals(plan))
 
     def show_ranks(self, ranks: Sequence[RankStatus]) -> None:
-        """How far each rank of the node is, at every scrape."""
+        """Update the progress metrics of the node's ranks."""
         for rank in ranks:
             values = {
                 "run_step": rank.step,
@@ -80,27 +80,27 @@ class NodePublisher:
     def write_status(self, generation: int, ranks: Sequence[RankStatus]) -> None:
         if self.state.is_gone:
             return
-        with contextlib.suppress(OSError):  # the next one comes soon; what is wrong is in the heartbeat
+        with contextlib.suppress(OSError):  # the next one follows soon; the heartbeat has the reason
             write_status(self._run, NodeStatus(time.time(), generation, self._node, tuple(ranks)))
 
     def entered(self, ranks: range) -> None:
-        """A generation in which the node has these ranks."""
+        """Update metrics for a new generation, in which the node has these ranks."""
         self._endpoint.keep_only(ranks)
         if ranks and ranks.start == 0:
             self._endpoint.update({"run_restarts": count_restarts(self._run, self._launch.generation)}, None)
-            with contextlib.suppress(OSError):  # told of again at the next save
+            with contextlib.suppress(OSError):  # the next save reports it again
                 self._recall_saves()
         else:
             self._endpoint.forget("run_restarts")
 
     def saved(self, tier: str, moment: float) -> None:
-        """A checkpoint was finished."""
+        """Record a complete checkpoint."""
         self._saves[tier] = max(moment, self._saves.get(tier, moment))
         self._endpoint.set_labelled("run_checkpoint_moment_seconds", self._saves)
 
     def _recall_saves(self) -> None:
-        """Those of this launch that an agent before this one saw, here or where rank 0 was: a tier that saves no more
-        must not look young, or as if it had never saved. An earlier launch does not count: the run stood in between."""
+        """Restore the save times of this launch from the events of nodes that had rank 0: a tier that no longer saves
+        must not look fresh or unused. Earlier launches do not count: the run was down in between."""
         for node in first_nodes(self._run, self._launch.generation):
             for line in tail_lines(self._run.events_path(node), SEARCHED_BYTES):
                 moment, generation = line.get("time"), line.get("generation")
@@ -113,21 +113,21 @@ class NodePublisher:
                     self.saved(str(line.get("tier", "")), float(moment))
 
     def start_sinks(self) -> None:
-        """Once."""
+        """Start the trackers, once."""
         for sink in self._launch.track if not self.sinks else ():
             try:
                 self.sinks.append(start_sink(self._run, sink))
             except OSError as error:
-                self.warn("sink_failed", f"sink {sink} cannot start ({error}); the run goes on without it")
+                self.warn("sink_failed", f"cannot start sink {sink} ({error}); the run continues without it")
 
     def end_sinks(self) -> None:
-        """Sinks have seen every line by now, or write it in their grace."""
+        """End the trackers; they may still send the last lines within their grace period."""
         for sink in self.sinks:
             end_sink(sink)
         self.wait_for(self.sinks, SINK_GRACE_SECONDS)
 
     def wait_for(self, children: Sequence[ChildProcess], seconds: float) -> None:
-        """Until these have ended; after so many seconds they are killed."""
+        """Wait until these processes have ended; kill them after `seconds`."""
         deadline = time.monotonic() + seconds
         while any(child.is_running for child in children):
             reap(children)
@@ -140,7 +140,7 @@ class NodePublisher:
     def record_summary(self) -> None:
         try:
             measured = self._summarizer.summary().measured
-        except OSError:  # the storage does not answer; the next summary comes soon
+        except OSError:  # storage error; the next summary follows soon
             return
         self._summarizer.keep_books()
         values = {f"run_{name}": measured[name] for name in ("goodput", "cost_dollars") if name in measured}

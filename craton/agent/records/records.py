@@ -1,9 +1,9 @@
-"""What a node writes: events, metrics and ledger, and the Prometheus endpoint that shows the newest of it.
+"""A node's records: events, metrics and ledger, and the Prometheus endpoint with the newest values.
 
-The agent is the only writer of the node's three files. A rank's line is taken if it is a JSON object with a step and a
-time for events or metrics; the agent says which node, rank and generation it is from. Anything else is dropped and
-counted. The ledger it writes itself, from the pages of the ranks. Lines that a disk does not take wait in memory until
-there is room (`LineWriter`), and the run goes on; what had to be dropped is counted.
+The agent is the only writer of the node's three files. It accepts a rank's line if it is a JSON object with a step and
+a time for events or metrics, and adds node, rank and generation. Anything else is dropped and counted. The agent writes
+the ledger itself, from the ranks' pages. Lines that the disk refuses wait in memory until there is space
+(`LineWriter`) while the run continues; dropped lines are counted.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MAX_LINE_BYTES = 1 << 20
 
 
 class NodeRecords:
-    """The books of one node. `watch` is shown every event of a rank as it comes."""
+    """The records of one node. `watch` is called with every event of a rank."""
 
     def __init__(
         self,
@@ -41,46 +41,46 @@ class NodeRecords:
     ) -> None:
         self._node, self.generation = node, generation
         self._endpoint, self._watch = endpoint, watch
-        endpoint.update({"run_dropped_records": 0}, None)  # an increase from nothing is not seen
+        endpoint.update({"run_dropped_records": 0}, None)  # Prometheus sees no increase of a new series
         self._writers = {
             "events": LineWriter(run.events_path(node)),
             "metrics": LineWriter(run.metrics_path(node)),
             "ledger": LineWriter(run.ledger_path(node)),
         }
-        self._buffers: dict[int, bytes] = {}  # process → the beginning of a line
-        self._booked: dict[int, dict[str, float]] = {}  # place on the node → what its page held when it was last read
+        self._buffers: dict[int, bytes] = {}  # process → an incomplete line
+        self._booked: dict[int, dict[str, float]] = {}  # slot → totals of its page at the last call
         self.garbage_lines = 0
         self._newest_loss = 0  # the step of the newest loss among the lines being read
-        self.step = 0  # the newest any rank has reported
-        self.booked_rank: int | None = None  # the only one whose books are kept: nobody knows what the others do
+        self.step = 0  # the newest step that any rank has reported
+        self.booked_rank: int | None = None  # only this rank has a ledger: what the others do is unknown
 
     @property
     def lost_lines(self) -> int:
-        """Lines that were dropped because no disk took them for too long."""
+        """Lines dropped because the disk refused them for too long."""
         return sum(writer.lost_lines for writer in self._writers.values())
 
     @property
     def waiting_lines(self) -> int:
-        """Lines that no disk has taken yet."""
+        """Lines that are not on disk yet."""
         return sum(writer.waiting_lines for writer in self._writers.values())
 
     @property
     def error(self) -> OSError | None:
-        """Why lines wait; None while none do."""
+        """Why lines wait; None if none do."""
         return next((writer.error for writer in self._writers.values() if writer.error is not None), None)
 
     def flush(self) -> bool:
-        """Writes what waits; False while a disk does not take all of it."""
+        """Write waiting lines; False while the disk refuses some."""
         taken = [writer.flush() for writer in self._writers.values()]
         return all(taken)
 
     def read(self, rank: RankProcess) -> bool:
-        """Takes what a rank has sent; False when the pipe is at its end."""
+        """Read what a rank has sent; False at the end of the pipe."""
         pending: dict[str, list[bytes]] = {}
         self._newest_loss = 0
         is_open = True
         buffer = self._buffers.pop(rank.pid, b"")
-        for _ in range(16):  # a rank that floods its pipe must not keep the agent from everything else
+        for _ in range(16):  # a rank that floods its pipe must not block the agent
             try:
                 data = os.read(rank.records, READ_BYTES)
             except BlockingIOError:
@@ -108,36 +108,36 @@ class NodeRecords:
         return is_open
 
     def event(self, name: str, rank: int | None = None, **fields: Any) -> None:
-        """Something the agent itself saw, of one rank or of the node."""
+        """Record an event that the agent saw, of one rank or of the node."""
         line = {**self._stamp(rank), "event": name, **fields}
         self._append("events", [_encode(line)])
         logger.info("event %s%s: %s", name, "" if rank is None else f" of rank {rank}", fields)
 
     def metrics(self, values: Mapping[str, float]) -> None:
-        """Values of the run as a whole, measured by the agent."""
+        """Record values of the whole run, measured by the agent."""
         self._append("metrics", [_encode({**self._stamp(None), **values})])
         self._endpoint.update(values, None)
 
     def measured(self, rank: int, step: int, moment: float, values: Mapping[str, float]) -> None:
-        """What the agent has read of a rank that does not record by itself."""
+        """Record values that the agent read from a rank that does not record itself."""
         self.step = max(self.step, step)
         plain = {name: value if math.isfinite(value) else None for name, value in values.items()}
         self._append("metrics", [_encode({**self._stamp(rank), "time": moment, "step": step, **plain})])
         self._endpoint.update(plain, rank)
 
     def book(self, place: int, rank: int, page: RankPage, ended: str | None = None, died_in: str | None = None) -> None:
-        """Where the time of a rank's place on this node went since the last call; `ended` is how its run ended."""
+        """Write a ledger line: where the time of a rank's slot went since the last call; `ended`: how the run ended."""
         if self.booked_rank not in (None, rank):
             return
         if self._writers["ledger"].waiting_lines and ended is None and died_in is None:
-            return  # the page goes on booking: one later line says the same as many that would wait
+            return  # the page keeps booking: one later line replaces many waiting ones
         totals = page.totals(time.monotonic())
         before = self._booked.get(place, {})
         self._booked[place] = totals
         changed = {kind: seconds - before.get(kind, 0.0) for kind, seconds in totals.items()}
         seconds = {kind: round(value, 6) for kind, value in changed.items() if value}
         line: dict[str, Any] = {**self._stamp(rank), "step": page.step, "seconds": seconds}
-        label, line["time"] = line["time"], STEADY.now()  # its lines must follow each other as their seconds do
+        label, line["time"] = line["time"], STEADY.now()  # lines must be in order like their seconds
         if abs(label - line["time"]) > JUMP_SECONDS:
             line["wall_time"] = label
         if ended is not None:
@@ -148,20 +148,20 @@ class NodeRecords:
         self._endpoint.book(seconds, rank)
 
     def skip(self, place: int, page: RankPage) -> None:
-        """What the page holds until now is in nobody's books."""
+        """Exclude the time until now from the ledger."""
         self._booked[place] = page.totals(time.monotonic())
 
     def last_moment(self) -> float:
-        """When the newest line of the ledger was written; 0: there is none."""
+        """Return the time of the newest ledger line; 0: there is none."""
         lines = tail_lines(self._writers["ledger"].path, READ_BYTES)
         return max((float(line["time"]) for line in lines if isinstance(line.get("time"), int | float)), default=0.0)
 
     def last_booked(self, first_generation: int) -> dict[int, float]:
-        """rank → when its books end, of an agent of this node and this launch that did not close them."""
+        """Return rank → time of its last ledger line, if an agent of this node and launch ended without closing it."""
         moments: dict[int, float] = {}
         try:
             lines = tail_lines(self._writers["ledger"].path, READ_BYTES)
-        except OSError:  # then its books begin here
+        except OSError:  # then its ledger begins here
             return {}
         for line in lines:
             rank, moment, generation = line.get("rank"), line.get("time"), line.get("generation")
@@ -193,7 +193,7 @@ class NodeRecords:
         pending.setdefault(stream, []).append(_encode(line))
 
     def _append(self, stream: str, lines: list[bytes]) -> bool:
-        """False while lines wait for room."""
+        """Append lines; False while some wait for disk space."""
         is_written = self._writers[stream].append(lines)
         if not is_written:
             self._endpoint.update({"run_dropped_records": self.lost_lines + self.garbage_lines}, None)

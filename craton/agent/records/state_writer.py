@@ -1,9 +1,8 @@
-"""Markers and heartbeat of a node, written until the disk takes them.
+"""Write a node's markers and heartbeat, and retry until the disk accepts them.
 
-Nothing here raises into the agent's loop. A marker or heartbeat that a full, read-only or silent disk refuses is kept
-and tried again every second, and so are the node's records. The heartbeat itself tells why: its text is written over
-the old one, which needs no room, and its age needs none either. A run directory that is gone, or another one in its
-place, is left alone.
+Nothing here raises into the agent's loop. A marker or heartbeat that a full, read-only or failing disk refuses is kept
+and retried every second, and so are the node's records. The heartbeat reports the reason: its text overwrites the old
+text, which needs no disk space. If the run directory is gone, or is another one, nothing is written.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ class StateWriter:
         self._marks: list[tuple[Marker, str]] = []  # not set yet, or without their text
         self._beat: Heartbeat | None = None  # as it should be
         self._written: Heartbeat | None = None  # as it is
-        self._clock_offset: float | None = None  # of the wall clock that it is stamped with
+        self._clock_offset: float | None = None  # of the wall clock in the heartbeat
         self._error: OSError | None = None  # of the last marker or heartbeat
         self._failing_since: float | None = None  # monotonic
 
     @property
     def is_gone(self) -> bool:
-        """Whether the run directory is not there any more, or is another one."""
+        """Whether the run directory no longer exists, or is another one."""
         return directory_identity(self._run) != self._identity
 
     @property
@@ -43,15 +42,15 @@ class StateWriter:
 
     @property
     def trouble(self) -> str:
-        """What is wrong with the disk of the run, or what that has cost; "" when nothing is and it has cost nothing."""
+        """What is wrong with the disk of the run, or how many lines that has cost; "" if nothing."""
         lost, waiting = self._records.lost_lines, self._records.waiting_lines
         error = self._records.error or self._error
         dropped = f"{counted(lost, 'line')} of the run's records were dropped"
         if error is None:
-            return f"{dropped} while its disk took none" if lost else ""
+            return f"{dropped} while its disk accepted none" if lost else ""
         why = storage_problem(self._run.path) or f"{self._run.path} cannot be written ({error.strerror})"
         kept = f"{counted(waiting, 'line')} of the run's records wait in memory" + (f", {dropped}" if lost else "")
-        return f"{why}; the run goes on, {kept}"
+        return f"{why}; the run continues, {kept}"
 
     def has(self, marker: Marker) -> bool:
         """Whether a marker is set, or waits to be."""
@@ -66,7 +65,7 @@ class StateWriter:
         self._write_beat()
 
     def touch(self) -> None:
-        """To be called every second: the sign of life, and another try for what waits."""
+        """Call every second: refresh the heartbeat and retry what waits."""
         if self.is_gone:
             return
         self._error = None
@@ -76,7 +75,7 @@ class StateWriter:
         has_jumped = self._clock_offset is not None and abs(wall_offset() - self._clock_offset) > JUMP_SECONDS
         if has_jumped or self._written != self._wanted_beat:
             self._write_beat()
-        with contextlib.suppress(OSError):  # read-only, say: whoever reads it asks for the process instead
+        with contextlib.suppress(OSError):  # e.g. read-only: readers check the process instead
             touch_heartbeat(self._run, self._node, self._clock_offset)
 
     @property
@@ -106,7 +105,7 @@ class StateWriter:
         self._written = wanted
 
     def _tell(self) -> None:
-        """Once when the disk begins to refuse, and once when it takes everything again."""
+        """Report once when the disk starts to refuse writes, and once when it accepts everything again."""
         is_failing = (self._records.error or self._error) is not None
         if is_failing and self._failing_since is None:
             self._failing_since = time.monotonic()
@@ -115,14 +114,14 @@ class StateWriter:
         elif not is_failing and self._failing_since is not None:
             seconds, self._failing_since = time.monotonic() - self._failing_since, None
             lost = self._records.lost_lines
-            dropped = f"{counted(lost, 'line')} of them were dropped"
-            text = f"{self._run.path} takes records again after {whole_duration(seconds)}; {dropped}"
+            dropped = f"{counted(lost, 'line')} dropped"
+            text = f"{self._run.path} accepts records again after {whole_duration(seconds)}; {dropped}"
             print(f"craton agent: {text}", file=sys.stderr, flush=True)
             self._records.event("storage_restored", message=text, seconds=seconds, lost_lines=lost)
 
 
 def directory_identity(run: RunDirectory) -> tuple[int, int] | None:
-    """Which directory this is: another one in its place is not our run."""
+    """Return the identity of the run directory: another directory in its place is not this run."""
     try:
         status = run.path.stat()
     except OSError:

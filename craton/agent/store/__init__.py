@@ -1,7 +1,7 @@
 """The rendezvous store of a run: keys and values that only holders of the run's secret can read or write.
 
-`StoreServer` keeps them in memory, `StoreClient` reaches them. Neither needs torch; `craton.ml.store` makes a
-`torch.distributed.Store` of a client.
+`StoreServer` keeps them in memory, `StoreClient` accesses them. Neither needs torch; `craton.ml.store` wraps a client
+as a `torch.distributed.Store`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A client of the rendezvous store. Any thread may call.
+"""A client of the rendezvous store. Thread-safe.
 
-A call that waits for a key keeps its connection to itself; a call beside it opens another one. So a thread that looks
-after the others is never held up by one that waits. Once a connection breaks, all calls fail, as those of torch's own
-TCPStore do: a rank that is cut off from its generation must notice at the next call.
+A call that waits for a key uses its connection exclusively; a concurrent call opens another one. So a waiting thread
+never blocks a thread that watches the others. Once a connection breaks, all calls fail, like those of torch's own
+TCPStore: a rank that is cut off from its generation must notice at the next call.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from craton.formatting import setting
 
 HANDSHAKE_SECONDS = 5.0
 RECONNECT_SECONDS = 2.0  # for connections after the first one
-AGAIN_SECONDS = 0.05  # between two tries to connect
+AGAIN_SECONDS = 0.05  # between two connection attempts
 READ_BYTES = 1 << 16
 ANSWER_SECONDS = 60.0  # for calls that wait for no key
 
 
 class StoreClient:
-    """Connects at once, and tries again until `connect_seconds` are over; StoreError says why it cannot."""
+    """Connects at once and retries for `connect_seconds`; StoreError has the reason."""
 
     def __init__(self, address: str, secret: bytes, connect_seconds: float) -> None:
         self.address = address
         self._secret = secret
         self._lock = threading.Lock()
-        self._problem = ""  # why it is of no use any more
+        self._problem = ""  # why the client is unusable
         self._idle: list[_Channel] = []
         self._idle = [self._connect(connect_seconds)]
 
@@ -43,7 +43,7 @@ class StoreClient:
         self._ask("set", fields, ANSWER_SECONDS)
 
     def get(self, keys: Sequence[str], seconds: float) -> list[bytes]:
-        """The values of the keys, once all of them are set; StoreTimeoutError when that takes too long."""
+        """Return the values of the keys once all are set; StoreTimeoutError after `seconds`."""
         return self._ask("get", [key.encode() for key in keys], seconds)
 
     def wait(self, keys: Sequence[str], seconds: float) -> None:
@@ -56,7 +56,7 @@ class StoreClient:
         self._ask("append", [key.encode(), value], ANSWER_SECONDS)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all of them are set."""
+        """Whether all keys are set."""
         return self._ask("check", [key.encode() for key in keys], ANSWER_SECONDS) == [b"1"]
 
     def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
@@ -69,7 +69,7 @@ class StoreClient:
         return int(self._ask("count", [], ANSWER_SECONDS)[0])
 
     def close(self) -> None:
-        """Ends the client: every later call fails at once."""
+        """Close the client: every later call fails at once."""
         self._give_up("it was closed")
 
     def _ask(self, verb: str, arguments: Sequence[bytes], seconds: float) -> list[bytes]:
@@ -78,7 +78,7 @@ class StoreClient:
             answer = channel.ask([verb.encode(), *arguments], seconds)
         except TimeoutError as error:
             channel.close()
-            self._put(self._connect(RECONNECT_SECONDS))  # so that whoever cuts our connections always finds one
+            self._put(self._connect(RECONNECT_SECONDS))  # code that cuts our connections must always find one
             names = ", ".join(key.decode(errors="replace") for key in arguments)[:200]
             raise StoreTimeoutError(
                 f"the rendezvous store at {self.address} did not answer `{verb} {names}` within {setting(seconds)}"
@@ -110,7 +110,7 @@ class StoreClient:
         channel.close()
 
     def _give_up(self, problem: str) -> None:
-        """A client whose connection broke is of no use any more: whoever broke it wants its calls to fail."""
+        """Make the client unusable after a broken connection: all later calls fail."""
         with self._lock:
             self._problem = self._problem or problem
             idle, self._idle = self._idle, []
@@ -118,7 +118,7 @@ class StoreClient:
             channel.close()
 
     def _connect(self, seconds: float) -> _Channel:
-        """Tries again until the seconds are over."""
+        """Connect, and retry for `seconds`."""
         deadline = time.monotonic() + seconds
         while True:
             try:
@@ -133,7 +133,7 @@ class StoreClient:
 
 
 class _Channel:
-    """One connection. The server and this side have proved to each other that they know the secret."""
+    """One authenticated connection: client and server have proved to each other that they know the secret."""
 
     def __init__(self, address: str, secret: bytes) -> None:
         host, _, port = address.rpartition(":")
@@ -149,7 +149,7 @@ class _Channel:
             self._send(wire.GREETING + nonce, deadline)
             hello = self._read(wire.HELLO_BYTES, deadline)
             if not hello.startswith(wire.GREETING):
-                raise ValueError("a server of another kind listens there")
+                raise ValueError("the server is not a rendezvous store of Craton")
             self._session = wire.StoreSession(secret, nonce, hello[len(wire.GREETING) :], is_client=True)
             self._send(self._session.own_proof, deadline)
             if not hmac.compare_digest(self._read(wire.MAC_BYTES, deadline), self._session.expected_proof):
@@ -159,7 +159,7 @@ class _Channel:
             raise
 
     def ask(self, fields: Sequence[bytes], seconds: float) -> list[bytes]:
-        """TimeoutError when no answer comes in time; the connection is of no use after any error."""
+        """Send a request and return its answer; TimeoutError after `seconds`. Any error makes it unusable."""
         deadline = time.monotonic() + seconds
         self._send(self._session.frame(fields), deadline)
         head = self._read(wire.HEAD_BYTES, deadline)
@@ -178,7 +178,7 @@ class _Channel:
                 self._wait(select.POLLOUT, deadline)
 
     def _read(self, count: int, deadline: float) -> bytes:
-        """Reads ahead: most answers arrive whole, and then one call of the kernel is enough."""
+        """Return the next `count` bytes. Reads ahead: most answers arrive whole, so one system call is enough."""
         parts, missing = [self._received], count - len(self._received)
         while missing > 0:
             self._wait(select.POLLIN, deadline)

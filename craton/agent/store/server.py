@@ -1,8 +1,8 @@
-"""The server of the rendezvous store: one thread, one dictionary, connections that proved the run's secret.
+"""The server of the rendezvous store: one thread, one dictionary, only clients that proved the run's secret.
 
-A connection that does not prove it within `HANDSHAKE_SECONDS` is closed, and so is the oldest of them when there are
-more than `MAX_STRANGERS`. So strangers cannot use up descriptors, and a client that they crowd out simply dials again.
-Whatever a connection sends ends at most that connection.
+A connection that does not prove the secret within `HANDSHAKE_SECONDS` is closed; with more than `MAX_STRANGERS` of
+them the oldest is closed. So strangers cannot exhaust descriptors, and a client that they crowd out dials again.
+Invalid data ends only the connection that sent it.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from craton.agent.store.wire import (
 from craton.formatting import setting
 
 HANDSHAKE_SECONDS = 5.0
-MAX_STRANGERS = 256  # connections that have proved nothing yet; a process may usually have 1,024 files open
+MAX_STRANGERS = 256  # unauthenticated connections; the usual limit of open files is 1,024
 BACKLOG = 1024  # a thousand ranks may dial at the same moment
-READ_BYTES = 1 << 16  # malloc asks the kernel for larger pieces, each time
-FULL_SECONDS = 0.05  # how long accepting rests when there are no descriptors left
+READ_BYTES = 1 << 16  # malloc maps larger buffers again for each read
+FULL_SECONDS = 0.05  # pause between accepts when no descriptors are left
 
 Verb = Callable[["_Connection", list[bytes]], list[bytes] | None]  # None: the answer comes later
 
@@ -52,20 +52,20 @@ class _Connection:
     incoming: bytearray = field(default_factory=bytearray)
     outgoing: bytearray = field(default_factory=bytearray)
     waits: _Wait | None = None
-    is_full: bool = False  # whether the kernel has to say when it takes more of `outgoing`
+    is_full: bool = False  # whether to wait until the socket is writable
 
 
 @dataclass(eq=False)
 class _Wait:
-    """A request whose answer needs keys that are not set yet."""
+    """A request that waits for keys that are not set yet."""
 
     connection: _Connection
     missing: set[bytes]
-    values_of: list[bytes]  # keys whose values are the answer
+    values_of: list[bytes]  # keys whose values form the answer
 
 
 class StoreServer:
-    """Listens on `address` from the start; `start` serves in a thread of its own."""
+    """Listens on `address` once constructed; `start` serves in a background thread."""
 
     def __init__(self, host: str, secret: bytes, port: int = 0) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -101,13 +101,13 @@ class StoreServer:
         return self
 
     def close(self) -> None:
-        """Ends every connection."""
+        """Close every connection and stop serving."""
         os.write(self._wakeup_writer, b"\0")
         if self._thread is not None:
             self._thread.join()
 
     def serve_forever(self) -> None:
-        """Until `close`."""
+        """Serve until `close`."""
         while self._turn():
             pass
         for key in list(self._selector.get_map().values()):
@@ -119,7 +119,7 @@ class StoreServer:
         os.close(self._wakeup_writer)
 
     def _turn(self) -> bool:
-        """Waits for something to happen and deals with it; False: the server is closed."""
+        """Wait for events and handle them; False: the server is closed."""
         oldest = next(iter(self._strangers), None)
         seconds = None if oldest is None else max(0.0, oldest.close_at - time.monotonic())
         for key, events in self._selector.select(seconds):
@@ -132,7 +132,7 @@ class StoreServer:
         if self._strangers:
             now = time.monotonic()
             for stranger in [item for item in self._strangers if item.close_at <= now]:
-                self._refuse(stranger, f"it sent no proof within {setting(HANDSHAKE_SECONDS)}")
+                self._refuse(stranger, f"no proof of the secret within {setting(HANDSHAKE_SECONDS)}")
         return True
 
     # -- connections ----------------------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ class StoreServer:
             self._selector.register(accepted, selectors.EVENT_READ, connection)
             self._strangers[connection] = None
             if len(self._strangers) > MAX_STRANGERS:
-                self._refuse(next(iter(self._strangers)), f"more than {MAX_STRANGERS} connections have no proof yet")
+                self._refuse(next(iter(self._strangers)), f"more than {MAX_STRANGERS} unauthenticated connections")
 
     def _make_room(self, error: OSError) -> None:
         if self._strangers:
@@ -180,7 +180,7 @@ class StoreServer:
             self._refuse(connection, str(error))
 
     def _digest(self, connection: _Connection) -> None:
-        """Deals with everything that has arrived whole."""
+        """Handle all complete requests."""
         if not connection.is_trusted and not self._shake_hands(connection):
             return
         session, incoming = connection.session, connection.incoming
@@ -196,10 +196,10 @@ class StoreServer:
                 self._send(connection, session.frame(answer))
 
     def _shake_hands(self, connection: _Connection) -> bool:
-        """Whether the connection is trusted now."""
+        """Continue the handshake; True once the connection is trusted."""
         incoming = connection.incoming
         if not GREETING.startswith(incoming[: len(GREETING)]):
-            raise ValueError("it is no client of this store")
+            raise ValueError("not a client of this store")
         if connection.session is None:
             if len(incoming) < HELLO_BYTES:
                 return False
@@ -210,7 +210,7 @@ class StoreServer:
             return False
         proof = bytes(incoming[HELLO_BYTES : HELLO_BYTES + MAC_BYTES])
         if not hmac.compare_digest(proof, connection.session.expected_proof):
-            raise ValueError("it does not know the secret of this run")
+            raise ValueError("the client does not know the secret of this run")
         del incoming[: HELLO_BYTES + MAC_BYTES]
         connection.is_trusted = True
         self._strangers.pop(connection, None)
@@ -236,7 +236,7 @@ class StoreServer:
             self._selector.modify(connection.socket, events, connection)
 
     def _refuse(self, connection: _Connection, reason: str) -> None:
-        """Closes a connection that broke the rules. Says so at the 1st, 2nd, 4th, 8th … time: a log is no target."""
+        """Close an invalid connection. Log the 1st, 2nd, 4th, 8th … only: strangers must not fill the log."""
         self._refused += 1
         if self._refused & (self._refused - 1) == 0:
             with contextlib.suppress(OSError, ValueError):
@@ -257,7 +257,7 @@ class StoreServer:
     def _answer(self, connection: _Connection, fields: list[bytes]) -> list[bytes] | None:
         verb = self._verbs.get(fields[0]) if fields else None
         if verb is None:
-            return [WRONG, b"the store has no such verb"]
+            return [WRONG, b"unknown verb"]
         try:
             answer = verb(connection, fields[1:])
         except (ValueError, IndexError) as error:
@@ -265,7 +265,7 @@ class StoreServer:
         return None if answer is None else [DONE, *answer]
 
     def _set(self, connection: _Connection, arguments: list[bytes]) -> list[bytes]:
-        """Keys and values in turn."""
+        """Set alternating keys and values."""
         for key, value in zip(arguments[::2], arguments[1::2], strict=True):
             self._put(key, value)
         return []
@@ -291,7 +291,7 @@ class StoreServer:
         return [b"1" if all(key in self._values for key in keys) else b"0"]
 
     def _compare_set(self, connection: _Connection, arguments: list[bytes]) -> list[bytes]:
-        """As TCPStore does: an empty expectation stands for a key that is not set."""
+        """Compare and set like TCPStore: an empty `expected` stands for a key that is not set."""
         key, expected, desired = arguments
         if self._values.get(key, b"") == expected:
             self._put(key, desired)
@@ -314,14 +314,14 @@ class StoreServer:
         if not missing:
             return [self._values[key] for key in values_of]
         if connection.waits is not None:
-            raise ValueError("this connection waits for another answer")
+            raise ValueError("this connection already waits for another answer")
         connection.waits = _Wait(connection, missing, values_of)
         for key in missing:
             self._waiting.setdefault(key, []).append(connection.waits)
         return None
 
     def _serve(self, wait: _Wait) -> None:
-        """The last key of a wait was set. One that was deleted meanwhile is waited for again."""
+        """Answer a request whose last key was set; wait again for a key that was deleted meanwhile."""
         connection = wait.connection
         connection.waits = None
         answer = self._when_set(connection, wait.values_of, wait.values_of)
@@ -330,7 +330,7 @@ class StoreServer:
         assert connection.session is not None
         try:
             self._send(connection, connection.session.frame([DONE, *answer]))
-        except OSError as error:  # whoever set the key has nothing to do with it
+        except OSError as error:  # not the fault of the client that set the key
             self._refuse(connection, str(error))
 
     def _forget(self, wait: _Wait) -> None:

@@ -1,4 +1,4 @@
-"""What client and server of the rendezvous store send each other.
+"""The wire protocol of the rendezvous store.
 
 Client and server each send a greeting with a random nonce. The client then proves that it knows the run's secret, and
 the server answers with its own proof. A key derived from the secret and both nonces signs every later frame, together
@@ -31,7 +31,7 @@ class StoreTimeoutError(StoreError):
 
 
 class StoreSession:
-    """One side of an authenticated connection: signs what it sends, checks what it receives."""
+    """One side of an authenticated connection: signs what it sends, verifies what it receives."""
 
     def __init__(self, secret: bytes, client_nonce: bytes, server_nonce: bytes, is_client: bool) -> None:
         nonces = client_nonce + server_nonce
@@ -42,14 +42,14 @@ class StoreSession:
         self._sent = self._received = 0
 
     def frame(self, fields: Sequence[bytes]) -> bytes:
-        """The next frame to send."""
+        """Return the next frame to send."""
         body = pack(fields)
         mac = self._mac(self._directions[0], self._sent, body)
         self._sent += 1
         return _LENGTH.pack(len(body)) + mac + body
 
     def open(self, mac: bytes, body: bytes) -> list[bytes]:
-        """The fields of the next frame received; ValueError for one that was not signed by the other side."""
+        """Return the fields of the next frame; ValueError if the other side did not sign it."""
         if not hmac.compare_digest(mac, self._mac(self._directions[1], self._received, body)):
             raise ValueError("a frame is not signed with the key of this connection")
         self._received += 1
@@ -60,10 +60,10 @@ class StoreSession:
 
 
 def body_bytes(head: bytes | bytearray) -> int:
-    """Length of the body that follows the head of a frame."""
+    """Return the length of the body that follows the head of a frame."""
     (length,) = _LENGTH.unpack_from(head)
     if length > MAX_FRAME_BYTES:
-        raise ValueError(f"a frame of {length:,} bytes is announced; at most {MAX_FRAME_BYTES:,} are allowed")
+        raise ValueError(f"frame length {length:,} exceeds the limit of {MAX_FRAME_BYTES:,} bytes")
     return int(length)
 
 
@@ -72,7 +72,7 @@ def pack(fields: Sequence[bytes]) -> bytes:
 
 
 def unpack(body: bytes) -> list[bytes]:
-    """ValueError for what is no list of fields."""
+    """Split a body into its fields; ValueError if it is malformed."""
     fields, place = [], 0
     while place < len(body):
         if place + _LENGTH.size > len(body):

@@ -1,9 +1,9 @@
 """Append-only files of JSON lines: one writer, any number of readers, at any time.
 
-A reader never sees half a line: what has no newline yet is left for the next read, and what is not a JSON object is
-skipped. A file that is there and cannot be read is an OSError, unless `noting_unread` is asked to go on without it; so
-is anything but a regular file (`regular_files`). A writer that cannot write (full disk, vanished folder) keeps its
-lines in bounded memory until it can, and leaves no half line behind.
+A reader never sees half a line: text without a newline is left for the next read, and lines that are not JSON objects
+are skipped. An existing file that cannot be read raises OSError unless `noting_unread` collects it, and so does
+anything but a regular file (`regular_files`). A writer that cannot write (full disk, missing folder) keeps its lines in
+bounded memory until it can, and leaves no partial line behind.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from typing import Any
 
 from craton.telemetry.files.regular_files import UnsafeFileError, append_regular, note_unread, open_regular
 
-WAITING_BYTES = 8 << 20  # of lines that one file has not taken: hours of a node's records
+WAITING_BYTES = 8 << 20  # of unwritten lines per file: hours of a node's records
 CHUNK_BYTES = 256 << 10  # written in one call
-# NaN and infinity are not JSON, but Python's own writer lets them through: read as null, like those we write.
+# NaN and infinity are not JSON, but Python writes them: read as null, like our own writers do.
 _decode = json.JSONDecoder(parse_constant=lambda name: None).decode
-# An integer that is no 64-bit number is no measurement either, and no float holds it: null as well.
+# An integer beyond 64 bits is not a measurement, and a float cannot hold it: also null.
 _decode_long = json.JSONDecoder(
     parse_constant=lambda name: None, parse_int=lambda digits: int(digits) if len(digits) < MAX_DIGITS else None
 ).decode
 MAX_DIGITS = 19
 _LONG_NUMBER = re.compile(rb"\d{%d}" % MAX_DIGITS)
-MAX_READ_BYTES = 64 << 20  # of one call; the rest of a longer file is read by the next
-MAX_LINE_BYTES = 4 << 20  # an agent takes lines of up to 1 MiB; a sparse file of zeros is one endless line
+MAX_READ_BYTES = 64 << 20  # per call; the next call continues
+MAX_LINE_BYTES = 4 << 20  # agents accept lines of up to 1 MiB; a sparse file of zeros is one endless line
 
 
 def read_lines(path: Path, offset: int = 0, max_bytes: int | None = None) -> tuple[list[dict[str, Any]], int]:
-    """The whole lines that begin at or after `offset` (the end of an earlier read), and the offset to go on from.
+    """Return the complete lines from `offset` (the end of an earlier read) on, and the offset for the next read.
 
-    A file that does not exist yet has no lines. `max_bytes` bounds how much is read at once (but never cuts a line of
+    A file that does not exist yet has no lines. `max_bytes` limits how much is read at once (but never splits a line of
     up to MAX_LINE_BYTES).
     """
     max_bytes = MAX_READ_BYTES if max_bytes is None else max_bytes
@@ -61,11 +61,11 @@ def read_lines(path: Path, offset: int = 0, max_bytes: int | None = None) -> tup
 
 
 def tail_lines(path: Path, max_bytes: int) -> list[dict[str, Any]]:
-    """The whole lines among the last `max_bytes` of a file, oldest first."""
+    """Return the complete lines in the last `max_bytes` of a file, oldest first."""
     try:
         with open_regular(path) as handle:
             size = os.fstat(handle.fileno()).st_size
-            # One byte earlier: a line that begins exactly at the border is whole and must not be thrown away.
+            # One byte earlier: a line that begins exactly at the border is complete and must be kept.
             start = max(0, size - max_bytes - 1)
             handle.seek(start)
             data = handle.read(size - start)
@@ -77,7 +77,7 @@ def tail_lines(path: Path, max_bytes: int) -> list[dict[str, Any]]:
 
 
 def _pass_over(path: Path, error: OSError) -> None:
-    """Goes on without a file that is not there, or that may be noted instead."""
+    """Ignore a missing file, or note an unreadable one; raise if notes are not collected."""
     if isinstance(error, FileNotFoundError | NotADirectoryError):
         return
     if not note_unread(path, error):
@@ -85,7 +85,7 @@ def _pass_over(path: Path, error: OSError) -> None:
 
 
 def parse_lines(data: bytes) -> list[dict[str, Any]]:
-    """The JSON objects among lines of text; anything else is skipped."""
+    """Return the JSON objects among lines of text; anything else is skipped."""
     result = []
     for line in data.split(b"\n"):
         document = parse_line(line)
@@ -95,7 +95,7 @@ def parse_lines(data: bytes) -> list[dict[str, Any]]:
 
 
 def parse_line(line: bytes) -> dict[str, Any] | None:
-    """The JSON object a line holds, or None."""
+    """Return the JSON object in a line, or None."""
     if not line.startswith(b"{"):
         return None
     try:
@@ -109,8 +109,8 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
 class LineWriter:
     """Appends lines to one file, in order, and never raises.
 
-    Lines that the disk does not take wait in memory and are written as soon as there is room. Beyond `most_bytes` the
-    oldest are dropped: `lost_lines` counts them. `error` says why lines wait; None while none do.
+    Lines that the disk refuses wait in memory and are written as soon as there is space. Beyond `most_bytes` the oldest
+    are dropped: `lost_lines` counts them. `error` says why lines wait; None if none do.
     """
 
     def __init__(self, path: Path, most_bytes: int = WAITING_BYTES) -> None:
@@ -127,14 +127,14 @@ class LineWriter:
         return len(self._waiting)
 
     def append(self, lines: Sequence[bytes]) -> bool:
-        """Takes lines (each without its newline); False while some wait for room."""
+        """Append lines (each without its newline); False while some wait for disk space."""
         for line in lines:
             self._waiting.append(line + b"\n")
             self._waiting_bytes += len(line) + 1
         return self.flush()
 
     def flush(self) -> bool:
-        """Writes what waits; False when the disk does not take all of it."""
+        """Write waiting lines; False if the disk refuses some."""
         try:
             while self._waiting:
                 self._write_some()
@@ -142,19 +142,19 @@ class LineWriter:
             self.error = error
             self._drop_oldest()
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                self.close()  # the file may be another one when the storage is back
+                self.close()  # it may be another file when the storage is back
             return False
         self.error = None
         return True
 
     def close(self) -> None:
         if self._descriptor is not None:
-            with suppress(OSError):  # a network file system may report a late error: its lines are gone
+            with suppress(OSError):  # late error of a network file system: the lines are lost
                 os.close(self._descriptor)
             self._descriptor = None
 
     def _write_some(self) -> None:
-        """Writes the oldest lines in one call. Whatever part of them a disk that fills up takes, whole lines stay."""
+        """Write the oldest lines in one call. If the disk fills up, only complete lines stay in the file."""
         if self._descriptor is None:
             self._descriptor = self._open()
         chunk: list[bytes] = []
@@ -171,7 +171,7 @@ class LineWriter:
             whole += len(chunk.pop(0))
             self._waiting.popleft()
         self._waiting_bytes -= whole
-        if whole < written:  # without this, the next line would be glued to the half one
+        if whole < written:  # otherwise the next line would be appended to a partial one
             os.ftruncate(self._descriptor, before + whole)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

@@ -1,12 +1,12 @@
 """Read the files of a run directory that another user may have written.
 
 On a shared root anyone can plant a FIFO, a device, a link to a private file or a terabyte of zeros where a run has a
-file. Every reader of run directories opens its files here, and then:
-- no reader waits: a FIFO, a socket, a device or a folder in the place of a file is an `UnsafeFileError`;
+file. Every reader of run directories opens its files here, so that
+- no reader blocks: a FIFO, a socket, a device or a folder instead of a file raises `UnsafeFileError`;
 - no reader leaves the run: links below the run directory are not followed. The run directory itself may be a link;
-- no reader fills the memory: a document, a line and a list of names have a maximum.
+- no reader fills the memory: documents, lines and lists of names have a maximum size.
 
-`UnsafeFileError` is an OSError, so a reader that goes on without a file does so here too; `noting_unread` notes them.
+`UnsafeFileError` is an OSError, so readers that tolerate a missing file tolerate it too; `noting_unread` collects them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from io import BufferedReader
 from pathlib import Path
 
 MAX_DOCUMENT_BYTES = 64 << 20  # launch.json of 10,000 nodes has 2 MiB
-MAX_NAMES = 200_000  # in one folder: twice as many as a run of 100,000 ranks has logs
+MAX_NAMES = 200_000  # in one folder: twice the logs of a run with 100,000 ranks
 # Folders of a run whose files are opened by path: below these and below the run itself no link is followed.
 RUN_FOLDERS = frozenset(
     {"events", "metrics", "ledger", "logs", "traces", "heartbeat", "status", "generations", "plans", "chaos", "track"}
@@ -42,7 +42,7 @@ _unread: ContextVar[dict[Path, OSError] | None] = ContextVar("unread", default=N
 
 
 class UnsafeFileError(OSError):
-    """Something other than a regular file of reasonable size stands where a file of a run belongs."""
+    """A file of a run is not a regular file, or is too large."""
 
     def __init__(self, path: str | os.PathLike[str], reason: str) -> None:
         super().__init__(errno.EINVAL, reason, os.fspath(path))
@@ -53,8 +53,8 @@ class UnsafeFileError(OSError):
 
 @contextmanager
 def noting_unread() -> Iterator[dict[Path, OSError]]:
-    """Inside, a file that cannot be read has no lines, and is noted: path → why. For who must say something of a run
-    even while its file system fails."""
+    """Collect files that cannot be read (path → error) instead of raising; they count as empty. For readers that must
+    show a run even while its file system fails."""
     noted: dict[Path, OSError] = {}
     token = _unread.set(noted)
     try:
@@ -64,7 +64,7 @@ def noting_unread() -> Iterator[dict[Path, OSError]]:
 
 
 def note_unread(path: Path, error: OSError) -> bool:
-    """Note a file that cannot be read; False where no caller collects such notes."""
+    """Note a file that cannot be read; False if no caller collects notes."""
     noted = _unread.get()
     if noted is None:
         return False
@@ -89,8 +89,8 @@ def open_regular(path: str | os.PathLike[str], below: str | os.PathLike[str] | N
 
 
 def append_regular(path: str | os.PathLike[str], flags: int = os.O_WRONLY) -> int:
-    """A descriptor that appends to a regular file of a run, made where it is missing: a writer does not wait for the
-    reader of a planted FIFO, nor write through a link."""
+    """Open a regular file of a run for appending, and create it if missing. Does not block on a planted FIFO, and does
+    not write through a link."""
     flags |= os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
     try:
         descriptor = os.open(path, flags, 0o644)
@@ -111,7 +111,7 @@ def read_regular(
     max_bytes: int = MAX_DOCUMENT_BYTES,
     below: str | os.PathLike[str] | None = None,
 ) -> bytes:
-    """The content of a regular file of a run; UnsafeFileError where it has more than `max_bytes`."""
+    """Return the content of a regular file of a run; UnsafeFileError if it has more than `max_bytes`."""
     with open_regular(path, below) as file:
         # A size of 0 is what files of /proc and some network file systems report: the read decides.
         content = file.read(max_bytes + 1)
@@ -121,16 +121,16 @@ def read_regular(
 
 
 def read_regular_text(path: str | os.PathLike[str], below: str | os.PathLike[str] | None = None) -> str:
-    """The same as text; ValueError where it is not UTF-8."""
+    """Like `read_regular`, as text; ValueError if it is not UTF-8."""
     return read_regular(path, below=below).decode()
 
 
 def names_in(
     folder: str | os.PathLike[str], pattern: str = "*", below: str | os.PathLike[str] | None = None
 ) -> list[str]:
-    """Sorted names in a folder of a run that match a pattern; none where there is no folder.
+    """Return the sorted names in a folder of a run that match a pattern; none if there is no folder.
 
-    The folder itself is not a link, unless it is the run directory. More than MAX_NAMES are an UnsafeFileError.
+    The folder must not be a link, unless it is the run directory. More than MAX_NAMES names raise UnsafeFileError.
     """
     try:
         descriptor = _open(folder, below or os.path.dirname(folder), _FOLDER_FLAGS)
@@ -152,7 +152,7 @@ def names_in(
 
 
 def paths_in(folder: Path, pattern: str = "*") -> list[Path]:
-    """The same as paths. A folder that cannot be listed is noted where notes are collected."""
+    """Like `names_in`, as paths. A folder that cannot be listed is noted if notes are collected."""
     try:
         return [folder / name for name in names_in(folder, pattern)]
     except OSError as error:
@@ -162,7 +162,7 @@ def paths_in(folder: Path, pattern: str = "*") -> list[Path]:
 
 
 def first_link(path: str | os.PathLike[str], below: str | os.PathLike[str]) -> str | None:
-    """The first component of `path` below the run directory that is a link; None: it has none, or is not there."""
+    """Return the first link in `path` below the run directory; None: there is none, or no such path."""
     here, parts = _split(os.fspath(path), below)
     for part in parts:
         here = os.path.join(here, part)
@@ -172,7 +172,7 @@ def first_link(path: str | os.PathLike[str], below: str | os.PathLike[str]) -> s
 
 
 def _open(path: str | os.PathLike[str], below: str | os.PathLike[str] | None, flags: int) -> int:
-    """A descriptor of `path`. Each component below the run directory is opened by itself, so that none is a link."""
+    """Open `path`. Each component below the run directory is opened separately, so that none is a link."""
     base, parts = _split(os.fspath(path), below)
     if not parts or ".." in parts:
         raise UnsafeFileError(path, f"is not below {base}")
@@ -190,7 +190,7 @@ def _open(path: str | os.PathLike[str], below: str | os.PathLike[str] | None, fl
 
 
 def _split(path: str, below: str | os.PathLike[str] | None) -> tuple[str, list[str]]:
-    """The run directory, and the components below it."""
+    """Return the run directory and the components below it."""
     if below is None:
         folder, name = os.path.split(path)
         run, inner = os.path.split(folder)
@@ -212,7 +212,7 @@ def _open_at(name: str, folder: int | None, flags: int, path: str | os.PathLike[
         except OSError:
             raise error from None
         here = os.path.basename(name)
-        place = "" if here == os.path.basename(path) else f"lies in {here}, which "
+        place = "" if here == os.path.basename(path) else f"is inside {here}, which "
         wanted = "a regular file" if not flags & os.O_DIRECTORY else "a folder"
         raise UnsafeFileError(path, f"{place}is {_kind(mode)}, not {wanted}") from None
 

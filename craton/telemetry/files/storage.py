@@ -1,8 +1,8 @@
-"""Files of a run on storage that fails: whole replacements, what is wrong with it, and output that never raises.
+"""Files of a run on failing storage: atomic replacement, diagnosis, and output that never raises.
 
-A run must outlive the disk of its directory. `replace_text` leaves the old or the new text and no third thing.
-`storage_problem` says what is full, read-only or gone, how much is free and what to do. `protect_output` makes
-this process's own prints safe: text that a full disk does not take waits in bounded memory, in order.
+A run must survive a failing disk under its directory. `replace_text` leaves either the old or the new text.
+`storage_problem` reports what is full, read-only or gone, how much is free and what to do. `protect_output` makes the
+prints of this process safe: text that a full disk refuses waits in bounded memory, in order.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from pathlib import Path
 
 from craton import formatting
 
-# What storage says when it takes nothing now and may again later.
+# Errors after which storage may accept writes again later.
 STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
-FULL_BYTES = 64 << 10  # fewer free bytes than this: a line more or less decides
-OUTPUT_BYTES = 1 << 20  # of printed text that waits for room
+FULL_BYTES = 64 << 10  # a disk with fewer free bytes counts as full
+OUTPUT_BYTES = 1 << 20  # of printed text that waits for disk space
 
 
 def replace_text(
@@ -30,8 +30,8 @@ def replace_text(
     """Replace a file as a whole, with `durable` also across a power loss. OSError leaves the old text and no new file.
     `modified_at` is the time of the new text in epoch seconds; the file system's own time otherwise.
 
-    `in_place` writes over the old text where there is no room for a second file: that needs no new block. Only for
-    files whose readers take a half-written text for none at all.
+    `in_place` overwrites the old text if there is no space for a second file: that needs no new block. Only for files
+    whose readers ignore a half-written text.
     """
     fresh = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     data = text.encode()
@@ -57,7 +57,7 @@ def replace_text(
 
 
 def storage_problem(path: Path) -> str:
-    """What is wrong with the storage of a run directory, in one sentence with the remedy; "" when nothing is."""
+    """Return what is wrong with the storage of a run directory and the remedy, in one sentence; "" if nothing."""
     try:
         mount = os.statvfs(path)
     except FileNotFoundError:
@@ -77,7 +77,7 @@ def storage_problem(path: Path) -> str:
 
 
 def protect_output() -> None:
-    """Make `print`, warnings and tracebacks of this process safe on a disk that takes nothing."""
+    """Make `print`, warnings and tracebacks of this process safe on a full or failing disk."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None or isinstance(getattr(stream, "buffer", None), SafeOutput):
@@ -91,8 +91,8 @@ def protect_output() -> None:
 
 
 class SafeOutput(io.RawIOBase):
-    """Writes to a descriptor and never raises. What is not taken waits and goes first at the next write; beyond
-    OUTPUT_BYTES the oldest text is dropped, and a line says how much."""
+    """Writes to a descriptor and never raises. Refused text waits and is written first at the next write; beyond
+    OUTPUT_BYTES the oldest text is dropped, and a line reports how much."""
 
     def __init__(self, descriptor: int, most_bytes: int = OUTPUT_BYTES) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class SafeOutput(io.RawIOBase):
         return True
 
     def forked(self) -> None:
-        """In a new process: the lock may be held by a thread that is not there, and the parent prints what waits."""
+        """Reset in a forked process: a missing thread may hold the lock, and the parent prints the waiting text."""
         self._lock, self._waiting, self._dropped_bytes = threading.RLock(), b"", 0
 
     def write(self, data: object) -> int:
@@ -126,13 +126,13 @@ class SafeOutput(io.RawIOBase):
         return len(new)
 
     def flush(self) -> None:
-        """Another try for what waits."""
+        """Retry writing the waiting text."""
         if self._waiting:
             self.write(b"")
 
     def _send(self) -> None:
         if self._dropped_bytes:
-            note = f"\n[craton: {self._dropped_bytes:,} bytes of output were dropped while the disk took nothing]\n"
+            note = f"\n[craton: {self._dropped_bytes:,} bytes of output were dropped while the disk accepted none]\n"
             _write_all(self._descriptor, note.encode())
             self._dropped_bytes = 0
         while self._waiting:
@@ -146,8 +146,8 @@ class SafeOutput(io.RawIOBase):
 
 
 def _overwrite(path: Path, data: bytes) -> None:
-    """Write over a file without needing a block: what is left of a longer old text becomes spaces. OSError, and the old
-    text, where the new one would need a block."""
+    """Overwrite a file without a new block; the rest of a longer old text becomes spaces. OSError, and the old text
+    stays, if the new text would need a block."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     try:
         old = os.fstat(descriptor)

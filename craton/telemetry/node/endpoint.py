@@ -1,8 +1,8 @@
 """The Prometheus endpoint of a node: the newest value of every metric, with the labels run, node, rank and leaf.
 
-Served by the agent from a thread of its own; prometheus-client is loaded when an endpoint is made. A metric outside the
-vocabulary (a user's own) is served as a gauge, up to MAX_OWN_METRICS names, so that a job which invents names cannot
-flood the time series database.
+The agent serves it from a background thread; prometheus-client is imported on demand. User metrics (outside the
+vocabulary) are served as gauges, up to MAX_OWN_METRICS names, so that a job that generates names cannot flood the time
+series database.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 MAX_OWN_METRICS = 100
 MAX_CONNECTIONS = 64  # at a time
-REQUEST_SECONDS = 10.0  # in which a request must arrive
+REQUEST_SECONDS = 10.0  # timeout of a request
 LEDGER_METRIC = "run_ledger_seconds"
 _NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
 
@@ -32,13 +32,13 @@ class MetricsEndpoint:
     def __init__(self, run: str, node: str, leaf: str = "") -> None:
         self._run, self._node, self._leaf = run, node, leaf
         self._values: dict[str, dict[tuple[str, ...], float]] = {}
-        self._debts: dict[tuple[str, ...], float] = {}  # seconds of the ledger that were taken back
+        self._debts: dict[tuple[str, ...], float] = {}  # ledger seconds that were taken back
         self._own_names: set[str] = set()
         self._lock = threading.Lock()
         self._server: Any = None
 
     def serve(self, port: int, address: str) -> int:
-        """Starts serving and returns the port (0 asks for any free one). OSError when it is taken."""
+        """Start serving and return the port (0 requests any free one). OSError if it is taken."""
         from prometheus_client import CollectorRegistry, start_http_server
 
         registry = CollectorRegistry(auto_describe=False)
@@ -54,7 +54,7 @@ class MetricsEndpoint:
             self._server = None
 
     def update(self, values: Mapping[str, Any], rank: int | None) -> None:
-        """New values of a rank; None stands for the node's agent. A value that is null was not a number: NaN."""
+        """Set values of a rank; rank None is the node's agent. A value of None was not a number: NaN."""
         labels = ("" if rank is None else str(rank),)
         with self._lock:
             for name, value in values.items():
@@ -64,11 +64,11 @@ class MetricsEndpoint:
                     self._values.setdefault(name, {})[labels] = float("nan") if value is None else float(value)
 
     def book(self, seconds_by_kind: Mapping[str, float], rank: int) -> None:
-        """Adds ledger seconds of a rank. What is taken back of a kind (a step that was broken off) is paid by the next
-        seconds of that kind: a counter that fell would look to Prometheus as if it had begun anew."""
+        """Add ledger seconds of a rank. Seconds taken back from a kind (an interrupted step) are subtracted from the
+        next seconds of that kind: to Prometheus, a decreasing counter looks like a reset."""
         with self._lock:
             booked = self._values.setdefault(LEDGER_METRIC, {})
-            for kind in LEDGER_KINDS:  # from zero on: an increase from nothing is not seen
+            for kind in LEDGER_KINDS:  # from zero: Prometheus sees no increase of a new series
                 booked.setdefault((str(rank), kind), 0.0)
             for kind, seconds in seconds_by_kind.items():
                 labels = (str(rank), kind)
@@ -78,18 +78,18 @@ class MetricsEndpoint:
                 booked[labels] = booked.get(labels, 0.0) + max(0.0, paid)
 
     def set_labelled(self, name: str, value_by_label: Mapping[str, float]) -> None:
-        """New values of a metric of the whole run that has a label of its own."""
+        """Set values of a run-wide metric that has an additional label."""
         assert METRICS[name].label, name
         with self._lock:
             self._values.setdefault(name, {}).update({("", label): value for label, value in value_by_label.items()})
 
     def forget(self, name: str) -> None:
-        """The run as a whole is not told of here any more."""
+        """Remove a metric from this endpoint."""
         with self._lock:
             self._values.pop(name, None)
 
     def keep_only(self, ranks: Iterable[int]) -> None:
-        """Ranks that are on this node no more have no values here, but for what was booked for them here."""
+        """Remove the values of ranks that are no longer on this node, except their ledger."""
         kept = {"", *map(str, ranks)}
         with self._lock:
             for name, values in self._values.items():
@@ -98,7 +98,7 @@ class MetricsEndpoint:
                         del values[labels]
 
     def collect(self) -> Iterator[Family]:
-        """What prometheus-client asks for at each scrape."""
+        """Yield the metric families; prometheus-client calls it at each scrape."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         with self._lock:
@@ -126,8 +126,7 @@ def _in_order(items: Iterable[tuple[tuple[str, ...], float]]) -> list[tuple[tupl
 
 
 def _bound_connections(server: Any) -> None:
-    """Connections that send nothing are closed after a while, and there are never many of them: each has a thread and
-    a descriptor of the agent."""
+    """Limit the number of connections and close idle ones: each uses a thread and a descriptor of the agent."""
     free = threading.Semaphore(MAX_CONNECTIONS)
 
     class Handler(server.RequestHandlerClass):
@@ -135,7 +134,7 @@ def _bound_connections(server: Any) -> None:
 
         def __init__(self, *arguments: Any) -> None:
             try:
-                with contextlib.suppress(OSError):  # it went away, or sent no request in time
+                with contextlib.suppress(OSError):  # the client disconnected, or sent no request in time
                     super().__init__(*arguments)
             finally:
                 free.release()

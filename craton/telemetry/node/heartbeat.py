@@ -1,10 +1,10 @@
-"""A node's sign of life: `heartbeat/NODE`, touched every second by the node's agent.
+"""A node's heartbeat: `heartbeat/NODE`, touched every second by the node's agent.
 
-Its age says whether the agent lives, its text what became of the generation. The text is replaced as a whole, so a
-reader sees the old or the new one. A heartbeat older than LOST_SECONDS while running means a lost node.
+Its age shows whether the agent is alive, its text the state of the node. The text is replaced as a whole, so a reader
+sees the old or the new one. A heartbeat older than LOST_SECONDS in state `running` or `spare` means a lost node.
 
-The time of a touch is of the agent's wall clock, which may jump. So the text also says what that clock was ahead of the
-monotonic one: a reader of the same boot computes the age without any wall clock. After a jump the agent writes it anew.
+The modification time is of the agent's wall clock, which may jump. So the text also has the offset of that clock to
+CLOCK_MONOTONIC: a reader of the same boot computes the age without a wall clock. After a jump the agent rewrites it.
 """
 
 from __future__ import annotations
@@ -29,61 +29,61 @@ NodeState = Literal["running", "done", "stopped", "failed", "spare", "released"]
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """What a node's agent says of itself."""
+    """The heartbeat of a node's agent."""
 
     generation: int
     state: NodeState
     pid: int
     metrics_port: int  # 0: no endpoint
-    address: str = ""  # host:port where the agent hears the other agents; "" before it does
+    address: str = ""  # host:port where the agent listens for other agents; "" before it does
     host: str = ""
-    started: str = ""  # when its process began, by the system's own clock: tells it from a later one of the same number
+    started: str = ""  # start time of its process, by the kernel's clock: distinguishes processes with the same PID
     moment: float = 0.0  # epoch seconds of the last touch
-    clock: str = ""  # which monotonic clock the agent has; "": not said
-    clock_offset: float = 0.0  # what the clock of `moment` is ahead of that one
-    steady_offset: float = 0.0  # the same of the agent's steady clock, which a later agent of this boot takes over
+    clock: str = ""  # id of the agent's monotonic clock; "": unknown
+    clock_offset: float = 0.0  # of the clock of `moment` to that one
+    steady_offset: float = 0.0  # of the agent's steady clock, which a later agent of this boot takes over
 
     def age_seconds(self, now: float | None = None) -> float:
-        """Since the last touch, or at the epoch second `now`. Without `now`, a reader of the agent's boot is not misled
-        by a wall clock that jumped."""
+        """Return the seconds since the last touch, now or at the epoch second `now`. Without `now`, a jump of the wall
+        clock does not mislead a reader of the agent's boot."""
         if now is None and self.clock and self.clock == monotonic_clock_id():
             return max(0.0, time.monotonic() - (self.moment - self.clock_offset))
         return (time.time() if now is None else now) - self.moment
 
-    trouble: str = ""  # why the agent cannot write to the run directory, or could not for a while
-    missing_lines: int = 0  # of its records: dropped, or in its memory only
+    trouble: str = ""  # why the agent cannot write to the run directory, or could not earlier
+    missing_lines: int = 0  # of its records: dropped, or only in its memory
 
     def is_lost(self, now: float | None = None) -> bool:
         return self.state in ("running", "spare") and self.age_seconds(now) > LOST_SECONDS
 
     @property
     def is_alive_here(self) -> bool:
-        """Whether the agent is a process of this machine that lives, however old its heartbeat is."""
+        """Whether the agent is a live process of this machine, however old its heartbeat is."""
         return bool(self.started) and self.host == socket.gethostname() and process_start(self.pid) == self.started
 
     @property
     def is_gone_here(self) -> bool:
-        """Whether the agent was a process of this machine and has ended, whatever its last word was."""
+        """Whether the agent was a process of this machine and has ended, whatever its last state was."""
         return bool(self.started) and self.host == socket.gethostname() and not self.is_alive_here
 
     @property
     def is_stopped_here(self) -> bool:
-        """Whether the agent is a process of this machine that a signal (SIGSTOP, say) has stopped."""
+        """Whether the agent is a process of this machine that a signal such as SIGSTOP has stopped."""
         is_here = bool(self.started) and self.host == socket.gethostname()
         return is_here and _state_and_start(self.pid) == ("T", self.started)
 
 
 def process_start(pid: int) -> str:
-    """When a process began, by the system's own clock; "" when there is none. A number that was given to another
-    process since has another one."""
+    """Return the start time of a process, by the kernel's clock; "" if there is none. A reused PID has another start
+    time."""
     state, started = _state_and_start(pid)
     return "" if state in ("Z", "X") else started
 
 
 def _state_and_start(pid: int) -> tuple[str, str]:
-    """The state letter of a process (proc(5)) and when it began; ("", "") when there is none."""
+    """Return the state letter (proc(5)) and start time of a process; ("", "") if there is none."""
     try:
-        # The name in brackets may hold spaces and brackets itself: fields are counted from the last one (proc(5)).
+        # The name in parentheses may contain spaces and parentheses: count fields from the last one (proc(5)).
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return fields[0], fields[19]
     except FileNotFoundError:
@@ -97,23 +97,23 @@ def _state_and_start(pid: int) -> tuple[str, str]:
 
 
 def write_heartbeat(run: RunDirectory, node: str, heartbeat: Heartbeat) -> float:
-    """Replaces the node's heartbeat, on a full disk in place; OSError when that is not possible either. Returns the
-    offset of the clock that it was stamped with, for `touch_heartbeat`."""
+    """Replace the node's heartbeat, on a full disk in place; OSError if that fails too. Return the clock offset in it,
+    for `touch_heartbeat`."""
     offset = wall_offset()
-    is_ours = heartbeat.clock == monotonic_clock_id()  # then it may carry on what an agent said
+    is_ours = heartbeat.clock == monotonic_clock_id()  # then it may keep an agent's offset
     steady = heartbeat.steady_offset if is_ours and heartbeat.steady_offset else STEADY.offset
     clocks = {"clock": monotonic_clock_id(), "clock_offset": offset, "steady_offset": steady}
     document = {**asdict(heartbeat), **clocks}
     del document["moment"]
     text = json.dumps(document) + "\n"
-    # A file server has a clock of its own.
+    # A file server has its own clock.
     moment = time.monotonic() + offset
     replace_text(run.heartbeat_path(node), text, durable=False, in_place=True, modified_at=moment)
     return offset
 
 
 def touch_heartbeat(run: RunDirectory, node: str, offset: float | None = None) -> None:
-    """Says that the agent lives; `offset` is that of the clock in the text."""
+    """Refresh the heartbeat; `offset` is that of the clock in the text."""
     _touch(run.heartbeat_path(node), wall_offset() if offset is None else offset)
 
 
@@ -123,7 +123,7 @@ def _touch(path: Path, offset: float) -> None:
 
 
 def read_heartbeat(run: RunDirectory, node: str) -> Heartbeat | None:
-    """None where the node has no readable heartbeat."""
+    """Return the node's heartbeat; None if it cannot be read."""
     path = run.heartbeat_path(node)
     try:
         with open_regular(path) as file:

@@ -1,7 +1,7 @@
-"""When lines of a log were printed: `logs/times-NODE.jsonl`, written by the node's agent.
+"""Timestamps of log lines: `logs/times-NODE.jsonl`, written by the node's agent.
 
-Ranks write their logs themselves, without a time. So the agent notes every second how long each log of its node has
-become: {"time": 1763301722.4, "sizes": {"rank-00000": 3731}}. A line was printed before the first note that covers it.
+Ranks write their logs themselves, without timestamps. So the agent notes the length of each log of its node every
+second: {"time": 1763301722.4, "sizes": {"rank-00000": 3731}}. A line was printed before the first note that covers it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from craton.telemetry.rundirectory import RunDirectory
 
 
 class LogTimes:
-    """Notes the growth of a node's logs. Like every `LineWriter`, it never raises."""
+    """Records the growth of a node's logs. Like every `LineWriter`, it never raises."""
 
     def __init__(self, run: RunDirectory, node: str) -> None:
         self._run = run
@@ -26,7 +26,7 @@ class LogTimes:
         self._sources = [f"agent-{node}"]
 
     def note(self, ranks: Iterable[int] = ()) -> None:
-        """What these ranks, and those of earlier calls, have printed until now."""
+        """Record the log lengths of these ranks, and of those of earlier calls."""
         for source in (self._run.log_path(rank).stem for rank in ranks):
             if source not in self._sources:
                 self._sources.append(source)
@@ -47,7 +47,7 @@ class LogTimes:
 
 
 class LogClock:
-    """Tells when a line was printed, from the notes of all nodes."""
+    """Looks up when a line was printed, in the notes of all nodes."""
 
     def __init__(self, run: RunDirectory) -> None:
         self._notes: dict[str, list[tuple[int, float]]] = {}
@@ -62,7 +62,7 @@ class LogClock:
             notes.sort()
 
     def printed_at(self, source: str, end: int) -> float | None:
-        """Epoch seconds at which the log had grown to `end` bytes; None where no agent noted it."""
+        """Return the epoch seconds at which the log had `end` bytes; None if no agent noted it."""
         notes = self._notes.get(source, [])
         place = bisect_left(notes, (end, 0.0))
         return notes[place][1] if place < len(notes) else None

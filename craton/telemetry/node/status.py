@@ -1,7 +1,7 @@
-"""What each rank of a node does at this moment: `status/NODE.json`, replaced every few seconds by the node's agent.
+"""What each rank of a node does now: `status/NODE.json`, replaced every two seconds by the node's agent.
 
-The metric files tell of steps that ended; this tells of the one that does not. A reader sees the old or the new text,
-never half of one.
+The metric files have the completed steps; this file has the step in progress. A reader sees either the old or the new
+text.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ class RankStatus:
     rank: int
     pid: int
     kind: str  # what it books its time as, one of LEDGER_KINDS
-    beside: tuple[str, ...]  # what goes on in its background
+    beside: tuple[str, ...]  # its background activities
     step: int
-    progress_age_seconds: float  # since it last made progress; 0 for a command that never told of any
+    progress_age_seconds: float  # since its last progress; 0 for a command that never reported any
     step_seconds: float  # its own median, 0 before there is one
     is_stopped: bool  # by a signal (SIGSTOP), or a debugger
-    progress_limit_seconds: float = 0.0  # without progress, in what it is doing now, after which it hangs; 0: not told
+    progress_limit_seconds: float = 0.0  # without progress in its current phase, after which it hangs; 0: unknown
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class NodeStatus:
 
 
 def write_status(run: RunDirectory, status: NodeStatus) -> None:
-    """Replaces the node's status, on a full disk in place; OSError when that is not possible either."""
+    """Replace the node's status, on a full disk in place; OSError if that fails too."""
     path = run.status_path(status.node)
     path.parent.mkdir(exist_ok=True)  # a run of an older Craton has no such folder
     text = json.dumps(asdict(status), separators=(",", ":")) + "\n"
@@ -46,7 +46,7 @@ def write_status(run: RunDirectory, status: NodeStatus) -> None:
 
 
 def read_status(run: RunDirectory, node: str) -> NodeStatus | None:
-    """None where the node has no readable status."""
+    """Return the node's status; None if it cannot be read."""
     document = read_json(run.status_path(node))
     try:
         return NodeStatus(

@@ -1,15 +1,15 @@
 """The ledger books every second of a rank's life to exactly one kind; the kinds sum to wall time.
 
-In a rank a `LedgerClock` is always in one kind. On disk a line holds the seconds by kind since the rank's line before,
-until its time, which is of a clock that does not jump (`steadyclock`);
-a negative number takes back what turned out to be of another kind (a step that was interrupted has to be redone).
-`LedgerReader` adds up a run: at every moment the mean over the ranks whose books cover it; where none does the gap is
-`idle` when the generation before failed or vanished (somebody wanted the run to run and it did not), and nothing at all
-after a stop that was asked for. Wall time is the sum of it all, goodput the productive share of it.
+In a rank a `LedgerClock` is always in one kind. On disk a line has the seconds by kind since the rank's previous line,
+until its time, which is of a clock that does not jump (`steady_clock`). A negative number moves seconds to another kind
+(an interrupted step must be redone). `LedgerReader` adds up a run: at every moment the mean over the ranks whose ledger
+covers it. A gap that no rank covers is `idle` if the previous generation failed or vanished (the run should have run
+but did not), and is not counted after a requested stop. Wall time is the sum of all kinds; goodput is the productive
+share.
 
-A day of eight ranks is 700,000 lines. So the agent that coordinates keeps what it has added up in `ledger/.books.json`,
-with how far it has read, and every reader goes on from there. Where there is none, the files of all nodes are read side
-by side in the order of time and added up on the way, so that a reader never holds more than a stretch of each.
+A day of eight ranks is 700,000 lines. So the coordinating agent keeps its totals in `ledger/.books.json`, with the
+offsets it has read, and every reader continues from there. Without that file, the files of all nodes are read in
+parallel, in the order of time, and added up on the way, so that a reader holds only a part of each.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from craton.telemetry.files import paths_in, read_lines
 from craton.telemetry.rank.shared_memory import LEDGER_KINDS, RankPage, own_page
 from craton.telemetry.rundirectory import RunDirectory, read_json
 
-CHUNK_BYTES = 4 << 20  # read before what is read is added up, of all files together
+CHUNK_BYTES = 4 << 20  # read before adding up, of all files together
 MIN_CHUNK_BYTES = 8 << 10  # of one file
-MIN_ENTRIES = 10_000  # that wait before any are added up: to sort a few again and again takes longer
-LATE_SECONDS = 10.0  # how much later than another node's a line may become visible
+MIN_ENTRIES = 10_000  # pending before any are added up: sorting a few repeatedly takes longer
+LATE_SECONDS = 10.0  # a line may become visible this much later than one of another node
 KEPT_FILE = ".books.json"
 MAX_LINE_SECONDS = 10 * 366 * 86400.0  # of one line; NaN is not below it
-MAX_MOMENT = 4102444800.0  # the year 2100: a clock beyond it would add its error to the books
-SHORTEST_SECONDS = 1e-6  # of a line that only moves seconds from one kind to another
+MAX_MOMENT = 4102444800.0  # the year 2100: a clock beyond it would add its error to the totals
+SHORTEST_SECONDS = 1e-6  # length of a line that only moves seconds between kinds
 
 
 class LedgerClock:
-    """Always in exactly one kind. Under an agent it books into the page that both share, and goes on in the kind that
-    the agent was booking; otherwise in memory of its own, from `started` on, in kind `start`."""
+    """Always in exactly one kind. Under an agent it books into the page they share, and continues with the kind that
+    the agent was booking; otherwise into its own memory, from `started` on, beginning with kind `start`."""
 
     def __init__(self, started: float | None = None, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
@@ -59,15 +59,15 @@ class LedgerClock:
         return self.page.kind
 
     def switch(self, kind: str) -> None:
-        """From now on time is booked as `kind`."""
-        assert kind in LEDGER_KINDS, f"{kind!r} is none of {LEDGER_KINDS}"
+        """Book time as `kind` from now on."""
+        assert kind in LEDGER_KINDS, f"{kind!r} is not one of {LEDGER_KINDS}"
         self.page.switch(kind, self._now())
         self.page.beat()
         self.page.spring()
 
     @contextmanager
     def kind(self, kind: str) -> Iterator[None]:
-        """Books the block as `kind`, then goes back to the kind before."""
+        """Book the block as `kind`, then return to the previous kind."""
         before = self.current
         self.switch(kind)
         try:
@@ -76,18 +76,18 @@ class LedgerClock:
             self.switch(before)
 
     def take(self) -> dict[str, float]:
-        """Seconds by kind since the last take; they sum to the wall time between the two."""
+        """Return the seconds by kind since the last call; they sum to the wall time between the two."""
         totals = self.page.totals(self._now())
         before, self._taken = self._taken, totals
         taken = {kind: seconds - before.get(kind, 0.0) for kind, seconds in totals.items()}
         return {kind: seconds for kind, seconds in taken.items() if seconds}
 
     def begin_step(self, step: int) -> None:
-        """What is booked from here on belongs to this step."""
+        """Begin a step: time booked from now on belongs to it."""
         self.page.begin_step(step, self._now())
 
     def break_off(self, kind: str, since: float | None = None) -> None:
-        """The step in progress will not be finished; see `RankPage.break_off`."""
+        """Abandon the step in progress; see `RankPage.break_off`."""
         self.page.break_off(kind, since, self._now())
         self.page.beat()
         self.page.spring()
@@ -95,7 +95,7 @@ class LedgerClock:
 
 @dataclass
 class GenerationBooks:
-    """What the ranks of one generation booked so far."""
+    """The ledger of one generation's ranks so far."""
 
     seconds: dict[int, dict[str, float]] = field(default_factory=dict)  # rank → kind → seconds
 
@@ -105,7 +105,7 @@ class GenerationBooks:
             booked[kind] = booked.get(kind, 0.0) + value
 
     def means(self) -> dict[str, float]:
-        """Seconds by kind, the mean over ranks."""
+        """Return the seconds by kind, averaged over ranks."""
         kinds = {kind for booked in self.seconds.values() for kind in booked}
         return {
             kind: sum(booked.get(kind, 0.0) for booked in self.seconds.values()) / len(self.seconds)
@@ -116,31 +116,31 @@ class GenerationBooks:
 
 @dataclass(order=True)
 class _Entry:
-    """A line of the ledger as a stretch of time."""
+    """A ledger line as an interval of time."""
 
     begin: float  # epoch seconds
     end: float
     generation: int = field(compare=False)
     seconds: dict[str, float] = field(compare=False)
-    ended: str | None = field(compare=False)  # "done", "stopped", "failed": how the agent closed the books
+    ended: str | None = field(compare=False)  # "done", "stopped", "failed": how the agent closed the ledger
 
 
 @dataclass
 class _Sweep:
-    """Adds up stretches of time in the order of time: at every moment the mean over the ranks whose books cover it."""
+    """Adds up intervals in the order of time: at every moment the mean over the ranks whose ledger covers it."""
 
     totals: dict[str, float] = field(default_factory=dict)
     at: float | None = None
     active: list[tuple[float, _Entry]] = field(default_factory=list)  # a heap, by end
     rates: dict[str, float] = field(default_factory=dict)  # the sum over active entries
-    generation: int = -1  # the newest whose books were closed
+    generation: int = -1  # the newest whose ledger was closed
     ended_well: bool = False
 
     def copy(self) -> _Sweep:
         return _Sweep(dict(self.totals), self.at, list(self.active), dict(self.rates), self.generation, self.ended_well)
 
     def add(self, entry: _Entry) -> None:
-        """Entries come in the order in which they begin."""
+        """Add an entry; entries must arrive in the order of their beginnings."""
         self.advance(entry.begin)
         length = entry.end - max(entry.begin, self.at or entry.begin)
         if length <= 0:
@@ -150,7 +150,7 @@ class _Sweep:
         heappush(self.active, (entry.end, entry))
 
     def advance(self, moment: float) -> None:
-        """Books everything until this moment."""
+        """Book everything until this moment."""
         while self.active and self.active[0][0] <= moment:
             end, entry = self.active[0]
             self._book(end)
@@ -158,7 +158,7 @@ class _Sweep:
             for kind, seconds in entry.seconds.items():
                 self.rates[kind] -= seconds / (entry.end - entry.begin)
             if not self.active:
-                self.rates.clear()  # and what rounding has left in them
+                self.rates.clear()  # with their rounding errors
             if entry.generation > self.generation:
                 self.generation, self.ended_well = entry.generation, False
             if entry.ended is not None:
@@ -172,14 +172,14 @@ class _Sweep:
         if self.active:
             for kind, rate in self.rates.items():
                 self.totals[kind] = self.totals.get(kind, 0.0) + rate / len(self.active) * (moment - before)
-        elif not self.ended_well:  # somebody wanted the run to run, and it did not
+        elif not self.ended_well:  # the run should have run but did not
             self.totals["idle"] = self.totals.get("idle", 0.0) + moment - before
 
 
 class LedgerReader:
-    """Adds up all ledger lines of a run; called again it reads only what is new. With `most_nodes` it goes on, from
-    what was kept of all nodes, with those of so many, evenly spread over them all: ranks wait for each other, so that
-    their books hardly differ."""
+    """Adds up all ledger lines of a run; later calls read only new lines. With `most_nodes` it continues from the saved
+    totals of all nodes with a sample of that many, evenly spread: ranks wait for each other, so their ledgers hardly
+    differ."""
 
     def __init__(self, run: RunDirectory, most_nodes: int | None = None) -> None:
         self._folder = run.path / "ledger"
@@ -191,7 +191,7 @@ class LedgerReader:
         self._has_begun = False
 
     def totals(self) -> dict[str, float]:
-        """Wall seconds by kind, only kinds that occurred, in the order of LEDGER_KINDS."""
+        """Return wall seconds by kind, only kinds that occurred, in the order of LEDGER_KINDS."""
         self._read()
         newest = max((entry.end for entry in self._pending), default=0.0)
         self._settle(newest - LATE_SECONDS)
@@ -202,12 +202,12 @@ class LedgerReader:
         return {kind: sweep.totals[kind] for kind in LEDGER_KINDS if kind in sweep.totals}
 
     def by_generation(self) -> dict[int, dict[str, float]]:
-        """Generation → seconds by kind, the mean over its ranks."""
+        """Return generation → seconds by kind, averaged over its ranks."""
         self._read()
         return {number: books.means() for number, books in sorted(self._generations.items())}
 
     def keep(self) -> None:
-        """Leaves what was added up so far for readers to come; a disk that does not take it costs them time."""
+        """Save the totals for other readers; if the disk refuses, they only take longer."""
         sweep = {**vars(self._settled), "active": [vars(entry) for _, entry in self._settled.active]}
         document = {
             "offsets": {path.name: offset for path, offset in self._offsets.items()},
@@ -221,7 +221,7 @@ class LedgerReader:
             os.replace(partial, self._folder / KEPT_FILE)
 
     def _take_up(self, paths: list[Path]) -> None:
-        """What another reader has kept, if it is of these very files."""
+        """Load the totals that another reader saved, if they belong to these files."""
         document = read_json(self._folder / KEPT_FILE)
         try:
             offsets = {self._folder / str(name): int(offset) for name, offset in document["offsets"].items()}
@@ -235,15 +235,15 @@ class LedgerReader:
             active = [_Entry(**entry) for entry in settled.pop("active")]
             sweep = _Sweep(**settled, active=[(entry.end, entry) for entry in active])
             pending = [_Entry(**entry) for entry in document["pending"]]
-        except (KeyError, TypeError, ValueError, AttributeError, OSError):  # none, or of another version
+        except (KeyError, TypeError, ValueError, AttributeError, OSError):  # missing, or of another version
             return
         heapify(sweep.active)
         self._offsets, self._generations, self._settled, self._pending = offsets, generations, sweep, pending
-        if self._most_nodes is not None:  # what most nodes still add is not read: to wait for it is in vain
+        if self._most_nodes is not None:  # later lines of most nodes are not read: do not wait for them
             self._settle(math.inf)
 
     def _read(self) -> None:
-        """The file that is behind the others in time is read on first; what begins before all of them is settled."""
+        """Read new lines, first from the file that is furthest behind; settle entries that precede all files."""
         paths = paths_in(self._folder, "*.jsonl")
         if not self._has_begun:
             self._take_up(paths)
@@ -266,7 +266,7 @@ class LedgerReader:
                 most_entries = 2 * len(self._pending) + MIN_ENTRIES
 
     def _settle(self, until: float) -> None:
-        """Adds up what begins before this moment; nothing that is still to be read does."""
+        """Add up the entries that begin before this moment; unread lines begin later."""
         self._pending.sort(key=attrgetter("begin", "end"))
         settled = [entry for entry in self._pending if entry.begin < until]
         for entry in settled:
@@ -291,7 +291,7 @@ class LedgerReader:
 
 
 def spread(paths: list[Path], most: int | None) -> list[Path]:
-    """At most so many of the files of nodes, evenly spread, and always the first."""
+    """Return at most `most` of the nodes' files, evenly spread, always including the first."""
     if most is None or len(paths) <= most:
         return paths
     return [paths[index * len(paths) // most] for index in range(most)]

@@ -1,12 +1,12 @@
-"""How a rank records: one JSON line and one `os.write` a call, to the pipe that the node's agent reads.
+"""Record metrics and events in a rank: one JSON line and one `os.write` per call, to the pipe that the agent reads.
 
-Never blocks and never raises into training: a line that does not fit into a full pipe is dropped and counted.
-The thread CPU time spent here is added up in `recording_seconds`; `metrics` reports its share of the time since the
-call before as `run_recording_share`, and how many lines were dropped so far as `run_dropped_records`: 0 from the start,
-since an increase from nothing is not seen.
+Never blocks and never raises into training: a line that does not fit into a full pipe is dropped and counted. The
+thread CPU time spent here is added up in `recording_seconds`. `metrics` reports its share of the time since the
+previous call as `run_recording_share`, and the dropped lines so far as `run_dropped_records`: 0 from the start, since
+Prometheus sees no increase of a new series.
 
-Without an agent ($CRATON_RECORDS is not set) lines go straight to the files of the run directory, where a full disk
-makes them wait in bounded memory; without a run either, nowhere.
+Without an agent ($CRATON_RECORDS is not set) lines go directly to the files of the run directory, where they wait in
+bounded memory while the disk is full; without a run they are discarded.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False, default=lambd
 
 
 class Recorder:
-    """Records what one rank does. Safe to call from any thread."""
+    """Records the metrics and events of one rank. Thread-safe."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Recorder:
         self.recording_seconds = 0.0
         self.dropped = 0
         self._descriptor = descriptor
-        self._rest = b""  # what the pipe did not take of a line longer than it takes whole
+        self._rest = b""  # the rest of a line that the pipe accepted only partly
         self._lock = threading.Lock()
         self._reported_seconds = 0.0
         self._reported_at = time.monotonic()
@@ -61,7 +61,7 @@ class Recorder:
 
     @classmethod
     def from_environment(cls, run: RunDirectory | None = None) -> Recorder:
-        """The recorder of this process, as the agent (or torchrun) described it in the environment."""
+        """Return the recorder of this process, from the environment that the agent (or torchrun) set."""
         if run is None and os.environ.get("CRATON_RUN"):
             run = RunDirectory(os.environ["CRATON_RUN"])
         return cls(
@@ -73,7 +73,7 @@ class Recorder:
         )
 
     def metrics(self, step: int, **values: Any) -> None:
-        """The measurements of a step, under the names of the vocabulary (`METRICS`) or the user's own."""
+        """Record the measurements of a step, under names of the vocabulary (`METRICS`) or your own."""
         now = time.monotonic()
         elapsed = now - self._reported_at
         if elapsed > 0:
@@ -83,22 +83,22 @@ class Recorder:
         self._record("metrics", step, values)
 
     def event(self, name: str, step: int = 0, **fields: Any) -> None:
-        """Something that happened: `checkpoint_saved`, `step_skipped`, ..."""
+        """Record an event: `checkpoint_saved`, `step_skipped`, ..."""
         self._record("events", step, {"event": name, **fields})
 
     def ledger(self, step: int, seconds_by_kind: Mapping[str, float]) -> None:
-        """What a LedgerClock took since the last call. An agent keeps the books itself, from the rank's page."""
+        """Record the seconds of a LedgerClock since the last call. No-op under an agent: it reads the page."""
         if self._descriptor is None:
             self._record("ledger", step, {"seconds": seconds_by_kind})
 
     def close(self) -> None:
-        """Says goodbye to the files; a rank that just exits loses nothing either."""
+        """Close the files; a rank that exits without it loses nothing."""
         for writer in self._writers.values():
             writer.close()
 
     def _record(self, stream: Stream, step: int, fields: Mapping[str, Any]) -> None:
         begin = time.thread_time()
-        moment = STEADY.now() if stream == "ledger" else time.time()  # lines of the ledger must follow each other
+        moment = STEADY.now() if stream == "ledger" else time.time()  # ledger lines must be in order
         line: dict[str, Any] = {"time": moment, "step": step, "generation": self.generation}
         if self._descriptor is None:
             line |= {"node": self.node, "rank": self.rank}
@@ -135,10 +135,10 @@ class Recorder:
 
 
 def _to_json(line: Mapping[str, Any]) -> bytes | None:
-    """The line as JSON; None for what cannot be told in JSON at all, such as a list that holds itself."""
+    """Return the line as JSON; None if it cannot be encoded, such as a list that contains itself."""
     try:
         return _encode(line).encode()
-    except ValueError:  # NaN or infinity, which JSON does not have: they become null, as in a plan
+    except ValueError:  # NaN or infinity, which JSON lacks, become null
         try:
             return _encode(_finite(line)).encode()
         except (ValueError, TypeError, RecursionError):
@@ -158,7 +158,7 @@ def _finite(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Scalars of numpy and torch as Python's own, mappings as dicts, anything else as text."""
+    """Convert numpy and torch scalars to Python numbers, mappings to dicts, anything else to text."""
     if isinstance(value, Mapping):
         return dict(value)
     if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
@@ -174,7 +174,7 @@ def _integer(variable: str) -> int | None:
 
 
 def _pipe(descriptor: int | None) -> int | None:
-    """The descriptor if it is a pipe here: a process started by a rank may have inherited the variable only."""
+    """Return the descriptor if it is a pipe: a process started by a rank may have inherited only the variable."""
     if descriptor is None:
         return None
     try:

@@ -1,11 +1,11 @@
 """A page of memory that a rank shares with its node's agent: what it does now, since when, and where its time went.
 
-The rank writes, the agent reads; a rank that dies, however it dies, leaves its books behind in the page, and the agent
-goes on booking in its place until the next process takes over. So the seconds of a rank's place in the run sum to wall
-time over any number of processes. Moments are of CLOCK_MONOTONIC, which all processes of a machine share.
+The rank writes, the agent reads. A rank that dies for any reason leaves its ledger in the page, and the agent continues
+it until the next process takes over. So the seconds of a rank's slot sum to wall time over any number of processes.
+Times are of CLOCK_MONOTONIC, which all processes of a machine share.
 
-The page also carries what the agent asks of the rank's own code: a trap, which `craton chaos` sets and the rank springs
-at the exact moment it is set for, and a delay of every write to disk.
+The page also carries faults for the rank's own code: a trap, which `craton chaos` sets and the rank triggers at the
+exact moment, and a delay for every write to disk.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ LEDGER_KINDS = (
     "idle",
 )
 LOST_WITH_A_STEP = ("compile", "productive", "data")
-# Beside its kind: a copy into shared memory, files of a tier, and a last state that no disk has taken yet
+# Background activities: a copy into shared memory, writing files of a tier, a last state that is not on disk yet
 BESIDE = ("staging", "saving", "unsaved")
-ACTIONS = ("none", "kill", "stop", "spin", "fail")  # of a trap; stop: SIGSTOP, spin: hang with the process running
+ACTIONS = ("none", "kill", "stop", "spin", "fail")  # of a trap; stop: SIGSTOP, spin: hang while the process runs
 VARIABLE = "CRATON_PAGE"  # environment of a rank: the descriptor of its page
 PAGE_BYTES = 4096
-RECENT_STEPS = 16  # whose seconds the page holds: a slow step is remembered for so many
+RECENT_STEPS = 16  # whose seconds the page holds
 STEP_KINDS = ("productive", "redo")
-ANY, STEPPING = -1, -2  # kinds that a trap may be set for: all, or those of a step's own work
+ANY, STEPPING = -1, -2  # kinds of a trap: all, or those of a step's own work
 
 
 class _Fields(ctypes.Structure):
@@ -95,22 +95,22 @@ class _Fields(ctypes.Structure):
 
 
 class TrapError(RuntimeError):
-    """What `craton chaos --fail` raises in a rank."""
+    """The failure that `craton chaos --fail` injects into a rank."""
 
 
 def monotonic_of(moment: float) -> float:
-    """A moment of this process's steady clock, on the monotonic clock of its machine."""
+    """Convert a time of this process's steady clock to CLOCK_MONOTONIC."""
     return STEADY.to_monotonic(moment)
 
 
 def own_page() -> RankPage | None:
-    """This process's page, when an agent gave it one."""
+    """Return this process's page, if an agent gave it one."""
     return RankPage.from_environment()
 
 
 @contextmanager
 def going_on(activity: str) -> Iterator[None]:
-    """Says in the page that this goes on in the background."""
+    """Mark a background activity in the page during the block."""
     page = own_page()
     if page is None:
         yield
@@ -124,7 +124,7 @@ def going_on(activity: str) -> Iterator[None]:
 
 
 class RankPage:
-    """One rank's page, in this process and in every other that has the descriptor."""
+    """One rank's page, shared by every process that has the descriptor."""
 
     def __init__(self, descriptor: int) -> None:
         self._memory = mmap.mmap(descriptor, PAGE_BYTES)
@@ -133,7 +133,7 @@ class RankPage:
 
     @classmethod
     def make(cls) -> RankPage:
-        """A new page that goes with the last process that holds it."""
+        """Create a page; it disappears with the last process that holds it."""
         if sys.platform == "linux":
             descriptor = os.memfd_create("craton-rank")
         else:
@@ -147,7 +147,7 @@ class RankPage:
 
     @classmethod
     def from_environment(cls) -> RankPage | None:
-        """This process's page, when an agent gave it one."""
+        """Return this process's page, if an agent gave it one."""
         try:
             descriptor = int(os.environ[VARIABLE])
             if os.fstat(descriptor).st_size == PAGE_BYTES:
@@ -156,15 +156,15 @@ class RankPage:
             pass
         return None
 
-    # -- books ----------------------------------------------------------------------------------------------------
+    # -- ledger ---------------------------------------------------------------------------------------------------
 
     def begin(self, kind: str, now: float) -> None:
-        """Time is booked as `kind` from this moment on, and nothing before it."""
+        """Book time as `kind` from this moment on, and nothing before it."""
         self._fields.kind = LEDGER_KINDS.index(kind)
         self._fields.since = self._fields.progress = now
 
     def switch(self, kind: str, now: float | None = None) -> None:
-        """From now on time is booked as `kind`; what is open until now stays with the kind before."""
+        """Book time as `kind` from now on; time until now stays with the previous kind."""
         fields = self._fields
         moment = time.monotonic() if now is None else now
         fields.seconds[fields.kind] += moment - fields.since
@@ -172,7 +172,7 @@ class RankPage:
         fields.kind = LEDGER_KINDS.index(kind)
 
     def begin_step(self, step: int, now: float | None = None) -> None:
-        """What is booked from here on belongs to this step."""
+        """Begin a step: time booked from now on belongs to it."""
         fields = self._fields
         self.switch(self.kind, now)
         if any(fields.marked):  # otherwise no step was under way
@@ -185,8 +185,8 @@ class RankPage:
         fields.step = step
 
     def break_off(self, kind: str, since: float | None = None, now: float | None = None) -> None:
-        """The step in progress will not be finished: its work must be done again, and is booked as `redo`. From the
-        moment `since`, when it was interrupted, time was `detect`; from now on it is `kind`."""
+        """Abandon the step in progress: its work must be redone and is booked as `redo`. From the interruption at
+        `since` time is `detect`; from now on it is `kind`."""
         fields = self._fields
         now = time.monotonic() if now is None else now
         self.switch("detect", now if since is None else min(max(since, fields.since), now))
@@ -199,7 +199,7 @@ class RankPage:
         self.switch(kind, now)
 
     def totals(self, now: float) -> dict[str, float]:
-        """Seconds by kind since the page was made, the open interval included."""
+        """Return the seconds by kind since the page was created, including the open interval."""
         fields = self._fields
         totals = dict(zip(LEDGER_KINDS, fields.seconds, strict=True))
         totals[LEDGER_KINDS[fields.kind]] += max(0.0, now - fields.since)
@@ -217,19 +217,19 @@ class RankPage:
 
     @property
     def generation(self) -> int:
-        """The one that the rank has entered; -1: none yet."""
+        """The generation that the rank has entered; -1: none yet."""
         return self._fields.generation
 
     @generation.setter
     def generation(self, value: int) -> None:
-        if value != self._fields.generation:  # with other ranks a step may take another time
+        if value != self._fields.generation:  # with other members a step may take longer or shorter
             self._fields.num_recent = 0
             self._fields.recent[:] = [0.0] * RECENT_STEPS
         self._fields.generation = value
 
     @property
     def step(self) -> int:
-        """The last one begun."""
+        """The last step begun."""
         return self._fields.step
 
     @step.setter
@@ -238,7 +238,7 @@ class RankPage:
 
     @property
     def step_seconds(self) -> float:
-        """What a step took lately; 0: not known yet."""
+        """The recent step time; 0: not known yet."""
         return self._fields.step_seconds
 
     @step_seconds.setter
@@ -247,8 +247,8 @@ class RankPage:
 
     @property
     def slowest_seconds(self) -> float:
-        """The slowest of the recent steps, the one that just ended included: only the seconds of the step itself, not
-        those of its data, a checkpoint or an evaluation. 0: not known yet."""
+        """The slowest recent step, including the one that just ended: only the step itself, without data, checkpoint or
+        evaluation. 0: not known yet."""
         return float(max(self._fields.recent))
 
     @property
@@ -262,12 +262,12 @@ class RankPage:
 
     @property
     def progress(self) -> float:
-        """When the rank last showed that it goes on."""
+        """When the rank last reported progress."""
         return self._fields.progress
 
     @property
     def patience(self) -> float:
-        """Seconds without a beat after which the rank hangs; 0: what it does decides."""
+        """Seconds without progress after which the rank hangs; 0: its phase decides."""
         return self._fields.patience
 
     @patience.setter
@@ -279,7 +279,7 @@ class RankPage:
 
     @property
     def beside(self) -> tuple[str, ...]:
-        """What goes on in the background."""
+        """The background activities."""
         return tuple(name for bit, name in enumerate(BESIDE) if self._fields.beside >> bit & 1)
 
     def set_beside(self, name: str, going_on: bool) -> None:
@@ -287,7 +287,7 @@ class RankPage:
         self._fields.beside = self._fields.beside | bit if going_on else self._fields.beside & ~bit
 
     def slow_down(self, tier: str, seconds: float) -> None:
-        """Every write to the files of this checkpoint tier takes so much longer from now on."""
+        """Delay every write to the files of this checkpoint tier from now on."""
         self._fields.slow_tier = tier.encode()[:63]
         self._fields.write_delay = seconds
 
@@ -297,8 +297,8 @@ class RankPage:
     # -- traps ----------------------------------------------------------------------------------------------------
 
     def set_trap(self, action: str, kind: str = "stepping", beside: str | None = None, step: int = 0) -> None:
-        """What is to happen when the rank next is in this kind (or "any", or "stepping": in a step's own work), with
-        this going on beside it, at this step or later."""
+        """Set a trap for when the rank is next in this kind ("any", or "stepping": a step's own work), during this
+        background activity, at this step or later."""
         fields = self._fields
         fields.trap_kind = {"any": ANY, "stepping": STEPPING}.get(kind, 0) or LEDGER_KINDS.index(kind)
         fields.trap_beside = ANY if beside is None else BESIDE.index(beside)
@@ -314,7 +314,7 @@ class RankPage:
         return self._fields.traps_sprung
 
     def spring(self) -> None:
-        """Called by the rank wherever a trap may be set for."""
+        """Trigger the trap if it is due; the rank calls it wherever a trap may be set."""
         fields = self._fields
         if fields.trap_action == 0 or fields.step < fields.trap_step:
             return
@@ -335,4 +335,4 @@ class RankPage:
             while True:
                 time.sleep(60.0)
         elif action == "fail":
-            raise TrapError(f"chaos: told to fail at step {fields.step}")
+            raise TrapError(f"chaos: injected failure at step {fields.step}")

@@ -1,8 +1,8 @@
 """Durations on a machine whose wall clock may jump (an NTP step, a resumed VM, `date -s`).
 
-`STEADY` is wall time that never jumps: it reads the wall clock once and then counts by CLOCK_MONOTONIC. What is
-subtracted from something else is of this clock; what only labels a record is of the wall clock. Processes of one boot
-agree on a steady clock when they share its offset, so an agent takes over that of the agent before it.
+`STEADY` is wall time that never jumps: it reads the wall clock once and then follows CLOCK_MONOTONIC. Times that are
+subtracted from each other use this clock; times that only label a record use the wall clock. Processes of one boot
+share a steady clock if they share its offset, so an agent takes over the offset of the agent before it.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import os
 import time
 from pathlib import Path
 
-JUMP_SECONDS = 0.5  # a wall clock that is this far from the steady one has jumped; NTP slews both alike
+JUMP_SECONDS = 0.5  # a wall clock this far from the steady clock has jumped; NTP slews both alike
 
 
 def wall_offset() -> float:
-    """What the wall clock is ahead of CLOCK_MONOTONIC; a jump changes it."""
+    """Return the offset of the wall clock to CLOCK_MONOTONIC; a jump changes it."""
     return time.time() - time.monotonic()
 
 
@@ -30,11 +30,11 @@ class SteadyClock:
         return time.monotonic() + self.offset
 
     def to_monotonic(self, moment: float) -> float:
-        """A moment of this clock on CLOCK_MONOTONIC."""
+        """Convert a time of this clock to CLOCK_MONOTONIC."""
         return moment - self.offset
 
     def to_wall(self, moment: float) -> float:
-        """The label of a moment of this clock, by what the wall clock says now."""
+        """Convert a time of this clock to the current wall clock, for labels."""
         shift = wall_offset() - self.offset
         return moment + shift if abs(shift) > JUMP_SECONDS else moment
 
@@ -44,8 +44,8 @@ STEADY = SteadyClock()
 
 @functools.cache
 def monotonic_clock_id() -> str:
-    """Names the CLOCK_MONOTONIC of this process: two processes with the same id may compare its values. It changes with
-    a boot and with a time namespace (time_namespaces(7)). Empty where the system does not say."""
+    """Return an id of this process's CLOCK_MONOTONIC: processes with the same id may compare its values. It changes
+    with a boot and with a time namespace (time_namespaces(7)). "" if unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:

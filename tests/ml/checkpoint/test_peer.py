@@ -215,7 +215,7 @@ def test_one_node_without_room_switches_the_tier_off_on_all(gang: Gang, small_di
     for notes in gang.run(keep_without_room, nodes_of(made, 1), ranks=2):
         ((event, text),) = notes
         assert event == "peer_off"
-        assert "make the mount larger: mount -o remount,size=" in text
+        assert "enlarge the mount with `mount -o remount,size=" in text
     assert [keeper.client().status()["bytes"] for keeper in made] == [0, 0]
 
 
