@@ -1,7 +1,7 @@
-"""The NVIDIA GPUs of this machine that a process started here would see, by their names in the catalog.
+"""The NVIDIA GPUs of this machine that a process started here would see, by their catalog names.
 
-They are asked for by `nvidia-smi`, so neither torch nor a driver library is needed; CUDA_VISIBLE_DEVICES is respected
-as CUDA respects it, and empty it means that there are none. A GPU the catalog does not know is an error, no guess.
+`nvidia-smi` lists them, so neither torch nor a driver library is needed. CUDA_VISIBLE_DEVICES has the same meaning as
+for CUDA; empty means no GPUs. A GPU that is not in the catalog is an error, never a guess.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from craton.infrastructure.errors import CatalogError
 from craton.infrastructure.hardware import Gpu
 
 QUERY = ["nvidia-smi", "--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader,nounits"]
-ANSWER_SECONDS = 20.0  # a driver without persistence mode wakes up for seconds
-SAME_MEMORY = 0.05  # how far a card's memory may be from the catalog's: less is a slice of it, more another card
+ANSWER_SECONDS = 20.0  # a driver without persistence mode takes seconds to start
+SAME_MEMORY = 0.05  # allowed deviation from the catalog's memory: less is a MIG slice, more is a different GPU
 MEBIBYTE = 2.0**20
 
 
@@ -35,7 +35,7 @@ class Accelerator:
 def visible_accelerators(
     environment: Mapping[str, str] = os.environ, ask: Callable[[], str] | None = None
 ) -> list[Accelerator]:
-    """The GPUs a program started now would see; none without a driver, or when they are hidden."""
+    """Return the GPUs that a process started now would see; none without a driver, or when they are hidden."""
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.strip() in ("", "-1"):
         return []
@@ -54,11 +54,11 @@ def visible_accelerators(
 
 
 def catalog_gpu(cards: list[Accelerator]) -> Gpu:
-    """What these cards are in the catalog; all must be alike."""
+    """Return the catalog entry of these GPUs; all must be identical."""
     names = sorted({card.name for card in cards})
     if len(names) > 1:
         raise CatalogError(
-            f"this machine has different GPUs ({', '.join(names)}), and a job needs equal ones; choose some with "
+            f"this machine has different GPUs ({', '.join(names)}), but a job needs identical ones; select them with "
             "CUDA_VISIBLE_DEVICES"
         )
     name = names[0].removeprefix("NVIDIA ").removeprefix("Tesla ")
@@ -69,8 +69,8 @@ def catalog_gpu(cards: list[Accelerator]) -> Gpu:
         listed = None
     if listed is None or abs(memory_bytes / listed.memory_bytes - 1.0) > SAME_MEMORY:
         raise CatalogError(
-            f"the catalog does not know this machine's GPU ({names[0]}, {memory(memory_bytes)}); write a "
-            "cluster file with its numbers under `hardware:` (docs/job-file.md) and name that under `cluster:`, or set "
+            f"this machine's GPU is not in the catalog ({names[0]}, {memory(memory_bytes)}); write a cluster "
+            "file with its numbers under `hardware:` (docs/job-file.md) and name that file under `cluster:`, or set "
             "CUDA_VISIBLE_DEVICES= to use the CPU"
         )
     return listed
@@ -86,7 +86,7 @@ def _ask() -> str:
             f"nvidia-smi did not answer within {setting(ANSWER_SECONDS)}; fix the driver, or set "
             "CUDA_VISIBLE_DEVICES= to use the CPU"
         ) from None
-    # Without a driver or a card it says so and fails: the tool alone makes no GPU machine.
+    # Without a driver or a GPU the tool fails: its presence alone does not mean that there are GPUs.
     return answer.stdout if answer.returncode == 0 else ""
 
 
@@ -97,6 +97,6 @@ def _accelerator(line: str) -> Accelerator:
         return Accelerator(index, uuid, name, float(memory) * MEBIBYTE)
     except ValueError:
         raise CatalogError(
-            f"nvidia-smi answered {line!r}, which is not `index, uuid, name, MiB`; set CUDA_VISIBLE_DEVICES= to use "
+            f"nvidia-smi printed {line!r}, which is not `index, uuid, name, MiB`; set CUDA_VISIBLE_DEVICES= to use "
             "the CPU"
         ) from None

@@ -1,7 +1,7 @@
-"""From what a job says under `cluster:` to the nodes, network, storage and price of that place.
+"""Resolve the `cluster:` of a job to nodes, network, storage and price.
 
-The user's word wins everywhere: a price in the job, then in the cluster file, then the catalog's; measured storage,
-then the catalog's. Nothing is measured or asked over a network, except that `local` is measured once on this machine.
+The user's values take precedence: a price in the job, then in the cluster file, then in the catalog; measured storage,
+then the catalog's. Nothing is measured or queried over a network, except that `local` is measured once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PURCHASE_ORDER: tuple[PurchaseKind, ...] = ("own", "on-demand", "capacity-block"
 def resolve_cluster(
     ref: ClusterRef, price: PriceNumbers | Price | None = None, purchase: PurchaseKind | None = None
 ) -> Cluster:
-    """The cluster a job names; `price` is the job's own, `purchase` picks a kind among the listed prices."""
+    """Return the cluster a job names; `price` is the job's own, `purchase` selects a kind among the listed prices."""
     file = ref.file
     num_nodes = ref.num_nodes
     if file is not None:
@@ -44,9 +44,9 @@ def resolve_cluster(
 
 
 def cluster_of(instance_name: str, num_nodes: int, purchase: PurchaseKind | None = None, **overrides: Any) -> Cluster:
-    """`num_nodes` of a catalog instance; any field of Instance or Cluster may be overridden by name.
+    """Return `num_nodes` of a catalog instance; any field of Instance or Cluster may be overridden by name.
 
-    `gpu` may be a catalog name. A changed number of GPUs takes the NVLink domain with it where that was the whole node.
+    `gpu` may be a catalog name. Changing the number of GPUs also changes an NVLink domain that was the whole node.
     """
     node = local_instance(num_nodes) if instance_name == "local" else instance(instance_name)
     node_fields, cluster_fields = ({field.name for field in fields(kind)} for kind in (Instance, Cluster))
@@ -72,20 +72,20 @@ def cluster_of(instance_name: str, num_nodes: int, purchase: PurchaseKind | None
 
 
 def resized_cluster(cluster: Cluster, num_nodes: int, file: ClusterFile | None = None) -> Cluster:
-    """Another number of the same nodes, and not elastic; `file` is the one that `cluster` was resolved from."""
+    """Return a fixed number of the same nodes; `file` is the cluster file that `cluster` was resolved from."""
     node = cluster.instance
     name, tiers = cluster_name(node.name, num_nodes, file), tiers_of(node, num_nodes, file)
     return replace(cluster, name=name, num_nodes=num_nodes, min_nodes=0, tiers=tiers)
 
 
 def choose_price(prices: tuple[Price, ...], purchase: PurchaseKind | None, machine: str) -> Price | None:
-    """The user's own price, else on-demand, else a capacity block, else spot; or the one kind that was asked for."""
+    """Return the user's own price, else on-demand, else capacity block, else spot; or the requested kind."""
     by_kind = {price.kind: price for price in prices}
     if purchase is not None:
         if purchase not in by_kind:
             kinds = ", ".join(by_kind) or "none"
             raise CatalogError(
-                f"no {purchase} price is known for {machine}; listed: {kinds}; state it under `price:` in the job file"
+                f"no {purchase} price is known for {machine}; listed: {kinds}; set it under `price:` in the job file"
             )
         return by_kind[purchase]
     return next((by_kind[kind] for kind in PURCHASE_ORDER if kind in by_kind), None)
@@ -99,7 +99,7 @@ def cluster_name(machine: str, num_nodes: int, file: ClusterFile | None = None) 
 
 
 def node_of(ref: ClusterRef, num_nodes: int) -> Instance:
-    """One node: from the catalog, from this machine, or from the cluster file's own numbers."""
+    """Return one node: from the catalog, from this machine, or from the cluster file's own numbers."""
     file = ref.file
     if file is not None and file.hardware is not None:
         node = own_instance(file.hardware)
@@ -110,7 +110,7 @@ def node_of(ref: ClusterRef, num_nodes: int) -> Instance:
     nvme = file.storage.nvme if file else None
     if nvme is None:
         return node
-    drive = entry("storage", "nvme")  # own hardware that states only a path is taken to have one ordinary drive
+    drive = entry("storage", "nvme")  # own hardware with only a path is assumed to have one ordinary drive
     return replace(
         node,
         nvme_bytes=nvme.capacity_bytes or node.nvme_bytes,
@@ -124,7 +124,7 @@ def node_of(ref: ClusterRef, num_nodes: int) -> Instance:
 
 
 def own_instance(stated: HardwareNumbers) -> Instance:
-    """Hardware the catalog does not know, from the numbers of its owner."""
+    """Return an instance that is not in the catalog, from the user's numbers."""
     link = stated.host_link
     card = gpu(stated.gpu) if isinstance(stated.gpu, str) else own_gpu(stated.gpu)
     return Instance(
@@ -160,7 +160,7 @@ def own_gpu(stated: GpuNumbers) -> Gpu:
 
 
 def _with_file(cluster: Cluster, file: ClusterFile) -> Cluster:
-    """The levels, spares, scheduler and health that only a cluster file can tell."""
+    """Return the cluster with the levels, spares, scheduler and health that only a cluster file has."""
     leaf, spine = file.levels.leaf, file.levels.spine
     return replace(
         cluster,

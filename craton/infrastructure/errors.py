@@ -1,11 +1,11 @@
-"""What a user can get wrong about hardware, and what storage can refuse.
+"""Errors about hardware descriptions, topology, provisioning and storage.
 
 CratonError (ValueError)
-├── CatalogError: an unknown name, or a catalog or cluster file that says something impossible
-├── TopologyError: what was said of the network cannot be understood, or nobody could be asked
-├── ProvisionError: a cluster file that does not say what it takes to make the cluster; `.problems` lists all of it
-└── StorageError: a store could not be read or written, after what was worth trying
-    └── ObjectMissingError: it works, but has no object of this name
+├── CatalogError: an unknown name, or an invalid catalog or cluster file
+├── TopologyError: a topology cannot be parsed, or its source cannot be queried
+├── ProvisionError: a cluster file lacks information to create the cluster; `.problems` lists all of it
+└── StorageError: a store could not be read or written, after retries
+    └── ObjectMissingError: the store works, but has no object of this name
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ class CatalogError(CratonError):
 
 
 class TopologyError(CratonError):
-    """The message says who was asked or which text was read, and what to do."""
+    """The message says which source was queried or which text was read, and what to do."""
 
 
 class ProvisionError(CratonError):
-    """What a cluster file lacks or says wrongly for one kind of cluster, each as one line."""
+    """Problems of a cluster file for one kind of cluster, one line each."""
 
     def __init__(self, problems: Sequence[str]) -> None:
         assert problems, "a ProvisionError needs at least one problem"
@@ -33,7 +33,7 @@ class ProvisionError(CratonError):
 
 
 class StorageError(CratonError):
-    """The message says which place, what was tried and what to do."""
+    """The message names the location, what was tried and what to do."""
 
 
 class ObjectMissingError(StorageError):

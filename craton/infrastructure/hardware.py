@@ -1,6 +1,6 @@
-"""What planning knows of machines: GPUs, instances with their prices, storage tiers, and the cluster they form.
+"""Machines as the planner sees them: GPUs, instances with prices, storage tiers, and clusters.
 
-All rates are bytes or FLOPs per second in one direction, all sizes bytes: units of data sheets end at the catalog.
+All rates are bytes or FLOPs per second in one direction, all sizes bytes: data-sheet units stay in the catalog.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ class Gpu:
         str  # "volta", "ampere", "ada", "hopper", "blackwell", "blackwell-ultra", "cpu": the key of software priors
     )
     flops: dict[str, float]  # dense peak FLOP/s by "fp32", "fp16", "bf16", "fp8", "fp4"; absent: not supported
-    achievable_flops: dict[str, float]  # best measured matrix product, where one was published
+    achievable_flops: dict[str, float]  # best measured matmul, where one was published
     memory_bytes: float  # as the driver reports it
     memory_bytes_per_second: float
     nvlink_bytes_per_second: float  # per GPU; 0: none
     power_watts: float
 
     def peak_flops(self, precision: str) -> float:
-        """Dense peak of the matrix unit for a precision, falling to the nearest wider one the card has."""
+        """Dense peak of the matrix unit for a precision, or of the nearest wider one the GPU has."""
         chain = {
             "nvfp4": ("fp4", "fp8", "bf16", "fp16", "fp32"),
             "mxfp8": ("fp8", "bf16", "fp16", "fp32"),
@@ -91,7 +91,7 @@ class StorageTier:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Nodes, network, storage and price of the place where a job would run."""
+    """Nodes, network, storage and price of the cluster where a job would run."""
 
     name: str
     instance: Instance

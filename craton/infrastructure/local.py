@@ -1,7 +1,7 @@
-"""`local`: this machine as an instance: its GPUs where it has some, else its processor, measured once and remembered.
+"""`local`: this machine as an instance: its GPUs if it has any, else its CPU, measured once and cached.
 
-The cache is one JSON file for all machines that share a home; a record is used only by the machine, core count, memory,
-numpy, torch and benchmark version it was measured with. A torn or foreign file is measured over, never fatal.
+The cache is one JSON file for all machines that share a home directory. A record is valid only for the machine, core
+count, memory, numpy, torch and benchmark version it was measured with. A corrupt file is replaced, never fatal.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from craton.infrastructure.microbenchmark import BUDGET_SECONDS, Measurement, me
 
 BENCHMARK_VERSION = 2
 GIGA = 1e9
-LOOPBACK_BYTES_PER_SECOND = 5e9  # between nodes of one GPU machine; assumed: nothing is measured where GPUs compute
+LOOPBACK_BYTES_PER_SECOND = 5e9  # between nodes of one GPU machine; assumed: nothing is measured on a machine with GPUs
 
 
 @dataclass(frozen=True)
 class LocalMachine:
-    """This machine, what it was measured to do, and when."""
+    """This machine with its measurement and the time of it."""
 
     cpu: str
     cores: int
@@ -43,7 +43,7 @@ class LocalMachine:
 
     @property
     def was_busy(self) -> bool:
-        """Something else used the processor, so that what depends on the clock, the loopback, is too slow."""
+        """Whether another process used the CPU, so that the loopback, which depends on wall time, is too slow."""
         return self.measurement.load_average > self.cores / 2
 
     def age_days(self, now: datetime) -> int:
@@ -51,20 +51,20 @@ class LocalMachine:
 
 
 def local_instance(shares: int = 1) -> Instance:
-    """This machine as an instance, or one of `shares` equal parts when several local nodes live on it.
+    """Return this machine as an instance, or one of `shares` equal parts for several local nodes.
 
-    With GPUs each part has its share of those; without, it is one rank on its share of the processor.
+    With GPUs each part has its share of them; without, it is one rank on its share of the CPU.
     """
     cards = visible_accelerators()
     return instance_of_gpus(cards, shares) if cards else instance_of_machine(local_machine(), shares)
 
 
 def instance_of_gpus(cards: list[Accelerator], shares: int = 1) -> Instance:
-    """An equal share of this machine's GPUs; nothing is measured, the catalog knows them."""
+    """Return an equal share of this machine's GPUs; nothing is measured, the numbers come from the catalog."""
     card = catalog_gpu(cards)
     if len(cards) % shares:
         raise CatalogError(
-            f"local x {shares} cannot share {len(cards)} GPU{'s' if len(cards) > 1 else ''} equally; write local x 1, "
+            f"local x {shares} cannot split {len(cards)} GPU{'s' if len(cards) > 1 else ''} equally; use local x 1, "
             "which uses all of them, or set CUDA_VISIBLE_DEVICES= to use the CPU"
         )
     num_gpus = len(cards) // shares
@@ -95,7 +95,7 @@ def local_machine(
     cache: Path | None = None,
     report: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
 ) -> LocalMachine:
-    """The remembered measurement of this machine, or a new one (`again`: in any case)."""
+    """Return the cached measurement of this machine, or a new one (`again`: always measure)."""
     cache = cache or cache_path()
     cpu, cores, memory_bytes = cpu_model(), usable_cores(), machine_memory_bytes()
     key = machine_key(cpu, cores, memory_bytes)
@@ -103,25 +103,22 @@ def local_machine(
     if not again and key in records:
         measured_at, measurement = records[key]
         return LocalMachine(cpu, cores, memory_bytes, measurement, measured_at)
-    report(
-        f"measuring this machine (matrix products, memory, loopback; up to "
-        f"{setting(BUDGET_SECONDS)}, then remembered) ..."
-    )
+    report(f"measuring this machine (matmul, memory, loopback; up to {setting(BUDGET_SECONDS)}, then cached) ...")
     machine = LocalMachine(cpu, cores, memory_bytes, measure(), now())
     if machine.measurement.bf16_method.startswith("fp32 rate"):
-        report(f"bf16 is taken at the {machine.measurement.bf16_method}")
+        report(f"bf16 uses the {machine.measurement.bf16_method}")
     if machine.was_busy:
         busy = f"load {machine.measurement.load_average:.1f} on {cores} cores"
-        report(f"the machine was busy ({busy}), so rates may be low: `craton catalog local --measure` when it is idle")
+        report(f"the machine was busy ({busy}), so rates may be low; run `craton catalog local --measure` when idle")
     try:
         write_records(cache, {**records, key: (machine.measured_at, machine.measurement)})
     except OSError as error:
-        report(f"not remembered: {cache}: {error.strerror}; set XDG_CACHE_HOME to a folder that can be written")
+        report(f"not cached: {cache}: {error.strerror}; set XDG_CACHE_HOME to a writable folder")
     return machine
 
 
 def instance_of_machine(machine: LocalMachine, shares: int = 1) -> Instance:
-    """An equal share of the machine; loopback stays whole because each node sees the same device."""
+    """Return an equal share of the machine; loopback stays whole because each node sees the same device."""
     assert shares >= 1
     measured = machine.measurement
     disk = entry("storage", "local-disk")
@@ -163,7 +160,7 @@ def cache_path(environment: Mapping[str, str] = os.environ) -> Path:
 
 
 def machine_key(cpu: str, cores: int, memory_bytes: float) -> str:
-    """What must be the same for a measurement to be used again; memory in GiB, as kernels differ in the last MiB."""
+    """Return the cache key of a measurement; memory in GiB, because kernels differ in the last MiB."""
     parts = (
         f"benchmark {BENCHMARK_VERSION}",
         cpu,
@@ -176,7 +173,7 @@ def machine_key(cpu: str, cores: int, memory_bytes: float) -> str:
 
 
 def read_records(path: Path) -> dict[str, tuple[datetime, Measurement]]:
-    """Every sound record of the cache; what is torn or not ours is left out."""
+    """Return every valid record of the cache; corrupt or foreign ones are left out."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -193,7 +190,7 @@ def read_records(path: Path) -> dict[str, tuple[datetime, Measurement]]:
 
 
 def write_records(path: Path, records: Mapping[str, tuple[datetime, Measurement]]) -> None:
-    """Replace the cache in one step, so that a reader never sees half of it."""
+    """Replace the cache atomically, so that a reader never sees half of it."""
     document = {
         "machines": {
             key: {"measured_at": measured_at.isoformat(), "measurement": asdict(measurement)}
@@ -215,7 +212,7 @@ def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def machine_memory_bytes(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> float:
-    """Memory of the machine, or of the container, service or batch job around this process when that is less."""
+    """Return the memory of the machine, or the limit of this process's container, service or batch job if smaller."""
     total = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     texts = [path.read_text().strip() for path in _memory_limits(groups, own) if path.is_file()]
     return min([total, *(float(text) for text in texts if text.isdigit())])
@@ -226,8 +223,8 @@ def free_memory_bytes(
     own: Path = Path("/proc/self/cgroup"),
     meminfo: Path = Path("/proc/meminfo"),
 ) -> float:
-    """What can be had of that memory now. Cached files give way; tmpfs and shared memory, which control groups count
-    among them, do not."""
+    """Return how much of that memory is available now. Cached files can be evicted; tmpfs and shared memory, which
+    cgroups count as cache, cannot."""
     free = [machine_memory_bytes(groups, own)]
     if meminfo.is_file():
         free.append(_numbers(meminfo)["MemAvailable:"] * 1024)
@@ -243,13 +240,13 @@ def free_memory_bytes(
 
 
 def _numbers(path: Path) -> dict[str, int]:
-    """A file of the kernel that has a name and a number on each line; nothing, where it has none."""
+    """Parse a kernel file with a name and a number on each line; empty if it has none."""
     lines = [line.split() for line in path.read_text().splitlines()] if path.is_file() else []
     return {words[0]: int(words[1]) for words in lines}
 
 
 def _memory_limits(groups: Path, own: Path) -> Iterator[Path]:
-    """Where a limit may stand: in this process's control group or any that holds it, of either version (cgroups(7))."""
+    """Yield files that may hold a limit: of this process's cgroup and its parents, of either version (cgroups(7))."""
     for line in own.read_text().splitlines() if own.is_file() else ["0::/"]:
         _, controllers, place = line.split(":", 2)
         if not controllers:
@@ -270,7 +267,7 @@ def package_version(name: str) -> str:
 
 
 def _measurement(record: dict[str, Any]) -> Measurement:
-    """A record of the cache, or KeyError, TypeError or ValueError when it cannot be one of ours."""
+    """Parse a record of the cache; raise KeyError, TypeError or ValueError if it is invalid."""
     rates = [record[name] for name in record if name not in ("fp32_method", "bf16_method", "load_average")]
     if not all(isinstance(rate, float) and math.isfinite(rate) and rate > 0 for rate in rates):
         raise ValueError("a rate is not a positive number")

@@ -1,9 +1,8 @@
-"""What this machine's processor, memory and loopback can do, measured in a few seconds.
+"""Measure this machine's CPU, memory and loopback in a few seconds.
 
-Everything here really runs, the way training will: matrix products by torch, one thread a core, all cores at once.
-Torch is started in a child process so that the caller stays light; without it numpy multiplies, and bf16 is taken at
-the fp32 rate, which the methods say. Rates count processor time, so that a busy machine is not taken for a slow one;
-only the loopback, which waits for others, counts the clock.
+Everything is measured the way training runs it: matmuls by torch, one thread per core, all cores at once. Torch runs in
+a child process so that the caller stays light. Without torch, numpy does the matmul, and bf16 gets the fp32 rate; the
+methods say so. Rates count CPU time, so that a busy machine does not look slow; only the loopback counts wall time.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ import numpy
 
 from craton.formatting import setting
 
-BUDGET_SECONDS = 12.0  # most of it for a torch that starts slowly; five are usual
+BUDGET_SECONDS = 12.0  # mostly for a slow start of torch; five are usual
 PART_SECONDS = 0.5  # of each measurement
 MATRIX_SIZE = 1024  # large enough for every BLAS to reach its plateau, 20 to 200 ms on a laptop core
 COPY_BYTES = 128 * 2**20  # beyond the last-level cache of everything up to a large server
 MESSAGE_BYTES = 2**20
 
-# Runs in the child: the product in fp32, then in bf16, on every core at once; the best time of each core counts.
+# Runs in the child: the matmul in fp32, then in bf16, on all cores at once; the best time of each core counts.
 TORCH_PROGRAM = """
 import sys, time, torch
 from concurrent.futures import ThreadPoolExecutor
@@ -53,15 +52,15 @@ with ThreadPoolExecutor(cores) as pool:
 class Measurement:
     fp32_flops: float
     bf16_flops: float
-    bf16_method: str  # "torch, one thread a core", or why the fp32 rate stands in
+    bf16_method: str  # "torch, one thread a core", or why the fp32 rate is used
     memory_bytes_per_second: float  # copies: read and write counted
     loopback_bytes_per_second: float  # TCP over 127.0.0.1, one direction
-    load_average: float  # of the last minute before; near or above the number of cores, the loopback is too slow
+    load_average: float  # of the minute before; near or above the number of cores, the loopback is too slow
     fp32_method: str = "torch, one thread a core"
 
 
 def measure(budget_seconds: float = BUDGET_SECONDS) -> Measurement:
-    """All four numbers; the torch child gets what memory and loopback leave of the budget."""
+    """Measure all four numbers; the torch child gets the budget that memory and loopback leave."""
     deadline = time.perf_counter() + budget_seconds
     load_average = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     part_seconds = min(PART_SECONDS, budget_seconds / 10)
@@ -83,21 +82,21 @@ def measure(budget_seconds: float = BUDGET_SECONDS) -> Measurement:
 
 
 def usable_cores() -> int:
-    """Cores this process may run on, which in a container is often not all of them."""
+    """Return the number of cores this process may use; in a container often not all of them."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def measure_matrix_product(seconds: float) -> float:
-    """FLOP/s of numpy's best fp32 product."""
+    """Return FLOP/s of numpy's best fp32 matmul."""
     matrix = numpy.random.default_rng(0).random((MATRIX_SIZE, MATRIX_SIZE), dtype=numpy.float32)
     out = numpy.empty_like(matrix)
     return 2 * MATRIX_SIZE**3 / _best(lambda: numpy.matmul(matrix, matrix, out=out), seconds)
 
 
 def measure_copy(seconds: float) -> float:
-    """Bytes read and written per second when all cores copy at once."""
+    """Return bytes read and written per second when all cores copy at once."""
     cores = usable_cores()
 
     def copy(part: int) -> float:
@@ -110,7 +109,7 @@ def measure_copy(seconds: float) -> float:
 
 
 def measure_loopback(seconds: float) -> float:
-    """Bytes per second through one TCP connection of this machine with itself."""
+    """Return bytes per second through one TCP connection of this machine to itself."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         sender = Thread(target=_send_for, args=(server.getsockname(), seconds), daemon=True)
         sender.start()
@@ -126,7 +125,7 @@ def measure_loopback(seconds: float) -> float:
 
 
 def measure_torch(seconds: float, allowed_seconds: float) -> tuple[tuple[float, float] | None, str]:
-    """FLOP/s of torch's fp32 and bf16 products and how they were got; None and the reason when they cannot be."""
+    """Return FLOP/s of torch's fp32 and bf16 matmuls and the method; None and the reason if they cannot be measured."""
     if importlib.util.find_spec("torch") is None:
         return None, "fp32 rate: torch is not installed"
     command = [sys.executable, "-c", TORCH_PROGRAM, str(MATRIX_SIZE), str(seconds), str(usable_cores())]
@@ -154,7 +153,7 @@ def measure_torch(seconds: float, allowed_seconds: float) -> tuple[tuple[float, 
 
 
 def _best(work: Callable[[], object], seconds: float, clock: Callable[[], float] = time.perf_counter) -> float:
-    """Shortest time of a piece of work, run as often as fits after a first time that warms caches and threads."""
+    """Return the shortest time of `work`, repeated for `seconds` after one warm-up run."""
     work()
     times: list[float] = []
     end = time.perf_counter() + seconds

@@ -84,7 +84,7 @@ def test_what_is_not_there_is_told_before_anything_starts(
     job.write_text(PLANNED.replace("MODEL", f"{bucket}/nothing"))
     result = verbs("validate", job)
     assert result.returncode == 2
-    assert f"words.yaml:1: model: {bucket}/nothing: there is nothing; correct the path" in result.stderr
+    assert f"words.yaml:1: model: {bucket}/nothing: nothing found; correct the path" in result.stderr
     job.write_text(JOB.replace("BUCKET", "s3://no-such-bucket"))
     result = verbs("run", job)
     assert result.returncode == 2

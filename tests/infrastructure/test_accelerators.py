@@ -38,7 +38,7 @@ def test_local_is_the_gpus_of_this_machine(tmp_path: Path, monkeypatch: pytest.M
     assert (cluster.instance.nvlink_domain_gpus, cluster.scheduler) == (8, "local")
     half = local_instance(2)
     assert (half.num_gpus, half.nvlink_domain_gpus) == (4, 4)
-    with pytest.raises(CatalogError, match="local x 3 cannot share 8 GPUs equally; write local x 1"):
+    with pytest.raises(CatalogError, match="local x 3 cannot split 8 GPUs equally; use local x 1"):
         local_instance(3)
 
 
@@ -84,7 +84,7 @@ def test_names_of_the_driver(reported: str, memory_mib: float, name: str) -> Non
         ),
         (["0, GPU-0, NVIDIA H200, 71885"], "does not know this machine's GPU"),  # half of one
         (["0, GPU-0, NVIDIA H200, 143771", "1, GPU-1, NVIDIA L40S, 46068"], "different GPUs .* CUDA_VISIBLE_DEVICES"),
-        (["0, NVIDIA H200"], "nvidia-smi answered '0, NVIDIA H200'"),
+        (["0, NVIDIA H200"], "nvidia-smi printed '0, NVIDIA H200'"),
     ],
 )
 def test_other_gpus_are_told_what_to_do(

@@ -80,7 +80,7 @@ OWN = {"name": "x", "gpu": "H100", "num_gpus": 8, "network_bytes_per_second": "1
     ("keys", "said"),
     [
         ({"name": "a b; rm -rf /"}, "name: give 3 to 40 letters"),
-        ({"instance": None, "hardware": OWN}, "own machines cannot be made"),
+        ({"instance": None, "hardware": OWN}, "own machines cannot be provisioned"),
         ({"instance": "u-p6e-gb200x72"}, "is an UltraServer"),
         ({"instance": "p9.big"}, "unknown instance"),
         ({"nodes": 3000}, "PCS manages at most 2047"),
@@ -92,7 +92,7 @@ OWN = {"name": "x", "gpu": "H100", "num_gpus": 8, "network_bytes_per_second": "1
         ({"storage": {"shared": {**SHARED, "megabytes_per_second_per_tib": 300}}}, "FSx has 125, 250, 500, 1000"),
         ({"storage": {"shared": {"path": "/fsx"}}}, "storage.shared.capacity_bytes is missing"),
         ({"storage": {"shared": {**SHARED, "kind": "nfs"}}}, "storage.shared.kind is nfs"),
-        ({"aws": {"training_plan": PLAN["training_plan"]}}, "aws.training_plan is HyperPod's"),
+        ({"aws": {"training_plan": PLAN["training_plan"]}}, "aws.training_plan is only for HyperPod"),
     ],
 )
 def test_what_cannot_be_made_is_refused(tmp_path: Path, keys: dict[str, Any], said: str) -> None:
@@ -103,7 +103,7 @@ def test_what_cannot_be_made_is_refused(tmp_path: Path, keys: dict[str, Any], sa
 @pytest.mark.parametrize("target", DRIVES)
 def test_drives_are_where_the_image_of_the_target_has_them(tmp_path: Path, target: str) -> None:
     storage = {**document(target)["storage"], "nvme": {"path": "/scratch"}}
-    with pytest.raises(ProvisionError, match=f"have their drives at {DRIVES[target]}; write that"):
+    with pytest.raises(ProvisionError, match=f"mount their drives at {DRIVES[target]}; use that path"):
         provision(cluster(tmp_path, target, storage=storage), target)
     storage["nvme"]["claim"] = "scratch"
     provision(cluster(tmp_path, target, storage=storage), target)
@@ -112,7 +112,7 @@ def test_drives_are_where_the_image_of_the_target_has_them(tmp_path: Path, targe
 def test_a_pool_and_what_it_cannot_go_with_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ProvisionError, match=r"scheduler\.node_pool: HyperPod makes the nodes"):
         provision(cluster(tmp_path, "hyperpod-eks", scheduler=POOLED), "hyperpod-eks")
-    with pytest.raises(ProvisionError, match=r"scheduler\.topology: by a topology Kueue admits jobs only onto nodes"):
+    with pytest.raises(ProvisionError, match=r"scheduler\.topology: with a topology Kueue admits jobs only"):
         provision(cluster(tmp_path, "eks", scheduler={**POOLED, "topology": "efa"}), "eks")
 
 

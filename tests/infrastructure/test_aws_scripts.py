@@ -115,7 +115,7 @@ def test_what_is_wrong_with_software_does_not_drain_the_node(node: Node, what: s
     assert node.run(hook(node.folder, "prolog"), SLURM_JOB_ID="812", SLURM_JOB_GPUS="0").returncode == 0
     assert node.run(hook(node.folder, "health"), SLURMD_NODENAME="g1").returncode == 0
     assert node.calls("scontrol") == []
-    assert node.calls("logger") == [f"-t craton not of this node: {what}: 7 of 8 GPUs"] * 2
+    assert node.calls("logger") == [f"-t craton software failure, not of this node: {what}: 7 of 8 GPUs"] * 2
     assert node.mapping() == {"0": "812\n"}
 
 
@@ -306,7 +306,7 @@ def test_the_health_pod_does_not_cordon_a_healthy_node(node: Node, api: Api) -> 
     node.doctor_sees(bare_pod().write(node.folder / "image"))
     done = health_pod(node, api)
     for what in ("efa_count", "shared_memory", "nccl_plugin", "torch"):  # doctor fails them, and rightly, for this pod
-        assert f"of this pod, not of the node: {what}: " in done.stdout
+        assert f"problem of this pod, not of the node: {what}: " in done.stdout
     assert api[1] == []
     assert (node.folder / "fit").exists()
 

@@ -175,7 +175,7 @@ def test_a_known_checksum_spares_asking_and_is_checked(bucket: str, faults: Faul
     files = contents(8, 1)
     url = filled(f"{bucket}/data", files)
     crc32 = zlib.crc32(files["file-0"])
-    with pytest.raises(StorageError, match="another checksum than its folder says"):
+    with pytest.raises(StorageError, match="does not match the checksum of its folder"):
         CachedFolder(url).open("file-0", crc32 ^ 1)
     CachedFolder(url).open("file-0", crc32).close()
     asked = len(faults.seen)
@@ -216,7 +216,7 @@ def test_the_least_recently_used_goes_first_and_never_what_is_in_use(
     assert kept.read_bytes() == files["file-0"]
 
     monkeypatch.setenv("CRATON_CACHE_BYTES", str(25 * KILO))
-    with pytest.raises(StorageError, match=r"may hold 25,000, of which 20,000 are in use; raise CRATON_CACHE_BYTES"):
+    with pytest.raises(StorageError, match=r"limited to 25,000, of which 20,000 are in use; raise CRATON_CACHE_BYTES"):
         cached.open("file-4")
     mapped.close()
     use("file-4")
@@ -284,10 +284,10 @@ def test_more_files_than_the_usual_limit_of_open_ones(bucket: str) -> None:
 
 
 def test_what_cannot_be_used(bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ObjectMissingError, match="there is nothing; correct the path"):
+    with pytest.raises(ObjectMissingError, match="nothing found; correct the path"):
         mirror(f"{bucket}/nothing")
     url = filled(f"{bucket}/data", contents(10, 1))
-    with pytest.raises(ObjectMissingError, match="file-7 is not there"):
+    with pytest.raises(ObjectMissingError, match="file-7 does not exist"):
         CachedFolder(url).open("file-7")
     monkeypatch.setenv("CRATON_CACHE_BYTES", "a lot")
     with pytest.raises(StorageError, match="set it to a whole number of bytes"):

@@ -60,16 +60,16 @@ def test_a_complete_target_stays(place: str, tmp_path: Path, request: pytest.Fix
     kept = model_folder(tmp_path / "first", seed=2)
     copy_down(tmp_path / "first", target, SEAL)
     model_folder(tmp_path / "second", seed=1)
-    with pytest.raises(StorageError, match="below is complete; remove it first, or copy to another place"):
+    with pytest.raises(StorageError, match="below already has a complete copy; remove it first, or copy to"):
         copy_down(tmp_path / "second", target, SEAL)
     store = open_store(target)
     assert {info.name: store.read(info.name) for info in store.list()} == kept
 
 
 def test_what_was_never_finished_is_not_copied(tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match="holds nothing to copy"):
+    with pytest.raises(StorageError, match="is empty, so there is nothing to copy"):
         copy_down(tmp_path / "nothing", tmp_path / "below", SEAL)
     model_folder(tmp_path / "model")
     (tmp_path / "model" / SEAL).unlink()
-    with pytest.raises(StorageError, match=r"has no config\.json, so it was never finished"):
+    with pytest.raises(StorageError, match=r"has no config\.json, so it is incomplete"):
         copy_down(tmp_path / "model", tmp_path / "below", SEAL)

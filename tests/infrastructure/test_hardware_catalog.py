@@ -211,7 +211,7 @@ def test_config_folder_is_honoured(tmp_path: Path) -> None:
         ("[gpus.L40S]\nbf16_tflops = true\n", r"bf16_tflops: must be a number"),
         ("[gpus.L40S]\nbf16_tflops = { source = 'x' }\n", r"gpus\.L40S\.bf16_tflops: has no value"),
         ("[gpus.L40S]\npower_watts = { value = 1, date = 'May' }\n", r"power_watts\.date: must be a date like"),
-        ("[gpus.new]\ngeneration = 'hopper'\n", r"gpus\.new: misses memory_mib, memory_terabytes_per_second"),
+        ("[gpus.new]\ngeneration = 'hopper'\n", r"gpus\.new: memory_mib, memory_terabytes_per_second missing"),
         ("[gpu.L40S]\n", r"gpu: unknown key; allowed: .*did you mean 'gpus'"),
         ("gpus = 3\n", r"gpus: must be a table, not 3"),
         ("[gpus]\nL40S = 3\n", r"gpus\.L40S: must be a table, not 3"),

@@ -46,7 +46,7 @@ def test_measured_once_then_remembered() -> None:
     assert first == second
     assert (second.measurement, second.measured_at) == (FAKE, START)
     assert second.age_days(START + timedelta(days=3, hours=5)) == 3
-    assert bench.said == ["measuring this machine (matrix products, memory, loopback; up to 12 s, then remembered) ..."]
+    assert bench.said == ["measuring this machine (matmul, memory, loopback; up to 12 s, then cached) ..."]
 
 
 def test_again_measures_and_remembers_the_new_date() -> None:
@@ -111,7 +111,7 @@ def test_an_unwritable_cache_is_said_and_not_fatal(tmp_path: Path) -> None:
     bench = Bench()
     machine = bench.machine(cache=blocked / "craton" / "local.json")
     assert machine.measurement == FAKE
-    assert "not remembered" in bench.said[-1]
+    assert "not cached" in bench.said[-1]
     assert "XDG_CACHE_HOME" in bench.said[-1]
 
 
@@ -119,7 +119,7 @@ def test_falling_back_and_being_busy_are_said_aloud() -> None:
     bench = Bench(Measurement(1e9, 1e9, "fp32 rate: torch is not installed", 1e9, 1e9, 1e6))
     machine = bench.machine()
     assert machine.was_busy
-    assert "bf16 is taken at the fp32 rate: torch is not installed" in bench.said
+    assert "bf16 uses the fp32 rate: torch is not installed" in bench.said
     assert "the machine was busy" in bench.said[-1]
 
 

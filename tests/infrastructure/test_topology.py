@@ -129,7 +129,7 @@ def test_instances_of_others_are_no_nodes_of_a_cluster_whose_names_are_known() -
     answer = ec2_answer()
     first, *_ = (one["InstanceId"] for one in answer["Instances"])
     assert read_ec2(answer, {first: "train-1"}).nodes == ("train-1",)
-    with pytest.raises(TopologyError, match="none of its instances is among the names"):
+    with pytest.raises(TopologyError, match="none of its instances is in the names"):
         read_ec2(answer, {"i-other": "train-1"})
 
 
@@ -179,12 +179,12 @@ def test_what_is_no_topology_is_refused_with_what_would_be(text: str) -> None:
 def test_a_topology_with_parts_missing_is_refused(text: str, said: str, tmp_path: Path) -> None:
     path = tmp_path / "topology"
     path.write_text(text)
-    with pytest.raises(TopologyError, match=f"{path}: it begins like a topology.*{said}.*scontrol show topology"):
+    with pytest.raises(TopologyError, match=f"{path}: it looks like a topology.*{said}.*scontrol show topology"):
         discover_topology(str(path))
 
 
 def test_a_topology_of_endless_brackets_is_refused() -> None:
-    with pytest.raises(TopologyError, match="neither Slurm's text"):
+    with pytest.raises(TopologyError, match="not Slurm text"):
         read_topology("[" * 200_000)
     with pytest.raises(TopologyError, match="names of instances"):
         read_instance_names("[" * 200_000)
@@ -206,7 +206,7 @@ def test_without_slurm_or_kubernetes_it_says_how(monkeypatch: pytest.MonkeyPatch
     monkeypatch.delenv("KUBECONFIG", raising=False)
     with pytest.raises(TopologyError, match="kubectl get nodes -o json"):
         discover_topology(None)
-    with pytest.raises(TopologyError, match="scontrol is not here"):
+    with pytest.raises(TopologyError, match="scontrol not found"):
         discover_topology("slurm")
 
 

@@ -102,7 +102,7 @@ def test_unconnected_switches_get_a_root() -> None:
 
 @pytest.mark.parametrize("name", ["a b", "a,b", "a\nSwitchName=x", "a=b"])
 def test_names_that_would_change_the_file_are_refused(name: str) -> None:
-    with pytest.raises(TopologyError, match="cannot be a name in Slurm"):
+    with pytest.raises(TopologyError, match="is not a valid name in Slurm"):
         written_topology(tree_of({"n1": (name,)}), "slurm-tree")
 
 

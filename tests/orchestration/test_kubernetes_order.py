@@ -65,7 +65,7 @@ def test_without_them_nodes_are_where_eks_or_topograph_say() -> None:
     layers = [{f"{eks}1": "a", f"{eks}2": "b", f"{eks}3": leaf} for leaf in ("c", "d")]
     found = places_of([node("g1", **layers[0]), node("g2", **layers[1])], {})
     assert (found.levels, found.addresses["g2"]) == (("core", "spine", "leaf"), ("a", "b", "d"))
-    with pytest.raises(TopologyError, match="none of 1 nodes has a label that says where it is"):
+    with pytest.raises(TopologyError, match="none of 1 nodes has a topology label"):
         places_of([node("g1")], {"zone": ZONE})
 
 

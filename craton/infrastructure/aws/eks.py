@@ -60,7 +60,7 @@ def eks_stack(site: AwsSite) -> dict[str, str]:
                 "Version": {"Fn::GetAtt": ["NodeTemplate", "LatestVersionNumber"]},
             },
         }
-        if site.aws.capacity_block:  # the launch template has it, and EKS takes it from one of the two only
+        if site.aws.capacity_block:  # it is in the launch template, and EKS accepts it in one of the two only
             del nodes["Properties"]["InstanceTypes"]
         resources |= {
             **placement_group(site),
@@ -94,7 +94,7 @@ def _node_group(site: AwsSite, name: str, machine: str, count: int, image: str) 
 
 
 def _access_entry(role: str) -> Resource:
-    """Lets nodes with the role join. EKS does so itself for the roles of its own node groups, and for no other."""
+    """Let nodes with the role join the cluster. EKS does this by itself only for the roles of its own node groups."""
     principal = {"Fn::Sub": f"arn:${{AWS::Partition}}:iam::${{AWS::AccountId}}:role/{role}"}
     return {
         "Type": "AWS::EKS::AccessEntry",
@@ -103,7 +103,7 @@ def _access_entry(role: str) -> Resource:
 
 
 def _local_drives() -> str:
-    """Joins the node's drives and mounts them at /mnt/k8s-disks/0, which EKS's image does when it is asked to."""
+    """Return the setting with which the EKS image joins the node's drives and mounts them at /mnt/k8s-disks/0."""
     spec = {"instance": {"localStorage": {"strategy": "RAID0"}}}
     config = {"apiVersion": "node.eks.aws/v1alpha1", "kind": "NodeConfig", "spec": spec}
     return mime("application/node.eks.aws", to_yaml(config))

@@ -1,7 +1,7 @@
 """SageMaker HyperPod: the request that creates the cluster (`aws sagemaker create-cluster --cli-input-json`), its
 lifecycle scripts, and a stack for the file system, which HyperPod only mounts.
 
-EFA and placement are HyperPod's own business; capacity is a training plan.
+HyperPod handles EFA and placement itself; capacity is a training plan.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def hyperpod_slurm(site: AwsSite) -> dict[str, str]:
 
 
 def hyperpod_eks(site: AwsSite) -> dict[str, str]:
-    """Deep health checks run before a node takes work; device plugins come with HyperPod's own chart."""
+    """Deep health checks run before a node takes work; HyperPod's own Helm chart installs the device plugins."""
     nodes = _nodes(site)
     nodes["OnStartDeepHealthChecks"] = DEEP_CHECKS
     scheduler = site.file.scheduler
@@ -46,7 +46,7 @@ def hyperpod_eks(site: AwsSite) -> dict[str, str]:
     return {
         "create-cluster.json": _json(request),
         **storage_stack(site),
-        "scripts/on_create.sh": "#!/bin/bash\n# Nothing to set up: what nodes need comes as pods.\nexit 0\n",
+        "scripts/on_create.sh": "#!/bin/bash\n# Nothing to set up: nodes get everything they need as pods.\nexit 0\n",
     }
 
 
@@ -85,7 +85,7 @@ def _group(site: AwsSite, name: str, machine: str, count: int, script: str) -> d
         "InstanceCount": count,
         "LifeCycleConfig": {"SourceS3Uri": site.scripts, "OnCreate": script},
         "ExecutionRole": site.aws.execution_role,
-        # All the processors that the catalog counts: 1 would switch half of them off; those of Grace have one each.
+        # Use all processors in the catalog: 1 would disable half of them; a Grace core has one thread.
         "ThreadsPerCore": 1 if machine.startswith("ml.p6e-") else 2,
         "InstanceStorageConfigs": storage,
     }
@@ -95,14 +95,14 @@ def _controller(site: AwsSite) -> str:
     lines = "\n".join(slurm_conf_lines())
     return f"""\
 {setup_script(site)}
-# Slurm's prolog, epilog and health check; written once, whatever the script is run again for.
+# Slurm's prolog, epilog and health check; added once, also if this script runs again.
 conf=/opt/slurm/etc/slurm.conf
 if [ -f "$conf" ] && ! grep -q '^# craton' "$conf"; then
   cat >> "$conf" <<'CONF'
 # craton
 {lines}
 CONF
-  # A second line of the same name would take the place of the first, so what stands there already is added to.
+  # A second line of the same name would replace the first, so append to an existing line.
   if grep -qi '^SchedulerParameters=' "$conf"; then
     sed -i 's/^SchedulerParameters=.*/&,{NO_HOLD}/I' "$conf"
   else

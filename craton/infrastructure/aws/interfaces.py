@@ -1,6 +1,6 @@
 """Network interfaces of an instance: one with an address, and an EFA on every card that has it.
 
-A node whose interfaces are left to defaults uses one card of 32 and says nothing: this table keeps it from that.
+With default interfaces a node silently uses one network card of 32; this table prevents that.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Interface:
 
 
 def interfaces(site: AwsSite) -> list[Interface]:
-    """In the order of cards. The first is the ENA interface; as many EFA follow as the catalog counts."""
+    """Return the interfaces in card order: first the ENA interface, then as many EFA as the catalog lists."""
     known = facts()["cards"].get(site.instance.name, {})
     efa = site.instance.network_interfaces if site.instance.efa_version else 0
     first = bool(known.get("first_card_has_efa", True))
@@ -34,8 +34,8 @@ def interfaces(site: AwsSite) -> list[Interface]:
     if made != efa:
         raise ProvisionError(
             [
-                f"{site.name}: {site.instance.name} has {efa} EFA by the catalog, but {cards} network cards would "
-                f"carry {made}; set aws.network_cards, or correct the catalog"
+                f"{site.name}: the catalog lists {efa} EFA interfaces for {site.instance.name}, but {cards} network "
+                f"cards would carry {made}; set aws.network_cards, or correct the catalog"
             ]
         )
     return result
@@ -47,7 +47,7 @@ def network_layers(site: AwsSite) -> int:
 
 
 def level_labels(site: AwsSite) -> dict[str, str]:
-    """Level → node label, broadest first: what the cluster file says, else the labels that EKS sets by itself."""
+    """Return level → node label, broadest first: from the cluster file, else the labels that EKS sets by itself."""
     stated = site.file.levels
     labels = {
         name: level.label for name in ("zone", "spine", "leaf") if (level := getattr(stated, name)) and level.label

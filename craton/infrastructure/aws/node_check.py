@@ -1,10 +1,10 @@
-"""The program of the health pods: asks `craton doctor`, shows by /tmp/fit what it said, cordons a node that is unfit.
+"""Program of the health pods: run `craton doctor`, keep /tmp/fit while the node is fit, cordon a node that is unfit.
 
-Guarantees: a node is unfit only by a failure that doctor wrote down, and only by one that a pod can judge. A pod has
-its own shared memory, limits, libraries and variables, and no EFA devices unless it asks for them: what is wrong with
-those says nothing of the node. A doctor that crashes, hangs or is not there says nothing either.
+Guarantees: a node is unfit only if doctor reports a failure that a pod can judge. A pod has its own shared memory,
+limits, libraries and variables, and no EFA devices unless it requests them: problems with those are not problems of the
+node. A doctor that crashes, hangs or is missing is not a failure of the node either.
 
-It runs as a file of its own in the pod, with nothing but Python's standard library and the command `craton`.
+It runs as a single file in the pod, with only Python's standard library and the command `craton`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from typing import Any
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 FIT = Path(os.environ.get("FIT_FILE", "/tmp/fit"))
-GPU_CONTROL = Path(os.environ.get("GPU_CONTROL", "/dev/nvidiactl"))  # of a pod that was given GPUs
-# Findings about the cards themselves. `gpu_model` is not one: it may be the catalog that is wrong, and for all nodes.
+GPU_CONTROL = Path(os.environ.get("GPU_CONTROL", "/dev/nvidiactl"))  # exists in a pod that was given GPUs
+# Findings about the GPUs themselves. `gpu_model` is left out: the catalog may be wrong, and for all nodes.
 JUDGED = (
     "gpu_driver",
     "gpu_count",
@@ -40,7 +40,7 @@ JUDGED = (
 
 def main() -> None:
     interval = float(os.environ["INTERVAL_SECONDS"])
-    rounds = int(os.environ.get("ROUNDS", "0"))  # 0: for ever
+    rounds = int(os.environ.get("ROUNDS", "0"))  # 0: forever
     done = 0
     while True:
         look()
@@ -51,12 +51,12 @@ def main() -> None:
 
 
 def look() -> None:
-    """One check. What cannot be checked is not held against the node."""
+    """Run one check. A check that cannot run does not make the node unfit."""
     findings = ask()
     failures = judged(findings)
     for finding in findings:
         if finding["severity"] == "fail" and finding not in failures:
-            print(f"of this pod, not of the node: {finding['what']}: {finding['evidence']}", flush=True)
+            print(f"problem of this pod, not of the node: {finding['what']}: {finding['evidence']}", flush=True)
     if not failures:
         FIT.touch()
         return
@@ -68,7 +68,7 @@ def look() -> None:
 
 
 def ask() -> list[dict[str, Any]]:
-    """What doctor found; nothing where it could not look."""
+    """Return the findings of doctor; none where it could not run."""
     if not (GPU_CONTROL.exists() and shutil.which("nvidia-smi")):
         return cannot_be_checked("the container runtime gave this pod no GPUs (NVIDIA_VISIBLE_DEVICES=all)")
     command, limit = ["craton", "doctor", "--json"], float(os.environ["CHECK_SECONDS"])
@@ -83,7 +83,7 @@ def ask() -> list[dict[str, Any]]:
 
 
 def judged(findings: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The failures that are the node's own."""
+    """Return the failures of the node itself."""
     return [finding for finding in findings if finding["severity"] == "fail" and finding["what"] in JUDGED]
 
 
@@ -93,7 +93,7 @@ def cannot_be_checked(why: str) -> list[dict[str, Any]]:
 
 
 def cordon(node: str, why: str) -> None:
-    """No new pods; those that run are left alone. Whoever mended the node uncordons it."""
+    """Cordon the node: no new pods, running ones continue. An operator uncordons it after the repair."""
     host = os.environ["KUBERNETES_SERVICE_HOST"]
     scheme = os.environ.get("KUBERNETES_SCHEME", "https")
     address = f"{scheme}://{host}:{os.environ['KUBERNETES_SERVICE_PORT']}/api/v1/nodes/{node}"

@@ -1,4 +1,4 @@
-"""What Kubernetes nodes carry: device plugins, Karpenter's pools, the shared file system's volume, the health check."""
+"""Manifests for Kubernetes nodes: device plugins, Karpenter's pools, the shared volume, the health check."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def device_plugins(site: AwsSite, machine: dict[str, str]) -> dict[str, str]:
         }
         devices = {"name": "infiniband", "hostPath": {"path": "/dev/infiniband"}}
         pods = _daemons("efa-device-plugin", SYSTEM, efa, [folder, devices], machine)
-        pods["spec"]["template"]["spec"]["hostNetwork"] = True  # it asks the instance's metadata
+        pods["spec"]["template"]["spec"]["hostNetwork"] = True  # it queries the instance metadata
         sets.append(pods)
     return {"manifests/device-plugins.yaml": to_yaml(*sets)}
 
@@ -67,7 +67,7 @@ def karpenter(site: AwsSite) -> dict[str, str]:
                     "nodeClassRef": {"group": "karpenter.k8s.aws", "kind": "EC2NodeClass", "name": pool},
                     "requirements": [{"key": key, "operator": "In", "values": [value]} for key, value in requirements],
                     "taints": [{"key": GPU, "value": "present", "effect": "NoSchedule"}],
-                    "expireAfter": "Never",  # a node is not taken from a running job because it has grown old
+                    "expireAfter": "Never",  # never replace a node under a running job because of its age
                 }
             },
             "limits": {"cpu": quota["cpu"], GPU: quota[GPU]},
@@ -112,12 +112,12 @@ def karpenter_role(site: AwsSite) -> str:
 
 
 def shared_volume(site: AwsSite) -> dict[str, str]:
-    """The claim that jobs mount, on a file system that exists; its id is known only then."""
+    """Return the volume claim that jobs mount, on an existing file system; its id is not known before."""
     lustre, shared = site.lustre, site.file.storage.shared
     if not lustre.file_system or shared is None:
         return {}
     claim = shared.claim or "shared"
-    size = f"{lustre.capacity_gib or 1200}Gi"  # what the claim asks for; FSx gives what there is
+    size = f"{lustre.capacity_gib or 1200}Gi"  # size of the claim; FSx provides the whole file system
     handle = {
         "dnsname": f"{lustre.file_system}.fsx.{site.region}.amazonaws.com",
         "mountname": lustre.mount_name,
@@ -151,8 +151,8 @@ def shared_volume(site: AwsSite) -> dict[str, str]:
 
 
 def health_checks(site: AwsSite, machine: dict[str, str]) -> dict[str, str]:
-    """A pod on every node that asks `craton doctor` every few minutes; with `health.policy` drain or replace it cordons
-    a node whose GPUs fail, and only then may it change nodes at all."""
+    """Return a DaemonSet that runs `craton doctor` every few minutes. With `health.policy` drain or replace it cordons
+    a node whose GPUs fail; only then does it have permission to change nodes."""
     image = site.file.scheduler.image if site.file.scheduler else None
     if not image:
         return {}
@@ -175,10 +175,10 @@ def health_checks(site: AwsSite, machine: dict[str, str]) -> dict[str, str]:
             {"name": "CHECK_SECONDS", "value": str(CHECK_SECONDS)},
             {"name": "INTERVAL_SECONDS", "value": str(HEALTH_INTERVAL_SECONDS)},
             {"name": "CORDON", "value": "yes" if cordons else "no"},
-            {"name": "NVIDIA_VISIBLE_DEVICES", "value": "all"},  # it looks at all cards and asks for none
-            {"name": "NVIDIA_DRIVER_CAPABILITIES", "value": "utility"},  # nvidia-smi, whatever the image asks for
+            {"name": "NVIDIA_VISIBLE_DEVICES", "value": "all"},  # sees all GPUs, requests none
+            {"name": "NVIDIA_DRIVER_CAPABILITIES", "value": "utility"},  # nvidia-smi, whatever the image sets
         ],
-        # XIDs stand in the kernel log, which only root with SYSLOG may read
+        # XIDs are in the kernel log, which only root with SYSLOG may read
         "securityContext": {
             "runAsUser": 0,
             "allowPrivilegeEscalation": False,

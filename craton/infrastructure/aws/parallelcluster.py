@@ -1,7 +1,7 @@
 """AWS ParallelCluster: one cluster configuration, and scripts that its nodes fetch.
 
-ParallelCluster makes the interfaces, the placement group and the file system itself; Prolog and Epilog it keeps for its
-own and offers folders instead, into which ours go.
+ParallelCluster creates the interfaces, the placement group and the file system itself. It reserves Prolog and Epilog
+and offers folders instead; our scripts go there.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def _s3(site: AwsSite) -> dict[str, Any]:
 
 
 def _setup_head(site: AwsSite) -> str:
-    """The head node shares /opt/slurm with all nodes; what lies in its folders runs on them."""
+    """Return the set-up of the head node. All nodes share its /opt/slurm, so scripts in its folders run on them."""
     source = quote(site.scripts + "/hooks")
     lines = [
         "#!/bin/bash",

@@ -66,8 +66,8 @@ def pcs(site: AwsSite) -> dict[str, str]:
 
 def _cluster(site: AwsSite) -> Resource:
     nodes = site.num_nodes + 1  # and the login node
-    # PCS takes some of Slurm's settings. SchedulerParameters is not in the lists of its API that could be read, and one
-    # it does not take refuses the whole cluster.
+    # PCS accepts some of Slurm's settings. SchedulerParameters is not in the published lists of its API, and an
+    # unsupported setting makes it reject the whole cluster.
     settings = [("Prolog", f"{HOOKS}/prolog.sh"), ("Epilog", f"{HOOKS}/epilog.sh")]
     return {
         "Type": "AWS::PCS::Cluster",
@@ -143,7 +143,7 @@ def _group(
 
 
 def _roles(site: AwsSite) -> dict[str, Resource]:
-    """PCS takes only roles whose name or path says so; nodes may register themselves and read their scripts."""
+    """Return the roles: nodes may register themselves and read their scripts. PCS requires its name in role or path."""
     bucket, _, prefix = site.scripts.removeprefix("s3://").partition("/")
     objects = f"arn:${{AWS::Partition}}:s3:::{bucket}/{prefix + '/' if prefix else ''}*"
     statements = [
@@ -178,7 +178,7 @@ def _roles(site: AwsSite) -> dict[str, Resource]:
 
 
 def _user_data(site: AwsSite, script: str) -> Any:
-    """MIME, as PCS joins it with its own part; mounts the file system, then runs the node's script."""
+    """Return MIME user data, which PCS joins with its own part: mount the file system, then run the node's script."""
     lustre = site.lustre
     system = lustre.file_system or "${FileSystem}"
     mount = lustre.mount_name or "${FileSystem.LustreMountName}"
@@ -188,7 +188,7 @@ def _user_data(site: AwsSite, script: str) -> Any:
         f"mountpoint -q {quote(lustre.path)} || mount -t lustre -o relatime,flock {source} {quote(lustre.path)}",
     ]
     if script:
-        place = f"/run/craton-{script}"  # which only root can write, so that nobody else puts a script there first
+        place = f"/run/craton-{script}"  # writable by root only, so that no other user can place a script there first
         commands.append(f"aws s3 cp --region ${{AWS::Region}} {quote(site.scripts + '/' + script)} {place}")
         commands.append(f"bash {place}")
     return {"Fn::Sub": mime("text/x-shellscript", "\n".join(["#!/bin/bash", "set -e", *commands]))}

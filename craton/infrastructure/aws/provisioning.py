@@ -1,4 +1,4 @@
-"""A cluster file to all the files that make its cluster on AWS. Pure: nothing is asked, nothing is created."""
+"""Render a cluster file into all files that create its cluster on AWS. Pure: no queries, nothing is created."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from craton.infrastructure.aws.queues import machine_label, namespace_object, qu
 from craton.infrastructure.aws.site import SLURM_TARGETS, AwsSite, site_of
 from craton.job.cluster import ClusterFile
 
-ASSET_TAG = "/sys/devices/virtual/dmi/id/board_asset_tag"  # the id of the instance, on Nitro
+ASSET_TAG = "/sys/devices/virtual/dmi/id/board_asset_tag"  # holds the instance id, on Nitro
 
 
 @dataclass(frozen=True)
 class Provisioning:
-    """Files to be read and used by a person: name → text; `notes` is what they should know before."""
+    """Files for the user to review and apply: name → text; `notes` are to be read first."""
 
     target: str
     files: dict[str, str]
@@ -28,7 +28,7 @@ class Provisioning:
 
 
 def provision(file: ClusterFile, target: str) -> Provisioning:
-    """Everything that `target` takes for the cluster of the file; ProvisionError tells all that is missing."""
+    """Render all files that `target` needs for the cluster; ProvisionError lists everything that is missing."""
     site = site_of(file, target)
     files = _files(site, target)
     notes, steps = (*site.notes, *_notes(site, target)), _steps(site, target, files)
@@ -61,33 +61,33 @@ def _notes(site: AwsSite, target: str) -> list[str]:
         if not levels and not site.node_pool:
             level_names = {name: label for name, label in level_labels(site).items() if name in ("leaf", "spine")}
             labels = ", ".join(f"{name}: {{label: {label}}}" for name, label in level_names.items())
-            notes.append(f"for `placement: {{within: leaf}}` put into the cluster file: levels: {{{labels}}}")
+            notes.append(f"for `placement: {{within: leaf}}` add to the cluster file: levels: {{{labels}}}")
         if not (site.file.scheduler and site.file.scheduler.image):
-            notes.append("no health check was written: it runs in scheduler.image, which the cluster file leaves out")
+            notes.append("no health check was written: it runs in scheduler.image, which the cluster file does not set")
         if site.file.scheduler is None or site.file.scheduler.gang == "none":
-            notes.append("scheduler.gang is none: no queues were written, and jobs are not placed as a gang")
+            notes.append("scheduler.gang is none: no queues were written, and jobs get no gang scheduling")
     if site.aws.capacity_reservation and not site.aws.placement_group:
         notes.append(
-            "no placement group is made: a reservation is taken up where it was made; if that was in a placement "
-            "group, give its name as aws.placement_group"
+            "no placement group is created: a reservation fixes the placement; if it was made in a placement "
+            "group, set aws.placement_group to its name"
         )
     if site.node_pool:
         topology = "Kueue got no topology, " if site.file.scheduler and site.file.scheduler.gang == "kueue" else ""
         notes.append(
-            f"Karpenter knows neither the switch of a node nor its huge pages before the node is there: {topology}"
-            "`placement` within a leaf or spine cannot be promised, and pods do without huge pages"
+            f"Karpenter does not know a node's switch or huge pages before the node exists: {topology}"
+            "`placement` within a leaf or spine is not guaranteed, and pods get no huge pages"
         )
     if site.node_pool and site.own_placement_group:
-        notes.append("Karpenter takes a placement group by name only: make one and give aws.placement_group")
+        notes.append("Karpenter takes a placement group by name only: create one and set aws.placement_group")
     if site.node_pool and not site.aws.karpenter_role:
         notes.append(
-            f"Karpenter's nodes get the role KarpenterNodeRole-{site.name}: make it before the stack, whose access "
-            "entry names it, or give aws.karpenter_role"
+            f"Karpenter's nodes get the role KarpenterNodeRole-{site.name}: create it before the stack, whose access "
+            "entry names it, or set aws.karpenter_role"
         )
     if not site.aws.capacity_block and not site.aws.capacity_reservation and not site.aws.training_plan:
-        notes.append("no reserved capacity is named: nodes are on demand and may not be there when asked for")
+        notes.append("no reserved capacity is set: nodes are on-demand and may be unavailable")
     if not site.lustre.file_system and not site.lustre.data:
-        notes.append("the file system is linked to no S3 data: give storage.object.path or aws.data")
+        notes.append("the file system is not linked to S3 data: set storage.object.path or aws.data")
     return notes
 
 
@@ -102,7 +102,7 @@ def _steps(site: AwsSite, target: str, files: dict[str, str]) -> tuple[str, ...]
     if "storage.yaml" in files:
         steps.append(deploy.format(f"{name}-storage", "storage.yaml"))
         steps.append(
-            outputs.format(f"{name}-storage") + "  # into aws.file_system and aws.file_system_mount; render again"
+            outputs.format(f"{name}-storage") + "  # copy to aws.file_system and aws.file_system_mount; render again"
         )
     if target == "parallelcluster":
         steps.append(f"pcluster create-cluster {region} --cluster-name {name} --cluster-configuration cluster.yaml")
@@ -112,7 +112,7 @@ def _steps(site: AwsSite, target: str, files: dict[str, str]) -> tuple[str, ...]
         steps.append(f"aws sagemaker create-cluster {region} --cli-input-json file://create-cluster.json")
     if target == "eks" and not site.lustre.file_system:
         steps.append(
-            outputs.format(name) + "  # into aws.file_system and aws.file_system_mount; render again for the volume"
+            outputs.format(name) + "  # copy to aws.file_system and aws.file_system_mount; render again for the volume"
         )
     if target in ("eks", "hyperpod-eks"):
         cluster = (site.aws.eks_cluster or name).rsplit("/", 1)[-1] if target == "hyperpod-eks" else name
@@ -120,9 +120,10 @@ def _steps(site: AwsSite, target: str, files: dict[str, str]) -> tuple[str, ...]
         charts = [name for name in (gang, "karpenter" if site.node_pool else "") if name not in ("", "none")]
         if charts:
             steps.append(
-                f"# install {' and '.join(charts)} by {'their' if len(charts) > 1 else 'its'} own chart, then:"
+                f"# install {' and '.join(charts)} with {'their' if len(charts) > 1 else 'its'} Helm "
+                f"chart{'s' if len(charts) > 1 else ''}, then:"
             )
-        # the configuration of Volcano's scheduler and controller exists already, and its chart owns it
+        # the configuration of Volcano's scheduler and controller already exists and belongs to its Helm chart
         force = " --force-conflicts" if gang == "volcano" else ""
         steps.append(f"kubectl apply --server-side{force} -f manifests/")
     steps += _discovery(site, target, gang)
@@ -133,8 +134,9 @@ def _steps(site: AwsSite, target: str, files: dict[str, str]) -> tuple[str, ...]
 
 
 def _discovery(site: AwsSite, target: str, gang: str) -> list[str]:
-    """Asks those who know. ParallelCluster and PCS set no topology in Slurm, and EC2 does not know Slurm's names of
-    nodes: each tells its own, and on Nitro also its instance. Nodes of a pool are not there yet."""
+    """Return the commands that discover the topology. ParallelCluster and PCS set no topology in Slurm, and EC2 does
+    not know Slurm's node names: each node reports its name and, on Nitro, its instance id. Nodes of a pool do not exist
+    yet."""
     if site.node_pool:
         return []
     if target == "hyperpod-slurm":
@@ -143,7 +145,7 @@ def _discovery(site: AwsSite, target: str, gang: str) -> list[str]:
         pair = f"""'printf "\\"%s\\": \\"%s\\"\\n" "$(tr -d "[:space:]" < {ASSET_TAG})" "$SLURMD_NODENAME"'"""
         command = f"srun --partition={site.queue} --nodes={site.num_nodes} --ntasks-per-node=1 sh -c {pair}"
         return [
-            "# on the cluster, when all its nodes are up: which instance each of them is",
+            "# on the cluster, once all nodes are up: list the instance id of each node",
             f"{command} | paste -sd, - | sed 's/.*/{{&}}/' > instances.json",
             f"craton cluster discover --from ec2 --region {site.region} --names instances.json --write slurm-tree",
         ]

@@ -1,8 +1,8 @@
-"""What an administrator makes once on a Kubernetes cluster so that jobs can wait in line: queues with their quota, and
-the topology by which Kueue, KAI or Volcano place a gang.
+"""One-time set-up of a Kubernetes cluster for gang scheduling: queues with quotas, and the topology that Kueue, KAI or
+Volcano use to place a gang.
 
-Quotas are the whole cluster's, counted from nodes and instance; every resource that Craton's pods ask for is covered,
-for Kueue lets a workload with one that is not wait for ever.
+Quotas cover the whole cluster, computed from nodes and instance. They include every resource that Craton's pods
+request, because Kueue never admits a workload that requests any other.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from craton.yaml_text import to_yaml
 Manifest = dict[str, Any]
 EFA = "vpc.amazonaws.com/efa"
 GPU = "nvidia.com/gpu"
-HUGE_PAGES_GIB = 10  # of a node, as AWS's images reserve them for EFA
+HUGE_PAGES_GIB = 10  # per node, reserved for EFA by AWS's images
 PRIORITIES = {"low": 0, "high": 1000}
 UNLIMITED = {"quota": -1, "limit": -1, "overQuotaWeight": 1}
 GPU_TAINT = {"key": GPU, "operator": "Exists", "effect": "NoSchedule"}
 
 
 def namespace_object(site: AwsSite) -> dict[str, str]:
-    """The namespace of jobs, queue, claim and health pods. kubectl applies files by name: this one goes before all."""
+    """Return the namespace of jobs, queue, claim and health pods. kubectl applies files by name; this one is first."""
     space = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": site.namespace}}
     return {"manifests/00-namespace.yaml": to_yaml(space)}
 
 
 def queue_objects(site: AwsSite, machine: dict[str, str]) -> dict[str, str]:
-    """Manifests for the cluster file's `scheduler.gang`; nothing for none."""
+    """Return the manifests for the cluster file's `scheduler.gang`; empty for none."""
     gang = site.file.scheduler.gang if site.file.scheduler else "none"
     if gang == "kueue":
         objects = _kueue(site, machine)
@@ -48,7 +48,7 @@ def topology_name(site: AwsSite) -> str:
 
 
 def capacity(site: AwsSite) -> dict[str, str]:
-    """Resource → how much of it the whole cluster has."""
+    """Return resource → capacity of the whole cluster."""
     nodes, instance = site.num_nodes, site.instance
     amounts = {
         "cpu": str(nodes * instance.vcpus),
@@ -57,7 +57,7 @@ def capacity(site: AwsSite) -> dict[str, str]:
     }
     if instance.efa_version:
         amounts[EFA] = str(nodes * instance.network_interfaces)
-        if not site.node_pool:  # pods of Karpenter's do without
+        if not site.node_pool:  # Karpenter's nodes have no huge pages
             amounts["hugepages-2Mi"] = f"{nodes * HUGE_PAGES_GIB}Gi"
     stated = site.file.scheduler.resources if site.file.scheduler else {}
     return amounts | {name: str(nodes * count) for name, count in stated.items()}
@@ -70,8 +70,8 @@ def machine_label(site: AwsSite, target: str) -> dict[str, str]:
 
 
 def _kueue(site: AwsSite, machine: dict[str, str]) -> list[Manifest]:
-    """With a topology Kueue admits jobs only onto nodes that are there, and Karpenter makes nodes only for pods of
-    admitted jobs: a pool that starts empty gets none."""
+    """Return Kueue's objects. A pool of Karpenter gets no topology: with one, Kueue admits jobs only to existing nodes,
+    and Karpenter creates nodes only for pods of admitted jobs."""
     flavor = site.instance.name.replace(".", "-")
     quota = capacity(site)
     api = "kueue.x-k8s.io/v1beta2"
@@ -135,7 +135,7 @@ def _kai(site: AwsSite) -> list[Manifest]:
 
 
 def _volcano(site: AwsSite) -> list[Manifest]:
-    """The queue, and HyperNodes that Volcano's controller makes of the nodes' labels and keeps as nodes come and go."""
+    """Return the queue, and the settings with which Volcano's controller derives HyperNodes from node labels."""
     levels = [{"nodeLabel": label} for label in (*level_labels(site).values(), HOSTNAME_LABEL)]
     discovery = {
         "networkTopologyDiscovery": [

@@ -1,9 +1,9 @@
-"""Shell scripts of the nodes: set-up, Slurm's prolog and epilog, the health check. All of them ask `craton doctor`.
+"""Shell scripts of the nodes: set-up, Slurm's prolog and epilog, the health check. All of them run `craton doctor`.
 
-Every value that comes from the cluster file is quoted for the shell. A check that cannot run (not installed, too slow,
-crashed) is logged and lets the job start; only a failure of the node itself keeps it from working, and only where
-`health.policy` says so. What is wrong with software is of the installation that was asked, not of the node: it is
-logged, and a run finds it in its own environment before its first step.
+Every value from the cluster file is quoted for the shell. A check that cannot run (not installed, too slow, crashed) is
+logged and lets the job start; only a failure of the node itself blocks the job, and only if `health.policy` says so.
+Software failures belong to the checked installation, not to the node: they are logged, and a run finds them in its own
+environment before its first step.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ EXPORTERS = {"node": 9100, "efa": 9109, "dcgm": 9400}  # ports as AWS's and NVID
 SLURM_PAGES = ("jobs", "nodes", "partitions", "scheduler")  # of slurmctld's metrics, from Slurm 25.11 on
 JOB_MAPPING = "/run/slurm/dcgm_job_mapping"  # where dcgm-exporter looks for the job of a GPU
 
-NO_HOLD = "nohold_on_prolog_fail"  # of SchedulerParameters: a job whose node fails its prolog starts on another
+NO_HOLD = "nohold_on_prolog_fail"  # for SchedulerParameters: a job whose node fails its prolog starts on another node
 
-# Ends with 0 only where the file is doctor's answer and has a failure of the node; prints those that are not.
+# Exits with 0 only if the file is a report of doctor with a failure of the node; prints the other failures.
 _HAS_FAILURE = (
     "import json, sys; "
     'found = json.load(open(sys.argv[1], encoding="utf-8"))["findings"]; '
@@ -35,8 +35,8 @@ state=${{CRATON_STATE:-/run/craton}}
 mapping=${{DCGM_JOB_MAPPING:-{JOB_MAPPING}}}
 mkdir -p "$state"
 
-# 0: the node is fine, or nobody could tell; 1: a check of the node failed. A doctor that crashes ends with 1 too, so
-# only what it wrote down counts, and of that not what is wrong with software.
+# 0: the node is fine, or could not be checked; 1: a check of the node failed. A doctor that crashes also exits with 1,
+# so only failures in its report count, and software failures do not.
 check() {{
   timeout {CHECK_SECONDS} "$craton" doctor --json > "$state/doctor.json" 2> "$state/doctor.err"
   local code=$? software judged=2
@@ -46,7 +46,7 @@ check() {{
   fi
   [ $judged -eq 0 ] && return 1
   if [ $code -eq 1 ] && [ -n "${{software:-}}" ]; then
-    logger -t craton "not of this node: $software" || true
+    logger -t craton "software failure, not of this node: $software" || true
   elif [ $code -ne 0 ]; then
     logger -t craton "craton doctor cannot check this node (exit code $code): $state/doctor.err" || true
   fi
@@ -56,7 +56,7 @@ check() {{
 
 
 def slurm_hooks(site: AwsSite) -> dict[str, str]:
-    """Name → text of what Slurm runs on a node."""
+    """Return name → text of the scripts that Slurm runs on a node."""
     return {
         "hooks/prolog.sh": _prolog(site),
         "hooks/epilog.sh": _epilog(),
@@ -65,8 +65,8 @@ def slurm_hooks(site: AwsSite) -> dict[str, str]:
 
 
 def setup_script(site: AwsSite, *, timer: bool = False, raid: bool = False) -> str:
-    """What a node runs once, as root. `timer`: the health check runs by systemd, where Slurm may not be told of it;
-    `raid`: its local drives are joined and mounted, where nobody else does that."""
+    """Return the script that a node runs once, as root. `timer`: systemd runs the health check, where Slurm's settings
+    cannot be changed; `raid`: join and mount the local drives, where the image does not."""
     metrics = f"{site.lustre.path}/prometheus"
     targets = ", ".join(f'"$(hostname -s):{port}"' for port in EXPORTERS.values()).replace('"', '\\"')
     lines = [
@@ -96,7 +96,7 @@ def setup_script(site: AwsSite, *, timer: bool = False, raid: bool = False) -> s
 
 
 def slurm_conf_lines() -> list[str]:
-    """slurm.conf, where we may write into it."""
+    """Return lines for slurm.conf, on clusters where it can be changed."""
     return [
         f"Prolog={HOOKS}/prolog.sh",
         f"Epilog={HOOKS}/epilog.sh",
@@ -121,12 +121,12 @@ def _prolog(site: AwsSite) -> str:
     )
     return f"""\
 #!/bin/bash
-# Before a job: the node is checked{", and kept from the job when a check fails: Slurm drains it" if keeps else ""}.
+# Before a job: check the node{"; if a check fails, the job does not start here and Slurm drains it" if keeps else ""}.
 set -u
 {_CHECK}
 check || {{ {verdict}; }}
 
-# dcgm-exporter labels a GPU's metrics with the jobs whose numbers stand in the file of that GPU
+# dcgm-exporter labels a GPU's metrics with the job ids in the file of that GPU
 mkdir -p "$mapping"
 IFS=, read -ra gpus <<< "${{SLURM_JOB_GPUS:-}}"
 for gpu in "${{gpus[@]}}"; do
@@ -139,7 +139,7 @@ exit 0
 def _epilog() -> str:
     return f"""\
 #!/bin/bash
-# After a job: its number leaves the files of its GPUs, those of other jobs on the node stay.
+# After a job: remove its id from the files of its GPUs; ids of other jobs on the node stay.
 set -u
 {_CHECK}
 IFS=, read -ra gpus <<< "${{SLURM_JOB_GPUS:-}}"
@@ -160,7 +160,7 @@ def _health(site: AwsSite) -> str:
     if policy == "observe":
         act = "logger -t craton 'craton doctor found this node unfit (health.policy is observe)' || true"
     else:
-        # HyperPod replaces a node whose reason is spelt exactly so; other clusters replace drained nodes themselves
+        # HyperPod replaces a node with exactly this reason; other clusters replace drained nodes themselves
         if policy == "replace":
             act = f"if [ -e /opt/sagemaker_cluster ]; then reason=Action:Replace; else reason={reason}; fi\n  "
         else:
@@ -169,7 +169,7 @@ def _health(site: AwsSite) -> str:
         act += 'scontrol update "nodename=${SLURMD_NODENAME:-$(hostname -s)}" "state=$state_of" "reason=$reason"'
     return f"""\
 #!/bin/bash
-# Every {HEALTH_INTERVAL_SECONDS // 60} minutes: what `craton doctor` finds becomes the node's state (policy {policy}).
+# Every {HEALTH_INTERVAL_SECONDS // 60} minutes: set the node's state from `craton doctor` (policy {policy}).
 set -u
 {_CHECK}
 if ! check; then

@@ -1,7 +1,7 @@
-"""What every kind of AWS cluster is made from: the cluster file, the instance, and the shared file system it comes to.
+"""Common input of every kind of AWS cluster: the cluster file, the instance, and the shared file system.
 
-`site_of` refuses a file that does not say enough for the kind asked for, naming everything that is missing at once.
-What it changed (a capacity rounded up to what FSx sells) stands in `notes`.
+`site_of` rejects a file that lacks something for the requested kind and lists everything missing at once. Changes it
+makes (a capacity rounded up to a size that FSx sells) are in `notes`.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ _WORD = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 
 @dataclass(frozen=True)
 class FsxLustre:
-    """The shared file system: one to be made, or one that exists."""
+    """The shared file system: a new one, or an existing one."""
 
     path: str
     capacity_gib: int
     megabytes_per_second_per_tib: int
     efa: bool
     data: str  # the S3 prefix linked to it; "": none
-    file_system: str = ""  # "": to be made
+    file_system: str = ""  # "": create a new one
     mount_name: str = ""
 
 
 @dataclass(frozen=True)
 class AwsSite:
-    """Everything an emitter needs, checked."""
+    """Validated input of the emitters."""
 
     file: ClusterFile
     aws: Aws
@@ -73,12 +73,12 @@ class AwsSite:
 
     @property
     def scripts(self) -> str:
-        """S3 prefix of the scripts that nodes fetch, without a slash at its end."""
+        """S3 prefix of the scripts that nodes fetch, without a trailing slash."""
         return (self.aws.scripts or "").rstrip("/")
 
     @property
     def queue(self) -> str:
-        """Partition or queue of the cluster file, else one by the name of the instance's family."""
+        """Partition or queue of the cluster file, else the name of the instance family."""
         scheduler = self.file.scheduler
         return (scheduler and (scheduler.partition or scheduler.queue)) or self.instance.name.split(".")[0]
 
@@ -88,18 +88,18 @@ class AwsSite:
 
     @property
     def node_pool(self) -> str:
-        """Karpenter's; "": nodes are made with the cluster."""
+        """Karpenter's node pool; "": nodes are created with the cluster."""
         return (self.file.scheduler and self.file.scheduler.node_pool) or ""
 
     @property
     def own_placement_group(self) -> bool:
-        """Whether one is made: EC2 places capacity blocks itself, HyperPod all its nodes, and a reservation takes only
-        instances of the placement group that it was made in, or of none."""
+        """Whether to create a placement group. EC2 places capacity blocks itself, HyperPod all its nodes, and a
+        reservation accepts only instances of its own placement group, or of none."""
         return not (self.aws.capacity_block or self.aws.capacity_reservation or self.aws.placement_group)
 
 
 def site_of(file: ClusterFile, target: str) -> AwsSite:
-    """The site, or a ProvisionError with everything that is missing or wrong for `target`."""
+    """Return the site, or raise ProvisionError with everything that is missing or wrong for `target`."""
     if target not in TARGETS:
         raise ProvisionError([f"--for {target}: unknown; allowed: {', '.join(TARGETS)}{did_you_mean(target, TARGETS)}"])
     aws = file.aws or Aws()
@@ -107,20 +107,22 @@ def site_of(file: ClusterFile, target: str) -> AwsSite:
     if target == "eks" and len(aws.control_subnets) == 1:
         problems.append("aws.control_subnets has one subnet: EKS needs two, in different zones")
     if target in ("parallelcluster", "pcs", "eks") and aws.training_plan:
-        problems.append(f"aws.training_plan is HyperPod's; {target} takes capacity_block or capacity_reservation")
+        problems.append(
+            f"aws.training_plan is only for HyperPod; for {target} use capacity_block or capacity_reservation"
+        )
     if target.startswith("hyperpod") and (aws.capacity_block or aws.capacity_reservation):
         problems.append(
             "aws: HyperPod takes reserved capacity as training_plan, not as a capacity block or reservation"
         )
     most = facts()["pcs_sizes"]["LARGE"] - 1
     if target == "pcs" and file.nodes.num_nodes > most:
-        problems.append(f"nodes is {file.nodes}: PCS manages at most {most} beside a login node")
+        problems.append(f"nodes is {file.nodes}: PCS manages at most {most} plus a login node")
     problems += [*_names(file, target), *_not_made(file, target)]
     instance: Instance | None = None
     lustre: FsxLustre | None = None
     notes: list[str] = []
     if file.hardware is not None:
-        problems.append(f"hardware: own machines cannot be made in AWS; {target} needs `instance:`")
+        problems.append(f"hardware: own machines cannot be provisioned on AWS; {target} needs `instance:`")
     else:
         try:
             instance = catalog_instance(file.instance or "")
@@ -128,7 +130,7 @@ def site_of(file: ClusterFile, target: str) -> AwsSite:
             problems.append(f"instance: {error}")
         if instance and instance.name.startswith("u-"):
             problems.append(
-                f"instance: {instance.name} is an UltraServer of several instances; it cannot be made here yet"
+                f"instance: {instance.name} is an UltraServer of several instances; it cannot be provisioned yet"
             )
     kind = file.scheduler.kind if file.scheduler else None
     wanted = "slurm" if target in SLURM_TARGETS else "kubernetes"
@@ -144,13 +146,13 @@ def site_of(file: ClusterFile, target: str) -> AwsSite:
     assert instance is not None
     assert lustre is not None
     if aws.capacity_block and file.scheduler and file.nodes.min_nodes:
-        notes.append("a capacity block is paid for whole: all its nodes are kept, whatever the smallest number is")
+        notes.append("a capacity block is billed as a whole: all its nodes are kept, whatever the minimum is")
     return AwsSite(file, aws, instance, lustre, tuple(notes))
 
 
 @lru_cache(maxsize=1)
 def facts() -> dict[str, Any]:
-    """facts.toml with the values alone; sources and dates are for readers."""
+    """Return the values of facts.toml, without sources and dates."""
     loaded = tomllib.loads(resources.files("craton.infrastructure.aws").joinpath("facts.toml").read_text())
 
     def values(table: Any) -> Any:
@@ -167,7 +169,7 @@ _WHAT = {
     "vpc": "the VPC, vpc-…",
     "subnet": "the nodes' private subnet, subnet-…",
     "control_subnets": "two subnets in different zones for the control plane",
-    "security_groups": "a security group that allows all traffic within itself, sg-… (EFA does not work without)",
+    "security_groups": "a security group that allows all traffic within itself, sg-… (EFA requires it)",
     "key_name": "an EC2 key pair, to reach the head node",
     "scripts": "an S3 prefix for set-up scripts, s3://…",
     "execution_role": "the role of the nodes, arn:aws:iam::…:role/…",
@@ -177,15 +179,15 @@ _WHAT = {
 
 
 def _names(file: ClusterFile, target: str) -> list[str]:
-    """Names and paths reach scripts, stacks and Kubernetes; each takes letters, digits and dashes."""
+    """Check names and paths, which scripts, stacks and Kubernetes use: letters, digits and dashes only."""
     problems = []
     if not _NAME.fullmatch(file.name):
-        problems.append("name: give 3 to 40 letters, digits and '-', a letter first: stacks and clusters are called so")
+        problems.append("name: use 3 to 40 letters, digits and '-', a letter first: stacks and clusters get this name")
     scheduler = file.scheduler
     for key in ("partition", "queue", "namespace", "node_pool", "topology", "priority"):
         value = getattr(scheduler, key) if scheduler else None
         if value is not None and not _WORD.fullmatch(value):
-            problems.append(f"scheduler.{key}: {value!r} is not a name here; use small letters, digits and '-'")
+            problems.append(f"scheduler.{key}: {value!r} is not a valid name; use lowercase letters, digits and '-'")
     nvme = file.storage.nvme
     if nvme and nvme.path and not MOUNT.fullmatch(nvme.path):
         problems.append(f"storage.nvme.path: {nvme.path!r} is not a plain absolute path")
@@ -195,23 +197,23 @@ def _names(file: ClusterFile, target: str) -> list[str]:
 
 
 def _not_made(file: ClusterFile, target: str) -> list[str]:
-    """Keys on which jobs rely and to which nothing of this kind of cluster would answer."""
+    """Return problems with keys that jobs rely on, but that this kind of cluster does not provide."""
     problems = []
     nvme, scheduler = file.storage.nvme, file.scheduler
     drives = facts()["nvme_paths"].get(target)
     if drives and nvme and nvme.path and not nvme.claim and nvme.path.rstrip("/") != drives:
         problems.append(
-            f"storage.nvme.path is {nvme.path}: nodes of {target} have their drives at {drives}; write that"
+            f"storage.nvme.path is {nvme.path}: nodes of {target} mount their drives at {drives}; use that path"
         )
     if target == "hyperpod-eks" and scheduler and scheduler.node_pool:
         problems.append(
-            "scheduler.node_pool: HyperPod makes the nodes, and none has the label of a pool of Karpenter, which pods "
-            "would ask for; leave it out"
+            "scheduler.node_pool: HyperPod creates the nodes without the Karpenter pool label that pods would require; "
+            "remove it"
         )
     if target == "eks" and scheduler and scheduler.node_pool and scheduler.gang == "kueue" and scheduler.topology:
         problems.append(
-            "scheduler.topology: by a topology Kueue admits jobs only onto nodes that are there, and Karpenter makes "
-            "them for jobs that are admitted; leave topology or node_pool out"
+            "scheduler.topology: with a topology Kueue admits jobs only to existing nodes, and Karpenter creates nodes "
+            "only for admitted jobs; remove topology or node_pool"
         )
     return problems
 
@@ -219,16 +221,16 @@ def _not_made(file: ClusterFile, target: str) -> list[str]:
 def _lustre(
     file: ClusterFile, aws: Aws, instance: Instance | None, target: str
 ) -> tuple[FsxLustre, list[str]] | list[str]:
-    """The shared file system, or what is wrong about it."""
+    """Return the shared file system with notes, or a list of problems."""
     shared = file.storage.shared
     limits = facts()["lustre"]
     if shared is None or not shared.path:
-        return ["storage.shared.path is missing: runs need a file system that all nodes see, e.g. /fsx"]
+        return ["storage.shared.path is missing: runs need a file system shared by all nodes, e.g. /fsx"]
     problems = []
     if not MOUNT.fullmatch(shared.path):
         problems.append(f"storage.shared.path: {shared.path!r} is not a plain absolute path")
     if shared.kind not in (None, "lustre"):
-        problems.append(f"storage.shared.kind is {shared.kind}: provisioning makes FSx for Lustre; write kind: lustre")
+        problems.append(f"storage.shared.kind is {shared.kind}: provisioning creates FSx for Lustre; set kind: lustre")
     object_path = file.storage.object.path if file.storage.object else None
     data = (aws.data or object_path or "").rstrip("/")
     if data and not data.startswith("s3://"):
@@ -244,16 +246,16 @@ def _lustre(
     classes = limits["throughput_classes"]
     throughput = shared.megabytes_per_second_per_tib
     if throughput not in classes:
-        problems.append(f"storage.shared.megabytes_per_second_per_tib: FSx has {', '.join(map(str, classes))}")
+        problems.append(f"storage.shared.megabytes_per_second_per_tib: FSx offers {', '.join(map(str, classes))}")
     if not shared.capacity_bytes:
-        problems.append("storage.shared.capacity_bytes is missing: how large the file system shall be, e.g. 48TiB")
+        problems.append("storage.shared.capacity_bytes is missing: the size of the file system, e.g. 48TiB")
     if problems:
         return problems
     assert shared.capacity_bytes
     assert throughput
     step, smallest = limits["step_gib"], limits["smallest_gib"]
     asked = math.ceil(shared.capacity_bytes / GIB)
-    if shared.capacity_bytes % TIB == 0:  # a whole number of TiB is meant as FSx counts them, 1,000 GiB each
+    if shared.capacity_bytes % TIB == 0:  # whole TiB are taken as FSx counts them, 1,000 GiB each
         asked = round(shared.capacity_bytes / TIB) * 1000
     capacity = smallest if asked <= smallest else -(-asked // step) * step
     notes = []
@@ -265,8 +267,8 @@ def _lustre(
     efa = bool(instance and instance.efa_version and fast_enough and target != "parallelcluster")
     if not efa and instance and instance.efa_version:
         notes.append(
-            "ParallelCluster makes file systems without EFA; for EFA make one first and name it as aws.file_system"
+            "ParallelCluster creates file systems without EFA; for EFA create one first and set aws.file_system"
             if fast_enough
-            else f"Lustre without EFA: that takes capacity x throughput of {limits['efa_megabytes_per_second']:,} MB/s"
+            else f"Lustre without EFA: EFA needs capacity x throughput of {limits['efa_megabytes_per_second']:,} MB/s"
         )
     return FsxLustre(shared.path, capacity, int(throughput), efa, data), notes

@@ -26,8 +26,8 @@ def template(description: str, resources: dict[str, Resource], outputs: dict[str
 
 
 def security_group(site: AwsSite) -> dict[str, Resource]:
-    """All traffic within the group and out to the world: EFA needs the first, nodes the second. In parts, for a group
-    cannot name itself."""
+    """Return a security group that allows all traffic within itself (EFA needs it) and out (nodes need it). The rules
+    are separate resources, because a group cannot name itself."""
     inside = {"GroupId": {"Ref": "NodeSecurityGroup"}, "IpProtocol": "-1"}
     return {
         "NodeSecurityGroup": {
@@ -58,8 +58,8 @@ def placement_group(site: AwsSite) -> dict[str, Resource]:
 
 
 def launch_template(site: AwsSite, groups: list[Any], user_data: Any = None) -> Resource:
-    """Interfaces, placement and capacity of the nodes. The instance type is told by whoever uses it, but for a capacity
-    block, of which EKS and PCS want it here."""
+    """Return interfaces, placement and capacity of the nodes. The user of the template sets the instance type, except
+    for a capacity block: EKS and PCS require it here."""
     data: dict[str, Any] = {
         "NetworkInterfaces": [
             {
@@ -100,7 +100,7 @@ def launch_template(site: AwsSite, groups: list[Any], user_data: Any = None) -> 
 
 
 def mime(content_type: str, text: str) -> str:
-    """User data in the one form to which PCS and EKS can add parts of their own."""
+    """Return user data as MIME multipart, to which PCS and EKS can add their own parts."""
     lines = [
         "MIME-Version: 1.0",
         'Content-Type: multipart/mixed; boundary="==PART=="',
@@ -117,8 +117,8 @@ def mime(content_type: str, text: str) -> str:
 
 
 def file_system(site: AwsSite, groups: list[Any]) -> dict[str, Resource]:
-    """FSx for Lustre and what links it to S3: new, changed and deleted objects come in, files go out. Empty where the
-    file system exists already."""
+    """Return FSx for Lustre and its S3 link: new, changed and deleted objects are imported, files exported. Empty if
+    the file system already exists."""
     lustre = site.lustre
     if lustre.file_system:
         return {}
@@ -133,7 +133,7 @@ def file_system(site: AwsSite, groups: list[Any]) -> dict[str, Resource]:
     result: dict[str, Resource] = {
         "FileSystem": {
             "Type": "AWS::FSx::FileSystem",
-            "DeletionPolicy": "Retain",  # a stack that is deleted must not take checkpoints with it
+            "DeletionPolicy": "Retain",  # deleting the stack must not delete checkpoints
             "UpdateReplacePolicy": "Retain",
             "Properties": {
                 "FileSystemType": "LUSTRE",
@@ -169,7 +169,7 @@ def file_system_outputs() -> dict[str, Any]:
 
 
 def storage_stack(site: AwsSite) -> dict[str, str]:
-    """The file system alone, for clusters that another service makes; nothing where it exists."""
+    """Return the file system alone, for clusters that another service creates; empty if it already exists."""
     if site.lustre.file_system:
         return {}
     resources = file_system(site, list(site.aws.security_groups))

@@ -1,7 +1,7 @@
-"""The catalog's TOML files read into entries: every number with its source and date, every mistake with file and key.
+"""Read the catalog's TOML files into entries: every number has a source and a date, every error names file and key.
 
-A number is written `{ value = 989.5, source = "post", date = 2026-05-07 }`; a user's own file may write the bare
-number. Later files win key by key, so an override of one number keeps the rest of its entry.
+A number is written `{ value = 989.5, source = "post", date = 2026-05-07 }`; a user's own file may use the bare number.
+Later files override key by key, so overriding one number keeps the rest of its entry.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SECTIONS = ("gpus", "instances", "host_links", "storage")
 
 @dataclass(frozen=True)
 class Key:
-    """One key an entry may have: what it is called in tables, its unit, and whether an entry can do without."""
+    """One key of an entry: its name in tables, its unit, and whether it is required."""
 
     title: str
     unit: str = ""  # "" with text=False: a count
@@ -89,7 +89,7 @@ PRICE_KEYS = ("kind", "dollars_per_hour", "region", "source", "date", "note")
 
 @dataclass(frozen=True)
 class Fact:
-    """One number or word of the catalog and where it comes from."""
+    """One number or word of the catalog with its source."""
 
     value: float | str
     source: str
@@ -125,7 +125,7 @@ class Catalog:
 
 
 def load_catalog() -> Catalog:
-    """The shipped catalog with the user's file over it; read again only when that file changes."""
+    """Return the shipped catalog overridden by the user's file; reloaded only when that file changes."""
     path = user_catalog_path()
     if path is None:
         return _load(None, 0, 0)
@@ -139,7 +139,7 @@ def user_catalog_path(environment: Mapping[str, str] = os.environ) -> Path | Non
     if named:
         path = Path(named).expanduser()
         if not path.is_file():
-            raise CatalogError(f"CRATON_CATALOG names {path}, which is not a file; unset it or write the file")
+            raise CatalogError(f"CRATON_CATALOG names {path}, which is not a file; unset it or create the file")
         return path
     config = environment.get("XDG_CONFIG_HOME") or str(Path.home() / ".config")
     path = Path(config) / "craton" / "catalog.toml"
@@ -161,7 +161,7 @@ def _load(user_file: Path | None, _modified_ns: int, _size: int) -> Catalog:
 
 
 def overlay(catalog: Catalog, path: Path, by_user: bool = False) -> Catalog:
-    """The catalog with one more file over it; pure but for reading that file."""
+    """Return the catalog overridden by one more file; pure except for reading that file."""
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -181,7 +181,7 @@ def overlay(catalog: Catalog, path: Path, by_user: bool = False) -> Catalog:
 
 
 class _Reader:
-    """Turns one file's tables into entries; every complaint names the file and the key."""
+    """Convert one file's tables to entries; every error names the file and the key."""
 
     def __init__(self, path: Path, by_user: bool) -> None:
         self.path = path
@@ -258,7 +258,7 @@ class _Reader:
         return float(value)
 
     def provenance(self, written: Mapping[str, Any], where: str, sources: Mapping[str, str]) -> tuple[str, date | None]:
-        """Source text and date; the user's own file may leave both out and then stands for them itself."""
+        """Return source text and date. The user's own file may omit both; then the file itself is the source."""
         source, when = written.get("source", ""), written.get("date")
         if isinstance(when, str):
             try:
@@ -295,7 +295,7 @@ class _Reader:
 
 
 def _check_spellings(entries: Mapping[str, CatalogEntry]) -> None:
-    """No name or alias leads to two entries."""
+    """Raise CatalogError if a name or alias belongs to two entries."""
     owners: dict[str, CatalogEntry] = {}
     for entry in entries.values():
         for spelling in {text.lower() for text in (entry.name, *entry.aliases)}:
@@ -306,13 +306,13 @@ def _check_spellings(entries: Mapping[str, CatalogEntry]) -> None:
 
 
 def _check_complete(entry: CatalogEntry, catalog: Catalog) -> None:
-    """An entry has what the dataclasses need, and what it refers to exists."""
+    """Raise CatalogError if an entry lacks a required key or refers to something that does not exist."""
     where = f"{entry.overridden_by or SHIPPED}: {entry.section}.{entry.name}"
     missing = [key for key, about in KEYS[entry.section].items() if about.required and key not in entry.facts]
     if missing:
-        raise CatalogError(f"{where}: misses {', '.join(missing)}; a new entry needs them all")
+        raise CatalogError(f"{where}: {', '.join(missing)} missing; a new entry needs all of them")
     if entry.section == "gpus" and not any(f"{name}_tflops" in entry.facts for name in ("bf16", "fp16", "fp32")):
-        raise CatalogError(f"{where}: misses a peak; give bf16_tflops, fp16_tflops or fp32_tflops")
+        raise CatalogError(f"{where}: no peak FLOP/s; set bf16_tflops, fp16_tflops or fp32_tflops")
     if entry.section == "instances":
         link, links = entry.word("host_link"), catalog.entries["host_links"]
         if link not in links:

@@ -1,6 +1,6 @@
-"""Names to hardware: exact names and listed aliases, in any case; anything else is an error with the nearest name.
+"""Look up hardware by exact name or listed alias, ignoring case; anything else is an error with the nearest name.
 
-Data-sheet units end here: what comes out is bytes, FLOPs and seconds.
+Data-sheet units end here: results are in bytes, FLOPs and seconds.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def instances() -> tuple[Instance, ...]:
 
 
 def entry(section: str, name: str, catalog: Catalog | None = None) -> CatalogEntry:
-    """What the catalog says under a name or alias, sources included; `section` is a key of KEYS."""
+    """Return the catalog entry of a name or alias, with its sources; `section` is a key of KEYS."""
     entries = (catalog or load_catalog()).entries[section]
     by_spelling = {spelling.lower(): item for item in entries.values() for spelling in (*item.aliases, item.name)}
     result = by_spelling.get(name.strip().lower())

@@ -1,4 +1,4 @@
-"""Probes of a node: GPUs, fabric, disks, software, read from its files and tools or from an image of it."""
+"""Probes of a node: GPUs, fabric, disks and software, read from its files and tools or from a node image."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Storage a node has: local NVMe drives and where they are mounted, shared memory, Lustre's client with the network
-cards that are bound to it.
+"""Storage of a node: local NVMe drives and their mounts, shared memory, the Lustre client and the network interfaces
+bound to it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import yaml
 
 from craton.infrastructure.probes.root import NodeRoot
 
-SECTOR_BYTES = 512  # /sys/block/*/size counts these, whatever the drive's own sectors are
+SECTOR_BYTES = 512  # unit of /sys/block/*/size, whatever the drive's own sector size
 EFA_LUSTRE_SERVICE = "etc/systemd/system/configure-efa-fsx-lustre-client.service"
 
 
@@ -29,7 +29,7 @@ class Mount:
 
 @dataclass(frozen=True)
 class Drive:
-    """One NVMe drive that is not the system's."""
+    """One NVMe drive that does not hold the operating system."""
 
     name: str
     model: str
@@ -68,7 +68,7 @@ class Disks:
     lustre: LustreClient
 
     def mount_of(self, path: str) -> Mount | None:
-        """The mount that a path lies on: the closest above it, and of several at one place the last."""
+        """Return the mount of a path: the deepest one above it, and the last of several at the same place."""
         holding = [mount for mount in self.mounts if f"{path}/".startswith(f"{mount.path.rstrip('/')}/")]
         return max(reversed(holding), key=lambda mount: len(mount.path), default=None)
 
@@ -84,7 +84,7 @@ def probe_disks(root: NodeRoot) -> Disks:
 
 
 def read_mounts(root: NodeRoot) -> tuple[Mount, ...]:
-    # Of a node's root that is mounted here, `self` is a process of this container; the node's own table is process 1's.
+    # If a node's root is mounted here, `self` is a process of this container; process 1 has the node's own table.
     tables = ("proc/self/mounts", "proc/mounts") if root.is_live else ("proc/1/mounts", "proc/self/mounts")
     text = next(filter(None, map(root.read, tables)), "")
     rows = [line.split() for line in text.splitlines()]
@@ -107,9 +107,9 @@ def _drives(root: NodeRoot, mounts: tuple[Mount, ...]) -> list[Drive]:
 
 
 def _mounted_at(root: NodeRoot, drive: str, mounts: tuple[Mount, ...]) -> tuple[str, ...]:
-    """Where the drive, one of its partitions, or what is built on either is mounted."""
+    """Return where the drive, one of its partitions, or a RAID or volume on either is mounted."""
     blocks = [drive, *(name for name in root.names(f"sys/block/{drive}") if name.startswith(f"{drive}p"))]
-    for block in blocks:  # grows while it is walked: a RAID of partitions under a logical volume
+    for block in blocks:  # grows during iteration: a RAID of partitions under a logical volume
         folder = f"sys/block/{block}" if root.exists(f"sys/block/{block}") else f"sys/block/{drive}/{block}"
         blocks += [name for name in root.names(f"{folder}/holders") if name not in blocks]
     sources = {f"/dev/{block}" for block in blocks}
@@ -127,7 +127,7 @@ def _shared_memory(root: NodeRoot, mounts: tuple[Mount, ...]) -> int | None:
     total = re.search(r"MemTotal:\s+(\d+) kB", root.read("proc/meminfo"))
     memory_bytes = int(total[1]) * 1024 if total else 0
     if size is None:
-        return memory_bytes // 2 or None  # what tmpfs takes when nothing is said
+        return memory_bytes // 2 or None  # tmpfs's default size
     number, unit = int(size[1]), size[2]
     if unit == "%":
         return memory_bytes * number // 100
@@ -147,7 +147,7 @@ def _lustre(root: NodeRoot, mounts: tuple[Mount, ...]) -> LustreClient:
 
 
 def _interfaces(text: str) -> list[LustreInterface]:
-    """`lnetctl net show` writes YAML; anything else has no interfaces."""
+    """Parse the YAML of `lnetctl net show`; anything else has no interfaces."""
     try:
         document = yaml.safe_load(text)
     except yaml.YAMLError:

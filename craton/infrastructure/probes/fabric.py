@@ -1,5 +1,5 @@
-"""The network between nodes: InfiniBand and EFA devices in sysfs, libfabric's provider, NCCL's plugin for it, and what
-lets a network card reach GPU memory (GDRCopy, peer memory or dma-buf, GPUDirect Storage).
+"""The network between nodes: InfiniBand and EFA devices in sysfs, libfabric's provider, NCCL's plugin for it, and
+network access to GPU memory (GDRCopy, peer memory or dma-buf, GPUDirect Storage).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class FabricDevice:
     name: str
     driver: str  # efa, mlx5_core, ...
     state: str  # ACTIVE, DOWN, ...
-    gigabits_per_second: float  # 0: not told
+    gigabits_per_second: float  # 0: unknown
     link_layer: str  # InfiniBand, Ethernet, Unspecified (EFA)
     uverbs: str  # its character device, uverbs3
     counters: dict[str, int] = field(default_factory=dict)
@@ -50,10 +50,10 @@ class FabricDevice:
 
 @dataclass(frozen=True)
 class Libfabric:
-    """What `fi_info -p efa` says."""
+    """Output of `fi_info -p efa`."""
 
     is_there: bool
-    domains: tuple[str, ...] = ()  # one a device
+    domains: tuple[str, ...] = ()  # one per device
     error: str = ""
 
 
@@ -63,13 +63,13 @@ class Fabric:
     visible_uverbs: tuple[str, ...]  # in /dev/infiniband
     libfabric: Libfabric
     plugins: tuple[str, ...]  # paths of aws-ofi-nccl
-    foreign_plugins: tuple[str, ...]  # of libnccl-net.so that others wrote, as HPC-X brings one
-    loaded_plugin: str  # what NCCL gets from the loader: NCCL_NET_PLUGIN, LD_LIBRARY_PATH, ldconfig; "": none
+    foreign_plugins: tuple[str, ...]  # other libnccl-net.so, such as HPC-X's
+    loaded_plugin: str  # what the loader gives NCCL: NCCL_NET_PLUGIN, LD_LIBRARY_PATH, ldconfig; "": none
     plugin_is_found: bool  # whether that is aws-ofi-nccl
-    versions: dict[str, str]  # efa_driver, efa_installer, libfabric, aws_ofi_nccl, gdrcopy, nvidia_fs; what is there
+    versions: dict[str, str]  # efa_driver, efa_installer, libfabric, aws_ofi_nccl, gdrcopy, nvidia_fs; if installed
     gdrcopy_device: bool
     peer_memory: bool  # the module nvidia_peermem
-    efa_peer_to_peer: str  # what the EFA driver says of GPU memory; "" where it does not
+    efa_peer_to_peer: str  # the EFA driver's report on GPU memory; "" without one
 
     @property
     def efa(self) -> tuple[FabricDevice, ...]:
@@ -156,7 +156,7 @@ def _listed(root: NodeRoot) -> list[str]:
 
 
 def _loaded(root: NodeRoot, plugins: list[str]) -> str:
-    """The library that NCCL opens: the one that is named, else the first of the name along the loader's way."""
+    """Return the library that NCCL opens: the one that is named, else the first on the loader's search path."""
     named = root.environment.get("NCCL_NET_PLUGIN", "")
     if named.startswith("/"):
         return named if root.exists(named) else ""
@@ -172,8 +172,8 @@ def _loaded(root: NodeRoot, plugins: list[str]) -> str:
 
 
 def _is_ofi(root: NodeRoot, plugin: str, is_installed: bool) -> bool:
-    """Whether it is aws-ofi-nccl: by its name, its folder, what lies beside it or what it links to. In a folder of the
-    system, which tells nothing, the installer's word that it installed one counts."""
+    """Return whether the plugin is aws-ofi-nccl: by its name, folder, neighbouring files or link target. In a system
+    folder, where these do not identify it, the installer's record decides."""
     folder = _folder(plugin)
     message = f"{plugin} {root.target(plugin)}"
     if "ofi-nccl" in message or "libnccl-net-ofi" in message or root.exists(f"{folder}/libnccl-net-ofi.so"):

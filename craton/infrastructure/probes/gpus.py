@@ -1,6 +1,6 @@
-"""The GPUs of a node as `nvidia-smi -q -x` and `nvidia-smi nvlink --status` tell them, beside what the PCI bus shows.
+"""The GPUs of a node as reported by `nvidia-smi -q -x` and `nvidia-smi nvlink --status`, and as seen on the PCI bus.
 
-A field that a driver does not know is None or empty, never zero: "no errors" and "not told" stay different.
+A field that a driver does not report is None or empty, never zero: "no errors" and "unknown" stay different.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Nvlink:
 
 @dataclass(frozen=True)
 class GpuState:
-    """One card."""
+    """One GPU."""
 
     index: int
     name: str  # "NVIDIA H200"
@@ -42,11 +42,11 @@ class GpuState:
     ecc: bool | None
     volatile_uncorrectable: int | None  # ECC errors since the driver was loaded
     volatile_correctable: int | None
-    aggregate_uncorrectable: int | None  # over the card's life
+    aggregate_uncorrectable: int | None  # over the GPU's lifetime
     sram_threshold_exceeded: bool
     remap_pending: bool
     remap_failed: bool
-    repair_pending: bool  # of a memory channel or a TPC, Blackwell
+    repair_pending: bool  # of a memory channel or a TPC, on Blackwell
     unrepairable: bool
     remapped_rows: int | None
     throttle: tuple[str, ...]  # active reasons: hw_thermal_slowdown, sw_power_cap, ...
@@ -60,7 +60,7 @@ class GpuState:
     max_pcie_generation: int | None
     pcie_width: int | None
     max_pcie_width: int | None
-    recovery_action: str  # None, Reset, Reboot, ...; "" where the driver does not tell
+    recovery_action: str  # None, Reset, Reboot, ...; "" if the driver does not report it
     fabric_state: str  # Completed, In Progress, ...; "" without an NVSwitch
     fabric_status: str
     nvlinks: tuple[Nvlink, ...] = ()
@@ -71,7 +71,7 @@ class GpuState:
 
     @property
     def is_clean(self) -> bool:
-        """Whether the driver answers for the card and reports nothing that a reset or a replacement is for."""
+        """Whether the driver responds for this GPU and reports nothing that needs a reset or a replacement."""
         return (
             self.memory_bytes is not None
             and self.recovery_action in ("", "None")
@@ -85,16 +85,16 @@ class GpuState:
 
 @dataclass(frozen=True)
 class Gpus:
-    """All cards of a node, and whether the driver answers."""
+    """All GPUs of a node, and whether the driver responds."""
 
     on_bus: tuple[str, ...]  # PCI addresses of NVIDIA GPUs, driver or not
     cards: tuple[GpuState, ...] = ()
     driver_version: str = ""
-    cuda_version: str = ""  # the newest that this driver runs
+    cuda_version: str = ""  # the newest that this driver supports
     open_modules: bool = False  # NVIDIA's open kernel modules, which export memory as dma-buf
-    error: str = ""  # why nvidia-smi could not tell
+    error: str = ""  # why nvidia-smi failed
     driver_loaded: bool = False
-    nvlink_told: bool = False  # whether links were asked for with success
+    nvlink_told: bool = False  # whether the link status could be queried
 
 
 def probe_gpus(root: NodeRoot) -> Gpus:
@@ -136,9 +136,9 @@ def _document(answer: ToolOutput) -> tuple[ElementTree.Element | None, str]:
     if not answer.is_there:
         return None, "nvidia-smi is not installed"
     if answer.timed_out:
-        return None, "nvidia-smi did not answer in time"
+        return None, "nvidia-smi timed out"
     if not answer.worked:
-        return None, answer.first_line or f"nvidia-smi ended with {answer.code}"
+        return None, answer.first_line or f"nvidia-smi exited with {answer.code}"
     try:
         return ElementTree.fromstring(answer.text), ""
     except ElementTree.ParseError as error:
@@ -196,7 +196,7 @@ def _card(index: int, gpu: ElementTree.Element, links: dict[str, tuple[Nvlink, .
 
 
 def _links(text: str) -> dict[str, tuple[Nvlink, ...]]:
-    """UUID → its links. A link without a rate is down, whatever word stands there."""
+    """Return UUID → its links. A link without a rate is down, whatever its status text."""
     links_by_uuid: dict[str, list[Nvlink]] = {}
     current: list[Nvlink] = []
     for line in text.splitlines():
@@ -209,14 +209,14 @@ def _links(text: str) -> dict[str, tuple[Nvlink, ...]]:
 
 
 def _older_recovery(gpu: ElementTree.Element) -> str:
-    """Drivers before R565 say the same in two other fields."""
+    """Return the recovery action from the two fields that drivers before R565 use."""
     if _says_yes(gpu, "gpu_reset_status/reset_required"):
         return "Reset"
     return "Drain and Reset" if _says_yes(gpu, "gpu_reset_status/drain_and_reset_recommended") else ""
 
 
 def _short_bus(bus_id: str) -> str:
-    """00000000:53:00.0 as sysfs and the kernel log write it: 0000:53:00.0."""
+    """Convert 00000000:53:00.0 to the form of sysfs and the kernel log: 0000:53:00.0."""
     domain, _, rest = bus_id.lower().partition(":")
     return f"{domain[-4:]}:{rest}" if rest else bus_id.lower()
 

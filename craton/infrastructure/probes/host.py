@@ -1,6 +1,4 @@
-"""The machine around the GPUs: what it says it is, processors, memory, limits of a process and of its control group,
-clocks.
-"""
+"""The machine around the GPUs: product name, processors, memory, limits of a process and of its cgroup, clocks."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ CPUS = "sys/devices/system/cpu"
 
 @dataclass(frozen=True)
 class ProcessLimits:
-    """What one process may have: soft limits, -1 for no limit, None where not told."""
+    """Soft limits of one process: -1 for no limit, None if unknown."""
 
     locked_memory_bytes: int | None
     open_files: int | None
@@ -25,7 +23,7 @@ class ProcessLimits:
 
 @dataclass(frozen=True)
 class ControlGroup:
-    """What the group that this process is in may have; None: no limit."""
+    """Limits of this process's cgroup; None: no limit."""
 
     memory_bytes: int | None
     cpus: float | None
@@ -35,7 +33,7 @@ class ControlGroup:
 @dataclass(frozen=True)
 class Clock:
     source: str  # tsc, kvm-clock, ...
-    is_synchronised: bool | None  # None: nobody to ask
+    is_synchronised: bool | None  # None: no time service to query
     told_by: str  # chronyc or timedatectl
 
 
@@ -103,7 +101,7 @@ def _limits(text: str) -> ProcessLimits:
 
 
 def _group(root: NodeRoot) -> ControlGroup:
-    """The tightest limit of this process's control group and those that hold it, of either version (cgroups(7))."""
+    """Return the tightest limit of this process's cgroup and its parents, of either version (cgroups(7))."""
     memory, processes, cpus = [], [], []
     for line in root.read("proc/self/cgroup").splitlines() or ["0::/"]:
         controllers, _, place = line.partition(":")[2].partition(":")

@@ -1,7 +1,7 @@
-"""What the NVIDIA driver wrote into the kernel log: XIDs of GPUs and SXIDs of NVSwitches.
+"""Errors of the NVIDIA driver in the kernel log: XIDs of GPUs and SXIDs of NVSwitches.
 
-XID 154 is the driver's own word on what a card needs now; the newest one of a card wins over every table. The log is
-kept until the next boot, so every entry says when it was written, and whether the driver has been loaded again since.
+XID 154 is the driver's own statement of what a GPU needs now; the newest one of a GPU overrides every table. The log is
+kept until the next boot, so every entry has its age, and whether the driver has been reloaded since.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ class Xid:
     code: int
     text: str
     is_switch: bool = False  # an SXID
-    age_seconds: float | None = None  # None where the log or the node does not tell
-    before_reload: bool = False  # whether the driver was loaded again afterwards
+    age_seconds: float | None = None  # None if the log or the node does not give it
+    before_reload: bool = False  # whether the driver was reloaded afterwards
 
     @property
     def is_fatal(self) -> bool:
-        """Of those that say so themselves: SXIDs, and XIDs 144 to 150."""
+        """Whether the log line itself says that it is fatal: SXIDs, and XIDs 144 to 150."""
         return re.search(r"(?<!non)(?<!non-)\bfatal\b", self.text, re.IGNORECASE) is not None
 
     @property
     def recovery(self) -> str:
-        """What XID 154 asks for: `Node Reboot Required`; "" for others."""
+        """The action that XID 154 requests, such as `Node Reboot Required`; "" for other XIDs."""
         match = _RECOVERY.search(self.text) if self.code == RECOVERY_CHANGED and not self.is_switch else None
         return match[1] if match else ""
 
     @property
     def action(self) -> HealthAction:
-        """What it asks for by itself."""
+        """The action this XID requires by itself."""
         return xid_action(self.code, recovery=self.recovery, is_fatal=self.is_fatal, is_switch=self.is_switch)
 
 
@@ -62,7 +62,7 @@ def probe_kernel_log(root: NodeRoot) -> KernelLog:
 
 
 def read_xids(text: str, uptime_seconds: float | None = None) -> list[Xid]:
-    """Every XID and SXID of a log, oldest first."""
+    """Return every XID and SXID of a log, oldest first."""
     xids: list[Xid] = []
     for line in text.splitlines():
         if _LOADED.search(line):
@@ -78,7 +78,7 @@ def read_xids(text: str, uptime_seconds: float | None = None) -> list[Xid]:
 
 
 def driver_was_loaded(line: str) -> bool:
-    """Whether a line of the log tells that the driver began anew: what it asked for before is done with."""
+    """Return whether a log line reports that the driver was loaded again: earlier requested actions are then done."""
     return _LOADED.search(line) is not None
 
 

@@ -1,4 +1,4 @@
-"""Everything that is known of one node at one moment."""
+"""All probes of one node at one moment."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class NodeReport:
 
 
 def probe_node(root: NodeRoot) -> NodeReport:
-    """Reads the node; on a healthy one in well under two seconds."""
+    """Run all probes; on a healthy node in well under two seconds."""
     host, gpus, fabric = probe_host(root), probe_gpus(root), probe_fabric(root)
     return NodeReport(
         host=host,
@@ -38,7 +38,7 @@ def probe_node(root: NodeRoot) -> NodeReport:
 
 
 def report_json(report: NodeReport) -> dict[str, Any]:
-    """As JSON has it. Mounts are left out but for those that matter: the table of a busy node is long and private."""
+    """Return the report as JSON. Of the mounts only relevant ones: the table of a busy node is long and private."""
     document = asdict(report)
     document["disks"].pop("mounts")
     return document

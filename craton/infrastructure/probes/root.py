@@ -1,9 +1,9 @@
-"""Where probes read: this machine, or the image of a node in a folder. Nothing here writes, and nothing raises: what is
-not there is empty.
+"""The source of the probes: this machine, or a node image in a folder. Nothing here writes or raises: missing data is
+empty.
 
-A node image is a tree with the paths of the node (`sys/...`, `proc/...`, `opt/...`) and `commands/NAME.txt` for what a
-tool said there; a first line `exit N` tells that it failed. On this machine the tools are run instead, each once and
-with a time limit, all at the same time, so that a slow driver costs a pre-flight one wait and not six.
+A node image is a tree with the paths of the node (`sys/...`, `proc/...`, `opt/...`) and `commands/NAME.txt` with the
+output of its tools; a first line `exit N` means that the tool failed. On this machine the tools run instead, each once
+with a time limit and all in parallel, so that a slow driver delays a pre-flight once and not six times.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ COMMANDS: dict[str, list[str]] = {
     "chronyc": ["chronyc", "tracking"],
     "timedatectl": ["timedatectl", "show"],
 }
-PACKAGES = "packages"  # what Python has installed, as lines NAME==VERSION; asked of Python itself
+PACKAGES = "packages"  # installed Python packages, as lines NAME==VERSION; from Python itself
 ENVIRONMENT = "environment"  # lines NAME=VALUE
-MORE_PLACES = ("/usr/sbin", "/sbin", "/opt/amazon/efa/bin")  # of tools that a user's PATH may lack
-ANSWER_SECONDS = 20.0  # a driver without persistence mode wakes up for seconds
+MORE_PLACES = ("/usr/sbin", "/sbin", "/opt/amazon/efa/bin")  # with tools that a user's PATH may lack
+ANSWER_SECONDS = 20.0  # a driver without persistence mode takes seconds to start
 READ_BYTES = 2**16
-COUNTER_BYTES = 64  # no file with one number is longer
-TIMED_OUT, MISSING = 124, 127  # as timeout(1) and the shell have them
+COUNTER_BYTES = 64  # enough for any file with one number
+TIMED_OUT, MISSING = 124, 127  # exit codes of timeout(1) and the shell
 _DIGITS = re.compile(r"(\d+)")
 
 
 @dataclass(frozen=True)
 class ToolOutput:
-    """What a tool said, and how it ended."""
+    """Output and exit code of a tool."""
 
     text: str = ""
     code: int = MISSING
@@ -65,7 +65,7 @@ class ToolOutput:
 
 
 class NodeRoot:
-    """The files of a node and the answers of its tools."""
+    """The files of a node and the output of its tools."""
 
     def __init__(
         self, path: Path | str = "/", answer_seconds: float = ANSWER_SECONDS, *, files_only: bool = False
@@ -73,7 +73,7 @@ class NodeRoot:
         self.path = Path(path)
         self._prefix = str(self.path).rstrip("/")
         self.answer_seconds = answer_seconds
-        self.files_only = files_only  # no tool is run and no package looked for: a reading of milliseconds
+        self.files_only = files_only  # run no tools and search no packages: takes milliseconds
 
     @property
     def is_live(self) -> bool:
@@ -81,24 +81,24 @@ class NodeRoot:
 
     @cached_property
     def is_recorded(self) -> bool:
-        """Whether it is an image, and not a node whose own root is mounted here, as containers see theirs."""
+        """Whether this is an image, not the mounted root of a live node, as a container has it."""
         return not self.is_live and self.exists("commands")
 
     def at(self, path: str) -> Path:
         return self.path / path.lstrip("/")
 
     def read(self, path: str) -> str:
-        """The text of a file, without the space around it."""
+        """Return the text of a file, stripped."""
         return self.bytes_of(path).decode("utf-8", "replace").strip()
 
     def bytes_of(self, path: str) -> bytes:
-        """What is in a file. By system calls alone, for an exporter reads a thousand counters every few seconds."""
+        """Return the bytes of a file, by system calls only: an exporter reads a thousand counters every few seconds."""
         try:
             descriptor = os.open(f"{self._prefix}/{path.lstrip('/')}", os.O_RDONLY | os.O_CLOEXEC)
         except (OSError, ValueError):
             return b""
         try:
-            # What a counter's file answers at once is all of it; proc(5) hands longer texts out in pieces.
+            # One read returns a whole counter file; proc(5) returns longer texts in pieces.
             pieces = [os.read(descriptor, READ_BYTES)]
             if len(pieces[0]) > COUNTER_BYTES:
                 while piece := os.read(descriptor, READ_BYTES):
@@ -114,7 +114,7 @@ class NodeRoot:
         return int(text) if re.fullmatch(r"-?\d+", text) else None
 
     def names(self, folder: str) -> list[str]:
-        """What is in a folder, mlx5_2 before mlx5_10."""
+        """Return the entries of a folder in natural order: mlx5_2 before mlx5_10."""
         try:
             return sorted((entry.name for entry in self.at(folder).iterdir()), key=_in_order)
         except OSError:
@@ -124,30 +124,30 @@ class NodeRoot:
         return os.path.lexists(self.at(path))
 
     def link(self, path: str) -> str:
-        """The name of what a link points to: how sysfs tells a device's driver."""
+        """Return the base name of a link's target: in sysfs, a device's driver."""
         return os.path.basename(self.target(path))
 
     def target(self, path: str) -> str:
-        """What a link points to, as it is written there."""
+        """Return the target of a link, unresolved."""
         try:
             return os.readlink(self.at(path))
         except OSError:
             return ""
 
     def ask(self, name: str) -> ToolOutput:
-        """What one of COMMANDS said."""
+        """Return the output of one of COMMANDS."""
         return self._answers[name]
 
     @cached_property
     def environment(self) -> dict[str, str]:
-        """The variables a job on this node would find."""
+        """The environment variables of a job on this node."""
         if self.is_live:
             return dict(os.environ)
         return dict(_pairs(self.read(f"commands/{ENVIRONMENT}.txt").splitlines(), "="))
 
     @cached_property
     def packages(self) -> dict[str, str]:
-        """Python packages and their versions, names in small letters with `-`."""
+        """Python packages and their versions, names in lowercase with `-`."""
         if self.files_only:
             return {}
         if self.is_live:

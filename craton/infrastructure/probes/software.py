@@ -1,4 +1,4 @@
-"""Versions of what a job stands on: driver, CUDA, NCCL, EFA, kernel, and the Python packages that models use."""
+"""Versions of a job's software stack: driver, CUDA, NCCL, EFA, kernel, and the Python packages that models use."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from craton.infrastructure.probes.gpus import Gpus
 from craton.infrastructure.probes.host import Host
 from craton.infrastructure.probes.root import NodeRoot
 
-# What is called by one name here has several on the package index, by the CUDA it was built for.
+# A package has several names on the package index, depending on its CUDA version.
 LIBRARIES: dict[str, tuple[str, ...]] = {
     "torch": ("torch",),
     "triton": ("triton",),
@@ -24,7 +24,7 @@ SHARED_OBJECTS = {"ucx": "libucp.so"}  # found without a package
 
 @dataclass(frozen=True)
 class Software:
-    versions: dict[str, str]  # driver, driver_cuda, cuda, nccl, efa_installer, libfabric, kernel, ...: what is known
+    versions: dict[str, str]  # driver, driver_cuda, cuda, nccl, efa_installer, libfabric, kernel, ...: if known
     libraries: dict[str, str]  # torch, flash_attn, ... → version; "" where it is not installed
 
 
@@ -46,7 +46,7 @@ def probe_software(root: NodeRoot, gpus: Gpus, fabric: Fabric, host: Host) -> So
 
 
 def cuda_of_torch(packages: dict[str, str]) -> str:
-    """The CUDA that torch was built for; "" for a build without."""
+    """Return the CUDA version that torch was built for; "" for a CPU build."""
     torch = packages.get("torch", "")
     if "+cpu" in torch or "+rocm" in torch:
         return ""
@@ -57,7 +57,7 @@ def cuda_of_torch(packages: dict[str, str]) -> str:
 
 
 def version_numbers(text: str) -> tuple[int, ...]:
-    """`2.27.5+cuda12.9` → (2, 27, 5): what can be compared."""
+    """Convert `2.27.5+cuda12.9` to (2, 27, 5) for comparison."""
     match = re.match(r"\d+(?:\.\d+)*", text)
     return tuple(int(part) for part in match[0].split(".")) if match else ()
 
@@ -67,7 +67,7 @@ def _installed(packages: dict[str, str], names: tuple[str, ...]) -> str:
 
 
 def _system_nccl(root: NodeRoot) -> str:
-    """From the header, where NCCL was installed by the system's packages."""
+    """Return NCCL's version from its header, if installed by system packages."""
     for header in ("usr/include/nccl.h", "usr/local/cuda/include/nccl.h"):
         numbers = re.findall(r"#define NCCL_(?:MAJOR|MINOR|PATCH) (\d+)", root.read(header))
         if len(numbers) == 3:

@@ -1,5 +1,5 @@
-"""The tables of facts beside this file, read once: what XIDs ask for, versions that do not go together, variables that
-hurt, counters that tell of trouble. Every entry has a source and a date.
+"""Read the tables beside this file once: XID actions, incompatible versions, harmful environment variables, error
+counters. Every entry has a source and a date.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, Literal
 from craton.infrastructure.probes.software import version_numbers
 
 HealthAction = Literal["observe", "restart", "reset", "reboot", "replace"]
-HEALTH_ACTIONS: tuple[HealthAction, ...] = ("observe", "restart", "reset", "reboot", "replace")  # the gravest last
+HEALTH_ACTIONS: tuple[HealthAction, ...] = ("observe", "restart", "reset", "reboot", "replace")  # most severe last
 Gravity = Literal["note", "warn", "fail"]
 _COMPARE = {">=": operator.ge, "<=": operator.le, "==": operator.eq, ">": operator.gt, "<": operator.lt}
 
@@ -35,11 +35,11 @@ class XidFact:
 
 @dataclass(frozen=True)
 class BadPair:
-    """Versions that do not go together, on these GPUs or instances where some are named."""
+    """Incompatible versions, on the named GPUs or instances if any."""
 
     name: str
     versions: Mapping[str, str]  # "nccl" → ">=2.19,<2.20"
-    gpus: tuple[str, ...]  # of the catalog; none: any
+    gpus: tuple[str, ...]  # catalog names; empty: any
     instances: tuple[str, ...]
     severity: Gravity
     problem: str
@@ -48,7 +48,7 @@ class BadPair:
     date: date
 
     def holds(self, versions: Mapping[str, str], gpu: str = "", instance: str = "") -> bool:
-        """Whether a node has it; a version that is not known never matches."""
+        """Return whether a node has this combination; an unknown version never matches."""
         if self.gpus and gpu not in self.gpus:
             return False
         if self.instances and not any(fnmatchcase(instance, pattern) for pattern in self.instances):
@@ -58,12 +58,12 @@ class BadPair:
 
 @dataclass(frozen=True)
 class Trap:
-    """An environment variable that hurts."""
+    """A harmful environment variable."""
 
-    variable: str  # may hold *
+    variable: str  # may contain *
     fabric: str  # "efa", "infiniband", "rdma" (either) or "any"
-    values: tuple[str, ...]  # patterns that hurt; none: any value
-    unset: bool  # hurts by being missing
+    values: tuple[str, ...]  # harmful patterns; empty: any value
+    unset: bool  # harmful if missing
     severity: Gravity
     problem: str
     remedy: str
@@ -71,7 +71,7 @@ class Trap:
     date: date
 
     def hits(self, environment: Mapping[str, str]) -> list[str]:
-        """The variables of the environment that fall into it; for one that should be set, its name."""
+        """Return the environment variables that match; for one that should be set, its name."""
         if self.unset:
             return [] if environment.get(self.variable) else [self.variable]
         return [
@@ -84,10 +84,10 @@ class Trap:
 
 @dataclass(frozen=True)
 class CounterFact:
-    """An EFA counter that tells of trouble above a value, or above a share of another counter."""
+    """An EFA counter that indicates a problem above a value, or above a share of another counter."""
 
     name: str
-    share_of: str  # another counter; "": the value itself counts
+    share_of: str  # another counter; "": compare the value itself
     above: float
     severity: Gravity
     meaning: str
@@ -104,17 +104,17 @@ def xid_facts() -> dict[int, XidFact]:
 
 @lru_cache(maxsize=1)
 def recovery_actions() -> dict[str, HealthAction]:
-    """What XID 154 and nvidia-smi call an action → ours; names in small letters."""
+    """Return the action names of XID 154 and nvidia-smi → ours; names in lowercase."""
     return {name.lower(): action for name, action in _table("xid.toml")["recovery"]["actions"].items()}
 
 
 def recovery_action(answer: str) -> HealthAction:
-    """Ours for the driver's own words; what nobody has seen yet is taken seriously."""
+    """Return our action for the driver's text; an unknown text counts as severe."""
     return recovery_actions().get(answer.lower(), "reboot")
 
 
 def xid_action(code: int, *, recovery: str = "", is_fatal: bool = False, is_switch: bool = False) -> HealthAction:
-    """What an XID (or a switch's SXID) asks for by itself; `recovery` is what XID 154 says, and wins."""
+    """Return the action that an XID (or a switch's SXID) requires; `recovery` is the text of XID 154 and overrides."""
     if recovery:
         return recovery_action(recovery)
     if is_switch or 144 <= code <= 150:  # NVLink 5: the line itself says whether it is fatal
@@ -161,12 +161,12 @@ def counter_facts() -> tuple[CounterFact, ...]:
 
 
 def lustre_interfaces(instance: str) -> int:
-    """EFA interfaces that FSx's own setup binds to LNet on an instance; 0: not known."""
+    """Return the number of EFA interfaces that the FSx setup binds to LNet on an instance; 0: unknown."""
     return int(_table("efa.toml")["lustre_interfaces"]["counts"].get(instance, 0))
 
 
 def is_in(version: str, wanted: str) -> bool:
-    """`2.27.5` is in `>=2.19,<2.28`; versions of different length compare by the numbers both have written out."""
+    """Return whether a version is in a range: `2.27.5` is in `>=2.19,<2.28`. Missing numbers count as 0."""
     numbers = version_numbers(version)
     if not numbers:
         return False

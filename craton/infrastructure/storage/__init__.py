@@ -1,8 +1,8 @@
-"""Storage tiers: their speeds for the planner, and named objects that are there whole or not at all.
+"""Storage tiers: throughput for the planner, and stores of named objects with atomic writes.
 
-`open_store` gives a folder or an `s3://bucket/prefix` as a `Store`: named objects that are there whole or not at all.
-`copy_down` brings a finished folder to a new place. `mirror` is the local folder that stands for an `s3://` one, and
-`CachedFolder` reads it file by file.
+`open_store` opens a folder or an `s3://bucket/prefix` as a `Store`: an object is either complete or does not exist.
+`copy_down` copies a finished folder. `mirror` returns the local cache folder of an `s3://` one, and `CachedFolder`
+reads it file by file.
 """
 
 from __future__ import annotations

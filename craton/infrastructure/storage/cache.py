@@ -1,15 +1,15 @@
-"""Folders of a store as folders on this machine: a file is fetched when it is first used, and by one process only.
+"""Local cache of store folders: a file is downloaded at its first use, by one process only.
 
-`mirror(url)` is the local folder that stands for an `s3://` one; it has the files that were asked for so far, each of
-the size, version and, where it is known, checksum of its object. `CachedFolder.open` fetches one more. What was cut off
-goes on where it stopped; what is torn or of another version is fetched again. The cache keeps to CRATON_CACHE_BYTES (by
-default a tenth of the disk stays free): the least recently used files go first, and never one that is open or mapped.
+`mirror(url)` returns the local folder of an `s3://` one. It has the files requested so far, each with the size, version
+and, where known, checksum of its object. `CachedFolder.open` downloads one more. An interrupted download resumes; a
+corrupt or outdated file is downloaded again. The cache is limited to CRATON_CACHE_BYTES (default: a tenth of the disk
+stays free). It evicts the least recently used files first, never one that is open or mapped.
 
 ROOT/objects/NAME-HASH/...                     the files, as below the URL
 ROOT/objects/NAME-HASH/.state/source           the URL
-ROOT/objects/NAME-HASH/.state/files/FILE.json  what is known of a file; its time is when the file was last asked for
-ROOT/objects/NAME-HASH/.state/files/FILE.part  what has come so far
-ROOT/objects/NAME-HASH/.state/files/FILE.lock  held while it is fetched, looked up or removed
+ROOT/objects/NAME-HASH/.state/files/FILE.json  state of a file; its mtime is the time of the last request
+ROOT/objects/NAME-HASH/.state/files/FILE.part  partial download
+ROOT/objects/NAME-HASH/.state/files/FILE.lock  held during download, lookup or removal
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from craton.infrastructure.errors import ObjectMissingError, StorageError
 from craton.infrastructure.storage.opening import open_store
 from craton.infrastructure.storage.store import ObjectInfo, Store, checked_name
 
-FREE_SHARE = 0.1  # of the disk, where CRATON_CACHE_BYTES does not say how much may be used
+FREE_SHARE = 0.1  # of the disk that stays free without CRATON_CACHE_BYTES
 _STATE = ".state"
 _SOURCE = f"{_STATE}/source"
-_FILES = f"{_STATE}/files"  # a folder of its own, so that no file of the store can have the source's name
+_FILES = f"{_STATE}/files"  # a separate folder, so that no file of the store can have the source's name
 _TOO_MANY_OPEN = (errno.EMFILE, errno.ENFILE)
-_BOOKED = ""  # the tag of a file of which nothing has come: what lies there is of another version
+_BOOKED = ""  # the tag of a file whose download has not started: existing bytes are of another version
 
 
 @dataclass(frozen=True)
 class _State:
-    """What is known of a cached file; `crc32` is of what came, once all of it did."""
+    """State of a cached file; `crc32` is set once the download is complete."""
 
     tag: str
     bytes: int
@@ -57,14 +57,15 @@ class _State:
 
 
 def cache_root(environment: Mapping[str, str] = os.environ) -> Path:
-    """CRATON_CACHE, else where caches go on this system."""
+    """Return CRATON_CACHE, else the default cache folder of this system."""
     if cache := environment.get("CRATON_CACHE"):
         return Path(cache).expanduser()
     return Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "craton"
 
 
 def mirror(url: str, wanted: Callable[[str], bool] = lambda name: True) -> Path:
-    """The local folder for a URL with every wanted file as it is there now; the others come when they are opened."""
+    """Return the local folder of a URL with the current version of every wanted file; others are downloaded when
+    opened."""
     return CachedFolder(url).mirror(wanted)
 
 
@@ -75,20 +76,20 @@ def mirror_folder(url: str) -> Path:
 
 
 class CachedFolder:
-    """A folder of a store, read through its mirror. Files that `path` gave out stay until this process ends."""
+    """A folder of a store, read through its mirror. Files returned by `path` stay cached until this process ends."""
 
-    _held: dict[Path, BinaryIO] = {}  # noqa: RUF012 - of the process: a path is in use long after its folder is closed
+    _held: dict[Path, BinaryIO] = {}  # noqa: RUF012 - per process: a path is in use long after its folder is closed
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
         self.root = mirror_folder(self.url)
-        self._booked: set[str] = set()  # files that room was made for together with others
+        self._booked: set[str] = set()  # files whose space was reserved together with others
         self._keep_source()
 
     @classmethod
     def of(cls, folder: Path) -> tuple[CachedFolder, str] | None:
-        """The mirror that a folder is, or is a part of, and what the names of its files begin with there; None for any
-        other folder."""
+        """Return the mirror that contains a folder, and the prefix of its file names there; None for any other
+        folder."""
         for root in (folder, *folder.parents):
             source = root / _SOURCE
             if source.is_file():
@@ -102,18 +103,18 @@ class CachedFolder:
 
     @cached_property
     def listing(self) -> dict[str, ObjectInfo]:
-        """Every file there is, as it was when first asked."""
+        """Every file of the store, as of the first request."""
         return {info.name: info for info in self.store.list() if not info.name.startswith(f"{_STATE}/")}
 
     def mirror(self, wanted: Callable[[str], bool]) -> Path:
-        """The local folder with every wanted file as it is there now."""
+        """Return the local folder with the current version of every wanted file."""
         if not self.listing:
-            raise ObjectMissingError(f"{self.url}: there is nothing; correct the path, or copy the folder there")
+            raise ObjectMissingError(f"{self.url}: nothing found; correct the path, or copy the folder there")
         self._remove_unlisted()
         missing = []
         for name in filter(wanted, self.listing):
             if self._is_current(name, None):
-                self.path(name)  # so that it does not go to make room for the others
+                self.path(name)  # so that it is not evicted for the others
             else:
                 missing.append(name)
         if missing:
@@ -123,7 +124,7 @@ class CachedFolder:
         return self.root
 
     def path(self, name: str) -> Path:
-        """The file on this machine, which stays there as long as this process."""
+        """Return the local path of the file; it stays cached until this process ends."""
         _allow_open_files()
         path = self.root / checked_name(name)
         held, file = self._held.get(path), self.open(name)
@@ -133,8 +134,8 @@ class CachedFolder:
         return path
 
     def open(self, name: str, crc32: int | None = None) -> BinaryIO:
-        """The file, open for reading; it stays in the cache as long as this or a mapping of it lives. With a checksum,
-        one that has it is taken without asking the store."""
+        """Open the file for reading; it stays cached as long as this handle or a mapping of it exists. With a checksum,
+        a matching local file is used without a request to the store."""
         checked_name(name)
         with self._locked(name):
             if not self._is_current(name, crc32):
@@ -148,7 +149,7 @@ class CachedFolder:
             return file
 
     def _remove_unlisted(self) -> None:
-        """Files whose object is gone."""
+        """Remove files whose object no longer exists."""
         for state in sorted((self.root / _FILES).rglob("*.json")):
             name = state.relative_to(self.root / _FILES).as_posix().removesuffix(".json")
             if name not in self.listing:
@@ -176,7 +177,7 @@ class CachedFolder:
     def _fetch(self, name: str, crc32: int | None) -> None:
         info = self.store.info(name)
         if info is None:
-            raise ObjectMissingError(f"{self.url}/{name} is not there")
+            raise ObjectMissingError(f"{self.url}/{name} does not exist")
         part = self._part_path(name)
         part.parent.mkdir(parents=True, exist_ok=True)
         before = self._state(name)
@@ -190,7 +191,7 @@ class CachedFolder:
             arrived = self._download(info, part)
             if crc32 is not None and arrived != crc32:
                 raise StorageError(
-                    f"{self.url}/{name} has another checksum than its folder says; it was damaged or belongs to "
+                    f"{self.url}/{name} does not match the checksum of its folder; it is corrupt or belongs to "
                     "another version: copy the folder there again"
                 )
             path = self.root / name
@@ -201,11 +202,11 @@ class CachedFolder:
             raise _cannot_use(self.root, error, f"can be written and has {info.bytes:,} bytes free") from error
         except StorageError:
             if crc32 is not None and part.exists() and part.stat().st_size == info.bytes:
-                part.unlink()  # all of it came, and it is wrong
+                part.unlink()  # the download is complete and wrong
             raise
 
     def _download(self, info: ObjectInfo, part: Path) -> int:
-        """Goes on where an earlier attempt ended. Returns the checksum of the whole."""
+        """Resume an earlier download. Return the checksum of the whole file."""
         crc32 = _file_crc32(part) if part.exists() else 0
         with part.open("ab") as file:
             for piece in self.store.stream(info, file.tell()):
@@ -213,12 +214,12 @@ class CachedFolder:
                 crc32 = zlib.crc32(piece, crc32)
             if file.tell() != info.bytes:
                 file.truncate(0)
-                raise StorageError(f"{part} was changed while it was fetched; try again")
+                raise StorageError(f"{part} changed during the download; try again")
         return crc32
 
     def _make_room(self, infos: Sequence[ObjectInfo]) -> None:
-        """Books the bytes of these files, and removes others until they fit. It looks at all of the cache, so files
-        that are fetched together are booked together."""
+        """Reserve the bytes of these files, and evict others until they fit. It scans the whole cache, so files that
+        are downloaded together are reserved together."""
         objects = cache_root() / "objects"
         booked = {self._state_path(info.name) for info in infos}
         needed = sum(info.bytes for info in infos)
@@ -234,8 +235,8 @@ class CachedFolder:
             if used + needed > limit:
                 files = f"{self.url}/{infos[0].name}" + (f" and {len(infos) - 1} more of its files" * (len(infos) > 1))
                 raise StorageError(
-                    f"{files}: {needed:,} bytes, and the cache {objects} may hold {limit:,}, of which {used:,} are in "
-                    "use; raise CRATON_CACHE_BYTES, or set CRATON_CACHE to a larger disk"
+                    f"{files}: {needed:,} bytes needed, but the cache {objects} is limited to {limit:,}, of which "
+                    f"{used:,} are in use; raise CRATON_CACHE_BYTES, or set CRATON_CACHE to a larger disk"
                 )
             for info in infos:
                 state = self._state(info.name)
@@ -282,7 +283,7 @@ class CachedFolder:
 
 @dataclass(frozen=True)
 class _Entry:
-    """One file of the cache, whole or on its way, as eviction sees it."""
+    """One file of the cache, complete or partial, for eviction."""
 
     root: Path
     name: str
@@ -302,7 +303,7 @@ class _Entry:
         return path.stat().st_size if path.is_file() else 0
 
     def remove(self) -> bool:
-        """Unless someone fetches, looks up, reads or maps it."""
+        """Remove the file unless a process downloads, looks up, reads or maps it."""
         with suppress(BlockingIOError), _lock_file(self.state_path.with_suffix(".lock"), wait=False):
             path = self.root / self.name
             if path.is_file():
@@ -338,11 +339,11 @@ def _limit(objects: Path, on_disk: int) -> int:
 
 
 def _read_state(path: Path) -> _State | None:
-    """None: there is none, or it is torn."""
+    """Return the state; None if it is missing or corrupt."""
     try:
         return _State(**json.loads(path.read_text(encoding="utf-8")))
     except OSError as error:
-        if error.errno in _TOO_MANY_OPEN:  # it may well be there
+        if error.errno in _TOO_MANY_OPEN:  # it may exist
             raise _cannot_use(path, error, "can be read") from error
         return None
     except (ValueError, TypeError):
@@ -351,7 +352,7 @@ def _read_state(path: Path) -> _State | None:
 
 @contextmanager
 def _lock_file(path: Path, wait: bool = True) -> Iterator[None]:
-    """The one process and thread that holds it; BlockingIOError when it is taken and this should not wait."""
+    """Hold an exclusive lock between processes and threads; raise BlockingIOError if it is taken and not `wait`."""
     with ExitStack() as stack:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -365,11 +366,11 @@ def _lock_file(path: Path, wait: bool = True) -> Iterator[None]:
 
 
 def _allow_open_files() -> None:
-    """As many as the system lets this process have: every file that must stay is held by an open one, and the usual
-    limit of 1,024 is there for programs that call select()."""
+    """Raise the limit of open files to the system's maximum: an open handle keeps a file in the cache, and the usual
+    limit of 1,024 exists for programs that call select()."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
-        with suppress(ValueError, OSError):  # where it may not be raised, the file that is one too many says so
+        with suppress(ValueError, OSError):  # if it cannot be raised, opening one file too many reports it
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 

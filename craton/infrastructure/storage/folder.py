@@ -1,8 +1,8 @@
-"""A folder as a store: an object is written beside its place under another name, synced, and renamed when it is whole.
+"""A folder as a store: an object is written to a temporary file beside its place, synced, and renamed when complete.
 
-Whoever writes holds a lock on the unfinished file, so that one left by a killed process is known and goes when the same
-object is written again or its folder deleted. Unfinished files are never listed. A folder that was there and is gone is
-an error and not made again: the file system it was on is gone as well.
+The writer holds a lock on the unfinished file, so that one left by a killed process is recognised and removed when the
+same object is written again or its folder deleted. Unfinished files are never listed. A folder that disappears is an
+error and is not created again: its file system is gone too.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from craton.infrastructure.storage.store import (
     checked_name,
 )
 
-WRITE_BYTES = 8 * 2**20  # at once, and before the disk is asked to begin
+WRITE_BYTES = 8 * 2**20  # per write, and before write-back is requested
 _UNFINISHED = ".unfinished"
 _WHAT_TO_DO = {
     errno.ENOSPC: "the disk is full; free some space or give another folder",
     errno.EDQUOT: "the quota is used up; free some space or give another folder",
     errno.EROFS: "the file system is read-only; remount it writable or give another folder",
-    errno.EACCES: "it may not be used by this user; change its permissions or give another folder",
-    errno.EPERM: "it may not be used by this user; change its permissions or give another folder",
+    errno.EACCES: "permission denied; change its permissions or give another folder",
+    errno.EPERM: "permission denied; change its permissions or give another folder",
     errno.ENOTDIR: "a part of this path is a file; give another folder",
-    errno.ESTALE: "the file server no longer knows it; mount it again",
-    errno.EIO: "the device answers with errors; look at the kernel's log",
+    errno.ESTALE: "stale file handle: the file server lost it; mount it again",
+    errno.EIO: "the device reports I/O errors; check the kernel log",
     errno.ENOENT: "it has vanished; is its file system still mounted?",
 }
 
 
 class FolderStore(Store):
-    """Objects are files below one folder, which is made at the first write."""
+    """Objects are files below one folder, which is created at the first write."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -136,8 +136,7 @@ class FolderStore(Store):
 
 
 class GrowingFile:
-    """Writes to a new file, and lets the disk begin with what is there while more comes: the sync at the end, which is
-    the caller's, then finds little to do."""
+    """Write to a new file and start write-back early, so that the caller's final sync has little to do."""
 
     def __init__(self, descriptor: int) -> None:
         self.bytes = 0
@@ -150,7 +149,7 @@ class GrowingFile:
             self.bytes += count
             view = view[count:]
             if self.bytes - self._begun >= WRITE_BYTES and hasattr(os, "posix_fadvise"):
-                with suppress(OSError):  # Linux writes dirty pages that are advised to be dropped; others need not
+                with suppress(OSError):  # Linux writes back dirty pages that are advised to be dropped; others need not
                     os.posix_fadvise(self._descriptor, self._begun, self.bytes - self._begun, os.POSIX_FADV_DONTNEED)
                 self._begun = self.bytes
 
@@ -170,7 +169,7 @@ def _info(name: str, status: os.stat_result) -> ObjectInfo:
 
 
 def _lock(descriptor: int) -> None:
-    """Shows that the writer lives. File systems without locks go without: there, nothing is taken for abandoned."""
+    """Mark the writer as alive. On file systems without locks, no file counts as abandoned."""
     with suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
@@ -203,7 +202,7 @@ def _raise_unless_gone(error: OSError) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """A name that was made or changed in it outlasts a power failure from here on."""
+    """Sync the folder, so that new and changed names survive a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,6 +1,6 @@
-"""The places where state can live, as tiers of bytes: peer memory, NVMe, a shared file system, an object store.
+"""Storage tiers of a cluster: peer memory, NVMe, a shared file system, an object store.
 
-What a cluster file states is taken; what it leaves out comes from the catalog, and `source` tells which is which.
+Numbers of the cluster file take precedence; the others come from the catalog, and `source` names the origin.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from craton.job.cluster import ClusterFile, StorageNumbers
 MEGA, GIGA, TIB = 1e6, 1e9, 2.0**40
 DEFAULT_SHARED = "fsx-persistent-2-1000"
 DEFAULT_OBJECT = "s3"
-PEER_MEMORY_SHARE = 0.5  # of host memory; the rest is the job's own: loader, pinned buffers, page cache
+PEER_MEMORY_SHARE = 0.5  # of host memory; the rest is for the job: loader, pinned buffers, page cache
 
 
 def tiers_of(instance: Instance, num_nodes: int, file: ClusterFile | None = None) -> dict[str, StorageTier]:
-    """Every tier this many nodes have, fastest first; `instance` already carries the cluster file's NVMe numbers."""
+    """Return every tier of this many nodes, fastest first; `instance` already has the cluster file's NVMe numbers."""
     stated = file.storage if file else None
     shared, object_store = (stated.shared, stated.object) if stated else (None, None)
     local = instance.name == "local"
@@ -31,7 +31,7 @@ def tiers_of(instance: Instance, num_nodes: int, file: ClusterFile | None = None
 
 
 def peer_tier(instance: Instance, num_nodes: int) -> StorageTier:
-    """Another node's memory, over the part of the network that training leaves."""
+    """Return the tier of another node's memory, over the share of the network that training leaves."""
     about = entry("storage", "peer")
     share = about.number("network_share")
     rate = instance.network_bytes_per_second * share
@@ -64,7 +64,7 @@ def nvme_tier(instance: Instance, num_nodes: int, stated: StorageNumbers | None)
 
 
 def shared_tier(instance: Instance, stated: StorageNumbers | None) -> StorageTier:
-    """The cluster file's file system, or the stated default: FSx for Lustre, 1000 MB/s per TiB, at an assumed size."""
+    """Return the cluster file's file system, or the default: FSx for Lustre, 1000 MB/s per TiB, at an assumed size."""
     stated = stated or StorageNumbers()
     about = entry("storage", DEFAULT_SHARED)
     capacity = stated.capacity_bytes or about.number("default_capacity_tib") * TIB
@@ -84,7 +84,7 @@ def shared_tier(instance: Instance, stated: StorageNumbers | None) -> StorageTie
         read = about.number("read_megabytes_per_second_per_tib") * MEGA * capacity / TIB
         write = about.number("write_megabytes_per_second_per_tib") * MEGA * capacity / TIB
         size = f"{capacity / TIB:g} TiB ({'cluster file' if stated.capacity_bytes else 'assumed'})"
-        source = f"default {about.name} x {size}: state yours in the cluster file"
+        source = f"default {about.name} x {size}: set yours in the cluster file"
     return StorageTier(
         name="shared",
         kind=stated.kind or "lustre",
@@ -99,7 +99,7 @@ def shared_tier(instance: Instance, stated: StorageNumbers | None) -> StorageTie
 
 
 def local_shared_tier(instance: Instance, num_nodes: int) -> StorageTier:
-    """Nodes of one machine share its disk."""
+    """Return the shared tier of `local`: all nodes use the machine's disk."""
     read, write = instance.nvme_read_bytes_per_second * num_nodes, instance.nvme_write_bytes_per_second * num_nodes
     return StorageTier(
         name="shared",
@@ -114,7 +114,8 @@ def local_shared_tier(instance: Instance, num_nodes: int) -> StorageTier:
 
 
 def object_tier(instance: Instance, num_nodes: int, stated: StorageNumbers | None, default: str) -> StorageTier:
-    """S3 grows with its readers: the whole tier is what all nodes get, unless the cluster file says otherwise."""
+    """Return the object tier. S3 scales with its clients: nodes x one node's rate, unless the cluster file says
+    otherwise."""
     stated = stated or StorageNumbers()
     about = entry("storage", default)
     client_read = _client(instance, stated.client_read_bytes_per_second, about, "read")
@@ -135,6 +136,6 @@ def object_tier(instance: Instance, num_nodes: int, stated: StorageNumbers | Non
 
 
 def _client(instance: Instance, stated: float | None, about: CatalogEntry, direction: str) -> float:
-    """What one node gets: as stated, else the catalog's limit, in both cases not more than its network carries."""
+    """Return the rate of one node: as stated, else the catalog's limit; at most its network bandwidth."""
     rate = stated or about.number(f"client_{direction}_gigabytes_per_second") * GIGA
     return min(rate, instance.network_bytes_per_second) if instance.network_bytes_per_second else rate

@@ -1,8 +1,7 @@
-"""Open the store behind a place, a folder or S3, and copy a finished folder from one place to another.
+"""Open a store (a folder or S3), and copy a finished folder from one store to another.
 
-A copy of an exported model or of shards exists when it is whole: the file that says so (`seal`: config.json of a model,
-index.json of shards) is written last. A place that has its seal is never written to; a copy that was interrupted is
-made again from the beginning.
+A copy of an exported model or of shards is complete once its seal exists (`seal`: config.json of a model, index.json of
+shards), which is written last. A folder with a seal is never written to; an interrupted copy starts over.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ FILES_IN_FLIGHT = 4
 
 
 def open_store(place: str | Path) -> Store:
-    """A folder, or `s3://bucket/prefix` with credentials and endpoint from the usual AWS environment. Opening asks
-    nothing of the network and makes no folder; `check_writable` finds out whether it can be used."""
+    """Open a folder, or `s3://bucket/prefix` with credentials and endpoint from the usual AWS environment. Opening uses
+    no network and creates no folder; `check_writable` tests whether the store can be used."""
     if not is_url(place):
         return FolderStore(Path(place))
     scheme = str(place).partition("://")[0]
@@ -32,15 +31,15 @@ def open_store(place: str | Path) -> Store:
 
 
 def copy_down(source: Path | str, target: Path | str, seal: str) -> None:
-    """Copies every file of the source folder, `seal` last. StorageError when the target has its seal."""
+    """Copy every file of the source folder, `seal` last. Raise StorageError if the target already has the seal."""
     here, there = open_store(source), open_store(target)
     files = {info.name: info for info in here.list()}
     if not files:
-        raise StorageError(f"{here.url} holds nothing to copy; is it the folder that was meant?")
+        raise StorageError(f"{here.url} is empty, so there is nothing to copy; check the path")
     if seal not in files:
-        raise StorageError(f"{here.url} has no {seal}, so it was never finished; copy one that is whole")
+        raise StorageError(f"{here.url} has no {seal}, so it is incomplete; copy a complete one")
     if there.exists(seal):
-        raise StorageError(f"{there.url} is complete; remove it first, or copy to another place")
+        raise StorageError(f"{there.url} already has a complete copy; remove it first, or copy to another place")
     last = files.pop(seal)
     with ThreadPoolExecutor(FILES_IN_FLIGHT) as pool:
         for _ in pool.map(lambda info: _copy(here, there, info), files.values()):

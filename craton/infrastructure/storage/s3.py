@@ -1,13 +1,13 @@
-"""S3, and whatever speaks its language, as a store.
+"""S3 and compatible services as a store.
 
-The client is obstore (the Rust crate object_store): one wheel without dependencies, several parts of an object in
-flight without Python's lock, an interrupted multipart upload that is aborted and never completed, and requests tried
-again with growing pauses. boto3 can do the same, but moves bytes through Python and brings the whole of AWS along.
+The client is obstore (the Rust crate object_store): one wheel without dependencies, parallel parts without Python's
+GIL, interrupted multipart uploads that are aborted and never completed, and retries with backoff. boto3 can do the
+same, but moves bytes through Python and has many dependencies.
 
 Endpoint, region and credentials are those of every AWS tool: AWS_ENDPOINT_URL, AWS_REGION, AWS_ACCESS_KEY_ID ..., a
-profile, web identity and container credentials, or the role of the instance. AWS_MAX_ATTEMPTS bounds the attempts and
-AWS_TIMEOUT ("120s") one request. A process that is killed leaves at most parts that no one can see: give the bucket a
-lifecycle rule that aborts incomplete multipart uploads, so that they are not paid for.
+profile, web identity and container credentials, or the role of the instance. AWS_MAX_ATTEMPTS limits the attempts and
+AWS_TIMEOUT ("120s") one request. A killed process leaves at most invisible parts of an upload: give the bucket a
+lifecycle rule that aborts incomplete multipart uploads, so that they are not billed.
 """
 
 from __future__ import annotations
@@ -45,24 +45,24 @@ logger = logging.getLogger(__name__)
 
 PART_BYTES = 16 * 2**20
 PARTS_IN_FLIGHT = 8
-MAX_PARTS = 9_000  # S3 takes 10,000
+MAX_PARTS = 9_000  # S3 allows 10,000
 ATTEMPTS = 8
 RETRY_SECONDS = 150.0  # in all; requests are signed for five minutes
 PAUSE_SECONDS = 0.1  # before the second attempt; it grows from there
 REQUEST_TIMEOUT = "120s"
-SHORT_ANSWERS = 3  # how often something is asked for whose answer was cut off
+SHORT_ANSWERS = 3  # attempts for a request whose response was truncated
 
 Result = TypeVar("Result")
 
 
 class S3Store(Store):
-    """The objects of a bucket below a prefix; `patience_seconds` bounds how long a request is tried, where the AWS
-    variables should not."""
+    """The objects of a bucket below a prefix; `patience_seconds` limits the retries of a request instead of the AWS
+    variables."""
 
     def __init__(self, url: str, patience_seconds: float | None = None) -> None:
         parts = urlsplit(url)
         if not parts.netloc or parts.query or parts.fragment or ".." in PurePosixPath(parts.path).parts:
-            raise StorageError(f"{url} names no place in S3; write s3://bucket or s3://bucket/prefix")
+            raise StorageError(f"{url} is not an S3 location; use s3://bucket or s3://bucket/prefix")
         self.bucket, self._patience_seconds = parts.netloc, patience_seconds
         self.prefix = parts.path.strip("/")
         self.url = f"s3://{self.bucket}" + (f"/{self.prefix}" if self.prefix else "")
@@ -93,7 +93,7 @@ class S3Store(Store):
             return sorted((_info(meta) for meta in metas), key=lambda info: info.name)
 
         infos = self._asked(prefix, every)
-        # Consoles make a folder by an empty object of its name, which is no object of ours.
+        # Consoles create a folder as an empty object of its name, which is not one of our objects.
         parents = {str(parent) for info in infos for parent in PurePosixPath(info.name).parents}
         return [info for info in infos if info.name and (info.bytes or info.name not in parents)]
 
@@ -122,7 +122,7 @@ class S3Store(Store):
         target[:] = self._read(info, begin, begin + target.nbytes)
 
     def _read(self, info: ObjectInfo, begin: int, end: int) -> memoryview:
-        """A range that must be of the object as it was when `info` was asked for."""
+        """Return a range of the object version that `info` describes."""
         obstore = self._library
         options: Any = {"if_match": info.tag, "range": (begin, end)}
         for _ in range(SHORT_ANSWERS):
@@ -130,20 +130,20 @@ class S3Store(Store):
             if len(buffer) == end - begin:
                 return memoryview(buffer)
         raise StorageError(
-            f"{self.where(info.name)}: {len(buffer)} bytes came instead of {end - begin}, {SHORT_ANSWERS} times; "
-            "something between here and S3 cuts answers off: look at proxies and at AWS_ENDPOINT_URL"
+            f"{self.where(info.name)}: received {len(buffer)} bytes instead of {end - begin}, {SHORT_ANSWERS} times; "
+            "something between here and S3 truncates responses: check proxies and AWS_ENDPOINT_URL"
         )
 
     def _must(self, name: str) -> ObjectInfo:
-        """The answer to HEAD has no text: whether the object or its bucket is missing, only a list tells."""
+        """Return the info. The response to HEAD has no text: only a list shows whether object or bucket is missing."""
         info = self.info(name)
         if info is None:
             self.folders()
-            raise ObjectMissingError(f"{self.where(name)} is not there")
+            raise ObjectMissingError(f"{self.where(name)} does not exist")
         return info
 
     def _asked(self, name: str, request: Callable[[], Result]) -> Result:
-        """What may be asked twice; an answer that was cut off is asked for again."""
+        """Send an idempotent request; repeat it if its response was truncated."""
         obstore = self._library
         start = time.monotonic()
         for attempt in range(SHORT_ANSWERS):
@@ -180,7 +180,7 @@ class S3Store(Store):
 
 
 class _PartsWriter:
-    """Gathers parts and hands them to a thread that uploads them; an object of less than a part is one request."""
+    """Collect parts for a thread that uploads them; an object smaller than a part is one request."""
 
     def __init__(self, store: S3Store, name: str, part_bytes: int) -> None:
         self.bytes = 0
@@ -218,7 +218,7 @@ class _PartsWriter:
         self._raise_error()
 
     def abandon(self) -> None:
-        """The upload is aborted; whether that worked or not, nothing can be seen."""
+        """Abort the upload; even if that fails, no object becomes visible."""
         self._abandoned = True
         if self._uploader is not None:
             while self._uploader.is_alive():
@@ -247,8 +247,8 @@ class _PartsWriter:
 
     def _nowhere(self) -> StorageError:
         return StorageError(
-            f"{self._store.where(self._name)}: 404 was the answer to a write; there is no bucket {self._store.bucket}, "
-            "or AWS_ENDPOINT_URL is not that of an S3 service"
+            f"{self._store.where(self._name)}: a write returned 404; there is no bucket {self._store.bucket}, "
+            "or AWS_ENDPOINT_URL is not an S3 service"
         )
 
     def _upload(self) -> None:
@@ -268,7 +268,7 @@ class _PartsWriter:
         while (part := self._parts.get()) is not None:
             yield part
         if self._abandoned:
-            raise InterruptedError("given up by its writer")  # obstore aborts the upload on any error of its source
+            raise InterruptedError("abandoned by its writer")  # obstore aborts the upload on any error of its source
 
 
 def _info(meta: Mapping[str, Any]) -> ObjectInfo:
@@ -276,13 +276,13 @@ def _info(meta: Mapping[str, Any]) -> ObjectInfo:
 
 
 def _options(environment: Mapping[str, str], patience_seconds: float | None) -> dict[str, Any]:
-    """How patient the client is; plain http only where the endpoint asks for it."""
+    """Return timeouts and retries of the client; plain http only if the endpoint uses it."""
     endpoint = environment.get("AWS_ENDPOINT_URL_S3") or environment.get("AWS_ENDPOINT_URL") or ""
     if endpoint and not re.fullmatch(r"https?://[^/\s]+(/\S*)?", endpoint):
         raise StorageError(f"AWS_ENDPOINT_URL is {endpoint!r}; set it to a URL such as https://s3.example.com")
     attempts = environment.get("AWS_MAX_ATTEMPTS") or str(ATTEMPTS)
     if not attempts.isdigit() or int(attempts) < 1:
-        raise StorageError(f"AWS_MAX_ATTEMPTS is {attempts!r}; set it to a whole number from 1 on")
+        raise StorageError(f"AWS_MAX_ATTEMPTS is {attempts!r}; set it to a whole number, at least 1")
     timeout, retry_seconds = environment.get("AWS_TIMEOUT") or REQUEST_TIMEOUT, RETRY_SECONDS
     if patience_seconds is not None:
         timeout, retry_seconds = f"{patience_seconds / 2:g}s", patience_seconds / 2

@@ -1,4 +1,4 @@
-"""Who asks S3, and what its refusals mean."""
+"""Credentials for S3, and error messages for its failures."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _GIVE_CREDENTIALS = (
 
 
 def credentials(environment: Mapping[str, str]) -> dict[str, Any]:
-    """What obstore does not find by itself: keys and region of a profile. Nothing, where the environment has keys."""
+    """Return keys and region of a profile, which obstore does not find by itself. Empty if the environment has keys."""
     if environment.get("AWS_ACCESS_KEY_ID") or any(environment.get(name) for name in _OTHERS):
         return {}
     profile = environment.get("AWS_PROFILE") or "default"
@@ -50,28 +50,28 @@ def credentials(environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 def storage_error(where: str, bucket: str, error: Exception) -> StorageError:
-    """One line: the place, what happened, what to do."""
+    """Return an error of one line: the location, what happened, what to do."""
     text = str(error).partition("\n\nDebug source")[0]
     retries = re.search(r"after (\d+) retries", text)
     tried = f" ({int(retries[1]) + 1} attempts)" if retries else ""
     status = re.search(r"status code: (\d{3})", text)
     code = re.search(r"<Code>([^<]+)</Code>", text)
-    answer = f"S3 answered {status[1] if status else ''} {code[1] if code else ''}".rstrip()
+    answer = f"S3 returned {status[1] if status else ''} {code[1] if code else ''}".rstrip()
     if "NoSuchBucket" in text:
         return StorageError(f"{where}: there is no bucket {bucket}; create it, or correct the name or AWS_ENDPOINT_URL")
     if isinstance(error, FileNotFoundError):
-        return ObjectMissingError(f"{where} is not there")
+        return ObjectMissingError(f"{where} does not exist")
     if "169.254.1" in text or "CredentialProvider" in text or "security-credentials" in text:
         return StorageError(f"{where}: no credentials for S3: {_GIVE_CREDENTIALS}")
     if code and code[1] == "RequestTimeTooSkewed":
-        return StorageError(f"{where}: {answer}; this machine's clock is wrong: set it by a time server (NTP, chrony)")
+        return StorageError(f"{where}: {answer}; this machine's clock is wrong: synchronise it (NTP, chrony)")
     if status and status[1] in ("401", "403"):
         return StorageError(
-            f"{where}: {answer}; these credentials may not do this: allow it in the bucket's policy, or "
+            f"{where}: {answer}; these credentials lack permission: allow it in the bucket's policy, or "
             f"{_GIVE_CREDENTIALS}"
         )
     if status and status[1] == "412":
-        return StorageError(f"{where}: it was changed while it was read; read it again")
+        return StorageError(f"{where}: it changed during the read; read it again")
     if (status and status[1] in ("301", "307", "400") and "egion" in text) or "redirect" in text:
         return StorageError(f"{where}: the bucket is in another region; set AWS_REGION to it")
     if status and status[1][0] == "5":
@@ -80,23 +80,22 @@ def storage_error(where: str, bucket: str, error: Exception) -> StorageError:
         )
     if "kind: Timeout" in str(error) or "timed out" in text:
         return StorageError(
-            f"{where}: no answer in time{tried}; look at the network to AWS_ENDPOINT_URL, or "
-            "raise AWS_TIMEOUT (such as 300s)"
+            f"{where}: timed out{tried}; check the network to AWS_ENDPOINT_URL, or raise AWS_TIMEOUT (such as 300s)"
         )
     if was_cut_off(error) or "HTTP error" in text:
         reason = "S3 cannot be reached" if "Connect" in str(error) else "the connection was dropped"
-        return StorageError(f"{where}: {reason}{tried}; look at AWS_ENDPOINT_URL and the network to it")
+        return StorageError(f"{where}: {reason}{tried}; check AWS_ENDPOINT_URL and the network to it")
     return StorageError(f"{where}: {text.splitlines()[0]}")
 
 
 def was_cut_off(error: Exception) -> bool:
-    """The answer began and did not end, which the client does not try again by itself."""
+    """Return whether the response was truncated, which the client does not retry by itself."""
     text = str(error)
     return "response body" in text or ("Got invalid" in text and "response" in text)
 
 
 def _section(path: str | Path, *names: str) -> dict[str, str]:
-    """One section of an ini file, by the first name that it has."""
+    """Return one section of an ini file: the first of these names that exists."""
     parser = configparser.RawConfigParser()
     try:
         parser.read(path, encoding="utf-8")
@@ -111,7 +110,7 @@ def _boto3_provider(profile: str) -> Any:
         from obstore.auth.boto3 import Boto3CredentialProvider
     except ImportError as error:
         raise StorageError(
-            f"the AWS profile {profile} signs in or takes a role, which needs boto3; run: "
+            f"the AWS profile {profile} uses SSO or assumes a role, which needs boto3; run: "
             f"{install_package_command('boto3')}, or "
             f'eval "$(aws configure export-credentials --profile {profile} --format env)"'
         ) from error

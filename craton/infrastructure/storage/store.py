@@ -1,8 +1,7 @@
-"""One interface over a folder and an `s3://bucket/prefix`: named objects that are there whole or not at all.
+"""One interface for a folder and an `s3://bucket/prefix`: an object is either complete or does not exist.
 
-Names are relative, with slashes (`step-00000200/__0_0.distcp`). Every call either did what it says or raises
-StorageError, which tells what was tried and what to do; ObjectMissingError is the one for a name that is not there.
-A store may be used by several threads at once.
+Names are relative, with slashes (`step-00000200/__0_0.distcp`). Every call succeeds or raises StorageError, which says
+what was tried and what to do; ObjectMissingError means that the object does not exist. A store is thread-safe.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from typing import Any, Protocol
 
 from craton.infrastructure.errors import ObjectMissingError, StorageError
 
-Bytes = Any  # whatever has the buffer protocol: bytes, memoryview, an array of bytes
+Bytes = Any  # anything with the buffer protocol: bytes, memoryview, an array of bytes
 STREAM_BYTES = 16 * 2**20
 READS_IN_FLIGHT = 8
 
 
 @dataclass(frozen=True)
 class ObjectInfo:
-    """One object; `tag` is another one whenever the content is another one."""
+    """One object; `tag` changes whenever the content changes."""
 
     name: str
     bytes: int
@@ -36,7 +35,7 @@ Names = list[str]
 
 
 class ObjectWriter(Protocol):
-    """An object on its way. The buffer given to `write` may be used again as soon as it returns."""
+    """An object being written. The buffer given to `write` may be reused as soon as it returns."""
 
     bytes: int
 
@@ -44,48 +43,48 @@ class ObjectWriter(Protocol):
 
 
 class Store(ABC):
-    """Objects below one place; `url` says which, as a person would write it."""
+    """Objects below one location; `url` is that location as a user would write it."""
 
     url: str
 
     @abstractmethod
     def create(self, name: str, expected_bytes: int = 0) -> AbstractContextManager[ObjectWriter]:
-        """A writer for one object. It appears, durable and in one step, when the block ends; it never appears when the
-        block is left by an error. `expected_bytes` lets S3 choose its part size; objects under 150 GB need no hint."""
+        """Return a writer for one object. The object appears atomically and durably when the block ends, and never if
+        the block raises. `expected_bytes` lets S3 choose its part size; objects under 150 GB need no hint."""
 
     @abstractmethod
     def info(self, name: str) -> ObjectInfo | None:
-        """None: there is no such object."""
+        """Return the object's info; None if it does not exist."""
 
     @abstractmethod
     def list(self, prefix: str = "") -> Objects:
-        """Every object whose name begins with this folder, sorted by name; names are relative to the store."""
+        """Return every object below this folder, sorted by name; names are relative to the store."""
 
     @abstractmethod
     def folders(self, prefix: str = "") -> Names:
-        """The names of the folders directly in this one, sorted."""
+        """Return the names of the folders directly in this one, sorted."""
 
     @abstractmethod
     def delete(self, names: Iterable[str]) -> None:
-        """Objects that are not there are none to delete."""
+        """Delete objects; those that do not exist are ignored."""
 
     @abstractmethod
     def check_writable(self, seconds: float | None = None) -> None:
-        """Writes a small object and removes it, so that what is wrong is found before it matters. Given seconds, a
-        service that does not answer is waited for about so long, and not as long as work that is under way would."""
+        """Write and remove a small object, to find problems early. `seconds` limits the wait for a service that does
+        not respond; the default is the limit of ordinary requests."""
 
     @abstractmethod
     def _read_into(self, info: ObjectInfo, begin: int, target: memoryview) -> None:
-        """Fills the target from `begin` on, or raises."""
+        """Fill the target from `begin` on, or raise."""
 
     def read(self, name: str) -> bytes:
-        """The whole object."""
+        """Return the whole object."""
         info = self._must(name)
         return bytes(self.read_range(info, 0, info.bytes))
 
     def read_range(self, info: ObjectInfo, begin: int, end: int) -> Bytes:
-        """The bytes from `begin` to before `end` of an object that was asked for before, several pieces at a time where
-        they are many; the buffer may be the client's own."""
+        """Return the bytes from `begin` up to `end` of the object in `info`, in parallel pieces if large. The buffer
+        may belong to the client."""
         if 0 < end - begin <= STREAM_BYTES:
             return self._read(info, begin, end)
         content = bytearray(end - begin)
@@ -97,8 +96,8 @@ class Store(ABC):
         return content
 
     def stream(self, info: ObjectInfo, begin: int = 0) -> Iterator[memoryview]:
-        """An object that was asked for before, from `begin` on, piece by piece; the next pieces are on their way while
-        one is used. Where tags tell versions apart (S3), all of it is of the version that `info` names."""
+        """Yield the object in `info` from `begin` on, piece by piece, with read-ahead. Where tags identify versions
+        (S3), all pieces are of the version in `info`."""
         group = STREAM_BYTES * READS_IN_FLIGHT // 2
         spans = [(at, min(at + group, info.bytes)) for at in range(begin, info.bytes, group)]
         with ThreadPoolExecutor(1) as pool:
@@ -109,7 +108,7 @@ class Store(ABC):
                 yield memoryview(piece)
 
     def put(self, name: str, content: bytes | str) -> None:
-        """A small object."""
+        """Write a small object."""
         content = content.encode() if isinstance(content, str) else content
         with self.create(name, len(content)) as writer:
             writer.write(content)
@@ -118,14 +117,14 @@ class Store(ABC):
         return self.info(name) is not None
 
     def delete_tree(self, folder: str) -> None:
-        """Every object below this folder; "" is all of them."""
+        """Delete every object below this folder; "" is all of them."""
         self.delete([item.name for item in self.list(folder)])
 
     def where(self, name: str) -> str:
         return f"{self.url.rstrip('/')}/{name}" if name else self.url
 
     def _read(self, info: ObjectInfo, begin: int, end: int) -> Bytes:
-        """One piece, in a buffer of whoever reads it."""
+        """Return one piece in a new buffer."""
         content = bytearray(end - begin)
         self._read_into(info, begin, memoryview(content))
         return content
@@ -133,12 +132,12 @@ class Store(ABC):
     def _must(self, name: str) -> ObjectInfo:
         info = self.info(name)
         if info is None:
-            raise ObjectMissingError(f"{self.where(name)} is not there")
+            raise ObjectMissingError(f"{self.where(name)} does not exist")
         return info
 
 
 def checked_name(name: str) -> str:
-    """A name that stays below its store."""
+    """Return the name if it stays below its store, else raise StorageError."""
     path = PurePosixPath(name)
     if not name or path.is_absolute() or ".." in path.parts or str(path) != name:
         raise StorageError(f"{name!r} cannot name an object; give a relative path with single slashes and without ..")

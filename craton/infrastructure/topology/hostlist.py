@@ -1,7 +1,7 @@
-"""Slurm's hostlists: `g[1-4,7],h01` and the names they stand for.
+"""Expand and compress Slurm's hostlists: `g[1-4,7],h01`.
 
-Guarantees: `expand(compress(names))` has the same names; leading zeros are kept; a range too large to be meant is
-refused.
+Guarantees: `expand(compress(names))` has the same names; leading zeros are kept; an implausibly large range is
+rejected.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ _NUMBERED = re.compile(r"(?P<prefix>.*?)(?P<digits>[0-9]+)")
 
 
 def expand(text: str) -> list[str]:
-    """The names of a hostlist; brackets may stand anywhere, more than once, as in `r[1-2]n[01-08]`."""
+    """Return the names of a hostlist; brackets may occur anywhere, more than once, as in `r[1-2]n[01-08]`."""
     names: list[str] = []
     for part in _split(text):
         expanded = [""]
         for literal, ranges in re.findall(r"([^\[\]]*)(?:\[([^\[\]]*)\])?", part):
             endings = _numbers(ranges, text) if ranges else [""]
             if len(expanded) * len(endings) + len(names) > MAX_NAMES:
-                raise TopologyError(f"{text[:60]!r} stands for more than {MAX_NAMES} names; is that a slip?")
+                raise TopologyError(f"{text[:60]!r} has more than {MAX_NAMES} hosts; check the range")
             expanded = [name + literal + ending for name in expanded for ending in endings]
         names += expanded
     return names
 
 
 def compress(names: Iterable[str]) -> str:
-    """A hostlist for the names: runs of numbers with the same prefix and width are written as ranges."""
+    """Return a hostlist of the names: runs of numbers with the same prefix and width become ranges."""
     groups: dict[tuple[str, int], list[int]] = {}
     order: list[tuple[str, int] | str] = []
     for name in sorted(set(names), key=natural):
@@ -80,6 +80,6 @@ def _numbers(ranges: str, text: str) -> list[str]:
             raise TopologyError(f"{text[:60]!r} is not a list of hosts; {part!r} is not a number or a range of numbers")
         first, last = match[1], match[2] or match[1]
         if int(last) - int(first) >= MAX_NAMES:
-            raise TopologyError(f"{text[:60]!r} stands for more than {MAX_NAMES} names; is that a slip?")
+            raise TopologyError(f"{text[:60]!r} has more than {MAX_NAMES} hosts; check the range")
         names += [f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1)]
     return names

@@ -1,7 +1,7 @@
-"""What others say of a network, read into a `Topology`: Slurm's text and files, Kubernetes labels, EC2's topology.
+"""Parse descriptions of a network into a `Topology`: Slurm's text and files, Kubernetes labels, EC2's topology.
 
-Guarantees: pure; a node that does not say where it is becomes `unplaced` instead of being put somewhere; text of none
-of these kinds, or with parts missing, is refused with what would be accepted.
+Guarantees: pure; a node without a position becomes `unplaced`, never guessed; other or incomplete text is rejected with
+a list of what is accepted.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _FILES = (
 
 
 def read_topology(text: str, names: Mapping[str, str] | None = None) -> Topology:
-    """Any of the texts that the readers below understand; `names` is for EC2's, instance → node."""
+    """Parse any text that the readers below understand; `names` is for EC2, instance → node."""
     try:
         return _read(text, names)
     except TopologyError:
         raise
     except (LookupError, TypeError, AttributeError, ValueError) as error:
-        # The readers take parts for granted that a file edited by hand may lack.
+        # The readers assume parts that a hand-edited file may lack.
         lacks = f"lacks {error}" if isinstance(error, KeyError) else f"has a part of the wrong kind ({error})"
-        raise TopologyError(f"it begins like a topology, but {lacks}; give {_FILES} as they were printed") from None
+        raise TopologyError(f"it looks like a topology, but {lacks}; give {_FILES}, unmodified") from None
 
 
 def _read(text: str, names: Mapping[str, str] | None) -> Topology:
@@ -48,7 +48,7 @@ def _read(text: str, names: Mapping[str, str] | None) -> Topology:
     try:
         document = json.loads(text) if text.lstrip()[:1] in ("{", "[") else yaml.safe_load(text)
     except (ValueError, RecursionError, yaml.YAMLError) as error:
-        raise TopologyError(f"neither Slurm's text nor JSON nor YAML ({str(error)[:80]}); give {_FILES}") from None
+        raise TopologyError(f"not Slurm text, JSON or YAML ({str(error)[:80]}); give {_FILES}") from None
     if isinstance(document, list) and document and isinstance(document[0], dict) and "topology" in document[0]:
         return read_slurm_yaml(document)
     if isinstance(document, dict) and "Instances" in document:
@@ -56,11 +56,11 @@ def _read(text: str, names: Mapping[str, str] | None) -> Topology:
     items = document.get("items") if isinstance(document, dict) else document
     if isinstance(items, list) and items and all(isinstance(item, dict) and "metadata" in item for item in items):
         return read_kubernetes(items)
-    raise TopologyError(f"nothing in it is a topology; give {_FILES}")
+    raise TopologyError(f"no topology found in it; give {_FILES}")
 
 
 def read_slurm(text: str) -> Topology:
-    """`scontrol show topology` or a topology.conf, with tree or block topology."""
+    """Parse `scontrol show topology` or a topology.conf, with tree or block topology."""
     switches: dict[str, dict[str, str]] = {}
     blocks: dict[str, str] = {}
     for line in text.replace("\\\n", " ").splitlines():
@@ -79,14 +79,12 @@ def read_slurm(text: str) -> Topology:
 
 
 def read_slurm_yaml(document: list[dict[str, Any]]) -> Topology:
-    """Slurm's topology.yaml (25.05 and later): of several topologies the cluster's default, else the first."""
+    """Parse Slurm's topology.yaml (25.05 and later): of several topologies the cluster's default, else the first."""
     chosen = next((entry for entry in document if entry.get("cluster_default")), document[0])
     if "block" in chosen:
         return _blocks({str(block["block"]): str(block["nodes"]) for block in chosen["block"]["blocks"]})
     if "tree" not in chosen:
-        raise TopologyError(
-            f"topology {chosen['topology']!r} is neither a tree nor blocks: it says nothing of switches"
-        )
+        raise TopologyError(f"topology {chosen['topology']!r} is neither a tree nor blocks: it has no switches")
     switches = chosen["tree"]["switches"]
     children = {str(entry["switch"]): expand(str(entry["children"])) for entry in switches if "children" in entry}
     nodes = {str(entry["switch"]): expand(str(entry["nodes"])) for entry in switches if "nodes" in entry}
@@ -94,13 +92,13 @@ def read_slurm_yaml(document: list[dict[str, Any]]) -> Topology:
 
 
 def read_kubernetes(nodes: Iterable[Mapping[str, Any]]) -> Topology:
-    """Node objects; the labels are EKS's or those of topograph, old or new: the family that most nodes carry."""
+    """Parse node objects with labels of EKS or of topograph, old or new: the family that most nodes have."""
     labels = {str(node["metadata"]["name"]): dict(node["metadata"].get("labels") or {}) for node in nodes}
     families = sorted((_eks(labels), _topograph(labels), _old_topograph(labels)), key=lambda family: -len(family[1]))
     keys, members, domain = families[0]
     if not members:
         raise TopologyError(
-            f"none of {len(labels)} nodes has a label that says where it is; EKS sets "
+            f"none of {len(labels)} nodes has a topology label; EKS sets "
             "topology.k8s.aws/network-node-layer-N, NVIDIA's topograph fabric.topograph.run/tier-N on other clusters"
         )
     zones = {name: labels[name][ZONE_LABEL] for name in members if ZONE_LABEL in labels[name]}
@@ -117,14 +115,14 @@ def read_kubernetes(nodes: Iterable[Mapping[str, Any]]) -> Topology:
 
 
 def read_ec2(document: Mapping[str, Any], names: Mapping[str, str] | None = None) -> Topology:
-    """EC2's DescribeInstanceTopology. `names`: instance → node of the cluster, to which no other instance belongs; else
-    nodes are called by their instance.
+    """Parse the response of EC2's DescribeInstanceTopology. `names`: instance → node, for all nodes of the cluster;
+    without it nodes are named by their instance.
 
-    Instance types differ in how many layers EC2 shows; of a mixed answer the layers that all have are read.
+    Instance types differ in how many layers EC2 shows; a mixed response gives the layers that all have.
     """
     asked = [entry for entry in document["Instances"] if names is None or entry["InstanceId"] in names]
     if document["Instances"] and not asked:
-        raise TopologyError("none of its instances is among the names; they may be of another region or cluster")
+        raise TopologyError("none of its instances is in the names; they may be of another region or cluster")
     instances = [entry for entry in asked if entry.get("NetworkNodes")]
     if not instances:
         raise TopologyError("no instance in it has NetworkNodes; only running instances of types such as p5 have them")
@@ -140,7 +138,7 @@ def read_ec2(document: Mapping[str, Any], names: Mapping[str, str] | None = None
 
 
 def read_instance_names(text: str) -> dict[str, str]:
-    """Instance → node: a plain JSON mapping, or the output of `aws ec2 describe-instances` (its private host names)."""
+    """Parse instance → node: a JSON mapping, or the output of `aws ec2 describe-instances` (private host names)."""
     try:
         document = json.loads(text)
         if "Reservations" not in document:
@@ -187,7 +185,7 @@ def _topograph(labels: Mapping[str, Mapping[str, str]]) -> Family:
 def _numbered(
     labels: Mapping[str, Mapping[str, str]], pattern: re.Pattern[str], domain: str, broadest_first: bool
 ) -> Family:
-    """Labels with a number for the level; of a cluster of several types of node, the levels that all of them have."""
+    """Return labels with a level number; in a cluster of several node types, the levels that all of them have."""
     layers = {name: {key for key in own if pattern.fullmatch(key)} for name, own in labels.items()}
     members = [name for name, keys in layers.items() if keys]
     shared = set.intersection(*(layers[name] for name in members)) if members else set()

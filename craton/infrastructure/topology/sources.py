@@ -1,7 +1,7 @@
-"""Asking for a topology: Slurm's scontrol, a Kubernetes API, EC2, or a file.
+"""Discover a topology from Slurm's scontrol, a Kubernetes API, EC2, or a file.
 
-Nothing is asked that the user did not name, but for Slurm and Kubernetes where one of them is plainly here. EC2 is
-asked with the user's own credentials, reading only.
+Without a named source, only Slurm or Kubernetes are queried, if one is available here. EC2 is queried read-only with
+the user's own credentials.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _BY_HAND = (
 
 
 def discover(source: str | None, names: Mapping[str, str] | None = None, region: str | None = None) -> Topology:
-    """The topology that `source` tells: slurm, kubernetes, ec2, the path of a file; None: what is here."""
+    """Return the topology from `source`: slurm, kubernetes, ec2 or the path of a file; None: what is available here."""
     source = source or _what_is_here()
     if source == "slurm":
         return read_slurm(_scontrol())
@@ -52,8 +52,8 @@ def _what_is_here() -> str:
     if os.environ.get("KUBECONFIG") or (Path.home() / ".kube" / "config").is_file():
         return "kubernetes"
     raise TopologyError(
-        "neither Slurm's scontrol nor a kubeconfig is here; say --from slurm, kubernetes, ec2 or a file with what "
-        "`scontrol show topology` or `kubectl get nodes -o json` printed"
+        "found neither scontrol nor a kubeconfig; give --from slurm, kubernetes, ec2 or a file with the output of "
+        "`scontrol show topology` or `kubectl get nodes -o json`"
     )
 
 
@@ -62,14 +62,14 @@ def _scontrol() -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=SCONTROL_SECONDS, check=False)
     except FileNotFoundError:
-        raise TopologyError("scontrol is not here; run this on a node of the cluster, or give --from FILE") from None
+        raise TopologyError("scontrol not found; run this on a node of the cluster, or give --from FILE") from None
     except subprocess.TimeoutExpired:
         raise TopologyError(f"scontrol did not answer in {SCONTROL_SECONDS} s; is slurmctld up?") from None
     if done.returncode != 0:
         raise TopologyError(f"scontrol show topology failed: {done.stderr.strip() or done.stdout.strip()}")
     if "Name=" not in done.stdout:
         raise TopologyError(
-            "this Slurm knows no topology (TopologyPlugin is flat); discover it --from kubernetes, ec2 or a file and "
+            "Slurm has no topology (TopologyPlugin is flat); discover it --from kubernetes, ec2 or a file and "
             "write it with --write slurm-tree"
         )
     return done.stdout
@@ -81,12 +81,12 @@ def _kubernetes_nodes() -> list[Mapping[str, Any]]:
     except ImportError:
         raise TopologyError(
             f"{missing_text('--from kubernetes', ['kr8s'], install_command('kubernetes'))}; or give --from FILE with "
-            "what `kubectl get nodes -o json` printed"
+            "the output of `kubectl get nodes -o json`"
         ) from None
     try:
         return [node if isinstance(node, dict) else node.raw for node in Node.list()]
-    except Exception as error:  # noqa: BLE001 - whatever the client raises, the user can only check the same things
-        raise TopologyError(f"Kubernetes did not list its nodes ({error}); check KUBECONFIG and permissions") from None
+    except Exception as error:  # noqa: BLE001 - for any error of the client the user can only check the same things
+        raise TopologyError(f"cannot list the Kubernetes nodes ({error}); check KUBECONFIG and permissions") from None
 
 
 def _ec2_instances(region: str | None) -> list[Mapping[str, Any]]:
@@ -99,10 +99,10 @@ def _ec2_instances(region: str | None) -> list[Mapping[str, Any]]:
     try:
         session = boto3.session.Session(region_name=region)
         if session.get_credentials() is None:
-            raise TopologyError(f"no AWS credentials were found; sign in (`aws configure`), or {_BY_HAND}")
+            raise TopologyError(f"no AWS credentials found; sign in (`aws configure`), or {_BY_HAND}")
         if session.region_name is None:
             raise TopologyError("no AWS region is known; give --region, or set AWS_REGION")
         pages = session.client("ec2").get_paginator("describe_instance_topology").paginate()
         return [instance for page in pages for instance in page["Instances"]]
     except (BotoCoreError, ClientError) as error:
-        raise TopologyError(f"EC2 did not tell ({error}); check region and ec2:DescribeInstanceTopology") from None
+        raise TopologyError(f"EC2 DescribeInstanceTopology failed: {error}; check region and permission") from None

@@ -1,8 +1,7 @@
-"""Where nodes sit in the network: a tree of named switches, whoever told us about it.
+"""Network topology: the position of every node in a tree of named switches, independent of its source.
 
 A `Topology` is the same whether Slurm, Kubernetes labels or EC2 described it: levels from the broadest to the closest,
-and for each node the name of its switch on every level. `topology_read` makes one, `topology_write` says it to a
-scheduler.
+and for each node the name of its switch on every level. `read` parses one, `write` formats it for a scheduler.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ _UPWARDS = ("leaf", "spine", "core")
 
 @dataclass(frozen=True)
 class TopologyPath:
-    """One node: its switch on every level, broadest first. "": it hangs below no switch of that level."""
+    """One node: its switch on every level, broadest first. "": no switch on that level."""
 
     node: str
     path: tuple[str, ...]
@@ -34,15 +33,15 @@ class Topology:
     places: tuple[TopologyPath, ...]
     kind: Literal["tree", "block"] = "tree"
     labels: Mapping[str, str] = field(default_factory=dict)  # level → the Kubernetes label it was read from
-    unplaced: tuple[str, ...] = ()  # nodes that say nothing of where they are
-    renamed: bool = False  # two switches had one name, so that names are longer than the labels they came from
+    unplaced: tuple[str, ...] = ()  # nodes without a known position
+    renamed: bool = False  # two switches had the same name, so names are longer than the original labels
 
     @property
     def nodes(self) -> tuple[str, ...]:
         return tuple(place.node for place in self.places)
 
     def groups(self, level: str) -> dict[str, list[str]]:
-        """Switch → its nodes, on one level; with DOMAIN, NVLink domain → its nodes."""
+        """Return switch → its nodes on one level; with DOMAIN, NVLink domain → its nodes."""
         result: dict[str, list[str]] = {}
         for place in self.places:
             name = place.domain if level == DOMAIN else place.path[self.levels.index(level)]
@@ -51,16 +50,16 @@ class Topology:
         return result
 
     def addresses(self) -> dict[str, tuple[str, ...]]:
-        """Node → its switches, broadest first, the NVLink domain last: what nodes are put in order by."""
+        """Return node → its switches, broadest first, the NVLink domain last: the sort key of nodes."""
         return {place.node: (*place.path, place.domain) if place.domain else place.path for place in self.places}
 
     def switches(self, level: str) -> dict[str, str]:
-        """Node → its switch on one level."""
+        """Return node → its switch on one level."""
         index = self.levels.index(level)
         return {place.node: place.path[index] for place in self.places}
 
     def domains_are_nested(self) -> bool:
-        """Whether no NVLink domain reaches over two leaves, so that it is one more level."""
+        """Whether every NVLink domain is inside one leaf, so that it is one more level."""
         leaves: dict[str, set[str]] = {}
         for place in self.places:
             leaves.setdefault(place.domain, set()).add(place.path[-1] if place.path else "")
@@ -76,7 +75,7 @@ class Topology:
         }
 
     def sentences(self) -> list[str]:
-        """What a person wants to know first: how many switches on each level, and how full they are."""
+        """Return a summary: the number of switches on each level and their sizes."""
         lines = [f"{len(self.places)} node{'s' if len(self.places) != 1 else ''} in a {self.kind} topology"]
         for level in (*self.levels, *([DOMAIN] if any(place.domain for place in self.places) else ())):
             groups = self.groups(level)
@@ -86,12 +85,12 @@ class Topology:
             lines.append(f"{level}{label}: {len(groups)}, of {spread} nodes")
         if self.unplaced:
             shown = ", ".join(self.unplaced[:5]) + (" …" if len(self.unplaced) > 5 else "")
-            lines.append(f"{len(self.unplaced)} nodes say nothing of where they are and are left out: {shown}")
+            lines.append(f"{len(self.unplaced)} nodes have no known position and are left out: {shown}")
         return lines
 
 
 def level_names(depth: int) -> tuple[str, ...]:
-    """Names of `depth` levels of switches, broadest first: leaf is the closest, then spine, core, core-2, …"""
+    """Return names of `depth` switch levels, broadest first: leaf is the closest, then spine, core, core-2, …"""
     names = [*_UPWARDS, *(f"core-{number}" for number in range(2, depth))][:depth]
     return tuple(reversed(names))
 
@@ -102,7 +101,7 @@ def tree_of(
     domains: Mapping[str, str] | None = None,
     **facts: Any,
 ) -> Topology:
-    """A tree from each node's switches, broadest first. Paths of different length are aligned at the leaf."""
+    """Build a tree from each node's switches, broadest first. Paths of different length are aligned at the leaf."""
     paths_by_node = {node: tuple(path) for node, path in paths.items()}
     depth = max((len(path) for path in paths_by_node.values()), default=0)
     levels = level_names(depth)
@@ -118,7 +117,7 @@ def tree_of(
 
 
 def natural(text: str) -> tuple[tuple[int, int, str], ...]:
-    """A key that sorts g2 before g10."""
+    """Return a sort key that puts g2 before g10."""
     parts: list[tuple[int, int, str]] = []
     digits = word = ""
     for character in text + "\0":
@@ -137,7 +136,7 @@ def natural(text: str) -> tuple[tuple[int, int, str], ...]:
 
 
 def _with_unique_names(topology: Topology) -> Topology:
-    """Leaf "1" of spine "a" and leaf "1" of spine "b" are two switches; schedulers know them by one name."""
+    """Make switch names unique: leaf "1" of spine "a" and leaf "1" of spine "b" would be one switch to a scheduler."""
     parents: dict[tuple[int, str], set[tuple[str, ...]]] = {}
     for place in topology.places:
         for index, name in enumerate(place.path):

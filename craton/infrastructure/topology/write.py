@@ -1,6 +1,6 @@
-"""A `Topology` in a scheduler's words: Slurm's files, Kueue's, Volcano's and KAI's objects, a cluster file's levels.
+"""Write a `Topology` for a scheduler: Slurm's files, Kueue's, Volcano's and KAI's objects, a cluster file's levels.
 
-Guarantees: pure; the same topology gives the same text; what Slurm reads back is the same tree.
+Guarantees: pure; the same topology gives the same text; Slurm's files parse back to the same tree.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from craton.infrastructure.topology.topology import DOMAIN, ZONE, Topology, natu
 from craton.yaml_text import to_yaml
 
 Manifest = dict[str, Any]
-ROOT = "fabric"  # the switch put above several, for Slurm never runs a job across switches that nothing connects
+ROOT = "fabric"  # the switch added above several: Slurm never runs a job across switches without a common parent
 
 
 def slurm_tree(topology: Topology) -> str:
@@ -60,7 +60,7 @@ def slurm_yaml(topology: Topology) -> str:
 
 
 def kueue_topology(labels: Mapping[str, str], name: str) -> Manifest:
-    """Kueue's Topology: level → label, broadest first; the host name is the last, as node replacement needs it."""
+    """Return Kueue's Topology: level → label, broadest first; the host name last, as node replacement requires."""
     levels = [{"nodeLabel": label} for label in _ordered(labels)]
     return {
         "apiVersion": "kueue.x-k8s.io/v1beta2",
@@ -112,7 +112,7 @@ def volcano_hypernodes(topology: Topology) -> list[Manifest]:
 
 
 def level_section(topology: Topology) -> str:
-    """`levels:` of a cluster file: names that a job's `placement` uses, mapped to what this cluster calls them."""
+    """Return `levels:` of a cluster file: the names in a job's `placement`, mapped to this cluster's names."""
     levels: dict[str, dict[str, Any]] = {}
     if any(topology.labels.values()):
         levels["node"] = {"label": HOSTNAME_LABEL}
@@ -157,7 +157,7 @@ FORMATS: dict[str, Callable[[Topology, str], tuple[str, str]]] = {
 
 
 def dns_name(text: str) -> str:
-    """A name that Kubernetes takes: small letters, digits, '-' and '.', at most 63."""
+    """Return a valid Kubernetes name: lowercase letters, digits, '-' and '.', at most 63 characters."""
     return re.sub(r"[^a-z0-9.-]+", "-", text.lower()).strip("-.")[:63].rstrip("-.") or "x"
 
 
@@ -166,7 +166,7 @@ def _labels(topology: Topology) -> dict[str, str]:
     labels = {level: topology.labels[level] for level in topology.levels if level in topology.labels}
     if not labels:
         raise TopologyError(
-            "Kueue and KAI know levels by node labels, and this topology has none; discover it --from kubernetes, "
+            "Kueue and KAI identify levels by node labels, and this topology has none; discover it --from kubernetes, "
             "or label the nodes first"
         )
     if DOMAIN in topology.labels and topology.domains_are_nested():
@@ -179,7 +179,7 @@ def _ordered(labels: Mapping[str, str]) -> list[str]:
 
 
 def _inner_levels(topology: Topology) -> list[str]:
-    """Levels that differ inside a cluster: a level with one switch above another such level adds nothing."""
+    """Return levels that distinguish nodes: a level with one switch above another such level adds nothing."""
     levels = [level for level in topology.levels if topology.groups(level) and level != ZONE]
     while len(levels) > 1 and len(topology.groups(levels[0])) == 1 and len(topology.groups(levels[1])) == 1:
         levels.pop(0)
@@ -194,7 +194,7 @@ def _slurm_switches(topology: Topology) -> list[tuple[str, str, list[str]]]:
     """(switch, "nodes" or "switches", its members), leaves first, and a root above several tops."""
     for name in {name for place in topology.places for name in (*place.path, place.node)}:
         if name and not re.fullmatch(r"[A-Za-z0-9_.:-]+", name):
-            raise TopologyError(f"{name!r} cannot be a name in Slurm; use letters, digits, '_', '-', '.'")
+            raise TopologyError(f"{name!r} is not a valid name in Slurm; use letters, digits, '_', '-', '.'")
     rows: list[tuple[str, str, list[str]]] = []
     tops: set[str] = set()
     levels = list(reversed(topology.levels))
@@ -214,7 +214,7 @@ def _slurm_switches(topology: Topology) -> list[tuple[str, str, list[str]]]:
 
 
 def _slurm_blocks(topology: Topology) -> tuple[dict[str, list[str]], list[int]]:
-    """Blocks, and the sizes that Slurm plans with: the smallest block, and its doublings up to the whole cluster."""
+    """Return blocks and Slurm's BlockSizes: the smallest block, and its doublings up to the whole cluster."""
     domains = topology.groups(DOMAIN)
     blocks = domains if sum(map(len, domains.values())) == len(topology.places) else topology.groups("leaf")
     base = min(len(nodes) for nodes in blocks.values())
@@ -225,7 +225,7 @@ def _slurm_blocks(topology: Topology) -> tuple[dict[str, list[str]], list[int]]:
 
 
 def _prefix(topology: Topology, level: str) -> str:
-    """What all switches of a level begin with, if no switch of another level does."""
+    """Return the common prefix of all switches of a level, if no switch of another level has it."""
     names = list(topology.groups(level))
     prefix = names[0]
     if len(names) > 1:

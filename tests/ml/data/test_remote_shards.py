@@ -58,5 +58,5 @@ def test_a_damaged_shard_is_told(make_shards: MakeShards, bucket: str) -> None:
     tokens.write_bytes(content)
     copy_down(here.folder, f"{bucket}/tokens", seal=INDEX)
     there = Shards(mirror(f"{bucket}/tokens", lambda name: name == INDEX))
-    with pytest.raises(StorageError, match=r"shard-00000\.tokens has another checksum than its folder says"):
+    with pytest.raises(StorageError, match=r"shard-00000\.tokens does not match the checksum of its folder"):
         there.read(0, 10)
