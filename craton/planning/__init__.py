@@ -1,4 +1,4 @@
-"""What a job will do before it runs, and how sure that is; offline, and the same inputs give the same plan."""
+"""Predict a job before it runs, with intervals; offline and deterministic."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was not chosen, and why: other layouts on the same cluster, and other clusters."""
+"""Alternatives and why they were not chosen: other layouts on the same cluster, and other clusters."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOP = 5
 def layout_alternatives(
     setting: Setting, chosen: Candidate, search: Search, constants: np.ndarray
 ) -> list[Alternative]:
-    """The best layouts that differ in more than a detail, and the best that memory rules out."""
+    """Return the best layouts that differ in more than a detail, and the best one that does not fit in memory."""
     winner_times = compose(chosen.terms, constants)
     seen = {_kind(chosen.layout)}
     losers = []
@@ -75,9 +75,9 @@ def _compared(outcome: RunOutcome, best: RunOutcome) -> str:
         return "chosen"
     texts = []
     time_ratio = outcome.run_seconds / best.run_seconds
-    texts.append(_ratio(time_ratio, "longer", "shorter", "as long"))
+    texts.append(_ratio(time_ratio, "longer", "shorter", "same run time"))
     if outcome.cost_dollars is not None and best.cost_dollars:
-        texts.append(_ratio(outcome.cost_dollars / best.cost_dollars, "dearer", "cheaper", "as dear"))
+        texts.append(_ratio(outcome.cost_dollars / best.cost_dollars, "more expensive", "cheaper", "same cost"))
     return ", ".join(texts)
 
 
@@ -106,7 +106,7 @@ def scaling_points(outcomes: Sequence[RunOutcome]) -> list[ScalingPoint]:
 
 
 def by_run_time(outcomes: Sequence[RunOutcome]) -> list[RunOutcome]:
-    """All priced candidates in order of run time, to show which ones nothing beats in both time and cost."""
+    """Return all candidates by run time, for the Pareto front of time and cost."""
     return sorted(outcomes, key=lambda outcome: outcome.run_seconds)
 
 

@@ -1,7 +1,7 @@
-"""From a job to its plan: cluster, profile, layout, step, memory, storage, goodput, cost, and why.
+"""Plan a job: cluster, profile, layout, step, memory, storage, goodput, cost, and the reasons.
 
-`plan` is the face of the package: the command line, notebooks and the launcher call it alike. It needs no network and
-no GPU; the same job, catalog and profile give the same plan.
+The command line, notebooks and the launcher all call `plan`. It needs no network and no GPU; the same job, catalog and
+profile give the same plan.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from craton.planning.step import REAL_IMBALANCE, StepTimes, compose, flops_per_t
 
 logger = logging.getLogger(__name__)
 
-WORTH_SAYING = 0.03  # of the step, from which a better layout than the user's is mentioned
+WORTH_SAYING = 0.03  # share of the step by which a layout must beat the user's to be reported
 SECONDS_PER_DAY = 86400.0
 
 Progress = Callable[[int, int, str], None]
@@ -52,8 +52,8 @@ Progress = Callable[[int, int, str], None]
 def plan(
     job: Job, *, cluster: Cluster | None = None, today: date | None = None, progress: Progress | None = None
 ) -> Plan:
-    """Predict a job: the layout it names or the best one, and everything that follows from it. `cluster` is another one
-    than the job's own, such as a part of it."""
+    """Predict a job with the layout it names, or with the best one. `cluster` replaces the job's own cluster, for
+    example with a part of it."""
     today = today or date.today()
     check_plannable(job)
     try:
@@ -110,7 +110,7 @@ def plan_clusters(
         searches[cluster.name] = layouts
         outcomes.append(outcome_of(setting, candidate))
     if not outcomes:
-        raise PlanError("no cluster of the search can run this job: " + "; ".join(problems[:3]))
+        raise PlanError("no cluster in the search can run this job: " + "; ".join(problems[:3]))
     allowed = [
         outcome
         for outcome in outcomes
@@ -141,7 +141,7 @@ def plan_clusters(
 
 
 def _search(setting: Setting, progress: Progress | None, prefix: str = "") -> Search:
-    """All layouts on the cluster; looking at them is what a plan takes its time for."""
+    """Evaluate all layouts on the cluster: most of the time of a plan."""
 
     def report(done: int, total: int) -> None:
         if progress:
@@ -162,7 +162,7 @@ def _nothing_allowed(outcomes: list[RunOutcome], deadline: float | None, budget:
     if budget:
         wanted.append(f"a budget of {formatting.dollars(budget)}")
     cheapest = min(priced, key=lambda outcome: outcome.cost_dollars or math.inf, default=None)
-    text = f"no cluster of the search meets {' and '.join(wanted)}; the fastest, {fastest.setting.cluster.name}, takes "
+    text = f"no cluster in the search meets {' and '.join(wanted)}; the fastest, {fastest.setting.cluster.name}, takes "
     text += f"{formatting.duration(fastest.run_seconds)}"
     if cheapest:
         text += f"; the cheapest, {cheapest.setting.cluster.name}, costs {formatting.dollars(cheapest.cost_dollars)}"
@@ -170,7 +170,7 @@ def _nothing_allowed(outcomes: list[RunOutcome], deadline: float | None, budget:
 
 
 def _clusters(job: Job, instances: Sequence[str], gpu_counts: Sequence[int]) -> list[Cluster]:
-    """Whole nodes of every instance in every size; the job's own price holds for the instance it names."""
+    """Return whole-node clusters of every instance and size. The job's own price applies to the instance it names."""
     clusters = []
     for name in instances:
         node = instance(name)
@@ -179,7 +179,8 @@ def _clusters(job: Job, instances: Sequence[str], gpu_counts: Sequence[int]) -> 
         clusters += [cluster_of(name, size, price=own_price(own)) if own else cluster_of(name, size) for size in sizes]
     if not clusters:
         raise PlanError(
-            f"no cluster to search: {', '.join(map(str, gpu_counts))} GPUs are no whole nodes of {', '.join(instances)}"
+            f"no cluster to search: {' or '.join(map(str, gpu_counts))} GPUs is not a whole number of "
+            f"{' or '.join(instances)} nodes"
         )
     return clusters
 
@@ -307,27 +308,27 @@ def _warnings(setting: Setting, candidate: Candidate) -> list[str]:
     result = []
     if not candidate.fits:
         need, limit = formatting.memory(candidate.memory_bytes), formatting.memory(setting.machine.gpu.memory_bytes)
-        result.append(f"does not fit: needs {need} of {limit} a GPU; use more GPUs or a larger card")
+        result.append(f"does not fit: needs {need} of {limit} per GPU; use more GPUs or GPUs with more memory")
     elif candidate.memory_bytes > SAFE_SHARE * setting.machine.gpu.memory_bytes:
-        result.append("fits only just: the memory model may be wrong by more than what is left")
+        result.append("barely fits: the error of the memory model may exceed the free memory")
     if candidate.layout.precision not in _precisions(setting):
         result.append(
             f"{setting.machine.gpu.name} has no matrix unit for {candidate.layout.precision}; planned at the rate of "
             "the next wider precision"
         )
     if not _same_card(setting):
-        result.append(f"the profile {setting.profile.name} was calibrated on {setting.profile.gpu}, not on this card")
+        result.append(f"the profile {setting.profile.name} was calibrated on {setting.profile.gpu}, not on this GPU")
     if setting.profile.name == UNKNOWN and setting.profile.calibrated:
         largest = max(run.gpus for run in own_runs())
         if candidate.layout.world > largest:
             result.append(
                 f"the profile {UNKNOWN} was measured on {largest} GPU{'s' if largest > 1 else ''}: its communication "
-                "is taken from other stacks"
+                "constants come from other stacks"
             )
     placement, leaf = setting.job.placement, setting.cluster.leaf_nodes
     if placement and placement.within == "leaf" and leaf and setting.cluster.num_nodes > leaf:
         result.append(
-            f"placement within leaf cannot hold: the job has {setting.cluster.num_nodes} nodes, a leaf {leaf}; "
+            f"placement within one leaf is impossible: the job has {setting.cluster.num_nodes} nodes, a leaf has {leaf}; "
             "planned across leaves"
         )
     if not setting.job.checkpoint.tiers and (durable := durable_tier(setting.cluster)):
@@ -338,14 +339,14 @@ def _warnings(setting: Setting, candidate: Candidate) -> list[str]:
     if setting.shape.is_moe:
         share = formatting.percent(REAL_IMBALANCE - 1)
         result.append(
-            f"experts are taken to be {share} out of balance; an untrained router is far worse, and published runs "
-            "force balance"
+            f"assumes {share} expert imbalance; an untrained router is far worse, and published runs "
+            "force balanced routing"
         )
     return result
 
 
 def _better_layout(candidate: Candidate, layouts: Search) -> list[str]:
-    """A layout the user fixed, when the search knows a clearly faster one."""
+    """Return a warning if the user fixed a layout and the search found a clearly faster one."""
     best = layouts.candidates[0] if layouts.candidates else candidate
     gain = 1.0 - best.step_seconds / candidate.step_seconds
     return [f"layout auto would be {formatting.percent(gain)} faster: {best.layout}"] if gain > WORTH_SAYING else []

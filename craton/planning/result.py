@@ -1,4 +1,4 @@
-"""What a plan says. Every number has a measured twin: `plan_X` here is `run_X` in the metrics of the run.
+"""The result of a plan. Every number has a measured counterpart: `plan_X` here is `run_X` in the metrics of the run.
 
 Seconds of a step are exposed seconds, so the phases add up to `step_seconds`.
 """
@@ -13,12 +13,12 @@ from craton.job.model import ModelShape
 
 PHASES = ("data", "compute", "communication", "optimizer", "checkpoint")
 LAYERS = ("infrastructure", "orchestration", "ml software", "observability")
-INTERVAL_LEVEL = 0.8  # share of measurements that every `_low`..`_high` should hold
+INTERVAL_LEVEL = 0.8  # share of measurements that every `_low`..`_high` should contain
 
 
 @dataclass(frozen=True)
 class Bottleneck:
-    """What limits the job: its layer, the part of the step, that part's share, and what relieves it."""
+    """The bottleneck: its layer, the part of the step, that part's share, and how to relieve it."""
 
     layer: str  # one of LAYERS
     phase: str  # one of PHASES
@@ -40,7 +40,7 @@ class Alternative:
     cost_dollars: float | None
     reason: str  # "11% slower: tensor parallel crosses nodes", "does not fit: needs 93 of 79 GiB"
     fits: bool = True
-    goodput: float | None = None  # where the search worked it out
+    goodput: float | None = None  # if the search computed it
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class ScalingPoint:
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """How much the step moves when one input moves: d log(step) / d log(input), and over its own uncertainty."""
+    """Effect of one input on the step: a change of a hardware rate, or one standard deviation of a constant."""
 
     name: str  # "network bandwidth", "micro_batch 1 → 2", "constant gemm_efficiency"
     change: str  # "-10%"
@@ -72,13 +72,13 @@ class TierPlan:
     tier: str
     every_seconds: float | None
     write_seconds: float
-    blocked_seconds: float  # training stands still this long per checkpoint
+    blocked_seconds: float  # training is blocked this long per checkpoint
     read_seconds: float
 
 
 @dataclass(frozen=True)
 class StoragePlan:
-    data_bytes_per_second: float  # what the loader must stream, whole job
+    data_bytes_per_second: float  # throughput of the data loader, whole job
     data_tier: str
     data_limit_bytes_per_second: float
     checkpoint_bytes: float
@@ -93,12 +93,12 @@ class RecoveryPlan:
     method: str  # "peer", "nvme", "shared", "object"
     interval_seconds: float  # the best checkpoint interval
     detect_seconds: float
-    restart_seconds: float  # from the detection to the first step, reading the state included
+    restart_seconds: float  # from detection to the first step, including restore
     redo_seconds: float
     goodput: float
     goodput_low: float
     goodput_high: float
-    restore_seconds: float = 0.0  # the part of restart_seconds that reads the state
+    restore_seconds: float = 0.0  # the part of restart_seconds that restores the state
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class CostPlan:
     price_date: str
     price_age_days: int
     price_source: str
-    num_instances: int = 0  # paid for, spares included
+    num_instances: int = 0  # billed, spares included
 
 
 @dataclass(frozen=True)
@@ -148,8 +148,8 @@ class Plan:
     step_seconds: float
     step_seconds_low: float  # 80% interval
     step_seconds_high: float
-    phases: dict[str, float]  # exposed seconds a step, keys PHASES, adds up to step_seconds
-    parts: dict[str, dict[str, float]]  # phase → what it is made of, seconds; each adds up to its phase
+    phases: dict[str, float]  # exposed seconds per step, keys PHASES, adds up to step_seconds
+    parts: dict[str, dict[str, float]]  # phase → part → seconds; parts add up to their phase
     hidden_communication_seconds: float  # overlapped with compute, not in the phases
     tokens_per_second: float
     mfu: float
@@ -171,7 +171,7 @@ class Plan:
     front: list[Alternative] = field(default_factory=list)  # cost-time front over clusters
     sensitivities: list[Sensitivity] = field(default_factory=list)
     layouts_evaluated: int = 0
-    evaluate_seconds: float = 0.0  # a step in the mean, beside step_seconds: part of the run, not of the step
+    evaluate_seconds: float = 0.0  # mean per step, on top of step_seconds: part of the run, not of the step
     warnings: list[str] = field(default_factory=list)
 
     @property

@@ -1,9 +1,10 @@
-"""Every layout worth considering on one cluster, evaluated and ranked.
+"""Evaluate and rank every layout worth considering on one cluster.
 
-The space: tp over powers of two up to twice the NVLink domain, pp over divisors of the world, cp over powers of two
-that leave a rank 1,024 tokens, every ep that divides the experts and its ranks, DDP, ZeRO-1, ZeRO-2, FSDP and HSDP over
-an NVLink domain, interleaving up to eight stages a rank, zero-bubble where the stack has it, micro-batches up to 16
-and 65,536 tokens. Recompute and offload only cost time, so each layout gets the least of them with which it fits.
+The search space: tp over powers of two up to twice the NVLink domain, pp over divisors of the world, cp over powers of
+two that leave 1,024 tokens per rank, every ep that divides the experts and its ranks, DDP, ZeRO-1, ZeRO-2, FSDP and
+HSDP over an NVLink domain, interleaving up to eight stages per rank, zero-bubble where the stack has it, micro-batches
+up to 16 and 65,536 tokens. Activation checkpointing (recompute) and offload only cost time, so each layout uses the
+minimum with which it fits.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from craton.planning.step import StepModel, StepTerms, compose, stack
 MICRO_BATCHES = (1, 2, 4, 8, 16)
 STAGES_A_RANK = (1, 2, 4, 8)
 MIN_TOKENS_A_RANK = 1024
-MAX_TOKENS_A_RANK = 65536  # of a micro-batch: more fills no matrix unit better
-SIMPLER = 0.003  # a layout must beat one with a dimension less by this share of the step
-NEARLY_FITS = 1.5  # layouts up to this share over the card's memory are evaluated too, to say what memory costs
-SAFE_SHARE = 0.95  # of the card's memory: what the memory model may be wrong by is left free
+MAX_TOKENS_A_RANK = 65536  # of a micro-batch: more does not improve matmul efficiency
+SIMPLER = 0.003  # a layout must beat one with one dimension fewer by this share of the step
+NEARLY_FITS = 1.5  # layouts up to this factor over the GPU's memory are evaluated too, to show the gain of more memory
+SAFE_SHARE = 0.95  # of the GPU's memory: the rest is a margin for the error of the memory model
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 
 
@@ -40,7 +41,7 @@ class Candidate:
 
     @property
     def rank(self) -> float:
-        """Step time with a small price on every dimension of parallelism, so that equals go to the simpler one."""
+        """Step time with a small penalty per dimension of parallelism, so that the simpler of equal layouts wins."""
         layout = self.layout
         used = sum(size > 1 for size in (layout.pp, layout.replicate, layout.fsdp, layout.cp, layout.tp, layout.vpp))
         return self.step_seconds * (1.0 + SIMPLER * used)
@@ -62,15 +63,15 @@ def search(
     like: Layout | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Search:
-    """All layouts of the space on `world` GPUs; `like` keeps that layout's tp, cp and ep (for scaling curves).
-    `progress` is called with how many layouts of how many have been looked at."""
+    """Evaluate all layouts of the search space on `world` GPUs; `like` keeps that layout's tp, cp and ep (for scaling
+    curves). `progress` is called with the number of evaluated layouts and the total."""
     limit = SAFE_SHARE * machine.gpu.memory_bytes
     fitting: list[tuple[Layout, float]] = []
     larger: list[tuple[Layout, float]] = []
     evaluated = 0
     shape, batch, sequence = model.shape, model.global_batch_sequences, model.sequence
     bases = layouts(shape, world, batch, sequence, precision, machine, like, model.traits.zero_bubble)
-    if model.traits.own_layers:  # what cannot be trained is not chosen
+    if model.traits.own_layers:  # choose only layouts that can be trained
         bases = (base for base in bases if layout_is_valid(base, shape, world, batch, sequence, trained=True))
     listed = list(bases)
     for done, base in enumerate(listed):
@@ -84,7 +85,7 @@ def search(
                 fitting.append((layout, need))
                 break
         else:
-            if not model.traits.own_layers:  # our own loop keeps the optimizer where it is
+            if not model.traits.own_layers:  # Craton's own loop does not offload the optimizer
                 offloaded = replace(layout, offload="optimizer")
                 evaluated += 1
                 with_host = _need(model, offloaded, machine)
@@ -93,7 +94,7 @@ def search(
             larger.append((layout, need))
     near = sorted(larger, key=lambda pair: pair[1])[:2000]
     near = [pair for pair in near if pair[1] <= NEARLY_FITS * limit] or near[:50]
-    if fitting:  # what only just fits is neither a candidate nor too large
+    if fitting:  # a layout inside the margin is neither a candidate nor too large
         near = [pair for pair in near if pair[1] > machine.gpu.memory_bytes]
     constants = np.exp(np.array(profile.log_constants))
     candidates = _candidates(model, fitting, constants, fits=True)
@@ -108,7 +109,7 @@ def search(
 
 
 def evaluate(model: StepModel, machine: MachineRates, profile: SoftwareProfile, layout: Layout) -> Candidate:
-    """One layout, wherever it comes from."""
+    """Evaluate one layout."""
     need = _need(model, layout, machine)
     constants = np.exp(np.array(profile.log_constants))
     return _candidates(model, [(layout, need)], constants, fits=need <= machine.gpu.memory_bytes)[0]
@@ -124,7 +125,7 @@ def layouts(
     like: Layout | None = None,
     zero_bubble: bool = False,
 ) -> Iterator[Layout]:
-    """Valid layouts without recompute."""
+    """Yield valid layouts without activation checkpointing."""
     domain = machine.network.nvlink_domain
     for tp in _tensor_sizes(shape, sequence, min(2 * domain, world)) if like is None else [like.tp]:
         for cp in _context_sizes(sequence, tp, world // tp) if like is None else [like.cp]:
@@ -206,7 +207,7 @@ def _expert_sizes(shape: ModelShape, ranks: int) -> list[int]:
 
 
 def _shardings(dp: int, pp: int, domain_ranks: int) -> list[tuple[int, int, int]]:
-    """(replicate, fsdp, zero). In a pipeline weights stay gathered, so ZeRO-2 stands for FSDP there."""
+    """Return (replicate, fsdp, zero). In a pipeline weights stay gathered, so ZeRO-2 replaces FSDP there."""
     if dp == 1:
         return [(1, 1, 3)]
     full = 3 if pp == 1 else 2
@@ -219,7 +220,7 @@ def _shardings(dp: int, pp: int, domain_ranks: int) -> list[tuple[int, int, int]
 
 
 def _pipelines(pp: int, layers: int, zero_bubble: bool) -> list[tuple[int, Schedule]]:
-    """(stages a rank, schedule)"""
+    """Return (stages per rank, schedule)."""
     if pp == 1:
         return [(1, "1f1b")]
     pipelines: list[tuple[int, Schedule]] = [

@@ -1,4 +1,4 @@
-"""A job on one cluster: everything that evaluating a layout of it needs, checked before anything is searched."""
+"""A job on one cluster: everything needed to evaluate a layout, checked before the search starts."""
 
 from __future__ import annotations
 
@@ -40,21 +40,21 @@ class Setting:
 
 
 def check_plannable(job: Job) -> None:
-    """Whether the job can be planned at all, before anything is measured or searched."""
+    """Raise PlanError if the job cannot be planned at all, before anything is measured or searched."""
     if job.serve:
-        raise PlanError(f"{job.where('kind')}kind serve does not train; `plan_serving` predicts it")
+        raise PlanError(f"{job.where('kind')}kind serve does not train; plan it with `plan_serving`")
     if job.kind not in PLANNED_KINDS:
         raise PlanError(
-            f"{job.where('kind')}kind {job.kind} cannot be planned; {', '.join(PLANNED_KINDS)} and serve can. "
-            "`craton validate` checks the file"
+            f"{job.where('kind')}kind {job.kind} cannot be planned (allowed: {', '.join(PLANNED_KINDS)}, serve); "
+            "check the file with `craton validate`"
         )
     if job.model_shape is None:
         raise PlanError(
-            f"{job.where('model')}the model is a function, whose numbers only its author knows; to plan, give a "
+            f"{job.where('model')}the model is a Python function, so its shape is unknown; to plan, give a "
             "preset, a config.json or inline numbers"
         )
     if job.total_tokens is None:
-        raise PlanError(f"{job.where('train')}how long does the job train? give train.tokens or train.steps")
+        raise PlanError(f"{job.where('train')}the training length is missing; set train.tokens or train.steps")
     check_software(job)
 
 
@@ -80,10 +80,10 @@ def setting_of(job: Job, cluster: Cluster) -> Setting:
 
 
 def placed_step_seconds(job: Job, cluster: Cluster, layout: Layout, leaf_nodes: int) -> float:
-    """What a placement costs: seconds of a step when every aligned run of `leaf_nodes` nodes, in rank order, shares a
-    leaf switch; 0: all of them do.
+    """Return the step seconds of a placement: every aligned run of `leaf_nodes` nodes, in rank order, shares a leaf
+    switch. 0: all nodes share one.
 
-    Collectives between leaves get the cluster's oversubscribed bandwidth; sends of a pipeline are not slowed.
+    Collectives between leaves get the cluster's oversubscribed bandwidth; pipeline sends are not slowed.
     """
     check_plannable(job)
     setting = setting_of(job, replace(cluster, leaf_nodes=leaf_nodes))
@@ -91,7 +91,7 @@ def placed_step_seconds(job: Job, cluster: Cluster, layout: Layout, leaf_nodes: 
 
 
 def chosen_layout(setting: Setting, search: Search) -> Candidate:
-    """The layout the user wrote, else the best that fits; with nothing that fits, the smallest."""
+    """Return the layout the user wrote, else the best that fits, else the one with the smallest memory."""
     try:
         fixed = checked_layout(setting.job, setting.world, trained=setting.profile.traits.own_layers)
     except ContentError as error:
@@ -111,11 +111,11 @@ def nothing_fits(setting: Setting, search: Search) -> str:
         need = min(candidate.memory_bytes for candidate in search.too_large)
         limit = setting.machine.gpu.memory_bytes
         return (
-            f"no layout fits: the smallest needs {memory(need)} of {memory(limit)} a GPU; use more GPUs or "
-            "a larger card"
+            f"no layout fits: the smallest needs {memory(need)} of {memory(limit)} per GPU; use more GPUs or "
+            "GPUs with more memory"
         )
     batch = setting.model.global_batch_sequences
     return (
-        f"no layout divides the job: {batch} sequences a step on {setting.world} GPUs; choose a batch or a number of "
-        "GPUs that share more divisors"
+        f"no layout divides the job: {batch} sequences per step on {setting.world} GPUs; choose a global batch and a "
+        "GPU count with more common divisors"
     )

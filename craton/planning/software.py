@@ -1,8 +1,8 @@
-"""Software profiles: what a training stack does (traits) and how well it does it (constants).
+"""Software profiles: the features of a training stack (traits) and its efficiency (constants).
 
-The same layout moves 6 to 26% between releases of one stack, so constants belong to a stack, a version and a GPU.
-Every constant is positive and is fitted in logs; a prior says where it lies for an unknown stack and how far it may
-be from there.
+Step time of the same layout changes by 6 to 26% between releases of one stack, so constants belong to a stack, a
+version and a GPU. Every constant is positive and is fitted in logs; a prior gives its median and spread for an unknown
+stack.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ Selective = Literal["attention", "operators", "every second layer", "modules", "
 
 @dataclass(frozen=True)
 class Traits:
-    """What a stack does, as far as its documentation tells."""
+    """Features of a stack, according to its documentation."""
 
-    attention: AttentionKernel = "best"  # unfused: two batched products and a softmax over sequence²
+    attention: AttentionKernel = "best"  # unfused: two batched matmuls and a softmax over sequence²
     compiled: bool = True  # element-wise chains are fused
-    tensor_overlap: bool = False  # tensor-parallel collectives hidden behind their own matrix products
+    tensor_overlap: bool = False  # tensor-parallel collectives hidden behind their own matmuls
     expert_overlap: bool = False  # all-to-all of one micro-batch behind the compute of another
-    dispatcher: Dispatcher = "nccl"  # who moves tokens to experts; loop: one product per expert, none moved
+    dispatcher: Dispatcher = "nccl"  # moves tokens to experts; loop: one matmul per expert, no tokens moved
     sequence_parallel: bool = True  # tensor parallelism splits the norms' tokens too
     gradient_overlap: bool = True  # gradients are reduced during backward
     selective: Selective = "attention"  # what `recompute: selective` repeats
     master_gradients: bool = False  # gradients reduced in fp32
     chunked_head: bool = False  # the loss never holds tokens × vocabulary at once
     zero_bubble: bool = False  # has a zero-bubble pipeline schedule
-    repeats_gate: bool = False  # the MLP's gated product is made again in the backward pass, not kept
+    repeats_gate: bool = False  # the MLP's gated matmul is recomputed in the backward pass, not saved
     saves_both_widths: bool = True  # checkpoints hold 16-bit weights beside the fp32 ones
-    fsdp2: bool = False  # weights are FSDP2's whatever is sharded: fp32 shards, over context-parallel ranks too
-    own_layers: bool = False  # the decoder of craton/ml/models, whose kept tensors are counted one by one
+    fsdp2: bool = False  # weights always use FSDP2: fp32 shards, over context-parallel ranks too
+    own_layers: bool = False  # the decoder of craton/ml/models, whose saved tensors are counted one by one
     multi_token: bool = True  # trains the multi-token-prediction layers of models that have them
-    no_host_waits: bool = False  # nothing of a step waits for the device: losses and norms are read later
+    no_host_waits: bool = False  # the host never waits for the device within a step: losses and norms are read later
 
 
 @dataclass(frozen=True)
@@ -48,26 +48,26 @@ class Constant:
 
 
 CONSTANTS: tuple[Constant, ...] = (
-    Constant("gemm_efficiency", 0.90, 0.12, "matrix products in 16 bit, of the measured kernel curve"),
-    Constant("fp8_efficiency", 0.90, 0.12, "the same in fp8 with one scale a tensor or row"),
-    Constant("mxfp8_efficiency", 0.80, 0.12, "the same in fp8 with one scale a block"),
+    Constant("gemm_efficiency", 0.90, 0.12, "16-bit matmuls, relative to the measured kernel curve"),
+    Constant("fp8_efficiency", 0.90, 0.12, "the same in fp8 with one scale per tensor or row"),
+    Constant("mxfp8_efficiency", 0.80, 0.12, "the same in fp8 with one scale per block"),
     Constant("fp4_efficiency", 0.70, 0.25, "the same in nvfp4"),
-    Constant("expert_efficiency", 0.95, 0.25, "grouped matrix products of experts, beside the above"),
-    Constant("attention_efficiency", 0.85, 0.25, "attention, of the measured kernel curve"),
-    Constant("elementwise_passes", 0.95, 0.30, "memory traffic of norms, activations, residuals, casts, of the least"),
-    Constant("launch_seconds", 3e-6, 0.60, "host time no device work hides, a kernel"),
+    Constant("expert_efficiency", 0.95, 0.25, "grouped matmuls of experts, on top of the above"),
+    Constant("attention_efficiency", 0.85, 0.25, "attention, relative to the measured kernel curve"),
+    Constant("elementwise_passes", 0.95, 0.30, "memory traffic of norms, activations, residuals, casts, over minimum"),
+    Constant("launch_seconds", 3e-6, 0.60, "exposed host time per kernel launch"),
     Constant("tensor_exposed", 0.95, 0.40, "share of tensor-parallel communication that is not hidden"),
-    Constant("shard_contention", 0.40, 0.50, "compute slowed per second of hidden gather or reduction"),
-    Constant("network_slowdown", 1.15, 0.30, "network collectives inside a step, of the collective alone"),
+    Constant("shard_contention", 0.40, 0.50, "compute slowdown per second of hidden gather or reduction"),
+    Constant("network_slowdown", 1.15, 0.30, "network collectives inside a step, relative to the collective alone"),
     Constant("nvlink_slowdown", 1.10, 0.25, "the same inside an NVLink domain"),
-    Constant("expert_exposed", 0.65, 0.50, "share of the experts' all-to-all that is not hidden"),
-    Constant("permute_passes", 2.5, 0.60, "memory traffic of routing, permutation and combination, of the least"),
-    Constant("dispatch_seconds", 1.2e-3, 1.0, "host time of one dispatch to experts and back that nothing hides"),
-    Constant("recompute_cost", 1.05, 0.15, "time of recomputed operators, of their forward pass"),
-    Constant("bubble", 1.20, 0.30, "pipeline bubble and stage imbalance, of the formula"),
-    Constant("optimizer_passes", 1.35, 0.40, "memory traffic of the optimizer step, of the least"),
-    Constant("step_overhead_seconds", 0.025, 0.80, "per step: clipping, logging, host synchronisation"),
-    Constant("straggle", 0.0055, 0.50, "loss per doubling of the nodes"),
+    Constant("expert_exposed", 0.65, 0.50, "share of the expert all-to-all that is not hidden"),
+    Constant("permute_passes", 2.5, 0.60, "memory traffic of routing, permutation and combination, over minimum"),
+    Constant("dispatch_seconds", 1.2e-3, 1.0, "exposed host time of one dispatch to experts and back"),
+    Constant("recompute_cost", 1.05, 0.15, "time of recomputed operators, relative to their forward pass"),
+    Constant("bubble", 1.20, 0.30, "pipeline bubble and stage imbalance, relative to the formula"),
+    Constant("optimizer_passes", 1.35, 0.40, "memory traffic of the optimizer step, over minimum"),
+    Constant("step_overhead_seconds", 0.025, 0.80, "per step: gradient clipping, logging, host synchronisation"),
+    Constant("straggle", 0.0055, 0.50, "slowdown per doubling of the nodes"),
 )
 NAMES: tuple[str, ...] = tuple(constant.name for constant in CONSTANTS)
 INDEX: dict[str, int] = {name: position for position, name in enumerate(NAMES)}
@@ -75,10 +75,10 @@ PRIOR_LOG: tuple[float, ...] = tuple(math.log(constant.prior) for constant in CO
 SPREAD: tuple[float, ...] = tuple(constant.spread for constant in CONSTANTS)
 
 
-# What documented traits say of a constant before anything is measured: factors on the prior.
+# Effect of documented traits on a constant before anything is measured: factors on the prior.
 TRAIT_FACTORS: dict[str, dict[str, float]] = {
     "not compiled": {"elementwise_passes": 1.4, "launch_seconds": 1.4},
-    # numbers are read a step late, clipping is part of one fused update: measured on an H200, docs/measurements.md
+    # metrics are read a step late, clipping is part of one fused update: measured on an H200, docs/measurements.md
     "no host waits": {"step_overhead_seconds": 0.04, "optimizer_passes": 0.85},
     "tensor overlap": {"tensor_exposed": 0.55},
     "expert overlap": {"expert_exposed": 0.5},
@@ -88,7 +88,7 @@ TRAIT_FACTORS: dict[str, dict[str, float]] = {
 
 
 def prior_log(traits: Traits) -> tuple[float, ...]:
-    """Where the constants of a stack with these traits are expected, in logs."""
+    """Return the expected log-constants of a stack with these traits."""
     labels = [
         *(() if traits.compiled else ("not compiled",)),
         *(("tensor overlap",) if traits.tensor_overlap else ()),
@@ -105,13 +105,13 @@ def prior_log(traits: Traits) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class SoftwareProfile:
-    """Constants of one stack and version on one GPU, with how well they are known."""
+    """Constants of one stack and version on one GPU, with their covariance."""
 
     name: str
     gpu: str  # "" for any
     traits: Traits
     log_constants: tuple[float, ...]  # in the order of NAMES
-    log_scale: float  # what the constants leave over, on every step
+    log_scale: float  # residual factor on every step that the constants do not explain
     covariance: tuple[tuple[float, ...], ...]  # of log_constants followed by log_scale
     own_cluster: float  # standard deviation of log(step) that a cluster unlike the fitted ones may add
     calibrated: bool = False

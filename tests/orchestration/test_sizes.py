@@ -53,7 +53,7 @@ def test_every_possible_size_has_its_layout_and_its_plan() -> None:
     assert json.loads(files["plan.json"]) == plans[8]
     nodes = [found["cluster"]["instance"] for found in plans.values()]
     assert nodes[0] == nodes[1] == nodes[2], "a node does not grow when others are lost"
-    assert "not on 3, 5, 6, 7 nodes: no layout divides the job: 32 sequences a step on 3 GPUs" in draft.note
+    assert "not on 3, 5, 6, 7 nodes: no layout divides the job: 32 sequences per step on 3 GPUs" in draft.note
 
 
 def test_a_job_that_cannot_shrink_says_so() -> None:

@@ -146,7 +146,7 @@ def test_a_faster_layout_than_the_users_says_so() -> None:
 
 def test_a_layout_as_fast_is_less_simple() -> None:
     same = Layout(fsdp=128, micro_batch=2)
-    assert reason(same, same).startswith("as fast")
+    assert reason(same, same).startswith("equally fast")
 
 
 def test_a_layout_that_does_not_fit_says_what_it_needs() -> None:

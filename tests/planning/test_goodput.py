@@ -359,7 +359,7 @@ def test_two_tiers_multiply() -> None:
 @pytest.mark.parametrize("days", [3, 54, 200])
 def test_replaced_lemons_fail_as_often_as_planned(days: int) -> None:
     """Nodes drawn from the two classes, each replaced by a fresh draw when it fails: a renewal process per node."""
-    facts = recovery_facts()["failures"]["lemons"]
+    facts = recovery_facts()["failures"]["repeat_offenders"]
     where = cluster(1)
     fresh = failure_rate(where, 1, 1e-6).per_day
     lemon, good = (
@@ -384,7 +384,7 @@ def test_replaced_lemons_fail_as_often_as_planned(days: int) -> None:
 
 def test_the_top_3_of_63_nodes_carry_half_of_the_exclusions() -> None:
     """arXiv:2605.09370; about 60 exclusions in the mean of many such clusters."""
-    facts = recovery_facts()["failures"]["lemons"]
+    facts = recovery_facts()["failures"]["repeat_offenders"]
     random = np.random.default_rng(4)
     lemon = random.random((2000, 63)) < facts["node_share"]
     weights = np.where(

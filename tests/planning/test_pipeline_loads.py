@@ -41,10 +41,10 @@ def test_zero_bubble_holds_as_much_on_every_rank_as_1f1b_on_the_first(rank: int)
 def test_gradients_are_whole_from_the_first_backward_pass_to_the_last() -> None:
     loads = pipeline_loads("1f1b", 4, 1, 4, 0)
     assert Load("forward", 4, 0, 0, False, True, False, False) in loads  # all are forward before any comes back
-    assert any(load.kind == "after backward" and load.sums_anew and load.passes == 3 for load in loads)
+    assert any(load.kind == "after backward" and load.starts_sum and load.passes == 3 for load in loads)
     longer = pipeline_loads("1f1b", 4, 1, 8, 0)
     assert Load("forward", 4, 0, 1, True, True, False, False) in longer
-    assert not any(load.summed or load.sums_anew for load in pipeline_loads("1f1b", 4, 1, 1, 0))
+    assert not any(load.summed or load.starts_sum for load in pipeline_loads("1f1b", 4, 1, 1, 0))
 
 
 @pytest.mark.parametrize(("schedule", "vpp"), [("1f1b", 1), ("interleaved", 2), ("zero-bubble", 1)])

@@ -82,7 +82,7 @@ def test_what_does_not_fit_is_still_an_answer() -> None:
 def test_less_room_than_the_model_could_use_is_told() -> None:
     short = planned("llama-3.1-70b", "p5.48xlarge x 1")
     assert short.max_length == short.kv_tokens < 131_072
-    assert "longer texts are refused" in " ".join(rendered(short).split())
+    assert "longer requests are refused" in " ".join(rendered(short).split())
     assert planned().warnings == []
 
 
@@ -131,7 +131,8 @@ def test_the_json_is_plain_and_gives_the_engine_its_roofs() -> None:
 def test_the_text_fits_the_terminal_and_says_what_is_asked(width: int) -> None:
     text = rendered(planned("qwen3-30b-a3b", more=", host_memory: 64GiB", tp=4), width)
     assert max(len(line) for line in text.splitlines()) <= width
-    for words in ("FITS", "tp 4", "room", "one request", "best batch", "first token", "assumed", "of the roof", "past"):
+    expected = ("FITS", "tp 4", "KV cache", "one request", "best batch", "first token", "assumed", "of the roofline")
+    for words in (*expected, "context"):
         assert words in text
 
 

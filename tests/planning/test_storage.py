@@ -153,11 +153,11 @@ def test_what_does_not_fit_is_said() -> None:
     two_nodes = cluster_of("p5en.48xlarge", 2)
     crowded = storage_plan(two_nodes, 2, 1 * TB, {}, tokens_per_second=1e5)
     assert "peer" not in [tier.tier for tier in crowded.tiers]
-    assert any("peer recovery is planned off" in warning for warning in crowded.warnings)
+    assert any("planned without peer recovery" in warning for warning in crowded.warnings)
     assert storage_plan(two_nodes, 2, 1 * TB, {}, tokens_per_second=1e5, peer=False).warnings == []
     small_disk = cluster_of("p5en.48xlarge", 2, nvme_bytes=100 * GB)
     (disk,) = storage_plan(small_disk, 2, 200 * GB, {"nvme": 300.0}, tokens_per_second=1).warnings
-    assert "two checkpoints take 200 GB on a node's NVMe, 100 GB are there" in disk
+    assert "two checkpoints need 200 GB on a node's NVMe, 100 GB are available" in disk
     assert storage_plan(small_disk, 2, 200 * GB, {}, tokens_per_second=1).warnings == [], "the job does not use it"
     shared = replace(cluster(2).tiers["shared"], capacity_bytes=1 * TB)
     small_share = replace(cluster(2), tiers={"shared": shared})

@@ -1,8 +1,8 @@
-"""Published training runs as cases the planner can be checked against.
+"""Published training runs as cases to check the planner against.
 
-A case file is the JSON of `data/training_results.json`. Every row becomes a `Case`, or a `Skipped` with the reason:
-no row is dropped silently. Fields a source does not state are not invented: a missing micro-batch or number of
-virtual stages stays open (`open_fields`) and the prediction takes the choice that the planner itself would make.
+A case file has the format of `data/training_results.json`. Every row becomes a `Case`, or a `Skipped` with the reason:
+no row is dropped silently. Fields that a source does not state are not invented: a missing micro-batch or number of
+virtual stages stays open (`open_fields`), and the prediction uses the planner's own choice.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from craton.planning.software import Traits
 # For rows that name a model and no vocabulary: Megatron's GPT default; Nemotron's tokenizer has 256,000 entries.
 DEFAULT_VOCAB = 51200
 NEMOTRON_VOCAB = 256000
-MIN_SECONDS, MAX_SECONDS = 1e-5, 1e6  # of a credible step
-MOST = 10**8  # of any credible size of a model, batch or cluster
+MIN_SECONDS, MAX_SECONDS = 1e-5, 1e6  # range of a credible step
+MAX_SIZE = 10**8  # maximum credible size of a model, batch or cluster
 MODEL_SIZES = (
     "layers",
     "hidden",
@@ -91,7 +91,7 @@ class Skipped:
 
 
 def load_cases(path: str | Path) -> tuple[list[Case], list[Skipped]]:
-    """Read a case file; rows that cannot be represented come back with the reason."""
+    """Read a case file; rows that cannot be represented are returned with the reason."""
     path = Path(path)
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
@@ -128,7 +128,7 @@ class UnrepresentableError(ValueError):
 
 
 def read_case(row: dict[str, Any], identity: str) -> Case:
-    """One row of a case file, or UnrepresentableError."""
+    """Parse one row of a case file, or raise UnrepresentableError."""
     seconds = step_seconds_of(row)
     shape = shape_of(row.get("model") or {})
     machine = machine_of(row.get("hardware") or {})
@@ -170,12 +170,12 @@ def step_seconds_of(row: dict[str, Any]) -> float:
 
 
 def whole(value: Any, quantity: str, default: int | None = None) -> int:
-    """A positive whole number of credible size; what is not stated takes the default, if there is one."""
+    """Return a positive whole number of credible size; a missing one takes the default, if there is one."""
     if value is None or value == 0 or value == "":
         if default is None:
             raise UnrepresentableError(f"{quantity} not stated")
         return default
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < MOST or value != int(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < MAX_SIZE or value != int(value):
         raise UnrepresentableError(f"{quantity} {value!r} is not a positive whole number")
     return int(value)
 
@@ -222,7 +222,7 @@ def shape_of(model: dict[str, Any]) -> ModelShape:
     )
 
 
-# Published spellings → catalog GPU. The order matters: the first that matches decides.
+# Published spellings → catalog GPU. The order matters: the first match decides.
 GPU_NAMES: tuple[tuple[str, str], ...] = (
     (r"GB300", "GB300"),
     (r"GB200", "GB200"),
@@ -238,7 +238,7 @@ GPU_NAMES: tuple[tuple[str, str], ...] = (
     (r"L40S", "L40S"),
     (r"A10G", "A10G"),
 )
-# Network per GPU where the source does not state it: the usual rail of that generation (DGX and HGX data sheets).
+# Network per GPU if the source does not state it: the usual rail of that generation (DGX and HGX data sheets).
 USUAL_NIC_GBPS: dict[str, float] = {
     "GB300": 800,
     "GB200": 400,
@@ -265,7 +265,7 @@ def machine_of(hardware: dict[str, Any]) -> CaseMachine:
     link = str(hardware.get("intra_node_link") or "") + str(hardware.get("product_spec_hint") or "")
     domain = 72 if "NVL72" in link else node_gpus
     per_node = hardware.get("inter_node_gbps_per_node")
-    if per_node is not None and (isinstance(per_node, bool) or not 0 < per_node < MOST):
+    if per_node is not None and (isinstance(per_node, bool) or not 0 < per_node < MAX_SIZE):
         raise UnrepresentableError(f"network of {per_node!r} Gb/s per node is not credible")
     gbps = per_node / full_node if per_node else USUAL_NIC_GBPS.get(name, 400)
     amazon = re.search(r"p\d\w*-?\w*\.|EFA", label + link)
@@ -316,7 +316,7 @@ def layout_of(row: dict[str, Any], num_gpus: int, batch: int) -> tuple[Layout, t
 
 
 def sharding_of(text: str, dp: int) -> tuple[int, int, int]:
-    """(replicate, fsdp, zero) from what a source calls its data parallelism."""
+    """Return (replicate, fsdp, zero) from a source's description of its data parallelism."""
     if dp == 1:
         return 1, 1, 3
     if "hsdp" in text:
@@ -354,7 +354,7 @@ def recompute_of(row: dict[str, Any], open_fields: list[str]) -> Any:
 
 
 def traits_of(row: dict[str, Any], family: str, machine: CaseMachine) -> Traits:
-    """What the row's framework and notes say of the software."""
+    """Return the software traits from the row's framework and notes."""
     text = " ".join(str(row.get(key) or "") for key in ("framework", "notes", "activation_recompute")).lower()
     nvidia = family in ("megatron-bridge", "nemo", "aws-awsome") or "r0.8" in text
     recipe = row.get("recipe_head") or {}
@@ -400,7 +400,7 @@ def _reduces_in_fp32(row: dict[str, Any], family: str, old: bool, nvidia: bool) 
 
 
 def release_of(row: dict[str, Any]) -> str:
-    """The release a source names, else the variant its framework field tells."""
+    """Return the release that a source names, else the variant in its framework field."""
     source = str(row.get("source") or "")
     release = re.search(r"(?:section|summary) (\d\d\.\d\d(?:\.\d\d)?)", source)
     if release:
@@ -424,7 +424,7 @@ def family_of(source: str) -> str:
 
 
 def data_folder() -> Path:
-    """The published results: beside the package in a checkout, inside it when installed from a wheel."""
+    """Return the folder of published results: beside the package in a checkout, inside it in a wheel."""
     package = Path(__file__).parents[2]
     inside = package / "data"
     return inside if inside.is_dir() else package.parent / "data"

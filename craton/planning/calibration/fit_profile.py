@@ -1,8 +1,8 @@
-"""A team's own software profile from a few ordinary logged step times.
+"""Calibrate a team's own software profile from a few logged step times.
 
-Three or more runs move the constants of a starting profile as far as they can tell, and no further: the posterior of
-the same model that the published runs were fitted with. What the runs cannot tell is named. Constants that a
-microbenchmark measured can be pinned, so that the logged steps are free to tell the others.
+Three or more runs update the constants of a starting profile: the posterior of the same model that the published runs
+were fitted with. Constants that the runs do not identify are named. Constants measured by a microbenchmark can be
+pinned, so that the logged steps identify the others.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from craton.planning.step import REAL_IMBALANCE, StepModel, StepTerms, stack
 MIN_RUNS = 3
 NEW_CLUSTER = 0.5  # share of a constant's spread that a new cluster may add to a shipped profile
 PINNED_DEVIATION = 0.03  # of the logarithm of a measured constant
-IDENTIFIED = 0.8  # a constant counts as told by the data when its deviation shrank below this share
-MATTERS = 0.01  # and is worth naming when it moves some step by this share per standard deviation
+IDENTIFIED = 0.8  # a constant counts as identified by the data when its deviation shrinks below this share
+MATTERS = 0.01  # an unidentified constant is named when one standard deviation moves a step by this share
 
 
 class CalibrationError(CratonError):
@@ -65,18 +65,18 @@ class Calibration:
     before: list[float]  # predicted step seconds with the starting profile
     after: list[float]
     identified: list[str]
-    unidentified: list[str]  # constants that matter for these runs and that they could not tell
+    unidentified: list[str]  # constants that matter for these runs, but that they do not identify
     pinned: list[str]
 
 
 def calibrate(
     runs: Sequence[LoggedRun], software: str, name: str = "", pins: Mapping[str, float] | None = None
 ) -> Calibration:
-    """Fit a profile of `software` to logged runs of one kind of GPU."""
+    """Fit a profile of `software` to logged runs on one kind of GPU."""
     if len(runs) < MIN_RUNS:
         raise CalibrationError(
-            f"{len(runs)} run{'s' if len(runs) != 1 else ''} given; a profile needs at least {MIN_RUNS}, best with "
-            "different layouts, models or sizes"
+            f"{len(runs)} run{'s' if len(runs) != 1 else ''} given; a profile needs at least {MIN_RUNS}, preferably "
+            "with different layouts, models or sizes"
         )
     return calibrate_from(find_profile(software, runs[0].machine.gpu), runs, name, pins)
 
@@ -84,10 +84,10 @@ def calibrate(
 def calibrate_from(
     start: SoftwareProfile, runs: Sequence[LoggedRun], name: str = "", pins: Mapping[str, float] | None = None
 ) -> Calibration:
-    """The posterior of a profile, given logged runs of one kind of GPU."""
+    """Return the posterior of a profile, given logged runs on one kind of GPU."""
     cards = sorted({run.machine.gpu.name for run in runs})
     if len(cards) > 1:
-        raise CalibrationError(f"the runs are on {' and '.join(cards)}; a profile holds for one GPU: give a file each")
+        raise CalibrationError(f"the runs are on {' and '.join(cards)}; a profile covers one GPU: use one file per GPU")
     widened = np.append((NEW_CLUSTER * np.array(SPREAD)) ** 2, start.own_cluster**2)
     mean, covariance = _pin(
         np.append(start.log_constants, start.log_scale), np.array(start.covariance) + np.diag(widened), pins or {}
@@ -103,7 +103,7 @@ def calibrate_from(
         goal = mean + gain @ (target - value + jacobian @ (theta - mean))
         theta = theta + DAMPING[min(iteration, len(DAMPING) - 1)] * (goal - theta)
     posterior = covariance - gain @ jacobian @ covariance
-    identified, unidentified = _told(jacobian, covariance, posterior, pins or {})
+    identified, unidentified = _identified(jacobian, covariance, posterior, pins or {})
     profile = replace(
         start,
         name=name or start.name,
@@ -131,10 +131,10 @@ def calibrate_from(
 
 
 def load_runs(path: str | Path, software: str) -> list[LoggedRun]:
-    """Logged runs: rows like those of a case file, or job files with the step times they reached.
+    """Load logged runs: rows like those of a case file, or job files with their measured step times.
 
     `[{"job": "llama-8b.yaml", "step_seconds": 6.1, "layout": {"fsdp": 128}}, …]`; `step_seconds` may be a list of
-    logged steps, of which the median counts. Paths start at the file's folder.
+    logged steps; the median counts. Paths are relative to the file's folder.
     """
     path = Path(path)
     try:
@@ -159,10 +159,10 @@ def load_runs(path: str | Path, software: str) -> list[LoggedRun]:
 
 
 def load_pins(path: str | Path, machine: MachineRates) -> dict[str, float]:
-    """Constants from a microbenchmark file: stated under `constants`, or measured kernels and collectives.
+    """Load constants from a microbenchmark file: given under `constants`, or from measured kernels and collectives.
 
     `gemm`: m, n, k, precision, seconds · `attention`: batch, sequence, heads, kv_heads, head_dim, backward, seconds ·
-    `collectives`: operation, bytes, ranks, seconds. A constant is the median of what its measurements say.
+    `collectives`: operation, bytes, ranks, seconds. A constant is the median over its measurements.
     """
     try:
         document = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -247,12 +247,12 @@ def _run_of_job(entry: dict[str, Any], where: str, folder: Path, software: str) 
     job = load_job(folder / str(entry["job"]))
     shape = job.model_shape
     if job.train is None or shape is None:
-        raise CalibrationError(f"{where}: {job.name} does not train a model whose numbers are known")
+        raise CalibrationError(f"{where}: {job.name} does not train a model of known shape")
     cluster = resolve_cluster(job.cluster, job.price)
     machine = machine_of(cluster)
     spec = _layout_spec(entry["layout"], where) if "layout" in entry else job.layout
     if spec is None:
-        raise CalibrationError(f"{where}: {job.name} has layout auto; say which layout the run used under 'layout'")
+        raise CalibrationError(f"{where}: {job.name} has layout auto; give the layout that the run used under 'layout'")
     try:
         layout = spec.resolve(cluster.num_gpus, job.precision)
     except LayoutError as error:
@@ -297,7 +297,7 @@ def _is_positive(value: object) -> bool:
 
 
 def _log_steps(terms: StepTerms, theta: Array, count: int) -> tuple[Array, Array]:
-    """log(step) of every run and its derivative by the log-constants and the scale."""
+    """Return log(step) of every run and its derivative by the log-constants and the scale."""
     value, jacobian = linearise(terms, np.tile(theta[:-1], (count, 1)))
     return value + theta[-1], np.hstack([jacobian, np.ones((count, 1))])
 
@@ -313,7 +313,10 @@ def _pin(mean: Array, covariance: Array, pins: Mapping[str, float]) -> tuple[Arr
     return mean, covariance
 
 
-def _told(jacobian: Array, prior: Array, posterior: Array, pins: Mapping[str, float]) -> tuple[list[str], list[str]]:
+def _identified(
+    jacobian: Array, prior: Array, posterior: Array, pins: Mapping[str, float]
+) -> tuple[list[str], list[str]]:
+    """Return the constants that the runs identify, and those that matter but stay unidentified."""
     identified, unidentified = [], []
     for index, constant in enumerate(CONSTANTS):
         before, after = math.sqrt(prior[index, index]), math.sqrt(max(posterior[index, index], 0.0))

@@ -1,11 +1,10 @@
-"""Fitting software constants to measured steps, with honest uncertainty.
+"""Fit software constants to measured steps, with uncertainties.
 
-A stack's constants are the sum of effects in logs: what holds for all stacks, for a GPU generation, for a family of
-software, for one release of it, and for that family on one GPU. Every effect has a normal prior whose width is the
-constant's spread times the level's share; what no constant explains is a scale per family, model and group, and
-noise. Given the derivative of log(step) by the constants this is one Gaussian system, solved at the posterior mode by
-repeated linearisation. A run of an unknown family then gets the prior of its traits and a wide interval, a run of a
-fitted one a narrow one, with no further machinery.
+A stack's constants are a sum of effects in logs: of all stacks, of a GPU generation, of a software family, of one
+release, and of that family on one GPU. Every effect has a normal prior; its width is the constant's spread times the
+level's share. Residuals are a scale per family, model and group, and noise. Given the derivative of log(step) by the
+constants this is one Gaussian system, solved at the posterior mode by repeated linearisation. A run of an unknown
+family gets the prior of its traits and a wide interval, a run of a fitted family a narrow one.
 """
 
 from __future__ import annotations
@@ -25,21 +24,21 @@ Array = NDArray[np.float64]
 Labels = Mapping[str, str]
 
 # Share of a constant's spread that each level may explain, and standard deviations of log(step) that no constant
-# explains. Chosen once by the evidence of all rows and then rounded; docs/measurements.md shows what they are worth.
+# explains. Chosen once by the evidence of all rows and then rounded; docs/measurements.md shows the resulting accuracy.
 LEVELS: dict[str, float] = {"all": 0.4, "generation": 0.4, "family": 1.0, "release": 0.5, "family-gpu": 0.6}
 SCALES: dict[str, float] = {"family-scale": 0.05, "release-kind": 0.06, "model": 0.05, "group": 0.04}
 UNSHARED = math.sqrt(sum(deviation**2 for name, deviation in SCALES.items() if name != "family-scale"))
 NOISE = 0.035
-OPEN_NOISE = 1.2  # times as much where a source does not state all settings
-EXPERT_NOISE = 1.5  # and where tokens are routed to experts
+OPEN_NOISE = 1.2  # factor on the noise if a source does not state all settings
+EXPERT_NOISE = 1.5  # factor on the noise of mixture-of-experts models
 TAILS = 4.0  # degrees of freedom of the noise: published tables have outliers
-TAIL_WIDTH = 1.2  # what such tails add to the spread of a new measurement
+TAIL_WIDTH = 1.2  # factor of these tails on the spread of a new measurement
 ITERATIONS = 14
-DAMPING = (1.0, 0.7, 0.5, 0.4)  # full steps overshoot where overlap makes log(step) bend
+DAMPING = (1.0, 0.7, 0.5, 0.4)  # full steps overshoot where overlap makes log(step) nonlinear
 QUANTILE_80 = 1.2816
 
-# Matrices of a few hundred rows: threads wait for each other longer than they compute, on a busy machine 40 times as
-# long.
+# For matrices of a few hundred rows thread synchronisation costs more than the compute: up to 40 times on a busy
+# machine.
 _BLAS = ThreadpoolController()
 
 
@@ -51,7 +50,7 @@ class FitRow:
     log_measured: float
     labels: Labels
     prior_log: tuple[float, ...]
-    noise: float = NOISE  # standard deviation of log(measured) that a repetition would show
+    noise: float = NOISE  # standard deviation of log(measured) between repetitions
 
 
 @dataclass(frozen=True)
@@ -98,7 +97,7 @@ class Fit:
             self.whitener: Array = np.linalg.inv(np.linalg.cholesky(covariance))
 
     def predict(self, terms: StepTerms, labels: Labels, prior_log: Sequence[float], noise: float = NOISE) -> Prediction:
-        """The step of a run with these labels, measured or not."""
+        """Predict the step of a run with these labels, measured or not."""
         value, jacobian = linearise(stack([terms]), self.constants(labels, prior_log)[None, :])
         slope = jacobian[0]
         own = float(slope @ (self.variance * slope))
@@ -116,12 +115,12 @@ class Fit:
         return Prediction(math.exp(float(value[0]) + scale), math.sqrt(variance))
 
     def constants(self, labels: Labels, prior_log: Sequence[float]) -> Array:
-        """Posterior mean of the constants of a stack with these labels, in logs."""
+        """Return the posterior mean of the log-constants of a stack with these labels."""
         return np.array(prior_log) + self._weights(labels) @ self.alpha
 
     def posterior(self, labels: Labels, prior_log: Sequence[float]) -> tuple[Array, Array]:
-        """Mean and covariance of the log-constants of a stack with these labels, followed by its log-scale: what the
-        constants leave over on every step of the stack. What differs by release and model is UNSHARED."""
+        """Return mean and covariance of the log-constants of a stack with these labels, followed by its log-scale: the
+        residual on every step of the stack. UNSHARED are the effects that differ by release and model."""
         scale = SCALES["family-scale"] ** 2
         weights = np.vstack([self._weights(labels), scale * self._same("family-scale", labels)])
         prior = np.append(self.variance * sum(share**2 for share in LEVELS.values()), scale)
@@ -130,7 +129,7 @@ class Fit:
         return mean, np.diag(prior) - explained.T @ explained
 
     def _weights(self, labels: Labels) -> Array:
-        """How far each row's residual moves each constant of a stack with these labels: [constants, rows]."""
+        """Return the weight of each row's residual in each constant of a stack with these labels: [constants, rows]."""
         strength = sum(share**2 * self._same(name, labels) for name, share in LEVELS.items())
         return np.asarray(self.variance[:, None] * self.jacobian.T * strength)
 
@@ -139,7 +138,7 @@ class Fit:
         return (self.labels[name] == label).astype(np.float64) if label else np.zeros(len(self.alpha))
 
     def _shared(self, effects: Mapping[str, float]) -> Array:
-        """Variance that rows share through effects of the same label [rows, rows]; an empty label shares nothing."""
+        """Return the variance that rows share by equal labels [rows, rows]; an empty label shares nothing."""
         total = np.zeros((len(self.prior), len(self.prior)))
         for name, deviation in effects.items():
             values = self.labels[name]
@@ -155,7 +154,7 @@ class Fit:
 
 
 def linearise(terms: StepTerms, theta: Array) -> tuple[Array, Array]:
-    """log(step) of stacked steps and its derivative by the log-constants [steps, constants], by differences."""
+    """Return log(step) of stacked steps and its derivative by the log-constants [steps, constants], by differences."""
     constants = np.exp(theta.T)
     value = np.log(compose(terms, constants).step_seconds)
     jacobian = np.empty_like(theta)

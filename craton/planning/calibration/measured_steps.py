@@ -1,7 +1,7 @@
-"""Steps of Craton's own training loop, measured: the rows behind the `craton` profile.
+"""Measured steps of Craton's own training loop: the data behind the `craton` profile.
 
-Each row of data/craton_runs.json is one steady run. It becomes a job, whose plan must agree with what was measured, and
-a case of the fit, like a published run of any other stack. A file without rows leaves the profile at its priors.
+Each row of data/craton_runs.json is one steady run. It becomes a job, whose plan must agree with the measurement, and a
+case of the fit, like a published run of any other stack. A file without rows leaves the profile at its priors.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from craton.job.sections import Weights
 from craton.planning.calibration.cases import Case, CaseFileError, CaseMachine, data_folder
 from craton.planning.calibration.profiles import STACKS, UNKNOWN
 
-NETWORK_BYTES_PER_SECOND = 50e9  # of a GPU to others, where a row has several: the usual rail of its generation
+NETWORK_BYTES_PER_SECOND = 50e9  # per GPU, for rows with several GPUs: the usual rail of its generation
 NODE_GPUS = 8
 
 
 class OwnRun(BaseModel):
-    """One measured run. `model` is what a job file has there: a preset, or the numbers."""
+    """One measured run. `model` has the format of a job file: a preset, or inline numbers."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -39,7 +39,7 @@ class OwnRun(BaseModel):
     gpus: Annotated[int, Field(gt=0)] = 1
     gpu: str
     tokens_per_second: Annotated[float, Field(gt=0)]
-    memory_gb: Annotated[float, Field(gt=0)]  # 10⁹ bytes, the peak that was allocated
+    memory_gb: Annotated[float, Field(gt=0)]  # 10⁹ bytes, peak allocated
 
     @property
     def label(self) -> str:
@@ -52,7 +52,7 @@ class OwnRun(BaseModel):
         return self.gpus * self.micro_batch * self.sequence / self.tokens_per_second
 
     def job(self) -> Job:
-        """The job this run was: one step of one micro-batch a GPU."""
+        """Return this run as a job: one step of one micro-batch per GPU."""
         document = {
             "name": "measured",
             "kind": "pretrain",
@@ -105,7 +105,7 @@ class OwnRun(BaseModel):
 
 
 def load_own_runs(path: str | Path) -> list[OwnRun]:
-    """The rows of a file, or a CaseFileError that says which one is wrong."""
+    """Load the rows of a file; CaseFileError names an invalid row."""
     try:
         rows = json.loads(Path(path).read_text(encoding="utf-8"))["runs"]
     except (OSError, ValueError, KeyError, TypeError) as error:

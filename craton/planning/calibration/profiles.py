@@ -1,8 +1,8 @@
 """Software profiles by name: shipped ones, fitted to published runs, and a team's own from `craton calibrate`.
 
 A profile is looked up for a GPU. Where a stack was never published on that GPU, its constants come from what it does
-elsewhere and from other stacks on that generation; an unknown stack gets the priors of the generation. Either way the
-covariance says how little that is.
+elsewhere and from other stacks on that generation; an unknown stack gets the priors of the generation. The covariance
+states the uncertainty in both cases.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from craton.planning.calibration.fitting import (
 from craton.planning.software import NAMES, AttentionKernel, Dispatcher, Selective, SoftwareProfile, Traits, prior_log
 from craton.planning.step import StepTerms, stack
 
-UNKNOWN = "craton"  # our own stack: fitted to data/craton_runs.json where it has rows, else the priors of its traits
+UNKNOWN = "craton"  # Craton's own stack: fitted to data/craton_runs.json if it has rows, else the priors of its traits
 OWN_CLUSTER = 0.07  # spread of log(step) between a publisher's cluster and a reader's with the same software
 ENOUGH_ROWS = 3  # published runs of a stack on a GPU from which its profile counts as calibrated
 FORMAT = 1
@@ -44,7 +44,7 @@ class ProfileError(CratonError):
     """A software profile that does not exist or cannot be read."""
 
 
-# What each stack does by default, for planning with it.
+# Default traits of each stack, for planning.
 STACKS: dict[str, Traits] = {
     UNKNOWN: Traits(
         selective="element-wise",
@@ -71,7 +71,7 @@ STACKS: dict[str, Traits] = {
 }
 
 
-# What each trait may be.
+# Allowed values of each trait.
 TRAIT_VALUES: dict[str, tuple[object, ...]] = {
     field.name: {
         "attention": get_args(AttentionKernel),
@@ -95,7 +95,7 @@ def software_names() -> list[str]:
 
 
 def check_software(job: Job) -> None:
-    """Raises ProfileError, with the line, when a job names a stack that has no profile."""
+    """Raise ProfileError, with the line, if a job names a stack that has no profile."""
     if job.software in STACKS or Path(job.software).suffix == ".json" or "/" in job.software:
         return
     raise _unknown(job.software, job.where("software"))
@@ -135,7 +135,7 @@ def interval_factor(prediction: Prediction) -> float:
 def profile_from_fit(
     fit: Fit, software: str, card: str, labels: dict[str, str], traits: Traits, rows: int, source: str
 ) -> SoftwareProfile:
-    """What a fit knows of one stack on one GPU."""
+    """Return the profile of one stack on one GPU from a fit."""
     mean, covariance = fit.posterior(labels, prior_log(traits))
     return SoftwareProfile(
         name=software,
@@ -152,7 +152,7 @@ def profile_from_fit(
 
 
 def profile_json(profile: SoftwareProfile) -> dict[str, Any]:
-    """A profile as people can read it: constants by name, the covariance as its lower triangle."""
+    """Return a profile as readable JSON: constants by name, the covariance as its lower triangle."""
     matrix = profile.covariance
     return {
         "format": FORMAT,
@@ -215,7 +215,7 @@ def load_profile(path: str | Path) -> SoftwareProfile:
     try:
         entry = json.loads(Path(path).read_text(encoding="utf-8"))
         if not isinstance(entry, dict) or entry.get("format") != FORMAT:
-            raise ValueError("no software profile; expected a file written by `craton calibrate`")
+            raise ValueError("not a software profile; expected a file written by `craton calibrate`")
         return profile_from_json(entry)
     except FileNotFoundError:
         raise ProfileError(f"{path}: no such profile file") from None

@@ -1,6 +1,6 @@
 """The published runs as rows of a fit: terms, labels and priors of every case.
 
-Fields a source leaves open take the value the planner itself would choose: the fastest by the priors.
+Fields that a source leaves open take the planner's own choice: the fastest by the priors.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def corpus_path() -> str:
 
 @lru_cache(maxsize=1)
 def corpus() -> tuple[Case, ...]:
-    """The published runs that the shipped constants were fitted to."""
+    """Return the published runs that the shipped constants were fitted to."""
     return tuple(load_cases(corpus_path())[0])
 
 
@@ -48,13 +48,13 @@ def row_of(case: Case) -> FitRow:
 
 @lru_cache(maxsize=1)
 def fitted_cases() -> tuple[Case, ...]:
-    """What the shipped profiles are fitted to: the published runs, and our own."""
+    """Return the runs that the shipped profiles are fitted to: published ones and Craton's own."""
     return (*corpus(), *(run.case() for run in own_runs()))
 
 
 @lru_cache(maxsize=1)
 def corpus_fit() -> Fit:
-    """Everything that was measured, as one posterior."""
+    """Return the posterior of all measured runs."""
     return Fit([row_of(case) for case in fitted_cases()])
 
 
@@ -83,7 +83,7 @@ def labels_of(case: Case) -> dict[str, str]:
 def effect_labels(
     *, family: str, release: str, gpu: str, generation: str, model: str = "", moe: bool | None = None
 ) -> dict[str, str]:
-    """Which effects a run shares with others. An empty label shares nothing."""
+    """Return the labels of effects that a run shares with others. An empty label shares nothing."""
     kind = "" if moe is None else "moe" if moe else "dense"
     return {
         "all": "all",
@@ -99,7 +99,7 @@ def effect_labels(
 
 
 def case_terms(case: Case) -> StepTerms:
-    """Terms of the case's layout, open fields filled by the fastest choice under the priors."""
+    """Return the terms of the case's layout, open fields filled with the fastest choice under the priors."""
     candidates = [_terms(case, layout) for layout in _layouts(case)]
     if len(candidates) == 1:
         return candidates[0]

@@ -1,4 +1,4 @@
-"""The whole run: storage, goodput, wall time and dollars."""
+"""The whole run: storage, goodput, wall time and cost."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Dollars: of a run with its interval, of a trillion tokens, of a day, with the purchase kind and the price's date.
+"""Cost in dollars: of a run with its interval, per trillion tokens, per day, with purchase kind and price date.
 
-Guarantees: a price older than `STALE_PRICE_DAYS` is used and warned about; no price gives no cost, and a sentence that
-says how to state one. Which price is planned with (the user's own first) is the cluster's choice.
+Guarantees: a price older than `STALE_PRICE_DAYS` is used with a warning; no price gives no cost and a warning that says
+how to add one. The cluster decides which price applies (the user's own first).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SECONDS_PER_DAY = 86400.0
 
 
 def billed_instances(instance: Instance, num_nodes: int) -> int:
-    """Instances paid for: an NVLink domain that spans instances (an UltraServer) is rented whole."""
+    """Return the number of instances billed: an NVLink domain that spans instances (an UltraServer) is rented whole."""
     if instance.nvlink_domain_gpus <= instance.num_gpus:
         return num_nodes
     per_unit = instance.nvlink_domain_gpus // instance.num_gpus
@@ -37,14 +37,13 @@ def cost_plan(
     tokens: float,
     today: date,
 ) -> tuple[CostPlan | None, list[str]]:
-    """What the run costs, and what to know about the price.
+    """Return the cost of the run, and warnings about the price.
 
-    `num_instances` is what is paid for (`billed_instances` of the nodes the plan runs on and of the spares beside them;
-    an elastic cluster is paid by them too). Time is billed by the second, as EC2 does; a capacity block's whole days
-    are in its warning.
+    `num_instances` is the billed count: `billed_instances` of the planned nodes plus spares, also for an elastic
+    cluster. Time is billed by the second, as on EC2; the warning of a capacity block gives its whole days.
     """
     if price is None:
-        return None, ["no price is known for this cluster: state one in the cluster file to see dollars"]
+        return None, ["no price is known for this cluster; add one to the cluster file to see the cost"]
     dollars_per_second = price.dollars_per_hour * num_instances / SECONDS_PER_HOUR
     age_days = price_age_days(price, today)
     cost = CostPlan(
@@ -67,12 +66,12 @@ def _warnings(price: Price, cost: CostPlan, age_days: int, run_seconds: float) -
     result = []
     if age_days > STALE_PRICE_DAYS:
         result.append(
-            f"the {price.kind} price is of {price.date.isoformat()}, {age_days} days old: "
-            "check it and state your own in the cluster file"
+            f"the {price.kind} price is from {price.date.isoformat()}, {age_days} days old: "
+            "check it and put your own in the cluster file"
         )
     if price.kind == "spot":
         result.append(
-            "spot instances can be taken back with two minutes' notice: the failures planned here are hardware's only, "
+            "spot instances can be reclaimed with two minutes' notice: the plan counts hardware failures only, "
             "interruptions come on top"
         )
     if price.kind == "capacity-block":

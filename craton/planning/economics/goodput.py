@@ -1,29 +1,28 @@
-"""Goodput: the share of wall time that moves the job forward, when nodes fail and checkpoints take time.
+"""Goodput: the share of wall time that makes progress, given node failures and checkpoint overhead.
 
-Failures of a job are a Poisson process of rate λ (many nodes, each failing on its own; `failure_rate`). State saved to
-one tier costs, every interval of τ productive seconds, δ seconds in which training stands still; the saved state is
-complete L seconds after that (an asynchronous write in flight). A failure costs D seconds to detect it, restart and
-restore, and the work since the last complete state. Then, exactly:
+Failures of a job are a Poisson process of rate λ (many independent nodes; `failure_rate`). Saving to one tier blocks
+training for δ seconds after every interval of τ productive seconds; the saved state is complete L seconds later (an
+asynchronous write in flight). A failure costs D seconds to detect, restart and restore, plus the work since the last
+complete state. Then, exactly:
 
     goodput(τ) = λ τ · exp(-λ (D + L)) / (exp(λ (τ + δ)) - 1)
 
-Between the end of one recovery and the next failure passes an exponential time X of mean 1/λ. The j-th checkpoint after
-the recovery counts if X ≥ j (τ + δ) + L, so exp(-λ L) / (exp(λ (τ + δ)) - 1) of them do in the mean (the sum of these
+The time X from the end of one recovery to the next failure is exponential with mean 1/λ. The j-th checkpoint after the
+recovery counts if X ≥ j (τ + δ) + L. On average exp(-λ L) / (exp(λ (τ + δ)) - 1) of them count (the sum of these
 probabilities over j), each worth τ. A recovery that a new failure interrupts starts again: it takes (exp(λ D) - 1) / λ
-in the mean, and a whole cycle exp(λ D) / λ. The ratio is the line above; with L = 0 it is Daly's
+on average, and a whole cycle exp(λ D) / λ. The ratio is the line above; with L = 0 it is Daly's
 (doi:10.1016/j.future.2004.11.016). To first order in λ it becomes Meta RSC's expected ETTR,
 (1 - λ (D + τ/2)) / (1 + δ/τ) (arXiv:2410.21680), which falls below zero where this falls to zero: 0.68 against 0.72 on
 16,000 GPUs with hourly checkpoints.
 
 The best τ solves λ τ = 1 - exp(-λ (τ + δ)), near Young's √(2 δ / λ).
 
-Several tiers: a failure takes some of them with it (a lost node its memory and its NVMe, a switch perhaps a neighbour's
-copy too) and is recovered from one that is left. Each tier then sees its own part of the failures, and the goodputs
-multiply: the tier that is needed rarely counts hours the other has already thinned out. This is an approximation; the
-simulations of the tests stay within 1% of it.
+Several tiers: a failure destroys some of them (a lost node its memory and NVMe, a switch perhaps a neighbour's copy
+too), and the job recovers from one that is left. Each tier handles its own part of the failures, and the goodputs
+multiply. This is an approximation; the simulations of the tests stay within 1% of it.
 
-Guarantees: 0 ≤ low ≤ goodput ≤ high ≤ 1; more failures, slower recovery or larger checkpoints never raise goodput (as
-long as the job's cadences can be kept; one shorter than its write is stretched, with a warning).
+Guarantees: 0 ≤ low ≤ goodput ≤ high ≤ 1; more failures, slower recovery or larger checkpoints never raise goodput, as
+long as the job's checkpoint intervals are feasible. An interval shorter than its write is stretched, with a warning.
 """
 
 from __future__ import annotations
@@ -48,9 +47,9 @@ _STORAGE = recovery_facts()["storage"]
 _PEER_COST_SHARE: float = recovery_facts()["peer"]["cost_share"]
 
 DEFAULT_PER_NODE_DAY: float = _FAILURES["per_node_day"]["value"]
-REFERENCE_RUN_SECONDS: float = _FAILURES["lemons"]["reference_days"] * SECONDS_PER_DAY
+REFERENCE_RUN_SECONDS: float = _FAILURES["repeat_offenders"]["reference_days"] * SECONDS_PER_DAY
 
-# What a failure takes with it; sets of kinds are bits, in this order.
+# Kinds of failures by what is lost; sets of kinds are bits, in this order.
 _KINDS = ("process", "node", "fabric")
 _PROCESS, _NODE, _FABRIC = (1 << bit for bit in range(len(_KINDS)))
 _ALL = _PROCESS | _NODE | _FABRIC
@@ -62,7 +61,7 @@ _DURABLE = ("shared", "object")
 
 @dataclass(frozen=True)
 class FailureRate:
-    """Failures of the whole job a day, in the mean over its run, with an 80% interval."""
+    """Mean failures of the whole job per day over its run, with an 80% interval."""
 
     per_day: float
     low: float
@@ -70,25 +69,27 @@ class FailureRate:
 
 
 def failure_rate(cluster: Cluster, num_nodes: int, run_seconds: float = REFERENCE_RUN_SECONDS) -> FailureRate:
-    """How often a job on `num_nodes` of the cluster is interrupted.
+    """Return how often a job on `num_nodes` of the cluster is interrupted.
 
     The published rates are means over months on 8-GPU nodes; the default is scaled to the node's GPUs, a rate from the
-    cluster file is taken as it is. About 1 node in 21 is a lemon that fails 30 times as often as the others; nodes are
-    replaced when they fail, so a run starts above the published rate (the lemons are still in) and ends below it.
+    cluster file is used unchanged. About 1 node in 21 is a repeat offender that fails 30 times as often as the others.
+    Nodes are replaced when they fail, so a run starts above the published rate (with all repeat offenders) and ends
+    below it.
 
-    The interval joins what fleets differ by (2.3 to 6.5 per 1,000 node-days) with the luck of how many lemons this job
-    draws. Below 2,048 GPUs its upper end is the 23.7 that Meta measured at 1,024, which does not fit its own rate.
+    The interval combines the spread between fleets (2.3 to 6.5 per 1,000 node-days) with the chance of how many repeat
+    offenders this job gets. Below 2,048 GPUs its upper end is the 23.7 that Meta measured at 1,024, which does not
+    match Meta's own rate.
     """
     per_node_day = cluster.failures_per_node_day
     if per_node_day == DEFAULT_PER_NODE_DAY:
         per_node_day *= cluster.instance.num_gpus / _FAILURES["per_node_day"]["gpus_per_node"]
-    per_day = per_node_day * num_nodes * _lemon_factor(run_seconds / SECONDS_PER_DAY)
+    per_day = per_node_day * num_nodes * _repeat_offender_factor(run_seconds / SECONDS_PER_DAY)
 
     small = num_nodes * cluster.instance.num_gpus < _FAILURES["small_job"]["below_gpus"]
     highest = _FAILURES["small_job" if small else "per_node_day"]["high"]
-    lemons = Z80 * math.sqrt(math.log1p(_LEMON_VARIANCE / num_nodes))
-    low = math.hypot(math.log(DEFAULT_PER_NODE_DAY / _FAILURES["per_node_day"]["low"]), lemons)
-    high = math.hypot(math.log(highest / DEFAULT_PER_NODE_DAY), lemons)
+    offenders = Z80 * math.sqrt(math.log1p(_NODE_RATE_VARIANCE / num_nodes))
+    low = math.hypot(math.log(DEFAULT_PER_NODE_DAY / _FAILURES["per_node_day"]["low"]), offenders)
+    high = math.hypot(math.log(highest / DEFAULT_PER_NODE_DAY), offenders)
     return FailureRate(per_day, per_day * math.exp(-low), per_day * math.exp(high))
 
 
@@ -106,7 +107,7 @@ def tier_goodput(
 def best_interval(
     failures_per_second: float, blocked_seconds: float, shortest_seconds: float, longest_seconds: float
 ) -> float:
-    """The τ with the highest `tier_goodput` between two bounds: Newton's method from Young's √(2 δ / λ)."""
+    """Return the τ with the highest `tier_goodput` between two bounds: Newton's method from Young's √(2 δ / λ)."""
     if failures_per_second <= 0.0:
         return max(shortest_seconds, longest_seconds)
     blocked = failures_per_second * blocked_seconds
@@ -133,7 +134,7 @@ def expected_goodput(
     peer: bool = True,
     replicate: int = 1,
 ) -> float:
-    """`goodput_plan(...).goodput` and nothing else, for searches."""
+    """Return `goodput_plan(...).goodput` only, for searches."""
     run = _run(cluster, num_nodes, step_seconds, run_seconds, replicate)
     return _goodput(run, _job_tiers(run, tiers, peer), run.rate.per_day)[0]
 
@@ -148,11 +149,11 @@ def goodput_plan(
     peer: bool = True,
     replicate: int = 1,
 ) -> GoodputPlan:
-    """Goodput with the job's own checkpoints, and what recovering from each tier alone would give.
+    """Return the goodput with the job's own checkpoints, and with recovery from each tier alone.
 
-    `tiers` is what `storage_plan` gives: those with a cadence are the job's; peer memory without one (`peer: auto`) is
-    written as often as pays, for at most 2% of the time, and not at all with `peer` False. `run_seconds` is the run
-    without failures; with `replicate` > 1 another node holds a copy of every shard, so that NVMe survives a lost node.
+    `tiers` comes from `storage_plan`: those with an interval are the job's. Peer memory without one (`peer: auto`) is
+    written at the best interval, for at most 2% of the time, and not at all with `peer` False. `run_seconds` is the run
+    without failures. With `replicate` > 1 another node holds a copy of every shard, so NVMe survives a lost node.
     """
     run = _run(cluster, num_nodes, step_seconds, run_seconds, replicate)
     goodput, used = _goodput(run, _job_tiers(run, tiers, peer), run.rate.per_day)
@@ -176,7 +177,7 @@ def goodput_plan(
 
 @dataclass(frozen=True)
 class _Run:
-    """What all the functions below need to know of the job."""
+    """Job parameters that all functions below need."""
 
     cluster: Cluster
     num_nodes: int
@@ -188,18 +189,18 @@ class _Run:
 
 @dataclass(frozen=True)
 class _Saved:
-    """One tier as the formula sees it."""
+    """One tier in terms of the formula."""
 
     tier: str
     survives: int  # kinds of failures, as bits
-    interval_seconds: float  # τ; 0: the best one, or not written at all when it serves no failure
-    shortest_seconds: float  # below this τ the next checkpoint would begin before the last is written
+    interval_seconds: float  # τ; 0: the best one, or never written if it serves no failure
+    shortest_seconds: float  # minimum τ: below it the next checkpoint would start before the last is written
     blocked_seconds: float  # δ
     in_flight_seconds: float  # L
     detect_seconds: float
     start_seconds: float
     restore_seconds: float
-    share: float = 0.0  # of the failures that are recovered from it
+    share: float = 0.0  # of the failures recovered from this tier
 
     @property
     def lost_seconds(self) -> float:
@@ -217,7 +218,7 @@ def _run(cluster: Cluster, num_nodes: int, step_seconds: float, run_seconds: flo
 
 
 def _job_tiers(run: _Run, tiers: Sequence[TierPlan], peer: bool) -> list[_Saved]:
-    """The tiers the job writes to, at its own cadences; peer memory without one at the best."""
+    """Return the tiers the job writes to, at its own intervals; peer memory without one at the best."""
     saved = []
     for tier in tiers:
         automatic = tier.tier == "peer" and tier.every_seconds is None
@@ -230,7 +231,7 @@ def _job_tiers(run: _Run, tiers: Sequence[TierPlan], peer: bool) -> list[_Saved]
 
 
 def _saved(run: _Run, tier: TierPlan) -> _Saved:
-    """A tier with the times of recovering from it, to be written at the best interval."""
+    """Return a tier with its recovery times, written at the best interval."""
     how = _RECOVERY["in_place" if tier.tier == "peer" else "restart"]
     hang = _RECOVERY["hang_share"]
     requeue = _RECOVERY["requeue_seconds"]
@@ -254,15 +255,15 @@ def _saved(run: _Run, tier: TierPlan) -> _Saved:
 
 
 def _from_start(run: _Run) -> _Saved:
-    """No checkpoint left: the job begins again, which is a checkpoint interval as long as the run."""
+    """Return recovery without a checkpoint: the job starts over, like a checkpoint interval as long as the run."""
     return replace(_saved(run, TierPlan("start", None, 0.0, 0.0, 0.0)), interval_seconds=run.run_seconds)
 
 
 def _goodput(run: _Run, saved: Sequence[_Saved], failures_per_day: float) -> tuple[float, list[_Saved]]:
-    """Goodput, and the tiers as they are used for it.
+    """Return the goodput and the tiers used for it.
 
-    Every kind of failure goes to a tier that survives it, in the way that gives the highest goodput; tiers without an
-    interval take the best for the failures they serve.
+    Every kind of failure is assigned to a tier that survives it, for the highest goodput; tiers without an interval get
+    the best one for the failures they serve.
     """
     per_second = failures_per_day / SECONDS_PER_DAY
     tiers = list(saved)
@@ -290,7 +291,7 @@ def _goodput(run: _Run, saved: Sequence[_Saved], failures_per_day: float) -> tup
 
 
 def _values(tier: _Saved, per_second: float, run_seconds: float) -> dict[int, tuple[float, float]]:
-    """Goodput and interval of one tier for every set of kinds it may serve; 1 where it need not be written."""
+    """Return goodput and interval of one tier for every set of kinds it may serve; 1 if it is not needed."""
     values = {}
     lost = tier.lost_seconds
     for bits, share in enumerate(_SHARES):
@@ -305,10 +306,10 @@ def _values(tier: _Saved, per_second: float, run_seconds: float) -> dict[int, tu
 
 
 def _wait_seconds(cluster: Cluster, num_nodes: int, failures_per_day: float) -> float:
-    """Mean seconds a failure waits for a node: none while a spare is free, the time of a new instance otherwise.
+    """Return the mean seconds a failure waits for a node: none while a spare is free, else the start of a new instance.
 
-    Nodes under repair are Poisson with mean (node failures a second) x (repair time); an elastic cluster goes on with
-    the others, and loses one node's share of the throughput instead.
+    Nodes under repair are Poisson with mean (node failures per second) x (repair time); an elastic cluster continues
+    with the others, and loses one node's share of the throughput instead.
     """
     load = failures_per_day / SECONDS_PER_DAY * _SHARES[_NODE] * _RECOVERY["repair_node_seconds"]
     term, below = math.exp(-load), 0.0
@@ -321,10 +322,10 @@ def _wait_seconds(cluster: Cluster, num_nodes: int, failures_per_day: float) -> 
 
 
 def _interval(run: _Run, used: Sequence[_Saved]) -> tuple[float, float]:
-    """The 80% interval: failure rate and recovery time are unsure by factors, independently.
+    """Return the 80% interval: failure rate and recovery time have independent multiplicative uncertainties.
 
-    Lost seconds per productive second, 1 / goodput - 1, are about their product, so the distances of their logarithms
-    add in quadrature; the settings stay those of the estimate.
+    Lost seconds per productive second, 1 / goodput - 1, are about their product, so the deviations of their logarithms
+    add in quadrature; checkpoint intervals stay those of the estimate.
     """
 
     def lost(per_day: float, times: Sequence[_Saved]) -> float:
@@ -342,7 +343,7 @@ def _interval(run: _Run, used: Sequence[_Saved]) -> tuple[float, float]:
 
 
 def _scaled(saved: _Saved, time_factor: float, *, slow_storage: bool) -> _Saved:
-    """The same tier with recovery faster or slower, and its storage at the slow end of what was measured."""
+    """Return the tier with faster or slower recovery, and its storage at the slow end of measurements."""
     slow = slow_storage and saved.tier in _DURABLE
     return replace(
         saved,
@@ -354,7 +355,7 @@ def _scaled(saved: _Saved, time_factor: float, *, slow_storage: bool) -> _Saved:
 
 
 def _recoveries(run: _Run, tiers: Sequence[TierPlan]) -> list[RecoveryPlan]:
-    """Each tier at its best interval; what it does not survive goes to the shared tier, or else the object store."""
+    """Return each tier at its best interval; failures it does not survive use the shared tier, else the object one."""
     plans = {tier.tier: _saved(run, tier) for tier in tiers if tier.tier != "peer" or run.num_nodes > 1}
     wait = _wait_seconds(run.cluster, run.num_nodes, run.rate.per_day)
     rows = []
@@ -382,7 +383,7 @@ def _recoveries(run: _Run, tiers: Sequence[TierPlan]) -> list[RecoveryPlan]:
 
 
 def _curve(run: _Run, used: Sequence[_Saved], chosen: _Saved) -> list[tuple[float, float]]:
-    """Goodput over the interval of the chosen tier, the others as they are; its own interval is one of the points."""
+    """Return goodput over the interval of the chosen tier, others unchanged; its own interval is one of the points."""
     shortest = chosen.shortest_seconds
     best = best_interval(
         chosen.share * run.rate.per_day / SECONDS_PER_DAY, chosen.blocked_seconds, shortest, run.run_seconds
@@ -408,59 +409,61 @@ def _warnings(run: _Run, tiers: Sequence[TierPlan], used: Sequence[_Saved], good
     ]
     if "start" in planned:
         result.append(
-            f"{percent(planned['start'].share)} of the failures leave no checkpoint and begin the run again: "
+            f"{percent(planned['start'].share)} of the failures leave no checkpoint, so the run starts over: "
             "add a shared or object tier to the job's checkpoint settings"
         )
     if run.cluster.spare_nodes == 0:
         spared = _goodput(replace(run, cluster=replace(run.cluster, spare_nodes=1)), used, run.rate.per_day)[0]
         if spared - goodput > 0.005:
             result.append(
-                "no spare node, so a failed one is waited for: one spare would raise goodput from "
+                "no spare node, so recovery waits for a replacement: one spare would raise goodput from "
                 f"{percent(goodput)} to {percent(spared)}"
             )
     return result
 
 
-def _lemon_rates(mean_per_day: float) -> tuple[float, float, float]:
-    """Rate of a node drawn today, of a node after long running, and how fast one becomes the other (per day).
+def _renewal_rates(mean_per_day: float) -> tuple[float, float, float]:
+    """Return the failure rate of a new node, of a node after a long run, and the decay rate between them (per day).
 
-    Lemons are a share p of the nodes with a share s of the failures: rates a = s/p and b = (1 - s)/(1 - p) of the mean.
-    A failed node is replaced by one drawn afresh. Times between replacements are then hyperexponential, and the renewal
+    Repeat offenders are a share p of the nodes with a share s of the failures: rates a = s/p and b = (1 - s)/(1 - p) of
+    the mean.
+    A failed node is replaced by a new random one. Times between replacements are then hyperexponential, and the renewal
     rate of such a process is r(t) = r∞ + (r0 - r∞) exp(-γ t) with r∞ = 1 / (p/a + (1-p)/b) and γ = (1-p) a + p b.
     """
-    p, s = _FAILURES["lemons"]["node_share"], _FAILURES["lemons"]["failure_share"]
+    p, s = _FAILURES["repeat_offenders"]["node_share"], _FAILURES["repeat_offenders"]["failure_share"]
     a, b = s / p * mean_per_day, (1.0 - s) / (1.0 - p) * mean_per_day
     return mean_per_day, 1.0 / (p / a + (1.0 - p) / b), (1.0 - p) * a + p * b
 
 
 def _mean_rate(fresh: float, worn: float, per_day: float, days: float) -> float:
-    """Mean of r(t) over a run; t → 0 gives the fresh rate."""
+    """Return the mean of r(t) over a run; t → 0 gives the rate of new nodes."""
     passed = per_day * days
     return worn + (fresh - worn) * (-math.expm1(-passed) / passed if passed > 0.0 else 1.0)
 
 
 def _fresh_rate() -> float:
-    """The rate of freshly drawn nodes whose mean over the reference run is the published rate, by bisection."""
-    days = _FAILURES["lemons"]["reference_days"]
+    """Return the rate of new nodes whose mean over the reference run is the published rate, by bisection."""
+    days = _FAILURES["repeat_offenders"]["reference_days"]
     low, high = DEFAULT_PER_NODE_DAY, 100.0 * DEFAULT_PER_NODE_DAY
     for _ in range(60):
         middle = (low + high) / 2.0
-        if _mean_rate(*_lemon_rates(middle), days) < DEFAULT_PER_NODE_DAY:
+        if _mean_rate(*_renewal_rates(middle), days) < DEFAULT_PER_NODE_DAY:
             low = middle
         else:
             high = middle
     return (low + high) / 2.0
 
 
-_LEMONS = _lemon_rates(_fresh_rate())
+_LEMONS = _renewal_rates(_fresh_rate())
 # Relative variance of one node's rate: s²/p + (1-s)²/(1-p) - 1.
-_LEMON_VARIANCE = (
-    _FAILURES["lemons"]["failure_share"] ** 2 / _FAILURES["lemons"]["node_share"]
-    + (1.0 - _FAILURES["lemons"]["failure_share"]) ** 2 / (1.0 - _FAILURES["lemons"]["node_share"])
+_NODE_RATE_VARIANCE = (
+    _FAILURES["repeat_offenders"]["failure_share"] ** 2 / _FAILURES["repeat_offenders"]["node_share"]
+    + (1.0 - _FAILURES["repeat_offenders"]["failure_share"]) ** 2 / (1.0 - _FAILURES["repeat_offenders"]["node_share"])
     - 1.0
 )
 
 
-def _lemon_factor(days: float) -> float:
-    """Mean failure rate of a run this long over the published one; lemons leave as fast as at the default rate."""
+def _repeat_offender_factor(days: float) -> float:
+    """Return the mean failure rate of a run this long over the published one, with repeat offenders replaced at the
+    default rate."""
     return _mean_rate(*_LEMONS, days) / DEFAULT_PER_NODE_DAY

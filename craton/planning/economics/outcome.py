@@ -1,5 +1,5 @@
-"""The whole run with one layout on one cluster: storage, goodput, wall time and dollars; and the same on other sizes
-and other hardware."""
+"""The whole run with one layout on one cluster: storage, goodput, wall time and cost; also on other sizes and other
+hardware."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from craton.planning.setting import Setting, setting_of
 from craton.planning.step import adapter_parameters, compose, evaluation_terms
 
 OTHER_HARDWARE = ("p5.48xlarge", "p5en.48xlarge", "p6-b200.48xlarge", "p6-b300.48xlarge")
-DEFAULT_CHECKPOINT_SECONDS = 1800.0  # of a job that names no checkpoint tier
+DEFAULT_CHECKPOINT_SECONDS = 1800.0  # for a job that names no checkpoint tier
 SCALES = (0.25, 0.5, 1.0, 2.0, 4.0)
 
 
@@ -38,7 +38,7 @@ class RunOutcome:
 
 
 def outcome_of(setting: Setting, candidate: Candidate) -> RunOutcome:
-    """Run time and cost with failures, for one candidate."""
+    """Return run time and cost with failures, for one candidate."""
     prediction = predict(setting.profile, candidate.terms)
     storage = storage_of(setting, candidate, prediction.seconds)
     data, blocked = stalls(setting, storage, prediction.seconds)
@@ -63,7 +63,7 @@ def outcome_of(setting: Setting, candidate: Candidate) -> RunOutcome:
 
 
 def evaluate_seconds(setting: Setting, candidate: Candidate, step_seconds: float) -> float:
-    """Seconds of evaluation a step, in the mean; `step_seconds` as predicted, scale included."""
+    """Return the mean seconds of evaluation per step; `step_seconds` as predicted, including the scale."""
     evaluate = setting.job.train and setting.job.train.evaluate
     if not evaluate:
         return 0.0
@@ -110,12 +110,12 @@ def storage_of(setting: Setting, candidate: Candidate, step_seconds: float) -> S
 
 
 def durable_tier(cluster: Cluster) -> str:
-    """Where a job that names no tier is taken to save."""
+    """Return the assumed checkpoint tier of a job that names none."""
     return next((name for name in ("shared", "object", "nvme") if name in cluster.tiers), "")
 
 
 def stalls(setting: Setting, storage: StoragePlan, step_seconds: float) -> tuple[float, float]:
-    """(seconds a step waits for data, seconds a step is blocked by checkpoints, in the mean)"""
+    """Return (mean seconds a step waits for data, mean seconds a step is blocked by checkpoints)."""
     needed = storage.data_bytes_per_second * step_seconds
     data = max(0.0, needed / storage.data_limit_bytes_per_second - step_seconds)
     blocked = sum(
@@ -125,7 +125,7 @@ def stalls(setting: Setting, storage: StoragePlan, step_seconds: float) -> tuple
 
 
 def scaling_outcomes(setting: Setting, chosen: Candidate) -> list[RunOutcome]:
-    """The same layout family on other numbers of nodes."""
+    """Return the same layout family on other numbers of nodes."""
     outcomes = []
     for factor in SCALES:
         nodes = round(setting.cluster.num_nodes * factor)
@@ -145,7 +145,7 @@ def _resized(setting: Setting, nodes: int) -> Setting:
 
 
 def other_hardware(setting: Setting, chosen: Candidate) -> list[RunOutcome]:
-    """The same number of GPUs of other catalog instances, laid out alike."""
+    """Return the same number of GPUs of other catalog instances, with similar layouts."""
     own = setting.cluster.instance
     if own.gpu.generation == "cpu":
         return []

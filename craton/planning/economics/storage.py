@@ -1,13 +1,12 @@
-"""Checkpoints and training data as bytes over links: how large, how long to write, how long training stands still, how
-long to read back, and whether the data tier can feed the job.
+"""Checkpoint and data traffic: checkpoint size, write time, blocked time, restore time, and data throughput.
 
-Guarantees: times are at the limits the cluster states (the goodput interval covers how far below them jobs stay); a
-larger checkpoint is never faster anywhere, a faster link never slower; what does not fit is said in `warnings`.
+Guarantees: times are at the limits of the cluster (the goodput interval covers how far below them jobs stay); a larger
+checkpoint is never faster, a faster link never slower; `warnings` names what does not fit.
 
-A save is coordinated, copies each GPU's share to host memory over the host link (training waits only for these two when
-saves are asynchronous) and the nodes then write their shares in parallel. Replicated state is written once, spread over
-all ranks. A restart reads it once too: the nodes of one replica read, every rank its own shard, and pass it on to the
-other replicas over the network.
+A save is coordinated and copies each GPU's share to host memory over the host link; asynchronous saves block training
+only for these two. The nodes then write their shares in parallel. Replicated state is written once, spread over all
+ranks. A restart also reads it once: each rank of one replica reads its own shard and sends it to the other replicas
+over the network.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ from craton.infrastructure import Cluster, StorageTier
 from craton.planning.result import StoragePlan, TierPlan
 
 TIERS = ("peer", "nvme", "shared", "object")  # fastest first
-_OF_THE_NODES = ("peer", "nvme")  # every node brings its own: the tier as a whole is no limit
-# Copies of the state a tier has to hold: the last complete one and the one being written; in peer memory also the
-# buddy's two.
+_OF_THE_NODES = ("peer", "nvme")  # every node has its own: the tier as a whole is not a limit
+# Copies of the state that a tier must hold: the last complete one and the one being written; in peer memory also the
+# two of the buddy node.
 _SLOTS = {"peer": 4, "nvme": 2, "shared": 2, "object": 2}
 
 WEIGHT_BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "fp8": 2.0, "mxfp8": 2.0, "nvfp4": 2.0}
@@ -39,7 +38,7 @@ OPTIMIZER_BYTES = {
     "lion": 4.0,
     "muon": 4.0,
     "sgd": 4.0,  # momentum
-    "adafactor": 0.0,  # rows and columns instead of a matrix: too little to count
+    "adafactor": 0.0,  # rows and columns instead of a matrix: negligible
 }
 
 
@@ -52,11 +51,11 @@ def checkpoint_bytes(
     weights: str = "fp32",
     both_widths: bool = True,
 ) -> float:
-    """Bytes of one checkpoint: the weights as trained, their fp32 master copy and the optimizer's state.
+    """Return the bytes of one checkpoint: the weights as trained, their fp32 master copy and the optimizer states.
 
-    14 bytes a parameter for bf16 with AdamW, 12 where a stack saves no narrow weights beside the fp32 ones
+    14 bytes per parameter for bf16 with AdamW, 12 where a stack saves no 16-bit weights beside the fp32 ones
     (`both_widths`), 6 with `weights` bf16, which has no fp32 copy and states in bf16. With LoRA only the adapters are
-    saved; the frozen weights are where they were published (`frozen_bytes` of `storage_plan` adds them to the restart).
+    saved; frozen weights are loaded from their source (`frozen_bytes` of `storage_plan` adds them to the restart).
     """
     if precision not in WEIGHT_BYTES:
         raise CratonError(f"unknown precision {precision!r}; a checkpoint is sized for {', '.join(WEIGHT_BYTES)}")
@@ -72,13 +71,13 @@ def checkpoint_bytes(
 
 
 def data_bytes_per_token(vocab: int) -> float:
-    """Token ids are stored in two bytes where they fit, else in four."""
+    """Return bytes per token id: two if the vocabulary fits, else four."""
     return 2.0 if vocab <= 2**16 else 4.0
 
 
 @cache
 def recovery_facts() -> dict[str, Any]:
-    """The table of failures, recovery and checkpoint constants, each with its source."""
+    """Return the table of failure, recovery and checkpoint constants, each with its source."""
     return tomllib.loads(resources.files(__package__).joinpath("recovery.toml").read_text(encoding="utf-8"))
 
 
@@ -96,17 +95,17 @@ def storage_plan(
     asynchronous: bool = True,
     frozen_bytes: float = 0.0,
 ) -> StoragePlan:
-    """Every tier of the cluster for a checkpoint of `state_bytes`, and the data stream against its tier's limit.
+    """Plan every tier of the cluster for a checkpoint of `state_bytes`, and compare the data stream with its limit.
 
-    `every_seconds` holds the cadences the job asks for, by tier; the other tiers are planned too, without a cadence,
-    for goodput to compare. Warnings are about what the job uses, peer memory with them unless `peer` is False.
-    `data_tier` "" takes the shared file system, else the object store, else NVMe.
+    `every_seconds` has the job's checkpoint intervals by tier; other tiers are planned without one, for comparison.
+    Warnings cover the tiers that the job uses, and peer memory unless `peer` is False. `data_tier` "" means the shared
+    file system, else the object store, else NVMe.
     """
     unknown = [name for name in (*every_seconds, *([data_tier] if data_tier else [])) if name not in cluster.tiers]
     if unknown:
         raise CratonError(
             f"{cluster.name} has no storage tier {unknown[0]!r}; it has {', '.join(cluster.tiers) or 'none'}: "
-            "add it to the cluster file or take it out of the job"
+            "add it to the cluster file or remove it from the job"
         )
     warnings: list[str] = []
     plans = []
@@ -129,7 +128,7 @@ def storage_plan(
     limit = _read_limit(cluster.tiers[source], num_nodes) if source else math.inf
     if needed > limit:
         warnings.append(
-            f"the data needs {bandwidth(needed)} and {source} gives {bandwidth(limit)}, so training waits: "
+            f"the data needs {bandwidth(needed)} but {source} delivers {bandwidth(limit)}, so training waits: "
             "copy the data to a faster tier or buy throughput"
         )
     return StoragePlan(needed, source, limit, state_bytes, plans, warnings)
@@ -145,7 +144,7 @@ def tier_plan(
     asynchronous: bool = True,
     frozen_bytes: float = 0.0,
 ) -> TierPlan:
-    """One checkpoint to one tier and back."""
+    """Plan one checkpoint to one tier and back."""
     instance = cluster.instance
     num_gpus = num_nodes * instance.num_gpus
     facts = recovery_facts()["storage"]
@@ -157,13 +156,13 @@ def tier_plan(
         state_bytes, num_nodes, num_gpus, tier, tier.write_bytes_per_second, tier.client_write_bytes_per_second, "write"
     )
 
-    # On its own disk or in its buddy's memory every node holds a share; elsewhere one replica reads for all.
+    # On NVMe or in a buddy's memory every node holds a share; from other tiers one replica reads for all.
     read_bytes = state_bytes + frozen_bytes
     readers = num_nodes if tier.name in _OF_THE_NODES else max(1, num_nodes // replicate)
     read = _transfer_seconds(
         read_bytes, readers, num_gpus, tier, tier.read_bytes_per_second, tier.client_read_bytes_per_second, "read"
     )
-    holders = max(1, num_nodes // replicate)  # nodes that hold one whole copy between them
+    holders = max(1, num_nodes // replicate)  # nodes that together hold one whole copy
     if replicate > 1 and num_nodes > 1:
         read += _seconds(read_bytes / holders, instance.network_bytes_per_second)
     read += _seconds(read_bytes / holders, node_link)
@@ -173,26 +172,27 @@ def tier_plan(
 def _transfer_seconds(
     total_bytes: float, nodes: int, objects: int, tier: StorageTier, tier_rate: float, node_rate: float, way: str
 ) -> float:
-    """The slowest of: the tier as a whole, one node's connection, and (S3) the requests one prefix answers."""
+    """Return the slowest of: the tier as a whole, one node's connection, and (S3) the request rate of one prefix."""
     seconds = _seconds(total_bytes / nodes, node_rate)
     if tier.name not in _OF_THE_NODES:
         seconds = max(seconds, _seconds(total_bytes, tier_rate))
     if tier.kind == "s3":
         service = recovery_facts()["object"]
         parts = objects * math.ceil(total_bytes / objects / service["part_bytes"])
-        requests = parts + 2 * objects if way == "write" else parts  # a multipart upload is also begun and completed
+        # a multipart upload also has a create and a complete request
+        requests = parts + 2 * objects if way == "write" else parts
         seconds = max(seconds, requests / service[f"{way}_requests_per_second"])
     return seconds
 
 
 def _read_limit(tier: StorageTier, num_nodes: int) -> float:
-    """What all nodes together can read from a tier."""
+    """Return the read throughput of all nodes together from a tier."""
     nodes = num_nodes * tier.client_read_bytes_per_second or math.inf
     return nodes if tier.name in _OF_THE_NODES else min(nodes, tier.read_bytes_per_second or math.inf)
 
 
 def _shortage(cluster: Cluster, tier: StorageTier, num_nodes: int, state_bytes: float) -> str:
-    """What does not fit, as a sentence; empty when it does or when no capacity is stated."""
+    """Return a sentence if the checkpoints do not fit; empty if they do or if no capacity is stated."""
     if tier.name in _OF_THE_NODES:
         needed = _SLOTS[tier.name] * state_bytes / num_nodes
         capacity = tier.capacity_bytes / cluster.num_nodes
@@ -203,10 +203,10 @@ def _shortage(cluster: Cluster, tier: StorageTier, num_nodes: int, state_bytes: 
         where = f"on {tier.name}"
     if not needed > capacity > 0:
         return ""
-    sizes = f"{stored(needed)} {where}, {stored(capacity)} are there"
+    sizes = f"{stored(needed)} {where}, {stored(capacity)} are available"
     if tier.name == "peer":
-        return f"peer recovery is planned off: snapshots take {sizes}; use more nodes"
-    return f"two checkpoints take {sizes}; {'use more nodes' if tier.name == 'nvme' else 'buy capacity'}"
+        return f"planned without peer recovery: snapshots need {sizes}; use more nodes"
+    return f"two checkpoints need {sizes}; {'use more nodes' if tier.name == 'nvme' else 'buy capacity'}"
 
 
 def _seconds(size_bytes: float, bytes_per_second: float) -> float:

@@ -1,8 +1,8 @@
-"""Bytes of one parameter and of one layer on one rank, from which `memory` adds up a GPU.
+"""Bytes of one parameter and of one layer on one rank; `memory` sums them for a GPU.
 
 Tensors are counted one by one after Korthikanti et al. 2022 (arXiv:2205.05198, section 4), extended to fused
-attention, grouped and latent attention, gated MLPs, experts and low precision. Both functions are cached: a search
-asks for few different ranks.
+attention, grouped and latent attention, gated MLPs, experts and low precision. Both functions are cached: a search has
+few different ranks.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from craton.planning.software import Traits
 MASTER_BYTES = 4.0  # fp32 weights
 MOMENT_BYTES = 8.0  # Adam's two moments, fp32
 BF16_MOMENT_BYTES = 4.0  # the same in bf16
-BUCKET_PARAMETERS = 40e6  # one gradient bucket (Megatron's default); two are alive
+BUCKET_PARAMETERS = 40e6  # per gradient bucket (Megatron's default); two are alive
 # Transformer Engine keeps a weight twice in the low precision, by rows and by columns (on Hopper a transposed copy);
 # block scales are a byte in 32 (mxfp8) or in 16 values (nvfp4). An assumption: these are the weights, with no 16-bit
 # copy beside the optimizer's fp32 one, as in Megatron-Bridge's recipes (fp8_param_gather, fp4_param_gather).
 WEIGHT_COPY_BYTES = {"fp8": 2.0, "mxfp8": 2.0 * 33 / 32, "nvfp4": 2.0 * 9 / 16}
-# What it saves of a matrix product's input for the backward pass.
+# Bytes per element of a matmul's input that it saves for the backward pass.
 INPUT_BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "fp8": 1.0, "mxfp8": 33 / 32, "nvfp4": 9 / 16}
-# Logits at their worst, a value. A fused loss: one in 16 bit, one in fp32. Separate operators: softmax, gradient of
-# the loss and gradient of the logits, all fp32, at the start of the backward pass.
+# Peak bytes per logit. A fused loss: one copy in 16 bit, one in fp32. Separate operators: softmax, gradient of the loss
+# and gradient of the logits, all fp32, at the start of the backward pass.
 LOGIT_BYTES = 6.0
 PLAIN_LOGIT_BYTES = 12.0
 
 
 class ParameterBytes(NamedTuple):
-    """Bytes a parameter costs on its rank, counted before sharding; `expert_…` where experts differ."""
+    """Bytes on a rank per parameter, counted before sharding; `expert_…` where experts differ."""
 
     table: float  # weights: embedding and head
     weight: float
@@ -42,13 +42,13 @@ class ParameterBytes(NamedTuple):
     expert_gradient: float
     temporary: float  # in the optimizer step
     expert_temporary: float
-    bucket: float  # on its way through a reduction
+    bucket: float  # during a reduction
     gathered_table: float  # unsharded for the whole step
     gathered: float
     fetched: float  # of the largest layer: unsharded for that layer only
     summed: float  # unsharded gradients until the last micro-batch
     reduced: float  # of the largest layer: its gradients before they are scattered
-    keeps_gradients: bool  # buffers that are there from the start
+    keeps_gradients: bool  # buffers exist from the start
 
 
 @lru_cache(maxsize=4096)
@@ -66,14 +66,14 @@ def parameter_bytes(
     master_gradients: bool,
     weights: str = "fp32",
 ) -> ParameterBytes:
-    """What sharding and precision make of a parameter. `pipeline`: pp > 1; `replicas`: replicate > 1; `trained`: the
-    share that adapters leave to train; `offloaded`: the optimizer and its fp32 weights are in host memory; `weights`
-    bf16: no fp32 weights, and states in bf16."""
+    """Return the bytes per parameter by sharding and precision. `pipeline`: pp > 1; `replicas`: replicate > 1;
+    `trained`: the trained share with adapters; `offloaded`: the optimizer and its fp32 weights are in host memory;
+    `weights` bf16: no fp32 weights, and states in bf16."""
     shards = fsdp * cp
-    # Without fsdp, context-parallel ranks still reduce gradients once a step: for the same bytes on the wire they can
-    # share the optimizer, but neither parameters nor gradients.
+    # Without fsdp, context-parallel ranks still reduce gradients once per step: for the same network traffic they can
+    # shard the optimizer, but neither parameters nor gradients.
     zero = zero if fsdp > 1 else 1 if cp > 1 else 0
-    # experts are sharded over the ranks that expert parallelism leaves
+    # experts are sharded over the ranks outside expert parallelism
     share = expert_share = 1.0
     if zero:
         share, expert_share = 1.0 / shards, 1.0 / max(1.0, shards * tp / ep)
@@ -85,8 +85,8 @@ def parameter_bytes(
     if zero == 3:  # FSDP2: fp32 shards are weight and master in one, gathered in 16 bit
         weight = value if trained != 1.0 or offloaded or narrow else MASTER_BYTES
         moments, landed = trained * moment_bytes, gradient if offloaded or narrow else trained * MASTER_BYTES
-        # in a pipeline gathered once a step, and gradients summed before they are scattered; else the tables stay,
-        # one layer is in work and one fetched ahead
+        # in a pipeline: gathered once per step, gradients accumulated before the reduce-scatter; else the tables stay
+        # gathered, one layer is being computed and one prefetched
         return ParameterBytes(
             table=weight * share,
             weight=weight * share,
@@ -106,7 +106,7 @@ def parameter_bytes(
             keeps_gradients=False,
         )
     states = trained * (moment_bytes if precision == "fp32" or narrow else MASTER_BYTES + moment_bytes)
-    scattered = zero == 2 and not pipeline  # a pipeline sums its gradients first
+    scattered = zero == 2 and not pipeline  # a pipeline accumulates its gradients first
     # a sharded optimizer copies its shard of 16-bit gradients
     fp32 = 4.0 * trained if gradient < 4.0 * trained and not offloaded and not narrow else 0.0
     return ParameterBytes(
@@ -125,7 +125,7 @@ def parameter_bytes(
         fetched=0.0,
         summed=0.0,
         reduced=gradient if scattered else 0.0,
-        # buffers of a sharded optimizer (Megatron, nanotron) and those that sum in fp32
+        # buffers of a sharded optimizer (Megatron, nanotron) and of accumulation in fp32
         keeps_gradients=zero == 1 or (zero == 0 and gradient == 4.0 * trained),
     )
 
@@ -137,16 +137,16 @@ class LayerBytes:
     parameters: float  # experts not included
     expert_parameters: float
     saved: float  # from the forward to the backward pass, mean of the layers
-    kept: float  # the same of the layer in work
+    kept: float  # the same of the layer in its backward pass
     work: float  # only during the layer's backward pass: recomputed tensors and gradients
     buffers: float  # of collectives during the layer
-    ring: float  # keys and values that context parallelism passes on
+    ring: float  # keys and values of context parallelism
 
 
 @dataclass(frozen=True, slots=True)
 class HeadBytes:
     parameters: float  # one table of vocabulary × hidden
-    tables_alone: float  # tables where there is one stage
+    tables_alone: float  # tables with a single stage
     tables_last: float
     width: float  # logits of a token
     logit_bytes: float
@@ -165,7 +165,7 @@ def layer_bytes(
     sequence: int,
     imbalance: float,
 ) -> tuple[LayerBytes, LayerBytes, HeadBytes]:
-    """The dense layer, the layer with experts and the head of one rank."""
+    """Return the dense layer, the layer with experts and the head of one rank."""
     value = 4.0 if precision == "fp32" else 2.0
     dense = _layer(shape, traits, tp, ep, precision, recompute, sequence, imbalance, moe=False)
     moe = _layer(shape, traits, tp, ep, precision, recompute, sequence, imbalance, moe=True) if shape.is_moe else dense
@@ -173,7 +173,7 @@ def layer_bytes(
     head = HeadBytes(
         parameters=shape.vocab * shape.hidden / tp,
         tables_alone=1.0 if shape.tied_embeddings else 2.0,
-        # multi-token prediction embeds once more
+        # multi-token prediction has another embedding
         tables_last=2.0 if shape.mtp_layers and not shape.tied_embeddings else 1.0,
         width=shape.vocab / tp,
         logit_bytes=PLAIN_LOGIT_BYTES if _plain(shape, traits) else LOGIT_BYTES,
@@ -184,8 +184,8 @@ def layer_bytes(
 
 
 def _plain(shape: ModelShape, traits: Traits) -> bool:
-    """Whether norms, activations and the loss run as separate PyTorch operators: gated models where nothing is
-    compiled. The stacks of GPT-type models (Megatron, llm-foundry) have fused kernels for theirs."""
+    """Return whether norms, activations and the loss run as separate PyTorch operators: gated models without
+    compilation. The stacks of GPT-type models (Megatron, llm-foundry) have fused kernels."""
     return not traits.compiled and shape.gated_mlp
 
 
@@ -202,7 +202,7 @@ def _layer(
     moe: bool,
 ) -> LayerBytes:
     value = 4.0 if precision == "fp32" else 2.0
-    kept_input = INPUT_BYTES[precision]  # of a product's input, kept for its weight gradient
+    kept_input = INPUT_BYTES[precision]  # of a matmul's input, saved for its weight gradient
     hidden, heads = shape.hidden, shape.heads / tp
     stream = hidden / (tp if traits.sequence_parallel else 1)
     unfused, plain = traits.attention == "unfused", _plain(shape, traits)
@@ -218,12 +218,12 @@ def _layer(
         projected = value * query + keys_values
     else:
         query = out = heads * shape.head_dim
-        key = max(shape.kv_heads / tp, 1.0) * shape.head_dim  # fewer heads than tp are copied
+        key = max(shape.kv_heads / tp, 1.0) * shape.head_dim  # replicated if there are fewer heads than tp
         latent = 0.0
         parameters = 2.0 * hidden * (query + key)
         keys_values = value * 2.0 * key
         projected = value * query + keys_values + (value * (query + key) if shape.qk_norm else 0.0)
-    attended = value * out + (kept_input * out if kept_input < value else 0.0)  # the kernel's copy and the product's
+    attended = value * out + (kept_input * out if kept_input < value else 0.0)  # the kernel's copy and the matmul's
     scores = (2.0 * value + 1.0) * heads * sequence if unfused else 0.0  # softmax, dropout mask, dropped softmax
     statistics = 0.0 if unfused else 4.0 * heads
     norm_inputs, norm_outputs = 2.0 * value * stream, 2.0 * kept_input * stream
@@ -236,12 +236,12 @@ def _layer(
     parameters += 2.0 * hidden  # norms
     expert_parameters = routed = routing = 0.0
     if moe:
-        routed = shape.top_k * imbalance / tp  # assignments a token of the group brings to this rank
+        routed = shape.top_k * imbalance / tp  # assignments per token of the group on this rank
         width = routed * shape.moe_ffn_hidden + shape.shared_experts * shape.moe_ffn_hidden / tp
         expert_parameters = shape.experts / ep * shape.expert_parameters
         parameters += shape.router_parameters + shape.shared_expert_parameters / tp
         routing = 8.0 * shape.experts * stream / hidden + kept_input * routed * hidden  # fp32 scores, experts' inputs
-        if traits.dispatcher in ("nccl", "loop"):  # outputs wait for the gradient of their weights; others fuse that
+        if traits.dispatcher in ("nccl", "loop"):  # outputs are saved for the gradient of their weights; others fuse it
             routing += value * routed * hidden
     else:
         width = shape.ffn_hidden / tp
@@ -262,14 +262,14 @@ def _layer(
     elif recompute == "selective":
         if traits.selective == "attention":
             kept = saved = total - scores
-        elif traits.selective == "operators":  # the layer's input, attention's output, every other product's output
+        elif traits.selective == "operators":  # the layer's input, attention's output, every other matmul's output
             attention = 0.5 * (latent + projected) if shape.mla else value * (query + key)
             mlp = 0.5 * (routing + up + product) if moe else value * width
             kept = saved = attention + value * out + statistics + mlp + 2.0 * value * stream
         elif traits.selective == "every second layer":
             kept = value * stream
             saved = 0.5 * (total + kept)
-        else:  # norms, activations and latent attention's projections are cheap to repeat
+        else:  # norms, activations and latent attention's projections are cheap to recompute
             kept = saved = total - norm_outputs - product - (projected if shape.mla else 0.0)
     return LayerBytes(
         parameters=parameters,
@@ -284,25 +284,25 @@ def _layer(
 
 
 class StageBytes(NamedTuple):
-    """Whole bytes of one pipeline rank, at the instants of `memory.INSTANTS`."""
+    """Bytes of one pipeline rank, at the instants of `memory.INSTANTS`."""
 
     parameters: float
     optimizer: float
     runtime: float
-    gradients: float  # once the first backward pass is through
+    gradients: float  # after the first backward pass
     gradients_forward: float
     gradients_backward: float  # at the first backward layer
     gradients_step: float  # in the optimizer step
     activations: float  # of every micro-batch in flight
     first_activations: float  # at the first backward layer
-    later_activations: float  # when one of them has been through its backward pass, but for a layer
+    later_activations: float  # when one of them has finished its backward pass except for a layer
     head_activations: float
     logits: float
     unsharded: float
     unsharded_loss: float
-    unsharded_backward: float  # with the gradients of the layer in work
+    unsharded_backward: float  # with the gradients of the current layer
     layer_in_work: float  # recomputed tensors and gradients of one layer
     later_in_work: float
     buffers: float
     buffers_backward: float
-    temporaries: float  # beside the gradients at the end: those still to be reduced, copies for the optimizer
+    temporaries: float  # on top of the gradients at the end: those not yet reduced, copies for the optimizer

@@ -1,8 +1,8 @@
-"""What the layers of craton/ml/models keep for the backward pass, tensor by tensor, and what is alive inside one.
+"""Tensors that the layers of craton/ml/models save for the backward pass, and those alive inside one layer.
 
-Bytes are per token of a tensor-parallel group, as in `footprint.LayerBytes`. Between layers go two tensors, the
-residual stream and what is still to be added to it; with tensor parallelism a rank holds its share of both. A trace of
-the real step is compared with these numbers.
+Bytes are per token of a tensor-parallel group, as in `footprint.LayerBytes`. Two tensors pass between layers: the
+residual stream and the pending addition to it; with tensor parallelism a rank holds its share of both. A trace of the
+real step is compared with these numbers.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from functools import lru_cache
 from craton.job.model import ModelShape
 from craton.planning.step import adapter_weights, layer_weights
 
-INDEX_BYTES = 8.0  # of a sorted pair of token and expert: its place and the way back are kept, two each
+INDEX_BYTES = 8.0  # per sorted token-expert pair: its position and the inverse are saved, two each
 
 
 @dataclass(frozen=True, slots=True)
 class OwnLayer:
-    saved: float  # kept without recompute
-    kept: float  # with the recompute that was asked for
-    again: float  # made once more in the backward pass
-    work: float  # gradients and gathered tensors at the fullest instant of the backward pass
-    work_bytes: float  # the same that no token changes: gradients of weights that FSDP has not taken yet
-    forward: float  # the largest tensors that a layer makes on its way forward and lets go of
-    late: float  # what gradients of weights need that are put off: inputs of products and gradients of their outputs
+    saved: float  # saved without activation checkpointing
+    kept: float  # saved with the layout's recompute setting
+    again: float  # recomputed in the backward pass
+    work: float  # gradients and gathered tensors at the peak of the backward pass
+    work_bytes: float  # the part independent of tokens: weight gradients that FSDP has not reduced yet
+    forward: float  # the largest temporary tensors of the forward pass
+    late: float  # for deferred weight gradients: inputs of matmuls and gradients of their outputs
 
 
 @lru_cache(maxsize=4096)
 def own_layers(
     shape: ModelShape, tp: int, ep: int, cp: int, precision: str, recompute: str, *, lora_rank: int = 0
 ) -> tuple[OwnLayer, OwnLayer]:
-    """The dense layer and the layer with experts of one rank; `lora_rank`: of adapters on all its products."""
+    """Return the dense layer and the layer with experts of one rank; `lora_rank`: of adapters on all its matmuls."""
     dense = _layer(shape, tp, ep, cp, precision, recompute, lora_rank, moe=False)
     return dense, _layer(shape, tp, ep, cp, precision, recompute, lora_rank, moe=True) if shape.is_moe else dense
 
@@ -54,11 +54,11 @@ def _layer(
     elif recompute == "full":
         kept, again = 2.0 * stream, saved - stream
     else:
-        # what enters the layer, and the output of every product; those that are summed over ranks before and after
+        # the layer's input, and the output of every matmul; those summed over ranks before and after
         kept = stream + (3.0 * stream if shared_by else 0.0) + attention.products + mlp.products
-        if lora_rank:  # an adapter's outputs are products too
+        if lora_rank:  # an adapter's outputs are matmul outputs too
             kept += attention.outputs + mlp.outputs + narrow
-            kept += 0.0 if shared_by else stream  # the sum of both, which enters the next layer, is none
+            kept += 0.0 if shared_by else stream  # the sum of both, which enters the next layer, is not saved
         again = saved - stream - attention.shared - mlp.shared - narrow
     incoming = stream
     return OwnLayer(
@@ -75,19 +75,19 @@ def _layer(
 @dataclass(frozen=True, slots=True)
 class _Part:
     saved: float
-    products: float  # outputs of products and attention, which selective recompute keeps
+    products: float  # outputs of matmuls and attention, which selective recompute keeps
     shared: float  # those of them that are also saved without recompute
     outputs: float  # those that an adapter can be added to
     work: float
     work_bytes: float = 0.0
-    freed: float = 0.0  # of what is saved, when the backward pass is through with it
+    freed: float = 0.0  # of the saved tensors, once the backward pass no longer needs them
     keeps_input: bool = True
     forward: float = 0.0
     late: float = 0.0
 
 
 def _between_adapters(shape: ModelShape, tp: int, ep: int, value: float, rank: int, *, moe: bool) -> float:
-    """What every adapter has narrowed, of all tokens where it is gathered."""
+    """Return the bytes of all adapters' rank-wide tensors; of all tokens where they are gathered."""
     adapters = adapter_weights(layer_weights(shape, tp, ep, moe=moe), rank) if rank else ()
     return sum(value * rank / (tp if wide.is_partial else 1.0) for _, wide in adapters)
 
@@ -98,7 +98,7 @@ def _attention(shape: ModelShape, tp: int, cp: int, value: float) -> _Part:
         query, key = value * heads * shape.head_dim, value * max(shape.kv_heads / tp, 1.0) * shape.head_dim
         projected = query + 2.0 * key  # rotated queries and keys, and values
         produced = projected
-        if shape.qk_norm:  # the projection, whose values are read where they are, and what enters the norms
+        if shape.qk_norm:  # the projection, whose values are used in place, and the inputs of the norms
             projected += 2.0 * query + key + 4.0 * (heads + max(shape.kv_heads / tp, 1.0))
         out = query
         shared = 0.0
@@ -112,20 +112,20 @@ def _attention(shape: ModelShape, tp: int, cp: int, value: float) -> _Part:
         out = value * heads * mla.v_head
         both = query + expanded
         shared = latents - value * (mla.q_lora + mla.kv_lora) / tp
-        if cp > 1:  # keys and values are expanded again in the backward pass
+        if cp > 1:  # keys and values are re-expanded in the backward pass
             projected = latents + value * (mla.kv_lora + mla.qk_rope) / tp + query
             produced = shared + query
         else:
             projected = latents + query + both
             produced = shared + query + expanded
             shared += expanded
-        # normed stream and latents, gathered where their product is cut; gradients of what was made of them
+        # normed stream and latents, gathered where their matmul is sharded; gradients of their results
         late = whole / tp + value * (mla.q_lora + mla.kv_lora + mla.qk_rope) / tp + query
         late += value * mla.q_lora + cp * (value * mla.kv_lora + expanded)
     statistics = 4.0 * heads
     kept = out + statistics
     gradients = out + 2.0 * query + 2.0 * both
-    if cp > 1:  # of the whole sequence: what is gathered, put in order, and its gradients
+    if cp > 1:  # of the whole sequence: gathered, reordered, and its gradients
         gradients += 4.0 * cp * both
     return _Part(
         saved=projected + kept,
@@ -149,7 +149,7 @@ def _dense(shape: ModelShape, tp: int, value: float, width: float | None = None)
         products=ups * width + whole,
         shared=ups * width,
         outputs=ups * width + whole / tp,
-        # the product and its gradient, or the gradient of the input beside those of all weights
+        # the matmul output and its gradient, or the gradient of the input beside those of all weights
         work=gathered + max(width, last),
         work_bytes=(ups + 1.0) * weights,
         freed=ups * width,
@@ -159,7 +159,7 @@ def _dense(shape: ModelShape, tp: int, value: float, width: float | None = None)
 
 
 def _experts(shape: ModelShape, tp: int, ep: int, value: float) -> _Part:
-    """Routed experts with balanced routing, and shared ones."""
+    """Return the bytes of routed experts with balanced routing, and of shared ones."""
     pairs = shape.top_k / tp
     rows, inner = value * pairs * shape.hidden, value * pairs * shape.moe_ffn_hidden
     tokens = 1.0 / tp
@@ -169,9 +169,9 @@ def _experts(shape: ModelShape, tp: int, ep: int, value: float) -> _Part:
     shared = _dense(shape, tp, value, width) if width else None
     weights = value * sum(weight.size for weight in layer_weights(shape, tp, ep, moe=True) if weight.stacked)
     up = _ups(shape) * inner
-    saved = router + indices + up + 2.0 * rows  # rows that enter the experts, and their outputs until they are weighed
+    saved = router + indices + up + 2.0 * rows  # input rows of the experts, and their outputs until they are weighted
     products = 4.0 * tokens * shape.experts + up + rows + value * tokens * shape.hidden + indices
-    # the outputs have been weighed; gradients of rows in and out, and of the weights
+    # after the outputs are weighted: gradients of rows in and out, and of the weights
     work = rows + max(rows, inner)
     return _Part(
         saved=saved + (shared.saved if shared else 0.0),
@@ -188,5 +188,5 @@ def _experts(shape: ModelShape, tp: int, ep: int, value: float) -> _Part:
 
 
 def _ups(shape: ModelShape) -> float:
-    """Products that widen: the gate has one of its own."""
+    """Return the number of up-projections: a gated MLP has two."""
     return 2.0 if shape.gated_mlp else 1.0

@@ -1,8 +1,8 @@
 """Memory of a rank that trains with craton/ml: FSDP2's buffers and the layers of `own_layers`, instant by instant.
 
-FSDP2 keeps fp32 shards, gathers weights in 16 bit and reduces gradients in fp32: beside a group's own gradients stands
-their fp32 copy until the next group is reduced, that of the tables even until the next micro-batch's backward pass. One
-rank alone keeps 16-bit weights with fp32 masters in the optimizer.
+FSDP2 keeps fp32 shards, gathers weights in 16 bit and reduces gradients in fp32. The fp32 copy of a group's gradients
+lives until the next group is reduced, that of the tables until the next micro-batch's backward pass. A single rank
+keeps 16-bit weights with fp32 master weights in the optimizer.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ FP32 = 4.0
 
 
 def own_stages(work: Workload, traits: Traits, runtime: float) -> list[StageBytes]:
-    """The pipeline ranks that can be the worst: the first two and the last."""
+    """Return the pipeline ranks that can be the worst: the first two and the last."""
     shape, layout = work.shape, work.layout
     rank = work.adapter_rank
     held = _held(shape, traits, layout.fsdp, layout.cp, layout.tp, layout.ep, rank)
@@ -51,7 +51,7 @@ def own_stages(work: Workload, traits: Traits, runtime: float) -> list[StageByte
 
 
 class _Numbers(NamedTuple):
-    """Numbers of parameters: of one layer or of the tables."""
+    """Parameter counts of one layer or of the tables."""
 
     whole: float  # before sharding
     group: float  # of its largest FSDP group
@@ -59,11 +59,11 @@ class _Numbers(NamedTuple):
 
 
 class _Held(NamedTuple):
-    """What a rank holds, for every place it can have in a pipeline."""
+    """Parameters of a rank, for every position in a pipeline."""
 
     layers: tuple[_Numbers, _Numbers]  # dense, with experts
     tables: dict[tuple[bool, bool], _Numbers]  # by (has the embedding, has the head)
-    trained_layers: tuple[_Numbers, _Numbers]  # the adapters where there are some, and nothing of the tables
+    trained_layers: tuple[_Numbers, _Numbers]  # the adapters if there are any, and nothing of the tables
     trained_tables: dict[tuple[bool, bool], _Numbers]
 
 
@@ -117,7 +117,7 @@ def _stage(
     has_masters = alone and low and not narrow
     states = (BF16_MOMENT_BYTES if narrow and low else MOMENT_BYTES) + (MASTER_BYTES if has_masters else 0.0)
     optimizer = states * trained_own
-    if layout.offload == "optimizer":  # planned, not trained yet: the host takes and gives bucket by bucket
+    if layout.offload == "optimizer":  # planned, not trained yet: exchanged with the host bucket by bucket
         optimizer = min(optimizer, 2.0 * BUCKET_PARAMETERS * states)
     head = value * shape.vocab * shape.hidden / layout.tp if predicts and not work.lora else 0.0
 
@@ -133,9 +133,9 @@ def _stage(
         copied = reducing = gathered = gathered_loss = gathered_reduced = 0.0
     else:
         landed = weight_bytes * trained_own
-        copied = width * of_tables if reduces_each and has_sums else 0.0  # of the micro-batch before
+        copied = width * of_tables if reduces_each and has_sums else 0.0  # of the previous micro-batch
         summed = (landed if reduces_each else width * trained_full) if has_sums else 0.0
-        reducing = width if reduces_each or micro_batches == 1 else 0.0  # else whole gradients are summed first
+        reducing = width if reduces_each or micro_batches == 1 else 0.0  # else unsharded gradients accumulate first
         after = landed if reducing else width * trained_full  # the first backward pass
         reduced = after - landed + (value + width) * of_group
         at_end = (value if reducing else width) * of_tables + width * of_tables - weight_bytes * trained_tables.shard
@@ -168,8 +168,8 @@ def _stage(
         gathered_backward = gathered
     else:
         forward = _Instant(summed + copied, once)
-        # The first layer in work; its gradients being reduced, when its activations are gone; or the second in work,
-        # beside what is reduced of the first.
+        # The backward pass of the first layer; the reduction of its gradients, after its activations are freed; or the
+        # backward pass of the second layer during the reduction of the first.
         without = once - tokens * layer.kept
         first, gathered_backward = max(
             (_Instant(summed + copied + head, once, in_work), gathered),
@@ -178,7 +178,7 @@ def _stage(
             key=lambda at: sum(at[0]) + at[1],
         )
         later = _Instant(landed + reduced, 0.0, stream)
-    if layout.offload == "activations":  # one layer on its way, one in work
+    if layout.offload == "activations":  # one layer in transfer, one being computed
         most = 2.0 * tokens * layer.kept
         forward, first, later = (at._replace(activations=min(at.activations, most)) for at in (forward, first, later))
     return StageBytes(
@@ -212,30 +212,30 @@ class _Instant(NamedTuple):
 
 
 class _Chunk(NamedTuple):
-    """Bytes of one chunk's pass of a pipeline rank, and of what comes beside it."""
+    """Bytes of one chunk's pass on a pipeline rank, and of the tensors alive beside it."""
 
     layers: float
     kept: float
-    late: float  # until the gradients of its weights are made
+    late: float  # until its weight gradients are computed
     in_work: float  # of a layer
     stream: float
-    gradients: float  # of the layers, as they are made
-    group: float  # of the largest FSDP group among them
+    gradients: float  # of the layers, as they are computed
+    group: float  # of its largest FSDP group
     tables: float  # of embedding or head
-    head: float  # made with the loss
+    head: float  # computed with the loss
     landed: float  # of all, reduced
-    widened: float  # how many times wider sums are
+    widened: float  # width factor of accumulated gradients
 
 
 def _pipeline_instants(
     layout: Layout, micro_batches: int, rank: int, chunk: _Chunk
 ) -> tuple[_Instant, _Instant, _Instant]:
-    """The fullest instants of forward passes, of layers in work, and of gradients on their way into the sums."""
+    """Return the peak instants of forward passes, of backward layers, and of gradient accumulation."""
     forward, first, later = [], [], []
     layer = 1.0 / chunk.layers
     for load in pipeline_loads(layout.schedule, layout.pp, layout.vpp, micro_batches, rank):
         sums = chunk.widened * (load.summed * chunk.gradients + load.tables * chunk.tables)
-        new_sums = chunk.widened * chunk.gradients if load.sums_anew else 0.0
+        new_sums = chunk.widened * chunk.gradients if load.starts_sum else 0.0
         activations = load.passes * chunk.kept + load.late * chunk.late
         head = chunk.head if load.has_tables else 0.0
         if load.kind == "forward":
@@ -246,14 +246,14 @@ def _pipeline_instants(
             first.append(_Instant(sums, activations))
         else:
             taken = chunk.group
-            if load.kind == "after backward":  # the chunk's first layer is the last one in work
+            if load.kind == "after backward":  # the chunk's first layer is the last in the backward pass
                 others = new_sums * (1.0 - layer)
                 kept = layer * (chunk.kept - chunk.late if layout.schedule == "zero-bubble" else chunk.kept)
                 first.append(_Instant(sums + others + head, activations + kept, chunk.in_work))
                 if load.has_tables:
                     at_end = chunk.tables * (1.0 + (0.0 if load.tables else chunk.widened))
                     later.append(_Instant(sums + new_sums + at_end, activations, chunk.stream))
-            elif not (load.sums_anew or load.reduces):  # all of them are made before one is added
+            elif not (load.starts_sum or load.reduces):  # all of them are computed before one is added
                 taken = chunk.gradients
             if load.reduces:
                 taken = (1.0 + chunk.widened) * chunk.group + (0.0 if load.summed else chunk.landed)
@@ -263,15 +263,15 @@ def _pipeline_instants(
 
 @lru_cache(maxsize=4096)
 def _layer_counts(layers: int, dense_layers: int, pp: int, vpp: int, rank: int) -> tuple[int, int]:
-    """(dense layers, layers with experts) of a pipeline rank; `dense_layers` lead."""
+    """Return (dense layers, layers with experts) of a pipeline rank; the `dense_layers` come first."""
     stages = stage_layers(layers, pp, vpp)[rank::pp]
     num_dense = sum(max(0, min(stage.stop, dense_layers) - stage.start) for stage in stages)
     return num_dense, sum(len(stage) for stage in stages) - num_dense
 
 
 def _head(shape: ModelShape, layout: Layout, tokens: float, value: float, head: float) -> tuple[float, float]:
-    """(logits with the gradients made of them, input and output of the last norm). Cut by vocabulary, logits have a
-    copy in fp32 and one in the end; the head's gradient exists from the second chunk on."""
+    """Return (logits with their gradients, input and output of the last norm). Vocabulary-parallel logits have a copy
+    in fp32 and one at the end; the head's gradient exists from the second chunk on."""
     chunk = min(value * tokens * shape.vocab / layout.tp, head_chunk_bytes(layout))
     stream, whole = value * tokens * shape.hidden / layout.tp, value * tokens * shape.hidden
     is_one = value * tokens * shape.vocab / layout.tp <= head_chunk_bytes(layout)

@@ -1,9 +1,8 @@
 """Memory of one GPU during a training step, at the instants that can be the peak, on the worst pipeline rank.
 
 Every part is a whole number of bytes, so parts add up exactly; the total is the largest of the instants, never the sum
-of everything. `footprint` counts tensors one by one; what cannot be counted (the CUDA context, NCCL's buffers, the
-allocator's fragments) are the named constants below, each with its source. docs/memory.md says how far the result is
-from published peaks.
+of everything. `footprint` counts tensors one by one; the CUDA context, NCCL's buffers and allocator fragmentation are
+the named constants below, each with its source. docs/memory.md compares the result with published peaks.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ from craton.planning.step import HEAD_CHUNK_BYTES, Workload, trained_share
 GIBIBYTE = 2.0**30
 # CUDA context, cuBLAS workspaces and framework before the first collective: 1.06 GB on H100 (NVIDIA/nccl#1685).
 CONTEXT_BYTES = 1.0 * GIBIBYTE
-# Python, torch and the loop in a rank without a GPU: 0.6 to 0.7 GiB resident beside the tensors, torch 2.13.0.
+# Python, torch and the loop in a rank without a GPU: 0.6 to 0.7 GiB resident on top of the tensors, torch 2.13.0.
 PROCESS_BYTES = 0.65 * GIBIBYTE
-# NCCL's buffers grow with communicators and channels (NVIDIA/nccl#864, #986); one that leaves the node has network
-# buffers too.
+# NCCL's buffers grow with communicators and channels (NVIDIA/nccl#864, #986); a multi-node communicator also has
+# network buffers.
 COMMUNICATOR_BYTES = 0.2 * GIBIBYTE
 NETWORK_COMMUNICATOR_BYTES = 0.4 * GIBIBYTE
 # Peak reserved over peak allocated in nanotron's logs (huggingface.co/nanotron/old_bench): 1.01 to 1.07.
@@ -49,7 +48,7 @@ INSTANTS = (
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on the GPU that needs most."""
+    """Bytes on the GPU with the highest peak."""
 
     total_bytes: float
     parts: dict[str, float]  # at the worst instant; add up to total_bytes
@@ -57,7 +56,7 @@ class Memory:
 
 
 def memory(work: Workload, traits: Traits, node_gpus: int = 8) -> Memory:
-    """Bytes at every instant of a step."""
+    """Return the bytes at every instant of a step."""
     instants = dict.fromkeys(INSTANTS, 0.0)
     total_bytes, parts = 0.0, {}
     for stage in _stages(work, traits, node_gpus):
@@ -70,7 +69,7 @@ def memory(work: Workload, traits: Traits, node_gpus: int = 8) -> Memory:
 
 
 def memory_bytes(work: Workload, traits: Traits, node_gpus: int = 8) -> float:
-    """The same total without names, for a search."""
+    """Return the same total without names, for a search."""
     total_bytes = 0.0
     for stage in _stages(work, traits, node_gpus):
         at_loss = stage.unsharded_loss + stage.head_activations + stage.logits if stage.logits else 0.0
@@ -129,7 +128,7 @@ def _parts_by_instant(stage: StageBytes) -> dict[str, dict[str, float]]:
 
 
 def _stages(work: Workload, traits: Traits, node_gpus: int) -> list[StageBytes]:
-    """The pipeline ranks that can be the worst: the first, the last, and the second where leading layers differ."""
+    """Return the pipeline ranks that can be the worst: the first, the last, and the second if leading layers differ."""
     shape, layout = work.shape, work.layout
     pp, vpp = layout.pp, layout.vpp
     tokens = layout.micro_batch * work.sequence / layout.cp
@@ -158,7 +157,7 @@ def _stages(work: Workload, traits: Traits, node_gpus: int) -> list[StageBytes]:
     layers = shape.layers + shape.mtp_layers
     per_chunk = -(-layers // (pp * vpp))
     per_rank = min(per_chunk * vpp, layers)
-    last = max(layers - (pp - 1) * per_rank, layers // pp)  # the rank with the head has fewer where stages are uneven
+    last = max(layers - (pp - 1) * per_rank, layers // pp)  # with uneven stages the rank with the head has fewer
     numbers = (0,) if pp == 1 else (0, 1, pp - 1) if pp > 2 and shape.dense_layers else (0, pp - 1)
     stages = []
     for number in numbers:
@@ -173,7 +172,7 @@ def _stages(work: Workload, traits: Traits, node_gpus: int) -> list[StageBytes]:
         once = tokens * (num_dense * dense.saved + num_moe * moe.saved)
         activations = in_flight * once
         later = (in_flight - 1.0) * once + tokens * layer.kept
-        if layout.offload == "activations":  # one layer on its way, one in work
+        if layout.offload == "activations":  # one layer in transfer, one being computed
             two_layers = 2.0 * tokens * layer.saved
             activations, later = min(activations, two_layers), min(later, two_layers)
         logits = 0.0
@@ -198,7 +197,7 @@ def _stages(work: Workload, traits: Traits, node_gpus: int) -> list[StageBytes]:
         buffers += 2.0 * rates.bucket * min(BUCKET_PARAMETERS, full) + (tokens * head.sends if pp > 1 else 0.0)
         optimizer = rates.optimizer * shared + rates.expert_optimizer * experts
         temporaries = rates.temporary * shared + rates.expert_temporary * experts
-        if layout.offload == "optimizer":  # the host takes gradients and gives weights back, bucket by bucket
+        if layout.offload == "optimizer":  # gradients to the host and weights back, bucket by bucket
             optimizer = min(optimizer, 2.0 * BUCKET_PARAMETERS * (MASTER_BYTES + MOMENT_BYTES))
         unsharded_backward = unsharded + rates.summed * full + rates.reduced * largest
         stages.append(
@@ -229,7 +228,7 @@ def _stages(work: Workload, traits: Traits, node_gpus: int) -> list[StageBytes]:
 
 
 def _in_flight(layout: Layout, micro_batches: int, number: int) -> float:
-    """Micro-batches whose activations are alive, in units of all layers of this pipeline rank."""
+    """Return the micro-batches whose activations are alive, in units of all layers of this pipeline rank."""
     pp, vpp = layout.pp, layout.vpp
     if pp == 1:
         return 1.0
@@ -241,7 +240,7 @@ def _in_flight(layout: Layout, micro_batches: int, number: int) -> float:
 
 
 def _runtime_bytes(layout: Layout, node_gpus: int, expert_span: int) -> float:
-    """CUDA context and NCCL's buffers: a communicator for each mesh dimension, and two for experts."""
+    """Return CUDA context and NCCL's buffers: a communicator per mesh dimension, and two for experts."""
     inside = outside = 0
     span = 1
     for size in (layout.tp, layout.cp, layout.fsdp, layout.replicate, layout.pp):

@@ -1,8 +1,8 @@
-"""Seconds a collective takes on a hierarchy of NVLink domain, node and leaf, from sizes and rates alone.
+"""Time of collectives on a hierarchy of NVLink domain, node and leaf, from sizes and rates alone.
 
 Sizes follow nccl-tests: `size_bytes` is the whole buffer (all-gather: the output, reduce-scatter: the input, both of
-one rank; all-to-all: what one rank holds). Every time is launch + latency of the steps + pipelined transfer, of
-the fastest algorithm that NCCL has for the operation; docs/collectives.md has the formulas and how well they hold.
+one rank; all-to-all: the buffer of one rank). Every time is launch + latency of the steps + pipelined transfer, of the
+fastest algorithm that NCCL has for the operation; docs/collectives.md has the formulas and their accuracy.
 
 Guarantees: pure functions of plain numbers; a group of one rank or an empty buffer costs nothing; more bytes, more
 domains or less bandwidth never make a collective faster.
@@ -16,8 +16,8 @@ from functools import lru_cache
 from importlib import resources
 from math import sqrt
 
-SWITCH_REDUCE_MIN_GPUS = 5  # NCCL takes NVLS from 5 (H200) or 6 (B200) GPUs on: stas00/ml-engineering network, 2026-08
-PCIE_BYTES_PER_SECOND = 20e9  # PCIe 4 x16 as NCCL reaches it; for GPUs without NVLink
+SWITCH_REDUCE_MIN_GPUS = 5  # NCCL uses NVLS from 5 (H200) or 6 (B200) GPUs on: stas00/ml-engineering network, 2026-08
+PCIE_BYTES_PER_SECOND = 20e9  # PCIe 4 x16 as NCCL achieves it; for GPUs without NVLink
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Network:
     nvlink_pair_efficiency: float  # sends between pairs
     nvlink_switch_efficiency: float  # all-reduce in the switch: buffer bytes per second, of the line rate
     nvlink_latency_seconds: float  # per step of a ring
-    nvlink_ramp_seconds: float  # of rings and pairs: below rate × this, a message sees less than the full rate
+    nvlink_ramp_seconds: float  # of rings and pairs: messages below rate × this do not reach the full rate
     nvlink_switch_latency_seconds: float  # all-reduce in the switch, times the root of its ranks
     nvlink_launch_seconds: float  # every collective
     network_efficiency: float
@@ -50,13 +50,13 @@ class Network:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The ranks of one collective and where they sit."""
+    """The ranks of one collective and their placement."""
 
     size: int
     per_domain: int  # ranks of this group inside one NVLink domain
     per_node: int
     spans_leaves: bool = False
-    concurrent: int = 1  # groups like this one that use a node's interfaces at the same time, this one included
+    concurrent: int = 1  # groups that share a node's interfaces at the same time, this one included
 
 
 def network(
@@ -69,10 +69,10 @@ def network(
     leaf_gpus: int = 0,
     oversubscription: float = 1.0,
 ) -> Network:
-    """Rates of a machine joined with the constants of its GPU generation and of its fabric.
+    """Return the rates of a machine with the constants of its GPU generation and its fabric.
 
-    Without NVLink (rate 0 or a domain of one) the node's PCIe takes its place. An unknown generation or a newer EFA
-    takes the nearest one's constants. CPUs talk by gloo, over the rate measured on their own network.
+    Without NVLink (rate 0 or a domain of one) PCIe is used. An unknown generation or a newer EFA gets the constants of
+    the nearest one. CPUs use gloo, at the rate measured on their own network.
     """
     if generation == "cpu":
         nvlink_bytes_per_second, nvlink_domain = nvlink_bytes_per_second or nic_bytes_per_second, node_gpus
@@ -95,7 +95,7 @@ def network(
 
 
 def all_gather_seconds(size_bytes: float, group: Group, network: Network) -> float:
-    """`size_bytes`: the gathered output of a rank; each rank brings size_bytes / group.size."""
+    """`size_bytes`: the gathered output of a rank; each rank contributes size_bytes / group.size."""
     return _ring_seconds(size_bytes, 1, group, network)
 
 
@@ -105,7 +105,7 @@ def reduce_scatter_seconds(size_bytes: float, group: Group, network: Network) ->
 
 
 def all_reduce_seconds(size_bytes: float, group: Group, network: Network) -> float:
-    """`size_bytes`: the buffer that a rank brings and gets back reduced."""
+    """`size_bytes`: the buffer of a rank, reduced in place."""
     size, local = group.size, min(group.per_domain, group.size)
     if size <= 1 or size_bytes <= 0:
         return 0.0
@@ -129,7 +129,7 @@ def all_reduce_seconds(size_bytes: float, group: Group, network: Network) -> flo
 
 
 def all_to_all_seconds(size_bytes: float, group: Group, network: Network) -> float:
-    """`size_bytes`: what a rank holds before and after; it sends size_bytes / group.size to every rank."""
+    """`size_bytes`: the buffer of a rank before and after; it sends size_bytes / group.size to every rank."""
     size, local = group.size, min(group.per_domain, group.size)
     if size <= 1 or size_bytes <= 0:
         return 0.0
@@ -145,12 +145,12 @@ def all_to_all_seconds(size_bytes: float, group: Group, network: Network) -> flo
 
 
 def broadcast_seconds(size_bytes: float, group: Group, network: Network) -> float:
-    """`size_bytes`: the buffer that every rank holds afterwards; moves like an all-gather of the same output."""
+    """`size_bytes`: the buffer of every rank afterwards; costs the same as an all-gather of that output."""
     return _ring_seconds(size_bytes, 1, group, network)
 
 
 def point_to_point_seconds(size_bytes: float, same_domain: bool, network: Network) -> float:
-    """One rank sends `size_bytes` to one other, on its own interface where they are in different domains."""
+    """One rank sends `size_bytes` to another, on its own interface if they are in different domains."""
     if size_bytes <= 0:
         return 0.0
     if same_domain:
@@ -161,14 +161,14 @@ def point_to_point_seconds(size_bytes: float, same_domain: bool, network: Networ
 
 
 def link_constants(generation: str) -> dict[str, float]:
-    """Constants inside an NVLink domain by GPU generation."""
+    """Return the constants inside an NVLink domain by GPU generation."""
     table = _table()["nvlink"]
     nearest = "blackwell" if generation.startswith("blackwell") else "hopper"
     return table.get(generation, table[nearest])
 
 
 def fabric_constants(efa_version: int) -> dict[str, float]:
-    """Constants of the network between domains by EFA version; 0 is InfiniBand or RoCE."""
+    """Return the constants of the network between domains by EFA version; 0 is InfiniBand or RoCE."""
     table = _table()["fabric"]
     return table["infiniband"] if efa_version <= 0 else table[f"efa{min(efa_version, 4)}"]
 
@@ -186,7 +186,7 @@ def _table() -> dict[str, dict[str, dict[str, float]]]:
 
 
 def _ring_seconds(size_bytes: float, passes: int, group: Group, network: Network) -> float:
-    """Every rank passes the buffer on `passes` times, in size - 1 steps each."""
+    """Return the time of a ring: every rank forwards the buffer `passes` times, in size - 1 steps each."""
     size = group.size
     if size <= 1 or size_bytes <= 0:
         return 0.0
@@ -203,7 +203,7 @@ def _ring_seconds(size_bytes: float, passes: int, group: Group, network: Network
 
 
 def _domain_bytes_per_second(group: Group, network: Network) -> float:
-    """What this group can move out of one NVLink domain over all interfaces it may use there."""
+    """Return the bandwidth of this group out of one NVLink domain, over all interfaces it may use there."""
     per_node = min(group.per_node, group.per_domain)
     interfaces = min(float(per_node), network.node_gpus / group.concurrent) * (group.per_domain / per_node)
     shared = network.oversubscription if group.spans_leaves else 1.0
@@ -211,5 +211,5 @@ def _domain_bytes_per_second(group: Group, network: Network) -> float:
 
 
 def _pipelined(transfer: float, latency: float) -> float:
-    """Seconds of a transfer cut into chunks of the best size on a path with this latency: (√latency + √transfer)²."""
+    """Return the time of a transfer in chunks of the best size on a path with this latency: (√latency + √transfer)²."""
     return latency + transfer + 2.0 * sqrt(latency * transfer)

@@ -1,7 +1,7 @@
-"""Seconds of matrix products, attention and element-wise passes on one GPU, from shapes and rates alone.
+"""Time of matmuls, attention and element-wise kernels on one GPU, from shapes and rates alone.
 
-The level is that of short benchmarks on an idle card: a card held at its power limit is some 10% slower, and stacks
-differ; both are constants of a software profile. The dependence on shape, precision and generation is what counts here.
+The level is that of short benchmarks on an idle GPU: a GPU at its power limit is some 10% slower, and stacks differ;
+both are constants of a software profile. This module models the dependence on shape, precision and generation.
 
 Guarantees: pure functions of plain numbers (fractions of a row or head are fine); larger shapes are never faster,
 more FLOP/s or bandwidth never slower. Tile quantisation is left out: on measured sweeps it is noise of ± 5%.
@@ -18,7 +18,7 @@ from typing import Literal
 
 AttentionKernel = Literal["best", "flash2"]
 
-# Bytes of an operand's element with its share of the scales, and the catalog's names of its rate, nearest first.
+# Bytes per element of an operand with its share of the scales, and the catalog's names of its rate, nearest first.
 OPERAND_BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "fp8": 1.0, "mxfp8": 1.0 + 1 / 32, "nvfp4": 0.5 + 1 / 16}
 RATE_NAMES = {
     "fp32": ("fp32", "bf16", "fp16"),
@@ -29,8 +29,8 @@ RATE_NAMES = {
     "nvfp4": ("fp4", "fp8", "bf16", "fp16", "fp32"),
 }
 OUTPUT_BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "fp8": 2.0, "mxfp8": 2.0, "nvfp4": 2.0}
-TILE_ROWS = 128.0  # queries one multiprocessor holds in fused attention
-MIN_GROUP_ROWS = 64.0  # the smallest tile of a grouped product
+TILE_ROWS = 128.0  # queries per multiprocessor in fused attention
+MIN_GROUP_ROWS = 64.0  # minimum tile of a grouped matmul
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class AttentionRates:
     narrow_level: float
 
     def efficiency(self, width: float, backward: bool) -> float:
-        """Of the 16-bit peak, between the measured head widths; below 32 they fill the matrix unit in proportion."""
+        """Return the share of the 16-bit peak, interpolated between measured head widths; proportional below 32."""
         narrow, middle, wide = (
             (self.backward_64, self.backward_128, self.backward_160)
             if backward
@@ -67,14 +67,14 @@ class AttentionRates:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GpuRates:
-    """What one GPU can do, ready to use; made by `gpu_rates` and compared by identity."""
+    """Rates of one GPU; created by `gpu_rates` and compared by identity."""
 
     generation: str
     peak_flops: Mapping[str, float]  # dense, by precision
-    matrix_flops: Mapping[str, float]  # what a large product reaches, by precision
+    matrix_flops: Mapping[str, float]  # of a large matmul, by precision
     memory_bytes_per_second: float  # data sheet
-    streaming_bytes_per_second: float  # what a long pass over memory reaches
-    elementwise_bytes_per_second: float  # what norms, activations and casts reach
+    streaming_bytes_per_second: float  # of a long streaming kernel
+    elementwise_bytes_per_second: float  # of norms, activations and casts
     kernel_launch_seconds: float
     output_passes: float
     step_seconds: float
@@ -89,10 +89,10 @@ def gpu_rates(
     achievable_flops: Mapping[str, float],
     memory_bytes_per_second: float,
 ) -> GpuRates:
-    """A catalog's rates ("fp32", "fp16", "bf16", "fp8", "fp4") joined with the constants of a generation.
+    """Combine a catalog's rates ("fp32", "fp16", "bf16", "fp8", "fp4") with the constants of a generation.
 
-    A precision that the card lacks runs at the rate of the next wider one; one without a published best product reaches
-    the generation's share of its peak. An unknown generation takes the nearest one's constants.
+    A precision that the GPU lacks runs at the rate of the next wider one; one without a published best matmul gets the
+    generation's share of its peak. An unknown generation gets the constants of the nearest one.
     """
     matrix = _section("matrix", generation)
     peak: dict[str, float] = {}
@@ -136,7 +136,7 @@ def gemm_seconds(m: float, n: float, k: float, precision: str, gpu: GpuRates, gr
 def grouped_gemm_seconds(
     m: float, n: float, k: float, groups: float, precision: str, gpu: GpuRates, imbalance: float = 1.0
 ) -> float:
-    """`groups` experts with m rows each on average; `imbalance`: rows of the busiest rank over the average rank's."""
+    """Time of `groups` experts with m rows each on average; `imbalance`: rows of the busiest rank over the average."""
     rows = m * imbalance
     multiply = 2.0 * max(rows, MIN_GROUP_ROWS) * n * k / (gpu.matrix_flops[precision] * gpu.grouped_level)
     read = OPERAND_BYTES[precision] * (rows + n) * k / (gpu.streaming_bytes_per_second * gpu.grouped_memory)
@@ -159,14 +159,14 @@ def attention_seconds(
     precision: str = "bf16",
     kernel: AttentionKernel = "best",
 ) -> float:
-    """Fused attention over a whole sequence (training, prefill), or its backward pass alone.
+    """Time of fused attention over a whole sequence (training, prefill), or of its backward pass alone.
 
-    Causal: the average query sees half of `key_tokens`, also when context parallelism leaves a balanced share of the
-    queries here. MLA has head_dim 192 and value_dim 128.
+    Causal: the average query attends to half of `key_tokens`, also with a balanced share of the queries in context
+    parallelism. MLA has head_dim 192 and value_dim 128.
     """
     rates = gpu.attention[kernel]
     width = head_dim + (value_dim or head_dim)
-    products = 5.0 if backward else 2.0  # backward repeats the scores and has four gradients
+    products = 5.0 if backward else 2.0  # backward recomputes the scores and has four gradients
     unit = "fp32" if precision == "fp32" else "bf16"
     flops = gpu.peak_flops[unit] * rates.efficiency(0.5 * width, backward)
     if precision in ("fp8", "mxfp8", "nvfp4"):
@@ -182,12 +182,12 @@ def attention_seconds(
 
 
 def flops_per_score(query_dim: float, value_dim: float, *, backward: bool) -> float:
-    """Forward: scores and values. Backward: scores once more, gradients of queries, keys, probabilities and values."""
+    """Forward: scores and values. Backward: scores again, gradients of queries, keys, probabilities and values."""
     return 2.0 * (3.0 * query_dim + 2.0 * value_dim) if backward else 2.0 * (query_dim + value_dim)
 
 
 def elementwise_seconds(read_bytes: float, written_bytes: float, gpu: GpuRates, kernels: float = 1) -> float:
-    """Passes limited by memory: norms, activations, residual adds, casts, optimizer steps."""
+    """Time of memory-bound kernels: norms, activations, residual adds, casts, optimizer steps."""
     return kernels * gpu.kernel_launch_seconds + (read_bytes + written_bytes) / gpu.streaming_bytes_per_second
 
 

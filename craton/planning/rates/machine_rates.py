@@ -1,4 +1,4 @@
-"""What a step runs on: the rates of one GPU and of the links between them, ready for the models that use them."""
+"""Rates of a machine: of one GPU and of the links between GPUs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def machine(
     nic_bytes_per_second: float,
     efa_version: int,
 ) -> MachineRates:
-    """A machine of catalog GPUs with a given network, as published runs describe theirs."""
+    """Return a machine of catalog GPUs with a given network, as published runs describe it."""
     card = catalog_gpu(gpu_name)
     links = network(
         card.generation, card.nvlink_bytes_per_second, nvlink_domain, node_gpus, nic_bytes_per_second, efa_version
@@ -38,7 +38,7 @@ def machine(
 
 
 def machine_of(cluster: Cluster) -> MachineRates:
-    """The machine of a resolved cluster."""
+    """Return the machine of a resolved cluster."""
     instance = cluster.instance
     links = network(
         instance.gpu.generation,
@@ -64,7 +64,7 @@ _rates: dict[int, tuple[Gpu, GpuRates]] = {}
 
 
 def rates_of(card: Gpu) -> GpuRates:
-    """Rates are compared by identity, so a card keeps the ones it got first."""
+    """Return the rates of a GPU, cached: rates are compared by identity."""
     if id(card) not in _rates:
         rates = gpu_rates(card.generation, card.flops, card.achievable_flops, card.memory_bytes_per_second)
         _rates[id(card)] = (card, rates)
@@ -72,8 +72,9 @@ def rates_of(card: Gpu) -> GpuRates:
 
 
 def pair_bytes_per_second(instance: Instance, size_bytes: float, between_nodes: bool = True) -> float:
-    """Buffer bytes per second of an all-reduce among all GPUs of two nodes, or between two GPUs of one: what a
-    pre-flight check measures, from the curves that are fitted to published measurements instead of the line rate."""
+    """Return buffer bytes per second of an all-reduce among all GPUs of two nodes, or between two GPUs of one node. A
+    pre-flight check compares its measurement with it; it comes from curves fitted to published runs, not the line
+    rate."""
     links = machine_of(Cluster(name="pair", instance=instance, num_nodes=2)).network
     count = instance.num_gpus
     group = Group(2 * count, count, count) if between_nodes else Group(2, 2, 2)

@@ -1,4 +1,4 @@
-"""Why a plan is as it is: what limits the step, why another layout lost, and what the answer is most sensitive to."""
+"""Explain a plan: the bottleneck, why other layouts lost, and the inputs the step is most sensitive to."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from craton.planning.search import Candidate
 from craton.planning.software import CONSTANTS, SoftwareProfile
 from craton.planning.step import StepModel, StepTimes, compose, stack
 
-# Parts of a step (fields of StepTimes) by phase, with the names people read.
+# Parts of a step (fields of StepTimes) by phase, with their display names.
 PARTS: dict[str, dict[str, str]] = {
     "compute": {
         "gemm": "matmul",
@@ -42,9 +42,9 @@ PARTS: dict[str, dict[str, str]] = {
     },
     "optimizer": {"optimizer": "optimizer step", "overhead": "host overhead"},
 }
-USEFUL = ("gemm", "experts", "attention", "head")  # what the model itself needs
-LARGE = 0.08  # share of the step from which a part other than useful compute is what limits it
-MOVE = 0.10  # inputs are moved by this share
+USEFUL = ("gemm", "experts", "attention", "head")  # the model's own compute
+LARGE = 0.08  # share of the step from which a part other than useful compute is the bottleneck
+MOVE = 0.10  # sensitivity: inputs get worse by this share
 SMALL_EFFECT = 0.002
 
 
@@ -57,8 +57,8 @@ def bottleneck(
     data_share: float,
     blocked_share: float = 0.0,
 ) -> Bottleneck:
-    """The largest avoidable part of the step, or what the model itself computes most; data or failures when they cost
-    more. Shares are those of the whole step, waiting for data and blocked by checkpoints included."""
+    """Return the largest avoidable part of the step, else the largest part of the model's own compute; data or failures
+    if they cost more. Shares are of the whole step, including data stalls and time blocked by checkpoints."""
     shares = {
         name: (1.0 - data_share - blocked_share) * float(getattr(times, name) / times.step_seconds)
         for phase in PARTS.values()
@@ -71,8 +71,8 @@ def bottleneck(
             "compute",
             "memory",
             0.0,
-            f"The job does not fit: it needs {percent(memory_share)} of the card's memory.",
-            "more GPUs, a larger card, more sharding (fsdp, pp, tp) or a smaller micro-batch",
+            f"The job does not fit: it needs {percent(memory_share)} of the GPU's memory.",
+            "more GPUs, GPUs with more memory, more sharding (fsdp, pp, tp) or a smaller micro-batch",
         )
     if data_share > max(shares[worst], LARGE):
         return Bottleneck(
@@ -99,7 +99,7 @@ def bottleneck(
             "compute",
             PARTS["compute"][largest],
             shares[largest],
-            f"Compute-bound: what the model itself computes takes {percent(sum(shares[name] for name in USEFUL))}, no "
+            f"Compute-bound: the model's own compute takes {percent(sum(shares[name] for name in USEFUL))}, no "
             f"other part over {percent(LARGE)}.",
             "a faster GPU, a lower precision (fp8), or more GPUs",
         )
@@ -109,7 +109,7 @@ def bottleneck(
 
 
 def _advice(part: str, layout: Layout, machine: MachineRates) -> tuple[str, str, str]:
-    """(layer, what is slow, what relieves it)"""
+    """Return (layer, what is slow, how to relieve it)."""
     domain, node = machine.network.nvlink_domain, machine.node_gpus
     across = "across nodes" if layout.tp * layout.cp * layout.data_parallel > domain else "inside the NVLink domain"
     if part == "tensor":
@@ -117,7 +117,7 @@ def _advice(part: str, layout: Layout, machine: MachineRates) -> tuple[str, str,
             return "infrastructure", f"TP {layout.tp} across nodes", f"use tp ≤ {domain}"
         return "infrastructure", f"TP {layout.tp} over NVLink", "a smaller tp, or a stack that overlaps it (async TP)"
     if part == "context":
-        return "infrastructure", f"CP {layout.cp}", "a smaller cp, or more of the sequence on a rank"
+        return "infrastructure", f"CP {layout.cp}", "a smaller cp, or more tokens per rank"
     if part == "exchange":
         where = "across nodes" if layout.ep > domain else "over NVLink"
         return "infrastructure", f"expert all-to-all {where}", f"ep ≤ {domain}, a larger micro-batch, or EP overlap"
@@ -125,21 +125,22 @@ def _advice(part: str, layout: Layout, machine: MachineRates) -> tuple[str, str,
         relief = f"a larger micro-batch, or shard inside {node} GPUs and replicate (HSDP)"
         return "infrastructure", f"gathering sharded weights {across}", relief
     if part == "gradients":
-        return "infrastructure", f"reducing gradients {across}", "more micro-batches a step, or a sharded optimizer"
+        relief = "more micro-batches per step (gradient accumulation), or a sharded optimizer"
+        return "infrastructure", f"reducing gradients {across}", relief
     if part == "bubble":
-        relief = "more micro-batches a step, interleaving (vpp), a zero-bubble schedule or fewer stages"
+        relief = "more micro-batches per step, interleaving (vpp), a zero-bubble schedule or fewer stages"
         return "ml software", f"pipeline bubble of {layout.pp} stages", relief
     if part == "send":
         return (
             "infrastructure",
             "sending activations between stages",
-            "fewer stages a rank (vpp), or neighbours in one leaf",
+            "fewer stages per rank (vpp), or adjacent stages in one leaf",
         )
     if part == "offload":
         return (
             "infrastructure",
             f"offload over {machine.host_link}",
-            "more GPUs, or a larger card, so that nothing is offloaded",
+            "more GPUs, or GPUs with more memory, so that nothing is offloaded",
         )
     if part == "straggle":
         return (
@@ -148,20 +149,20 @@ def _advice(part: str, layout: Layout, machine: MachineRates) -> tuple[str, str,
             "place the job in one leaf, drain slow nodes",
         )
     if part == "recompute":
-        relief = "more memory a rank: more sharding, a smaller micro-batch or a larger card"
-        return "ml software", f"recompute {layout.recompute}", relief
+        relief = "more memory per rank: more sharding, a smaller micro-batch or GPUs with more memory"
+        return "ml software", f"activation checkpointing (recompute {layout.recompute})", relief
     if part == "elementwise":
         return "ml software", "memory traffic of norms, activations and casts", "fused kernels (torch.compile)"
     if part in ("host", "dispatch", "overhead"):
         relief = "CUDA graphs, larger micro-batches, fewer and larger kernels"
-        return "ml software", "the host cannot launch fast enough", relief
+        return "ml software", "the host cannot launch kernels fast enough", relief
     if part == "permute":
         return "ml software", "moving tokens to and from experts", "fused permutation, a larger micro-batch"
-    return "ml software", "the optimizer step", "shard the optimizer over more ranks, or more tokens a step"
+    return "ml software", "the optimizer step", "shard the optimizer over more ranks, or use more tokens per step"
 
 
 def why_lost(loser: Candidate, winner: Candidate, loser_times: StepTimes, winner_times: StepTimes) -> str:
-    """One line: how much slower, and which part of the step makes it so."""
+    """Return one line: how much slower, and which part of the step causes it."""
     names = {name: text for phase in PARTS.values() for name, text in phase.items()}
     if not loser.fits:
         gain = 1.0 - loser.step_seconds / winner.step_seconds
@@ -177,9 +178,9 @@ def why_lost(loser: Candidate, winner: Candidate, loser_times: StepTimes, winner
     share = gaps[worst] / winner.step_seconds
     if slower < 0.005:
         return (
-            f"as fast, but less simple; {names[worst]} +{percent(share)}"
+            f"equally fast, but more complex; {names[worst]} +{percent(share)}"
             if share > 0.002
-            else "as fast, but less simple"
+            else "equally fast, but more complex"
         )
     return f"{percent(slower)} slower: {names[worst]} +{percent(share)} of the step"
 
@@ -187,7 +188,7 @@ def why_lost(loser: Candidate, winner: Candidate, loser_times: StepTimes, winner
 def sensitivities(
     model: StepModel, machine: MachineRates, profile: SoftwareProfile, candidate: Candidate, most: int = 6
 ) -> list[Sensitivity]:
-    """Inputs that move the step most when each gets 10% worse, and constants over their own uncertainty."""
+    """Return the inputs with the largest effect on the step: hardware rates 10% worse, constants one deviation off."""
     constants = np.exp(np.array(profile.log_constants))
     base = float(compose(candidate.terms, constants).step_seconds)
     effects = []

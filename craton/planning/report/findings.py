@@ -1,6 +1,6 @@
-"""What the numbers of a plan say, in sentences and orders that the terminal and the page share.
+"""Sentences and tables about a plan, shared by the terminal report and the HTML page.
 
-Nothing is predicted here, and every sentence holds for a plan with pieces missing: no price, no search, no failures.
+Nothing is predicted here. Every function also works for a plan with parts missing: no price, no search, no failures.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LONGEST_SHOWN_SECONDS = 100 * 365 * 86400
 
 
 def verdict(plan: Plan) -> str:
-    """The answer in one or two sentences: what, on what, how long, for how much, and whether it fits."""
+    """Return the result in one or two sentences: model, cluster, run time, cost, and whether it fits."""
     kind = _KIND_NAMES.get(plan.kind, plan.kind.capitalize())
     work = f"{kind} {model_name(plan)} on {formatting.count(plan.tokens)} tokens"
     where = f"on {cluster_name(plan)}"
@@ -39,8 +39,8 @@ def verdict(plan: Plan) -> str:
         return f"{work} fits {where}, takes {formatting.duration(plan.run_seconds)}{price}."
     needed, limit = formatting.memory(plan.memory_bytes), formatting.memory(plan.memory_limit_bytes)
     return (
-        f"{work} does not fit {where}: a GPU needs {needed} and reports {limit}. "
-        "The times below are what it would take if it fitted."
+        f"{work} does not fit {where}: it needs {needed} per GPU, but the GPU reports {limit}. "
+        "The times below assume that it fits."
     )
 
 
@@ -62,7 +62,8 @@ def batch_text(plan: Plan) -> str:
 
 
 def end_days(plan: Plan, start: date) -> tuple[date, date, date] | None:
-    """The day a run started on `start` ends, and the interval's; None where hours or centuries count."""
+    """Return the end date of a run started on `start`, and those of the interval; None for runs of hours or
+    centuries."""
     if plan.run_seconds < 2 * 86400 or plan.run_seconds_high > LONGEST_SHOWN_SECONDS:
         return None
     best, low, high = (
@@ -109,7 +110,7 @@ def bottleneck_text(plan: Plan) -> str:
 
 
 def step_text(plan: Plan) -> str:
-    """Which phases fill the step, and what communication is not seen in it."""
+    """Return the share of each phase in the step, and the communication hidden behind compute."""
     largest = sorted(PHASES, key=lambda phase: -plan.phases.get(phase, 0.0))
     shares = [
         f"{'exposed ' if phase == 'communication' else ''}{phase} {formatting.percent(_share(plan, phase))}"
@@ -122,9 +123,7 @@ def step_text(plan: Plan) -> str:
 
 
 def memory_text(plan: Plan) -> str:
-    used = (
-        f"{formatting.memory(plan.memory_bytes)} of the {formatting.memory(plan.memory_limit_bytes)} the card reports"
-    )
+    used = f"{formatting.memory(plan.memory_bytes)} of the {formatting.memory(plan.memory_limit_bytes)} the GPU reports"
     difference = plan.memory_limit_bytes - plan.memory_bytes
     worst = max(plan.memory_instants, key=lambda name: plan.memory_instants[name], default="")
     peak = f"; peak: {worst}" if worst else ""
@@ -165,7 +164,7 @@ def scaling_points(plan: Plan) -> list[ScalingPoint]:
 
 
 def scaling_efficiencies(plan: Plan) -> list[float]:
-    """Tokens per second and GPU against the smallest number of GPUs."""
+    """Return tokens/s per GPU relative to the smallest number of GPUs."""
     points = scaling_points(plan)
     ideal = points[0].tokens_per_second / points[0].num_gpus
     return [point.tokens_per_second / point.num_gpus / ideal for point in points]
@@ -197,7 +196,7 @@ def runner_up_text(runner_up: Alternative) -> str:
 
 
 def shown_parts(plan: Plan, phase: str) -> list[tuple[str, float]]:
-    """The parts of a phase, largest first; small ones as one sum, so that they still add up to the phase."""
+    """Return the parts of a phase, largest first, with the small ones summed up; they add up to the phase."""
     parts = sorted(plan.parts.get(phase, {}).items(), key=lambda part: -part[1])
     shown = [(name, seconds) for name, seconds in parts if seconds >= _SMALLEST_PART * plan.step_seconds]
     small = [(name, seconds) for name, seconds in parts if 0 < seconds < _SMALLEST_PART * plan.step_seconds]
@@ -207,7 +206,7 @@ def shown_parts(plan: Plan, phase: str) -> list[tuple[str, float]]:
 
 
 def layout_change(chosen: Layout, other: Layout) -> str:
-    """What another layout changes, in the order in which layouts are printed; the whole layout if nothing is shared."""
+    """Return what another layout changes, in the print order of layouts; the whole layout if nothing is shared."""
     words = [
         f"{name} {getattr(other, name)}" for name in _LAYOUT_SIZES if getattr(other, name) != getattr(chosen, name)
     ]
@@ -227,7 +226,7 @@ def layout_change(chosen: Layout, other: Layout) -> str:
 
 
 def candidates(plan: Plan) -> list[tuple[Alternative, bool]]:
-    """The clusters a search weighed and the chosen one, fastest first, each with whether it is the chosen one."""
+    """Return the clusters of the search, fastest first, each with whether it is the chosen one."""
     nodes = f"{plan.cluster.instance.name} x {plan.cluster.num_nodes}"
     marked = [(item, item.cluster in (plan.cluster.name, nodes) and item.layout == plan.layout) for item in plan.front]
     if not any(chosen for _, chosen in marked):
@@ -236,7 +235,7 @@ def candidates(plan: Plan) -> list[tuple[Alternative, bool]]:
 
 
 def is_on_front(candidate: Alternative, others: list[Alternative]) -> bool:
-    """Whether no other candidate that fits is at least as fast and as cheap, and better in one of both."""
+    """Return whether the candidate is on the Pareto front of run time and cost among those that fit."""
     if candidate.cost_dollars is None or not candidate.fits:
         return False
     here = (candidate.run_seconds, candidate.cost_dollars)
@@ -247,8 +246,8 @@ def is_on_front(candidate: Alternative, others: list[Alternative]) -> bool:
 
 
 def tier_rows(plan: Plan) -> list[tuple[str, list[str]]]:
-    """Every tier in the order of the plan, with what a checkpoint costs there (every, write, blocks, read) and what
-    recovering from it gives (best every, lost per failure, goodput, its interval)."""
+    """Return every tier in plan order: the cost of a checkpoint there (every, write, blocks, read) and the recovery
+    from it (best every, lost per failure, goodput, its interval)."""
     tiers = {tier.tier: tier for tier in plan.storage.tiers}
     recoveries = {recovery.method: recovery for recovery in plan.goodput.recoveries}
     return [
@@ -294,6 +293,6 @@ def _share(plan: Plan, phase: str) -> float:
 
 
 def effect_text(sensitivity: Sensitivity) -> str:
-    """An uncertainty moves the step both ways, a change one way."""
+    """Format the effect: an uncertainty acts in both directions, a change in one."""
     text = formatting.signed_percent(sensitivity.effect)
     return f"±{text.lstrip('+−')}" if sensitivity.change.startswith("±") else text

@@ -1,7 +1,7 @@
-"""A plan as one HTML file that needs nothing else: no network, no server, no fonts.
+"""A plan as one self-contained HTML file: no network, no server, no fonts.
 
-Every text of the plan is escaped; every plot has its numbers in a table beside it, so the page is whole without
-JavaScript too.
+Every text of the plan is escaped; every plot has its numbers in a table beside it, so the page is complete without
+JavaScript.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from craton.planning.result import INTERVAL_LEVEL, PHASES, Plan
 
 
 def plan_html(plan: Plan, start: date | None = None) -> str:
-    """The page; with `start`, it also says on which days the run would end."""
+    """Return the page; with `start`, it also shows the end dates of the run."""
     figures: dict[str, Figure] = {}
     body = (
         _header(plan)
@@ -34,7 +34,7 @@ def plan_html(plan: Plan, start: date | None = None) -> str:
         + _sensitivity_section(plan, figures)
         + _basis_section(plan)
     )
-    footer = f"""Intervals should hold {formatting.percent(INTERVAL_LEVEL)} of measurements. The same numbers as JSON:
+    footer = f"""Intervals should contain {formatting.percent(INTERVAL_LEVEL)} of measurements. As JSON:
 <code>craton plan JOB --json</code>."""
     style = files(__package__).joinpath("report.css").read_text(encoding="utf-8")
     return html_report.page_html(f"{plan.job}: plan", Markup(body), figures, Markup(footer), style)
@@ -92,7 +92,7 @@ def _tiles(plan: Plan, start: date | None) -> Markup:
                 formatting.percent_range(plan.goodput.goodput_low, plan.goodput.goodput_high),
             ),
             html_report.Tile(
-                "Memory of a GPU",
+                "Memory per GPU",
                 formatting.memory(plan.memory_bytes),
                 f"{difference} {free}",
                 f"of {formatting.memory(plan.memory_limit_bytes)}",
@@ -134,7 +134,7 @@ def _memory_section(plan: Plan, figures: dict[str, Figure]) -> Markup:
         for index, (name, size) in enumerate(plots.memory_rows(plan))
     ]
     rows.append(("total", ["needed", formatting.gibibytes(plan.memory_bytes)]))
-    rows.append(("", ["card reports", formatting.gibibytes(plan.memory_limit_bytes)]))
+    rows.append(("", ["GPU reports", formatting.gibibytes(plan.memory_limit_bytes)]))
     table = html_report.table(["part", ">GiB"], rows)
     return html_report.plot_section("Memory", _sentence(findings.memory_text(plan)), "plot-memory", table)
 
@@ -243,7 +243,7 @@ def _goodput_section(plan: Plan, figures: dict[str, Figure]) -> Markup:
 
 def _sensitivity_section(plan: Plan, figures: dict[str, Figure]) -> Markup:
     if not plan.sensitivities:
-        return html_report.absent_section("Sensitivity", "Nothing was varied.")
+        return html_report.absent_section("Sensitivity", "No input was varied.")
     figures["plot-sensitivity"] = plots.sensitivity_figure(plan)
     largest = sorted(plan.sensitivities, key=lambda entry: -abs(entry.effect))
     rows = [("", [item.name, item.change or "–", findings.effect_text(item)]) for item in largest]
@@ -252,7 +252,7 @@ def _sensitivity_section(plan: Plan, figures: dict[str, Figure]) -> Markup:
 
 
 def _basis_section(plan: Plan) -> Markup:
-    """What was fed in, so that a reader can check it."""
+    """Return the inputs of the plan, for the reader to check."""
     model, instance = plan.model, plan.cluster.instance
     source = f" ({plan.cost.price_source})" if plan.cost and plan.cost.price_source else ""
     network = formatting.bandwidth(instance.network_bytes_per_second)
@@ -260,15 +260,15 @@ def _basis_section(plan: Plan) -> Markup:
         ("model", findings.model_name(plan)),
         ("shape", f"{model.layers} layers, hidden {model.hidden:,}, {model.heads} heads, vocabulary {model.vocab:,}"),
         ("batch", f"{plan.global_batch_sequences:,} sequences of {plan.sequence:,} tokens"),
-        ("work", f"{formatting.count(plan.flops_per_token)} FLOPs a token"),
+        ("work", f"{formatting.count(plan.flops_per_token)} FLOPs per token"),
         ("cluster", findings.cluster_name(plan)),
-        ("network", f"{network} a node, NVLink domain of {instance.nvlink_domain_gpus} GPUs"),
+        ("network", f"{network} per node, NVLink domain of {instance.nvlink_domain_gpus} GPUs"),
         ("failures", f"{1000 * plan.cluster.failures_per_node_day:.2g} per 1000 node-days"),
         ("profile", findings.calibration_text(plan)),
         ("price", findings.price_text(plan) + source),
     ]
     rows = [("", [name, html_report.with_code(text)]) for name, text in facts]
-    return html_report.section("Basis", "What this was computed from", html_report.table(["=", ""], rows))
+    return html_report.section("Basis", "The inputs of this plan", html_report.table(["=", ""], rows))
 
 
 def _sentence(text: str) -> str:

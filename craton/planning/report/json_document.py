@@ -1,7 +1,7 @@
-"""A plan as plain JSON: every field of `Plan` under its own name, numbers in base units, nothing but what JSON allows.
+"""A plan as plain JSON: every field of `Plan` under its own name, numbers in base units, only valid JSON types.
 
-The headline numbers stand at the top level under the names that a run measures them by, so `goodput` and
-`cost_dollars` are numbers and what they rest on is in `goodput_detail` and `cost`.
+The headline numbers are at the top level under the same names as a run's measurements: `goodput` and `cost_dollars` are
+numbers, with details in `goodput_detail` and `cost`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
 
 
 def serving_to_json(plan: ServePlan) -> dict[str, Any]:
-    """The same of a server's plan; `roofs` are what its steps are measured against."""
+    """Return a server's plan for `json.dumps`, with the hardware limits (`Roofs`) that steps are compared with."""
     document: dict[str, Any] = {"schema": 1, **_plain_fields(plan)}
     document |= {"fits": plan.fits, "requests": plan.requests}
     document["model"] |= {
@@ -55,7 +55,7 @@ def _plain(value: Any) -> Any:
         return [_plain(item) for item in value]
     if isinstance(value, date):
         return value.isoformat()
-    # numpy's scalars are floats and ints in all but type; json.dumps takes only the real ones.
+    # json.dumps takes Python's floats and ints, not numpy's scalars.
     if hasattr(value, "item"):
         value = value.item()
     if isinstance(value, float) and not math.isfinite(value):

@@ -1,6 +1,6 @@
-"""The plots of a plan as plotly figures in plain dicts, in colours of the page's style sheet.
+"""The plots of a plan as plotly figures in plain dicts, in the colours of the page's style sheet.
 
-Every text that came from a user is escaped, because plotly reads tags.
+Every text from a user is escaped, because plotly interprets HTML tags.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ROW_PIXELS = 46
 
 
 def step_figure(plan: Plan) -> Figure:
-    """One row a phase, stacked by part, and below them the communication that compute hides."""
+    """Return one row per phase, stacked by part, and below them the communication hidden behind compute."""
     scale, unit = (1.0, "seconds") if plan.step_seconds >= 0.1 else (1e3, "milliseconds")
     rows = [phase for phase in PHASES if plan.phases.get(phase, 0.0) > 0]
     hidden = plan.hidden_communication_seconds
@@ -43,7 +43,7 @@ def step_figure(plan: Plan) -> Figure:
 
 
 def memory_figure(plan: Plan) -> Figure:
-    """The worst instant stacked by part, the other instants below it, and a line at what the card reports."""
+    """Return the worst instant stacked by part, the other instants below it, and a line at the GPU's memory."""
     limit = plan.memory_limit_bytes / _GIBIBYTE
     traces = [
         _bar(0, size / _GIBIBYTE, memory_color(index), f"{escape(name)}<br>{formatting.memory(size)}")
@@ -61,13 +61,13 @@ def memory_figure(plan: Plan) -> Figure:
     figure["layout"]["shapes"] = [vertical_line(limit, "@ink" if plan.fits else "@bad", dash="solid")]
     # Left of the line where there is room, so that the label never leaves the plot.
     side = "right" if limit > 0.5 * plan.memory_bytes / _GIBIBYTE else "left"
-    card = f"card reports {formatting.memory(plan.memory_limit_bytes)}"
+    card = f"GPU reports {formatting.memory(plan.memory_limit_bytes)}"
     figure["layout"]["annotations"].append(label(limit, 1, card, side, yshift=20))
     return figure
 
 
 def front_figure(plan: Plan) -> Figure:
-    """Run time against cost, one numbered point a cluster in the order of the table beside it."""
+    """Return run time against cost: one numbered point per cluster, in the order of the table beside it."""
     rows = [(number, candidate, chosen) for number, (candidate, chosen) in enumerate(findings.candidates(plan), 1)]
     priced = [(number, candidate, chosen) for number, candidate, chosen in rows if candidate.cost_dollars is not None]
     everyone = [candidate for _, candidate, _ in priced]
@@ -181,7 +181,7 @@ def goodput_figure(plan: Plan) -> Figure:
     intervals = [seconds for seconds, _ in goodput.curve]
     shares = [100 * share for _, share in goodput.curve]
     chosen = 100 * goodput.goodput
-    # The far left, where checkpoints eat the run, would flatten the part people choose from.
+    # Very short intervals, where checkpoints dominate, would flatten the useful part of the curve.
     lowest = max(min([*shares, 100 * goodput.goodput_low]), 2 * chosen - 100 - 15, 0.0)
     margin = (max([*shares, 100 * goodput.goodput_high]) - lowest) * 0.08
     layout = plain_layout(320)
@@ -244,7 +244,7 @@ def goodput_figure(plan: Plan) -> Figure:
 
 
 def sensitivity_figure(plan: Plan) -> Figure:
-    """A tornado: what moves the step most stands on top; right is slower."""
+    """Return a tornado plot: the largest effect on top; right is slower."""
     largest = sorted(plan.sensitivities, key=lambda one: -abs(one.effect))
     traces, labels = [], []
     for row, sensitivity in enumerate(largest):
@@ -280,7 +280,7 @@ def memory_color(index: int) -> str:
 def _rows_figure(
     traces: list[dict[str, Any]], labels: list[tuple[int, str, str]], unit: str, span: list[float]
 ) -> Figure:
-    """Horizontal bars with their names above them, which leaves a phone's whole width to the bars."""
+    """Return horizontal bars with their names above them, so that the bars use the whole width of a phone."""
     num_rows = max((row for row, _, _ in labels), default=0) + 1
     layout = plain_layout(num_rows * _ROW_PIXELS + 66)
     layout |= {"barmode": "relative", "bargap": 0.62, "margin": {"l": 0, "r": 8, "t": 18, "b": 42}}

@@ -1,4 +1,4 @@
-"""A server's plan in the terminal: whether it fits, how much text it holds, and how fast it writes. 80 columns."""
+"""A server's plan in the terminal: whether it fits, the KV cache it has, and its throughput. 80 columns."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from craton.planning.serving import ServePlan
 TITLE_WIDTH = 13
 
 
+_PART_NAMES = {"keys and values": "KV cache"}  # display names of the plan's memory parts
+
+
 def render_serving(plan: ServePlan, console: Console) -> None:
     """Print the whole plan."""
     status = ("FITS", "bold green") if plan.fits else ("DOES NOT FIT", "bold red")
@@ -20,7 +23,7 @@ def render_serving(plan: ServePlan, console: Console) -> None:
     for title, text in _memory_fields(plan) + (_speed_fields(plan) if plan.fits else []):
         _print_field(console, title, text)
     if plan.fits:
-        heading = "Tokens a second of all requests, by their number and each one's past"
+        heading = "Decode throughput in tokens/s, by number of requests and context length"
         console.print(Text(f"\n{heading}", style="bold"), highlight=False)
         console.print(_decode_table(plan), highlight=False)
     for warning in plan.warnings:
@@ -35,16 +38,17 @@ def _verdict(plan: ServePlan) -> str:
 
 
 def _memory_fields(plan: ServePlan) -> list[tuple[str, str]]:
-    gibibytes = ", ".join(f"{name} {formatting.gibibytes(size)}" for name, size in plan.memory_parts.items())
-    memory = f"{formatting.memory(plan.memory_bytes)} of {formatting.memory(plan.memory_limit_bytes)} a rank"
+    parts = {_PART_NAMES.get(name, name): size for name, size in plan.memory_parts.items()}
+    gibibytes = ", ".join(f"{name} {formatting.gibibytes(size)}" for name, size in parts.items())
+    memory = f"{formatting.memory(plan.memory_bytes)} of {formatting.memory(plan.memory_limit_bytes)} per rank"
     kv = f"{formatting.count(plan.kv_tokens)} tokens ({formatting.stored(plan.kv_bytes_per_token)} each)"
     if plan.fits:
-        kv += f": {_requests(plan.requests)} of {plan.mean_context:,}"
+        kv += f": {_requests(plan.requests)} of {plan.mean_context:,} tokens"
     if plan.host_kv_tokens:
         kv += f"; {formatting.count(plan.host_kv_tokens)} more in host memory"
     if not plan.fits:
         kv += f"; {plan.needed_tokens:,} are needed: raise serve.memory, use fp8, more ranks (tp) or a smaller model"
-    return [("memory", f"{memory} (GiB: {gibibytes})"), ("room", kv)]
+    return [("memory", f"{memory} (GiB: {gibibytes})"), ("KV cache", kv)]
 
 
 def _speed_fields(plan: ServePlan) -> list[tuple[str, str]]:
@@ -53,25 +57,24 @@ def _speed_fields(plan: ServePlan) -> list[tuple[str, str]]:
         (
             "best batch",
             f"{_speed(plan.best_tokens_per_second, plan.best_roof_tokens_per_second)}, {_requests(plan.best_batch)}, "
-            f"{formatting.duration(plan.best_step_seconds)} a step, bound by {plan.bound}",
+            f"{formatting.duration(plan.best_step_seconds)} per step, bound by {plan.bound}",
         ),
         (
             "first token",
-            f"{formatting.duration(plan.first_token_seconds)} after a prompt of {plan.prompt_tokens:,} tokens on an "
-            f"idle server; prompts at {formatting.count(round(plan.prefill_tokens_per_second))} tokens/s",
+            f"{formatting.duration(plan.first_token_seconds)} for a prompt of {plan.prompt_tokens:,} tokens on an "
+            f"idle server; prefill at {formatting.count(round(plan.prefill_tokens_per_second))} tokens/s",
         ),
     ]
     if plan.dollars_per_hour is not None and plan.dollars_per_million_tokens is not None:
         per_million = formatting.dollars(plan.dollars_per_million_tokens)
         fields.append(
-            ("cost", f"{formatting.dollars(plan.dollars_per_hour)} an hour, {per_million} a million tokens at best")
+            ("cost", f"{formatting.dollars(plan.dollars_per_hour)} per hour, {per_million} per million tokens at best")
         )
     roofs = plan.roofs
     rates = f"{formatting.bandwidth(roofs.bytes_per_second)} and {formatting.count(roofs.flops / 1e12)} TFLOP/s"
     overhead = formatting.duration(plan.overhead_seconds)
-    fields.append(
-        ("assumed", f"{formatting.percent(plan.efficiency)} of the roof ({rates} a rank), and {overhead} a step")
-    )
+    efficiency = formatting.percent(plan.efficiency)
+    fields.append(("assumed", f"{efficiency} of the roofline ({rates} per rank), plus {overhead} per step"))
     return fields
 
 
@@ -80,7 +83,7 @@ def _requests(count: int) -> str:
 
 
 def _speed(predicted: float, roof: float) -> str:
-    return f"{formatting.count(round(predicted))} tokens/s (roof {formatting.count(round(roof))})"
+    return f"{formatting.count(round(predicted))} tokens/s (roofline {formatting.count(round(roof))})"
 
 
 def _decode_table(plan: ServePlan) -> Table:
@@ -89,7 +92,7 @@ def _decode_table(plan: ServePlan) -> Table:
     table = Table(box=None, padding=(0, 3, 0, 0), header_style="dim", pad_edge=False)
     table.add_column("requests", justify="right")
     for context in contexts:
-        table.add_column(f"past {context:,}", justify="right")
+        table.add_column(f"context {context:,}", justify="right")
     for batch in sorted({point.batch for point in plan.decode}):
         cells = [rates.get((batch, context)) for context in contexts]
         table.add_row(f"{batch:,}", *("no room" if rate is None else formatting.count(round(rate)) for rate in cells))

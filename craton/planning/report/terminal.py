@@ -1,6 +1,6 @@
-"""A plan in the terminal: the verdict first, then what it rests on, then what else was possible.
+"""A plan in the terminal: the verdict first, then the details behind it, then the alternatives.
 
-Nothing is cut off at 80 columns or more, and without a colour terminal the same text comes out plain.
+Nothing is truncated at 80 columns or more; without a colour terminal the same text is printed plain.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _CHOSEN = "◆"
 
 
 def render_plan(plan: Plan, console: Console, start: date | None = None) -> None:
-    """Print the whole plan; with `start`, also the days on which the run would end."""
+    """Print the whole plan; with `start`, also the end dates of the run."""
     _print_verdict(plan, console, start)
     _print_step(plan, console)
     _print_memory(plan, console)
@@ -40,7 +40,7 @@ def render_plan(plan: Plan, console: Console, start: date | None = None) -> None
 
 
 def render_front(plan: Plan, console: Console) -> None:
-    """Print every cluster the search kept, fastest first, with its layout and why it was or was not taken."""
+    """Print every cluster of the search, fastest first, with its layout and why it was or was not chosen."""
     rows = findings.candidates(plan)
     priced = any(item.cost_dollars is not None and item.fits for item, _ in rows)
     finding = findings.front_text(plan) if priced else "no price is known for any of them"
@@ -160,7 +160,7 @@ def _print_memory(plan: Plan, console: Console) -> None:
     if not plan.fits:
         mark = min(width - 1, round(width * plan.memory_limit_bytes / whole))
         bar = Text.assemble(bar[:mark], ("|", "bold red"), bar[mark + 1 :])
-        legend.append(Text("| the card's limit", style="bold red"))
+        legend.append(Text("| GPU limit", style="bold red"))
     _print_indented(console, bar)
     _print_packed(console, legend)
 
@@ -215,7 +215,7 @@ def _print_sensitivities(plan: Plan, console: Console) -> None:
 
 
 def _wrapped_layout(plan: Plan, width: int) -> Text:
-    """The layout broken between its words only, never between a name and its size."""
+    """Wrap the layout between its entries, never between a name and its size."""
     lines: list[str] = []
     for word in str(plan.layout).split(" · "):
         if lines and len(lines[-1]) + len(word) + 5 <= width:
@@ -252,7 +252,7 @@ def _table(*columns: str) -> Table:
 
 
 def _add_row(table: Table, *cells: str | Text) -> None:
-    """Strings become `Text`, because rich would read [brackets] and :names: in a plain string."""
+    """Convert strings to `Text`, because rich would interpret [brackets] and :names: in a plain string."""
     table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in cells))
 
 
@@ -262,7 +262,7 @@ def _print_heading(console: Console, title: str, finding: str, style: str = "") 
 
 
 def _print_lines(console: Console, label: Text, text: Text) -> None:
-    """A label with text that wraps under itself, not under the label."""
+    """Print a label and text that wraps under itself, not under the label."""
     grid = Table.grid(padding=0)
     grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold")
@@ -275,7 +275,7 @@ def _print_indented(console: Console, renderable: Table | Text) -> None:
 
 
 def _print_packed(console: Console, items: list[Text]) -> None:
-    """Items side by side, as many to a line as fit, none broken in two."""
+    """Print items side by side, as many per line as fit, none broken in two."""
     lines: list[Text] = []
     for item in items:
         if lines and lines[-1].cell_len + 3 + item.cell_len <= console.width - 2:

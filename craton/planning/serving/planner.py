@@ -1,8 +1,7 @@
-"""From a serve job to its plan: ranks, memory, tokens that fit, seconds of a step, tokens a second.
+"""Plan a serve job: ranks, memory, KV cache tokens, step time, throughput.
 
-Seconds are those of `inference` divided by an efficiency, which is assumed, plus what kernels and collectives take
-however little they do. The plan's numbers are at loads that it names; what a run measures is compared with the roof of
-the very same steps instead.
+Step times are the roofline of `step` divided by an assumed efficiency, plus a fixed time of kernels and collectives.
+The plan states its loads; measurements of a run are compared with the roofline of the same steps instead.
 """
 
 from __future__ import annotations
@@ -17,25 +16,25 @@ from craton.planning.rates import Group, MachineRates, all_gather_seconds, machi
 from craton.planning.serving.step import COLLECTIVES_PER_LAYER, PLAIN_BYTES, Roofline, Roofs, ServedModel, roofs_of
 from craton.planning.setting import PlanError
 
-EFFICIENCY = 0.85  # of the roof, inside kernels; assumed: what decode attention and products should reach on an H200
-KERNELS_PER_LAYER = 8  # of a step in a graph; assumed
-CPU_EFFICIENCY = 0.3  # assumed: plain torch; qwen3-0.6b in bf16 wrote 7.5 tokens/s on two Xeon cores, planned 7.2
+EFFICIENCY = 0.85  # of the roofline, inside kernels; assumed for decode attention and matmuls on an H200
+KERNELS_PER_LAYER = 8  # of a step in a CUDA graph; assumed
+CPU_EFFICIENCY = 0.3  # assumed: plain torch; qwen3-0.6b in bf16 decoded 7.5 tokens/s on two Xeon cores, planned 7.2
 CPU_STEP_SECONDS = 0.01  # assumed: Python and small operations
-MEAN_CONTEXT = 1024  # tokens of a request's past, assumed where loads are compared
-PROMPT_TOKENS = 1024  # of the prompt whose first token is waited for
+MEAN_CONTEXT = 1024  # tokens of context per request, assumed where loads are compared
+PROMPT_TOKENS = 1024  # of the prompt for the time to first token
 ROOMY_REQUESTS = 16  # of MEAN_CONTEXT that must fit before fewer ranks are preferred
-SHORTEST = 2048  # tokens without which a server is of no use, where the job does not say
+SHORTEST = 2048  # minimum KV cache tokens of a useful server, where the job states none
 SHOWN_BATCHES = (1, 8, 32, 128)
 SHOWN_CONTEXTS = (512, 2048, 8192)
 # As the engine has them (craton.ml.serving.engine.build).
-GPU_RESERVE_BYTES = 2**30  # libraries, code, graphs
-SAMPLER_BYTES = 48  # of a token for each request: fp32 copies, order and sums of sorted logits, noise, counts
-CPU_KV_BYTES = 2**30  # keys and values where memory is the machine's own
+GPU_RESERVE_BYTES = 2**30  # libraries, code, CUDA graphs
+SAMPLER_BYTES = 48  # per vocabulary entry and request: fp32 copies, order and sums of sorted logits, noise, counts
+CPU_KV_BYTES = 2**30  # KV cache on a CPU
 
 
 @dataclass(frozen=True)
 class DecodePoint:
-    """`batch` requests with `context` tokens each, all of them writing."""
+    """`batch` requests with `context` tokens each, all in decode."""
 
     batch: int
     context: int
@@ -45,8 +44,7 @@ class DecodePoint:
 
 @dataclass(frozen=True)
 class ServePlan:
-    """What a server will do. Seconds and tokens a second are predicted, unless their name says that they are the
-    roof's."""
+    """The plan of a server. Seconds and tokens per second are predictions, except fields named `roof`: the roofline."""
 
     job: str
     kind: str
@@ -58,18 +56,18 @@ class ServePlan:
     kv_precision: str
     page: int
     roofs: Roofs
-    efficiency: float  # of the roof, assumed
+    efficiency: float  # of the roofline, assumed
     overhead_seconds: float  # of a step, assumed
     max_length: int
     max_running: int
     chunk_tokens: int
-    memory_bytes: float  # a rank, once it serves
+    memory_bytes: float  # per rank, while serving
     memory_limit_bytes: float  # what the device has
     memory_parts: dict[str, float]  # adds up to memory_bytes
     kv_bytes_per_token: float  # over all ranks
     kv_tokens: int
-    host_kv_tokens: int  # more that host memory holds
-    needed_tokens: int  # that must fit for it to serve at all
+    host_kv_tokens: int  # additional tokens in host memory
+    needed_tokens: int  # minimum to serve at all
     mean_context: int  # of the loads below
     single_tokens_per_second: float  # one request
     single_roof_tokens_per_second: float
@@ -92,15 +90,15 @@ class ServePlan:
 
     @property
     def requests(self) -> int:
-        """Requests of the mean context that fit beside one another."""
+        """Number of requests of the mean context that fit in the KV cache at once."""
         return self.kv_tokens // self.mean_context
 
 
 def plan_serving(job: Job, *, cluster: Cluster | None = None) -> ServePlan:
-    """Predict a server: the ranks the job names, or the fewest that leave room; and everything that follows."""
+    """Plan a server with the ranks the job names, or the fewest that leave enough KV cache."""
     serve, shape = job.serve, job.model_shape
     if serve is None:
-        raise PlanError(f"{job.where('kind')}kind {job.kind} does not serve; `plan` predicts jobs that train")
+        raise PlanError(f"{job.where('kind')}kind {job.kind} does not serve; plan training jobs with `plan`")
     assert shape is not None, "a job that serves has a model of known numbers"
     try:
         cluster = cluster or resolve_cluster(job.cluster, job.price)
@@ -111,7 +109,7 @@ def plan_serving(job: Job, *, cluster: Cluster | None = None) -> ServePlan:
         raise PlanError("; ".join(error.problems)) from None
     machine = machine_of(cluster)
     if serve.precision not in machine.rates.matrix_flops:
-        raise PlanError(f"{job.where('serve', 'precision')}{machine.gpu.name} does not compute in {serve.precision}")
+        raise PlanError(f"{job.where('serve', 'precision')}{machine.gpu.name} does not support {serve.precision}")
     candidates = [_Candidate.of(job, shape, machine, tp) for tp in _tensor_sizes(job, shape, cluster)]
     roomy = [item for item in candidates if item.is_roomy]
     fitting = [candidate for candidate in candidates if candidate.fits]
@@ -119,7 +117,7 @@ def plan_serving(job: Job, *, cluster: Cluster | None = None) -> ServePlan:
 
 
 def _tensor_sizes(job: Job, shape: ModelShape, cluster: Cluster) -> list[int]:
-    """As written, else all that a node has GPUs for and the model can be cut into; 1 always can."""
+    """Return the tp of the job, else every tp that the node's GPU count and the model allow; 1 is always valid."""
     if job.layout and job.layout.tp:
         return [job.layout.tp]
     most = cluster.instance.num_gpus
@@ -132,7 +130,7 @@ def _tensor_sizes(job: Job, shape: ModelShape, cluster: Cluster) -> list[int]:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """The job on so many ranks."""
+    """The job on a given number of ranks."""
 
     machine: MachineRates
     model: ServedModel
@@ -247,7 +245,7 @@ class _Candidate:
         return KERNELS_PER_LAYER * self.model.shape.layers * self.machine.rates.kernel_launch_seconds
 
     def _idle_seconds(self, tokens: int) -> float:
-        """What a step takes beyond the roofline: between kernels, and in collectives beyond moving their bytes."""
+        """Return the step time beyond the roofline: gaps between kernels, and collective latency."""
         shape, tp = self.model.shape, self.model.tp
         if tp == 1:
             return self._overhead_seconds
@@ -261,13 +259,13 @@ class _Candidate:
         result = []
         if self.fits and max_length < job.served_length:
             result.append(
-                f"the model takes {job.served_length:,} tokens and there is room for {max_length:,}: longer texts are "
-                "refused"
+                f"the model allows {job.served_length:,} tokens but the KV cache holds {max_length:,}: longer requests "
+                "are refused"
             )
         if shape.is_moe and tp > 1:
-            result.append(f"every one of the {tp} ranks holds all {shape.experts} experts")
+            result.append(f"each of the {tp} ranks holds all {shape.experts} experts")
         if shape.mla is not None:
-            result.append("latent attention keeps keys and values of every head, not the latents")
+            result.append("latent attention (MLA): the KV cache holds every head's keys and values, not the latents")
         return result
 
 
@@ -278,8 +276,8 @@ def _bound(roofline: Roofline, batch: int, context: int) -> str:
 
 
 def passing_bytes(shape: ModelShape, chunk_tokens: int, running: int, size: int) -> float:
-    """What a step needs beside weights, keys and values: hidden states of its tokens, and for its requests logits, what
-    sorting them for top-p takes, and the counts that penalties keep."""
+    """Return the bytes a step needs beside weights and KV cache: hidden states of its tokens, and per request logits,
+    sorting for top-p, and the counts of penalties."""
     ffn = max(shape.ffn_hidden, shape.top_k * shape.moe_ffn_hidden)
     widths = 6 * shape.hidden + 3 * ffn + 3 * (shape.heads + 2 * shape.kv_heads) * shape.head_dim
     return float(chunk_tokens * widths * size + running * shape.vocab * (2 * size + SAMPLER_BYTES))

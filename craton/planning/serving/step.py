@@ -1,11 +1,11 @@
-"""What a step of serving costs at least, and how much text fits beside the weights.
+"""Roofline of a serving step (its minimum time), and the tokens of KV cache that fit beside the weights.
 
-A step reads the weights once, whatever the number of requests, and the keys and values of all their pasts; it
-multiplies every token with every weight it passes. So, with measured rates,
+A step reads the weights once, whatever the number of requests, and the KV cache of all requests; every token is
+multiplied with every weight it passes. With measured rates:
 
     step ≥ max(bytes / bytes per second, FLOPs / FLOPs per second) + bytes sent to other ranks / link's bytes per second
 
-    bytes = weights without the input table + κ · context        κ: bytes of one token's keys and values
+    bytes = weights without the input table + κ · context        κ: KV cache bytes per token
     FLOPs = 2 · parameters · tokens + 2 · (query and value width) · heads · layers · pairs of query and key
 
 Guarantees: pure functions of plain numbers; more tokens, more context, slower devices never make a step shorter.
@@ -20,7 +20,7 @@ from craton.infrastructure import Gpu
 from craton.job.model import ModelShape
 from craton.planning.rates import rates_of
 
-# Bytes of a weight: of the blocks, and of what is never quantized (tables, head, norms, keys and values).
+# Bytes of a weight: of the blocks, and of tensors that are never quantized (tables, head, norms, KV cache).
 BLOCK_BYTES = {"fp32": 4, "bf16": 2, "fp8": 1}
 PLAIN_BYTES = {"fp32": 4, "bf16": 2, "fp8": 2}
 COLLECTIVES_PER_LAYER = 4  # gathered before attention and MLP, summed and scattered after each
@@ -28,22 +28,22 @@ COLLECTIVES_PER_LAYER = 4  # gathered before attention and MLP, summed and scatt
 
 @dataclass(frozen=True)
 class Roofs:
-    """What the device of one rank reaches at best; measured, or `roofs_of` the catalog."""
+    """Maximum rates of one rank's device: measured, or from the catalog (`roofs_of`)."""
 
     bytes_per_second: float  # a long pass over memory
-    flops: float  # per second, products with the served weights
+    flops: float  # per second, matmuls with the served weights
     link_bytes_per_second: float = 0.0  # to the other ranks of tp; 0: not counted
 
 
 def roofs_of(gpu: Gpu, precision: str = "bf16", link_bytes_per_second: float = 0.0) -> Roofs:
-    """The best that was measured on cards of this kind."""
+    """Return the best measured rates of this kind of GPU."""
     rates = rates_of(gpu)
     return Roofs(rates.streaming_bytes_per_second, rates.matrix_flops[precision], link_bytes_per_second)
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A model as one of `tp` ranks holds it. Routed experts are whole on every rank; all else is cut."""
+    """A model on one of `tp` ranks. Routed experts are replicated on every rank; everything else is sharded."""
 
     shape: ModelShape
     precision: str = "bf16"
@@ -52,7 +52,7 @@ class ServedModel:
 
     @cached_property
     def block_parameters(self) -> float:
-        """Of attention, MLPs and shared experts: what every token passes."""
+        """Parameters of attention, MLPs and shared experts, which every token passes."""
         shape = self.shape
         dense = (shape.layers - shape.moe_layers) * shape.dense_mlp_parameters
         shared = shape.moe_layers * (shape.shared_expert_parameters + shape.router_parameters)
@@ -60,7 +60,7 @@ class ServedModel:
 
     @cached_property
     def expert_parameters(self) -> float:
-        """Of all routed experts."""
+        """Parameters of all routed experts."""
         return float(self.shape.moe_layers * self.shape.experts * self.shape.expert_parameters)
 
     @cached_property
@@ -69,7 +69,7 @@ class ServedModel:
 
     @cached_property
     def weight_bytes(self) -> float:
-        """What is kept in memory; scales of quantized weights are a thousandth of it, and not counted."""
+        """Weight bytes in memory; scales of quantized weights are a thousandth of it, and not counted."""
         tables = (1 if self.shape.tied_embeddings else 2) * self.head_parameters
         return self.block_bytes + self.expert_bytes + tables * PLAIN_BYTES[self.precision]
 
@@ -87,7 +87,7 @@ class ServedModel:
 
     @cached_property
     def kv_bytes_per_token(self) -> float:
-        """κ = 2 · layers · key-value heads · width · bytes. Latent attention keeps its keys and values expanded."""
+        """κ = 2 · layers · key-value heads · width · bytes. Latent attention (MLA) caches expanded keys and values."""
         shape = self.shape
         heads, width = (shape.heads, shape.mla.qk_nope + shape.mla.qk_rope) if shape.mla else (shape.kv_heads, 0)
         size = 1 if self.kv_precision == "fp8" else PLAIN_BYTES[self.precision]
@@ -95,19 +95,19 @@ class ServedModel:
 
     @cached_property
     def flops_per_pair(self) -> float:
-        """Score and value of one query with one key, over all heads and layers."""
+        """FLOPs of score and value of one query with one key, over all heads and layers."""
         mla = self.shape.mla
         width = mla.qk_nope + mla.qk_rope + mla.v_head if mla else 2 * self.shape.head_dim
         return 2.0 * self.shape.layers * self.shape.heads / self.tp * width
 
     def kv_tokens(self, memory_bytes: float, workspace_bytes: float, page: int) -> int:
-        """Tokens whose keys and values fit into so much memory beside the weights, in whole pages; 0: none do."""
+        """Return the KV cache tokens that fit into this memory beside the weights, in whole pages; 0: none."""
         left = memory_bytes - self.weight_bytes - workspace_bytes
         return max(0, int(left / (self.kv_bytes_per_token * page))) * page
 
 
 class Roofline:
-    """The shortest a step can be on given roofs. Made once: a call costs about a microsecond."""
+    """The minimum time of a step on given hardware limits (`Roofs`). A call costs about a microsecond."""
 
     def __init__(self, model: ServedModel, roofs: Roofs) -> None:
         shape = model.shape
@@ -117,7 +117,7 @@ class Roofline:
         share = shape.sliding_layers / shape.layers if self._window else 0.0
         self._windowed_bytes = model.kv_bytes_per_token * share  # of a token, in layers with a window
         self._kv_bytes = model.kv_bytes_per_token - self._windowed_bytes
-        self._missed = 1.0 - shape.top_k / shape.experts if shape.is_moe else 1.0  # share of experts a token passes by
+        self._missed = 1.0 - shape.top_k / shape.experts if shape.is_moe else 1.0  # share of unused experts
         active = shape.moe_layers * shape.top_k * shape.expert_parameters / model.tp
         self._token_flops = 2.0 * (model.block_parameters + active)
         self._sampled_flops = 2.0 * model.head_parameters
@@ -125,9 +125,9 @@ class Roofline:
         self._sent_bytes = sent * (model.tp - 1) / model.tp
 
     def step_seconds(self, tokens: int, context_tokens: int, sampled: int, pairs: float = 0.0) -> float:
-        """Of a step that computes `tokens`, whose requests have a past of `context_tokens` together, and that chooses
-        `sampled` next tokens. `pairs`: of queries and keys, where prompts are read; every token of context is at least
-        in one."""
+        """Return the time of a step that computes `tokens`, with `context_tokens` of KV cache over all requests, and
+        samples `sampled` next tokens. `pairs`: of queries and keys in prefill; every context token is in at least
+        one."""
         if tokens <= 0:
             return 0.0
         roofs = self.roofs
@@ -137,7 +137,7 @@ class Roofline:
         return max(memory, compute) + sent
 
     def read_bytes(self, tokens: int, context_tokens: int, sampled: int) -> float:
-        """Weights and pasts; with routed experts those that this many tokens meet, if they choose evenly."""
+        """Return bytes of weights and KV cache; of routed experts those that this many tokens hit with even routing."""
         model = self.model
         read = model.block_bytes + self._kv_bytes * context_tokens
         if self._window:
@@ -153,16 +153,17 @@ class Roofline:
         return self._token_flops * tokens + self._sampled_flops * sampled + attention
 
     def decode_seconds(self, batch: int, mean_context: float) -> float:
-        """One more token for each of `batch` requests."""
+        """Return the time of one decode step: one more token for each of `batch` requests."""
         return self.step_seconds(batch, round(batch * mean_context), batch)
 
     def prefill_seconds(self, tokens: int, sequence: float) -> float:
-        """Reading `tokens` of prompts of this length: each token sees half of its prompt in the mean."""
+        """Return the prefill time of `tokens` of prompts of this length: a token attends to half of its prompt on
+        average."""
         sampled = max(1, round(tokens / max(sequence, 1.0)))
         return self.step_seconds(tokens, tokens, sampled, pairs=0.5 * tokens * sequence)
 
     @property
     def balanced_batch(self) -> float:
-        """Requests with short pasts from which on a step is bound by computing: (F / BW) · bytes / (2 · parameters)."""
+        """Batch size with short context from which a step is compute-bound: (F / BW) · bytes / (2 · parameters)."""
         ratio = self.roofs.flops / self.roofs.bytes_per_second
         return ratio * self.model.block_bytes / self._token_flops

@@ -1,8 +1,8 @@
-"""Low-rank adapters: what they add to a layer, and which share of a model is trained with them.
+"""Low-rank adapters (LoRA): their matmuls and transfers in a layer, and the trained share of a model.
 
-There is one to each product of a layer but router and experts (craton/ml/training/lora.py): a product that narrows to
-the rank and one that widens again. Where tensor parallelism cuts the layer's own product it cuts one of the two, and
-what passes between them is gathered or summed.
+Every matmul of a layer except router and experts has one (craton/ml/training/lora.py): a matmul down to the rank and
+one up again. Where tensor parallelism shards the layer's own matmul it shards one of the two, and the tensor between
+them is gathered or summed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from craton.planning.step.operations import Operations, Product, Transfer, Weigh
 
 @lru_cache(maxsize=1024)
 def adapter_weights(weights: tuple[Weight, ...], rank: int) -> tuple[tuple[Weight, Weight], ...]:
-    """(narrow, wide) of every adapter of a layer with these weights."""
+    """Return (narrow, wide) of every adapter of a layer with these weights."""
     adapted = [weight for weight in weights if weight.columns > 1.0 and not (weight.stacked or weight.is_router)]
     return tuple(
         (
@@ -32,7 +32,7 @@ def adapter_weights(weights: tuple[Weight, ...], rank: int) -> tuple[tuple[Weigh
 def adapter_operations(
     shape: ModelShape, layout: Layout, sequence: int, traits: Traits, rank: int, *, moe: bool
 ) -> Operations:
-    """What adapters multiply and move in one layer for one micro-batch."""
+    """Return the matmuls and transfers of adapters in one layer for one micro-batch."""
     tokens = layout.micro_batch * sequence / layout.cp
     own_tokens = tokens / layout.tp if traits.sequence_parallel else tokens
     products: list[Product] = []
@@ -51,7 +51,7 @@ def adapter_operations(
 
 @lru_cache(maxsize=1024)
 def adapter_parameters(shape: ModelShape, rank: int) -> float:
-    """Of the whole model; `rank` 0: none."""
+    """Return the adapter parameters of the whole model; `rank` 0: none."""
     dense = shape.dense_layers if shape.is_moe else shape.layers
     return sum(
         count * sum(item.size for pair in adapter_weights(layer_weights(shape, 1, 1, moe=moe), rank) for item in pair)
@@ -61,5 +61,5 @@ def adapter_parameters(shape: ModelShape, rank: int) -> float:
 
 
 def trained_share(shape: ModelShape, rank: int) -> float:
-    """Trained parameters over the model's own; `rank` 0: all of them are trained."""
+    """Return trained parameters over the model's parameters; `rank` 0: all of them are trained."""
     return adapter_parameters(shape, rank) / shape.parameters if rank else 1.0

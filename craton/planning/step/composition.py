@@ -1,4 +1,4 @@
-"""From the terms of a training step to its seconds: how a software stack composes them (`compose`).
+"""Compose the terms of a training step into seconds, given the constants of a software stack (`compose`).
 
 The terms need no software constant and the composition needs no shape, so a fit evaluates the first once per run and
 the second thousands of times. All parts are exposed seconds and add up to `step_seconds`.
@@ -23,12 +23,12 @@ OVERLAP_SHARPNESS = 4.0
 
 @dataclass(frozen=True, slots=True)
 class StepTerms:
-    """Everything of one step that does not depend on software constants. Per micro-batch where not said otherwise."""
+    """The terms of one step that do not depend on software constants. Per micro-batch unless stated otherwise."""
 
     layer: LayerTerms  # the mean layer of the model
     head: LayerTerms
     num_layers: float  # multi-token-prediction layers included
-    num_heads: float  # head passes: 1, and one more per multi-token-prediction layer
+    num_heads: float  # head passes: 1 plus one per multi-token-prediction layer
     full_layers: float  # layers of the fullest pipeline rank
     full_heads: float
     pp: int
@@ -36,21 +36,21 @@ class StepTerms:
     micro_batches: float
     bubble_factor: float
     send_seconds: float  # one activation to the next stage
-    sends: float  # exposed sends a micro-batch
+    sends: float  # exposed sends per micro-batch
     fsdp_passes: tuple[float, float, float]  # gathers forward, gathers backward, scatters: per micro-batch
     table_gathers: float  # of embedding, last norm and head: per micro-batch
     layer_shard: tuple[float, float]  # FSDP: all-gather of a layer's weights, reduce-scatter of its gradients, once
-    head_shard: tuple[float, float]  # the same of embedding, last norm and head, gathered forward only
-    first_gather_seconds: float  # of what a forward pass begins with, which nothing hides
+    head_shard: tuple[float, float]  # the same for embedding, last norm and head, gathered forward only
+    first_gather_seconds: float  # the first gather of a forward pass, always exposed
     once_gather_seconds: float  # per step: parameters after a sharded optimizer step
     once_reduce_seconds: float  # per step: gradients
-    optimizer_seconds: float  # least traffic
+    optimizer_seconds: float  # minimum traffic
     offload_once_seconds: float  # per step: gradients to the host, its optimizer, weights back
     offload_layer_seconds: float  # one layer's activations to the host, or back
-    gemm_index: int  # which efficiency the layer products use
-    repeated: tuple[float, ...]  # shares of the forward pass made again: `operations.Repeated`
+    gemm_index: int  # which efficiency constant the layer matmuls use
+    repeated: tuple[float, ...]  # recomputed shares of the forward pass: `operations.Repeated`
     gradient_overlap: float  # 1 or 0
-    overlap: float  # 0 where the cores that compute also communicate: nothing is hidden
+    overlap: float  # 0 if the same cores compute and communicate (CPU): nothing is hidden
     tensor_far: float  # 1: the group leaves its NVLink domain
     context_far: float
     exchange_far: float
@@ -82,7 +82,7 @@ class StepTimes:
     straggle: float
     optimizer: float
     overhead: float
-    hidden: float  # communication behind compute: not part of the step
+    hidden: float  # communication hidden behind compute: not part of the step
 
     @property
     def step_seconds(self) -> float:
@@ -114,7 +114,7 @@ PARTS: tuple[str, ...] = tuple(field.name for field in fields(StepTimes) if fiel
 
 
 def compose(terms: StepTerms, constants: Array) -> StepTimes:
-    """Exposed seconds of a step, given the constants of a software profile in the order of `software.NAMES`.
+    """Return the exposed seconds of a step, given the constants of a software profile in the order of `software.NAMES`.
 
     Works for one step (constants: [constants]) and for many at once (`stack`ed terms; constants: [constants] or
     [constants, steps]): a search and a fit evaluate thousands of steps in one call.
@@ -191,12 +191,12 @@ def compose(terms: StepTerms, constants: Array) -> StepTimes:
     mean = (terms.num_layers * (layer_f + layer_b) + terms.num_heads * (head_f + head_b)) / terms.pp
 
     def rank(layers: Any, heads: Any) -> StepTimes:
-        """The step, if all wait for a pipeline rank with these layers and heads."""
-        # What already hides a ring cannot hide anything else, so that a faster card never makes a step slower.
+        """Return the step if all ranks wait for a pipeline rank with these layers and heads."""
+        # Compute that already hides a ring hides nothing else, so that a faster GPU never makes a step slower.
         window_f = layers * (layer_f - covered_f) + heads * head_f
         window_b = layers * (layer_b - covered_b) + heads * head_b
 
-        # Sharded weights: gathers run ahead of the layer that needs them, reductions behind; the first is not hidden.
+        # Sharded weights: gathers are prefetched, reductions run behind; the first gather is exposed.
         shard_scale = slowdown(terms.shard_far)
         gathers_f, gathers_b, scatters = terms.fsdp_passes
         tables = heads / terms.num_heads
@@ -209,7 +209,7 @@ def compose(terms: StepTerms, constants: Array) -> StepTimes:
         shard = wire_f + wire_b - (1.0 - contention) * (hidden_f + hidden_b)
         shard = shard + terms.overlap * _covered(edge, 0.5 * (wire_f + wire_b))
 
-        # One reduction and one gather a step, behind the last backward and the first forward pass.
+        # One reduction and one gather per step, hidden behind the last backward and the first forward pass.
         once_gather = terms.once_gather_seconds * shard_scale
         once_reduce = terms.once_reduce_seconds * shard_scale
         early_f = terms.overlap * terms.gradient_overlap * _covered(once_gather, window_f - hidden_f)
@@ -252,7 +252,7 @@ def compose(terms: StepTerms, constants: Array) -> StepTimes:
             hidden=count * (hidden_f + hidden_b) + covered,
         )
 
-    # The others wait for the fullest rank, or for an even share of layers and heads where that takes longer.
+    # All ranks wait for the one with the most layers, or for an even share of layers and heads if that takes longer.
     full = rank(terms.full_layers, terms.full_heads)
     if np.max(terms.pp) == 1:
         return full
@@ -267,7 +267,7 @@ def compose(terms: StepTerms, constants: Array) -> StepTimes:
 
 
 def stack(steps: Sequence[StepTerms]) -> StepTerms:
-    """Many steps as one object whose fields are arrays, for `compose`."""
+    """Stack many steps into one object whose fields are arrays, for `compose`."""
     columns: dict[str, Any] = {}
     for field in fields(StepTerms):
         values = [getattr(step, field.name) for step in steps]
@@ -276,7 +276,7 @@ def stack(steps: Sequence[StepTerms]) -> StepTerms:
 
 
 def _stack_layers(layers: list[LayerTerms]) -> LayerTerms:
-    """Layouts that split operators alike share one object, so only the different ones are converted."""
+    """Stack layers; layouts with the same operator split share one object, so only distinct ones are converted."""
     different = {id(layer): layer for layer in layers}
     position = {key: index for index, key in enumerate(different)}
     index = np.array([position[id(layer)] for layer in layers])
@@ -293,8 +293,8 @@ def _column(values: list[Any]) -> Any:
 
 
 def _covered(wire: Any, compute: Any) -> Any:
-    """The part of a transfer that its compute can hide: the smaller of both, rounded off where they are alike,
-    because layers differ and no schedule packs them perfectly."""
+    """Return the part of a transfer that compute can hide: a smooth minimum of both, because layers differ and no
+    schedule overlaps them perfectly."""
     large = np.maximum(np.maximum(wire, compute), 1e-12)
     small = np.minimum(wire, compute)
     return small / (1.0 + (small / large) ** OVERLAP_SHARPNESS) ** (1.0 / OVERLAP_SHARPNESS)

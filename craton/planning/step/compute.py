@@ -1,7 +1,7 @@
-"""What one layer costs one rank for one micro-batch, operator by operator, before any software constant.
+"""Time of one layer on one rank for one micro-batch, operator by operator, without software constants.
 
-Sizes come from `operations`; times are those of the measured kernel curves; traffic is the least that the operator can
-move; communication is the collective alone. `compose` turns them into a step with the constants of a software profile.
+Sizes come from `operations`; times from the measured kernel curves; memory traffic is the minimum of the operator;
+communication is the collective alone. `compose` turns them into a step with the constants of a software profile.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ COLLECTIVES: dict[str, Callable[[float, Group, Network], float]] = {
     "all_to_all": all_to_all_seconds,
 }
 
-# Kernels a layer launches forward; backward launches about twice as many. Counted from profiles of a Llama block in
+# Kernel launches of a layer's forward pass; backward has about twice as many. Counted from profiles of a Llama block in
 # eager PyTorch and compiled, and of a grouped-GEMM MoE block; the profile's launch_seconds scales them.
 KERNELS = {"eager": 24, "compiled": 12, "experts": 30, "expert loop": 12}
 SCORE_BYTES = (
@@ -59,7 +59,7 @@ class LayerTerms:
     """Seconds of one layer (or of embedding and head) for one micro-batch, forward and backward."""
 
     gemm: tuple[float, float]
-    experts: tuple[float, float]  # grouped products
+    experts: tuple[float, float]  # grouped matmuls
     attention: tuple[float, float]
     elementwise: tuple[float, float]
     permute: tuple[float, float]
@@ -68,13 +68,13 @@ class LayerTerms:
     tensor_sums: float  # share of reduce-scatters in its forward pass
     context: tuple[float, float]
     exchange: tuple[float, float]  # all-to-all of experts
-    dispatches: tuple[float, float]  # a count: times the host waits to learn how many tokens each expert got
+    dispatches: tuple[float, float]  # a count: host synchronisations for the number of tokens per expert
     parameters: float  # on this rank, before FSDP
     expert_parameters: float
 
 
 def group_of(size: int, stride: int, network: Network) -> Group:
-    """The ranks of one mesh dimension: `size` ranks, `stride` apart in the global order."""
+    """Return the ranks of one mesh dimension: `size` ranks, `stride` apart in the global order."""
     per_domain = max(1, min(size, network.nvlink_domain // stride))
     per_node = max(1, min(size, network.node_gpus // stride))
     spans = bool(network.leaf_gpus) and size * stride > network.leaf_gpus
@@ -94,9 +94,9 @@ def layer_terms(
     imbalance: float = 1.0,
     expert_stride: int = 1,
 ) -> LayerTerms:
-    """One transformer layer on one rank. Of the layout only tp, cp, ep, micro_batch and precision count here.
+    """Return the terms of one transformer layer on one rank. Only tp, cp, ep, micro_batch and precision matter here.
 
-    `expert_stride`: how far apart the ranks of an expert exchange are.
+    `expert_stride`: distance between the ranks of an expert exchange.
     """
     work = layer_operations(shape, layout, sequence, traits, moe=moe)
     weights = layer_weights(shape, layout.tp, layout.ep, moe=moe)
@@ -125,7 +125,7 @@ def layer_terms(
     query_dim = work.attention[0][0].query_dim
     heads_width = (shape.heads + shape.kv_heads) * query_dim / tp
     elements = 10.0 * tokens * hidden / tp + 2.0 * tokens * heads_width + ffn_elements
-    low = layout.precision not in ("bf16", "fp16", "fp32")  # then what enters and leaves a product passes a quantizer
+    low = layout.precision not in ("bf16", "fp16", "fp32")  # then inputs and outputs of matmuls are quantized
     traffic = OUTPUT_BYTES[layout.precision] * elements + (3.0 * activations if low else 0.0)
     scores = 0.0 if traits.attention != "unfused" else SCORE_BYTES * tokens * sequence * shape.heads / tp
     elementwise = ((traffic + scores) / rate, (2.0 * traffic + 1.5 * scores) / rate)
@@ -178,8 +178,8 @@ def head_terms(
     *,
     lora: bool = False,
 ) -> LayerTerms:
-    """Embedding, final projection and cross-entropy. In a pipeline those of the last stage, which has no embedding.
-    Stays in 16 bit whatever the layers use."""
+    """Return the terms of embedding, final projection and cross-entropy; in a pipeline of the last stage, which has no
+    embedding. Always in 16 bit, whatever the layers use."""
     alone = layout.pp == 1
     work = head_operations(shape, layout, sequence, traits, embeds=alone)
     tokens = layout.micro_batch * sequence / layout.cp
@@ -211,12 +211,12 @@ def head_terms(
 
 
 def transfer_seconds(transfer: Transfer, group: Group, network: Network, scale: float = 1.0) -> float:
-    """All calls of one transfer; `scale`: what is sent of its bytes."""
+    """Return the time of all calls of one transfer; `scale`: the share of its bytes that is sent."""
     return transfer.count * COLLECTIVES[transfer.operation](scale * transfer.size_bytes, group, network)
 
 
 def distinct_nodes_share(top_k: int, group: Group) -> float:
-    """Copies of a token that leave a rank when a node gets only one, over one copy an expert."""
+    """Return the copies of a token that leave a rank with one copy per node, over one copy per expert."""
     domains = -(-group.size // group.per_domain)
     if domains == 1:
         return 1.0
@@ -224,7 +224,7 @@ def distinct_nodes_share(top_k: int, group: Group) -> float:
 
 
 def linear_seconds(product: Product, precision: str, gpu: GpuRates, lora: bool) -> tuple[float, float]:
-    """Forward, and backward = gradients of input and weight, each at its own shape; frozen weights have no gradient."""
+    """Return forward and backward time: gradients of input and weight at their own shapes; none for frozen weights."""
     rows, n, k = product.rows, product.n, product.k
     forward = gemm_seconds(rows, n, k, precision, gpu)
     backward = gemm_seconds(rows, k, n, precision, gpu)

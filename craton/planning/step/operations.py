@@ -1,7 +1,7 @@
-"""What one rank multiplies, moves and holds for one micro-batch, in sizes alone: the one place where they are counted.
+"""Matmuls, transfers and weights of one rank for one micro-batch, as sizes: the only place where they are counted.
 
-`compute` and `training` turn these sizes into seconds, `own_memory` into memory, and `inventory` into the list that a
-trace of the real step is compared with: what is proved of one holds for all. A transfer's size is that of the whole
+`compute` and `training` turn these sizes into seconds, `own_memory` into memory, and `step_inventory` into the list
+that a trace of the real step is compared with, so that trace checks all of them. A transfer's size is that of the whole
 tensor, the larger side of its collective.
 """
 
@@ -20,13 +20,13 @@ from craton.planning.software import Traits
 Operation = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send", "recv"]
 Dimension = Literal["pp", "replicate", "fsdp", "cp", "tp", "cp·tp", "ep", "all"]
 
-# A chunked head holds this much of the logits at once (craton/ml/training/head.py).
+# Logits that a chunked head holds at once (craton/ml/training/head.py).
 HEAD_CHUNK_BYTES = 2.0 * 2**30
-COUNT_BYTES = 4.0  # rows for an expert, told before they are sent
+COUNT_BYTES = 4.0  # per expert: the number of rows, exchanged before the rows
 
 
 class Repeated(NamedTuple):
-    """Shares of a layer's forward pass that are made again in the backward pass."""
+    """Shares of a layer's forward pass that are recomputed in the backward pass."""
 
     products: float
     attention: float
@@ -43,7 +43,7 @@ RECOMPUTED: dict[str, Repeated] = {
     "operators": Repeated(0.5, 0.0, 0.5, 0.5, 0.5),
     "every second layer": Repeated(0.5, 0.5, 0.5, 0.5, 0.5),
     "modules": Repeated(0.08, 0.0, 0.08, 0.08, 0.08),  # norms, activations, up-projections
-    "element-wise": Repeated(0.0, 0.0, 1.0, 1.0, 0.0),  # outputs of products, attention and sums over ranks are kept
+    "element-wise": Repeated(0.0, 0.0, 1.0, 1.0, 0.0),  # outputs of matmuls, attention and sums over ranks are saved
 }
 
 
@@ -53,7 +53,7 @@ def repeated(layout: Layout, traits: Traits) -> Repeated:
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """`groups` products [rows, k] × [k, n]."""
+    """`groups` matmuls [rows, k] × [k, n]."""
 
     rows: float
     n: float
@@ -67,7 +67,7 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """One call of fused attention; `keys` are all a query could see."""
+    """One call of fused attention; `keys` is the number of keys before causal masking."""
 
     batch: float
     queries: float
@@ -79,7 +79,7 @@ class AttentionCall:
     causal: bool
 
     def flops(self, *, backward: bool) -> float:
-        """A causal query sees half of the keys on average."""
+        """Return the FLOPs; a causal query attends to half of the keys on average."""
         scores = self.batch * self.heads * self.queries * self.keys * (0.5 if self.causal else 1.0)
         return scores * flops_per_score(self.query_dim, self.value_dim, backward=backward)
 
@@ -90,27 +90,27 @@ class Transfer:
     dimension: Dimension
     size_bytes: float  # of one call
     count: float = 1.0
-    for_weights: bool = False  # frozen weights, which need no gradient, do without it
+    for_weights: bool = False  # not needed for frozen weights, which have no gradient
 
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A parameter of one rank before FSDP shards it: rows, or of `stacked` matrices whole ones, else the same part of
-    each, whatever divides (craton/ml/training/parallel/mesh.py)."""
+    """A parameter of one rank before FSDP. FSDP shards rows; of `stacked` matrices whole ones if they divide, else the
+    same part of each (craton/ml/training/parallel/mesh.py)."""
 
     rows: float
     columns: float
     stacked: float = 0.0  # 0: no experts
-    is_partial: bool = False  # every tensor-parallel rank has it whole, and the gradient of its own tokens only
+    is_partial: bool = False  # replicated on tensor-parallel ranks, each with the gradient of its own tokens only
     is_router: bool = False
-    cuts_columns: bool = False  # tensor parallelism does, where it cuts others by rows
+    cuts_columns: bool = False  # tensor parallelism shards columns, where it shards others by rows
 
     @property
     def size(self) -> float:
         return self.rows * self.columns * (self.stacked or 1.0)
 
     def shard(self, ranks: int) -> float:
-        """Numbers on each of so many ranks, the last rows padded to what the others have."""
+        """Return the elements on each of `ranks` ranks, with the last rows padded."""
         if not self.stacked:
             return math.ceil(self.rows / ranks) * self.columns
         if any(size % ranks == 0 for size in (self.stacked, self.rows, self.columns)):
@@ -120,12 +120,12 @@ class Weight:
 
 @dataclass(frozen=True, slots=True)
 class Operations:
-    """One layer, or embedding and head; backward products are the gradients of input and weight."""
+    """Operations of one layer, or of embedding and head; backward matmuls are the gradients of input and weight."""
 
     projections: tuple[Product, ...]  # of attention
     mlp: tuple[Product, ...]  # dense, shared experts, router; or the head
     experts: tuple[Product, ...]  # grouped
-    again: tuple[Product, ...]  # projections that the backward pass makes again in any case
+    again: tuple[Product, ...]  # projections that the backward pass always recomputes
     attention: tuple[tuple[AttentionCall, float], ...]  # each with the share of layers that have it
     forward: tuple[Transfer, ...]
     backward: tuple[Transfer, ...]
@@ -136,16 +136,16 @@ class Operations:
 
 
 def layer_operations(shape: ModelShape, layout: Layout, sequence: int, traits: Traits, *, moe: bool) -> Operations:
-    """One transformer layer on one rank. Of the layout only tp, cp, ep, micro_batch and precision count here."""
+    """Return the operations of one transformer layer on one rank. Only tp, cp, ep, micro_batch and precision matter."""
     tp, hidden = layout.tp, shape.hidden
-    tokens = layout.micro_batch * sequence / layout.cp  # a tensor-parallel group's tokens in one micro-batch
+    tokens = layout.micro_batch * sequence / layout.cp  # tokens per tensor-parallel group in one micro-batch
     own_tokens = tokens / tp if traits.sequence_parallel else tokens
     ups = 2.0 if shape.gated_mlp else 1.0
     experts: tuple[Product, ...] = ()
     mlp: tuple[Product, ...] = ()
     if moe:
         local_experts = max(1, shape.experts // layout.ep)
-        rows = tokens * shape.top_k / tp / local_experts  # of an expert when routing is balanced
+        rows = tokens * shape.top_k / tp / local_experts  # per expert with balanced routing
         inner = shape.moe_ffn_hidden
         experts = (Product(rows, ups * inner, hidden, local_experts), Product(rows, hidden, inner, local_experts))
         width = shape.shared_experts * inner / tp
@@ -171,7 +171,7 @@ def layer_operations(shape: ModelShape, layout: Layout, sequence: int, traits: T
 def head_operations(
     shape: ModelShape, layout: Layout, sequence: int, traits: Traits, *, embeds: bool = True, predicts: bool = True
 ) -> Operations:
-    """Embedding and final projection with its loss, on the stages that hold them. Vocabulary-parallel under tp."""
+    """Return embedding and final projection with loss, on the stages that hold them. Vocabulary-parallel with tp."""
     tokens = layout.micro_batch * sequence / layout.cp
     width = shape.vocab / layout.tp
     stream = OUTPUT_BYTES[layout.precision] * tokens * shape.hidden
@@ -188,7 +188,7 @@ def head_operations(
             if traits.chunked_head:  # the sum of exponentials and the label's logit of every token, by every rank
                 chunks = head_chunks(tokens, width, layout)
                 forward.append(Transfer("all_gather", "tp", 2.0 * 4.0 * tokens * layout.tp / chunks, chunks))
-            else:  # the largest logit too, added up on the way
+            else:  # the maximum logit too, reduced as well
                 forward.append(Transfer("all_reduce", "tp", 4.0 * tokens, 3.0))
             backward.append(Transfer("reduce_scatter" if traits.sequence_parallel else "all_reduce", "tp", stream))
     projection = (Product(tokens, width, shape.hidden),) if predicts else ()
@@ -196,7 +196,7 @@ def head_operations(
 
 
 def head_chunk_bytes(layout: Layout) -> float:
-    """Of the logits that a chunked head holds at once: less where the vocabulary is cut, and copies are in fp32."""
+    """Return the bytes of logits that a chunked head holds at once: less with a sharded vocabulary and fp32 copies."""
     return HEAD_CHUNK_BYTES / 4.0 if layout.tp > 1 else HEAD_CHUNK_BYTES
 
 
@@ -206,14 +206,14 @@ def head_chunks(tokens: float, width: float, layout: Layout) -> float:
 
 
 def boundary_bytes(shape: ModelShape, layout: Layout, sequence: int) -> float:
-    """What one micro-batch hands from a pipeline stage to the next."""
+    """Return the bytes that one micro-batch sends from a pipeline stage to the next."""
     tokens = layout.micro_batch * sequence / layout.cp / layout.tp
     return OUTPUT_BYTES[layout.precision] * tokens * shape.hidden
 
 
 def attention_products(shape: ModelShape, tp: int, tokens: float, own_tokens: float) -> tuple[Product, ...]:
-    """Projections of one rank. Key/value heads fewer than tp are copied, not split. Latents are made of the rank's
-    own part of the sequence (`own_tokens`), where it has one."""
+    """Return the projections of one rank. Fewer key/value heads than tp are replicated, not split. Latents are computed
+    from the rank's own part of the sequence (`own_tokens`), if it has one."""
     hidden, mla = shape.hidden, shape.mla
     if mla is None:
         kv_heads = max(shape.kv_heads / tp, 1.0)
@@ -234,7 +234,7 @@ def attention_products(shape: ModelShape, tp: int, tokens: float, own_tokens: fl
 
 @lru_cache(maxsize=1024)
 def layer_weights(shape: ModelShape, tp: int, ep: int, *, moe: bool) -> tuple[Weight, ...]:
-    """The parameters of one layer on one rank, biases not counted."""
+    """Return the parameters of one layer on one rank, without biases."""
     hidden, mla = shape.hidden, shape.mla
     weights = [Weight(hidden, 1.0, is_partial=True)] * 2  # norms
     if mla is None:
@@ -266,7 +266,7 @@ def layer_weights(shape: ModelShape, tp: int, ep: int, *, moe: bool) -> tuple[We
 
 @lru_cache(maxsize=1024)
 def table_weights(shape: ModelShape, tp: int, *, embeds: bool, predicts: bool) -> tuple[Weight, ...]:
-    """Embedding, last norm and head. Tied tables are one where both ends are on one rank."""
+    """Return embedding, last norm and head. Tied tables count once if both are on one rank."""
     tables = 1 if embeds != predicts or shape.tied_embeddings else 2
     weights = [Weight(shape.vocab / tp, shape.hidden)] * (tables if embeds or predicts else 0)
     return (*weights, *([Weight(shape.hidden, 1.0, is_partial=True)] if predicts else []))
@@ -289,11 +289,11 @@ def _attention(shape: ModelShape, layout: Layout, sequence: int) -> tuple[tuple[
 def _tensor_transfers(
     shape: ModelShape, layout: Layout, tokens: float, traits: Traits, *, has_mlp: bool
 ) -> tuple[tuple[Transfer, ...], tuple[Transfer, ...]]:
-    """Tensor parallelism of one layer, forward and backward.
+    """Return the tensor-parallel transfers of one layer, forward and backward.
 
-    With sequence parallelism the input of column-parallel products is gathered and the output of row-parallel ones
-    scattered; backward the transposes, and the input once more, which is kept as the rank's own part only. Routed
-    experts are not cut: their tokens stay where they are.
+    With sequence parallelism the input of column-parallel matmuls is gathered and the output of row-parallel ones
+    scattered. Backward has the transposes, and gathers the input again, because a rank saves its own part only. Routed
+    experts are not sharded: their tokens stay on their rank.
     """
     if layout.tp == 1:
         return (), ()
@@ -310,7 +310,7 @@ def _tensor_transfers(
     if mla is None:
         inputs.append(stream)
         again.append(stream)
-    else:  # latents, narrower than the stream; the turning part of the keys enters no product
+    else:  # latents, narrower than the stream; the rotary part of the keys enters no matmul
         query = value * tokens * (mla.q_lora or shape.hidden)
         inputs.append(query)
         again.append(query)
@@ -327,15 +327,16 @@ def _tensor_transfers(
 
 
 def _expands_all(shape: ModelShape, layout: Layout, traits: Traits) -> bool:
-    """Whether latents of the whole sequence are gathered, over all ranks that hold some, and every rank makes keys and
-    values of all of them for its heads, forward and again backward."""
+    """Return whether latents of the whole sequence are gathered over all their ranks, and every rank expands all of
+    them to keys and values of its heads, forward and again backward."""
     return shape.mla is not None and layout.cp > 1 and traits.own_layers
 
 
 def _context_transfers(
     shape: ModelShape, layout: Layout, sequence: int, traits: Traits
 ) -> tuple[tuple[Transfer, ...], tuple[Transfer, ...]]:
-    """Keys and values of the whole sequence, gathered forward and again backward; their gradients go back."""
+    """Return transfers of keys and values of the whole sequence: gathered forward and again backward, gradients
+    reduced."""
     if layout.cp == 1:
         return (), ()
     per_width = OUTPUT_BYTES[layout.precision] * layout.micro_batch * sequence
@@ -351,7 +352,7 @@ def _context_transfers(
 def _expert_transfers(
     shape: ModelShape, layout: Layout, tokens: float, traits: Traits
 ) -> tuple[tuple[Transfer, ...], tuple[Transfer, ...]]:
-    """Rows to their experts and back, forward and backward."""
+    """Return the all-to-alls of token rows to their experts and back, forward and backward."""
     if layout.ep == 1:
         return (), ()
     rows = OUTPUT_BYTES[layout.precision] * tokens / layout.tp * shape.top_k * shape.hidden
@@ -361,16 +362,16 @@ def _expert_transfers(
 
 
 def flops_per_token(shape: ModelShape, sequence: int, lora: bool = False) -> float:
-    """Model FLOPs of a token, for MFU: what the model needs, whatever the stack repeats or wastes.
+    """Return the model FLOPs per token, for MFU: without recomputation or other overhead of the stack.
 
-    Forward and backward: 6 FLOPs a weight it passes (4 where weights are frozen), the input embedding
-    not counted, plus attention over half the sequence, or all of it where attention is not causal."""
+    Forward and backward: 6 FLOPs per weight it passes (4 if weights are frozen), without the input embedding, plus
+    attention over half the sequence, or all of it if attention is not causal."""
     passed = shape.active_parameters - (0 if shape.tied_embeddings else shape.embedding_parameters)
     return (4.0 if lora else 6.0) * passed + 3.0 * attention_flops_per_token(shape, sequence)
 
 
 def attention_flops_per_token(shape: ModelShape, sequence: int) -> float:
-    """Forward scores and values of one token over all layers; a window counts only where it is shorter."""
+    """Return FLOPs of forward scores and values of one token over all layers; a window counts only if it is shorter."""
     width = shape.mla.qk_nope + shape.mla.qk_rope + shape.mla.v_head if shape.mla else 2 * shape.head_dim
     windowed = shape.sliding_layers if shape.sliding_window and sequence > shape.sliding_window else 0
     keys = (shape.layers - windowed) * sequence / (2 if shape.causal else 1) + windowed * shape.sliding_window

@@ -1,11 +1,10 @@
-"""What one step does, counted: every collective with its bytes and every FLOP, for each pipeline rank that differs.
+"""Inventory of one step: every collective with its bytes and all FLOPs, for each pipeline rank that differs.
 
-The sizes are those from which the seconds of a plan are made (`operations`, `sharding`), so a trace of the real step
-that agrees with this list proves them. Bytes of a collective are those of its full tensor, the larger side, summed over
-the calls of a step; a group of one rank moves nothing and is not listed. Routing is taken to be balanced, and
-collectives of a handful of numbers (norms, loads of experts) are not counted but for the two over all ranks. With
-adapters the first layer counts like all others, though nothing before it wants a gradient; the seconds of a plan leave
-the adapters' own products out.
+The seconds of a plan use the same sizes (`operations`, `sharding`), so a matching trace of the real step confirms them.
+Bytes of a collective are those of its full tensor, the larger side, summed over the calls of a step; a group of one
+rank moves nothing and is not listed. Routing is assumed to be balanced. Collectives of a few numbers (norms, loads of
+experts) are not counted, except the two over all ranks. With adapters the first layer counts like all others, although
+nothing before it needs a gradient; the seconds of a plan do not include the adapters' own matmuls.
 """
 
 from __future__ import annotations
@@ -43,9 +42,9 @@ from craton.planning.step.sharding import (
 from craton.planning.step.training import Workload
 
 FLOPS = ("gemm", "attention", "experts", "head")
-AGREED_BYTES = 16.0  # of a step: number of labels and who was asked to stop, fp64
+AGREED_BYTES = 16.0  # per step: number of labels and stop requests, fp64
 LOSS_BYTES = 4.0
-# Of a product: the output and the gradients of its input and its weight; frozen weights have none.
+# Matmuls per product: the output and the gradients of its input and its weight; frozen weights have none.
 TRAINED_PASSES, FROZEN_PASSES = 3.0, 2.0
 OPERATIONS_OF_PIPELINE: tuple[Operation, ...] = ("send", "recv")
 
@@ -63,13 +62,13 @@ class InventoryEntry:
 
 @dataclass(frozen=True)
 class StageInventory:
-    """A step of one rank of a pipeline."""
+    """A step of one pipeline rank."""
 
     pipeline_rank: int
     dense_layers: int
     moe_layers: int
     entries: tuple[InventoryEntry, ...]
-    flops: dict[str, float]  # FLOPS → of a step
+    flops: dict[str, float]  # FLOPS → FLOPs per step
 
     def size_bytes(self, operation: Operation, dimension: Dimension) -> float:
         return sum(e.size_bytes for e in self.entries if (e.operation, e.dimension) == (operation, dimension))
@@ -83,12 +82,12 @@ class Inventory:
     stages: tuple[StageInventory, ...]  # one of each kind, in the order of the pipeline
 
     def of_rank(self, pipeline_rank: int) -> StageInventory:
-        """The stage that stands for a pipeline rank: the last one listed that is not behind it."""
+        """Return the stage of a pipeline rank: the last listed one at or before it."""
         return next(stage for stage in reversed(self.stages) if stage.pipeline_rank <= pipeline_rank)
 
 
 def inventory(work: Workload, traits: Traits) -> Inventory:
-    """Every pipeline rank that does something else than the one before it."""
+    """Return every pipeline rank that differs from the one before it."""
     stages: list[StageInventory] = []
     for rank in range(work.layout.pp):
         stage = _Count(work, traits, rank).stage()
@@ -99,7 +98,7 @@ def inventory(work: Workload, traits: Traits) -> Inventory:
 
 @dataclass
 class _Count:
-    """Adds up the step of one pipeline rank."""
+    """Accumulates the step of one pipeline rank."""
 
     work: Workload
     traits: Traits
@@ -129,7 +128,7 @@ class _Count:
                 forward, backward = (*forward, *adapters.forward), (*backward, *adapters.backward)
             for transfer in forward:
                 share = again.sums if transfer.operation == "reduce_scatter" else again.collectives
-                if transfer.dimension in ("cp", "cp·tp"):  # attention needs its keys once more
+                if transfer.dimension in ("cp", "cp·tp"):  # attention needs its keys again
                     share = max(share, again.attention)
                 self._add(transfer, count * micro_batches * (1.0 + share))
             self._add_backward(backward, count * micro_batches)
@@ -152,7 +151,7 @@ class _Count:
         return StageInventory(self.rank, num_dense, len(layers) - num_dense, entries, self.flops)
 
     def _passes(self) -> float:
-        """Of a layer's own products."""
+        """Number of matmuls per product of a layer."""
         return FROZEN_PASSES if self.work.lora else TRAINED_PASSES
 
     def _calculate(self, operations: Operations, times: float) -> None:
@@ -166,7 +165,7 @@ class _Count:
             self.flops["attention"] += times * share * ((1.0 + again.attention) * forward + backward)
 
     def _shard(self, kinds: list[tuple[bool, int]], tables: tuple[Weight, ...]) -> None:
-        """Weights and gradients between ranks that hold the same ones."""
+        """Add transfers of weights and gradients between data-parallel ranks."""
         layout, traits, shape = self.work.layout, self.traits, self.work.shape
         moves = passes(layout, traits, self.work.micro_batches)
         value, width = gathered_bytes(layout), gradient_bytes(layout, traits)
@@ -183,7 +182,7 @@ class _Count:
                 trained = [padded_size(trained_weights, layout, traits, experts=False), 0.0]
                 sizes[0] += trained[0]
             partial += count * padded_partial_size(trained_weights, layout, traits)
-            with_layer = layout.ep * layout.tp == 1 and traits.fsdp2  # then experts have no groups of their own
+            with_layer = layout.ep * layout.tp == 1 and traits.fsdp2  # then experts have no separate groups
             rest, of_experts = (False, sizes[0], trained[0]), (True, sizes[1], trained[1])
             groups_of = ((False, sum(sizes), sum(trained)),) if with_layer else (rest, of_experts)
             for experts, size, reduced in groups_of:
@@ -196,18 +195,18 @@ class _Count:
             self._add(Transfer("all_reduce", "tp", width * partial / shards_of(layout, traits)), 1.0)
 
     def _hand_on(self, num_stages: int) -> None:
-        """Activations to the next stage and their gradients back; each stage but the first and the last has two
+        """Add activations to the next stage and their gradients back; every stage except the first and the last has two
         neighbours."""
         layout = self.work.layout
         if layout.pp == 1:
             return
         size = boundary_bytes(self.work.shape, layout, self.work.sequence)
-        behind = num_stages - (self.rank == layout.pp - 1)  # stages with one behind them
+        behind = num_stages - (self.rank == layout.pp - 1)  # stages with a next stage
         before = num_stages - (self.rank == 0)
         tied = self.work.shape.tied_embeddings and not self.work.lora and self.rank in (0, layout.pp - 1)
         for operation in OPERATIONS_OF_PIPELINE:
             self._add(Transfer(operation, "pp", size), float(self.work.micro_batches * (behind + before)))
-            if tied:  # both ends hold the table and add up their gradients
+            if tied:  # both ends hold the table and sum their gradients
                 table = padded_size(
                     table_weights(self.work.shape, layout.tp, embeds=True, predicts=False),
                     layout,

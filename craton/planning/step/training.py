@@ -1,6 +1,6 @@
-"""One training step: what its operators and collectives cost, before any software constant (`StepModel.terms`).
+"""One training step: times of its operators and collectives, without software constants (`StepModel.terms`).
 
-How a stack composes them to seconds is `composition`. A search shares terms between layouts that split operators alike.
+`composition` turns them into seconds of a stack. A search shares terms between layouts with the same operator split.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from craton.planning.step.sharding import (
     shards_of,
 )
 
-# Bytes a parameter that Adam reads and writes: master and two moments in fp32, on top of which come the gradient and,
-# where there is one, the 16-bit weight; with weights and states in bf16 four values read and three written.
+# Bytes per parameter that Adam reads and writes: master weight and two moments in fp32, plus the gradient and, if there
+# is one, the 16-bit weight; with weights and states in bf16 four values read and three written.
 MASTER_OPTIMIZER_BYTES = 24.0
 BF16_OPTIMIZER_BYTES = 14.0
-# Offload, where nothing was measured: what an optimizer on the host's CPUs streams for one GPU (an eighth of two
-# sockets), bytes a token and hidden unit that a layer saves (arXiv:2205.05198 without scores), and PCIe 4.
+# Offload, not measured: optimizer throughput on the host's CPUs per GPU (an eighth of two sockets), saved bytes per
+# token and hidden unit of a layer (arXiv:2205.05198 without scores), and PCIe 4.
 HOST_OPTIMIZER_BYTES_PER_SECOND = 25e9
 SAVED_BYTES = 34.0
 DEFAULT_HOST_LINK = 25e9
@@ -64,7 +64,7 @@ DEFAULT_LORA_RANK = 16  # of published runs, which leave it open
 
 @dataclass(frozen=True)
 class Workload:
-    """What one step must do, and how it is laid out."""
+    """The work of one step and its layout."""
 
     shape: ModelShape
     layout: Layout
@@ -73,13 +73,13 @@ class Workload:
     lora: bool = False
     imbalance: float = 1.0  # busiest expert over the mean
     weights: Weights = "fp32"  # bf16: no fp32 master weights, states in bf16
-    adjacent_experts: bool = False  # expert ranks next to each other, as published runs place them, not tp apart
+    adjacent_experts: bool = False  # expert ranks adjacent, as in published runs, not tp apart
     on_cpu: bool = False
     lora_rank: int = DEFAULT_LORA_RANK
 
     @property
     def adapter_rank(self) -> int:
-        """0: everything is trained."""
+        """Rank of the adapters; 0: everything is trained."""
         return self.lora_rank if self.lora else 0
 
     @property
@@ -92,7 +92,7 @@ class Workload:
 
 
 class StepModel:
-    """The steps of one job on one machine: what layouts share is evaluated once."""
+    """The steps of one job on one machine; terms that layouts share are evaluated once."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class StepModel:
         self._transfers: dict[tuple[int | str, ...], tuple[tuple[float, float], ...]] = {}
 
     def workload(self, layout: Layout) -> Workload:
-        """What memory is counted for."""
+        """Return the workload of a layout, for the memory model."""
         return Workload(
             self.shape,
             layout,
@@ -162,7 +162,7 @@ class StepModel:
             reduce = self._copies_seconds(parameters, expert_parameters, layout)
             self._transfers[key] = (layer_shard, head_shard, first, (once[0], once[1] + reduce))
         layer_shard, head_shard, first, (once_gather, once_reduce) = self._transfers[key]
-        ranks = layout.fsdp * layout.cp  # context-parallel ranks share the optimizer too
+        ranks = layout.fsdp * layout.cp  # context-parallel ranks also shard the optimizer
         expert_ranks = max(1, ranks * layout.tp // layout.ep) if ranks > 1 or traits.fsdp2 else 1
         local = parameters / ranks + expert_parameters / expert_ranks
         trained = local * self.trained
@@ -207,7 +207,7 @@ class StepModel:
         )
 
     def _operators_of(self, layout: Layout) -> tuple[LayerTerms, LayerTerms]:
-        """(mean layer, head): the same for all layouts that split the operators alike."""
+        """Return (mean layer, head): the same for all layouts with the same operator split."""
         key = (layout.tp, layout.cp, layout.ep, layout.micro_batch, layout.precision, layout.pp > 1)
         if key not in self._operators:
             shape = self.shape
@@ -234,14 +234,14 @@ class StepModel:
         return self._operators[key]
 
     def _kinds(self) -> list[tuple[bool, int]]:
-        """(has experts, how many layers)"""
+        """Return (has experts, number of layers)."""
         shape, layers = self.shape, num_layers(self.shape, self.traits)
         moe_layers = layers - shape.dense_layers if shape.is_moe else 0
         return [(moe, count) for moe, count in ((False, layers - moe_layers), (True, moe_layers)) if count]
 
     def _shard_transfers(self, layout: Layout) -> tuple[tuple[float, float], ...]:
-        """FSDP's (all-gather of weights, reduce-scatter of gradients), once: of the mean layer, of the tables, and of
-        those of them that come first: all where they are one group, else the embedding."""
+        """Return FSDP's (all-gather of weights, reduce-scatter of gradients), once: of the mean layer, of the tables,
+        and of the tables needed first: all if they are one group, else the embedding."""
         traits = self.traits
 
         def seconds(weights: tuple[Weight, ...]) -> tuple[float, float]:
@@ -260,12 +260,12 @@ class StepModel:
         return (gather, scatter), tables, tables if traits.fsdp2 or not alone else embedding
 
     def _shard_seconds(self, size: float, experts: float, layout: Layout) -> tuple[float, float]:
-        """The same of so many parameters in one call; experts in one of their own. A sharded optimizer moves its
-        weights and gradients in buckets so large that their number does not count."""
+        """Return the same for `size` parameters in one call, and for experts in a separate call. The buckets of a
+        sharded optimizer are so large that their number does not matter."""
         traits, network = self.traits, self.network
         group = group_of(shards_of(layout, traits), layout.tp, network)
         value, width = gathered_bytes(layout), gradient_bytes(layout, traits) * self.trained
-        if self.lora and layout.zero == 1:  # only what is trained leaves the optimizer's shards
+        if self.lora and layout.zero == 1:  # only trained weights are gathered from the optimizer's shards
             value *= self.trained
         gather = all_gather_seconds(value * size, group, network)
         scatter = reduce_scatter_seconds(width * size, group, network)
@@ -276,15 +276,15 @@ class StepModel:
         return gather, scatter
 
     def _copies_seconds(self, parameters: float, expert_parameters: float, layout: Layout) -> float:
-        """The reduction of gradients between ranks that hold the same shard, once a step: DDP and HSDP; and between
-        tensor-parallel ranks, of weights that each of them knows the gradient of in part."""
+        """Return the time of gradient all-reduce between ranks with the same shard, once per step (DDP and HSDP), and
+        between tensor-parallel ranks, for weights with partial gradients."""
         network, traits = self.network, self.traits
         shards, expert_shards = shards_of(layout, traits), expert_shards_of(layout, traits)
         width = gradient_bytes(layout, traits) * self.trained
         group = group_of(copies_of(layout, traits), layout.tp * shards, network)
         seconds = all_reduce_seconds(width * parameters / shards, group, network)
         copies = expert_copies_of(layout, traits)
-        # An expert is on every ep-th rank; those among the shards hold a piece of it each, the others a copy.
+        # An expert is on every ep-th rank; ranks of the same shard group hold a shard of it each, the others a copy.
         if shards > 1:
             group = group_of(copies, layout.tp * shards, network)
         else:
@@ -300,11 +300,11 @@ class StepModel:
         return seconds
 
     def _expert_stride(self, layout: Layout) -> int:
-        """How far apart the ranks are that share the experts of a layer."""
+        """Return the distance between ranks of one expert-parallel group."""
         return 1 if self.adjacent_experts else layout.tp
 
     def _expert_group(self, size: int, layout: Layout) -> Group:
-        """Ranks with the same experts: every ep-th, or all of a tensor-parallel group and then every ep-th of those."""
+        """Return the group with the same experts: every ep-th rank, or whole tensor-parallel groups, every ep-th."""
         network = self.network
         if self.adjacent_experts or layout.tp == 1:
             return group_of(size, layout.ep, network)
@@ -318,7 +318,7 @@ class StepModel:
         return Group(size, together(network.nvlink_domain), together(network.node_gpus), spans, concurrent)
 
     def _optimizer_and_offload(self, trained: float, layout: Layout) -> tuple[float, float, float]:
-        """(optimizer on the device, optimizer through the host, one layer's activations to the host)"""
+        """Return (optimizer on the device, optimizer on the host, one layer's activations to the host)."""
         link = self.host_link_bytes_per_second
         if layout.offload == "optimizer":
             moved = (gradient_bytes(layout, self.traits) + OUTPUT_BYTES[layout.precision]) * trained / link
@@ -330,13 +330,13 @@ class StepModel:
     def _optimizer_bytes(self, layout: Layout) -> float:
         if self.weights == "bf16":
             return BF16_OPTIMIZER_BYTES
-        # the narrow weight that is written too; FSDP2 has none, and casts what it gathers
+        # the 16-bit weight is written too; FSDP2 has none, and casts when it gathers
         copy = 0.0 if layout.precision == "fp32" or (self.traits.fsdp2 and layout.world > 1) else 2.0
         return MASTER_OPTIMIZER_BYTES + copy + gradient_bytes(layout, self.traits)
 
 
 def evaluation_terms(terms: StepTerms, layout: Layout, sequences: int) -> StepTerms:
-    """The forward pass of `sequences` alone, laid out as a step is: what an evaluation costs."""
+    """Return the terms of an evaluation: the forward pass of `sequences`, with the layout of a step."""
 
     def forward(layer: LayerTerms) -> LayerTerms:
         both: dict[str, Any] = {field.name: getattr(layer, field.name) for field in fields(layer)}
@@ -377,10 +377,10 @@ def step_terms(work: Workload, gpu: GpuRates, network: Network, traits: Traits) 
 
 
 def fullest_rank(num_layers: float, num_heads: float, pp: int, vpp: int) -> tuple[float, float]:
-    """(layers, heads) of the pipeline rank with the most layers.
+    """Return (layers, heads) of the pipeline rank with the most layers.
 
-    Layers that divide evenly leave the head on top of the last rank's share; otherwise stages are uneven and the rank
-    with the head gets fewer layers. `compose` takes an even share of everything where that is more.
+    If layers divide evenly, the last rank has the head on top of its share; otherwise stages are uneven and the rank
+    with the head gets fewer layers. `compose` uses an even share of everything if that is more.
     """
     if pp == 1:
         return num_layers, num_heads
