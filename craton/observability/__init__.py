@@ -1,5 +1,4 @@
-"""What a run and its nodes show, what it means, and what to do; no run needs it to run.
+"""Metrics, alerts, dashboards, diagnosis, healing and the web page; a run does not depend on any of them.
 
-Exporters, rules, dashboards, diagnosis, healing, the page: each part is a package of its own with its own face; nothing
-is loaded from here.
+Each part is a package with its own public interface; importing this package loads none of them.
 """

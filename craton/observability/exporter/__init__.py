@@ -1,7 +1,7 @@
-"""The node exporter: what a node's GPUs, network, file systems, drives and processors show, as Prometheus reads it.
+"""The node exporter: Prometheus metrics of a node's GPUs, network, file systems, drives and host.
 
-`FAMILIES` is the table of everything it can serve, `dcgm_counters` the counters file for dcgm-exporter, `NodeExporter`
-the exporter itself and `ExporterServer` its port.
+`FAMILIES` is the table of all metric families, `dcgm_counters` returns the counters file for dcgm-exporter,
+`NodeExporter` is the exporter and `ExporterServer` serves it over HTTP.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""How collectors are asked: side by side, with a time limit, none of them able to take the others down.
+"""Run collectors concurrently, with a time limit and isolated from each other.
 
-A file system whose server is gone blocks whoever looks at it, a driver that hangs blocks whoever asks it, and neither
-can be interrupted. So each collector has a thread of its own. One that does not come back in time is left where it is:
-its families are missing from the scrape, `craton_exporter_collector_stuck` says so, later scrapes do not wait for it,
-and it is asked again once it is back.
+A file system whose server is gone and a hung driver block their callers, and neither call can be interrupted. So each
+collector has its own thread. When one does not finish in time, its families are missing from the scrape and
+`craton_exporter_collector_stuck` is 1; later scrapes do not wait for it, and it is used again once it has returned.
 """
 
 from __future__ import annotations
@@ -16,26 +15,26 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from craton.observability.exporter.exposition import Sample
 
-ANSWER_SECONDS = 4.0  # below Prometheus's own limit at a scrape every five seconds
-REASONS_KEPT = 32  # of a collector, so that each is said once
+ANSWER_SECONDS = 4.0  # below Prometheus's timeout for a scrape interval of five seconds
+REASONS_KEPT = 32  # per collector, so that each reason is printed once
 
 
 class Collector(ABC):
-    """A part of the node. `collect` may raise what it likes: it is counted, and said once on the error output."""
+    """Reads one part of the node. Any exception of `collect` is counted, and printed once on stderr."""
 
     name: str
-    errors = 0  # what it could not read and went on without
-    said: tuple[str, ...] = ()  # why, the last of it
+    errors = 0  # read errors that did not stop the collector
+    said: tuple[str, ...] = ()  # the last reasons printed
 
     @abstractmethod
     def collect(self, now: float) -> Iterable[Sample]:
-        """What it sees at this moment, in epoch seconds."""
+        """Return the samples of this moment; `now` is in epoch seconds."""
 
     def close(self) -> None:  # noqa: B027 - most hold nothing
-        """Gives back what it holds."""
+        """Release its resources."""
 
     def guarded(self, samples: Iterable[Sample]) -> Iterator[Sample]:
-        """Samples up to the first that cannot be made out of what a file says; the rest of the collector goes on."""
+        """Yield samples until the first parse or read error; the rest of the collector continues."""
         try:
             yield from samples
         except (ValueError, LookupError, OSError) as error:
@@ -43,7 +42,7 @@ class Collector(ABC):
             self.say(reason(error))
 
     def say(self, problem: str) -> None:
-        """On the error output, once: a reason mostly stays from scrape to scrape."""
+        """Print a problem once on stderr: most problems persist from scrape to scrape."""
         if problem not in self.said:
             print(f"{self.name} cannot be read: {problem}", file=sys.stderr, flush=True)
             self.said = (*self.said, problem)[-REASONS_KEPT:]
@@ -86,7 +85,7 @@ class _Worker:
         self._now = 0.0
         self._is_ended = False
         self._samples: list[Sample] = []
-        # A daemon: one that never comes back must not keep the process.
+        # A daemon thread: a blocked collector must not keep the process alive.
         self._thread = threading.Thread(target=self._work, name=f"collector-{collector.name}", daemon=True)
         self._answered.set()
         self._thread.start()
@@ -96,7 +95,7 @@ class _Worker:
         return self._failures + self.collector.errors
 
     def ask(self, now: float) -> bool:
-        """Whether it takes the question; one that has not answered the last does not."""
+        """Start a collection; return False while the previous one is still running."""
         if not self._answered.is_set():
             return False
         self._now = now
@@ -123,10 +122,10 @@ class _Worker:
             began = time.perf_counter()
             samples: list[Sample] = []
             try:
-                # One by one: what was read before something failed is served.
+                # One by one, so that samples before an error are exported.
                 for sample in self.collector.collect(self._now):
                     samples.append(sample)  # noqa: PERF402
-            except Exception as error:  # noqa: BLE001 - whatever a part of the node does, the others are served
+            except Exception as error:  # noqa: BLE001 - a failing collector must not affect the others
                 self._failures += 1
                 self.collector.say(reason(error))
             self._samples, self.seconds = samples, time.perf_counter() - began

@@ -1,4 +1,4 @@
-"""Disks: what diskstats counts under node_exporter's names, and the SMART log of NVMe drives where it may be read."""
+"""Disk metrics: diskstats under node_exporter's names, and the SMART log of NVMe drives where readable."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from craton.infrastructure.probes import NodeRoot
 from craton.observability.exporter.collector import Collector
 from craton.observability.exporter.exposition import Sample
 
-SMART_SECONDS = 60.0  # a drive answers from its controller, between reads and writes
-SECTOR_BYTES = 512  # of diskstats, whatever the disk's own are
+SMART_SECONDS = 60.0  # the drive's controller answers between reads and writes
+SECTOR_BYTES = 512  # the unit of diskstats, independent of the disk's sector size
 _LEFT_OUT = re.compile(r"(loop|ram|fd|sr|zram)\d+")
 # Columns of diskstats behind the name (Documentation/admin-guide/iostats.rst) → family and factor
 COLUMNS: dict[int, tuple[str, float]] = {
@@ -72,7 +72,7 @@ class DriveCollector(Collector):
 
 
 def disk_samples(text: str, whole: set[str]) -> Iterator[Sample]:
-    """Of whole disks only: a partition's traffic is its disk's too."""
+    """Yield samples of whole disks only: a disk's counters include its partitions."""
     for line in text.splitlines():
         fields = line.split()
         if len(fields) < 14 or fields[2] not in whole or _LEFT_OUT.fullmatch(fields[2]):
@@ -82,8 +82,8 @@ def disk_samples(text: str, whole: set[str]) -> Iterator[Sample]:
 
 
 def smart_page(root: NodeRoot, drive: str) -> bytes:
-    """The SMART log of a drive: asked of its controller, which root alone may do, or recorded in an image. Empty where
-    it cannot be had."""
+    """Return the SMART log of a drive, from its controller (needs root) or recorded in an image; empty if not
+    available."""
     if root.is_recorded:
         return root.bytes_of(f"commands/smart-{drive}.bin")
     page = ctypes.create_string_buffer(SMART_BYTES)
@@ -108,9 +108,9 @@ def smart_page(root: NodeRoot, drive: str) -> bytes:
 
 
 def smart_samples(drive: str, page: bytes) -> Iterator[Sample]:
-    """Bytes of the log page (NVM Express base specification, SMART / Health Information)."""
+    """Parse the log page (NVM Express base specification, SMART / Health Information)."""
     kelvin = int.from_bytes(page[1:3], "little")
-    # Controllers of network volumes (EBS) answer with a page of zeros, whose spare blocks are not used up but unknown.
+    # Controllers of network volumes (EBS) return a page of zeros: spare blocks are then unknown, not used up.
     if len(page) < SMART_BYTES or kelvin == 0:
         return
     labels = (drive,)

@@ -1,9 +1,9 @@
-"""Samples, and the text they are served as: Prometheus's text format 0.0.4.
+"""Samples and their exposition in Prometheus's text format 0.0.4.
 
-prometheus-client is not used here for two reasons. It adds `_total` to every counter, and DCGM's and EFA's names that
-dashboards know have none. And it needs 28 µs a sample (4,500 samples: 125 ms of a core, on the machine that
-docs/exporter.md names), where a node of 192 processors and 32 network cards has thousands of them and one percent of a
-core at a scrape every five seconds is 50 ms. Labels hardly ever change, so their text is kept from scrape to scrape.
+prometheus-client is not used here for two reasons. It adds `_total` to every counter, but the DCGM and EFA names that
+dashboards use have none. And it needs 28 µs per sample (4,500 samples: 125 ms of a core, on the machine named in
+docs/exporter.md). A node with 192 CPUs and 32 NICs has thousands of samples, and one percent of a core at a scrape
+every five seconds is 50 ms. Labels rarely change, so their text is cached between scrapes.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from collections.abc import Iterable
 from craton.observability.exporter.families import FAMILIES, NODE_LABELS
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-MAX_KEPT = 50_000  # texts of labels; when jobs have come and gone for weeks they are made anew
+MAX_KEPT = 50_000  # cached label texts; the cache is cleared when it exceeds this after weeks of jobs
 
-# The name of a family, the values of its own labels, the number.
+# The family's name, the values of its own labels, the value.
 Sample = tuple[str, tuple[str, ...], float]
 
 
 class Page:
-    """Samples to text, with the labels of the node on each."""
+    """Format samples as text and add the node's labels to each."""
 
     def __init__(self, node: str, leaf: str) -> None:
         self._node = (node, leaf)
         self._kept: dict[tuple[str, tuple[str, ...]], str] = {}
 
     def text(self, samples: Iterable[Sample]) -> str:
-        """Families in the order of the table; of two samples with equal labels the last counts."""
+        """Return the text, with families in the order of the table; the last of two samples with equal labels wins."""
         if len(self._kept) > MAX_KEPT:
             self._kept.clear()
         kept = self._kept
@@ -51,13 +51,13 @@ class Page:
         family = FAMILIES[name]
         assert len(labels) == len(family.own_labels), f"{name} has the labels {family.own_labels}, not {labels}"
         pairs = zip((*family.own_labels, *NODE_LABELS), (*labels, *self._node), strict=True)
-        # An empty label is no label to Prometheus, and takes no room here.
+        # Prometheus treats an empty label as absent, so it is omitted.
         inside = ",".join(f'{label}="{_escaped(value)}"' for label, value in pairs if value)
         return f"{name}{{{inside}}} " if inside else f"{name} "
 
 
 def _number(value: float) -> str:
-    """As Go reads it: inf and nan are +Inf and NaN there."""
+    """Format a number as Go parses it: +Inf, -Inf and NaN."""
     if value != value:
         return "NaN"
     if value in (float("inf"), float("-inf")):

@@ -1,5 +1,5 @@
-"""The network between nodes: counters of EFA devices under the names of AWS's exporter, of InfiniBand under those of
-node_exporter; the state of every port.
+"""Fabric metrics: EFA counters under the names of AWS's exporter, InfiniBand counters under those of node_exporter, and
+the state of every port.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from craton.observability.exporter.exposition import Sample
 from craton.observability.exporter.families import FAMILIES
 
 DEVICES = "sys/class/infiniband"
-LOOK_SECONDS = 60.0  # between two looks for devices that came or went
-# Files of ports/N/counters → (what follows node_infiniband_, what one count is). Data is counted in words of 4 bytes.
+LOOK_SECONDS = 60.0  # between two scans for added or removed devices
+# Files of ports/N/counters → (name after node_infiniband_, unit of one count). Data is counted in words of 4 bytes.
 INFINIBAND = {
     "port_xmit_data": ("port_data_transmitted_bytes_total", 4),
     "port_rcv_data": ("port_data_received_bytes_total", 4),
@@ -69,14 +69,14 @@ class FabricCollector(Collector):
             try:
                 value = int(content)
             except ValueError:
-                # A counter that a device does not keep says "N/A (no PMA)"; one that vanished is empty.
+                # A counter that the device lacks reads "N/A (no PMA)"; one that vanished is empty.
                 if not content:
                     self.errors += 1
                     gone = gone or counter.path
                 continue
             yield counter.name, counter.labels, value * counter.factor
         if gone:
-            self.say(f"{gone} is gone, or may not be read")
+            self.say(f"{gone} is gone or not readable")
 
     def _look(self) -> None:
         root = self._root

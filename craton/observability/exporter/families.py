@@ -1,6 +1,6 @@
-"""Every family the node exporter can serve, as data: name, kind, labels, what it is read from, and its source.
+"""Every metric family of the node exporter as data: name, type, labels, what it is read from, and its source.
 
-Rules and dashboards are checked against FAMILIES, and the exporter serves nothing that is not in it.
+Tests check rules and dashboards against FAMILIES, and the exporter exports only families in it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from datetime import date
 from importlib import resources
 from typing import Any, Literal
 
-NODE_LABELS = ("node", "leaf")  # of every family, the last
+NODE_LABELS = ("node", "leaf")  # the last labels of every family
 
 
 @dataclass(frozen=True)
@@ -19,13 +19,13 @@ class Family:
     name: str
     kind: Literal["gauge", "counter"]
     help: str
-    own_labels: tuple[str, ...]  # whose values a sample brings
+    own_labels: tuple[str, ...]  # a sample has their values
     collector: str
     source: str
     date: date
-    dcgm: bool = False  # whether dcgm-exporter serves it under the same name
-    nvml: str = ""  # what it is read from, for one of a GPU
-    scale: float = 1.0  # NVML's unit times this is the family's
+    dcgm: bool = False  # whether dcgm-exporter can export it under the same name
+    nvml: str = ""  # NVML field or call it is read from, for GPU families
+    scale: float = 1.0  # factor from NVML's unit to the family's
     cloudwatch: str = ""  # METRIC.Statistic
 
     @property

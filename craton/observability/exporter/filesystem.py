@@ -1,5 +1,5 @@
-"""File systems: their size and whether they answer. A network file system whose server is gone blocks whoever asks, so
-each is asked in a thread of its own, and one that does not come back is told as `node_filesystem_device_error`.
+"""File system metrics: size, and whether each answers. A network file system whose server is gone blocks its callers,
+so each has its own thread; one that does not return is reported as `node_filesystem_device_error`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from craton.observability.exporter.collector import Collector
 from craton.observability.exporter.exposition import Sample
 
 ANSWER_SECONDS = 1.0
-# Disks, memory that programs write to, and what is shared between nodes; the rest of a mount table has no size.
+# Disks, tmpfs and shared file systems; other entries of the mount table have no size.
 LOCAL = frozenset(("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "tmpfs", "overlay", "vfat"))
 SHARED_KINDS = frozenset(
     ("lustre", "nfs", "nfs4", "efs", "fuse.s3fs", "fuse.mountpoint-s3", "beegfs", "gpfs", "ceph", "wekafs")
@@ -30,7 +30,7 @@ class FilesystemCollector(Collector):
 
     def collect(self, now: float) -> Iterator[Sample]:
         if self._root.is_recorded:
-            return  # an image's folders lie on this machine's disk
+            return  # the folders of an image are on this machine's own disk
         mounts = {mount.path: mount for mount in read_mounts(self._root) if mount.kind in LOCAL | SHARED_KINDS}
         for path, mount in mounts.items():
             if path.startswith(_LEFT_OUT):
@@ -53,7 +53,7 @@ class FilesystemCollector(Collector):
         question = self._asked.get(path)
         if question is None or question.is_answered:
             question = self._asked[path] = _Question(place)
-            question.thread.join(self._answer_seconds)  # one that is asked already has been waited for
+            question.thread.join(self._answer_seconds)  # an earlier call that still runs was already waited for
         return question.answer if question.is_answered else None
 
 

@@ -1,8 +1,8 @@
-"""FSx for Lustre, whose servers nobody can look into, as CloudWatch tells of it: once a minute, in the background.
+"""FSx for Lustre metrics from CloudWatch, fetched once a minute in the background: its servers have no other access.
 
-One exporter of a cluster is enough for a file system, and CloudWatch takes money for every metric it is asked for, so
-the bridge is off unless it is asked for. A value is that of the newest minute that is complete, and is left out when it
-is older than OLD_SECONDS: a gauge that stands still would look like a file system that does.
+One exporter per file system is enough, and CloudWatch charges for every metric requested, so the bridge is off by
+default. A value is that of the newest complete minute. Values older than OLD_SECONDS are omitted: a frozen gauge would
+look like an idle file system.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from craton.observability.exporter.families import FAMILIES
 
 PERIOD_SECONDS = 60
 ASK_SECONDS = 60.0
-LOOK_BACK = timedelta(minutes=10)  # CloudWatch is minutes late at times
+LOOK_BACK = timedelta(minutes=10)  # CloudWatch is sometimes minutes late
 OLD_SECONDS = 600.0
-MAX_QUERIES = 500  # of one GetMetricData
+MAX_QUERIES = 500  # per GetMetricData call
 _IDENTITY = re.compile(r"fs-[0-9a-f]{8,40}")
 _REGION = re.compile(r"\.fsx\.([a-z0-9-]+)\.amazonaws\.com")
 _ASKED = {name: family.cloudwatch.split(".") for name, family in FAMILIES.items() if family.cloudwatch}
 
 
 class FsxCollector(Collector):
-    """Serves what the background has fetched; never waits for AWS."""
+    """Export the values that the background thread fetched; never wait for AWS."""
 
     name = "fsx"
 
@@ -66,7 +66,7 @@ class FsxCollector(Collector):
 
 
 def fetch(client: Any, identities: Sequence[str], now: datetime) -> dict[tuple[str, str], tuple[float, float]]:
-    """The newest value of every metric of these file systems: GetMetricData, a page after another."""
+    """Return the newest value of every metric of these file systems, from all pages of GetMetricData."""
     asked = {
         f"m{number}": pair for number, pair in enumerate((name, identity) for identity in identities for name in _ASKED)
     }
@@ -91,8 +91,8 @@ def fetch(client: Any, identities: Sequence[str], now: datetime) -> dict[tuple[s
 
 
 def fsx_bridge(asked: str, root: NodeRoot) -> FsxCollector | None:
-    """`off`, `auto` (the FSx file systems this node has mounted by name, where credentials are found), or identities
-    with commas between. CratonError where what was asked for cannot be had."""
+    """Return the collector for `auto` (FSx file systems mounted by name, if there are credentials) or comma-separated
+    IDs; None for `off`. CratonError when the request cannot be met."""
     if asked == "off":
         return None
     mounted = [mount.source for mount in read_mounts(root) if mount.kind == "lustre"]
@@ -103,7 +103,7 @@ def fsx_bridge(asked: str, root: NodeRoot) -> FsxCollector | None:
     bad = [identity for identity in identities if not _IDENTITY.fullmatch(identity)]
     if bad:
         raise CratonError(
-            f"--fsx {bad[0]!r} is no file system of FSx: give off, auto, or names like fs-0123456789abcdef0"
+            f"--fsx {bad[0]!r} is not an FSx file system ID: give off, auto, or IDs such as fs-0123456789abcdef0"
         )
     session = _session(required=asked != "auto")
     if not identities or session is None:
@@ -113,7 +113,7 @@ def fsx_bridge(asked: str, root: NodeRoot) -> FsxCollector | None:
 
 
 def _session(required: bool) -> Any:
-    """botocore's session, None where it is missing or finds no credentials."""
+    """Return botocore's session; None when botocore or credentials are missing."""
     try:
         from botocore.session import Session
     except ImportError:
@@ -123,7 +123,7 @@ def _session(required: bool) -> Any:
     session = Session()
     if session.get_credentials() is None:
         if required:
-            raise CratonError("--fsx finds no AWS credentials: give the node a role with cloudwatch:GetMetricData")
+            raise CratonError("--fsx found no AWS credentials: give the node a role with cloudwatch:GetMetricData")
         return None
     return session
 

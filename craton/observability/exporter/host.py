@@ -1,4 +1,4 @@
-"""The machine around the GPUs under node_exporter's names: processors, memory, network, pressure, clock."""
+"""Host metrics under node_exporter's names: CPUs, memory, network, pressure, clock."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class HostCollector(Collector):
             yield "node_filefd_maximum", (), int(files[2])
 
     def _network(self) -> Iterator[Sample]:
-        # procfs has the table of its reader's own network; process 1's is the node's, also from inside a container.
+        # /proc/net is the reader's own network namespace; that of PID 1 is the node's, also from inside a container.
         text = self._root.read("proc/1/net/dev") or self._root.read("proc/net/dev")
         for device, sample in network_samples(text):
             yield sample
@@ -122,7 +122,7 @@ def memory_samples(text: str) -> Iterator[Sample]:
 
 
 def counter_samples(text: str, prefix: str) -> Iterator[Sample]:
-    """Lines `NAME NUMBER`, those that are families."""
+    """Yield the lines `NAME NUMBER` that are known families."""
     for line in text.splitlines():
         name, _, number = line.partition(" ")
         if prefix + name in FAMILIES and number.isdecimal():
@@ -130,7 +130,7 @@ def counter_samples(text: str, prefix: str) -> Iterator[Sample]:
 
 
 def pressure_samples(text: str, kind: str) -> Iterator[Sample]:
-    """`some`: somebody waited; `full`: everybody did. Microseconds (Documentation/accounting/psi.rst)."""
+    """Parse PSI: `some` = at least one process waited, `full` = all did. Microseconds (accounting/psi.rst)."""
     for who, microseconds in _PRESSURE.findall(text):
         family = f"node_pressure_{kind}_{'waiting' if who == 'some' else 'stalled'}_seconds_total"
         if family in FAMILIES:
@@ -158,7 +158,7 @@ def _tcp(text: str) -> Iterator[Sample]:
 
 
 class _Timex(ctypes.Structure):
-    """struct timex of sys/timex.h, as far as it is read, and the room that the kernel writes behind it."""
+    """The fields of struct timex (sys/timex.h) that are read, and space for the rest that the kernel writes."""
 
     _fields_ = (
         ("modes", ctypes.c_uint),
@@ -172,7 +172,7 @@ class _Timex(ctypes.Structure):
 
 
 def clock_samples() -> Iterator[Sample]:
-    """What the kernel knows of the clock's keeper; asking changes nothing (modes = 0) and needs no right."""
+    """Yield the clock's synchronization state from adjtimex; modes = 0 changes nothing and needs no privilege."""
     timex = _Timex()
     library = ctypes.CDLL(None, use_errno=True)
     if library.adjtimex(ctypes.byref(timex)) < 0:
@@ -184,5 +184,5 @@ def clock_samples() -> Iterator[Sample]:
 
 
 def host_name(root: NodeRoot) -> str:
-    """Of the node that the root shows."""
+    """Return the host name of the node that the root shows."""
     return root.read("proc/sys/kernel/hostname") or socket.gethostname()

@@ -1,7 +1,7 @@
-"""The kernel log, read on from where the last look ended: what /dev/kmsg gives, else journald, else a recorded file.
+"""Read new lines of the kernel log from /dev/kmsg, else from journald, else from a recorded file.
 
-Every line comes with how long before the look it was written, where the log tells, and whether that was before the log
-was opened: what it holds from earlier is history. Nothing here blocks.
+Every line has its age at the time of reading, where the log has timestamps, and whether it is older than the opening of
+the log (history). Nothing here blocks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ JOURNAL = ["--dmesg", "--follow", "--lines=all", "--boot", "--output=short-monot
 
 class Line(NamedTuple):
     text: str
-    age_seconds: float | None  # None where the log does not tell
+    age_seconds: float | None  # None when the log has no timestamp
     is_history: bool
 
 
@@ -40,7 +40,7 @@ class KernelLines(Protocol):
 
 
 def open_kernel_lines(root: NodeRoot) -> KernelLines:
-    """The best source there is. A recorded file is read anew as it grows."""
+    """Open the best available source. A recorded file is read again as it grows."""
     with contextlib.suppress(OSError):
         path = root.at("dev/kmsg")
         if stat.S_ISCHR(path.stat().st_mode):
@@ -52,7 +52,7 @@ def open_kernel_lines(root: NodeRoot) -> KernelLines:
 
 
 class Kmsg:
-    """/dev/kmsg: a record for each read, the oldest that is kept first (Documentation/ABI/testing/dev-kmsg)."""
+    """/dev/kmsg: one record per read, the oldest kept record first (Documentation/ABI/testing/dev-kmsg)."""
 
     name: SourceName = "kmsg"
 
@@ -61,7 +61,7 @@ class Kmsg:
         self._is_first = True
 
     def new(self) -> Iterator[Line]:
-        # The first look reads all that the kernel keeps.
+        # The first call reads the kernel's whole ring buffer.
         is_history, self._is_first = self._is_first, False
         uptime = _uptime(self._root)
         while True:
@@ -70,7 +70,7 @@ class Kmsg:
             except BlockingIOError:
                 return
             except OSError as error:
-                if error.errno == errno.EPIPE:  # records were overwritten before they were read; the next are whole
+                if error.errno == errno.EPIPE:  # records were overwritten before they were read; the next are complete
                     continue
                 raise
             if not record:
@@ -86,7 +86,7 @@ class Kmsg:
 
 
 class Journal:
-    """journalctl follows the log for those who may not read /dev/kmsg and are in the journal's group."""
+    """Follow the log with journalctl, for users in the journal's group who cannot read /dev/kmsg."""
 
     name: SourceName = "journal"
 
@@ -110,7 +110,7 @@ class Journal:
                 return
             if not piece:
                 if self._process.poll() is not None:
-                    raise OSError("journalctl has ended: may this user read the kernel's log?")
+                    raise OSError("journalctl exited: check that this user may read the kernel log")
                 return
             *lines, self._rest = (self._rest + piece).split(b"\n")
             for line in lines:
@@ -126,7 +126,7 @@ class Journal:
 
 
 class RecordedLines:
-    """The log of a node's image, `commands/dmesg.txt`; lines that were added since are new."""
+    """The log of a node's image, `commands/dmesg.txt`; lines added since the last call are new."""
 
     name: SourceName = "file"
     _path = "commands/dmesg.txt"
@@ -156,7 +156,7 @@ class NoLines:
     name: SourceName = "none"
 
     def new(self) -> Iterator[Line]:
-        raise OSError("neither /dev/kmsg nor journalctl can be read: run as root, or with CAP_SYSLOG")
+        raise OSError("neither /dev/kmsg nor journalctl is readable: run as root, or with CAP_SYSLOG")
 
     def close(self) -> None:
         pass
@@ -173,6 +173,6 @@ def _age(written: float | None, uptime: float | None) -> float | None:
 
 def _uptime(root: NodeRoot) -> float | None:
     if not root.is_recorded:
-        return time.clock_gettime(time.CLOCK_MONOTONIC)  # the kernel dates its log by a clock that sleeps with it
+        return time.clock_gettime(time.CLOCK_MONOTONIC)  # kernel log timestamps use a clock that stops during suspend
     match = re.match(r"\d+(?:\.\d+)?", root.read("proc/uptime"))
     return float(match[0]) if match else None

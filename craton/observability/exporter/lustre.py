@@ -1,10 +1,8 @@
-"""Lustre's client: what programs read and wrote through it, how long metadata and data servers take to answer, and
-whether they are connected.
+"""Lustre client metrics: reads and writes of programs, request times of metadata and object servers, connection state.
 
-`llite` is the file system as programs see it, `mdc` the connection to a metadata server, `osc` that to a data server.
-Statistics lie in debugfs, which only root may read, in older versions in procfs; between the two, statistics in one and
-the state of a connection in the other. FSx's servers are closed to us: what
-they do is told by the client, here, and by CloudWatch.
+`llite` is the file system as programs see it, `mdc` the connection to a metadata server, `osc` to an object server.
+Statistics are in debugfs, readable only by root, in older versions in procfs; some versions have statistics in one and
+the connection state in the other. FSx does not expose its servers: only the client, here, and CloudWatch show them.
 """
 
 from __future__ import annotations
@@ -19,13 +17,13 @@ from craton.observability.exporter.exposition import Sample
 
 PLACES = ("sys/kernel/debug/lustre", "proc/fs/lustre", "sys/fs/lustre")
 LOOK_SECONDS = 60.0
-# NAME  COUNT samples [UNIT] MIN MAX SUM SUMSQ, where what follows the unit may be missing
+# NAME  COUNT samples [UNIT] MIN MAX SUM SUMSQ; everything after the unit may be missing
 _ROW = re.compile(r"^(\S+)\s+(\d+) samples \[(\w+)\](?:\s+(\d+)\s+(\d+)\s+(\d+))?", re.MULTILINE)
 _STATE = re.compile(r"^\s*state:\s*(\w+)", re.MULTILINE)
-_INSTANCE = re.compile(r"-[0-9a-f]{12,16}$")  # the mount's address in the kernel's memory, another after each mount
+_INSTANCE = re.compile(r"-[0-9a-f]{12,16}$")  # the mount's kernel address, which changes with each mount
 CONNECTED = ("FULL", "IDLE")
 SECONDS = {"usec": 1e-6, "usecs": 1e-6, "msec": 1e-3, "sec": 1.0}
-# Requests that open and close a file, look at it, list a folder: what `stats` of mdc tells as mds_* and ldlm_*
+# Requests that open, close and stat a file or list a folder: mds_* and ldlm_* in `stats` of mdc
 _METADATA = ("mds_", "ldlm_")
 
 
@@ -54,7 +52,7 @@ class LustreCollector(Collector):
     def __init__(self, root: NodeRoot) -> None:
         self._root = root
         self._looked = float("-inf")
-        self._parts: list[tuple[str, str, str, str]] = []  # component, target, its statistics, its connection
+        self._parts: list[tuple[str, str, str, str]] = []  # component, target, statistics file, connection file
 
     def collect(self, now: float) -> Iterator[Sample]:
         if now - self._looked >= LOOK_SECONDS:
@@ -73,10 +71,10 @@ class LustreCollector(Collector):
             if state:
                 yield "craton_lustre_connected", labels, int(state[1] in CONNECTED)
         if strange:
-            self.say(f"{strange} holds no statistics")
+            self.say(f"{strange} has no statistics")
 
     def _look(self) -> list[tuple[str, str, str, str]]:
-        """Each file of a part, from the first place that has it."""
+        """Return the files of each component, from the first folder that has them."""
         files_by_part: dict[tuple[str, str], dict[str, str]] = {}
         for component in ("llite", "mdc", "osc"):
             for place in PLACES:

@@ -1,4 +1,4 @@
-"""The exporter of one node: its collectors, the text of a scrape, and the port it is served on."""
+"""The exporter of one node: its collectors, the scrape text, and the HTTP server."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ from craton.telemetry import runs_root
 from craton.version import VERSION
 
 DEFAULT_PORT = 9500
-GZIP_LEVEL = 1  # a tenth of the bytes for a few milliseconds; higher levels cost more of both budgets than they save
+GZIP_LEVEL = 1  # a tenth of the bytes for a few milliseconds; higher levels cost more CPU than they save
 
 
 class NodeExporter:
-    """Everything about one node as Prometheus reads it, without what `duplicates` has found elsewhere on the node.
-    `open_cards` is how the driver is reached; None: not at all."""
+    """Metrics of one node in Prometheus' format, without the families that `duplicates` found in another exporter.
+    `open_cards` opens the GPU driver; None: no GPU metrics."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class NodeExporter:
         )
         self._page = Page(self.node, leaf)
         self._duplicates = duplicates
-        self._lock = threading.Lock()  # of two scrapers the second waits: collectors remember what they saw last
+        self._lock = threading.Lock()  # concurrent scrapes wait: collectors have state
         self._scrape_seconds = 0.0
 
     def scrape(self) -> str:
@@ -100,7 +100,7 @@ class NodeExporter:
 
 
 class ExporterServer:
-    """`http://ADDRESS:PORT/metrics`, in the background; port 0 takes any free one, an address with colons is IPv6."""
+    """Serve `http://ADDRESS:PORT/metrics` in the background; port 0 chooses a free one, colons mean IPv6."""
 
     def __init__(self, exporter: NodeExporter, address: str, port: int) -> None:
         raise_file_limit()
@@ -109,9 +109,7 @@ class ExporterServer:
         try:
             self._server = kind((address, port), handler)
         except (OSError, OverflowError) as error:
-            raise CratonError(
-                f"cannot listen on {host}:{port} ({explain(error)}): give another --port or --listen"
-            ) from None
+            raise CratonError(f"cannot listen on {host}:{port} ({explain(error)}): change --port or --listen") from None
         self._server.daemon_threads = True
         self.port = int(self._server.server_port)
         self.url = f"http://{host}:{self.port}/metrics"
@@ -129,20 +127,20 @@ class _ServerOfIpv6(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     exporter: NodeExporter
-    protocol_version = "HTTP/1.1"  # Prometheus keeps its connection
+    protocol_version = "HTTP/1.1"  # Prometheus reuses its connection
     timeout = 60.0
 
     def do_GET(self) -> None:
         if self.path.partition("?")[0] not in ("/metrics", "/"):
-            self._answer(404, b"metrics are at /metrics\n", "text/plain; charset=utf-8")
+            self._answer(404, b"not found; metrics are at /metrics\n", "text/plain; charset=utf-8")
             return
         body = self.exporter.scrape().encode()
-        # On the machine itself bytes cost nothing, and packing them would cost more than collecting them.
+        # Over loopback, compression would cost more than collecting the metrics.
         packed = "gzip" in self.headers.get("Accept-Encoding", "") and not self._is_local()
         self._answer(200, gzip.compress(body, GZIP_LEVEL) if packed else body, CONTENT_TYPE, packed=packed)
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the name that http.server gives it
-        """A scrape every few seconds is nothing to tell."""
+        """Do not log requests: there is one every few seconds."""
 
     def _is_local(self) -> bool:
         return ipaddress.ip_address(self.client_address[0].partition("%")[0]).is_loopback
@@ -158,9 +156,9 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def cards_of(root: NodeRoot, nvml: str) -> Callable[[], Cards] | None:
-    """How the GPUs of a node are reached: NVML on a live one, the recorded nvidia-smi on an image."""
+    """Return how to open the GPUs: NVML on a live node, the recorded nvidia-smi of an image; None for `off`."""
     if nvml not in ("auto", "off"):
-        raise CratonError(f"--nvml {nvml!r} is neither auto nor off")
+        raise CratonError(f"--nvml {nvml!r} is not valid: give auto or off")
     if nvml == "off":
         return None
     if root.is_recorded:

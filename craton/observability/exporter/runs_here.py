@@ -1,15 +1,14 @@
-"""Which ranks of which runs are on this node, by the status files of the runs.
+"""Find the ranks of runs on this node by the status files of the runs.
 
-Every node of a cluster looks into the same folder of runs, mostly on a shared file system, so a look must cost little
-however many runs and nodes there are. A run that nobody writes to is not opened, and asked for its age the more rarely
-the older it is. Of one that lives, the heartbeat of each node is read once, to learn whose host it is on, and from then
-on only the files of this host's own.
+Every node of a cluster scans the same folder of runs, usually on a shared file system, so a scan must stay cheap with
+many runs and nodes. A run without recent writes is not opened, and the older it is, the more rarely its age is checked.
+For an active run, each node's heartbeat is read once to find its host; after that, only files of this host's nodes.
 
-In a container an agent knows neither the host's name nor its process numbers. What tells of it is a process on this
-host whose environment names its run and node (`is_here`); ranks are then found by their numbers in the container.
+In a container an agent knows neither the host's name nor the host's PIDs. There, a process on this host whose
+environment names its run and node identifies it (`is_here`); ranks are then matched by their PIDs in the container.
 
-A shared file system whose server is gone holds whoever looks at it. `look` is for one thread that may be held;
-everybody else reads what the last look found, which never blocks.
+A shared file system whose server is gone blocks its callers. Only one thread may call `look`, which can block; all
+others read the result of the last scan, which never blocks.
 """
 
 from __future__ import annotations
@@ -28,80 +27,80 @@ from craton.observability.exporter.exposition import Sample
 from craton.telemetry import RunDirectory
 from craton.telemetry.node import read_heartbeat, read_status
 
-LOOK_SECONDS = 10.0  # between two looks
-FRESH_SECONDS = 60.0  # a file that nobody has written for so long tells of processes that are gone
-TOLD_SECONDS = 150.0  # for which it counts that a process was here: scrapes may be a minute apart
-REST_SHARE = 0.1  # of the age of a run that rests, until it is asked for its age again
+LOOK_SECONDS = 10.0  # between two scans
+FRESH_SECONDS = 60.0  # processes of a status file that is older are gone
+SEEN_SECONDS = 150.0  # how long a process seen here counts: scrapes may be a minute apart
+REST_SHARE = 0.1  # of the age of an inactive run, until its age is checked again
 LONGEST_REST_SECONDS = 600.0
-HOSTS_SECONDS = 600.0  # until heartbeats of other hosts are read again, should one have come back unnoticed
+HOSTS_SECONDS = 600.0  # until heartbeats of other hosts are read again, in case one changed unnoticed
 
 
 class RankHere(NamedTuple):
     run: str
     rank: str
-    run_node: str  # what the run calls this node
+    run_node: str  # the run's name for this node
 
 
-# Run, what it calls the node, and a process number as that node's processes count: a container has its own.
+# Run, the run's name for the node, and a PID in that node's PID namespace: a container has its own.
 InNode = tuple[str, str, int]
 
 
 class Looked(NamedTuple):
-    """What a look found: replaced as a whole, so that threads need no lock."""
+    """Result of a scan: replaced as a whole, so that threads need no lock."""
 
     number: int = 0
     moment: float = 0.0
     ranks: Mapping[InNode, RankHere] = {}
-    by_number: Mapping[int, RankHere] = {}  # those whose process numbers are this host's
+    by_number: Mapping[int, RankHere] = {}  # those whose PIDs are host PIDs
 
 
 @dataclass
 class _Hosts:
-    """Which nodes of a live run are on this host."""
+    """The nodes of an active run that are on this host."""
 
-    changed_ns: int = -1  # of the folder of heartbeats; touching one does not change it, replacing one does
+    changed_ns: int = -1  # mtime of the heartbeat folder; touching a file does not change it, replacing one does
     read_at: float = float("-inf")
-    told_by: dict[str, int] = field(default_factory=dict)  # node → inode of the heartbeat that told its host
+    told_by: dict[str, int] = field(default_factory=dict)  # node → inode of the heartbeat that named its host
     here: set[str] = field(default_factory=set)
 
 
 class RunsHere:
     def __init__(self, runs_folder: Path, host: str) -> None:
         self._runs_folder, self._host = runs_folder, host
-        self._told: dict[Path, float] = {}  # runs that processes told of, wherever they are, and when
-        self._nodes_told: dict[tuple[str, str], float] = {}  # (run, its node) that processes here are of, and when
-        self._telling = threading.Lock()  # of these two alone: never held while files are looked at
+        self._told: dict[Path, float] = {}  # runs that local processes named, in any folder, and when
+        self._nodes_told: dict[tuple[str, str], float] = {}  # (run, its node) of local processes, and when
+        self._telling = threading.Lock()  # guards only these two: never held while files are read
         self._is_due = True
-        self._due: dict[Path, float] = {}  # run → when it is asked for its age again
+        self._due: dict[Path, float] = {}  # run → when its age is checked again
         self._hosts: dict[Path, _Hosts] = {}
         self.last = Looked()
         self.has_looked = threading.Event()
 
     def also(self, run: Path, now: float) -> None:
-        """A process here is of this run, which need not be in the folder of runs: it is looked for at once."""
+        """Note that a local process belongs to this run, which may be outside the folder of runs; scan at once."""
         with self._telling:
             self._is_due |= run not in self._told
             self._told[run] = now
 
     def is_here(self, run: str, node: str, now: float) -> None:
-        """A process here is of this node of a run, whatever its agent calls the host."""
+        """Note that a local process belongs to this node of a run, whatever host name its agent has."""
         with self._telling:
             self._is_due |= (run, node) not in self._nodes_told
             self._nodes_told[run, node] = now
 
     def look(self, now: float) -> Looked:
-        """May be held by the file system. For one thread."""
+        """Scan the runs if due. The file system may block it; only one thread may call it."""
         if not self._is_due and now - self.last.moment < LOOK_SECONDS:
             return self.last
         with self._telling:
             self._is_due = False
             reported = dict(self._told)
             self._nodes_told = {
-                place: moment for place, moment in self._nodes_told.items() if now - moment < TOLD_SECONDS
+                place: moment for place, moment in self._nodes_told.items() if now - moment < SEEN_SECONDS
             }
             places = set(self._nodes_told)
         runs = {*_folders(self._runs_folder), *reported}
-        # A run that a process tells of may be mounted elsewhere for it than for us: its name is the same.
+        # A process may see its run under another mount path than this exporter: the run's name is the same.
         awake = {*reported, *(run for run in runs if any(run.name == name for name, _ in places))}
         self._due = {run: due for run, due in self._due.items() if run in runs}
         live = [run for run in runs if (run in awake or self._due.get(run, now) <= now) and self._lives(run, now)]
@@ -126,15 +125,15 @@ class RunsHere:
                 del self._told[run]
 
     def _lives(self, run: Path, now: float) -> bool:
-        """Agents replace their status every few seconds, which changes the folder: its age needs nothing opened."""
+        """Return whether a run is active. Agents replace their status file every few seconds, so the mtime of its
+        folder is enough."""
         age = _age(run / "status")
         if age < FRESH_SECONDS:
             self._due.pop(run, None)
             return True
         rest = min(max(age * REST_SHARE, LOOK_SECONDS), LONGEST_REST_SECONDS)
-        if (
-            run in self._hosts
-        ):  # it lived at the last look: a clock that jumped makes files look old until the next write
+        # Active at the last scan: after a clock jump files look old until the next write.
+        if run in self._hosts:
             rest = LOOK_SECONDS
         self._due[run] = now + rest
         return False
@@ -142,9 +141,9 @@ class RunsHere:
     def _ranks_of(
         self, run: RunDirectory, hosts: _Hosts, reported: Set[str], now: float
     ) -> Iterator[tuple[int, RankHere, bool]]:
-        """Process number, rank, and whether the number is one of this host's."""
+        """Yield PID, rank, and whether it is a host PID."""
         self._read_hosts(run, hosts, now)
-        for node in sorted(hosts.here | (reported & hosts.told_by.keys())):  # a process may say what it likes
+        for node in sorted(hosts.here | (reported & hosts.told_by.keys())):  # a process' environment is not trusted
             heartbeat = read_heartbeat(run, node)
             if heartbeat is None or (heartbeat.host != self._host and node not in reported):
                 continue
@@ -180,7 +179,7 @@ class RunsHere:
 
 
 def _age(path: Path) -> float:
-    """Infinite where there is nothing."""
+    """Return the age of a file in seconds; infinity when it does not exist."""
     try:
         return time.time() - path.lstat().st_mtime
     except OSError:
@@ -196,8 +195,8 @@ def _folders(runs_folder: Path) -> list[Path]:
 
 
 class RunsCollector(Collector):
-    """The thread that looks for runs, for itself and for those who ask whose a GPU is: a shared file system that hangs
-    holds it alone."""
+    """Scan for runs in its own thread, also for the GPU collector's labels: a hung shared file system blocks only this
+    collector."""
 
     name = "runs"
 

@@ -1,7 +1,7 @@
-"""Prometheus and Alertmanager: rules as data, scrape targets, both programs run here, files for others.
+"""Prometheus and Alertmanager: rules as data, scrape targets, both programs as local processes, rendered files.
 
-`ALERTS` and `RECORDINGS` are the rules, `rule_groups` the document made of them; `Observer` is `craton observe up`, and
-`render` writes everything for a Prometheus, Alertmanager and Grafana that somebody else runs.
+`ALERTS` holds the alert rules, `Observer` is `craton observe up`, and `render` returns the files for an existing
+Prometheus, Alertmanager and Grafana.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Alertmanager's configuration: who is told of what, and what goes without saying.
+"""Alertmanager's configuration: routes, receivers and inhibition rules.
 
-A page is told within seconds and again every hour, a ticket within a minute and again twice a day; what is only worth
-knowing is shown and sent to nobody. What follows from a graver alert of the same node, card or run is held back.
+A page is sent within seconds and repeated every hour, a ticket twice a day; `info` alerts are shown but never sent.
+Alerts that follow from a more serious one of the same node, GPU or run are inhibited.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any
 
 from craton.observability.prometheus.errors import ObserveError
 
-NOBODY, WEBHOOK = "nobody", "webhook"
-# (what holds back, what is held back, labels they must share): the graver one tells more.
+NULL, WEBHOOK = "null", "webhook"  # receivers; the first sends nothing, as in kube-prometheus
+# (source matcher, target matcher, labels that must be equal): the source is the more serious alert.
 INHIBITED = (
     ('alertname="GpuRecoveryWanted"', 'alertname=~"GpuXid.*"', ("node", "gpu")),
     ('alertname=~"GpuXid(Replace|Reboot|Reset)"', 'alertname=~"GpuXid(Restart|Observe|Unknown)"', ("node", "gpu")),
     ('alertname="RunLost"', 'alertname="NodeDown"', ("run",)),
-    # A node may be down for long in a run that goes on without it: that run can hang all the same.
+    # Not by NodeDown: a run that continues without a lost node can still hang.
     ('alertname="RunLost"', 'alertname="RunHung"', ("run",)),
     ('alertname=~"NodeDown|RunLost"', 'alertname=~"StepSlowerThanPlan|StragglerRank|CheckpointStale"', ("run",)),
     ('alertname="RunHung"', 'alertname=~"CheckpointStale|GoodputLow"', ("run",)),
@@ -28,23 +28,23 @@ INHIBITED = (
 
 
 def alertmanager_config(webhook: str | None = None, first_wait: str = "10s") -> dict[str, Any]:
-    """The whole file. Without a webhook alerts are shown and sent to nobody."""
+    """Return the whole configuration. Without a webhook, alerts are shown but not sent."""
     if webhook is not None and not webhook.startswith(("http://", "https://")):
-        raise ObserveError(f"--webhook is {webhook!r}; give a URL that takes Alertmanager's POST, http://…")
-    receiver = WEBHOOK if webhook else NOBODY
-    receivers: list[dict[str, Any]] = [{"name": NOBODY}]
+        raise ObserveError(f"--webhook is {webhook!r}; give the http(s) URL of an Alertmanager webhook, http://…")
+    receiver = WEBHOOK if webhook else NULL
+    receivers: list[dict[str, Any]] = [{"name": NULL}]
     if webhook:
         receivers.append({"name": WEBHOOK, "webhook_configs": [{"url": webhook, "send_resolved": True}]})
     return {
         "route": {
             "receiver": receiver,
-            # Not by node: a switch or a server that fails is one thing to be told, though every node notices.
+            # Not by node: a failed switch or server gives one notification, although every node reports it.
             "group_by": ["alertname", "run", "leaf"],
             "group_wait": first_wait,
             "group_interval": "1m",
             "repeat_interval": "12h",
             "routes": [
-                {"matchers": ['severity="info"'], "receiver": NOBODY},
+                {"matchers": ['severity="info"'], "receiver": NULL},
                 {
                     "matchers": ['severity="page"'],
                     "receiver": receiver,
@@ -62,7 +62,7 @@ def alertmanager_config(webhook: str | None = None, first_wait: str = "10s") -> 
 
 
 def write_private(path: Path, text: str) -> None:
-    """Readable for its owner alone: the address of a webhook is often all that a stranger needs to write to it."""
+    """Write a file with mode 0600: a webhook's URL is often the only secret needed to post to it."""
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
-        os.fchmod(file.fileno(), 0o600)  # of a file that was there before, too
+        os.fchmod(file.fileno(), 0o600)  # also when the file existed before
         file.write(text)

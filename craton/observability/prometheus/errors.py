@@ -1,4 +1,4 @@
-"""What can go wrong with observing.
+"""Errors of `craton observe`.
 
 CratonError
   ObserveError   Prometheus or Alertmanager is missing or does not start; a port is taken; nothing to observe
@@ -10,4 +10,4 @@ from craton.errors import CratonError
 
 
 class ObserveError(CratonError):
-    """What was asked for, why it cannot be, what to do."""
+    """The message names the option or program, the reason, and what to do."""

@@ -1,7 +1,7 @@
-"""What starts our exporter on every node: a DaemonSet on Kubernetes, a unit of systemd elsewhere.
+"""The services that start Craton's exporter on every node: a DaemonSet on Kubernetes, a systemd unit elsewhere.
 
-Both may read what a node tells and change nothing, as far as that can be said: /dev/kmsg and the drives' SMART logs are
-devices, which a container opens only when it is privileged.
+Both only read the node. The container is nevertheless privileged: /dev/kmsg and the drives' SMART logs are devices,
+which an unprivileged container cannot open.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from craton.observability.prometheus.targets import EXPORTERS
 NAME = "craton-exporter"
 DAEMON_SET = f"daemonset-{NAME}.yaml"
 UNIT = f"{NAME}.service"
-PROGRAM = "/opt/craton/bin/craton"  # where the set-up of provisioned nodes puts it
+PROGRAM = "/opt/craton/bin/craton"  # where the setup of provisioned nodes installs it
 HOST = "/host"
 PORT = EXPORTERS["craton-node"]
 INSTANCE_TYPE = "node.kubernetes.io/instance-type"
-HAS_GPU = "nvidia.com/gpu.present"  # NVIDIA's feature discovery, part of its operator, says so of a node
-# SYSLOG: the kernel log; SYS_PTRACE: of whose run the processes on cards are; SYS_ADMIN: SMART; DAC_READ_SEARCH: runs.
+HAS_GPU = "nvidia.com/gpu.present"  # node label of NVIDIA's GPU feature discovery, part of its operator
+# SYSLOG: kernel log; SYS_PTRACE: runs of the processes on GPUs; SYS_ADMIN: SMART; DAC_READ_SEARCH: run directories.
 CAPABILITIES = ("CAP_SYSLOG", "CAP_SYS_PTRACE", "CAP_SYS_ADMIN", "CAP_DAC_READ_SEARCH")
 
 
 def exporter_daemons(cluster: ClusterFile, monitored: MonitoredCluster, runs: str) -> Manifest | None:
-    """A pod on every node with GPUs; None where the cluster file names no image for it. `runs`: their folder, as jobs
-    have it; "": they are in none."""
+    """Return a DaemonSet for all GPU nodes; None when the cluster file names no image. `runs` is the folder of run
+    directories as jobs see it; "": there is none."""
     scheduler = cluster.scheduler
     if scheduler is None or not scheduler.image:
         return None
@@ -56,25 +56,25 @@ def exporter_daemons(cluster: ClusterFile, monitored: MonitoredCluster, runs: st
             {"name": "ADDRESS", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
             {"name": "HOST", "valueFrom": {"fieldRef": {"fieldPath": "status.hostIP"}}},
             {"name": "NODE", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},
-            {"name": "NVIDIA_VISIBLE_DEVICES", "value": "all"},  # it looks at all cards and asks for none
+            {"name": "NVIDIA_VISIBLE_DEVICES", "value": "all"},  # reads all GPUs, requests none
             {"name": "NVIDIA_DRIVER_CAPABILITIES", "value": "utility"},
         ],
         "ports": [{"name": "metrics", "containerPort": PORT}],
-        # Privileged: /dev/kmsg and drives are devices of the node. It has no token, and may write nowhere.
+        # Privileged: /dev/kmsg and drives are devices of the node. No token, no writable file system.
         "securityContext": {"privileged": True, "runAsUser": 0, "readOnlyRootFilesystem": True},
         "volumeMounts": mounts,
         "resources": {"requests": {"cpu": "100m", "memory": "256Mi"}},
     }
     pod: Manifest = {
-        "hostPID": True,  # processes on cards, and their runs
+        "hostPID": True,  # to find the processes on GPUs, and their runs
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         **_nodes(cluster),
-        "tolerations": [{"operator": "Exists"}],  # a node that takes no jobs is looked at all the more
+        "tolerations": [{"operator": "Exists"}],  # cordoned and tainted nodes must be watched too
         "containers": [container],
         "volumes": volumes,
     }
-    space = scheduler.namespace if claim else NAMESPACE  # a claim is there for the pods of its namespace alone
+    space = scheduler.namespace if claim else NAMESPACE  # only pods of its namespace can mount a claim
     return {
         "apiVersion": "apps/v1",
         "kind": "DaemonSet",
@@ -92,12 +92,12 @@ def exporter_daemons(cluster: ClusterFile, monitored: MonitoredCluster, runs: st
 
 
 def exporter_unit(runs: str) -> str:
-    """`runs`: their folder on the nodes; "": they are in none. Nothing here gives the service mounts of its own: it
-    tells which file systems are read-only, and would take its own for the node's."""
+    """Return the systemd unit. `runs` is the folder of run directories on the nodes; "": there is none. No option here
+    gives the service a private mount namespace: it exports which file systems of the node are read-only."""
     options = ["--listen=0.0.0.0", f"--port={PORT}", *([f"--runs={runs}"] if runs else [])]
     lines = [
         "[Unit]",
-        "Description=This node's GPUs, network, file systems and drives as metrics (craton observe node)",
+        "Description=Prometheus exporter for GPUs, network, file systems and drives (craton observe node)",
         "Wants=network-online.target",
         "After=network-online.target remote-fs.target",
         "",
@@ -118,7 +118,7 @@ def exporter_unit(runs: str) -> str:
 
 
 def _claim(cluster: ClusterFile, runs: str) -> tuple[str, str] | None:
-    """The claim that runs are on, and where jobs mount it; None: nodes have them in their own files."""
+    """Return the PersistentVolumeClaim that holds the runs, and its mount path; None: nodes have them as host files."""
     shared = cluster.storage.shared
     if shared is None or not shared.claim or not shared.path:
         return None
@@ -126,7 +126,7 @@ def _claim(cluster: ClusterFile, runs: str) -> tuple[str, str] | None:
 
 
 def _nodes(cluster: ClusterFile) -> Manifest:
-    """By the instance type, which every node on AWS has as a label (HyperPod puts `ml.` before), else by NVIDIA's."""
+    """Select nodes by instance type, a label of every node on AWS (HyperPod prepends `ml.`), else by NVIDIA's label."""
     try:
         kind = instance(cluster.instance or "").name
     except CatalogError:
@@ -139,7 +139,7 @@ def _nodes(cluster: ClusterFile) -> Manifest:
 
 
 def _word(text: str) -> str:
-    """As systemd.service(5) reads it back: %, $ and quotes mean something there."""
+    """Quote a word for systemd.service(5), where %, $ and quotes are special."""
     for letter, written in (("\\", "\\\\"), ('"', '\\"'), ("%", "%%"), ("$", "$$")):
         text = text.replace(letter, written)
     return f'"{text}"' if any(letter.isspace() or letter in "'\"" for letter in text) else text

@@ -1,7 +1,7 @@
-"""Objects of the Prometheus operator: what to scrape (PodMonitor, ServiceMonitor) and the rules (PrometheusRule).
+"""Objects of the Prometheus operator: scrape targets (PodMonitor, ServiceMonitor) and rules (PrometheusRule).
 
-The same labels as `scrape` makes: run, node, leaf, rank of the agents' own, node of the pod, run of the pod's labels,
-leaf of a label of its node.
+Labels are the same as in `scrape`: run, node, leaf and rank from the agents themselves, node from the pod, run from the
+pod's labels, leaf from a label of its node.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ from craton.observability.prometheus.targets import AGENTS, SERVERS
 Manifest = dict[str, Any]
 API = "monitoring.coreos.com/v1"
 NAMESPACE = "monitoring"
-EXPORTER_LABELS = {"app.kubernetes.io/name": "craton-exporter"}  # of the pods of our own
+EXPORTER_LABELS = {"app.kubernetes.io/name": "craton-exporter"}  # labels of Craton's exporter pods
 TOKEN = "/var/run/secrets/kubernetes.io/serviceaccount/token"
-# The node exporter's port has the first name in its own chart, the second in kube-prometheus-stack.
+# Port name of node_exporter: the first in its own chart, the second in kube-prometheus-stack.
 NODE_EXPORTER_PORTS = ("metrics", "http-metrics")
 _NODE = {"sourceLabels": ["__meta_kubernetes_pod_node_name"], "targetLabel": "node"}
 _RUN = {"sourceLabels": [RUN], "targetLabel": "run"}
 _EVERYWHERE = {"any": True}
-# The operator puts the exporter's own pod on every series; `pod` of a card is the one that has it, or none.
+# The operator adds the exporter's own pod to every series; on GPU series `pod` must be the pod that uses the GPU.
 _NO_POD = {"action": "labeldrop", "regex": "pod"}
 
 
 @dataclass(frozen=True)
 class MonitoredCluster:
-    """What the objects of one cluster differ by from those of another."""
+    """The properties of a cluster that its operator objects depend on."""
 
     name: str
     gang: str = "none"
-    leaf_label: str = ""  # of nodes; "": it is not known on which switch they hang
-    labels: Mapping[str, str] = field(default_factory=dict)  # by which the cluster's Prometheus finds what is for it
+    leaf_label: str = ""  # node label with the leaf switch; "": not known
+    labels: Mapping[str, str] = field(default_factory=dict)  # that the cluster's Prometheus selects objects by
 
     @property
     def place(self) -> list[Manifest]:
-        """node and leaf of a target."""
+        """Relabelings that set node and leaf of a target."""
         return [
             _NODE,
             *([{"sourceLabels": [node_meta(self.leaf_label)], "targetLabel": "leaf"}] if self.leaf_label else []),
@@ -50,12 +50,12 @@ class MonitoredCluster:
 
     @property
     def attached(self) -> Manifest:
-        """What a monitor asks for so that targets know their nodes' labels."""
+        """Setting of a monitor that attaches node labels to its targets."""
         return {"attachMetadata": {"node": True}} if self.leaf_label else {}
 
 
 def operator_objects(cluster: MonitoredCluster, groups: list[dict[str, Any]]) -> dict[str, Manifest]:
-    """File name → object."""
+    """Return file name → object."""
     ours = {"app.kubernetes.io/managed-by": "craton"}
     result = {
         "prometheusrule.yaml": _object("PrometheusRule", "craton", cluster, {"groups": groups}),
@@ -94,7 +94,7 @@ def _pods(
     relabel: list[Manifest] | None = None,
     own_labels: bool = False,
 ) -> Manifest:
-    """`ports`: the names that the pods' port may have."""
+    """Return a PodMonitor. `ports`: the names that the pods' port may have."""
     endpoint: Manifest = {
         "path": "/metrics",
         **({"honorLabels": True} if own_labels else {}),
@@ -110,7 +110,8 @@ def _pods(
 
 
 def _dcgm(cluster: MonitoredCluster) -> Manifest:
-    """The GPU operator's Service, or that of dcgm-exporter's own chart. Its own pod label is the job's: it wins."""
+    """Return a ServiceMonitor for the GPU operator's Service or that of dcgm-exporter's chart. Its label `pod` names
+    the pod that uses the GPU, so labels are honored."""
     names = {"key": "app", "operator": "In", "values": ["nvidia-dcgm-exporter", "dcgm-exporter"]}
     endpoint = {
         "targetPort": 9400,

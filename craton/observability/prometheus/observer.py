@@ -1,10 +1,10 @@
-"""`craton observe up`: Prometheus and Alertmanager on a run, on all runs, or on a cluster, with targets kept right.
+"""`craton observe up`: Prometheus and Alertmanager for one run, all runs, or a cluster, with up-to-date targets.
 
-Targets and rules are in RUNS/.observe, where other machines may read them. What the two programs keep, and how they are
-configured, is on this machine (`data_folder`): Prometheus supports no database on a network's file system.
+Targets and rules are in RUNS/.observe, where other machines can read them. Data and configuration of the two programs
+are on this machine (`data_folder`): Prometheus does not support its database on a network file system.
 
-`Observer` starts both, `refresh()` looks for targets and writes them, `look()` asks how targets and alerts are, and
-leaving it ends both.
+`Observer` starts both, `refresh()` finds targets and writes them, `look()` queries the state of targets and alerts, and
+leaving the context stops both.
 """
 
 from __future__ import annotations
@@ -62,28 +62,28 @@ from craton.telemetry import RunDirectory, list_runs, runs_root
 from craton.yaml_text import to_yaml
 
 FOLDER = ".observe"
-ALERTMANAGER_OFFSET = 3  # 9090 and 9093, as everybody has them
+ALERTMANAGER_OFFSET = 3  # the usual ports: 9090 and 9093
 COMMAND_SECONDS = 10.0
-NODES_SECONDS = 60.0  # between two questions which nodes Slurm has
+NODES_SECONDS = 60.0  # between two queries for Slurm's nodes
 
 
 @dataclass(frozen=True)
 class ObserverSettings:
-    """What to observe, and how."""
+    """Runs or cluster to observe, and the options of `craton observe up`."""
 
     runs: tuple[RunDirectory, ...] = ()  # none: all runs of the root
     cluster: ClusterFile | None = None
     host: str = "127.0.0.1"
     port: int = 9090
-    every_seconds: float = 5.0  # scrapes, evaluations, and looks for targets
+    every_seconds: float = 5.0  # interval of scrapes, rule evaluations and target discovery
     alertmanager: bool = True
     webhook: str | None = None
-    runbooks: str | None = None  # URL of the folder of runbooks
+    runbooks: str | None = None  # URL of the runbook folder
     data: Path | None = None  # where metrics are kept; None: `data_folder` of the root
 
     @property
     def root(self) -> Path:
-        """Where runs are: of the runs given, of the cluster, or of this folder."""
+        """Folder of the run directories: from the runs given, from the cluster file, or the default one."""
         if self.runs:
             return self.runs[0].path.parent
         return Path(self.cluster_runs).expanduser() if self.cluster_runs else runs_root()
@@ -101,7 +101,7 @@ class ObserverSettings:
 
 @dataclass(frozen=True)
 class Observed:
-    """One look."""
+    """State of targets and alerts at one moment."""
 
     targets: tuple[Mapping[str, str], ...]  # job, address, run, node, health, error
     alerts: tuple[Mapping[str, Any], ...]  # name, state, severity, layer, action, summary, labels
@@ -113,46 +113,46 @@ class Observed:
 
 @dataclass
 class TargetKeeper:
-    """Finds targets again and again and writes them for file_sd."""
+    """Discover targets periodically and write them for file_sd."""
 
     settings: ObserverSettings
     folder: Path
     exporters: SearchedExporters = field(default_factory=SearchedExporters)
     targets: list[ScrapeTarget] = field(default_factory=list)
-    trouble: str = ""  # why the last look gave nothing; the targets are then those of the look before
+    trouble: str = ""  # why the last discovery failed; the targets are then those of the one before
     _runs: list[RunDirectory] = field(default_factory=list)
     _slurm_asked: float = float("-inf")
     _slurm_machines: tuple[ScrapedMachine, ...] = ()
 
     def refresh(self) -> list[RunDirectory]:
-        """Returns the runs that were looked at. A file system that fails for a while is told in `trouble`."""
+        """Return the runs found. A file system that fails for a while is reported in `trouble`."""
         try:
             self._look()
         except OSError as error:
-            self.trouble = f"cannot look for targets, the last ones stay: {error}"
+            self.trouble = f"target discovery failed, keeping the last targets: {error}"
         else:
             self.trouble = ""
         return self._runs
 
     def why_empty(self) -> str:
-        """Why there is nothing to scrape."""
+        """Say why there is nothing to scrape."""
         if not self.settings.runs:
-            return f"no run in {self.settings.root} goes on: targets appear when one does"
+            return f"no active run in {self.settings.root}: targets appear when one starts"
         names = ", ".join(run.name for run in self.settings.runs)
-        return f"{names} does not go on: targets appear when it is resumed"
+        return f"{names} is not running: targets appear when it is resumed"
 
     def _look(self) -> None:
         runs = list(self.settings.runs) or list_runs(self.settings.root)
         found_targets: FoundTargets = look_at(runs)
         self._ask_slurm()
-        # Slurm's first: a node is dialled by the same name whether or not a run is there.
+        # Slurm's first: a node's address is then the same whether or not a run uses it.
         machines = merged([*self._slurm_machines, *found_targets.machines])
         targets = [*found_targets.targets, *self.exporters.look(machines)]
         write_targets(self.folder, targets)
         self._runs, self.targets = runs, targets
 
     def _ask_slurm(self) -> None:
-        """For every node it has, whether or not a run is there."""
+        """List all Slurm nodes, whether or not a run uses them."""
         if _is_on("slurm", self.settings.cluster) and time.monotonic() - self._slurm_asked > NODES_SECONDS:
             self._slurm_asked = time.monotonic()
             names = dict.fromkeys(_output(["sinfo", "--noheader", "--Node", "--format=%N"]).split())
@@ -161,14 +161,14 @@ class TargetKeeper:
 
 
 class Observer:
-    """Prometheus and Alertmanager, started; a context manager that ends them."""
+    """Context manager that starts Prometheus and Alertmanager and stops them on exit."""
 
     def __init__(self, settings: ObserverSettings) -> None:
         find_program(PROMETHEUS)
         if settings.alertmanager:
             find_program(ALERTMANAGER)
         elif settings.webhook:
-            raise ObserveError("--webhook needs Alertmanager; leave out --no-alertmanager")
+            raise ObserveError("--webhook needs Alertmanager; remove --no-alertmanager")
         self.settings = settings
         self.folder = (settings.root / FOLDER).absolute()
         self.data = (settings.data or data_folder(settings.root)).absolute()
@@ -178,7 +178,7 @@ class Observer:
         self._lock: IO[str] | None = None
         self._slurm = _slurm_address(settings.cluster)
         self._runs_of_jobs: dict[str, str] = {}
-        self._in_files: dict[str, set[str]] = {}  # job → addresses, of what Kubernetes may find as well
+        self._in_files: dict[str, set[str]] = {}  # job → addresses that Kubernetes discovery may find as well
 
     def __enter__(self) -> Self:
         settings = self.settings
@@ -186,14 +186,14 @@ class Observer:
             (self.folder / "rules").mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ObserveError(
-                f"cannot keep targets in {self.folder} ({error.strerror}): set CRATON_RUNS to a folder you may write to"
+                f"cannot write targets to {self.folder} ({error.strerror}): set CRATON_RUNS to a writable folder"
             ) from error
         try:
             self.data.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ObserveError(
-                f"cannot keep metrics in {self.data} ({error.strerror}): give --data a folder on this machine that you "
-                "may write to"
+                f"cannot store metrics in {self.data} ({error.strerror}): set --data to a writable folder on a local "
+                "disk"
             ) from error
         self._lock = _locked(self.folder / "lock")
         try:
@@ -220,7 +220,7 @@ class Observer:
         self.close()
 
     def close(self) -> None:
-        """Ends both; what they recorded stays."""
+        """Stop both; their data stays."""
         for service in self.services:
             service.end()
         if self._lock is not None:
@@ -232,15 +232,15 @@ class Observer:
         return [service for service in (self.prometheus, self.alertmanager) if service is not None]
 
     def refresh(self) -> None:
-        """Looks for targets (`keeper.trouble` says what it could not); ObserveError when one of the two has ended."""
+        """Discover targets (`keeper.trouble` reports failures); ObserveError when one of the two programs exited."""
         runs = self.keeper.refresh()
         try:
             self._follow(runs)
         except OSError as error:
-            self.keeper.trouble = self.keeper.trouble or f"cannot read which jobs are whose, as before: {error}"
+            self.keeper.trouble = self.keeper.trouble or f"cannot map Slurm jobs to runs, keeping the last map: {error}"
         for service in self.services:
             if not service.is_running:
-                raise ObserveError(f"{service.name} ended by itself: {service.last_words()}")
+                raise ObserveError(f"{service.name} exited unexpectedly: {service.last_words()}")
 
     def _follow(self, runs: Sequence[RunDirectory]) -> None:
         if self._note(runs):
@@ -249,7 +249,7 @@ class Observer:
             self.prometheus.reload()
 
     def _note(self, runs: Sequence[RunDirectory]) -> bool:
-        """Whether what the configuration says of runs and targets is another than before."""
+        """Update the runs and targets of the configuration; return whether they changed."""
         before = self._runs_of_jobs, self._in_files
         self._runs_of_jobs = _runs_of_jobs(runs)
         if _is_on("kubernetes", self.settings.cluster):
@@ -257,19 +257,17 @@ class Observer:
         return before != (self._runs_of_jobs, self._in_files)
 
     def look(self) -> Observed:
-        """How the targets do, but for Prometheus itself, and what alerts; OSError when it does not answer."""
+        """Return the targets' health (without Prometheus itself) and the alerts; OSError when it does not answer."""
         assert self.prometheus is not None
         active = self.prometheus.ask("/api/v1/targets", state="active")["data"]["activeTargets"]
         targets = [item for item in active if item["labels"]["job"] != OWN_JOB]
         alerts = self.prometheus.ask("/api/v1/alerts")["data"]["alerts"]
         return Observed(
             tuple(
-                sorted((_told_target(target) for target in targets), key=lambda entry: (entry["job"], entry["address"]))
+                sorted(map(_target_entry, targets), key=lambda entry: (entry["job"], entry["address"])),
             ),
             tuple(
-                sorted(
-                    (_told_alert(alert) for alert in alerts), key=lambda element: (element["severity"], element["name"])
-                )
+                sorted(map(_alert_entry, alerts), key=lambda entry: (entry["severity"], entry["name"])),
             ),
         )
 
@@ -296,7 +294,7 @@ class Observer:
 
 
 def gpus_per_node(cluster: ClusterFile | None) -> int | None:
-    """How many cards each node of a cluster has; None: not known."""
+    """Return the number of GPUs per node of a cluster; None: not known."""
     if cluster is None:
         return None
     if cluster.hardware is not None:
@@ -309,25 +307,25 @@ def gpus_per_node(cluster: ClusterFile | None) -> int | None:
 
 
 def data_folder(root: Path) -> Path:
-    """Where the metrics of the runs in a folder are kept on this machine, unless somebody says otherwise."""
+    """Return the default local folder for the metrics of the runs in `root`."""
     state = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser()
     place = os.path.realpath(root)
     return state / "craton" / "observe" / f"{Path(place).name}-{hashlib.sha256(place.encode()).hexdigest()[:8]}"
 
 
 def leaf_label(cluster: ClusterFile | None) -> str:
-    """The label by which nodes of a Kubernetes cluster say what switch they hang on; "": not known."""
+    """Return the Kubernetes node label that names a node's leaf switch; "": not known."""
     leaf = cluster.levels.leaf if cluster else None
     return (leaf.label if leaf else None) or ""
 
 
 def _named(job: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Two jobs may not share a name, but rules know the pods' by the plain one."""
+    """Set the label `job` back to the plain name that rules use: two scrape jobs cannot share a name."""
     return [*job["relabel_configs"], {"target_label": "job", "replacement": job["job_name"]}]
 
 
 def _first_wait(every_seconds: float) -> str:
-    """Alerts of one moment are told together; whoever looks every second waits no ten."""
+    """Return Alertmanager's group_wait: alerts of one moment are sent together; short scrape intervals shorten it."""
     return f"{round(min(10.0, every_seconds) * 1000)}ms"
 
 
@@ -341,16 +339,16 @@ def _locked(path: Path) -> IO[str]:
             file.close()
         if isinstance(error, BlockingIOError):
             raise ObserveError(
-                f"another `craton observe up` keeps its targets in {path.parent}; look at that one, or end it"
+                f"another `craton observe up` already uses {path.parent}; use that one, or stop it first"
             ) from None
         raise ObserveError(
-            f"cannot lock {path} ({error.strerror}): set CRATON_RUNS to a folder you own, on a file system with locks"
+            f"cannot lock {path} ({error.strerror}): set CRATON_RUNS to your own folder on a file system with locks"
         ) from error
     return file
 
 
 def _runs_of_jobs(runs: Sequence[RunDirectory]) -> dict[str, str]:
-    """Slurm's job number → run, of runs that have not ended."""
+    """Return Slurm job ID → run, for runs that have not ended."""
     result = {}
     for run in runs:
         if not (run.has("DONE") or run.has("FATAL")):
@@ -361,7 +359,7 @@ def _runs_of_jobs(runs: Sequence[RunDirectory]) -> dict[str, str]:
 
 
 def _addresses(targets: Iterable[ScrapeTarget]) -> dict[str, set[str]]:
-    """Job → where its targets are."""
+    """Return job → addresses of its targets."""
     result: dict[str, set[str]] = {}
     for target in targets:
         result.setdefault(target.job, set()).add(target.address)
@@ -369,7 +367,7 @@ def _addresses(targets: Iterable[ScrapeTarget]) -> dict[str, set[str]]:
 
 
 def _kubeconfig() -> str | None:
-    """None inside a cluster, where a pod has its own account."""
+    """Return the kubeconfig file; None inside a cluster, where the pod's service account is used."""
     for stated in (*os.environ.get("KUBECONFIG", "").split(os.pathsep), "~/.kube/config"):
         if stated and Path(stated).expanduser().is_file():
             return str(Path(stated).expanduser())
@@ -381,7 +379,7 @@ def _is_on(kind: str, cluster: ClusterFile | None) -> bool:
 
 
 def _slurm_leaves() -> dict[str, str]:
-    """Node → the switch it hangs on, where Slurm was told of the network."""
+    """Return node → leaf switch, where Slurm has a topology configuration."""
     try:
         topology = read_topology(_output(["scontrol", "show", "topology"]))
     except TopologyError:
@@ -390,7 +388,7 @@ def _slurm_leaves() -> dict[str, str]:
 
 
 def _slurm_address(cluster: ClusterFile | None) -> str:
-    """Where slurmctld serves its metrics; "" where it does not."""
+    """Return the address at which slurmctld serves metrics; "": it does not."""
     if not _is_on("slurm", cluster):
         return ""
     lines = (line.partition("=") for line in _output(["scontrol", "show", "config"]).splitlines())
@@ -410,7 +408,7 @@ def _output(command: list[str]) -> str:
     return done.stdout if done.returncode == 0 else ""
 
 
-def _told_target(target: Mapping[str, Any]) -> dict[str, str]:
+def _target_entry(target: Mapping[str, Any]) -> dict[str, str]:
     labels = target["labels"]
     return {
         "job": labels["job"],
@@ -422,7 +420,7 @@ def _told_target(target: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def _told_alert(alert: Mapping[str, Any]) -> dict[str, Any]:
+def _alert_entry(alert: Mapping[str, Any]) -> dict[str, Any]:
     labels, notes = alert["labels"], alert.get("annotations", {})
     return {
         "name": labels["alertname"],

@@ -1,7 +1,6 @@
-"""Prometheus and Alertmanager as processes of this machine: found, started, asked, ended.
+"""Find, start, query and stop Prometheus and Alertmanager as local processes.
 
-Both listen where they are told and nowhere else, keep their data in one folder, and end with this process, however that
-ends.
+Both listen only on the given address, keep their data in one folder, and end when this process ends for any reason.
 """
 
 from __future__ import annotations
@@ -36,14 +35,14 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def find_program(names: tuple[str, ...]) -> str:
-    """Its path; ObserveError says how to install it."""
+    """Return the program's path; ObserveError says how to install it."""
     for name in names:
-        # Debian puts neither into a folder that everybody's PATH lacks, but other packages use /usr/sbin.
+        # Some packages install into folders that are often missing from PATH, such as /usr/sbin.
         if result := shutil.which(name) or shutil.which(name, path="/usr/local/bin:/usr/sbin:/opt/prometheus"):
             return result
     raise ObserveError(
-        f"{names[0]} is not installed; on Debian and Ubuntu `apt-get install prometheus prometheus-alertmanager`, "
-        "elsewhere from prometheus.io/download, then put it on the PATH"
+        f"{names[0]} is not installed. On Debian and Ubuntu run `apt-get install prometheus prometheus-alertmanager`; "
+        "elsewhere download it from prometheus.io/download and add it to PATH"
     )
 
 
@@ -54,13 +53,13 @@ def check_port(host: str, port: int, program: str) -> None:
     except (OSError, OverflowError) as error:
         reason, number = (error.strerror, error.errno) if isinstance(error, OSError) else (error, None)
         taken = number == errno.EADDRINUSE
-        advice = "give another --port, or end what has it" if taken else "give another --port or --listen"
+        advice = "choose another --port, or stop the program that uses it" if taken else "change --port or --listen"
         raise ObserveError(f"{program} cannot listen at {joined(host, port)} ({reason}); {advice}") from None
 
 
 @dataclass
 class ObserverProcess:
-    """One of the two, while it runs."""
+    """A running Prometheus or Alertmanager process."""
 
     name: str
     host: str
@@ -81,7 +80,7 @@ class ObserverProcess:
         return self.process.poll() is None
 
     def ask(self, path: str, **parameters: str) -> Any:
-        """What its API answers to a GET, as JSON; OSError when it does not."""
+        """Send a GET to its API and return the JSON answer; OSError when it fails."""
         query = f"?{urllib.parse.urlencode(parameters)}" if parameters else ""
         connection = http.client.HTTPConnection(self.host, self.port, timeout=ASK_SECONDS)
         try:
@@ -89,7 +88,7 @@ class ObserverProcess:
             answer = connection.getresponse()
             text = answer.read().decode("utf-8", errors="replace")
         except http.client.HTTPException as error:
-            raise OSError(f"{self.name} at {self.url} gave no answer: {error}") from error
+            raise OSError(f"{self.name} at {self.url} did not answer: {error}") from error
         finally:
             connection.close()
         if answer.status != http.client.OK:
@@ -102,8 +101,8 @@ class ObserverProcess:
             if not self.is_running:
                 words = self.last_words()
                 if "kubernetes_sd_configs not found" in words:
-                    words = "it was built without discovery in Kubernetes, as Debian's is: take it from prometheus.io"
-                raise ObserveError(f"{self.name} ended at once: {words}")
+                    words = "this build has no Kubernetes discovery, like Debian's; install it from prometheus.io"
+                raise ObserveError(f"{self.name} failed to start: {words}")
             with contextlib.suppress(OSError):
                 self.ask("/-/ready")
                 return
@@ -129,7 +128,7 @@ class ObserverProcess:
 
 
 def start_prometheus(folder: Path, host: str, port: int) -> ObserverProcess:
-    """Of FOLDER/prometheus.yml, with its data in FOLDER/prometheus."""
+    """Start Prometheus with FOLDER/prometheus.yml and its data in FOLDER/prometheus."""
     command = [
         find_program(PROMETHEUS),
         f"--config.file={folder / 'prometheus.yml'}",
@@ -142,7 +141,7 @@ def start_prometheus(folder: Path, host: str, port: int) -> ObserverProcess:
 
 
 def start_alertmanager(folder: Path, host: str, port: int) -> ObserverProcess:
-    """Of FOLDER/alertmanager.yml, with its data in FOLDER/alertmanager; it looks for no peers."""
+    """Start Alertmanager with FOLDER/alertmanager.yml and its data in FOLDER/alertmanager, without clustering."""
     command = [
         find_program(ALERTMANAGER),
         f"--config.file={folder / 'alertmanager.yml'}",
@@ -158,7 +157,7 @@ def _start(name: str, command: list[str], host: str, port: int, folder: Path) ->
     check_port(host, port, name)
     log = folder / f"{name}.log"
     with log.open("wb") as output:
-        # A group of its own: Ctrl-C reaches this process first, which ends the two in order.
+        # Own process group: Ctrl-C reaches only this process, which then stops both in order.
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,

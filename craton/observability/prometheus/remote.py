@@ -1,4 +1,4 @@
-"""Amazon Managed Prometheus and Grafana, and a Grafana that exists: remote write, data sources, dashboard providers."""
+"""Remote write to Amazon Managed Prometheus, and provisioning files for Grafana: data sources, dashboard provider."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 from craton.observability.prometheus.errors import ObserveError
 
-# The plugin that Grafana moved SigV4 to. Grafana does not come with it; Amazon Managed Grafana has it from 12 on.
+# The plugin to which Grafana moved SigV4. Grafana does not bundle it; Amazon Managed Grafana has it since version 12.
 SIGNING_PLUGIN = "grafana-amazonprometheus-datasource"
-DATA_SOURCE = "craton-prometheus"  # uid by which dashboards find it
+DATA_SOURCE = "craton-prometheus"  # uid that the dashboards reference
 # Source: docs.aws.amazon.com, PrometheusMonitoringConfiguration, pattern of remoteWriteUrl, 2026-11-16
 _WORKSPACE = re.compile(
     r"(?P<base>https://aps-workspaces\.(?P<region>[a-z]{2}-[a-z-]{1,20}-[1-9])\.amazonaws(?:\.[0-9A-Za-z]{2,4})+"
@@ -22,13 +22,13 @@ _WORKSPACE = re.compile(
 class Workspace:
     """A workspace of Amazon Managed Prometheus."""
 
-    url: str  # without a slash at its end
+    url: str  # without a trailing slash
     region: str
     id: str
 
     @property
     def remote_write(self) -> dict[str, Any]:
-        """An entry of remote_write: signed with the machine's role, samples in lots as AWS advises."""
+        """Entry of remote_write: signed with the machine's IAM role, batch sizes as AWS recommends."""
         return {
             "url": f"{self.url}/api/v1/remote_write",
             "sigv4": {"region": self.region},
@@ -40,14 +40,14 @@ def workspace_of(url: str) -> Workspace:
     match = _WORKSPACE.fullmatch(url)
     if match is None:
         raise ObserveError(
-            f"--amp is {url!r}; give the workspace's endpoint, "
+            f"--amp is {url!r}; give the workspace endpoint, "
             "https://aps-workspaces.REGION.amazonaws.com/workspaces/ws-ID"
         )
     return Workspace(match["base"], match["region"], match["id"])
 
 
 def data_sources(prometheus_url: str, alertmanager_url: str, workspace: Workspace | None) -> dict[str, Any]:
-    """Grafana's provisioning/datasources file: the workspace where there is one, else the Prometheus beside it."""
+    """Return Grafana's provisioning/datasources file: the workspace if given, otherwise the local Prometheus."""
     if workspace is not None:
         source = {
             "name": "Craton",
@@ -59,7 +59,7 @@ def data_sources(prometheus_url: str, alertmanager_url: str, workspace: Workspac
             "jsonData": {
                 "httpMethod": "POST",
                 "sigV4Auth": True,
-                "sigV4AuthType": "default",  # of the machine that Grafana is on, which alone reads this file
+                "sigV4AuthType": "default",  # the credentials of Grafana's own machine
                 "sigV4Region": workspace.region,
             },
         }
@@ -89,7 +89,7 @@ def data_sources(prometheus_url: str, alertmanager_url: str, workspace: Workspac
 
 
 def dashboard_provider() -> dict[str, Any]:
-    """Grafana's provisioning/dashboards file, for dashboards copied to /var/lib/grafana/dashboards/craton."""
+    """Return Grafana's provisioning/dashboards file, for dashboards copied to /var/lib/grafana/dashboards/craton."""
     provider = {
         "name": "craton",
         "folder": "Craton",

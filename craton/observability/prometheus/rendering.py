@@ -1,7 +1,7 @@
-"""`craton observe render`: files for a Prometheus, Alertmanager and Grafana that somebody else runs.
+"""`craton observe render`: files for an existing Prometheus, Alertmanager and Grafana.
 
-Pure: the same cluster file gives the same texts, but for where runs are when it does not say that: then $CRATON_RUNS of
-this machine does. What the files are for, and how they are put in place, stands in the README.md among them.
+Pure: the same cluster file gives the same texts, except for the folder of runs: when the cluster file does not name it,
+$CRATON_RUNS of this machine does. The rendered README.md says what each file is for and how to install it.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from craton.observability.prometheus.scrape import (
 )
 from craton.yaml_text import to_yaml
 
-NO_DASHBOARDS = "No dashboards are among these: they need the extra `observe`."
+NO_DASHBOARDS = "No dashboards were rendered: they need the extra `observe`."
 NO_EXPORTER = (
-    "No DaemonSet of the exporter is among these: it runs in the image that a cluster file names as scheduler.image, "
-    "with craton[observe] in it."
+    "No DaemonSet for the exporter was rendered: set scheduler.image in the cluster file to an image that contains "
+    "craton[observe]."
 )
 OPERATOR_PATCH = "amp/prometheus-remote-write.yaml"
 PROMETHEUS_URL, ALERTMANAGER_URL = "http://localhost:9090", "http://localhost:9093"
@@ -60,9 +60,9 @@ def render(
     runbooks: str | None = None,
     dashboards: Callable[[str | None], Mapping[str, str]] = lambda _: {},
 ) -> dict[str, str]:
-    """File → text. `amp` is the endpoint of a workspace of Amazon Managed Prometheus; `labels` are for the objects of
-    the Prometheus operator; `runbooks` is the URL of the folder of runbooks; `dashboards` makes the files of Grafana's
-    dashboards, with links to these runbooks."""
+    """Return file name → text. `amp` is the endpoint of an Amazon Managed Prometheus workspace; `labels` are set on the
+    objects of the Prometheus operator; `runbooks` is the URL of the runbook folder; `dashboards` returns the Grafana
+    dashboard files, with links to these runbooks."""
     workspace = workspace_of(amp) if amp else None
     settings = ObserverSettings(cluster=cluster)
     runs = settings.root.absolute()
@@ -104,13 +104,13 @@ def render(
 
 
 def lacks_exporter(files: Mapping[str, str]) -> bool:
-    """Whether nothing on Kubernetes starts what a monitor of these files looks for."""
+    """Return whether the files have Kubernetes monitors but no DaemonSet that starts Craton's exporter."""
     return any(name.startswith("kubernetes/") for name in files) and f"kubernetes/{DAEMON_SET}" not in files
 
 
 def _jobs(cluster: ClusterFile | None, runs: Path) -> list[Job]:
-    """Runs and our exporter by the files that `craton observe up --targets` keeps, other exporters by the cluster's own
-    means."""
+    """Return jobs that find runs and Craton's exporter by the files of `craton observe up --targets`, and other
+    exporters by the cluster's own service discovery."""
     if cluster is not None and cluster.scheduler is not None and cluster.scheduler.kind == "kubernetes":
         return kubernetes_jobs(cluster.scheduler.gang, leaf_label=leaf_label(cluster))
     jobs = file_jobs(str(runs / FOLDER / "targets"))
@@ -118,12 +118,12 @@ def _jobs(cluster: ClusterFile | None, runs: Path) -> list[Job]:
         return jobs
     shared = cluster.storage.shared.path if cluster.storage.shared else None
     exporters = shared_file_jobs(f"{shared.rstrip('/')}/prometheus") if shared else []
-    told_by_nodes = {job["job_name"] for job in exporters}
-    return [*(job for job in jobs if job["job_name"] not in told_by_nodes), *exporters, *slurm_jobs()]
+    written_by_nodes = {job["job_name"] for job in exporters}
+    return [*(job for job in jobs if job["job_name"] not in written_by_nodes), *exporters, *slurm_jobs()]
 
 
 def _operator_patch(workspace: Workspace) -> dict[str, object]:
-    """What is merged into the Prometheus object: the operator has its own spelling."""
+    """Return the merge patch for the operator's Prometheus object, with the operator's key names."""
     queue = {"maxSamplesPerSend": 1000, "maxShards": 200, "capacity": 2500}
     url = workspace.remote_write["url"]
     return {"spec": {"remoteWrite": [{"url": url, "sigv4": {"region": workspace.region}, "queueConfig": queue}]}}
@@ -140,14 +140,14 @@ def _readme(
     lines = [
         f"# Observing {where}",
         "",
-        "Written by `craton observe render`; written anew, it is the same. Rules: docs/alerts.md of Craton.",
+        "Written by `craton observe render`; rendering again gives the same files. Rules: Craton's docs/alerts.md.",
         "",
-        "| file | what it is for |",
+        "| file | purpose |",
         "|---|---|",
         "| `prometheus/` | configuration and rules: copy to /etc/prometheus, then `systemctl reload prometheus` |",
-        "| `alertmanager/` | who is told: copy to /etc/prometheus/alertmanager.yml |",
-        "| `dcgm/craton-counters.csv` | `dcgm-exporter -f`: turns on what the rules and diagnosis need |",
-        "| `dcgm/craton-counters-blackwell.csv` | the same for nodes with Blackwell cards (B200, GB200) |",
+        "| `alertmanager/` | routes and receivers: copy to /etc/prometheus/alertmanager.yml |",
+        "| `dcgm/craton-counters.csv` | for `dcgm-exporter -f`: enables the counters that rules and diagnosis need |",
+        "| `dcgm/craton-counters-blackwell.csv` | the same for nodes with Blackwell GPUs (B200, GB200) |",
         "| `grafana/provisioning/` | copy to /etc/grafana/provisioning |",
     ]
     if any(name.startswith("grafana/dashboards/") for name in files):
@@ -162,8 +162,8 @@ def _readme(
     if cluster is not None and cluster.scheduler is not None and cluster.scheduler.kind == "slurm":
         lines += [
             "",
-            f"Slurm's own metrics are asked for at localhost:{SLURM_PORT}: Prometheus is on the machine of slurmctld,",
-            "or `prometheus.yml` gets that machine's name instead.",
+            f"Slurm's own metrics are scraped at localhost:{SLURM_PORT}. Run Prometheus on the machine of slurmctld,",
+            "or put that machine's name into `prometheus.yml`.",
         ]
     if workspace:
         lines += _workspace_lines(workspace, OPERATOR_PATCH in files)
@@ -172,16 +172,17 @@ def _readme(
 
 def _operator_lines(labels: Mapping[str, str]) -> list[str]:
     stated = ", ".join(f"`{key}: {value}`" for key, value in labels.items())
-    has = f"These have {stated}." if stated else "These have none for it: render with `--label release=NAME`."
+    has = f"These objects have {stated}." if stated else "These objects lack it: render with `--label release=NAME`."
     return [
         "",
-        "Where the Prometheus operator runs, `kubectl apply -f kubernetes/` instead of `prometheus/`. A Prometheus",
-        "takes the objects that its selectors name: that of kube-prometheus-stack those with the label",
-        f"`release: NAME`, NAME being its Helm release. {has}",
-        "What a node exporter says must not come twice: where kube-prometheus-stack scrapes it as well, set",
-        "`prometheus-node-exporter.prometheus.monitor.enabled=false` there. `leaf` is of nodes' labels: Prometheus'",
-        "account must be allowed to list and watch nodes. dcgm-exporter tells the run of every pod's cards where it",
-        "runs with `--kubernetes-enable-pod-labels`; else that of runs whose pods' names tell it (docs/alerts.md).",
+        "With the Prometheus operator, run `kubectl apply -f kubernetes/` instead of copying `prometheus/`. Prometheus",
+        "uses only objects that match its selectors: kube-prometheus-stack selects the label `release: NAME`, where",
+        f"NAME is its Helm release. {has}",
+        "Scrape each node_exporter once: if kube-prometheus-stack scrapes it too, set",
+        "`prometheus-node-exporter.prometheus.monitor.enabled=false` there. The label `leaf` comes from node labels:",
+        "Prometheus' service account must be allowed to list and watch nodes. dcgm-exporter knows the run of every GPU",
+        "when it runs with `--kubernetes-enable-pod-labels`; otherwise only of runs whose pod names contain it",
+        "(docs/alerts.md).",
     ]
 
 
@@ -189,43 +190,43 @@ def _daemons_lines(cluster: ClusterFile | None) -> list[str]:
     image = cluster.scheduler.image if cluster and cluster.scheduler else ""
     return [
         "",
-        f"`kubernetes/{DAEMON_SET}` starts our exporter on every node with GPUs, in {image},",
-        "which must have `craton[observe]` in it. It has the node's root to read, no token, and takes no card, but it",
-        "is privileged, for only so may a container read /dev/kmsg and ask drives: its namespace must allow that.",
-        "Where NVIDIA's is not the default runtime of containers, add `runtimeClassName: nvidia`. Beside dcgm-exporter",
-        "and node_exporter it adds runs, ranks, XIDs and EFA. It leaves out what a node_exporter on its node serves;",
-        "what dcgm-exporter serves is there twice, under two jobs. Without the operator, `kubectl apply` this file",
-        "alone.",
+        f"`kubernetes/{DAEMON_SET}` starts Craton's exporter on every GPU node, in the image {image},",
+        "which must contain `craton[observe]`. It mounts the node's root read-only, has no token and requests no GPU,",
+        "but it is privileged: only then can a container read /dev/kmsg and SMART logs. Its namespace must allow that.",
+        "If the NVIDIA runtime is not the default container runtime, add `runtimeClassName: nvidia`. Next to",
+        "dcgm-exporter and node_exporter it adds runs, ranks, XIDs and EFA. It omits metrics that a node_exporter on",
+        "its node exports; metrics of dcgm-exporter exist twice, under two jobs. Without the operator, `kubectl apply`",
+        "only this file.",
     ]
 
 
 def _unit_lines() -> list[str]:
     return [
         "",
-        f"`systemd/{UNIT}` starts our exporter on a node, by its image or its set-up script:",
+        f"`systemd/{UNIT}` starts Craton's exporter on a node. Add it to the node image or setup script:",
         "",
         f"    cp {UNIT} /etc/systemd/system/ && systemctl daemon-reload && systemctl enable --now {UNIT}",
         "",
-        f"Craton is looked for at {PROGRAM}, where provisioned nodes have it; GPUs need `craton[observe]`",
-        f"there. It listens on all addresses, without a password: let no other network reach port {PORT}. Beside",
-        "dcgm-exporter and node_exporter it adds runs, ranks, XIDs and EFA. It leaves out what a node_exporter on its",
-        "node serves; what dcgm-exporter serves is there twice, under two jobs.",
+        f"It expects Craton at {PROGRAM}, where provisioned nodes have it; GPU metrics need `craton[observe]`",
+        f"there. It listens on all addresses without a password: block port {PORT} from other networks. Next to",
+        "dcgm-exporter and node_exporter it adds runs, ranks, XIDs and EFA. It omits metrics that a node_exporter on",
+        "its node exports; metrics of dcgm-exporter exist twice, under two jobs.",
     ]
 
 
 def _targets_lines(cluster: ClusterFile | None, runs: Path) -> list[str]:
-    """The command that keeps the files which `_jobs` reads; it must look where these look."""
+    """Describe the command that writes the target files which `_jobs` configures."""
     named = "--cluster CLUSTER " if cluster else ""
     stated = "" if ObserverSettings(cluster=cluster).cluster_runs else f"CRATON_RUNS={quote(str(runs))} "
-    hint = " CLUSTER is the cluster file that this was rendered of." if cluster else ""
+    hint = " CLUSTER is the cluster file that these files were rendered from." if cluster else ""
     return [
         "",
-        "Runs, and our exporter on their nodes and on those of Slurm, stand in files, which one command keeps right.",
-        "Have it run always, as a service, on a machine that sees the runs and, on Slurm, has `sinfo`:",
+        "Prometheus finds runs, and Craton's exporter on their nodes and on Slurm nodes, by target files. One command",
+        "keeps these up to date. Run it as a service on a machine that can read the runs and, on Slurm, has `sinfo`:",
         "",
         f"    {stated}craton observe up {named}--targets {quote(str(runs / FOLDER / 'targets'))}",
         "",
-        f"Prometheus must see that folder as well.{hint}",
+        f"Prometheus must be able to read that folder.{hint}",
     ]
 
 
@@ -233,29 +234,30 @@ def _workspace_lines(workspace: Workspace, has_patch: bool) -> list[str]:
     place = f"--workspace-id {workspace.id} --region {workspace.region}"
     lines = [
         "",
-        f"Amazon Managed Prometheus, workspace {workspace.id} in {workspace.region}: `prometheus.yml` writes to it",
-        "with the machine's role (AmazonPrometheusRemoteWriteAccess).",
+        f"Amazon Managed Prometheus, workspace {workspace.id} in {workspace.region}: `prometheus.yml` has remote write",
+        "to it, signed with the machine's IAM role (AmazonPrometheusRemoteWriteAccess).",
     ]
     if has_patch:
         lines += [
             "",
-            "The operator's Prometheus is told to by a patch, which replaces a list as a whole: where",
-            "`kubectl -n monitoring get prometheus NAME -o jsonpath={.spec.remoteWrite}` shows another entry, put that",
-            "into the patch as well.",
+            "For the operator's Prometheus, apply a patch, which replaces the whole list of remote writes: if",
+            "`kubectl -n monitoring get prometheus NAME -o jsonpath={.spec.remoteWrite}` shows other entries, add them",
+            "to the patch first.",
             "",
             f"    kubectl -n monitoring patch prometheus NAME --type merge --patch-file {OPERATOR_PATCH}",
         ]
     return [
         *lines,
         "",
-        "Rules may run there instead:",
+        "To evaluate the rules there instead:",
         "",
         "    aws amp create-rule-groups-namespace --name craton \\",
         f"      {place} --data fileb://prometheus/rules/craton.yaml",
         "",
-        "Then its own alert manager tells, and until it has a definition it tells nobody. `alertmanager/` is none: a",
-        "definition holds the configuration as a text under `alertmanager_config`, and knows SNS and PagerDuty but no",
-        "webhook. With the ARN of a topic that aps.amazonaws.com may publish to, in a file amp.yaml:",
+        "Notifications then come from the workspace's own alert manager, which sends none until it has a definition.",
+        "`alertmanager/` does not work there: a definition has the configuration as text under `alertmanager_config`,",
+        "and supports SNS and PagerDuty but no webhook. In a file amp.yaml, with the ARN of a topic that",
+        "aps.amazonaws.com may publish to:",
         "",
         "    alertmanager_config: |",
         "      route: {receiver: sns, group_by: [alertname, run, leaf]}",
@@ -265,8 +267,8 @@ def _workspace_lines(workspace: Workspace, has_patch: bool) -> list[str]:
         "",
         f"    aws amp create-alert-manager-definition {place} --data fileb://amp.yaml",
         "",
-        "The data source is of a plugin that Grafana does not come with: `grafana cli plugins install",
-        f"{SIGNING_PLUGIN}`, and a role with AmazonPrometheusQueryAccess. Amazon Managed Grafana takes no",
-        "provisioning: make the data source there, with its workspace IAM role (by its API `sigV4AuthType:",
-        "workspace-iam-role`) and the uid of the file here, and import the dashboards.",
+        "The data source needs a plugin that Grafana does not bundle: `grafana cli plugins install",
+        f"{SIGNING_PLUGIN}`, and a role with AmazonPrometheusQueryAccess. Amazon Managed Grafana does",
+        "not read provisioning files: create the data source there, with its workspace IAM role (in its API",
+        "`sigV4AuthType: workspace-iam-role`) and the uid from the file here, and import the dashboards.",
     ]

@@ -1,13 +1,12 @@
 """Recording and alert rules as data, from rules/LAYER.toml, and the documents that Prometheus and its operator read.
 
-`ALERTS` and `RECORDINGS` hold every rule. In an expression XIDS_action stands for the codes of that action in the XID
-table of the probes and SHARED_KINDS for the exporter's kinds of shared file systems, so that those tables are the one
-place that knows them. How many GPUs and EFA devices a node should have is no rule of a file but comes from a cluster:
-`rule_groups` writes it into the rules it returns.
+`ALERTS` and `RECORDINGS` hold every rule. In an expression XIDS_action is replaced by the codes with that action in the
+probes' XID table, and SHARED_KINDS by the exporter's types of shared file systems, so each table exists once. The
+expected number of GPUs and EFA devices per node depends on the cluster: `rule_groups` adds a rule for each.
 
-Every file is a group that is evaluated as often as Prometheus scrapes. Rules that look back for long, or at every card
-and rank, are marked `slow` and are a second group of the file, evaluated every SLOWLY: a group that takes longer than
-its interval leaves evaluations out, those of hangs too.
+Every file is one rule group, evaluated at the scrape interval. Rules with long ranges, or over every GPU and rank, are
+marked `slow` and form a second group, evaluated every SLOWLY: a group that takes longer than its interval misses
+evaluations, including those of hang alerts.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ Severity = Literal["page", "ticket", "info"]
 Layer = Literal["scheduler", "device", "fabric", "collective", "framework", "storage", "host"]
 SEVERITIES: tuple[Severity, ...] = get_args(Severity)
 LAYERS: tuple[Layer, ...] = get_args(Layer)
-# The health actions, and what people do about the rest: ask `craton why`, look there, mend it, free space, add servers.
+# The health actions, and those of other alerts: run `craton why`, check, repair, free space, add servers.
 ACTIONS = (*HEALTH_ACTIONS, "diagnose", "check", "repair", "free", "scale")
 FILES = ("device", "fabric", "storage", "host", "framework", "serving", "scheduler")
 RUNBOOKS = "docs/runbooks"
-SEVERAL_HOSTS = "u-"  # how the catalog's units of several hosts are called, UltraServers: a node is one of those
+SEVERAL_HOSTS = "u-"  # name prefix of the catalog's multi-host units (UltraServers): a node is one host of them
 EXPECTED_GPUS = "craton:node_gpus_expected"
 EXPECTED_FABRIC_DEVICES = "craton:node_fabric_devices_expected"
-# Less than the five minutes for which Prometheus takes a recorded value for the present one.
+# Less than Prometheus' lookback of five minutes, so that a recorded value never goes stale between evaluations.
 SLOWLY = "1m"
 _XIDS = re.compile(r"XIDS_([a-z]+)")
 
@@ -57,22 +56,22 @@ class AlertRule:
     source: str
     date: date
     hardware_only: bool = False  # no run on this machine serves what it reads
-    action_from_series: bool = False  # the series say themselves what to do; `action` is the least of it
+    action_from_series: bool = False  # the series' label `action` wins; `action` is then the minimum
     slow: bool = False  # evaluated every SLOWLY
 
     @property
     def runbook(self) -> str:
-        """Its place in this project."""
+        """Path of its runbook in this repository."""
         return f"{RUNBOOKS}/{self.runbook_page}"
 
     @property
     def runbook_page(self) -> str:
-        """The same within the folder of runbooks."""
+        """Path of its runbook within the runbook folder."""
         return f"{self.group}.md#{self.name.lower()}"
 
     def document(self, runbooks: str | None = None) -> dict[str, Any]:
-        """As Prometheus reads it. Tools make a link of runbook_url: it is there when `runbooks` says where the folder
-        is served, else the annotation `runbook` names the file."""
+        """Return the rule as Prometheus reads it. With `runbooks`, the URL of the served folder, the annotation is
+        runbook_url, which tools show as a link; otherwise the annotation `runbook` has the file's path."""
         place = {"runbook_url": f"{runbooks}/{self.runbook_page}"} if runbooks else {"runbook": self.runbook}
         action = "{{ $labels.action }}" if self.action_from_series else self.action
         return {
@@ -103,9 +102,9 @@ def rule_groups(
     efa_per_node: int | None = None,
     runbooks: str | None = None,
 ) -> list[dict[str, Any]]:
-    """The groups of a rule file. With `gpus_per_node` and `efa_per_node`, nodes are held to these numbers of cards and
-    of EFA devices, else to the most they showed within a day. `evaluate_every` is not that of slow rules. `runbooks` is
-    the URL of the folder of runbooks."""
+    """Return the groups of a rule file. `gpus_per_node` and `efa_per_node` are the expected numbers of GPUs and EFA
+    devices; without them, the maximum of the last day is expected. `evaluate_every` does not apply to slow rules.
+    `runbooks` is the URL of the runbook folder."""
     base = checked_runbooks(runbooks)
     groups = []
     for file in FILES:
@@ -122,7 +121,7 @@ def rule_groups(
 
 
 def efa_per_node(cluster: ClusterFile | None) -> int | None:
-    """How many EFA devices each node of a cluster has; None: not known, or its network is another."""
+    """Return the number of EFA devices per node of a cluster; None: not known, or its network is not EFA."""
     if cluster is None:
         return None
     if own := cluster.hardware:
@@ -135,9 +134,9 @@ def efa_per_node(cluster: ClusterFile | None) -> int | None:
 
 
 def checked_runbooks(url: str | None) -> str | None:
-    """Without a slash at its end."""
+    """Return the URL without a trailing slash."""
     if url is not None and not url.startswith(("http://", "https://")):
-        raise ObserveError(f"--runbooks is {url!r}; give the URL at which {RUNBOOKS} of Craton is served, https://…")
+        raise ObserveError(f"--runbooks is {url!r}; give the http(s) URL that serves Craton's {RUNBOOKS}, https://…")
     return url.rstrip("/") if url else None
 
 
@@ -148,8 +147,8 @@ def _rules(file: str, runbooks: str | None, *, slow: bool) -> list[dict[str, Any
 
 
 def _expected_gpus(gpus_per_node: int | None) -> dict[str, Any]:
-    """A node that shows no card any more keeps its expectation for a day. The cluster's number holds for nodes that
-    showed a card, or have one on the bus: a login node has an exporter too."""
+    """Return the rule for the expected GPUs of a node. A node whose GPUs are all gone keeps its value for a day. The
+    cluster's number applies to nodes that showed a GPU or have one on the PCI bus: login nodes run an exporter too."""
     shown = "max by (node) (max_over_time(craton:node_gpus[1d]))"
     if gpus_per_node is not None:
         shown = f"0 * ({shown} or max by (node) (craton_gpus_on_bus > 0)) + {gpus_per_node}"
@@ -157,8 +156,8 @@ def _expected_gpus(gpus_per_node: int | None) -> dict[str, Any]:
 
 
 def _expected_fabric_devices(efa_per_node: int | None) -> dict[str, Any]:
-    """The cluster's number is for nodes with cards that have any device: a login node may have an EFA of its own, and
-    smaller instances are started without one."""
+    """Return the rule for the expected fabric devices of a node. The cluster's number applies to GPU nodes that showed
+    any device: a login node may have its own EFA, and smaller instances start without one."""
     shown = "max by (node) (max_over_time(craton:node_fabric_devices[1d]))"
     if efa_per_node is not None:
         shown = f"0 * ({shown} and on (node) {EXPECTED_GPUS}) + {efa_per_node} or {shown}"
@@ -184,7 +183,7 @@ def _with_expr(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def _codes(action: str) -> str:
     codes = sorted(code for code, fact in xid_facts().items() if fact.action == action)
-    assert codes, f"no XID asks for {action!r}"
+    assert codes, f"no XID has the action {action!r}"
     return "|".join(map(str, codes))
 
 

@@ -1,8 +1,8 @@
-"""Prometheus' configuration: what is scraped, how labels become run, node and leaf, and where rules and alerts go.
+"""Prometheus' configuration: scrape jobs, relabeling to run, node and leaf, rule files and Alertmanager.
 
-Agents and our exporter serve run, node, leaf and rank themselves, so their labels win (honor_labels). dcgm-exporter
-knows a Hostname, on Slurm a job number (hpc_job) and on Kubernetes a pod, with its labels where it is told to; node and
-run are made of these. A rank is known only to exporters that see processes, which ours does and dcgm-exporter does not.
+Agents and Craton's exporter set run, node, leaf and rank themselves, so their labels win (honor_labels). dcgm-exporter
+sets Hostname, on Slurm a job ID (hpc_job) and on Kubernetes the pod, optionally with its labels; relabeling derives
+node and run from these. Only an exporter that sees processes knows ranks: ours does, dcgm-exporter does not.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ Job = dict[str, Any]
 HONORED = (AGENTS, "craton-node")
 OWN_JOB = "prometheus"
 SLURM_PORT = 6817
-KUEUE, KUEUE_NAMESPACE = "kueue", "kueue-system"  # of the gang schedulers the one whose metrics rules read
-# Pods of a run: NAME-node-0-3-x7k2p of a JobSet, NAME-node-3 of a Volcano Job. Others are not taken for runs: those of
-# an Indexed Job or a LeaderWorkerSet are called as everybody's are.
+KUEUE, KUEUE_NAMESPACE = "kueue", "kueue-system"  # the only gang scheduler whose metrics the rules read
+# Pods of a run: NAME-node-0-3-x7k2p of a JobSet, NAME-node-3 of a Volcano Job. Names of pods of an Indexed Job or a
+# LeaderWorkerSet are not specific to Craton and do not match.
 POD_OF_RUN = r"(.+?)-node-(?:0-)?\d+(?:-[a-z0-9]{5})?"
 MANAGED_BY = "__meta_kubernetes_pod_label_app_kubernetes_io_managed_by"
-RUN = "__meta_kubernetes_pod_label_craton_run"  # its own name, of which the names of objects are made
+RUN = "__meta_kubernetes_pod_label_craton_run"  # the run's name; object names are derived from it
 POD_NAME = "__meta_kubernetes_pod_label_app_kubernetes_io_name"
-# A finished pod stays listed with its old address, which answers nobody: it would be a node that is down. The operator
-# does the same for its monitors by itself.
+# A finished pod stays listed with its old address and would show as a node that is down. The operator drops such pods
+# for its monitors by itself.
 ENDED_PODS_DROPPED = {
     "source_labels": ["__meta_kubernetes_pod_phase"],
     "regex": "Succeeded|Failed",
@@ -44,7 +44,7 @@ def prometheus_config(
     external_labels: Mapping[str, str] | None = None,
     remote_write: Iterable[Job] = (),
 ) -> dict[str, Any]:
-    """The whole file."""
+    """Return the whole configuration."""
     document: dict[str, Any] = {
         "global": {
             "scrape_interval": scrape_every,
@@ -62,12 +62,12 @@ def prometheus_config(
 
 
 def own_job(address: str) -> Job:
-    """Prometheus itself: whether its rules can be evaluated stands there."""
+    """Return the job that scrapes Prometheus itself, for failures of its rule evaluation."""
     return {"job_name": OWN_JOB, "static_configs": [{"targets": [address]}]}
 
 
 def file_jobs(folder: str, runs_of_jobs: Mapping[str, str] | None = None) -> list[Job]:
-    """Jobs whose targets stand in FOLDER/JOB.json, as `observe up` keeps them. `runs_of_jobs`: Slurm's number → run."""
+    """Return the jobs with targets in FOLDER/JOB.json, which `observe up` writes. `runs_of_jobs`: Slurm job → run."""
     return [
         {
             "job_name": job,
@@ -80,8 +80,8 @@ def file_jobs(folder: str, runs_of_jobs: Mapping[str, str] | None = None) -> lis
 
 
 def shared_file_jobs(folder: str) -> list[Job]:
-    """Exporters of a provisioned Slurm cluster: every node writes all its addresses into one file of this folder. Ours
-    is not among them: it is no part of a node's set-up."""
+    """Return jobs for the exporters of a provisioned Slurm cluster: every node writes its addresses into a file of this
+    folder. Craton's exporter is not among them: it is not part of the node setup."""
     return [
         {
             "job_name": job,
@@ -97,7 +97,7 @@ def shared_file_jobs(folder: str) -> list[Job]:
 
 
 def slurm_jobs(address: str = f"localhost:{SLURM_PORT}") -> list[Job]:
-    """Slurm's own metrics, a page for each kind."""
+    """Return jobs for Slurm's own metrics, one per page."""
     return [
         {
             "job_name": f"slurm-{page}",
@@ -114,9 +114,9 @@ def kubernetes_jobs(
     leaf_label: str = "",
     in_files: Mapping[str, Collection[str]] | None = None,
 ) -> list[Job]:
-    """Runs, servers, exporters and, where it is the gang scheduler, Kueue's controller, by their pods. `leaf_label`: of
-    nodes, which says what switch each hangs on; Prometheus' account must be allowed to list them. `in_files`: job →
-    addresses that are scraped because a file names them, and so not once more as pods."""
+    """Return jobs that discover pods: runs, servers, exporters and, when it is the gang scheduler, Kueue's controller.
+    `leaf_label` is the node label with the leaf switch; Prometheus' account must be allowed to list nodes. `in_files`:
+    job → addresses that are scraped through target files, and so not again as pods."""
     names_in_files = in_files or {}
     access: Job = {"kubeconfig_file": kubeconfig} if kubeconfig else {}
     place: list[Job] = [{"source_labels": ["__meta_kubernetes_pod_node_name"], "target_label": "node"}]
@@ -167,8 +167,8 @@ def kubernetes_jobs(
 
 
 def dcgm_relabeling(runs_of_jobs: Mapping[str, str] | None) -> list[Job]:
-    """node of Hostname where the target has none, and run of the pod's label, else of its name, or of Slurm's job
-    number. The label is there where dcgm-exporter runs with --kubernetes-enable-pod-labels."""
+    """Return relabeling for dcgm-exporter: node from Hostname where the target has none; run from the pod's label, else
+    from its name, or from Slurm's job ID. The pod label needs dcgm-exporter --kubernetes-enable-pod-labels."""
     rules: list[Job] = [
         {"source_labels": ["node", "Hostname"], "regex": ";(.+)", "target_label": "node"},
         {"source_labels": ["run", "craton_run"], "regex": ";(.+)", "target_label": "run"},
@@ -182,7 +182,7 @@ def dcgm_relabeling(runs_of_jobs: Mapping[str, str] | None) -> list[Job]:
 
 
 def node_meta(label: str) -> str:
-    """As what discovery in Kubernetes shows a label of a node."""
+    """Return the meta label under which Kubernetes discovery exposes a node label."""
     return f"__meta_kubernetes_node_label_{re.sub('[^a-zA-Z0-9_]', '_', label)}"
 
 

@@ -1,11 +1,11 @@
-"""What Prometheus is to scrape: the agents and servers of runs, and the exporters of the machines they are on.
+"""Scrape targets for Prometheus: the agents and servers of runs, and the exporters on their machines.
 
-`run_targets` reads a run directory; a run that has ended has no targets, so that its series end and no alert stays. A
-node that vanished without a word keeps its target for LOST_SECONDS: long enough that somebody is told, not for ever;
-and for TOLD_SECONDS when the others have begun a generation without it.
-Exporters are asked for at the ports they are known by (`SearchedExporters`), in the background, for ports behind which
-packets are dropped take a second each. Once one has answered it stays a target for as long as its machine is looked at:
-only so can its silence be noticed. A machine that is told of twice, by a run and by the scheduler, is one (`merged`).
+`run_targets` reads a run directory. A run that has ended has no targets, so its series end and its alerts resolve. A
+node that vanished keeps its target for LOST_SECONDS, so that its alert fires, or for LEFT_BEHIND_SECONDS when the other
+nodes have started a generation without it.
+`SearchedExporters` probes the well-known exporter ports in the background, because a port that drops packets takes a
+second. An exporter that answered once stays a target while its machine is watched: only then can its silence alert. A
+machine reported by both a run and the scheduler is one machine (`merged`).
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from craton.telemetry.files import UnsafeFileError, names_in
 from craton.telemetry.node import Heartbeat, read_heartbeat
 
 AGENTS, SERVERS = "craton", "craton-serve"
-EXPORTERS = {"craton-node": 9500, **EXPORTER_PORTS}  # ours, and those a provisioned cluster has
-FOUND_JOBS = (AGENTS, SERVERS, *EXPORTERS)  # that have a file of targets each
+EXPORTERS = {"craton-node": 9500, **EXPORTER_PORTS}  # ours, and those of a provisioned cluster
+FOUND_JOBS = (AGENTS, SERVERS, *EXPORTERS)  # each has its own target file
 LOST_SECONDS = 3600.0
-TOLD_SECONDS = 180.0  # of a node that the run has gone on without: NodeDown fires, and ends
+LEFT_BEHIND_SECONDS = 180.0  # for a node that the run continued without: NodeDown fires, then resolves
 ANSWER_SECONDS = 1.0
 SEARCH_SECONDS = 30.0  # between two searches of a machine for exporters
-SEARCHES = 32  # at once
-PATIENCE_SECONDS = 0.5  # for which a search that begins is waited for: who is there answers within it
+SEARCHES = 32  # concurrent probes
+PATIENCE_SECONDS = 0.5  # maximum wait for a search that just started: reachable exporters answer within it
 EVERYWHERE = ("0.0.0.0", "::", "")
 
 
@@ -52,23 +52,23 @@ class ScrapeTarget:
 
 @dataclass(frozen=True)
 class ScrapedMachine:
-    """Somewhere exporters may be."""
+    """A machine that may run exporters."""
 
-    host: str  # to be dialled
+    host: str  # address to connect to
     name: str  # the label `node`
     leaf: str = ""
 
 
 @dataclass(frozen=True)
 class FoundTargets:
-    """What a look at some runs gave."""
+    """Targets and machines found in run directories."""
 
     targets: tuple[ScrapeTarget, ...]
     machines: tuple[ScrapedMachine, ...]
 
 
 def look_at(runs: Iterable[RunDirectory], now: float | None = None) -> FoundTargets:
-    """Targets of the runs that go on, and the machines they are on."""
+    """Return the targets of active runs, and their machines."""
     targets: list[ScrapeTarget] = []
     machines: list[ScrapedMachine] = []
     for run in runs:
@@ -84,8 +84,8 @@ def look_at(runs: Iterable[RunDirectory], now: float | None = None) -> FoundTarg
 
 
 def merged(machines: Iterable[ScrapedMachine]) -> tuple[ScrapedMachine, ...]:
-    """Each machine once, as it is told of first, with the leaf that anybody knows. One may be dialled by a name and by
-    addresses, and be called with its domain or without."""
+    """Return each machine once: its first entry, with the first known leaf. Entries may differ in address, and in
+    whether the name has a domain."""
     by_name: dict[str, ScrapedMachine] = {}
     for machine in machines:
         name = _short(machine.name)
@@ -96,7 +96,7 @@ def merged(machines: Iterable[ScrapedMachine]) -> tuple[ScrapedMachine, ...]:
 
 
 def run_targets(run: RunDirectory, beats: Mapping[str, Heartbeat], leaves: Mapping[str, str]) -> list[ScrapeTarget]:
-    """The endpoints of a run's agents, and of its server where it is one."""
+    """Return the metrics endpoints of a run's agents, and of its server if it is one."""
 
     def labels(node: str) -> dict[str, str]:
         return {"run": run.name, "node": node, "leaf": str(leaves.get(node, ""))}
@@ -116,7 +116,7 @@ def run_targets(run: RunDirectory, beats: Mapping[str, Heartbeat], leaves: Mappi
 
 @dataclass
 class SearchedExporters:
-    """Exporters of machines, looked for again and again by threads that end with the program."""
+    """Probe machines for exporters repeatedly, in daemon threads."""
 
     ports: Mapping[str, int] = field(default_factory=lambda: dict(EXPORTERS))
     _answered: set[tuple[str, str]] = field(default_factory=set)  # (job, host)
@@ -125,8 +125,8 @@ class SearchedExporters:
     _answers: SimpleQueue[tuple[str, str]] = field(default_factory=SimpleQueue)
 
     def look(self, machines: Iterable[ScrapedMachine]) -> list[ScrapeTarget]:
-        """Targets on these machines, as far as they have answered; what did once is kept while its machine is given.
-        Waits for PATIENCE_SECONDS at most, and no search begins before the last has ended."""
+        """Return the exporters on these machines that have answered so far; each is kept while its machine is given.
+        Wait at most PATIENCE_SECONDS; a new search starts only after the last one ended."""
         wanted = {machine.host: machine for machine in machines}
         now = time.monotonic()
         if not any(thread.is_alive() for thread in self._searching):
@@ -148,7 +148,7 @@ class SearchedExporters:
             while left:
                 try:
                     job, host = left.popleft()
-                except IndexError:  # another took the last
+                except IndexError:  # another thread took the last one
                     return
                 if serves_metrics(host, self.ports[job]):
                     self._answers.put((job, host))
@@ -163,7 +163,7 @@ class SearchedExporters:
 
 
 def serves_metrics(host: str, port: int, path: str = "/metrics") -> bool:
-    """Whether an exporter answers there: something else may have its port."""
+    """Return whether an exporter answers there: another program may use its port."""
     connection = http.client.HTTPConnection(host, port, timeout=ANSWER_SECONDS)
     try:
         connection.request("GET", path)
@@ -176,15 +176,15 @@ def serves_metrics(host: str, port: int, path: str = "/metrics") -> bool:
 
 
 def write_targets(folder: Path, targets: Iterable[ScrapeTarget]) -> None:
-    """A file for each job, for Prometheus' file_sd; one that did not change is not touched."""
+    """Write one file per job for Prometheus' file_sd; unchanged files are not touched."""
     by_job: dict[str, list[dict[str, object]]] = {job: [] for job in FOUND_JOBS}
     for target in targets:
         labels = {name: value for name, value in target.labels.items() if value}
         by_job.setdefault(target.job, []).append({"targets": [target.address], "labels": labels})
     folder.mkdir(parents=True, exist_ok=True)
     for job, entries in by_job.items():
-        # A group without targets, not no group: Prometheus 2.42 keeps the old targets of a job that has none when it
-        # reads its configuration anew.
+        # An empty group instead of an empty list: Prometheus 2.42 keeps the old targets of a job without groups when it
+        # reloads its configuration.
         path, text = folder / f"{job}.json", json.dumps(entries or [{"targets": []}], indent=1) + "\n"
         if path.exists() and path.read_text(encoding="utf-8") == text:
             continue
@@ -210,23 +210,23 @@ def _is_there(run: RunDirectory, beat: Heartbeat, now: float | None) -> bool:
 
 
 def _not_left_behind(beats: Mapping[str, Heartbeat], now: float | None) -> dict[str, Heartbeat]:
-    """Without lost nodes that the run has gone on without: the newest generation of those that live is not theirs. Its
-    machine is looked at all the same, for what broke may still be seen there."""
+    """Drop lost nodes that the run continued without: the live nodes have a newer generation. Their machines are still
+    watched, because the fault may be visible there."""
     newest = max((beat.generation for beat in beats.values() if not beat.is_lost(now)), default=0)
     return {
         node: beat
         for node, beat in beats.items()
-        if not beat.is_lost(now) or beat.generation >= newest or beat.age_seconds(now) < TOLD_SECONDS
+        if not beat.is_lost(now) or beat.generation >= newest or beat.age_seconds(now) < LEFT_BEHIND_SECONDS
     }
 
 
 def _host(beat: Heartbeat) -> str:
-    """Where a node's agent listens; an older one tells only its machine."""
+    """Return the host on which a node's agent listens; older agents report only the machine name."""
     return beat.address.rpartition(":")[0].strip("[]") or beat.host or "127.0.0.1"
 
 
 def _short(name: str) -> str:
-    """Without its domain, which an address does not have."""
+    """Return the name without its domain; an IP address is returned as it is."""
     return name if name.replace(".", "").isdigit() else name.partition(".")[0].lower()
 
 
@@ -235,7 +235,7 @@ def _server(run: RunDirectory) -> tuple[str, int] | None:
         return None
     try:
         return _address_in(run.job_path, run.job_path.stat().st_mtime_ns)
-    except (CratonError, OSError):  # its job file is gone or was broken since: agents can be scraped all the same
+    except (CratonError, OSError):  # the job file is gone or broken: the agents can still be scraped
         return None
 
 
@@ -246,5 +246,5 @@ def _address_in(path: Path, moment: int) -> tuple[str, int]:
 
 
 def joined(host: str, port: int) -> str:
-    """As addresses of URLs and targets have them."""
+    """Join host and port as in URLs and targets, with brackets around IPv6 addresses."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

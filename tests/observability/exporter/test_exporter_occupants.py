@@ -18,7 +18,7 @@ from waiting import wait_until
 from craton.infrastructure.probes import NodeRoot
 from craton.observability.exporter import runs_here
 from craton.observability.exporter.gpus import Occupants, occupants
-from craton.observability.exporter.gpus.occupants import NOBODY, GpuHolding, Occupant, one_label
+from craton.observability.exporter.gpus.occupants import NO_OCCUPANT, GpuHolding, Occupant, one_label
 from craton.observability.exporter.runs_here import TOLD_SECONDS, RankHere, RunsCollector, RunsHere
 from craton.telemetry import RunDirectory
 from craton.telemetry.node import Heartbeat, read_heartbeat
@@ -70,10 +70,10 @@ def test_two_ranks_on_one_card_leave_the_run_and_have_rows_of_their_own(start: S
 def test_what_occupants_have_in_common() -> None:
     alpha, beta = Occupant("alpha", "3", "node-0", "9"), Occupant("beta", "3", "node-0", "10")
     assert one_label([alpha]) == alpha
-    assert one_label([alpha, beta]) == NOBODY
+    assert one_label([alpha, beta]) == NO_OCCUPANT
     assert one_label([alpha, Occupant("alpha", "", "node-0", "9")]) == alpha, "a keeper is no second rank"
-    assert one_label([alpha, NOBODY]) == alpha
-    assert one_label([]) == NOBODY
+    assert one_label([alpha, NO_OCCUPANT]) == alpha
+    assert one_label([]) == NO_OCCUPANT
 
 
 def test_a_forked_rank_is_known_by_its_runs_status(start: Start, tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_without_permission_status_files_tell_also_for_children(tmp_path: Path) 
     who = Occupants(NodeRoot(tmp_path / "root"), here)
     looked = here.look(1000.0)
     assert who.of(77, 1000.0) == Occupant("delta", "2", "node-3")
-    assert who.of(80, 1000.0) == NOBODY, "that number is a process of another host"
+    assert who.of(80, 1000.0) == NO_OCCUPANT, "that number is a process of another host"
     assert looked.by_number == {70: RankHere("delta", "2", "node-3")}
 
 
@@ -134,7 +134,7 @@ def test_a_rank_in_a_container_is_known_by_its_number_there(tmp_path: Path) -> N
     for pid in (4000, 4001):
         assert who.of(pid, 1001.0) == Occupant("eta", "12", "node-1")
     assert who.of(4005, 1001.0) == Occupant("eta", "", "node-1"), "what started the container is no rank"
-    assert who.of(17, 1001.0) == NOBODY, "the host's 17 is not the container's"
+    assert who.of(17, 1001.0) == NO_OCCUPANT, "the host's 17 is not the container's"
     later = 1000.0 + TOLD_SECONDS
     who.of(4000, later - 1.0)
     assert list(runs.collect(later + 1.0)), "as long as it is here"
@@ -162,7 +162,7 @@ def test_labels_outlive_the_job_that_an_error_ended() -> None:
     holding, rank = GpuHolding(), Occupant("alpha", "0")
     assert holding.labels("GPU-1", [rank], 100.0) == rank
     assert holding.labels("GPU-1", [], 100.0 + occupants.GRACE_SECONDS) == rank
-    assert holding.labels("GPU-1", [], 101.0 + occupants.GRACE_SECONDS) == NOBODY
+    assert holding.labels("GPU-1", [], 101.0 + occupants.GRACE_SECONDS) == NO_OCCUPANT
     other = Occupant("beta", "0")
     assert holding.labels("GPU-1", [rank], 300.0) == rank
     assert holding.labels("GPU-1", [other], 301.0) == other, "who comes next has the card at once"

@@ -203,7 +203,7 @@ def test_mistakes_say_what_to_do(tmp_path: Path) -> None:
     exporter.close()
     with pytest.raises(CratonError, match="neither auto nor off"):
         cards_of(NodeRoot(tmp_path), "maybe")
-    with pytest.raises(CratonError, match="is no file system of FSx"):
+    with pytest.raises(CratonError, match="is not an FSx file system ID"):
         fsx_bridge("fs-x", NodeRoot(tmp_path))
     ended = subprocess.run(
         [*CRATON, "observe", "node", "--root", str(tmp_path / "nothing")],

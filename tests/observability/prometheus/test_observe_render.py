@@ -391,7 +391,7 @@ def test_managed_prometheus_and_grafana() -> None:
     assert patch["spec"]["remoteWrite"][0]["sigv4"] == {"region": "us-east-2"}
     assert all("kind" in manifest for manifest in objects_of(files).values()), "kubectl applies that folder"
     readme = files["README.md"]
-    assert "replaces a list as a whole" in readme
+    assert "replaces the whole list" in readme
     assert "ws-0123" in readme
     assert "plugins install\ngrafana-amazonprometheus-datasource" in readme
     definition = load(readme[readme.index("    alertmanager_config: |") : readme.index("    aws amp create-al")])
@@ -449,11 +449,11 @@ def test_a_rendering_is_the_same_each_time() -> None:
 
 
 def test_who_is_told() -> None:
-    assert alertmanager_config()["route"]["receiver"] == "nobody"
+    assert alertmanager_config()["route"]["receiver"] == "null"
     told = alertmanager_config("https://example.com/hook")
     assert told["receivers"][1]["webhook_configs"][0]["url"] == "https://example.com/hook"
     silent = [route for route in told["route"]["routes"] if route["matchers"] == ['severity="info"']]
-    assert silent[0]["receiver"] == "nobody"
+    assert silent[0]["receiver"] == "null"
     with pytest.raises(ObserveError, match="--webhook"):
         alertmanager_config("example.com")
     assert told["route"]["group_by"] == ["alertname", "run", "leaf"], "a leaf's failure is told once, not by each node"
@@ -476,7 +476,7 @@ def test_routes_by_amtool(tmp_path: Path) -> None:
     need("amtool")
     path = tmp_path / "alertmanager.yml"
     path.write_text(yaml.safe_dump(alertmanager_config("http://127.0.0.1:1/")))
-    for severity, receiver in (("page", "webhook"), ("ticket", "webhook"), ("info", "nobody")):
+    for severity, receiver in (("page", "webhook"), ("ticket", "webhook"), ("info", "null")):
         amtool = str(shutil.which("amtool"))
         done = subprocess.run(
             [amtool, "config", "routes", "test", f"--config.file={path}", f"severity={severity}", "alertname=A"],

@@ -190,7 +190,7 @@ def test_the_verb_on_a_live_run_then_on_a_finished_one(live_run: LiveRun, tmp_pa
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert "alpha does not go on" in done.stdout
+    assert "alpha is not running" in done.stdout
     assert f"prometheus http://127.0.0.1:{port}" in done.stdout
 
 

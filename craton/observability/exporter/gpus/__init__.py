@@ -1,4 +1,4 @@
-"""GPUs of a node: NVML or recorded answers, occupants, XIDs."""
+"""GPU metrics of a node: NVML or recorded answers, the ranks that use each GPU, XIDs."""
 
 from __future__ import annotations
 

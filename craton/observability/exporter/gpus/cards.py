@@ -1,4 +1,4 @@
-"""What the exporter asks of a node's GPUs, whoever answers: NVML on a live node, recorded answers on an image."""
+"""Interface to a node's GPUs, implemented by NVML on a live node and by recorded answers of an image."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ class Card:
 @dataclass(frozen=True)
 class CardProcess:
     pid: int
-    memory_bytes: int  # 0: not told
+    memory_bytes: int  # 0: not known
 
 
 class CardLostError(Exception):
-    """The driver does not answer for this card any more."""
+    """The driver can no longer access this GPU."""
 
 
 class NoDriverError(Exception):
-    """NVML answers, and says that the driver is not loaded."""
+    """NVML reports that the driver is not loaded."""
 
 
 class Cards(Protocol):
-    """A thin face of NVML. Readings have the names that `nvml` has in families.toml; what a card or a driver does not
-    know is left out, never zero."""
+    """Thin interface of NVML. Readings have the names of the key `nvml` in families.toml; a value that the GPU or
+    driver lacks is omitted, never zero."""
 
     def list(self) -> Sequence[Card]: ...
 
     def read(self, card: Card) -> Mapping[str, float]:
-        """CardLostError when the card is gone."""
+        """Return the readings of a GPU; CardLostError when it is gone."""
 
     def processes(self, card: Card) -> Sequence[CardProcess]: ...
 
     def xids(self) -> Sequence[tuple[Card, int]]:
-        """XIDs since the last call."""
+        """Return the XIDs since the last call."""
 
     def close(self) -> None: ...

@@ -1,4 +1,4 @@
-"""The GPUs of the node: what the driver tells of each, under DCGM's names, with the labels of who works on it."""
+"""GPU metrics from the driver under DCGM's names, with the labels of the run and rank that use each GPU."""
 
 from __future__ import annotations
 
@@ -11,40 +11,40 @@ from craton.observability.exporter.exposition import Sample
 from craton.observability.exporter.families import FAMILIES
 from craton.observability.exporter.gpus.cards import Card, CardLostError, Cards, NoDriverError
 from craton.observability.exporter.gpus.nvml import HELD_FIELDS
-from craton.observability.exporter.gpus.occupants import NOBODY, GpuHolding, Occupant, Occupants
+from craton.observability.exporter.gpus.occupants import NO_OCCUPANT, GpuHolding, Occupant, Occupants
 from craton.observability.exporter.gpus.recorded_cards import REASON_BITS
 
-LIST_SECONDS = 30.0  # between two looks for cards that came or went
-RETRY_SECONDS = 60.0  # before a driver that did not answer is asked again
-DRIVER = "proc/driver/nvidia/version"  # is there while the kernel has the driver's module
-BUS_LABEL = 2  # of a card's labels the one that says where it is on the bus
+LIST_SECONDS = 30.0  # between two scans for added or removed GPUs
+RETRY_SECONDS = 60.0  # before a driver that did not answer is opened again
+DRIVER = "proc/driver/nvidia/version"  # exists while the driver's kernel module is loaded
+BUS_LABEL = 2  # index of the PCI bus ID in a GPU's labels
 WANTED_ACTIONS = ("reset", "reboot")
-# nvmlDeviceGpuRecoveryAction_t, in the words of nvidia-smi, which the table of XIDs knows
+# nvmlDeviceGpuRecoveryAction_t, in nvidia-smi's words, which the XID table uses
 RECOVERY_WORDS = ("None", "Reset", "Reboot", "Drain P2P", "Drain and Reset", "Recover IMEX Domain", "Reset", "Reboot")
 
 _FROM_NVML = [family for family in FAMILIES.values() if family.nvml]
 
 
 class CardLabels:
-    """The cards of the node and the labels of their series, as last seen; shared with whoever serves XIDs."""
+    """The GPUs of the node and the labels of their series, as last seen; shared with the XID collector."""
 
     def __init__(self, host: str) -> None:
         self._host = host
         self.cards: tuple[Card, ...] = ()
-        self.lost: tuple[Card, ...] = ()  # once listed, and no more
-        self.are_known = threading.Event()  # or there is nobody who knows them
+        self.lost: tuple[Card, ...] = ()  # listed before, now missing
+        self.are_known = threading.Event()  # set as well when no driver can list them
         self._occupants: dict[str, Occupant] = {}
 
     def update(self, cards: Sequence[Card]) -> None:
-        """The cards that the driver has now. Those it had before stay known: what the log still says of one that fell
-        off the bus must be found under the labels that its series had."""
+        """Set the GPUs that the driver lists now. Earlier ones stay known: log lines about a GPU that fell off the bus
+        must keep the labels of its series."""
         gone = {card.short_bus_id: card for card in (*self.lost, *self.cards)}
         uuids, places = {card.uuid for card in cards}, {card.short_bus_id for card in cards}
         self.lost = tuple(card for place, card in gone.items() if card.uuid not in uuids and place not in places)
         self.cards = tuple(cards)
 
     def occupy(self, occupants: Mapping[str, Occupant]) -> None:
-        """Who is on each card, by its UUID."""
+        """Set the occupant of each GPU, by its UUID."""
         self._occupants = dict(occupants)
         self.are_known.set()
 
@@ -53,31 +53,31 @@ class CardLabels:
         return (*self.cards, *self.lost)
 
     def of(self, card: Card) -> tuple[str, ...]:
-        who = self._occupants.get(card.uuid, NOBODY)
+        who = self._occupants.get(card.uuid, NO_OCCUPANT)
         device = f"nvidia{card.minor}"
         place = (str(card.index), card.uuid, card.bus_id, device, card.name, self._host)
         return (*place, who.run, who.rank, who.hpc_job)
 
     def unknown(self, bus_id: str) -> tuple[str, ...]:
-        """Of a card that the driver never listed: where it is on the bus is all that is known."""
+        """Return the labels of a GPU that the driver never listed: only its bus ID is known."""
         return ("", "", f"0000{bus_id}.0".upper(), "", "", self._host, "", "", "")
 
     def at(self, bus_id: str) -> tuple[str, ...]:
-        """By the address in the kernel log, 0000:53:00."""
+        """Return the labels for a bus address of the kernel log, 0000:53:00."""
         match = next((card for card in self.known if card.short_bus_id == bus_id), None)
         return self.of(match) if match else self.unknown(bus_id)
 
 
 class CardSource:
-    """The driver, asked again every minute while it does not answer. `cards` is None as long, and `problem` says why,
-    unless nobody is to ask."""
+    """The driver, opened again every minute while it does not answer. Until then `cards` is None and `problem` has the
+    reason, unless GPU metrics are off."""
 
     def __init__(self, open_cards: Callable[[], Cards] | None) -> None:
         self._open = open_cards
         self._tried = float("-inf")
         self.cards: Cards | None = None
         self.problem = ""
-        self.is_without_driver = False  # by NVML's own word
+        self.is_without_driver = False  # as NVML reports
 
     def get(self, now: float) -> Cards | None:
         if self.cards is None and self._open is not None and now - self._tried >= RETRY_SECONDS:
@@ -118,7 +118,7 @@ class GpuCollector(Collector):
             if is_time and self._on_bus and self._source.problem:
                 self.errors += 1
                 self.say(self._source.problem)
-            # In a container that lacks the driver's devices, NVML says the same of a driver that is well.
+            # In a container without the driver's devices, NVML reports the same for a healthy driver.
             if self._source.is_without_driver and not self._root.exists(DRIVER):
                 yield "craton_gpus_seen", (), 0
             self._labels.are_known.set()
@@ -135,7 +135,7 @@ class GpuCollector(Collector):
             except CardLostError as error:
                 self.errors += 1
                 self.say(reason(error))
-                self._listed = float("-inf")  # look again at once whether it is listed
+                self._listed = float("-inf")  # list the GPUs again at once
                 yield "craton_gpu_up", labels, 0
                 continue
             yield "craton_gpu_up", labels, 1
@@ -145,7 +145,7 @@ class GpuCollector(Collector):
         self._source.close()
 
     def _ranks(self, cards: Cards, now: float) -> Iterator[Sample]:
-        """Who is on each card: for the labels of its series, and as rows of their own."""
+        """Find the ranks on each GPU, for the labels of its series, and yield a sample per rank."""
         shared, alive = {}, []
         for card in self._cards:
             memory: dict[Occupant, int] = {}
@@ -164,7 +164,7 @@ class GpuCollector(Collector):
 
 
 def card_samples(reading: Mapping[str, float], labels: tuple[str, ...]) -> Iterator[Sample]:
-    """What one card tells, in the units of the families."""
+    """Yield the samples of one GPU, in the units of the families."""
     for family in _FROM_NVML:
         value = reading.get(family.nvml)
         if value is not None:
@@ -182,8 +182,8 @@ def card_samples(reading: Mapping[str, float], labels: tuple[str, ...]) -> Itera
 
 
 def wanted_action(number: int) -> str:
-    """Ours for NVML's number; one that is newer than this table is taken seriously."""
-    word = RECOVERY_WORDS[number] if 0 <= number < len(RECOVERY_WORDS) else "a newer one"
+    """Return Craton's action for NVML's number; an unknown, newer number also requires an action."""
+    word = RECOVERY_WORDS[number] if 0 <= number < len(RECOVERY_WORDS) else "unknown action"
     return recovery_action(word)
 
 

@@ -1,9 +1,9 @@
-"""A live node's GPUs through NVML (the package nvidia-ml-py).
+"""The GPUs of a live node through NVML (the package nvidia-ml-py).
 
-What costs little is asked at every scrape, and as much as possible in one call: nvmlDeviceGetFieldValues takes a list.
-Counters that a card takes long to tell (DEAR_FIELDS) are asked every quarter of a minute, not of all cards at once, and
-what changes rarely once a minute. A field that a card does not have is not asked for again. Activity of the
-multiprocessors comes from GPM, which compares two samples of a card: that of this scrape with that of the one before.
+Cheap values are read at every scrape, as many as possible in one call: nvmlDeviceGetFieldValues takes a list. Expensive
+counters (DEAR_FIELDS) are read every 15 seconds, not from all GPUs at once, and rarely changing values once a minute.
+Fields that a GPU lacks are not requested again. SM activity comes from GPM, which compares two samples of a GPU: the
+one of this scrape and the one of the previous scrape.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from craton.observability.exporter.gpus.cards import Card, CardLostError, CardPr
 
 RARELY_SECONDS = 60.0
 DEAR_SECONDS = 15.0
-SHORTEST_GPM_SECONDS = 0.5  # two samples closer than this tell of noise
-ALL_LINKS = 2**32 - 1  # as a field's scope: summed over links
+SHORTEST_GPM_SECONDS = 0.5  # two samples closer than this show only noise
+ALL_LINKS = 2**32 - 1  # scope of a field: summed over links
 MAX_LINKS = 18
-MAX_EVENTS = 1000  # of one look, so that a storm of them ends
+MAX_EVENTS = 1000  # per call, to bound an event storm
 _SUMMED = ("NVLINK_THROUGHPUT_DATA_TX", "NVLINK_THROUGHPUT_DATA_RX")
 _RARE_FIELDS = ("NVLINK_LINK_COUNT",)
-# Each of the others takes 5 µs. These, on an H200 (driver 580, 2026-11-16): 3.7 ms the energy, 0.5 ms the times of
-# slowdowns, 0.15 ms the replays.
+# The other fields take 5 µs each. These, on an H200 (driver 580, 2026-11-16): 3.7 ms for the energy, 0.5 ms for the
+# throttle times, 0.15 ms for the replays.
 DEAR_FIELDS = (
     "TOTAL_ENERGY_CONSUMPTION",
     "PERF_POLICY_THERMAL",
@@ -41,7 +41,7 @@ HELD_FIELDS = {  # reason → field with the time it held the clocks, in ns
     "hw_power_brake_slowdown": "CLOCKS_EVENT_REASON_HW_POWER_BRAKE_SLOWDOWN",
     "sync_boost": "CLOCKS_EVENT_REASON_SYNC_BOOST",
 }
-# Numbers of nvml.h, which stay the same for good. What a card does not have, or a driver does not know:
+# Stable return codes of nvml.h for values that the GPU lacks or the driver does not know:
 _NEVER = (2, 3, 13, 26)  # INVALID_ARGUMENT, NOT_SUPPORTED, FUNCTION_NOT_FOUND, DEPRECATED
 _VALUE_KINDS = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")  # nvmlValueType_t
 
@@ -56,8 +56,8 @@ class _Wanted(NamedTuple):
 
 
 class NvmlCards:
-    """`nvml` is the module pynvml or what stands in for it. ImportError where nvidia-ml-py is missing, NoDriverError
-    where there is no driver, NVMLError where it cannot be asked."""
+    """`nvml` is the module pynvml or a stand-in. ImportError when nvidia-ml-py is missing, NoDriverError when there is
+    no driver, NVMLError when NVML fails."""
 
     def __init__(self, nvml: Any = None) -> None:
         self._nvml = _pynvml() if nvml is None else nvml
@@ -73,9 +73,9 @@ class NvmlCards:
         self._gpm_names = [name for kind, name in sorted(sources) if kind == "gpm"]
         self._handles: dict[str, Any] = {}
         self._listed: dict[str, Card] = {}
-        self._missing: dict[str, set[str]] = {}  # what a card does not have
+        self._missing: dict[str, set[str]] = {}  # values that a GPU lacks
         self._rare: dict[str, tuple[float, dict[str, float]]] = {}
-        self._dear: dict[str, tuple[float, dict[str, float]]] = {}  # uuid → when they are due, what they were
+        self._dear: dict[str, tuple[float, dict[str, float]]] = {}  # uuid → next read, last values
         self._gpm: dict[str, _Gpm] = {}
         self._events = self._register()
 
@@ -89,7 +89,7 @@ class NvmlCards:
                 uuid = _text(nvml.nvmlDeviceGetUUID(handle))
                 name, minor = _text(nvml.nvmlDeviceGetName(handle)), nvml.nvmlDeviceGetMinorNumber(handle)
             except nvml.NVMLError:
-                continue  # a lost card has no handle: the bus still shows it, and the count differs
+                continue  # a lost GPU has no handle: it is still on the bus, and the counts differ
             result.append(Card(index, uuid, bus_id, name, minor))
             self._handles[uuid] = handle
         self._listed = {card.uuid: card for card in result}
@@ -129,7 +129,7 @@ class NvmlCards:
         take("clocks_event_reasons", lambda: nvml.nvmlDeviceGetCurrentClocksEventReasons(handle))
         take("power.usage", lambda: nvml.nvmlDeviceGetPowerUsage(handle))
         if not reading:
-            raise CardLostError(f"{card.bus_id}: no call is answered")
+            raise CardLostError(f"{card.bus_id}: no NVML call succeeds")
         self._read_fields(handle, missing, reading)
         self._read_dear(card, handle, missing, reading)
         self._read_rarely(card, handle, reading, take)
@@ -152,7 +152,7 @@ class NvmlCards:
                 event = nvml.nvmlEventSetWait_v2(self._events, 0)
                 card = self._listed.get(_text(nvml.nvmlDeviceGetUUID(event.device)))
             except nvml.NVMLError:
-                break  # a timeout: nothing more has happened
+                break  # timeout: no more events
             if card is not None and event.eventType == nvml.nvmlEventTypeXidCriticalError:
                 result.append((card, int(event.eventData)))
         return result
@@ -165,7 +165,7 @@ class NvmlCards:
         self._nvml.nvmlShutdown()
 
     def _read_fields(self, handle: Any, missing: set[str], reading: dict[str, float]) -> None:
-        """One call for all fields, the states and errors of every link included."""
+        """Read all fields in one call, including the state and errors of every link."""
         links = [link for link in range(MAX_LINKS) if f"link {link}" not in missing]
         wanted = [
             _Wanted(f"field.{name}", name, ALL_LINKS if name in _SUMMED else 0)
@@ -186,7 +186,7 @@ class NvmlCards:
                 reading[element.name] = reading.get(element.name, 0.0) + value if is_sum else value
             elif code in _NEVER:
                 refused.append(element)
-        # A card with twelve links refuses the others, and has the field all the same.
+        # A GPU with twelve links rejects the other link numbers, but has the field.
         missing |= {f"link {entry.scope}" for entry in refused if entry.name == "links.active"}
         missing |= {item.name for item in refused if item.name not in reading and item.name != "links.active"}
 
@@ -198,15 +198,15 @@ class NvmlCards:
             answers = list(self._values(handle, wanted))
             kept = {entry.name: value for entry, value, _ in answers if value is not None}
             missing |= {item.name for item, value, code in answers if value is None and code in _NEVER}
-            # The cards' turns are spread over the time between two.
+            # The reads of different GPUs are spread over the interval.
             turn = 0.0 if due else DEAR_SECONDS * card.index / max(1, len(self._listed))
             self._dear[card.uuid] = (now + DEAR_SECONDS + turn, kept)
         reading.update(kept)
 
     def _values(self, handle: Any, wanted: Sequence[_Wanted]) -> Iterator[tuple[_Wanted, float | None, int]]:
-        """Each with its value, or with NVML's reason why there is none."""
+        """Yield each field with its value, or with NVML's error code."""
         nvml = self._nvml
-        # A constant that an older nvidia-ml-py lacks is asked for as field 0, which no card has.
+        # A constant that an older nvidia-ml-py lacks becomes field 0, which no GPU has.
         asked = [(getattr(nvml, f"NVML_FI_DEV_{item.field}", 0), item.scope) for item in wanted]
         try:
             answers = nvml.nvmlDeviceGetFieldValues(handle, asked) if asked else []
@@ -256,7 +256,7 @@ class NvmlCards:
                 missing.add("gpm")
 
     def _register(self) -> Any:
-        """XIDs as NVML's events; None where the driver refuses, as it does in some containers."""
+        """Register for XIDs as NVML events; None when the driver refuses, as in some containers."""
         nvml = self._nvml
         try:
             events = nvml.nvmlEventSetCreate()
@@ -271,7 +271,7 @@ class NvmlCards:
 
 
 class _Gpm:
-    """Two samples of one card, and the question that compares them, all made once."""
+    """Two GPM samples of one GPU and the query that compares them, allocated once."""
 
     def __init__(self, nvml: Any, handle: Any, names: Sequence[str]) -> None:
         self._nvml, self._handle = nvml, handle
@@ -286,7 +286,7 @@ class _Gpm:
         self._kept: dict[str, float] = {}
 
     def read(self) -> dict[str, float]:
-        """Activity since the last reading; nothing at the first."""
+        """Return the activity since the last call; nothing at the first."""
         now = time.monotonic()
         if now - self._moment < SHORTEST_GPM_SECONDS:
             return self._kept

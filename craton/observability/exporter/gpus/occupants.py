@@ -1,12 +1,12 @@
-"""Whose a GPU is: the processes on it, and of which rank of which run they are.
+"""Map the processes on a GPU to runs and ranks.
 
-A process says it itself, in its environment (CRATON_RUN, RANK; SLURM_JOB_ID). A rank that was forked does not have its
-number there, and another user's environment may not be read; then the status files of the runs on this node tell, by
-process number, also for the children of a rank. In a container these are the container's numbers, so there a process
-must say itself of which run and node it is. Status files are read elsewhere (`RunsHere.look`): here nothing but this
-node's own procfs is opened, so that a shared file system that hangs takes no GPU's series away.
+The environment of a process names its run and rank (CRATON_RUN, RANK; SLURM_JOB_ID). A forked rank lacks its number
+there, and another user's environment may be unreadable; then the status files of the runs on this node map PIDs, also
+those of a rank's children. Inside a container these are container PIDs, so the process' environment must name its run
+and node. Status files are read elsewhere (`RunsHere.look`): this module opens only this node's own procfs, so a hung
+shared file system removes no GPU series.
 
-Labels outlive a process by GRACE_SECONDS while nobody else comes: a card whose error ends its job must count that error
+Labels outlive a process by GRACE_SECONDS unless another process arrives: an error that ends its job must be counted
 under the job's labels, or the increase falls between two series and no rule sees it.
 """
 
@@ -21,31 +21,31 @@ from craton.infrastructure.probes import NodeRoot
 from craton.observability.exporter.runs_here import RunsHere
 
 GRACE_SECONDS = 60.0
-FIRST_LOOK_SECONDS = 1.0  # for which the first question waits, so that series begin with their labels
-BELIEVED_SECONDS = 600.0  # for which a process number is taken for the rank that a look found it to be
+FIRST_LOOK_SECONDS = 1.0  # wait of the first query for a scan, so that series start with their labels
+BELIEVED_SECONDS = 600.0  # how long a PID is believed to be the rank that a scan found
 MAX_PARENTS = 16
 _NUMBERS = re.compile(rb"^NSpid:\t([\d\t]+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Occupant:
-    """One rank of a run, or a job of Slurm's that is no run of ours."""
+    """One rank of a run, or a Slurm job that is not a Craton run."""
 
     run: str = ""
     rank: str = ""
-    run_node: str = ""  # what the run calls this node
+    run_node: str = ""  # the run's name for this node
     hpc_job: str = ""
 
 
-NOBODY = Occupant()
+NO_OCCUPANT = Occupant()
 
 
 class Occupants:
-    """Process numbers to occupants, from this node's files."""
+    """Map PIDs to occupants by this node's procfs."""
 
     def __init__(self, root: NodeRoot, here: RunsHere) -> None:
         self._root, self._here = root, here
-        # process → (when it began, the look that its answer rests on, whose it is)
+        # PID → (start time, number of the scan it was resolved with, occupant)
         self._known: dict[int, tuple[str, int, Occupant]] = {}
         self._is_first = True
 
@@ -56,19 +56,20 @@ class Occupants:
         began, parent = self._stat(pid)
         look = self._here.last.number
         entry = self._known.get(pid)
-        # A process of no known rank may be told by the next look.
+        # The next scan may find the rank of an unknown process.
         if entry is not None and entry[0] == began and (entry[2].rank or entry[1] == look):
             result = entry[2]
         else:
             result = self._ask(pid, parent, now)
             if began:
                 self._known[pid] = (began, look, result)
-        if result.run and result.run_node and len(self._numbers(pid)) > 1:  # elsewhere its agent tells its host right
+        # In a container the agent's host name may be wrong.
+        if result.run and result.run_node and len(self._numbers(pid)) > 1:
             self._here.is_here(result.run, result.run_node, now)
         return result
 
     def forget(self, alive: Iterable[int]) -> None:
-        """Keeps only these processes."""
+        """Keep only these processes."""
         kept = set(alive)
         self._known = {pid: entry for pid, entry in self._known.items() if pid in kept}
 
@@ -82,7 +83,7 @@ class Occupants:
         if run:
             self._here.also(Path(run), now)
         looked = self._here.last
-        # Looks end when the file system hangs; a number from long ago may have been given to another process since.
+        # Scans stop while the file system hangs; an old PID may belong to another process by now.
         is_believed = now - looked.moment < BELIEVED_SECONDS
         depth = len(self._numbers(pid))
         ancestor, ancestors_left = pid, MAX_PARENTS if is_believed else 0
@@ -101,37 +102,37 @@ class Occupants:
         return dict(pair.split("=", 1) for pair in text.split("\0") if "=" in pair)
 
     def _numbers(self, pid: int) -> tuple[int, ...]:
-        """What a process is called, by this host first and last by the innermost container it is in (NSpid of proc(5),
-        Linux 4.1 and later)."""
+        """Return the PIDs of a process, from the host's to that of its innermost container (NSpid of proc(5), Linux 4.1
+        and later)."""
         match = _NUMBERS.search(self._root.bytes_of(f"proc/{pid}/status"))
         return tuple(map(int, match[1].split())) if match else (pid,)
 
     def _stat(self, pid: int) -> tuple[str, int]:
-        """When a process began, and its parent: fields 22 and 4 of proc(5), counted behind the name in brackets."""
+        """Return start time and parent of a process: fields 22 and 4 of proc(5), counted after the name in brackets."""
         fields = self._root.bytes_of(f"proc/{pid}/stat").rpartition(b")")[2].split()
         return (fields[19].decode(), int(fields[1])) if len(fields) > 19 else ("", 0)
 
 
 class GpuHolding:
-    """Which labels each card has now, with the grace of those that were there before."""
+    """The current occupant labels of each GPU, including the grace period of past occupants."""
 
     def __init__(self) -> None:
         self._last: dict[str, tuple[float, Occupant]] = {}
 
     def labels(self, card: str, occupants: Sequence[Occupant], now: float) -> Occupant:
         shared = one_label(occupants)
-        if shared != NOBODY:
+        if shared != NO_OCCUPANT:
             self._last[card] = (now, shared)
             return shared
-        moment, last = self._last.get(card, (0.0, NOBODY))
-        return last if not occupants and now - moment <= GRACE_SECONDS else NOBODY
+        moment, last = self._last.get(card, (0.0, NO_OCCUPANT))
+        return last if not occupants and now - moment <= GRACE_SECONDS else NO_OCCUPANT
 
 
 def one_label(occupants: Sequence[Occupant]) -> Occupant:
-    """What all occupants of a card have in common: a series has one value of a label, and a card's series must not be
-    served twice. Two ranks of a run leave the run, two runs nothing."""
-    named = [occupant for occupant in occupants if occupant != NOBODY]
-    # A helper of a rank (its keeper, a server of MPS) is not another rank.
+    """Return the labels that all occupants of a GPU share: a GPU's series must exist only once. Two ranks of one run
+    keep the run label; two runs keep none."""
+    named = [occupant for occupant in occupants if occupant != NO_OCCUPANT]
+    # A helper process of a rank (its keeper, an MPS server) is not another rank.
     ranked = [ranked_one for ranked_one in named if ranked_one.rank] or named
     run, job = _common([ranked_one.run for ranked_one in ranked]), _common([element.hpc_job for element in ranked])
     if not run:

@@ -1,4 +1,4 @@
-"""The GPUs of a node's image, from what `nvidia-smi -q -x` said there: the same families, as far as it tells them."""
+"""The GPUs of a node's image, from its recorded `nvidia-smi -q -x`: the same families, as far as it has them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RECOVERY_NUMBERS = {"none": 0, "reset": 1, "reboot": 2, "drain p2p": 3, "drain a
 
 
 class RecordedCards:
-    """Reads the image anew at every question, so that a changed image is a changed node."""
+    """Read the image again at every call, so that a changed image acts as a changed node."""
 
     def __init__(self, root: NodeRoot) -> None:
         self._path = root.path
@@ -40,7 +40,7 @@ class RecordedCards:
     def read(self, card: Card) -> dict[str, float]:
         state = self._states[card.uuid]
         if state.memory_bytes is None:
-            raise CardLostError(f"{card.bus_id}: nvidia-smi tells nothing of it")
+            raise CardLostError(f"{card.bus_id}: not in the output of nvidia-smi")
         mask = sum(REASON_BITS.get(reason, 0) for reason in (*state.throttle, *(["gpu_idle"] if state.is_idle else [])))
         readings = {
             "memory.total": state.memory_bytes,
@@ -80,7 +80,7 @@ def _milli(value: float | None) -> float | None:
 
 
 def _recovery(answer: str) -> int | None:
-    """nvidia-smi's word as NVML's number; what is not in the table is at least a reset."""
+    """Return NVML's number for nvidia-smi's word; an unknown word counts as a reset."""
     if not answer:
         return None
     return RECOVERY_NUMBERS.get(re.sub(r"\s+", " ", answer.lower()), 1)

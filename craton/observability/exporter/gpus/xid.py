@@ -1,11 +1,10 @@
-"""XIDs and SXIDs as events, counted by code: from the kernel log, and from NVML's events where it is told more there.
+"""XIDs and SXIDs as events, counted by code, from the kernel log and from NVML events.
 
-The counter starts at 0 when the exporter does, and every code that asks for more than watching has a series from the
-start: Prometheus sees no increase in a series that is born at 1. What the log holds from before is told by its moment,
-which needs no series to have been there. Nothing is sticky: DCGM's gauge of the last XID never falls back, and is not
-served.
+Counters start at 0 with the exporter, and every code that needs an action has a series from the start: Prometheus sees
+no increase in a series that starts at 1. Events from before are exported by their time, which needs no earlier series.
+Nothing is sticky: DCGM's gauge of the last XID never resets and is not exported.
 
-One XID may be told twice, by the log and by NVML. Both are counted apart and the larger count is served.
+One XID may arrive twice, from the log and from NVML. Both are counted separately, and the larger count is exported.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ REOPEN_SECONDS = 60.0
 LISTED_SECONDS = 2.0
 _WINDOW_LABEL = str(int(WINDOW_SECONDS * 1000))
 
-# A card, by its address in the log (0000:53:00), and a code.
+# A GPU, by its address in the log (0000:53:00), and a code.
 Place = tuple[str, int]
 
 
@@ -47,14 +46,14 @@ class XidCollector(Collector):
         self._by_events: dict[Place, int] = {}
         self._moments: dict[Place, float] = {}
         self._recent: deque[tuple[float, Place]] = deque()
-        self._wanted: dict[str, tuple[float, str]] = {}  # card → when its newest XID 154 was read, what it asks for
+        self._wanted: dict[str, tuple[float, str]] = {}  # GPU → when its newest XID 154 was read, requested action
         self._switches: dict[tuple[str, str, str], int] = {}
         self._switch_moments: dict[tuple[str, str, str], float] = {}
         self._fatal = [code for code, fact in sorted(xid_facts().items()) if fact.action != "observe"]
 
     def collect(self, now: float) -> Iterator[Sample]:
-        # The cards are listed beside this, by another thread: their series must be there from the first scrape on. A
-        # driver that hangs is not waited for again.
+        # Another thread lists the GPUs meanwhile: their series must exist from the first scrape on. A hung driver is
+        # not waited for again.
         if self._is_first:
             self._labels.are_known.wait(LISTED_SECONDS)
             self._is_first = False
@@ -72,10 +71,10 @@ class XidCollector(Collector):
             yield "craton_nvswitch_sxid_moment_seconds", labels, moment
 
     def wishes(self, collected: Iterable[Sample], now: float) -> list[Sample]:
-        """What the log says the driver wants done, for cards of which NVML said nothing in this scrape (`collected`,
-        begun at `now`): it does not know the action, the card is lost to it, or it hangs. What it does tell is better:
-        the log has what was wanted last, and a card that wants nothing later on has had it."""
-        wishes_by_bus: dict[str, bool] = {}  # place on the bus → whether anything is wanted
+        """Return the recovery actions from the log, for GPUs without one from NVML in this scrape (`collected`, started
+        at `now`): NVML does not know the action, lost the GPU, or hangs. NVML's value is better where it exists: the
+        log has only the last request, and NVML also knows when it was fulfilled."""
+        wishes_by_bus: dict[str, bool] = {}  # bus ID → whether NVML reports a requested action
         for name, labels, value in collected:
             if name == "craton_gpu_recovery_wanted":
                 wishes_by_bus[labels[BUS_LABEL]] = bool(value) or wishes_by_bus.get(labels[BUS_LABEL], False)
@@ -112,7 +111,7 @@ class XidCollector(Collector):
         return not self._is_broken
 
     def _note(self, xid: Xid, line: Line, now: float) -> None:
-        # The clock that dates the log runs apart from the system's by seconds a day: what is new has happened now.
+        # The log's clock drifts from the system's by seconds a day: a new line counts as written now.
         moment = now - (line.age_seconds or 0.0) if line.is_history else now
         if xid.is_switch:
             labels = (f"0000{xid.bus_id}.0".upper(), str(xid.code), "true" if xid.is_fatal else "false")
