@@ -1,7 +1,7 @@
 """Grafana dashboards: cluster, run, node, serving, storage, network, cost and goodput.
 
-`BOARDS` holds them as data, down to every query; `all_dashboards` makes Grafana's JSON of them, which needs the extra
-`observe`, and `dashboard_files` the files of it.
+`BOARDS` holds them as data, down to every query; `all_dashboards` returns Grafana's JSON, which needs the extra
+`observe`, and `dashboard_files` returns it as files.
 """
 
 from __future__ import annotations

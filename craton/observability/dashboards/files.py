@@ -1,4 +1,4 @@
-"""The dashboards as files, where this installation can make them."""
+"""The dashboards as files, if the extra `observe` is installed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 
 def dashboard_files(runbooks: str | None) -> dict[str, str]:
-    """File → text; none without the extra `observe`. `runbooks` is the URL of the folder of runbooks."""
+    """Return file name → text; empty without the extra `observe`. `runbooks` is the URL of the runbook folder."""
     if find_spec("grafana_foundation_sdk") is None:
         return {}
     from craton.observability.dashboards.grafana import all_dashboards

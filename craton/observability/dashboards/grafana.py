@@ -1,6 +1,6 @@
-"""Boards as Grafana's JSON, built with the typed builders of grafana-foundation-sdk.
+"""Convert boards to Grafana's JSON with the typed builders of grafana-foundation-sdk.
 
-Pure: the same boards give the same JSON. Numbers of panels and places on the grid follow from their order.
+Pure: the same boards give the same JSON. Panel ids and grid positions follow from their order.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ COLUMNS = 24
 TAG = "craton"
 SOURCE = models.DataSourceRef(type_val="prometheus", uid="${datasource}")
 RULES = {alert.name: alert for alert in ALERTS}
-RUNBOOKS_AT = "/public/craton/docs/runbooks"  # of Grafana itself, for whoever copies docs/ to its public/craton
+RUNBOOKS_AT = "/public/craton/docs/runbooks"  # served by Grafana if docs/ is copied to its public/craton
 DASHED = {"fill": "dash", "dash": [8, 6]}
 AnyPanel = timeseries.Panel | stat.Panel | table.Panel | bargauge.Panel
 _UNSTACKED = {"mode": "none", "group": "A"}
@@ -31,7 +31,7 @@ _EVERYTHING = models.VariableOption(text="All", value="$__all", selected=True)
 
 
 def all_dashboards(runbooks: str | None = None) -> dict[str, dict[str, Any]]:
-    """Name of its file, without .json → dashboard. `runbooks` is the URL of the folder of runbooks."""
+    """Return file name without .json → dashboard. `runbooks` is the URL of the runbook folder."""
     return {board.name: dashboard_of(board, runbooks) for board in BOARDS}
 
 
@@ -126,13 +126,13 @@ def _lines(panel: Panel) -> timeseries.Panel:
 
 
 def _plan_looks() -> list[models.DynamicConfigValue]:
-    """Dashed, not filled, and not in the stack of what was measured."""
+    """Return the style of planned lines: dashed, not filled, and not stacked with measured ones."""
     looks = {"custom.lineStyle": DASHED, "custom.lineWidth": 2, "custom.fillOpacity": 0, "custom.stacking": _UNSTACKED}
     return [models.DynamicConfigValue(id_val=name, value=value) for name, value in looks.items()]
 
 
 def _table(panel: Panel) -> table.Panel:
-    """Rows by labels, a column for each query."""
+    """Return a table with a row per label set and a column per query."""
     hidden = {"Time": True, **{f"Time {number}": True for number in range(1, len(panel.queries) + 1)}}
     built = (
         table.Panel()
@@ -141,7 +141,7 @@ def _table(panel: Panel) -> table.Panel:
         .with_transformation(models.DataTransformerConfig(id_val="organize", options={"excludeByName": hidden}))
     )
     for letter, query in zip(ascii_uppercase, panel.queries, strict=False):
-        # Grafana calls the column of a lone query Value.
+        # Grafana names the column of a single query Value.
         column = f"Value #{letter}" if len(panel.queries) > 1 else "Value"
         looks: dict[str, object] = {"displayName": query.legend, "unit": query.unit or panel.unit}
         built = built.override_by_name(
@@ -164,7 +164,7 @@ def _target(panel: Panel, query: PanelQuery, letter: str) -> prometheus.Dataquer
 
 
 def _thresholds(panel: Panel) -> dashboard.ThresholdsConfig:
-    """Green, then yellow and red; the other way round where little is bad."""
+    """Return green, then yellow and red; reversed when low values are bad."""
     warn, bad = panel.warn, panel.bad
     steps: list[tuple[float | None, str]] = [(None, "green")]
     if warn is not None and bad is not None and bad < warn:
@@ -179,7 +179,7 @@ def _thresholds(panel: Panel) -> dashboard.ThresholdsConfig:
 
 
 def _description(panel: Panel) -> str:
-    """With where the runbooks are in words, for whoever has no page of them to be linked to."""
+    """Return the description with the paths of the runbooks, for installations that do not serve them."""
     pages = [f"{name}: {RULES[name].runbook}" for name in panel.alerts]
     return panel.description + (f"\n\nRunbooks: {', '.join(pages)}." if pages else "")
 
@@ -205,7 +205,7 @@ def _other_boards() -> dashboard.DashboardLink:
 
 
 def _alerts_of(board: Board) -> dashboard.AnnotationQuery:
-    """When alerts fired, drawn into every panel; only those of what is chosen, where alerts know it."""
+    """Return annotations for firing alerts in every panel, limited to the selected run, node or leaf."""
     chosen = [f'{variable.name}=~"${variable.name}|"' for variable in board.variables]
     matchers = ", ".join(['alertstate="firing"', *chosen])
     return (
@@ -228,11 +228,11 @@ def _data_source() -> dashboard.DatasourceVariable:
 
 
 def _runbooks(url: str) -> dashboard.TextBoxVariable:
-    """Where this project's docs/runbooks is served; links begin with it."""
+    """Return the variable with the URL that serves docs/runbooks; links start with it."""
     return (
         dashboard.TextBoxVariable("runbooks")
-        .label("Runbooks at")
-        .description("URL of the folder docs/runbooks of Craton")
+        .label("Runbook URL")
+        .description("URL that serves Craton's docs/runbooks")
         .default_value(url)
     )
 

@@ -1,7 +1,7 @@
-"""Dashboards as data: boards of rows of panels of queries, and the variables that queries name.
+"""Dashboards as data: boards, rows, panels and queries, and the variables that queries use.
 
-Expressions are written as Grafana sends them on: $run, $node and $leaf are regular expressions (`run=~"$run"`), and
-$__rate_interval is a window that holds at least four scrapes.
+Expressions use Grafana's variables: $run, $node and $leaf are regular expressions (`run=~"$run"`), and
+$__rate_interval is a window of at least four scrapes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Kind = Literal["lines", "stat", "table", "bars"]
-# Names that Grafana knows: its own list of units (@grafana/data, valueFormats/categories), 2026-11-16.
+# Grafana's unit names (@grafana/data, valueFormats/categories), 2026-11-16.
 Unit = Literal[
     "short",
     "s",
@@ -28,7 +28,7 @@ Unit = Literal[
     "ops",
     "dateTimeAsIso",
 ]
-# What no laptop serves: cards, fast networks, Lustre, FSx, a drive's own health, schedulers that tell of themselves.
+# Metrics that no laptop exports: GPUs, fabrics, Lustre, FSx, SMART logs, NCCL Inspector, Slurm and Kueue.
 HARDWARE = re.compile(
     r"\b(?:DCGM_|craton_gpus?_|craton:gpu_|craton:node_gpus|craton_nvswitch_|node_amazonefa_|node_infiniband_|"
     r"lustre_|craton_lustre_|aws_fsx_|nvme_|nccl_|slurm_|kueue_)"
@@ -41,30 +41,30 @@ class PanelQuery:
 
     expr: str
     legend: str
-    is_plan: bool = False  # what was predicted, or a limit: drawn dashed
+    is_plan: bool = False  # a prediction or a limit: drawn dashed
     unit: Unit | None = None  # of a column, where it differs from the panel's
 
     @property
     def hardware_only(self) -> bool:
-        """Whether it reads what only a cluster's hardware or scheduler serves."""
+        """Whether it reads metrics that only a cluster's hardware or scheduler exports."""
         return HARDWARE.search(self.expr) is not None
 
 
 @dataclass(frozen=True)
 class Panel:
     title: str
-    description: str  # what it shows, and what to do about it
+    description: str  # what it shows, and what to do
     queries: tuple[PanelQuery, ...]
     unit: Unit
     kind: Kind = "lines"
     width: int = 8  # of 24
     height: int = 7
-    alerts: tuple[str, ...] = ()  # whose runbooks are linked
+    alerts: tuple[str, ...] = ()  # alerts whose runbooks are linked
     warn: float | None = None  # yellow from here on; where `bad` is lower, from here down
     bad: float | None = None  # red
     stacked: bool = False
-    nothing: str = ""  # what is shown when there are no series: "0" where none is good news
-    opens: str = ""  # the board that a row of the table leads to; its label has the name of that board's variable
+    nothing: str = ""  # text without series: "0" where no series is good
+    opens: str = ""  # dashboard that a table row links to; the label has the name of its variable
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class PanelRow:
 
 @dataclass(frozen=True)
 class Variable:
-    """Something to choose at the top of a board; `query` is what Grafana asks for its values."""
+    """A selection at the top of a board; `query` returns its values."""
 
     name: str
     label: str
@@ -109,7 +109,7 @@ class Board:
                 yield panel, query
 
 
-# Runs and their servers; machines by any exporter; switches by what machines are labelled with.
+# Runs and servers; nodes by any exporter; leaf switches by the labels of nodes.
 RUN = Variable("run", "Run", 'label_values(up{job=~"craton|craton-serve", run!=""}, run)')
 SERVER = Variable("run", "Server", "label_values(vllm:num_requests_running, run)")
 NODE = Variable("node", "Node", 'label_values(up{job=~"craton-node|dcgm|node|efa"}, node)')

@@ -56,7 +56,7 @@ OF_RECORDINGS = {
 }
 SERVER_LABELS = {"model_name", "finished_reason", "tier", "sleep_state", "le"}
 # Panels that set measured times against each other, and the stack whose plan is the stack beside it.
-WITHOUT_PLAN = {"Compute of the slowest rank over the median", "Where the step goes"}
+WITHOUT_PLAN = {"Compute of the slowest rank over the median", "Step by phase, measured"}
 
 
 def all_queries() -> Iterator[tuple[Board, Panel, PanelQuery]]:
@@ -170,7 +170,7 @@ def test_what_has_a_plan_is_shown_with_it() -> None:
 
 def test_plans_are_dashed() -> None:
     found = all_dashboards()["run"]["panels"]
-    panel = next(each for each in found if each["title"] == "Communication that nothing hides")
+    panel = next(each for each in found if each["title"] == "Exposed communication")
     plan = next(target for target in panel["targets"] if "craton_plan_" in target["expr"])
     (override,) = panel["fieldConfig"]["overrides"]
     assert override["matcher"] == {"id": "byFrameRefID", "options": plan["refId"]}
@@ -234,7 +234,7 @@ def test_a_card_that_somebody_has_is_not_idle(tmp_path: Path) -> None:
     """By Prometheus' own word."""
     if not shutil.which("promtool"):
         pytest.skip("promtool is not installed: `make observers` installs it where it may")
-    (query,) = (query for board, _, query in all_queries() if board.name == "cost" and query.legend == "nobody's")
+    (query,) = (query for board, _, query in all_queries() if board.name == "cost" and query.legend == "unallocated")
     ours, theirs = 'UUID="a", job="craton-node"', 'UUID="a", job="dcgm"'
     cases: list[tuple[list[str], int]] = [  # labels of the series there are, cards that nobody has
         ([f'{ours}, run="llama"', 'UUID="b", job="craton-node"'], 1),

@@ -1,4 +1,4 @@
-"""The boards, one file each."""
+"""The dashboards, one file each."""
 
 from __future__ import annotations
 

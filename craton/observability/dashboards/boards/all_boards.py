@@ -1,4 +1,4 @@
-"""Every board, in the order in which they are listed."""
+"""All boards, in display order."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Cluster health: what alerts, which nodes and cards answer, what is wrong with cards, and what the queue does.
+"""Cluster health: firing alerts, nodes and GPUs that answer, GPU faults, and the scheduler queue.
 
-A card that two exporters serve counts once: sums go over UUIDs.
+A GPU that two exporters export counts once: sums go over UUIDs.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ NOW = PanelRow(
     "Now",
     (
         Panel(
-            "Alerts that fire",
-            "By severity. A page wants somebody now; the list beside says which, and what to do.",
+            "Firing alerts",
+            "By severity. A page needs attention now; the table shows which alerts fire, and the action for each.",
             (PanelQuery('count by (severity) (ALERTS{alertstate="firing"})', "{{severity}}"),),
             unit="short",
             kind="stat",
@@ -25,7 +25,7 @@ NOW = PanelRow(
         ),
         Panel(
             "Nodes",
-            "Machines whose exporter answers, of those that are known. One that is silent is down, or its exporter is.",
+            "Nodes whose exporter answers, of all known nodes. For a silent one, the node or its exporter is down.",
             (
                 PanelQuery(f"count(max by (node) (up{{{MACHINES}}}) == 1)", "answer"),
                 PanelQuery(f"count(max by (node) (up{{{MACHINES}}}))", "known", is_plan=True),
@@ -37,7 +37,7 @@ NOW = PanelRow(
         ),
         Panel(
             "GPUs",
-            "Cards that nodes see, and how many they should: a node with 7 of 8 cards trains nothing. Drain it.",
+            "GPUs that nodes see, and the expected number. A node with 7 of 8 GPUs cannot train: drain it.",
             (
                 PanelQuery('sum(craton:node_gpus{node=~"$node"})', "seen"),
                 PanelQuery('sum(craton:node_gpus_expected{node=~"$node"})', "expected", is_plan=True),
@@ -48,8 +48,8 @@ NOW = PanelRow(
             alerts=("GpuMissing",),
         ),
         Panel(
-            "What alerts",
-            "Every alert that fires. `action` is what to do; `craton why RUN` gives one verdict for a run.",
+            "Active alerts",
+            "Every firing alert. `action` is what to do; `craton why RUN` gives the root cause for a run.",
             (
                 PanelQuery(
                     "max by (alertname, severity, layer, action, run, node, rank, gpu)"
@@ -69,8 +69,8 @@ RUNS = PanelRow(
     "Runs",
     (
         Panel(
-            "Runs that go on",
-            "A progress age beyond twenty steps is a hang; a step above its plan costs money: `craton why RUN`.",
+            "Active runs",
+            "No progress for more than 20 steps is a hang; a step slower than planned costs money: `craton why RUN`.",
             (
                 PanelQuery('max by (run) (craton_run_step{model_name=""})', "step", unit="short"),
                 PanelQuery('max by (run) (craton_run_step_seconds{model_name=""})', "step time"),
@@ -90,38 +90,38 @@ RUNS = PanelRow(
 )
 
 CARDS = PanelRow(
-    "Cards",
+    "GPUs",
     (
         Panel(
-            "Work of the cards, by leaf",
-            "Share of multiprocessors and of tensor cores that had work. A leaf that falls while others do not has a "
-            "fault of its own; all of them falling is a queue that is empty or a run that waits.",
+            "GPU activity, by leaf",
+            "Share of SMs and of tensor cores that were active. A single leaf that drops has a fault; if all drop, the "
+            "queue is empty or a run waits.",
             (
-                PanelQuery(f"avg by (leaf) (DCGM_FI_PROF_SM_ACTIVE{{{HERE}}})", "multiprocessors {{leaf}}"),
+                PanelQuery(f"avg by (leaf) (DCGM_FI_PROF_SM_ACTIVE{{{HERE}}})", "SMs {{leaf}}"),
                 PanelQuery(f"avg by (leaf) (DCGM_FI_PROF_PIPE_TENSOR_ACTIVE{{{HERE}}})", "tensor cores {{leaf}}"),
             ),
             unit="percentunit",
         ),
         Panel(
-            "Hottest card, by leaf",
-            "Clocks fall at the slowdown temperature. One leaf hotter than the others is cooling, not load.",
+            "Hottest GPU, by leaf",
+            "GPUs throttle at the slowdown temperature. A leaf hotter than the others has a cooling problem.",
             (
                 PanelQuery(f"max by (leaf) (DCGM_FI_DEV_GPU_TEMP{{{HERE}}})", "{{leaf}}"),
                 PanelQuery(f"max by (leaf) (DCGM_FI_DEV_MEMORY_TEMP{{{HERE}}})", "memory {{leaf}}"),
-                PanelQuery(f"min(DCGM_FI_DEV_SLOWDOWN_TEMP{{{HERE}}})", "clocks fall", is_plan=True),
+                PanelQuery(f"min(DCGM_FI_DEV_SLOWDOWN_TEMP{{{HERE}}})", "slowdown", is_plan=True),
             ),
             unit="celsius",
             alerts=("GpuThrottled",),
         ),
         Panel(
             "Power, by leaf",
-            "A leaf that draws less than its like works less: compare with the work beside it.",
+            "A leaf that draws less power than its peers works less: compare with the GPU activity.",
             (PanelQuery(f"sum by (leaf) (max by (leaf, UUID) (DCGM_FI_DEV_POWER_USAGE{{{HERE}}}))", "{{leaf}}"),),
             unit="watt",
         ),
         Panel(
-            "XIDs of the last quarter of an hour",
-            "By card and code. What each asks for, from watching to a new node, is in the XID table: `craton heal`.",
+            "XIDs in the last 15 minutes",
+            "By GPU and code. The XID table has the action for each, from observe to replace: `craton heal`.",
             (
                 PanelQuery(
                     f"max by (node, gpu, xid) (craton:gpu_xid_events:15m{{{HERE}}})",
@@ -133,8 +133,8 @@ CARDS = PanelRow(
             alerts=("GpuXidReplace", "GpuXidReboot", "GpuXidReset", "GpuXidRestart"),
         ),
         Panel(
-            "Clocks held down, cards",
-            "By reason. Heat and power brakes cost speed and hold up every peer; being idle is no fault.",
+            "Throttled GPUs",
+            "By reason. Heat and power brakes slow the GPU and all its peers; idle clocks are normal.",
             (
                 PanelQuery(
                     f"sum by (reason) (max by (UUID, reason) (craton_gpu_clocks_held{{{HERE}}}))",
@@ -145,24 +145,24 @@ CARDS = PanelRow(
             alerts=("GpuThrottled", "GpuClockBelowPeers"),
         ),
         Panel(
-            "Memory errors within an hour",
-            "Ten worst nodes. Corrected errors that rise foretell the others; an uncorrected one needs a reset.",
+            "ECC errors in the last hour",
+            "Ten worst nodes. Rising correctable errors precede uncorrectable ones; those need a reset.",
             (
                 PanelQuery(
                     f"topk(10, sum by (node) (increase(DCGM_FI_DEV_ECC_SBE_VOL_TOTAL{{{HERE}}}[1h])))",
-                    "{{node}} corrected",
+                    "{{node}} correctable",
                 ),
                 PanelQuery(
                     f"topk(10, sum by (node) (increase(DCGM_FI_DEV_ECC_DBE_VOL_TOTAL{{{HERE}}}[1h])))",
-                    "{{node}} uncorrected",
+                    "{{node}} uncorrectable",
                 ),
             ),
             unit="short",
             alerts=("GpuEccUncorrectable", "GpuEccCorrectableRising"),
         ),
         Panel(
-            "Rows of memory to replace, cards",
-            "Pending: reset the card when its job is done. Failed: no spare rows are left, have the node replaced.",
+            "GPUs with row remapping",
+            "Pending: reset the GPU when its job is done. Failed: no spare rows are left, replace the node.",
             (
                 PanelQuery(f"sum(max by (UUID) (DCGM_FI_DEV_ROW_REMAP_PENDING{{{HERE}}}))", "pending"),
                 PanelQuery(f"sum(max by (UUID) (DCGM_FI_DEV_ROW_REMAP_FAILURE{{{HERE}}}))", "failed"),
@@ -171,7 +171,7 @@ CARDS = PanelRow(
             alerts=("GpuRowRemapPending", "GpuRowRemapFailure"),
         ),
         Panel(
-            "NVLinks that are down",
+            "NVLinks down",
             "Ten worst nodes. One missing link slows every collective inside its node: drain and reset.",
             (
                 PanelQuery(
@@ -184,8 +184,8 @@ CARDS = PanelRow(
         ),
         Panel(
             "NVLink errors",
-            "Ten worst nodes, within a quarter of an hour, by what counts them. Replays cost a little; recoveries stop "
-            "the link for a moment, and one that failed for good.",
+            "Ten worst nodes, in the last 15 minutes, by counter. Replays cost little; recoveries pause the link, a "
+            "failed recovery takes it down.",
             (
                 PanelQuery(
                     f"topk(10, sum by (node, field) (craton:gpu_nvlink_errors:15m{{{HERE}}}))", "{{node}} {{field}}"
@@ -202,7 +202,7 @@ NODES = PanelRow(
     (
         Panel(
             "Nodes side by side",
-            "Click a name for its own page. Whoever differs from its neighbours is where to look first.",
+            "Click a name for its dashboard. Look first at nodes that differ from their peers.",
             (
                 PanelQuery('max by (node) (craton:node_gpus{node=~"$node"})', "GPUs", unit="short"),
                 PanelQuery(f"max by (node) (DCGM_FI_DEV_GPU_TEMP{{{HERE}}})", "hottest", unit="celsius"),
@@ -231,8 +231,8 @@ QUEUE = PanelRow(
     "Queue",
     (
         Panel(
-            "Slurm's nodes",
-            "Drained nodes cost their full price and do nothing: `sinfo -R` says why. Needs Slurm 25.11 or later.",
+            "Slurm nodes",
+            "Drained nodes cost their full price and do no work: see `sinfo -R`. Needs Slurm 25.11 or later.",
             (
                 PanelQuery("max(slurm_nodes)", "all", is_plan=True),
                 PanelQuery("max(slurm_nodes_idle)", "idle"),
@@ -243,25 +243,25 @@ QUEUE = PanelRow(
             alerts=("SlurmNodesDrained", "SlurmNodesDown"),
         ),
         Panel(
-            "Slurm's jobs",
-            "Jobs that wait while nodes are idle wait for something else: `craton why RUN`.",
+            "Slurm jobs",
+            "Jobs that are pending while nodes are idle wait for something else: `craton why RUN`.",
             (
-                PanelQuery("max(slurm_jobs_running)", "run"),
-                PanelQuery("max(slurm_jobs_pending)", "wait"),
+                PanelQuery("max(slurm_jobs_running)", "running"),
+                PanelQuery("max(slurm_jobs_pending)", "pending"),
             ),
             unit="short",
             alerts=("SlurmNothingStarts",),
         ),
         Panel(
-            "Kueue's workloads that wait",
-            "Active ones are tried in order; inadmissible ones when the cluster changes: look at quota and flavors.",
+            "Kueue pending workloads",
+            "Active ones are tried in order; inadmissible ones only when the cluster changes: check quota and flavors.",
             (PanelQuery("sum by (cluster_queue, status) (kueue_pending_workloads)", "{{cluster_queue}} {{status}}"),),
             unit="short",
             alerts=("KueueWorkloadStuck",),
         ),
         Panel(
             "Kueue: admitted until ready",
-            "The time that nine of ten kept. Long ones point at images, volumes, or nodes that cannot be had.",
+            "90th percentile. Long times point at image pulls, volumes, or missing node capacity.",
             (
                 PanelQuery(
                     "histogram_quantile(0.9, sum by (le, cluster_queue) ("
@@ -274,7 +274,7 @@ QUEUE = PanelRow(
             alerts=("KueueAdmittedNotReady",),
         ),
         Panel(
-            "Kueue: evictions within an hour",
+            "Kueue: evictions in the last hour",
             "PodsReadyTimeout points at nodes, Preempted at priorities.",
             (
                 PanelQuery(
@@ -292,7 +292,7 @@ QUEUE = PanelRow(
 CLUSTER = Board(
     "cluster",
     "Cluster health",
-    "Which nodes and cards answer, what is wrong with them, and what the queue does.",
+    "Firing alerts, nodes and GPUs that answer, GPU faults, and the scheduler queue.",
     (LEAF, NODE),
     (NOW, RUNS, CARDS, NODES, QUEUE),
 )

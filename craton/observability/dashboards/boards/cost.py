@@ -1,4 +1,4 @@
-"""Cost and goodput: what runs cost against their plan, what is lost and to what, and cards that do nothing."""
+"""Cost and goodput: cost of runs against plan, where time is lost, and idle GPUs."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ MONEY = PanelRow(
     (
         Panel(
             "Spent",
-            "Price of the wall time until now; dashed is the plan for the whole run.",
+            "Cost of the wall time so far; dashed is the plan for the whole run.",
             twin("cost_dollars", where=OF_RUN),
             unit="currencyUSD",
         ),
         Panel(
-            "A day costs",
-            "At the pace of now. Runs on clusters without a price show nothing.",
+            "Cost per day",
+            "At the current rate. Runs on clusters without prices show nothing.",
             (PanelQuery(PER_DAY, "{{run}}"),),
             unit="currencyUSD",
         ),
         Panel(
-            "Steps beyond their plan cost a day",
-            "Share by which the slowest rank's step exceeds its plan, in money. `craton why RUN` names the layer.",
+            "Cost per day of slow steps",
+            "Cost of the time by which the slowest rank's step exceeds its plan. `craton why RUN` names the layer.",
             (
                 PanelQuery(
                     f"{PER_DAY} * clamp_min(1 - {PLANNED_STEP} / {MEASURED_STEP}, 0)",
@@ -39,21 +39,21 @@ MONEY = PanelRow(
             alerts=("StepSlowerThanPlan",),
         ),
         Panel(
-            "Spent on what was not productive",
-            "Since launch: restarts, waiting, checkpoints, work done twice.",
+            "Spent on unproductive time",
+            "Since launch: restarts, waiting, checkpoints, repeated work.",
             (PanelQuery(f"{COST} * (1 - max by (run) (craton_run_goodput{{{OF_RUN}}}))", "{{run}}"),),
             unit="currencyUSD",
             alerts=("GoodputLow",),
         ),
         Panel(
-            "A million tokens cost",
-            "Until now.",
+            "Cost per million tokens",
+            "So far.",
             (PanelQuery(f"{COST} / (max by (run) (craton_run_tokens_total{{{OF_RUN}}}) / 1e6)", "{{run}}"),),
             unit="currencyUSD",
         ),
         Panel(
-            "Energy within an hour",
-            "Of the cards a run has.",
+            "Energy in the last hour",
+            "Of the GPUs of a run.",
             (
                 PanelQuery(
                     "sum by (run) (max by (run, UUID) ("
@@ -70,17 +70,17 @@ GOODPUT = PanelRow(
     "Goodput",
     (
         Panel(
-            "Productive share of the time",
-            "Since launch, and over the last six hours; dashed is the plan. Below it: the panel beside says why.",
+            "Goodput",
+            "Productive share of time since launch and in the last 6 hours; dashed is the plan. If below: next panel.",
             twin("goodput", PanelQuery(f"craton:run_goodput:6h{{{OF_RUN}}}", "{{run}} last 6 h"), where=OF_RUN),
             unit="percentunit",
             width=12,
             alerts=("GoodputLow",),
         ),
         Panel(
-            "What time went to within an hour",
-            "Hours of ranks by the ledger's kind, without the productive ones. Restore and redo ask for more frequent "
-            "checkpoints, detect and regroup for fewer faults, data for storage.",
+            "Lost time in the last hour",
+            "Time of all ranks by ledger kind, without productive time. Restore and redo: checkpoint more often. "
+            "Detect and regroup: reduce faults. Data: check storage.",
             (
                 PanelQuery(
                     "sum by (run, kind) ("
@@ -95,21 +95,21 @@ GOODPUT = PanelRow(
         ),
         Panel(
             "Time by kind since launch",
-            "Seconds of all ranks; they sum to wall time.",
+            "Of all ranks; the kinds add up to wall time.",
             (PanelQuery(f"sum by (run, kind) (craton_run_ledger_seconds_total{{{OF_RUN}}})", "{{run}} {{kind}}"),),
             unit="s",
             kind="bars",
             height=9,
         ),
         Panel(
-            "Model FLOP utilisation",
-            "What the cards are paid for.",
+            "Model FLOPs utilization (MFU)",
+            "The model's FLOPs over the hardware peak.",
             twin("mfu"),
             unit="percentunit",
             height=9,
         ),
         Panel(
-            "Faults a run came back from",
+            "Restarts after faults",
             "Since launch.",
             (PanelQuery(f"max by (run) (craton_run_restarts_total{{{OF_RUN}}})", "{{run}}"),),
             unit="short",
@@ -119,28 +119,26 @@ GOODPUT = PanelRow(
     ),
 )
 
-# A card may be served twice, by our exporter and by dcgm-exporter, and only one of them may know who has it.
+# Two exporters may export the same GPU (ours and dcgm-exporter), and only one of them may know its occupant.
 CARD = "DCGM_FI_DEV_GPU_TEMP"
 HELD = " ".join(f'unless on (UUID) {CARD}{{{holder}!=""}}' for holder in ("run", "hpc_job", "pod"))
 
 IDLE = PanelRow(
-    "Cards that do nothing",
+    "Idle GPUs",
     (
         Panel(
-            "Cards that nobody has",
-            "No run, no other job of Slurm, no pod. They cost as much as the others: look at the queue, and at nodes "
-            "that are drained.",
+            "Unallocated GPUs",
+            "No run, no other Slurm job, no pod. They cost as much as the others: check the queue, and drained nodes.",
             (
-                PanelQuery(f"count(max by (UUID) ({CARD}) {HELD}) or vector(0)", "nobody's"),
+                PanelQuery(f"count(max by (UUID) ({CARD}) {HELD}) or vector(0)", "unallocated"),
                 PanelQuery("sum(craton:node_gpus)", "all", is_plan=True),
             ),
             unit="short",
             width=12,
         ),
         Panel(
-            "Cards of a run with nothing to do",
-            "Cards whose multiprocessors had work less than a tenth of the time. A run that holds cards idle for long "
-            "waits for data, a checkpoint or a peer.",
+            "Idle GPUs of runs",
+            "GPUs with less than 10% SM activity. Such a run waits for data, a checkpoint or a peer.",
             (
                 PanelQuery(
                     f"sum by (run) (max by (run, UUID) (DCGM_FI_PROF_SM_ACTIVE{{{OF_RUN}}}) < bool 0.1)",
@@ -156,7 +154,7 @@ IDLE = PanelRow(
 COST_BOARD = Board(
     "cost",
     "Cost and goodput",
-    "What runs cost against their plan, what is lost and to what, and cards that do nothing.",
+    "Cost of runs against plan, where time is lost, and idle GPUs.",
     (RUN,),
     (MONEY, GOODPUT, IDLE),
     since="now-24h",

@@ -1,4 +1,4 @@
-"""The network by leaf: what runs notice of it, EFA, InfiniBand, NVLink, and what should not be on Ethernet."""
+"""The network by leaf: exposed communication of runs, EFA, InfiniBand, NVLink, and misrouted Ethernet traffic."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ def _worst_nodes(name: str) -> str:
 
 
 RUNS = PanelRow(
-    "What runs notice",
+    "Impact on runs",
     (
         Panel(
-            "Communication that nothing hides",
-            "Time of a step, of all ranks. Above its plan: look below for the leaf, node or device that differs.",
+            "Exposed communication",
+            "Time per step, over all ranks. Above its plan: look below for the leaf, node or device that differs.",
             twin("communication_seconds"),
             unit="s",
             width=12,
             alerts=("NcclBandwidthDrop", "TcpFallback"),
         ),
         Panel(
-            "The same by leaf",
-            "Median rank of each leaf; dashed is the plan. A leaf that waits longest is not the guilty one: ranks wait "
-            "for whoever is slow elsewhere.",
+            "Exposed communication, by leaf",
+            "Median rank of each leaf; dashed is the plan. The leaf that waits longest is not the cause: its ranks "
+            "wait for a slower one elsewhere.",
             (
                 PanelQuery(
                     f'quantile by (run, leaf) (0.5, craton_run_communication_seconds{{{RUN_HERE}, leaf=~"$leaf"}})',
@@ -43,9 +43,9 @@ RUNS = PanelRow(
             width=12,
         ),
         Panel(
-            "Bandwidth of collectives",
-            "As NCCL's inspector measures it for large messages, by collective, of the slowest node. A fall while "
-            "steps get longer is the network's.",
+            "Bus bandwidth of collectives",
+            "From NCCL Inspector, for large messages, by collective, of the slowest node. A drop while steps get "
+            "longer points at the network.",
             (
                 PanelQuery(
                     'min by (collective) (nccl_bus_bandwidth_gbs{message_size=~".*(MB|GB)"}) * 1e9', "{{collective}}"
@@ -63,20 +63,20 @@ EFA = PanelRow(
     (
         Panel(
             "EFA sent, by leaf",
-            "Leaves of one run carry about the same. None at all during training: TCP is used instead.",
+            "Leaves of one run carry about the same traffic. No traffic during training: NCCL uses TCP instead.",
             (PanelQuery(_by_leaf("node_amazonefa_tx_bytes"), "{{leaf}}"),),
             unit="Bps",
             alerts=("TcpFallback",),
         ),
         Panel(
             "EFA received, by leaf",
-            "Much less than is sent elsewhere: packets are lost on the way, look at drops.",
+            "Much less than other leaves send: packets are lost, check drops.",
             (PanelQuery(_by_leaf("node_amazonefa_rx_bytes"), "{{leaf}}"),),
             unit="Bps",
         ),
         Panel(
-            "Written to and read from others' memory",
-            "RDMA, by leaf. Plain sends alone mean an old plugin, or one that was not found.",
+            "RDMA writes and reads, by leaf",
+            "Plain sends only: the aws-ofi-nccl plugin is old or was not found.",
             (
                 PanelQuery(_by_leaf("node_amazonefa_rdma_write_bytes"), "{{leaf}} written"),
                 PanelQuery(_by_leaf("node_amazonefa_rdma_read_bytes"), "{{leaf}} read"),
@@ -84,8 +84,8 @@ EFA = PanelRow(
             unit="Bps",
         ),
         Panel(
-            "Sent again, share of what was sent",
-            "By leaf. A leaf of its own: a bad switch or cable. Everywhere: congestion, spread the job less.",
+            "Retransmitted share",
+            "By leaf. One leaf: a bad switch or cable. All leaves: congestion, place the job more compactly.",
             (
                 PanelQuery(
                     f"{_by_leaf('node_amazonefa_retrans_bytes')} / ({_by_leaf('node_amazonefa_tx_bytes')} > 0)"
@@ -97,11 +97,11 @@ EFA = PanelRow(
             alerts=("EfaRetransmits",),
         ),
         Panel(
-            "Silent peers and timeouts, worst nodes",
-            "Ten of each. Who is silent to many is the guilty one; who alone finds others silent is so itself.",
+            "Unresponsive peers and timeouts, worst nodes",
+            "Ten of each. A peer that many nodes report is faulty; a node that alone reports others is faulty itself.",
             (
                 PanelQuery(
-                    _worst_nodes("node_amazonefa_unresponsive_remote_events"), "{{node}} ({{leaf}}) silent peers"
+                    _worst_nodes("node_amazonefa_unresponsive_remote_events"), "{{node}} ({{leaf}}) unresponsive peers"
                 ),
                 PanelQuery(_worst_nodes("node_amazonefa_retrans_timeout_events"), "{{node}} ({{leaf}}) timeouts"),
                 PanelQuery(_worst_nodes("node_amazonefa_impaired_remote_conn_events"), "{{node}} ({{leaf}}) impaired"),
@@ -111,14 +111,14 @@ EFA = PanelRow(
         ),
         Panel(
             "Dropped on arrival, worst nodes",
-            "A host that cannot take packets as fast as they come: PCIe, or memory of another socket.",
+            "The host cannot receive packets fast enough: PCIe, or memory of another NUMA node.",
             (PanelQuery(_worst_nodes("node_amazonefa_rx_drops"), "{{node}} ({{leaf}})"),),
             unit="ops",
             alerts=("EfaDrops",),
         ),
         Panel(
-            "Busiest device over the least busy, worst nodes",
-            "1 is even. A device without traffic is a rail that no rank uses: check the binding of ranks to devices.",
+            "Rail imbalance, worst nodes",
+            "Busiest device over the least busy; 1 is even. No traffic is an unused rail: check rank binding.",
             (
                 PanelQuery(
                     f"topk(10, max by (leaf, node) (rate(node_amazonefa_tx_bytes{{{HERE}}}{RATE}))"
@@ -130,8 +130,8 @@ EFA = PanelRow(
             alerts=("EfaRailImbalance",),
         ),
         Panel(
-            "Work that failed, worst nodes",
-            "Reads and writes of others' memory, and commands to the device.",
+            "Failed work requests, worst nodes",
+            "RDMA reads and writes, and device commands.",
             (
                 PanelQuery(_worst_nodes("node_amazonefa_rdma_write_wr_err"), "{{node}} writes"),
                 PanelQuery(_worst_nodes("node_amazonefa_rdma_read_wr_err"), "{{node}} reads"),
@@ -142,7 +142,7 @@ EFA = PanelRow(
         ),
         Panel(
             "Ports that are not active",
-            "Of EFA and InfiniBand, by node. A port that was active yesterday: cable, switch, or the device.",
+            "EFA and InfiniBand, by node. A port that was active before: check cable, switch and device.",
             (PanelQuery(f"sum by (leaf, node) (node_infiniband_state_id{{{HERE}}} != bool 4)", "{{node}} ({{leaf}})"),),
             unit="short",
             alerts=("InfinibandPortDown", "FabricDeviceMissing"),
@@ -155,22 +155,22 @@ INFINIBAND = PanelRow(
     (
         Panel(
             "InfiniBand sent, by leaf",
-            "Leaves of one run carry about the same.",
+            "Leaves of one run carry about the same traffic.",
             (PanelQuery(_by_leaf("node_infiniband_port_data_transmitted_bytes_total"), "{{leaf}}"),),
             unit="Bps",
         ),
         Panel(
-            "Could not be sent, worst nodes",
-            "Ticks in which there was data and no credit: congestion behind the switch.",
+            "Transmit wait, worst nodes",
+            "Ticks with data to send but no credit: congestion behind the switch.",
             (PanelQuery(_worst_nodes("node_infiniband_port_transmit_wait_total"), "{{node}} ({{leaf}})"),),
             unit="ops",
         ),
         Panel(
             "Errors, worst nodes",
-            "Broken symbols, and links that went down. A cable, until shown otherwise.",
+            "Symbol errors, and links that went down. Suspect the cable first.",
             (
                 PanelQuery(_worst_nodes("node_infiniband_symbol_error_total"), "{{node}} symbols"),
-                PanelQuery(_worst_nodes("node_infiniband_link_downed_total"), "{{node}} went down"),
+                PanelQuery(_worst_nodes("node_infiniband_link_downed_total"), "{{node}} link down"),
             ),
             unit="ops",
             alerts=("InfinibandErrors",),
@@ -183,7 +183,7 @@ OTHERS = PanelRow(
     (
         Panel(
             "NVLink, by leaf",
-            "Sent by all cards.",
+            "Sent by all GPUs.",
             (
                 PanelQuery(
                     "sum by (leaf) (max by (leaf, UUID) ("
@@ -196,13 +196,13 @@ OTHERS = PanelRow(
         ),
         Panel(
             "Ethernet, by leaf",
-            "Storage and TCP. As much as EFA should carry: NCCL fell back to TCP, its log says why.",
+            "Storage and TCP. As much as EFA should carry: NCCL fell back to TCP; its log has the reason.",
             (PanelQuery(_by_leaf("node_network_transmit_bytes_total", f'{HERE}, device!="lo"'), "{{leaf}}"),),
             unit="Bps",
             alerts=("TcpFallback",),
         ),
         Panel(
-            "TCP sent again, worst nodes",
+            "TCP retransmits, worst nodes",
             "Share of segments.",
             (
                 PanelQuery(
@@ -219,7 +219,7 @@ OTHERS = PanelRow(
 NETWORK = Board(
     "network",
     "Network by leaf",
-    "What runs notice of the network, and which leaf, node or device differs from its like.",
+    "Exposed communication of runs, and the leaf, node or device that differs from its peers.",
     (RUN, LEAF, NODE),
     (RUNS, EFA, INFINIBAND, OTHERS),
 )

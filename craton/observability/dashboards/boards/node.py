@@ -1,4 +1,4 @@
-"""One node: who runs on it, its cards, network, drives and processors."""
+"""One node: the runs on it, its GPUs, network, drives and CPUs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CARD = "GPU {{gpu}}"
 
 
 def _cards(name: str, scale: str = "") -> str:
-    """Of each card once, also where two exporters serve it."""
+    """Return an expression with each GPU once, even if two exporters export it."""
     return f"max by (node, gpu) ({name}{{{HERE}}}){scale}"
 
 
@@ -24,10 +24,10 @@ NOW = PanelRow(
     "Now",
     (
         Panel(
-            "Cards",
-            "That the PCI bus shows, and that the driver answers for. Fewer: the card fell off, reboot the node.",
+            "GPUs",
+            "On the PCI bus, and accessible by the driver. Fewer accessible: a GPU fell off the bus, reboot the node.",
             (
-                PanelQuery(f"max(craton_gpus_seen{{{HERE}}})", "answer"),
+                PanelQuery(f"max(craton_gpus_seen{{{HERE}}})", "accessible"),
                 PanelQuery(f"max(craton_gpus_on_bus{{{HERE}}})", "on the bus", is_plan=True),
                 PanelQuery(f"max(craton:node_gpus_expected{{{HERE}}})", "expected", is_plan=True),
             ),
@@ -39,7 +39,7 @@ NOW = PanelRow(
         ),
         Panel(
             "Runs on this node",
-            "With how many ranks each. Two runs on one node share its network, memory and processors.",
+            "With the number of ranks of each. Two runs on one node share its network, memory and CPUs.",
             (PanelQuery(f"max by (run, run_node) (craton_node_run_ranks{{{HERE}}})", "ranks"),),
             unit="short",
             kind="table",
@@ -58,8 +58,8 @@ NOW = PanelRow(
             height=5,
         ),
         Panel(
-            "The driver wants",
-            "A reset or a reboot, by card: `craton heal` does it when the node is free.",
+            "Recovery requested by the driver",
+            "A reset or a reboot, by GPU: `craton heal` does it when the node is free.",
             (
                 PanelQuery(
                     f"max by (gpu, action) (craton_gpu_recovery_wanted{{{HERE}}}) > 0", "GPU {{gpu}}: {{action}}"
@@ -70,45 +70,45 @@ NOW = PanelRow(
             width=4,
             height=5,
             bad=1,
-            nothing="nothing",
+            nothing="none",
             alerts=("GpuRecoveryWanted",),
         ),
     ),
 )
 
 CARDS = PanelRow(
-    "Cards",
+    "GPUs",
     (
         Panel(
-            "Multiprocessors with work",
-            "A card below the others waits for them, or is slow.",
+            "SM activity",
+            "A GPU below the others waits for them, or is slow.",
             (PanelQuery(_cards("DCGM_FI_PROF_SM_ACTIVE"), CARD),),
             unit="percentunit",
         ),
         Panel(
-            "Tensor cores at work",
-            "A cousin of MFU that the hardware measures.",
+            "Tensor core activity",
+            "Related to MFU, measured by the hardware.",
             (PanelQuery(_cards("DCGM_FI_PROF_PIPE_TENSOR_ACTIVE"), CARD),),
             unit="percentunit",
         ),
         Panel(
-            "Bandwidth of memory in use",
-            "High while tensor cores idle: decoding, or kernels that are not fused.",
+            "Memory bandwidth utilization",
+            "High while tensor cores are idle: decode, or kernels that are not fused.",
             (PanelQuery(_cards("DCGM_FI_PROF_DRAM_ACTIVE"), CARD),),
             unit="percentunit",
         ),
         Panel(
-            "Memory of the cards",
-            "In use; dashed is what a card has.",
+            "GPU memory",
+            "Used; dashed is the capacity of a GPU.",
             (
                 PanelQuery(_cards("DCGM_FI_DEV_FB_USED", " * 1048576"), CARD),
-                PanelQuery(f"max(DCGM_FI_DEV_FB_TOTAL{{{HERE}}}) * 1048576", "a card has", is_plan=True),
+                PanelQuery(f"max(DCGM_FI_DEV_FB_TOTAL{{{HERE}}}) * 1048576", "capacity", is_plan=True),
             ),
             unit="bytes",
         ),
         Panel(
-            "Memory by rank",
-            "Two runs on one card show as two lines.",
+            "GPU memory by rank",
+            "Two runs on one GPU are two lines.",
             (
                 PanelQuery(
                     f"max by (run, rank, gpu) (craton_gpu_rank_memory_bytes{{{HERE}}})",
@@ -118,40 +118,40 @@ CARDS = PanelRow(
             unit="bytes",
         ),
         Panel(
-            "Clock",
-            "Dashed is the highest there is. Below it under load: look at what holds the clocks.",
+            "SM clock",
+            "Dashed is the maximum. Below it under load: see the throttle reasons.",
             (
                 PanelQuery(_cards("DCGM_FI_DEV_SM_CLOCK", " * 1e6"), CARD),
-                PanelQuery(f"max(DCGM_FI_DEV_MAX_SM_CLOCK{{{HERE}}}) * 1e6", "highest", is_plan=True),
+                PanelQuery(f"max(DCGM_FI_DEV_MAX_SM_CLOCK{{{HERE}}}) * 1e6", "maximum", is_plan=True),
             ),
             unit="hertz",
             alerts=("GpuClockBelowPeers",),
         ),
         Panel(
             "Temperature",
-            "Of cards and their memory; dashed is where the clocks fall.",
+            "Of GPUs and their memory; dashed is the slowdown temperature.",
             (
                 PanelQuery(_cards("DCGM_FI_DEV_GPU_TEMP"), CARD),
                 PanelQuery(_cards("DCGM_FI_DEV_MEMORY_TEMP"), f"{CARD} memory"),
-                PanelQuery(f"min(DCGM_FI_DEV_SLOWDOWN_TEMP{{{HERE}}})", "clocks fall", is_plan=True),
+                PanelQuery(f"min(DCGM_FI_DEV_SLOWDOWN_TEMP{{{HERE}}})", "slowdown", is_plan=True),
             ),
             unit="celsius",
             alerts=("GpuThrottled",),
         ),
         Panel(
             "Power",
-            "Dashed is the limit in force. A limit below what the card was made for was set by somebody.",
+            "Dashed are the current and the default limit. A current limit below the default was set by hand.",
             (
                 PanelQuery(_cards("DCGM_FI_DEV_POWER_USAGE"), CARD),
                 PanelQuery(f"min(DCGM_FI_DEV_POWER_MGMT_LIMIT{{{HERE}}})", "limit", is_plan=True),
-                PanelQuery(f"max(DCGM_FI_DEV_POWER_MGMT_LIMIT_DEF{{{HERE}}})", "made for", is_plan=True),
+                PanelQuery(f"max(DCGM_FI_DEV_POWER_MGMT_LIMIT_DEF{{{HERE}}})", "default limit", is_plan=True),
             ),
             unit="watt",
             alerts=("GpuThrottled",),
         ),
         Panel(
-            "What holds the clocks",
-            "Share of time for which a reason did. Heat: cooling. Power brake: the rack. Idleness is none of these.",
+            "Throttle reasons",
+            "Share of time by reason. Thermal: check cooling. Power brake: check the rack. Idle GPUs are not counted.",
             (
                 PanelQuery(
                     f"max by (gpu, reason) (rate(craton_gpu_clocks_held_seconds_total{{{HERE}}}{RATE}))",
@@ -162,29 +162,29 @@ CARDS = PanelRow(
             alerts=("GpuThrottled",),
         ),
         Panel(
-            "XIDs of the last quarter of an hour",
-            "By card and code; the runbook says what each asks for.",
+            "XIDs in the last 15 minutes",
+            "By GPU and code; the runbook has the action for each.",
             (PanelQuery(f"max by (gpu, xid) (craton:gpu_xid_events:15m{{{HERE}}})", f"{CARD}: XID {{{{xid}}}}"),),
             unit="short",
             nothing="none",
             alerts=("GpuXidReplace", "GpuXidReboot", "GpuXidReset", "GpuXidRestart"),
         ),
         Panel(
-            "Memory errors since the driver was loaded",
-            "Corrected ones that rise foretell the others.",
+            "ECC errors since the driver was loaded",
+            "Rising correctable errors precede uncorrectable ones.",
             (
-                PanelQuery(_cards("DCGM_FI_DEV_ECC_SBE_VOL_TOTAL"), f"{CARD} corrected"),
-                PanelQuery(_cards("DCGM_FI_DEV_ECC_DBE_VOL_TOTAL"), f"{CARD} uncorrected"),
+                PanelQuery(_cards("DCGM_FI_DEV_ECC_SBE_VOL_TOTAL"), f"{CARD} correctable"),
+                PanelQuery(_cards("DCGM_FI_DEV_ECC_DBE_VOL_TOTAL"), f"{CARD} uncorrectable"),
             ),
             unit="short",
             alerts=("GpuEccUncorrectable", "GpuEccCorrectableRising"),
         ),
         Panel(
-            "Rows of memory replaced",
-            "In the card's life. Pending ones are replaced at the next reset.",
+            "Remapped memory rows",
+            "Over the GPU's lifetime. Pending rows are remapped at the next reset.",
             (
-                PanelQuery(_cards("DCGM_FI_DEV_CORRECTABLE_REMAPPED_ROWS"), f"{CARD} after corrected"),
-                PanelQuery(_cards("DCGM_FI_DEV_UNCORRECTABLE_REMAPPED_ROWS"), f"{CARD} after uncorrected"),
+                PanelQuery(_cards("DCGM_FI_DEV_CORRECTABLE_REMAPPED_ROWS"), f"{CARD} after correctable"),
+                PanelQuery(_cards("DCGM_FI_DEV_UNCORRECTABLE_REMAPPED_ROWS"), f"{CARD} after uncorrectable"),
                 PanelQuery(_cards("DCGM_FI_DEV_ROW_REMAP_PENDING"), f"{CARD} pending"),
             ),
             unit="short",
@@ -192,15 +192,14 @@ CARDS = PanelRow(
         ),
         Panel(
             "NVLink",
-            "Sent by each card.",
+            "Sent by each GPU.",
             (PanelQuery(_card_rate("craton_gpu_nvlink_transmitted_bytes_total"), CARD),),
             unit="Bps",
             alerts=("NvlinkLinksDown",),
         ),
         Panel(
             "NVLink errors",
-            "Within a quarter of an hour, by what counts them. Replays cost a little; recoveries stop a link for a "
-            "moment.",
+            "In the last 15 minutes, by counter. Replays cost little; recoveries pause a link.",
             (
                 PanelQuery(
                     f"max by (node, gpu, field) (craton:gpu_nvlink_errors:15m{{{HERE}}})", f"{CARD} {{{{field}}}}"
@@ -211,13 +210,13 @@ CARDS = PanelRow(
         ),
         Panel(
             "PCIe",
-            "Lanes missing, and packets sent again. Lanes do not come back by themselves: reboot, then replace.",
+            "Missing lanes, and replays. Lanes do not come back by themselves: reboot, then replace.",
             (
                 PanelQuery(
                     f"max by (gpu) (DCGM_FI_DEV_PCIE_MAX_LINK_WIDTH{{{HERE}}} - DCGM_FI_DEV_PCIE_LINK_WIDTH)",
                     f"{CARD} lanes missing",
                 ),
-                PanelQuery(_card_rate("DCGM_FI_DEV_PCIE_REPLAY_COUNTER"), f"{CARD} replays a second"),
+                PanelQuery(_card_rate("DCGM_FI_DEV_PCIE_REPLAY_COUNTER"), f"{CARD} replays/s"),
             ),
             unit="short",
             alerts=("PcieReplays",),
@@ -230,25 +229,27 @@ NETWORK = PanelRow(
     (
         Panel(
             "EFA, sent",
-            "By device. Rails that carry much less than the others are not used: look at the placement of ranks.",
+            "By device. Rails with much less traffic than the others are unused: check rank binding.",
             (PanelQuery(f"max by (device) (rate(node_amazonefa_tx_bytes{{{HERE}}}{RATE}))", "{{device}}"),),
             unit="Bps",
             alerts=("EfaRailImbalance", "TcpFallback"),
         ),
         Panel(
-            "EFA, trouble",
-            "Packets sent again, dropped, and peers that did not answer.",
+            "EFA errors",
+            "Retransmitted and dropped packets, and unresponsive peers.",
             (
-                PanelQuery(f"sum(rate(node_amazonefa_retrans_pkts{{{HERE}}}{RATE}))", "sent again"),
+                PanelQuery(f"sum(rate(node_amazonefa_retrans_pkts{{{HERE}}}{RATE}))", "retransmitted"),
                 PanelQuery(f"sum(rate(node_amazonefa_rx_drops{{{HERE}}}{RATE}))", "dropped"),
-                PanelQuery(f"sum(rate(node_amazonefa_unresponsive_remote_events{{{HERE}}}{RATE}))", "peers silent"),
+                PanelQuery(
+                    f"sum(rate(node_amazonefa_unresponsive_remote_events{{{HERE}}}{RATE}))", "unresponsive peers"
+                ),
             ),
             unit="ops",
             alerts=("EfaRetransmits", "EfaDrops", "EfaPeerUnresponsive"),
         ),
         Panel(
             "Ethernet, sent",
-            "Much of it during training: NCCL fell back to TCP.",
+            "High traffic during training: NCCL fell back to TCP.",
             (
                 PanelQuery(
                     f'max by (device) (rate(node_network_transmit_bytes_total{{{HERE}, device!="lo"}}{RATE}))',
@@ -265,8 +266,8 @@ DRIVES = PanelRow(
     "Drives and file systems",
     (
         Panel(
-            "Space that is free",
-            "Share, by file system. Checkpoints, logs and caches fail when it is gone.",
+            "Free space",
+            "Share by file system. Checkpoints, logs and caches fail when it is full.",
             (
                 PanelQuery(
                     f"min by (mountpoint) (node_filesystem_avail_bytes{{{HERE}}} / node_filesystem_size_bytes)",
@@ -280,8 +281,8 @@ DRIVES = PanelRow(
             alerts=("DiskNearlyFull", "DiskFillsSoon"),
         ),
         Panel(
-            "Disks",
-            "Read and written.",
+            "Disk throughput",
+            "Reads and writes.",
             (
                 PanelQuery(f"max by (device) (rate(node_disk_read_bytes_total{{{HERE}}}{RATE}))", "{{device}} read"),
                 PanelQuery(
@@ -292,9 +293,9 @@ DRIVES = PanelRow(
         ),
         Panel(
             "Health of NVMe drives",
-            "Life used up, and spare blocks left. Copy what you need and have the drive replaced when spares go.",
+            "Rated life used, and spare blocks left. When spares run out, copy your data and replace the drive.",
             (
-                PanelQuery(f"max by (device) (nvme_percentage_used_ratio{{{HERE}}})", "{{device}} used up"),
+                PanelQuery(f"max by (device) (nvme_percentage_used_ratio{{{HERE}}})", "{{device}} life used"),
                 PanelQuery(f"min by (device) (nvme_available_spare_ratio{{{HERE}}})", "{{device}} spare"),
             ),
             unit="percentunit",
@@ -304,11 +305,11 @@ DRIVES = PanelRow(
 )
 
 HOST = PanelRow(
-    "Processors and memory",
+    "CPUs and memory",
     (
         Panel(
-            "Processors",
-            "Share of all cores by what they do. iowait is storage, steal another guest of the machine.",
+            "CPU utilization",
+            "Share of all cores by mode. iowait is storage, steal is another guest of the host.",
             (
                 PanelQuery(
                     f'sum by (mode) (rate(node_cpu_seconds_total{{{HERE}, mode!="idle"}}{RATE}))'
@@ -321,32 +322,32 @@ HOST = PanelRow(
         ),
         Panel(
             "Memory",
-            "In use and shared; dashed is all there is. Shared memory holds snapshots and batches.",
+            "Used and shared; dashed is the total. Shared memory holds checkpoint snapshots and batches.",
             (
                 PanelQuery(f"max(node_memory_MemTotal_bytes{{{HERE}}} - node_memory_MemAvailable_bytes)", "used"),
                 PanelQuery(f"max(node_memory_Shmem_bytes{{{HERE}}})", "shared"),
-                PanelQuery(f"max(node_memory_Dirty_bytes{{{HERE}}})", "to be written"),
-                PanelQuery(f"max(node_memory_MemTotal_bytes{{{HERE}}})", "all", is_plan=True),
+                PanelQuery(f"max(node_memory_Dirty_bytes{{{HERE}}})", "dirty"),
+                PanelQuery(f"max(node_memory_MemTotal_bytes{{{HERE}}})", "total", is_plan=True),
             ),
             unit="bytes",
             alerts=("MemoryNearlyGone", "ProcessKilledForMemory"),
         ),
         Panel(
-            "Waiting",
-            "Share of time in which somebody waited for a processor, memory or a disk.",
+            "Pressure (PSI)",
+            "Share of time in which at least one process waited for a CPU, memory or I/O.",
             (
-                PanelQuery(f"max(rate(node_pressure_cpu_waiting_seconds_total{{{HERE}}}{RATE}))", "processor"),
+                PanelQuery(f"max(rate(node_pressure_cpu_waiting_seconds_total{{{HERE}}}{RATE}))", "CPU"),
                 PanelQuery(f"max(rate(node_pressure_memory_waiting_seconds_total{{{HERE}}}{RATE}))", "memory"),
-                PanelQuery(f"max(rate(node_pressure_io_waiting_seconds_total{{{HERE}}}{RATE}))", "disk"),
+                PanelQuery(f"max(rate(node_pressure_io_waiting_seconds_total{{{HERE}}}{RATE}))", "I/O"),
             ),
             unit="percentunit",
             alerts=("StorageStalls",),
         ),
         Panel(
             "Processes",
-            "Blocked ones wait for a disk or a file system and cannot be killed: look at Lustre.",
+            "Blocked processes wait for a disk or file system and cannot be killed: check Lustre.",
             (
-                PanelQuery(f"max(node_procs_running{{{HERE}}})", "can run"),
+                PanelQuery(f"max(node_procs_running{{{HERE}}})", "runnable"),
                 PanelQuery(f"max(node_procs_blocked{{{HERE}}})", "blocked"),
                 PanelQuery(f"max(node_load5{{{HERE}}})", "load"),
             ),
@@ -354,15 +355,15 @@ HOST = PanelRow(
             alerts=("LustreStalled",),
         ),
         Panel(
-            "Killed for want of memory within an hour",
-            "Who was killed stands in the kernel's log.",
+            "OOM kills in the last hour",
+            "The kernel log names the processes.",
             (PanelQuery(f"max(increase(node_vmstat_oom_kill{{{HERE}}}[1h]))", "processes"),),
             unit="short",
             alerts=("ProcessKilledForMemory",),
         ),
         Panel(
-            "The exporter itself",
-            "How long a collector takes. One that is stuck reads a driver or a file system that does not answer.",
+            "Exporter",
+            "Duration of each collector. A stuck one waits for a driver or file system that does not answer.",
             (
                 PanelQuery(f"max by (collector) (craton_exporter_collector_seconds{{{HERE}}})", "{{collector}}"),
                 PanelQuery(f"sum(craton_exporter_collector_stuck{{{HERE}}})", "stuck collectors"),
@@ -376,7 +377,7 @@ HOST = PanelRow(
 NODE_BOARD = Board(
     "node",
     "Node",
-    "One node: who runs on it, its cards, network, drives and processors.",
+    "One node: the runs on it, its GPUs, network, drives and CPUs.",
     (replace(NODE, has_all=False, multi=False),),
     (NOW, CARDS, NETWORK, DRIVES, HOST),
 )

@@ -1,4 +1,4 @@
-"""One run: every phase against its plan, its ranks, what it learns, its checkpoints, and the cards and nodes it has.
+"""One run: every phase against its plan, ranks, loss, checkpoints, and its GPUs and nodes.
 
 Runs can be chosen together and compared. Ranks are shown by their median and their extremes, so that a run of ten
 thousand has as many lines as one of two.
@@ -19,8 +19,8 @@ NOW = PanelRow(
     "Now",
     (
         Panel(
-            "Step it is at",
-            "The newest step that any rank is at.",
+            "Current step",
+            "The newest step of any rank.",
             (PanelQuery(f"max by (run) (craton_run_step{{{RUN_HERE}}})", "{{run}}"),),
             unit="short",
             kind="stat",
@@ -28,8 +28,8 @@ NOW = PanelRow(
             height=4,
         ),
         Panel(
-            "Since the last progress",
-            "Of the rank that has been still the longest. Beyond twenty steps the run hangs: `craton why RUN`.",
+            "Time since progress",
+            "Of the rank without progress for the longest time. More than 20 steps is a hang: `craton why RUN`.",
             (PanelQuery(f"max by (run) (craton_run_progress_age_seconds{{{RUN_HERE}}})", "{{run}}"),),
             unit="s",
             kind="stat",
@@ -41,7 +41,7 @@ NOW = PanelRow(
         ),
         Panel(
             "Loss now",
-            "Mean over all ranks. Not a number: stop it, and ask `craton why RUN` whether one rank alone is off.",
+            "Mean over all ranks. If NaN: stop the run; `craton why RUN` reports whether only one rank deviates.",
             (PanelQuery(f"max by (run) (craton_run_loss{{{OF_RUN}}})", "{{run}}"),),
             unit="short",
             kind="stat",
@@ -51,7 +51,7 @@ NOW = PanelRow(
         ),
         Panel(
             "Goodput now",
-            "Productive share of all time since launch, and what was planned.",
+            "Productive share of time since launch, and the plan.",
             (
                 PanelQuery(f"max by (run) (craton_run_goodput{{{OF_RUN}}})", "{{run}}"),
                 PanelQuery(f"max by (run) (craton_plan_goodput{{{OF_RUN}}})", "{{run}} planned", is_plan=True),
@@ -66,7 +66,7 @@ NOW = PanelRow(
         ),
         Panel(
             "Restarts",
-            "Generations that began because something broke. More than three an hour is a loop: stop it.",
+            "Generations that started because of a fault. More than three an hour is a restart loop: stop the run.",
             (PanelQuery(f"max by (run) (craton_run_restarts_total{{{OF_RUN}}})", "{{run}}"),),
             unit="short",
             kind="stat",
@@ -78,7 +78,7 @@ NOW = PanelRow(
         ),
         Panel(
             "Nodes",
-            "Agents that answer, of those the run has. An agent that is silent for a minute is a node that is lost.",
+            "Agents that answer, of all agents of the run. An agent silent for a minute is a lost node.",
             (
                 PanelQuery(f'sum by (run) (up{{job="craton", {OF_RUN}}})', "{{run}} answer"),
                 PanelQuery(f'count by (run) (up{{job="craton", {OF_RUN}}})', "{{run}} has", is_plan=True),
@@ -93,12 +93,12 @@ NOW = PanelRow(
 )
 
 STEP = PanelRow(
-    "The step, predicted and measured",
+    "Step time, planned and measured",
     (
         Panel(
             "Step",
-            "Wall time of a step; dashed are the plan and the ends of its interval. Above the upper end `craton why` "
-            "says which phase owns the difference. Wrong from the first step on: `craton calibrate`.",
+            "Wall time of a step; dashed are the plan and its interval. Above the interval, `craton why` names the "
+            "phase. If it is off from the first step on: `craton calibrate`.",
             twin(
                 "step_seconds",
                 PanelQuery(f"max by (run) (craton_plan_step_seconds_low{{{RUN_HERE}}})", "{{run}} low", is_plan=True),
@@ -108,8 +108,8 @@ STEP = PanelRow(
             alerts=("StepSlowerThanPlan",),
         ),
         Panel(
-            "Where the step goes",
-            "Medians of the five phases, stacked; they add up to the step. Beside it is what was planned.",
+            "Step by phase, measured",
+            "Medians of the five phases, stacked; they add up to the step. The next panel has the plan.",
             tuple(
                 PanelQuery(f"quantile by (run) (0.5, craton_run_{phase}_seconds{{{RUN_HERE}}})", f"{{{{run}}}} {phase}")
                 for phase in PHASES
@@ -118,8 +118,8 @@ STEP = PanelRow(
             stacked=True,
         ),
         Panel(
-            "Where it was planned to go",
-            "The phase whose band differs most from the one beside owns the loss.",
+            "Step by phase, planned",
+            "The phase that differs most from the measured one causes the slowdown.",
             tuple(
                 PanelQuery(f"max by (run) (craton_plan_{phase}_seconds{{{RUN_HERE}}})", f"{{{{run}}}} {phase}")
                 for phase in PHASES
@@ -129,44 +129,44 @@ STEP = PanelRow(
         ),
         Panel(
             "Compute",
-            "Forward, backward and recompute. Above the plan on all ranks: clocks, power or a plan that is wrong; on "
-            "one rank: its card.",
+            "Forward, backward and activation recompute. Above the plan on all ranks: clocks, power or a wrong plan; "
+            "on one rank: its GPU.",
             twin("compute_seconds"),
             unit="s",
             alerts=("StragglerRank", "GpuThrottled"),
         ),
         Panel(
-            "Communication that nothing hides",
-            "Above the plan: look at the board of the network. A rank that waits least is the one all others wait for.",
+            "Exposed communication",
+            "Above the plan: see the network dashboard. All others wait for the rank that waits the shortest.",
             twin("communication_seconds"),
             unit="s",
             alerts=("TcpFallback", "NcclBandwidthDrop"),
         ),
         Panel(
             "Waiting for data",
-            "Above the plan: storage, or too few workers that load. The board of storage tells which.",
+            "Above the plan: storage, or too few data loader workers. The storage dashboard shows which.",
             twin("data_seconds"),
             unit="s",
             alerts=("DataStarved",),
         ),
-        Panel("Optimizer", "Clipping and update.", twin("optimizer_seconds"), unit="s"),
+        Panel("Optimizer", "Gradient clipping and optimizer update.", twin("optimizer_seconds"), unit="s"),
         Panel(
-            "Standing still for checkpoints",
-            "Spread over the steps. Above the plan: the tier is slower than it should be, or written too often.",
+            "Checkpoint stall",
+            "Averaged over the steps. Above the plan: the tier is slower than expected, or written too often.",
             twin("checkpoint_seconds"),
             unit="s",
             alerts=("CheckpointStale",),
         ),
         Panel(
             "Peak memory of a rank",
-            "Above the plan: the next longer batch may not fit. Below: there is room for a larger micro batch.",
+            "Above the plan: a longer batch may not fit. Below: there is room for a larger micro batch.",
             twin("memory_bytes"),
             unit="bytes",
         ),
-        Panel("Tokens a second", "Of the whole job.", twin("tokens_per_second"), unit="short", width=12),
+        Panel("Tokens per second", "Of the whole job.", twin("tokens_per_second"), unit="short", width=12),
         Panel(
-            "Model FLOP utilisation",
-            "The model's own work over the hardware's peak; recompute does not count.",
+            "Model FLOPs utilization (MFU)",
+            "The model's FLOPs over the hardware peak; recompute does not count.",
             twin("mfu"),
             unit="percentunit",
             width=12,
@@ -175,11 +175,11 @@ STEP = PanelRow(
 )
 
 LEARNING = PanelRow(
-    "Learning",
+    "Loss and gradients",
     (
         Panel(
             "Loss",
-            "Of training and of validation. A jump that does not come back: go back to the checkpoint before it.",
+            "Training and validation. If a spike does not recover: roll back to the checkpoint before it.",
             (
                 PanelQuery(f"max by (run) (craton_run_loss{{{OF_RUN}}})", "{{run}}"),
                 PanelQuery(f"max by (run) (craton_run_evaluation_loss{{{OF_RUN}}})", "{{run}} validation"),
@@ -188,28 +188,28 @@ LEARNING = PanelRow(
             alerts=("LossSpike", "LossNotFinite"),
         ),
         Panel(
-            "Norm of the gradient",
-            "Before clipping: it rises before the loss does.",
+            "Gradient norm",
+            "Before clipping; it rises before the loss does.",
             (PanelQuery(f"max by (run) (craton_run_gradient_norm{{{OF_RUN}}})", "{{run}}"),),
             unit="short",
             alerts=("GradientSpike",),
         ),
         Panel(
             "Learning rate",
-            "As the schedule has it.",
+            "From the schedule.",
             (PanelQuery(f"max by (run) (craton_run_learning_rate{{{OF_RUN}}})", "{{run}}"),),
             unit="short",
         ),
         Panel(
             "Tokens",
-            "Trained on since the start. It falls back when a run goes on from a checkpoint.",
+            "Trained on since the start. It drops when a run resumes from a checkpoint.",
             (PanelQuery(f"max by (run) (craton_run_tokens_total{{{OF_RUN}}})", "{{run}}"),),
             unit="short",
             width=12,
         ),
         Panel(
-            "Updates skipped within half an hour",
-            "Because loss or gradient was not finite or jumped. A few in a long run are normal, more are not.",
+            "Updates skipped in the last 30 minutes",
+            "Because the loss or gradient was not finite or spiked. A few in a long run are normal.",
             (PanelQuery(f"sum by (run) (increase(craton_run_skipped_steps_total{{{OF_RUN}}}[30m]))", "{{run}}"),),
             unit="short",
             width=12,
@@ -219,11 +219,11 @@ LEARNING = PanelRow(
 )
 
 LIFE = PanelRow(
-    "Checkpoints and time",
+    "Checkpoints and goodput",
     (
         Panel(
             "Age of the newest checkpoint",
-            "By tier; dashed is how often the plan writes one. Twice that: it cannot be written, or nothing moves.",
+            "By tier; dashed is the planned interval. Beyond twice that: the tier is not writable, or the run hangs.",
             (
                 PanelQuery(f"craton:checkpoint_age_seconds{{{OF_RUN}}}", "{{run}} {{tier}}"),
                 PanelQuery(
@@ -236,8 +236,8 @@ LIFE = PanelRow(
             alerts=("CheckpointStale", "CheckpointNever"),
         ),
         Panel(
-            "What time went to",
-            "Share of all ranks' time by the ledger's kind. All but productive is what goodput loses.",
+            "Time by ledger kind",
+            "Share of all ranks' time. Everything except productive time lowers goodput.",
             (
                 PanelQuery(
                     f"sum by (run, kind) (rate(craton_run_ledger_seconds_total{{{OF_RUN}}}[$__rate_interval]))"
@@ -253,7 +253,7 @@ LIFE = PanelRow(
         Panel("Goodput", "Productive share of the time since launch.", twin("goodput"), unit="percentunit"),
         Panel(
             "Records lost",
-            "A pipe or a disk is full: what these boards show has holes, the run itself goes on.",
+            "A pipe or disk is full: the dashboards have gaps, the run continues.",
             (
                 PanelQuery(
                     f"sum by (run, node) (increase(craton_run_dropped_records_total{{{OF_RUN}}}[30m]))",
@@ -266,8 +266,8 @@ LIFE = PanelRow(
             alerts=("RecordsLost",),
         ),
         Panel(
-            "What recording costs",
-            "Share of a rank's time inside recording calls, of the rank where it is most.",
+            "Recording overhead",
+            "Maximum share of a rank's time inside recording calls.",
             (PanelQuery(f"max by (run) (craton_run_recording_share{{{OF_RUN}}})", "{{run}}"),),
             unit="percentunit",
             width=12,
@@ -278,7 +278,7 @@ LIFE = PanelRow(
 RUN_BOARD = Board(
     "run",
     "Run",
-    "One run, or several side by side: each phase against its plan, its ranks, what it learns, and where it runs.",
+    "One run, or several side by side: each phase against its plan, ranks, loss, checkpoints, GPUs and nodes.",
     (replace(RUN, has_all=False),),
     (NOW, STEP, RANKS, LEARNING, LIFE, MACHINES),
 )

@@ -1,4 +1,4 @@
-"""Where a run is: its ranks, and the cards and nodes it has. Two rows of its board."""
+"""Ranks, GPUs and nodes of a run: two rows of its dashboard."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from craton.observability.dashboards.boards.twins import RUN_HERE, twin
 from craton.observability.dashboards.model import Panel, PanelQuery, PanelRow
 
 OF_RUN = 'run=~"$run"'
-# Nodes a run has by what machines call themselves; what an agent calls its node may be another name.
+# Nodes of a run by host name; the run's own node names may differ.
 ON_ITS_NODES = f"max by (run, node) (craton_node_run_ranks{{{OF_RUN}}} > bool 0) * on (node) group_left ()"
 
 RANKS = PanelRow(
@@ -14,7 +14,7 @@ RANKS = PanelRow(
     (
         Panel(
             "Longest compute",
-            "Ten ranks. One that stands out here and waits little in collectives holds everybody up: look at its card.",
+            "Ten ranks. One that stands out and waits little in collectives is the straggler: check its GPU.",
             (
                 PanelQuery(
                     f"topk(10, max by (run, rank, node) (craton_run_compute_seconds{{{RUN_HERE}}}))",
@@ -28,7 +28,7 @@ RANKS = PanelRow(
         ),
         Panel(
             "Shortest wait in collectives",
-            "Ten ranks. In lock-step training the slow rank is the one that waits least.",
+            "Ten ranks. In synchronous training the slow rank waits the shortest.",
             (
                 PanelQuery(
                     f"bottomk(10, max by (run, rank, node) (craton_run_communication_seconds{{{RUN_HERE}}}))",
@@ -42,7 +42,7 @@ RANKS = PanelRow(
         ),
         Panel(
             "Longest without progress",
-            "Ten ranks. When a run hangs, the rank that stopped first is asked first.",
+            "Ten ranks. When a run hangs, look first at the rank that stopped first.",
             (
                 PanelQuery(
                     f"topk(10, max by (run, rank, node) (craton_run_progress_age_seconds{{{RUN_HERE}}}))",
@@ -57,7 +57,7 @@ RANKS = PanelRow(
         ),
         Panel(
             "Steps, first and last rank",
-            "Lines that part: ranks do not go in step any more.",
+            "Diverging lines: ranks are no longer in step.",
             (
                 PanelQuery(f"max by (run) (craton_run_step{{{RUN_HERE}}})", "{{run}} first"),
                 PanelQuery(f"min by (run) (craton_run_step{{{RUN_HERE}}})", "{{run}} last"),
@@ -67,7 +67,7 @@ RANKS = PanelRow(
         ),
         Panel(
             "Compute of the slowest rank over the median",
-            "1 is even. Above 1.15 for ten minutes one rank costs everybody that share of the step.",
+            "1 is even. Above 1.15 for 10 minutes, one rank slows all others by that share of the step.",
             (
                 PanelQuery(
                     f"max by (run) (craton_run_compute_seconds{{{RUN_HERE}}})"
@@ -79,9 +79,9 @@ RANKS = PanelRow(
             alerts=("StragglerRank",),
         ),
         Panel(
-            "Gradient of a rank over the median rank",
-            "Highest and lowest. Ranks hold different parts, so the level says nothing; a jump says that a card may "
-            "compute wrong.",
+            "Gradient norm of a rank over the median rank",
+            "Highest and lowest. Ranks hold different shards, so the level means nothing; a jump means that a GPU may "
+            "produce wrong results.",
             (
                 PanelQuery(f"max by (run) (craton:rank_gradient_norm:ratio{{{OF_RUN}}})", "{{run}} highest"),
                 PanelQuery(f"min by (run) (craton:rank_gradient_norm:ratio{{{OF_RUN}}})", "{{run}} lowest"),
@@ -93,11 +93,11 @@ RANKS = PanelRow(
 )
 
 MACHINES = PanelRow(
-    "Its cards and nodes",
+    "GPUs and nodes",
     (
         Panel(
-            "Work of its cards",
-            "Lowest and median card. A card far below the others waits, or is slow.",
+            "GPU activity",
+            "Lowest and median GPU. A GPU far below the others waits, or is slow.",
             (
                 PanelQuery(f"quantile by (run) (0.5, DCGM_FI_PROF_SM_ACTIVE{{{OF_RUN}}})", "{{run}} median"),
                 PanelQuery(f"min by (run) (DCGM_FI_PROF_SM_ACTIVE{{{OF_RUN}}})", "{{run}} lowest"),
@@ -108,14 +108,14 @@ MACHINES = PanelRow(
             unit="percentunit",
         ),
         Panel(
-            "Clock of its cards",
-            "Lowest and median. A card below its peers is throttled: the board of its node says why.",
+            "SM clock",
+            "Lowest and median. A GPU below its peers is throttled: the node dashboard has the reason.",
             (
                 PanelQuery(f"quantile by (run) (0.5, DCGM_FI_DEV_SM_CLOCK{{{OF_RUN}}}) * 1e6", "{{run}} median"),
                 PanelQuery(f"min by (run) (DCGM_FI_DEV_SM_CLOCK{{{OF_RUN}}}) * 1e6", "{{run}} lowest"),
                 PanelQuery(
                     f"max by (run) (DCGM_FI_DEV_MAX_SM_CLOCK{{{OF_RUN}}}) * 1e6",
-                    "{{run}} highest there is",
+                    "{{run}} maximum",
                     is_plan=True,
                 ),
             ),
@@ -123,8 +123,8 @@ MACHINES = PanelRow(
             alerts=("GpuThrottled", "GpuClockBelowPeers"),
         ),
         Panel(
-            "Memory that ranks hold on cards",
-            "As the driver counts it, with what the allocator keeps; dashed is the plan's peak.",
+            "GPU memory of ranks",
+            "As the driver counts it, including the allocator's cache; dashed is the planned peak.",
             (
                 PanelQuery(f"max by (run) (craton_gpu_rank_memory_bytes{{{OF_RUN}}})", "{{run}} highest rank"),
                 twin("memory_bytes")[-1],
@@ -132,8 +132,8 @@ MACHINES = PanelRow(
             unit="bytes",
         ),
         Panel(
-            "Memory of its nodes, used",
-            "Where it nears 1 the kernel kills processes: fewer workers that load, or smaller buffers.",
+            "Host memory used",
+            "Near 1 the kernel kills processes: use fewer data loader workers, or smaller buffers.",
             (
                 PanelQuery(
                     f"{ON_ITS_NODES} max by (node) (1 - node_memory_MemAvailable_bytes / node_memory_MemTotal_bytes)",
@@ -144,8 +144,8 @@ MACHINES = PanelRow(
             alerts=("MemoryNearlyGone", "ProcessKilledForMemory"),
         ),
         Panel(
-            "Its nodes wait for a processor",
-            "Share of time in which somebody did. Ranks and loaders that share cores slow each other down.",
+            "CPU pressure",
+            "Share of time in which a process waited for a CPU. Ranks and loaders that share cores slow each other.",
             (
                 PanelQuery(
                     f"{ON_ITS_NODES} max by (node) (rate(node_pressure_cpu_waiting_seconds_total[$__rate_interval]))",
@@ -155,8 +155,8 @@ MACHINES = PanelRow(
             unit="percentunit",
         ),
         Panel(
-            "Its nodes wait for storage",
-            "Share of time in which everybody did: loading and checkpoints do that for minutes, not for hours.",
+            "I/O stalls",
+            "Share of time in which all processes waited for I/O. Loading and checkpoints take minutes, not hours.",
             (
                 PanelQuery(
                     f"{ON_ITS_NODES} max by (node) (rate(node_pressure_io_stalled_seconds_total[$__rate_interval]))",

@@ -1,4 +1,4 @@
-"""Serving, by vLLM's names, which Craton's server and vLLM itself both serve; steps against the machine's roofs."""
+"""Serving on vLLM's metric names, which Craton's server and vLLM both export; steps against the roofline."""
 
 from __future__ import annotations
 
@@ -26,32 +26,32 @@ def _sum(expr: str) -> str:
 
 
 LATENCY = PanelRow(
-    "What users notice",
+    "Latency",
     (
         Panel(
-            "Time to the first token",
-            "Compare with queue and prefill below: a long queue asks for more servers, long prefill for shorter chunks "
-            "or prompts that share a beginning.",
+            "Time to first token (TTFT)",
+            "Compare with queue and prefill below. Long queue: add servers. Long prefill: shorter chunks, or prompts "
+            "with a shared prefix.",
             _quantiles("time_to_first_token_seconds", 0.5, 0.95, 0.99),
             unit="s",
             alerts=("FirstTokenSlow",),
         ),
         Panel(
-            "Time between tokens",
-            "A quarter of a second is slower than people read: fewer requests at once, or shorter prefill chunks.",
+            "Inter-token latency",
+            "250 ms is slower than people read: run fewer concurrent requests, or shorter prefill chunks.",
             _quantiles("inter_token_latency_seconds", 0.5, 0.95, 0.99),
             unit="s",
             alerts=("TokensSlow",),
         ),
         Panel(
-            "Whole request",
-            "From request to last token; long answers take long.",
+            "End-to-end latency",
+            "From request to last token; it grows with the output length.",
             _quantiles("e2e_request_latency_seconds", 0.5, 0.95),
             unit="s",
         ),
         Panel(
-            "Where a request's time goes",
-            "Means of waiting, reading the prompt, and writing the answer; they add up.",
+            "Request time by phase",
+            "Means of queue, prefill and decode; they add up.",
             tuple(
                 PanelQuery(
                     f"{_sum(f'rate(vllm:request_{part}_time_seconds_sum{{{OF_RUN}}}{RATE})')}"
@@ -66,7 +66,7 @@ LATENCY = PanelRow(
         ),
         Panel(
             "Requests",
-            "Computed now, and waiting. A queue that is longer than what runs: load is above what the server can do.",
+            "Running and waiting. More waiting than running: the load exceeds the server's capacity.",
             (
                 PanelQuery(_sum(f"vllm:num_requests_running{{{OF_RUN}}}"), f"{NAME} computed"),
                 PanelQuery(_sum(f"vllm:num_requests_waiting{{{OF_RUN}}}"), f"{NAME} waiting"),
@@ -75,8 +75,8 @@ LATENCY = PanelRow(
             alerts=("QueueLong",),
         ),
         Panel(
-            "Answers that ended, by reason",
-            "`length` is max_tokens, `abort` a client that went away or an engine that failed: its log has the reason.",
+            "Finished requests, by reason",
+            "`length` is max_tokens; `abort` is a client that disconnected or a failed engine: see its log.",
             (
                 PanelQuery(
                     f"sum by (run, model_name, finished_reason) (rate(vllm:request_success_total{{{OF_RUN}}}{RATE}))",
@@ -90,39 +90,39 @@ LATENCY = PanelRow(
 )
 
 SPEED = PanelRow(
-    "Speed, predicted and measured",
+    "Throughput, roofline and measured",
     (
         Panel(
-            "Tokens generated a second",
-            "Dashed is what the machine's roofs (memory bandwidth, FLOPs) allow for the same steps.",
+            "Generated tokens per second",
+            "Dashed is the roofline (memory bandwidth, FLOPs) for the same steps.",
             (
                 PanelQuery(_sum(f"craton_run_tokens_per_second{{{OF_SERVER}}}"), NAME),
-                PanelQuery(_sum(f"craton_plan_tokens_per_second{{{OF_SERVER}}}"), f"{NAME} at the roofs", is_plan=True),
+                PanelQuery(_sum(f"craton_plan_tokens_per_second{{{OF_SERVER}}}"), f"{NAME} roofline", is_plan=True),
             ),
             unit="short",
         ),
         Panel(
-            "Step",
-            "Mean of the last steps, and what the roofs allow for them. Far above: launches, sampling or the host.",
+            "Step time",
+            "Mean of the last steps, and their roofline. Far above: kernel launches, sampling or the host.",
             (
                 PanelQuery(f"max by (run, model_name) (craton_run_step_seconds{{{OF_SERVER}}})", NAME),
                 PanelQuery(
                     f"max by (run, model_name) (craton_plan_step_seconds{{{OF_SERVER}}})",
-                    f"{NAME} at the roofs",
+                    f"{NAME} roofline",
                     is_plan=True,
                 ),
             ),
             unit="s",
         ),
         Panel(
-            "Share of the roofs",
-            "Planned over measured step time. It is low while few requests run; look at it under load.",
+            "Roofline efficiency",
+            "Roofline over measured step time. It is low with few requests; check it under load.",
             (PanelQuery(f"min by (run, model_name) (craton_serve_roofline{{{OF_RUN}}})", NAME),),
             unit="percentunit",
         ),
         Panel(
-            "Tokens by rate",
-            "Read and written, counted where clients see them.",
+            "Prompt and generated tokens per second",
+            "Counted as clients see them.",
             (
                 PanelQuery(_sum(f"rate(vllm:prompt_tokens_total{{{OF_RUN}}}{RATE})"), f"{NAME} read"),
                 PanelQuery(_sum(f"rate(vllm:generation_tokens_total{{{OF_RUN}}}{RATE})"), f"{NAME} written"),
@@ -130,8 +130,8 @@ SPEED = PanelRow(
             unit="short",
         ),
         Panel(
-            "Tokens a step",
-            "Mean. Small steps under load mean that the limit on tokens or requests is too low.",
+            "Tokens per step",
+            "Mean. Small steps under load: the limit on tokens or requests is too low.",
             (
                 PanelQuery(
                     f"{_sum(f'rate(vllm:iteration_tokens_total_sum{{{OF_RUN}}}{RATE})')}"
@@ -142,8 +142,8 @@ SPEED = PanelRow(
             unit="short",
         ),
         Panel(
-            "Guessed tokens that were right",
-            "Of speculative decoding. Below a third it costs more than it gives: guess fewer tokens.",
+            "Accepted draft tokens",
+            "Acceptance rate of speculative decoding. Below a third it costs more than it gains: draft fewer tokens.",
             (
                 PanelQuery(
                     f"{_sum(f'rate(vllm:spec_decode_num_accepted_tokens_total{{{OF_RUN}}}{RATE})')}"
@@ -157,31 +157,31 @@ SPEED = PanelRow(
 )
 
 CACHE = PanelRow(
-    "Keys and values",
+    "KV cache",
     (
         Panel(
-            "Blocks in use",
-            "Full and nobody waits: well used. Full while requests wait: more memory, or more servers.",
+            "KV-cache blocks in use",
+            "Full without waiting requests is fine. Full with waiting requests: add memory or servers.",
             (
-                PanelQuery(f"max by (run, model_name) (vllm:kv_cache_usage_perc{{{OF_RUN}}})", f"{NAME} on the device"),
+                PanelQuery(f"max by (run, model_name) (vllm:kv_cache_usage_perc{{{OF_RUN}}})", f"{NAME} GPU"),
                 PanelQuery(
-                    f"max by (run, model_name) (craton_serve_host_blocks_used_ratio{{{OF_RUN}}})", f"{NAME} in the host"
+                    f"max by (run, model_name) (craton_serve_host_blocks_used_ratio{{{OF_RUN}}})", f"{NAME} host"
                 ),
             ),
             unit="percentunit",
             alerts=("KvCacheExhausted",),
         ),
         Panel(
-            "Requests taken out again",
-            "Each is computed anew later. Lower the number of requests that run at once.",
+            "Preemptions",
+            "Each preempted request is recomputed later. Lower the number of concurrent requests.",
             (PanelQuery(_sum(f"rate(vllm:num_preemptions_total{{{OF_RUN}}}{RATE})"), NAME),),
             unit="ops",
             alerts=("RequestsPreempted",),
         ),
         Panel(
-            "Prompt tokens found computed",
-            "By where they were found, of all that were looked up. Low where prompts should share a beginning: it "
-            "differs early, or blocks are evicted too soon.",
+            "Prefix cache hit rate",
+            "By tier, over all prompt tokens looked up. Low although prompts share a prefix: they differ early, or "
+            "blocks are evicted too soon.",
             (
                 PanelQuery(
                     f"sum by (run, model_name, tier) (rate(craton_serve_prefix_hit_tokens_total{{{OF_RUN}}}{RATE}))"
@@ -194,7 +194,7 @@ CACHE = PanelRow(
         ),
         Panel(
             "Servers that answer",
-            "1 each. While a model loads the front end answers already.",
+            "1 each. The front end already answers while a model loads.",
             (PanelQuery('max by (run, node) (up{job="craton-serve", run=~"$run"})', "{{run}} {{node}}"),),
             unit="short",
             kind="stat",
@@ -204,16 +204,16 @@ CACHE = PanelRow(
             alerts=("ServerDown",),
         ),
         Panel(
-            "Version of the weights",
-            "Servers of one model that differ: an update reached only some.",
+            "Weights version",
+            "Servers of one model that differ: an update reached only some of them.",
             (PanelQuery(f"max by (run, model_name) (craton_serve_weights_version{{{OF_RUN}}})", NAME),),
             unit="short",
             kind="stat",
             height=5,
         ),
         Panel(
-            "State",
-            "1 at the state the engine is in.",
+            "Sleep state",
+            "1 for the current state of the engine.",
             (
                 PanelQuery(
                     f"max by (run, model_name, sleep_state) (vllm:engine_sleep_state{{{OF_RUN}}}) == 1",
@@ -230,7 +230,7 @@ CACHE = PanelRow(
 SERVING = Board(
     "serving",
     "Serving",
-    "Latency that users notice, speed against the machine's roofs, and the cache of keys and values.",
+    "Latency, throughput against the roofline, and the KV cache.",
     (SERVER,),
     (LATENCY, SPEED, CACHE),
     since="now-1h",

@@ -1,4 +1,4 @@
-"""Storage: what runs notice of it, Lustre's clients, FSx as CloudWatch sees it, file systems and drives."""
+"""Storage: impact on runs, Lustre clients, FSx from CloudWatch, file systems and drives."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ LUSTRE_WAIT = f"rate(craton_lustre_request_seconds_total{{{HERE}}}{RATE})"
 LUSTRE_REQUESTS = f"rate(craton_lustre_requests_total{{{HERE}}}{RATE})"
 
 RUNS = PanelRow(
-    "What runs notice",
+    "Impact on runs",
     (
         Panel(
             "Waiting for data",
-            "Time of a step. Above its plan while Lustre is quick: too few workers that load.",
+            "Time per step. Above its plan while Lustre is fast: too few data loader workers.",
             twin("data_seconds"),
             unit="s",
             alerts=("DataStarved",),
         ),
         Panel(
-            "Standing still for checkpoints",
-            "Spread over the steps.",
+            "Checkpoint stall",
+            "Averaged over the steps.",
             twin("checkpoint_seconds"),
             unit="s",
         ),
         Panel(
             "Age of the newest checkpoint",
-            "By tier; dashed is how often one is planned. What a fault now would cost.",
+            "By tier; dashed is the planned interval. The age is the work that a fault now would lose.",
             (
                 PanelQuery('craton:checkpoint_age_seconds{run=~"$run"}', "{{run}} {{tier}}"),
                 PanelQuery(
@@ -44,11 +44,11 @@ RUNS = PanelRow(
 )
 
 LUSTRE = PanelRow(
-    "Lustre, as its clients see it",
+    "Lustre clients",
     (
         Panel(
-            "Read and written by programs",
-            "On all nodes, by file system.",
+            "Throughput",
+            "Reads and writes of all nodes, by file system.",
             (
                 PanelQuery(f"sum by (target) (rate(lustre_read_bytes_total{{{HERE}}}{RATE}))", "{{target}} read"),
                 PanelQuery(f"sum by (target) (rate(lustre_write_bytes_total{{{HERE}}}{RATE}))", "{{target}} written"),
@@ -57,21 +57,21 @@ LUSTRE = PanelRow(
             alerts=("LustreStalled", "FileSystemSilent"),
         ),
         Panel(
-            "Nodes that read most",
-            "Ten. One that reads far more than its peers has a cold cache, or loads what others have.",
+            "Top readers",
+            "Ten nodes. One that reads far more than its peers has a cold cache, or loads other data.",
             (PanelQuery(f"topk(10, sum by (node) (rate(lustre_read_bytes_total{{{HERE}}}{RATE})))", "{{node}}"),),
             unit="Bps",
         ),
         Panel(
-            "Operations on files",
-            "By kind. Thousands of opens a second are small files: pack them.",
+            "File operations",
+            "By kind. Thousands of opens per second are small files: pack them.",
             (PanelQuery(f"sum by (operation) (rate(lustre_stats_total{{{HERE}}}{RATE}))", "{{operation}}"),),
             unit="ops",
         ),
         Panel(
-            "Time of a request, by server",
-            "Ten slowest. One server alone is hot or ill: spread stripes. All of them: the network, or throughput is "
-            "used up.",
+            "Request latency, by server",
+            "Ten slowest. One server: it is hot or failing, use more stripes. All servers: the network, or the "
+            "provisioned throughput is used up.",
             (
                 PanelQuery(
                     "topk(10, sum by (component, target) ("
@@ -83,8 +83,8 @@ LUSTRE = PanelRow(
             alerts=("LustreSlow",),
         ),
         Panel(
-            "Time of metadata operations",
-            "Mean by kind, where the client tells it.",
+            "Latency of metadata operations",
+            "Mean by kind, where the client reports it.",
             (
                 PanelQuery(
                     f"sum by (operation) (rate(craton_lustre_operation_seconds_total{{{HERE}}}{RATE}))"
@@ -96,8 +96,8 @@ LUSTRE = PanelRow(
             alerts=("LustreSlow",),
         ),
         Panel(
-            "Servers that are not connected",
-            "By node. One node alone has a bad network; many nodes have a server that is gone.",
+            "Disconnected servers",
+            "By node. One node: its network. Many nodes: the server.",
             (PanelQuery(f"sum by (node) (1 - craton_lustre_connected{{{HERE}}})", "{{node}}"),),
             unit="short",
             alerts=("LustreDisconnected",),
@@ -106,11 +106,11 @@ LUSTRE = PanelRow(
 )
 
 FSX = PanelRow(
-    "FSx, as CloudWatch sees it",
+    "FSx (CloudWatch)",
     (
         Panel(
-            "Read and written",
-            "By all clients.",
+            "FSx throughput",
+            "Reads and writes of all clients.",
             (
                 PanelQuery("max by (file_system_id) (aws_fsx_data_read_bytes_sum) / 60", "{{file_system_id}} read"),
                 PanelQuery("max by (file_system_id) (aws_fsx_data_write_bytes_sum) / 60", "{{file_system_id}} written"),
@@ -119,7 +119,7 @@ FSX = PanelRow(
         ),
         Panel(
             "Busiest target over the mean",
-            "Near 1 is even. Several times the mean: one target is hot, a file has too few stripes.",
+            "Near 1 is even. Several times the mean: one target is hot because a file has too few stripes.",
             (
                 PanelQuery(
                     "max by (file_system_id) (aws_fsx_data_read_bytes_maximum / aws_fsx_data_read_bytes_average)",
@@ -129,8 +129,8 @@ FSX = PanelRow(
             unit="short",
         ),
         Panel(
-            "Free",
-            "Of all targets, and of the fullest: writes fail when that one is full.",
+            "FSx free space",
+            "Of all targets, and of the fullest one: writes fail when that one is full.",
             (
                 PanelQuery("min by (file_system_id) (aws_fsx_free_data_storage_capacity_sum)", "{{file_system_id}}"),
                 PanelQuery(
@@ -149,7 +149,7 @@ DISKS = PanelRow(
     (
         Panel(
             "Fullest file systems",
-            "Ten, by node. A shared one shows once for each node.",
+            "Ten, by node. A shared file system appears once per node.",
             (
                 PanelQuery(
                     "topk(10, max by (node, mountpoint) ("
@@ -165,7 +165,7 @@ DISKS = PanelRow(
         ),
         Panel(
             "Busiest drives",
-            "Share of time in which they had something to do, ten of them.",
+            "Ten, by share of time in which they were busy.",
             (
                 PanelQuery(
                     f"topk(10, max by (node, device) (rate(node_disk_io_time_seconds_total{{{HERE}}}{RATE})))",
@@ -175,8 +175,8 @@ DISKS = PanelRow(
             unit="percentunit",
         ),
         Panel(
-            "Time of a write",
-            "Ten slowest drives. Above 50 ms an NVMe drive is ill or throttled.",
+            "Write latency",
+            "Ten slowest drives. Above 50 ms an NVMe drive is failing or throttled.",
             (
                 PanelQuery(
                     f"topk(10, max by (node, device) (rate(node_disk_write_time_seconds_total{{{HERE}}}{RATE})"
@@ -187,8 +187,8 @@ DISKS = PanelRow(
             unit="s",
         ),
         Panel(
-            "Nodes that wait for storage",
-            "Share of time in which everybody on the node did, ten worst.",
+            "I/O stalls",
+            "Share of time in which all processes of the node waited for I/O, ten worst nodes.",
             (
                 PanelQuery(
                     f"topk(10, max by (node) (rate(node_pressure_io_stalled_seconds_total{{{HERE}}}{RATE})))",
@@ -199,8 +199,8 @@ DISKS = PanelRow(
             alerts=("StorageStalls",),
         ),
         Panel(
-            "Life of NVMe drives",
-            "Used up, the ten worst. Beyond 1 the maker promises nothing.",
+            "NVMe life used",
+            "The ten worst. Above 1 the drive is beyond its rated life.",
             (
                 PanelQuery(
                     f"topk(10, max by (node, device) (nvme_percentage_used_ratio{{{HERE}}}))", "{{node}} {{device}}"
@@ -210,8 +210,8 @@ DISKS = PanelRow(
             alerts=("DriveFailing",),
         ),
         Panel(
-            "Errors of NVMe drives",
-            "Data that could not be read or written whole, in a drive's life, the ten worst. Have them replaced.",
+            "NVMe media errors",
+            "Over the drive's lifetime, the ten worst. Have them replaced.",
             (
                 PanelQuery(
                     f"topk(10, max by (node, device) (nvme_media_errors_total{{{HERE}}}))", "{{node}} {{device}}"
@@ -226,7 +226,7 @@ DISKS = PanelRow(
 STORAGE = Board(
     "storage",
     "Storage",
-    "What runs notice of storage, Lustre and FSx, file systems and drives.",
+    "Impact of storage on runs, Lustre and FSx, file systems and drives.",
     (RUN, LEAF, NODE),
     (RUNS, LUSTRE, FSX, DISKS),
 )

@@ -1,17 +1,17 @@
-"""Panels of what a plan predicts and a run measures: both lines, always."""
+"""Queries for metrics that a plan predicts and a run measures: always both lines."""
 
 from __future__ import annotations
 
 from craton.observability.dashboards.model import PanelQuery
 from craton.telemetry import METRICS, TWINS
 
-# Servers measure the same names against the machine's roof; they have the label model_name, and a board of their own.
+# Servers export the same names with the machine's roofline as plan; they have the label model_name and their own board.
 RUN_HERE = 'run=~"$run", model_name=""'
 
 
 def twin(name: str, *more: PanelQuery, where: str = RUN_HERE) -> tuple[PanelQuery, ...]:
-    """Measured and planned. What each rank measures for itself is told by its median and its highest rank: however many
-    there are, lines stay few."""
+    """Return the queries for measured and planned values. Metrics per rank become the median and the highest rank, so
+    that there are few lines at any scale."""
     assert name in TWINS, f"{name} has no twin"
     measured = f"craton_run_{name}{{{where}}}"
     if METRICS[f"run_{name}"].scope == "rank":
