@@ -27,7 +27,7 @@ from craton.telemetry import RunDirectory
 
 TESTS = Path(__file__).parent.parent / "tests"
 sys.path[:0] = [str(TESTS / "orchestration"), str(TESTS)]
-from slurm_lab import NODES, SlurmLab
+from slurm_lab import NODES, SlurmLab  # noqa: E402
 
 TIMES = 5
 STEPS = 600  # of a run that has ended, one a second

@@ -1,4 +1,4 @@
-"""Reports as single HTML files that load and send nothing: skeleton, style sheet, plots; text is escaped."""
+"""Reports as single HTML files that load and send nothing: page layout, style sheet, plots; text is escaped."""
 
 from __future__ import annotations
 

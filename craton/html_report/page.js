@@ -1,4 +1,4 @@
-// Draws every figure in the colours of the style sheet, and again when those change: dark mode, or paper.
+// Draw every figure in the colours of the style sheet, and again when these change: dark mode, or print.
 (() => {
   const figures = JSON.parse(document.getElementById("figures").textContent);
   const root = document.documentElement;
@@ -17,7 +17,7 @@
     return "rgb(" + channels(name).map((c, i) => Math.round(c * share + surface[i] * (1 - share))).join(",") + ")";
   };
 
-  // Only values under a key that holds a colour are tokens; a user's text may begin with "@".
+  // Only values of colour keys are tokens; user text may start with "@".
   const paint = (value, key) => {
     if (/color$/.test(key)) return Array.isArray(value) ? value.map(resolve) : resolve(value);
     if (Array.isArray(value)) return value.map((each) => paint(each, ""));
@@ -26,7 +26,7 @@
   };
 
   const draw = () => {
-    // A page is laid out for paper only after "beforeprint", so its width is set and not measured: A4 less margins.
+    // Layout for print happens only after "beforeprint", so the width is set, not measured: A4 minus margins.
     const size = root.classList.contains("printing") ? { width: 600 } : { autosize: true };
     for (const [id, figure] of Object.entries(figures)) {
       const { data, layout } = paint(figure, "");

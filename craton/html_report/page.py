@@ -1,8 +1,8 @@
-"""A page of HTML in one file: no network, no server, no fonts.
+"""An HTML page in one file: no network, no server, no fonts.
 
-A content security policy forbids the page to load or send anything; whatever is not `Markup` is escaped. plotly and the
-figures are in the file; what they show must stand in the body too, so that the page is whole without JavaScript. The
-body is made of tiles, warnings, sections with a finding as their title, and tables.
+A content security policy forbids the page to load or send anything; everything except `Markup` is escaped. plotly and
+the figures are in the file; the body must contain the figures' data too, so that the page is complete without
+JavaScript. The body consists of tiles, warnings, sections with a finding as their title, and tables.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Markup(str):
 
 @dataclass(frozen=True)
 class Tile:
-    """One number to see from afar; the detail below it, such as its interval, is in plain ink, the note is muted."""
+    """One large number; the detail below it, such as its interval, is in normal text, the note is muted."""
 
     title: str
     value: str
@@ -33,12 +33,12 @@ class Tile:
 
 
 def page_html(title: str, body: str, figures: Mapping[str, Figure], footer: str, style: str) -> str:
-    """A figure is drawn into the element of the body whose id is its name; `style` adds to the common style sheet, such
-    as the colours that figures name."""
-    from plotly.offline import get_plotlyjs  # large, and only the page needs it
+    """Return the page. A figure is drawn into the element of the body whose id is its name; `style` extends the common
+    style sheet, for example with the colours of figures."""
+    from plotly.offline import get_plotlyjs  # large, and needed only here
 
     package = files("craton.html_report")
-    # "<" cannot end the script element when it is written as an escape of JSON.
+    # Escaped as JSON, "<" cannot end the script element.
     data = json.dumps(figures, allow_nan=False, ensure_ascii=False).replace("<", "\\u003c")
     return f"""<!doctype html>
 <html lang="en">
@@ -67,7 +67,7 @@ def markup(text: str) -> Markup:
 
 
 def with_code(text: str) -> Markup:
-    """Escaped text in which `commands` stand in the font of code."""
+    """Return escaped text with `commands` as code."""
     pieces = escape(text).split("`")
     return Markup("".join(f"<code>{piece}</code>" if index % 2 else piece for index, piece in enumerate(pieces)))
 
@@ -77,7 +77,7 @@ def tiles(shown: Iterable[Tile]) -> Markup:
 
 
 def warning_list(title: str, sentences: Sequence[str]) -> Markup:
-    """What to know before believing the page; nothing where there is nothing to say."""
+    """Return a box of warnings about the page's content; empty without warnings."""
     if not sentences:
         return Markup()
     items = "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences)
@@ -89,21 +89,21 @@ def section(name: str, finding: str, body: str) -> Markup:
 
 
 def plot_section(name: str, finding: str, plot: str, beside: str = "", below: str = "") -> Markup:
-    """A section around the figure called `plot`."""
+    """Return a section around the figure named `plot`."""
     figure = f'<div class="plot" id="{plot}" role="img" aria-label="{escape(finding)}"></div>'
     body = f'<div class="pair">{figure}<div>{markup(beside)}</div></div>' if beside else figure
     return section(name, finding, Markup(body + markup(below)))
 
 
 def absent_section(name: str, sentence: str, below: str = "") -> Markup:
-    """A section that says why it has nothing to show."""
+    """Return a section with the reason why it has no content."""
     text = f'<p class="absent">{with_code(sentence)}</p>'
     return Markup(f"<section><h2>{escape(name)}</h2>{text}{markup(below)}</section>\n")
 
 
 def table(columns: Sequence[str], rows: Iterable[tuple[str, Sequence[str]]], wide: bool = False) -> Markup:
-    """Rows with their class; a column is of numbers after ">", of unbroken names after "="; a wide table becomes
-    cards on a phone."""
+    """Return a table of rows with their class. A column name starts with ">" for numbers, with "=" for names without
+    line breaks; a wide table becomes cards on a phone."""
     names = [column.lstrip(">=") for column in columns]
     classes = [{">": "number", "=": "name"}.get(column[:1], "plain") for column in columns]
     head = "".join(f'<th class="{kind}">{escape(name)}</th>' for kind, name in zip(classes, names, strict=True))
@@ -119,7 +119,7 @@ def table(columns: Sequence[str], rows: Iterable[tuple[str, Sequence[str]]], wid
 
 
 def chip(color: str, text: str) -> Markup:
-    """Text after a small square in the colour of what it names in a plot: a token as figures have it."""
+    """Return text after a small square in the colour that it has in a plot; `color` is a token as in figures."""
     name, _, share = color.removeprefix("@").partition("/")
     background = f"color-mix(in srgb, var(--{name}) {share or 100}%, var(--surface))"
     return Markup(f'<span class="chip" style="background:{background}"></span>{escape(text)}')

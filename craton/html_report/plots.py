@@ -1,9 +1,9 @@
-"""What plots have in common: parts of plotly figures as plain dicts, without a library to draw them.
+"""Common parts of plotly figures as plain dicts, without a plotting library.
 
-Colours are tokens that the page resolves against its style sheet, so that one figure serves light, dark and print:
-"@accent" is its variable --accent, "@accent/60" 60% of it over the surface, "@accent~60" the same, 60% opaque, where
-what lies below shall be seen. Only the values of keys that end in "color" are tokens. A text that came from a user must
-be escaped by whoever puts it into a figure, because plotly reads tags.
+Colours are tokens that the page resolves against its style sheet, so that one figure works in light mode, dark mode and
+print: "@accent" is the variable --accent, "@accent/60" 60% of it over the surface, "@accent~60" the same with 60%
+opacity. Only the values of keys that end in "color" are tokens. Callers must escape user text in figures: plotly
+interprets tags.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Figure = dict[str, Any]
 
 
 def plain_layout(height: int, left: int = 44) -> dict[str, Any]:
-    """A layout to start from, in pixels; the left margin is wider than `left` where ticks need it."""
+    """Return a base layout, in pixels; the left margin is wider than `left` if ticks need it."""
     axis = {
         "fixedrange": True,
         "automargin": True,
@@ -45,12 +45,12 @@ def axis_title(text: str) -> dict[str, Any]:
 
 
 def axis_name(text: str, y: float = 1.0) -> dict[str, Any]:
-    """The name of a vertical axis, lying above it: easier to read than on its side, and it costs no width."""
+    """Return the name of a vertical axis, placed above it: easier to read than rotated, and without extra width."""
     return label(0, y, text, "left", yshift=20) | {"xref": "paper"}
 
 
 def log_axis(low: float, high: float, name: Callable[[float], str]) -> dict[str, Any]:
-    """A logarithmic axis with ticks at 1, 2 and 5, or at powers of ten where those would crowd."""
+    """Return a logarithmic axis with ticks at 1, 2 and 5, or at powers of ten if those would overlap."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     steps = (1, 2, 5) if last - first <= 3 else (1,)
     ticks = [step * 10.0**power for power in range(first, last + 1) for step in steps]
@@ -63,7 +63,7 @@ def log_axis(low: float, high: float, name: Callable[[float], str]) -> dict[str,
 
 
 def log_range(low: float, high: float) -> list[float]:
-    """The exponents of a logarithmic axis with room for the outer markers."""
+    """Return the exponents of a logarithmic axis, with a margin for the outer markers."""
     room = max(0.06 * math.log10(high / low), 0.04) if high > low else 0.2
     return [math.log10(low) - room, math.log10(high) + room]
 
@@ -86,6 +86,6 @@ def label(
 
 
 def vertical_line(x: float, color: str, dash: str = "dot") -> dict[str, Any]:
-    """Over the whole height of the plot."""
+    """Return a line over the whole height of the plot."""
     line = {"color": color, "width": 1.5, "dash": dash}
     return {"type": "line", "x0": x, "x1": x, "yref": "paper", "y0": 0, "y1": 1, "line": line}

@@ -1,6 +1,6 @@
-"""Checks of every HTTP server of ours before it reads a request: the host, the origin, the key.
+"""Checks of all Craton HTTP servers before they read a request: host, origin, key.
 
-How long a connection may keep a server waiting is in `connections`, which needs uvicorn and is imported by name.
+Limits for slow connections are in `connections`, which needs uvicorn and is imported by name.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Connections cost those who open them, and no other client. A peer that keeps the server waiting, for the rest of a
-request or until it takes its answer, is waited for up to a limit. When there are too many connections, the one that has
-kept the server waiting longest makes room. Connections whose request is being answered are never closed for others.
+"""Connection limits, so that a slow or greedy client affects no other client. A peer that keeps the server waiting, for
+the rest of a request or for taking the response, has a time limit. With too many connections, the one that has kept the
+server waiting the longest is closed. Connections whose request is being processed are never closed for others.
 """
 
 from __future__ import annotations
@@ -14,28 +14,28 @@ from typing import Any, ClassVar
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-MAX_HEAD_BYTES = 64 << 10  # of a request line and its headers; h11 has such a limit of its own, httptools has none
+MAX_HEAD_BYTES = 64 << 10  # of a request line and its headers; h11 has its own limit, httptools has none
 
 
 @dataclass(frozen=True)
 class ConnectionLimits:
     """Seconds that a peer may keep the server waiting, and connections that may be open."""
 
-    head_seconds: float  # for a request line and its headers, from the connection or the last answer on
+    head_seconds: float  # for a request line and its headers, from the connection or the last response on
     body_seconds: float  # for the whole request
-    write_seconds: float  # until it takes what was sent to it
+    write_seconds: float  # until it takes the data sent to it
     per_peer: int  # connections; all clients behind a proxy are one peer
     total: int
 
     @property
     def max_connections(self) -> int:
-        """Half of the files that the process may have open, where that is less."""
+        """Return the limit, at most half of the files that the process may open."""
         soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return self.total if soft == resource.RLIM_INFINITY else min(self.total, soft // 2)
 
 
 class _Bounded:
-    """What both of uvicorn's protocols get; it stands before them in the order of classes."""
+    """Mixin for both uvicorn protocols, before them in the method resolution order."""
 
     limits: ClassVar[ConnectionLimits]
     # Uvicorn's:
@@ -74,7 +74,7 @@ class _Bounded:
 
     @property
     def patience_seconds(self) -> float | None:
-        """How long the peer may take for what it has to do now; None when it is the server's turn."""
+        """Return how long the peer may take for its next action; None when it is the server's turn."""
         cycle = self.cycle
         if cycle is None or (cycle.response_complete and not cycle.more_body):
             return self.limits.head_seconds
@@ -100,16 +100,16 @@ class _Bounded:
     def _make_room(self, among: list[Any]) -> None:
         waiting = [other for other in among if other.patience_seconds is not None and other is not self]
         closed = min(waiting, key=lambda other: other.waits_since, default=self)
-        self.connections.discard(closed)  # uvicorn hears of the loss later, and it must not be chosen twice
+        self.connections.discard(closed)  # uvicorn removes it later, and it must not be chosen twice
         closed.transport.abort()
 
 
 class BoundedH11(_Bounded, H11Protocol):
-    """Pure Python."""
+    """Limits for uvicorn's pure Python protocol."""
 
 
 class BoundedHttpTools(_Bounded, HttpToolsProtocol):
-    """Several times faster than h11 for streams of many small chunks, which is what a model server sends."""
+    """Limits for httptools, several times faster than h11 for streams of small chunks, as model servers send."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._head_bytes = 0
@@ -121,7 +121,7 @@ class BoundedHttpTools(_Bounded, HttpToolsProtocol):
             self._head_bytes += len(data)
         super().data_received(data)
         if self._is_in_head and self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
-            self.send_400_response(f"The head of a request may have {MAX_HEAD_BYTES} bytes.")
+            self.send_400_response(f"The request line and headers exceed {MAX_HEAD_BYTES} bytes.")
 
     def on_message_begin(self) -> None:
         self._is_in_head = True
@@ -137,8 +137,8 @@ class BoundedHttpTools(_Bounded, HttpToolsProtocol):
         self._is_in_head = True
 
     def _take_host_of_target(self) -> None:
-        """A target with a host (`GET http://HOST/path`) counts, and the Host header beside it does not (RFC 9112,
-        3.2.2). h11 passes such a target on as a path, which no server of ours has."""
+        """Use the host of an absolute target (`GET http://HOST/path`) instead of the Host header (RFC 9112, 3.2.2). h11
+        passes such a target on as a path, which no Craton server has."""
         if self.url.startswith(b"/") or b"://" not in self.url:
             return
         host = self.url.partition(b"://")[2].partition(b"/")[0]

@@ -1,4 +1,4 @@
-"""Keys and tokens: compared in constant time, and kept in files that only their owner may read."""
+"""Keys and tokens: compared in constant time, and stored in files that only their owner can read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MIN_TOKEN_CHARACTERS = 16
 
 
 class AccessError(CratonError):
-    """A key file that cannot be used, or an address that must not be listened at."""
+    """A key file cannot be used, or an address must not be listened on."""
 
 
 def is_same_key(given: str, right: str) -> bool:
@@ -22,13 +22,13 @@ def is_same_key(given: str, right: str) -> bool:
 
 
 def key_bytes(text: str) -> bytes:
-    """Also of what is no text at all, as JSON can write it (half a surrogate pair)."""
+    """Encode a key, also one that is not valid text, as JSON allows (half a surrogate pair)."""
     return text.encode(errors="surrogatepass")
 
 
 def read_token(path: Path | None) -> str:
-    """The token in a file that only its owner may read; a new one is written there where there is no file, and made up
-    where no file is named."""
+    """Return the token in a file that only its owner can read. Write a new one if the file does not exist; without a
+    path, only generate one."""
     if path is None:
         return secrets.token_urlsafe(32)
     try:
@@ -36,7 +36,7 @@ def read_token(path: Path | None) -> str:
     except FileExistsError:
         return _existing_token(path)
     except OSError as error:
-        raise AccessError(f"the token file {path} cannot be written: {error.strerror}") from None
+        raise AccessError(f"cannot write the token file {path}: {error.strerror}") from None
     token = secrets.token_urlsafe(32)
     with os.fdopen(descriptor, "w", encoding="ascii") as file:
         file.write(token + "\n")
@@ -46,13 +46,13 @@ def read_token(path: Path | None) -> str:
 def _existing_token(path: Path) -> str:
     try:
         if stat.S_IMODE(path.stat().st_mode) & 0o077:
-            raise AccessError(f"others can read the token file {path}; `chmod 600 {path}` keeps it to you")
+            raise AccessError(f"other users can read the token file {path}; run `chmod 600 {path}`")
         token = path.read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise AccessError(f"the token file {path} cannot be read: {error}") from None
+        raise AccessError(f"cannot read the token file {path}: {error}") from None
     if len(token) < MIN_TOKEN_CHARACTERS:
         raise AccessError(
-            f"the token in {path} has {len(token)} characters and needs {MIN_TOKEN_CHARACTERS}; remove the file to "
-            "get a new one"
+            f"the token in {path} has {len(token)} characters, the minimum is {MIN_TOKEN_CHARACTERS}; remove the file "
+            "to get a new one"
         )
     return token

@@ -105,4 +105,6 @@ def _ec2_instances(region: str | None) -> list[Mapping[str, Any]]:
         pages = session.client("ec2").get_paginator("describe_instance_topology").paginate()
         return [instance for page in pages for instance in page["Instances"]]
     except (BotoCoreError, ClientError) as error:
-        raise TopologyError(f"EC2 DescribeInstanceTopology failed: {error}; check the region and this permission") from None
+        raise TopologyError(
+            f"EC2 DescribeInstanceTopology failed: {error}; check the region and this permission"
+        ) from None

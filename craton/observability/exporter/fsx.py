@@ -57,7 +57,7 @@ class FsxCollector(Collector):
             try:
                 client = client or self._make_client()
                 self._values |= fetch(client, self._identities, datetime.now(UTC))
-            except Exception as error:  # noqa: BLE001 - botocore raises classes of its own for each service
+            except Exception as error:  # noqa: BLE001 - botocore has separate exception classes per service
                 self.errors += 1
                 self.say(reason(error))
             self.fetched.set()

@@ -1,6 +1,6 @@
-"""Views of runs: the page (`craton ui`), which changes nothing without its token, and the terminal (`craton top`).
+"""Views of runs: the web page (`craton ui`), whose changes need a token, and the terminal (`craton top`).
 
-Both read run directories, and Prometheus where there is one; neither needs a database.
+Both read run directories, and Prometheus if there is one; neither needs a database.
 """
 
 from __future__ import annotations

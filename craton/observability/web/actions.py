@@ -1,8 +1,8 @@
-"""The changes that the page can make: what the verbs `stop`, `resume` and `heal` do, by running them.
+"""The actions of the web page: `stop`, `resume` and `heal`, by running the commands.
 
-They run as commands of their own, so that what they ask, check and print is the same as in a terminal. Each has a
-session of its own and writes to files: Ctrl-C in the terminal of `craton ui`, or its end, leaves nothing half done, and
-one that takes longer than somebody waits is left to finish.
+They run as separate commands, so that their checks and output are the same as in a terminal. Each has its own session
+and writes to files: neither Ctrl-C in the terminal of `craton ui` nor its end interrupts them, and a slow one finishes
+in the background.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from craton.telemetry import RunDirectory
 
 ANSWER_SECONDS = 180.0
 CRATON = (sys.executable, "-m", "craton")
-# The page has asked, with the price of a day or that it is unknown; `resume` asks in a terminal, which is not here.
+# The page already asked for confirmation, with the cost per day; `resume` itself would ask in a terminal.
 VERBS: Mapping[str, tuple[str, ...]] = {
     "resume": ("resume", "RUN", "--detach", "--yes", "--json"),
-    "heal": ("heal", "RUN", "--yes", "--json"),  # without --mode: what the cluster's policy allows, and no more
+    "heal": ("heal", "RUN", "--yes", "--json"),  # without --mode: only what the cluster's policy allows
     "kill": ("stop", "RUN", "--now", "--json"),
 }
 ACTIONS = ("stop", *VERBS)
@@ -37,7 +37,7 @@ class ActionOutcome:
 
 
 def act(action: str, run: RunDirectory, craton: Sequence[str] = CRATON) -> ActionOutcome:
-    """Does it, and says what came of it."""
+    """Run the action and return its outcome."""
     if action == "stop":
         return _stop(run)
     words = [str(run.path) if word == "RUN" else word for word in VERBS[action]]
@@ -51,11 +51,11 @@ def act(action: str, run: RunDirectory, craton: Sequence[str] = CRATON) -> Actio
         try:
             code = process.wait(timeout=ANSWER_SECONDS)
         except subprocess.TimeoutExpired:
-            threading.Thread(target=process.wait, daemon=True).start()  # so that its end is taken note of
+            threading.Thread(target=process.wait, daemon=True).start()  # reap the process
             return ActionOutcome(
                 False,
-                f"`craton {words[0]} {run.name}` has not answered for {setting(ANSWER_SECONDS)} and goes on (process "
-                f"{process.pid}); `craton ps` tells what comes of it",
+                f"`craton {words[0]} {run.name}` is still running after {setting(ANSWER_SECONDS)} and continues "
+                f"(process {process.pid}); see `craton ps` for its result",
             )
         output.seek(0)
         errors.seek(0)
@@ -64,14 +64,14 @@ def act(action: str, run: RunDirectory, craton: Sequence[str] = CRATON) -> Actio
 
 def _outcome(action: str, run_name: str, code: int, output: str, errors: str) -> ActionOutcome:
     if action == "heal" and (healing := _last_object(output)) is not None and "decisions" in healing:
-        return healed(healing, run_name)  # it ends with 1 where a node is bad, whatever was done about it
+        return healed(healing, run_name)  # its exit code is 1 when a node is bad, even after an action
     if code == 0:
-        return ActionOutcome(True, {"resume": "it goes on", "heal": "done", "kill": "it was ended"}[action])
-    return ActionOutcome(False, _error(output, errors) or f"it ended with code {code}")
+        return ActionOutcome(True, {"resume": "the run resumes", "heal": "done", "kill": "the run was killed"}[action])
+    return ActionOutcome(False, _error(output, errors) or f"the command exited with code {code}")
 
 
 def _stop(run: RunDirectory) -> ActionOutcome:
-    """Asks only: the verb waits for the end, which takes as long as a checkpoint, and which the page shows anyway."""
+    """Request the stop without waiting for it, unlike the command: it takes as long as a checkpoint."""
     from craton.errors import CratonError
     from craton.orchestration.start import stop_run
 
@@ -79,24 +79,24 @@ def _stop(run: RunDirectory) -> ActionOutcome:
         stop_run(run)
     except CratonError as error:
         return ActionOutcome(False, str(error))
-    return ActionOutcome(True, "it was asked to stop: its ranks save a checkpoint and leave")
+    return ActionOutcome(True, "stop requested: its ranks save a checkpoint and exit")
 
 
 def healed(healing: Mapping[str, Any], run_name: str) -> ActionOutcome:
-    """What `craton heal --json` printed, in a sentence. Done is what left nothing undone that the policy asks for."""
+    """Summarize `craton heal --json` in a sentence. It succeeded if everything that the policy requires was done."""
     mode = healing.get("mode")
     if mode == "off":
-        return ActionOutcome(False, "healing of its cluster is off (`health: {heal: off}` in the cluster file)")
+        return ActionOutcome(False, "healing is off for its cluster (`health: {heal: off}` in the cluster file)")
     decisions, failures = healing["decisions"], [str(failure) for failure in healing.get("failures") or ()]
     if not decisions and not failures:
-        return ActionOutcome(True, "no node needs anything")
+        return ActionOutcome(True, "no node needs an action")
     message = "; ".join([*failures, *map(_need, decisions)])
     numbers = list(dict.fromkeys(str(action["id"]) for action in healing.get("deeds") or ()))
     if numbers:
         undoing = ", ".join(f"`craton heal {run_name} --undo {number}`" for number in numbers)
-        message = f"{len(numbers)} done, to be undone by {undoing}; {message}"
+        message = f"{len(numbers)} done, undo with {undoing}; {message}"
     elif not failures:
-        message += ". Nothing was done" + ("" if mode == "act" else f": its cluster's policy is {mode}")
+        message += ". No action was taken" + ("" if mode == "act" else f": its cluster's policy is {mode}")
     is_held = mode == "act" and any(
         decision.get("why_not") and decision.get("deed") == "none" for decision in decisions
     )
@@ -109,7 +109,7 @@ def _need(decision: Mapping[str, Any]) -> str:
 
 
 def _error(output: str, errors: str) -> str:
-    """A verb's own words, as JSON on its output or as a line on stderr."""
+    """Return the error message of a command, from its JSON output or from stderr."""
     document = _last_object(output)
     if document is not None and document.get("error"):
         return str(document["error"])
@@ -118,7 +118,7 @@ def _error(output: str, errors: str) -> str:
 
 
 def _last_object(output: str) -> dict[str, Any] | None:
-    """What a verb printed with --json."""
+    """Return the JSON object that a command printed with --json."""
     for line in reversed(output.strip().splitlines()):
         try:
             document = json.loads(line)

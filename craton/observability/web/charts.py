@@ -1,4 +1,4 @@
-"""What the page draws, as data: curves beside what was planned for them, and their newest values in words. Pure."""
+"""Chart data of the page: measured curves with their plan, and their newest values as text. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from craton.observability.web.readers import Curves
 from craton.observability.web.sources import LATENCIES
 
 Chart = dict[str, Any]
-OWN = "own "  # begins the name of a chart of the job's own metric
+OWN = "own "  # prefix of the names of charts of custom metrics
 WRITERS = {
     "seconds": formatting.duration,
     "share": formatting.percent,
@@ -20,7 +20,7 @@ WRITERS = {
 
 
 def training_charts(curves: Curves, plan: Mapping[str, Any]) -> dict[str, Chart]:
-    """Loss, speed, step time and gradient norm over the steps, and the job's own metrics; those that were measured."""
+    """Return the charts with data: loss, throughput, step time and gradient norm over steps, and custom metrics."""
     charts: dict[str, Chart] = {}
 
     def series(name: str, key: str, **more: Any) -> list[Chart]:
@@ -34,7 +34,7 @@ def training_charts(curves: Curves, plan: Mapping[str, Any]) -> dict[str, Chart]
     rate = _number(plan.get("tokens_per_second"))
     evaluations = series("evaluation", "run_evaluation_loss", color="warm", points=True)
     add("loss", series("loss", "run_loss") + evaluations)
-    # A rate is as wide as the step it is the inverse of.
+    # Throughput is the inverse of the step time, so its interval has the inverse bounds.
     band = [rate * middle / high, rate * middle / low] if rate and low and middle and high else None
     add("speed", series("measured", "run_tokens_per_second"), plan=rate, band=band, unit="tokens/s")
     band = [low, high] if low and high else None
@@ -47,7 +47,7 @@ def training_charts(curves: Curves, plan: Mapping[str, Any]) -> dict[str, Chart]
 
 
 def with_newest(charts: dict[str, Chart]) -> dict[str, Chart]:
-    """Each chart with the newest value of each of its lines as text, which is read without drawing anything."""
+    """Add to each chart the newest value of each line as text, readable without drawing."""
     for chart in charts.values():
         writer = WRITERS[chart["unit"]]
         texts: list[str] = []
@@ -60,7 +60,7 @@ def with_newest(charts: dict[str, Chart]) -> dict[str, Chart]:
 
 
 def serving_charts(curves: Mapping[str, Any], end: str = "now") -> dict[str, Chart]:
-    """Latencies, tokens, requests and keys and values over the seconds before `end`."""
+    """Return charts of latencies, tokens, requests and KV cache over the seconds before `end`."""
     if not curves:
         return {}
     values, x = curves["values"], {"x": curves["seconds"], "x_unit": "seconds", "x_end": end}

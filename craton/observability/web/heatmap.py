@@ -1,8 +1,8 @@
-"""Rank × phase: how much longer than the median rank of its pipeline stage each rank is in each phase, as a share of
-the step. Stages differ for good reasons: the last one computes the loss.
+"""Heat map of ranks × phases: how much longer each rank takes in each phase than the median rank of its pipeline stage,
+as a share of the step. Stages are not compared with each other: the last one also computes the loss.
 
-Shares of the step and not of the phase, so that a phase of a millisecond does not shine for being two. Where there are
-more ranks than columns, a column stands for neighbours and shows the one that is furthest off. Pure.
+Shares are of the step, not of the phase, so that a phase of 1 ms that takes 2 ms does not stand out. With more ranks
+than columns, a column covers neighbouring ranks and shows the one with the largest difference. Pure.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from craton.observability.web.readers import PHASES, RankTable
 
 MAX_COLUMNS = 400
-MIN_SCALE, MAX_SCALE = 0.1, 0.3  # of a step: where colours are full; small differences stay pale
+MIN_SCALE, MAX_SCALE = 0.1, 0.3  # share of a step with full colour; small differences stay pale
 
 
 def heat_map(table: RankTable) -> dict[str, Any]:
-    """What the page draws; empty without measurements."""
+    """Return the data that the page draws; empty without measurements."""
     if not len(table):
         return {}
     shares, step_seconds = _shares(table)
@@ -54,7 +54,7 @@ def heat_map(table: RankTable) -> dict[str, Any]:
 
 
 def _shares(table: RankTable) -> tuple[NDArray[np.float64], float]:
-    """[ranks, PHASES] differences from the median rank of a stage over the median step, and that step's seconds."""
+    """Return [ranks, PHASES] differences from the stage's median rank over the median step, and that step's seconds."""
     seconds = table.phase_seconds
     steps = table.column("run_step_seconds")
     step_seconds = float(np.nanmedian(steps)) if np.isfinite(steps).any() else 1.0
@@ -67,7 +67,7 @@ def _shares(table: RankTable) -> tuple[NDArray[np.float64], float]:
 
 
 def _medians(seconds: NDArray[np.float64]) -> NDArray[np.float64]:
-    """By column; NaN where nothing was measured, without numpy's warning."""
+    """Return medians by column; NaN without measurements, without numpy's warning."""
     return np.array([np.nanmedian(column) if np.isfinite(column).any() else np.nan for column in seconds.T])
 
 

@@ -1,4 +1,4 @@
-"""HTML from templates: everything is escaped, numbers are written as in a terminal."""
+"""Render HTML templates: everything is escaped, and numbers are formatted as in the terminal."""
 
 from __future__ import annotations
 
@@ -68,24 +68,24 @@ def _environment() -> jinja2.Environment:
 
 
 def tone(state: str) -> str:
-    """Whether a word is good, calm, a warning or bad news."""
+    """Return the tone of a state: good, calm, warn or bad."""
     return STATE_TONES.get(state, "bad")
 
 
 def health_tone(health: str) -> str:
-    """Of a node in trouble. A node whose rank is held by a signal is `stopped` too, which is bad news."""
+    """Return the tone of a node's health. `stopped` is bad here: a signal stopped one of its ranks."""
     return "warn" if health in ("slow", "alert") else "bad"
 
 
 def sortable(value: float | None) -> str:
-    """As JavaScript reads it: what is not known last, what is not a number beyond all others."""
+    """Format for JavaScript's Number: unknown values sort last, NaN sorts beyond all others."""
     if value is None:
         return "-Infinity"
     return repr(float(value)) if math.isfinite(value) else "Infinity"
 
 
 def change_tone(change: str, more_is_better: bool = True) -> str:
-    """Of a change against the plan: calm up to 10% worse, a warning up to 25%, bad beyond."""
+    """Return the tone of a change against the plan: calm up to 10% worse, a warning up to 25%, bad beyond."""
     if change == formatting.UNKNOWN:
         return "none"
     if change.startswith("×"):
@@ -96,7 +96,7 @@ def change_tone(change: str, more_is_better: bool = True) -> str:
 
 
 def ago(then: float | None) -> str:
-    """In steps that do not change at every look: 20 s ago, 5m ago."""
+    """Return a coarse age that does not change at every refresh: 20 s ago, 5m ago."""
     if then is None:
         return formatting.UNKNOWN
     seconds = max(0.0, time.time() - then)

@@ -1,7 +1,7 @@
-"""Everything that the page of one run shows, in parts that are made each by itself and as often as they may cost.
+"""The page of one run, in parts that are refreshed independently, the more rarely the more they cost.
 
-A part gives fragments of HTML and data of charts. Parts that are quick come first, so that a run of 10,000 ranks shows
-its state and curves while its ranks are still being read.
+A part returns HTML fragments and chart data. Fast parts come first, so that a run with 10,000 ranks shows its state and
+curves while its ranks are still being read.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ SHOWN_NODES = 12  # in the table of nodes in trouble
 
 @dataclass(frozen=True)
 class Shown:
-    """What one part shows: fragments of HTML by the name of their place, data of charts by theirs."""
+    """Content of one part: HTML fragments and chart data, by name."""
 
     fragments: Mapping[str, str] = field(default_factory=dict)
     charts: Mapping[str, Any] = field(default_factory=dict)
 
 
 class RunPage:
-    """One run, shared by everybody who looks at it."""
+    """The page of one run, shared by all its viewers."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class RunPage:
         self._history, self._tails, self._nodes, self._records = History(run), RankTails(run), Nodes(run), Records(run)
         self._server: ServerLooks | None = None
         self._recorded = RecordedLooks(run)
-        self._before_looks: list[ServerLook] = []  # recorded before the first look at its server
+        self._before_looks: list[ServerLook] = []  # recorded before its server was first scraped
         self._member = Cached(lambda: read_member(run), SLOW_SECONDS)
         self._table = Cached(self._read_table, QUICK_SECONDS)
         self._late = Cached(self._find_late, QUICK_SECONDS)
@@ -107,11 +107,11 @@ class RunPage:
 
     @property
     def is_command(self) -> bool:
-        """Of which nothing is to be expected: it may tell of steps, loss and checkpoints, or not."""
+        """Whether the job is a plain command, which may or may not report steps, loss and checkpoints."""
         return self._kind.get() == "command"
 
     def num_nodes(self) -> int:
-        """As its agents were told, which is quickly read."""
+        """Return the number of nodes from the launch file, which is fast to read."""
         nodes = read_json(self.run.launch_path).get("nodes")
         return len(nodes) if isinstance(nodes, list) else 0
 
@@ -152,7 +152,7 @@ class RunPage:
         return Shown(fragments)
 
     def _show_verdict(self) -> Shown:
-        """Asked for when all else has been read once: an examination of a wide run takes its time."""
+        """Show the verdict. It is requested after everything else was read: a wide run takes long to diagnose."""
         summary = self.summary.get()
         verdict = None
         is_examined = summary.state in EXAMINED
@@ -233,7 +233,7 @@ class RunPage:
         return Shown(fragments)
 
     def _serving(self) -> Shown:
-        """The server now, after what it recorded before anybody looked; its last records when it cannot be asked."""
+        """Show the server's current metrics after its recorded ones; the last records when it cannot be scraped."""
         is_moving = self.summary.get().state in MOVING
         look, url, trouble = self._ask_server() if is_moving else (None, "", "")
         live_looks = list(self._server.history) if self._server else []
@@ -251,7 +251,7 @@ class RunPage:
         return Shown({"serving": text}, serving_charts(look_curves(looks), "now" if look else "last"))
 
     def _ask_server(self) -> tuple[ServerLook | None, str, str]:
-        """What a server says of itself, where it is, and why it cannot be asked."""
+        """Return the server's metrics, its address, and why it cannot be scraped."""
         try:
             address = server_of(self.run)
         except RunStateError as error:
@@ -263,13 +263,13 @@ class RunPage:
 
 
 def _began_at(run: RunDirectory) -> float | None:
-    """When its first generation began."""
+    """Return the start time of its first generation."""
     began = read_json(run.generation_path(0)).get("time")
     return float(began) if isinstance(began, int | float) else None
 
 
 def _phase_rows(summary: RunSummary) -> list[dict[str, Any]]:
-    """Measured and planned seconds of each phase, with the lengths of their bars in percent."""
+    """Return measured and planned seconds of each phase, with bar lengths in percent."""
     rows = []
     sides = {side: getattr(summary, side) for side in ("plan", "measured")}
     longest = max([1e-9, *(sides[side].get(f"{phase}_seconds") or 0.0 for side in sides for phase in PHASES)])
@@ -288,7 +288,7 @@ def _phase_rows(summary: RunSummary) -> list[dict[str, Any]]:
 
 
 def _ledger_rows(summary: RunSummary) -> list[dict[str, Any]]:
-    """Every kind with its share, and where its piece of the bar begins, in percent."""
+    """Return every ledger kind with its share and the start of its bar segment, in percent."""
     total = sum(summary.ledger.values())
     rows: list[dict[str, Any]] = []
     begin = 0.0
@@ -303,7 +303,7 @@ def _ledger_rows(summary: RunSummary) -> list[dict[str, Any]]:
 
 
 def _layout_text(plan: Mapping[str, Any]) -> str:
-    """`fsdp 16 · tp 8`: the dimensions that are used, in their order."""
+    """Return the parallel dimensions in use, in order: `fsdp 16 · tp 8`."""
     layout = plan.get("layout")
     if not isinstance(layout, dict):
         return ""

@@ -1,7 +1,7 @@
-"""Whom the others wait for, by the one comparison there is: that of `craton why` (`diagnosis.straggler_of`).
+"""Find stragglers with the comparison of `craton why` (`diagnosis.straggler_of`).
 
-Where there is a verdict, what it was made from names the rank, so that the page never says anything else beside it.
-Before there is one, which takes its time at a wide run, the same comparison is made of what the ranks told last.
+If there is a verdict, its own data names the rank, so that page and verdict never disagree. Until then, which takes
+long for a wide run, the same comparison uses the last reported steps of the ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TIMES = (*PHASES, "step")  # the first columns of a table
 def straggler(
     run: RunDirectory, state: str, member: NodeMember, table: RankTable, verdict: CachedVerdict | None
 ) -> Late | None:
-    """The verdict's own; before there is one, or where the run cannot be examined, that of the table."""
+    """Return the verdict's straggler; without a verdict, or when diagnosis failed, that of the table."""
     if state not in MOVING:
         return None
     if verdict is not None and verdict.condition != "unknown":
@@ -36,22 +36,22 @@ def straggler(
 
 
 def finding(table: RankTable, late: Late | None, state: str) -> str:
-    """One sentence above the picture."""
+    """Return the sentence above the heat map."""
     if not len(table):
-        return "No rank has told of a step yet"
+        return "No rank has reported a step yet"
     if late is not None:
         return f"{late.sentence[:1].upper()}{late.sentence[1:]}: {formatting.percent(late.share)} of every step is lost"
     if len(table) == 1:
-        return "The only rank has nobody to be compared with"
+        return "Only one rank: there is nothing to compare it with"
     if state not in MOVING:
-        return "What the ranks did last; they are compared while the run moves"
+        return "Last steps of the ranks; they are compared only while the run is active"
     if min(table.num_lines) < KEPT_LINES:
-        return f"Ranks are compared when each has told of {KEPT_LINES} steps"
-    return "In their last steps no rank held the others up"
+        return f"Ranks are compared once each has reported {KEPT_LINES} steps"
+    return "No straggler in the last steps"
 
 
 def table_snapshot(run: RunDirectory, member: NodeMember, table: RankTable) -> Snapshot:
-    """What the ranks told last, for the examination; nothing else is known in it."""
+    """Return a snapshot that contains only the last reported steps of the ranks."""
     facts = RunFacts(
         name=run.name,
         on=read_submission(run).on,
@@ -66,7 +66,7 @@ def table_snapshot(run: RunDirectory, member: NodeMember, table: RankTable) -> S
 
 
 def _ranks(table: RankTable) -> Iterator[SnapshotRank]:
-    """Those that have told enough to be compared."""
+    """Yield the ranks with enough steps to compare."""
     chosen = [index for index, num_lines in enumerate(table.num_lines) if num_lines == KEPT_LINES]
     seconds = table.lines[chosen, :, : len(TIMES)]  # [chosen, MEAN_LINES, TIMES]
     works = seconds[:, :, TIMES.index("step")] - seconds[:, :, TIMES.index("communication")]
@@ -82,7 +82,7 @@ def _ranks(table: RankTable) -> Iterator[SnapshotRank]:
 
 
 def _medians(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Over the second axis, of what is known; NaN where nothing is. Quicker than numpy's own of short rows."""
+    """Return medians over the second axis, ignoring NaN; NaN without values. Faster than numpy's on short rows."""
     ordered = np.sort(values, axis=1)  # NaN comes last
     counts = (~np.isnan(values)).sum(axis=1, keepdims=True)
     low = np.take_along_axis(ordered, np.maximum(counts - 1, 0) // 2, axis=1)

@@ -1,8 +1,8 @@
-"""A run's ranks in a terminal: one line each, with the phases of its step as a bar, and the verdict above them.
+"""The ranks of a run in a terminal: one line each, with the phases of its step as a bar, and the verdict above.
 
-The same readers as the page's, so that both say the same. A wide run shows as many ranks as fit; arrows scroll and
-sort, q leaves and never touches the run. One thread looks at the run and another draws, so that keys are answered at
-once however long a look takes.
+It uses the readers of the web page, so that both show the same. A wide run shows as many ranks as fit; arrows scroll
+and sort, q quits without touching the run. One thread reads the run and another draws, so that keys work at once
+however long a read takes.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.text import Text
 
-LOOK_SECONDS = 1.0  # between two looks, at least
-MAX_SHARE = 0.5  # of the time is spent on them
-SCHEDULER_SECONDS = 5.0  # a scheduler has others to answer
+LOOK_SECONDS = 1.0  # minimum between two reads
+MAX_SHARE = 0.5  # maximum share of time spent on reading
+SCHEDULER_SECONDS = 5.0  # limits the load on schedulers
 GPU_SECONDS = 10.0
 BAR_WIDTH = 28
 PHASE_LETTERS = {"data": "d", "compute": "c", "communication": "m", "optimizer": "o", "checkpoint": "k"}
@@ -74,8 +74,8 @@ TONES = {
 }
 HEALTH_STYLES = {**dict.fromkeys(BAD, "bold red"), "slow": "yellow", "alert": "yellow", "running": "green"}
 SORTS = ("rank", "step time", "progress", "health")
-SHOWN_SPARES = 3  # of those in trouble
-_WORKING = ("running", "spare", "unknown")  # health of nodes whose ranks do what they last told of
+SHOWN_SPARES = 3  # with problems
+_WORKING = ("running", "spare", "unknown")  # health of nodes whose ranks still do what they last reported
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class RankLine:
 
     rank: int
     node: str
-    health: str  # of its node, or its own trouble
+    health: str  # its node's, or its own problem
     kind: str
     step: int | None
     progress_age_seconds: float | None
@@ -95,21 +95,21 @@ class RankLine:
 
 @dataclass(frozen=True)
 class TopLook:
-    """A run at one moment."""
+    """State of a run at one moment."""
 
     summary: RunSummary
     verdict: CachedVerdict | None
     finding: str
     nodes: list[NodeView]
     ranks: list[RankLine]
-    gpus: dict[str, dict[str, float]] = field(default_factory=dict)  # node → family → its worst card
-    trouble: str = ""  # what could not be asked
-    own_metrics: dict[str, float] = field(default_factory=dict)  # the job's own, with their newest values
-    unread: tuple[str, ...] = ()  # files of the run that were passed over, and why
+    gpus: dict[str, dict[str, float]] = field(default_factory=dict)  # node → family → worst GPU
+    trouble: str = ""  # failed queries
+    own_metrics: dict[str, float] = field(default_factory=dict)  # custom metrics with their newest values
+    unread: tuple[str, ...] = ()  # skipped files of the run, and why
 
 
 class TopView:
-    """Looks at one run again and again."""
+    """Read one run repeatedly."""
 
     def __init__(
         self,
@@ -121,21 +121,21 @@ class TopView:
         self.run = run
         self._examine: Callable[[RunDirectory], CachedVerdict] = lambda run: examine(run, prometheus)
         self._verdicts = Verdicts(self._examine)
-        self._said: Background[dict[str, Standing]] = Background(  # the last word holds until there is another
+        self._said: Background[dict[str, Standing]] = Background(  # the last answer holds until the next
             lambda: standings_of([run]), SCHEDULER_SECONDS, {}, deadline_seconds=math.inf
         )
         asked = Prometheus(prometheus) if prometheus else None
         self._local_gpus = LocalGpus(run)
         self._summarizer, self._tails, self._nodes = Summarizer(run, MAX_NODES), RankTails(run), Nodes(run)
-        self._history = None if is_server(run) else History(run)  # a server's numbers are not a job's own
+        self._history = None if is_server(run) else History(run)  # a server's metrics are not custom metrics
         self._asked: Background[tuple[dict[str, dict[str, float]], str]] | None = None
         if asked:
             late: tuple[dict[str, dict[str, float]], str] = ({}, asked.late.trouble)
             self._asked = Background(partial(self._ask_gpus, asked), GPU_SECONDS, late, DEADLINE_SECONDS)
 
     def look(self, wait_for_verdict: bool = False) -> TopLook:
-        """What is known now. Schedulers, Prometheus and `craton why` are asked in the background, unless the verdict is
-        waited for, and with it everything else. Files that cannot be read are named, and the rest is shown."""
+        """Return the current state. Schedulers, Prometheus and `craton why` are queried in the background; with
+        `wait_for_verdict`, wait for all of them. Unreadable files are listed, and the rest is shown."""
         with noting_unread() as unread:
             look = self._look(wait_for_verdict)
         return replace(look, unread=tuple(dict.fromkeys(str(error) for error in unread.values())))
@@ -157,7 +157,7 @@ class TopView:
         return TopLook(summary, verdict, message, views, _lines(table, views, self._nodes), gpus, trouble, own)
 
     def close(self) -> None:
-        """No more verdicts are made."""
+        """Stop computing verdicts."""
         self._verdicts.close()
 
     def _last_said(self, runs: list[RunDirectory]) -> dict[str, Standing]:
@@ -180,8 +180,7 @@ class TopView:
 def frame(
     look: TopLook, width: int, rows: int | None, sort: str = "rank", first: int = 0, has_color: bool = True
 ) -> RenderableType:
-    """One picture; `rows` is how many ranks it shows, from the `first` on (None: all of them). Without colours the
-    phases are letters."""
+    """Render one frame with `rows` ranks from `first` on (None: all). Without colours the phases are letters."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -222,7 +221,7 @@ def frame(
 
 
 def rows_that_fit(look: TopLook, console: Console) -> int:
-    """How many ranks a screen has room for: a verdict, and what is told below the ranks, may take several lines."""
+    """Return how many ranks fit on the screen: the verdict, and the text below the ranks, may take several lines."""
     from rich.console import Group
 
     around = Group(*_above(look), *_below(look), _hint(max(SORTS, key=len)))
@@ -231,7 +230,7 @@ def rows_that_fit(look: TopLook, console: Console) -> int:
 
 
 def ordered(look: TopLook, sort: str) -> list[RankLine]:
-    """The ranks, with those in trouble first where that was asked for."""
+    """Return the ranks in the given order; `health` puts those with problems first."""
     keys: dict[str, Callable[[RankLine], Any]] = {
         "rank": lambda line: line.rank,
         "step time": lambda line: -sum(line.phases.get(phase, 0.0) for phase in ("data", "compute", "optimizer")),
@@ -242,7 +241,7 @@ def ordered(look: TopLook, sort: str) -> list[RankLine]:
 
 
 def phase_bar(line: RankLine, longest: float, width: int, has_color: bool = True) -> Text:
-    """The phases of a step side by side, as long as the step is against the longest."""
+    """Return the phases of a step side by side, scaled to the longest step."""
     from rich.text import Text
 
     text = Text()
@@ -256,7 +255,7 @@ def phase_bar(line: RankLine, longest: float, width: int, has_color: bool = True
 
 
 def frame_json(look: TopLook) -> dict[str, Any]:
-    """The same for scripts."""
+    """Return the frame as JSON, for scripts."""
     summary = look.summary
     return {
         "name": summary.name,
@@ -279,7 +278,7 @@ def frame_json(look: TopLook) -> dict[str, Any]:
 
 
 def show_top(view: TopView, console: Console) -> None:
-    """Until q or Ctrl-C; also after the end of the run, so that what its ranks did last can be read."""
+    """Show the run until q or Ctrl-C, also after its end, so that the last state of its ranks stays readable."""
     from rich.live import Live
 
     sort, first = 0, 0
@@ -301,7 +300,7 @@ def show_top(view: TopView, console: Console) -> None:
 
 
 class _Looks:
-    """Looks at a run, one after the other, by a thread of its own. `news` becomes readable when there is a new one."""
+    """Read a run repeatedly in its own thread. `news` becomes readable when there is a new state."""
 
     def __init__(self, view: TopView) -> None:
         self._view = view
@@ -316,12 +315,12 @@ class _Looks:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """A look that is under way is not waited for."""
+        """Stop without waiting for a read in progress."""
         self._is_over.set()
         os.close(self.news)
 
     def newest(self) -> TopLook | None:
-        """None: the first one is being made. Raises what kept the last one from being made."""
+        """Return the newest state; None before the first. Raise the error of the last read, if it failed."""
         if self._error is not None:
             raise self._error
         return self._newest
@@ -331,10 +330,10 @@ class _Looks:
             began = time.monotonic()
             try:
                 self._newest = self._view.look()
-            except Exception as error:  # noqa: BLE001 - told by the thread that draws
+            except Exception as error:  # noqa: BLE001 - raised again by the thread that draws
                 self._error = error
             took = time.monotonic() - began
-            with suppress(BrokenPipeError):  # nobody draws any more
+            with suppress(BrokenPipeError):  # drawing has ended
                 os.write(self._tell, b".")
             self._is_over.wait(max(LOOK_SECONDS, took * (1.0 - MAX_SHARE) / MAX_SHARE))
         os.close(self._tell)
@@ -345,21 +344,21 @@ def _screen(look: TopLook | None, run: RunDirectory, width: int, rows: int, sort
     from rich.text import Text
 
     if look is None:
-        return Text(f"reading {run.name} … · q leaves, the run goes on", style="dim")
+        return Text(f"reading {run.name} … · q quits, the run continues", style="dim")
     return Group(frame(look, width, rows, sort, first), _hint(sort))
 
 
 def _hint(sort: str) -> Text:
     from rich.text import Text
 
-    return Text(f"sorted by {sort} · ↑ ↓ scroll · ← → sort · q leaves, the run goes on", style="dim")
+    return Text(f"sorted by {sort} · ↑ ↓ scroll · ← → sort · q quits, the run continues", style="dim")
 
 
 def _lines(table: RankTable, views: list[NodeView], nodes: Nodes) -> list[RankLine]:
-    """Every rank that measured something or that its agent tells of. Progress is as old as what was told of it, too."""
+    """Return every rank with measurements or an agent status. The age of the status adds to the age of progress."""
     now = time.time()
     measured = {rank: index for index, rank in enumerate(table.ranks)}
-    rows = table.values.tolist()  # by rows of floats: single values of an array are slow
+    rows = table.values.tolist()  # as lists of floats: single array elements are slow
     step_seconds, memory_bytes = COLUMNS.index("run_step_seconds"), COLUMNS.index("run_memory_bytes")
     result = []
     for view in views:
@@ -368,7 +367,7 @@ def _lines(table: RankTable, views: list[NodeView], nodes: Nodes) -> list[RankLi
         status = nodes.status(view.node)
         told_age_seconds = max(0.0, now - status.time) if status else 0.0
         status_of_rank = {rank.rank: rank for rank in status.ranks} if status else {}
-        is_whole = view.health in ("lost", "slow") or view.health not in BAD  # else it is one rank's trouble
+        is_whole = view.health in ("lost", "slow") or view.health not in BAD  # else it is a problem of one rank
         for number in range(max(len(view.ranks), 1)):
             rank = view.first_rank + number
             index, rank_now = measured.get(rank), status_of_rank.get(rank)
@@ -392,7 +391,7 @@ def _lines(table: RankTable, views: list[NodeView], nodes: Nodes) -> list[RankLi
 
 
 def _progress_age(rank: RankStatus | None, told_age_seconds: float) -> float | None:
-    """None where the rank never told of any progress."""
+    """Return the age of the last progress; None if the rank never reported any."""
     if rank is None or not (rank.progress_age_seconds or rank.step):
         return None
     return rank.progress_age_seconds + told_age_seconds
@@ -426,7 +425,7 @@ def _title(summary: RunSummary) -> Text:
 
 
 def _above(look: TopLook) -> list[Text]:
-    """What stands above the ranks."""
+    """Return the lines above the ranks."""
     from rich.text import Text
 
     spares = [view for view in look.nodes if view.is_spare and view.health in BAD]
@@ -441,7 +440,7 @@ def _above(look: TopLook) -> list[Text]:
 
 
 def _below(look: TopLook, has_color: bool = True) -> list[Text]:
-    """What stands below them."""
+    """Return the lines below the ranks."""
     from rich.text import Text
 
     legend = Text("phases: ", style="dim")
@@ -456,7 +455,7 @@ def _verdict_lines(look: TopLook) -> list[Text]:
 
     verdict = look.verdict
     if verdict is None:
-        asking = [Text("asking why …", style="dim")] if look.summary.state in EXAMINED else []
+        asking = [Text("diagnosing …", style="dim")] if look.summary.state in EXAMINED else []
         return [*asking, Text(look.finding, style="dim")]
     style = TONES.get(verdict.condition, "cyan")
     lines = [Text.assemble((f"{verdict.condition}: ", style), verdict.sentence)]
@@ -467,7 +466,7 @@ def _verdict_lines(look: TopLook) -> list[Text]:
 
 @contextmanager
 def _single_keys(news: int) -> Iterator[Callable[[], str]]:
-    """Keys one by one, without Enter, or "" when there is something new; the terminal is put back as it was."""
+    """Yield a reader of single keys, without Enter, or "" when there is a new state; restore the terminal later."""
     import termios
     import tty
 
@@ -491,13 +490,13 @@ _SEQUENCES = {
 
 
 def _read_key(descriptor: int, news: int) -> str:
-    """The next key, or "" when `news` came before one."""
+    """Return the next key, or "" when `news` came first."""
     ready = select.select([descriptor, news], [], [])[0]
     if news in ready:
         os.read(news, 4096)
     if descriptor not in ready:
         return ""
     data = os.read(descriptor, 16)
-    if not data:  # whoever sat there is gone
+    if not data:  # the terminal was closed
         return "q"
     return _SEQUENCES.get(data, data[:1].decode(errors="replace") if data[:1] != b"\x1b" or data == b"\x1b" else "")

@@ -178,7 +178,7 @@ def test_beyond_loopback_even_looking_needs_the_token(serve: Serve, tmp_path: Pa
         assert "one" not in body or path == "/none"
     status, _, body = page.ask("GET", "/", accept="text/html", **host)
     assert status == 401
-    assert "needs its token" in body
+    assert "Token required" in body
     assert page.ask("GET", "/runs/one", authorization=f"Bearer {TOKEN}", **host)[0] == 200
     assert page.ask("GET", "/", cookie=page.log_in()["cookie"], **host)[0] == 200
 
@@ -239,7 +239,8 @@ def test_a_run_begun_anew_is_not_shown_as_the_one_before(page: PageServer, tmp_p
     shutil.rmtree(tmp_path / "runs" / "one")
     assert page.ask("GET", "/runs/one/events")[0] == 404
     write_run(tmp_path / "runs", "one", steps=2)
-    assert '{"anew":true}' in page.ask("GET", f"/runs/one/events?mark={mark_of(page_before)}")[2]  # and it has ended
+    stream = page.ask("GET", f"/runs/one/events?mark={mark_of(page_before)}")[2]  # and it has ended
+    assert '{"replaced":true}' in stream
     page_after = page.ask("GET", "/runs/one")[2]
     assert "2 / 400" in page_after
     assert mark_of(page_after) != mark_of(page_before)
@@ -270,7 +271,7 @@ def test_a_folder_that_cannot_be_looked_at_once_loads_no_page_again(
 
     found = asyncio.run(told())
     assert len(found) == len(opened.page.parts) + 1
-    assert {"anew": True} not in found
+    assert {"replaced": True} not in found
 
 
 def begun(page: PageServer, text: str, receive_bytes: int = 0) -> socket.socket:

@@ -341,7 +341,7 @@ def test_escape_leaves_the_search_in_a_log_and_a_stream_that_ended_is_said(
     hide = "Object.defineProperty(document, 'hidden', {value: %s, configurable: true});"
     for value in ("true", "false"):  # as if somebody looked at another tab, and came back
         tab.evaluate(hide % value + "document.dispatchEvent(new Event('visibilitychange'))")
-    tab.wait_for("document.getElementById('live').textContent.includes('load the page again')")
+    tab.wait_for("document.getElementById('live').textContent.includes('reload the page')")
     tab.errors.clear()  # the browser's own words about the 404
 
 

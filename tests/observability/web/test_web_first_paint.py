@@ -208,7 +208,7 @@ def test_a_server_that_is_gone_shows_its_last_measurements(serve: Serve, tmp_pat
     assert charts["first_token"]["series"][1]["values"] == [None, 0.75, 0.75]
     assert charts["kv"]["newest"] == "50%"
     assert charts["tokens"]["x_end"] == "last"
-    assert "It does not serve now. These are its last measurements" in body
+    assert "The server is not running. Last measurements" in body
     assert "250 ms" in body.partition('data-fragment="serving"')[2].partition("<figure")[0]
 
 
@@ -218,10 +218,10 @@ def test_a_server_that_does_not_answer_or_never_computed_says_so(serve: Serve, t
     server_run(tmp_path / "runs", "idle", "stopped", [])
     page = serve()
     body = page.ask("GET", "/runs/silent")[2]
-    assert "It does not answer at http://127.0.0.1:1 yet." in body
+    assert "No answer at http://127.0.0.1:1 yet." in body
     assert charts_of(body)["requests"]["series"][0]["values"] == [1, 3]
     assert "last step" not in body  # a server has none
-    assert "It does not serve now, and has computed nothing." in page.ask("GET", "/runs/idle")[2]
+    assert "The server is not running, and has recorded nothing." in page.ask("GET", "/runs/idle")[2]
 
 
 def test_time_without_requests_is_shown_and_looks_go_on_from_records(tmp_path: Path) -> None:
@@ -286,7 +286,7 @@ def test_the_list_shows_the_cause_first_and_the_loss(serve: Serve, tmp_path: Pat
         (CachedVerdict("slow", "llama is slow: it takes 4 s a step."), "it takes 4 s a step."),
         (CachedVerdict("slow", "llama is slow: it takes 4 s.", cause="the card is hot"), "the card is hot"),
         (CachedVerdict("waiting", "llama waits as job 7: no node is free."), "waits as job 7: no node is free."),
-        (CachedVerdict("unknown", "it could not be examined: a: b"), "it could not be examined: a: b"),
+        (CachedVerdict("unknown", "diagnosis failed: a: b"), "diagnosis failed: a: b"),
         (
             CachedVerdict(
                 "dead", "llama has failed: rank 0 on node-0 exited with code 1 (generation 0): ValueError: no."

@@ -269,12 +269,12 @@ def test_a_server_is_shown_with_its_latencies(
     run.job_path.write_text(f"name: chat\nkind: serve\nmodel: qwen3-0.6b\n{serving}\ncluster: local x 1\n")
     run.plan_path.write_text(json.dumps({"kind": "serve"}))
     tab = browser.open(f"{serve().address}runs/chat")
-    tab.wait_for("document.querySelector('[data-fragment=serving]').textContent.includes('7 wait')")
+    tab.wait_for("document.querySelector('[data-fragment=serving]').textContent.includes('7 waiting')")
     text = tab.evaluate("document.querySelector('[data-fragment=serving]').textContent")
     assert "300 ms" not in text  # nobody has asked since somebody looks
     assert "25%" in text
     server.text = metrics_of(160, "0.5", waiting=9)
-    tab.wait_for("document.querySelector('[data-fragment=serving]').textContent.includes('9 wait')")
+    tab.wait_for("document.querySelector('[data-fragment=serving]').textContent.includes('9 waiting')")
     text = tab.evaluate("document.querySelector('[data-fragment=serving]').textContent")
     assert "300 ms" in text  # the middle of the bucket from 0.1 to 0.5 s
     tab.wait_for("document.querySelectorAll('canvas[data-drawn]').length >= 6")
@@ -297,7 +297,7 @@ def test_a_verdict_is_made_once_for_a_state_and_a_failed_examination_says_so(tmp
     wait_until(lambda: verdicts.ask(run, 1) is not None)
     answer = verdicts.ask(run, 1)
     assert answer is not None
-    assert (answer.condition, answer.sentence) == ("unknown", "it could not be examined: a torn file")
+    assert (answer.condition, answer.sentence) == ("unknown", "diagnosis failed: a torn file")
     other = write_run(tmp_path, "other", nodes=1, steps=3)
     wait_until(lambda: verdicts.ask(other, 1) is not None)
     assert examined == ["llama", "other"]  # nothing changed: it was not asked twice
@@ -380,7 +380,7 @@ def test_a_change_outlives_who_waits_for_it(tmp_path: Path, monkeypatch: pytest.
     command = (sys.executable, "-c", f"import sys; sys.argv.append({str(tmp_path)!r})\n{script}")
     told = act("kill", run, craton=command)
     assert not told.is_done
-    assert "goes on" in told.message
+    assert "continues" in told.message
     (tmp_path / "go").touch()
     wait_until((tmp_path / "finished").exists)
     assert (tmp_path / "session").read_text() == "True"
@@ -420,29 +420,29 @@ HELD = {
 @pytest.mark.parametrize(
     ("healing", "is_done", "words"),
     [
-        ({"mode": "advise", "decisions": []}, True, "no node needs anything"),
+        ({"mode": "advise", "decisions": []}, True, "no node needs an action"),
         (
             {"mode": "advise", "decisions": [{"node": "n1", "action": "reset", "reason": "XID 95"}]},
             True,
-            "n1 needs reset: XID 95. Nothing was done: its cluster's policy is advise",
+            "n1 needs reset: XID 95. No action was taken: its cluster's policy is advise",
         ),
         (
             {"mode": "act", "decisions": [HELD]},
             False,
-            "n2 needs reboot: XID 79 (not done: 1 of 10 nodes are out already). Nothing was done",
+            "n2 needs reboot: XID 79 (not done: 1 of 10 nodes are out already). No action was taken",
         ),
         (
             {"mode": "act", "decisions": [TAKEN], "deeds": [{"id": "4f2a91c0"}, {"id": "4f2a91c0"}]},
             True,
-            "1 done, to be undone by `craton heal llama --undo 4f2a91c0`; n1 needs reset: XID 95",
+            "1 done, undo with `craton heal llama --undo 4f2a91c0`; n1 needs reset: XID 95",
         ),
         ({"mode": "act", "decisions": [], "failures": ["sinfo does not answer"]}, False, "sinfo does not answer"),
         (
             {"mode": "act", "decisions": [TAKEN], "deeds": [{"id": "ab"}], "failures": ["llama stays on node-1"]},
             False,
-            "1 done, to be undone by `craton heal llama --undo ab`; llama stays on node-1; n1 needs reset: XID 95",
+            "1 done, undo with `craton heal llama --undo ab`; llama stays on node-1; n1 needs reset: XID 95",
         ),
-        ({"mode": "off", "decisions": []}, False, "healing of its cluster is off"),
+        ({"mode": "off", "decisions": []}, False, "healing is off for its cluster"),
     ],
 )
 def test_what_heal_found_and_did_is_told(healing: dict[str, object], is_done: bool, words: str) -> None:
@@ -508,7 +508,7 @@ def test_gpus_that_cannot_be_asked_are_told_of_and_a_run_without_any_is_not(tmp_
     assert (without.look(), without.trouble) == ({}, "")
     run.launch_path.write_text(json.dumps({**json.loads(run.launch_path.read_text()), "gpus": True}))
     broken = LocalGpus(run, fail)
-    assert (broken.look(), broken.trouble) == ({}, "the GPUs of this machine cannot be asked: driver not loaded")
+    assert (broken.look(), broken.trouble) == ({}, "cannot read the GPUs of this machine: driver not loaded")
 
 
 def test_a_scheduler_is_asked_once_for_the_list_and_all_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,9 +89,9 @@ def test_the_page_and_why_name_the_same_ranks_or_none(
         assert told.startswith(f"4 ranks on {nodes[0]} spend ")
     else:
         assert told == (
-            "Ranks are compared when each has told of 13 steps"
+            "Ranks are compared once each has reported 13 steps"
             if case == "first steps"
-            else "In their last steps no rank held the others up"
+            else "No straggler in the last steps"
         )
 
 
@@ -119,7 +119,7 @@ def test_beside_a_verdict_the_ranks_are_those_that_it_names(tmp_path: Path) -> N
     assert late_with(CachedVerdict("slow", "it is hot", late=other)) == other
     assert late_with(CachedVerdict("hung", "rank 3 hangs")) is None
     assert late_with(CachedVerdict("healthy", "all is well")) is None
-    assert late_with(CachedVerdict("unknown", "it could not be examined", time=time.time())) == found
+    assert late_with(CachedVerdict("unknown", "diagnosis failed", time=time.time())) == found
     assert late_with(None, "failed") is None
-    assert finding(table, None, "failed") == "What the ranks did last; they are compared while the run moves"
+    assert finding(table, None, "failed") == "Last steps of the ranks; they are compared only while the run is active"
     assert finding(table, other, "running").endswith("times as long: 40% of every step is lost")

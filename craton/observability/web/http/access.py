@@ -1,15 +1,15 @@
-"""Who may look at the page and who may change a run, decided from a request's headers alone.
+"""Access control of the page: who may view it and who may change a run, based only on request headers.
 
-- On loopback everybody on this machine may look; beyond it, and behind a proxy, looking needs the token too.
-- A change (stop, resume, heal) always needs it, by POST: as `Authorization: Bearer TOKEN`, or as what a login gives: a
-  cookie and a secret, and then only from a page of this very server.
-- Browsers send a cookie to every port of a host, where others may listen. So the cookie is good for looking only: the
-  secret, of which it holds no more than a keyed hash, is kept by the page for its own origin, and no page holds it.
-- On loopback a request must name this machine in its Host header, or the address that a proxy is known by: a website
-  whose name was pointed at 127.0.0.1 (DNS rebinding) names itself there.
+- On loopback everyone on this machine may view it; beyond loopback, and behind a proxy, viewing needs the token too.
+- A change (stop, resume, heal) always needs the token, by POST: as `Authorization: Bearer TOKEN`, or as the cookie and
+  secret of a login, and then only from a page of this server.
+- Browsers send a cookie to every port of a host, where other programs may listen. So the cookie only allows viewing.
+  It contains a keyed hash of the secret; the page keeps the secret itself in its origin's storage.
+- On loopback the Host header must name this machine or the proxy's public address: a website whose name points at
+  127.0.0.1 (DNS rebinding) sends its own name there.
 
-The cookie is signed with the token and holds the moment of its end, so that nothing is kept here and a restart with the
-same token file logs nobody out.
+The cookie is signed with the token and contains its expiry, so the server keeps no sessions and a restart with the same
+token file keeps all logins.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ SECRET_HEADER = "x-craton-secret"
 
 @dataclass(frozen=True)
 class Access:
-    """The rules of one server. `port` names its cookie: browsers send cookies to every port of a host. `public` is the
-    origin (`https://HOST`) of a proxy in front of it, which anybody may come through; empty where there is none."""
+    """The rules of one server. `port` is part of the cookie's name: browsers send cookies to every port of a host.
+    `public` is the origin (`https://HOST`) of a proxy in front of it; empty without one."""
 
     token: str
     listens_beyond_loopback: bool
@@ -42,16 +42,16 @@ class Access:
         return f"craton-{self.port}"
 
     def knows_host(self, host: str) -> bool:
-        """Whether a request is for this server by the name it used."""
+        """Return whether the Host header names this server."""
         name = host_name(host)
         if name is None:
             return False
         return self.listens_beyond_loopback or is_loopback(name) or name == urlsplit(self.public).hostname
 
     def is_same_origin(self, headers: Mapping[str, str]) -> bool:
-        """Whether a browser says that a page of this server sent it. One that does not say is not believed."""
+        """Return whether the browser's headers show that a page of this server sent the request; False without them."""
         origin = headers.get("origin", "")
-        if self.public and origin == self.public:  # a proxy may have put another name into Host
+        if self.public and origin == self.public:  # a proxy may rewrite Host
             return headers.get("sec-fetch-site", "same-origin") == "same-origin"
         return bool(origin) and not is_foreign(headers)
 
@@ -59,7 +59,7 @@ class Access:
         return is_same_key(token, self.token)
 
     def new_session(self, secret: str, now: float | None = None) -> str:
-        """What a cookie holds beside the secret of a page."""
+        """Return the cookie for a page's secret."""
         end = int((time.time() if now is None else now) + SESSION_SECONDS)
         held = f"{end}.{self._signed('secret', secret)}"
         return f"{held}.{self._signed('session', held)}"
@@ -68,14 +68,14 @@ class Access:
         held, _, signature = cookie.rpartition(".")
         if not is_same_key(signature, self._signed("session", held)):
             return False
-        return int(held.partition(".")[0]) > (time.time() if now is None else now)  # it is ours: it has a number
+        return int(held.partition(".")[0]) > (time.time() if now is None else now)  # signed: a number
 
     def is_secret(self, secret: str, cookie: str) -> bool:
-        """Whether a page has the secret that was given to it together with the cookie."""
+        """Return whether the secret belongs to the cookie."""
         return self.is_session(cookie) and is_same_key(self._signed("secret", secret), cookie.split(".")[1])
 
     def is_known(self, headers: Mapping[str, str], cookies: Mapping[str, str]) -> bool:
-        """Whether a request comes from somebody who has the token."""
+        """Return whether the request has the token, or a session made with it."""
         return self._has_bearer(headers) or self.is_session(cookies.get(self.cookie_name, ""))
 
     def may_look(self, headers: Mapping[str, str], cookies: Mapping[str, str]) -> bool:
@@ -83,16 +83,16 @@ class Access:
         return is_for_all or self.is_known(headers, cookies)
 
     def why_not_change(self, headers: Mapping[str, str], cookies: Mapping[str, str]) -> str:
-        """Empty when a change is allowed."""
-        if self._has_bearer(headers):  # no website can make a browser send this header here
+        """Return why a change is refused; empty when it is allowed."""
+        if self._has_bearer(headers):  # no other website can make a browser send this header
             return ""
         cookie = cookies.get(self.cookie_name, "")
         if not self.is_session(cookie):
             return "a change needs the token that `craton ui` printed: open its link, or send it as a bearer token"
         if not self.is_same_origin(headers):
-            return "a change must come from a page of this server"
+            return "a change must be sent by a page of this server"
         if not self.is_secret(headers.get(SECRET_HEADER, ""), cookie):
-            return "this page has not logged in, or another page did since: give the token that `craton ui` printed"
+            return "this page is not logged in, or another page logged in since: enter the token of `craton ui`"
         return ""
 
     def _has_bearer(self, headers: Mapping[str, str]) -> bool:
@@ -104,17 +104,16 @@ class Access:
 
 
 def public_origin(url: str) -> str:
-    """The origin that browsers name for an address of `--public-url`: no port where it is the usual one."""
+    """Return the origin that browsers send for `--public-url`: without the default port."""
     try:
         parts = urlsplit(url)
         host, port = parts.hostname or "", parts.port
     except ValueError:
-        raise AccessError(f"--public-url {url!r} is no address: write https://HOST") from None
+        raise AccessError(f"--public-url {url!r} is not a URL: give https://HOST") from None
     shown = f"[{host}]" if ":" in host else host
     is_host = host_name(shown) is not None and parts.username is None
     if parts.scheme != "https" or not is_host or parts.path not in ("", "/") or parts.query or parts.fragment:
         raise AccessError(
-            f"--public-url {url!r} is not where a proxy could serve the page: it has TLS and nothing behind the host: "
-            "write https://HOST"
+            f"--public-url {url!r} is not valid: it must use https and have no path after the host: give https://HOST"
         )
     return f"https://{shown}" + (f":{port}" if port not in (None, 443) else "")

@@ -1,12 +1,12 @@
-"""The page as a web application: what is at which address, what streams, and what every answer is guarded by.
+"""The web application: routes, event streams and access checks.
 
-    GET  /                      the runs            GET  /events             their news, as server-sent events
-    GET  /runs/NAME             one run             GET  /runs/NAME/events   its news
-    GET  /runs/NAME/log         a piece of a log    POST /runs/NAME/ACTION   stop, kill, resume or heal it
-    POST /login                 the token for a cookie and a secret
+    GET  /                      the runs            GET  /events             their updates, as server-sent events
+    GET  /runs/NAME             one run             GET  /runs/NAME/events   its updates
+    GET  /runs/NAME/log         a chunk of a log    POST /runs/NAME/ACTION   stop, kill, resume or heal it
+    POST /login                 exchange the token for a cookie and a secret
 
-Nothing is read from outside the runs there are: a name in an address is that of a folder among them. Pages load nothing
-from elsewhere, run no inline script and style, and cannot be framed.
+Only existing runs are read: a name in a URL is a folder among them, never a path. Pages load nothing from other sites,
+run no inline script or style, and cannot be framed.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ from craton.observability.web.sources import (
 )
 from craton.telemetry import RunDirectory
 
-FIRST_SECONDS = 1.0  # what is read of a run by then is in its page; the rest streams
-FIRST_WIDE_SECONDS = 0.15  # the same for a run of many nodes: its ranks take longer than anybody would wait
+FIRST_SECONDS = 1.0  # parts read by then are in the page; the rest is streamed
+FIRST_WIDE_SECONDS = 0.15  # the same for a run with many nodes, whose ranks take too long to wait for
 WIDE_NODES = 64
-BEAT_SECONDS = 15.0  # a stream without news says that it lives
+BEAT_SECONDS = 15.0  # keep-alive of a stream without updates
 LOOK_SECONDS = 1.0
 HURRY_SECONDS = 0.15  # between two messages while runs are still being read
 MAX_PAGES = 16
@@ -64,7 +64,7 @@ MAX_DIGITS = 18
 
 @dataclass(frozen=True)
 class Opened:
-    """The page of a run, and what tells that run from another one of its name."""
+    """The page of a run, and a mark that identifies the run among others with the same name."""
 
     page: RunPage
     mark: str
@@ -72,7 +72,7 @@ class Opened:
 
 @dataclass
 class PageSite:
-    """What the addresses share."""
+    """State shared by all routes."""
 
     root: Path
     access: Access
@@ -82,12 +82,12 @@ class PageSite:
     alerts: Callable[[], Answered]
     do: Callable[[str, RunDirectory], Any] = act
     rows: _RowTexts = field(default_factory=lambda: _RowTexts())
-    mark: str = field(default_factory=lambda: secrets.token_hex(4))  # tells this server from one before it
+    mark: str = field(default_factory=lambda: secrets.token_hex(4))  # differs for every server process
     _pages: OrderedDict[Path, Opened] = field(default_factory=OrderedDict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def find(self, name: str) -> RunDirectory | None:
-        """A run by its name; never by a path. The other runs are not looked at: a page that follows a log asks every
+        """Find a run by its name, never by a path. Other runs are not read: a page that follows a log asks every
         second."""
         if name in ("", os.curdir, os.pardir) or os.sep in name:
             return None
@@ -100,8 +100,8 @@ class PageSite:
             raise
 
     def open(self, name: str) -> Opened | None:
-        """The page of a run, shared by all who look at it. A run that was deleted and begun anew gets a new one: what
-        was read of the old one is not true of it."""
+        """Return the page of a run, shared by all its viewers. A run that was deleted and started again under the same
+        name gets a new one."""
         run = self.find(name)
         mark = run_mark(run) if run else ""
         if run is None or not mark:
@@ -118,8 +118,8 @@ class PageSite:
 
 
 def run_mark(run: RunDirectory) -> str:
-    """The same from a run's first generation to its last; empty when the run is gone. A file system may give the
-    number of a deleted folder to the next one, but its first generation was not made at the same moment."""
+    """Return a mark that stays the same from a run's first generation to its last; empty when the run is gone. A file
+    system may reuse the inode of a deleted folder, but not with the same time of the first generation."""
     try:
         folder = os.stat(run.path).st_ino
     except FileNotFoundError:
@@ -139,7 +139,7 @@ def make_app(
     verdicts: Verdicts | None = None,
     do: Callable[[str, RunDirectory], Any] = act,
 ) -> ASGIApp:
-    """The application for the runs under a folder."""
+    """Return the application for the runs in a folder."""
     verdicts = verdicts or Verdicts(lambda run: examine(run, prometheus))
     asked = Prometheus(prometheus) if prometheus else None
     alerts = Background(asked.alerts, ALERT_SECONDS, asked.late, DEADLINE_SECONDS).get if asked else Answered
@@ -147,7 +147,7 @@ def make_app(
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        await run_in_threadpool(site.summaries.rows)  # begins to read before anybody asks
+        await run_in_threadpool(site.summaries.rows)  # start reading before the first request
         yield
         site.summaries.close()
         verdicts.close()
@@ -162,14 +162,14 @@ def make_app(
         Route("/runs/{name}/log", _log),
         Route("/runs/{name}/{action}", _change, methods=["POST"]),
     ]
-    # A file system that fails now and then (a stale handle, a server that is restarted) is not a fault of the page.
+    # A file system may fail for a while (a stale handle, a server restart): report it, do not crash.
     app = Starlette(routes=routes, lifespan=lifespan, exception_handlers={OSError: _unreadable})
     app.state.site = site
     return RequestGuard(app, access)
 
 
 async def _unreadable(request: Request, error: Exception) -> Response:
-    return refuse(503, f"the runs in {_site(request).root} cannot be read now: {error}")
+    return refuse(503, f"cannot read the runs in {_site(request).root}: {error}")
 
 
 def _site(request: Request) -> PageSite:
@@ -203,14 +203,14 @@ async def _runs(request: Request) -> Response:
 
 
 async def _runs_events(request: Request) -> Response:
-    """`since` is what the page holds already: this server's mark and the version of its list."""
+    """`since` is the state of the page: this server's mark and the version of its list."""
     site = _site(request)
     mark, _, version = request.query_params.get("since", "").partition(".")
     return _stream(_runs_news(site, int(version) if mark == site.mark and _is_number(version) else -1))
 
 
 async def _runs_news(site: PageSite, since: int) -> AsyncIterator[dict[str, Any]]:
-    """The rows that changed since the last message, and the order of all of them."""
+    """Yield the rows that changed since the last message, and the order of all rows."""
     rows_before = await run_in_threadpool(site.summaries.rows)
     sent = {row.run.name: row.version for row in rows_before if row.version <= since}
     order = [row.run.name for row in rows_before] if len(sent) == len(rows_before) else []
@@ -235,7 +235,7 @@ async def _runs_news(site: PageSite, since: int) -> AsyncIterator[dict[str, Any]
 
 @dataclass
 class _RowTexts:
-    """The HTML of rows, which are asked for by everybody and change now and then."""
+    """Cache of the rows' HTML, shared by all viewers."""
 
     known: dict[Path, tuple[int, str]] = field(default_factory=dict)
 
@@ -274,7 +274,7 @@ async def _run(request: Request) -> Response:
         own_prefix=OWN,
         parts=list(page.parts),
         unread=[part for part in page.parts if part not in shown],
-        # "<" cannot end the script element when it is written as an escape of JSON.
+        # Escaped as JSON, "<" cannot end the script element.
         charts=json.dumps(charts, separators=(",", ":")).replace("<", "\\u003c"),
         logs=logs,
         **about_request(request, site.access),
@@ -283,7 +283,7 @@ async def _run(request: Request) -> Response:
 
 
 async def _first(site: PageSite, page: RunPage) -> dict[str, Shown]:
-    """The parts that are read within FIRST_SECONDS; the others go on being made, and stream when they are."""
+    """Return the parts that are ready within FIRST_SECONDS; the others are streamed when they are."""
     shown: dict[str, Shown] = {}
 
     def collect() -> None:
@@ -297,22 +297,22 @@ async def _first(site: PageSite, page: RunPage) -> dict[str, Shown]:
 
 
 async def _run_events(request: Request) -> Response:
-    """`mark` is the run that the page shows, which may have been deleted and begun anew since."""
+    """`mark` is the run that the page shows, which may have been replaced by another with the same name since."""
     site = _site(request)
     opened = await run_in_threadpool(site.open, request.path_params["name"])
     if opened is None:
-        return refuse(404, "there is no such run")
+        return refuse(404, "no such run")
     return _stream(_run_news(site, opened, request.query_params.get("mark", opened.mark)))
 
 
 async def _run_news(site: PageSite, opened: Opened, held: str) -> AsyncIterator[dict[str, Any]]:
-    """What changed in each part, as soon as it is known; or that the page shows a run that is no more."""
+    """Yield the changes of each part as soon as they are known, or that the page's run was replaced."""
     sent: dict[str, str] = {}
     page, mark = opened.page, opened.mark
     while True:
         if mark != held:
-            if mark:  # else it is gone, which the browser is told when it asks for the stream again
-                yield {"anew": True}
+            if mark:  # else it is gone: the browser gets a 404 when it reconnects
+                yield {"replaced": True}
             return
         is_silent = True
         for name in page.parts:
@@ -330,18 +330,18 @@ async def _run_news(site: PageSite, opened: Opened, held: str) -> AsyncIterator[
         if is_silent:
             yield {}
         await asyncio.sleep(LOOK_SECONDS)
-        with suppress(OSError):  # a file system that fails now and then says nothing about the run
+        with suppress(OSError):  # a temporary file system error does not mean that the run is gone
             mark = await run_in_threadpool(run_mark, page.run)
 
 
 def _shown(site: PageSite, page: RunPage, part: str) -> Shown:
-    """A part, or that it cannot be shown: one torn file must not take the page with it."""
+    """Return a part, or an error in its place: one broken file must not break the page."""
     try:
         with site.summaries.aside():
             shown = page.parts[part].get()
-        whole = {"late": ""} if part == list(page.parts)[-1] else {}  # with the last part everything was read
+        whole = {"late": ""} if part == list(page.parts)[-1] else {}  # after the last part everything was read
         return Shown({**shown.fragments, f"trouble-{part}": "", **whole}, shown.charts)
-    except Exception as error:  # noqa: BLE001 - whatever is wrong with one part, the others are shown, and this is said
+    except Exception as error:  # noqa: BLE001 - shown in place of the part; the others stay
         return Shown(
             {f"trouble-{part}": render("parts/trouble.html", part=part, error=f"{type(error).__name__}: {error}")}
         )
@@ -367,11 +367,11 @@ async def _log(request: Request) -> Response:
     run = await run_in_threadpool(_site(request).find, request.path_params["name"])
     begin = request.query_params.get("begin", "")
     if begin and not _is_number(begin):
-        return refuse(400, "begin is a number of bytes")
+        return refuse(400, "begin must be a number of bytes")
     source = request.query_params.get("source", "")
     piece = await run_in_threadpool(read_piece, run, source, int(begin) if begin else None) if run else None
     if piece is None:
-        return refuse(404, "there is no such log")
+        return refuse(404, "no such log")
     return JSONResponse(
         {"text": piece.text, "rest": piece.rest, "begin": piece.begin, "end": piece.end, "size": piece.size}
     )
@@ -382,12 +382,12 @@ def _is_number(text: str) -> bool:
 
 
 async def _change(request: Request) -> Response:
-    """Guarded already: whoever gets here may change things."""
+    """Run an action; the guard has already checked that the request may change runs."""
     site = _site(request)
     run = await run_in_threadpool(site.find, request.path_params["name"])
     action = request.path_params["action"]
     if run is None or action not in ACTIONS:
-        return refuse(404, "there is no such run, or nothing by that name can be done to it")
+        return refuse(404, "no such run or action; actions are stop, kill, resume and heal")
     outcome = await run_in_threadpool(site.do, action, run)
     status = 200 if outcome.is_done else 409
     return JSONResponse({"message" if outcome.is_done else "error": outcome.message}, status_code=status)

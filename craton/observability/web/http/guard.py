@@ -1,5 +1,4 @@
-"""What stands before every address, and what every answer carries: connections that cost those who open them (no token
-is needed to be refused one), who may look or change, what browsers may do."""
+"""Guard of every route: connection limits, access checks, and the security headers of every response."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from craton.observability.web.http.static_files import address_of_file
 from craton.observability.web.rendering import render
 
 MAX_BODY_BYTES = 4096
-END_SECONDS = 1  # streams are open for as long as a page is; they are not waited for
+END_SECONDS = 1  # streams stay open as long as their page: shutdown does not wait for them
 SECURITY_HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -33,13 +32,13 @@ SECURITY_HEADERS = {
 
 
 class PageConnection(BoundedH11):
-    """A browser opens six connections at most, but all who come through a proxy are one peer."""
+    """A browser opens at most six connections, but all clients behind a proxy are one peer."""
 
     limits = ConnectionLimits(head_seconds=10.0, body_seconds=10.0, write_seconds=10.0, per_peer=128, total=512)
 
 
 def server_config(app: ASGIApp, **options: Any) -> uvicorn.Config:
-    """The page's server, for uvicorn."""
+    """Return uvicorn's configuration for the page."""
     return uvicorn.Config(
         app,
         http=PageConnection,
@@ -53,7 +52,7 @@ def server_config(app: ASGIApp, **options: Any) -> uvicorn.Config:
 
 @dataclass
 class RequestGuard:
-    """Before every address: who asks, for whom, and whether they may. After: what a browser must not do with it."""
+    """Check every request before its route, and add the security headers to every response."""
 
     app: ASGIApp
     access: Access
@@ -75,22 +74,22 @@ class RequestGuard:
         await (refusal or self.app)(scope, receive, guarded)
 
     def _refusal(self, request: Request) -> Response | None:
-        # What is routed by; `request.url` is put together from the Host header, which anybody may write.
+        # The path that is routed by; `request.url` contains the Host header, which the client controls.
         access, path = self.access, request.scope["path"]
         if reason := repeated_header(request.headers.raw):
             return refuse(400, reason)
         headers, cookies = dict(request.headers), request.cookies
         if not access.knows_host(headers.get("host", "")):
             return refuse(
-                403, "this server is not known by that name: use localhost, or start it with --listen or --public-url"
+                403, "unknown name in the Host header: use localhost, or start it with --listen or --public-url"
             )
         if request.method not in ("GET", "HEAD", "POST"):
-            return refuse(405, "this server knows GET and POST")
+            return refuse(405, "only GET and POST are allowed")
         if path == "/login" or path.startswith("/static/"):
             return None
         if not access.may_look(headers, cookies):
             wants_page = "text/html" in headers.get("accept", "")
-            return _login_page(request, access, 401) if wants_page else refuse(401, "looking needs the token")
+            return _login_page(request, access, 401) if wants_page else refuse(401, "viewing needs the token")
         if request.method == "POST":
             reason = access.why_not_change(headers, cookies)
             return refuse(403, reason) if reason else None
@@ -102,26 +101,26 @@ def refuse(status: int, reason: str) -> Response:
 
 
 def about_request(request: Request, access: Access) -> dict[str, Any]:
-    """What every template needs."""
+    """Return the context that every template needs."""
     is_known = access.is_known(dict(request.headers), request.cookies)
     return {"may_change": is_known, "static": address_of_file}
 
 
 async def login(request: Request, access: Access) -> Response:
-    """The token against a cookie and a secret; a page sends it as JSON, which no form of another website can."""
+    """Exchange the token for a cookie and a secret. Pages send it as JSON, which forms of other websites cannot."""
     if request.method != "POST":
         return _login_page(request, access, 200)
     headers = dict(request.headers)
     if headers.get("content-type", "").partition(";")[0] != "application/json" or not access.is_same_origin(headers):
-        return refuse(403, "logging in is done by a page of this server")
+        return refuse(403, "a login must be sent by a page of this server")
     body = b""
     try:
         async for part in request.stream():
             body += part
             if len(body) > MAX_BODY_BYTES:
-                return refuse(413, "a token is shorter than that")
+                return refuse(413, "the request body is too long for a token")
     except ClientDisconnect:
-        return refuse(400, "the token did not come whole")
+        return refuse(400, "the request body is not a complete token")
     try:
         token = json.loads(body)["token"]
     except (ValueError, KeyError, TypeError, RecursionError):

@@ -1,4 +1,4 @@
-"""Listening: on loopback unless told otherwise, and never beyond it without a token, also not through a proxy."""
+"""Serve the page: on loopback by default, and beyond it or through a proxy only with a token."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def serve_page(
     opens: bool = False,
     announce: Callable[[str, str], None],
 ) -> None:
-    """Serves until it is interrupted. `tell` is told the address, and a link with the token where no file holds it."""
+    """Serve until interrupted. `tell` gets the address, and a link with the token unless a token file has it."""
     prometheus = prometheus_address(prometheus)
     origin = public_origin(public_url) if public_url else ""
     require_extra("observe", "`craton ui`", ("jinja2", "starlette", "uvicorn"))
@@ -43,17 +43,17 @@ def serve_page(
     from craton.observability.web.http.guard import server_config
 
     logging.getLogger("asyncio").addFilter(name_limit)
-    raise_file_limit()  # every open page is a connection
+    raise_file_limit()  # every open page holds a connection
     listener = _listener(listen, port)
     port = listener.getsockname()[1]
     access = Access(read_token(token_file), not is_loopback(listen), port, origin)
     shown = f"[{listen}]" if ":" in listen else listen
     address = f"{origin or f'http://{shown}:{port}'}/"
-    # A fragment is not sent to servers, and not written into their logs; the page takes it out of its address.
+    # Browsers do not send a fragment to servers, so it is in no log; the page removes it from the address bar.
     link = address if token_file else f"{address}#token={access.token}"
     app = make_app(root, access, prometheus=prometheus)
     config = server_config(app)
-    # Runs are read by threads that compute; a page that is asked for meanwhile must not wait its turn for long.
+    # Threads that read runs compute a lot; requests must not wait long for the GIL.
     sys.setswitchinterval(SWITCH_SECONDS)
     announce(address, link)
     with _openable(link, is_secret=opens and token_file is None) as opened:
@@ -64,17 +64,17 @@ def serve_page(
 
 @contextmanager
 def _openable(link: str, is_secret: bool) -> Iterator[str]:
-    """What a browser is told to open. Everybody on a machine can read command lines, so a link with the token is in a
-    file that only its owner may read, and that leads there."""
+    """Yield the address for the browser to open. Command lines are readable by everyone on a machine, so a link with
+    the token is in a redirect file that only its owner can read."""
     if not is_secret:
         yield link
         return
-    descriptor, name = tempfile.mkstemp(prefix="craton-", suffix=".html")  # readable by its owner alone
+    descriptor, name = tempfile.mkstemp(prefix="craton-", suffix=".html")  # readable only by its owner
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             target = html.escape(link)
             file.write(f'<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="0; url={target}">\n')
-            file.write(f'<a href="{target}">the page of all runs</a>\n')
+            file.write(f'<a href="{target}">all runs</a>\n')
         yield Path(name).as_uri()
     finally:
         Path(name).unlink(missing_ok=True)
@@ -89,17 +89,17 @@ def _listener(host: str, port: int) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind(place)
-        listener.listen(128)  # whoever is told the address may come before the server runs
+        listener.listen(128)  # clients may connect before the server runs
     except OSError as error:
         listener.close()
         raise AccessError(
-            f"{host}:{port} cannot be listened at: {error.strerror}; give another --port (0 takes a free one)"
+            f"cannot listen on {host}:{port}: {error.strerror}; choose another --port (0: any free one)"
         ) from None
     return listener
 
 
 def can_open() -> bool:
-    """Whether a browser of the person at this terminal could be opened: not over SSH, not without a screen."""
+    """Return whether a browser can be opened: not over SSH, not without a display."""
     if not sys.stdout.isatty() or os.environ.get("SSH_CONNECTION"):
         return False
     return sys.platform == "darwin" or bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))

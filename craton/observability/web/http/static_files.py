@@ -1,7 +1,7 @@
-"""What pages load beside themselves: style sheets and scripts, from memory, by addresses that change with them.
+"""Style sheets and scripts of the pages, served from memory under addresses that change with their content.
 
-All of them lie in one folder whose name is a digest over all: scripts import each other by relative addresses, and a
-browser that has kept one of an older version must not mix it with the others.
+All are in one folder whose name is a digest of all of them: scripts import each other by relative addresses, and a
+browser must not mix cached files of different versions.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ MEDIA_TYPES = {".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+
 async def static_file(request: Request) -> Response:
     found = _files().get(request.path_params["file"])
     if found is None:
-        return JSONResponse({"error": "there is no such file"}, status_code=404)
+        return JSONResponse({"error": "no such file"}, status_code=404)
     text, media_type = found
     is_asked_for = request.path_params["version"] == _version()
-    kept = "public, max-age=31536000, immutable" if is_asked_for else "no-cache"  # another version is not to be kept
+    kept = "public, max-age=31536000, immutable" if is_asked_for else "no-cache"  # other versions must not be cached
     return Response(text, media_type=media_type, headers={"cache-control": kept})
 
 
 @cache
 def _files() -> Mapping[str, tuple[str, str]]:
-    """Name → text and media type of everything that pages load."""
+    """Return name → text and media type of all static files."""
     result = {"base.css": (files("craton.html_report").joinpath("page.css").read_text(encoding="utf-8"), "text/css")}
     for path in sorted((FOLDER / "static").iterdir()):
         if path.suffix in MEDIA_TYPES:
@@ -40,7 +40,7 @@ def _files() -> Mapping[str, tuple[str, str]]:
 
 
 def address_of_file(name: str) -> str:
-    """Where a file is, by an address that changes when any of them does: a browser keeps it for a year."""
+    """Return the address of a file, which changes when any file does: browsers cache it for a year."""
     assert name in _files(), name
     return f"/static/{_version()}/{name}"
 

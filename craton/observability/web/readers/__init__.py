@@ -1,4 +1,4 @@
-"""Readers of run directories for the page."""
+"""Incremental readers of run directories for the page."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""The curves of a run: loss, speed and step time over the steps, and the job's own metrics, from what rank 0 recorded.
+"""The curves of a run from the records of rank 0: loss, throughput, step time and custom metrics over the steps.
 
-Only what is new is read, so that a look costs what was written since the last one. Where that is much, as at the first
-look or after hours without one, chunks spread evenly over it tell the shape and its end tells today. Lines of other
-ranks are passed over unparsed.
+Only new data is read. If there is much of it, as at the first read or after hours, evenly spread chunks give the shape
+of the curve, and the end of the file the newest values. Lines of other ranks are skipped unparsed.
 """
 
 from __future__ import annotations
@@ -17,17 +16,17 @@ from typing import Any
 from craton.telemetry import METRICS, RunDirectory, read_json
 from craton.telemetry.files import open_regular, parse_line, paths_in
 
-WHOLE_BYTES = 6 << 20  # what is new up to this size is read from beginning to end
-CHUNKS, CHUNK_BYTES = 300, 16 << 10  # of more, beside its last WHOLE_BYTES // 4
-MAX_POINTS = 600  # of a curve on the page, which is about as wide in pixels
+WHOLE_BYTES = 6 << 20  # new data up to this size is read completely
+CHUNKS, CHUNK_BYTES = 300, 16 << 10  # of larger data, besides its last WHOLE_BYTES // 4
+MAX_POINTS = 600  # per curve, about its width in pixels
 KEPT_POINTS = 4 * MAX_POINTS
-MAX_EVALUATIONS = 300  # likewise, beside them: of evaluations
+MAX_EVALUATIONS = 300  # likewise for evaluations
 KEPT_EVALUATIONS = 2 * MAX_EVALUATIONS
-MAX_OWN_METRICS = 24  # that are drawn; the number of the others is shown
-MAX_COUNTED_METRICS = 1000  # a job that invents a name at every step must not fill the memory
+MAX_OWN_METRICS = 24  # drawn; the number of the others is shown
+MAX_COUNTED_METRICS = 1000  # a job with a new name at every step must not fill the memory
 MAX_NAME_CHARACTERS = 100
 CURVES = ("run_loss", "run_evaluation_loss", "run_tokens_per_second", "run_step_seconds", "run_gradient_norm")
-STAMP = ("time", "step", "generation", "node", "rank")  # of every line
+STAMP = ("time", "step", "generation", "node", "rank")  # keys of every line
 _RANK_0 = (b'"rank":0}', b'"rank":0,', b'"rank": 0}', b'"rank": 0,')
 
 Point = tuple[float, ...]  # values of CURVES; NaN where there is none
@@ -35,27 +34,27 @@ Point = tuple[float, ...]  # values of CURVES; NaN where there is none
 
 @dataclass(frozen=True)
 class Curves:
-    """Steps and, for each of CURVES that has any, its value at every one; None between."""
+    """Steps and, for each of CURVES with data, its value at every step; None where missing."""
 
     steps: list[int]
     values: dict[str, list[float | None]]
-    own: dict[str, tuple[list[int], list[float]]] = field(default_factory=dict)  # name → its steps and values
-    num_hidden: int = 0  # metrics of the job's own that are not in `own`
+    own: dict[str, tuple[list[int], list[float]]] = field(default_factory=dict)  # name → steps and values
+    num_hidden: int = 0  # custom metrics that are not in `own`
 
 
 class History:
-    """Follows rank 0 over the generations and the nodes it was on."""
+    """Follow rank 0 over generations and nodes."""
 
     def __init__(self, run: RunDirectory) -> None:
         self._run = run
         self._forget()
 
     def _forget(self) -> None:
-        """As before the first look; files that became shorter were begun anew."""
+        """Reset to the state before the first read: files that became shorter were rewritten."""
         self._offsets: dict[Path, int] = {}
         self._points: dict[int, dict[str, float]] = {}
         self._nodes: dict[int, str] = {}  # generation → node of rank 0
-        self._own: list[str] = []  # names in the order in which they were first seen
+        self._own: list[str] = []  # names in order of first appearance
         self._hidden: set[str] = set()
 
     def look(self) -> Curves:
@@ -105,11 +104,11 @@ class History:
             return
         names = [*CURVES, *self._own_names(document)]
         values = {name: value for name in names if (value := finite(document.get(name))) is not None}
-        if values:  # a step that is done again replaces what it was before
+        if values:  # a repeated step replaces the earlier values
             self._points.setdefault(document["step"], {}).update(values)
 
     def _own_names(self, document: Mapping[str, Any]) -> list[str]:
-        """Of the line's metrics, those that the job has named itself and that are drawn."""
+        """Return the custom metrics of the line that are drawn."""
         result = []
         for name, value in document.items():
             if name in METRICS or name in STAMP or finite(value) is None:
@@ -128,7 +127,7 @@ class History:
         if len(self._points) <= KEPT_POINTS:
             return
         kept = set(on_grid(self._points, KEPT_POINTS // 2))
-        for name in ("run_evaluation_loss", *self._own):  # which may be recorded seldom
+        for name in ("run_evaluation_loss", *self._own):  # may be recorded rarely
             kept.update(on_grid(self._steps_of(name), KEPT_EVALUATIONS))
         self._points = {step: values for step, values in self._points.items() if step in kept}
 
@@ -151,7 +150,7 @@ class History:
 
 
 def finite(value: object) -> float | None:
-    """A number that can be drawn; None for all else, such as NaN, or an integer larger than any float."""
+    """Return a drawable number; None for anything else, such as NaN or an integer too large for a float."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
@@ -166,9 +165,9 @@ def _short(value: float) -> float:
 
 
 def on_grid(steps: Iterable[int], most: int) -> list[int]:
-    """At most so many of the steps (and the last one): the first of every stretch of a grid over step numbers. The
-    grid's stride is a power of two, so that thinning again and again keeps the same steps as thinning once would, and
-    leaves the curve equally fine everywhere."""
+    """Return at most `most` steps (and the last one): the first of every cell of a grid over step numbers. The grid's
+    stride is a power of two, so that repeated thinning keeps the same steps as thinning once, and the curve is equally
+    fine everywhere."""
     ordered = sorted(steps)
     stride = 1
     while True:
@@ -188,7 +187,7 @@ def _is_shorter(path: Path, size: int) -> bool:
 
 
 def _whole_lines(file: Any, start: int, size: int, is_cut: bool) -> tuple[list[bytes], int]:
-    """The lines of a stretch that have their ends in it, without the first where it may be cut; and where they end."""
+    """Return the complete lines of a range, without the first if it may be cut, and the offset after them."""
     file.seek(start)
     data: bytes = file.read(size)
     end = data.rfind(b"\n") + 1

@@ -1,4 +1,4 @@
-"""What ranks and agents printed, a piece at a time. Only names that logs of a run have are opened, and no links."""
+"""Logs of ranks and agents, in chunks. Only files with the name of a log are opened, and no links."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _SOURCE = re.compile(r"(rank-\d{5,}|(agent|keeper|nursery)-[A-Za-z0-9][A-Za-z0-9
 
 @dataclass(frozen=True)
 class LogChunk:
-    """A stretch of a log; `end` is where the next one begins. `rest` is a last line that has no end yet: it comes again
-    with the next piece, and may be all that a process that was killed could say."""
+    """A chunk of a log; `end` is the offset of the next one. `rest` is a last line without its end: it is sent again
+    with the next chunk, and may be the last output of a killed process."""
 
     text: str
     rest: str
@@ -26,7 +26,7 @@ class LogChunk:
 
 
 def sources(run: RunDirectory) -> list[str]:
-    """The logs of a run: those of ranks in their order, then those of agents."""
+    """Return the logs of a run: those of ranks in order, then those of agents."""
     try:
         names = [name for name in names_in(run.path / "logs") if _SOURCE.fullmatch(name)]
     except OSError:
@@ -35,8 +35,8 @@ def sources(run: RunDirectory) -> list[str]:
 
 
 def read_piece(run: RunDirectory, source: str, begin: int | None) -> LogChunk | None:
-    """From an offset on, or the end of the log; None where there is no such log. Only whole lines, unless one is longer
-    than a piece."""
+    """Read from an offset, or the end of the log; None if there is no such log. Only complete lines, unless one is
+    longer than a chunk."""
     if _SOURCE.fullmatch(source) is None:
         return None
     try:

@@ -1,8 +1,8 @@
-"""The nodes of a run by leaf, and how each does: by its heartbeat, by what its agent says of its ranks, by its speed.
+"""The nodes of a run by leaf, and the health of each: from its heartbeat, its agent's rank status, and its speed.
 
-Health is one word a node, the worst that is true of it: `lost` (its agent is silent), `stopped` (a rank is held by a
-signal), `stuck` (a rank makes no progress), `slow` (the others wait for a rank of it), `alert` (Prometheus fires one
-for it), else what its agent says of itself. Spares are nodes too: one that is silent cannot take another's place.
+Health is one word per node, the worst that applies: `lost` (its agent is silent), `stopped` (a signal stopped a rank),
+`stuck` (a rank makes no progress), `slow` (it has a straggler), `alert` (a Prometheus alert fires for it), otherwise
+the state in its heartbeat. Spares are nodes too: a silent one cannot replace another.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from craton.telemetry import RunDirectory, read_json
 from craton.telemetry.files import names_in
 from craton.telemetry.node import LOST_SECONDS, Heartbeat, NodeStatus, RankStatus, read_heartbeat, read_status
 
-# The worst first; a node has the first of these that is true of it.
+# The worst first; a node has the first that applies.
 HEALTH = ("lost", "stopped", "stuck", "slow", "alert", "running", "spare", "done", "released", "unknown")
 BAD = HEALTH[:5]
-STUCK_STEPS = 5.0  # medians of its own step that a rank may go without progress
+STUCK_STEPS = 5.0  # multiples of its median step that a rank may go without progress
 MIN_STUCK_SECONDS = 30.0
-READ_AGAIN_SECONDS = 10.0  # a heartbeat that seems to be the same file: inodes are given again
+READ_AGAIN_SECONDS = 10.0  # an unchanged inode may belong to a new file: inodes are reused
 _STANDING_STILL = ("productive", "data", "compile")  # kinds in which a rank ought to make progress
 
 
 @dataclass(frozen=True)
 class NodeMember:
-    """Who is in the run's newest generation."""
+    """The members of the run's newest generation."""
 
     generation: int
-    nodes: list[str]  # in the order of ranks
+    nodes: list[str]  # in rank order
     ranks_per_node: int
     leaves: dict[str, str]
-    spares: tuple[str, ...] = ()  # that may take a place in the next one
+    spares: tuple[str, ...] = ()  # may join the next generation
     num_stages: int = 1  # of the pipeline
-    is_accelerated: bool | None = None  # whether ranks compute on GPUs; None: nobody said
+    is_accelerated: bool | None = None  # whether ranks compute on GPUs; None: not known
 
 
 @dataclass(frozen=True)
@@ -46,15 +46,15 @@ class NodeView:
     node: str
     leaf: str
     health: str
-    reason: str  # why it is bad; empty when it is not
-    ranks: str  # a letter a rank: the first of what it books its time as, "!" one that is in trouble; a spare has none
+    reason: str  # why its health is bad; empty when it is good
+    ranks: str  # one letter per rank: the first of its ledger kind, "!" for a problem; a spare has none
     first_rank: int
     heartbeat_age_seconds: float | None
     is_spare: bool = False
 
 
 def read_member(run: RunDirectory) -> NodeMember:
-    """From the newest generation, or before there is one from what the agents were told."""
+    """Read the newest generation, or the launch file before there is one."""
     launch = read_json(run.launch_path)
     first_generation = launch.get("generation")
     started = first_generation if isinstance(first_generation, int) else 0
@@ -84,22 +84,22 @@ def read_member(run: RunDirectory) -> NodeMember:
 
 @dataclass(frozen=True)
 class _Told:
-    """What a node's agent said of its ranks, and what comes of it; by inode and time of the file."""
+    """The rank status of a node's agent and the resulting problem, by inode and mtime of the file."""
 
     key: tuple[int, int]
     status: NodeStatus | None
-    trouble: tuple[str, str] | None  # health and reason, of the worst rank
+    trouble: tuple[str, str] | None  # health and reason of the worst rank
     letters: str
 
 
 class Nodes:
-    """Looks at all nodes again and again; a file that was not replaced is not read again."""
+    """Read all nodes repeatedly; unchanged files are not read again."""
 
     def __init__(self, run: RunDirectory) -> None:
         self._run = run
-        # Heartbeat and status of a node: to make a path costs as much as to look at the file.
+        # Heartbeat and status paths of a node: building a path costs as much as a stat.
         self._paths: dict[str, tuple[str, str]] = {}
-        # By inode, since a touch changes only the time; with the moment of reading.
+        # By inode, because a touch changes only the mtime; with the time of reading.
         self._beats: dict[str, tuple[int, float, Heartbeat | None]] = {}
         self._told: dict[str, _Told] = {}
 
@@ -127,7 +127,7 @@ class Nodes:
         return [*views, *self._spares(member, now, alerted)]
 
     def _spares(self, member: NodeMember, now: float, alerted: Collection[str]) -> Iterator[NodeView]:
-        """Nodes that wait to take another's place; not those that have left, or have not come yet."""
+        """Yield the spare nodes, except those that have left or not yet arrived."""
         for node in member.spares:
             beat, age = self._beat(node, now)
             if beat is None or beat.state != "spare":
@@ -137,7 +137,7 @@ class Nodes:
             yield NodeView(node, member.leaves.get(node, ""), health, reason, "", 0, age, is_spare=True)
 
     def status(self, node: str) -> NodeStatus | None:
-        """What the node's agent had said of its ranks at the last look."""
+        """Return the rank status of the node's agent at the last read."""
         tail = self._told.get(node)
         return tail.status if tail else None
 
@@ -173,7 +173,7 @@ class Nodes:
 
 
 def is_stuck(rank: RankStatus) -> bool:
-    """Whether a rank has gone without progress for longer than its own steps explain, and than it says it may need."""
+    """Return whether a rank is without progress for longer than its steps and its own limit explain."""
     own = rank.progress_limit_seconds if rank.kind == "productive" and rank.step_seconds else 0.0
     limit = max(MIN_STUCK_SECONDS, STUCK_STEPS * rank.step_seconds, own)
     return rank.kind in _STANDING_STILL and rank.progress_age_seconds > limit
@@ -194,7 +194,7 @@ def _health(
     if trouble is not None:
         return trouble
     if beat.state == "running" and node in slow_nodes:
-        return "slow", "the other ranks wait for one of it"
+        return "slow", "the other ranks wait for one of its ranks"
     if beat.state in ("running", "spare") and node in alerted:
         return "alert", "Prometheus has an alert for it"
     state = "done" if beat.state in ("done", "stopped", "failed") else beat.state
@@ -204,7 +204,7 @@ def _health(
 def _trouble(ranks: Sequence[RankStatus]) -> tuple[str, str] | None:
     for rank in ranks:
         if rank.is_stopped:
-            return "stopped", f"rank {rank.rank} is held by a signal or a debugger"
+            return "stopped", f"rank {rank.rank} is stopped by a signal or a debugger"
     for rank in ranks:
         if is_stuck(rank):
             return (
@@ -219,7 +219,7 @@ def _letters(ranks: Sequence[RankStatus]) -> str:
 
 
 def topology(views: list[NodeView]) -> dict[str, Any]:
-    """What the page draws: leaves in the order of their first node, each with its nodes."""
+    """Return the data that the page draws: leaves in the order of their first node, each with its nodes."""
     leaves: dict[str, list[Any]] = {}
     for view in views:
         leaves.setdefault(view.leaf, []).append([view.node, HEALTH.index(view.health), view.ranks, view.first_rank])

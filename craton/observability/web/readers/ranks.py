@@ -1,8 +1,8 @@
-"""What every rank of a run measured last, read from the ends of the metric files.
+"""The newest measurements of every rank of a run, read from the ends of the metric files.
 
-A look costs what changed: a file is read again only when its size or time did, and then only what was added; what the
-ranks told last is kept in one array. 10,000 ranks on 1,250 nodes are 1,250 short reads. Of a wide run the first look
-takes one line a rank, so that there is a picture soon, and the next one the KEPT_LINES that a comparison needs.
+A file is read again only when its size or mtime changed, and then only its new lines; the newest lines are kept in one
+array. 10,000 ranks on 1,250 nodes are 1,250 short reads. For a wide run the first read takes one line per rank, so that
+the page soon has a picture, and the next one the KEPT_LINES that a comparison needs.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ COLUMNS = (
     "run_memory_bytes",
     "run_rank_gradient_norm",
 )
-FEW_RANKS = 512  # up to here the first look takes all lines that are kept of a rank
+FEW_RANKS = 512  # up to this size the first read takes all KEPT_LINES of a rank
 MEAN_LINES = 8
-# A rank with so many lines has MEAN_LINES behind the first five of its generation, which compile and warm up: `craton
-# why` does not compare ranks by those either.
+# A rank with this many lines has MEAN_LINES after the first five of its generation, which compile and warm up: `craton
+# why` ignores those too.
 KEPT_LINES = MEAN_LINES + 5
-LINE_BYTES = 1024  # more than a line of a rank takes
+LINE_BYTES = 1024  # longer than a line of a rank
 NAN = float("nan")
 
 Line = tuple[int, int, list[float]]  # rank, step, values of COLUMNS
@@ -37,15 +37,15 @@ Line = tuple[int, int, list[float]]  # rank, step, values of COLUMNS
 
 @dataclass(frozen=True, eq=False)
 class RankTable:
-    """Ranks in their order; NaN: not measured."""
+    """Measurements in rank order; NaN: not measured."""
 
     ranks: list[int]
     nodes: list[str]
     steps: list[int]
-    lines: NDArray[np.float64]  # [ranks, MEAN_LINES, COLUMNS], the newest first; NaN where there are not so many
+    lines: NDArray[np.float64]  # [ranks, MEAN_LINES, COLUMNS], newest first; NaN where there are fewer
     values: NDArray[np.float64]  # [ranks, COLUMNS]: their means
-    num_lines: list[int]  # that each has told in this generation, as far as KEPT_LINES
-    stages: list[int]  # of the pipeline, that each is in
+    num_lines: list[int]  # lines of each in this generation, up to KEPT_LINES
+    stages: list[int]  # pipeline stage of each
 
     def __len__(self) -> int:
         return len(self.ranks)
@@ -61,14 +61,14 @@ class RankTable:
 
 @dataclass
 class _File:
-    """The metrics of one node, and how far they were read."""
+    """The metric file of one node, and how far it was read."""
 
     node: str
     path: str
     key: tuple[int, int] = (-1, -1)
-    depth: int = 0  # lines of each rank that were asked for
+    depth: int = 0  # lines requested per rank
     end: int = 0
-    ranks: set[int] = field(default_factory=set)  # that told something in it
+    ranks: set[int] = field(default_factory=set)  # ranks with lines in it
 
 
 class RankTails:
@@ -80,8 +80,8 @@ class RankTails:
         self._table: RankTable | None = None
 
     def look(self, nodes: list[str], ranks_per_node: int, generation: int, num_stages: int = 1) -> RankTable:
-        """The ranks of these nodes, in the generation that they are in: the same table as before where nothing was
-        added. Stages are the outermost dimension of ranks."""
+        """Return the table of the ranks of these nodes in this generation; the same object if nothing was added. Stages
+        are the outermost dimension of ranks."""
         who = (nodes, ranks_per_node, generation, num_stages)
         if who != self._who:
             self._begin(nodes, ranks_per_node, generation)
@@ -101,7 +101,7 @@ class RankTails:
         self._table = None
 
     def _read(self, file: _File) -> bool:
-        """Takes what is new of one node, if anything is; what cannot be read now is tried again at the next look."""
+        """Read the new lines of one node; a file that cannot be read is retried at the next call."""
         try:
             return self._take(file, os.stat(file.path))
         except OSError:
@@ -126,7 +126,7 @@ class RankTails:
         return True
 
     def _last_lines(self, path: str, size: int, depth: int) -> tuple[list[Line], int]:
-        """Each rank's last lines of the generation, the oldest first, by reading the file from its end; and its end."""
+        """Return each rank's last lines of the generation, oldest first, read from the file's end; and its end."""
         ranks = self._ranks_per_node
         data, end = _between(path, max(0, size - ranks * depth * LINE_BYTES), size)
         counts: dict[int, int] = {}
@@ -190,7 +190,7 @@ class RankTails:
 
 
 def _between(path: str, start: int, end: int, is_cut: bool = True) -> tuple[bytes, int]:
-    """The whole lines of a stretch, and where the last of them ends. The first may be cut where reading begins amid."""
+    """Return the complete lines of a range, and the end of the last. `is_cut`: the range may start inside a line."""
     with open_regular(path) as file:
         file.seek(start)
         data = file.read(end - start)
@@ -200,7 +200,7 @@ def _between(path: str, start: int, end: int, is_cut: bool = True) -> tuple[byte
 
 
 def _means(lines: NDArray[np.float64]) -> NDArray[np.float64]:
-    """[ranks, COLUMNS], of what is known; without numpy's warning where nothing is."""
+    """Return [ranks, COLUMNS] means of the known values, without numpy's warning where there are none."""
     is_known = ~np.isnan(lines)
     counts = is_known.sum(axis=1)
     sums = np.where(is_known, lines, 0.0).sum(axis=1)

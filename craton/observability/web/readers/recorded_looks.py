@@ -1,7 +1,7 @@
-"""How a server did, from the metric files of its run: before anybody looked at its page, and last when it is gone.
+"""Metrics of a server from the metric files of its run: from before its page was opened, and after it is gone.
 
-A server records twice a second while it computes, and nothing while nobody asks. So a gap after a record without
-requests is idle time, and is shown as such.
+A server records twice a second while it computes, and nothing while it is idle. So a gap after a record without
+requests is shown as idle time.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from craton.observability.web.sources import LATENCIES, ServerLook
 from craton.telemetry import RunDirectory
 from craton.telemetry.files import tail_lines
 
-SHOWN_SECONDS = 300.0  # before the newest look
-TAIL_BYTES = 512 << 10  # of a node: more than SHOWN_SECONDS of records
-MAX_FILES = 16  # a server has one node, or as many as it was moved to
+SHOWN_SECONDS = 300.0  # before the newest record
+TAIL_BYTES = 512 << 10  # per node: more than SHOWN_SECONDS of records
+MAX_FILES = 16  # a server has one node, or several if it was moved
 IDLE_SECONDS = 3.0  # without a record
-EDGE_SECONDS = 0.5  # from a record to the idle time beside it: as long as from one record to the next
+EDGE_SECONDS = 0.5  # from a record to the adjacent idle time: the interval of records
 
 
 class RecordedLooks:
-    """Reads them again only when a file has changed."""
+    """Read the records again only when a file has changed."""
 
     def __init__(self, run: RunDirectory) -> None:
         self._run = run
@@ -35,7 +35,7 @@ class RecordedLooks:
         self._looks: list[ServerLook] = []
 
     def read(self) -> list[ServerLook]:
-        """The last minutes, oldest first; empty where nothing was computed."""
+        """Return the last minutes, oldest first; empty if nothing was computed."""
         paths = sorted((self._run.path / "metrics").glob("*.jsonl"), key=_modified, reverse=True)[:MAX_FILES]
         key = tuple((path.name, *_version(path)) for path in paths)
         if key != self._key:
@@ -46,8 +46,7 @@ class RecordedLooks:
 
 
 def joined(recorded: Sequence[ServerLook], live: Sequence[ServerLook]) -> list[ServerLook]:
-    """Looks at a server, with what it recorded before the first and after the last one; of all, the last
-    SHOWN_SECONDS."""
+    """Return the last SHOWN_SECONDS of live scrapes, extended by the records before the first and after the last."""
     begin, end = (live[0].time, live[-1].time) if live else (math.inf, math.inf)
     before = [look for look in recorded if look.time < begin]
     after = [look for look in recorded if look.time > end]
@@ -56,13 +55,13 @@ def joined(recorded: Sequence[ServerLook], live: Sequence[ServerLook]) -> list[S
 
 
 def last_busy(looks: Sequence[ServerLook]) -> ServerLook | None:
-    """The newest look that saw a request; else the newest one. What a server did last is not that nobody asked."""
+    """Return the newest record with a request, else the newest one: the end of an idle period is not informative."""
     asked = (look for look in reversed(looks) if look.running or any(median for median, _ in look.quantiles.values()))
     return next(asked, looks[-1] if looks else None)
 
 
 def look_of(line: Mapping[str, Any]) -> ServerLook | None:
-    """A record of a server's rank 0; None for any other line, and for one before the first step."""
+    """Parse a record of a server's rank 0; None for any other line, and for one before the first step."""
     moment, running, waiting = (finite(line.get(name)) for name in ("time", "serve_running", "serve_waiting"))
     if line.get("rank") != 0 or not line.get("step") or moment is None or running is None or waiting is None:
         return None
@@ -83,7 +82,7 @@ def look_of(line: Mapping[str, Any]) -> ServerLook | None:
 
 
 def with_idle_times(looks: list[ServerLook]) -> list[ServerLook]:
-    """The same, with a look at the beginning and the end of every idle time."""
+    """Add an entry at the start and the end of every idle period."""
     result = looks[:1]
     for before, after in pairwise(looks):
         if not before.running and not before.waiting and after.time - before.time > IDLE_SECONDS:

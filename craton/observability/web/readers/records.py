@@ -1,4 +1,4 @@
-"""What happened to a run, newest first, and its checkpoints by tier: from the ends of the event files."""
+"""Events of a run, newest first, and its checkpoints by tier, from the ends of the event files."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any
 from craton.telemetry import RunDirectory, plan_checkpoint_intervals
 from craton.telemetry.files import open_regular, parse_line, paths_in, read_lines
 
-TAIL_BYTES = 64 << 10  # of a node's events, at the first look
-WIDE_TAIL_BYTES = 8 << 10  # the same where there are many nodes
+TAIL_BYTES = 64 << 10  # of a node's events, at the first read
+WIDE_TAIL_BYTES = 8 << 10  # the same for runs with many nodes
 MANY_NODES = 64
-SEARCHED_BYTES, SEARCHED_CHUNK = 32 << 20, 256 << 10  # of all files, for a tier's last checkpoint; at a time
+SEARCHED_BYTES, SEARCHED_CHUNK = 32 << 20, 256 << 10  # of all files, for a tier's last checkpoint; per read
 KEPT_EVENTS = 200
 SHOWN_EVENTS = 40
-# Events that every run has, and that tell nobody anything.
+# Routine events of every run, not shown.
 ROUTINE = ("agent_started", "metrics_served", "coordinates", "rank_started", "agent_ended", "predicted", "summary")
 TROUBLE = (
     "failed",
@@ -31,52 +31,52 @@ TROUBLE = (
     "state_unsaved",
     "nursery_failed",
 )
-TIERS = ("peer", "nvme", "shared", "object")  # the fastest first
-PEER = "peer"  # state in memory, which is copied too often for an event each time
+TIERS = ("peer", "nvme", "shared", "object")  # fastest first
+PEER = "peer"  # in-memory copies are too frequent for an event each
 PEER_EVENTS = ("peer_interval", "peer_off")
 
 
 @dataclass(frozen=True)
 class TierState:
-    """The checkpoints of one tier as far as the events tell."""
+    """The checkpoints of one tier, from the events."""
 
     tier: str
     every_seconds: float | None  # as planned
     step: int | None  # of the newest
     moment: float | None
-    seconds: float | None  # it took
+    seconds: float | None  # duration
     size_bytes: float | None
     failures: int
     began: float | None = None  # when the run began
-    every_steps: int | None = None  # as measured, of state in memory
-    is_restored: bool = False  # step and moment are those of the newest that was restored
-    off: str = ""  # why it is not written any more
+    every_steps: int | None = None  # measured, for in-memory copies
+    is_restored: bool = False  # step and moment are of the newest restored one
+    off: str = ""  # why the tier is no longer written
 
     def is_overdue(self, now: float) -> bool:
-        """The newest is older than two intervals, or as much time has gone without any."""
+        """Return whether the newest checkpoint is older than two intervals, or there is none after that time."""
         since = None if self.is_restored else self.moment or self.began
         return bool(since and self.every_seconds and now - since > 2 * self.every_seconds)
 
 
 class Records:
-    """Reads events as they are written."""
+    """Read events as they are written."""
 
     def __init__(self, run: RunDirectory) -> None:
         self._run = run
         self._forget()
 
     def _forget(self) -> None:
-        """As before the first look; files that became shorter were begun anew."""
+        """Reset to the state before the first read: files that became shorter were rewritten."""
         self._offsets: dict[Path, int] = {}
         self._events: list[dict[str, Any]] = []
         self._tiers: dict[str, dict[str, Any]] = {}
-        self._peer: dict[str, dict[str, Any]] = {}  # name → newest event, of state in memory
+        self._peer: dict[str, dict[str, Any]] = {}  # name → newest event of in-memory copies
         self._failures: dict[str, int] = {}
-        self._begins: dict[Path, int] = {}  # where the first look began to read
+        self._begins: dict[Path, int] = {}  # where the first read started
         self._has_searched = False
 
     def look(self) -> list[dict[str, Any]]:
-        """The newest events that are news, newest first."""
+        """Return the newest events that are not routine, newest first."""
         sizes = _sizes(paths_in(self._run.path / "events", "*.jsonl"))
         if any(sizes.get(path, offset) < offset for path, offset in self._offsets.items()):
             self._forget()
@@ -91,7 +91,7 @@ class Records:
         return self._events[::-1][:SHOWN_EVENTS]
 
     def tiers(self, plan: Mapping[str, Any], began: float | None = None) -> list[TierState]:
-        """Those that the plan names and those that were written, the fastest first."""
+        """Return the tiers in the plan and those that were written, fastest first."""
         intervals = plan_checkpoint_intervals(plan)
         if not self._has_searched and self._begins:
             self._has_searched = True
@@ -117,8 +117,8 @@ class Records:
         return result
 
     def _memory(self, every_seconds: float | None) -> TierState:
-        """State in memory: how often it is copied and what that costs, and the step last restored from it. It is never
-        overdue, since its copies are not told of one by one."""
+        """Return the state of in-memory copies: interval, cost, and the step last restored. They are never overdue,
+        because there is no event for each copy."""
         restored, measured, off = (self._peer.get(name, {}) for name in ("restored", *PEER_EVENTS))
         is_off = _moment(off) > max(_moment(restored), _moment(measured))
         steps = measured.get("steps")
@@ -132,19 +132,19 @@ class Records:
             failures=0,
             every_steps=steps if isinstance(steps, int) and not is_off else None,
             is_restored=bool(restored),
-            off=str(off.get("reason") or "no reason was told") if is_off else "",
+            off=str(off.get("reason") or "no reason given") if is_off else "",
         )
 
     def _new_lines(self, path: Path, size: int, tail_bytes: int) -> list[dict[str, Any]]:
-        # A line that the first look cuts is not a JSON object any more, and is passed over.
+        # A line cut by the first read is not a JSON object, and is skipped.
         offset = self._offsets.get(path, max(0, size - tail_bytes))
         self._begins.setdefault(path, offset)
         lines, self._offsets[path] = read_lines(path, offset) if size > offset else ([], offset)
         return lines
 
     def _search(self, tiers: set[str]) -> None:
-        """What was told of these tiers before the first look: a slow tier's last checkpoint may lie far behind many of
-        a fast one. From the ends of all files back, as far as SEARCHED_BYTES go."""
+        """Search for events of these tiers before the first read: a slow tier's last checkpoint may be behind many of a
+        fast one. Read backwards from the ends of all files, up to SEARCHED_BYTES."""
         ends = {path: end for path, end in self._begins.items() if end > 0}
         budget = SEARCHED_BYTES
         while tiers and ends and budget > 0:
@@ -174,7 +174,7 @@ class Records:
 
 
 def _tier_of(event: Mapping[str, Any]) -> str:
-    """The tier whose state an event tells of; empty where it is of none."""
+    """Return the tier that an event is about; empty if none."""
     tier, name = event.get("tier"), event.get("event")
     if name in PEER_EVENTS or (name == "restored" and tier == PEER):
         return PEER
@@ -182,7 +182,7 @@ def _tier_of(event: Mapping[str, Any]) -> str:
 
 
 def _sizes(paths: Iterable[Path]) -> dict[Path, int]:
-    """Of those that can be read."""
+    """Return the sizes of the readable files."""
     result = {}
     for path in paths:
         with suppress(OSError):
@@ -191,7 +191,7 @@ def _sizes(paths: Iterable[Path]) -> dict[Path, int]:
 
 
 def _lines_between(path: Path, begin: int, end: int) -> tuple[list[dict[str, Any]], int]:
-    """The whole lines of a stretch of a file, and where the first of them begins (0: all was read, or cannot be)."""
+    """Return the complete lines of a file range, and the start of the first (0: all was read, or it is unreadable)."""
     try:
         with open_regular(path) as file:
             file.seek(begin)
@@ -208,7 +208,7 @@ def _lines_between(path: Path, begin: int, end: int) -> tuple[list[dict[str, Any
 
 
 def is_news(event: Mapping[str, Any]) -> bool:
-    """Not what every run does, and not what every rank says in the same words as rank 0."""
+    """Return whether an event is neither routine nor a repetition of rank 0's by another rank."""
     name = event.get("event")
     if name == "rank_ended":
         return event.get("code") != 0

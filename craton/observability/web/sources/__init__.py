@@ -1,4 +1,4 @@
-"""Slow sources of the page, all cached: summaries, verdicts, schedulers, Prometheus, servers."""
+"""Slow data sources of the page, all cached: summaries, verdicts, schedulers, Prometheus, servers."""
 
 from __future__ import annotations
 

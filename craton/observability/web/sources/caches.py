@@ -1,10 +1,10 @@
-"""Caches of the page: values that are costly to make, answers of other servers, what schedulers say of runs, and
-summaries of runs that have ended.
+"""Caches of the page: expensive values, answers of other servers, scheduler states of runs, and summaries of ended
+runs.
 
-`Cached` makes a value again now and then. `Background` asks another server in a thread, so that one that hangs keeps no
-page waiting. `Schedulers` asks once for everybody who looks: the list and every open page share the answers.
-`recall` and `remember` keep summaries from one `craton ui` to the next, in a file of the user's cache for each folder
-of runs: a file that is torn, of another version or cannot be written only costs the time to read again.
+`Cached` recomputes a value periodically. `Background` queries another server in a thread, so that a hung one blocks no
+page. `Schedulers` shares answers between the list and all open pages. `recall` and `remember` keep summaries from one
+`craton ui` to the next, in one file per folder of runs in the user's cache: a broken or unwritable file only costs the
+time to read the runs again.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from craton.telemetry import RunDirectory, RunSummary
 from craton.telemetry.files import read_regular
 
 T = TypeVar("T")
-MAX_SHARE = 0.1  # of the time is spent on making one value, however costly it is
-FIRST_SECONDS = 0.1  # for which whoever asks first waits, so that a quick answer is in the page
-FRESH_SECONDS = 5.0  # a scheduler has others to answer
-FIELDS = [field.name for field in fields(RunSummary)]  # another version of Craton may have others
+MAX_SHARE = 0.1  # maximum share of time spent on computing one value
+FIRST_SECONDS = 0.1  # wait of the first caller, so that a fast answer is in the page
+FRESH_SECONDS = 5.0  # limits the load on schedulers
+FIELDS = [field.name for field in fields(RunSummary)]  # may differ between versions of Craton
 
 
 class Cached(Generic[T]):
-    """The value is at least `seconds` old before it is made again, and older where making it takes long. Whoever asks
-    while another thread makes it gets the old one."""
+    """Recompute a value when it is `seconds` old, or later if computing it is slow. Other threads get the old value
+    meanwhile."""
 
     def __init__(self, make: Callable[[], T], seconds: float) -> None:
         self._make, self._seconds = make, seconds
@@ -62,8 +62,8 @@ class Cached(Generic[T]):
 
 
 class Background(Generic[T]):
-    """The last value, which is asked for anew when it is `seconds` old. `late` stands in before there is one, and when
-    an answer takes longer than `deadline_seconds` as a whole; there is never more than one question under way."""
+    """Return the last value and refresh it when it is `seconds` old. `late` is returned before the first value, and
+    when an answer takes longer than `deadline_seconds`. At most one query is in flight."""
 
     def __init__(self, make: Callable[[], T], seconds: float, late: T, deadline_seconds: float) -> None:
         self._make, self._seconds, self._late, self._deadline = make, seconds, late, deadline_seconds
@@ -73,7 +73,7 @@ class Background(Generic[T]):
         self._is_asking = False
 
     def get(self, wait_seconds: float = FIRST_SECONDS) -> T:
-        """At once, but for the first value, which is waited for a moment."""
+        """Return at once, except for a short wait for the first value."""
         with self._changed:
             now = time.monotonic()
             if not self._is_asking and now - self._asked_at >= self._seconds:
@@ -96,8 +96,7 @@ class Background(Generic[T]):
 
 
 class Schedulers:
-    """`standings` of any number of runs: those that were asked about lately are not asked about again. Threads that
-    want to know the same at once wait for one answer."""
+    """Cache of `standings`: recent answers are reused, and concurrent threads wait for one answer."""
 
     def __init__(self, ask: Callable[[Iterable[RunDirectory]], dict[str, Standing]] = standings_of) -> None:
         self._ask = ask
@@ -105,7 +104,7 @@ class Schedulers:
         self._said: dict[Path, tuple[float, Standing]] = {}
 
     def standings(self, runs: Iterable[RunDirectory]) -> dict[str, Standing]:
-        """Run's name → its standing."""
+        """Return run name → standing."""
         asked = list(runs)
         with self._lock:
             oldest = time.monotonic() - FRESH_SECONDS
@@ -120,7 +119,7 @@ class Schedulers:
 
 @dataclass(frozen=True)
 class Remembered:
-    """A run as it was when `key` was what it looked like."""
+    """The summary of a run at the state `key`."""
 
     key: tuple[int, ...]
     summary: RunSummary
@@ -129,7 +128,7 @@ class Remembered:
 
 
 def recall(root: Path) -> dict[str, Remembered]:
-    """Run's name → what is remembered of it."""
+    """Return run name → remembered summary."""
     try:
         document = json.loads(read_regular(_path(root)))
         if document["fields"] != FIELDS or document["root"] != str(root):
@@ -140,7 +139,7 @@ def recall(root: Path) -> dict[str, Remembered]:
 
 
 def remember(root: Path, runs: Mapping[str, Remembered]) -> None:
-    """Replaces what was remembered of this folder."""
+    """Replace the remembered summaries of this folder."""
     path = _path(root)
     document = {"fields": FIELDS, "root": str(root), "runs": {name: _to_json(item) for name, item in runs.items()}}
     partial = path.with_name(f".{path.name}.{os.getpid()}")
@@ -148,7 +147,7 @@ def remember(root: Path, runs: Mapping[str, Remembered]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         partial.write_text(json.dumps(document), encoding="utf-8")
         os.replace(partial, path)
-    except OSError:  # a full disk costs the time to read them again, and no more
+    except OSError:  # a full disk only costs the time to read the runs again
         with suppress(OSError):
             partial.unlink(missing_ok=True)
 

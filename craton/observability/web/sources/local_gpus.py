@@ -1,4 +1,4 @@
-"""The GPUs of a run on this machine, asked directly where no Prometheus was named."""
+"""The GPUs of a run on this machine, read directly when no Prometheus is configured."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 
 class LocalGpus:
-    """Node → family → its worst card, for runs on this machine whose ranks have GPUs; `trouble` says why there is
-    nothing."""
+    """Read node → family → worst GPU, for runs on this machine whose ranks have GPUs; `trouble` has the reason if there
+    is nothing."""
 
     def __init__(self, run: RunDirectory, reach: Callable[[], Cards] | None = None) -> None:
         launch = read_json(run.launch_path)
@@ -36,14 +36,14 @@ class LocalGpus:
             self._cards = self._cards or self._reach()
             there = self._cards.list()
         except Exception as error:  # noqa: BLE001 - NVML's errors are of a class that its package alone has
-            self.trouble, self._is_wanted = f"the GPUs of this machine cannot be asked: {error}", False
+            self.trouble, self._is_wanted = f"cannot read the GPUs of this machine: {error}", False
             return {}
         result: dict[str, dict[str, float]] = {}
         for card in there:
             try:
                 reading = self._cards.read(card)
             except CardLostError:
-                self.trouble = f"GPU {card.index} ({card.uuid}) does not answer any more"
+                self.trouble = f"GPU {card.index} ({card.uuid}) no longer responds"
                 continue
             for node in self._nodes_with(card.uuid, card.index):
                 values = result.setdefault(node, {})
@@ -56,7 +56,7 @@ class LocalGpus:
         return result
 
     def _nodes_with(self, uuid: str, index: int) -> list[str]:
-        """Nodes that share a machine have each its own cards; a node alone has all of them."""
+        """Return the nodes with this GPU: nodes that share a machine have their own GPUs; a single node has all."""
         if not self._cards_of_node:
             return self._nodes[:1]
         return [node for node, cards in self._cards_of_node.items() if {uuid, str(index)} & set(cards.split(","))]

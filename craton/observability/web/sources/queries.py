@@ -1,7 +1,7 @@
-"""What Prometheus knows of runs, where there is one: alerts that fire, and how the GPUs of every node do.
+"""Queries to Prometheus: firing alerts, and GPU metrics of every node.
 
-A Prometheus that does not answer hides nothing else of the page, which says what it did not hear and why. The methods
-here wait for answers; pages ask through `Background`.
+A Prometheus that does not answer affects nothing else on the page, which shows the reason. The methods here block;
+pages call them through `Background`.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Any
 from craton.errors import CratonError
 
 VARIABLE = "CRATON_PROMETHEUS"
-ANSWER_SECONDS = 3.0  # for each piece of an answer
-DEADLINE_SECONDS = 6.0  # for all that is asked at a time
-# A row for each rank on a card: whose it is. Exporters of others do not have it.
+ANSWER_SECONDS = 3.0  # per read of an answer
+DEADLINE_SECONDS = 6.0  # for all queries of one refresh
+# A series for each rank on a GPU; only Craton's exporter has it.
 CARDS_OF_RUNS = "craton_gpu_rank_memory_bytes"
 MAX_BYTES = 32 << 20
-# family → how it is asked for over the GPUs of a node, and what it is called in a table
+# family → aggregation over the GPUs of a node, and its title in a table
 GPU_FAMILIES = {
     "DCGM_FI_DEV_GPU_UTIL": ("min", "busy %"),
     "DCGM_FI_DEV_GPU_TEMP": ("max", "°C"),
@@ -42,24 +42,24 @@ class Alert:
     node: str
     summary: str
     action: str
-    since: str  # as Prometheus writes it
+    since: str  # in Prometheus' format
 
 
 @dataclass(frozen=True)
 class Answered:
-    """What was heard; `trouble` is why nothing was."""
+    """An answer; `trouble` is why there is none."""
 
     alerts: tuple[Alert, ...] = ()
     trouble: str = ""
 
     def of_run(self, run: str, nodes: Iterable[str]) -> list[Alert]:
-        """Those that name the run, and those that name a node of it and no other run."""
+        """Return the alerts of the run, and those of its nodes that belong to no other run."""
         members = set(nodes)
         return [alert for alert in self.alerts if alert.run == run or (not alert.run and alert.node in members)]
 
 
 class Prometheus:
-    """One server, by its address."""
+    """A Prometheus server, by its address."""
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
@@ -74,16 +74,16 @@ class Prometheus:
 
     @property
     def late(self) -> Answered:
-        """What is told while no answer has come."""
+        """Return the placeholder until the first answer."""
         return Answered(trouble=f"Prometheus at {self.url} has not answered yet")
 
     def gpus(self, run: str, nodes: Iterable[str]) -> dict[str, dict[str, float]]:
-        """Node of a run → family → the value of its worst GPU, of those that its ranks are on. By the nodes' names
-        alone where nothing tells whose ranks are on which card. Empty when there is no answer."""
+        """Return node of a run → family → value of its worst GPU, of those with its ranks; by node names only, when no
+        exporter maps ranks to GPUs. Empty without an answer."""
         wanted = set(nodes)
         try:
             if self._ask(f"count({CARDS_OF_RUNS})"):
-                # The names of a run's nodes are its own, and other ranks may be on the same machine.
+                # Node names are specific to a run, and other runs may have ranks on the same machine.
                 mine = f"0 * max by (node, gpu, run_node) ({CARDS_OF_RUNS}{{run={json.dumps(run)}}}) + 1"
                 asked = (
                     "{worst} by (run_node) ({worst} by (node, gpu) ({family}) * on (node, gpu) group_right () ("
@@ -92,7 +92,7 @@ class Prometheus:
                 )
                 return self._families(asked, "run_node", wanted)
             return self._families("{worst} by (node) ({family})", "node", wanted)
-        except Exception:  # noqa: BLE001 - as above; that it does not answer is told where alerts are
+        except Exception:  # noqa: BLE001 - as above; the alerts show that it does not answer
             return {}
 
     def _families(self, expression: str, label: str, wanted: set[str]) -> dict[str, dict[str, float]]:
@@ -114,12 +114,12 @@ class Prometheus:
             document = json.loads(answer.read(MAX_BYTES))
         data = document.get("data") if isinstance(document, dict) else None
         if not isinstance(data, dict):
-            raise ValueError("it is not Prometheus that answers")
+            raise ValueError("the response is not from Prometheus")
         return data
 
 
 def prometheus_address(option: str | None) -> str | None:
-    """What was given, else $CRATON_PROMETHEUS; None where there is neither. CratonError when it is no address."""
+    """Return the option, else $CRATON_PROMETHEUS; None without either. CratonError when it is not a URL."""
     address, name = (option, "--prometheus") if option else (os.environ.get(VARIABLE), f"${VARIABLE}")
     if not address:
         return None

@@ -1,8 +1,8 @@
-"""How a server does now and over the last minutes, from its own /metrics: latencies, queue, keys and values.
+"""Current and recent metrics of a server from its own /metrics: latencies, queue, KV cache.
 
-What it recorded before anybody looked, and last when it is gone, is in recorded_looks.py. Latencies are of the requests
-of the last minute (the difference of two histograms), so that a morning's trouble does not hide in a day's median.
-Names are those that vLLM gave them, which other engines have taken over.
+Its recorded metrics, from before the page was opened and after it is gone, are in recorded_looks.py. Latencies are of
+the requests of the last minute (the difference of two histograms), so that a recent problem does not hide in a day's
+median. Metric names are vLLM's, which other engines use too.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ HISTOGRAMS = {
     "queue": "vllm:request_queue_time_seconds",
     "request": "vllm:e2e_request_latency_seconds",
 }
-LATENCIES = {"first_token": "time to first token", "inter_token": "between tokens", "queue": "in the queue"}
+LATENCIES = {"first_token": "time to first token", "inter_token": "inter-token latency", "queue": "queue time"}
 
-Buckets = dict[float, float]  # upper bound in seconds → how many took at most that
+Buckets = dict[float, float]  # upper bound in seconds → cumulative count
 
 
 @dataclass(frozen=True)
 class Scrape:
-    """One answer of a server."""
+    """One scrape of a server."""
 
     moment: float
     gauges: dict[str, float]
@@ -56,7 +56,7 @@ class Scrape:
 
 @dataclass(frozen=True)
 class ServerLook:
-    """A server at one moment; None: nothing to tell it from."""
+    """Metrics of a server at one moment; None: not known."""
 
     time: float  # epoch seconds
     running: int
@@ -65,19 +65,19 @@ class ServerLook:
     tokens_per_second: float | None
     prefix_hit_share: float | None
     preemptions: int
-    quantiles: dict[str, tuple[float | None, float | None]]  # of HISTOGRAMS: the median and the 95th percentile
+    quantiles: dict[str, tuple[float | None, float | None]]  # HISTOGRAMS → median and 95th percentile
 
 
 @dataclass
 class ServerLooks:
-    """Looks at one server again and again."""
+    """Scrape one server repeatedly."""
 
     address: ServerAddress
     history: deque[ServerLook] = field(default_factory=lambda: deque(maxlen=KEPT_LOOKS))
     _scrapes: deque[Scrape] = field(default_factory=deque)
 
     def look(self) -> ServerLook | None:
-        """None when it does not answer."""
+        """Scrape the server; None when it does not answer."""
         text = _get_metrics(self.address)
         return None if text is None else self.take(text, time.time())
 
@@ -85,7 +85,7 @@ class ServerLooks:
         new = parse_metrics(text, moment)
         last = self._scrapes[-1] if self._scrapes else None
         if last is not None and new.counters.get("generated", 0.0) < last.counters.get("generated", 0.0):
-            self._scrapes.clear()  # it was started anew
+            self._scrapes.clear()  # it was restarted
         self._scrapes.append(new)
         while moment - self._scrapes[0].moment > LATE_SECONDS:
             self._scrapes.popleft()
@@ -107,7 +107,7 @@ class ServerLooks:
         return server_look
 
     def _quantiles(self, name: str, new: Scrape) -> tuple[float | None, float | None]:
-        """Of the last minute; None where nobody asked in it."""
+        """Return the quantiles of the last minute; None without requests."""
         before = self._scrapes[0].histograms.get(name, {})
         buckets = {bound: count - before.get(bound, 0.0) for bound, count in new.histograms[name].items()}
         ordered = sorted(buckets.items())
@@ -115,7 +115,7 @@ class ServerLooks:
 
 
 def look_curves(looks: Sequence[ServerLook]) -> dict[str, Any]:
-    """What the page draws, over the seconds before the last look."""
+    """Return the data that the page draws, over the seconds before the last scrape."""
     if not looks:
         return {}
     end = looks[-1].time
@@ -132,7 +132,7 @@ def look_curves(looks: Sequence[ServerLook]) -> dict[str, Any]:
 
 
 def parse_metrics(text: str, moment: float) -> Scrape:
-    """Summed over models and engines; what is not known is left out."""
+    """Parse metrics, summed over models and engines; unknown ones are skipped."""
     from prometheus_client.parser import text_string_to_metric_families
 
     gauges: dict[str, float] = {}
@@ -145,7 +145,7 @@ def parse_metrics(text: str, moment: float) -> Scrape:
         for sample in family.samples:
             if key := gauge_names.get(sample.name):
                 before = gauges.get(key, 0.0)
-                # A share of a whole cannot be summed: the fullest engine is the one that makes requests wait.
+                # Shares cannot be summed: take the fullest engine, which makes requests wait.
                 gauges[key] = max(before, sample.value) if key == "kv_share" else before + sample.value
             elif key := counter_names.get(sample.name):
                 counters[key] = counters.get(key, 0.0) + sample.value

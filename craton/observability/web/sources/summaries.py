@@ -1,8 +1,8 @@
-"""All runs under a root, looked at again and again by one thread while somebody looks at the page.
+"""Summaries of all runs under a root, refreshed by one thread while a page is open.
 
-A run that has ended and did not change is not read twice, also not by the next `craton ui`; those that move are read a
-little further. Rows come out as they are known: the newest runs first, so that 500 of them never keep a page waiting.
-What cannot be read is said and tried again at the next look, and never ends the thread.
+A run that has ended and did not change is not read again, not even by the next `craton ui`; active runs are read
+incrementally. Rows are published as they are read, newest runs first, so that 500 runs never keep a page waiting. Read
+errors are shown and retried at the next refresh, and never end the thread.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from craton.orchestration.watching import MOVING, settled_summaries
 from craton.telemetry import MARKERS, RunDirectory, RunSummary, Summarizer, list_runs, read_json
 from craton.telemetry.files import names_in
 
-LOOK_SECONDS = 1.5  # between two looks at all runs
-MAX_SHARE = 0.2  # of the time is spent on them
-WATCHED_SECONDS = 20.0  # after the last question nobody is looking any more
-MAX_NODES = 16  # whose ledgers are read; a wide run would take minutes
+LOOK_SECONDS = 1.5  # between two refreshes
+MAX_SHARE = 0.2  # maximum share of time spent on them
+WATCHED_SECONDS = 20.0  # after the last request the page counts as closed
+MAX_NODES = 16  # whose ledgers are read; all of a wide run would take minutes
 KEY_NODES = 8
-ASIDE_SECONDS = 0.5  # for which reading the next run waits at most for a page to be made
-LOST_AGAIN_SECONDS = 60.0  # a lost run says for how long nobody has heard of it
-EXAMINED = (*MOVING, "failed", "lost")  # states that somebody may ask about why
+ASIDE_SECONDS = 0.5  # maximum wait of the next read for a page to be rendered
+LOST_AGAIN_SECONDS = 60.0  # refresh of a lost run, which shows the time since its last sign of life
+EXAMINED = (*MOVING, "failed", "lost")  # states that are diagnosed
 
 
 @dataclass(frozen=True)
 class RunRow:
-    """One run as the list shows it; without a summary: not read yet."""
+    """One run in the list; without a summary: not read yet."""
 
     run: RunDirectory
     summary: RunSummary | None = None
@@ -65,13 +65,13 @@ class _Known:
 
 @dataclass
 class Summaries:
-    """The list of runs. Any thread may ask; one thread of its own reads."""
+    """The list of runs. Any thread may call `rows`; its own thread reads."""
 
     root: Path
     verdicts: Verdicts
     schedulers: Schedulers = field(default_factory=Schedulers)
     version: int = 0
-    trouble: str = ""  # what keeps the list as a whole from being read
+    trouble: str = ""  # why the whole list cannot be read
     _rows: dict[str, RunRow] = field(default_factory=dict)  # newest first
     _known: dict[str, _Known] = field(default_factory=dict)
     _changed: threading.Condition = field(default_factory=threading.Condition)
@@ -83,7 +83,7 @@ class Summaries:
     _remembered: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     def rows(self) -> list[RunRow]:
-        """All runs, newest first, as far as they are known."""
+        """Return all runs read so far, newest first."""
         with self._changed:
             self._asked_at = time.monotonic()
             is_first = self._thread is None
@@ -97,7 +97,7 @@ class Summaries:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Around what somebody waits for: runs are not read meanwhile, which would take half the time of it."""
+        """Pause reading around work that a user waits for, which would otherwise take twice as long."""
         with self._changed:
             self._num_asides += 1
         try:
@@ -113,7 +113,7 @@ class Summaries:
             self._changed.notify_all()
 
     def refresh(self) -> None:
-        """One look at all runs."""
+        """Read all runs once."""
         trouble = self._list()
         with self._changed:
             rows = list(self._rows.values())
@@ -135,7 +135,7 @@ class Summaries:
                 for settled_summary in settled_summaries(raws, self.schedulers.standings)
             }
         except Exception as error:  # noqa: BLE001 - without a scheduler's answer the runs still have their own word
-            trouble = trouble or f"what schedulers say of the runs is not known: {_why(error)}"
+            trouble = trouble or f"cannot query the schedulers of the runs: {_why(error)}"
             settled = {entry.path: entry for entry in raws}
         for row in rows:
             state = self._known[row.run.name]
@@ -154,8 +154,8 @@ class Summaries:
             began = time.monotonic()
             try:
                 self.refresh()
-            except Exception as error:  # noqa: BLE001 - the next look may find it mended; until then it is said
-                self.trouble = f"the runs in {self.root} cannot be read: {_why(error)}"
+            except Exception as error:  # noqa: BLE001 - shown until a later refresh succeeds
+                self.trouble = f"cannot read the runs in {self.root}: {_why(error)}"
             rest = max(LOOK_SECONDS, (time.monotonic() - began) / MAX_SHARE)
             with self._changed:
                 self._changed.wait_for(lambda: self._is_closed, timeout=rest)
@@ -167,12 +167,11 @@ class Summaries:
         return time.monotonic() - self._asked_at < WATCHED_SECONDS
 
     def _list(self) -> str:
-        """Which runs there are now; pages need not wait until all folders were looked at. What keeps them from being
-        listed, if anything does."""
+        """List the runs, so that pages need not wait until all folders were read. Return the error message, if any."""
         try:
             names = {run.name: run for run in list_runs(self.root)}
         except OSError as error:
-            return f"the runs in {self.root} cannot be listed: {_why(error)}"
+            return f"cannot list the runs in {self.root}: {_why(error)}"
         with self._changed:
             if list(names) != list(self._rows):
                 self.version += 1
@@ -183,7 +182,7 @@ class Summaries:
 
     def _publish(self, run: RunDirectory, state: _Known, summary: RunSummary | None) -> None:
         verdict = None
-        # Not before all runs were read once: whoever opens the page waits for the list, not for what is wrong in it.
+        # Not before all runs were read once: users wait for the list, not for verdicts.
         if self._is_read and summary is not None and summary.state in EXAMINED:
             key = (summary.state, summary.step, summary.updated_at)
             verdict = self.verdicts.ask(run, key, is_moving=summary.state in MOVING)
@@ -204,14 +203,14 @@ def _known_from(remembered: Remembered) -> _Known:
 
 
 def _to_remember(state: _Known) -> Remembered | None:
-    """Only of runs that have ended: others are read again anyway."""
+    """Return what to remember of a run that has ended; None for others, which are read again anyway."""
     if state.key is None or state.raw is None or state.raw.state in (*MOVING, "lost"):
         return None
     return Remembered(state.key, state.raw, state.kind, state.planned_dollars)
 
 
 def _read(run: RunDirectory, state: _Known) -> None:
-    """Reads a run that moves, or changed since it was read."""
+    """Read a run that is active, or changed since the last read."""
     key = _key(run)
     if state.raw is not None and state.raw.state not in MOVING and key == state.key:
         is_fresh = time.monotonic() - state.read_at < LOST_AGAIN_SECONDS
@@ -229,19 +228,19 @@ def _read(run: RunDirectory, state: _Known) -> None:
         state.summarizer = state.summarizer or Summarizer(run, MAX_NODES)
         state.raw, state.trouble = state.summarizer.summary(), ""
     except Exception as error:  # noqa: BLE001 - one broken folder hides no other run, whatever is wrong with it
-        state.raw, state.trouble = None, f"{run.path} cannot be read: {_why(error)}"
+        state.raw, state.trouble = None, f"cannot read {run.path}: {_why(error)}"
     state.key = key
     if state.raw is None or state.raw.state not in MOVING:
-        state.summarizer = None  # it holds a run's books
+        state.summarizer = None  # frees the run's ledgers
 
 
 def job_kind(plan: Mapping[str, Any]) -> str:
-    """Of the job, by its plan; what is not planned is a command."""
+    """Return the job's kind from its plan; a job without a plan is a command."""
     return str(plan.get("kind") or ("" if plan else "command"))
 
 
 def _is_local(run: RunDirectory) -> bool:
-    """Whether no scheduler need be asked about it."""
+    """Return whether the run has no scheduler to query."""
     try:
         return read_submission(run).on == "local"
     except (OSError, ValueError, TypeError, AttributeError, KeyError):
@@ -249,7 +248,7 @@ def _is_local(run: RunDirectory) -> bool:
 
 
 def _key(run: RunDirectory) -> tuple[int, ...]:
-    """What changes when a run that has ended goes on."""
+    """Return a key that changes when an ended run is resumed."""
     paths = [run.launch_path, run.plan_path, run.path / "generations", *(run.path / marker for marker in MARKERS)]
     try:
         nodes = names_in(run.path / "heartbeat")[:KEY_NODES]

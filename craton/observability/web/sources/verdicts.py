@@ -1,9 +1,8 @@
-"""Verdicts of `craton why`, made in the background and kept: a page never waits for one.
+"""Verdicts of `craton why`, computed in the background and cached: a page never waits for one.
 
-One thread examines the runs that were asked for, in turns: those without an answer first, then the one whose answer is
-oldest; every other turn is for those whose page is open. A run that moves is examined again whatever it looks like,
-since one that hangs looks the same all the time. What cannot be examined gets a verdict that says so: a page without an
-answer must not look like one that found nothing.
+One thread diagnoses the requested runs in turn: those without a verdict first, then the one with the oldest; every
+other turn goes to runs whose page is open. An active run is diagnosed again even if nothing changed, because a hung run
+does not change. A failed diagnosis becomes a verdict with the error, so that it does not look like a healthy run.
 """
 
 from __future__ import annotations
@@ -20,22 +19,23 @@ from craton.telemetry import RunDirectory
 if TYPE_CHECKING:
     from craton.observability.diagnosis import Symptom
 
+# How `diagnosis.sentences` opens the sentence of a run that is not well.
 OPENINGS = ("has failed", "is lost", "has lost ranks or nodes", "is slow", "hangs", "produces wrong results")
 _EXIT = re.compile(r"(.{1,80}? exited with code -?\d+) \(generation \d+\): (.+)", re.DOTALL)
 FRESH_SECONDS = 15.0
-LOOKED_AT_SECONDS = 10.0  # after the last urgent question its page is open
-FORGET_SECONDS = 600.0  # after the last question at all
-REST_SHARE = 3.0  # an examination is followed by a rest of so many times its length
+LOOKED_AT_SECONDS = 10.0  # after the last urgent request its page counts as open
+FORGET_SECONDS = 600.0  # after the last request of any kind
+REST_SHARE = 3.0  # pause after a diagnosis, as a multiple of its duration
 
 
 @dataclass(frozen=True)
 class Late:
-    """Ranks that the others wait for."""
+    """Stragglers: ranks that the others wait for."""
 
     sentence: str
-    ranks: tuple[int, ...]  # the slowest first
+    ranks: tuple[int, ...]  # slowest first
     nodes: tuple[str, ...]
-    share: float  # of every step, that is lost to them
+    share: float  # of every step, lost to them
 
 
 @dataclass(frozen=True)
@@ -55,10 +55,10 @@ class CachedVerdict:
     others: tuple[str, ...] = ()
     late: Late | None = None
     time: float = 0.0
-    cause: str = ""  # the most likely one in a few words; empty where there is none, or it is not known
+    cause: str = ""  # most likely cause in a few words; empty if there is none or it is unknown
 
     def in_short(self, name: str) -> str:
-        """What a narrow column shows of run `name`: the cause first, and neither the name nor the condition again."""
+        """Return the text for a narrow column: the cause first, without the run's name and condition."""
         if self.cause:
             return self.cause
         text = self.sentence.removeprefix(name).lstrip(" :")
@@ -67,7 +67,7 @@ class CachedVerdict:
 
 
 def cause_first(message: str) -> str:
-    """A run's message with the error before the rank that exited with it."""
+    """Return a run's message with the error before the rank that exited with it."""
     match = _EXIT.fullmatch(message)
     return f"{match[2].rstrip('.')} ({match[1]})" if match else message
 
@@ -75,7 +75,7 @@ def cause_first(message: str) -> str:
 @dataclass(eq=False)
 class _Wanted:
     run: RunDirectory
-    key: object  # what the run looked like: another look is needed when it changes
+    key: object  # state of the run: a change needs a new diagnosis
     first_asked_at: float
     asked_at: float
     is_moving: bool = False
@@ -86,7 +86,7 @@ class _Wanted:
 
 
 def examine(run: RunDirectory, prometheus: str | None = None) -> CachedVerdict:
-    """What `craton why` says now."""
+    """Return the current verdict of `craton why`."""
     from craton.observability.diagnosis import diagnose, straggler_of
     from craton.observability.diagnosis.collect import take_snapshot
 
@@ -96,11 +96,11 @@ def examine(run: RunDirectory, prometheus: str | None = None) -> CachedVerdict:
 
 def not_examined(error: Exception) -> CachedVerdict:
     words = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return CachedVerdict("unknown", f"it could not be examined: {words}", time=time.time())
+    return CachedVerdict("unknown", f"diagnosis failed: {words}", time=time.time())
 
 
 def late_of(symptom: Symptom | None) -> Late | None:
-    """In the words of `craton why`."""
+    """Return the straggler in the words of `craton why`."""
     return Late(symptom.evidence[0], symptom.ranks, symptom.nodes, symptom.lost_share or 0.0) if symptom else None
 
 
@@ -125,7 +125,7 @@ def answer_of(verdict: Any, straggler: Symptom | None = None) -> CachedVerdict:
 
 @dataclass
 class Verdicts:
-    """`ask` returns what is known and makes sure that it will be known better."""
+    """Cache of verdicts: `ask` returns the newest and schedules a new one."""
 
     examine: Callable[[RunDirectory], CachedVerdict] = examine
     _wanted: dict[str, _Wanted] = field(default_factory=dict)
@@ -137,8 +137,8 @@ class Verdicts:
     def ask(
         self, run: RunDirectory, key: object, *, is_moving: bool = False, urgent: bool = False
     ) -> CachedVerdict | None:
-        """The newest verdict. `key` is what the run looks like; one that has ended and not changed is not examined
-        twice. `urgent`: its page is open. None: not yet."""
+        """Return the newest verdict; None: none yet. `key` is the state of the run; an ended run that did not change is
+        not diagnosed again. `urgent`: its page is open."""
         now = time.monotonic()
         with self._wake:
             wanted = self._wanted.get(run.name)
@@ -154,7 +154,7 @@ class Verdicts:
             return wanted.answer
 
     def known(self, run: RunDirectory) -> CachedVerdict | None:
-        """The newest verdict, without asking for another."""
+        """Return the newest verdict without scheduling another."""
         with self._wake:
             wanted = self._wanted.get(run.name)
             return wanted.answer if wanted is not None and wanted.run == run else None
@@ -177,7 +177,7 @@ class Verdicts:
             began = time.monotonic()
             try:
                 answer = self.examine(due.run)
-            except Exception as error:  # noqa: BLE001 - whatever is wrong with one run, the page goes on and says so
+            except Exception as error:  # noqa: BLE001 - shown as the verdict; other runs continue
                 answer = not_examined(error)
             ended = time.monotonic()
             with self._wake:
@@ -185,7 +185,7 @@ class Verdicts:
                 self._wake.wait_for(lambda: self._is_closed, timeout=REST_SHARE * (ended - began))
 
     def _due(self) -> _Wanted | None:
-        """Whose turn it is among those whose answer is old, or of another state of the run."""
+        """Return the next run whose verdict is old or of another state."""
         now = time.monotonic()
         self._wanted = {
             name: element for name, element in self._wanted.items() if now - element.asked_at < FORGET_SECONDS
@@ -206,6 +206,6 @@ def _is_due(wanted: _Wanted, now: float) -> bool:
 
 
 def _turn(wanted: _Wanted) -> tuple[bool, float]:
-    """Those without an answer first, then the oldest answer."""
+    """Return the sort key: runs without a verdict first, then the oldest verdict."""
     is_answered = wanted.answer is not None
     return is_answered, wanted.answered_at if is_answered else wanted.first_asked_at

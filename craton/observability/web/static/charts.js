@@ -1,4 +1,4 @@
-// Charts on a canvas, in the colours of the style sheet: lines over steps or seconds, the heat map of ranks, the nodes.
+// Canvas charts in the colours of the style sheet: lines over steps or seconds, the heat map of ranks, the nodes.
 
 const FONT = "12px system-ui, sans-serif";
 const color = (name) => getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
@@ -10,7 +10,7 @@ const short = (value) => {
   for (const [unit, scale] of UNITS) if (size >= scale * 0.9995) return Number((value / scale).toPrecision(3)) + unit;
   return String(Number(value.toPrecision(3)));
 };
-// As craton/formatting.py writes them: 350 ms, 12.1 s, 1m 44s, 2h 5m, 4d 3h.
+// As in craton/formatting.py: 350 ms, 12.1 s, 1m 44s, 2h 5m, 4d 3h.
 const CLOCK = [["s", "m", 1, 60, 3600], ["m", "h", 60, 60, 86400], ["h", "d", 3600, 24, Infinity]];
 export const seconds = (value) => {
   const size = Math.abs(value);
@@ -27,7 +27,7 @@ const writers = { seconds, share: percent, "tokens/s": short, "": short };
 
 const ROUND_SECONDS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400];
 
-// Round numbers from low to high, about `count` of them; of seconds, such that are round in minutes or hours.
+// About `count` round numbers from low to high; for seconds, round in minutes or hours.
 function ticks(low, high, count, areSeconds = false) {
   const raw = (high - low) / Math.max(1, count);
   const power = 10 ** Math.floor(Math.log10(raw));
@@ -38,7 +38,7 @@ function ticks(low, high, count, areSeconds = false) {
   return found;
 }
 
-const NOTHING = "nothing measured";
+const NOTHING = "no data";
 const KINDS = { heat: drawHeat, topology: drawTopology };
 
 export class Chart {
@@ -47,8 +47,8 @@ export class Chart {
     this.kind = canvas.dataset.chart;
     this.height = Number(canvas.dataset.height);
     this.data = null;
-    this.at = null; // where the pointer is
-    this.centres = () => []; // of all that can be pointed at: set by what draws
+    this.at = null; // position of the pointer
+[]; // of all that can be pointed at: set by what draws =>     this.centres = () => []; // of all selectable items: set by the drawing function => []; // of all that can be pointed at: set by what draws
     canvas.addEventListener("pointermove", (event) => { this.at = [event.offsetX, event.offsetY]; this.later(); });
     canvas.addEventListener("pointerleave", () => { this.at = null; this.later(); });
     canvas.addEventListener("keydown", (event) => this.step(event));
@@ -75,7 +75,7 @@ export class Chart {
     requestAnimationFrame(() => { this.pending = false; this.draw(); });
   }
 
-  // Arrows point at the next thing, for whoever has no pointer. Where there is none, the page scrolls.
+  // Arrow keys select the next item, for users without a pointer. If there is none, the page scrolls.
   step(event) {
     const direction = ARROWS[event.key];
     if (!direction) return;
@@ -130,7 +130,7 @@ function least(places, cost) {
 
 const closest = (places, [x, y]) => least(places, (place) => Math.hypot(place[0] - x, place[1] - y));
 
-// The next place in a direction: of the row that is nearest, the one that is nearest there.
+// The next item in a direction: the nearest one of the nearest row.
 function neighbour(places, [x, y], [right, down]) {
   const isAhead = (place) => right * (place[0] - x) + down * (place[1] - y) > 0.01;
   return least(places.filter(isAhead), (place) => 1e6 * Math.abs(place[1] - y) + Math.abs(place[0] - x));
@@ -143,7 +143,7 @@ function write(pen, text, x, y, ink, align = "left", baseline = "middle") {
   pen.fillText(text, x, y);
 }
 
-// Below an axis, each text where its value is, but inside the canvas, and none over the one before.
+// Texts below an axis, each at its value, inside the canvas and without overlap.
 function writeMarks(pen, marks, y, width) {
   let free = 0;
   for (const [text, x] of marks) {
@@ -173,7 +173,7 @@ function drawLines(pen, data, width, height, at) {
   const all = data.series.flatMap((each) => each.values.filter(finite));
   const edge = [data.plan, ...(data.band ?? []), data.low, data.high].filter((value) => value !== undefined && finite(value));
   if (!all.length) { write(pen, NOTHING, width / 2, height / 2, "muted", "center"); return {}; }
-  // One step out of line (the first, which compiles) must not flatten all others.
+  // One outlier (the first step, which compiles) must not flatten the curve.
   const ordered = [...all].sort((a, b) => a - b);
   const far = ordered[Math.floor(ordered.length * 0.99)];
   let low = Math.min(ordered[Math.floor(ordered.length * 0.01)], ...edge);
@@ -296,7 +296,7 @@ function drawHeat(pen, data, width, height, at) {
     row.forEach((value, column) => {
       const share = Math.min(1, Math.abs(value) / data.scale);
       pen.fillStyle = mix(still, value > 0 ? more : less, share);
-      // A rank in trouble stays visible however narrow its column is.
+      // An outlier stays visible however narrow its column is.
       const x = box.left + column * wide;
       const least = share > 0.6 ? Math.max(3, wide - gap) : Math.max(1, wide - gap);
       pen.fillRect(x, box.top + phase * high, least, high - 2);
@@ -314,7 +314,7 @@ function drawHeat(pen, data, width, height, at) {
   const place = data.furthest[phase][column];
   const [low, next] = [data.edges[column], data.edges[column + 1]];
   const lines = [`rank ${data.ranks[place]} on ${data.nodes[place]}`];
-  if (next - low > 1) lines.push(`furthest off of ranks ${low} to ${next - 1}`);
+  if (next - low > 1) lines.push(`largest difference of ranks ${low} to ${next - 1}`);
   const value = data.seconds[place][phase];
   if (value !== null) lines.push(`${data.phases[phase]} ${seconds(value)}, median ${seconds(data.medians[phase])}`);
   lines.push(`${percent(data.cells[phase][column])} of a step`);
@@ -338,7 +338,7 @@ function drawScale(pen, data, box, height, [still, more, less]) {
   if (left - box.left > 90) write(pen, "ranks", box.left, height - 9, "muted");
 }
 
-// Nodes as boxes of squares, one a rank, leaf by leaf; smaller where there are many.
+// Nodes as boxes of squares, one per rank, leaf by leaf; smaller if there are many.
 function topologyShape(data, width) {
   const nodes = data.leaves.reduce((sum, leaf) => sum + leaf.nodes.length, 0);
   const ranks = Math.max(1, data.leaves[0]?.nodes[0]?.[2].length ?? 1);

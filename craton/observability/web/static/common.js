@@ -1,4 +1,4 @@
-// What every page has: the token, changes, news from the server, light and dark, keys.
+// Common to all pages: the token, actions, updates from the server, light and dark mode, keyboard shortcuts.
 
 const root = document.documentElement;
 const byId = (id) => document.getElementById(id);
@@ -16,7 +16,7 @@ function toggleTheme() {
   try {
     localStorage.setItem("theme", root.dataset.theme);
   } catch {
-    // it holds for this page then
+    // without storage, the choice applies to this page only
   }
   tellTheme();
 }
@@ -30,13 +30,13 @@ export function toast(text, isError = false) {
   toastTimer = setTimeout(() => { box.className = "toast"; }, isError ? 12000 : 5000);
 }
 
-// What a login gave to this origin, and a change needs beside the cookie, which other ports of this host get to see.
+// The secret of a login, kept for this origin. Changes need it besides the cookie, which other ports of the host can see.
 const SECRET = "craton-secret";
 function keptSecret() {
   try {
     return localStorage.getItem(SECRET) ?? "";
   } catch {
-    return ""; // this page cannot keep one, and asks for the token
+    return ""; // without storage, the page asks for the token
   }
 }
 if (!keptSecret()) {
@@ -46,25 +46,25 @@ if (!keptSecret()) {
 
 async function post(address, body) {
   const headers = { "content-type": "application/json" };
-  const secret = keptSecret(); // another page of this server may have logged in since
+  const secret = keptSecret(); // another page of this server may have logged in meanwhile
   if (secret) headers["x-craton-secret"] = secret;
   const answer = await fetch(address, { method: "POST", headers, body: JSON.stringify(body) });
-  const told = await answer.json().catch(() => ({}));
-  return { ok: answer.ok, status: answer.status, told };
+  const reply = await answer.json().catch(() => ({}));
+  return { ok: answer.ok, status: answer.status, reply };
 }
 
-// A change; the dialog for the token comes first where there is none yet.
+// Run an action; without a token, show the token dialog first.
 export async function change(address) {
   if (!("mayChange" in document.body.dataset)) {
     askForToken();
     return false;
   }
-  const { ok, status, told } = await post(address, {});
+  const { ok, status, reply } = await post(address, {});
   if (status === 403) {
-    askForToken(told.error);
+    askForToken(reply.error);
     return false;
   }
-  toast(ok ? told.message : told.error ?? "the server did not take it", !ok);
+  toast(ok ? reply.message : reply.error ?? "the server rejected the request", !ok);
   return ok;
 }
 
@@ -87,26 +87,26 @@ function askForToken(reason = "") {
 }
 
 async function login(token) {
-  const { ok, told } = await post("/login", { token });
+  const { ok, reply } = await post("/login", { token });
   if (ok) {
     try {
-      localStorage.setItem(SECRET, told.secret);
+      localStorage.setItem(SECRET, reply.secret);
       location.reload();
     } catch {
-      byId("token-error").textContent = "this browser keeps nothing for this page, which changes need";
+      byId("token-error").textContent = "this browser blocks storage for this page, which changes need";
       return false;
     }
-  } else byId("token-error").textContent = told.error ?? "the server did not take it";
+  } else byId("token-error").textContent = reply.error ?? "the server rejected the request";
   return ok;
 }
 
-// The link that `craton ui` prints ends in #token=…: it is taken out of the address at once. Given to a page that is
-// open at this address already, it loads nothing and changes the fragment only.
+// The link that `craton ui` prints ends in #token=…: it is removed from the address bar at once. In a page that is already
+// open at this address, it loads nothing and only changes the fragment.
 function takeToken() {
   const token = new URLSearchParams(location.hash.slice(1)).get("token");
   if (!token) return;
   history.replaceState(null, "", location.pathname + location.search);
-  login(token).then((ok) => { if (!ok) toast("the token of this link is not the one of this server", true); });
+  login(token).then((ok) => { if (!ok) toast("the token in this link does not belong to this server", true); });
 }
 
 function showLive(word, text) {
@@ -116,17 +116,17 @@ function showLive(word, text) {
   live.lastElementChild.textContent = text;
 }
 
-// News from the server. A page nobody sees asks for none: browsers allow only a few such connections to a server.
+// Updates from the server. A hidden page requests none: browsers allow only a few such connections per server.
 export function listen(address, take) {
   let source = null;
   const open = () => {
     if (source || document.hidden) return;
     source = new EventSource(address);
     source.onopen = () => showLive("on", "live");
-    // A browser tries again by itself after a break, but not after an answer that is no stream (401, 404).
+    // A browser reconnects by itself, but not after a response that is not a stream (401, 404).
     source.onerror = () => {
       const hasEnded = source?.readyState === EventSource.CLOSED;
-      showLive("off", hasEnded ? "stopped: load the page again" : "reconnecting");
+      showLive("off", hasEnded ? "stopped: reload the page" : "reconnecting");
     };
     source.onmessage = (event) => take(JSON.parse(event.data));
   };
@@ -141,7 +141,7 @@ export function listen(address, take) {
   open();
 }
 
-// Keys that a page adds: { key: function }. None of them while somebody types or a dialog is open.
+// Keyboard shortcuts of a page: { key: function }. Inactive while the user types or a dialog is open.
 const keys = { t: toggleTheme, "?": () => byId("help-dialog").showModal() };
 export const addKeys = (more) => Object.assign(keys, more);
 
@@ -157,7 +157,7 @@ addEventListener("keydown", (event) => {
 byId("theme").addEventListener("click", toggleTheme);
 byId("help").addEventListener("click", () => byId("help-dialog").showModal());
 byId("unlock").addEventListener("click", () => {
-  if ("mayChange" in document.body.dataset) toast("This browser has the token: it may stop, resume and heal runs.");
+  if ("mayChange" in document.body.dataset) toast("This browser has the token: it can stop, resume and heal runs.");
   else askForToken();
 });
 byId("give-token")?.addEventListener("click", () => askForToken());

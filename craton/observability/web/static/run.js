@@ -1,4 +1,4 @@
-// The page of one run: news into fragments and charts, changes, logs, keys.
+// The page of one run: updates of fragments and charts, actions, logs, keyboard shortcuts.
 import { addKeys, change, confirmed, isTyping, listen, onTheme } from "./common.js";
 import { Chart } from "./charts.js";
 
@@ -7,7 +7,7 @@ const address = `/runs/${actions.dataset.run}`;
 const charts = new Map();
 for (const canvas of document.querySelectorAll("canvas[data-chart]")) charts.set(canvas.dataset.chart, new Chart(canvas));
 
-// A metric of the job's own that was not there when the page was made gets a chart too.
+// A custom metric that appears after the page was rendered gets a chart too.
 const own = document.getElementById("own");
 function chartOf(name, { title = "" }) {
   if (charts.has(name) || !own || !name.startsWith(own.dataset.prefix)) return charts.get(name);
@@ -25,8 +25,8 @@ function chartOf(name, { title = "" }) {
 
 const shownHtml = new Map();
 
-function take({ anew = false, fragments = {}, charts: data = {} }) {
-  if (anew) { // another run has the name of the one that is shown
+function take({ replaced = false, fragments = {}, charts: data = {} }) {
+  if (replaced) { // another run now has the name of the one shown
     location.reload();
     return;
   }
@@ -35,7 +35,7 @@ function take({ anew = false, fragments = {}, charts: data = {} }) {
     if (!place || shownHtml.get(name) === html) continue;
     shownHtml.set(name, html);
     reveal(place);
-    // What somebody has opened, or scrolled, stays so.
+    // Keep what the user has opened or scrolled.
     const opened = [...place.querySelectorAll("details")].map((each) => each.open);
     const scrolled = [...place.querySelectorAll(".events")].map((each) => each.scrollTop);
     place.innerHTML = html;
@@ -47,19 +47,19 @@ function take({ anew = false, fragments = {}, charts: data = {} }) {
     reveal(chart?.canvas);
     chart?.show(drawn);
   }
-  for (const name of Object.keys(fragments)) { // a part that came without its chart has measured nothing for it
+  for (const name of Object.keys(fragments)) { // a part that arrives without its chart has no data for it
     if (!name.startsWith("trouble-")) continue;
     for (const chart of charts.values()) if (chart.canvas.dataset.part === name.slice("trouble-".length)) chart.wasRead();
   }
   showActions();
 }
 
-// What a command may tell of is shown as soon as it does.
+// Sections of a plain command appear as soon as they have data.
 function reveal(element) {
   for (let each = element?.closest("[data-optional]"); each; each = each.parentElement.closest("[data-optional]")) each.hidden = false;
 }
 
-// Which changes make sense now.
+// Show the actions that make sense now.
 function showActions() {
   const state = document.getElementById("state");
   if (!state) return;
@@ -74,10 +74,10 @@ function showActions() {
 }
 
 const QUESTIONS = {
-  stop: ["Stop this run?", "Its ranks save a checkpoint and leave; it can be resumed from there.", "Stop it"],
-  kill: ["Stop it now?", "Its processes are killed. What came after the last checkpoint is lost.", "Kill it"],
-  resume: ["Resume this run?", "It goes on from its newest checkpoint, on the nodes it had.", "Resume it"],
-  heal: ["Heal this run?", "Its nodes are examined. Those that are bad are told of, or taken out of service where the cluster's policy says act; all of it can be undone.", "Heal it"],
+  stop: ["Stop this run?", "Its ranks save a checkpoint and exit; you can resume it from there.", "Stop it"],
+  kill: ["Stop it now?", "Its processes are killed. Work since the last checkpoint is lost.", "Kill it"],
+  resume: ["Resume this run?", "It resumes from its newest checkpoint, on the same nodes.", "Resume it"],
+  heal: ["Heal this run?", "Its nodes are checked. Bad nodes are reported, or drained where the cluster's policy is act; every action can be undone.", "Heal it"],
 };
 
 actions.addEventListener("click", async (event) => {
@@ -86,20 +86,20 @@ actions.addEventListener("click", async (event) => {
   const action = button.dataset.action;
   let [title, text, yes] = QUESTIONS[action];
   const dollars = document.getElementById("state")?.dataset.dollars;
-  if (action === "resume") text += dollars ? ` Its nodes cost ${dollars} a day.` : " Its price is unknown.";
+  if (action === "resume") text += dollars ? ` Its nodes cost ${dollars} per day.` : " Its price is unknown.";
   if ("mayChange" in document.body.dataset && !(await confirmed(title, text, yes))) return;
   button.disabled = true;
   await change(`${address}/${action}`);
   button.disabled = false;
 });
 
-// Logs: the end of one, and what is added to it. One that grows faster than it is read is gone on with at its end.
+// Logs: the end of a log, and new lines. A log that grows faster than it is read continues at its end.
 const log = document.getElementById("log");
-const MOST_CHARACTERS = 2_000_000;
-const PIECE_BYTES = 64 << 10; // as much as the server gives at once
+const MAX_CHARACTERS = 2_000_000;
+const PIECE_BYTES = 64 << 10; // maximum of one response of the server
 const ANSWER_MILLISECONDS = 10_000;
 let text = "";
-let rest = ""; // a line without its end yet
+let rest = ""; // an incomplete last line
 let end = null;
 let isBehind = false;
 let shownSource = "";
@@ -107,7 +107,7 @@ let isReading = false;
 
 const wantedSource = () => document.getElementById("log-source").value;
 
-// One question at a time: the answer to an older one would be taken for a log that was begun anew.
+// One request at a time: the answer to an older one would look like a log that was rewritten.
 async function readLog() {
   if (isReading) return;
   isReading = true;
@@ -121,7 +121,7 @@ async function readLog() {
   }
 }
 
-// Whether there is more to read at once.
+// Return whether there is more to read at once.
 async function readPiece() {
   const source = wantedSource();
   if (source !== shownSource) {
@@ -141,12 +141,12 @@ async function readPiece() {
     if (answer.status === 404) log.textContent = "";
     return false;
   }
-  if (end !== null && piece.begin < end) text = ""; // it was begun anew
+  if (end !== null && piece.begin < end) text = ""; // the log was rewritten
   else if (end !== null && piece.begin > end) text += `… skipped ${Math.ceil((piece.begin - end) / 1000)} kB\n`;
   const isNew = piece.text || piece.rest !== rest || !log.textContent;
   end = piece.end;
   isBehind = piece.size - piece.end > PIECE_BYTES;
-  text = (text + piece.text).slice(-MOST_CHARACTERS);
+  text = (text + piece.text).slice(-MAX_CHARACTERS);
   rest = piece.rest;
   note.textContent = piece.size ? `${(piece.size / 1000).toFixed(1)} kB` : "empty";
   if (isNew) showLog();

@@ -1,4 +1,4 @@
-// The list of runs: news, filter, order, keys. Rows are HTML of the server, which escapes what it writes.
+// The list of runs: updates, filter, order, keyboard shortcuts. Rows are HTML from the server, which escapes all text.
 import { addKeys, listen } from "./common.js";
 
 const table = document.getElementById("runs");
@@ -33,7 +33,7 @@ function sorted() {
   return keyed.map(([, row]) => row);
 }
 
-// Puts rows where they belong, and moves only those that are not there yet: a page of 500 must not flicker.
+// Put rows in order and move only those out of place: a page of 500 rows must not flicker.
 function arrange() {
   let place = body.firstElementChild;
   for (const row of sorted()) {

@@ -1,9 +1,9 @@
-// Before anything is painted: light or dark as it was chosen here, else as the system has it.
+// Before the first paint: light or dark mode as chosen here, else the system's.
 (() => {
   try {
     const chosen = localStorage.getItem("theme");
     if (chosen === "light" || chosen === "dark") document.documentElement.dataset.theme = chosen;
   } catch {
-    // storage may be forbidden; the system's choice stands
+    // storage may be blocked: use the system's choice
   }
 })();
