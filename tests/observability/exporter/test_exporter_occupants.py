@@ -19,7 +19,7 @@ from craton.infrastructure.probes import NodeRoot
 from craton.observability.exporter import runs_here
 from craton.observability.exporter.gpus import Occupants, occupants
 from craton.observability.exporter.gpus.occupants import NO_OCCUPANT, GpuHolding, Occupant, one_label
-from craton.observability.exporter.runs_here import TOLD_SECONDS, RankHere, RunsCollector, RunsHere
+from craton.observability.exporter.runs_here import SEEN_SECONDS, RankHere, RunsCollector, RunsHere
 from craton.telemetry import RunDirectory
 from craton.telemetry.node import Heartbeat, read_heartbeat
 
@@ -135,10 +135,10 @@ def test_a_rank_in_a_container_is_known_by_its_number_there(tmp_path: Path) -> N
         assert who.of(pid, 1001.0) == Occupant("eta", "12", "node-1")
     assert who.of(4005, 1001.0) == Occupant("eta", "", "node-1"), "what started the container is no rank"
     assert who.of(17, 1001.0) == NO_OCCUPANT, "the host's 17 is not the container's"
-    later = 1000.0 + TOLD_SECONDS
+    later = 1000.0 + SEEN_SECONDS
     who.of(4000, later - 1.0)
     assert list(runs.collect(later + 1.0)), "as long as it is here"
-    assert list(runs.collect(later + TOLD_SECONDS)) == [], "and no longer"
+    assert list(runs.collect(later + SEEN_SECONDS)) == [], "and no longer"
 
 
 def test_a_number_given_to_another_process_is_asked_anew(tmp_path: Path) -> None:
