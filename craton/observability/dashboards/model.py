@@ -42,7 +42,7 @@ class PanelQuery:
     expr: str
     legend: str
     is_plan: bool = False  # a prediction or a limit: drawn dashed
-    unit: Unit | None = None  # of a column, where it differs from the panel's
+    unit: Unit | None = None  # of a column, if it differs from the panel's
 
     @property
     def hardware_only(self) -> bool:
@@ -60,8 +60,8 @@ class Panel:
     width: int = 8  # of 24
     height: int = 7
     alerts: tuple[str, ...] = ()  # alerts whose runbooks are linked
-    warn: float | None = None  # yellow from here on; where `bad` is lower, from here down
-    bad: float | None = None  # red
+    warn: float | None = None  # yellow from this value on; if `bad` is lower, below it
+    bad: float | None = None  # red from this value on, or below it
     stacked: bool = False
     nothing: str = ""  # text without series: "0" where no series is good
     opens: str = ""  # dashboard that a table row links to; the label has the name of its variable
@@ -86,7 +86,7 @@ class Variable:
 
 @dataclass(frozen=True)
 class Board:
-    name: str  # of its file; its uid is craton-NAME
+    name: str  # of its file; the uid is craton-NAME
     title: str
     description: str
     variables: tuple[Variable, ...]

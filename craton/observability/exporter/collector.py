@@ -30,7 +30,7 @@ class Collector(ABC):
     def collect(self, now: float) -> Iterable[Sample]:
         """Return the samples of this moment; `now` is in epoch seconds."""
 
-    def close(self) -> None:  # noqa: B027 - most hold nothing
+    def close(self) -> None:  # noqa: B027 - most collectors have no resources
         """Release its resources."""
 
     def guarded(self, samples: Iterable[Sample]) -> Iterator[Sample]:

@@ -15,7 +15,7 @@ from craton.observability.exporter.exposition import Sample
 SMART_SECONDS = 60.0  # the drive's controller answers between reads and writes
 SECTOR_BYTES = 512  # the unit of diskstats, independent of the disk's sector size
 _LEFT_OUT = re.compile(r"(loop|ram|fd|sr|zram)\d+")
-# Columns of diskstats behind the name (Documentation/admin-guide/iostats.rst) → family and factor
+# Columns of diskstats after the name (Documentation/admin-guide/iostats.rst) → family and factor
 COLUMNS: dict[int, tuple[str, float]] = {
     0: ("node_disk_reads_completed_total", 1),
     2: ("node_disk_read_bytes_total", SECTOR_BYTES),

@@ -55,7 +55,7 @@ class AlertRule:
     description: str
     source: str
     date: date
-    hardware_only: bool = False  # no run on this machine serves what it reads
+    hardware_only: bool = False  # reads metrics that no run on a plain machine exports
     action_from_series: bool = False  # the series' label `action` wins; `action` is then the minimum
     slow: bool = False  # evaluated every SLOWLY
 

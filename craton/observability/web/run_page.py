@@ -57,7 +57,7 @@ from craton.telemetry.rank import LEDGER_KINDS
 
 QUICK_SECONDS, SLOW_SECONDS = 1.0, 2.0
 GPU_SECONDS = 10.0
-SHOWN_NODES = 12  # in the table of nodes in trouble
+SHOWN_NODES = 12  # in the table of nodes with problems
 
 
 @dataclass(frozen=True)

@@ -173,7 +173,7 @@ class TopView:
             return self._verdicts.ask(self.run, key, is_moving=summary.state in MOVING, urgent=True)
         try:
             return self._examine(self.run)
-        except Exception as error:  # noqa: BLE001 - whatever keeps it from an answer, the rest is still worth seeing
+        except Exception as error:  # noqa: BLE001 - without a verdict, the rest is still shown
             return not_examined(error)
 
 

@@ -85,7 +85,7 @@ class CardSource:
             self.is_without_driver = False
             try:
                 self.cards = self._open()
-            except Exception as error:  # noqa: BLE001 - a missing package, library or driver each raise their own
+            except Exception as error:  # noqa: BLE001 - missing package, library and driver raise different classes
                 self.problem = reason(error)
                 self.is_without_driver = isinstance(error, NoDriverError)
         return self.cards

@@ -34,7 +34,7 @@ DEAR_FIELDS = (
     "CLOCKS_EVENT_REASON_HW_POWER_BRAKE_SLOWDOWN",
     "PCIE_REPLAY_COUNTER",
 )
-HELD_FIELDS = {  # reason → field with the time it held the clocks, in ns
+HELD_FIELDS = {  # reason → field with the time it lowered the clocks, in ns
     "sw_power_cap": "CLOCKS_EVENT_REASON_SW_POWER_CAP",
     "sw_thermal_slowdown": "CLOCKS_EVENT_REASON_SW_THERM_SLOWDOWN",
     "hw_thermal_slowdown": "CLOCKS_EVENT_REASON_HW_THERM_SLOWDOWN",

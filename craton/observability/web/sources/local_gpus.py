@@ -35,7 +35,7 @@ class LocalGpus:
         try:
             self._cards = self._cards or self._reach()
             there = self._cards.list()
-        except Exception as error:  # noqa: BLE001 - NVML's errors are of a class that its package alone has
+        except Exception as error:  # noqa: BLE001 - NVML's error class is in an optional package
             self.trouble, self._is_wanted = f"cannot read the GPUs of this machine: {error}", False
             return {}
         result: dict[str, dict[str, float]] = {}

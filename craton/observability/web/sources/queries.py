@@ -68,7 +68,7 @@ class Prometheus:
         try:
             data = self._get("/api/v1/alerts")
             alerts = [_alert(item) for item in data.get("alerts") or () if isinstance(item, dict)]
-        except Exception as error:  # noqa: BLE001 - whatever listens there may answer whatever it likes
+        except Exception as error:  # noqa: BLE001 - any program may listen there and answer anything
             return Answered(trouble=f"Prometheus at {self.url} does not answer: {_why(error)}")
         return Answered(tuple(sorted(alerts, key=lambda alert: (alert.state != "firing", alert.name, alert.node))))
 

@@ -134,7 +134,7 @@ class Summaries:
                 settled_summary.path: settled_summary
                 for settled_summary in settled_summaries(raws, self.schedulers.standings)
             }
-        except Exception as error:  # noqa: BLE001 - without a scheduler's answer the runs still have their own word
+        except Exception as error:  # noqa: BLE001 - without the scheduler, the run's own state is shown
             trouble = trouble or f"cannot query the schedulers of the runs: {_why(error)}"
             settled = {entry.path: entry for entry in raws}
         for row in rows:
@@ -227,7 +227,7 @@ def _read(run: RunDirectory, state: _Known) -> None:
             state.planned_dollars = float(dollars) if isinstance(dollars, int | float) else None
         state.summarizer = state.summarizer or Summarizer(run, MAX_NODES)
         state.raw, state.trouble = state.summarizer.summary(), ""
-    except Exception as error:  # noqa: BLE001 - one broken folder hides no other run, whatever is wrong with it
+    except Exception as error:  # noqa: BLE001 - a broken folder must not hide other runs
         state.raw, state.trouble = None, f"cannot read {run.path}: {_why(error)}"
     state.key = key
     if state.raw is None or state.raw.state not in MOVING:
