@@ -328,8 +328,8 @@ def _warnings(setting: Setting, candidate: Candidate) -> list[str]:
     placement, leaf = setting.job.placement, setting.cluster.leaf_nodes
     if placement and placement.within == "leaf" and leaf and setting.cluster.num_nodes > leaf:
         result.append(
-            f"placement within one leaf is impossible: the job has {setting.cluster.num_nodes} nodes, a leaf has {leaf}; "
-            "planned across leaves"
+            f"placement within one leaf is impossible: the job has {setting.cluster.num_nodes} nodes, a leaf has "
+            f"{leaf}; planned across leaves"
         )
     if not setting.job.checkpoint.tiers and (durable := durable_tier(setting.cluster)):
         result.append(

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from craton.infrastructure.catalog import gpu
 from craton.job.model import ModelShape, model_preset
-from craton.planning.serving import Roofline, Roofs, ServedModel
-from craton.planning.serving.step import roofs_of
+from craton.planning.serving import DevicePeaks, Roofline, ServedModel
+from craton.planning.serving.step import peaks_of
 
-H200 = Roofs(bytes_per_second=4.3e12, flops=790e12)  # measured: copies, and products of random bf16 matrices
+H200 = DevicePeaks(bytes_per_second=4.3e12, flops=790e12)  # measured: copies, and products of random bf16 matrices
 
 
-def roofline(name: str, precision: str = "bf16", roofs: Roofs = H200, **more: object) -> Roofline:
+def roofline(name: str, precision: str = "bf16", roofs: DevicePeaks = H200, **more: object) -> Roofline:
     return Roofline(ServedModel(model_preset(name), precision, **more), roofs)  # type: ignore[arg-type]
 
 
@@ -109,10 +109,10 @@ def test_what_fits_is_whole_pages() -> None:
 
 
 def test_the_catalog_gives_roofs_near_the_measured() -> None:
-    found = roofs_of(gpu("H200-SXM"))
+    found = peaks_of(gpu("H200-SXM"))
     assert found.bytes_per_second == pytest.approx(4.29e12, rel=0.03)
     assert found.flops == pytest.approx(790e12, rel=0.03)
-    assert roofs_of(gpu("H200-SXM"), "fp8").flops > 1.5 * found.flops
+    assert peaks_of(gpu("H200-SXM"), "fp8").flops > 1.5 * found.flops
 
 
 def test_a_step_is_cheap_to_bound() -> None:

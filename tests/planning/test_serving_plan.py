@@ -18,7 +18,7 @@ from craton.job import parse_job
 from craton.planning import PlanError
 from craton.planning.report import render_serving
 from craton.planning.report import serving_to_json as to_json
-from craton.planning.serving import Roofline, Roofs, ServedModel, ServePlan, plan_serving
+from craton.planning.serving import DevicePeaks, Roofline, ServedModel, ServePlan, plan_serving
 
 
 def planned(model: str = "llama-3.1-8b", cluster: str = "p5en.48xlarge x 1", more: str = "", tp: int = 0) -> ServePlan:
@@ -121,7 +121,7 @@ def test_the_json_is_plain_and_gives_the_engine_its_roofs() -> None:
         plan.requests,
     )
     assert "tokens_per_second" not in document, "it would be compared with what a server at any load measures"
-    line = Roofline(ServedModel(plan.model, tp=2), Roofs(**document["roofs"]))
+    line = Roofline(ServedModel(plan.model, tp=2), DevicePeaks(**document["roofs"]))
     floor = line.decode_seconds(plan.best_batch, plan.mean_context)
     assert plan.best_batch / floor == pytest.approx(document["best_roof_tokens_per_second"])
     assert all(math.isfinite(point["tokens_per_second"]) for point in document["decode"])

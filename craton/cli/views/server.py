@@ -105,9 +105,7 @@ def print_ready(job: Job, plan: ServePlan | None, ready: dict[str, Any], console
     console.print(Text.assemble((job.name, "bold"), " serves at ", (ready["url"], "bold green")))
     print_field(console, "model", ", ".join([ready["model"], *job.serve.adapters]))
     if plan is not None:
-        cache = (
-            f"{formatting.amount(ready['kv_tokens'])} tokens, maximum {ready['max_length']:,} per request"
-        )
+        cache = f"{formatting.amount(ready['kv_tokens'])} tokens, maximum {ready['max_length']:,} per request"
         print_field(console, "KV cache", cache)
         single, best = (formatting.amount(ready[f"plan_{name}_tokens_per_second"]) for name in ("single", "best"))
         print_field(

@@ -38,7 +38,7 @@ from craton.ml.serving.engine import (
     Rates,
     build_runner,
     join_engine,
-    measure_roofs,
+    measure_peaks,
     tell_failure,
 )
 from craton.ml.serving.grammar import Grammars
@@ -289,7 +289,7 @@ def _floor(job: Job, served: Served, device: torch.device) -> Roofline:
     assert job.serve is not None
     size = 1 if served.peers is None else served.peers.size
     model = ServedModel(served.model.config.shape, job.serve.precision, job.serve.kv_precision, size)
-    roofs = measure_roofs(device, next(served.model.norm.parameters()).dtype)
+    roofs = measure_peaks(device, next(served.model.norm.parameters()).dtype)
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return Roofline(model, roofs)

@@ -8,6 +8,6 @@ from craton.lazy import lazy_names
 
 if TYPE_CHECKING:
     from craton.planning.serving.planner import CPU_KV_BYTES, GPU_RESERVE_BYTES, ServePlan, passing_bytes, plan_serving
-    from craton.planning.serving.step import Roofline, Roofs, ServedModel
+    from craton.planning.serving.step import DevicePeaks, Roofline, ServedModel
 else:
     __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

@@ -13,7 +13,14 @@ from craton.job import ContentError, Job, check_job
 from craton.job.layout import Layout, check_served_layout
 from craton.job.model import ModelShape
 from craton.planning.rates import Group, MachineRates, all_gather_seconds, machine_of
-from craton.planning.serving.step import COLLECTIVES_PER_LAYER, PLAIN_BYTES, Roofline, Roofs, ServedModel, roofs_of
+from craton.planning.serving.step import (
+    COLLECTIVES_PER_LAYER,
+    PLAIN_BYTES,
+    DevicePeaks,
+    Roofline,
+    ServedModel,
+    peaks_of,
+)
 from craton.planning.setting import PlanError
 
 EFFICIENCY = 0.85  # of the roofline, inside kernels; assumed for decode attention and matmuls on an H200
@@ -55,7 +62,7 @@ class ServePlan:
     precision: str
     kv_precision: str
     page: int
-    roofs: Roofs
+    roofs: DevicePeaks
     efficiency: float  # of the roofline, assumed
     overhead_seconds: float  # of a step, assumed
     max_length: int
@@ -134,7 +141,7 @@ class _Candidate:
 
     machine: MachineRates
     model: ServedModel
-    roofs: Roofs
+    roofs: DevicePeaks
     memory_bytes: float  # of a rank's device
     workspace_bytes: float
     kv_tokens: int
@@ -147,7 +154,7 @@ class _Candidate:
         is_cpu = gpu.generation == "cpu"
         model = ServedModel(shape, serve.precision, serve.kv_precision, tp)
         link = machine.network.nvlink_bytes_per_second * machine.network.nvlink_efficiency
-        roofs = roofs_of(gpu, serve.precision, link if tp > 1 else 0.0)
+        roofs = peaks_of(gpu, serve.precision, link if tp > 1 else 0.0)
         memory_bytes = gpu.memory_bytes
         if is_cpu and tp > 1:  # its ranks share the processor
             roofs = replace(roofs, bytes_per_second=roofs.bytes_per_second / tp, flops=roofs.flops / tp)

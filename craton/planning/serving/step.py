@@ -27,18 +27,18 @@ COLLECTIVES_PER_LAYER = 4  # gathered before attention and MLP, summed and scatt
 
 
 @dataclass(frozen=True)
-class Roofs:
-    """Maximum rates of one rank's device: measured, or from the catalog (`roofs_of`)."""
+class DevicePeaks:
+    """Maximum rates of one rank's device: measured, or from the catalog (`peaks_of`)."""
 
     bytes_per_second: float  # a long pass over memory
     flops: float  # per second, matmuls with the served weights
     link_bytes_per_second: float = 0.0  # to the other ranks of tp; 0: not counted
 
 
-def roofs_of(gpu: Gpu, precision: str = "bf16", link_bytes_per_second: float = 0.0) -> Roofs:
+def peaks_of(gpu: Gpu, precision: str = "bf16", link_bytes_per_second: float = 0.0) -> DevicePeaks:
     """Return the best measured rates of this kind of GPU."""
     rates = rates_of(gpu)
-    return Roofs(rates.streaming_bytes_per_second, rates.matrix_flops[precision], link_bytes_per_second)
+    return DevicePeaks(rates.streaming_bytes_per_second, rates.matrix_flops[precision], link_bytes_per_second)
 
 
 @dataclass(frozen=True)
@@ -107,9 +107,9 @@ class ServedModel:
 
 
 class Roofline:
-    """The minimum time of a step on given hardware limits (`Roofs`). A call costs about a microsecond."""
+    """The minimum time of a step on given hardware limits (`DevicePeaks`). A call costs about a microsecond."""
 
-    def __init__(self, model: ServedModel, roofs: Roofs) -> None:
+    def __init__(self, model: ServedModel, roofs: DevicePeaks) -> None:
         shape = model.shape
         self.model, self.roofs = model, roofs
         self._tp = model.tp

@@ -9,6 +9,6 @@ from craton.lazy import lazy_names
 if TYPE_CHECKING:
     from craton.ml.serving.engine.build import build_runner, join_engine
     from craton.ml.serving.engine.engine_process import EngineProcess, tell_failure
-    from craton.ml.serving.engine.measurements import Latencies, Rates, measure_roofs
+    from craton.ml.serving.engine.measurements import Latencies, Rates, measure_peaks
 else:
     __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from craton.ml.serving.messages import STEP_BOUNDS, OutputDelta
-from craton.planning.serving import Roofs
+from craton.planning.serving import DevicePeaks
 
 if TYPE_CHECKING:
     from craton.ml.serving.schedule import ScheduledStep
@@ -130,7 +130,7 @@ class Latencies:
                 self._samples["queue"].append((now, max(0.0, piece.admitted - submitted)))
 
 
-def measure_roofs(device: torch.device, dtype: torch.dtype) -> Roofs:
+def measure_peaks(device: torch.device, dtype: torch.dtype) -> DevicePeaks:
     """Measure memory bandwidth (bytes/s of a large copy, read plus write) and FLOP/s of a large matmul, in less than a
     second."""
     source = torch.zeros(COPY_BYTES[device.type], dtype=torch.uint8, device=device)
@@ -141,7 +141,7 @@ def measure_roofs(device: torch.device, dtype: torch.dtype) -> Roofs:
     left, right = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
     product = torch.empty_like(left)
     product_seconds = _best(lambda: torch.mm(left, right, out=product), device)
-    return Roofs(2 * source.numel() / copy_seconds, 2 * side**3 / product_seconds)
+    return DevicePeaks(2 * source.numel() / copy_seconds, 2 * side**3 / product_seconds)
 
 
 def _best(work: Callable[[], object], device: torch.device) -> float:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 
+from craton.extras import install_command, missing_text
+
 try:
     from craton.ml.serving.server.front import main
 except ModuleNotFoundError as error:
-    print(
-        f"error: the front end needs {error.name}, which is not installed; pip install 'craton[serve]'", file=sys.stderr
-    )
+    text = missing_text("the front end", [str(error.name)], install_command("serve"))
+    print(f"error: {text}", file=sys.stderr)
     sys.exit(2)
 
 if __name__ == "__main__":
