@@ -1,7 +1,7 @@
-"""Commands, configurations and environments of other frameworks, as pure functions of a layout and a model.
+"""Commands, configurations and environments for other frameworks, as pure functions of a layout and a model.
 
-Everything here is pure. Placeholders such as `{node_rank}` stay in what comes out: the agent of each node fills them in
-when it starts the processes of a job of kind `command`.
+Placeholders such as `{node_rank}` stay in the output: the agent of each node fills them in when it starts the processes
+of a job of kind `command`.
 """
 
 from __future__ import annotations

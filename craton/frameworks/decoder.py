@@ -1,7 +1,7 @@
-"""What the shape of a model does not say and a foreign stack must be told: its rotation, its norms, its biases.
+"""Model parameters beyond its shape that other frameworks need: RoPE, norm epsilon, biases.
 
-It stands in the config.json that the shape was read from, or for a preset in the table beside Craton's decoder, whose
-names are used here. A model written inline has what Craton trains it with.
+They come from the config.json that the shape was read from, or for a preset from the table of Craton's decoder, whose
+names are used here. A model written inline gets the values that Craton trains it with.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from typing import Any
 from craton.job.model import ModelShape, load_config
 
 NORM_EPSILON = 1e-5
-HUGGINGFACE_EPSILON = 1e-6  # of a config.json that does not say it
+HUGGINGFACE_EPSILON = 1e-6  # default of transformers for a config.json without one
 _NORMS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon")
 
 
 def config_of(model: ModelShape) -> dict[str, Any] | None:
-    """The config.json that the shape was read from; None: it was not."""
+    """Return the config.json that the shape was read from, or None if there is none."""
     source = Path(model.source)
     return load_config(source)[0] if source.name == "config.json" and source.is_file() else None
 
 
 def preset_numbers(model: ModelShape) -> Mapping[str, Any]:
-    """By the names of the decoder's table; empty for what is no preset."""
+    """Return the preset's entry in the decoder's table; empty if the model is not a preset."""
     return next((numbers for pattern, numbers in _families().items() if fnmatchcase(model.name, pattern)), {})
 
 
@@ -40,12 +40,12 @@ def norm_epsilon(model: ModelShape) -> float:
 
 
 def biases(model: ModelShape) -> tuple[str, ...]:
-    """Which projections add a bias: of `qkv`, `output` and `mlp`."""
+    """Return the projections that add a bias, out of `qkv`, `output` and `mlp`."""
     config = config_of(model) or {}
     family = config.get("model_type")
     if family in ("gpt2", "gpt_neox"):
         return ("qkv", "output", "mlp")
-    if family == "gpt_oss":  # of its experts and their router too
+    if family == "gpt_oss":  # its experts and their router have biases too
         return ("qkv", "output", "mlp") if config.get("attention_bias", True) else ("mlp",)
     if family == "qwen2":
         return ("qkv",)

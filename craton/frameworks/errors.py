@@ -1,4 +1,4 @@
-"""A layout that a foreign stack cannot be told.
+"""A layout that another framework cannot express.
 
 CratonError(ValueError)
 └── FrameworkError
@@ -11,11 +11,11 @@ from craton.job.layout import Layout
 
 
 class FrameworkError(CratonError):
-    """The stack has no word for something that was asked for."""
+    """The framework has no option for something that the job requests."""
 
 
 def refuse(stack: str, layout: Layout, *sizes: str) -> None:
-    """FrameworkError when one of these parts of a layout is used, and the stack does not have it."""
+    """Raise FrameworkError if the layout uses one of these dimensions, which the framework does not support."""
     used = [f"{name} {getattr(layout, name)}" for name in sizes if getattr(layout, name) > 1]
     if used:
-        raise FrameworkError(f"{stack} does not have {' and '.join(used)}; give a layout without it")
+        raise FrameworkError(f"{stack} does not support {' and '.join(used)}; use a layout without it")

@@ -1,8 +1,8 @@
-"""How torchrun, Accelerate and veRL start processes on a node, and what JAX reads to join them.
+"""Launch commands for torchrun, Accelerate and veRL, and the environment for JAX.
 
-What differs from node to node stands in the command line, so that one file serves them all. Sharding is FSDP2; tensor
-and context parallelism are Accelerate's `parallelism_config` (1.10 and later). What veRL trains on and how it is
-rewarded is the user's; Ray, which it runs on, is started by the command itself.
+Values that differ from node to node are in the command line, so one config file serves all nodes. Sharding is FSDP2;
+tensor and context parallelism use Accelerate's `parallelism_config` (1.10 and later). veRL's data and rewards are the
+user's; the command itself starts Ray, which veRL runs on.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ACCELERATE_PRECISIONS = {"fp32": "no", "fp16": "fp16", "bf16": "bf16", "fp8": "f
 
 
 def torchrun_command(script: Sequence[str], processes_per_node: int | None = None) -> list[str]:
-    """torchrun for a script and its arguments, with a process for each GPU of a node unless a number is given."""
+    """Return the torchrun command for a script and its arguments; default: one process per GPU of a node."""
     return [
         "torchrun",
         "--nnodes={num_nodes}",
@@ -31,10 +31,12 @@ def torchrun_command(script: Sequence[str], processes_per_node: int | None = Non
 
 
 def accelerate_config(layout: Layout, num_nodes: int) -> str:
-    """The config file of a layout, as YAML."""
+    """Return Accelerate's config file for a layout, as YAML."""
     refuse("Accelerate", layout, "pp", "ep")
     if layout.precision not in ACCELERATE_PRECISIONS:
-        raise FrameworkError(f"Accelerate has no precision {layout.precision}; use {', '.join(ACCELERATE_PRECISIONS)}")
+        raise FrameworkError(
+            f"Accelerate does not support precision {layout.precision}; use {', '.join(ACCELERATE_PRECISIONS)}"
+        )
     config: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "MULTI_GPU" if layout.world > 1 else "NO",
@@ -65,7 +67,7 @@ def accelerate_config(layout: Layout, num_nodes: int) -> str:
 
 
 def accelerate_command(script: Sequence[str], config_file: str) -> list[str]:
-    """`accelerate launch` of a script and its arguments, once a node."""
+    """Return `accelerate launch` for a script and its arguments; it runs once per node."""
     return [
         *("accelerate", "launch", "--config_file", config_file),
         *("--machine_rank", "{node_rank}"),
@@ -75,7 +77,7 @@ def accelerate_command(script: Sequence[str], config_file: str) -> list[str]:
 
 
 def jax_environment(one_gpu_each: bool = False) -> dict[str, str]:
-    """`one_gpu_each`: a process sees only the GPU of its own number, as with `processes: gpu`."""
+    """With `one_gpu_each` a process sees only the GPU of its local rank, as with `processes: gpu`."""
     environment = {"JAX_COORDINATOR_ADDRESS": "{master_address}:{master_port}"}
     if one_gpu_each:
         environment["JAX_LOCAL_DEVICE_IDS"] = "{local_rank}"
@@ -83,8 +85,8 @@ def jax_environment(one_gpu_each: bool = False) -> dict[str, str]:
 
 
 def verl_overrides(model: str, layout: Layout, num_nodes: int, rollout_tp: int = 1) -> list[str]:
-    """veRL's Hydra overrides, on FSDP2 with rollouts by vLLM: `key=value` words for `python -m verl.trainer.main_ppo`.
-    `model` is a folder or a Hub id, `rollout_tp` over how many GPUs each copy that samples is cut."""
+    """Return veRL's Hydra overrides with FSDP2 and vLLM rollouts: `key=value` for `python -m verl.trainer.main_ppo`.
+    `model` is a folder or a Hub id, `rollout_tp` the tensor-parallel size of each rollout replica."""
     refuse("veRL on FSDP", layout, "pp", "tp", "ep")
     actor = "actor_rollout_ref.actor"
     values: dict[str, object] = {

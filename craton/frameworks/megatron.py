@@ -1,8 +1,7 @@
-"""Megatron-LM's arguments, with the rotation of positions as the model's own decoder has it, and NeMo's parallelism,
-from a model and a layout.
+"""Megatron-LM's arguments, including the model's RoPE settings, and NeMo's parallelism, from a model and a layout.
 
-Data parallelism is what is left of the world there. Megatron's distributed optimizer shards the optimizer's state:
-`zero: 1`. A model written inline has the usual rotary base, as when Craton trains it.
+Megatron derives the data-parallel size from the world size. Its distributed optimizer shards the optimizer state, which
+is `zero: 1`. A model written inline has the default RoPE base, as when Craton trains it.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ RECOMPUTES = {
     "full": ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"],
 }
 USUAL_BASE = 10_000.0
-FAMILY_BASES = {"mixtral": 1_000_000.0}  # whose class in transformers has another default
-# What Megatron's --use-rope-scaling has built in; only the factor is an argument.
+FAMILY_BASES = {"mixtral": 1_000_000.0}  # their classes in transformers have another default
+# Built into Megatron's --use-rope-scaling; only the factor is an argument.
 LLAMA3 = {"low_frequency_factor": 1.0, "high_frequency_factor": 4.0, "original_sequence": 8192}
 _NAMES = {
     "low_freq_factor": "low_frequency_factor",
@@ -33,11 +32,11 @@ _NAMES = {
 
 
 def megatron_arguments(model: ModelShape, layout: Layout, sequence: int, global_batch_sequences: int) -> list[str]:
-    """Arguments of pretrain_gpt.py that say model, parallelism and batch; data, schedule and paths are the user's."""
+    """Return pretrain_gpt.py's arguments for model, parallelism and batch; the user adds data, schedule and paths."""
     if layout.fsdp > 1 and layout.zero != 1:
-        raise FrameworkError(f"Megatron's distributed optimizer is `zero: 1`, not zero {layout.zero}; give that layout")
+        raise FrameworkError(f"Megatron's distributed optimizer is `zero: 1`, not `zero: {layout.zero}`; set `zero: 1`")
     if layout.precision not in PRECISIONS:
-        raise FrameworkError(f"Megatron is not told precision {layout.precision}; use {', '.join(PRECISIONS)}")
+        raise FrameworkError(f"Megatron does not support precision {layout.precision}; use {', '.join(PRECISIONS)}")
     attention = _attention(model)
     numbers = {
         "--tensor-model-parallel-size": layout.tp,
@@ -74,7 +73,7 @@ def megatron_arguments(model: ModelShape, layout: Layout, sequence: int, global_
 
 
 def nemo_parallelism(layout: Layout) -> dict[str, int | bool | None]:
-    """The same as NeMo's MegatronStrategy takes it."""
+    """Return the parallelism as arguments of NeMo's MegatronStrategy."""
     return {
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
@@ -86,7 +85,7 @@ def nemo_parallelism(layout: Layout) -> dict[str, int | bool | None]:
 
 
 def _optimizer(layout: Layout) -> list[str]:
-    """State is sharded over all of data parallelism, unless that is cut into as many instances as there are copies."""
+    """Megatron shards the state over all data-parallel ranks, unless they are split into one instance per replica."""
     if layout.fsdp == 1:
         return []
     copies = ["--num-distributed-optimizer-instances", str(layout.replicate)] if layout.replicate > 1 else []
@@ -95,19 +94,19 @@ def _optimizer(layout: Layout) -> list[str]:
 
 def _attention(model: ModelShape) -> list[str]:
     if model.mla is not None:
-        raise FrameworkError(f"{model.name} has latent attention, which Megatron's arguments here do not cover")
+        raise FrameworkError(f"{model.name} uses multi-head latent attention (MLA), which this Megatron emitter lacks")
     if model.kv_heads == model.heads:
         return []
     return ["--group-query-attention", "--num-query-groups", str(model.kv_heads)]
 
 
 def _biases(model: ModelShape) -> list[str]:
-    """None, or that of queries, keys and values alone: Megatron's other word for biases puts one into every layer."""
+    """No bias, or a QKV bias alone: Megatron's other bias option adds one to every linear layer."""
     with_bias = biases(model)
     if with_bias not in ((), ("qkv",)):
         raise FrameworkError(
-            f"{model.name} adds a bias in {' and '.join(with_bias)}, and Megatron's arguments here only in qkv; give a "
-            "model without"
+            f"{model.name} has a bias in {' and '.join(with_bias)}; this Megatron emitter supports a bias only in qkv. "
+            "Choose a model without the others"
         )
     return ["--disable-bias-linear", *(["--add-qkv-bias"] if with_bias else [])]
 
@@ -129,16 +128,16 @@ def _stages(model: ModelShape, layout: Layout) -> list[str]:
         return []
     stages = layout.pp * layout.vpp
     if model.layers % stages:
-        raise FrameworkError(f"Megatron cuts layers into equal stages: {model.layers} are not {stages} times as many")
+        raise FrameworkError(f"Megatron needs equal stages: {model.layers} layers are not divisible by {stages} stages")
     return ["--num-layers-per-virtual-pipeline-stage", str(model.layers // stages)]
 
 
 def _rope(model: ModelShape) -> list[str]:
-    """Base and stretching, or a FrameworkError for what Megatron has no word for."""
+    """Return the RoPE base and scaling arguments; FrameworkError for a scaling that Megatron does not have."""
     rope = _rope_of(model)
     base = float(rope.get("theta", USUAL_BASE))
     if not base.is_integer():
-        raise FrameworkError(f"Megatron's --rotary-base is a whole number, and {model.name} has {base:g}")
+        raise FrameworkError(f"Megatron's --rotary-base takes an integer, and {model.name} has {base:g}")
     words = ["--position-embedding-type", "rope", "--rotary-base", f"{base:.0f}"]
     scaling = rope.get("scaling", "none")
     if scaling == "none":
@@ -147,24 +146,24 @@ def _rope(model: ModelShape) -> list[str]:
     if scaling != "llama3" or parameters != LLAMA3 or "factor" not in rope:
         numbers = f" with {parameters}" if scaling == "llama3" else ""
         raise FrameworkError(
-            f"{model.name} stretches its rotation as {scaling}{numbers}, and Megatron's arguments only as llama3 with "
-            f"{LLAMA3} and a factor; give a model without it, or train this one with kind pretrain"
+            f"{model.name} uses RoPE scaling {scaling}{numbers}; Megatron supports only llama3 with {LLAMA3} and a "
+            "factor. Choose a model without it, or train this one with kind pretrain"
         )
     return [*words, "--use-rope-scaling", "--rope-scaling-factor", f"{float(rope['factor']):g}"]
 
 
 def _rope_of(model: ModelShape) -> Mapping[str, Any]:
-    """By the names of the decoder's table."""
+    """Return the RoPE settings, by the names of the decoder's table."""
     config = config_of(model)
     return dict(preset_numbers(model).get("rope", {})) if config is None else _from_huggingface(config, model)
 
 
 def _from_huggingface(config: Mapping[str, Any], model: ModelShape) -> dict[str, Any]:
-    """`rope_parameters`, or `rope_theta` and `rope_scaling` as it was before transformers 5."""
+    """Read `rope_parameters`, or `rope_theta` and `rope_scaling`, the form before transformers 5."""
     parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
     partial = parameters.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
     if partial != 1.0:
-        raise FrameworkError(f"{model.name} turns {partial:g} of a head, which Megatron's arguments here do not cover")
+        raise FrameworkError(f"{model.name} has partial RoPE ({partial:g} of a head), which Megatron's emitter lacks")
     usual = FAMILY_BASES.get(str(config.get("model_type")), USUAL_BASE)
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     original = config.get("original_max_position_embeddings") or config.get("max_position_embeddings")

@@ -1,6 +1,6 @@
-"""vLLM and SGLang, from a job of kind `serve`: the same model, address, limits and memory.
+"""Commands for vLLM and SGLang from a job of kind `serve`, with the same model, address, limits and memory.
 
-On several nodes every node runs the command (`processes: node`); in vLLM those behind the first are headless.
+On several nodes every node runs the command (`processes: node`); in vLLM all nodes but the first run headless.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from craton.job import Job
 from craton.job.model import model_presets
 from craton.job.sections import Serve
 
-# The values of a job are arguments of this text, never a part of it.
+# Values of a job are arguments of this script, never part of its text.
 HEADLESS = 'if [ "$CRATON_NODE_RANK" != 0 ]; then set -- "$@" --headless; fi; exec "$@"'
 DTYPES = {"bf16": "bfloat16", "fp32": "float32", "fp8": "auto"}
 
 
 def vllm_command(job: Job, tp: int, pp: int = 1, num_nodes: int = 1) -> list[str]:
-    """`vllm serve` for a job of kind serve, its model cut over tp · pp GPUs."""
+    """Return `vllm serve` for a job of kind serve, with tp · pp GPUs per model replica."""
     serve = _serve(job)
     words = ["vllm", "serve", str(job.model), "--host", serve.host, "--port", str(serve.port)]
     words += ["--served-model-name", job.served_name, "--max-model-len", str(job.served_length)]
@@ -33,7 +33,7 @@ def vllm_command(job: Job, tp: int, pp: int = 1, num_nodes: int = 1) -> list[str
 
 
 def sglang_command(job: Job, tp: int, pp: int = 1, num_nodes: int = 1) -> list[str]:
-    """The same for SGLang."""
+    """Return the SGLang launch command for a job of kind serve."""
     serve = _serve(job)
     words = ["python", "-m", "sglang.launch_server", "--model-path", str(job.model)]
     words += ["--host", serve.host, "--port", str(serve.port), "--served-model-name", job.served_name]
@@ -50,5 +50,5 @@ def sglang_command(job: Job, tp: int, pp: int = 1, num_nodes: int = 1) -> list[s
 
 def _serve(job: Job) -> Serve:
     if job.serve is None or not isinstance(job.model, str) or job.model in model_presets():
-        raise FrameworkError("a server's command is made from a job of kind serve whose model is a folder or a Hub id")
+        raise FrameworkError("a server command needs a job of kind serve whose model is a folder or a Hub id")
     return job.serve

@@ -1,4 +1,4 @@
-"""Where runs happen: drafts, backends local, slurm and kubernetes, following and changing runs."""
+"""Launch and manage runs: drafts, the backends `local`, `slurm` and `kubernetes`, following and changing runs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What every place to run on can do: this machine, Slurm, Kubernetes.
+"""The interface of a backend: this machine, Slurm, Kubernetes.
 
-A backend is thin: texts come from pure emitters, and what it is told of a run it finds in the run directory. Which one
-a run belongs to stands in its `backend.json`, with what the scheduler called it.
+A backend is thin: pure emitters produce its texts, and it reads everything about a run from the run directory. The
+run's `backend.json` names the backend and the scheduler's ID of the job.
 """
 
 from __future__ import annotations
@@ -27,64 +27,64 @@ BACKEND_FILE = "backend.json"
 
 @dataclass(frozen=True)
 class Submission:
-    """Where a run was handed to, and by which name it is known there."""
+    """The backend that a run was submitted to, and its ID there."""
 
     on: str  # local, slurm or kubernetes
     job: str = ""  # Slurm's number, or KIND/NAME on Kubernetes
-    details: dict[str, str] = field(default_factory=dict)  # namespace, cluster, …: what it takes to find it again
+    details: dict[str, str] = field(default_factory=dict)  # namespace, cluster, …: needed to find it again
 
 
 @dataclass(frozen=True)
 class Standing:
-    """What a scheduler says of a run now."""
+    """The scheduler's current state of a run."""
 
     condition: Condition
     job: str = ""
     nodes: tuple[str, ...] = ()
-    reason: str = ""  # the scheduler's own word
-    sentence: str = ""  # why it waits, for people: what it needs, what there is, when it may start
+    reason: str = ""  # the scheduler's own code
+    sentence: str = ""  # why it waits, for people: needed, available, expected start
     restarts: int = 0
     expected_start: float | None = None  # seconds since 1970
-    outcome: Outcome = ""  # of one that has ended, where the scheduler knows it
-    is_leaving: bool = False  # taken back from the scheduler, while processes of it still save
+    outcome: Outcome = ""  # of an ended run, where the scheduler knows it
+    is_leaving: bool = False  # removed from the scheduler, while its processes still save
 
 
 class Backend(Protocol):
-    """One way to run. Errors are StartError before anything was submitted, RunStateError after."""
+    """A place to run. Raises StartError before anything is submitted, RunStateError after."""
 
     name: str
 
     def check(self, draft: Draft, run: RunDirectory) -> None:
-        """Refuse what cannot be started here, before anybody is asked for money."""
+        """Refuse a run that cannot start here, before the cost is confirmed."""
         ...
 
     def files(self, draft: Draft, run: RunDirectory) -> Mapping[str, str]:
-        """Name → text of what is written into the run directory for the scheduler; `--dry-run` prints it."""
+        """Return name → text of the scheduler's files in the run directory; `--dry-run` prints them."""
         ...
 
     def command(self, draft: Draft, run: RunDirectory) -> list[list[str]]:
-        """What is executed, or sent, to submit it: for `--dry-run`."""
+        """Return the commands that submit the run, for `--dry-run`."""
         ...
 
     def submit(self, draft: Draft, run: RunDirectory) -> Submission:
-        """Hands the run over; its files are written already."""
+        """Submit the run; its files are already written."""
         ...
 
     def look(self, runs: Iterable[RunDirectory]) -> dict[str, Standing]:
-        """Run's name → what the scheduler says of it, all in one question."""
+        """Return run name → state, with one query for all runs."""
         ...
 
     def stop(self, run: RunDirectory) -> None:
-        """What a stop needs beyond the STOP marker, which is set already: for nodes that do not see this directory."""
+        """Do what a stop needs beyond the STOP marker, for nodes that do not see this directory."""
         ...
 
     def kill(self, run: RunDirectory) -> None:
-        """Ends the run at once, wherever it is: waiting or running."""
+        """End the run at once, whether it waits or runs."""
         ...
 
 
 def write_submission(run: RunDirectory, submission: Submission) -> None:
-    """Commands on several machines and the job itself may write at the same time: the last one counts."""
+    """Write backend.json atomically. Several commands and the job itself may write at once: the last one wins."""
     text = json.dumps(asdict(submission), indent=1) + "\n"
     writer = f"{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(4)}"
     partial = run.path / f".{BACKEND_FILE}.{writer}"
@@ -96,7 +96,7 @@ def write_submission(run: RunDirectory, submission: Submission) -> None:
 
 
 def read_submission(run: RunDirectory) -> Submission:
-    """A run without the file is one of this machine."""
+    """Read backend.json; a run without it belongs to this machine."""
     try:
         return Submission(**json.loads(read_regular(run.path / BACKEND_FILE)))
     except (OSError, ValueError, TypeError, RecursionError):
@@ -104,6 +104,6 @@ def read_submission(run: RunDirectory) -> Submission:
 
 
 def is_elsewhere(run: RunDirectory) -> bool:
-    """Whether the pods of a run write another directory than the one that is seen here."""
+    """Whether the pods of a run use a run directory that this machine does not see."""
     submission = read_submission(run)
     return submission.on == "kubernetes" and submission.details.get("directory") != str(run.path)

@@ -1,4 +1,4 @@
-"""Backends by their names. Those of schedulers are imported when they are first needed."""
+"""Backends by name. Scheduler backends are imported on first use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @cache
 def backend_of(name: str) -> Backend:
-    """`local`, `slurm` or `kubernetes`."""
+    """Return the backend `local`, `slurm` or `kubernetes`."""
     if name == "local":
         from craton.orchestration.local import LocalBackend
 
@@ -30,18 +30,18 @@ def backend_of(name: str) -> Backend:
         from importlib import import_module
 
         return cast(Backend, import_module("craton.orchestration.kubernetes").KubernetesBackend())
-    from craton.orchestration.draft import BACKENDS  # with a job behind it, which a quick verb need not import
+    from craton.orchestration.draft import BACKENDS  # imports the job package, which quick verbs avoid
 
     raise StartError(f"{name!r} is not a backend; allowed: {', '.join(BACKENDS)}")
 
 
 def backend_of_run(run: RunDirectory) -> Backend:
-    """The backend that a run was handed to."""
+    """Return the backend that a run was submitted to."""
     return backend_of(read_submission(run).on)
 
 
 def pod_lines(run: RunDirectory, follow: bool = False, tail: int | None = None) -> Iterator[tuple[str, str]] | None:
-    """(pod, line) of a run whose logs are not in the directory that is seen here; None for any other."""
+    """Yield (pod, line) for a run whose logs are not on this machine; None for any other run."""
     if not is_elsewhere(run):
         return None
     from craton.orchestration.kubernetes import KubernetesBackend
@@ -50,7 +50,7 @@ def pod_lines(run: RunDirectory, follow: bool = False, tail: int | None = None) 
 
 
 def service_of(scheduler: SchedulerSettings) -> NodeService:
-    """StartError for a cluster whose nodes nobody schedules."""
+    """Return the node maintenance of a cluster's scheduler; StartError if it has neither Slurm nor Kubernetes."""
     if scheduler.kind == "slurm":
         from craton.orchestration.slurm import SlurmService
 
@@ -60,6 +60,6 @@ def service_of(scheduler: SchedulerSettings) -> NodeService:
 
         return KubernetesService(scheduler)
     raise StartError(
-        f"nodes of `scheduler: {{kind: {scheduler.kind}}}` cannot be taken out of service, only those of slurm and "
-        "kubernetes; give a run instead of the cluster, and it is moved off its bad node"
+        f"cannot take nodes out of service with `scheduler: {{kind: {scheduler.kind}}}`; only slurm and kubernetes "
+        "support it. Pass a run instead of the cluster to move that run off its bad node"
     )

@@ -1,12 +1,12 @@
-"""What can go wrong between a job and its run.
+"""Errors of orchestration.
 
 craton.telemetry.RunError
-├── StartError          the job cannot be started: where it should run, memory, layout, secrets
-├── RunStateError       the verb does not fit the state the run is in
-│   ├── RunEndedError   it has ended, however it did
-│   └── UnsavedError    it was told to stop and cannot save its state
-└── SchedulerError      Slurm or Kubernetes cannot be asked, or refuses
-    └── NoAnswerError   whether it did what it was asked is not known
+├── StartError          the job cannot be started: backend, memory, layout, secrets
+├── RunStateError       the verb does not fit the run's state
+│   ├── RunEndedError   the run has ended
+│   └── UnsavedError    the run is stopping and cannot save its state
+└── SchedulerError      Slurm or Kubernetes is unreachable, or refuses
+    └── NoAnswerError   no response: the request may still be executed
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from craton.telemetry import RunError, RunSummary
 
 
 class StartError(RunError):
-    """The job cannot be started as asked."""
+    """The job cannot be started as requested."""
 
 
 class RunStateError(RunError):
-    """The verb does not fit the state the run is in."""
+    """The verb does not fit the run's state."""
 
 
 class RunEndedError(RunStateError):
-    """The verb is for runs that run, and this one has ended."""
+    """The verb needs a running run, and this one has ended."""
 
     def __init__(self, message: str, summary: RunSummary) -> None:
         super().__init__(message)
@@ -31,7 +31,7 @@ class RunEndedError(RunStateError):
 
 
 class UnsavedError(RunStateError):
-    """The run was told to stop and stays up, because its state cannot be saved."""
+    """The run received a stop but keeps running, because its state cannot be saved."""
 
     def __init__(self, message: str, summary: RunSummary) -> None:
         super().__init__(message)
@@ -39,8 +39,8 @@ class UnsavedError(RunStateError):
 
 
 class SchedulerError(RunError):
-    """The scheduler cannot be asked, or does not do what it is asked."""
+    """The scheduler is unreachable, or refuses a request."""
 
 
 class NoAnswerError(SchedulerError):
-    """The scheduler did not answer in time: it may have done what it was asked."""
+    """The scheduler did not respond in time: it may still execute the request."""

@@ -1,8 +1,8 @@
-"""The backend `local`: every node of the job is an agent on this machine, a process that outlives the command.
+"""The backend `local`: every node of the job is an agent process on this machine that outlives the command.
 
-An agent has its own session and no terminal, so neither Ctrl-C nor a closed shell ends it. Who they are stands in
-`agents.json`, or in the heartbeat of one that another agent has started again, with the start time of its process: a
-number that the system has given to another process since is never taken for an agent, let alone killed.
+An agent has its own session and no terminal, so neither Ctrl-C nor a closed shell ends it. Its PID and process start
+time are in `agents.json`, or in the heartbeat of an agent that another one restarted. A PID that the system has reused
+since is never taken for an agent, let alone killed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class AgentProcess:
 
     node: str
     pid: int
-    started: str  # by the system's own clock; "" where it does not tell
+    started: str  # by the system's clock; "" if unknown
     host: str
 
     @property
@@ -57,7 +57,7 @@ class AgentProcess:
 
 
 class LocalBackend:
-    """This machine as one of the places to run on."""
+    """This machine as a backend."""
 
     name = "local"
 
@@ -85,16 +85,16 @@ class LocalBackend:
         return result
 
     def stop(self, run: RunDirectory) -> None:
-        """The agents see the marker."""
+        """Do nothing: the agents see the STOP marker."""
 
     def kill(self, run: RunDirectory) -> None:
-        """Agents that are killed cannot say how they ended any more. Nor can this command on a disk that takes nothing:
-        the run is ended all the same, and is shown as lost."""
+        """Kill the agents and write their final heartbeats for them. On a full disk that fails too: the
+        run still ends, and is shown as lost."""
         for agent in kill_agents(run):
             before = read_heartbeat(run, agent.node)
             generation = before.generation if before else int(read_json(run.launch_path).get("generation") or 0)
             ended = Heartbeat(generation, "stopped", agent.pid, metrics_port=0)
-            if before is not None:  # its ledger goes on with the same clock when the run is resumed
+            if before is not None:  # the ledger keeps its clock when the run is resumed
                 ended = replace(ended, clock=before.clock, steady_offset=before.steady_offset)
             try:
                 write_heartbeat(run, agent.node, ended)
@@ -108,8 +108,8 @@ def agent_log(node: str) -> str:
 
 
 def start_agents(run: RunDirectory, launch: Launch, nodes: Iterable[int] | None = None) -> list[AgentProcess]:
-    """Start one agent a node (all of them, or those at these positions), each in a session of its own, and write down
-    who they are."""
+    """Start one agent per node (all, or those at these positions), each in its own session, and record them in
+    agents.json."""
     (run.path / "logs").mkdir(exist_ok=True)
     agents = []
     for number in range(len(launch.nodes)) if nodes is None else nodes:
@@ -132,7 +132,7 @@ def start_agents(run: RunDirectory, launch: Launch, nodes: Iterable[int] | None 
 
 
 def read_agents(run: RunDirectory) -> list[AgentProcess]:
-    """The agents as a command started them; none where the file is missing or torn."""
+    """Return the agents in agents.json; empty if the file is missing or damaged."""
     try:
         return [AgentProcess(**load) for load in json.loads(read_regular(run.path / AGENTS_FILE))]
     except (OSError, ValueError, TypeError, RecursionError):
@@ -140,14 +140,14 @@ def read_agents(run: RunDirectory) -> list[AgentProcess]:
 
 
 def living_agents(run: RunDirectory) -> list[AgentProcess]:
-    """Those that were started and those whose heartbeat says so, as far as their process lives; by the node's name."""
+    """Return the agents in agents.json or with a heartbeat whose process lives, sorted by node name."""
     agents = {(agent.pid, agent.started): agent for agent in [*_beating_agents(run), *read_agents(run)]}
     return sorted((agent for agent in agents.values() if agent.is_alive), key=lambda agent: _in_order(agent.node))
 
 
 def kill_agents(run: RunDirectory) -> list[AgentProcess]:
-    """Kill every agent with all that descends from it, and what an agent that is gone has left, until there is none:
-    one that was just being started by another is found at the next look. Returns the agents that were alive."""
+    """Kill every agent with all its descendants, and processes that a dead agent left, until none is left: an agent
+    that another one was just starting is found in the next pass. Return the agents that were alive."""
     killed: dict[int, AgentProcess] = {}
     deadline = time.monotonic() + KILL_SECONDS
     while time.monotonic() < deadline:
@@ -164,21 +164,21 @@ def kill_agents(run: RunDirectory) -> list[AgentProcess]:
 
 
 def check_machine(launch: Launch) -> None:
-    """Refuse ranks that this machine has no GPUs for."""
+    """Refuse a launch that needs more GPUs than this machine has."""
     needed = len(launch.nodes) * launch.node_gpus  # a spare has its own
     there = len(visible_accelerators()) if launch.gpus else 0
     if launch.gpus and there < needed:
         spares = len(launch.nodes) - launch.working_nodes
         advice = "recover: {spares: 0}" if spares and there >= launch.world_size else "cluster: local x 1"
         raise StartError(
-            f"this job needs {counted(needed, 'GPU')}, and this machine shows {there}; write `{advice}` to run on "
-            "what it has"
+            f"this job needs {counted(needed, 'GPU')}, and this machine has {there}; write `{advice}` to run on what "
+            "it has"
         )
 
 
 def with_cards(launch: Launch) -> Launch:
-    """Nodes that share this machine share its GPUs: each sees only its own, as it would on machines of its own. What a
-    node has been given stays."""
+    """Divide this machine's GPUs among its nodes: each sees only its own, as on separate machines. Existing assignments
+    stay."""
     if not launch.gpus or len(launch.nodes) == 1:
         return launch
     count, there = launch.node_gpus, [card.uuid for card in visible_accelerators()]
@@ -189,7 +189,7 @@ def with_cards(launch: Launch) -> Launch:
 def _beating_agents(run: RunDirectory) -> list[AgentProcess]:
     try:
         nodes = names_in(run.path / "heartbeat", "[!.]*")
-    except UnsafeFileError:  # no agent can beat there
+    except UnsafeFileError:  # no agent can write a heartbeat there
         nodes = []
     result = []
     for node in nodes:
@@ -200,13 +200,13 @@ def _beating_agents(run: RunDirectory) -> list[AgentProcess]:
 
 
 def _families(run: RunDirectory, agents: Iterable[int]) -> list[int]:
-    """These agents, every process that is an agent or fork server of the run by its command, and all their descendants;
-    ancestors first, so that none can start another that is not yet listed. One that a rank started in the moment before
-    it was killed has no parent any more: its environment names the run."""
+    """Return these agents, all agents and fork servers of the run by command line, and all descendants, ancestors
+    first, so that none can start another that is not yet listed. A process whose rank was just killed has lost its
+    parent: its environment names the run."""
     listed = subprocess.run(
         ["ps", "-A", "-ww", "-o", "pid=,ppid=,stat=,args="], capture_output=True, text=True, check=True
     ).stdout
-    # Runs that began before November 2026 have fork servers by the name of nursery.
+    # Runs from before November 2026 have fork servers named nursery.
     of_run = re.compile(rf"\S+ -m craton\.(agent|ml\.fork_server|ml\.nursery) {re.escape(str(run.path))}( --node \d+)?")
     family = list(agents)
     children: dict[int, list[int]] = {}
@@ -224,23 +224,23 @@ def _families(run: RunDirectory, agents: Iterable[int]) -> list[int]:
 
 
 def _with_environment(word: str) -> list[int]:
-    """Processes that were started with this word in their environment, but for this one; on Linux only."""
+    """Return other processes with this variable in their environment; on Linux only."""
     pids = []
     for path in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):  # gone, or somebody else's
+        with contextlib.suppress(OSError):  # gone, or another user's
             if f"\0{word}\0".encode() in b"\0" + path.read_bytes():
                 pids.append(int(path.parent.name))
     return [pid for pid in pids if pid != os.getpid()]
 
 
 def _in_order(node: str) -> tuple[str, int]:
-    """node-2 comes before node-10."""
+    """Sort key that puts node-2 before node-10."""
     name, _, number = node.rpartition("-")
     return (name, int(number)) if number.isdecimal() else (node, 0)
 
 
 def _process(pid: int) -> tuple[str, str]:
-    """(state letter, start time) of a process; ("", "") when there is none."""
+    """Return (state letter, start time) of a process; ("", "") if there is none."""
     try:
         # The name in brackets may hold spaces and brackets itself: fields are counted from the last one (proc(5)).
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -1,7 +1,7 @@
-"""Nodes of a cluster, in service or out of it: what a scheduler says of each, and taking one out and back.
+"""The interface for taking a cluster's nodes out of service and back, for Slurm and Kubernetes.
 
-Who takes a node out leaves a mark with it, and only a node that bears the mark is given back by it: what an operator,
-a health check or a cloud has taken out stays out. Two schedulers have the same few verbs here.
+Taking a node out leaves a mark on it, and only a node with the mark is put back: one that an operator, a health check
+or a cloud took out stays out.
 """
 
 from __future__ import annotations
@@ -14,32 +14,32 @@ MARK = "craton:"  # and the number of the action
 
 @dataclass(frozen=True)
 class ServiceNode:
-    """One node as its scheduler has it."""
+    """A node's state in its scheduler."""
 
     name: str
     is_out: bool = False  # takes no new work, for whatever reason
     reason: str = ""
-    is_busy: bool | None = False  # somebody's work is on it; None: not that anybody can see, which proves nothing
-    mark: str = ""  # of who took it out, where that was Craton
+    is_busy: bool | None = False  # a job runs on it; None: unknown, because not all jobs are visible
+    mark: str = ""  # of the action that took it out, if that was Craton's
 
 
 class NodeService(Protocol):
     def nodes(self) -> list[ServiceNode]:
-        """All nodes that there are for work to go to, and those that were taken out."""
+        """Return all nodes that jobs can use, and those taken out."""
         ...
 
     def take_out(self, node: str, mark: str, reason: str) -> None:
-        """No new work goes there; what is on it goes on. SchedulerError where it is out already, by whomever."""
+        """Stop new work on a node; running work continues. SchedulerError if it is already out."""
         ...
 
     def can_hand_over(self, action: str) -> bool:
-        """Whether somebody here reboots or replaces machines that are handed over."""
+        """Whether the cluster's provider reboots or replaces nodes on request."""
         ...
 
     def hand_over(self, node: str, mark: str, action: str) -> bool:
-        """Asks whoever owns the machine to reboot or replace it; False: nobody does so here."""
+        """Request a reboot or replacement from the cluster's provider; False if it offers none."""
         ...
 
     def give_back(self, node: str, mark: str) -> str:
-        """Undoes `take_out`. Why not, where the node does not bear the mark any more; empty: done."""
+        """Undo `take_out`. Return why not if the node no longer has the mark; empty on success."""
         ...

@@ -1,8 +1,8 @@
-"""Which of the allocated nodes gets which ranks, and whether the place that was got is the one that was asked for.
+"""Assign ranks to allocated nodes by topology, and compare the placement with the requested one.
 
 Ranks are numbered node after node (pp · replicate · fsdp · cp · tp, tp innermost), so the order of nodes decides which
-groups of ranks share an NVLink domain, a leaf, a spine. `order_nodes` finds an order in which as many groups as
-possible do; `audit` says what came of it and what the planner thinks that costs. Both are pure.
+groups of ranks share an NVLink domain, a leaf or a spine. `order_nodes` finds an order that keeps as many groups
+together as possible; `audit` reports the result and its predicted cost. Both are pure.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from craton.job.layout import Layout
 from craton.planning import PlanError, placed_step_seconds
 
 Address = str | Sequence[str]  # Slurm's `spine.leaf1.g1`, or the switches of a node, broadest first
-_CLOSE = ("node", "leaf")  # asked for these, nothing of a job crosses a leaf
+_CLOSE = ("node", "leaf")  # within these levels no group crosses a leaf
 
 
 @dataclass(frozen=True)
 class Crossing:
-    """Groups of one dimension of the layout, and how many of them reach over a border."""
+    """Number of groups of one layout dimension that cross a network boundary."""
 
     dimension: str  # tp, cp, ep, fsdp, replicate; pp: pairs of ranks in neighbouring stages
     border: str  # leaf, or the NVLink domain
@@ -35,10 +35,10 @@ class Crossing:
 
 @dataclass(frozen=True)
 class Audit:
-    """The placement that was asked for, the one that was got, and what the difference costs."""
+    """The requested placement, the actual one, and the cost of the difference."""
 
-    asked: str  # a level, or "" where the job does not say
-    held: bool | None  # None: nothing was asked, or the nodes do not say where they are
+    asked: str  # a level, or "" if the job requests none
+    held: bool | None  # None: nothing was requested, or the topology is unknown
     nodes: dict[str, str]  # in rank order: node → its leaf
     spread: dict[str, dict[str, int]]  # level → switch → how many of the nodes
     crossings: list[Crossing]
@@ -49,7 +49,7 @@ class Audit:
 
     @property
     def slower(self) -> float:
-        """Share of a step lost by not being where it was asked to be."""
+        """Share of the step time lost by the actual placement."""
         if not self.asked_step_seconds or not self.got_step_seconds:
             return 0.0
         return 1.0 - self.asked_step_seconds / self.got_step_seconds
@@ -58,7 +58,7 @@ class Audit:
         return {**asdict(self), "slower": self.slower, "sentences": self.sentences()}
 
     def sentences(self) -> list[str]:
-        """For people, the verdict first."""
+        """Describe the placement, the verdict first."""
         leaves = ", ".join(f"{name} x {count}" for name, count in self.spread.get("leaf", {}).items())
         allocation = (
             f"{counted(len(self.nodes), 'node')} on {leaves}"
@@ -67,10 +67,10 @@ class Audit:
         )
         if self.held is None:
             lines = [
-                f"got {allocation}" + (f"; asked for one {self.asked}, which cannot be checked" if self.asked else "")
+                f"got {allocation}" + (f"; requested one {self.asked}, which cannot be checked" if self.asked else "")
             ]
         else:
-            lines = [f"asked for one {self.asked}, got {allocation}: {'held' if self.held else 'not held'}"]
+            lines = [f"requested one {self.asked}, got {allocation}: {'satisfied' if self.held else 'not satisfied'}"]
         for crossing in self.crossings:
             if crossing.crossing:
                 groups = "sends between stages" if crossing.dimension == "pp" else f"{crossing.dimension} groups"
@@ -79,22 +79,21 @@ class Audit:
             if self.got_step_seconds > self.asked_step_seconds * 1.0005:
                 money = f", {dollars(self.dollars_per_day)} a day" if self.dollars_per_day else ""
                 lines.append(
-                    f"that costs {percent(self.slower)} of every step by the plan "
+                    f"predicted cost: {percent(self.slower)} of every step "
                     f"({duration(self.got_step_seconds)} instead of {duration(self.asked_step_seconds)}{money})"
                 )
             else:
-                lines.append("by the plan it costs nothing")
+                lines.append("predicted cost: none")
         return lines + ([self.note] if self.note else [])
 
 
 def order_nodes(addresses: Mapping[str, Address], layout: Layout | None = None, ranks_per_node: int = 1) -> list[str]:
-    """The nodes in the order in which they get their ranks.
+    """Return the nodes in rank order.
 
-    Blocks of nodes that hold one group of the layout each (tensor, context, expert, shard, replica, stage: each made of
-    whole blocks of the one before) are built from the smallest up, every time from what shares the most of its address.
-    So on every level of the network as many blocks stay whole as can: n nodes of a leaf hold n // b blocks of b, and no
-    order has more.
-    Nodes that fill no block come last: they are the ones that a run with spares leaves idle.
+    Blocks of nodes that hold one group of the layout each (tensor, context, expert, shard, replica, stage, each made of
+    whole blocks of the previous one) are built from the smallest up, from nodes that share the longest address prefix.
+    So every level of the network keeps the maximum number of whole blocks: n nodes of a leaf hold n // b blocks of b.
+    Nodes that fill no block come last: a run with spares leaves them idle.
     """
     pieces = [([node], _path(node, address)) for node, address in addresses.items()]
     pieces.sort(key=lambda piece: ([natural(name) for name in piece[1]], natural(piece[0][0])))
@@ -117,10 +116,10 @@ def audit(
     job: Job | None = None,
     cluster: Cluster | None = None,
 ) -> Audit:
-    """Compares what was asked for with the nodes that were got, `addresses` being in rank order.
+    """Compare the requested placement with the allocated nodes; `addresses` is in rank order.
 
     `levels` names the entries of an address, broadest first (default: …, spine, leaf). With `job` and `cluster` the
-    plan prices the difference: `asked` as if it had held, against groups that cross leaves as they now do.
+    planner predicts the cost: the requested placement against groups that cross leaves as they do now.
     """
     paths = {node: _path(node, address) for node, address in addresses.items()}
     depth = max((len(path) for path in paths.values()), default=0)
@@ -147,7 +146,7 @@ def audit(
 
 
 def layout_of(plan: Mapping[str, Any]) -> Layout | None:
-    """The layout in plan.json, by which nodes are put in order."""
+    """Return the layout in plan.json, by which nodes are ordered."""
     try:
         return Layout(**plan["layout"])
     except (KeyError, TypeError, ValueError):
@@ -158,14 +157,14 @@ _Piece = tuple[list[str], tuple[str, ...]]  # nodes in order, and the part of th
 
 
 def _path(node: str, address: Address) -> tuple[str, ...]:
-    """The switches alone; Slurm's address ends with the node itself."""
+    """Return the switches; Slurm's address ends with the node itself."""
     if not isinstance(address, str):
         return tuple(address)
     return tuple(part for part in address.removesuffix(node).split(".") if part)
 
 
 def _block_nodes(layout: Layout | None, ranks_per_node: int) -> list[int]:
-    """Sizes in nodes, growing, of the blocks that hold a group of the layout each; every one divides the next."""
+    """Return the sizes in nodes of blocks that hold one group of the layout, ascending; each divides the next."""
     if layout is None:
         return []
     result: list[int] = []
@@ -177,7 +176,7 @@ def _block_nodes(layout: Layout | None, ranks_per_node: int) -> list[int]:
 
 
 def _groups(layout: Layout) -> list[tuple[str, int, int]]:
-    """(dimension, ranks that a group reaches over, distance between its ranks), without dimensions of one."""
+    """Return (dimension, ranks that a group spans, stride between its ranks), without dimensions of size 1."""
     inner = layout.cp * layout.tp
     shards, copies = inner * layout.fsdp, inner * layout.fsdp * layout.replicate
     dimensions = [
@@ -192,7 +191,7 @@ def _groups(layout: Layout) -> list[tuple[str, int, int]]:
 
 
 def _join(pieces: list[_Piece], count: int) -> tuple[list[_Piece], list[_Piece]]:
-    """`count` pieces at a time made into one, those that share the most first; and what was left over."""
+    """Join `count` pieces at a time, those with the longest shared prefix first; return blocks and the rest."""
     depth = max((len(path) for _, path in pieces), default=0)
     whole: list[_Piece] = []
     for shared in range(depth, -1, -1):
@@ -202,7 +201,7 @@ def _join(pieces: list[_Piece], count: int) -> tuple[list[_Piece], list[_Piece]]
                 groups.setdefault(piece[1][:shared], []).append(piece)
         taken: list[_Piece] = []
         for path, group in groups.items():
-            # what shares the most, then what is left of the fullest switches: few switches a block, singles fill gaps
+            # longest shared prefix, then the fullest switches: few switches per block, singles fill gaps
             sizes = Counter(piece[1] for piece in group)
             group.sort(key=lambda piece: (-len(piece[1]), -sizes[piece[1]], [natural(name) for name in piece[1]]))
             for start in range(0, len(group) - count + 1, count):
@@ -212,7 +211,7 @@ def _join(pieces: list[_Piece], count: int) -> tuple[list[_Piece], list[_Piece]]
                 whole.append(([node for nodes, _ in block for node in nodes], block[0][1] if same else path))
         used = {id(piece) for piece in taken}
         pieces = [piece for piece in pieces if id(piece) not in used]
-    # what shares the most comes first: a run that needs fewer blocks than there are takes the best of them
+    # longest shared prefix first: a run that needs fewer blocks gets the best of them
     whole.sort(key=lambda piece: (-len(piece[1]), [natural(name) for name in piece[1]]))
     return whole, pieces
 
@@ -230,7 +229,7 @@ def _held(within: str, names: Sequence[str], spread: Mapping[str, Mapping[str, i
 def _crossings(
     layout: Layout | None, ranks_per_node: int, leaves: Sequence[str], domains: Sequence[str]
 ) -> list[Crossing]:
-    """Counts over the ranks of the layout; nodes beyond it are spares."""
+    """Count crossing groups over the ranks of the layout; nodes beyond it are spares."""
     if layout is None:
         return []
     world = min(layout.world, len(leaves) * ranks_per_node)
@@ -251,7 +250,7 @@ def _crossings(
 
 
 def _whole_nodes(layout: Layout, ranks_per_node: int, leaves: Sequence[str]) -> int:
-    """The largest block of nodes of which none crosses a leaf; 0: all nodes are on one."""
+    """Return the largest block size of which no block crosses a leaf; 0 if all nodes are on one leaf."""
     used = leaves[: max(1, layout.world // ranks_per_node)]
     if len(set(used)) == 1:
         return 0
@@ -274,8 +273,8 @@ def _priced(
     note = ""
     if len(set(leaves)) > 1 and cluster.spine_oversubscription == 1.0:
         note = (
-            "the cluster file states no oversubscription between leaves (levels: {leaf: {oversubscription: …}}), so "
-            "crossing them is taken to be free"
+            "the cluster file has no oversubscription between leaves (levels: {leaf: {oversubscription: …}}), so "
+            "crossing them is assumed to be free"
         )
     dollars = None
     if cluster.price and placed > asked:

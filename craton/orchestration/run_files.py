@@ -1,4 +1,4 @@
-"""Files of a run that commands write and remove: whole replacements, whose STOP it is, orders of `craton chaos`."""
+"""Files of a run that commands write and remove: atomic replacement, the user's STOP, orders of `craton chaos`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from craton.telemetry import RunDirectory
 from craton.telemetry.files import paths_in, replace_text
 
-USER_STOP = "craton stop"  # how the STOP marker of a user begins; agents and schedulers set it too
+USER_STOP = "craton stop"  # prefix of a user's STOP marker; agents and schedulers set it too
 
 
 def stopped_by_user(run: RunDirectory) -> bool:
@@ -15,12 +15,12 @@ def stopped_by_user(run: RunDirectory) -> bool:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Replace a file as a whole, so that a reader sees the old or the new one, also after a power loss."""
+    """Replace a file atomically: a reader sees the old or the new one, also after a power loss."""
     path.parent.mkdir(exist_ok=True)
     replace_text(path, text)
 
 
 def disarm(run: RunDirectory) -> None:
-    """Forget the orders of earlier generations: whoever resumes a run wants it whole."""
+    """Delete the fault orders of earlier generations: a resumed run starts without them."""
     for path in paths_in(run.chaos_folder, "*.json"):
         path.unlink(missing_ok=True)

@@ -1,7 +1,7 @@
-"""A server from outside: the job that `craton serve` runs, the port it needs, and how it does.
+"""A server from outside: the job of `craton serve`, its port, and its state.
 
-A server is looked at as its users do, over HTTP: `/health` says whether it answers, `/metrics` how much it has to do,
-by the names that dashboards of vLLM know. What it does before it can answer stands in the run's `serving` events.
+A server is observed as by its users, over HTTP: `/health` for readiness, `/metrics` for load, with vLLM's metric names.
+Its startup stages are in the run's `serving` events.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from craton.telemetry import RunDirectory, list_runs, read_json
 from craton.telemetry.files import paths_in, read_lines
 from craton.telemetry.node import read_heartbeat
 
-ANSWER_SECONDS = 2.0  # a server that takes longer is taken for one that does not answer
-RATE_SECONDS = 5.0  # over which tokens a second are told
-MEDIAN_SECONDS = 60.0  # over which the median time to a first token is told
-EVENT, READY = "serving", "ready"  # the event that tells what a server does before it can answer; its last stage
+ANSWER_SECONDS = 2.0  # a server that takes longer counts as not responding
+RATE_SECONDS = 5.0  # window of tokens per second
+MEDIAN_SECONDS = 60.0  # window of the median time to first token
+EVENT, READY = "serving", "ready"  # the event of startup stages; the last stage
 
-EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # addresses of all networks → where the own machine reaches them
+EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # wildcard address → address on this machine
 
 RUNNING, WAITING = "vllm:num_requests_running", "vllm:num_requests_waiting"
 GENERATED, FIRST_TOKEN = "vllm:generation_tokens_total", "vllm:time_to_first_token_seconds_bucket"
 KV_SHARE, PREEMPTIONS = "vllm:kv_cache_usage_perc", "vllm:num_preemptions_total"
 
-Buckets = tuple[tuple[float, float], ...]  # (seconds, how many requests took at most that), the last one infinite
+Buckets = tuple[tuple[float, float], ...]  # (upper bound in seconds, cumulative requests), the last bound infinite
 
 
 def serve_job(
@@ -53,7 +53,7 @@ def serve_job(
     settings: Mapping[str, object] | None = None,
     folder: Path | str = ".",
 ) -> Job:
-    """The job of kind serve for a model; `settings` are keys of its `serve:` section."""
+    """Return a job of kind serve for a model; `settings` are keys of its `serve:` section."""
     layout: object = "auto" if tp is None else {"tp": tp}
     section = dict(settings or {})
     return make_job(
@@ -62,7 +62,7 @@ def serve_job(
 
 
 def server_name(model: str, root: Path) -> str:
-    """A free name for the run of this model's server: serve-llama-3.1-8b, then serve-llama-3.1-8b-2."""
+    """Return an unused run name for this model's server: serve-llama-3.1-8b, then serve-llama-3.1-8b-2."""
     stem = re.sub(r"[^A-Za-z0-9._-]+", "-", model.rstrip("/").rpartition("/")[2])[:50].strip("-._")
     name = f"serve-{stem}" if stem else "serve"
     assert is_name(name), name
@@ -74,14 +74,14 @@ def server_name(model: str, root: Path) -> str:
 
 @dataclass(frozen=True)
 class ServerAddress:
-    """Where a server listens."""
+    """The address that a server listens on."""
 
     host: str
     port: int
 
     @property
     def reached_at(self) -> str:
-        """The host to dial from this machine: a server that listens at all addresses is reached at the first."""
+        """The host to connect to from this machine; a wildcard address becomes loopback."""
         return EVERYWHERE.get(self.host, self.host)
 
     @property
@@ -96,18 +96,18 @@ def address_of(job: Job) -> ServerAddress:
 
 
 def server_of(run: RunDirectory) -> ServerAddress:
-    """Where this machine reaches the server of a run: on the node whose agent lives. A RunStateError says why it
-    cannot be reached from here."""
+    """Return the address at which this machine reaches a run's server, on the node with a live agent. RunStateError
+    says why it is unreachable from here."""
     listens = address_of(load_job(run.job_path))
     beats = [read_heartbeat(run, str(node)) for node in read_json(run.launch_path).get("nodes") or []]
     alive = next((beat for beat in beats if beat and beat.state == "running" and not beat.is_lost()), None)
     if alive is None and read_submission(run).on != "local":
-        raise RunStateError("its server cannot be asked: none of its nodes is known to live")
+        raise RunStateError("its server cannot be reached: none of its nodes has a recent heartbeat")
     if alive is None or alive.host in ("", socket.gethostname()):
         return listens
     if is_loopback(listens.host):
         raise RunStateError(
-            f"its server listens at {listens.host} of {alive.host} alone and cannot be reached from here; "
+            f"its server listens only on {listens.host} of {alive.host} and cannot be reached from here; "
             "`serve: {host: 0.0.0.0}` in its job file opens it to the network"
         )
     if listens.host not in EVERYWHERE:
@@ -117,7 +117,7 @@ def server_of(run: RunDirectory) -> ServerAddress:
 
 
 def check_port(job: Job) -> None:
-    """Refuse before a model is loaded what cannot be listened at."""
+    """Refuse an unusable host or port before a model is loaded."""
     address, where = address_of(job), job.where("serve", "port")
     try:
         kind, _, _, _, place = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0]
@@ -126,41 +126,41 @@ def check_port(job: Job) -> None:
             probe.bind(place)
             probe.listen()
     except socket.gaierror as error:
-        raise StartError(f"{where}host {address.host!r} is not known here: {error.strerror}") from None
+        raise StartError(f"{where}host {address.host!r} cannot be resolved: {error.strerror}") from None
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             owner = _run_at(address.port)
             whose = f" by the run {owner.name} (`craton stop {owner.name}` ends it)" if owner else ""
             raise StartError(
-                f"{where}port {address.port} of {address.host} is taken{whose}; another one is free: "
-                f"{free_port()} (serve.port, or --port)"
+                f"{where}port {address.port} of {address.host} is in use{whose}; a free port is {free_port()} "
+                "(serve.port, or --port)"
             ) from None
         raise StartError(
-            f"{where}{address.host}:{address.port} cannot be listened at: {error.strerror}; give another "
-            "serve.host or serve.port"
+            f"{where}cannot listen on {address.host}:{address.port}: {error.strerror}; set another serve.host or "
+            "serve.port"
         ) from None
 
 
 def _run_at(port: int) -> RunDirectory | None:
-    """The run of ours whose server has this port."""
+    """Return the run whose server uses this port, or None."""
     for run in list_runs():
         try:
             if is_server(run) and living_agents(run) and address_of(load_job(run.job_path)).port == port:
                 return run
-        except (CratonError, OSError):  # a broken run tells nothing
+        except (CratonError, OSError):  # skip a broken run
             continue
     return None
 
 
 @dataclass(frozen=True)
 class ServerState:
-    """A server at one moment. None: nothing to tell it from."""
+    """A server's state at one moment; None: no data."""
 
     running: int
     waiting: int
     tokens_per_second: float | None  # generated
-    first_token_seconds: float | None  # the median of late, else since the start
-    kv_share: float | None = None  # of the room for keys and values, in use; of the fullest engine
+    first_token_seconds: float | None  # recent median, else since the start
+    kv_share: float | None = None  # KV cache usage of the fullest engine
     preemptions: int = 0  # since the start
 
 
@@ -176,27 +176,27 @@ class _Look:
 
 
 class ServerWatch:
-    """Looks at one server again and again."""
+    """Poll one server."""
 
     def __init__(self, address: ServerAddress) -> None:
         self.address = address
         self._looks: deque[_Look] = deque()
 
     def is_ready(self) -> bool:
-        """Whether it takes requests."""
+        """Whether the server accepts requests."""
         return _get(self.address, "/health")[0] == http.client.OK
 
     def look(self) -> ServerState | None:
-        """How it does; None when it does not answer."""
+        """Return the server's state; None if it does not respond."""
         status, text = _get(self.address, "/metrics")
         if status != http.client.OK:
             return None
         return self.take(text, time.monotonic())
 
     def take(self, metrics: str, moment: float) -> ServerState:
-        """The state that its metrics tell, read at this moment, together with those read before."""
+        """Compute the state from metrics read at this moment and those read before."""
         new = _read_metrics(metrics, moment)
-        if self._looks and new.generated < self._looks[-1].generated:  # it was started anew
+        if self._looks and new.generated < self._looks[-1].generated:  # it was restarted
             self._looks.clear()
         self._looks.append(new)
         while moment - self._looks[0].moment > MEDIAN_SECONDS:
@@ -215,16 +215,16 @@ class ServerWatch:
 
 
 class Stages:
-    """What a server says of its start, from the run's events since it was last launched."""
+    """A server's startup stages, from the run's events since its last launch."""
 
     def __init__(self, run: RunDirectory) -> None:
         self._run = run
         self._first = int(read_json(run.launch_path).get("generation") or 0)
         self._offsets: dict[Path, int] = {}
-        self.newest: dict[str, Any] = {}  # the event with its `stage` and what it tells beside; empty before the first
+        self.newest: dict[str, Any] = {}  # the newest event with its `stage`; empty before the first
 
     def look(self) -> list[str]:
-        """The stages that were told since the last look."""
+        """Return the stages since the last call."""
         result = []
         for path in paths_in(self._run.path / "events", "*.jsonl"):
             lines, self._offsets[path] = read_lines(path, self._offsets.get(path, 0))
@@ -240,7 +240,7 @@ class Stages:
 
 
 def _get(address: ServerAddress, path: str) -> tuple[int, str]:
-    """(status, body); status 0 when nobody answers. Not through a proxy: it is this machine, or a node's address."""
+    """Return (status, body); status 0 without a response. No proxy: the address is this machine's or a node's."""
     connection = http.client.HTTPConnection(address.reached_at, address.port, timeout=ANSWER_SECONDS)
     try:
         connection.request("GET", path)
@@ -284,7 +284,7 @@ def _since(before: Buckets, now: Buckets) -> Buckets:
 
 
 def histogram_quantile(buckets: Sequence[tuple[float, float]], share: float) -> float | None:
-    """Of a histogram as Prometheus has it, evenly spread inside the bucket that holds it; None without a value."""
+    """Return a quantile of a Prometheus histogram, interpolated linearly inside its bucket; None if it is empty."""
     wanted = share * buckets[-1][1] if buckets else 0.0
     if wanted <= 0:
         return None

@@ -97,7 +97,7 @@ def test_this_machine_is_no_p5(doctor: Doctor) -> None:
     [
         (["g1", "--root", "."], "omit NODES"),
         (["--root", "no-such-folder"], "is not a folder"),
-        (["--root", ".", "--compute"], "leave out --compute"),
+        (["--root", ".", "--compute"], "remove --compute"),
         (["--cluster", "p55"], "unknown instance 'p55'"),
         (["--nccl-log", "no-such-run"], "no run named 'no-such-run'"),
         (["--nccl-log", "x", "--compute"], "omit NODES, --root, --compute"),
@@ -215,7 +215,7 @@ def test_a_cluster_file_without_slurm_is_refused_with_what_to_do(slurm: Path, do
     (slurm / "plain.yaml").write_text("name: c\ninstance: p5\nnodes: 4\n", encoding="utf-8")
     code, _, errors = doctor("g[1-3]", "--cluster", str(slurm / "plain.yaml"))
     assert code == 2
-    assert "leave --cluster out to ask the Slurm of this machine" in errors
+    assert "remove --cluster to use this machine's Slurm" in errors
 
 
 def test_without_slurm_and_a_cluster_file_it_says_where_to_run_it(

@@ -197,7 +197,7 @@ def test_chaos_says_what_it_does_and_refuses_what_cannot_happen(verbs: Verbs) ->
     for verb in (("chaos", "count", "--kill", "rank=0", "--yes"), ("resize", "count", "2")):
         ended = verbs(*verb)
         assert ended.returncode == 2
-        assert "does not run here" in ended.stderr
+        assert "is not running" in ended.stderr
 
 
 def test_stop_now_ends_agents_that_other_agents_started(verbs: Verbs) -> None:

@@ -96,7 +96,7 @@ def test_a_start_that_failed_before_anything_ran_gives_its_name_back(verbs: Verb
     assert again.returncode == 0, again.stderr
     taken = verbs("run", verbs.job(nodes=1, STEPS=2))
     assert taken.returncode == 2
-    assert "exists already" in taken.stderr
+    assert "already exists" in taken.stderr
 
 
 def test_a_run_that_failed_after_a_step_keeps_its_name(verbs: Verbs) -> None:

@@ -124,7 +124,7 @@ def test_a_root_that_cannot_be_written_is_one_line(verbs: Verbs) -> None:
     verbs.root.write_text("a file")
     result = verbs("run", verbs.job())
     assert result.returncode == 2
-    assert "set CRATON_RUNS to a folder you may write to" in result.stderr
+    assert "set CRATON_RUNS to a writable folder" in result.stderr
     assert "Traceback" not in result.stderr
 
 

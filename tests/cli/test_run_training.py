@@ -46,7 +46,7 @@ def test_from_a_job_file_to_a_sample(verbs: Verbs, monkeypatch: pytest.MonkeyPat
 
     behind = verbs("resume", "words", "--stop-at", "50%")
     assert behind.returncode == 2
-    assert "--stop-at 12 is not ahead of words, whose newest checkpoint is of step 12" in behind.stderr
+    assert "--stop-at 12 is not after the newest checkpoint of words, step 12" in behind.stderr
 
     resumed = verbs("resume", "words", "--cluster", "local x 1")
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
@@ -62,7 +62,7 @@ def test_from_a_job_file_to_a_sample(verbs: Verbs, monkeypatch: pytest.MonkeyPat
     assert sorted(loss) == list(range(1, 25))
     assert loss[13] < loss[1] - 0.5  # it went on, it did not begin again
     assert loss[24] < loss[13]
-    assert "is at step 24 of 24 already" in verbs("resume", "words").stderr
+    assert "is already at step 24 of 24" in verbs("resume", "words").stderr
 
     exported = verbs("export", "words", verbs.folder / "model")
     assert exported.returncode == 0, exported.stderr

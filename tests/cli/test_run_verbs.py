@@ -62,13 +62,13 @@ def test_a_run_whose_agents_could_not_start_says_what_they_said(verbs: Verbs) ->
 
 
 def test_ps_says_why_a_run_stopped_that_nobody_stopped(verbs: Verbs) -> None:
-    for name, words in {"left": "saved and left, and it is not started again: …", "ended": "craton stop"}.items():
+    for name, words in {"left": "saved and stopped; not requeued: …", "ended": "craton stop"}.items():
         run = RunDirectory.create(verbs.root, name)
         run.launch_path.write_text('{"nodes": ["node-0"], "ranks_per_node": 1}')
         write_heartbeat(run, "node-0", Heartbeat(0, "stopped", os.getpid(), 0))
         run.mark("STOP", f"{words}\nleaving for Slurm: the time limit is near")
     listed = verbs("ps").stdout
-    assert "left: saved and left, and it is not started again: …\n" in listed
+    assert "left: saved and stopped; not requeued: …\n" in listed
     assert "ended:" not in listed
 
 
@@ -80,7 +80,7 @@ def test_ps_does_not_ask_this_machine_for_a_server_of_another(verbs: Verbs) -> N
     write_heartbeat(run, "node-0", Heartbeat(0, "running", os.getpid(), 0, "10.1.2.3:7000", "far-node"))
     listed = verbs("ps")
     assert listed.returncode == 0
-    assert "served: its server listens at 127.0.0.1 of far-node alone and cannot be reached from here" in listed.stdout
+    assert "served: its server listens only on 127.0.0.1 of far-node and cannot be reached from here" in listed.stdout
 
 
 def test_what_failed_says_why_and_how_to_go_on(verbs: Verbs) -> None:

@@ -223,7 +223,7 @@ def test_a_taken_port_starts_nothing(verbs: Verbs) -> None:
         port = taken.getsockname()[1]
         result = verbs("serve", "qwen3-0.6b", "--random-weights", "--port", port)
     assert result.returncode == 2
-    assert f"port {port} of 127.0.0.1 is taken; another one is free" in result.stderr
+    assert f"port {port} of 127.0.0.1 is in use; a free port is" in result.stderr
     assert not list(verbs.root.glob("*/launch.json"))
 
 

@@ -73,7 +73,7 @@ def test_stop_leaves_a_run_whose_directory_is_read_only_and_stop_now_ends_it(
         subprocess.run(["mount", "-o", "remount,bind,ro", run.path], check=True)
         refused = verbs("stop", "count")
         assert refused.returncode == 2
-        assert f"count cannot be told to stop: {run.path} is read-only" in refused.stderr.replace("\n", " ")
+        assert f"count cannot be stopped: {run.path} is read-only" in refused.stderr.replace("\n", " ")
         assert len(living_agents(run)) == 1
         ended = verbs("stop", "count", "--now")
         assert ended.returncode == 0, ended.stderr

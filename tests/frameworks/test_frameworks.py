@@ -112,11 +112,11 @@ def test_megatron_arguments_of_experts_and_what_megatron_has_no_word_for() -> No
     assert "--num-experts 128 --moe-router-topk 8 --moe-ffn-hidden-size 768 --expert-model-parallel-size 8" in words
     assert "--qk-layernorm" in words
     assert "--bf16 --fp8-format hybrid" in words
-    with pytest.raises(FrameworkError, match="`zero: 1`, not zero 3"):
+    with pytest.raises(FrameworkError, match="`zero: 1`, not `zero: 3`"):
         megatron_arguments(qwen, Layout(fsdp=8), 4096, 64)
     with pytest.raises(FrameworkError, match="latent attention"):
         megatron_arguments(model_preset("deepseek-v3"), Layout(), 4096, 64)
-    with pytest.raises(FrameworkError, match="48 are not 10 times as many"):
+    with pytest.raises(FrameworkError, match="48 layers are not divisible by 10 stages"):
         megatron_arguments(qwen, Layout(pp=5, vpp=2), 4096, 64)
 
 
@@ -139,9 +139,12 @@ def test_megatron_arguments_of_experts_and_what_megatron_has_no_word_for() -> No
             },
             "--rotary-base 500000 --use-rope-scaling --rope-scaling-factor 32",
         ),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "stretches its rotation as linear"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "as llama3 with .*'original_sequence': 16384"),
-        ({"rope_theta": 10000.5}, "is a whole number, and model has 10000.5"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "uses RoPE scaling linear"),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+            "RoPE scaling llama3 with .*'original_sequence': 16384",
+        ),
+        ({"rope_theta": 10000.5}, "takes an integer, and model has 10000.5"),
         ({"partial_rotary_factor": 0.5}, "turns 0.5 of a head"),
     ],
 )
@@ -169,9 +172,9 @@ def test_megatron_turns_positions_as_the_model_does(
             {"model_type": "qwen2", "num_key_value_heads": 2, "rms_norm_eps": 1e-6},
             "--norm-epsilon 1e-06 --disable-bias-linear --add-qkv-bias --swiglu",
         ),
-        ({"attention_bias": True}, "adds a bias in qkv and output, and Megatron's arguments here only in qkv"),
-        ({"mlp_bias": True}, "adds a bias in mlp,"),
-        ({"model_type": "gpt_neox", "layer_norm_eps": 1e-5}, "adds a bias in qkv and output and mlp"),
+        ({"attention_bias": True}, "has a bias in qkv and output; this Megatron emitter supports a bias only in qkv"),
+        ({"mlp_bias": True}, "has a bias in mlp;"),
+        ({"model_type": "gpt_neox", "layer_norm_eps": 1e-5}, "has a bias in qkv and output and mlp"),
     ],
 )
 def test_megatron_has_the_norms_and_biases_of_the_model(
@@ -237,7 +240,7 @@ def test_verl_overrides() -> None:
         "actor_rollout_ref.rollout.name=vllm",
         "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
     ]
-    with pytest.raises(FrameworkError, match="veRL on FSDP does not have pp 2 and tp 4"):
+    with pytest.raises(FrameworkError, match="veRL on FSDP does not support pp 2 and tp 4"):
         verl_overrides("x", Layout(pp=2, tp=4), 1)
 
 

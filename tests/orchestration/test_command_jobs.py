@@ -206,7 +206,7 @@ def test_changed_code_is_not_gone_on_with(root: Path, tmp_path: Path) -> None:
     changed = run.path / "code" / "train.py"
     changed.chmod(0o644)
     changed.write_text("print('better')\n")
-    with pytest.raises(StartError, match=r"train.py in .* is no longer that; put it back, or start another run"):
+    with pytest.raises(StartError, match=r"train.py in .* has changed; restore it, or start another run"):
         resume(run)
 
 

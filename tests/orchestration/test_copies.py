@@ -60,7 +60,7 @@ def test_a_run_from_python_starts_all_copies(root: Path, monkeypatch: pytest.Mon
     first = run(chain_job("many", 1, run="copies: 3"))
     assert first.name == "many-1"
     assert {each.name for each in list_runs(root)} == {"many-1", "many-2", "many-3"}
-    with pytest.raises(StartError, match=r"run\.copies is for Slurm"):
+    with pytest.raises(StartError, match=r"run\.copies needs Slurm"):
         run(chain_job("other", 1, run="copies: 3"), on="local")
     assert len(list_runs(root)) == 3
 
@@ -80,7 +80,7 @@ def test_a_dry_run_prints_the_array(root: Path, capsys: pytest.CaptureFixture[st
     assert "--array=1-3" in document["files"]["job.sbatch"]
     assert json.loads(document["files"]["launch.json"])["env"]["CRATON_COPY"] == "1"
     assert not root.exists()
-    with pytest.raises(StartError, match=r"run\.copies is for Slurm"):
+    with pytest.raises(StartError, match=r"run\.copies needs Slurm"):
         print_draft(draft_run(job, root / "many", on="local"), root / "many", as_json=True)
 
 

@@ -14,7 +14,7 @@ from craton.telemetry.node import Heartbeat, write_heartbeat
 
 
 @pytest.mark.parametrize(
-    ("nursery", "cost"), [(["x"], "no step is lost"), ([], "the command is told to stop, and starts again")]
+    ("nursery", "cost"), [(["x"], "no step is lost"), ([], "the command is stopped and restarted")]
 )
 def test_a_command_is_not_promised_what_only_training_can_keep(tmp_path: Path, nursery: list[str], cost: str) -> None:
     run = RunDirectory.create(tmp_path, "run")

@@ -98,7 +98,7 @@ def test_who_may_not_list_nodes_can_start_a_run_and_its_pods_know_why_they_are_n
     submitted(tmp_path)
     told = sent_places(server)
     assert told["addresses"] == {}
-    assert told["why"] == "whoever handed the run in may not list the nodes of the cluster"
+    assert told["why"] == "the submitting user may not list the nodes of the cluster"
 
 
 def test_a_single_pod_needs_no_order(server: StandIn, tmp_path: Path) -> None:
@@ -115,7 +115,9 @@ def test_an_object_that_is_refused_leaves_nothing_behind(server: StandIn, tmp_pa
     assert server.objects == {}
     (run.path / MANIFEST_FILE).write_text(text)
     server.forbidden = {"configmaps"}
-    with pytest.raises(SchedulerError, match=r"Kubernetes forbids it: configmaps is forbidden.*; ask for that right"):
+    with pytest.raises(
+        SchedulerError, match=r"Kubernetes forbids it: configmaps is forbidden.*; request that permission"
+    ):
         KubernetesBackend().submit(made, run)
     assert server.objects == {}, "the owner was made, and is removed with what it owns"
 
@@ -124,7 +126,7 @@ def test_without_the_right_to_make_network_policies_it_runs_and_says_so(server: 
     server.forbidden = {"networkpolicies"}
     made, run = drafted(tmp_path)
     submission = KubernetesBackend().submit(made, run)
-    assert "can be reached by others in the cluster" in submission.details["warning"]
+    assert "other pods in the cluster can connect to its pods" in submission.details["warning"]
 
 
 def test_a_name_that_is_taken_is_refused_while_it_runs_and_replaced_when_it_has_ended(
@@ -133,7 +135,7 @@ def test_a_name_that_is_taken_is_refused_while_it_runs_and_replaced_when_it_has_
     run = submitted(tmp_path)
     made, _ = drafted(tmp_path)
     with pytest.raises(
-        RunStateError, match="JobSet llm is on the cluster already and has not ended; `craton stop llm`"
+        RunStateError, match="JobSet llm already exists on the cluster and has not ended; `craton stop llm`"
     ):
         KubernetesBackend().submit(made, run)
     [owner] = server.of("jobsets")
@@ -162,7 +164,10 @@ def test_what_others_have_left_under_the_name_is_not_removed(
     [owner] = server.of("jobsets")
     owner["status"] = {"conditions": [{"type": "Completed", "status": "True", "reason": "AllJobsCompleted"}]}
     owner["metadata"] |= change
-    with pytest.raises(RunStateError, match="JobSet llm is on the cluster already, and not of this run; `--name`"):
+    with pytest.raises(
+        RunStateError,
+        match="JobSet llm already exists on the cluster and belongs to another run; choose another name with `--name`",
+    ):
         KubernetesBackend().submit(made, run)
     assert server.of("jobsets") == [owner]
 
@@ -199,7 +204,7 @@ def test_a_gang_of_which_a_part_has_no_node_says_why_it_is_not_whole(server: Sta
     held = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": few}
     for index in (1, 2, 3):
         add_pod(server, "llm", index, "Pending", conditions=[held])
-    why = "3 of 4 pods find no node: of 4 nodes 4 have too few free nvidia.com/gpu"
+    why = "3 of 4 pods cannot be scheduled: of 4 nodes, 4 have insufficient nvidia.com/gpu"
     fresh = summarize(run)
     assert fresh.state == "starting"
     old = summarize(run, time.time() + 600)
@@ -240,7 +245,7 @@ def test_a_caller_who_may_not_see_why_a_run_waits_still_sees_the_run(
         "none": "running",
     }
     if "workloads" in hidden:
-        assert "not shown to you; ask for the right to list" in found["kueue"].sentence
+        assert "you may not list" in found["kueue"].sentence
         assert "Workloads" in found["kueue"].sentence
     stop_run(runs[0])
     assert [each["metadata"]["name"] for each in server.of("jobsets")] == ["kai"]
@@ -304,7 +309,7 @@ def test_look_asks_once_for_each_kind_however_many_runs_there_are(server: StandI
     }
     assert found["run-1"].nodes == ("n0", "n1", "n2", "n3")
     assert found["run-2"].sentence == "the queue research is on hold"
-    assert "Volcano has no room" in found["vol"].sentence
+    assert "has no room" in found["vol"].sentence
     assert len(server.requests) == 6, server.requests  # two kinds of owners, pods, workloads, groups, events
 
 
@@ -315,12 +320,12 @@ def test_look_reads_every_page_and_knows_what_is_gone_or_elsewhere(server: Stand
     server.remove((*JOBSETS, "train", gone))
     found = KubernetesBackend().look(runs)
     assert {name for name, each in found.items() if each.condition == "waiting"} == {run.name for run in runs} - {gone}
-    assert (found[gone].condition, found[gone].sentence) == ("ended", "it was removed")
+    assert (found[gone].condition, found[gone].sentence) == ("ended", "it was deleted")
     server.shutdown()
     server.server_close()
     found = KubernetesBackend().look(runs)
     assert {each.condition for each in found.values()} == {"unknown"}
-    assert "does not answer" in found[gone].sentence
+    assert "does not respond" in found[gone].sentence
 
 
 def test_500_runs_are_looked_at_with_a_few_requests(server: StandIn, tmp_path: Path) -> None:
@@ -370,7 +375,7 @@ def test_a_stop_removes_the_owner_and_a_kill_the_pods_at_once(server: StandIn, t
     assert len(server.of("pods")) == 1
     backend.kill(run)
     assert server.of("pods") == []
-    with pytest.raises(RunStateError, match="llm is not on the cluster any more"):
+    with pytest.raises(RunStateError, match="llm is no longer on the cluster"):
         backend.stop(run)
 
 
@@ -382,9 +387,11 @@ def test_a_run_that_was_removed_has_ended_when_its_last_pod_has(server: StandIn,
     stop_run(run)
     standing = standing_of(run)
     assert (standing.condition, standing.is_leaving) == ("running", True)
-    assert standing.sentence.startswith("it was removed, and 2 pods have not left yet (n0, n1); where a node is gone")
+    assert standing.sentence.startswith("it was deleted, 2 pods have not terminated yet (n0, n1); if a node is lost")
     assert settled(summarize(run), standing).state == "stopping"
-    with pytest.raises(RunStateError, match=r"llm still stops: .* 2 pods have not left yet .*`craton stop llm` waits"):
+    with pytest.raises(
+        RunStateError, match=r"llm is still stopping: .* 2 pods have not terminated yet .*`craton stop llm` waits"
+    ):
         resumed_job(run)
     add_pod(server, "llm", 0, "Failed", own)
     add_pod(server, "llm", 1, submission="of the same name, by another machine")
@@ -457,10 +464,10 @@ def test_no_cluster_no_login_and_no_client_are_sentences(
 ) -> None:
     made, run = drafted(tmp_path)
     server.kubeconfig.write_text(server.kubeconfig.read_text().replace(TOKEN, "old"))
-    with pytest.raises(SchedulerError, match=r"does not know you .*log in again"):
+    with pytest.raises(SchedulerError, match=r"rejects your credentials .*log in again"):
         KubernetesBackend().submit(made, run)
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "nowhere"))
-    with pytest.raises(SchedulerError, match=r"no Kubernetes cluster can be found .*KUBECONFIG"):
+    with pytest.raises(SchedulerError, match=r"no Kubernetes cluster found .*KUBECONFIG"):
         KubernetesBackend().submit(made, run)
     monkeypatch.setitem(sys.modules, "kr8s", None)
     monkeypatch.setitem(sys.modules, "kr8s.asyncio", None)
@@ -471,7 +478,7 @@ def test_no_cluster_no_login_and_no_client_are_sentences(
 def test_a_check_refuses_before_anything_is_sent(server: StandIn, tmp_path: Path) -> None:
     KubernetesBackend().check(*drafted(tmp_path))
     wanted, run = job("command", {**cluster(), "storage": {}}), RunDirectory(tmp_path / "runs" / "llm")
-    with pytest.raises(StartError, match="need a folder that all of them see"):
+    with pytest.raises(StartError, match="need shared storage"):
         KubernetesBackend().check(draft(wanted, run.path), run)
     assert server.requests == []
 

@@ -132,7 +132,7 @@ def test_a_resume_waits_for_the_pods_of_an_owner_that_is_gone(
     pod = {"metadata": {"name": "llm-0", "labels": {"app.kubernetes.io/instance": "llm"}}, "status": {}}
     server.put("v1", "pods", pod)
     monkeypatch.setattr(handover, "LEAVE_SECONDS", 0.0)
-    with pytest.raises(RunStateError, match=r"the pods of llm have not left within 0 s"):
+    with pytest.raises(RunStateError, match=r"the pods of llm did not terminate within 0 s"):
         KubernetesBackend().submit(drafted(tmp_path, generation=1), run)
     assert server.of("jobsets") == []
     server.objects.clear()
@@ -158,7 +158,7 @@ def unanswered(server: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(handover, "LOOK_UP_SECONDS", 0.0)
     server.before_answer = at_answer("POST jobsets", lose)
-    with pytest.raises(RunStateError, match=r"was made is not known yet, so the run is kept: .*`craton resume llm`"):
+    with pytest.raises(RunStateError, match=r"was created, so the run is kept: .*`craton resume llm`"):
         start_run(drafted(tmp_path), tmp_path / "runs")
     [run] = list_runs()
     return run
@@ -167,7 +167,7 @@ def unanswered(server: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_what_nobody_answered_for_is_kept_and_stopped_when_it_turns_up(
     server: StandIn, unanswered: RunDirectory
 ) -> None:
-    assert standing_of(unanswered).sentence == "it was handed to Kubernetes a moment ago, which does not show it yet"
+    assert standing_of(unanswered).sentence == "it was just submitted, and Kubernetes does not list it yet"
     server.put(*JOBSETS, read_manifests(unanswered)[0])
     assert standing_of(unanswered).condition == "waiting"
     assert not handover.is_pending(read_submission(unanswered)), "it is known from now on"
@@ -181,7 +181,7 @@ def test_what_the_cluster_never_had_is_handed_in_again(
 ) -> None:
     os.utime(unanswered.path / BACKEND_FILE, (0, 0))
     seen = settled(summarize(unanswered), standing_of(unanswered))
-    assert (seen.state, seen.message) == ("lost", "Kubernetes never had it")
+    assert (seen.state, seen.message) == ("lost", "Kubernetes never received it")
     assert resumed_job(unanswered).name == "llm"
     resume_run(unanswered, drafted(tmp_path, generation=1))
     assert standing_of(unanswered).condition == "waiting"
@@ -192,19 +192,19 @@ def test_an_object_of_the_same_name_is_not_taken_for_the_runs_own(server: StandI
     [owner] = server.of("jobsets")
     owner["metadata"]["annotations"]["craton/submission"] = "of another machine"
     assert standing_of(run).reason == "Gone"
-    with pytest.raises(RunStateError, match="does not run here"):
+    with pytest.raises(RunStateError, match="is not running"):
         stop_run(run)
     assert len(server.of("jobsets")) == 1
 
 
 def test_what_cannot_be_removed_again_is_kept(server: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def silent(*_: object) -> bool:
-        raise SchedulerError("the Kubernetes cluster does not answer")
+        raise SchedulerError("the Kubernetes cluster does not respond")
 
     server.forbidden = {"configmaps"}
     with monkeypatch.context() as patch:
         patch.setattr(Connection, "delete", silent)
-        with pytest.raises(RunStateError, match=r"configmaps is forbidden.*could not be removed .*`craton stop llm`"):
+        with pytest.raises(RunStateError, match=r"configmaps is forbidden.*could not be deleted .*`craton stop llm`"):
             start_run(drafted(tmp_path), tmp_path / "runs")
     [run] = list_runs()
     assert (run.path / MANIFEST_FILE).exists()
@@ -229,7 +229,7 @@ def test_only_an_answer_that_leaves_it_open_keeps_a_run(
 @pytest.mark.parametrize(
     ("labels", "words"),
     [
-        ({"app.kubernetes.io/managed-by": "helm"}, "not of this run; `--name` starts one"),
+        ({"app.kubernetes.io/managed-by": "helm"}, "belongs to another run; choose another name with `--name`"),
         ({}, "has not ended; `kubectl delete jobset llm -n train` ends it"),
     ],
 )

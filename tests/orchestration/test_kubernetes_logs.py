@@ -27,7 +27,7 @@ def followed(run: RunDirectory) -> tuple[list[tuple[str, str]], threading.Thread
 
 def test_logs_of_all_pods(server: StandIn, tmp_path: Path) -> None:
     run = submitted(tmp_path)
-    with pytest.raises(RunStateError, match="JobSet/llm has no pods; `craton ps` says why"):
+    with pytest.raises(RunStateError, match="JobSet/llm has no pods; `craton ps` shows why"):
         list(KubernetesBackend().logs(run))
     for index in range(2):
         add_pod(server, "llm", index)

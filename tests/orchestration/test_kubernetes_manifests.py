@@ -283,12 +283,10 @@ def test_a_place_that_karpenter_cannot_promise_is_a_wish_or_refused(gang: str) -
 
     if gang == "kueue":
         for wanted in ({"within": "leaf", "wait": "10m"}, {"within": "zone"}):
-            with pytest.raises(
-                StartError, match=r"Kueue finds a place only on nodes that are there; leave `placement:`"
-            ):
+            with pytest.raises(StartError, match=r"Kueue places jobs only on existing nodes; remove `placement:`"):
                 asked(**wanted)
         return
-    with pytest.raises(StartError, match=r"within leaf: Karpenter makes the nodes of p5, and cannot know their leaf"):
+    with pytest.raises(StartError, match=r"within leaf: Karpenter creates the nodes of p5, and their leaf is unknown"):
         asked(within="leaf")
     assert asked(within="leaf", wait="10m").near
     if gang != "volcano":  # by tier, and the zone has none here
@@ -297,7 +295,7 @@ def test_a_place_that_karpenter_cannot_promise_is_a_wish_or_refused(gang: str) -
 
 def test_a_queue_that_nobody_keeps_is_refused() -> None:
     for where, run in ((place("none", scheduler={"queue": "research"}), {}), (place("none"), {"queue": "research"})):
-        with pytest.raises(StartError, match="queue research: nobody keeps queues where `gang:` is none; give"):
+        with pytest.raises(StartError, match="queue research: `queue:` requires a gang scheduler; set"):
             target(job("command", where, run=run))
 
 
@@ -370,7 +368,7 @@ def test_restarts_are_bounded_and_a_fatal_run_is_not_tried_again() -> None:
 
 def test_a_server_has_no_time_limit_for_it_would_be_started_again_for_ever() -> None:
     where = place("none", nodes=1)
-    with pytest.raises(StartError, match=r"run\.time_limit: a server on Kubernetes is started again whenever it ends"):
+    with pytest.raises(StartError, match=r"run\.time_limit: Kubernetes restarts a server whenever it exits"):
         target(job("serve", where, run={"time_limit": "1h"}))
     made = container_of(manifests(target(job("serve", where))))
     assert "CRATON_STOP_AFTER" not in {each["name"] for each in made["env"]}
@@ -411,7 +409,7 @@ def test_functions_in_a_folder_that_no_pod_sees_are_refused(
     made(tmp_path)  # not there: in the image
     (tmp_path / "mine").mkdir()
     with pytest.raises(
-        StartError, match=rf"{key}: mine\.\w+:\w+ is in {tmp_path}, which is not seen by the pods; keep"
+        StartError, match=rf"{key}: mine\.\w+:\w+ is in {tmp_path}, which is not visible in the pods; keep"
     ):
         made(tmp_path)
     made(tmp_path, shared=str(tmp_path.parent))
@@ -482,9 +480,9 @@ def expanded(text: str) -> str:
         ({"run": {"priority": "high!"}}, "run.priority is"),
         ({"run": {"image": "img; curl"}}, "image is 'img; curl'"),
         ({"run": {"exclude": ["n1,n2"]}}, "run.exclude is"),
-        ({"run": {"copies": 3}}, "run.copies is an array of Slurm"),
-        ({"data": {"path": "/home/ada/tokens", "sequence": 8192}}, "/home/ada/tokens is not seen by the pods"),
-        ({"checkpoint": {"tiers": [{"to": "/elsewhere"}]}}, "/elsewhere/llm is not seen"),
+        ({"run": {"copies": 3}}, "run.copies needs Slurm's job arrays"),
+        ({"data": {"path": "/home/ada/tokens", "sequence": 8192}}, "/home/ada/tokens is not visible in the pods"),
+        ({"checkpoint": {"tiers": [{"to": "/elsewhere"}]}}, "/elsewhere/llm is not visible"),
     ],
 )
 def test_what_cannot_be_sent_is_refused_with_what_to_do(change: dict[str, Any], message: str) -> None:
@@ -505,9 +503,9 @@ def test_what_cannot_be_sent_is_refused_with_what_to_do(change: dict[str, Any], 
         ({"levels": {"leaf": {"label": "a b"}}}, "levels.leaf.label is 'a b'"),
         (
             {"levels": {"leaf": {"label": LEAF}}, "scheduler": {"kind": "kubernetes", "image": "a", "gang": "volcano"}},
-            "Volcano knows levels by their tier",
+            "Volcano identifies levels by tier",
         ),
-        ({"storage": {}}, "4 pods need a folder that all of them see"),
+        ({"storage": {}}, "4 pods need shared storage"),
         ({"storage": {"shared": {"path": "/fsx:x"}}}, "storage.shared.path is '/fsx:x'"),
         ({"storage": {"shared": {"path": "/fsx", "claim": "My Claim"}}}, "storage.shared.claim is 'My Claim'"),
         ({"runs": "/elsewhere/runs"}, "is not below the shared storage /fsx"),
@@ -584,6 +582,6 @@ def test_names_are_ones_that_kubernetes_takes_and_never_meet() -> None:
 
 def test_files_too_large_for_a_config_map_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("craton.orchestration.kubernetes.target.MAX_FILE_BYTES", 100)
-    with pytest.raises(StartError, match="more than the 100 bytes of a ConfigMap; start it where"):
+    with pytest.raises(StartError, match="exceed the 100 bytes of a ConfigMap; start it on"):
         target(job("command", place("none")), LAPTOP)
     target(job("command", place("none")), SHARED)

@@ -57,7 +57,7 @@ def test_nodes_are_where_the_labels_of_the_cluster_file_say() -> None:
     )
     assert found == Places(("zone", "spine", "leaf"), {"g1": ("z", "s", "a"), "g2": ("z", "s", "b")})
     assert "no node has the label rack" in places_of([node("g1")], {"leaf": "rack"}).why
-    assert "had no node of the job's kind" in places_of([], labels).why
+    assert "had no node of the job's instance type" in places_of([], labels).why
 
 
 def test_without_them_nodes_are_where_eks_or_topograph_say() -> None:
@@ -85,7 +85,7 @@ def test_what_was_sent_is_what_is_read(tmp_path: Path) -> None:
     path.write_text(PLACES.to_text())
     assert read_places(path) == PLACES
     path.write_text('{"addresses": []}')
-    assert read_places(path).why == read_places(None).why == "nothing was sent along with the run"
+    assert read_places(path).why == read_places(None).why == "no topology was sent along with the run"
 
 
 def test_neighbours_in_rank_are_neighbours_in_the_network_and_names_stay_with_their_pods() -> None:
@@ -122,23 +122,23 @@ def _job_text(place: dict[str, Any]) -> str:
 def test_the_audit_says_what_was_asked_for_and_got_and_what_it_costs(run: RunDirectory) -> None:
     ordered = in_order(LAUNCH, HOSTS, PLACES, Layout(fsdp=32))
     said = sentences(run, ordered, HOSTS, PLACES)
-    assert said[0] == "asked for one leaf, got 4 nodes on leaf1 x 2, leaf2 x 2: not held"
+    assert said[0] == "requested one leaf, got 4 nodes on leaf1 x 2, leaf2 x 2: not satisfied"
     assert said[1] == "1 of 1 fsdp groups cross a leaf"
-    assert said[2].startswith("that costs ")
-    assert "% of every step by the plan" in said[2]
+    assert said[2].startswith("predicted cost: ")
+    assert "% of every step" in said[2]
     held = {f"node-{index}": f"g{index + 1}" for index in range(4)}
     assert sentences(run, in_order(LAUNCH, held, PLACES, None), held, PLACES) == [
-        "asked for one leaf, got 4 nodes on leaf1 x 4: held",
-        "by the plan it costs nothing",
+        "requested one leaf, got 4 nodes on leaf1 x 4: satisfied",
+        "predicted cost: none",
     ]
     new = {**held, "node-3": "made-since"}
     said = sentences(run, in_order(LAUNCH, new, PLACES, None), new, PLACES)
     assert said == [
-        "got 4 nodes, their leaves unknown; asked for one leaf, which cannot be checked",
-        "where made-since is was not known when the run was handed in",
+        "got 4 nodes, their leaves unknown; requested one leaf, which cannot be checked",
+        "the topology of made-since was unknown when the run was submitted",
     ]
     run.job_path.write_text("name: llm\n")
-    assert "cannot be compared with what was asked for" in sentences(run, ordered, HOSTS, PLACES)[0]
+    assert "cannot be compared with the requested one" in sentences(run, ordered, HOSTS, PLACES)[0]
 
 
 @pytest.fixture
@@ -188,18 +188,18 @@ def test_pods_call_each_other_and_again_when_they_come_back_elsewhere(
     assert again.generation == 1
     placed = [line["message"] for line in read_lines(run.events_path("kubernetes"))[0]]
     assert [text.partition(";")[0] for text in placed] == [
-        "ranks go over node-0 on g1, node-2 on g2, node-1 on g5, node-3 on g6",
-        "ranks go over node-1 on g1, node-2 on g2, node-3 on g3, node-0 on g6",
+        "rank order: node-0 on g1, node-2 on g2, node-1 on g5, node-3 on g6",
+        "rank order: node-1 on g1, node-2 on g2, node-3 on g3, node-0 on g6",
     ]
 
 
 def test_a_first_pod_that_was_killed_while_it_called_calls_again(
     run: RunDirectory, signals: Signals, tmp_path: Path
 ) -> None:
-    signals.told = signal.SIGTERM
+    signals.received = signal.SIGTERM
     assert prepare(pod_at(run, 0, "g1", tmp_path), signals) == 75
     assert call_of(run), "the others have not begun"
-    signals.told = None
+    signals.received = None
     assert come_together(run, ["g5", "g1", "g2", "g3"], signals, tmp_path) == [None] * 4
     assert read_launch(run).nodes == ["node-1", "node-2", "node-3", "node-0"]
 
@@ -208,7 +208,7 @@ def test_a_run_whose_pods_do_not_come_is_given_up_and_a_stop_is_heard(
     run: RunDirectory, signals: Signals, tmp_path: Path
 ) -> None:
     assert prepare(pod_at(run, 0, "g1", tmp_path, give_up_seconds=0.3), signals) == 77
-    assert "only some of the 4 pods came within 300 ms (recover.give_up)" in run.marker_text("FATAL")
+    assert "too few of the 4 pods started within 300 ms (recover.give_up)" in run.marker_text("FATAL")
     found: list[int | None] = []
     first = pod_at(run, 0, "g1", tmp_path, submission="second", give_up_seconds=3600.0)
     waiting = threading.Thread(target=lambda: found.append(prepare(first, signals)), daemon=True)
@@ -250,7 +250,7 @@ def test_a_smaller_run_that_is_evicted_goes_on_with_as_many_as_it_needs(
     run.mark("STOP", "SIGTERM to the agent of node-1")
     assert come_together(run, ["g1", "g2"], signals, tmp_path) == [None] * 2
     placed = str(read_lines(run.events_path("kubernetes"))[0][-1]["message"])
-    assert "ranks go over node-0 on g1, node-1 on g2; asked for one leaf, got 2 nodes on leaf1 x 2: held" in placed
+    assert "rank order: node-0 on g1, node-1 on g2; requested one leaf, got 2 nodes on leaf1 x 2: satisfied" in placed
 
 
 def test_a_run_whose_directory_is_not_seen_here_is_neither_resized_nor_broken(
@@ -259,11 +259,11 @@ def test_a_run_whose_directory_is_not_seen_here_is_neither_resized_nor_broken(
     """Its pods would never hear of it."""
     run = resizable
     write_submission(run, Submission("kubernetes", "JobSet/llm", {"directory": "/fsx/runs/llm"}))
-    with pytest.raises(RunStateError, match=r"llm is /fsx/runs/llm in its pods, .*`craton stop llm`, then .* x 2'"):
+    with pytest.raises(RunStateError, match=r"the pods of llm use /fsx/runs/llm, .*`craton stop llm`, then .* x 2'"):
         resizing.draft_resize(run, 2)
     assert not run.resize_path.exists()
     monkeypatch.setattr(chaos, "check_running", lambda *told: None)
-    with pytest.raises(RunStateError, match=r"llm is /fsx/runs/llm in its pods, .*`kubectl exec POD"):
+    with pytest.raises(RunStateError, match=r"the pods of llm use /fsx/runs/llm, .*`kubectl exec POD"):
         chaos.arm_faults(run, [])
     assert not run.chaos_folder.exists()
 
@@ -273,8 +273,8 @@ def test_without_places_the_order_is_that_of_pods_and_nobody_waits(
 ) -> None:
     pod = pod_at(run, 0, "g1", tmp_path)
     assert pod.places is not None
-    pod.places.write_text(json.dumps(asdict(Places(why="whoever handed the run in may not list the nodes"))))
+    pod.places.write_text(json.dumps(asdict(Places(why="the submitting user may not list the nodes"))))
     assert prepare(pod, signals) is None
     assert read_launch(run).nodes == LAUNCH.nodes
     [placed] = [str(line["message"]) for line in read_lines(run.events_path("kubernetes"))[0]]
-    assert placed.endswith("where they are is not known: whoever handed the run in may not list the nodes")
+    assert placed.endswith("their topology is unknown: the submitting user may not list the nodes")

@@ -121,7 +121,7 @@ def test_two_pods_make_the_run_work_in_it_and_end_with_it(
     assert generation.nodes == ["node-1", "node-0"]
     assert read_launch(run).leaves == {"node-0": "leaf2", "node-1": "leaf1"}
     [placed] = [str(line["message"]) for line in read_lines(run.events_path("kubernetes"))[0]]
-    assert placed.startswith("ranks go over node-1 on g1, node-0 on g2; got 2 nodes on leaf1 x 1, leaf2 x 1")
+    assert placed.startswith("rank order: node-1 on g1, node-0 on g2; got 2 nodes on leaf1 x 1, leaf2 x 1")
 
 
 EARLY = """
@@ -247,7 +247,7 @@ def test_another_run_of_the_same_name_is_left_alone_and_a_resume_takes_it_over(
     first = told(tmp_path)
     prepare(first, signals)
     first.run.mark("FATAL", "broke")
-    with pytest.raises(RunError, match="is another run of this name; `craton resume llm` goes on"):
+    with pytest.raises(RunError, match="is another run of this name; `craton resume llm` resumes it"):
         prepare(told(tmp_path, submission="other"), signals)
     assert first.run.has("FATAL")
     assert prepare(first, signals) == 77
@@ -263,10 +263,10 @@ def test_what_the_scheduler_stopped_begins_again_when_all_have_left(tmp_path: Pa
     pod.run.mark("STOP", "SIGTERM to the agent of node-1")
     assert verdict(pod.run) == 75
     write_heartbeat(pod.run, "node-1", Heartbeat(0, "running", 1, 0))
-    signals.told = signal.SIGTERM
+    signals.received = signal.SIGTERM
     assert prepare(pod, signals) == 75, "node-1 still lives, and this pod is told to leave"
     assert pod.run.has("STOP")
-    signals.told = None
+    signals.received = None
     write_heartbeat(pod.run, "node-1", Heartbeat(0, "stopped", 1, 0))
     assert prepare(pod, signals) is None
     assert not pod.run.has("STOP")
@@ -278,7 +278,7 @@ def test_what_the_scheduler_stopped_begins_again_when_all_have_left(tmp_path: Pa
 def test_other_pods_wait_for_the_first_of_their_own_submission(tmp_path: Path, signals: Signals) -> None:
     first = told(tmp_path)
     take_over(first)
-    signals.told = signal.SIGTERM
+    signals.received = signal.SIGTERM
     assert follow(told(tmp_path, 1, submission="next"), signals) == 75
     assert follow(told(tmp_path, 1), signals) == 75, "the order of nodes is not decided yet"
     assert prepare(first, signals) is None
@@ -341,7 +341,7 @@ def test_what_was_used_is_kept_while_it_counts_for_a_pod_may_be_killed(
 @pytest.mark.parametrize("name", ["JOB_COMPLETION_INDEX", "VC_TASK_INDEX", "LWS_WORKER_INDEX"])
 def test_every_owner_numbers_its_pods_in_its_own_way(tmp_path: Path, name: str) -> None:
     assert Pod.of(RunDirectory(tmp_path), {name: "3"}).index == 3
-    with pytest.raises(RunError, match="says which pod this is"):
+    with pytest.raises(RunError, match="gives this pod's index"):
         Pod.of(RunDirectory(tmp_path), {name: ""})
 
 
@@ -400,17 +400,17 @@ def test_a_slow_pod_comes_back_when_the_others_have_gone_on_without_it(tmp_path:
     pod = told(tmp_path)
     take_over(pod)
     began = read_launch(pod.run)
-    assert exit_code(pod.run, began, 0, was_told=False) == 0
-    assert exit_code(pod.run, began, 3, was_told=False) == 1
-    assert exit_code(pod.run, began, 3, was_told=True) == 75
+    assert exit_code(pod.run, began, 0, was_signalled=False) == 0
+    assert exit_code(pod.run, began, 3, was_signalled=False) == 1
+    assert exit_code(pod.run, began, 3, was_signalled=True) == 75
     # A drain ended its agent too, and the first pod has taken the marker of that away before it looked.
     write_launch(pod.run, replace(began, generation=began.generation + 1))
-    assert exit_code(pod.run, began, 0, was_told=False) == 75
-    assert exit_code(pod.run, began, 3, was_told=False) == 75
+    assert exit_code(pod.run, began, 0, was_signalled=False) == 75
+    assert exit_code(pod.run, began, 3, was_signalled=False) == 75
     pod.run.mark("FATAL", "broke")
-    assert exit_code(pod.run, began, 3, was_told=False) == 77
+    assert exit_code(pod.run, began, 3, was_signalled=False) == 77
     pod.run.mark("DONE")
-    assert exit_code(pod.run, began, 0, was_told=False) == 0
+    assert exit_code(pod.run, began, 0, was_signalled=False) == 0
 
 
 @pytest.fixture
@@ -428,9 +428,9 @@ def test_an_unfit_pod_stands_aside_where_a_spare_can_do_its_work(
     first, second, third = (told(tmp_path, index, launch=launch) for index in (0, 1, 2))
     assert prepare(first, signals) is None
     assert not is_healthy(second)
-    signals.told = signal.SIGTERM
+    signals.received = signal.SIGTERM
     assert stand_aside(second, signals) == 75, "it waits, and does not count as one that failed"
-    signals.told = None
+    signals.received = None
     assert stand_aside(third, signals) == 1, "there is one spare only"
     second.run.mark("DONE")
     assert stand_aside(second, signals) == 0

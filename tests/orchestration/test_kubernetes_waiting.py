@@ -68,71 +68,71 @@ KUEUE_CASES = [
         "WaitingForQuota",
         "couldn't assign flavors to pod set node: insufficient unused quota for nvidia.com/gpu in flavor p5, 16 more "
         "needed",
-        "needs 4 pods at once on one leaf, and the queue research has not enough free quota: 16 more nvidia.com/gpu of "
-        "p5 would have to be free",
+        "needs 4 pods at once on one leaf, and the queue research has not enough unused quota: 16 more "
+        "nvidia.com/gpu of p5 are needed",
     ),
     (
         "ExceedsMaxQuota",
         "couldn't assign flavors to pod set node: insufficient quota for nvidia.com/gpu in flavor p5, previously "
         "considered podsets requests (0) + current podset request (32) > maximum capacity (16)",
-        "asks for more than the queue research can ever have: it asks for 32 nvidia.com/gpu of p5, which has 16 in "
-        "all; ask for fewer nodes, or for a larger quota",
+        "requests more than the maximum quota of the queue research: it requests 32 nvidia.com/gpu of p5, whose "
+        "maximum is 16; use fewer nodes, or request a larger quota",
     ),
     (
         "TopologyPlacementFailed",
         'couldn\'t assign flavors to pod set node: topology "efa" allows to fit only 3 out of 4 pod(s)',
-        "needs 4 pods on one leaf, and no place has so many free: only 3 of 4 pods fit",
+        "needs 4 pods on one leaf, and no topology domain has enough room: only 3 of 4 pods fit",
     ),
     (
         "NoMatchingFlavor",
         "couldn't assign flavors to pod set node: resource vpc.amazonaws.com/efa unavailable in ClusterQueue",
-        "no kind of node in the queue research fits its pods: the queue does not know vpc.amazonaws.com/efa: its "
-        "administrator has to add it to coveredResources",
+        "no resource flavor of the queue research fits its pods: the queue does not cover vpc.amazonaws.com/efa: "
+        "its administrator must add it to coveredResources",
     ),
     (
         "Misconfigured",
         "LocalQueue research doesn't exist",
-        "the queue research is not set up right: there is no queue research; `kubectl get localqueues` lists them; its "
-        "administrator has to mend it",
+        "the queue research is misconfigured: the queue research does not exist; `kubectl get localqueues` lists "
+        "the queues; its administrator must fix it",
     ),
     (
         "TopologyPlacementFailed",
         "couldn't assign flavors to pod set node: topology \"efa\" doesn't allow to fit any of 4 pod(s). Total nodes: "
         '8; excluded: resource "nvidia.com/gpu": 5, taint "dedicated=infra:NoSchedule": 2, nodeSelector: 1',
-        "needs 4 pods on one leaf, and no place has so many free: not one of its pods fits; of 8 nodes 5 have too few "
-        "free nvidia.com/gpu, 2 have the taint dedicated=infra:NoSchedule, which `tolerations:` of the cluster file "
-        "does not name, 1 are left out for nodeSelector",
+        "needs 4 pods on one leaf, and no topology domain has enough room: none of its pods fits; of 8 nodes, 5 "
+        "have insufficient nvidia.com/gpu, 2 have the taint dedicated=infra:NoSchedule, which is missing in "
+        "`tolerations:` of the cluster file, 1 are excluded by nodeSelector",
     ),
     (
         "NoMatchingFlavor",
         "couldn't assign flavors to pod set node: flavor p4d doesn't match node affinity, flavor cpu doesn't match "
         "node affinity",
-        "no kind of node in the queue research fits its pods: the nodes of p4d are of another kind or pool than the "
-        "job asks for",
+        "no resource flavor of the queue research fits its pods: the nodes of p4d do not match the job's instance "
+        "type or pool",
     ),
     (
         "NoMatchingFlavor",
         "couldn't assign flavors to pod set node: untolerated taint {nvidia.com/gpu present NoSchedule <nil>} in "
         "flavor p5, flavor cpu doesn't match node affinity",
-        "no kind of node in the queue research fits its pods: the nodes of p5 have the taint {nvidia.com/gpu present "
-        "NoSchedule <nil>}, which `tolerations:` of the cluster file does not name",
+        "no resource flavor of the queue research fits its pods: the nodes of p5 have the taint {nvidia.com/gpu "
+        "present NoSchedule <nil>}, which is missing in `tolerations:` of the cluster file",
     ),
     (
         "Misconfigured",
         "Workload namespace doesn't match ClusterQueue selector",
-        "the queue research is not set up right: its namespace may not use the queue: the ClusterQueue's "
-        "namespaceSelector leaves it out; its administrator has to mend it",
+        "the queue research is misconfigured: its namespace may not use the queue: it does not match the "
+        "ClusterQueue's namespaceSelector; its administrator must fix it",
     ),
     (
         "Misconfigured",
         "ClusterQueue p5 is inactive",
-        "the queue research is not set up right: the ClusterQueue p5 takes no jobs: `kubectl describe ClusterQueue p5` "
-        "says why; its administrator has to mend it",
+        "the queue research is misconfigured: the ClusterQueue p5 is inactive; `kubectl describe ClusterQueue p5` "
+        "shows why; its administrator must fix it",
     ),
-    ("WaitingForPreemptedWorkloads", "", "others are being preempted for it and still have to leave"),
+    ("WaitingForPreemptedWorkloads", "", "other jobs are being preempted for it and have not ended yet"),
     ("Suspended", "", "the queue research is on hold"),
-    ("PendingEvaluation", "", "Kueue has not come to it yet in the queue research"),
-    ("WaitingForPodsReady", "", "the queue research admits nobody until the pods of the job before are ready"),
+    ("PendingEvaluation", "", "Kueue has not evaluated it yet in the queue research"),
+    ("WaitingForPodsReady", "", "the queue research admits no job until the pods of the previous job are ready"),
 ]
 
 
@@ -161,13 +161,13 @@ def test_labels_that_no_node_has_do_not_read_as_a_full_cluster() -> None:
     for word in ("TopologyPlacementFailed", "Pending"):
         found = told(word, "no topology domains at level: rack")
         assert found.sentence.startswith(
-            "Kueue knows no node that its pods could go to: none of the queue's that takes work has the label rack with"
+            "Kueue has no node for its pods: no schedulable node of the queue has the label rack and"
         )
         assert not found.is_for_ever, "nodes that are cordoned are told in the same words"
         mistyped = told(word, "no requested topology level: rakc")
         assert mistyped.sentence == (
-            "no kind of node in the queue research fits its pods: their Topology has no level rakc, as `levels:` of "
-            "the cluster file calls it"
+            "no resource flavor of the queue research fits its pods: their Topology has no level rakc, which "
+            "`levels:` of the cluster file names"
         )
         assert mistyped.is_for_ever
 
@@ -176,8 +176,8 @@ def test_kueue_s_other_stages() -> None:
     def told(*conditions: dict[str, Any], **status: Any) -> str:
         return why_waiting(Seen(owner("kueue"), workload=workload(*conditions, **status))).sentence
 
-    assert told() == "Kueue has not come to it yet in the queue research"
-    assert why_waiting(Seen(owner("kueue"))).sentence == "Kueue has not come to it yet in the queue research"
+    assert told() == "Kueue has not evaluated it yet in the queue research"
+    assert why_waiting(Seen(owner("kueue"))).sentence == "Kueue has not evaluated it yet in the queue research"
     reserved = condition("QuotaReserved", "True", "QuotaReserved")
     checks = [
         {"name": "capacity", "state": "Pending", "message": "", "lastTransitionTime": "2026-11-15T10:00:00Z"},
@@ -185,11 +185,11 @@ def test_kueue_s_other_stages() -> None:
     ]
     unmet = condition("Admitted", "False", "UnsatisfiedAdmissionChecks")
     assert told(reserved, unmet, admissionChecks=checks) == (
-        "its quota is reserved, and it waits for the admission checks capacity (Pending)"
+        "its quota is reserved; it waits for the admission checks capacity (Pending)"
     )
     evicted = condition("Evicted", "True", "Preempted", "Preempted to accommodate a workload", at="11:00")
     assert told(condition("QuotaReserved", "False", "Pending", at="11:00"), evicted).startswith(
-        "a job with more right to the quota of research preempted it; it starts again by itself"
+        "a job with a better claim to the quota of research preempted it; it restarts automatically"
     )
     later = condition(
         "QuotaReserved",
@@ -199,7 +199,7 @@ def test_kueue_s_other_stages() -> None:
         at="12:00",
     )
     assert "3 more cpu of p5" in told(later, evicted), "what came after the eviction is what keeps it waiting now"
-    assert "was stopped by its administrator" in told(condition("Evicted", "True", "ClusterQueueStopped"))
+    assert "the administrator stopped the queue" in told(condition("Evicted", "True", "ClusterQueueStopped"))
 
 
 def volcano_group(phase: str, *conditions: dict[str, Any]) -> dict[str, Any]:
@@ -221,8 +221,8 @@ def test_volcano() -> None:
     )
     group = volcano_group("Inqueue", condition("Unschedulable", "True", "NotEnoughResources", message))
     assert why_waiting(Seen(owner("volcano"), pod_group=group)).sentence == (
-        "needs 4 pods at once on one leaf, and Volcano finds no place for all of them: 4 of 4 find none: 3 node(s) "
-        "resource fit failed"
+        "needs 4 pods at once on one leaf, and Volcano cannot place all of them: 4 of 4 cannot be scheduled: 3 "
+        "node(s) resource fit failed"
     )
     # Recorded: without the nodes, which the pods' own conditions have.
     part = "pod group is not ready, 2 Pending, 2 minAvailable; Pending: 1 Schedulable, 1 Unschedulable"
@@ -231,14 +231,14 @@ def test_volcano() -> None:
     )
     held = condition("PodScheduled", "False", "Unschedulable", "0/203 nodes are unavailable: 75 Insufficient cpu.")
     assert why_waiting(Seen(owner("volcano"), [pod(0, "Pending", held)], pod_group=group)).sentence == (
-        "needs 4 pods at once on one leaf, and Volcano finds no place for all of them: 1 would fit, 1 find no node; of "
-        "203 nodes 75 have too few free cpu"
+        "needs 4 pods at once on one leaf, and Volcano cannot place all of them: 1 would fit, 1 cannot be "
+        "scheduled; of 203 nodes, 75 have insufficient cpu"
     )
     early = "1/0 tasks in gang unschedulable: pod group is not ready, 1 minAvailable."
     group = volcano_group("Pending", condition("Unschedulable", "True", "NotEnoughResources", early))
-    assert why_waiting(Seen(owner("volcano"), pod_group=group)).sentence.endswith("its pods have not been made yet")
+    assert why_waiting(Seen(owner("volcano"), pod_group=group)).sentence.endswith("its pods do not exist yet")
     assert why_waiting(Seen(owner("volcano"), pod_group=volcano_group("Pending"))).sentence == (
-        "the queue research of Volcano has no room for it yet; it has not been let in"
+        "the Volcano queue research has no room for it yet; it is not admitted"
     )
     assert (
         "its pods are being placed" in why_waiting(Seen(owner("volcano"), pod_group=volcano_group("Inqueue"))).sentence
@@ -274,37 +274,41 @@ def kai_group(reason: str, message: str) -> dict[str, Any]:
             "",
             "Resources were found for 2 pods while 4 are required for gang scheduling. Additional pods cannot be "
             "scheduled",
-            "needs 4 pods at once on one leaf, and KAI finds no place for all of them: there is room for 2 of 4",
+            "needs 4 pods at once on one leaf, and KAI cannot place all of them: there is room for 2 of 4",
         ),
         (
             "OverLimit",
             "research quota has reached the allowable limit of GPUs. Limit is 64 GPUs, currently 48 GPUs allocated and "
             "workload requested 32 GPUs",
-            "the queue research would go over its limit: 48 of 64 GPUs are taken, and it asks for 32",
+            "it would exceed the limit of the queue research: 48 of 64 GPUs are in use, and it requests 32",
         ),
         (
             "NonPreemptibleOverQuota",
             "Non-preemptible workload is over quota. Workload requested 32 GPUs, but research quota is 16 GPUs, while "
             "0 GPUs are already allocated for non-preemptible pods.",
-            "what cannot be preempted may not go over the quota of research: it asks for 32 GPUs, and the quota is 16; "
-            "a preemptible priority class may",
+            "a non-preemptible job may not exceed the quota of research: it requests 32 GPUs, and the quota is 16; "
+            "use a preemptible priority class",
         ),
         (
             "PodSchedulingErrors",
             "Resources were found for 1 pods while 4 are required for gang scheduling. Additional pods cannot be "
             "scheduled due to: no nodes with enough resources were found: 2 node(s) had untolerated taint(s). \n5 "
             "node(s) didn't have enough resources: GPUs.",
-            "needs 4 pods at once on one leaf, and KAI finds no place for all of them: there is room for 1 of 4; of "
-            "the nodes 2 have the taint of others, which `tolerations:` of the cluster file does not name, 5 have too "
-            "few free GPUs",
+            "needs 4 pods at once on one leaf, and KAI cannot place all of them: there is room for 1 of 4; of the "
+            "nodes, 2 have the taint of others, which is missing in `tolerations:` of the cluster file, 5 have "
+            "insufficient GPUs",
         ),
         (
             "PodSchedulingErrors",
             "no nodes with enough resources were found: 1 node(s) didn't match Pod's node affinity/selector.",
-            "needs 4 pods at once on one leaf, and KAI finds no place for all of them: of the nodes 1 are of another "
-            "kind or pool",
+            "needs 4 pods at once on one leaf, and KAI cannot place all of them: of the nodes, 1 do not match its "
+            "instance type or pool",
         ),
-        ("QueueDoesNotExist", "", "there is no queue research; `kubectl get queues.scheduling.run.ai` lists them"),
+        (
+            "QueueDoesNotExist",
+            "",
+            "the queue research does not exist; `kubectl get queues.scheduling.run.ai` lists the queues",
+        ),
     ],
 )
 def test_kai(reason: str, message: str, sentence: str) -> None:
@@ -318,22 +322,25 @@ def test_kai(reason: str, message: str, sentence: str) -> None:
             "0/64 nodes are available: 1 node(s) had untolerated taint {nvidia.com/gpu: present}, 3 node(s) were "
             "unschedulable, 60 Insufficient nvidia.com/gpu. preemption: 0/64 nodes are available: 64 No preemption "
             "victims found for incoming pod.",
-            "2 of 4 pods find no node on one leaf: of 64 nodes 1 have the taint nvidia.com/gpu: present, which "
-            "`tolerations:` of the cluster file does not name, 3 are cordoned, 60 have too few free nvidia.com/gpu",
+            "2 of 4 pods cannot be scheduled on one leaf: of 64 nodes, 1 have the taint nvidia.com/gpu: present, "
+            "which is missing in `tolerations:` of the cluster file, 3 are cordoned, 60 have insufficient "
+            "nvidia.com/gpu",
         ),
         (
             "0/1 nodes are available: 1 node(s) didn't match Pod's node affinity/selector. no new claims to "
             "deallocate, preemption: 0/1 nodes are available: 1 Preemption is not helpful for scheduling.",
-            "2 of 4 pods find no node on one leaf: of 1 node 1 are of another kind or pool",
+            "2 of 4 pods cannot be scheduled on one leaf: of 1 node, 1 do not match its instance type or pool",
         ),
         (
             "0/3 nodes are available: pod has unbound immediate PersistentVolumeClaims. preemption: 0/3 nodes are "
             "available: 3 Preemption is not helpful for scheduling.",
-            "2 of 4 pods find no node on one leaf: its volume claim has no volume yet; `kubectl get pvc` says why",
+            "2 of 4 pods cannot be scheduled on one leaf: its volume claim is not bound yet; `kubectl get pvc` "
+            "shows why",
         ),
         (
             'persistentvolumeclaim "fsx" not found',
-            "2 of 4 pods find no node on one leaf: there is no persistent volume claim fsx in the namespace",
+            "2 of 4 pods cannot be scheduled on one leaf: the PersistentVolumeClaim fsx does not exist in the "
+            "namespace",
         ),
     ],
 )
@@ -357,9 +364,12 @@ def test_the_default_scheduler(message: str, sentence: str) -> None:
         ),
         (
             "unsatisfiable topology constraint for pod affinity, key=rack (counts = , podDomains = rack Exists",
-            "it cannot know the rack of a node that is not there yet",
+            "the rack of a future node is unknown in advance",
         ),
-        ('incompatible requirements, label "rack" does not have known values', "its pools give nodes no label rack"),
+        (
+            'incompatible requirements, label "rack" does not have known values',
+            "its pools do not label nodes with rack",
+        ),
         ("all available instance types exceed limits for nodepool (NodePool=p5)", "the limits of the pool are reached"),
         ("the moon is full", "the moon is full"),
     ],
@@ -373,8 +383,8 @@ def test_why_karpenter_makes_no_node(message: str, sentence: str) -> None:
         event("FailedScheduling", "Failed to schedule pod, before it had a node", "10:06", about="llm-0"),
     )
     assert why_waiting(Seen(owner("none"), pods, events=events)).sentence == (
-        "1 of 4 pods find no node on one leaf: of 2 nodes 2 are of another kind or pool; Karpenter made none at 10:05 "
-        f"UTC: {sentence}"
+        "1 of 4 pods cannot be scheduled on one leaf: of 2 nodes, 2 do not match its instance type or pool; Karpenter "
+        f"created no node at 10:05 UTC: {sentence}"
     )
 
 
@@ -384,7 +394,7 @@ def test_containers_volumes_and_pods_that_cannot_be_made() -> None:
 
     creating = waiting_container(0, "ContainerCreating")
     pull = waiting_container(1, "ImagePullBackOff", 'Back-off pulling image "example.com/train:1"')
-    assert told(creating, creating) == "2 of 4 pods have a node, where the image is pulled and volumes are mounted"
+    assert told(creating, creating) == "2 of 4 pods have a node and are pulling the image and mounting volumes"
     assert told(creating, pull).startswith('the image cannot be pulled: Back-off pulling image "example.com/train:1"')
     missing = waiting_container(0, "CreateContainerConfigError", 'secret "craton-secrets" not found')
     assert "`kubectl create secret generic craton-secrets" in told(missing)
@@ -397,40 +407,38 @@ def test_containers_volumes_and_pods_that_cannot_be_made() -> None:
     for message, sentence in (
         (
             'MountVolume.SetUp failed for volume "secrets" : references non-existent secret key: OTHER',
-            "OTHER is not in",
+            "has no key OTHER",
         ),
         ('MountVolume.SetUp failed for volume "secrets" : secret "craton-secrets" not found', "kubectl create secret"),
-        ('MountVolume.SetUp failed for volume "run-files" : configmap "llm" not found', "the ConfigMap llm of the run"),
+        ('MountVolume.SetUp failed for volume "run-files" : configmap "llm" not found', "the run's ConfigMap llm"),
     ):
         assert sentence in told(creating, events=(event("FailedMount", message),))
     forbidden = 'pods "llm-0" is forbidden: violates PodSecurity "restricted:latest": unrestricted capabilities'
     assert told(events=(event("FailedCreate", forbidden),)) == (
-        "its pods cannot be made: the namespace enforces the pod security standard restricted:latest: unrestricted "
-        "capabilities"
+        "its pods cannot be created: the namespace enforces the pod security standard restricted:latest: "
+        "unrestricted capabilities"
     )
     root = 'violates PodSecurity "restricted:latest": runAsNonRoot != true (pod must set it)'
-    assert told(events=(event("FailedCreate", root),)).endswith(
-        "`non_root: true` in the cluster file's scheduler promises it"
-    )
+    assert told(events=(event("FailedCreate", root),)).endswith("set `non_root: true` in the cluster file's scheduler")
     old, new = event("FailedCreate", "old", "09:00"), event("FailedCreate", "new", "11:00")
     assert told(events=(new, old)).endswith("new")
-    assert told() == "Kubernetes has not looked at it yet"
+    assert told() == "Kubernetes has not processed it yet"
 
 
 def test_a_word_that_nobody_knows_is_passed_on() -> None:
     said = condition("QuotaReserved", "False", "MoonIsFull", "come back\n tomorrow")
     found = why_waiting(Seen(owner("kueue"), workload=workload(said)))
-    assert found.sentence == "kueue says MoonIsFull: come back tomorrow"
+    assert found.sentence == "kueue reports MoonIsFull: come back tomorrow"
 
 
 def test_pods_that_have_ended_are_made_again_after_a_pause() -> None:
     """The controller of Jobs keeps a lost pod until it makes the next: ten seconds later, then twenty, and so on."""
     assert why_waiting(Seen(owner("none"), [pod(0, "Failed")])).sentence == MADE_AGAIN
     assert why_waiting(Seen(owner("none"), [pod(0, "Failed"), pod(1, "Succeeded")], hidden=["Event"])).sentence == (
-        "its pods have ended, and Kubernetes makes them again after a pause that doubles with every loss"
+        "its pods have ended, and Kubernetes recreates them after a back-off that doubles with every failure"
     )
     assert why_waiting(Seen(owner("none"), [pod(0, "Failed"), pod(1, "Pending")])).sentence != MADE_AGAIN
-    assert why_waiting(Seen(owner("none"))).sentence == "Kubernetes has not looked at it yet"
+    assert why_waiting(Seen(owner("none"))).sentence == "Kubernetes has not processed it yet"
 
 
 def test_every_fact_makes_a_sentence() -> None:

@@ -158,7 +158,7 @@ def test_a_placement_that_held_costs_nothing(tmp_path: Path) -> None:
     found = audit_of(tmp_path, allocation(a=4))
     assert found.held is True
     assert found.slower == 0
-    assert found.sentences() == ["asked for one leaf, got 4 nodes on a x 4: held", "by the plan it costs nothing"]
+    assert found.sentences() == ["requested one leaf, got 4 nodes on a x 4: satisfied", "predicted cost: none"]
 
 
 def test_a_placement_that_did_not_hold_is_priced(tmp_path: Path) -> None:
@@ -172,9 +172,9 @@ def test_a_placement_that_did_not_hold_is_priced(tmp_path: Path) -> None:
     assert found.got_step_seconds > found.asked_step_seconds
     assert found.dollars_per_day == pytest.approx(found.slower * 40.0 * 4 * 24)
     first, second, third = found.sentences()
-    assert first == "asked for one leaf, got 4 nodes on a x 3, b x 1: not held"
+    assert first == "requested one leaf, got 4 nodes on a x 3, b x 1: not satisfied"
     assert second == "1 of 1 fsdp groups cross a leaf"
-    assert third.startswith(f"that costs {percent(found.slower)} of every step by the plan")
+    assert third.startswith(f"predicted cost: {percent(found.slower)} of every step")
     assert "a day)" in third
     assert json.loads(json.dumps(found.to_json()))["slower"] == found.slower
 
@@ -188,7 +188,7 @@ def test_more_oversubscription_costs_more(tmp_path: Path) -> None:
 def test_an_unstated_oversubscription_is_said(tmp_path: Path) -> None:
     found = audit_of(tmp_path, allocation(a=3, b=1), 1.0)
     assert found.slower == 0
-    assert "states no oversubscription" in found.sentences()[-1]
+    assert "has no oversubscription" in found.sentences()[-1]
 
 
 def test_groups_inside_a_leaf_are_not_charged_for_those_across(tmp_path: Path) -> None:
@@ -231,7 +231,7 @@ def test_pipeline_sends_are_counted_by_pairs() -> None:
 def test_unknown_places_are_not_judged() -> None:
     found = audit({"n1": "n1", "n2": "n2"}, Placement(within="leaf"), Layout(fsdp=16), GPUS)
     assert found.held is None
-    assert found.sentences() == ["got 2 nodes, their leaves unknown; asked for one leaf, which cannot be checked"]
+    assert found.sentences() == ["got 2 nodes, their leaves unknown; requested one leaf, which cannot be checked"]
 
 
 def test_a_job_that_cannot_be_planned_is_audited_without_a_price(tmp_path: Path) -> None:

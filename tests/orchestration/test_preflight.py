@@ -99,7 +99,7 @@ def xid_finding(node: Node, uptime: float, folder: Path) -> PreflightFinding:
     [
         (95, 4242.0 + 1800, False, "fail", "XID 95"),
         (95, 4242.0 + 7200, False, "note", "2h ago"),
-        (95, 4242.0 + 1800, True, "note", "before the driver was loaded again"),
+        (95, 4242.0 + 1800, True, "note", "before the driver was reloaded"),
         (79, 4242.0 + 1800, False, "note", "30m ago"),
         (64, 4242.0 + 1800, False, "note", "30m ago"),
     ],
@@ -435,7 +435,7 @@ ON_SOCKETS = "\n".join(
         (ON_EFA.replace("is efa,", "is tcp,"), "fail", "the provider tcp"),
         (ON_EFA.replace("/GDRDMA", ""), "warn", "without GPUDirect"),
         (ON_EFA.replace("provider is efa, fabric is efa", "Provider is efa"), "ok", "Libfabric"),
-        ("step 1 loss 2.5", "note", "does not tell"),
+        ("step 1 loss 2.5", "note", "does not show it"),
     ],
 )
 def test_nccls_own_word_on_its_network(log: str, severity: str, evidence: str) -> None:

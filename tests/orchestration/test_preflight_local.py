@@ -120,6 +120,6 @@ def test_craton_run_refuses_a_machine_with_a_bad_card(
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tool.parent}:/usr/bin:/bin")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    with pytest.raises(StartError, match=r"not fit: .*rows could not be remapped"):
+    with pytest.raises(StartError, match=r"failed pre-flight: .*rows could not be remapped"):
         run(parse_job(COMMAND.format(nodes=1), "job.yaml"))
     assert list_runs(root) == []  # nothing has run: the name is free again

@@ -67,7 +67,7 @@ def test_nodes_of_different_kinds_are_not_compared() -> None:
 def test_what_a_node_said_itself_counts_and_is_not_told_twice() -> None:
     unsteady = device(0, mismatches={"matmul_bf16": 2})
     own = PreflightFinding(
-        "infrastructure", "compute", "fail", "cuda:0 of g1: matmul_bf16 gave another result 2 of 9 times", "", "g1"
+        "infrastructure", "compute", "fail", "cuda:0 of g1: matmul_bf16 gave a different result 2 of 9 times", "", "g1"
     )
     count = PreflightFinding("infrastructure", "gpu_count", "fail", "7 of 8 GPUs", "", "g1")
     warned = PreflightFinding("infrastructure", "hugepages", "warn", "none", "", "g2")
@@ -239,6 +239,6 @@ def test_a_node_that_computes_wrong_alike_takes_no_part(
     first, second = (str(event["message"]) for event in events_of(run, "preflight"))
     assert "of g2: matmul_bf16 differs" in first
     assert second.startswith("3 devices, ")
-    assert second.endswith("all alike")
+    assert second.endswith("all identical")
     assert "g2" not in hosts_of(run).values()
     assert len(events_of(run, "allocated")) == 1, "nothing was started before all nodes were fit"

@@ -79,8 +79,10 @@ def test_runs_that_wait_for_the_same_share_a_line(root: Path) -> None:
 
 
 def test_a_run_that_is_not_whole_says_why(root: Path) -> None:
-    part = replace(summarize(make_run(root, "part")), state="starting", message="3 of 4 pods find no node")
-    assert _waiting_lines([part, replace(part, name="fresh", message="")]) == ["part: waits: 3 of 4 pods find no node"]
+    part = replace(summarize(make_run(root, "part")), state="starting", message="3 of 4 pods cannot be scheduled")
+    assert _waiting_lines([part, replace(part, name="fresh", message="")]) == [
+        "part: waits: 3 of 4 pods cannot be scheduled"
+    ]
 
 
 @pytest.mark.parametrize("package", ["craton.orchestration", "craton.agent", "craton.infrastructure"])

@@ -36,8 +36,8 @@ def test_a_run_is_resumed_from_a_torn_an_empty_and_a_missing_launch_file(root: P
             run.launch_path.write_text(torn)
         assert summarize(run).state == "stopped", "a torn launch.json changes nothing about a run that ended"
         draft = draft_resume(run, resumed_job(run))
-        assert f"{run.launch_path} was torn or missing: rebuilt from job.yaml, generations and events" in draft.note
-        assert "not known" not in draft.note
+        assert f"{run.launch_path} was damaged or missing: rebuilt from job.yaml, generations and events" in draft.note
+        assert "unknown" not in draft.note
         assert draft.launch.generation == before.generation + 1
         assert (draft.launch.nodes, draft.launch.env) == (before.nodes, before.env)
     step = summarize(run).step
@@ -80,4 +80,4 @@ def test_files_of_a_newer_craton_are_refused_and_stay_as_they_are(root: Path) ->
     run.job_path.write_text(job.replace("schema: 1", "schema: 2"))
     with pytest.raises(SchemaError, match="schema 2 is newer than schema 1") as caught:
         resumed_job(run)
-    assert "torn" not in str(caught.value)
+    assert "damaged" not in str(caught.value)

@@ -66,7 +66,7 @@ def test_a_name_is_taken_once(root: Path) -> None:
     kill_run(run)
     (root / "count-2").mkdir()
     for attempt in (lambda: start(root, counting_job()), lambda: check_name_is_free(root, "count")):
-        with pytest.raises(RunExistsError, match=r"`craton resume count` goes on .* `--name count-3` starts another"):
+        with pytest.raises(RunExistsError, match=r"`craton resume count` resumes it, `--name count-3` starts another"):
             attempt()
 
 
@@ -98,13 +98,13 @@ def test_what_does_not_run_cannot_be_stopped(root: Path) -> None:
     wait_for_state(run, "done")
     wait_for_agents(run)
     for stop in (stop_run, kill_run):
-        with pytest.raises(RunStateError, match="count is done already: there is nothing to stop"):
+        with pytest.raises(RunStateError, match="count is already done: there is nothing to stop"):
             stop(run)
     with pytest.raises(RunStateError, match="count is done"):
         resume(run)
 
 
-@pytest.mark.parametrize("error", [StartError("this machine is not fit"), KeyboardInterrupt()])
+@pytest.mark.parametrize("error", [StartError("this machine failed pre-flight"), KeyboardInterrupt()])
 @pytest.mark.parametrize("marker", ["STOP", "FATAL"])
 def test_a_refused_resume_leaves_the_run_as_it_was(
     marker: Marker, error: BaseException, root: Path, monkeypatch: pytest.MonkeyPatch
@@ -165,11 +165,11 @@ def test_nodes_that_are_added_are_checked_before_anything_is_asked_for(
 
     def refuse(*_: object, nodes: list[str]) -> None:
         checked.append(nodes)
-        raise StartError("this machine is not fit")
+        raise StartError("this machine failed pre-flight")
 
     monkeypatch.setattr(resizing, "check_local", refuse)
     wanted = Resize(Size(3, Layout(fsdp=3), None), with_nodes(launch, 3), before=2)
-    with pytest.raises(StartError, match="not fit"):
+    with pytest.raises(StartError, match="failed pre-flight"):
         resize_run(run, wanted)
     assert checked == [["node-2"]]
     assert (run.resize_path.exists(), read_launch(run), len(living_agents(run))) == (False, launch, 2)
@@ -270,7 +270,7 @@ def test_a_process_number_given_to_somebody_else_is_not_an_agent(root: Path) -> 
 @pytest.mark.parametrize("place", ["file/runs", "file"])
 def test_a_root_that_cannot_be_written_is_refused_before_any_work(tmp_path: Path, place: str) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(StartError, match="set CRATON_RUNS to a folder you may write to"):
+    with pytest.raises(StartError, match="set CRATON_RUNS to a writable folder"):
         check_name_is_free(tmp_path / place, "count")
 
 

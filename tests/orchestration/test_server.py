@@ -101,7 +101,7 @@ REFUSED = {
     ),
     "an open server without keys": (
         BIG.replace("random", "random, host: 0.0.0.0"),
-        ["serve.host 0.0.0.0 can be reached from other machines", "api_keys: SERVE_KEYS", "listen at 127.0.0.1"],
+        ["serve.host 0.0.0.0 is reachable from other machines", "api_keys: SERVE_KEYS", "listen on 127.0.0.1"],
     ),
     "more than a node": (BIG.replace("x 1", "x 2"), ["job.yaml:5", "more than this machine"]),
 }
@@ -153,16 +153,16 @@ def test_a_taken_port_is_told_with_a_free_one(root: Path) -> None:
         port = taken.getsockname()[1]
         job = tiny_job(port)
         drafted = draft_run(job, root / job.name)
-        with pytest.raises(StartError, match=rf"port {port} of 127.0.0.1 is taken; another one is free: \d+"):
+        with pytest.raises(StartError, match=rf"port {port} of 127.0.0.1 is in use; a free port is \d+"):
             start_run(drafted, root)
     assert not (root / job.name).exists()
     check_port(job)
 
 
 def test_an_address_that_is_not_of_this_machine_is_refused() -> None:
-    with pytest.raises(StartError, match="cannot be listened at"):
+    with pytest.raises(StartError, match="cannot listen on"):
         check_port(tiny_job(8000, more=", host: 192.0.2.1"))
-    with pytest.raises(StartError, match=r"host 'no\.such\.host\.invalid' is not known here"):
+    with pytest.raises(StartError, match=r"host 'no\.such\.host\.invalid' cannot be resolved"):
         check_port(tiny_job(8000, more=", host: no.such.host.invalid"))
 
 
@@ -183,7 +183,7 @@ def test_a_server_of_all_addresses_is_reached_at_the_first() -> None:
 )
 def test_a_server_on_another_node_is_asked_there(tmp_path: Path, listens: str, heard_at: str, url: str) -> None:
     run = far_server(tmp_path, listens)
-    with pytest.raises(RunStateError, match="none of its nodes is known to live"):
+    with pytest.raises(RunStateError, match="none of its nodes has a recent heartbeat"):
         server_of(run)
     write_heartbeat(run, "node-0", Heartbeat(0, "running", 1, 0, heard_at, "far-node"))
     assert server_of(run).url == url
@@ -195,7 +195,7 @@ def test_a_server_that_listens_to_its_own_node_only_is_not_asked_here(tmp_path: 
     run = far_server(tmp_path, "127.0.0.1")
     write_heartbeat(run, "node-0", Heartbeat(0, "running", 1, 0, "10.1.2.3:7000", "far-node"))
     with pytest.raises(
-        RunStateError, match=r"listens at 127\.0\.0\.1 of far-node alone and cannot be reached from here"
+        RunStateError, match=r"listens only on 127\.0\.0\.1 of far-node and cannot be reached from here"
     ):
         server_of(run)
 

@@ -188,5 +188,5 @@ def test_a_spare_needs_a_gpu_of_its_own(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     job = parse_job("kind: command\ncommand: train\ncluster: local x 1\nrecover: {spares: 1}\n")
-    with pytest.raises(StartError, match=r"needs 2 GPUs, and this machine shows 1; write `recover: {spares: 0}`"):
+    with pytest.raises(StartError, match=r"needs 2 GPUs, and this machine has 1; write `recover: {spares: 0}`"):
         check_machine(draft_run(job, RUN).launch)

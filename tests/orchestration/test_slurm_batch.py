@@ -172,14 +172,14 @@ def test_a_run_that_is_not_started_again_says_so_first(root: Path, monkeypatch: 
         stage.start(works=warned)
     first, *others = stage.run.marker_text("STOP").splitlines()
     assert first == (
-        "saved and left, and it is not started again: 3 starts failed or came no further, run.restarts is 2; "
-        "`craton resume served` goes on"
+        "saved and stopped; not requeued: 3 starts failed or made no progress, run.restarts is 2; `craton resume "
+        "served` resumes it"
     )
     assert others == LEFT.splitlines()
     assert not stage.run.has("FATAL")
     stage.run.mark("STOP", "by somebody else")
     stage.start()
-    assert stage.run.marker_text("STOP").startswith("it left, and it is not started again: "), "nor by Slurm itself"
+    assert stage.run.marker_text("STOP").startswith("it stopped; not requeued: "), "nor by Slurm itself"
 
 
 def test_a_preemption_that_only_the_agents_hear_of_is_not_counted(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,7 +194,7 @@ def test_a_server_that_fails_is_given_up(root: Path, monkeypatch: pytest.MonkeyP
     for _ in range(3):
         stage.start()
     assert stage.requeued == ["scontrol requeue 812"] * 2
-    assert "3 starts failed or came no further" in stage.run.marker_text("FATAL")
+    assert "3 starts failed or made no progress" in stage.run.marker_text("FATAL")
 
 
 def test_a_step_that_starts_no_agent_says_why(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,7 +210,7 @@ def test_a_step_that_starts_no_agent_says_why(root: Path, monkeypatch: pytest.Mo
 
     for _ in range(3):
         stage.start(works=complain)
-    why = "no agent could start (srun: unrecognized option '--container-image=a.sqsh'), and it is not started again: "
+    why = "no agent could start (srun: unrecognized option '--container-image=a.sqsh'); not requeued: "
     assert stage.run.marker_text("FATAL").startswith(why)
 
 
@@ -220,7 +220,7 @@ def test_agents_that_began_and_ended_are_not_said_not_to_have_started(stage: Sta
 
     for _ in range(3):
         stage.start(works=beat)
-    assert stage.run.marker_text("FATAL").startswith("the agents ended, and it is not started again: ")
+    assert stage.run.marker_text("FATAL").startswith("the agents ended; not requeued: ")
 
 
 @pytest.mark.parametrize(
@@ -322,5 +322,5 @@ def test_a_run_goes_on_where_its_number_cannot_be_written_down(
     monkeypatch.setattr(SlurmBatch, "run", lambda start: 0)
     monkeypatch.setenv("SLURM_JOB_ID", "812")
     assert batch.main([str(stage.run.path), NONCE]) == 0
-    assert "the number 812 cannot be written down" in capsys.readouterr().err
+    assert "the job ID 812 cannot be recorded" in capsys.readouterr().err
     assert not stage.run.has("FATAL")

@@ -101,10 +101,10 @@ def test_a_held_run_is_let_go_by_whoever_looks(root: Path, slurm: SlurmLab) -> N
     def is_let_go() -> bool:
         nonlocal told
         told = look(run).message
-        return "let go" in told
+        return "released it" in told
 
     wait(is_let_go, "it is let go", run, 30)
-    assert "its prolog failed" in told
+    assert "the prolog failed" in told
     assert "(1 of at most 10 times, run.restarts)" in told
     wait_for_run(run, "done")
     expect_whole_chain(run, 10)
@@ -113,7 +113,7 @@ def test_a_held_run_is_let_go_by_whoever_looks(root: Path, slurm: SlurmLab) -> N
         slurm.break_prolog(node)
     once = submit(root, chain_job("once", 1, 10, run="restarts: 0"))
     wait(lambda: "launch_failed" in standing(once).reason, "Slurm holds it", once, 30)
-    assert "`craton resume` lets it go" in look(once).message
+    assert "`craton resume` releases it" in look(once).message
     slurm.mend_prologs()
     assert release_run(once)
     wait_for_run(once, "done")

@@ -72,7 +72,7 @@ def listed(monkeypatch: pytest.MonkeyPatch) -> list[JobRecord]:
 def test_what_slurm_refuses_leaves_the_record_as_it_was(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = made(root)
     monkeypatch.setattr(handover, "submit", saying(REFUSAL))
-    with pytest.raises(SchedulerError, match=r"Invalid qos; what was asked for stands under `run:`"):
+    with pytest.raises(SchedulerError, match=r"Invalid qos; the requested values are under `run:`"):
         hand_over([run], 10)
     assert not (run.path / BACKEND_FILE).exists()
     write_submission(run, old := Submission("slurm", "7", {"nonce": "old"}))
@@ -89,7 +89,7 @@ def test_a_job_that_is_there_although_sbatch_did_not_answer_is_found(
         JobRecord("811", "PENDING", "chain", comment="craton:chain:fedcba9876543210"),
         JobRecord("812", "PENDING", "chain", comment=f"craton:chain:{NONCE}"),
     ]
-    monkeypatch.setattr(handover, "submit", saying(NoAnswerError("sbatch did not answer within 30 s")))
+    monkeypatch.setattr(handover, "submit", saying(NoAnswerError("sbatch did not respond within 30 s")))
     (found,) = hand_over([run], 10)
     assert found.job == "812"
     assert read_submission(run) == found
@@ -98,15 +98,17 @@ def test_a_job_that_is_there_although_sbatch_did_not_answer_is_found(
 def test_a_run_that_nobody_answered_for_is_kept_and_found_later(
     root: Path, listed: list[JobRecord], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handover, "submit", saying(NoAnswerError("sbatch did not answer within 30 s")))
-    with pytest.raises(RunStateError, match=r"not known yet, so the run is kept.*`craton resume chain`"):
+    monkeypatch.setattr(handover, "submit", saying(NoAnswerError("sbatch did not respond within 30 s")))
+    with pytest.raises(
+        RunStateError, match=r"unknown whether Slurm has the job, so the run is kept.*`craton resume chain`"
+    ):
         submit(root, chain_job("chain", 1))
     run = RunDirectory(root / "chain")
     assert standing(run).condition == "unknown", "it may come yet"
-    assert "a moment ago" in standing(run).sentence
+    assert "just submitted" in standing(run).sentence
     monkeypatch.setattr("craton.orchestration.slurm.backend.is_fresh", lambda run: False)
     gone = settled(summarize(run), standing(run))
-    assert (gone.state, gone.message) == ("lost", "Slurm never had it as a job")
+    assert (gone.state, gone.message) == ("lost", "Slurm never received it")
     nonce = read_submission(run).details["nonce"]
     listed.append(JobRecord("812", "RUNNING", "chain", comment=f"craton:chain:{nonce}"))
     assert (standing(run).condition, standing(run).job) == ("running", "812")
@@ -129,7 +131,7 @@ def test_a_run_that_slurm_never_had_is_not_looked_for_for_ever(
     assert asked == [[os.getuid(), os.getuid()]] * 2, "a slow controller may show it yet"
     aged(run, handover.SETTLED_SECONDS + 5)
     found = [SlurmBackend().look([run])["chain"] for _ in range(3)]
-    assert {(each.condition, each.reason) for each in found} == {("ended", "Slurm never had it as a job")}
+    assert {(each.condition, each.reason) for each in found} == {("ended", "Slurm never received it")}
     assert len(asked) == 3, "asked once more, then never"
     assert claim(run, "812", NONCE) == "", "a job that comes all the same makes itself known"
     assert read_submission(run).job == "812"
@@ -158,8 +160,8 @@ def test_what_to_do_about_an_array_that_nobody_answered_for(
     root: Path, listed: list[JobRecord], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs = [made(root, f"chain-{number}") for number in range(1, 5)]
-    monkeypatch.setattr(handover, "submit", saying(NoAnswerError("sbatch did not answer within 30 s")))
-    with pytest.raises(RunStateError, match=r"its 4 runs are kept.*submits each of them again, chain-1 to chain-4"):
+    monkeypatch.setattr(handover, "submit", saying(NoAnswerError("sbatch did not respond within 30 s")))
+    with pytest.raises(RunStateError, match=r"its 4 runs are kept.*submits each of them \(chain-1 to chain-4\)"):
         hand_over(runs, 10, is_array=True)
 
 
@@ -192,7 +194,7 @@ def test_what_counts_as_no_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
             tools.submit(["sbatch"])
         assert isinstance(raised.value, NoAnswerError) == unclear
     tool.write_text("#!/bin/sh\nexec /bin/sleep 30\n")
-    with pytest.raises(NoAnswerError, match="did not answer"):
+    with pytest.raises(NoAnswerError, match="did not respond"):
         tools.ask("sbatch", seconds=0.2)
 
 
@@ -217,8 +219,8 @@ def test_a_stale_job_leaves_the_run_alone(
     before = {path: path.stat().st_mtime_ns for path in run.path.rglob("*")}
     monkeypatch.setenv("SLURM_JOB_ID", "812")
     assert batch.main([str(run.path), "fedcba9876543210"]) == 2
-    assert "job 812 is not the one" in (said := capsys.readouterr().err)
-    assert "it is now job 813" in said
+    assert "job 812 is not the latest submission" in (said := capsys.readouterr().err)
+    assert "now job 813" in said
     assert {path: path.stat().st_mtime_ns for path in run.path.rglob("*")} == before
 
 
@@ -234,10 +236,10 @@ def test_a_job_writes_down_its_own_number(root: Path) -> None:
 
 def test_a_run_of_the_same_name_that_is_not_of_slurm_is_not_claimed(root: Path) -> None:
     run = RunDirectory.create(root, "chain")
-    assert "is not the one" in claim(run, "812", NONCE)
+    assert "is not the latest submission" in claim(run, "812", NONCE)
     write_submission(run, Submission("local"))
-    assert "is not the one" in claim(run, "812", NONCE)
-    assert "is not the one" in claim(RunDirectory(root / "gone"), "812", NONCE)
+    assert "is not the latest submission" in claim(run, "812", NONCE)
+    assert "is not the latest submission" in claim(RunDirectory(root / "gone"), "812", NONCE)
     assert not (root / "gone").exists()
 
 
@@ -264,9 +266,9 @@ def test_a_held_job_is_let_go_as_often_as_run_restarts(
     write_submission(run, held(2))
     sentences = [SlurmBackend().look([run])["chain"].sentence for _ in range(3)]
     assert freed == ["812", "812"]
-    assert "it was let go (1 of at most 2 times, run.restarts)" in sentences[0]
+    assert "Craton released it (1 of at most 2 times, run.restarts)" in sentences[0]
     assert "(2 of at most 2 times" in sentences[1]
-    assert "`craton resume` lets it go" in sentences[2]
+    assert "`craton resume` releases it" in sentences[2]
     listed[:] = [JobRecord("812", "PENDING", reason="JobHeldUser")]
     write_submission(run, held(2))
     SlurmBackend().look([run])

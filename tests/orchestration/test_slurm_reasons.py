@@ -38,7 +38,7 @@ def situations(slurm: SlurmLab, busy: str) -> dict[str, tuple[str, str]]:
         ),
         "Priority": (
             slurm.submit("--nodes=2", "--exclusive", "--time=600"),
-            rf"1 job comes first in train \({together}\); job {together} needs 4 nodes.*",
+            rf"1 job has precedence in train \({together}\); job {together} needs 4 nodes.*",
         ),
         "Dependency": (
             slurm.submit(f"--dependency=afterok:{busy}", *one),
@@ -46,7 +46,7 @@ def situations(slurm: SlurmLab, busy: str) -> dict[str, tuple[str, str]]:
         ),
         "DependencyNeverSatisfied": (
             slurm.submit(f"--dependency=afterok:{failed}", *one),
-            r"it waits for something that can never happen: afterok:\d+.*; `craton stop` takes it back",
+            r"its dependency can never be satisfied: afterok:\d+.*; `craton stop` cancels it",
         ),
         "ReqNodeNotAvail": (
             slurm.submit("--nodelist=g8", *one),
@@ -57,10 +57,10 @@ def situations(slurm: SlurmLab, busy: str) -> dict[str, tuple[str, str]]:
             r"waits for its reservation maint, which begins \d\d:\d\d",
         ),
         "BeginTime": (slurm.submit("--begin=now+1hour", *one), r"may start \d\d:\d\d"),
-        "JobHeldUser": (held, rf"it is held by its owner; `scontrol release {held}` lets it go"),
+        "JobHeldUser": (held, rf"it is held by its owner; release it with `scontrol release {held}`"),
         "PartitionTimeLimit": (
             slurm.submit("--nodes=1", "--time=600", "--partition=short"),
-            r"asks for 10h, and the partition short allows 5m; give a shorter run.time_limit .*",
+            r"requests 10h, and the partition short allows 5m; set a shorter run.time_limit .*",
         ),
         "PartitionNodeLimit": (
             slurm.submit("--nodes=5", "--time=1", "--partition=short"),
@@ -68,11 +68,11 @@ def situations(slurm: SlurmLab, busy: str) -> dict[str, tuple[str, str]]:
         ),
         "PartitionDown": (
             slurm.submit("--nodes=1", "--time=1", "--partition=closed"),
-            r"the partition closed is down; wait for its administrators, or give another run.partition",
+            r"the partition closed is down; wait for its administrators, or set another run.partition",
         ),
         "Licenses": (
             slurm.submit("--licenses=solver:1", "--partition=urgent", *one),
-            r"it needs licenses that others use: solver:1",
+            r"it needs licenses that other jobs use: solver:1",
         ),
     }
 

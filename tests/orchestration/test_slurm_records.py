@@ -210,8 +210,8 @@ def test_a_job_that_slurm_has_forgotten_is_no_error(tool_folder: Path) -> None:
     ("script", "words"),
     [
         ("echo 'squeue: error: Unable to contact slurm controller (connect failure)' >&2; exit 1", "connect failure"),
-        ("exec sleep 5", "did not answer"),
-        ("echo '<html>'", "not JSON"),
+        ("exec sleep 5", "did not respond"),
+        ("echo '<html>'", "invalid JSON"),
     ],
 )
 def test_a_controller_that_cannot_be_asked(
@@ -268,7 +268,7 @@ def test_a_preflight_that_hangs_is_ended_on_its_nodes(
     stand_in(tool_folder, "squeue", f'echo "$@" >> {tool_folder}/asked\nprintf "812.0\\n812.batch\\n812.extern\\n"')
     stand_in(tool_folder, "scancel", f'echo "$@" >> {tool_folder}/cancelled')
     assert failed_hosts(SlurmStep(run.path, "python"), ["g1", "g2"], run, seconds=0.3, job="812") == {}
-    assert "pre-flight ended on no node" in capfd.readouterr().err
+    assert "pre-flight did not end on any node" in capfd.readouterr().err
     assert (tool_folder / "told").read_text().split() == ["INT", "INT"]
     assert (tool_folder / "cancelled").read_text().split() == ["--quiet", "812.0"]
     assert "--jobs=812" in (tool_folder / "asked").read_text()

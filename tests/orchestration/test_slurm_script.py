@@ -284,7 +284,7 @@ def test_a_check_refuses_what_an_image_cannot_be_shown(monkeypatch: pytest.Monke
     draft = drafted(job_text(run="image: team/train.sqsh"))
     hiding = replace(draft, launch=replace(draft.launch, env={"CRATON_JOB_FOLDER": "/"}))
     SlurmBackend().check(draft, RUN)
-    with pytest.raises(StartError, match=r"/ cannot be shown to the image /team/train\.sqsh"):
+    with pytest.raises(StartError, match=r"/ cannot be mounted into the image /team/train\.sqsh"):
         SlurmBackend().check(hiding, RUN)
 
 

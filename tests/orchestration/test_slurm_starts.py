@@ -125,5 +125,5 @@ def test_a_job_whose_software_is_unfit_ends_and_no_node_is_blamed(
     monkeypatch.setattr(batch.SlurmBatch, "_unfit", lambda *told: {"g1": "torch: no"})
     code = batch.SlurmBatch(run, NONCE, {"SLURM_JOB_ID": "812", "SLURM_JOB_NODELIST": "g1"}).run()
     assert code == 1
-    assert "software unfit on every node: torch: no; mend it" in run.marker_text("FATAL"), last_words(run)
+    assert "software on every node: torch: no; fix it" in run.marker_text("FATAL"), last_words(run)
     assert asked == [], "neither requeued nor excluded"

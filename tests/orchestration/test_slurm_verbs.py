@@ -97,7 +97,7 @@ def test_a_run_waits_and_says_why_is_taken_back_and_goes_on(
     assert f"waits waits as job {standing(run).job}: {sentence}" in craton("why", "waits").out
     assert craton.json("why", "waits")["condition"] == "waiting"
     assert f"waits waits: {sentence}" in craton("logs", "waits").err
-    assert "takes it back" in craton("resume", "waits").err
+    assert "cancels it" in craton("resume", "waits").err
     assert "nothing to resize" in craton("resize", "waits", "2").err
 
     assert craton("stop", "waits").code == 0
@@ -116,7 +116,7 @@ def test_a_run_waits_and_says_why_is_taken_back_and_goes_on(
     leaves = {next(leaf for leaf, nodes in LEAVES.items() if host in nodes) for host in hosts_of(run).values()}
     assert len(leaves) == 1
     (placed,) = [str(event["message"]) for event in events_of(run, "placed")]
-    assert placed == f"asked for one leaf, got 4 nodes on {leaves.pop()} x 4: held"
+    assert placed == f"requested one leaf, got 4 nodes on {leaves.pop()} x 4: satisfied"
 
 
 def test_a_running_run_stops_with_a_checkpoint_and_resumes(craton: Craton, slurm: SlurmLab, root: Path) -> None:
@@ -183,7 +183,7 @@ def test_small_jobs_fill_the_gaps(slurm: SlurmLab, root: Path) -> None:
     assert look(large).state == "waiting"
     told = look(long)
     assert told.state == "waiting"
-    assert "1 job comes first in train" in told.message
+    assert "1 job has precedence in train" in told.message
 
 
 def test_what_slurm_refuses_leaves_no_run(slurm: SlurmLab, root: Path, craton: Craton) -> None:

@@ -81,7 +81,8 @@ SITUATIONS = {
     "enough, but not together": (
         pending("Resources", switches=1, switch_wait_seconds=600.0),
         cluster("g1 g2 g5 g6", jobs=(running("811", "g[3-4]", AT_1600), running("812", "g[7-8]", AT_1405))),
-        "needs 4 nodes on one leaf; leaf1 has 2 free; after 10m any 4 nodes will do; earliest 14:05 when job 812 ends",
+        "needs 4 nodes on one leaf; leaf1 has 2 free; after 10m Slurm accepts any 4 nodes; earliest 14:05 when job "
+        "812 ends",
     ),
     "a drained node is missing": (
         pending("Resources"),
@@ -122,7 +123,7 @@ SITUATIONS = {
     "nodes of a kind": (
         pending("Resources", features="h100", excluded="g1"),
         cluster("g2 g3", jobs=BUSY[1:2]),
-        "needs 4 nodes with h100; 2 of 7 in train are free; it avoids g1",
+        "needs 4 nodes with h100; 2 of 7 in train are free; it excludes g1",
     ),
     "a node that two jobs share": (
         pending("Resources", num_nodes=2),
@@ -243,7 +244,7 @@ SITUATIONS = {
     "priority": (
         pending("Priority", start=AT_1405),
         cluster(jobs=(JobRecord("890", "PENDING", partition="train", priority=50, num_nodes=8),)),
-        "1 job comes first in train (890); job 890 needs 8 nodes; Slurm expects to start it 14:05",
+        "1 job has precedence in train (890); job 890 needs 8 nodes; Slurm expects to start it 14:05",
     ),
     "priority, first come": (
         pending("Priority", priority=50),
@@ -252,7 +253,7 @@ SITUATIONS = {
                 JobRecord(str(n), "PENDING", partition="train", priority=50) for n in (880, 881, 882, 900, 901, 883)
             )
         ),
-        "4 jobs come first in train (880, 881, 882, …); job 880 needs 1 node",
+        "4 jobs have precedence in train (880, 881, 882, …); job 880 needs 1 node",
     ),
     "dependency": (
         pending("Dependency", dependency="afterok:812(unfulfilled)"),
@@ -262,12 +263,12 @@ SITUATIONS = {
     "dependency on what is gone": (
         pending("Dependency", dependency="afterok:500(unfulfilled)"),
         cluster(),
-        "waits for job 500 to end well",
+        "waits for job 500 to succeed",
     ),
     "a dependency that cannot be": (
         pending("DependencyNeverSatisfied", dependency="afterok:500(failed)"),
         cluster(),
-        "it waits for something that can never happen: afterok:500(failed); `craton stop` takes it back",
+        "its dependency can never be satisfied: afterok:500(failed); `craton stop` cancels it",
     ),
     "a drained node that it needs": (
         pending("ReqNodeNotAvail,_UnavailableNodes:g[3,5]", num_nodes=8),
@@ -277,13 +278,13 @@ SITUATIONS = {
     "nodes that are reserved": (
         pending("ReqNodeNotAvail,_UnavailableNodes:g6", num_nodes=8, time_limit_seconds=86400.0),
         cluster("g1", reservations=(ReservationRecord("maint", "g6", AT_1405, AT_1600),)),
-        "needs 8 nodes; g6 cannot be used now; the reservation maint has nodes from 14:05 until 16:00; a shorter "
+        "needs 8 nodes; unavailable: g6; the reservation maint holds nodes from 14:05 until 16:00; a shorter "
         "run.time_limit may fit before it",
     ),
     "a reservation to come": (
         pending("Reservation", reservation="block"),
         cluster(reservations=(ReservationRecord("block", "g[1-8]", AT_1405, AT_1600),)),
-        "waits for its reservation block, which begins 14:05",
+        "waits for its reservation block, which starts 14:05",
     ),
     "a reservation that is full": (
         pending("Reservation", reservation="block"),
@@ -293,29 +294,28 @@ SITUATIONS = {
     "a pause after a requeue": (
         pending("BeginTime", restarts=2, start=NOON + 120),
         cluster(),
-        "was started again 2 times already and may start 12:02 (Slurm pauses after a requeue)",
+        "was requeued 2 times and may start 12:02 (Slurm pauses after a requeue)",
     ),
     "held by its owner": (
         pending("JobHeldUser"),
         cluster(),
-        "it is held by its owner; `scontrol release 900` lets it go",
+        "it is held by its owner; release it with `scontrol release 900`",
     ),
     "held by an administrator": (
         pending("JobHeldAdmin"),
         cluster(),
-        "it is held by an administrator; only they can let it go",
+        "it is held by an administrator; only an administrator can release it",
     ),
     "a prolog failed": (
         pending("launch_failed_requeued_held"),
         cluster(),
-        "a node could not start it (its prolog failed), so Slurm drained that node and holds the job; `craton resume` "
-        "lets it go",
+        "the prolog failed on a node, so Slurm drained that node and holds the job; `craton resume` releases it",
     ),
     "too long for its partition": (
         pending("PartitionTimeLimit", time_limit_seconds=172800.0),
         cluster(partitions=(PartitionRecord("train", max_seconds=86400.0),)),
-        "asks for 2d, and the partition train allows 1d; give a shorter run.time_limit (at its end the job saves "
-        "and is requeued), or another run.partition",
+        "requests 2d, and the partition train allows 1d; set a shorter run.time_limit (at its end the job saves and "
+        "is requeued), or another run.partition",
     ),
     "too many nodes for its partition": (
         pending("PartitionNodeLimit", num_nodes=20),
@@ -325,79 +325,78 @@ SITUATIONS = {
     "a partition that is down": (
         pending("PartitionDown"),
         cluster(),
-        "the partition train is down; wait for its administrators, or give another run.partition",
+        "the partition train is down; wait for its administrators, or set another run.partition",
     ),
     "nothing like it exists": (
         pending("BadConstraints", features="h300"),
         cluster(),
-        "no node can ever be what it asks for (4 nodes with h300); change run.constraint, run.gres or the number of "
+        "no node can ever satisfy its request (4 nodes with h300); change run.constraint, run.gres or the number of "
         "nodes",
     ),
     "licenses": (
         pending("Licenses", licenses="solver:1"),
         cluster(),
-        "it needs licenses that others use: solver:1",
+        "it needs licenses that other jobs use: solver:1",
     ),
     "an account that is not": (
         pending("InvalidAccount", account="lab2"),
         cluster(),
-        "the account lab2 may not be used, or does not exist; give another one in run.account (`sacctmgr show "
-        "associations user=$USER` lists yours)",
+        "the account lab2 is not permitted, or does not exist; set another run.account (`sacctmgr show associations "
+        "user=$USER` lists yours)",
     ),
     "a QOS limit for each user": (
         pending("QOSMaxNodePerUserLimit", qos="research"),
         cluster(),
-        "the QOS research allows no more nodes for each user; it starts when another of your jobs ends",
+        "the QOS research allows no more nodes per user; it starts when another of your jobs ends",
     ),
     "a QOS limit for all": (
         pending("QOSGrpGRES", qos="research"),
         cluster(),
-        "all jobs of the QOS research together use as many GPUs as they may; it starts when one of them ends",
+        "all jobs of the QOS research together are at their limit of GPUs; it starts when one of them ends",
     ),
     "an account's limit": (
         pending("AssocGrpNodeLimit", account="lab"),
         cluster(),
-        "all jobs of the account lab together use as many nodes as they may; it starts when one of them ends",
+        "all jobs of the account lab together are at their limit of nodes; it starts when one of them ends",
     ),
     "an account's budget": (
         pending("AssocGrpGRESMinutes", account="lab"),
         cluster(),
-        "the GPU minutes that all jobs of the account lab may use together are spent, or too few are left for it; the "
-        "end of a job gives nothing back, only time does where the site lets usage decay; ask for less, or give "
-        "another run.account",
+        "the GPU minutes that all jobs of the account lab may use together are used up, or too few are left; the "
+        "end of a job frees nothing, only time does if the site lets usage decay; request less, or set another "
+        "run.account",
     ),
     "an account's budget of hours": (
         pending("AssocGrpWallLimit", account="lab"),
         cluster(),
-        "the time that all jobs of the account lab may use together is spent, or too little is left for it; the end of "
-        "a job gives nothing back, only time does where the site lets usage decay; ask for less, or give another "
-        "run.account",
+        "the time that all jobs of the account lab may use together is used up, or too little is left; the end of a "
+        "job frees nothing, only time does if the site lets usage decay; request less, or set another run.account",
     ),
     "minutes that running jobs have before them": (
         pending("QOSGrpGRESRunMinutes", qos="research"),
         cluster(),
-        "all jobs of the QOS research together use as many GPU minutes as they may; it starts when one of them ends",
+        "all jobs of the QOS research together are at their limit of GPU minutes; it starts when one of them ends",
     ),
     "a QOS limit for each account": (
         pending("MaxGRESPerAccount", qos="research", account="lab"),
         cluster(),
-        "the QOS research allows no more GPUs for each account; it starts when another job of the account lab ends",
+        "the QOS research allows no more GPUs per account; it starts when another job of the account lab ends",
     ),
     "more on one node than a job may": (
         pending("QOSMaxGRESPerNode", qos="research"),
         cluster(),
-        "the QOS research allows a job fewer GPUs on one node than it asks for; ask for less, or give another run.qos",
+        "the QOS research allows a job fewer GPUs on one node than it requests; request less, or set another run.qos",
     ),
     "more than a job may": (
         pending("QOSMaxWallDurationPerJobLimit", qos="short"),
         cluster(),
-        "the QOS short allows a job less time than it asks for; ask for less, or give another run.qos",
+        "the QOS short allows a job less time than it requests; request less, or set another run.qos",
     ),
-    "not looked at yet": (pending(""), cluster(), "Slurm has not looked at it yet"),
+    "not looked at yet": (pending(""), cluster(), "Slurm has not evaluated it yet"),
     "something new": (
         pending("MoonPhase"),
         cluster(),
-        "Slurm says MoonPhase; `scontrol show job 900` tells more",
+        "Slurm's reason is MoonPhase; `scontrol show job 900` shows more",
     ),
 }
 
@@ -453,7 +452,7 @@ def test_every_sentence_of_the_table_can_be_told() -> None:
     for reason in table:
         told = why_waiting(pending(reason), SlurmState(), NOON)
         assert "{" not in told
-        assert not told.startswith("Slurm says"), reason
+        assert not told.startswith("Slurm's reason"), reason
     assert set(HELD) <= set(table)
 
 
@@ -492,9 +491,9 @@ def unfolded(text: str) -> list[str]:
     ("names", "ending"),
     [
         (ANOTHER_JOB_ENDS, r"it starts when (one of them|another of your jobs|another job of the account a) ends"),
-        (IT_ASKS_FOR_LESS, r"than it asks for; ask for less, or give another run\.(qos|account)"),
-        (IT_ASKS_FOR_MORE, r"ask for more, or give another run\.qos"),
-        (NO_JOB_ENDS_IT, r"the end of a job gives nothing back, .*; ask for less, or give another run\.(qos|account)"),
+        (IT_ASKS_FOR_LESS, r"than it requests; request less, or set another run\.(qos|account)"),
+        (IT_ASKS_FOR_MORE, r"request more, or set another run\.qos"),
+        (NO_JOB_ENDS_IT, r"the end of a job frees nothing, .*; request less, or set another run\.(qos|account)"),
     ],
     ids=["another job ends", "less", "more", "no job ends it"],
 )
@@ -508,4 +507,4 @@ def test_every_limit_of_slurm_is_put_into_words(names: str, ending: str) -> None
 def test_a_later_day_is_told_with_its_date() -> None:
     later = datetime(2026, 11, 18, 9, 30).timestamp()
     told = why_waiting(pending("Priority", start=later), SlurmState(), NOON)
-    assert told == "other jobs come first; Slurm expects to start it 18 Nov 09:30"
+    assert told == "other jobs have precedence; Slurm expects to start it 18 Nov 09:30"

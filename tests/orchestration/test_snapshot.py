@@ -96,7 +96,9 @@ def test_a_file_of_a_run_that_was_changed_in_place_is_not_given_to_the_next(fold
     spoilt.write_text("print('spoilt')\n")
     second = snapshot(folder, root, "second")
     assert (code_folder(second.path) / "train.py").read_text() == "print('hello')\n"
-    with pytest.raises(StartError, match=r"first goes on with the code it began with, and train.py in .* is no longer"):
+    with pytest.raises(
+        StartError, match=r"first resumes with the code it started with, but train.py in .* has changed"
+    ):
         check_code(first)
     check_code(second)
 
@@ -217,8 +219,8 @@ def test_links_lead_to_the_same_places(folder: Path, root: Path, tmp_path: Path)
 def test_too_much_is_refused_with_what_takes_the_room(folder: Path, root: Path) -> None:
     write(folder, {"model.bin": "x" * 3_000_000, "lib/other.bin": "x" * 1_500_000})
     text = (
-        r"holds 4.50 MB, and at most 2.00 MB are copied into a run; the largest are model.bin \(3.00 MB\), lib/"
-        r"other.bin \(1\.50 MB\), .*\.cratonignore"
+        r"holds 4\.50 MB; the limit per run is 2\.00 MB\. The largest files are model.bin \(3\.00 MB\), "
+        r"lib/other.bin \(1\.50 MB\), .*\.cratonignore"
     )
     with pytest.raises(StartError, match=text):
         find_code(job_in(folder, "workdir: {limit: 2MB}\n"), root)
@@ -267,7 +269,7 @@ def shared() -> Iterator[Path]:
 
 def test_what_cannot_be_read_is_named(shared: Path) -> None:
     (shared / "work" / "train.py").chmod(0)
-    with another_user(), pytest.raises(StartError, match=r"train.py in .* cannot be read; make them readable, or name"):
+    with another_user(), pytest.raises(StartError, match=r"train.py in .* cannot be read; make them readable, or list"):
         snapshot(shared / "work", shared / "runs")
 
 
@@ -280,7 +282,7 @@ def test_a_second_user_of_the_runs_has_copies_where_the_first_one_s_cannot_be_sh
     assert copied(second) == {"train.py", "lib/model.py", "new.py", "lib/other.py"}
     check_code(second)
     assert not stat.S_IMODE((code_folder(second.path) / "new.py").stat().st_mode) & 0o222
-    assert "not shared with other runs, for want of rights to .code" in code_summary(second)
+    assert "not shared with other runs (no permission for .code" in code_summary(second)
     assert "not shared" not in code_summary(first)
 
 
@@ -330,7 +332,7 @@ def test_a_file_that_vanishes_is_left_out_and_one_that_keeps_changing_is_refused
     writer = threading.Thread(target=grow)
     writer.start()
     try:
-        with pytest.raises(StartError, match=r"growing.log changes while it is copied; name it in a .cratonignore"):
+        with pytest.raises(StartError, match=r"growing.log changes while it is copied; list it in a .cratonignore"):
             keep_code(found, RunDirectory.create(root, "changing"))
     finally:
         stop.set()

@@ -1,7 +1,7 @@
-"""Breaking a run on purpose: faults that fit the run, the order that its agents pick up, and what came of it.
+"""Fault injection: check faults against a run, write the order for its agents, and report which faults fired.
 
-An order is RUN/chaos/ID.json, written whole. The agents record `chaos_armed` when they have read it and `chaos_fired`,
-with the fault's own text, when they do it.
+An order is RUN/chaos/ID.json, written atomically. The agents record `chaos_armed` when they have read it, and
+`chaos_fired` with the fault's text when they inject it.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from craton.orchestration.watching import check_is_seen, check_running
 from craton.telemetry import RunDirectory, summarize
 from craton.telemetry.files import paths_in, read_lines
 
-SOON_STEPS = 2  # the first random fault is at least so far ahead: an order takes half a second to arrive
+SOON_STEPS = 2  # minimum distance of the first random fault: an order takes half a second to arrive
 
 
 def check_can_break(run: RunDirectory) -> None:
     check_running(run, "break")
-    check_is_seen(run, "`kubectl exec POD -- craton chaos …` is heard, in any of its pods")
+    check_is_seen(run, "run `kubectl exec POD -- craton chaos …` in any of its pods")
 
 
 def faults_for(run: RunDirectory, texts: Sequence[str]) -> list[InjectedFault]:
-    """The faults of these lines, each one possible in this run as it is now."""
+    """Parse fault lines and check that each one is possible in this run now."""
     check_can_break(run)
     job, launch = load_job(run.job_path), read_launch(run)
     world, nodes = _membership(run, launch)
@@ -64,18 +64,18 @@ def faults_for(run: RunDirectory, texts: Sequence[str]) -> list[InjectedFault]:
 def random_faults_for(
     run: RunDirectory, count: int, seed: int, kinds: Iterable[str] = RANDOM_KINDS
 ) -> list[InjectedFault]:
-    """Faults drawn from a seed, spread over the steps that are left."""
+    """Draw faults from a seed, spread over the remaining steps."""
     check_can_break(run)
     job = load_job(run.job_path)
     world, nodes = _membership(run, read_launch(run))
     if job.steps is None:
-        raise FaultError(f"--random spreads faults over the steps of a job, and {run.name} does not say how many")
+        raise FaultError(f"--random spreads faults over the steps of a job, and {run.name} has no number of steps")
     first = summarize(run).step + SOON_STEPS
     return random_faults(count, seed, job.steps, world, nodes, tier_names(job), kinds, first)
 
 
 def arm_faults(run: RunDirectory, faults: Sequence[InjectedFault]) -> Path:
-    """Write the order; the agents of the run carry it out."""
+    """Write the order; the agents of the run execute it."""
     check_can_break(run)
     path = run.chaos_folder / f"{time.time_ns()}-{os.getpid()}.json"
     order = {"faults": [fault.text for fault in faults], "by": getpass.getuser(), "time": time.time()}
@@ -84,18 +84,18 @@ def arm_faults(run: RunDirectory, faults: Sequence[InjectedFault]) -> Path:
 
 
 def fired_faults(run: RunDirectory, since: float = 0.0) -> dict[str, float]:
-    """Text → epoch seconds of every fault that has happened from this moment on, oldest first. What every node does for
-    itself, such as to flip a byte of its own memory, counts when the first has."""
+    """Return text → epoch seconds of every fault that fired since then, oldest first. A fault that every node injects
+    itself, such as a flipped byte in its own memory, counts from the first node on."""
     result: dict[str, float] = {}
     for event in sorted(_events(run), key=lambda event: float(event.get("time", 0.0))):
         moment = float(event.get("time", 0.0))
         if event.get("event") == "chaos_fired" and moment >= since:
-            result.setdefault(str(event.get("fault")).partition(": ")[0], moment)  # what was done follows the fault
+            result.setdefault(str(event.get("fault")).partition(": ")[0], moment)  # the action follows the fault's text
     return result
 
 
 def faults_left(run: RunDirectory, job: Job, before: Launch, launch: Launch, step: int) -> list[str]:
-    """What a resume keeps of the job's chaos: what has not happened, is not past and can happen on the new nodes."""
+    """Return the faults that a resume keeps: not fired, not in the past, and possible on the new nodes."""
     happened = fired_faults(run)
     left = []
     for text in before.chaos:
@@ -117,7 +117,7 @@ def faults_left(run: RunDirectory, job: Job, before: Launch, launch: Launch, ste
 
 
 def what_happens(fault: InjectedFault) -> str:
-    """A fault in words: `at step 40, rank 3 is killed (SIGKILL)`."""
+    """Describe a fault: `at step 40, rank 3 is killed (SIGKILL)`."""
     when = "at once"
     if fault.during is not None:
         when = f"during {fault.during}" + (f" from step {fault.step:,} on" if fault.step else "")
@@ -136,14 +136,14 @@ def what_happens(fault: InjectedFault) -> str:
         "corrupt": f"a byte of the newest step in tier {fault.tier} is flipped",
     }[fault.kind]
     if fault.kind == "corrupt" and fault.tier == "peer":
-        whose = {"own": "the state they keep themselves", "copies": "the copies kept of them", "all": "all of it"}
+        whose = {"own": "the ranks' own state", "copies": "the replicas on their peers", "all": "own and replicas"}
         of = "every rank" if fault.rank is None else f"rank {fault.rank}"
         effect = f"a byte of the newest step of {of} in peer memory is flipped ({whose[fault.how or 'all']})"
     return f"{when}, {effect}"
 
 
 def _membership(run: RunDirectory, launch: Launch) -> tuple[int, list[str]]:
-    """(ranks, nodes) that work now."""
+    """Return (number of ranks, nodes) that work now."""
     newest = newest_generation(run)
     if newest is None:
         return launch.world_size, launch.nodes[: launch.working_nodes]

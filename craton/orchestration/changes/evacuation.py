@@ -1,10 +1,11 @@
-"""A run leaves one of its nodes: for a spare of its own at the next step, else through its scheduler with a checkpoint.
+"""Move a run off one of its nodes: to a spare at the next step, else through its scheduler with a checkpoint.
 
-- A spare is ready: the agents are asked to leave the node (RUN/avoid.json). A run that trains loses no step; a
-  command is told to stop, and starts again.
-- Slurm: the job saves, leaves and is requeued, as before its time limit. A node that is not drained is given again.
-- Kubernetes: the pod on that node is told to end; the run saves and its pods are made again. The same holds there.
-- This machine without a spare: there is nowhere to go.
+- A spare is ready: the agents leave the node (RUN/avoid.json). A training run loses no step; a command is stopped and
+  restarted.
+- Slurm: the job saves, exits and is requeued, as before its time limit. Slurm may allocate a node again unless it is
+  drained.
+- Kubernetes: the pod on that node is deleted; the run saves and its pods are recreated. Cordon the node to avoid it.
+- This machine without a spare: the run cannot move.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from craton.telemetry.node import read_heartbeat
 
 @dataclass(frozen=True)
 class Evacuation:
-    """How a run leaves a node, or why it cannot."""
+    """How a run moves off a node, or why it cannot."""
 
     run: str
     node: str  # the run's own name of it
@@ -33,8 +34,8 @@ class Evacuation:
 
 
 def hosts_of(run: RunDirectory) -> dict[str, str]:
-    """Node of the run → what the scheduler calls it; on this machine its own name. Those that are not known are not in
-    it."""
+    """Return node of the run → the scheduler's name for it, or its own name on this machine. Unknown nodes are left
+    out."""
     on = read_submission(run).on
     launch = read_launch(run)
     if on == "slurm":
@@ -52,14 +53,14 @@ def hosts_of(run: RunDirectory) -> dict[str, str]:
 
 
 def working_nodes(run: RunDirectory) -> list[str]:
-    """The nodes whose ranks compute now."""
+    """Return the nodes whose ranks compute now."""
     newest, launch = newest_generation(run), read_launch(run)
     is_present = newest is not None and newest.number >= launch.generation
     return list(newest.nodes) if newest is not None and is_present else launch.nodes[: launch.working_nodes]
 
 
 def spare_nodes(run: RunDirectory, bad: Collection[str] = ()) -> list[str]:
-    """Nodes that are there, idle, not to be avoided, and not on one of these bad hosts."""
+    """Return nodes that are alive, idle, not excluded, and not on one of these bad hosts."""
     launch, working, avoided = read_launch(run), working_nodes(run), read_avoided(run)
     hosts = hosts_of(run) if bad else {}
     idle = [node for node in launch.nodes if node not in working and node not in avoided and hosts.get(node) not in bad]
@@ -68,14 +69,14 @@ def spare_nodes(run: RunDirectory, bad: Collection[str] = ()) -> list[str]:
         node
         for node, beat in beats.items()
         if beat is not None
-        and beat.state in ("running", "spare")  # one that came after the generation began has not heard that it idles
+        and beat.state in ("running", "spare")  # a node that joined late does not know yet that it is a spare
         and beat.generation == launch.generation
         and not beat.is_lost()
     ]
 
 
 def plan_evacuation(run: RunDirectory, node: str, bad: Collection[str] = ()) -> Evacuation:
-    """How the run would leave the node for one that is not on a bad host; nothing is done."""
+    """Plan how the run would move to a node that is not on a bad host; change nothing."""
     if node not in working_nodes(run):
         return Evacuation(run.name, node, "", f"{run.name} does not compute on {node}")
     promised = [
@@ -84,24 +85,24 @@ def plan_evacuation(run: RunDirectory, node: str, bad: Collection[str] = ()) -> 
         if working_node in read_avoided(run) and working_node != node
     ]
     if spares := spare_nodes(run, bad)[len(promised) :]:
-        cost = "no step is lost" if read_launch(run).nursery else "the command is told to stop, and starts again"
+        cost = "no step is lost" if read_launch(run).nursery else "the command is stopped and restarted"
         return Evacuation(run.name, node, "spare", f"{spares[0]}, a spare, takes the place of {node}; {cost}")
     on = read_submission(run).on
     if on == "slurm":
-        return Evacuation(run.name, node, "requeue", "it saves, leaves and is requeued to other nodes")
+        return Evacuation(run.name, node, "requeue", "it saves a checkpoint and is requeued on other nodes")
     if on == "kubernetes":
-        return Evacuation(run.name, node, "pod", "it saves, and its pods are made again on other nodes")
+        return Evacuation(run.name, node, "pod", "it saves a checkpoint, and its pods are recreated on other nodes")
     why = f"{run.name} has no spare to take the place of {node}; `recover: {{spares: 1}}` gives it one"
     return Evacuation(run.name, node, "", why)
 
 
 def evacuate(run: RunDirectory, node: str, mark: str = "", bad: Collection[str] = ()) -> Evacuation:
-    """Does it, under the mark of who wants it; RunStateError for a run that does not run, or has nowhere to go."""
+    """Move the run off a node, under the caller's mark; RunStateError if it does not run or cannot move."""
     check_running(run, "move")
     way = plan_evacuation(run, node, bad)
     if way.how == "spare":
         working, avoided = working_nodes(run), read_avoided(run)
-        for own, host in hosts_of(run).items():  # the agents choose among all spares that are not to be avoided
+        for own, host in hosts_of(run).items():  # the agents choose among all spares that are not excluded
             if host in bad and own not in working and own not in avoided:
                 avoid_node(run, own, mark)
         avoid_node(run, node, mark)
@@ -119,7 +120,7 @@ def evacuate(run: RunDirectory, node: str, mark: str = "", bad: Collection[str] 
 
 
 def come_back(run: RunDirectory, mark: str) -> list[str]:
-    """What was left under this mark may be used by the run again, as spares; these nodes."""
+    """Let the run use the nodes again, as spares, that it left under this mark; return them."""
     nodes = [node for node, theirs in read_avoided(run).items() if theirs == mark]
     for node in nodes:
         welcome_node(run, node)

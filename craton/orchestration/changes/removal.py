@@ -1,7 +1,7 @@
-"""Runs are removed: everything in the run directory, and nothing beyond it.
+"""Remove a run: everything in the run directory, and nothing outside it.
 
-A run that lives, waits or may live is never removed. Checkpoints of tiers outside the run directory stay: another run
-may have been started from them.
+A run that is running, waiting or in an unknown state is never removed. Checkpoints in tiers outside the run directory
+stay: another run may have started from them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from craton.telemetry.files import noting_unread
 
 @dataclass(frozen=True)
 class Removal:
-    """What removing a run takes away, and what it leaves."""
+    """What removing a run deletes, and what it keeps."""
 
     run: RunDirectory
     size_bytes: int
@@ -31,7 +31,7 @@ class Removal:
 
 
 def plan_removal(run: RunDirectory) -> Removal:
-    """RunStateError for a run that is not at its end."""
+    """Plan the removal of a run; RunStateError if it has not ended."""
     _check_ended(run)
     size_bytes, num_checkpoints = 0, 0
     for folder, folders, files in os.walk(run.path):
@@ -41,10 +41,10 @@ def plan_removal(run: RunDirectory) -> Removal:
 
 
 def remove_run(run: RunDirectory) -> None:
-    """Everything in the run directory, and a link that leads to it; links inside it are removed, not followed."""
+    """Delete the run directory and a link to it; links inside it are removed, not followed."""
     with launching(run):
         _check_ended(run)
-        # Under another name first: one that is half removed is no run any more, and nobody starts it meanwhile.
+        # Rename first: a half-removed directory must not look like a run that a command could start.
         place = run.path.resolve()
         aside = place.with_name(f".{place.name}.removed.{os.getpid()}")
         try:
@@ -61,11 +61,11 @@ def _check_ended(run: RunDirectory) -> None:
         check_not_running(run)
     except RunStateError as error:
         raise RunStateError(f"{run.name} is not removed: {error}") from None
-    with noting_unread():  # a run with planted files can be removed too
+    with noting_unread():  # a run with unreadable files can be removed too
         state = summarize(run).state
     if state in ("running", "stopping"):  # by its heartbeat, on a machine that is not seen from here
         raise RunStateError(
-            f"{run.name} is not removed: its agents say that it is {state}; `craton stop {run.name}` stops it"
+            f"{run.name} is not removed: its agents report that it is {state}; `craton stop {run.name}` stops it"
         )
 
 

@@ -1,8 +1,8 @@
-"""Another number of nodes for a run while it runs; what decides, moves and restores is the run's coordinator.
+"""Change the number of nodes of a running run; the run's coordinator decides, moves and restores.
 
-`draft_resize` plans the new size or says which ones are near; `resize_run` writes the wish (launch.json with the names
-of new nodes, plans/N.json, and last resize.json, which the agents look for) and starts the agents that are missing.
-On a cluster a run keeps the nodes it was given: those that have no work are its spares.
+`draft_resize` plans the new size or names the nearest possible ones. `resize_run` writes the request (launch.json with
+the names of new nodes, plans/N.json, and last resize.json, which the agents watch) and starts missing agents. On a
+cluster a run keeps its allocated nodes: those without work are its spares.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TAIL_BYTES = 64 << 10
 
 @dataclass(frozen=True)
 class Resize:
-    """A run on another number of nodes, ready to be asked for."""
+    """A planned change of a run's number of nodes."""
 
     size: Size
     launch: Launch
@@ -39,23 +39,23 @@ class Resize:
 
 
 def draft_resize(run: RunDirectory, num_nodes: int) -> Resize:
-    """Plan the run on so many nodes; a StartError names the nearest numbers that are possible."""
+    """Plan the run on this number of nodes; a StartError names the nearest possible numbers."""
     check_running(run, "resize")
     job, launch = load_job(run.job_path), read_launch(run)
     if job.kind not in TRAINING_KINDS:
         raise RunStateError(
-            f"{run.name} is of kind {job.kind}, whose processes Craton cannot move; `craton stop {run.name}`, then "
-            f"`craton resume {run.name} --cluster '{job.cluster.instance} x {num_nodes}'`"
+            f"{run.name} is of kind {job.kind}, which Craton cannot resize in place; run `craton stop {run.name}`, "
+            f"then `craton resume {run.name} --cluster '{job.cluster.instance} x {num_nodes}'`"
         )
     newest = newest_generation(run)
     before = len(newest.nodes) if newest else launch.working_nodes
     if num_nodes == before and resized_nodes(run) in (None, before):
-        raise RunStateError(f"{run.name} runs on {counted(before, 'node')} already")
+        raise RunStateError(f"{run.name} already runs on {counted(before, 'node')}")
     is_local = read_submission(run).on == "local"
     check_is_seen(
         run,
-        f"`craton stop {run.name}`, then `craton resume {run.name} --cluster 'FILE x {num_nodes}'`, where FILE is the "
-        "whole path of its cluster file",
+        f"run `craton stop {run.name}`, then `craton resume {run.name} --cluster 'FILE x {num_nodes}'`, where FILE is "
+        "the absolute path of its cluster file",
     )
     if is_local:
         check_within_cluster(job, num_nodes)
@@ -80,7 +80,7 @@ def draft_resize(run: RunDirectory, num_nodes: int) -> Resize:
 
 
 def resize_run(run: RunDirectory, wanted: Resize) -> list[str]:
-    """Ask for the new size. Returns the nodes whose agents had to be started."""
+    """Request the new size. Return the nodes whose agents were started."""
     size = wanted.size
     with launching(run):
         check_running(run, "resize")
@@ -101,22 +101,22 @@ def resize_run(run: RunDirectory, wanted: Resize) -> list[str]:
 
 
 def _missing_agents(run: RunDirectory, wanted: Resize) -> list[int]:
-    """The nodes, by their positions, whose agents must be started for the new size."""
+    """Return the positions of the nodes whose agents must be started for the new size."""
     if read_submission(run).on != "local":
-        return []  # the agents of all its nodes are there
+        return []  # the agents of all its nodes already run
     living = {agent.node for agent in living_agents(run)}
     dead = [number for number, node in enumerate(wanted.launch.nodes) if node not in living]
     return dead[: max(0, wanted.size.num_nodes - len(living))]
 
 
 def resized_nodes(run: RunDirectory) -> int | None:
-    """How many nodes were asked for last, if ever."""
+    """Return the number of nodes that was last requested, or None."""
     nodes = read_json(run.resize_path).get("nodes")
     return nodes if isinstance(nodes, int) and nodes > 0 else None
 
 
 def has_resized(run: RunDirectory, num_nodes: int, since: float) -> bool:
-    """Whether a generation of this size has begun since then and has done a step."""
+    """Whether a generation of this size has started since then and completed a step."""
     newest = newest_generation(run)
     if newest is None or len(newest.nodes) != num_nodes or newest.time < since:
         return False
@@ -127,32 +127,30 @@ def has_resized(run: RunDirectory, num_nodes: int, since: float) -> bool:
 def check_within_cluster(job: Job, num_nodes: int) -> None:
     if not job.cluster.is_local and num_nodes > 1:
         raise StartError(
-            f"{counted(num_nodes, 'node')} of {job.cluster.instance} are more than this machine; start it with "
-            "--on slurm or "
-            "--on kubernetes"
+            f"{counted(num_nodes, 'node')} of {job.cluster.instance} are more than this machine has; start the job "
+            "with --on slurm or --on kubernetes"
         )
 
 
 def check_within_allocation(run: RunDirectory, launch: Launch, job: Job, num_nodes: int) -> None:
-    """A scheduler gives a job its nodes once."""
+    """Refuse more nodes than the scheduler allocated: it allocates a job's nodes once."""
     if num_nodes > len(launch.nodes):
         raise StartError(
-            f"{run.name} was given {counted(len(launch.nodes), 'node')}, and a scheduler gives no more to a job "
-            "that runs; "
-            f"`craton stop {run.name}`, then `craton resume {run.name} --cluster "
+            f"{run.name} has {counted(len(launch.nodes), 'node')} allocated, and a scheduler adds none to a running "
+            f"job; run `craton stop {run.name}`, then `craton resume {run.name} --cluster "
             f"'{job.cluster.instance} x {num_nodes}'`"
         )
 
 
 def among_nodes(launch: Launch, num_nodes: int) -> Launch:
-    """A launch of the same nodes, so many of which work. The others are kept as spares: a pod that ends well never
-    comes back, not even the first, without which no other begins again."""
+    """Return a launch on the same nodes with `num_nodes` working. The others stay as spares: a pod that exits with 0 is
+    never recreated, and without the first pod no other can start."""
     return replace(launch, num_nodes=num_nodes, min_nodes=min(launch.min_nodes, num_nodes))
 
 
 def with_nodes(launch: Launch, num_nodes: int) -> Launch:
-    """A launch that names enough nodes for so many to work beside the spares; none is taken away, for those that work
-    now are among them."""
+    """Return a launch with enough node names for `num_nodes` working nodes and the spares. No name is removed, because
+    working nodes are among them."""
     more = num_nodes - launch.working_nodes
     if more <= 0:
         return launch

@@ -1,4 +1,4 @@
-"""From a job to a draft: everything that would be written and started, without touching anything."""
+"""Turn a job into a draft: everything that would be written and started, without side effects."""
 
 from __future__ import annotations
 

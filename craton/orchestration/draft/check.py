@@ -1,4 +1,4 @@
-"""Step 3 of a start: what can be refused before anything is planned, prepared or paid for."""
+"""Step 3 of a start: checks before anything is planned, prepared or paid for."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from craton.remote import is_url
 
 
 def check_job(job: Job, backend: str, run: Path, job_folder: Path, stop_at: int | None) -> None:
-    """Refuse what cannot run, before it is planned."""
+    """Refuse a job that cannot run, before planning it."""
     check_precision(job)
     check_optimizer(job)
     check_weights(job)
     check_tiers(job, run)
     check_needs(job, backend, job_folder)
     check_is_closed(job)
-    if backend != "kubernetes":  # where the cluster may hold what this shell does not have
+    if backend != "kubernetes":  # the cluster may hold secrets that this shell does not have
         check_secrets(job, os.environ)
     if stop_at is not None:
         check_stop(job, stop_at)
@@ -59,13 +59,13 @@ def check_optimizer(job: Job) -> None:
 
 
 def check_weights(job: Job) -> None:
-    """What the job starts from is on this machine: told before its data is prepared."""
+    """Check that the initial weights are on this machine, before data is prepared."""
     if job.kind in TRAINING_KINDS or job.serve:
         _ = job.weights_folder
 
 
 def check_tiers(job: Job, run: Path) -> None:
-    """Refuse here what the ranks would refuse, after the data is prepared and all of them have started."""
+    """Refuse early the checkpoint tiers that the ranks would refuse after they have started."""
     storage = job.cluster.file.storage if job.cluster.file else None
     for number, tier in enumerate(job.checkpoint.tiers if job.kind in TRAINING_KINDS else ()):
         try:
@@ -75,8 +75,8 @@ def check_tiers(job: Job, run: Path) -> None:
 
 
 def check_needs(job: Job, backend: str | None = None, job_folder: Path | None = None) -> None:
-    """Refuse what this machine lacks, where the job runs here: it is asked to, or its cluster is local. Nodes of Slurm
-    have this Python, unless in an image."""
+    """Refuse missing dependencies where the job runs here: by request, or because its cluster is local. Slurm nodes
+    share this Python unless the job has an image."""
     chosen = backend_name(job, backend)
     if chosen == "local" and (job.cluster.is_local or backend is not None):
         check_here(job, job_folder)
@@ -86,7 +86,7 @@ def check_needs(job: Job, backend: str | None = None, job_folder: Path | None = 
 
 
 def check_data(job: Job) -> None:
-    """Refuse what holds no text, by its beginning; token shards and URLs are opened when the data is prepared."""
+    """Refuse data without text, by reading its beginning; token shards and URLs are opened during preparation."""
     if job.kind not in TRAINING_KINDS or not job.data.mixture:
         return
     from craton.ml import data
@@ -105,13 +105,13 @@ def check_data(job: Job) -> None:
 
 
 def check_is_closed(job: Job) -> None:
-    """Refuse a server that other machines could use without a key."""
+    """Refuse a server that other machines could use without an API key."""
     serve = job.serve
     if serve is not None and serve.api_keys is None and not is_loopback(serve.host):
         raise StartError(
-            f"{job.where('serve', 'host')}serve.host {serve.host} can be reached from other machines, so clients need "
-            "an API key: `export SERVE_KEYS=$(openssl rand -hex 24)` and give `api_keys: SERVE_KEYS` (--api-keys "
-            "SERVE_KEYS), or listen at 127.0.0.1"
+            f"{job.where('serve', 'host')}serve.host {serve.host} is reachable from other machines, so clients need "
+            "an API key: run `export SERVE_KEYS=$(openssl rand -hex 24)` and set `api_keys: SERVE_KEYS` (--api-keys "
+            "SERVE_KEYS), or listen on 127.0.0.1"
         )
 
 
@@ -119,23 +119,23 @@ def check_secrets(job: Job, environment: Mapping[str, str]) -> None:
     missing = [name for name in job.run.secrets if name not in environment]
     if missing:
         raise StartError(
-            f"{job.where('run', 'secrets')}run.secrets names {', '.join(missing)}, which this shell does not have; "
-            f"`export {missing[0]}=...` and start again"
+            f"{job.where('run', 'secrets')}run.secrets names {', '.join(missing)}, which is not set in this shell; "
+            f"run `export {missing[0]}=...` and start again"
         )
     for key, several in (("api_keys", " (several with commas)"), ("admin_key", "")):
         name = getattr(job.serve, key, None)
         if name is not None and not environment.get(name, "").strip():
             raise StartError(
-                f"{job.where('serve', key)}serve.{key} names {name}, which this shell does not have or is empty; "
-                f"`export {name}=KEY`{several} and start again"
+                f"{job.where('serve', key)}serve.{key} names {name}, which is unset or empty in this shell; "
+                f"run `export {name}=KEY`{several} and start again"
             )
 
 
 def check_stop(job: Job, stop_at: int) -> None:
     if job.kind not in TRAINING_KINDS:
-        raise StartError(f"--stop-at belongs to a job that trains; kind {job.kind} has no steps")
+        raise StartError(f"--stop-at is for training jobs; kind {job.kind} has no steps")
     last = (job.steps or stop_at + 1) - 1
     if not 1 <= stop_at <= last:
         raise StartError(
-            f"--stop-at {stop_at} is not inside the job, which has {job.steps:,} steps; give a step from 1 to {last:,}"
+            f"--stop-at {stop_at} is out of range: the job has {job.steps:,} steps; give a step from 1 to {last:,}"
         )

@@ -11,7 +11,7 @@ KINDS = ("pretrain", "sft", "serve", "command")
 
 
 def backend_name(job: Job, on: str | None) -> str:
-    """Where the job runs: as asked on the command line, else by the job, else by its cluster file, else here."""
+    """Return the job's backend: from the command line, else the job, else its cluster file, else `local`."""
     scheduler = job.cluster.file.scheduler if job.cluster.file else None
     backend = on or job.run.on or (scheduler.kind if scheduler else "local")
     if backend not in BACKENDS:
@@ -21,11 +21,11 @@ def backend_name(job: Job, on: str | None) -> str:
 
 
 def check_backend(job: Job, backend: str) -> None:
-    """Refuse what no backend runs yet, and what is more than the one that was chosen."""
+    """Refuse kinds that no backend runs yet, and clusters larger than this machine on `local`."""
     if job.kind not in KINDS:
         raise StartError(f"{job.where('kind')}kind {job.kind} cannot be run yet; {', '.join(KINDS)} can")
     if backend == "local" and not job.cluster.is_local and job.cluster.num_nodes > 1:
         raise StartError(
-            f"{job.where('cluster')}{job.cluster} is more than this machine; `--on slurm` or `--on kubernetes` runs it "
-            "there, e.g. `cluster: local x 2` runs it here in small, `craton plan` plans it"
+            f"{job.where('cluster')}{job.cluster} is more than this machine has; run it on a cluster with `--on slurm` "
+            "or `--on kubernetes`, run it here in small with e.g. `cluster: local x 2`, or plan it with `craton plan`"
         )

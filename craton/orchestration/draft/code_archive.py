@@ -1,11 +1,10 @@
-"""The code of a run: the working directory of a command, copied into the run before anything starts.
+"""Archive the code of a run: copy a command's working directory into the run before anything starts.
 
-RUN/code holds the files, RUN/code.json says which they are: the sha256 of each, and one of them all, which is the same
-wherever the same files are. Equal files of all runs under a root are one file on the disk, linked from a store beside
-the runs; where that cannot be, a run has a copy of its own. Guarantees: a snapshot is whole or there is none; what
-.gitignore and .cratonignore leave out is left out, and so are runs and what looks like a secret, whatever they say; who
-may not read a file, or look into its folder in the workdir, may not read its copy; a resume runs the same files or says
-which have changed.
+RUN/code holds the files, RUN/code.json their sha256 and one hash of them all, which depends only on names and contents.
+Runs under one root share equal files as hard links into a store beside the runs; where that fails, a run has its own
+copy. Guarantees: an archive is complete or absent; files that .gitignore or .cratonignore exclude are left out, and so
+are runs and files that look like secrets; a copy is readable by no one who could not read the original; a resume runs
+the same files or names those that changed.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     from pathspec import GitIgnoreSpec
 
 STORE = ".code"  # beside the runs: SHA256[:2]/SHA256, with an x behind it for a program, and -400 where few may read it
-IGNORE_FILES = (".gitignore", ".cratonignore")  # the last one that says something of a path decides
+IGNORE_FILES = (".gitignore", ".cratonignore")  # the last rule that matches a path decides
 NEVER = (
     *(".git", ".hg", ".svn", "__pycache__", "*.pyc", ".venv", ".ipynb_checkpoints", ".DS_Store", STORE),
     *(".mypy_cache", ".pytest_cache", ".ruff_cache"),
@@ -44,24 +43,24 @@ SECRETS = (
     *("*.pem", "*.key", "*.p12", "*.pfx", "*.keystore", "id_rsa*", "id_dsa*", "id_ecdsa*", "id_ed25519*"),
     *("credentials.json", "kubeconfig", ".aws", ".ssh", ".gnupg", ".kube", ".docker"),
 )
-NO_SECRETS = ("*.example", "*.sample", "*.template", "*.pub")  # .env.example shows what is needed
+NO_SECRETS = ("*.example", "*.sample", "*.template", "*.pub")  # .env.example and the like hold no secrets
 MAX_FILES = 50_000
-SHOWN = 5  # files that an error names
-TRIES = 3  # to copy a file that changes meanwhile
+SHOWN = 5  # maximum number of files that an error names
+TRIES = 3  # to copy a file that changes while it is read
 CHUNK_BYTES = 1 << 20
-STORED_NS = 946_684_800 * 10**9  # date of every stored file, 2000-01-01: with another one it was written to since
-SWEEP_SECONDS = 86400.0  # between two looks for stored files that no run has any more
-KEEP_SECONDS = 3600.0  # how long such a file stays: a run that is just being made may be about to link it
+STORED_NS = 946_684_800 * 10**9  # mtime of every stored file, 2000-01-01: another mtime means that it was modified
+SWEEP_SECONDS = 86400.0  # between two sweeps of stored files that no run uses
+KEEP_SECONDS = 3600.0  # minimum age of a swept file: a run being created may be about to link it
 
 
 @dataclass(frozen=True)
 class FoundFile:
-    """What a snapshot of a folder would hold."""
+    """The files that an archive of a folder would hold."""
 
     folder: Path
     files: dict[str, int]  # path in the folder → bytes
-    links: dict[str, str]  # path in the folder → where it leads
-    withheld: list[str] = field(default_factory=list)  # what looks like a secret
+    links: dict[str, str]  # path in the folder → link target
+    withheld: list[str] = field(default_factory=list)  # files that look like secrets
 
     @property
     def size(self) -> int:
@@ -77,15 +76,15 @@ def manifest_path(run: Path) -> Path:
 
 
 def find_code(job: Job, root: Path) -> FoundFile | None:
-    """What the working directory of a command holds, or why it cannot be copied; None for other jobs. Reads no file
-    but those that say what to ignore. `root` is where runs are, which are nobody's code."""
+    """List the working directory of a command, or raise StartError if it cannot be copied; None for other jobs. Reads
+    only the ignore files. `root` is the folder of runs, which are never part of the code."""
     if job.kind != "command":
         return None
     workdir = job.workdir or Workdir()
     folder = Path(workdir.path) if workdir.path else job.folder.resolve()
     where = job.where("workdir")
     if not folder.is_dir():
-        raise StartError(f"{where}workdir: {folder} is not a folder; give the one that the command runs in")
+        raise StartError(f"{where}workdir: {folder} is not a folder; give the folder that the command runs in")
     found_file = FoundFile(folder, {}, {})
     for path, entry in _walk(folder, {root.resolve(), runs_root().resolve()}, found_file.withheld):
         if entry.is_symlink():
@@ -94,32 +93,32 @@ def find_code(job: Job, root: Path) -> FoundFile | None:
             found_file.files[path] = entry.stat().st_size
         if len(found_file.files) > MAX_FILES:
             raise StartError(
-                f"{where}workdir: {folder} holds more than {MAX_FILES:,} files; name those that the command does not "
-                "need in a .cratonignore there (written as a .gitignore), or give another workdir"
+                f"{where}workdir: {folder} holds more than {MAX_FILES:,} files; list those that the command does not "
+                "need in a .cratonignore there (same syntax as .gitignore), or give another workdir"
             )
     if found_file.size > workdir.limit:
         largest = sorted(found_file.files.items(), key=lambda item: -item[1])[:SHOWN]
         shown = ", ".join(f"{path} ({stored(size)})" for path, size in largest)
         raise StartError(
-            f"{where}workdir: {folder} holds {stored(found_file.size)}, and at most {stored(workdir.limit)} "
-            f"are copied into a run; the largest are {shown}; name what the command does not need in a .cratonignore "
-            "there (written as a .gitignore), give another workdir, or `workdir: {limit: 1GB}`"
+            f"{where}workdir: {folder} holds {stored(found_file.size)}; the limit per run is {stored(workdir.limit)}. "
+            f"The largest files are {shown}; list what the command does not need in a .cratonignore there (same syntax "
+            "as .gitignore), give another workdir, or raise the limit with `workdir: {limit: 1GB}`"
         )
     return found_file
 
 
 def keep_code(code: FoundFile, run: RunDirectory) -> str:
-    """Copies what was found into the run, and returns the hash of it all."""
+    """Copy the files into the run and return their overall hash."""
     store, folder = run.path.parent / STORE, str(code.folder)
     fresh = run.path / f".code.{secrets.token_hex(4)}"
     fresh.mkdir()
-    group = fresh.stat().st_gid  # of all copies: a folder that sets its own has given it that
+    group = fresh.stat().st_gid  # group of all copies; a setgid folder determines it
     sums: dict[str, str] = {}
     unreadable: list[str] = []
-    readers: dict[str, int] = {}  # folder in the folder → who may look into it
+    readers: dict[str, int] = {}  # subfolder → mode bits of those who may enter it
     unshared = 0
     for path in sorted(code.files):
-        try:  # nothing but the source: what goes wrong in the run or in the store is no fault of this file
+        try:  # only the source file: errors of the run or the store are not about it
             reading = open(f"{folder}/{path}", "rb")  # noqa: SIM115
         except FileNotFoundError:
             continue  # removed since it was found, as a temporary file may be
@@ -136,7 +135,7 @@ def keep_code(code: FoundFile, run: RunDirectory) -> str:
     if unreadable:
         raise StartError(
             f"workdir: {', '.join(unreadable[:SHOWN])}{' and others' if len(unreadable) > SHOWN else ''} in "
-            f"{code.folder} cannot be read; make them readable, or name them in a .cratonignore there"
+            f"{code.folder} cannot be read; make them readable, or list them in a .cratonignore there"
         )
     for path, leads_to in code.links.items():
         (fresh / path).parent.mkdir(parents=True, exist_ok=True)
@@ -158,7 +157,7 @@ def keep_code(code: FoundFile, run: RunDirectory) -> str:
 
 
 def check_code(run: RunDirectory) -> None:
-    """Refuse to go on with other files than the run began with; a run without a snapshot has none to check."""
+    """Refuse to resume with changed code; a run without an archive has nothing to check."""
     if not manifest_path(run.path).exists():
         return
     document = json.loads(read_regular(manifest_path(run.path)))
@@ -167,30 +166,30 @@ def check_code(run: RunDirectory) -> None:
     changed += [path for path, leads_to in document["links"].items() if _link_of(folder / path) != leads_to]
     if changed:
         raise StartError(
-            f"{run.name} goes on with the code it began with, and {', '.join(sorted(changed)[:SHOWN])} in {folder} is "
-            f"no longer that; put it back, or start another run with `craton run JOB --name {run.name}-2`"
+            f"{run.name} resumes with the code it started with, but {', '.join(sorted(changed)[:SHOWN])} in {folder} "
+            f"has changed; restore it, or start another run with `craton run JOB --name {run.name}-2`"
         )
 
 
 def code_summary(run: RunDirectory) -> str:
-    """`12 files of FOLDER, sha256 3f2a9c…; left out as secret: .env`; nothing where a run has no snapshot."""
+    """Return `12 files of FOLDER, sha256 3f2a9c…; left out as secret: .env`; empty if the run has no archive."""
     try:
         document: dict[str, Any] = json.loads(read_regular(manifest_path(run.path)))
     except (OSError, ValueError):
         return ""
     notes = f"; left out as secret: {', '.join(document['withheld'])}" if document["withheld"] else ""
     if document.get("unshared"):
-        notes += f"; {document['unshared']} not shared with other runs, for want of rights to {STORE} or of links"
+        notes += f"; {document['unshared']} not shared with other runs (no permission for {STORE} or no links)"
     count = len(document["files"])
     files = f"{count} file{'s' if count != 1 else ''}"
     return f"{files} of {document['folder']}, sha256 {document['sha256'][:12]}{notes}"
 
 
-# -- what belongs to it ---------------------------------------------------------------------------------------------
+# -- which files belong to it ------------------------------------------------------------------------------------------
 
 
 def _walk(folder: Path, roots: set[Path], withheld: list[str]) -> Iterator[tuple[str, os.DirEntry[str]]]:
-    """(path in the folder, entry) of everything that is not ignored; secrets are noted instead. `roots` hold runs."""
+    """Yield (path in the folder, entry) unless ignored; list secrets in `withheld`. `roots` hold runs."""
     pending = [("", _rules_above(folder))]
     while pending:
         inside, rules = pending.pop()
@@ -200,7 +199,7 @@ def _walk(folder: Path, roots: set[Path], withheld: list[str]) -> Iterator[tuple
             entries = sorted(os.scandir(here), key=lambda entry: entry.name)
         except PermissionError:
             raise StartError(
-                f"workdir: the folder {here} cannot be read; make it readable, or name it in a .cratonignore of "
+                f"workdir: the folder {here} cannot be read; make it readable, or list it in a .cratonignore in "
                 f"{folder}"
             ) from None
         for entry in entries:
@@ -210,7 +209,7 @@ def _walk(folder: Path, roots: set[Path], withheld: list[str]) -> Iterator[tuple
                 continue
             if is_folder and (Path(entry.path) in roots or os.path.exists(f"{entry.path}/pyvenv.cfg")):
                 continue
-            if entry.is_dir() and _is_run(entry.path):  # or a link to one, as other roots have it
+            if entry.is_dir() and _is_run(entry.path):  # or a link to one, as in other roots
                 continue
             if _SECRETS.match(entry.name) and not _NO_SECRETS.match(entry.name):
                 withheld.append(path)
@@ -235,7 +234,7 @@ Rules = list[tuple[Path, "GitIgnoreSpec"]]
 
 
 def _rules_above(folder: Path) -> Rules:
-    """Those of the folders between the repository's and this one: a .gitignore holds for all below it."""
+    """Return the rules of the folders from the repository root down: a .gitignore applies to everything below it."""
     above = []
     for parent in folder.parents:
         if (folder / ".git").exists():
@@ -258,7 +257,7 @@ def _rules_of(folder: Path) -> Rules:
 
 
 def _is_ignored(here: Path, name: str, is_folder: bool, rules: Rules) -> bool:
-    """What the last rule says that says anything."""
+    """Whether the last matching rule ignores the path."""
     for folder, spec in reversed(rules):
         path = f"{here}/{name}{'/' if is_folder else ''}"[len(str(folder)) :].lstrip("/")
         result = spec.check_file(path).include
@@ -268,7 +267,7 @@ def _is_ignored(here: Path, name: str, is_folder: bool, rules: Rules) -> bool:
 
 
 def _target(folder: Path, path: str) -> str:
-    """Where a link leads from the copy: inside the folder as it is, otherwise to the very place."""
+    """Return a link's target in the copy: relative inside the folder, absolute outside of it."""
     link = folder / path
     leads_to = os.readlink(link)
     place = Path(os.path.normpath(link.parent / leads_to))
@@ -281,17 +280,17 @@ def _target(folder: Path, path: str) -> str:
 
 
 def _keep(reading: BinaryIO, target: str, store: str, readers: int, group: int) -> tuple[str, bool]:
-    """(sha256, whether it is one file with the equal ones of other runs): what is stored is linked, and not copied."""
+    """Store one file and return (sha256, whether other runs share it). A file in the store is linked, not copied."""
     digest, status, data = _read(reading)
     place, mode = _place(store, digest, status, readers, group)
     if _is_stored(place, digest, status.st_size, mode):
-        with contextlib.suppress(OSError):  # swept meanwhile, another user's, or linked as often as can be
+        with contextlib.suppress(OSError):  # swept meanwhile, another user's, or at the maximum number of links
             os.link(place, target)
             return digest, True
     with open(target, "wb") as writing:
         if data is not None:
             writing.write(data)
-        else:  # it may be another one by now
+        else:  # its content may have changed since
             digest, status, _ = _read(reading, writing)
             place, mode = _place(store, digest, status, readers, group)
         writing.flush()
@@ -301,8 +300,8 @@ def _keep(reading: BinaryIO, target: str, store: str, readers: int, group: int) 
 
 
 def _read(reading: BinaryIO, writing: BinaryIO | None = None) -> tuple[str, os.stat_result, bytes | None]:
-    """(sha256, status, contents of a small one) of a file, which is copied where there is something to write to; tried
-    again when it changed meanwhile."""
+    """Return (sha256, status, contents of a small file), and copy it to `writing` if given; retry when the file
+    changed while it was read."""
     for _ in range(TRIES):
         digest = hashlib.sha256()
         before = os.fstat(reading.fileno())
@@ -310,7 +309,7 @@ def _read(reading: BinaryIO, writing: BinaryIO | None = None) -> tuple[str, os.s
         if writing:
             writing.seek(0)
             writing.truncate()
-        left, data = before.st_size, b""  # no further: a log may grow faster than it is read
+        left, data = before.st_size, b""  # stop at this size: a log may grow faster than it is read
         while left and (data := reading.read(min(left, CHUNK_BYTES))):
             digest.update(data)
             left -= len(data)
@@ -320,12 +319,12 @@ def _read(reading: BinaryIO, writing: BinaryIO | None = None) -> tuple[str, os.s
         if (before.st_size, before.st_mtime_ns) == (after.st_size, after.st_mtime_ns):
             return digest.hexdigest(), after, data if len(data) == after.st_size else None
     raise StartError(
-        f"workdir: {reading.name} changes while it is copied; name it in a .cratonignore, or stop what writes it"
+        f"workdir: {reading.name} changes while it is copied; list it in a .cratonignore, or stop its writer"
     )
 
 
 def _readers(folder: Path, inside: str) -> int:
-    """Whom of its group and the others a folder and those above it, up to the workdir, let in, as bits of a mode."""
+    """Return mode bits for owner, group and others who may enter a folder and its parents up to the workdir."""
     bits = 0o777
     for item in (folder, *(folder / part for part in Path(inside).parents), folder / inside):
         mode = item.stat().st_mode
@@ -334,16 +333,16 @@ def _readers(folder: Path, inside: str) -> int:
 
 
 def _place(store: str, digest: str, status: os.stat_result, readers: int, group: int) -> tuple[str, int]:
-    """(where it is stored, its mode): nobody writes to it, and nobody reads it who could not read the file."""
+    """Return (path in the store, mode): read-only, and readable by no one who could not read the original."""
     mode = status.st_mode & 0o555 & readers | 0o400
-    if status.st_gid != group:  # the copy is for another one
+    if status.st_gid != group:  # the copy belongs to another group
         mode &= 0o707 | (mode & 0o007) << 3
     ends = {0o444: "", 0o555: "x"}
     return f"{store}/{digest[:2]}/{digest}{ends.get(mode, f'-{mode:o}')}", mode
 
 
 def _is_stored(place: str, digest: str, size: int, mode: int) -> bool:
-    """Whether this is the very file. Its date tells that of our own; what else is there has to be read."""
+    """Whether the store holds this file. Our own files are known by their mtime; others must be hashed."""
     try:
         status = os.stat(place)
     except OSError:
@@ -355,8 +354,8 @@ def _is_stored(place: str, digest: str, size: int, mode: int) -> bool:
 
 
 def _share(copy: str, place: str, store: str) -> bool:
-    """Puts a copy into the store, in the place of what is there. Where it returns False the copy stays the run's own:
-    the store may be another user's, or the file system without links."""
+    """Link a copy into the store, replacing the file there. On False the copy stays the run's own: the store may belong
+    to another user, or the file system has no hard links."""
     for _ in range(TRIES):
         fresh = f"{store}/.{secrets.token_hex(8)}"
         try:
@@ -367,13 +366,13 @@ def _share(copy: str, place: str, store: str) -> bool:
         except OSError as error:
             with contextlib.suppress(OSError):
                 os.unlink(fresh)
-            if not isinstance(error, FileNotFoundError):  # which means that another run has swept the store meanwhile
+            if not isinstance(error, FileNotFoundError):  # FileNotFoundError: another run swept the store meanwhile
                 return False
     return False
 
 
 def _sum_of(path: str | Path, below: Path | None = None) -> str:
-    """The sha256 of a file; nothing where there is none."""
+    """Return the sha256 of a file; empty if it cannot be read."""
     try:
         with open_regular(path, below) as handle:
             return hashlib.file_digest(handle, "sha256").hexdigest()
@@ -389,7 +388,7 @@ def _link_of(path: Path) -> str:
 
 
 def _total(sums: dict[str, str], links: dict[str, str]) -> str:
-    """One hash of all names and contents."""
+    """Return one hash of all names and contents."""
     lines = [f"{checksum} {path}\n" for path, checksum in sums.items()] + [
         f"-> {to} {path}\n" for path, to in links.items()
     ]
@@ -397,7 +396,7 @@ def _total(sums: dict[str, str], links: dict[str, str]) -> str:
 
 
 def _sweep(store: Path) -> None:
-    """Removes, once a day, stored files that no run holds any more."""
+    """Remove, once a day, stored files that no run uses."""
     note, now = store / "swept", time.time()
     with contextlib.suppress(OSError):
         if note.exists() and now - note.stat().st_mtime < SWEEP_SECONDS:

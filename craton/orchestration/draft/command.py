@@ -1,4 +1,4 @@
-"""How a job's own command is started: how many processes a node gets, where they run, and what they find there."""
+"""How a job of kind `command` starts: processes per node, working directory, and environment."""
 
 from __future__ import annotations
 
@@ -13,23 +13,22 @@ from craton.orchestration.errors import StartError
 
 
 def processes_of(job: Job, gpus_per_node: int) -> int:
-    """Processes of a node: one for each of its GPUs, unless the job has a command of its own and says otherwise or
-    that command starts its ranks itself."""
+    """Return the processes per node: one per GPU, unless the job's command sets another number or starts its ranks
+    itself."""
     if job.kind != "command":
         return gpus_per_node
     return processes_per_node(job.command, job.processes, gpus_per_node)
 
 
 def command_environment(job: Job, gpus_per_node: int) -> dict[str, str]:
-    """What a command finds beside torchrun's words and CRATON_*, on nodes with so many GPUs; placeholders in it are
-    filled in by the agents."""
+    """Return a command's environment besides torchrun's variables and CRATON_*; the agents fill in placeholders."""
     if job.kind != "command":
         return {}
     return jax_environment(one_gpu_each=1 < gpus_per_node == processes_of(job, gpus_per_node))
 
 
 def command_fields(job: Job, run: Path, num_nodes: int, gpus_per_node: int) -> dict[str, Any]:
-    """What a launch says of a job's own command; nothing for other jobs."""
+    """Return the launch fields of a job's own command; empty for other jobs."""
     if job.kind != "command":
         return {}
     per_node = processes_of(job, gpus_per_node)

@@ -1,8 +1,7 @@
-"""Step 5 of a start: what would be written and started. Nothing here touches a disk, a process or a network.
+"""Step 5 of a start: draft what would be written and started. Nothing here touches a disk, a process or a network.
 
-A draft that comes back is one that may be launched: its backend exists, its plan fits the memory and its layout is one
-that the training loop, or the serving engine, knows. `--dry-run` prints a draft and a launch starts it; both use the
-same texts.
+A returned draft can be launched: its backend exists, its plan fits in memory, and the training loop or serving engine
+supports its layout. `--dry-run` prints a draft and a launch starts it; both use the same texts.
 """
 
 from __future__ import annotations
@@ -31,22 +30,22 @@ from craton.planning.economics import billed_instances
 from craton.planning.report import plan_to_json, serving_to_json
 from craton.planning.serving import ServePlan
 
-IMAGE_PYTHON = "python3"  # as images have it
-JOB_FOLDER = "CRATON_JOB_FOLDER"  # environment of the ranks: where a user's own functions are looked for
-END_SECONDS = 15.0  # from the last answer of a server that drains to the end of its ranks
-COPY = "CRATON_COPY"  # and, of a job with run.copies, which of them this is
-STOP_AT = "CRATON_STOP_AT"  # and the step after which the loop saves, sets the STOP marker and ends
+IMAGE_PYTHON = "python3"  # the interpreter's name in images
+JOB_FOLDER = "CRATON_JOB_FOLDER"  # environment variable of the ranks: folder of the user's own functions
+END_SECONDS = 15.0  # from the last response of a draining server to the end of its ranks
+COPY = "CRATON_COPY"  # likewise: the number of this copy in a job with run.copies
+STOP_AT = "CRATON_STOP_AT"  # likewise: the step after which the loop saves, sets the STOP marker and ends
 
 
 @dataclass(frozen=True)
 class Draft:
-    """A job as it would run: the plan it was given, and how its processes are started."""
+    """A job as it would run: its plan, and how its processes start."""
 
     job: Job
-    plan: Plan | None  # None: a command, or a model whose numbers only its author knows
+    plan: Plan | None  # None: a command, or a model given as a function
     launch: Launch
-    note: str = ""  # why there is no plan, or what had to differ from the best one
-    sizes: list[Size] = field(default_factory=list)  # of an elastic job: all it may run on, the largest last
+    note: str = ""  # why there is no plan, or how it differs from the best one
+    sizes: list[Size] = field(default_factory=list)  # of an elastic job: all possible sizes, the largest last
     serving: ServePlan | None = None  # the plan of a server
     on: str = "local"  # the backend that starts it
 
@@ -60,11 +59,11 @@ class Draft:
 
     @property
     def dollars_per_hour(self) -> float | None:
-        """Of all nodes, spares included; None where they have no price."""
+        """Price of all nodes, spares included; None if unknown."""
         return hourly_price(self.job, len(self.launch.nodes))
 
     def files(self) -> dict[str, str]:
-        """Name → text of every file that a launch writes into the run directory."""
+        """Return name → text of every file that a launch writes into the run directory."""
         texts = {"job.yaml": dump_job(self.job)}
         if self.plan is not None:
             texts["plan.json"] = plan_text(self.plan)
@@ -90,9 +89,9 @@ def draft_run(
     port: int = 29500,
     progress: Progress | None = None,
 ) -> Draft:
-    """Plan the job and lay out its processes, or say what keeps it from running as the directory `run`.
+    """Plan the job and lay out its processes; StartError says why it cannot run as the directory `run`.
 
-    `job_folder` is where a user's own functions are looked for; `port` is that of the ranks' rendezvous.
+    `job_folder` holds the user's own functions; `port` is the ranks' rendezvous port.
     """
     backend = backend_name(job, on)
     check_backend(job, backend)
@@ -109,7 +108,7 @@ def draft_run(
         note = "; ".join(filter(None, [note, elastic_note(job, sizes, refused)]))
         launch = replace(launch, min_nodes=min((size.num_nodes for size in sizes), default=0))
     layouts = {str(size.num_nodes): size.layout_json for size in sizes}
-    if launch.min_nodes and job.kind == "command":  # which has no layout, and runs on any number
+    if launch.min_nodes and job.kind == "command":  # a command has no layout and runs on any number of nodes
         layouts = {str(count): {} for count in range(launch.min_nodes, launch.working_nodes + 1)}
     launch = replace(launch, layouts=layouts)
     if backend != "local" and job.cluster.is_local and (training or serving):
@@ -120,13 +119,13 @@ def draft_run(
 
 
 def agent_command(run: Path, node: int | None = None) -> list[str]:
-    """The agent of a node; without one, all but the number, which is the last word."""
+    """Return the command of a node's agent; without `node`, leave out the number at the end."""
     number = [] if node is None else [str(node)]
     return [sys.executable, "-m", "craton.agent", str(run), "--node", *number]
 
 
 def rank_command(job: Job, run: Path, python: str = sys.executable) -> list[str]:
-    """A job's own command (a single text goes to the shell), else the training loop or the serving engine."""
+    """Return the job's own command (a single string goes to the shell), else the training loop or serving engine."""
     if job.kind != "command":
         module = "craton.ml.serving" if job.kind == "serve" else "craton.ml.training"
         return [python, "-m", module, str(run)]
@@ -134,12 +133,12 @@ def rank_command(job: Job, run: Path, python: str = sys.executable) -> list[str]
 
 
 def fork_server_command(job: Job, run: Path, python: str = sys.executable) -> list[str]:
-    """What imports the training loop once and forks ranks; servers and commands are started anew each time."""
+    """Return the fork server's command, which imports the training loop once; empty for servers and commands."""
     return [python, "-m", "craton.ml.fork_server", str(run)] if job.kind in TRAINING_KINDS else []
 
 
 def python_of(job: Job, backend: str) -> str:
-    """The Python that runs ranks: this one, or that of the image they are started in."""
+    """Return the Python of the ranks: this interpreter, or the image's."""
     scheduler = job.cluster.file.scheduler if job.cluster.file else None
     image = job.run.image or (scheduler.image if scheduler else None)
     return IMAGE_PYTHON if backend != "local" and image else sys.executable
@@ -154,7 +153,7 @@ def launch_of(
     port: int,
     backend: str = "local",
 ) -> Launch:
-    """Nodes, ranks and their command."""
+    """Build the launch: nodes, ranks and their command."""
     num_nodes, gpus_per_node, gpus = ranks_of(job, plan, backend)
     ranks_per_node = processes_of(job, gpus_per_node)
     spares = 0 if job.serve else job.spares
@@ -171,21 +170,21 @@ def launch_of(
         track=list(job.track),
         metrics_port=0,
         stop_grace_seconds=job.serve.drain + END_SECONDS if job.serve else Launch.stop_grace_seconds,
-        early_seconds=0.0 if job.serve else Launch.early_seconds,  # an engine says by its exit code what is final
+        early_seconds=0.0 if job.serve else Launch.early_seconds,  # an engine reports a fatal error by its exit code
         num_nodes=num_nodes,
         min_nodes=job.cluster.min_nodes if job.cluster.min_nodes < num_nodes else 0,
         nursery=fork_server_command(job, run, python_of(job, backend)),
         tries=job.recover.tries,
         spare_seconds=job.recover.spare_wait,
         give_up_seconds=job.recover.give_up,
-        agent_command=agent_command(run) if backend == "local" else [],  # elsewhere its node starts it again
+        agent_command=agent_command(run) if backend == "local" else [],  # elsewhere the node restarts it
         dollars_per_day=daily_price(job, plan, num_nodes + spares),
         **command_fields(job, run, num_nodes, gpus_per_node),
     )
 
 
 def hourly_price(job: Job, num_nodes: int) -> float | None:
-    """Dollars; None where the nodes have no price."""
+    """Return dollars per hour; None if the nodes have no price."""
     if job.cluster.is_local:
         return None
     cluster = resolve_cluster(job.cluster, job.price)
@@ -194,7 +193,7 @@ def hourly_price(job: Job, num_nodes: int) -> float | None:
 
 
 def daily_price(job: Job, plan: Plan | ServePlan | None, num_nodes: int) -> float | None:
-    """Dollars, by the plan where there is one."""
+    """Return dollars per day, from the plan if there is one."""
     if isinstance(plan, Plan):
         return plan.cost.dollars_per_day if plan.cost else None
     hourly = plan.dollars_per_hour if isinstance(plan, ServePlan) else hourly_price(job, num_nodes)
@@ -202,7 +201,7 @@ def daily_price(job: Job, plan: Plan | ServePlan | None, num_nodes: int) -> floa
 
 
 def elastic_note(job: Job, sizes: list[Size], refused: Mapping[int, str]) -> str:
-    """What keeps an elastic job from some of the sizes it asks for."""
+    """Return why an elastic job cannot run on some of its sizes."""
     if not refused:
         return ""
     why = next(iter(refused.values())).removeprefix(job.where("cluster"))
@@ -212,7 +211,7 @@ def elastic_note(job: Job, sizes: list[Size], refused: Mapping[int, str]) -> str
 
 
 def chaos_of(job: Job, launch: Launch) -> list[str]:
-    """The faults that the job asks for, each one possible on these nodes."""
+    """Return the job's faults, each checked against these nodes."""
     try:
         faults = faults_of(
             job.chaos,
@@ -229,27 +228,26 @@ def chaos_of(job: Job, launch: Launch) -> list[str]:
 
 
 def tier_names(job: Job) -> list[str]:
-    """Where the state of a job lives, by the names that faults use; nowhere for a command."""
+    """Return the names of the checkpoint tiers, as faults use them; empty for a command."""
     if job.kind not in TRAINING_KINDS:
         return []
     return [*([] if job.checkpoint.peer == "off" else ["peer"]), *(tier.to for tier in job.checkpoint.places)]
 
 
 def ranks_of(job: Job, plan: Plan | ServePlan | None, backend: str = "local") -> tuple[int, int, bool]:
-    """(nodes, ranks on each, whether they have GPUs): a rank for every GPU, one for a node without; of a server those
-    that share its model."""
+    """Return (nodes, ranks per node, whether they have GPUs): one rank per GPU, or one per node without GPUs; for a
+    server its tensor-parallel ranks."""
     if isinstance(plan, ServePlan):
         return 1, plan.tp, plan.cluster.instance.gpu.generation != "cpu"
-    if plan is None and job.cluster.is_local and backend != "local":  # what the nodes have is what is asked for
+    if plan is None and job.cluster.is_local and backend != "local":  # the nodes have what run.gres requests
         gpus = gres_gpus(job.run.gres) if backend == "slurm" else 0
         return job.cluster.num_nodes, max(1, gpus), gpus > 0
     if plan is None and job.cluster.is_local:  # without a plan there is no need to measure this machine
         cards, num_nodes = len(visible_accelerators()), job.cluster.num_nodes
         if cards % num_nodes:
             raise StartError(
-                f"{job.where('cluster')}local x {num_nodes} cannot share {counted(cards, 'GPU')} equally; write "
-                "local x 1, or set "
-                "CUDA_VISIBLE_DEVICES= to use the processor"
+                f"{job.where('cluster')}local x {num_nodes} cannot divide {counted(cards, 'GPU')} evenly; write "
+                "local x 1, or set CUDA_VISIBLE_DEVICES= to use the CPU"
             )
         return num_nodes, max(1, cards // num_nodes), cards > 0
     cluster = plan.cluster if plan else resolve_cluster(job.cluster, job.price)
@@ -257,7 +255,7 @@ def ranks_of(job: Job, plan: Plan | ServePlan | None, backend: str = "local") ->
 
 
 def threads_of(job: Job, plan: Plan | ServePlan | None, num_nodes: int, ranks_per_node: int, backend: str) -> int:
-    """For each rank its share of a node's cores; all nodes of this machine share those it has."""
+    """Return the threads per rank: its share of a node's cores; local nodes share this machine's cores."""
     if backend == "local":
         return max(1, usable_cores() // (num_nodes * ranks_per_node))
     if plan is None and job.cluster.is_local:
@@ -267,7 +265,7 @@ def threads_of(job: Job, plan: Plan | ServePlan | None, num_nodes: int, ranks_pe
 
 
 def gres_gpus(gres: str | None) -> int:
-    """GPUs of a node by the words of Slurm: `gpu`, `gpu:8`, `gpu:h100:8`, several with commas."""
+    """Return the GPUs per node in a Slurm GRES: `gpu`, `gpu:8`, `gpu:h100:8`, comma-separated."""
     result = 0
     for name, *more in (word.split(":") for word in (gres or "").split(",")):
         if name == "gpu":
@@ -276,26 +274,24 @@ def gres_gpus(gres: str | None) -> int:
 
 
 def usable_cores() -> int:
-    """Those this process may run on, and no more than its cgroup gives it the time of."""
+    """Return the cores of this process's CPU affinity, limited by its cgroup CPU quota."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(allowed, cpu_quota() or allowed))
 
 
 def check_gres(job: Job, launch: Launch) -> str:
-    """Refuse to be given other GPUs than the ranks need. Nodes that were planned as this machine may have more: then
-    what to know of it comes back."""
+    """Refuse a GRES with another number of GPUs than the ranks need. For nodes planned as this machine, return a
+    warning instead."""
     granted, needed = gres_gpus(job.run.gres), launch.node_gpus if launch.gpus else 0
     if granted == needed or not granted or (job.serve and granted > needed > 0):
         return ""
     if job.cluster.is_local:
         used = f"{needed} of them" if needed else "none of them"
         return (
-            f"run.gres gives {counted(granted, 'GPU')} of a node, and its ranks use {used}; name the instance, or "
-            "the hardware of a "
-            "cluster file, under cluster"
+            f"run.gres requests {counted(granted, 'GPU')} per node, and its ranks use {used}; set cluster to the "
+            "instance type, or to a cluster file with the hardware"
         )
     raise StartError(
-        f"{job.where('run', 'gres')}run.gres {job.run.gres} gives {counted(granted, 'GPU')} of a node, and the job "
-        f"needs {needed} "
-        f"on each ({job.cluster}); remove run.gres, or give a cluster file whose hardware has num_gpus: {granted}"
+        f"{job.where('run', 'gres')}run.gres {job.run.gres} requests {counted(granted, 'GPU')} per node, and the job "
+        f"needs {needed} ({job.cluster}); remove run.gres, or use a cluster file whose hardware has num_gpus: {granted}"
     )

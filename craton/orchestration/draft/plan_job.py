@@ -1,4 +1,4 @@
-"""Step 4 of a start: what the job is predicted to do, and whether it fits."""
+"""Step 4 of a start: predict the job's performance, and check that it fits in memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Progress = Callable[[int, int, str], None]
 
 @dataclass(frozen=True)
 class JobPlan:
-    """What is predicted for a job: a training's plan, a server's, or neither, and why."""
+    """The plan of a job: for training, for serving, or neither with a note why."""
 
     training: Plan | None = None
     serving: ServePlan | None = None
@@ -29,15 +29,15 @@ class JobPlan:
 
 
 def plan_job(job: Job, progress: Progress | None = None) -> JobPlan:
-    """Plan a job, and refuse what does not fit the memory."""
+    """Plan a job, and refuse one that does not fit in memory."""
     if job.kind == "serve":
         serving = plan_serving(job)
         check_room(job, serving)
         return JobPlan(serving=serving)
     if job.kind == "command":
-        return JobPlan(note="a command is run as it is, without a plan")
+        return JobPlan(note="no plan: a command runs as it is")
     if job.model_shape is None:
-        return JobPlan(note="no plan: the model is a function, whose numbers only its author knows")
+        return JobPlan(note="no plan: the model is a function, whose shape is unknown")
     training = plan(job, progress=progress)
     check_offload(job, training)
     check_memory(job, training)
@@ -45,7 +45,7 @@ def plan_job(job: Job, progress: Progress | None = None) -> JobPlan:
 
 
 def check_room(job: Job, serving: ServePlan) -> None:
-    """Refuse before launch a server without room for a single text, with what to change."""
+    """Refuse before launch a server whose KV cache cannot hold one request, and suggest changes."""
     if serving.fits:
         return
     weights, limit = serving.memory_parts["weights"], serving.memory_limit_bytes
@@ -56,6 +56,6 @@ def check_room(job: Job, serving: ServePlan) -> None:
         advice += ["serve.kv_precision: fp8", "a larger serve.memory", "a shorter serve.max_length"]
     raise StartError(
         f"{job.where('model')}{job.served_name} does not fit {serving.cluster.name}: its weights take "
-        f"{memory(weights)} of {memory(limit)} a rank, which leaves room for {serving.kv_tokens:,} tokens of text "
+        f"{memory(weights)} of {memory(limit)} per rank, which leaves a KV cache of {serving.kv_tokens:,} tokens "
         f"where {serving.needed_tokens:,} are needed; use {', '.join([*advice, 'a smaller model'])}"
     )

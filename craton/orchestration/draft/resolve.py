@@ -1,4 +1,4 @@
-"""Step 1 of a start: the job as it was asked for, under its name, with the faults to inject and the step to stop at."""
+"""Step 1 of a start: resolve the job's name, the faults to inject and the step to stop at."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from craton.orchestration.errors import StartError
 
 
 def named_job(job: Job, name: str | None) -> Job:
-    """The job under another name."""
+    """Return the job under another name."""
     if name is None:
         return job
     try:
-        check_name(name)  # a copy is not checked
+        check_name(name)  # model_copy does not validate
     except ValueError as error:
         raise StartError(f"--name: {error}") from None
     return job.model_copy(update={"name": name})
 
 
 def with_chaos(job: Job, faults: Sequence[str]) -> Job:
-    """The job with more that is broken on purpose."""
+    """Return the job with more faults to inject."""
     if not faults:
         return job
     if not isinstance(job.chaos, tuple):
-        raise StartError(f"{job.where('chaos')}the job draws its faults from a seed; give no others, or list them all")
+        raise StartError(f"{job.where('chaos')}the job draws its faults from a seed; pass no others, or list them all")
     for text in faults:
         parse_fault(text)
     return job.model_copy(update={"chaos": (*job.chaos, *faults)})
 
 
 def stop_step(text: str | int | None, job: Job) -> int | None:
-    """A step: `120`, or `60%` of the job's steps."""
+    """Parse a step: `120`, or `60%` of the job's steps."""
     if text is None or isinstance(text, int):
         return text
     number, sign, rest = text.partition("%")

@@ -1,7 +1,7 @@
-"""A job on other numbers of the same nodes: which can be trained, and the plan of each.
+"""Plan a job on other numbers of the same nodes: which sizes can be trained, and the plan of each.
 
-A size that comes back can be trained: its layout divides the batch and fits the memory. What a node is does not change
-with their number, so the nodes of a smaller run on this machine are no larger.
+A returned size can be trained: its layout divides the batch and fits in memory. A node does not change with their
+number, so the nodes of a smaller run on this machine are no larger.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from craton.job.layout import Layout
 from craton.orchestration.errors import StartError
 from craton.planning import Plan, plan
 
-STATES = ("parameters", "gradients", "optimizer states")  # parts of memory that no batch or sequence changes
+STATES = ("parameters", "gradients", "optimizer states")  # parts of memory independent of the batch
 GIBIBYTE = 2**30
-NEAREST_TRIED = 64  # sizes on either side of one that is not possible
+NEAREST_TRIED = 64  # sizes tried on either side of one that is not possible
 
 
 @dataclass(frozen=True)
 class Size:
-    """A job on so many nodes."""
+    """A job on this number of nodes."""
 
     num_nodes: int
     layout: Layout
-    plan: Plan | None  # None: a model whose numbers only its author knows
+    plan: Plan | None  # None: a model given as a function
 
     @property
     def step_seconds(self) -> float | None:
@@ -37,13 +37,13 @@ class Size:
 
     @property
     def layout_json(self) -> dict[str, Any]:
-        """The layout as plan.json has it."""
+        """The layout as in plan.json."""
         return asdict(self.layout)
 
 
 def with_fitting_layout(job: Job, num_ranks: int) -> Job:
-    """The job for another number of ranks, as `resize` and `resume` have it: the layout that it names where so many
-    ranks can take it, else one that the planner chooses."""
+    """Return the job for another number of ranks, for `resize` and `resume`: with its own layout if that fits this
+    number of ranks, else with one that the planner chooses."""
     try:
         checked_layout(job, num_ranks, trained=True)
     except JobError:
@@ -56,7 +56,7 @@ def with_chosen_layout(job: Job) -> Job:
 
 
 def plan_size(job: Job, num_nodes: int, ranks_per_node: int, cluster: Cluster | None) -> Size:
-    """The job on `num_nodes` of the nodes it has, or what keeps it from running there. Without a cluster there is no
+    """Plan the job on `num_nodes` of its nodes; an error says why it cannot run there. Without a cluster there is no
     plan, as for a model that is a function."""
     if cluster is None:
         return Size(num_nodes, _unplanned_layout(job, num_nodes * ranks_per_node), None)
@@ -69,8 +69,8 @@ def plan_size(job: Job, num_nodes: int, ranks_per_node: int, cluster: Cluster | 
 def elastic_sizes(
     job: Job, ranks_per_node: int, largest: Plan | None, progress: Callable[[int, int, str], None] | None = None
 ) -> tuple[list[Size], dict[int, str]]:
-    """Every size that an elastic job can run on, smallest first, and why the others are not possible. Without one below
-    the largest there are none."""
+    """Return every size that an elastic job can run on, smallest first, and why others are not possible. The list is
+    empty if only the largest is possible."""
     cluster = largest.cluster if largest else None
     most = cluster.num_nodes if cluster else job.cluster.num_nodes
     counts = range(job.cluster.min_nodes, most)
@@ -90,7 +90,7 @@ def elastic_sizes(
 
 
 def nearest_sizes(job: Job, wanted: int, ranks_per_node: int, cluster: Cluster | None) -> list[int]:
-    """The nearest number of nodes below and the nearest above `wanted` on which the job can be trained."""
+    """Return the nearest numbers of nodes below and above `wanted` on which the job can be trained."""
     below = range(wanted - 1, max(0, wanted - 1 - NEAREST_TRIED), -1)
     above = range(wanted + 1, wanted + 1 + NEAREST_TRIED)
     counts_found = (_first_possible(job, counts, ranks_per_node, cluster) for counts in (below, above))
@@ -106,7 +106,7 @@ def check_offload(job: Job, job_plan: Plan) -> None:
 
 
 def check_memory(job: Job, job_plan: Plan) -> None:
-    """Refuse before launch what would run out of memory, with what to change."""
+    """Refuse before launch a job that would run out of memory, and suggest changes."""
     if job_plan.fits:
         return
     largest = sorted(job_plan.memory_parts.items(), key=lambda part: -part[1])[:2]
@@ -129,19 +129,19 @@ def _first_possible(job: Job, counts: Iterable[int], ranks_per_node: int, cluste
 
 
 def _unplanned_layout(job: Job, world: int) -> Layout:
-    """As the training loop chooses it where there is no plan."""
+    """Return the layout that the training loop chooses without a plan."""
     assert job.kind in TRAINING_KINDS, f"kind {job.kind} has no layout"
     layout = job.fixed_layout(world) or Layout(fsdp=world, precision=job.precision)
     if layout.world != world or job.global_batch_sequences % (layout.data_parallel * layout.micro_batch):
         raise LayoutError(
-            f"{job.where('layout')}{job.global_batch_sequences} sequences a step cannot be shared by {world} ranks "
-            f"with {layout}"
+            f"{job.where('layout')}{job.global_batch_sequences} sequences per step cannot be divided among {world} "
+            f"ranks with {layout}"
         )
     return layout
 
 
 def _relief(job: Job, job_plan: Plan) -> list[str]:
-    """What would make the job fit, the nearest first."""
+    """Return changes that would make the job fit, the smallest first."""
     fitting = [
         alternative.layout
         for alternative in job_plan.alternatives

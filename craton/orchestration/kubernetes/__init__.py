@@ -1,6 +1,6 @@
-"""Kubernetes as a backend: pure emitters of objects, why a run waits, and a thin client that sends and asks.
+"""Kubernetes as a backend: pure emitters of objects, why a run waits, and a thin API client.
 
-The pods run `python -m craton.orchestration.kubernetes.pod`, which needs none of the rest, and which has to hear the
+The pods run `python -m craton.orchestration.kubernetes.pod`, which needs none of the rest, and which must handle the
 kubelet's signals before anything heavy is imported.
 """
 

@@ -1,8 +1,8 @@
-"""The few questions that Craton has for a cluster, through kr8s: create, list, change, delete, read logs.
+"""The Kubernetes API calls that Craton needs, through kr8s: create, list, patch, delete, read logs.
 
-kr8s finds the cluster and who we are (KUBECONFIG, ~/.kube/config, a pod's own account, login plugins). It is asked at
-its lowest level, because objects are sent exactly as they were emitted, with unknown fields refused, and because a list
-of each kind is one request whatever the number of runs.
+kr8s finds the cluster and the credentials (KUBECONFIG, ~/.kube/config, a pod's service account, login plugins). Craton
+uses its lowest level, because objects are sent exactly as emitted, with unknown fields refused, and because a list of
+each kind is one request for any number of runs.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PAGE = 500  # objects of one answer
+PAGE = 500  # objects per response
 ANSWER_SECONDS = 30.0
-# What kinds are called in an address; Kubernetes would tell, at the price of a request for each group of kinds.
+# Plural names in URLs. API discovery would return them too, with one request per API group.
 PLURALS = {
     "ConfigMap": "configmaps",
     "Event": "events",
@@ -42,17 +42,17 @@ PLURALS = {
     "Service": "services",
     "Workload": "workloads",
 }
-CLUSTER_WIDE = ("Node",)  # in no namespace
-EVERY_NAMESPACE = "*"  # to list what is in any
-# Of a list: names, labels and the like alone. A Node with its images and conditions is many times as large.
+CLUSTER_WIDE = ("Node",)  # without a namespace
+EVERY_NAMESPACE = "*"  # lists all namespaces
+# Lists metadata only. A Node with its images and conditions is many times as large.
 METADATA_ONLY = {"Accept": "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"}
 
 Answer = TypeVar("Answer")
-Manifests = list[Manifest]  # a name of its own, for `Connection` has a method `list`
+Manifests = list[Manifest]  # an alias, because `Connection` has a method `list`
 
 
 class KubernetesApiError(SchedulerError):
-    """The API server refuses; `status` is HTTP's."""
+    """The API server refused; `status` is the HTTP status."""
 
     def __init__(self, text: str, status: int) -> None:
         super().__init__(text)
@@ -60,7 +60,7 @@ class KubernetesApiError(SchedulerError):
 
 
 def load_kr8s() -> Any:
-    """The client, or what to install. It takes a third of a second to import: before anybody waits for an answer."""
+    """Import the client, or say what to install. The import takes a third of a second, before any request."""
     require_extra("kubernetes", "a run on Kubernetes")
     try:
         import kr8s.asyncio
@@ -70,7 +70,7 @@ def load_kr8s() -> Any:
 
 
 class Connection:
-    """An open connection to one cluster; made by `connected`."""
+    """An open connection to one cluster; `ask` creates it."""
 
     def __init__(self, api: Api) -> None:
         self._api = api
@@ -81,16 +81,16 @@ class Connection:
         return str(self._api.auth.server)
 
     async def create(self, manifest: Manifest) -> Manifest:
-        """Unknown and repeated fields are errors, not dropped in silence."""
+        """Create an object; unknown and duplicate fields are errors."""
         return await self._ask("POST", manifest, params={"fieldValidation": "Strict"}, content=json.dumps(manifest))
 
     async def patch(self, manifest: Manifest, patch: Manifest) -> Manifest:
-        """A JSON merge patch (RFC 7386): null removes, a list is replaced as a whole."""
+        """Apply a JSON merge patch (RFC 7386): null removes, a list is replaced as a whole."""
         name, kind = manifest["metadata"]["name"], {"Content-Type": "application/merge-patch+json"}
         return await self._ask("PATCH", manifest, name, content=json.dumps(patch), headers=kind)
 
     async def delete(self, manifest: Manifest) -> bool:
-        """With everything it owns; False where there is nothing of the name."""
+        """Delete an object and everything it owns; False if it does not exist."""
         options = {"propagationPolicy": "Background"}
         try:
             await self._ask("DELETE", manifest, manifest["metadata"]["name"], content=json.dumps(options))
@@ -114,7 +114,7 @@ class Connection:
             raise
 
     async def list(self, version: str, kind: str, namespace: str, **selectors: str) -> Manifests:
-        """All of a kind in a namespace; none where the cluster does not know the kind."""
+        """List all objects of a kind in a namespace; empty if the cluster does not know the kind."""
         try:
             return await self._all(version, kind, namespace, selectors)
         except KubernetesApiError as error:
@@ -125,7 +125,7 @@ class Connection:
     async def list_if_shown(
         self, versions: Sequence[str], kind: str, namespace: str, **selectors: str
     ) -> Manifests | None:
-        """The same of the first of these versions that the cluster knows; None where the caller may not see them."""
+        """Like `list`, for the first of these versions that the cluster knows; None without permission."""
         for version in versions:
             try:
                 return await self._all(version, kind, namespace, selectors)
@@ -137,7 +137,7 @@ class Connection:
         return []
 
     async def list_nodes(self, **selectors: str) -> Manifests:
-        """Names and labels of the cluster's nodes."""
+        """List names and labels of the cluster's nodes."""
         return await self._all("v1", "Node", "", selectors, headers=METADATA_ONLY)
 
     async def _all(
@@ -148,7 +148,7 @@ class Connection:
         place = {"apiVersion": version, "kind": kind, "metadata": {"namespace": namespace}}
         while True:
             page = await self._ask("GET", place, params=query, **arguments)
-            # Items of a list do not say what they are.
+            # Items of a list carry no kind.
             manifests += [{"apiVersion": version, "kind": kind, **item} for item in page.get("items") or ()]
             token = (page.get("metadata") or {}).get("continue")
             if not token:
@@ -183,8 +183,8 @@ class Connection:
         call = {"version": manifest["apiVersion"], "namespace": namespace, "url": address, **arguments}
         start = time.monotonic()
         with translated():
-            # kr8s takes every refusal for a login that has ended: it would ask four times, and cut off whatever else is
-            # being asked meanwhile, to log in again. Only a 401 is worth that.
+            # kr8s takes every error status for an expired login: it would retry four times and abort all concurrent
+            # requests to log in again. Only a 401 is worth that.
             async with self._api.call_api(method, raise_for_status=False, **call) as response:
                 pass
             if response.status_code == 401:
@@ -205,13 +205,13 @@ class Connection:
 
 
 def ask(question: Callable[[Connection], Awaitable[Answer]]) -> Answer:
-    """Asks the cluster that the caller's configuration names, in a loop of its own: a notebook has one already."""
+    """Query the cluster of the caller's configuration, in a separate event loop: a notebook already has one."""
     kr8s = load_kr8s()
     from anyio.from_thread import start_blocking_portal
 
     async def connected() -> Answer:
         with translated(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that the cluster is newer than the client
+            warnings.simplefilter("ignore")  # a cluster newer than the client
             api = await kr8s.asyncio.api()
         api.timeout = ANSWER_SECONDS
         return await question(Connection(api))
@@ -222,7 +222,7 @@ def ask(question: Callable[[Connection], Awaitable[Answer]]) -> Answer:
 
 @contextmanager
 def translated() -> Iterator[None]:
-    """Errors of the client and of the network as sentences."""
+    """Translate errors of the client and the network into SchedulerError."""
     import httpx
     import kr8s
 
@@ -235,11 +235,11 @@ def translated() -> Iterator[None]:
         message = str(error) or type(error).__name__
         is_unsent = isinstance(error, httpx.ConnectError | OSError)
         raise (SchedulerError if is_unsent else NoAnswerError)(
-            f"the Kubernetes cluster does not answer ({message}); `kubectl cluster-info` asks the same one"
+            f"the Kubernetes cluster does not respond ({message}); check with `kubectl cluster-info`"
         ) from None
     except (KeyError, ValueError) as error:
         raise SchedulerError(
-            f"no Kubernetes cluster can be found ({error}); set KUBECONFIG, or `kubectl config use-context NAME`"
+            f"no Kubernetes cluster found ({error}); set KUBECONFIG, or run `kubectl config use-context NAME`"
         ) from None
 
 
@@ -248,16 +248,16 @@ def _check(response: Response) -> None:
         return
     try:
         text = str(response.json()["message"])
-    except (ValueError, KeyError, TypeError):  # of a proxy, say
+    except (ValueError, KeyError, TypeError):  # of a proxy, for example
         text = response.text or f"status {response.status_code}"
     raise KubernetesApiError(_refusal(text, response.status_code), response.status_code)
 
 
 def _refusal(text: str, status: int) -> str:
     if status == 401:
-        return f"the Kubernetes cluster does not know you ({text}); log in again"
+        return f"the Kubernetes cluster rejects your credentials ({text}); log in again"
     if status == 403:
-        return f"Kubernetes forbids it: {text}; ask for that right, or name another `namespace:`"
+        return f"Kubernetes forbids it: {text}; request that permission, or set another `namespace:`"
     if status == 404:
-        return f"Kubernetes does not have it: {text}; is what the cluster file's `gang:` needs installed there?"
-    return f"Kubernetes refuses: {text}"
+        return f"not found in Kubernetes: {text}; check that the scheduler of the cluster file's `gang:` is installed"
+    return f"Kubernetes refused: {text}"

@@ -1,7 +1,7 @@
-"""The backend `kubernetes`: sends what the emitters wrote, and asks how it does. Nothing is decided here.
+"""The backend `kubernetes`: submit the emitted objects, and query their state. It decides nothing.
 
-What is sent is what stands in the run's `kubernetes.yaml`, but for the values of secrets, which go from the caller's
-environment to the cluster and are written nowhere, and for where the cluster's nodes are, which it says itself.
+It sends the run's `kubernetes.yaml`, plus the values of secrets, which go from the caller's environment to the cluster
+and are written nowhere, and the topology of the cluster's nodes.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from craton.telemetry import RunDirectory, RunError
 from craton.telemetry.files import read_regular_text
 
 MANIFEST_FILE = "kubernetes.yaml"
-KILL_SECONDS = 1  # 0 would only make Kubernetes forget the pods, while they go on
+KILL_SECONDS = 1  # with 0 Kubernetes would forget the pods while they still run
 
 
 class KubernetesBackend:
-    """A cluster that the caller's kubectl would speak to."""
+    """The cluster of the caller's kubectl context."""
 
     name = "kubernetes"
 
@@ -63,7 +63,7 @@ class KubernetesBackend:
         documents, record = read_manifests(run), HandoverRecord(run)
         try:
             return ask(lambda connection: hand_over(connection, record, draft.job, documents, os.environ))
-        except BaseException:  # Ctrl-C too, and a second one while what was made is being removed
+        except BaseException:  # Ctrl-C too, and a second one during the cleanup
             record.put_back()
             raise
 
@@ -72,24 +72,24 @@ class KubernetesBackend:
         submissions = {run.name: read_submission(run) for run in listed}
         try:
             standings = ask(lambda connection: _look(connection, submissions))
-        except SchedulerError as error:  # `ps` shows what the run directories say, and why there is no more
+        except SchedulerError as error:  # `ps` still shows the run directories, and this error
             return {name: Standing("unknown", item.job, sentence=str(error)) for name, item in submissions.items()}
         return {run.name: _settled(run, submissions[run.name], standings[run.name]) for run in listed}
 
     def kill(self, run: RunDirectory) -> None:
-        """Without the pods' grace, and so without a checkpoint."""
+        """Delete the pods without their grace period, and so without a checkpoint."""
         self._end(run, KILL_SECONDS)
 
     def stop(self, run: RunDirectory) -> None:
-        """Where the pods see another directory, and so not its marker, they are told by a signal, and have their time
-        to checkpoint. A server is always told so: its owner would start again whatever ends by itself. A resume hands
-        the run in again."""
+        """Delete the run's owner where its pods do not see the STOP marker; they get SIGTERM and their grace period to
+        save. Always for a server: its owner would restart pods that exit by themselves. A resume submits the run
+        again."""
         if is_elsewhere(run) or read_submission(run).job.startswith("LeaderWorkerSet/"):
             self._end(run, None)
 
     def logs(self, run: RunDirectory, *, follow: bool = False, tail: int | None = None) -> Iterator[tuple[str, str]]:
-        """(pod, line) of all pods, from the cluster; a line of a rank begins with `[rank N]`. When following, of those
-        that come later too, until the run has ended."""
+        """Yield (pod, line) of all pods, from the cluster; a line of a rank begins with `[rank N]`. With `follow`, also
+        of pods created later, until the run has ended."""
         submission = read_submission(run)
         owner, selector = _owner(submission), _selector(submission)
         lines: SimpleQueue[tuple[str, str] | None] = SimpleQueue()
@@ -127,18 +127,16 @@ class KubernetesBackend:
         async def end(connection: Connection) -> bool:
             pods = living(await connection.list("v1", "Pod", namespace, labelSelector=selector))
             is_deleted = await connection.delete(owner)
-            if grace_seconds is not None and any(is_running(pod) for pod in pods):  # others leave with their owner
+            if grace_seconds is not None and any(is_running(pod) for pod in pods):  # pending pods go with their owner
                 await connection.delete_pods(namespace, selector, grace_seconds)
             return is_deleted or bool(pods)
 
         if not ask(end):
-            raise RunStateError(
-                f"{run.name} is not on the cluster any more; `craton resume {run.name}` goes on with it"
-            )
+            raise RunStateError(f"{run.name} is no longer on the cluster; `craton resume {run.name}` resumes it")
 
 
 def end_pods_on(run: RunDirectory, host: str) -> None:
-    """Tells the run's pods on one node of the cluster to end, with their time to save; their owner makes them again."""
+    """Delete the run's pods on one cluster node, with their grace period to save; their owner recreates them."""
     submission = read_submission(run)
     namespace = submission.details["namespace"]
 
@@ -150,7 +148,7 @@ def end_pods_on(run: RunDirectory, host: str) -> None:
         return len(there)
 
     if not ask(end):
-        raise RunStateError(f"{run.name} has no pod on {host or 'a node that is known'}: there is nothing to move")
+        raise RunStateError(f"{run.name} has no pod on {host or 'a known node'}: there is nothing to move")
 
 
 def read_manifests(run: RunDirectory) -> list[Manifest]:
@@ -158,12 +156,12 @@ def read_manifests(run: RunDirectory) -> list[Manifest]:
     try:
         documents = list(yaml.safe_load_all(read_regular_text(path)))
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise RunStateError(f"{path} cannot be read ({error}); `craton resume {run.name}` writes it anew") from None
+        raise RunStateError(f"{path} cannot be read ({error}); `craton resume {run.name}` rewrites it") from None
     return documents
 
 
 async def _look(connection: Connection, runs: Mapping[str, Submission]) -> dict[str, Standing]:
-    """One request for each kind and namespace, however many runs there are."""
+    """Query the state of runs, with one request per kind and namespace."""
     here = {
         name: submission for name, submission in runs.items() if submission.details.get("server") == connection.server
     }
@@ -171,7 +169,7 @@ async def _look(connection: Connection, runs: Mapping[str, Submission]) -> dict[
         name: Standing(
             "unknown",
             submission.job,
-            sentence=f"it is on {submission.details.get('server')}, which is not your context",
+            sentence=f"it is on {submission.details.get('server')}, which is not your current context",
         )
         for name, submission in runs.items()
         if name not in here
@@ -190,22 +188,22 @@ async def _look(connection: Connection, runs: Mapping[str, Submission]) -> dict[
 
 
 def _settled(run: RunDirectory, submission: Submission, standing: Standing) -> Standing:
-    """The standing of a run of which it was not heard whether the cluster has it: now it is, one way or the other."""
+    """Resolve the state of a run whose submission got no response, now that the cluster has answered."""
     if not is_pending(submission) or standing.condition == "unknown":
         return standing
     if standing.reason != GONE or standing.is_leaving:
-        with contextlib.suppress(OSError):  # somebody else's run, which may only be read
+        with contextlib.suppress(OSError):  # another user's run, which is read-only
             write_submission(run, completed(submission))
         return standing
     if is_fresh(run):
-        return Standing("unknown", sentence="it was handed to Kubernetes a moment ago, which does not show it yet")
-    return Standing("ended", reason="Kubernetes never had it")
+        return Standing("unknown", sentence="it was just submitted, and Kubernetes does not list it yet")
+    return Standing("ended", reason="Kubernetes never received it")
 
 
 def _owner(submission: Submission) -> Manifest:
     kind, _, name = submission.job.partition("/")
     if not name or "namespace" not in submission.details:
-        raise RunStateError("the run was not handed to Kubernetes; its backend.json names no object")
+        raise RunStateError("the run was not submitted to Kubernetes; its backend.json names no object")
     metadata = {"name": name, "namespace": submission.details["namespace"]}
     return {"apiVersion": submission.details["version"], "kind": kind, "metadata": metadata}
 

@@ -1,6 +1,6 @@
-"""The code of a run on its way into the cluster: the snapshot of a working directory, packed into a ConfigMap.
+"""Pack the code archive of a run into a ConfigMap, and unpack it in the first pod.
 
-Only where no pod sees the run directory that it lies in. The same files make the same bytes, whoever packs them.
+Only where no pod sees the run directory that holds the code. The same files always make the same bytes.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from pathlib import Path
 from craton.orchestration.draft import code_folder, manifest_path
 from craton.orchestration.errors import StartError
 
-MAX_BYTES = 700_000  # packed: in base64 it must fit the 1 MiB that etcd takes
+MAX_BYTES = 700_000  # packed: in base64 it must fit etcd's limit of 1 MiB
 
 
 def pack_code(run: Path) -> bytes:
-    """Nothing where the run has no code of its own."""
+    """Return the packed code; empty if the run has none."""
     if not manifest_path(run).is_file():
         return b""
     packed = io.BytesIO()
@@ -28,17 +28,17 @@ def pack_code(run: Path) -> bytes:
             archive.add(path, str(path.relative_to(run)), recursive=False, filter=_without_origin)
     if len(packed.getvalue()) > MAX_BYTES:
         raise StartError(
-            f"the code of this run is {len(packed.getvalue()):,} bytes packed, more than the {MAX_BYTES:,} that a "
-            "ConfigMap takes; leave files out with .cratonignore, put them into the image, or start it where the "
-            "cluster's shared storage is mounted"
+            f"the code of this run is {len(packed.getvalue()):,} bytes packed; a ConfigMap takes {MAX_BYTES:,}. "
+            "Exclude files with .cratonignore, put them into the image, or start the run where the cluster's shared "
+            "storage is mounted"
         )
     return packed.getvalue()
 
 
 def unpack_code(archive: Path, run: Path) -> None:
-    """In place of what is there: kept files may not be written to, and one that is not in the archive has to go."""
+    """Replace the code folder as a whole: archived files are read-only, and files missing in the archive must go."""
     fresh, old = run / ".code.new", run / ".code.old"
-    for left in (fresh, old):  # by one that died here
+    for left in (fresh, old):  # left by a pod that died here
         shutil.rmtree(left, ignore_errors=True)
     fresh.mkdir()
     with tarfile.open(archive, "r:gz") as opened:

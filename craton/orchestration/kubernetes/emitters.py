@@ -1,9 +1,9 @@
-"""A run as objects of Kubernetes: a JobSet under Kueue or KAI, a Volcano Job, an Indexed Job, a LeaderWorkerSet. Pure.
+"""Emit a run as Kubernetes objects: a JobSet for Kueue or KAI, a Volcano Job, an Indexed Job, a LeaderWorkerSet. Pure.
 
-Every kind keeps the same promises. All pods are one gang where somebody can place a gang. A pod that fails is made
-again under the same number, up to `run.restarts` times, while the others live: their agents heal the run around it,
-from the memory of the nodes. A run that says FATAL (exit code 77) ends at once. What the scheduler ends by itself (a
-drained node, a preempted job) says so with exit code 75 and is not counted.
+Every kind gives the same guarantees. Pods are gang-scheduled if there is a gang scheduler. A failed pod is recreated
+under the same index, up to `run.restarts` times, while the others live: their agents recover the run around it, from
+peer memory. A FATAL run (exit code 77) fails at once. Pods that the scheduler ends (a drained node, a preempted job)
+exit with code 75, which is not counted.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from craton.orchestration.kubernetes.pods import (
 )
 from craton.orchestration.kubernetes.target import CODE_FILE, METRICS_PORT, KubernetesTarget
 
-EVICTIONS = 3  # of a Volcano Job without restarts, until it is given up
-KEPT_SECONDS = 7 * 86400  # an object that has ended is looked at by `ps` for a week, then removes itself
+EVICTIONS = 3  # that a Volcano Job with `restarts: 0` survives
+KEPT_SECONDS = 7 * 86400  # ended objects stay for a week, for `ps`; then Kubernetes deletes them
 
 
 def manifests(target: KubernetesTarget) -> list[Manifest]:
-    """Everything that is sent, the object that owns the others first."""
+    """Return all objects of a run, the owner of the others first."""
     owner = owner_of(target)
     around: list[Manifest] = []
     if target.own_secrets:
@@ -57,14 +57,14 @@ def owner_of(target: KubernetesTarget) -> Manifest:
 
 
 def jobset_kueue(target: KubernetesTarget) -> Manifest:
-    """Kueue suspends it until the quota, and a place where all pods are close enough, are there."""
+    """Return a JobSet that Kueue keeps suspended until quota and a fitting topology domain are available."""
     metadata = metadata_of(target)
     metadata["labels"] |= _kueue_labels(target)
     return _jobset(metadata, _job_spec(target, pod_template(target, annotations=_kueue_annotations(target))))
 
 
 def jobset_kai(target: KubernetesTarget) -> Manifest:
-    """KAI makes a PodGroup of it by itself. It reads placement at the JobSet, not at the pods."""
+    """Return a JobSet for KAI, which creates the PodGroup. KAI reads placement from the JobSet, not the pods."""
     metadata = metadata_of(target)
     metadata["labels"] |= {"kai.scheduler/queue": target.queue}
     if target.priority:
@@ -75,7 +75,7 @@ def jobset_kai(target: KubernetesTarget) -> Manifest:
 
 
 def volcano_job(target: KubernetesTarget) -> Manifest:
-    # Volcano reads 0 as its own default, 3. Without restarts a failure is the end; only what was evicted comes back.
+    # Volcano reads 0 as its default, 3. Without restarts a failure is final; only evicted pods come back.
     has_restarts = target.restarts > 0
     failed = (
         [{"events": ["PodEvicted", "PodFailed"], "action": "RestartPod"}]
@@ -92,7 +92,7 @@ def volcano_job(target: KubernetesTarget) -> Manifest:
         "maxRetry": target.restarts if has_restarts else EVICTIONS,
         "ttlSecondsAfterFinished": KEPT_SECONDS,
         "plugins": {"svc": ["--publish-not-ready-addresses=true"], "env": []},
-        # In this order: the first that fits is taken, and every failure is a PodFailed too.
+        # The order matters: the first match applies, and every failure is also a PodFailed.
         "policies": [
             {"exitCode": EXIT_FATAL, "action": "TerminateJob"},
             *failed,
@@ -111,14 +111,14 @@ def volcano_job(target: KubernetesTarget) -> Manifest:
 
 
 def indexed_job(target: KubernetesTarget) -> Manifest:
-    """Nobody places the gang: pods that find no node wait, and those that did wait for them."""
+    """Return an Indexed Job, without gang scheduling: pods with a node wait for those without."""
     template = pod_template(target, subdomain=target.name, has_affinity=True, priority_class=target.priority)
     spec = {**_job_spec(target, template), "ttlSecondsAfterFinished": KEPT_SECONDS}
     return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata_of(target), "spec": spec}
 
 
 def leader_worker_set(target: KubernetesTarget) -> Manifest:
-    """A server: started again whenever it ends, for that is what servers are for."""
+    """Return a LeaderWorkerSet for a server, which is restarted whenever it exits."""
     metadata = metadata_of(target)
     annotations: dict[str, str] = {}
     scheduler = {"kai": "kai-scheduler", "volcano": "volcano"}.get(target.gang, "")
@@ -129,8 +129,8 @@ def leader_worker_set(target: KubernetesTarget) -> Manifest:
         metadata["labels"] |= {"kai.scheduler/queue": target.queue}
         metadata["annotations"] |= _kai_annotations(target)
     if target.gang == "volcano" and target.queue:
-        # Who makes the PodGroup reads it: the controller of LeaderWorkerSets at the set, where it is told to place
-        # gangs, else Volcano's at the pods.
+        # The creator of the PodGroup reads it: the LeaderWorkerSet controller from the set, where gang scheduling is
+        # enabled, else Volcano's controller from the pods.
         annotations = {"scheduling.volcano.sh/queue-name": target.queue}
         metadata["annotations"] |= annotations
     template = pod_template(
@@ -159,7 +159,7 @@ def leader_worker_set(target: KubernetesTarget) -> Manifest:
 
 
 def config_map(target: KubernetesTarget) -> Manifest:
-    """The files of a run whose directory the first pod makes, where no pod of the caller's could write it."""
+    """Return the ConfigMap with the files of a run whose directory the first pod creates."""
     data = {config_key(name): text for name, text in target.files.items()}
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata_of(target), "immutable": True, "data": data}
 
@@ -171,18 +171,18 @@ def code_map(target: KubernetesTarget) -> Manifest:
 
 
 def nodes_map(target: KubernetesTarget) -> Manifest:
-    """Without its text, which is what the cluster's nodes say of themselves when it is sent."""
+    """Return the ConfigMap for the nodes' topology, without data; the labels of the nodes are added on submission."""
     metadata = metadata_of(target, target.nodes_map)
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "immutable": True}
 
 
 def secret(target: KubernetesTarget) -> Manifest:
-    """Without its values, which are put in when it is sent and are written nowhere else."""
+    """Return the Secret without values; they are added on submission and written nowhere else."""
     return {"apiVersion": "v1", "kind": "Secret", "metadata": metadata_of(target, target.own_secret), "type": "Opaque"}
 
 
 def headless_service(target: KubernetesTarget) -> Manifest:
-    """Names for the pods, known before they are ready."""
+    """Return the headless Service that gives pods DNS names, published before they are ready."""
     spec = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {INSTANCE: target.name}}
     return {"apiVersion": "v1", "kind": "Service", "metadata": metadata_of(target), "spec": spec}
 
@@ -194,8 +194,8 @@ def server_service(target: KubernetesTarget) -> Manifest:
 
 
 def network_policy(target: KubernetesTarget) -> Manifest:
-    """Ranks trust whoever connects to them (torch's store and gloo ask for no password), so only the run's own pods
-    may; metrics, and a server that is meant for others, are open."""
+    """Allow connections only between the run's own pods, because ranks do not authenticate connections (torch's store
+    and gloo have no password). Metrics, and a server that listens for others, are open."""
     ours: Manifest = {"from": [{"podSelector": {"matchLabels": {INSTANCE: target.name}}}]}
     ports = [{"port": METRICS_PORT}, *([{"port": target.server_port}] if target.is_open else [])]
     spec = {
@@ -217,7 +217,7 @@ def _jobset(metadata: Manifest, job_spec: Manifest, job_annotations: dict[str, s
     spec = {
         "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
         "ttlSecondsAfterFinished": KEPT_SECONDS,
-        # The Job inside makes its pods again one by one; when it fails, that is the end.
+        # The inner Job recreates its pods one by one; when it fails, the JobSet fails.
         "failurePolicy": {"maxRestarts": 0},
         "replicatedJobs": [{"name": CONTAINER, "replicas": 1, "template": template}],
     }
@@ -244,8 +244,8 @@ def _job_spec(target: KubernetesTarget, template: Manifest) -> Manifest:
 
 
 def _ending(target: KubernetesTarget, template: Manifest) -> Manifest:
-    """The run stops before its time limit, by itself and with a checkpoint; this is for one that does not. It stands at
-    the pods, for whose object the time in a queue would count too."""
+    """Set the pods' deadline, for a run that fails to stop before its time limit by itself. On the pods, because on the
+    owner the time in a queue would count too."""
     if target.time_limit:
         template["spec"]["activeDeadlineSeconds"] = target.time_limit
     return template
@@ -264,7 +264,7 @@ def _kueue_annotations(target: KubernetesTarget) -> dict[str, str]:
     if target.near is not None:
         how = "required" if target.near.is_required else "preferred"
         return {f"kueue.x-k8s.io/podset-{how}-topology": target.near.label}
-    # Without it a quota of 8 GPUs may be 4 on one node and 4 on another, and the pod is admitted for ever in vain.
+    # Without it a quota of 8 GPUs may be 4 each on two nodes, and an admitted pod never finds a node.
     return {"kueue.x-k8s.io/podset-unconstrained-topology": "true"} if target.topology else {}
 
 

@@ -1,12 +1,12 @@
-"""Pods find out where they are and put themselves in order, before the agents of a run start.
+"""Order the ranks by topology, once the pods know their nodes and before the agents of a run start.
 
-A pod's number is given before anyone knows where it goes. So the first pod calls, the others answer with the node of
-the cluster that they are on, and the first writes the run's nodes in the order in which their ranks should be
-neighbours. Names stay with the pods (pod 3 is node-3); what changes is the order in launch.json, which is that of
-ranks. Answers lie in RUN/hosts, one file a pod; one to an earlier call does not count.
+A pod's index is fixed before the pod is scheduled. So the first pod issues a call, the others answer with their cluster
+node, and the first orders the run's nodes so that neighbouring ranks are close in the network. Names stay with the pods
+(pod 3 is node-3); only the order in launch.json, which is the order of ranks, changes. Answers are in RUN/hosts, one
+file per pod; an answer to an earlier call does not count.
 
-The call is over when all have answered, or enough to begin and a moment has passed. A run that could not begin without
-the missing ones loses nothing by it.
+The call ends when all pods have answered, or when enough have and a short wait has passed. A run that cannot start
+without the missing pods loses nothing by waiting.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from craton.telemetry import RunDirectory, read_json
 from craton.telemetry.files import LineWriter
 
 LOOK_SECONDS = 0.2
-STRAGGLER_SECONDS = 20.0  # that pods beyond those needed are waited for: spares, the rest of an elastic run
+STRAGGLER_SECONDS = 20.0  # wait for pods beyond the minimum: spares, the rest of an elastic run
 
 
 def node_of(launch: Launch, index: int) -> str | None:
-    """The name of a pod's node, which does not depend on the order of ranks."""
+    """Return the name of a pod's node, which does not depend on the order of ranks."""
     names = sorted(launch.nodes, key=natural)
     return names[index] if index < len(names) else None
 
@@ -43,8 +43,8 @@ def answer(run: RunDirectory, index: int, call: str, host: str) -> None:
 
 
 def gather(run: RunDirectory, launch: Launch, call: str, waiting: Callable[[int, int], bool]) -> dict[str, str] | None:
-    """Node of the run → node of the cluster. `waiting` is told how many of how many are there, and whether to go on
-    waiting is its answer; None when it was not."""
+    """Return node of the run → node of the cluster. `waiting` gets the number of answers and the number needed, and
+    returns whether to keep waiting; None if it stopped the wait."""
     needed = launch.min_nodes or launch.working_nodes
     enough_since: float | None = None
     while True:
@@ -72,7 +72,7 @@ def answers(run: RunDirectory, launch: Launch, call: str) -> dict[str, str]:
 
 
 def in_order(launch: Launch, hosts: Mapping[str, str], places: Places, layout: Layout | None) -> Launch:
-    """Neighbours in the order of ranks are neighbours in the network. Who has not answered comes last."""
+    """Order the nodes so that neighbouring ranks are close in the network. Pods without an answer come last."""
     addresses = {node: places.addresses.get(host, ()) for node, host in hosts.items()}
     ordered = order_nodes(addresses, layout, launch.ranks_per_node)
     missing = sorted(set(launch.nodes) - set(ordered), key=natural)
@@ -82,7 +82,7 @@ def in_order(launch: Launch, hosts: Mapping[str, str], places: Places, layout: L
 
 
 def sentences(run: RunDirectory, launch: Launch, hosts: Mapping[str, str], places: Places) -> list[str]:
-    """The placement that was asked for beside the one that was got, and what the plan says of the difference."""
+    """Compare the requested placement with the actual one, with the cost of the difference by the plan."""
     working = {node: hosts[node] for node in launch.nodes[: launch.working_nodes] if node in hosts}
     new = dict.fromkeys(host for host in working.values() if host not in places.addresses)
     layout = layout_of(read_json(run.plan_path))
@@ -98,14 +98,14 @@ def sentences(run: RunDirectory, launch: Launch, hosts: Mapping[str, str], place
             cluster=None if job.cluster.is_local or layout is None else resolve_cluster(job.cluster, job.price),
         ).sentences()
     except CratonError as error:
-        result = [f"what was got cannot be compared with what was asked for: {error}"]
+        result = [f"the placement cannot be compared with the requested one: {error}"]
     if new:
-        result.append(f"where {', '.join(new)} is was not known when the run was handed in")
+        result.append(f"the topology of {', '.join(new)} was unknown when the run was submitted")
     return result
 
 
-def tell(run: RunDirectory, generation: int, event: str, message: str) -> None:
-    """For people, in the events of the run."""
+def record_event(run: RunDirectory, generation: int, event: str, message: str) -> None:
+    """Write an event with a message to the run's events."""
     line = {
         "time": time.time(),
         "step": 0,

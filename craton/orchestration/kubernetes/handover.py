@@ -1,8 +1,8 @@
-"""Handing a run to a cluster, so that whatever happens in between no pod is left that nobody can stop.
+"""Submit a run to a cluster so that an interruption never leaves a pod that no command can stop.
 
-What the run will be known by is written down before the cluster is asked for it. The object that owns the pods is made
-first; everything else belongs to it and goes when it does. What is refused, or broken off by Ctrl-C, is removed, and
-the record is as it was. What may be there yet, because nobody answered, stays on record: its submission tells it apart.
+The run's ID is recorded before the cluster is asked to create it. The owner of the pods is created first; all other
+objects belong to it and are deleted with it. On a refusal or Ctrl-C the objects are deleted and the record is restored.
+After a missing response the record stays, because the owner may exist; its submission ID identifies it.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ from craton.orchestration.kubernetes.target import (
 )
 from craton.telemetry import RunDirectory
 
-SUBMISSION = "submission"  # what tells this owner from others of its name
-PENDING = "pending"  # whether the cluster has it was not heard
-LEAVE_SECONDS = 180.0  # for the pods of an object that is being removed
+SUBMISSION = "submission"  # identifies this owner among others of its name
+PENDING = "pending"  # no response yet on whether the cluster has it
+LEAVE_SECONDS = 180.0  # for the pods of an object that is being deleted
 NODES_SECONDS = 10.0  # for a list of the cluster's nodes
-LOOK_UP_SECONDS, LOOK_SECONDS = 10.0, 0.2  # that an owner is looked for whose creation was not answered; between looks
+LOOK_UP_SECONDS, LOOK_SECONDS = 10.0, 0.2  # lookup of an owner whose creation got no response; between two lookups
 CONFLICT = 409
-GATEWAYS = (502, 504)  # they have lost patience, and what they passed on may still be done
+GATEWAYS = (502, 504)  # gateway timeouts: the API server may still execute the request
 
 
 class HandoverRecord:
-    """A run's backend.json while the run is handed over: pending from before an owner is asked for, put back by whoever
-    asked, and only while nothing can be left of it."""
+    """A run's backend.json during submission: pending before an owner is created, and restored by the caller only if
+    nothing can be left on the cluster."""
 
     def __init__(self, run: RunDirectory) -> None:
         self.run = run
@@ -76,7 +76,7 @@ class HandoverRecord:
 async def hand_over(
     connection: Connection, record: HandoverRecord, job: Job, documents: list[Manifest], environment: Mapping[str, str]
 ) -> Submission:
-    """Sends the objects of a run. Whether an error leaves something on the cluster is on record then."""
+    """Create the objects of a run. The record says whether an error may leave something on the cluster."""
     owner, *around = documents
     nodes_map = nodes_map_of(owner["metadata"]["name"])
     has_map = any(item["metadata"]["name"] == nodes_map for item in around)
@@ -89,12 +89,12 @@ async def hand_over(
 
 
 def is_own(owner: Manifest, submission: Submission) -> bool:
-    """Whether an object of the right name is the one that was handed in; older records do not tell."""
+    """Whether an object of the right name is the submitted one; older records have no submission ID."""
     return submission.details.get(SUBMISSION) in (None, _submission_of(owner))
 
 
 def is_own_pod(pod: Manifest, submission: Submission) -> bool:
-    """The same of a pod, which tells it by its environment."""
+    """Like `is_own`, for a pod, by its environment."""
     if (pod["metadata"].get("labels") or {}).get(INSTANCE) != submission.job.partition("/")[2]:
         return False
     containers = (pod.get("spec") or {}).get("containers") or ()
@@ -108,13 +108,13 @@ def is_pending(submission: Submission) -> bool:
 
 
 def completed(submission: Submission) -> Submission:
-    """The record of one that was pending, and is there."""
+    """Return the record of a pending submission that the cluster has."""
     details = {name: value for name, value in submission.details.items() if name != PENDING}
     return replace(submission, details=details)
 
 
 def is_fresh(run: RunDirectory) -> bool:
-    """Whether the run was handed in so short a time ago that the cluster may still come to have it."""
+    """Whether the run was submitted so recently that the cluster may still create it."""
     try:
         age_seconds = time.time() - (run.path / BACKEND_FILE).stat().st_mtime
         return abs(age_seconds) < 2 * ANSWER_SECONDS  # a clock may have gone back since
@@ -141,7 +141,7 @@ async def _create_all(
     }
     missing = ""
     try:
-        await checkpoint()  # a Ctrl-C that came while the owner was made
+        await checkpoint()  # a Ctrl-C that came while the owner was created
         for document in around:
             document["metadata"]["ownerReferences"] = [reference]
             if document["kind"] == "Secret":
@@ -153,7 +153,7 @@ async def _create_all(
             except KubernetesApiError as error:
                 if document["kind"] != "NetworkPolicy" or error.status != 403:
                     raise
-                missing = f"its pods can be reached by others in the cluster: {error}"
+                missing = f"other pods in the cluster can connect to its pods: {error}"
         await checkpoint()
     except BaseException as error:  # Ctrl-C too
         await _take_back(connection, record, owner, error)
@@ -163,7 +163,7 @@ async def _create_all(
 
 
 async def _take_back(connection: Connection, record: HandoverRecord, owner: Manifest, why: BaseException) -> None:
-    """Removes what was made, also while everything is being broken off."""
+    """Delete the created objects, also while the submission is being cancelled."""
     from anyio import CancelScope
 
     with CancelScope(shield=True):
@@ -171,14 +171,14 @@ async def _take_back(connection: Connection, record: HandoverRecord, owner: Mani
             await connection.delete(owner)
         except SchedulerError as error:
             raise RunStateError(
-                f"{_in_words(owner)} was made, could not be completed ({str(why) or type(why).__name__}) and could not "
-                f"be removed ({error}); the run is kept: `craton stop {record.run.name}` removes it"
+                f"{_in_words(owner)} was created, could not be completed ({str(why) or type(why).__name__}) and could "
+                f"not be deleted ({error}); the run is kept: `craton stop {record.run.name}` removes it"
             ) from None
     record.nothing_is_left()
 
 
 async def _create_owner(connection: Connection, record: HandoverRecord, owner: Manifest) -> Manifest:
-    """In place of one of the same run that has ended; what belongs to anybody else is left alone."""
+    """Create the owner, replacing an ended one of the same run; objects of others are left alone."""
     if record.before is not None:
         await _make_room(connection, record, owner)
     try:
@@ -191,28 +191,28 @@ async def _create_owner(connection: Connection, record: HandoverRecord, owner: M
 
 
 async def _make_room(connection: Connection, record: HandoverRecord, owner: Manifest) -> None:
-    """Removes an owner of the same run that has ended, and waits for its pods, which may outlive it."""
+    """Delete an ended owner of the same run, and wait for its pods, which may outlive it."""
     there = await connection.read(owner)
     if there is not None:
         if not _is_of_the_same_run(there, owner):
             raise RunStateError(
-                f"{_in_words(owner)} is on the cluster already, and not of this run; `--name` starts one of another "
-                "name"
+                f"{_in_words(owner)} already exists on the cluster and belongs to another run; choose another name "
+                "with `--name`"
             )
         if ended_as(there) is None and not there["metadata"].get("deletionTimestamp"):
             namespace = owner["metadata"].get("namespace") or connection.namespace
             by_hand = f"kubectl delete {owner['kind'].lower()} {owner['metadata']['name']} -n {namespace}"
             verb = by_hand if record.before is None else f"craton stop {record.run.name}"
             raise RunStateError(
-                f"{_in_words(owner)} is on the cluster already and has not ended; `{verb}` ends it, `--name` starts "
-                "another"
+                f"{_in_words(owner)} already exists on the cluster and has not ended; `{verb}` ends it, `--name` "
+                "starts another"
             )
         await connection.delete(owner)
     await _wait_until_gone(connection, owner)
 
 
 async def _create_on_record(connection: Connection, record: HandoverRecord, owner: Manifest) -> Manifest:
-    """Makes the owner. Ctrl-C waits for the answer: only what is known to be there can be removed for certain."""
+    """Create the owner. Ctrl-C waits for the response: only an object known to exist can be deleted for certain."""
     from anyio import CancelScope
 
     record.pend(_pending(connection, owner))
@@ -231,15 +231,15 @@ async def _create_on_record(connection: Connection, record: HandoverRecord, owne
             record.nothing_is_left()
             raise
         raise RunStateError(
-            f"{error}. Whether {_in_words(owner)} was made is not known yet, so the run is kept: `craton ps` shows it "
-            f"when the cluster does; if it never does, `craton resume {record.run.name}` hands it in again"
+            f"{error}. It is unknown whether {_in_words(owner)} was created, so the run is kept: `craton ps` shows it "
+            f"once the cluster lists it; if it never does, `craton resume {record.run.name}` submits it again"
         ) from None
     return created
 
 
 async def _looked_up(connection: Connection, owner: Manifest, is_open: bool) -> tuple[Manifest | None, bool]:
-    """(the owner that was asked for, whether that is the last word). While it `is_open` whether the cluster still works
-    on it, that it is not there says nothing."""
+    """Look up the owner; return (owner or None, whether this is final). While `is_open`, the cluster may still be
+    creating it, so its absence proves nothing."""
     deadline = time.monotonic() + LOOK_UP_SECONDS
     while True:
         with contextlib.suppress(SchedulerError):
@@ -282,47 +282,48 @@ def _is_of_the_same_run(there: Manifest, ours: Manifest) -> bool:
 
 
 async def _wait_until_gone(connection: Connection, owner: Manifest) -> None:
-    """With its pods: those of the next submission would meet them in the run directory."""
+    """Wait until the owner and its pods are gone: pods of two submissions must not share the run directory."""
     namespace = owner["metadata"].get("namespace") or connection.namespace
     selector = f"{INSTANCE}={owner['metadata']['labels'][INSTANCE]}"
     deadline = time.monotonic() + LEAVE_SECONDS
     while await connection.read(owner) or await connection.list("v1", "Pod", namespace, labelSelector=selector):
         if time.monotonic() > deadline:
             raise RunStateError(
-                f"the pods of {owner['metadata']['name']} have not left within {setting(LEAVE_SECONDS)}; try again "
-                f"later, `kubectl get pods -l {selector}` shows them"
+                f"the pods of {owner['metadata']['name']} did not terminate within {setting(LEAVE_SECONDS)}; try again "
+                f"later (list them with `kubectl get pods -l {selector}`)"
             )
         await asyncio.sleep(LOOK_SECONDS)
 
 
 async def _places(connection: Connection, job: Job) -> Places:
-    """Where the nodes are that a job may go to. That it cannot be told is no reason not to start."""
+    """Read the topology of the nodes that a job may use. A failure does not prevent the start."""
     kinds = instance_types_of(job)
     selectors = {"labelSelector": f"node.kubernetes.io/instance-type in ({','.join(kinds)})"} if kinds else {}
     try:
         nodes = await asyncio.wait_for(connection.list_nodes(**selectors), NODES_SECONDS)
         places = places_of(nodes, level_labels(job))
     except KubernetesApiError as error:
-        reason = "may not list the nodes of the cluster" if error.status == 403 else f"was not told the nodes: {error}"
-        return Places(why=f"whoever handed the run in {reason}")
+        if error.status == 403:
+            return Places(why="the submitting user may not list the nodes of the cluster")
+        return Places(why=f"the cluster did not list its nodes: {error}")
     except (SchedulerError, TopologyError) as error:
         return Places(why=str(error))
     except TimeoutError:
         return Places(why=f"the cluster did not list its nodes within {setting(NODES_SECONDS)}")
     if len(places.to_text()) > MAX_FILE_BYTES:
-        return Places(why=f"{len(places.addresses):,} nodes are more than fit into a ConfigMap")
+        return Places(why=f"the topology of {len(places.addresses):,} nodes does not fit into a ConfigMap")
     return places
 
 
 def _with_values(secret: Manifest, owner: Manifest, environment: Mapping[str, str]) -> Manifest:
-    """The values of what the pods refer to in this Secret."""
+    """Return the Secret with the values that the pods refer to."""
     name = secret["metadata"]["name"]
     wanted = [secret_key for secret_key in _secret_keys(owner, name) if secret_key in environment]
     return {**secret, "data": {item: base64.b64encode(environment[item].encode()).decode() for item in wanted}}
 
 
 def _secret_keys(part: object, name: str) -> list[str]:
-    """The keys of a Secret that anything in a manifest refers to."""
+    """Return the keys of a Secret that a manifest refers to."""
     if isinstance(part, list):
         return [key for element in part for key in _secret_keys(element, name)]
     if not isinstance(part, dict):

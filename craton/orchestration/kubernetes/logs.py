@@ -1,4 +1,4 @@
-"""What the pods of a run print, read from the cluster, as all of them come and go."""
+"""Read the logs of a run's pods from the cluster, as pods come and go."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from craton.orchestration.kubernetes.api import Connection
 from craton.orchestration.kubernetes.pods import Manifest
 from craton.orchestration.kubernetes.standing import ended_as
 
-LOOK_SECONDS = 2.0  # between two looks for pods that were made since
+LOOK_SECONDS = 2.0  # between two looks for new pods
 
 
 async def read_logs(
@@ -21,8 +21,8 @@ async def read_logs(
     tail: int | None,
     lines: SimpleQueue[tuple[str, str] | None],
 ) -> None:
-    """Puts (pod, line) into `lines`, of each container from its beginning, or its last `tail` lines of those that are
-    there at once. A log that cannot be read is a line that says so, and no end of the others."""
+    """Put (pod, line) into `lines`, from the beginning of each container, or the last `tail` lines of those that exist
+    now. An unreadable log becomes a line with the error, and the others continue."""
     namespace = owner["metadata"]["namespace"]
     readings: dict[tuple[str, int], asyncio.Task[None]] = {}
 
@@ -35,7 +35,7 @@ async def read_logs(
 
     last = tail
     while True:
-        # Asked before the pods are, so that those of a run that ends meanwhile are read too.
+        # Read before the pods, so that the pods of a run that ends meanwhile are read too.
         there = await connection.read(owner) if follow else None
         pods = await connection.list("v1", "Pod", namespace, labelSelector=selector)
         for pod in pods:
@@ -47,11 +47,11 @@ async def read_logs(
         await asyncio.sleep(LOOK_SECONDS)
     if not pods and not readings:
         kind, name = owner["kind"], owner["metadata"]["name"]
-        raise RunStateError(f"{kind}/{name} has no pods; `craton ps` says why it waits, or how it ended")
+        raise RunStateError(f"{kind}/{name} has no pods; `craton ps` shows why it waits, or how it ended")
     await asyncio.gather(*readings.values())
 
 
 def _key(pod: Manifest) -> tuple[str, int]:
-    """A container that was started again has a log of its own."""
+    """Identify a container's log: a restarted container has a new one."""
     statuses = (pod.get("status") or {}).get("containerStatuses") or ()
     return pod["metadata"]["uid"], sum(int(status.get("restartCount") or 0) for status in statuses)

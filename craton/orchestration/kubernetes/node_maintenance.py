@@ -1,7 +1,7 @@
-"""Nodes of Kubernetes taken out of service and back: cordoned, and tainted `craton.dev/unhealthy=MARK:NoSchedule`.
+"""Take Kubernetes nodes out of service and back: cordon them, with the taint `craton.dev/unhealthy=MARK:NoSchedule`.
 
-What others have done to a node stays: their taints are kept, and one that is out already is not taken out. A change is
-sent with the version of the node that it was made from, so that of two at once one is refused, and tried again.
+Changes by others stay: their taints are kept, and a node that is already out is left alone. A change carries the node's
+resource version, so one of two concurrent changes is refused and retried.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from craton.orchestration.node_maintenance import MARK, ServiceNode
 
 TAINT = "craton.dev/unhealthy"
 REASON = "craton.dev/heal-reason"
-GPU, OF_NVIDIA = "nvidia.com/gpu", "nvidia.com/"  # whole ones; those and the slices of one
+GPU, OF_NVIDIA = "nvidia.com/gpu", "nvidia.com/"  # whole GPUs; whole GPUs and MIG slices
 NODE_POOL = "karpenter.sh/nodepool"
 # https://docs.aws.amazon.com/sagemaker/latest/dg/sagemaker-hyperpod-eks-resiliency-node-labels.html, read 2026-11-16:
 # Schedulable, Unschedulable, UnschedulablePendingReboot, UnschedulablePendingReplacement.
 HYPERPOD_HEALTH, HYPERPOD_OUT = "sagemaker.amazonaws.com/node-health-status", "Unschedulable"
-# Taints of those who take nodes away: https://karpenter.sh/docs/concepts/disruption/ (v1; `disruption` before that) and
-# cluster-autoscaler/utils/taints/taints.go of kubernetes/autoscaler, read 2026-11-16.
+# Taints of autoscalers that remove nodes: https://karpenter.sh/docs/concepts/disruption/ (v1; `disruption` before v1)
+# and cluster-autoscaler/utils/taints/taints.go of kubernetes/autoscaler, read 2026-11-16.
 GOING = ("karpenter.sh/disrupted", "karpenter.sh/disruption", "ToBeDeletedByClusterAutoscaler")
 NOT_ENDED = "status.phase!=Succeeded,status.phase!=Failed"
 MAX_TRIES = 5
@@ -36,14 +36,14 @@ class KubernetesService:
         self._namespace, self._pool = scheduler.namespace, scheduler.node_pool
 
     def nodes(self) -> list[ServiceNode]:
-        """Of the node pool, or of the cluster: those with GPUs, where some have. One is idle where no pod has its GPUs;
-        who may not see the pods of all namespaces, and who has no GPUs, knows only which are busy with runs."""
+        """Return the nodes of the pool or cluster: those with GPUs, if any have. A node is idle if no pod has its GPUs;
+        without permission to list all pods, or without GPUs, only nodes busy with runs are known."""
         return ask(self._nodes)
 
     async def _nodes(self, connection: Connection) -> list[ServiceNode]:
         in_pool = {"labelSelector": f"{NODE_POOL}={self._pool}"} if self._pool else {}
         every = await connection.list("v1", "Node", "", **in_pool)
-        # One that we took out stays one of them when its driver, and with it its GPUs, do not come back.
+        # A node that Craton took out stays in the list even if its driver, and so its GPUs, do not come back.
         with_gpus = [node for node in every if has_gpus(node) or mark_of(node)] if any(map(has_gpus, every)) else []
         pods = await connection.list_if_shown(["v1"], "Pod", EVERY_NAMESPACE, fieldSelector=NOT_ENDED)
         knows_idle = bool(with_gpus) and pods is not None
@@ -60,7 +60,7 @@ class KubernetesService:
         return False
 
     def hand_over(self, node: str, mark: str, action: str) -> bool:
-        """Clouds repair what is cordoned and unhealthy by their own rules."""
+        """Return False: clouds repair cordoned, unhealthy nodes by their own rules."""
         return False
 
     def give_back(self, node: str, mark: str) -> str:
@@ -68,9 +68,9 @@ class KubernetesService:
 
 
 def cordoned(node: Manifest, mark: str, reason: str) -> Manifest:
-    """The patch that takes a node out; pure. SchedulerError where it is out already, by whomever."""
+    """Return the patch that takes a node out; pure. SchedulerError if it is already out."""
     if out := why_out(node):
-        raise SchedulerError(f"{node['metadata']['name']} is out of service meanwhile ({out}), and left as it is")
+        raise SchedulerError(f"{node['metadata']['name']} is already out of service ({out}); it is left as it is")
     taints = (node.get("spec") or {}).get("taints") or ()
     taint = {"key": TAINT, "value": mark, "effect": "NoSchedule"}
     return {
@@ -80,7 +80,7 @@ def cordoned(node: Manifest, mark: str, reason: str) -> Manifest:
 
 
 def uncordoned(node: Manifest, mark: str) -> Manifest | None:
-    """The patch that gives it back; None where it does not bear the mark."""
+    """Return the patch that puts a node back; None if it does not carry the mark."""
     if mark_of(node) != mark:
         return None
     taints = [taint for taint in (node.get("spec") or {}).get("taints") or () if taint.get("key") != TAINT]
@@ -97,7 +97,7 @@ def has_gpus(node: Manifest) -> bool:
 
 
 def why_out(node: Manifest) -> str:
-    """Empty: it takes new work."""
+    """Return why a node takes no new work; empty if it does."""
     metadata, spec = node["metadata"], node.get("spec") or {}
     if mark := mark_of(node):
         return str((metadata.get("annotations") or {}).get(REASON) or f"{MARK}{mark}")
@@ -106,14 +106,14 @@ def why_out(node: Manifest) -> str:
         return "it is not ready"
     health = str((metadata.get("labels") or {}).get(HYPERPOD_HEALTH) or "")
     if health.startswith(HYPERPOD_OUT):
-        return f"HyperPod calls it {health}"
+        return f"HyperPod reports it as {health}"
     if taken := [taint["key"] for taint in spec.get("taints") or () if taint.get("key") in (TAINT, *GOING)]:
         return f"it is tainted {taken[0]}"
     return "it is cordoned" if spec.get("unschedulable") else ""
 
 
 def is_work(pod: Manifest) -> bool:
-    """Whether a pod belongs to a run, or has GPUs."""
+    """Whether a pod belongs to a run or requests GPUs."""
     spec = pod.get("spec") or {}
     if ((pod.get("metadata") or {}).get("labels") or {}).get(MANAGED_BY) == "craton" or spec.get("resourceClaims"):
         return True
@@ -137,18 +137,18 @@ async def _give_back(connection: Connection, node: str, mark: str) -> str:
         return f"Kubernetes has no node {node}"
     if mark_of(manifest) != mark:
         reason = why_out(manifest)
-        return f"{node} is out by somebody else: {reason}" if reason else f"{node} is in service already"
+        return f"{node} was taken out by someone else: {reason}" if reason else f"{node} is already in service"
     is_done = await _change(connection, node, lambda now: uncordoned(now, mark))
-    return "" if is_done else f"{node} was taken over by somebody else meanwhile"
+    return "" if is_done else f"{node} was changed by someone else meanwhile"
 
 
 async def _change(connection: Connection, name: str, change: Change) -> bool:
-    """Whether there was something to change."""
+    """Apply a change to a node; return whether there was something to change."""
     place = _place(name)
     for tried in range(1, MAX_TRIES + 1):
         manifest = await connection.read(place)
         if manifest is None:
-            raise KubernetesApiError(f"Kubernetes has no node {name}; `kubectl get nodes` shows what there is", 404)
+            raise KubernetesApiError(f"Kubernetes has no node {name}; `kubectl get nodes` lists them", 404)
         patch = change(manifest)
         if patch is None:
             return False
@@ -156,7 +156,7 @@ async def _change(connection: Connection, name: str, change: Change) -> bool:
         try:
             await connection.patch(place, patch)
             return True
-        except KubernetesApiError as error:  # somebody else changed it meanwhile
+        except KubernetesApiError as error:  # someone else changed it meanwhile
             if error.status != CONFLICT or tried == MAX_TRIES:
                 raise
     raise AssertionError("the last try returns or raises")

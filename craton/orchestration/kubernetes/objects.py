@@ -1,7 +1,7 @@
-"""Everything that a cluster has of its runs: one request for each kind, however many runs there are.
+"""Read all objects of runs from a cluster: one request per kind, for any number of runs.
 
-Owners and pods have to be seen. What explains why a run waits (Kueue's Workloads, PodGroups, events) is only asked for
-where something waits, and a caller who may not list it is told less, not nothing.
+Listing owners and pods is required. Objects that explain a wait (Kueue's Workloads, PodGroups, events) are read only if
+a run waits; a caller without permission to list them gets less detail, not an error.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from craton.orchestration.kubernetes.standing import ended_as, is_running
 from craton.orchestration.kubernetes.waiting import Seen
 
 OURS = f"{MANAGED_BY}=craton"
-KUEUE_VERSIONS = ("kueue.x-k8s.io/v1beta2", "kueue.x-k8s.io/v1beta1")  # older ones know only the second
+KUEUE_VERSIONS = ("kueue.x-k8s.io/v1beta2", "kueue.x-k8s.io/v1beta1")  # older releases know only the second
 VOLCANO_JOBS = "batch.volcano.sh/v1alpha1"
 VOLCANO_GROUPS = "scheduling.volcano.sh/v1beta1"
 KAI_GROUPS = "scheduling.run.ai/v2alpha2"
-MAX_NAMES = 50  # in one selector, which is a part of an address
+MAX_NAMES = 50  # in one selector, which is part of a URL
 SECONDS_LETTERS = len("2026-11-15T10:00:00")
 
 
 async def seen_of(
     connection: Connection, namespace: str, kinds: Mapping[str, str]
 ) -> tuple[dict[str, Seen], list[Manifest]]:
-    """(KIND/NAME → everything there is of it, all pods of runs); `kinds` has a KIND/NAME of each version to look for.
-    Pods outlive an owner that is removed: for as long as they save."""
+    """Return (KIND/NAME → its objects, all pods of runs); `kinds` has one KIND/NAME per version to look for. Pods
+    outlive a deleted owner while they save."""
     versions = {version: job.partition("/")[0] for version, job in kinds.items()}
     owners_lists, pods = await asyncio.gather(
         asyncio.gather(
@@ -58,8 +58,8 @@ async def seen_of(
 
 
 def is_about(event: Manifest, owner: Manifest, parts: Sequence[Manifest]) -> bool:
-    """Whether an event is of one of these objects, or of what stands between an owner and its pods. That is not asked
-    for, but has one name; an older one of this name may have had events as well."""
+    """Whether an event concerns one of these objects, or the object between an owner and its pods. That one is not
+    read, but its name is known; an older object of the same name may have had events as well."""
     about = event.get("involvedObject") or {}
     if about.get("uid") in {part["metadata"]["uid"] for part in parts}:
         return True
@@ -77,7 +77,7 @@ def is_about(event: Manifest, owner: Manifest, parts: Sequence[Manifest]) -> boo
 async def _workloads(
     connection: Connection, namespace: str, owners: list[Manifest], hidden: set[str]
 ) -> dict[str, Manifest]:
-    """Owner's uid → Kueue's object for it."""
+    """Return owner's uid → Kueue's Workload."""
     uids = [owner["metadata"]["uid"] for owner in owners if "kueue.x-k8s.io/queue-name" in owner["metadata"]["labels"]]
     result = {}
     for first in range(0, len(uids), MAX_NAMES):
@@ -93,7 +93,7 @@ async def _workloads(
 async def _pod_groups(
     connection: Connection, namespace: str, owners: list[Manifest], hidden: set[str]
 ) -> dict[str, Manifest]:
-    """Owner's uid → Volcano's or KAI's object for it, which both end in that uid."""
+    """Return owner's uid → Volcano's or KAI's PodGroup, whose name ends with that uid."""
     versions = set()
     if any(entry["apiVersion"] == VOLCANO_JOBS for entry in owners):
         versions.add(VOLCANO_GROUPS)
@@ -125,7 +125,7 @@ def _instance_of(owner: Manifest) -> str:
 
 
 def _has_started(owner: Manifest, pods: list[Manifest]) -> bool:
-    """Whole, or it has ended: there is nothing to explain."""
+    """Whether all pods run, or the run has ended: there is no wait to explain."""
     return ended_as(owner) is not None or (
         bool(pods) and all(is_running(pod) or (pod.get("status") or {}).get("phase") == "Succeeded" for pod in pods)
     )

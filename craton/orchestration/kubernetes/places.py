@@ -1,7 +1,7 @@
-"""Where the nodes of a cluster hang in the network, as their labels say. Pure.
+"""The position of a cluster's nodes in the network topology, from their labels. Pure.
 
-A pod sees its node's name and not its labels; to ask for them would take a right to all nodes of the cluster. So
-whoever hands a run in reads them, if he may, and sends them along: the pods put themselves in order by them.
+A pod knows its node's name but not its labels; reading them needs permission for all nodes of the cluster. So the
+submitting user reads them, if permitted, and sends them along: the pods order themselves by them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from craton.infrastructure.topology import read_topology
 from craton.job import Job
 from craton.orchestration.kubernetes.target import DEFAULT_LABELS
 
-LEVELS = ("zone", "spine", "leaf")  # that a cluster file can name, broadest first
+LEVELS = ("zone", "spine", "leaf")  # levels that a cluster file can name, broadest first
 # GPUs of several nodes on one NVLink: topograph's two families, and NVIDIA's own feature discovery.
 DOMAIN_LABELS = (
     "accelerator.topograph.run/domain",
@@ -29,31 +29,31 @@ DOMAIN_LABELS = (
 class Places:
     levels: tuple[str, ...] = ()  # broadest first
     addresses: dict[str, tuple[str, ...]] = field(default_factory=dict)  # node of the cluster → its switches
-    why: str = ""  # nothing is known
+    why: str = ""  # why nothing is known
 
     def to_text(self) -> str:
         return json.dumps(asdict(self), separators=(",", ":"))
 
 
 def level_labels(job: Job) -> dict[str, str]:
-    """Level → the label that the cluster file gives it."""
+    """Return level → its label in the cluster file."""
     file = job.cluster.file
     stated = {level: getattr(file.levels, level) for level in LEVELS} if file else {}
     return {level: numbers.label for level, numbers in stated.items() if numbers and numbers.label}
 
 
 def places_of(nodes: Iterable[Mapping[str, Any]], labels: Mapping[str, str]) -> Places:
-    """From Node objects and the labels of a cluster file; where that has none for a leaf, from those that are known
-    of EKS and topograph. A node without them has no place. TopologyError when no node has one."""
+    """Read the topology from Node objects by the cluster file's labels, or without one for the leaf by those of EKS and
+    topograph. A node without the labels has no place. TopologyError if no node has one."""
     own = {str(node["metadata"]["name"]): dict(node["metadata"].get("labels") or {}) for node in nodes}
     if not own:
-        return Places(why="the cluster had no node of the job's kind when the run was handed in")
+        return Places(why="the cluster had no node of the job's instance type when the run was submitted")
     if "leaf" in labels:
         labels_of_levels = dict(labels)
         placed = [name for name, entry in own.items() if all(entry.get(label) for label in labels_of_levels.values())]
         if not placed:
             wanted = " and ".join(f"the label {label}" for label in labels.values())
-            return Places(why=f"no node has {wanted}, as the cluster file's levels say")
+            return Places(why=f"no node has {wanted}, which the cluster file's `levels:` name")
         labels_of_levels = _if_all_have(own, placed, {"zone": (DEFAULT_LABELS["zone"],)}) | labels_of_levels
     else:
         items = [{"kind": "Node", "metadata": {"name": name, "labels": item}} for name, item in own.items()]
@@ -70,20 +70,20 @@ def places_of(nodes: Iterable[Mapping[str, Any]], labels: Mapping[str, str]) -> 
 
 
 def read_places(path: Path | None) -> Places:
-    """What a pod was given."""
+    """Read the topology that was sent along with the run."""
     try:
         # Not a file of the run: Kubernetes mounts a ConfigMap as links.
         document = json.loads(path.read_text(encoding="utf-8")) if path else {}
         addresses = {str(node): tuple(map(str, switches)) for node, switches in document["addresses"].items()}
         return Places(tuple(document["levels"]), addresses, str(document["why"]))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return Places(why="nothing was sent along with the run")
+        return Places(why="no topology was sent along with the run")
 
 
 def _if_all_have(
     own: Mapping[str, Mapping[str, str]], placed: Iterable[str], wanted: Mapping[str, Iterable[str]]
 ) -> dict[str, str]:
-    """Level → the first of its labels that all of these nodes have."""
+    """Return level → the first of its labels that all these nodes have."""
     names = list(placed)
     result: dict[str, str] = {}
     for level, choices in wanted.items():

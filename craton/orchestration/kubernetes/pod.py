@@ -1,12 +1,12 @@
-"""`python -m craton.orchestration.kubernetes.pod RUN`: what runs in a pod, one for every node of a run.
+"""`python -m craton.orchestration.kubernetes.pod RUN`: the program in a pod, one pod per node of a run.
 
-The first pod makes the run directory, or takes it over for a new submission; the others wait for it, and tell it where
-they are, by which it puts the run's nodes in order. Then each starts the agent of its node, passes on what the kubelet
-signals, copies what the ranks print to its own output (so that `kubectl logs` shows it) and turns the run's markers
-into an exit code that the owner of the pods understands.
+The first pod creates the run directory, or takes it over for a new submission. The others wait for it and report their
+cluster nodes, by which it orders the run's nodes. Then each pod starts the agent of its node, forwards the kubelet's
+signals, copies the ranks' output to its own (for `kubectl logs`), and turns the run's markers into an exit code for the
+owner of the pods.
 
-A stop that the scheduler wanted (a node drained, the job preempted) is not the user's: the ranks checkpoint and leave
-alike, but the pods come back, and the first of them starts the next generation when all have left the last one.
+A stop by the scheduler (a drained node, a preempted job) is not the user's: the ranks save a checkpoint and exit, but
+the pods come back, and the first starts the next generation once all have left the last one.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import signal
 from craton.formatting import setting
 
 if __name__ == "__main__":
-    # A container's first process is not ended by a signal that it has no handler for: the kubelet would wait for all of
-    # the pod's grace. The imports below take a second or two, in which there is nothing to save: another pod begins.
+    # A signal without a handler does not end a container's first process: the kubelet would wait for the whole grace
+    # period. The imports below take a second or two, during which there is nothing to save.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: os._exit(os.EX_TEMPFAIL))  # EXIT_AGAIN
 
@@ -35,7 +35,7 @@ from types import FrameType
 from craton.agent import Launch, LaunchError, next_number, parse_launch, read_launch, write_launch
 from craton.agent.coordination import forget_avoided
 from craton.orchestration.kubernetes.codepack import unpack_code
-from craton.orchestration.kubernetes.gathering import answer, gather, in_order, node_of, sentences, tell
+from craton.orchestration.kubernetes.gathering import answer, gather, in_order, node_of, record_event, sentences
 from craton.orchestration.kubernetes.places import read_places
 from craton.orchestration.kubernetes.podfile import (
     TimeLimit,
@@ -57,26 +57,26 @@ UNFIT_FOLDER = "unfit"  # of the run directory: a file for every pod whose node 
 INDEX_VARIABLES = ("JOB_COMPLETION_INDEX", "VC_TASK_INDEX", "LWS_WORKER_INDEX")
 LOOK_SECONDS = 0.2
 ASIDE_LOOK_SECONDS = 1.0
-UNFIT_SECONDS = 600.0  # after which a pod that stands aside looks at its node again
-SAY_SECONDS = 60.0  # between two lines about the same waiting
+UNFIT_SECONDS = 600.0  # after which an idle pod checks its node again
+SAY_SECONDS = 60.0  # between two log lines about the same wait
 
 
 @dataclass(frozen=True)
 class Pod:
-    """What a pod was told."""
+    """The settings of a pod."""
 
     run: RunDirectory
     index: int
     submission: str
-    files: Path | None  # the run's, where the first pod makes its directory
-    code: Path | None  # a command's, packed, likewise
-    drafted_at: str  # what those files call the run directory
+    files: Path | None  # of the run, where the first pod creates its directory
+    code: Path | None  # packed code of a command, likewise
+    drafted_at: str  # the run directory's path in those files
     first: str  # host name of the first pod
     metrics_port: int
     give_up_seconds: float | None
     stop_after_seconds: float | None
-    host: str = ""  # the node of the cluster that it is on
-    places: Path | None = None  # where those nodes are
+    host: str = ""  # the cluster node that it runs on
+    places: Path | None = None  # file with the topology of the cluster's nodes
     began: float = field(default_factory=time.monotonic)
 
     @classmethod
@@ -84,7 +84,7 @@ class Pod:
         index = next((environment[name] for name in INDEX_VARIABLES if environment.get(name, "").isdecimal()), None)
         if index is None:
             raise RunError(
-                f"none of {', '.join(INDEX_VARIABLES)} says which pod this is; `craton run --on kubernetes` starts "
+                f"none of {', '.join(INDEX_VARIABLES)} gives this pod's index; `craton run --on kubernetes` starts "
                 "pods that have one"
             )
         files, seconds = environment.get("CRATON_RUN_FILES"), environment.get("CRATON_STOP_AFTER")
@@ -123,52 +123,52 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         say(f"{options.run} cannot be prepared: {error}")
         return EXIT_FAILED
-    if code == EXIT_FATAL:  # said by every pod that ends by it: the first to know may be gone, with its log
+    if code == EXIT_FATAL:  # logged by every pod: the first one may be gone, with its log
         say(f"the run has failed: {pod.run.marker_text('FATAL')}")
     return supervise(pod, signals) if code is None else code
 
 
 def read_secrets(folder: Path) -> dict[str, str]:
-    """Variable → value, for the ranks. A message about one never has its value."""
+    """Return variable → value, for the ranks. Error messages never contain values."""
     values = {name: (folder / name).read_bytes() for name in config_files(folder)}
     wrong = [name for name, value in values.items() if b"\0" in value]
     if wrong:
-        raise RunError(f"the secret {', '.join(wrong)} holds a zero byte, which no variable can; store it as text")
+        raise RunError(f"the secret {', '.join(wrong)} holds a zero byte, invalid in a variable; store it as text")
     return {name: os.fsdecode(value) for name, value in values.items()}
 
 
 class Signals:
-    """Remembers that the kubelet wants this pod to end, and tells the agent."""
+    """Record the kubelet's signal to end this pod, and forward it to the agent."""
 
     def __init__(self) -> None:
-        self.told: signal.Signals | None = None
+        self.received: signal.Signals | None = None
         self.agent: subprocess.Popen[bytes] | None = None
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self.told = signal.Signals(number)
+        self.received = signal.Signals(number)
         if self.agent is not None and self.agent.poll() is None:
             self.agent.send_signal(number)
 
 
 def prepare(pod: Pod, signals: Signals) -> int | None:
-    """The first pod: makes the run directory what this submission needs. An exit code where nothing is left to do."""
+    """Prepare the run directory in the first pod. Return an exit code if there is nothing left to do."""
     run = pod.run
     if submission_of(run) != pod.submission:
         take_over(pod)
         return place(pod, signals)
     ended = verdict(run)
-    if ended is None and call_of(run):  # the pod before this one was killed while it called
+    if ended is None and call_of(run):  # its predecessor was killed during the call
         return place(pod, signals)
     if ended != EXIT_AGAIN:
         return ended
     launch = read_launch(run)
     waiting = PodWaiting()
     while living := [node for node in launch.nodes if _lives(run, node)]:
-        if signals.told is not None:
+        if signals.received is not None:
             return EXIT_AGAIN
-        waiting.say(f"waiting until the last generation has ended on {', '.join(living)}")
+        waiting.say(f"waiting for the last generation to end on {', '.join(living)}")
         time.sleep(LOOK_SECONDS)
     write_launch(run, replace(launch, generation=max(next_number(run), launch.generation + 1)))
     write_pod_file(run, pod.submission, used_seconds(run), call=secrets.token_hex(8))
@@ -177,8 +177,8 @@ def prepare(pod: Pod, signals: Signals) -> int | None:
 
 
 def place(pod: Pod, signals: Signals) -> int | None:
-    """Puts the nodes in order by where their pods are, says what was got, and lets the others begin. An exit code where
-    too few of them come."""
+    """Order the nodes by the topology of their pods, log the placement, and let the others start. Return an exit code
+    if too few pods come."""
     run = pod.run
     launch, places = read_launch(run), read_places(pod.places)
     if len(launch.nodes) > 1 and pod.places is not None:
@@ -189,44 +189,44 @@ def place(pod: Pod, signals: Signals) -> int | None:
                 return hosts
             launch = in_order(launch, hosts, places, layout_of(read_json(run.plan_path)))
             write_launch(run, launch)
-            names = [f"ranks go over {', '.join(f'{node} on {hosts[node]}' for node in launch.nodes if node in hosts)}"]
+            names = [f"rank order: {', '.join(f'{node} on {hosts[node]}' for node in launch.nodes if node in hosts)}"]
             names += sentences(run, launch, hosts, places)
         else:
-            names = [f"nodes are in the order of pods, for where they are is not known: {places.why}"]
-        tell(run, launch.generation, "placed", "; ".join(names))
+            names = [f"nodes are in pod order, because their topology is unknown: {places.why}"]
+        record_event(run, launch.generation, "placed", "; ".join(names))
         say("; ".join(names))
     write_pod_file(run, pod.submission, used_seconds(run))
     return None
 
 
 def call_together(pod: Pod, signals: Signals, launch: Launch) -> dict[str, str] | int:
-    """Node of the run → node of the cluster, or the exit code of a run that cannot begin."""
+    """Return node of the run → node of the cluster, or the exit code of a run that cannot start."""
     run, call = pod.run, call_of(pod.run)
     answer(run, pod.index, call, pod.host)
     began, notice = time.monotonic(), PodWaiting()
 
     def goes_on(there: int, needed: int) -> bool:
-        notice.say(f"{there} of {len(launch.nodes)} pods are there, the run needs {needed}")
+        notice.say(f"{there} of {len(launch.nodes)} pods have started; the run needs {needed}")
         is_late = there < needed and time.monotonic() - began > launch.give_up_seconds
-        return not is_late and signals.told is None and verdict(run) is None
+        return not is_late and signals.received is None and verdict(run) is None
 
     hosts = gather(run, launch, call, goes_on)
     if hosts is not None:
         return hosts
-    if signals.told is not None:
+    if signals.received is not None:
         return EXIT_AGAIN
     if (ended := verdict(run)) is not None:
         return ended
     text = (
-        f"only some of the {len(launch.nodes)} pods came within {setting(launch.give_up_seconds)} (recover.give_up); "
-        f"`craton resume {run.name}` tries again, `craton ps` says what a pod waits for"
+        f"too few of the {len(launch.nodes)} pods started within {setting(launch.give_up_seconds)} (recover.give_up); "
+        f"`craton resume {run.name}` tries again, `craton ps` shows why a pod waits"
     )
     run.mark("FATAL", text)
     return EXIT_FATAL
 
 
 def follow(pod: Pod, signals: Signals) -> int | None:
-    """Any other pod: waits until the first has done that, and says where it is when it is called."""
+    """Wait in any other pod until the first has prepared the run, and answer its call with this pod's node."""
     waiting = PodWaiting()
     answered = ""
     while True:
@@ -237,22 +237,22 @@ def follow(pod: Pod, signals: Signals) -> int | None:
             if call and call != answered:
                 answer(pod.run, pod.index, call, pod.host)
                 answered = call
-        if signals.told is not None:
+        if signals.received is not None:
             return EXIT_AGAIN
         waiting.say(f"waiting for the first pod, {pod.first}, to prepare {pod.run.path}")
         time.sleep(LOOK_SECONDS)
 
 
 def take_over(pod: Pod) -> None:
-    """A submission that this run directory has not seen: the first of the run, or a resume."""
+    """Take over the run directory for a new submission: the first one of the run, or a resume."""
     run, files = pod.run, pod.files
-    # The kubelet mounts a ConfigMap as links, which nobody else can write.
+    # The kubelet mounts a ConfigMap as links, which no one else can write.
     launch = parse_launch(RunDirectory(files), (files / "launch.json").read_bytes()) if files else read_launch(run)
     exists = run.looks_like_a_run()
     if files is not None and exists and launch.generation == 0:
         raise RunError(
-            f"{run.path} is another run of this name; `craton resume {run.name}` goes on with it, `craton run --name` "
-            "starts one of another name"
+            f"{run.path} is another run of this name; `craton resume {run.name}` resumes it, `craton run --name` "
+            "starts one under another name"
         )
     if not exists:
         run = RunDirectory.create(run.path.parent, run.path.name)
@@ -272,7 +272,7 @@ def take_over(pod: Pod) -> None:
 
 
 def config_files(folder: Path) -> list[str]:
-    """The files of a mounted ConfigMap. They are links into a folder of two dots, which is exchanged as a whole."""
+    """List the files of a mounted ConfigMap: links into a folder with a `..` prefix, which is swapped atomically."""
     files = []
     for place, folders, names in os.walk(folder, followlinks=True):
         folders[:] = [item for item in folders if not item.startswith("..")]
@@ -281,7 +281,7 @@ def config_files(folder: Path) -> list[str]:
 
 
 def adapted(launch: Launch, run: RunDirectory, pod: Pod) -> Launch:
-    """A launch as it was drafted elsewhere, for this image's Python and this run directory."""
+    """Adapt a launch that was drafted elsewhere to this image's Python and this run directory."""
 
     def here(words: list[str]) -> list[str]:
         if len(words) != 4 or words[1] != "-m" or not words[2].startswith("craton."):
@@ -296,7 +296,7 @@ def adapted(launch: Launch, run: RunDirectory, pod: Pod) -> Launch:
         generation=max(launch.generation, next_number(run)),
         command=here(launch.command),
         nursery=here(launch.nursery),
-        agent_command=[],  # Kubernetes starts a dead one again
+        agent_command=[],  # Kubernetes restarts a dead agent
         workdir=workdir,
         master_address=pod.first,
         metrics_port=pod.metrics_port,
@@ -306,39 +306,39 @@ def adapted(launch: Launch, run: RunDirectory, pod: Pod) -> Launch:
 
 
 def supervise(pod: Pod, signals: Signals) -> int:
-    """Runs the agent to its end."""
+    """Run the agent until it ends, and return the pod's exit code."""
     run = pod.run
     launch = read_launch(run)
-    if signals.told is not None:
+    if signals.received is not None:
         return EXIT_AGAIN
     node = node_of(launch, pod.index)
-    assert node is not None, "pre-flight has looked"
+    assert node is not None, "pre-flight has checked it"
     command = [sys.executable, "-m", "craton.agent", str(run.path), "--node", str(launch.nodes.index(node))]
-    if pod.host:  # where nobody called too, or it was on another then: by it healing knows what to move
+    if pod.host:  # also without a call, or after a move: healing needs the current node
         answer(run, pod.index, "", pod.host)
     limit = TimeLimit(run, pod.submission, pod.stop_after_seconds, since=pod.began, is_first=pod.index == 0)
     with LogCopier(run, node, sys.stdout), limit:
         signals.agent = subprocess.Popen(command)
-        if signals.told is not None:  # between the look above and now
-            signals.agent.send_signal(signals.told)
+        if signals.received is not None:  # between the check above and now
+            signals.agent.send_signal(signals.received)
         code = signals.agent.wait()
-    return exit_code(run, launch, code, was_told=signals.told is not None)
+    return exit_code(run, launch, code, was_signalled=signals.received is not None)
 
 
-def exit_code(run: RunDirectory, launch: Launch, agent_code: int, was_told: bool) -> int:
-    """Of a pod whose agent has ended, which began with this launch."""
+def exit_code(run: RunDirectory, launch: Launch, agent_code: int, was_signalled: bool) -> int:
+    """Return the exit code of a pod whose agent, started with this launch, has ended."""
     ended = verdict(run)
     if ended is not None:
         return ended
-    if was_told:  # so early that the agent had no time to stop the run in order
+    if was_signalled:  # so early that the agent could not stop the run cleanly
         return EXIT_AGAIN
     if read_launch(run).generation != launch.generation:
-        return EXIT_AGAIN  # the others have gone on already, and with them went the marker by which this one ended
+        return EXIT_AGAIN  # the others have already resumed, and removed the marker by which this pod ended
     return EXIT_DONE if agent_code == 0 else EXIT_FAILED
 
 
 def verdict(run: RunDirectory) -> int | None:
-    """What the markers of a run say; None: it goes on."""
+    """Return the exit code by the run's markers; None if the run continues."""
     if run.has("DONE"):
         return EXIT_DONE
     if run.has("FATAL"):
@@ -349,18 +349,18 @@ def verdict(run: RunDirectory) -> int | None:
 
 
 def is_schedulers(stop: str) -> bool:
-    """Whether a stop came from a signal to an agent, as the kubelet sends it, and from nobody else."""
+    """Whether a stop came only from the kubelet's signals to agents."""
     lines = [line for line in stop.splitlines() if line.strip()]
     return bool(lines) and all(line.startswith("SIG") and " to the agent of " in line for line in lines)
 
 
 def is_healthy(pod: Pod) -> bool:
-    """Pre-flight: a node that fails it takes no part, before it costs the gang a step."""
+    """Run pre-flight: a node that fails it is left out before it costs the gang a step."""
     launch = read_launch(pod.run)
     host = pod.host or f"pod {pod.index}"
     node = node_of(launch, pod.index)
     if node is None:
-        raise RunError(f"pod {pod.index} has no place among the {len(launch.nodes)} nodes of the run")
+        raise RunError(f"pod {pod.index} is beyond the {len(launch.nodes)} nodes of the run")
     bad = [item for item in preflight(pod.run, launch, node) if item.severity == "fail"]
     for finding in bad:
         say(f"pre-flight: {host} is not fit for this run: {finding.what}: {finding.evidence}; {finding.remedy}")
@@ -370,26 +370,26 @@ def is_healthy(pod: Pod) -> bool:
 
 
 def stand_aside(pod: Pod, signals: Signals) -> int | None:
-    """A pod on a node that is not fit stays, without an agent, where the run has a spare for it or is elastic and can
-    do without: its owner may well put it on the same node again, and fails the whole run for one that keeps failing.
-    Its exit code, or None when it is time to look at the node again."""
+    """Keep a pod on an unfit node idle, without an agent, if the run has a spare or is elastic: its owner may put a new
+    pod on the same node, and fails the whole run for a pod that keeps failing. Return its exit code, or None to check
+    the node again."""
     run, launch = pod.run, read_launch(pod.run)
     write_whole(unfit_path(pod), f"{pod.host}\n")
     waiting, until = PodWaiting(), time.monotonic() + UNFIT_SECONDS
     while time.monotonic() < until:
         if (ended := verdict(run)) is not None:
             return ended
-        if signals.told is not None or read_launch(run).generation != launch.generation:
+        if signals.received is not None or read_launch(run).generation != launch.generation:
             return EXIT_AGAIN
         if pod.index not in spared_pods(run, launch):
             return EXIT_FAILED
-        waiting.say("stands aside as a spare that is not used, for its node is not fit")
+        waiting.say("idle as an unused spare, because its node failed pre-flight")
         time.sleep(ASIDE_LOOK_SECONDS)
     return None
 
 
 def spared_pods(run: RunDirectory, launch: Launch) -> list[int]:
-    """The numbers of unfit pods that the run can do without, the first ones."""
+    """Return the indices of the first unfit pods, as many as the run can do without."""
     unfit = sorted(int(path.name) for path in (run.path / UNFIT_FOLDER).glob("[0-9]*"))
     spares = len(launch.nodes) - (launch.min_nodes or launch.working_nodes)
     return [index for index in unfit if index < len(launch.nodes)][:spares]
@@ -400,7 +400,7 @@ def unfit_path(pod: Pod) -> Path:
 
 
 class PodWaiting:
-    """Says now and then what is waited for."""
+    """Log now and then why the pod waits."""
 
     def __init__(self) -> None:
         self._next = time.monotonic() + 2 * LOOK_SECONDS

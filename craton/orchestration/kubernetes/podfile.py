@@ -1,8 +1,8 @@
-"""`pods.json` of a run directory, which its first pod writes: the submission that it is of, how long that has run, and
-a call for the other pods to answer while their order is not decided.
+"""`pods.json` in a run directory, written by the first pod: the submission, its run time so far, and a call for the
+other pods to answer while the order of ranks is undecided.
 
-By it the time limit counts while pods run: a run that was preempted does not pay for its time in the queue, and the
-next pod goes on counting. It is written now and then, for a pod may be killed: that much, at most, is not counted.
+The time limit counts only while pods run: a preempted run does not pay for its time in the queue, and the next pod
+continues the count. The file is written every 30 s, because a pod may be killed; at most that much time is not counted.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ REASON = "the time limit of the job (run.time_limit)"
 
 
 class TimeLimit:
-    """Counts while it is open, and stops the run in time: with a checkpoint, before the pods are ended.
+    """Count the run time, and stop the run with a checkpoint before Kubernetes ends the pods.
 
-    Kubernetes ends every pod that long after *its* start, and pods do not start together: the first pod counts over all
-    pods that took its place, any other for itself alone. Whose time is over first stops the run.
+    Kubernetes applies the limit from each pod's own start, and pods do not start together. The first pod counts over
+    all its predecessors, any other only for itself. The first to reach the limit stops the run.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class TimeLimit:
         since: float | None = None,
         is_first: bool = True,
     ) -> None:
-        """`since` is when the pod began, on the clock of `time.monotonic`."""
+        """`since` is the pod's start on the clock of `time.monotonic`."""
         self._run, self._submission, self._seconds = run, submission, seconds
         self._is_first = is_first
         self._before = used_seconds(run) if is_first else 0.0
@@ -67,12 +67,12 @@ class TimeLimit:
                 is_over = True
             if not self._is_first:
                 continue
-            with contextlib.suppress(OSError):  # a full disk is no reason to forget the limit
+            with contextlib.suppress(OSError):  # the limit holds even on a full disk
                 write_pod_file(self._run, self._submission, self._before + time.monotonic() - self._since)
 
 
 def write_pod_file(run: RunDirectory, submission: str, used: float = 0.0, call: str = "") -> None:
-    """The last thing that is written for a new submission: other pods begin when it is there without a call."""
+    """Write pods.json, the last file of a new submission: other pods start once it has no call."""
     document = {"submission": submission, "used_seconds": round(used, 3), **({"call": call} if call else {})}
     write_whole(run.path / POD_FILE, json.dumps(document) + "\n")
 
@@ -83,7 +83,7 @@ def submission_of(run: RunDirectory) -> str | None:
 
 
 def call_of(run: RunDirectory) -> str:
-    """What the pods are to answer; "": their order is decided."""
+    """Return the open call for the pods; empty once their order is decided."""
     return str(read_json(run.path / POD_FILE).get("call") or "")
 
 
@@ -92,7 +92,7 @@ def used_seconds(run: RunDirectory) -> float:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """So that another pod sees all of it or nothing."""
+    """Write atomically: another pod sees the whole file or none."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     partial.write_text(text, encoding="utf-8")

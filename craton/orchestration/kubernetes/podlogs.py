@@ -1,6 +1,6 @@
-"""What the ranks of a node print, on the pod's own output: `kubectl logs`, and `craton logs` from a laptop, read that.
+"""Copy the ranks' output to the pod's own output, for `kubectl logs` and for `craton logs` from a laptop.
 
-Lines are whole and say which rank they are of. What a rank printed before this pod began is not repeated.
+Lines are complete and name their rank. Output from before this pod's start is not repeated.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from craton.telemetry import RunDirectory
 from craton.telemetry.files import open_regular, paths_in
 
 TURN_SECONDS = 0.5
-MAX_BYTES = 1 << 20  # of a log in one turn
+MAX_BYTES = 1 << 20  # read from a log in one turn
 
 
 class LogCopier:
-    """Copies while it is open, and what is left when it closes."""
+    """Copy logs while open, and the rest on close."""
 
     def __init__(self, run: RunDirectory, node: str, out: TextIO) -> None:
         self._run, self._node, self._out = run, node, out
@@ -47,7 +47,7 @@ class LogCopier:
         self._out.flush()
 
     def _turn(self) -> bool:
-        """Whether a log had more than was copied."""
+        """Copy new lines; return whether a log had more than was copied."""
         generation = newest_generation(self._run)
         has_more = False
         for rank in generation.ranks_of(self._node) if generation else ():

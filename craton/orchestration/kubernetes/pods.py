@@ -1,8 +1,8 @@
-"""The pod that is one node of a run: the same for every kind of owner, as tight as the job allows. Pure.
+"""The pod template: one pod is one node of a run, the same for every kind of owner, with minimal privileges. Pure.
 
-It holds no token of the cluster, may not gain rights, and has no capability but to pin memory where the network needs
-it. A value of the job file is a text here, never a part of a command or a reference to another variable. Secrets are
-files in memory, which the pod's program gives to the ranks: the container's own environment does not have them.
+A pod has no API token, no privilege escalation, and no capability except IPC_LOCK where the network needs it. Values of
+the job file are plain text, never part of a command or a variable reference. Secrets are files in memory that the pod's
+program passes to the ranks; the container's own environment does not contain them.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from craton.orchestration.kubernetes.target import (
     settled_env,
 )
 
-CONTAINER = "node"  # of every pod, and the name of the pods' group in a JobSet or a Volcano Job
+CONTAINER = "node"  # the container, and the replicated job of a JobSet or the task of a Volcano Job
 MANAGED_BY = "app.kubernetes.io/managed-by"
 INSTANCE = "app.kubernetes.io/instance"
 COMPONENT = "app.kubernetes.io/component"
-RUN_ANNOTATION = "craton/run"  # a label of pods as well, by which metrics get the run's own name
+RUN_ANNOTATION = "craton/run"  # also a label of pods, which gives metrics the run's name
 SUBMISSION_ANNOTATION = "craton/submission"
-DIRECTORY_ANNOTATION = "craton/directory"  # the run directory, as the pods see it
-WITHIN_ANNOTATION = "craton/within"  # the level that the job named, for people to read
+DIRECTORY_ANNOTATION = "craton/directory"  # the run directory in the pods
+WITHIN_ANNOTATION = "craton/within"  # the topology level of the job's placement, for people
 MODULE = "craton.orchestration.kubernetes.pod"
-# A node whose kubelet is silent: pods leave it after five minutes unless they say otherwise. Agents notice in seconds,
-# but a replacement comes only then. Kubernetes itself needs most of a minute until it taints such a node.
+# Kubernetes evicts pods from an unreachable node after five minutes by default. Agents notice it in seconds, but a
+# replacement pod comes only after the eviction. Kubernetes itself needs most of a minute to taint such a node.
 AWAY_SECONDS = 60
 AWAY_TAINTS = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
-# How the program of a pod ends; the owner of the pods knows these numbers.
+# Exit codes of the pod's program; the owner's failure policy knows them.
 EXIT_DONE = 0  # done, or stopped by its user
-EXIT_FAILED = 1  # try again, and count it
-EXIT_AGAIN = 75  # the scheduler wanted it to end (EX_TEMPFAIL of sysexits.h): try again, and do not count it
-EXIT_FATAL = 77  # trying again would fail again
+EXIT_FAILED = 1  # retry, counted
+EXIT_AGAIN = 75  # ended by the scheduler (EX_TEMPFAIL of sysexits.h): retry, not counted
+EXIT_FATAL = 77  # a retry would fail again
 
 Manifest = dict[str, Any]
 
 
 def labels_of(target: KubernetesTarget) -> dict[str, str]:
-    """By which all objects of a run, and all runs, are found."""
+    """Return the labels that identify all objects of a run, and all runs."""
     return {MANAGED_BY: "craton", INSTANCE: target.name, COMPONENT: target.kind}
 
 
@@ -76,10 +76,10 @@ def pod_template(
     has_affinity: bool = False,
     priority_class: str = "",
 ) -> Manifest:
-    """`has_affinity`: placement is asked of the default scheduler, pod by pod, for nobody places the gang as one."""
+    """Return the pod template. `has_affinity`: request placement from the default scheduler, by pod affinity."""
     noted = dict(annotations or {})
     if target.node_pool:
-        noted["karpenter.sh/do-not-disrupt"] = "true"  # a node is not taken away from a gang to save money
+        noted["karpenter.sh/do-not-disrupt"] = "true"  # consolidation must not remove a node from a gang
     spec: Manifest = {
         "restartPolicy": restart_policy,
         "terminationGracePeriodSeconds": target.grace_seconds,
@@ -173,12 +173,12 @@ def _volumes(target: KubernetesTarget) -> list[Manifest]:
 
 
 def _items(target: KubernetesTarget) -> list[Manifest]:
-    """A key of a ConfigMap has no slashes, a file of a run may."""
+    """Map ConfigMap keys, which have no slashes, to file paths of the run."""
     return [{"key": config_key(name), "path": name} for name in target.files]
 
 
 def _secret_sources(target: KubernetesTarget) -> list[Manifest]:
-    """Of each Secret, the keys that the job names and no others."""
+    """Project from each Secret only the keys that the job names."""
     holders = dict.fromkeys(target.secrets.values())
     return [
         {
@@ -237,7 +237,7 @@ def _affinity(target: KubernetesTarget, has_affinity: bool) -> Manifest:
         terms = {"nodeSelectorTerms": [{"matchExpressions": wanted}]}
         affinity["nodeAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": terms}
     if has_affinity and target.near is not None:
-        # The first pod of a run matches itself, so it is free to go anywhere; the others follow it.
+        # The first pod of a run matches itself, so it can go anywhere; the others follow it.
         term = {"labelSelector": {"matchLabels": {INSTANCE: target.name}}, "topologyKey": target.near.label}
         if target.near.is_required:
             affinity["podAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": [term]}

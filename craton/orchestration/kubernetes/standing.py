@@ -1,4 +1,4 @@
-"""From the objects of a run to where it stands: waiting, running or ended. Pure."""
+"""Derive the state of a run from its objects: waiting, running or ended. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from craton.orchestration.backend import Outcome, Standing
 from craton.orchestration.kubernetes.pods import Manifest
 from craton.orchestration.kubernetes.waiting import Seen, why_waiting
 
-# Terminated is what a Volcano Job's policies make of a run that says FATAL; Aborted is what somebody did to it by hand.
+# A Volcano Job's policies turn a FATAL run into Terminated; Aborted means that someone ended it by hand.
 VOLCANO_OUTCOMES: dict[str, Outcome] = {"Completed": "done", "Failed": "failed", "Terminated": "failed", "Aborted": ""}
 GONE = "Gone"
 CONDITION_OUTCOMES: dict[str, Outcome] = {"Complete": "done", "Completed": "done", "Failed": "failed"}
@@ -17,13 +17,13 @@ CONDITION_OUTCOMES: dict[str, Outcome] = {"Complete": "done", "Completed": "done
 
 @dataclass(frozen=True)
 class EndedPods:
-    reason: str  # their word
+    reason: str  # Kubernetes' own code
     message: str
     outcome: Outcome
 
 
 def standing_of(objects: Seen) -> Standing:
-    """It runs as soon as a pod does; why others of the gang do not, and why none does, is its sentence."""
+    """Return the state: running as soon as one pod runs. The sentence says why other pods wait."""
     job = f"{objects.owner['kind']}/{objects.owner['metadata']['name']}"
     there = living(objects.pods)
     nodes, restarts = _nodes(there), restarts_of(objects)
@@ -41,37 +41,37 @@ def standing_of(objects: Seen) -> Standing:
 
 
 def leaving_of(job: str, pods: Iterable[Manifest], restarts: int = 0) -> Standing:
-    """Of a run whose owner was removed: it has ended when the last of its pods has."""
+    """Return the state of a run whose owner was deleted: it ends with its last pod."""
     there = living(pods)
     if not there:
-        return Standing("ended", job, (), GONE, "it was removed", restarts)
+        return Standing("ended", job, (), GONE, "it was deleted", restarts)
     nodes = _nodes(there)
     have = "pod has" if len(there) == 1 else "pods have"
     where = f" ({', '.join(nodes)})" if nodes else ""
     by_hand = f"kubectl delete pod {there[0]['metadata']['name']} --force"
     sentence = (
-        f"it was removed, and {len(there)} {have} not left yet{where}; where a node is gone for good, `{by_hand}`"
+        f"it was deleted, {len(there)} {have} not terminated yet{where}; if a node is lost for good, run `{by_hand}`"
     )
     return Standing("running", job, nodes, GONE, sentence, restarts, is_leaving=True)
 
 
 def living(pods: Iterable[Manifest]) -> list[Manifest]:
-    """Those that have not ended; one that is told to end has not."""
+    """Return the pods that have not ended; a terminating pod has not."""
     return [pod for pod in pods if (pod.get("status") or {}).get("phase") not in ("Failed", "Succeeded")]
 
 
 def is_running(pod: Manifest) -> bool:
-    """Kubernetes calls a pod Running whose container has ended and waits to be started again (CrashLoopBackOff)."""
+    """Whether a pod runs. Kubernetes also calls a pod Running while its container is in CrashLoopBackOff."""
     status = pod.get("status") or {}
     waits = any(
-        (containerStatuse.get("state") or {}).get("waiting")
-        for containerStatuse in status.get("containerStatuses") or ()
+        (container_status.get("state") or {}).get("waiting")
+        for container_status in status.get("containerStatuses") or ()
     )
     return status.get("phase") == "Running" and not waits
 
 
 def ended_as(owner: Manifest) -> EndedPods | None:
-    """How an owner has ended, if it has. A server does not end by itself."""
+    """Return how an owner ended, or None. A server does not end by itself."""
     status = owner.get("status") or {}
     if owner["kind"] == "LeaderWorkerSet":
         return None
@@ -91,15 +91,15 @@ def ended_as(owner: Manifest) -> EndedPods | None:
 
 
 def restarts_of(objects: Seen) -> int:
-    """How often a pod was made again, by what the owner counts or the containers do."""
+    """Return the number of restarts of pods and containers, by the counts of the owner and the containers."""
     status = objects.owner.get("status") or {}
     counted = int(status.get("retryCount") or status.get("restarts") or 0)
     failed = int(status.get("failed") or 0) if objects.owner["kind"] == "Job" else 0
     ended = len([pod for pod in objects.pods if (pod.get("status") or {}).get("phase") == "Failed"])
     again = sum(
-        int(containerStatuse.get("restartCount") or 0)
+        int(container_status.get("restartCount") or 0)
         for pod in objects.pods
-        for containerStatuse in (pod.get("status") or {}).get("containerStatuses") or ()
+        for container_status in (pod.get("status") or {}).get("containerStatuses") or ()
     )
     return max(counted, failed, ended) + again
 

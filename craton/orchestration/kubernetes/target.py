@@ -1,7 +1,7 @@
-"""A draft as a Kubernetes cluster gets it: everything that the emitters write down, checked and settled.
+"""Resolve a draft for a Kubernetes cluster: everything that the emitters write, checked and with defaults applied.
 
-What comes back can be emitted: names are ones that Kubernetes takes, the run directory is at a place that all pods see,
-and whatever the ranks read is there too. Nothing here asks a cluster.
+A returned target can be emitted: its names are valid in Kubernetes, all pods see the run directory, and all files that
+the ranks read are visible too. Nothing here contacts a cluster.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from craton.orchestration.kubernetes.names import (
 )
 from craton.remote import is_url
 
-RUN_FILES = "/etc/craton/run"  # where a pod finds the files of a run whose directory it has to make
-RUN_CODE = "/etc/craton/code"  # and the code of a command, packed
+RUN_FILES = "/etc/craton/run"  # mount of the files of a run whose directory the first pod creates
+RUN_CODE = "/etc/craton/code"  # mount of a command's packed code
 CODE_FILE = "code.tar.gz"
 PLACES_FILE = "nodes.json"
-RUN_NODES = "/etc/craton/nodes"  # and where the cluster's nodes are
+RUN_NODES = "/etc/craton/nodes"  # mount of the topology of the cluster's nodes
 SECRETS = "/etc/craton/secrets"  # a file for each secret variable
-SCRATCH = "/craton"  # a folder of the pod itself, gone with it
-CLUSTER_SECRET = "craton-secrets"  # what holds the secrets that the caller's shell does not have
-USABLE_SHARE = 0.9  # of a node's cores and memory: the rest is the kubelet's, the system's and the daemon sets'
-HUGE_PAGES = "5120Mi"  # AWS's own manifests for EFA ask for as much (EKS user guide, "EFA", 2026-08)
+SCRATCH = "/craton"  # a folder of the pod, deleted with it
+CLUSTER_SECRET = "craton-secrets"  # the Secret for variables that the caller's shell does not have
+USABLE_SHARE = 0.9  # of a node's cores and memory; the rest is for kubelet, system and daemon sets
+HUGE_PAGES = "5120Mi"  # AWS's own manifests for EFA request as much (EKS user guide, "EFA", 2026-08)
 MAX_FILE_BYTES = 900_000  # of a ConfigMap, which etcd limits to 1 MiB
 METRICS_PORT = 29400
-SUBMISSION_VARIABLE = "CRATON_SUBMISSION"  # by which a pod knows what it was handed in with
-KILL_MARGIN_SECONDS = 30  # after the ranks' grace, for the agent's last words
-WAIT_FOR_NODE_SECONDS = 3600.0  # a node that is made anew, or mended, takes a quarter of an hour and more
+SUBMISSION_VARIABLE = "CRATON_SUBMISSION"  # the pod's submission ID
+KILL_MARGIN_SECONDS = 30  # after the ranks' grace period, for the agent's last records
+WAIT_FOR_NODE_SECONDS = 3600.0  # replacing or repairing a node takes 15 minutes and more
 DEFAULT_LABELS = {"node": "kubernetes.io/hostname", "zone": "topology.kubernetes.io/zone"}
 
 
@@ -51,12 +51,12 @@ class PodMount:
 
     name: str
     path: str
-    claim: str = ""  # "": the node's own folder of that path
+    claim: str = ""  # "": a hostPath of the same path
 
 
 @dataclass(frozen=True)
 class Near:
-    """How close together the pods must be."""
+    """The topology constraint of the pods."""
 
     level: str  # node, leaf, spine or zone
     label: str  # of the nodes
@@ -69,23 +69,23 @@ class KubernetesTarget:
     run: str
     name: str  # of the objects
     kind: str  # of the job
-    submission: str  # tells one handing over of the run from the next
-    namespace: str  # "": that of the caller's context
+    submission: str  # identifies one submission of the run
+    namespace: str  # "": the namespace of the caller's context
     gang: str
     image: str
     num_pods: int
-    gang_pods: int  # without so many of them it does not start
-    directory: str  # the run's, in the pods
+    gang_pods: int  # minimum number of pods for the gang to start
+    directory: str  # the run directory in the pods
     mounts: tuple[PodMount, ...]
     resources: dict[str, str]
     limits: dict[str, str]
     grace_seconds: int
     restarts: int
     give_up_seconds: float
-    is_scratch: bool = False  # the run directory is the pod's own, and gone with it
-    files: dict[str, str] = field(default_factory=dict)  # of a run directory that the first pod makes
-    code: bytes = b""  # packed, of a command whose run directory the first pod makes
-    drafted_at: str = ""  # what the files call the run directory
+    is_scratch: bool = False  # the run directory is in the pod, and deleted with it
+    files: dict[str, str] = field(default_factory=dict)  # of a run directory that the first pod creates
+    code: bytes = b""  # packed, of a command whose run directory the first pod creates
+    drafted_at: str = ""  # the run directory's path in the files
     env: dict[str, str] = field(default_factory=dict)
     secrets: dict[str, str] = field(default_factory=dict)  # variable → name of the Secret that holds it
     queue: str = ""
@@ -99,17 +99,17 @@ class KubernetesTarget:
     exclude: tuple[str, ...] = ()
     time_limit: int | None = None
     save_before: int = 0
-    shared_memory_bytes: int = 0  # 0: as much as Kubernetes gives
+    shared_memory_bytes: int = 0  # 0: Kubernetes' default
     uses_efa: bool = False
-    pins_memory: bool = False  # that the cards and the network's adapters share
+    pins_memory: bool = False  # memory shared by GPUs and network adapters
     server_port: int = 0
-    is_open: bool = False  # the server listens for others than its own pod
-    user: tuple[int, int] | None = None  # None: that of the image
-    is_non_root: bool = False  # that is promised of the user, whoever it is
+    is_open: bool = False  # the server listens beyond its own pod
+    user: tuple[int, int] | None = None  # None: the image's user
+    is_non_root: bool = False  # the cluster file declares that the user is not root
 
     @property
     def is_ordered(self) -> bool:
-        """Whether its pods put themselves in order by where they are. A server's first pod is the one that is asked."""
+        """Whether the pods are ordered by topology. A server's pods are not: its first pod takes the requests."""
         return self.num_pods > 1 and self.kind != "serve"
 
     @property
@@ -122,7 +122,7 @@ class KubernetesTarget:
 
     @property
     def own_secrets(self) -> list[str]:
-        """The variables whose values are the caller's."""
+        """The variables whose values come from the caller's shell."""
         return [name for name, secret in self.secrets.items() if secret == self.own_secret]
 
 
@@ -135,19 +135,20 @@ def target_of(
     user: tuple[int, int] | None = None,
     code: bytes = b"",
 ) -> KubernetesTarget:
-    """`shell_variables` are those of the caller, `user` is who owns a run directory that exists, `code`
-    what a command runs in, packed."""
+    """Build the target. `shell_variables` are the caller's, `user` is the owner of an existing run directory, `code` is
+    a command's packed code."""
     job, launch = draft.job, draft.launch
     scheduler = (job.cluster.file.scheduler if job.cluster.file else None) or SchedulerSettings(kind="kubernetes")
     if job.run.copies > 1:
         raise StartError(
-            f"{job.where('run', 'copies')}run.copies is an array of Slurm; on Kubernetes start each with its own --name"
+            f"{job.where('run', 'copies')}run.copies needs Slurm's job arrays; on Kubernetes start each copy with its "
+            "own --name"
         )
     if job.kind == "serve" and job.run.time_limit:
         where = job.where("run", "time_limit")
         raise StartError(
-            f"{where}run.time_limit: a server on Kubernetes is started again whenever it ends, so a limit would end it "
-            "again and again; leave it out, `craton stop` ends the server"
+            f"{where}run.time_limit: Kubernetes restarts a server whenever it exits, so a limit would only end it "
+            "repeatedly; leave it out, and end the server with `craton stop`"
         )
     mounts = mounts_of(job)
     directory, is_scratch = directory_of(job, run, mounts, len(launch.nodes))
@@ -157,13 +158,13 @@ def target_of(
     files = {} if exists else draft.files()
     if sum(len(text.encode()) for text in files.values()) > MAX_FILE_BYTES:
         raise StartError(
-            f"the files of this run are more than the {MAX_FILE_BYTES:,} bytes of a ConfigMap; start it where the "
-            "cluster's shared storage is mounted, with CRATON_RUNS on it"
+            f"the files of this run exceed the {MAX_FILE_BYTES:,} bytes of a ConfigMap; start it on a machine that "
+            "mounts the cluster's shared storage, with CRATON_RUNS on it"
         )
     if scheduler.non_root and exists and user is not None and user[0] == 0:
         raise StartError(
-            f"the cluster file says `non_root:`, and the pods of a run run as whoever made {run}, which is root; start "
-            "it as another user"
+            f"the cluster file sets `non_root:`, but the pods would run as the owner of {run}, which is root; start it "
+            "as another user"
         )
     instance = None if job.cluster.is_local else _instance(draft)
     num_gpus = launch.node_gpus if instance and launch.gpus else 0
@@ -218,12 +219,12 @@ def target_of(
 
 
 def nodes_map_of(name: str) -> str:
-    """What the ConfigMap is called that says where the cluster's nodes are, for the run of that object."""
+    """Return the name of the ConfigMap with the topology of the cluster's nodes."""
     return f"{name}-nodes"
 
 
 def mounts_of(job: Job) -> tuple[PodMount, ...]:
-    """The shared storage always, a node's own disks only where the job keeps something there."""
+    """Return the mounts: shared storage always, a node's NVMe only if the job uses it."""
     storage = job.cluster.file.storage if job.cluster.file else None
     if storage is None:
         return ()
@@ -239,13 +240,13 @@ def mounts_of(job: Job) -> tuple[PodMount, ...]:
 
 
 def directory_of(job: Job, run: Path, mounts: tuple[PodMount, ...], num_pods: int) -> tuple[str, bool]:
-    """(the run directory in the pods, whether it is gone with the pod)."""
+    """Return (the run directory in the pods, whether it is deleted with the pod)."""
     shared = next((mount for mount in mounts if mount.name == "shared"), None)
     if shared is None:
         if num_pods > 1:
             raise StartError(
-                f"{job.where('cluster')}{num_pods} pods need a folder that all of them see, for the run directory and "
-                "checkpoints: give the cluster file `storage: {shared: {path: /fsx, claim: NAME}}`"
+                f"{job.where('cluster')}{num_pods} pods need shared storage for the run directory and checkpoints; add "
+                "`storage: {shared: {path: /fsx, claim: NAME}}` to the cluster file"
             )
         return f"{SCRATCH}/runs/{job.name}", True
     if _is_inside(str(run), shared.path):
@@ -254,14 +255,14 @@ def directory_of(job: Job, run: Path, mounts: tuple[PodMount, ...], num_pods: in
     root = f"{shared.path.rstrip('/')}/runs" if stated is None or is_url(stated) else stated.rstrip("/")
     if not _is_inside(root, shared.path):
         raise StartError(
-            f"the cluster file keeps runs in {root}, which is not below the shared storage {shared.path}: no other "
-            "folder is seen by all pods"
+            f"the cluster file's `runs:` is {root}, which is not below the shared storage {shared.path}; all pods must "
+            "see it"
         )
     return f"{root}/{job.name}", False
 
 
 def check_visible(job: Job, mounts: tuple[PodMount, ...]) -> None:
-    """Refuse what the ranks could not read: files of this machine that no pod sees."""
+    """Refuse files of this machine that no pod sees, and so no rank could read."""
     mounted = [mount.path for mount in mounts]
     for path in _paths(job):
         if not any(_is_inside(path, place) for place in mounted):
@@ -271,14 +272,14 @@ def check_visible(job: Job, mounts: tuple[PodMount, ...]) -> None:
                 else "on storage that the cluster file mounts (storage.shared)"
             )
             raise StartError(
-                f"{job.where('data')}{path} is not seen by the pods; keep it {places}, or in S3. Text is tokenized "
+                f"{job.where('data')}{path} is not visible in the pods; keep it {places}, or in S3. Text is tokenized "
                 "into CRATON_CACHE: set that to a folder there too"
             )
 
 
 def check_functions(job: Job, folder: str, mounts: tuple[PodMount, ...]) -> None:
-    """Refuse a user's own functions in a folder of this machine that no pod sees. What is not in the job's folder is
-    looked for in the image, as Python does."""
+    """Refuse a user's own functions in a folder that no pod sees. Functions outside the job's folder are imported from
+    the image."""
     mounted = [mount.path for mount in mounts]
     if not folder or any(_is_inside(folder, place) for place in mounted):
         return
@@ -291,16 +292,16 @@ def check_functions(job: Job, folder: str, mounts: tuple[PodMount, ...]) -> None
         if module.is_dir() or module.with_suffix(".py").is_file():
             places = f"below {' or '.join(mounted)}" if mounted else "on storage that the cluster file mounts"
             raise StartError(
-                f"{job.where(*key.split('.'))}{key}: {function} is in {folder}, which is not seen by the pods; keep "
+                f"{job.where(*key.split('.'))}{key}: {function} is in {folder}, which is not visible in the pods; keep "
                 f"the job file and its functions {places}, or install them in the image"
             )
 
 
 def network_of(instance: Instance, scheduler: SchedulerSettings) -> dict[str, str]:
-    """What a pod asks for so that its node's adapters are seen in it.
+    """Return the resource requests that make the node's network adapters visible in a pod.
 
-    Karpenter makes no node for a pod that asks for huge pages, for no instance type has them before it is there
-    (https://github.com/aws/karpenter-provider-aws/issues/3315): on its pools EFA does without.
+    Karpenter creates no node for a pod that requests huge pages, because no instance type offers them in advance
+    (https://github.com/aws/karpenter-provider-aws/issues/3315): on its pools EFA runs without them.
     """
     resources = {}
     if instance.efa_version:
@@ -313,8 +314,8 @@ def network_of(instance: Instance, scheduler: SchedulerSettings) -> dict[str, st
 def resources_of(
     instance: Instance | None, num_gpus: int, network: Mapping[str, str]
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """(requests, limits) of a pod: a node, or the share of it that a server takes. Cores are not limited: a rank that
-    is throttled makes all others wait."""
+    """Return (requests, limits) of a pod: a node, or the share of it that a server takes. CPU has no limit: a throttled
+    rank makes all others wait."""
     if instance is None:
         return {"cpu": "1", "memory": "1Gi"}, {}
     devices = {**({"nvidia.com/gpu": str(num_gpus)} if num_gpus else {}), **network}
@@ -327,12 +328,12 @@ def resources_of(
 
 
 def limits_bytes(instance: Instance | None, num_gpus: int) -> float:
-    """Memory of a pod; 0 where the node's is not known."""
+    """Return the memory of a pod in bytes; 0 if the node's is unknown."""
     return instance.host_memory_bytes * USABLE_SHARE * _share(instance, num_gpus) if instance else 0.0
 
 
 def near_of(job: Job, scheduler: SchedulerSettings) -> Near | None:
-    """`placement: {within: leaf}` in the cluster's own words."""
+    """Translate `placement: {within: leaf}` into the cluster's label or tier."""
     if job.placement is None:
         return None
     level = job.placement.within
@@ -343,20 +344,20 @@ def near_of(job: Job, scheduler: SchedulerSettings) -> Near | None:
     if scheduler.gang == "volcano":
         if tier is None:
             raise StartError(
-                f"{where}placement within {level}: Volcano knows levels by their tier; give the cluster file "
-                f"`levels: {{{level}: {{tier: 1}}}}`, 1 being the closest"
+                f"{where}placement within {level}: Volcano identifies levels by tier; add `levels: {{{level}: "
+                "{tier: 1}}` to the cluster file, 1 being the closest"
             )
     elif not label:
         raise StartError(
-            f"{where}placement within {level}: the cluster file has no label for it; give it `levels: {{{level}: "
-            "{label: topology.k8s.aws/network-node-layer-3}}`, or let `craton cluster discover` find them"
+            f"{where}placement within {level}: the cluster file has no label for it; add `levels: {{{level}: "
+            "{label: topology.k8s.aws/network-node-layer-3}}`, or run `craton cluster discover`"
         )
     if scheduler.gang == "kai" and not scheduler.topology:
         raise StartError(
-            f"{where}placement within {level}: KAI needs the name of a Topology; give the cluster file `scheduler: "
-            "{topology: NAME}`"
+            f"{where}placement within {level}: KAI needs the name of a Topology; add `scheduler: {{topology: NAME}}` "
+            "to the cluster file"
         )
-    # None of them can wait for a while and then take what there is: a place that may be waited for is a wish.
+    # No scheduler can wait for a while and then relax: with `wait:` the placement is only preferred.
     near = Near(
         level, check_label_key(label, f"levels.{level}.label") if label else "", tier, job.placement.wait is None
     )
@@ -366,22 +367,22 @@ def near_of(job: Job, scheduler: SchedulerSettings) -> Near | None:
 
 
 def check_can_be_made(near: Near, scheduler: SchedulerSettings, where: str) -> None:
-    """Refuse a place for which a pool of Karpenter may never have the nodes."""
-    pool = f"{where}placement within {near.level}: Karpenter makes the nodes of {scheduler.node_pool}"
+    """Refuse a placement for which a Karpenter pool may never have the nodes."""
+    pool = f"{where}placement within {near.level}: Karpenter creates the nodes of {scheduler.node_pool}"
     if scheduler.gang == "kueue":
         raise StartError(
-            f"{pool} for jobs that Kueue has admitted, and Kueue finds a place only on nodes that are there; leave "
-            "`placement:` out, or the cluster file's `node_pool:`"
+            f"{pool} for jobs that Kueue has admitted, and Kueue places jobs only on existing nodes; remove "
+            "`placement:`, or the cluster file's `node_pool:`"
         )
     if near.is_required and near.level not in DEFAULT_LABELS:
         raise StartError(
-            f"{pool}, and cannot know their {near.level} before they are there, so such a place may never come; make "
-            "it a wish with `wait:`, or leave the cluster file's `node_pool:` out"
+            f"{pool}, and their {near.level} is unknown in advance, so the placement may never be possible; make it "
+            "preferred with `wait:`, or remove the cluster file's `node_pool:`"
         )
 
 
 def secrets_of(job: Job, shell_variables: Collection[str]) -> dict[str, str]:
-    """Variable → the Secret that holds it: the run's own for what the caller has, else the cluster's."""
+    """Return variable → its Secret: the run's own if the caller's shell has the variable, else the cluster's."""
     of_server = [job.serve.api_keys, job.serve.admin_key] if job.serve else []
     wanted = [*job.run.secrets, *(name for name in of_server if name)]
     own = f"{object_name(job.name)}-secrets"
@@ -392,19 +393,19 @@ def queue_of(job: Job, scheduler: SchedulerSettings) -> str:
     queue = job.run.queue or scheduler.queue or ""
     if scheduler.gang in ("kueue", "kai") and not queue:
         raise StartError(
-            f"{job.where('run')}{scheduler.gang} admits jobs by queue, and none is named; give `run: {{queue: NAME}}`, "
-            "or the cluster file's scheduler a `queue:`"
+            f"{job.where('run')}{scheduler.gang} admits jobs by queue, and none is set; set `run: {{queue: NAME}}`, or "
+            "`queue:` under the cluster file's scheduler"
         )
     if scheduler.gang == "none" and queue:
         raise StartError(
-            f"{job.where('run', 'queue')}queue {queue}: nobody keeps queues where `gang:` is none; give the cluster "
-            "file's scheduler a `gang:` (kueue, kai or volcano), or leave `queue:` out"
+            f"{job.where('run', 'queue')}queue {queue}: `queue:` requires a gang scheduler; set `gang:` to kueue, kai "
+            "or volcano under the cluster file's scheduler, or remove `queue:`"
         )
     return _labelled(job, queue, "queue")
 
 
 def give_up_of(job: Job) -> float:
-    """How long a lost node is waited for: as the job says, else longer than where it would be back at once."""
+    """Return how long to wait for a lost node: the job's value, else one hour."""
     stated = job.recover.give_up
     return WAIT_FOR_NODE_SECONDS if stated == RecoverSection().give_up else stated
 
@@ -413,14 +414,14 @@ def image_of(job: Job, scheduler: SchedulerSettings) -> str:
     image = job.run.image or scheduler.image
     if not image:
         raise StartError(
-            f"{job.where('run')}a pod needs an image, with Python and Craton in it; give `run: {{image: ...}}`, or the "
-            "cluster file's scheduler an `image:`"
+            f"{job.where('run')}a pod needs an image with Python and Craton; set `run: {{image: ...}}`, or `image:` "
+            "under the cluster file's scheduler"
         )
     return check_image(image, job.where("run", "image"))
 
 
 def instance_types_of(job: Job) -> tuple[str, ...]:
-    """Names of AWS, as nodes are labelled with them; HyperPod puts `ml.` before."""
+    """Return the AWS instance type as in node labels; HyperPod prefixes it with `ml.`."""
     file = job.cluster.file
     name = file.instance if file else (None if job.cluster.is_local else job.cluster.instance)
     return (name, f"ml.{name}") if name and "." in name and name == name.lower() else ()
@@ -433,7 +434,7 @@ def _instance(draft: Draft) -> Instance:
 
 
 def _share(instance: Instance, num_gpus: int) -> float:
-    """Of a node: a server that takes a few of its GPUs leaves the rest to others."""
+    """Return the pod's share of a node: a server with some of its GPUs leaves the rest to others."""
     return num_gpus / instance.num_gpus if 0 < num_gpus < instance.num_gpus else 1.0
 
 
@@ -444,7 +445,7 @@ def _mount(name: str, numbers: StorageNumbers) -> PodMount:
 
 
 def _paths(job: Job) -> list[str]:
-    """The files of this machine that the ranks would read or write."""
+    """Return the local paths that the ranks would read or write."""
     written = [path for path, _ in (*job.data.mixture, *job.data.validation_mixture)]
     written += [entry for entry in (job.data.tokenizer, job.model) if isinstance(entry, str)]
     written += list(job.serve.adapters.values()) if job.serve else []
@@ -468,7 +469,7 @@ def _labelled(job: Job, value: str | None, key: str) -> str:
 
 
 def first_host(target: KubernetesTarget) -> str:
-    """The first pod's name in the cluster's DNS, whichever pod it is at the time."""
+    """Return the DNS name of the first pod, which stays the same when the pod is replaced."""
     if target.kind == "serve":
         return f"{target.name}-0.{target.name}"
     infix = {"kueue": "-node-0", "kai": "-node-0", "volcano": "-node", "none": ""}[target.gang]
@@ -476,7 +477,7 @@ def first_host(target: KubernetesTarget) -> str:
 
 
 def settled_env(target: KubernetesTarget) -> Mapping[str, str]:
-    """What a pod's container finds in its environment, but for secrets; the job's own word comes last."""
+    """Return the container's environment without secrets; the job's own variables take precedence."""
     names = {
         SUBMISSION_VARIABLE: target.submission,
         "CRATON_FIRST_POD": first_host(target),
@@ -494,7 +495,7 @@ def settled_env(target: KubernetesTarget) -> Mapping[str, str]:
         names["CRATON_RUN_NODES"] = f"{RUN_NODES}/{PLACES_FILE}"
     if target.time_limit:
         names["CRATON_STOP_AFTER"] = str(max(1, target.time_limit - target.save_before))
-    if target.user is not None:  # who may be unknown in the image, and without a home there
+    if target.user is not None:  # a user that may not exist in the image, and has no home there
         names |= {"HOME": "/tmp", "USER": "craton"}
     if target.uses_efa:
         # A missing EFA fails loudly; the interfaces named are not for NCCL's bootstrap (AWS EFA cheat sheet, 2026-07).

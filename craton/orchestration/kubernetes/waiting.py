@@ -1,8 +1,8 @@
-"""Why a run waits, as one sentence for people: pure functions over the objects that Kubernetes shows.
+"""Explain why a run waits, in one sentence: pure functions over Kubernetes objects.
 
-Whoever decides is asked first: Kueue's Workload, then the PodGroup of Volcano or KAI, then the pods themselves, then
-the events of a run without pods. Where pods find no node, what Karpenter says of making one is added. What their words
-mean stands in `waiting.toml`; a word that is not there is passed on as it is, with its message, rather than guessed at.
+The deciding component comes first: Kueue's Workload, then the PodGroup of Volcano or KAI, then the pods, then the
+events of a run without pods. For unschedulable pods, Karpenter's reason for not creating a node is added. The meaning
+of each reason is in `waiting.toml`; an unknown reason is reported as it is, with its message, not guessed.
 """
 
 from __future__ import annotations
@@ -25,34 +25,34 @@ _EXCLUDED = re.compile(r"Total nodes: (?P<all>\d+); excluded: (?P<parts>.*)")  #
 _EXCLUSION = re.compile(r'(?P<what>\w+)(?: "(?P<name>[^"]*)")?: (?P<count>\d+)')
 _KAI_FEW = "node(s) didn't have enough resources: "
 _PART = re.compile(r"(?P<count>\d+) (?P<why>.+)")
-_KARPENTER = "Failed to schedule pod, "  # how its events begin; other schedulers repeat the pods' conditions in theirs
-_KARPENTER_LETTERS = 300  # of a message that is not known: it may list every requirement of every pool
-_ANY_WORD = ("", "Pending", "Inadmissible")  # of Kueue before 0.19, for all reasons
-MADE_AGAIN = "its pods have ended, and Kubernetes makes them again after a pause that doubles with every loss"
+_KARPENTER = "Failed to schedule pod, "  # prefix of its events; other schedulers repeat the pods' conditions in theirs
+_KARPENTER_LETTERS = 300  # of an unknown message, which may list every requirement of every pool
+_ANY_WORD = ("", "Pending", "Inadmissible")  # generic reasons of Kueue before 0.19
+MADE_AGAIN = "its pods have ended, and Kubernetes recreates them after a back-off that doubles with every failure"
 _TAINT = re.compile(r"node\(s\) had untolerated taint(?:\(s\))?(?: \{(?P<taint>[^}]*)\})?")
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What there is of a run."""
+    """The Kubernetes objects of a run."""
 
     owner: Manifest
     pods: Sequence[Manifest] = ()
     workload: Manifest | None = None  # Kueue's
     pod_group: Manifest | None = None  # Volcano's or KAI's
     events: Sequence[Manifest] = ()
-    hidden: Sequence[str] = ()  # kinds that would tell more, and that the caller may not list
+    hidden: Sequence[str] = ()  # kinds that would explain more, which the caller may not list
 
 
 @dataclass(frozen=True)
 class Waiting:
-    reason: str  # theirs
-    sentence: str  # ours
-    is_for_ever: bool = False  # time alone changes nothing
+    reason: str  # the component's own code
+    sentence: str  # the explanation
+    is_for_ever: bool = False  # waiting alone does not help
 
 
 @dataclass(frozen=True)
-class _Said:
+class _Decision:
     by: str
     of: str
     reason: str
@@ -61,47 +61,47 @@ class _Said:
 
 
 def why_waiting(objects: Seen) -> Waiting:
-    """One sentence, whatever there is to go by."""
+    """Explain in one sentence why a run waits."""
     decision = _decider(objects)
     if decision is None and _have_ended(objects.pods):
         return Waiting("", MADE_AGAIN)
     if decision is None and objects.hidden:
         kinds = " and ".join(f"{item}s" for item in objects.hidden)
-        return Waiting("", f"why is not shown to you; ask for the right to list {kinds} in its namespace")
+        return Waiting("", f"reason unknown: you may not list {kinds} in its namespace; request that permission")
     if decision is None:
-        return Waiting("", "Kubernetes has not looked at it yet")
-    return _told(decision, objects)
+        return Waiting("", "Kubernetes has not processed it yet")
+    return _explained(decision, objects)
 
 
-def _decider(objects: Seen) -> _Said | None:
+def _decider(objects: Seen) -> _Decision | None:
     for look in (_kueue, _pod_group, _containers, _unscheduled, _events):
         if result := look(objects):
             return result
     if _is_queued(objects.owner) and objects.workload is None and "Workload" not in objects.hidden:
-        return _Said("kueue", "QuotaReserved", "PendingEvaluation", "")
+        return _Decision("kueue", "QuotaReserved", "PendingEvaluation", "")
     return None
 
 
 def _have_ended(pods: Sequence[Manifest]) -> bool:
-    """Of an owner that has not: who makes pods again takes its time after a loss, and keeps the old ones until then."""
+    """Whether all pods have ended while the owner has not: after a failure it backs off before it recreates them."""
     phases = [str((pod.get("status") or {}).get("phase") or "") for pod in pods]
     return "Failed" in phases and all(phase in ("Failed", "Succeeded") for phase in phases)
 
 
-def _kueue(objects: Seen) -> _Said | None:
+def _kueue(objects: Seen) -> _Decision | None:
     if objects.workload is None:
         return None
     conditions = _conditions(objects.workload, "conditions")
     evicted, reserved = conditions.get("Evicted"), conditions.get("QuotaReserved")
     admitted, gated = conditions.get("Admitted"), conditions.get("BlockedOnPreemptionGates")
     if evicted and evicted.get("status") == "True" and not _is_newer(reserved, evicted):
-        return _Said("kueue", "Evicted", evicted.get("reason", ""), evicted.get("message", ""))
+        return _Decision("kueue", "Evicted", evicted.get("reason", ""), evicted.get("message", ""))
     if gated and gated.get("status") == "True":
-        return _Said("kueue", "BlockedOnPreemptionGates", gated.get("reason", ""), gated.get("message", ""))
-    if reserved is None:  # a fresh one may have no condition at all
-        return _Said("kueue", "QuotaReserved", "PendingEvaluation", "")
+        return _Decision("kueue", "BlockedOnPreemptionGates", gated.get("reason", ""), gated.get("message", ""))
+    if reserved is None:  # a new Workload may have no condition yet
+        return _Decision("kueue", "QuotaReserved", "PendingEvaluation", "")
     if reserved.get("status") != "True":
-        return _Said("kueue", "QuotaReserved", reserved.get("reason", ""), reserved.get("message", ""))
+        return _Decision("kueue", "QuotaReserved", reserved.get("reason", ""), reserved.get("message", ""))
     if admitted is None or admitted.get("status") != "True":
         checks = (objects.workload.get("status") or {}).get("admissionChecks") or ()
         open_checks = [
@@ -109,11 +109,11 @@ def _kueue(objects: Seen) -> _Said | None:
         ]
         reason = (admitted or {}).get("reason") or "UnsatisfiedAdmissionChecks"
         words = {"checks": ", ".join(open_checks) or "of its queue"}
-        return _Said("kueue", "Admitted", reason, (admitted or {}).get("message", ""), words)
+        return _Decision("kueue", "Admitted", reason, (admitted or {}).get("message", ""), words)
     return None
 
 
-def _pod_group(objects: Seen) -> _Said | None:
+def _pod_group(objects: Seen) -> _Decision | None:
     group = objects.pod_group
     if group is None:
         return None
@@ -127,20 +127,20 @@ def _pod_group(objects: Seen) -> _Said | None:
         return None
     unschedulable = _conditions(group, "conditions").get("Unschedulable")
     if unschedulable and unschedulable.get("status") == "True":
-        return _Said("volcano", "Unschedulable", unschedulable.get("reason", ""), unschedulable.get("message", ""))
+        return _Decision("volcano", "Unschedulable", unschedulable.get("reason", ""), unschedulable.get("message", ""))
     phase = status.get("phase")
-    return _Said("volcano", "phase", phase, "") if phase in ("Pending", "Inqueue") else None
+    return _Decision("volcano", "phase", phase, "") if phase in ("Pending", "Inqueue") else None
 
 
-def _kai_condition(condition: Manifest) -> _Said:
+def _kai_condition(condition: Manifest) -> _Decision:
     details = condition.get("reasons") or ()
     reason = next((item.get("reason") for item in details if item.get("reason")), None) or condition.get("reason", "")
     messages = [str(detail["message"]) for detail in details if detail.get("message")] or [condition.get("message", "")]
-    return _Said("kai", "UnschedulableOnNodePool", reason, "; ".join(messages))
+    return _Decision("kai", "UnschedulableOnNodePool", reason, "; ".join(messages))
 
 
-def _containers(objects: Seen) -> _Said | None:
-    """The most common thing that containers of bound pods wait for; what is wrong comes before what takes its time."""
+def _containers(objects: Seen) -> _Decision | None:
+    """Return the most common waiting reason of containers in scheduled pods; errors before normal startup."""
     messages_by_reason: dict[str, list[str]] = {}
     for pod in objects.pods:
         for status in (pod.get("status") or {}).get("containerStatuses") or ():
@@ -155,7 +155,7 @@ def _containers(objects: Seen) -> _Said | None:
     )
     if reason == "ContainerCreating" and (result := _event(objects, ("FailedMount", "FailedAttachVolume"))):
         return result
-    return _Said(
+    return _Decision(
         "kubernetes",
         "container",
         reason,
@@ -164,7 +164,7 @@ def _containers(objects: Seen) -> _Said | None:
     )
 
 
-def _unscheduled(objects: Seen) -> _Said | None:
+def _unscheduled(objects: Seen) -> _Decision | None:
     held = [
         condition
         for pod in objects.pods
@@ -173,24 +173,24 @@ def _unscheduled(objects: Seen) -> _Said | None:
     if not held:
         return None
     first = next((item for item in held if item.get("reason") != "SchedulingGated"), held[0])
-    return _Said(
+    return _Decision(
         "kubernetes", "PodScheduled", first.get("reason", ""), first.get("message", ""), {"waiting": str(len(held))}
     )
 
 
-def _events(objects: Seen) -> _Said | None:
+def _events(objects: Seen) -> _Decision | None:
     return None if objects.pods else _event(objects, ("FailedCreate",))
 
 
-def _event(objects: Seen, reasons: tuple[str, ...]) -> _Said | None:
+def _event(objects: Seen, reasons: tuple[str, ...]) -> _Decision | None:
     newest = None
     for event in objects.events:
         if event.get("reason") in reasons and (newest is None or _moment(event) >= _moment(newest)):
             newest = event
-    return _Said("kubernetes", "event", newest["reason"], newest.get("message") or "") if newest else None
+    return _Decision("kubernetes", "event", newest["reason"], newest.get("message") or "") if newest else None
 
 
-def _told(decision: _Said, objects: Seen) -> Waiting:
+def _explained(decision: _Decision, objects: Seen) -> Waiting:
     facts = _facts()
     detail, meant, never = _detail(decision)
     if counts := _nodes_beside(decision, objects):
@@ -199,11 +199,11 @@ def _told(decision: _Said, objects: Seen) -> Waiting:
         detail = f"{detail}; {not_made}" if detail else not_made
     fact = facts["reasons"].get((decision.by, decision.of, decision.reason))
     if meant and decision.by == "kueue" and decision.reason in (*_ANY_WORD, "TopologyPlacementFailed"):
-        # One word stands for several reasons; the message has the better one.
+        # A generic reason covers several cases; the message has the specific one.
         fact = facts["reasons"].get((decision.by, decision.of, meant), fact)
     if fact is None:
         message = f": {_one_line(decision.message)}" if decision.message else ""
-        return Waiting(decision.reason, f"{decision.by} says {decision.reason or decision.of}{message}", never)
+        return Waiting(decision.reason, f"{decision.by} reports {decision.reason or decision.of}{message}", never)
     words = {
         "queue": _queue(objects),
         "pods": _counted(_asked_pods(objects), "pod"),
@@ -218,9 +218,9 @@ def _told(decision: _Said, objects: Seen) -> Waiting:
     return Waiting(reason, str(fact["sentence"]).format(**words), bool(fact.get("for_ever")) or never)
 
 
-def _detail(decision: _Said) -> tuple[str, str, bool]:
-    """(what a message tells in our words, the reason it stands for, whether it stays so); the message itself where no
-    pattern fits."""
+def _detail(decision: _Decision) -> tuple[str, str, bool]:
+    """Return (explanation of a message, the reason it stands for, whether it is permanent); the message itself if no
+    pattern matches."""
     if decision.of == "PodScheduled" and (counted := _node_counts(decision.message)):
         return counted, "", False
     for pattern, fact in _facts()["messages"]:
@@ -230,7 +230,7 @@ def _detail(decision: _Said) -> tuple[str, str, bool]:
 
 
 def _node_counts(message: str) -> str:
-    """`0/64 nodes are available: 60 Insufficient nvidia.com/gpu, 4 node(s) had untolerated taint {x: y}` for people."""
+    """Explain `0/64 nodes are available: 60 Insufficient nvidia.com/gpu, 4 node(s) had untolerated taint {x: y}`."""
     match = _NODES.search(_one_line(message))
     if match is None:
         return ""
@@ -240,75 +240,75 @@ def _node_counts(message: str) -> str:
             parts.append(f"{part['count']} {_node_words(part['why'])}")
         elif parts:
             parts[-1] += f", {text}"
-    return f"of {_counted(int(match['all']), 'node')} {', '.join(parts)}" if parts else ""
+    return f"of {_counted(int(match['all']), 'node')}, {', '.join(parts)}" if parts else ""
 
 
-def _nodes_beside(decision: _Said, objects: Seen) -> str:
-    """What is wrong with which nodes, where it is told beside the reason: Kueue and KAI do so at the end of their
-    message, Volcano at its pods."""
+def _nodes_beside(decision: _Decision, objects: Seen) -> str:
+    """Return the problems per node, where they are reported besides the reason: Kueue and KAI append them to their
+    message, Volcano sets them on its pods."""
     message = _one_line(decision.message)
     if decision.by == "kueue" and (match := _EXCLUDED.search(message)):
         parts = [
             f"{entry['count']} {_exclusion_words(entry['what'], entry['name'])}"
             for entry in _EXCLUSION.finditer(match["parts"])
         ]
-        return f"of {_counted(int(match['all']), 'node')} {', '.join(parts)}" if parts else ""
+        return f"of {_counted(int(match['all']), 'node')}, {', '.join(parts)}" if parts else ""
     if decision.by == "kai" and (match := _FEW.search(message)):
         counted = [part for word in match["parts"].split(". ") if (part := _PART.fullmatch(word.strip(" .")))]
         parts = [f"{part['count']} {_node_words(part['why'])}" for part in counted]
-        return f"of the nodes {', '.join(parts)}" if parts else ""
+        return f"of the nodes, {', '.join(parts)}" if parts else ""
     if decision.by == "volcano" and decision.of == "Unschedulable" and "node(s)" not in message:
         held = [_conditions(pod, "conditions").get("PodScheduled") or {} for pod in objects.pods]
         return next((counts for item in held if (counts := _node_counts(str(item.get("message", ""))))), "")
     return ""
 
 
-def _not_made(decision: _Said, objects: Seen) -> str:
-    """Why Karpenter made no node for pods that wait, by its newest event; it may have made one since."""
+def _not_made(decision: _Decision, objects: Seen) -> str:
+    """Return why Karpenter created no node for pending pods, by its newest event; it may have created one since."""
     if decision.of not in ("PodScheduled", "Unschedulable", "UnschedulableOnNodePool"):
         return ""
-    homeless = {pod["metadata"]["name"] for pod in objects.pods if not (pod.get("spec") or {}).get("nodeName")}
+    unscheduled = {pod["metadata"]["name"] for pod in objects.pods if not (pod.get("spec") or {}).get("nodeName")}
     events = [
         event
         for event in objects.events
         if event.get("reason") == "FailedScheduling"
         and str(event.get("message", "")).startswith(_KARPENTER)
-        and (event.get("involvedObject") or {}).get("name") in homeless
+        and (event.get("involvedObject") or {}).get("name") in unscheduled
     ]
     if not events:
         return ""
     newest = max(events, key=_moment)
-    why = _detail(_Said("karpenter", "event", "", newest["message"].removeprefix(_KARPENTER)))[0]
+    why = _detail(_Decision("karpenter", "event", "", newest["message"].removeprefix(_KARPENTER)))[0]
     if len(why) > _KARPENTER_LETTERS:
         why = f"{why[:_KARPENTER_LETTERS]}…"
-    return f"Karpenter made none at {_moment(newest)[11:16]} UTC: {why}"
+    return f"Karpenter created no node at {_moment(newest)[11:16]} UTC: {why}"
 
 
 def _exclusion_words(kind: str, name: str | None) -> str:
     if kind == "resource":
-        return f"have too few free {name}"
+        return f"have insufficient {name}"
     if kind == "taint":
-        return f"have the taint {name}, which `tolerations:` of the cluster file does not name"
-    return f"are left out for {kind}" + (f" {name}" if name else "")
+        return f"have the taint {name}, which is missing in `tolerations:` of the cluster file"
+    return f"are excluded by {kind}" + (f" {name}" if name else "")
 
 
 def _node_words(why: str) -> str:
     if why.startswith(_KAI_FEW):
-        return f"have too few free {why.removeprefix(_KAI_FEW)}"
+        return f"have insufficient {why.removeprefix(_KAI_FEW)}"
     if why.startswith("Insufficient "):
-        return f"have too few free {why.removeprefix('Insufficient ')}"
+        return f"have insufficient {why.removeprefix('Insufficient ')}"
     if taint := _TAINT.fullmatch(why):
-        return f"have the taint {taint['taint'] or 'of others'}, which `tolerations:` of the cluster file does not name"
+        return f"have the taint {taint['taint'] or 'of others'}, which is missing in `tolerations:` of the cluster file"
     return {
-        "node(s) didn't match Pod's node affinity/selector": "are of another kind or pool",
-        "node(s) didn't match pod affinity rules": "are too far from the run's other pods",
-        "node(s) didn't satisfy existing pods anti-affinity rules": "are kept free of it by other pods",
+        "node(s) didn't match Pod's node affinity/selector": "do not match its instance type or pool",
+        "node(s) didn't match pod affinity rules": "are too far from the run's other pods (pod affinity)",
+        "node(s) didn't satisfy existing pods anti-affinity rules": "are blocked by the anti-affinity of other pods",
         "node(s) were unschedulable": "are cordoned",
-        "node(s) had volume node affinity conflict": "cannot reach its volume",
+        "node(s) had volume node affinity conflict": "cannot attach its volume",
         "node(s) didn't find available persistent volumes to bind": "have no volume for its claim",
-        "node(s) didn't match pod topology spread constraints": "would spread its pods unevenly",
-        "node(s) didn't have free ports for the requested pod ports": "have its port taken",
-        "Too many pods": "have no room for another pod",
+        "node(s) didn't match pod topology spread constraints": "would violate topology spread constraints",
+        "node(s) didn't have free ports for the requested pod ports": "have its port in use",
+        "Too many pods": "are at their pod limit",
     }.get(why, why)
 
 
@@ -322,7 +322,7 @@ def _facts() -> dict[str, Any]:
 
 
 def _conditions(manifest: Manifest, key: str) -> dict[str, Manifest]:
-    """By type, the newest of each: Volcano adds one at every try."""
+    """Return conditions by type, the newest of each: Volcano adds one per attempt."""
     return {item.get("type", ""): item for item in (manifest.get("status") or {}).get(key) or ()}
 
 

@@ -1,4 +1,4 @@
-"""What a check of a node says: in which layer, what it looked at, how grave, what it saw, what to do."""
+"""Findings of node checks: layer, check, severity, evidence, remedy."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from craton.job import Job
 
 Severity = Literal["ok", "note", "warn", "fail"]
 Layer = Literal["infrastructure", "orchestration", "ML software", "observability"]
-SEVERITIES: tuple[Severity, ...] = ("ok", "note", "warn", "fail")  # the gravest last
+SEVERITIES: tuple[Severity, ...] = ("ok", "note", "warn", "fail")  # the most severe last
 
 NETWORK_LIBRARIES = ("libfabric", "nccl_plugin")
 
 
 @dataclass(frozen=True)
 class PreflightFinding:
-    """`fail`: a run here would fail, or lie, or crawl. `warn`: it costs something. `note`: worth knowing."""
+    """`fail`: a run here would fail, crawl or give wrong results. `warn`: it costs something. `note`: worth knowing."""
 
     layer: Layer
     what: str  # stable: `gpu_count`, `nvlink`, ...
@@ -27,7 +27,7 @@ class PreflightFinding:
     evidence: str
     remedy: str = ""
     node: str = ""
-    action: HealthAction | Literal[""] = ""  # what the health table asks for; "": it has no entry for this
+    action: HealthAction | Literal[""] = ""  # the action in the health table; "": it has no entry
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -35,19 +35,19 @@ class PreflightFinding:
 
 @dataclass(frozen=True)
 class Expected:
-    """What a node should be: an instance of the catalog or of a cluster file, or at least so many GPUs; and where the
-    cluster file says that its storage is."""
+    """The expected node: an instance of the catalog or cluster file, or a minimum number of GPUs, and the storage paths
+    of the cluster file."""
 
     instance: Instance | None = None
-    num_gpus: int = 0  # that a run needs on the node; 0: any
+    num_gpus: int = 0  # that a run needs per node; 0: any
     needs_network: bool = True  # False for a run that stays on one node
-    nvme_path: str = ""  # "": none is stated, as for the two below
+    nvme_path: str = ""  # "": not stated, as for the two below
     shared_path: str = ""
     shared_kind: str = ""  # lustre, nfs
 
     @property
     def gpus(self) -> int:
-        """What a run needs, else what the instance has; 0: nothing is known."""
+        """The GPUs that a run needs, else those of the instance; 0 if unknown."""
         if self.num_gpus or self.instance is None or self.instance.gpu.generation == "cpu":
             return self.num_gpus
         return self.instance.num_gpus
@@ -62,7 +62,7 @@ def worst(findings: Iterable[PreflightFinding]) -> Severity:
 
 
 def lowered(findings: Iterable[PreflightFinding], why: str, severity: Severity = "note") -> list[PreflightFinding]:
-    """The same without a `fail`: what does not matter here is worth knowing and no more."""
+    """Lower each `fail` to `severity`, where it does not matter for this run."""
     return [
         replace(finding, severity=severity, evidence=f"{finding.evidence} ({why})")
         if finding.severity == "fail"
@@ -72,9 +72,8 @@ def lowered(findings: Iterable[PreflightFinding], why: str, severity: Severity =
 
 
 def for_job(findings: Sequence[PreflightFinding], job: Job) -> list[PreflightFinding]:
-    """The findings of a node for a job, which may overrule some. A command need not run in the Python that Craton runs
-    in, nor with torch: also an image may have several environments. But all that run in an image have its libraries for
-    the network."""
+    """Adjust a node's findings for a job, which may overrule some. A command may use another Python without torch, also
+    in an image, which may have several environments. But all environments of an image share its network libraries."""
     overruled = [finding for finding in findings if finding.what in job.run.preflight_ignore]
     kept = [finding for finding in findings if finding not in overruled]
     findings = ordered([*kept, *lowered(overruled, "overruled by run.preflight_ignore", "warn")])
@@ -84,9 +83,9 @@ def for_job(findings: Sequence[PreflightFinding], job: Job) -> list[PreflightFin
     certain = NETWORK_LIBRARIES if job.run.image or (scheduler and scheduler.image) else ()
     ours = [finding for finding in findings if finding.layer == "ML software" and finding.what not in certain]
     others = [finding for finding in findings if finding not in ours]
-    return ordered([*others, *lowered(ours, "a command may have an environment of its own")])
+    return ordered([*others, *lowered(ours, "a command may use another environment")])
 
 
 def ordered(findings: Iterable[PreflightFinding]) -> list[PreflightFinding]:
-    """The gravest first, otherwise as they came."""
+    """Sort the most severe first, otherwise keep the order."""
     return sorted(findings, key=lambda finding: -SEVERITIES.index(finding.severity))

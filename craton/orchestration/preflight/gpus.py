@@ -1,4 +1,4 @@
-"""Checks of a node's GPUs: pure functions of what the probes read and what the node should be."""
+"""Checks of a node's GPUs: pure functions of the probe report and the expected node."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from craton.infrastructure.probes import (
 )
 from craton.orchestration.preflight.finding import Expected, PreflightFinding, Severity
 
-SAME_MEMORY = 0.05  # how far a card's memory may be from the catalog's: less is a slice of it, more another card
+SAME_MEMORY = 0.05  # tolerance against the catalog's memory: less is a MIG slice, more another GPU
 OLD_XID_SECONDS = 3600.0
-# A card off the bus does not come back without a reset or a boot, and a failed remapping stays in the card's own
-# records: of these two nvidia-smi knows at any time whether they still hold.
-TOLD_BY_NVIDIA_SMI = (64, 79)
+# A GPU off the bus does not come back without a reset or reboot, and a failed row remapping stays in the GPU's own
+# records: for these two nvidia-smi always reports whether they still hold.
+SHOWN_BY_NVIDIA_SMI = (64, 79)
 HARDWARE_THROTTLE = ("hw_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown")
 THERMAL_THROTTLE = ("sw_thermal_slowdown",)
 ACTION_SEVERITY: dict[HealthAction, Severity] = {
@@ -37,15 +37,15 @@ ACTION_SEVERITY: dict[HealthAction, Severity] = {
 }
 ACTION_REMEDY: dict[HealthAction, str] = {
     "observe": "nothing now",
-    "restart": "start the job again",
-    "reset": "drain the node and reset the card: nvidia-smi --gpu-reset -i INDEX, or reboot where that is not allowed",
-    "reboot": "drain and reboot the node; have it replaced when it comes back",
-    "replace": "drain the node and have it replaced",
+    "restart": "restart the job",
+    "reset": "drain the node and reset the GPU: nvidia-smi --gpu-reset -i INDEX, or reboot if that is not permitted",
+    "reboot": "drain and reboot the node; replace it if the problem comes back",
+    "replace": "drain and replace the node",
 }
 
 
 def check_gpus(report: NodeReport, expected: Expected) -> list[PreflightFinding]:
-    """Everything about the cards; nothing for a node that has none and should have none."""
+    """Check all GPUs; no finding for a node that has none and should have none."""
     gpus = report.gpus
     if not gpus.on_bus and not gpus.cards and not expected.gpus and not gpus.driver_loaded:
         return []
@@ -71,29 +71,29 @@ def check_driver(report: NodeReport, expected: Expected) -> list[PreflightFindin
         message = f"driver {gpus.driver_version}, CUDA up to {gpus.cuda_version}"
         return [_finding("gpu_driver", "ok", message)]
     if gpus.on_bus or gpus.driver_loaded:
-        remedy = "`dmesg | grep -i nvrm` tells why; reboot the node, or install the driver again"
+        remedy = "`dmesg | grep -i nvrm` shows why; reboot the node, or reinstall the driver"
         return [
             _finding(
                 "gpu_driver", "fail", f"{counted(len(gpus.on_bus), 'GPU')} on the PCI bus, but {gpus.error}", remedy
             )
         ]
-    remedy = "start the container with its GPUs (nvidia.com/gpu, --gres=gpu:N), or leave this node out"
+    remedy = "start the container with GPUs (nvidia.com/gpu, --gres=gpu:N), or exclude this node"
     return [_finding("gpu_driver", "fail", f"no GPU is visible: {gpus.error}", remedy)] if expected.gpus else []
 
 
 def check_count(report: NodeReport, expected: Expected) -> list[PreflightFinding]:
-    """Seven of eight: the driver's count against what a run needs, the catalog says and the bus shows."""
+    """Compare the driver's GPU count with the run's need, the catalog and the PCI bus."""
     num_gpus, on_bus, wanted = len(report.gpus.cards), len(report.gpus.on_bus), expected.gpus
     missing = sorted(set(report.gpus.on_bus) - {card.bus_id for card in report.gpus.cards})
     bus = f"; the PCI bus has {on_bus}, without a driver: {', '.join(missing)}" if missing and on_bus > num_gpus else ""
     if wanted and num_gpus < wanted:
-        remedy = "reboot the node, have it replaced when the card stays away; give a container all its GPUs"
+        remedy = "reboot the node, replace it if the GPU stays missing; give a container all its GPUs"
         return [_finding("gpu_count", "fail", f"{num_gpus} of {wanted} GPUs ({expected.name}){bus}", remedy)]
     if wanted and num_gpus > wanted and expected.instance is not None and not expected.num_gpus:
         message = f"{counted(num_gpus, 'GPU')}, {expected.name} has {wanted}"
-        return [_finding("gpu_count", "warn", message, "name the right instance in the cluster file")]
+        return [_finding("gpu_count", "warn", message, "set the right instance in the cluster file")]
     if bus and not wanted and not report.host.is_container and not report.gpus.error:
-        remedy = "reboot the node; have it replaced when the card stays away"
+        remedy = "reboot the node; replace it if the GPU stays missing"
         return [_finding("gpu_count", "fail", f"{num_gpus} of {on_bus} GPUs{bus}", remedy)]
     of = f" of {wanted}" if wanted else ""
     return [_finding("gpu_count", "ok", f"{num_gpus}{of} GPUs")]
@@ -103,7 +103,7 @@ def check_model(cards: Iterable[GpuState], expected: Expected) -> list[Preflight
     names = Counter(card.name for card in cards)
     if len(names) > 1:
         message = ", ".join(f"{count} x {name}" for name, count in names.most_common())
-        return [_finding("gpu_model", "fail", f"different GPUs in one node: {message}", "have the node replaced")]
+        return [_finding("gpu_model", "fail", f"different GPUs in one node: {message}", "replace the node")]
     (name,) = names
     instance = expected.instance
     if instance is None or instance.gpu.generation == "cpu":
@@ -112,16 +112,16 @@ def check_model(cards: Iterable[GpuState], expected: Expected) -> list[Preflight
     if not is_model(name, instance.gpu):
         message = f"{name}, but {instance.name} has {instance.gpu.name}"
         return [
-            _finding("gpu_model", "fail", message, "name the right instance in the cluster file, or replace the node")
+            _finding("gpu_model", "fail", message, "set the right instance in the cluster file, or replace the node")
         ]
     if memory_bytes and abs(memory_bytes / instance.gpu.memory_bytes - 1.0) > SAME_MEMORY:
-        message = f"{name} with {memory(memory_bytes)}, the catalog says {memory(instance.gpu.memory_bytes)}"
+        message = f"{name} with {memory(memory_bytes)}, expected {memory(instance.gpu.memory_bytes)} (catalog)"
         return [_finding("gpu_model", "fail", message, "switch MIG off, or correct the catalog entry")]
-    return [_finding("gpu_model", "ok", f"{name}, as {instance.name} has")]
+    return [_finding("gpu_model", "ok", f"{name}, as expected for {instance.name}")]
 
 
 def is_model(name: str, wanted: Gpu) -> bool:
-    """Whether nvidia-smi's name is that of a catalog GPU: `NVIDIA H100 80GB HBM3`, `NVIDIA B300 SXM6 AC`."""
+    """Whether nvidia-smi's name matches a catalog GPU: `NVIDIA H100 80GB HBM3`, `NVIDIA B300 SXM6 AC`."""
     short = name.removeprefix("NVIDIA ").removeprefix("Tesla ")
     try:
         return gpu(short).name == wanted.name
@@ -133,12 +133,12 @@ def is_model(name: str, wanted: Gpu) -> bool:
 def check_recovery(cards: Iterable[GpuState]) -> list[PreflightFinding]:
     asked = [card for card in cards if card.recovery_action not in ("", "None")]
     if not asked:
-        return [_finding("gpu_recovery", "ok", "the driver asks for no recovery")]
+        return [_finding("gpu_recovery", "ok", "the driver requests no recovery action")]
     return [
         _finding(
             "gpu_recovery",
             "fail",
-            f"{card.label}: the driver asks for `{card.recovery_action}`",
+            f"{card.label}: the driver requests `{card.recovery_action}`",
             ACTION_REMEDY[recovery_action(card.recovery_action)].replace("INDEX", str(card.index)),
             recovery_action(card.recovery_action),
         )
@@ -147,7 +147,7 @@ def check_recovery(cards: Iterable[GpuState]) -> list[PreflightFinding]:
 
 
 def check_memory(cards: Iterable[GpuState]) -> list[PreflightFinding]:
-    """ECC errors and rows: what is lost now, what is repaired at the next reset, what can no longer be."""
+    """Check ECC errors and row remapping: data lost now, repairs pending a reset, memory beyond repair."""
     findings = [finding for card in cards for finding in _memory_faults(card)]
     return findings or [_finding("gpu_memory", "ok", "no uncorrectable ECC errors, no rows pending or failed")]
 
@@ -164,22 +164,22 @@ def _memory_faults(card: GpuState) -> Iterator[PreflightFinding]:
     if card.remap_failed:
         yield asks("gpu_row_remap", "fail", "rows could not be remapped", "replace")
     elif card.remap_pending:
-        yield asks("gpu_row_remap", "warn", "a row waits to be remapped", "reset")
+        yield asks("gpu_row_remap", "warn", "a row remapping is pending", "reset")
     if card.unrepairable:
         yield asks("gpu_memory", "fail", "its memory is beyond repair", "replace")
     elif card.repair_pending:
-        yield asks("gpu_memory", "warn", "a repair waits for a reset", "reset")
+        yield asks("gpu_memory", "warn", "a memory repair is pending a reset", "reset")
     if card.sram_threshold_exceeded:
         yield asks("gpu_memory", "fail", "SRAM errors exceed NVIDIA's threshold", "replace")
     if card.volatile_uncorrectable:
         text = f"{card.volatile_uncorrectable} uncorrectable ECC errors since the driver was loaded"
         yield asks("gpu_memory", "fail", text, "reset")
     elif card.aggregate_uncorrectable:
-        text = f"{card.aggregate_uncorrectable} uncorrectable ECC errors in its life, none since the last reset"
+        text = f"{card.aggregate_uncorrectable} uncorrectable ECC errors in its lifetime, none since the last reset"
         yield fault("gpu_memory", "note", text, "watch it")
     if card.ecc is False:
-        remedy = "nvidia-smi -i INDEX -e 1 and reboot: without it a flipped bit is a wrong result"
-        yield fault("gpu_memory", "warn", "ECC is switched off", remedy)
+        remedy = "nvidia-smi -i INDEX -e 1 and reboot: without ECC a flipped bit is a wrong result"
+        yield fault("gpu_memory", "warn", "ECC is disabled", remedy)
 
 
 def check_throttle(cards: Iterable[GpuState]) -> list[PreflightFinding]:
@@ -195,14 +195,14 @@ def check_throttle(cards: Iterable[GpuState]) -> list[PreflightFinding]:
                     "gpu_throttle",
                     "fail" if hardware else "warn",
                     f"{card.label}: {', '.join([*hardware, *thermal])}{at}{warm}",
-                    "look at cooling and power of the node; leave it out until then, it slows every rank",
+                    "check cooling and power of the node; exclude it until then, it slows down every rank",
                 )
             )
         limit, default = card.power_limit_watts, card.default_power_limit_watts
         if limit and default and limit < default:
             message = f"{card.label}: power limit {limit:.0f} W, its default is {default:.0f} W"
             findings.append(_finding("gpu_throttle", "warn", message, f"nvidia-smi -i {card.index} -pl {default:.0f}"))
-    return findings or [_finding("gpu_throttle", "ok", "no card is slowed by heat or power")]
+    return findings or [_finding("gpu_throttle", "ok", "no GPU is throttled by temperature or power")]
 
 
 def check_settings(cards: Iterable[GpuState]) -> list[PreflightFinding]:
@@ -213,25 +213,25 @@ def check_settings(cards: Iterable[GpuState]) -> list[PreflightFinding]:
         message = f"persistence mode is off on {_labels(off)}"
         findings.append(_finding("gpu_persistence", "warn", message, "systemctl enable --now nvidia-persistenced"))
     if sliced:
-        message = f"MIG cuts {_labels(sliced)} into slices"
-        findings.append(_finding("gpu_mig", "warn", message, "nvidia-smi -mig 0, for jobs that want whole cards"))
+        message = f"MIG is enabled on {_labels(sliced)}"
+        findings.append(_finding("gpu_mig", "warn", message, "nvidia-smi -mig 0, for jobs that need whole GPUs"))
     return findings or [_finding("gpu_persistence", "ok", "persistence mode is on")]
 
 
 def check_pcie(cards: Iterable[GpuState]) -> list[PreflightFinding]:
-    """Fewer lanes are always a fault; a lower generation may be an idle card saving power."""
+    """Check the PCIe link: fewer lanes are always a fault; a lower generation may be power saving of an idle GPU."""
     findings = []
     for card in cards:
         if card.pcie_width and card.max_pcie_width and card.pcie_width < card.max_pcie_width:
             message = f"{card.label}: x{card.pcie_width} of x{card.max_pcie_width} lanes"
-            remedy = "reboot the node; have it replaced when the lanes stay away"
+            remedy = "reboot the node; replace it if lanes stay missing"
             findings.append(_finding("gpu_pcie", "fail", message, remedy))
         generation, newest = card.pcie_generation, card.max_pcie_generation
         if generation and newest and generation < newest:
             message = f"{card.label}: PCIe {generation} of {newest}{' while idle' if card.is_idle else ' under load'}"
-            remedy = "" if card.is_idle else "reboot the node; have it replaced when the link stays slow"
+            remedy = "" if card.is_idle else "reboot the node; replace it if the link stays slow"
             findings.append(_finding("gpu_pcie", "note" if card.is_idle else "warn", message, remedy))
-    return findings or [_finding("gpu_pcie", "ok", "every card has all its lanes")]
+    return findings or [_finding("gpu_pcie", "ok", "every GPU has all its PCIe lanes")]
 
 
 def check_nvlink(report: NodeReport, expected: Expected) -> list[PreflightFinding]:
@@ -241,7 +241,7 @@ def check_nvlink(report: NodeReport, expected: Expected) -> list[PreflightFindin
         if card.fabric_state and (card.fabric_state != "Completed" or card.fabric_status not in ("", "Success")):
             message = f"{card.label}: NVSwitch fabric `{card.fabric_state}` {card.fabric_status}".rstrip()
             remedy = (
-                "systemctl restart nvidia-fabricmanager with no process on the GPUs; its version must be the driver's"
+                "systemctl restart nvidia-fabricmanager with no process on the GPUs; its version must match the driver"
             )
             findings.append(_finding("nvlink_fabric", "fail", message, remedy))
     most = max((len(card.nvlinks) for card in cards), default=0)
@@ -249,7 +249,7 @@ def check_nvlink(report: NodeReport, expected: Expected) -> list[PreflightFindin
     if most == 0:
         wanted = instance is not None and instance.nvlink_domain_gpus > 1 and len(cards) > 1
         if wanted and report.gpus.nvlink_told:
-            message = "no NVLink is up on any card"
+            message = "no NVLink is up on any GPU"
             findings.append(
                 _finding("nvlink", "fail", message, "systemctl status nvidia-fabricmanager; reboot the node")
             )
@@ -258,7 +258,7 @@ def check_nvlink(report: NodeReport, expected: Expected) -> list[PreflightFindin
     for card in cards:
         down = [str(link.number) for link in card.nvlinks if not link.is_up]
         slow = [str(link.number) for link in card.nvlinks if 0 < link.gigabytes_per_second < 0.9 * fastest]
-        remedy = "reboot the node; have it replaced when the link stays down"
+        remedy = "reboot the node; replace it if the link stays down"
         if down or len(card.nvlinks) < most:
             up = sum(link.is_up for link in card.nvlinks)
             which = f": link {', '.join(down)} inactive" if down else ""
@@ -266,15 +266,15 @@ def check_nvlink(report: NodeReport, expected: Expected) -> list[PreflightFindin
         elif slow:
             message = f"{card.label}: link {', '.join(slow)} below {fastest:g} GB/s"
             findings.append(_finding("nvlink", "warn", message, remedy))
-    return findings or [_finding("nvlink", "ok", f"{most} NVLinks up on each of {len(cards)} cards")]
+    return findings or [_finding("nvlink", "ok", f"{most} NVLinks up on each of {len(cards)} GPUs")]
 
 
 def check_xids(report: NodeReport) -> list[PreflightFinding]:
-    """The gravest of every card that is not over; what XID 154 said last wins over the table."""
+    """Report the most severe current XID of every GPU; the last XID 154 takes precedence over the table."""
     log = report.kernel_log
     if not log.is_readable:
         message = f"the kernel log cannot be read: {log.error}"
-        return [_finding("xid", "note", message, "run as root to see XIDs, or set kernel.dmesg_restrict=0")]
+        return [_finding("xid", "note", message, "run as root to read XIDs, or set kernel.dmesg_restrict=0")]
     if not log.xids:
         return [_finding("xid", "ok", "no XID in the kernel log")]
     return [_of_card(report, bus, [xid for xid in log.xids if xid.bus_id == bus]) for bus in _buses(log.xids)]
@@ -282,22 +282,22 @@ def check_xids(report: NodeReport) -> list[PreflightFinding]:
 
 def _of_card(report: NodeReport, bus: str, every: list[Xid]) -> PreflightFinding:
     card = next((card for card in report.gpus.cards if card.bus_id.startswith(bus)), None)
-    # nvidia-smi tells nothing of a switch but what its cards see of it.
+    # nvidia-smi shows an NVSwitch only through its GPUs.
     beside = (card,) if card is not None else report.gpus.cards if every[0].is_switch else ()
     is_clean = bool(beside) and all(item.is_clean for item in beside)
     xids = [xid for xid in every if not (is_clean and is_over(xid))]
     place = card.label if card else f"{'NVSwitch' if every[0].is_switch else 'GPU'} {bus}"
     if not xids:
         gravest = max(every, key=lambda xid: HEALTH_ACTIONS.index(xid.action))
-        past = f"{place}: {xid_text(gravest)}{_and_more(every)}, {_when(gravest)}; nvidia-smi reports the card clean"
-        return _finding("xid", "note", past, "nothing now; the same card again is worth a support case")
+        past = f"{place}: {xid_text(gravest)}{_and_more(every)}, {_when(gravest)}; nvidia-smi reports no fault"
+        return _finding("xid", "note", past, "nothing now; open a support case if the same GPU fails again")
     reset_xid = next((xid for xid in reversed(xids) if xid.recovery), None)
     causes = [xid for xid in xids if not xid.recovery] or xids
     gravest = max(causes, key=lambda xid: HEALTH_ACTIONS.index(xid.action))
     action, reason = gravest.action, xid_text(gravest)
     if reset_xid is not None:
         action = recovery_action(reset_xid.recovery)
-        reason = f"{'' if gravest.recovery else f'{reason}; '}XID 154 says `{reset_xid.recovery}`"
+        reason = f"{'' if gravest.recovery else f'{reason}; '}XID 154 requests `{reset_xid.recovery}`"
     remedy = ACTION_REMEDY[action].replace("INDEX", str(card.index) if card else "INDEX")
     fact = xid_facts().get(gravest.code)
     if action in ("observe", "restart") and fact is not None and reset_xid is None:
@@ -306,15 +306,15 @@ def _of_card(report: NodeReport, bus: str, every: list[Xid]) -> PreflightFinding
 
 
 def is_over(xid: Xid) -> bool:
-    """Whether an XID of a card that nvidia-smi now reports clean tells of the past: its remedy may have been applied,
-    and the kernel log keeps it until the next boot."""
+    """Whether an XID is in the past, for a GPU that nvidia-smi now reports without faults: its remedy may have been
+    applied, and the kernel log keeps the XID until the next boot."""
     is_old = xid.age_seconds is not None and xid.age_seconds > OLD_XID_SECONDS
-    return xid.code in TOLD_BY_NVIDIA_SMI or is_old or xid.before_reload
+    return xid.code in SHOWN_BY_NVIDIA_SMI or is_old or xid.before_reload
 
 
 def _when(xid: Xid) -> str:
     if xid.before_reload:
-        return "before the driver was loaded again"
+        return "before the driver was reloaded"
     return f"{whole_duration(xid.age_seconds)} ago" if xid.age_seconds is not None else "at an unknown time"
 
 

@@ -1,7 +1,7 @@
-"""Pre-flight of a run on this machine: what `craton run` asks of its GPUs before it starts an agent.
+"""Pre-flight of a run on this machine: `craton run` checks its GPUs before it starts an agent.
 
-Nodes that share a machine share its state, so it is read once and judged for every node by the cards it was given. A
-run without GPUs needs nothing that only a tool could tell: files are read, and that takes milliseconds.
+Nodes that share a machine share its state, so it is probed once and judged for every node by its assigned GPUs. A run
+without GPUs only reads files, which takes milliseconds.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def check_local(
     root: NodeRoot | None = None,
     nodes: Sequence[str] | None = None,
 ) -> None:
-    """An event of every node, or of these, and StartError for a card that would fail the run, or slow it down, or
-    lie."""
+    """Check every node, or these, and record an event for each; StartError for a GPU that would fail the run, slow it
+    down or compute wrong results."""
     place = root or NodeRoot(files_only=not launch.gpus)
     begin = time.monotonic()
     report = probe_node(place)
@@ -40,19 +40,19 @@ def check_local(
         record_preflight(run, launch.generation, node, findings, time.monotonic() - begin)
         failed = [finding for finding in findings if finding.severity == "fail"]
         if failed:
-            others = f" (and {len(failed) - 1} more: `craton doctor` tells)" if len(failed) > 1 else ""
+            others = f" (and {len(failed) - 1} more: see `craton doctor`)" if len(failed) > 1 else ""
             raise StartError(
-                f"this machine is not fit: {failed[0].evidence}{others}; {failed[0].remedy}; where you know better, "
+                f"this machine failed pre-flight: {failed[0].evidence}{others}; {failed[0].remedy}; to overrule, set "
                 f"`run: {{preflight_ignore: [{', '.join(dict.fromkeys(item.what for item in failed))}]}}`"
             )
 
 
 def used_cards(report: NodeReport, visible: str) -> NodeReport:
-    """The report without the cards that CUDA_VISIBLE_DEVICES leaves out: what ails them is not this run's business."""
+    """Return the report without GPUs that CUDA_VISIBLE_DEVICES hides: their faults do not concern this run."""
     cards = report.gpus.cards
     names = [name.strip() for name in visible.split(",") if name.strip()]
     used = tuple(card for card in cards if any(name == str(card.index) or card.uuid.startswith(name) for name in names))
-    if not used:  # parts of cards have names that nvidia-smi does not list here
+    if not used:  # MIG slices have names that nvidia-smi does not list here
         return report
     others = tuple(card.bus_id for card in cards if card not in used)
     xids = tuple(xid for xid in report.kernel_log.xids if not any(bus.startswith(xid.bus_id) for bus in others))
@@ -62,7 +62,7 @@ def used_cards(report: NodeReport, visible: str) -> NodeReport:
 def _of_node(report: NodeReport, job: Job, launch: Launch, node: str, root: NodeRoot) -> list[PreflightFinding]:
     environment = {**root.environment, **launch.env}
     visible = launch.cards.get(node, environment.get(VISIBLE, ""))
-    # All nodes are here, however many there are: nothing goes over a network.
+    # All nodes are on this machine: nothing goes over a network.
     expected = replace(followed(expected_by(job, launch), root, report), needs_network=False)
     findings = judge(used_cards(report, visible), expected, environment)
     return for_job(findings, job)

@@ -1,4 +1,4 @@
-"""Which network NCCL really uses, from what it prints with NCCL_DEBUG=INFO: variables are wishes, this is the truth."""
+"""The network that NCCL actually uses, from its log with NCCL_DEBUG=INFO."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ _NO_PLUGIN = re.compile(r"NET/Plugin.*(?:[Nn]o plugin found|Could not find|Faile
 
 @dataclass(frozen=True)
 class NcclNetwork:
-    """What a log says of NCCL's network; empty where it says nothing."""
+    """NCCL's network according to a log; empty where the log does not show it."""
 
     version: str
-    networks: tuple[str, ...]  # as NCCL names them: AWS Libfabric, Libfabric, IB, Socket; the most used first
+    networks: tuple[str, ...]  # NCCL's names: AWS Libfabric, Libfabric, IB, Socket; the most used first
     provider: str  # of libfabric
     num_nics: int
     plugin_version: str
     plugin_missing: bool
-    gpudirect: bool  # whether channels to other nodes go straight to GPU memory
+    gpudirect: bool  # whether channels to other nodes use GPUDirect RDMA
 
     @property
     def is_told(self) -> bool:
@@ -45,7 +45,7 @@ class NcclNetwork:
 
 
 def diagnose_nccl_log(log: str, cluster: str | None = None) -> Diagnosis:
-    """One log against `cluster`, or all logs of a run against what its own job says of its nodes."""
+    """Check one log against `cluster`, or all logs of a run against its job's nodes."""
     path = Path(log)
     if path.is_file():
         with open(path, "rb") as file:
@@ -54,7 +54,7 @@ def diagnose_nccl_log(log: str, cluster: str | None = None) -> Diagnosis:
     run = find_run(log)
     logs = {item.stem: _lines_of(item) for item in paths_in(run.path / "logs", "rank-*.log")}
     if not logs:
-        raise StartError(f"{run.name} has no logs of ranks yet; start it, with NCCL_DEBUG=INFO under run.env")
+        raise StartError(f"{run.name} has no rank logs yet; start it with NCCL_DEBUG=INFO under run.env")
     expected = expected_of(cluster)
     if expected is None:
         expected = expected_by(load_job(run.job_path), read_launch(run))
@@ -62,7 +62,7 @@ def diagnose_nccl_log(log: str, cluster: str | None = None) -> Diagnosis:
 
 
 def nccl_lines(log: BinaryIO) -> str:
-    """What NCCL wrote into a log, which may hold gigabytes of other things."""
+    """Return NCCL's lines of a log, which may hold gigabytes of other output."""
     text = io.TextIOWrapper(log, encoding="utf-8", errors="replace")
     lines = iter(lambda: text.readline(MAX_LINE_CHARACTERS), "")
     return "".join(line for line in lines if "NCCL" in line)
@@ -74,7 +74,7 @@ def _lines_of(path: Path) -> str:
 
 
 def check_nccl_logs(logs: Mapping[str, str], expected: Expected) -> list[PreflightFinding]:
-    """Name → text; one finding for all logs that say the same, with their names where not all do."""
+    """Check logs (name → text): one finding for all logs with the same result, with names if results differ."""
     alike: dict[PreflightFinding, list[str]] = defaultdict(list)
     for name, text in logs.items():
         for finding in check_nccl_log(text, expected):
@@ -102,7 +102,7 @@ def read_nccl_log(text: str) -> NcclNetwork:
 
 
 def check_nccl_log(text: str, expected: Expected) -> list[PreflightFinding]:
-    """Whether NCCL took the network that the node has."""
+    """Check whether NCCL uses the node's fast network."""
     findings = _judged(text, expected)
     return findings if expected.needs_network else lowered(findings, "this run stays on one node")
 
@@ -112,7 +112,7 @@ def _judged(text: str, expected: Expected) -> list[PreflightFinding]:
     if not log.is_told:
         return [
             PreflightFinding(
-                "ML software", "nccl_network", "note", "the log does not tell", "start with NCCL_DEBUG=INFO"
+                "ML software", "nccl_network", "note", "the log does not show it", "start with NCCL_DEBUG=INFO"
             )
         ]
     fast = "EFA" if instance and instance.efa_version else "InfiniBand"
@@ -121,10 +121,10 @@ def _judged(text: str, expected: Expected) -> list[PreflightFinding]:
     message = f"NCCL {log.version or ''} uses {', '.join(log.networks)}".replace("  ", " ")
     if has_fast and not any(wanted in name.lower() for name in log.networks):
         why = "; it did not find its plugin" if log.plugin_missing else ""
-        remedy = "`craton doctor` on the node tells which part is missing; stop the run, it crawls"
+        remedy = "run `craton doctor` on the node to find the missing part; stop the run, it is far too slow"
         return [PreflightFinding("ML software", "nccl_network", "fail", f"{message} instead of {fast}{why}", remedy)]
     if log.provider and log.provider != "efa" and fast == "EFA" and has_fast:
-        problem, remedy = f"{message} by the provider {log.provider}, not efa", "export FI_PROVIDER=efa"
+        problem, remedy = f"{message} with the provider {log.provider}, not efa", "export FI_PROVIDER=efa"
         return [PreflightFinding("ML software", "nccl_network", "fail", problem, remedy)]
     if log.num_nics and instance and log.num_nics < instance.network_interfaces:
         problem = f"{message}, on {log.num_nics} of {instance.network_interfaces} interfaces"

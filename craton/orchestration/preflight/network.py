@@ -1,5 +1,5 @@
-"""Checks of the network between nodes: EFA or InfiniBand really there, libfabric and NCCL really on it, GPU memory
-reachable from it, and no variable that says otherwise.
+"""Checks of the network between nodes: EFA or InfiniBand devices, libfabric, the NCCL plugin, GPUDirect RDMA, and
+environment variables that break them.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from craton.formatting import memory, percent
 from craton.infrastructure.probes import UNLIMITED, NodeReport, counter_facts, is_in, traps
 from craton.orchestration.preflight.finding import Expected, Layer, PreflightFinding, Severity, lowered
 
-BUSY_BYTES = 1e12  # below which a device has not carried enough for its share to mean something
-FAIR_SHARE = 0.5  # of the median of its neighbours, which a device should have carried
-SLOW_RATE = 0.9  # of the rate that a card should have
+BUSY_BYTES = 1e12  # minimum traffic for a device's share to be meaningful
+FAIR_SHARE = 0.5  # minimum traffic of a device, relative to the median of all
+SLOW_RATE = 0.9  # minimum link rate, relative to the expected one
 ENOUGH_LOCKED_BYTES = 2**34
-GIVE_VERBS = "ask for the RDMA resource of the nodes (rdma/…) in the pod, or give the container its /dev/infiniband"
+GIVE_VERBS = "request the nodes' RDMA resource (rdma/…) in the pod, or give the container /dev/infiniband"
 
 
 def check_network(report: NodeReport, expected: Expected, environment: Mapping[str, str]) -> list[PreflightFinding]:
-    """Nothing for a node that has no such network and should have none."""
+    """Check the network; no finding for a node that has no fast network and should have none."""
     instance = expected.instance
     has_gpus = bool(report.gpus.cards or report.gpus.on_bus)
     wants_efa = instance is not None and instance.efa_version > 0
@@ -34,8 +34,8 @@ def check_network(report: NodeReport, expected: Expected, environment: Mapping[s
     if report.fabric.devices:
         findings += check_locked_memory(report)
     findings += check_environment(report, environment)
-    # A pod on one node is given no EFA, and should not be: its ranks meet over NVLink. No trap of the environment that
-    # fails a node does so for anything but the network.
+    # A single-node pod gets no EFA and needs none: its ranks communicate over NVLink. Environment variables that fail a
+    # node only concern the network.
     return findings if expected.needs_network else lowered(findings, "this run stays on one node")
 
 
@@ -49,18 +49,18 @@ def check_efa_count(report: NodeReport, expected: Expected) -> list[PreflightFin
                 "efa_count",
                 "fail",
                 f"{len(efa)} of {wanted} EFA devices{beside}",
-                "attach all EFA interfaces in the launch template, ask for all of vpc.amazonaws.com/efa in the pod, or "
-                "replace the node: missing ones cost their share of bandwidth, and all of them mean TCP",
+                "attach all EFA interfaces in the launch template, request all of vpc.amazonaws.com/efa in the pod, or "
+                "replace the node: each missing one costs bandwidth, and without any NCCL uses TCP",
             )
         ]
     hidden = [device.name for device in efa if device.uverbs and device.uverbs not in report.fabric.visible_uverbs]
     if hidden:
         message = f"{len(efa) - len(hidden)} of {len(efa)} EFA devices are in /dev/infiniband"
-        remedy = "ask for vpc.amazonaws.com/efa in the pod, or give the container its /dev/infiniband/uverbs devices"
+        remedy = "request vpc.amazonaws.com/efa in the pod, or give the container its /dev/infiniband/uverbs devices"
         return [_finding("efa_count", "fail", message, remedy, layer="orchestration")]
     if wanted and len(efa) > wanted:
         message = f"{len(efa)} EFA devices, {expected.name} has {wanted}"
-        return [_finding("efa_count", "warn", message, "name the right instance in the cluster file")]
+        return [_finding("efa_count", "warn", message, "set the right instance in the cluster file")]
     down = [device.name for device in efa if not device.is_active]
     if down:
         return [_finding("efa_count", "fail", f"not active: {', '.join(down)}", "reboot the node, or replace it")]
@@ -69,7 +69,7 @@ def check_efa_count(report: NodeReport, expected: Expected) -> list[PreflightFin
 
 
 def check_foreign_devices(report: NodeReport) -> list[PreflightFinding]:
-    """Ten instead of eight: `ibp*` of P6-B200 are no EFA, and libfabric gives up when it cannot open them."""
+    """Check for devices that are not EFA: P6-B200 has two `ibp*`, and libfabric fails if it cannot open them."""
     others = [device for device in report.fabric.infiniband if device.uverbs in report.fabric.visible_uverbs]
     if not others:
         return []
@@ -83,7 +83,7 @@ def check_foreign_devices(report: NodeReport) -> list[PreflightFinding]:
         _finding(
             "efa_foreign_devices",
             "fail",
-            f"this container was given {total} devices where {len(report.fabric.efa)} are EFA: {names} belong to the "
+            f"this container has {total} devices, of which {len(report.fabric.efa)} are EFA: {names} belong to the "
             "NVLink switches, and NCCL or libfabric fails on them",
             "use the EFA device plugin 0.5.10 or later, and do not mount /dev/infiniband from the host",
             layer="orchestration",
@@ -94,9 +94,9 @@ def check_foreign_devices(report: NodeReport) -> list[PreflightFinding]:
 def check_libfabric(report: NodeReport) -> list[PreflightFinding]:
     libfabric, efa = report.fabric.libfabric, report.fabric.efa
     if not libfabric.is_there:
-        remedy = "install the EFA installer (--skip-kmod in a container)"
+        remedy = "run the EFA installer (--skip-kmod in a container)"
         return [
-            _finding("libfabric", "warn", "fi_info is not installed: whether libfabric sees EFA is not known", remedy)
+            _finding("libfabric", "warn", "fi_info is not installed: it is unknown whether libfabric sees EFA", remedy)
         ]
     if not libfabric.domains:
         return [
@@ -104,8 +104,8 @@ def check_libfabric(report: NodeReport) -> list[PreflightFinding]:
                 "libfabric",
                 "fail",
                 f"libfabric finds no EFA ({libfabric.error}): NCCL would use TCP sockets",
-                "give the container its /dev/infiniband/uverbs devices by the device plugin, load the module efa, or "
-                "install the EFA installer",
+                "give the container its /dev/infiniband/uverbs devices with the device plugin, load the module efa, or "
+                "run the EFA installer",
             )
         ]
     if efa and len(libfabric.domains) < len(efa):
@@ -115,26 +115,26 @@ def check_libfabric(report: NodeReport) -> list[PreflightFinding]:
 
 
 def check_plugin(report: NodeReport) -> list[PreflightFinding]:
-    """Without aws-ofi-nccl NCCL does not know EFA, and says nothing."""
+    """Check for aws-ofi-nccl: without it NCCL silently does not use EFA."""
     fabric = report.fabric
     if fabric.plugin_is_found:
         version = fabric.versions.get("aws_ofi_nccl", "of unknown version")
         return [_finding("nccl_plugin", "ok", f"aws-ofi-nccl {version} is found by the loader")]
-    remedy = "install the EFA installer 1.34 or later, which brings aws-ofi-nccl, and put it on LD_LIBRARY_PATH"
+    remedy = "run the EFA installer 1.34 or later, which includes aws-ofi-nccl, and put it on LD_LIBRARY_PATH"
     if fabric.plugins:
         remedy = f"export LD_LIBRARY_PATH={fabric.plugins[0].rpartition('/')[0]}:$LD_LIBRARY_PATH"
     if fabric.loaded_plugin:
-        beside = f"{fabric.plugins[0]} comes behind it" if fabric.plugins else "aws-ofi-nccl is not there"
-        message = f"NCCL gets {fabric.loaded_plugin}, which does not know EFA, and {beside}: it would use TCP sockets"
+        beside = f"{fabric.plugins[0]} comes after it" if fabric.plugins else "aws-ofi-nccl is missing"
+        message = f"NCCL loads {fabric.loaded_plugin}, which lacks EFA, and {beside}: it would use TCP sockets"
     elif fabric.plugins:
-        message = f"{fabric.plugins[0]} is there, but neither ldconfig nor LD_LIBRARY_PATH leads to it"
+        message = f"{fabric.plugins[0]} exists, but neither ldconfig nor LD_LIBRARY_PATH finds it"
     else:
-        message = "aws-ofi-nccl is not there: NCCL would use TCP sockets"
+        message = "aws-ofi-nccl is missing: NCCL would use TCP sockets"
     return [_finding("nccl_plugin", "fail", message, remedy)]
 
 
 def check_infiniband(report: NodeReport, expected: Expected) -> list[PreflightFinding]:
-    """Ports that are up at full rate; slower ones beside them, for storage, do not make up for one that is missing."""
+    """Check for ports at full rate; slower ports, such as for storage, do not replace a missing one."""
     devices, instance = report.fabric.infiniband, expected.instance
     active = [device for device in devices if device.state == "ACTIVE"]
     wanted = instance.network_interfaces if instance else 0
@@ -144,7 +144,7 @@ def check_infiniband(report: NodeReport, expected: Expected) -> list[PreflightFi
     fast = [device for device in active if device.gigabits_per_second >= SLOW_RATE * due]
     visible = [device for device in fast if not device.uverbs or device.uverbs in report.fabric.visible_uverbs]
     if fast and len(visible) < min(wanted or 1, len(fast)):
-        lost = "the others are lost to NCCL" if visible else "NCCL would use TCP sockets"
+        lost = "NCCL cannot use the others" if visible else "NCCL would use TCP sockets"
         text = f"{len(visible)} of {len(fast)} InfiniBand ports are in /dev/infiniband: {lost}"
         return [_finding("infiniband", "fail", text, GIVE_VERBS, layer="orchestration")]
     if not devices and wanted and report.host.is_container:
@@ -156,24 +156,24 @@ def check_infiniband(report: NodeReport, expected: Expected) -> list[PreflightFi
     down = [f"{device.name} {device.state or 'unknown'}" for device in devices if device not in active]
     if down or len(active) < wanted:
         message = f" ({', '.join(down)})" if down else ""
-        remedy = "look at cable and switch port, `ibstat` tells more; the node is slow or cut off until then"
+        remedy = "check cable and switch port (`ibstat` shows more); the node is slow or unreachable until then"
         return [_finding("infiniband", "fail", f"{len(fast)} of {wanted} InfiniBand ports active{message}", remedy)]
     slow = [f"{device.name} {device.gigabits_per_second:g}" for device in active if device not in fast]
-    remedy = "reseat or replace the cable; a port that trained slower slows every ring through it"
-    return [_finding("infiniband", "warn", f"{', '.join(slow)} Gb/s where {due:g} are due", remedy)]
+    remedy = "reseat or replace the cable; a slow port slows down every ring through it"
+    return [_finding("infiniband", "warn", f"{', '.join(slow)} Gb/s, expected {due:g}", remedy)]
 
 
 def check_gpudirect(report: NodeReport) -> list[PreflightFinding]:
-    """A network card reaches GPU memory by nvidia_peermem, or by dma-buf: open kernel modules and kernel 5.12."""
+    """Check GPUDirect RDMA: by nvidia_peermem, or by dma-buf with open kernel modules and kernel 5.12 or later."""
     fabric = report.fabric
     kernel = report.software.versions.get("kernel", "")
     if fabric.efa_peer_to_peer.lower().startswith("nvidia"):
-        return [_finding("gpudirect_rdma", "ok", "the EFA driver has peer-to-peer access to NVIDIA's memory")]
+        return [_finding("gpudirect_rdma", "ok", "the EFA driver has peer-to-peer access to GPU memory")]
     if fabric.peer_memory:
         return [_finding("gpudirect_rdma", "ok", "nvidia_peermem is loaded")]
     if report.gpus.open_modules and is_in(kernel, ">=5.12"):
         return [_finding("gpudirect_rdma", "ok", f"dma-buf: open kernel modules on kernel {kernel}")]
-    message = "neither nvidia_peermem nor dma-buf: the network goes through host memory"
+    message = "neither nvidia_peermem nor dma-buf: network traffic goes through host memory"
     remedy = "modprobe nvidia_peermem, or install NVIDIA's open kernel modules"
     return [_finding("gpudirect_rdma", "fail", message, remedy)]
 
@@ -183,7 +183,7 @@ def check_gdrcopy(report: NodeReport) -> list[PreflightFinding]:
     if version and report.fabric.gdrcopy_device:
         return [_finding("gdrcopy", "ok", f"gdrdrv {version}")]
     if version:
-        message, remedy = "gdrdrv is loaded, but /dev/gdrdrv is not here", "give the container /dev/gdrdrv"
+        message, remedy = "gdrdrv is loaded, but /dev/gdrdrv is missing", "give the container /dev/gdrdrv"
         return [_finding("gdrcopy", "warn", message, remedy)]
     message = "GDRCopy's gdrdrv is not loaded: small messages take longer"
     severity: Severity = "warn" if report.fabric.efa else "note"
@@ -202,7 +202,7 @@ def check_locked_memory(report: NodeReport) -> list[PreflightFinding]:
     if limit is None or limit == UNLIMITED:
         return [_finding("locked_memory", "ok", "locked memory is not limited")]
     severity: Severity = "note" if limit >= ENOUGH_LOCKED_BYTES else "fail"
-    message = f"a process may lock {memory(limit)}, and RDMA needs its buffers locked"
+    message = f"the locked memory limit is {memory(limit)}, and RDMA needs its buffers locked"
     remedy = "`* - memlock unlimited` in /etc/security/limits.conf; LimitMEMLOCK=infinity for slurmd or containerd"
     return [_finding("locked_memory", severity, message, remedy)]
 
@@ -219,18 +219,18 @@ def check_efa_counters(report: NodeReport) -> list[PreflightFinding]:
         if hit:
             name, value = max(hit.items(), key=lambda item: item[1])
             much = percent(value) if fact.share_of else f"{value:,.0f}"
-            devices = name if len(hit) == 1 else f"{len(hit)} devices, {name} the most"
+            devices = name if len(hit) == 1 else f"{len(hit)} devices, highest on {name}"
             message = f"{fact.name}: {much} {fact.meaning} ({devices})"
             findings.append(_finding("efa_counters", fact.severity, message, fact.remedy))
     sent = {device.name: device.counters.get("tx_bytes", 0) for device in report.fabric.efa}
     usual = median(sent.values()) if sent else 0
     idle = [name for name, count in sent.items() if usual > BUSY_BYTES and count < FAIR_SHARE * usual]
     if idle:
-        message = f"{', '.join(idle)} carried less than half of what its neighbours did"
-        remedy = "compare with another node; one device that carries less is a bad path, or NCCL does not use it"
+        message = f"{', '.join(idle)} carried less than half of the median traffic"
+        remedy = "compare with another node; a device with less traffic has a bad path, or NCCL does not use it"
         findings.append(_finding("efa_counters", "warn", message, remedy))
     if not findings and report.fabric.efa:
-        return [_finding("efa_counters", "ok", "no retransmissions, drops or errors worth a word")]
+        return [_finding("efa_counters", "ok", "no significant retransmissions, drops or errors")]
     return findings
 
 
@@ -249,7 +249,7 @@ def check_environment(report: NodeReport, environment: Mapping[str, str]) -> lis
             value = f"={environment[name]}" if name in environment and not trap.unset else ""
             findings.append(_finding("environment", trap.severity, f"{name}{value}: {trap.problem}", trap.remedy))
     if not findings and has_gpus:
-        return [_finding("environment", "ok", "no variable of NCCL, libfabric or CUDA that hurts")]
+        return [_finding("environment", "ok", "no harmful variable of NCCL, libfabric or CUDA")]
     return findings
 
 

@@ -1,9 +1,8 @@
-"""Pre-flight: is this node what the job was promised, before its first step?
+"""Pre-flight: check that a node meets the job's expectations before the first step.
 
-`examine` reads a node and judges it; `preflight` does so for a run about to start here and writes what it found into
-the run's events; `diagnose` is `craton doctor` on one machine, by itself or as a node of a run. All checks are pure
-functions of what the probes read (`preflight_gpus`, `_network`, `_host`, `_software`), so the image of a node is judged
-like the node.
+`examine` probes a node and judges it. `preflight` does so for a run about to start here and records the findings in the
+run's events. `diagnose` is `craton doctor` on one machine, alone or as a node of a run. All checks (`gpus`, `network`,
+`host`, `software`) are pure functions of the probe report, so the image of a node is judged like the node.
 """
 
 from __future__ import annotations
@@ -37,20 +36,20 @@ from craton.telemetry import RunDirectory
 from craton.telemetry.files import LineWriter
 
 SCHEMA = 1
-MAX_LINKS = 8  # one behind the other, in a path of storage
-MEASURED_BYTES = 256 * 2**20  # what the bandwidth test moves on GPUs
+MAX_LINKS = 8  # symbolic links in sequence in a storage path
+MEASURED_BYTES = 256 * 2**20  # message size of the bandwidth test on GPUs
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What `craton doctor` found on one node, or on several together."""
+    """The result of `craton doctor` on one node or several."""
 
     findings: list[PreflightFinding]
     nodes: list[dict[str, Any]] = field(default_factory=list)  # node, instance, report, compute, compute_failed
     bandwidth: dict[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Keys are added, never changed, within a schema."""
+        """Return the result as JSON; within a schema keys are added, never changed."""
         return {
             "schema": SCHEMA,
             "worst": worst(self.findings),
@@ -63,7 +62,7 @@ class Diagnosis:
 def examine(
     root: NodeRoot, expected: Expected | None = None, environment: Mapping[str, str] | None = None
 ) -> tuple[NodeReport, list[PreflightFinding]]:
-    """Reads a node and judges it, the gravest first. Without expectations a node is what it says it is."""
+    """Probe a node and judge it, the most severe first. Without expectations the node's own type is expected."""
     report = probe_node(root)
     wanted = followed(expected, root, report) if expected is not None else Expected(instance_of(report))
     return report, judge(report, wanted, root.environment if environment is None else environment)
@@ -81,7 +80,7 @@ def judge(report: NodeReport, expected: Expected, environment: Mapping[str, str]
 
 
 def instance_of(report: NodeReport) -> Instance | None:
-    """The catalog's entry of what the machine says it is: EC2 writes the instance type where others have a model."""
+    """Return the catalog entry of this machine: EC2 sets the product name to the instance type."""
     try:
         return instance(report.host.product) if report.host.product else None
     except CatalogError:
@@ -89,7 +88,7 @@ def instance_of(report: NodeReport) -> Instance | None:
 
 
 def expected_of(cluster: str | None) -> Expected | None:
-    """What the nodes of a cluster file, or of a catalog name, should be; None without either."""
+    """Return the expected node of a cluster file or catalog name; None without either."""
     if cluster is None:
         return None
     if not cluster.endswith((".yaml", ".yml")) and "/" not in cluster:
@@ -102,24 +101,24 @@ def expected_of(cluster: str | None) -> Expected | None:
 
 
 def preflight(run: RunDirectory, launch: Launch, node: str, root: NodeRoot | None = None) -> list[PreflightFinding]:
-    """The quick checks of one of a run's nodes, on that node, before its agent starts; recorded as an event.
+    """Run the quick checks on a node of a run before its agent starts, and record them as an event.
 
-    Whoever launches decides: a `fail` is a node to leave out. Nothing is measured, so a healthy node is through in
-    less than two seconds.
+    The caller decides: a `fail` is a node to exclude. Nothing is measured, so a healthy node takes less than two
+    seconds.
     """
     begin = time.monotonic()
     place = root or NodeRoot()
     job = load_job(run.job_path)
     _, examined = examine(place, expected_by(job, launch), {**place.environment, **launch.env})
     findings = [replace(finding, node=node) for finding in for_job(examined, job)]
-    # Before its agent is started nobody else writes to the node's file, which has one writer at a time.
+    # The node's events file has one writer at a time: before its agent starts, that is this process.
     record_preflight(run, launch.generation, node, findings, time.monotonic() - begin)
     return findings
 
 
 def expected_by(job: Job, launch: Launch) -> Expected:
-    """What a run needs of each of its nodes; fewer processes than GPUs still use all of the GPUs. Drives that no tier
-    of checkpoints is on may be anywhere."""
+    """Return what a run needs from each node; fewer processes than GPUs still use all GPUs. NVMe paths are checked only
+    if a checkpoint tier uses them."""
     node_type = None if job.cluster.is_local else resolve_cluster(job.cluster, job.price).instance
     expected = Expected(node_type, launch.node_gpus if launch.gpus else 0, needs_network=launch.working_nodes > 1)
     if job.cluster.is_local or job.cluster.file is None:
@@ -129,7 +128,7 @@ def expected_by(job: Job, launch: Launch) -> Expected:
 
 
 def with_storage(expected: Expected, file: ClusterFile) -> Expected:
-    """And where the cluster file says that storage is. What Kubernetes mounts by a claim is there, or no pod starts."""
+    """Add the storage paths of the cluster file. Kubernetes itself ensures mounts by claim: no pod starts without."""
 
     def place(tier: StorageNumbers | None) -> str:
         stated = tier.path if tier and tier.path and not tier.claim else ""
@@ -141,8 +140,8 @@ def with_storage(expected: Expected, file: ClusterFile) -> Expected:
 
 
 def followed(expected: Expected, root: NodeRoot, report: NodeReport) -> Expected:
-    """With the paths of storage as they are behind links of the root disk. What lies on another mount is not asked: one
-    whose server is gone would not answer."""
+    """Resolve symbolic links in storage paths, on the root disk only. Other mounts are not accessed: one whose server
+    is gone would hang."""
 
     def real(path: str) -> str:
         for _ in range(MAX_LINKS):
@@ -161,7 +160,7 @@ def followed(expected: Expected, root: NodeRoot, report: NodeReport) -> Expected
 def record_preflight(
     run: RunDirectory, generation: int, node: str, findings: list[PreflightFinding], seconds: float
 ) -> None:
-    """One event: how it went, how long it took, and everything that is not fine."""
+    """Record one event: worst severity, duration, and all findings that are not ok."""
     messages = [finding.to_json() for finding in findings if finding.severity != "ok"]
     line = {
         "time": time.time(),
@@ -180,7 +179,7 @@ def record_preflight(
 
 
 def node_name(report: NodeReport, root: NodeRoot) -> str:
-    """As Slurm calls the node, where it started this; else as it calls itself."""
+    """Return Slurm's name of the node if Slurm started this process, else the host name."""
     return root.environment.get("SLURMD_NODENAME") or report.host.name or root.path.name or socket.gethostname()
 
 
@@ -192,10 +191,10 @@ def diagnose(
     compute: bool = False,
     bandwidth: bool = False,
 ) -> Diagnosis:
-    """This machine, or the image of a node; with its self-tests where they are asked for. Given a run, it is judged as
-    one of its nodes: by what its job and its launch need, with the environment that its ranks will have."""
+    """Diagnose this machine or the image of a node, with self-tests on request. With a run, judge it as one of its
+    nodes: by the needs of its job and launch, with the environment of its ranks."""
     if root is not None and (compute or bandwidth):
-        raise StartError("--root reads the image of a node, which cannot compute; leave out --compute and --bandwidth")
+        raise StartError("--root reads the image of a node, which cannot compute; remove --compute and --bandwidth")
     if root is not None and not root.is_dir():
         raise StartError(f"--root {root} is not a folder; give the root of a node image (docs/doctor.md)")
     place = NodeRoot(root) if root is not None else NodeRoot()
@@ -231,12 +230,12 @@ def diagnose(
 
 
 def check_tested(devices: list[dict[str, Any]], num_gpus: int, root: NodeRoot) -> list[PreflightFinding]:
-    """A self-test that quietly went to the processor has tested no card."""
+    """Check that the self-test used the GPUs and did not silently fall back to the CPU."""
     if not num_gpus or not devices or "CUDA_VISIBLE_DEVICES" in root.environment:
         return []
     num_tested = sum(device["device"] != "cpu" for device in devices)
     if num_tested >= num_gpus:
         return []
-    remedy = "python -c 'import torch; torch.zeros(1, device=\"cuda\")' tells why; reboot the node if it is the driver"
+    remedy = "python -c 'import torch; torch.zeros(1, device=\"cuda\")' shows why; reboot the node if it is the driver"
     message = f"nvidia-smi shows {counted(num_gpus, 'GPU')}, and torch could use {num_tested}"
     return [PreflightFinding("infrastructure", "compute", "fail", message, remedy)]

@@ -1,7 +1,7 @@
-"""The self-tests as processes: `python -m craton.ml.selftest`, here or on the nodes of a Slurm cluster.
+"""Run the self-tests as processes: `python -m craton.ml.selftest`, here or on the nodes of a Slurm cluster.
 
-A card that is really broken hangs or kills the process that tests it. That is a finding like any other, and what the
-other devices said is kept.
+A badly broken GPU hangs or kills the process that tests it. That is a finding like any other, and the results of the
+other devices are kept.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from craton.formatting import setting
 from craton.orchestration.preflight.finding import PreflightFinding
 
 SELFTEST = "craton.ml.selftest"
-COMPUTE_SECONDS, BANDWIDTH_SECONDS = 180.0, 180.0  # with the start of torch on a slow file system
+COMPUTE_SECONDS, BANDWIDTH_SECONDS = 180.0, 180.0  # includes importing torch from a slow file system
 CPU_RANKS = 4  # of a node without GPUs: two pairs
-SECRET_VARIABLE = "CRATON_SELFTEST_SECRET"  # what ranks prove to each other; never on a command line, which others see
-NO_TORCH = 3  # how the self-test ends where torch cannot be imported
+SECRET_VARIABLE = "CRATON_SELFTEST_SECRET"  # authenticates ranks; never on a command line, which others see
+NO_TORCH = 3  # exit code if torch cannot be imported
 
 
 @dataclass(frozen=True)
 class EndedSelftest:
-    """What the processes of a self-test printed, and why they did not all end well."""
+    """The output of a self-test's processes, and why one of them failed."""
 
     printed: list[dict[str, Any]]  # JSON lines of all of them, in the order of the processes
     failure: str = ""
@@ -43,14 +43,14 @@ class EndedSelftest:
         if self.lacks_torch:
             remedy = f"install torch in this environment: {install_command('train')}"
             return PreflightFinding("ML software", check, "fail", self.failure, remedy)
-        remedy = "look for XIDs (`dmesg`), and leave the node out until it passes"
+        remedy = "look for XIDs (`dmesg`), and exclude the node until it passes"
         return PreflightFinding("infrastructure", check, "fail", f"{self.failure}{on}", remedy)
 
 
 def run_compute(
     seconds: float | None = None, limit_seconds: float = COMPUTE_SECONDS
 ) -> tuple[list[dict[str, Any]], list[PreflightFinding]]:
-    """Tests every device of this machine: what those said that came to an end, and what became of the others."""
+    """Test every device of this machine; return the results, and a finding for devices without one."""
     asked = [] if seconds is None else ["--seconds", str(seconds)]
     ended = run_processes([[sys.executable, "-m", SELFTEST, "compute", *asked]], [{}], limit_seconds)
     named = [name for line in ended.printed for name in line.get("devices", ())]
@@ -64,7 +64,7 @@ def run_compute(
 
 
 def run_bandwidth(num_gpus: int, expected: float = 0.0) -> tuple[dict[str, Any] | None, list[PreflightFinding]]:
-    """Pairs of this machine's GPUs, or of processes where it has none; None with a finding that says why not."""
+    """Measure pairs of this machine's GPUs, or of processes without GPUs; None with a finding on failure."""
     ranks, port, secret = num_gpus or CPU_RANKS, free_port(), secrets.token_hex(32)
     command = [sys.executable, "-m", SELFTEST, "bandwidth", "--expected", str(expected)]
     places = [
@@ -85,7 +85,7 @@ def run_bandwidth(num_gpus: int, expected: float = 0.0) -> tuple[dict[str, Any] 
 
 
 def bandwidth_command(first_node: str, port: int, gpus_per_node: int, expected: float) -> list[str]:
-    """One rank of every node, as srun starts it; the environment must name where they meet."""
+    """Return the command of one rank, which srun starts on every node, with its rendezvous address."""
     words = [sys.executable, "-m", SELFTEST, "bandwidth", "--unit-ranks", str(max(gpus_per_node, 1))]
     meeting = ["env", f"MASTER_ADDR={first_node}", f"MASTER_PORT={port}"]
     return [*meeting, *words, "--expected", str(expected)]
@@ -94,7 +94,7 @@ def bandwidth_command(first_node: str, port: int, gpus_per_node: int, expected: 
 def run_processes(
     commands: Sequence[Sequence[str]], environments: Sequence[Mapping[str, str]], limit_seconds: float
 ) -> EndedSelftest:
-    """Runs them at the same time and keeps what they printed until their end, or the limit; none outlives this."""
+    """Run commands in parallel and collect their output until they end or the limit; kill the rest."""
     end = time.monotonic() + limit_seconds
     failure = ""
     with ExitStack() as files:
@@ -103,7 +103,7 @@ def run_processes(
         started = []
         try:
             for command, environment, output in zip(commands, environments, outputs, strict=True):
-                # A thread a rank is what a node with many ranks can take, and it makes results repeatable.
+                # One thread per rank suits nodes with many ranks, and makes results repeatable.
                 surroundings = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
                 started.append(
                     subprocess.Popen(command, env=surroundings, stdin=subprocess.DEVNULL, stdout=output, stderr=errors)
@@ -131,11 +131,11 @@ def _ending(code: int) -> str:
 def _last_line(file: Any) -> str:
     file.seek(0)
     lines = file.read().decode(errors="replace").strip().splitlines()
-    return lines[-1] if lines else "it said nothing"
+    return lines[-1] if lines else "no output"
 
 
 def _lines(file: Any) -> list[dict[str, Any]]:
-    """Whole lines only: the last one of a process that was killed may be torn."""
+    """Return complete lines only: the last line of a killed process may be truncated."""
     file.seek(0)
     whole = file.read().decode(errors="replace").rpartition("\n")[0].splitlines()
     return [json.loads(line) for line in whole if line.startswith("{")]

@@ -1,4 +1,4 @@
-"""Checks of what a job stands on: versions that do not go together, torch for these GPUs, libraries that are there."""
+"""Checks of a job's software: known-bad version pairs, torch for these GPUs, installed libraries."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def check_torch(report: NodeReport) -> list[PreflightFinding]:
     if not version:
         return [_finding("torch", "note", "torch is not installed in this environment", install_command("train"))]
     if "+cpu" in version:
-        remedy = "install the build of torch for this driver's CUDA"
+        remedy = "install the torch build for this driver's CUDA version"
         return [
             _finding(
                 "torch", "fail", f"torch {version} cannot use the {counted(len(report.gpus.cards), 'GPU')} here", remedy
@@ -56,10 +56,10 @@ def check_libraries(report: NodeReport) -> list[PreflightFinding]:
     missing = [name for name, version in libraries.items() if not version]
     findings = []
     if "triton" in missing:
-        remedy = "install the GPU build of torch, which brings it"
+        remedy = "install the GPU build of torch, which includes it"
         findings.append(_finding("triton", "warn", "triton is missing: fused kernels cannot run", remedy))
     if missing:
-        message = f"not installed: {', '.join(missing)}" + (f"; there: {', '.join(there)}" if there else "")
+        message = f"not installed: {', '.join(missing)}" + (f"; installed: {', '.join(there)}" if there else "")
         findings.append(
             _finding("libraries", "note", message, "install what the job uses; Craton itself needs only triton")
         )
@@ -67,7 +67,7 @@ def check_libraries(report: NodeReport) -> list[PreflightFinding]:
 
 
 def _catalog_gpu(report: NodeReport) -> str:
-    """The node's cards by the catalog's name; "" where it has none of them."""
+    """Return the catalog's name of the node's GPUs; "" if the catalog has none."""
     if not report.gpus.cards:
         return ""
     return next((card.name for card in gpus() if is_model(report.gpus.cards[0].name, card)), "")

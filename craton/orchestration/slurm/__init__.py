@@ -1,4 +1,4 @@
-"""Slurm as a backend: the batch script, programs on its nodes, why a job waits, and its tools.
+"""Slurm as a backend: the batch script, programs on its nodes, why a job waits, and its command line tools.
 
 `batch` and `node` are programs that run on the nodes of a job.
 """

@@ -1,7 +1,7 @@
-"""What Slurm gave: which host is which node of the run, where it hangs in the network, and how it is reached.
+"""Slurm's allocation: the host of each node of the run, its place in the network topology, and its address.
 
-Nodes of a run keep their names (node-0, node-1, …) over all allocations, so that their files go on; the hosts behind
-them change. RUN/allocation.json says who is who now.
+Nodes of a run keep their names (node-0, node-1, …) over all allocations, so that their files continue; the hosts behind
+them change. RUN/allocation.json has the current mapping.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ ALLOCATION_FILE = "allocation.json"
 
 @dataclass(frozen=True)
 class AllocatedHost:
-    """One node of the run as it is now."""
+    """One node of the run and its current host."""
 
     name: str  # node-3
-    host: str  # what Slurm calls it
-    address: str  # at which the others reach it
-    leaf: str = ""  # the switch it hangs on; "": not known
+    host: str  # Slurm's name
+    address: str  # at which other nodes reach it
+    leaf: str = ""  # its leaf switch; "": unknown
     path: tuple[str, ...] = ()  # its switches, broadest first
 
 
@@ -59,7 +59,7 @@ def allocate(
     layout: Layout | None = None,
     ranks_per_node: int = 1,
 ) -> Allocation:
-    """The hosts in the order in which ranks should be neighbours, under the run's own names."""
+    """Assign the hosts, ordered by topology, to the run's node names."""
     from craton.orchestration.placement import order_nodes
 
     addresses = {node.name: node.address for node in nodes}
@@ -77,7 +77,7 @@ def allocate(
 
 
 def switch_paths(switches: Iterable[SwitchRecord]) -> dict[str, tuple[str, ...]]:
-    """Host → the switches above it, broadest first."""
+    """Return host → the switches above it, broadest first."""
     levels: dict[str, list[tuple[int, str]]] = {}
     for switch in switches:
         for host in expand_hosts(switch.nodes):
@@ -93,7 +93,7 @@ def write_allocation(run: RunDirectory, allocation: Allocation) -> None:
 
 
 def read_allocation(run: RunDirectory) -> Allocation | None:
-    """None before the first start of the run."""
+    """Read allocation.json; None before the first start of the run."""
     document = read_json(Path(run.path) / ALLOCATION_FILE)
     try:
         nodes = tuple(AllocatedHost(**{**node, "path": tuple(node.get("path", ()))}) for node in document["nodes"])

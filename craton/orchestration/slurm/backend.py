@@ -1,4 +1,4 @@
-"""The backend `slurm`: a run is one batch job, known by its number; what it does is in the run directory."""
+"""The backend `slurm`: a run is one batch job, identified by its job ID; its progress is in the run directory."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from craton.telemetry import RunDirectory
 if TYPE_CHECKING:
     from craton.orchestration.draft import Draft
 
-LAUNCH_FAILED = "launch_failed_requeued_held"  # a prolog failed, where Slurm is not told `nohold_on_prolog_fail`
+LAUNCH_FAILED = "launch_failed_requeued_held"  # a prolog failed, without `nohold_on_prolog_fail`
 
 
 class SlurmBackend:
     name = "slurm"
 
     def check(self, draft: Draft, run: RunDirectory) -> None:
-        """Refuse what sbatch would refuse, and a machine that has none."""
+        """Refuse a job that sbatch would refuse, and a machine without sbatch."""
         if shutil.which("sbatch") is None:
             raise StartError(
-                "sbatch is not installed here; start this on a login node of the cluster, or `--on local` runs it on "
+                "sbatch is not installed here; run this on a login node of the cluster, or use `--on local` to run on "
                 "this machine"
             )
         sbatch_script(draft, run, ScriptOptions(sys.executable))
@@ -50,8 +50,8 @@ class SlurmBackend:
         return hand_over([run], draft.job.run.restarts)[0]
 
     def look(self, runs: Iterable[RunDirectory]) -> dict[str, Standing]:
-        """Runs whose number was never heard are found by their nonce; jobs that Slurm holds after a failed launch are
-        let go."""
+        """Query the state of runs. Runs without a job ID are found by their nonce; jobs that Slurm holds after a failed
+        launch are released."""
         submissions = {run: read_submission(run) for run in runs}
         submissions |= unheard_numbers(submissions)
         listed = {job.id: job for job in read_jobs([item.job for item in submissions.values() if item.job])}
@@ -60,7 +60,7 @@ class SlurmBackend:
         return {run.name: _standing(jobs[run], submission, cluster, run) for run, submission in submissions.items()}
 
     def stop(self, run: RunDirectory) -> None:
-        """The agents see the marker."""
+        """Do nothing: the agents see the STOP marker."""
 
     def kill(self, run: RunDirectory) -> None:
         submission = read_submission(run)
@@ -70,8 +70,7 @@ class SlurmBackend:
 
 
 def submit_array(draft: Draft, run: RunDirectory, options: ScriptOptions) -> str:
-    """Hands over all copies of a job, the first of which is `run`, and writes down in each what it is known as; the
-    number of the array."""
+    """Submit all copies of a job, the first of which is `run`, and record each one's job ID; return the array's ID."""
     (run.path / SCRIPT_FILE).write_text(sbatch_script(draft, run, options), encoding="utf-8")
     copies = [RunDirectory(f"{copies_stem(run)}-{number}") for number in range(1, options.copies + 1)]
     submissions = hand_over(copies, draft.job.run.restarts, is_array=True)
@@ -79,7 +78,7 @@ def submit_array(draft: Draft, run: RunDirectory, options: ScriptOptions) -> str
 
 
 def release_held(run: RunDirectory) -> bool:
-    """Lets go of a job that Slurm holds; False: it holds none."""
+    """Release a job that Slurm holds; False if it is not held."""
     number = read_submission(run).job
     job = job_of({job.id: job for job in read_jobs([number])}, number) if number else None
     if job is None or not job.is_pending or job.reason not in HELD:
@@ -89,10 +88,10 @@ def release_held(run: RunDirectory) -> bool:
 
 
 def _let_go(run: RunDirectory, submission: Submission) -> str:
-    """Slurm has drained the node whose prolog failed, so the job may start elsewhere. What was done, in words; nothing
-    where it was done as often as it may be, or is not ours to do."""
-    times, most = int(submission.details.get(RELEASED, 0)) + 1, int(submission.details.get(RESTARTS, 0))
-    if times > most:
+    """Release a job that Slurm held after a failed prolog: that node is drained, so the job may start elsewhere. Return
+    what was done; empty if the limit is reached or the job belongs to another user."""
+    times, limit = int(submission.details.get(RELEASED, 0)) + 1, int(submission.details.get(RESTARTS, 0))
+    if times > limit:
         return ""
     try:
         write_submission(run, replace(submission, details={**submission.details, RELEASED: str(times)}))
@@ -100,23 +99,23 @@ def _let_go(run: RunDirectory, submission: Submission) -> str:
     except (OSError, SchedulerError):
         return ""
     return (
-        "a node could not start it (its prolog failed), so Slurm drained that node and held the job; it was let go "
-        f"({times} of at most {most} times, run.restarts) and starts on others"
+        "the prolog failed on a node, so Slurm drained that node and held the job; Craton released it "
+        f"({times} of at most {limit} times, run.restarts) and it starts on other nodes"
     )
 
 
 def _standing(job: JobRecord | None, submission: Submission, cluster: SlurmState, run: RunDirectory) -> Standing:
     number = submission.job
     if not number and NEVER not in submission.details and is_fresh(run):
-        return Standing("unknown", sentence="it was handed to Slurm a moment ago, which does not show it yet")
+        return Standing("unknown", sentence="it was just submitted, and Slurm does not list it yet")
     if not number:
-        return Standing("ended", reason="Slurm never had it as a job")
+        return Standing("ended", reason="Slurm never received it")
     if job is None or job.has_ended:
-        # The batch script ends well only when the run is done, or was stopped by its user.
+        # The batch script exits with 0 only if the run is done or its user stopped it.
         is_done = job is not None and job.state == "COMPLETED"
         return Standing("ended", number, reason="" if job is None else job.state, outcome="done" if is_done else "")
     if job.is_pending:
-        # `scontrol` tells more of a job than squeue does.
+        # scontrol shows more of a job than squeue.
         current = job_of(cluster.by_number, number) or job
         released = _let_go(run, submission) if current.reason == LAUNCH_FAILED else ""
         return Standing(

@@ -1,19 +1,18 @@
-"""`python -m craton.orchestration.slurm.batch RUN NONCE`: the whole batch script of a run, on the first node it has.
+"""`python -m craton.orchestration.slurm.batch RUN NONCE`: the batch program of a run, on the first allocated node.
 
-It says which host is which node, starts an agent on each (`srun`), and decides at the end whether Slurm is to start the
-job again. What the run's own markers say counts, not exit codes:
+It assigns hosts to nodes, starts an agent on each (`srun`), and decides at the end whether Slurm requeues the job. The
+run's markers decide, not exit codes:
 
-- DONE: exit 0. FATAL: exit 1, and never again. STOP by a user: exit 0.
-- SIGUSR1 (the time limit is near, or a preemption that warns): the ranks save and leave, then the job is requeued.
-- Nodes are lost and the agents cannot go on with those that are left: requeued without them, by Slurm once it has
-  seen it too, else by us.
-- No node gives a sign of life, as where an image cannot be had: requeued, and no node is avoided for it.
-- Everything else that ends the agents: requeued. Starts that failed or came no further may be `run.restarts`; those
-  that were asked to leave and show no steps are not counted (starts.py). After the last of them the marker says first
-  why the run does not go on.
-- Pre-flight fails: requeued without the nodes that are unfit. What every node says of the job's own software is not
-  theirs, and ends the run.
-- SIGTERM: Slurm ends the job itself (scancel, preemption, its limit), and decides itself what comes after.
+- DONE: exit 0. FATAL: exit 1, no requeue. STOP by a user: exit 0.
+- SIGUSR1 (the time limit is near, or a preemption with a warning): the ranks save and exit, then the job is requeued.
+- Lost nodes, too few left to continue: requeued without them, by Slurm once it notices them too, else by this program.
+- No node sends a heartbeat, for example because an image cannot be pulled: requeued, without excluding nodes.
+- Any other end of the agents: requeued. `run.restarts` limits starts that failed or made no progress; starts that
+  Slurm ended and that report no steps are not counted (starts.py). After the last one the marker first says why the run
+  is not requeued.
+- Pre-flight fails: requeued without the unfit nodes. A software failure that every node reports is the job's own, and
+  fails the run.
+- SIGTERM: Slurm ends the job itself (scancel, preemption, time limit), and decides whether to requeue it.
 """
 
 from __future__ import annotations
@@ -55,11 +54,11 @@ from craton.telemetry.files import LineWriter, read_regular
 
 LEAVE = "leaving for Slurm:"
 LOOK_SECONDS = 0.5
-SPARED_SECONDS = 20.0  # before the time limit, by which the job must be requeued, saved or not
-SLURM_SEES_SECONDS = 330.0  # Slurm gives a node five minutes by default (SlurmdTimeout)
-SLURM_ENDS_SECONDS = 10.0  # from seeing that a node is down to ending its jobs
-REQUEUE_SECONDS = 120.0  # from being requeued to being ended by Slurm
-MAX_EXCLUDED = 32  # hosts that a job avoids; more is a cluster's trouble, not a node's
+SPARED_SECONDS = 20.0  # before the time limit: the job must be requeued by then, saved or not
+SLURM_SEES_SECONDS = 330.0  # Slurm marks a node down after five minutes by default (SlurmdTimeout)
+SLURM_ENDS_SECONDS = 10.0  # from marking a node down to ending its jobs
+REQUEUE_SECONDS = 120.0  # from the requeue to the end of this process by Slurm
+MAX_EXCLUDED = 32  # hosts that a job excludes; more is a problem of the cluster, not of nodes
 EXIT_DONE, EXIT_FAILED, EXIT_WRONG = 0, 1, 2
 
 
@@ -73,18 +72,18 @@ def main(arguments: Sequence[str]) -> int:
         return EXIT_WRONG
     try:
         return SlurmBatch(run, nonce, os.environ).run()
-    except SchedulerError as error:  # the run itself is well, and `craton resume` goes on with it
+    except SchedulerError as error:  # the run itself is fine, and `craton resume` resumes it
         print(f"craton: {error}", file=sys.stderr, flush=True)
         return EXIT_FAILED
     except (CratonError, OSError) as error:
         print(f"craton: {error}", file=sys.stderr, flush=True)
         with contextlib.suppress(OSError):
-            run.mark("FATAL", f"the batch script of Slurm could not start the run: {error}")
+            run.mark("FATAL", f"the Slurm batch program could not start the run: {error}")
         return EXIT_FAILED
 
 
 class SlurmBatch:
-    """One start of a job, from its allocation to its end."""
+    """One start of a job, from allocation to end."""
 
     def __init__(self, run: RunDirectory, nonce: str, environment: Mapping[str, str]) -> None:
         self._run, self._environment = run, environment
@@ -93,11 +92,11 @@ class SlurmBatch:
         self._restarts = int(environment.get("SLURM_RESTART_COUNT") or 0)
         self._events = LineWriter(run.events_path("slurm"))
         self._generation = 0
-        self._leave_by = float("inf")  # monotonic: when it must be requeued, since SIGUSR1 came
+        self._leave_by = float("inf")  # monotonic: deadline for the requeue after SIGUSR1
         self._is_ended = False  # Slurm has sent SIGTERM
-        self._has_begun = self._is_excused = False  # the agents were started; whether a leave counts has been decided
+        self._has_begun = self._is_excused = False  # the agents were started; whether this start counts is decided
         self._why_ended = "the agents ended"
-        # What the start before left; whatever else stands in the marker came since.
+        # Text of the previous start's STOP; anything beyond it was added since.
         self._left_over = run.marker_text("STOP") if run.has("STOP") else None
         self._job: Job = load_job(run.job_path)
 
@@ -120,17 +119,18 @@ class SlurmBatch:
     # -- before ---------------------------------------------------------------------------------------------------
 
     def _verdict_before(self) -> int | None:
-        """What is over already; None: it goes on."""
-        if (verdict := self._said()) is not None:
+        """Return the exit code if the run is already over; None to continue."""
+        if (verdict := self._verdict_of_markers()) is not None:
             return verdict
         if self._starts.number > 1 and not may_start_again(self._starts.fruitless, self._job.run.restarts):
-            # Slurm itself has started it again.
-            return self._give_up("it left" if self._run.has("STOP") else "its nodes were lost", self._starts.fruitless)
+            # Slurm itself requeued it.
+            why = "it stopped" if self._run.has("STOP") else "its nodes were lost"
+            return self._give_up(why, self._starts.fruitless)
         return None
 
     def _verdict_checked(self, bad: Mapping[str, str]) -> int | None:
-        """What pre-flight came to, and what was asked while it ran; None: it goes on."""
-        if (verdict := self._said()) is not None:
+        """Return the exit code after pre-flight and signals during it; None to continue."""
+        if (verdict := self._verdict_of_markers()) is not None:
             return verdict
         if self._is_asked:
             self._excuse()
@@ -139,9 +139,9 @@ class SlurmBatch:
         if bad and (why := software_failure(self._run)):
             return self._refuse(why)
         for host, why in bad.items():
-            self._tell("preflight_failed", f"{host}: {why}")
+            self._record("preflight_failed", f"{host}: {why}")
         if bad or self._is_asked:
-            why = f"pre-flight failed on {', '.join(bad)}" if bad else "asked to leave before it began"
+            why = f"pre-flight failed on {', '.join(bad)}" if bad else "Slurm ended it before it started"
             return self._again(why, exclude=list(bad))
         return None
 
@@ -159,18 +159,18 @@ class SlurmBatch:
         )
 
     def _unfit(self, launch: Launch, allocation: Allocation) -> dict[str, str]:
-        """Host → why its pre-flight failed. Nodes without GPUs of which nothing is written have nothing to fail."""
+        """Return host → why its pre-flight failed. Local clusters without GPUs have nothing to check."""
         asked = self._job.run.preflight
         if self._job.cluster.is_local and not launch.gpus and asked != "compute":
             return {}
         compute = asked == "compute" or (asked == "auto" and launch.gpus)
         bad = failed_hosts(self._step(launch), allocation.hosts, self._run, compute, job=self._job_id)
         if words := gang_in_words(self._run):
-            self._tell("preflight", words)
+            self._record("preflight", words)
         return bad
 
     def _begin(self, launch: Launch, allocation: Allocation) -> None:
-        """Who is who, and the number of the generation that the agents begin with."""
+        """Write the allocation, and the launch with the generation that the agents start with."""
         again = max(next_number(self._run), launch.generation + 1)
         self._generation = again if self._restarts else launch.generation
         write_allocation(self._run, allocation)
@@ -182,19 +182,19 @@ class SlurmBatch:
                 generation=self._generation,
                 master_address=allocation.nodes[0].address,
                 leaves=allocation.leaves,
-                # Longer than until this job leaves: a save that is not done by then is broken off, and not a failure.
+                # Longer than until this job exits: a save that is not done by then is aborted, and not a failure.
                 stop_grace_seconds=max(launch.stop_grace_seconds, signal_seconds(self._job)),
                 give_up_seconds=self._give_up_seconds(launch),
             ),
         )
-        self._forget_left_over()  # not before: without it what the last start left would look like a run that is done
+        self._forget_left_over()  # not earlier: until here the STOP marker keeps the run from looking done
         self._has_begun = True
         hosts = ", ".join(f"{node.name} is {node.host}" for node in allocation.nodes)
-        self._tell("allocated", f"job {self._job_id}, start {self._restarts + 1}: {hosts}")
-        self._tell("placed", "; ".join(self._audit(launch, allocation).sentences()))
+        self._record("allocated", f"job {self._job_id}, start {self._restarts + 1}: {hosts}")
+        self._record("placed", "; ".join(self._audit(launch, allocation).sentences()))
 
     def _forget_left_over(self) -> None:
-        """Takes away the STOP of the start before; one that a user or Slurm has set since stays."""
+        """Remove the STOP of the previous start; one that a user or Slurm has set since stays."""
         if self._left_over is None:
             return
         aside = self._run.path / ".STOP.before"
@@ -204,7 +204,7 @@ class SlurmBatch:
         aside.unlink()
 
     def _audit(self, launch: Launch, allocation: Allocation) -> Audit:
-        """The placement that was asked for beside the one that was got."""
+        """Compare the requested placement with the actual one."""
         job, layout = self._job, layout_of(read_json(self._run.plan_path))
         working = allocation.nodes[: launch.working_nodes]
         return audit(
@@ -224,7 +224,7 @@ class SlurmBatch:
             run=self._run.path,
             python=sys.executable,
             image=image,
-            # What this node does not have cannot be mounted; the ranks say what they miss.
+            # Paths missing on this node cannot be mounted; the ranks report what they lack.
             mounts=tuple(path for path in mounts_of(job, self._run, launch) if Path(path).exists()) if image else (),
             gpus=launch.gpus,
             cpus_per_task=0 if job.run.exclusive else gpus * launch.threads_per_rank,
@@ -234,8 +234,8 @@ class SlurmBatch:
     # -- while it runs --------------------------------------------------------------------------------------------
 
     def _watch(self, launch: Launch, allocation: Allocation) -> list[str]:
-        """Until the agents have ended. Hosts that were lost, when it was ended because the others cannot go on; none of
-        them where no host came to life, for then it is not theirs."""
+        """Wait until the agents have ended. Return the lost hosts if too few others are left to continue; empty if no
+        host ever sent a heartbeat, because then no host is to blame."""
         first_seconds = self._first_seconds(launch)
         life = SignsOfLife(self._run, launch, self._generation, first_seconds)
         begin = len(self._printed())
@@ -245,12 +245,12 @@ class SlurmBatch:
             time.sleep(LOOK_SECONDS)
             now = time.monotonic()
             if self._is_asked:
-                self._excuse()  # at once: Slurm may end this process before the ranks have saved
+                self._excuse()  # immediately: Slurm may end this process before the ranks have saved
             if now > self._leave_by:
-                self._tell("leaves", "the time to save is over")
+                self._record("leaves", "the time to save is over")
                 end_step(step)
             if self._is_ended or self._run.has("STOP") or self._run.has("DONE") or self._run.has("FATAL"):
-                if life.is_over(now):  # srun would wait for ever for a node that is gone
+                if life.is_over(now):  # srun would wait forever for a lost node
                     end_step(step)
                 continue
             lost = life.lost(now)
@@ -258,16 +258,18 @@ class SlurmBatch:
                 have_begun = self._have_begun(life, begin)
                 names = ", ".join(f"{node} ({hosts[node]})" for node in lost)
                 why = (
-                    "too few are left" if have_begun else f"no sign of life of any node within {setting(first_seconds)}"
+                    "too few nodes are left"
+                    if have_begun
+                    else f"no heartbeat from any node within {setting(first_seconds)}"
                 )
-                self._tell("nodes_lost", f"{names}: {why}")
+                self._record("nodes_lost", f"{names}: {why}")
                 end_step(step)
                 return [hosts[node] for node in lost] if have_begun else []
         self._have_begun(life, begin)
         return []
 
     def _have_begun(self, life: SignsOfLife, begin: int) -> bool:
-        """Whether any agent has shown itself. Where none has, only what the step has printed says why."""
+        """Whether any agent sent a heartbeat. If none did, only the step's output says why."""
         if life.have_begun():
             return True
         complaint = complaint_of(self._printed()[begin:].decode(errors="replace"))
@@ -275,29 +277,29 @@ class SlurmBatch:
         return False
 
     def _printed(self) -> bytes:
-        """What this job has printed so far, over all its starts (script.py)."""
+        """Return this job's output so far, over all its starts (script.py)."""
         with contextlib.suppress(OSError):
             return read_regular(self._run.path / "logs" / f"slurm-{self._job_id.partition('_')[0]}.out")
         return b""
 
     def _needed_nodes(self, launch: Launch) -> int:
-        """How many it takes to go on; `craton resize` may have changed it since the start."""
+        """Return the minimum number of nodes to continue; `craton resize` may have changed it since the start."""
         with contextlib.suppress(LaunchError):
             launch = read_launch(self._run)
         return launch.min_nodes or launch.working_nodes
 
     def _first_seconds(self, launch: Launch) -> float:
-        """How long the agents have to show themselves."""
+        """Return the time limit for the first heartbeats."""
         return FIRST_SECONDS + (IMAGE_SECONDS if image_of(self._job, launch) else 0.0)
 
     def _give_up_seconds(self, launch: Launch) -> float:
-        """With an image longer than the last agent may take to show itself: the first ones would fail the run while
-        they wait for it."""
+        """Return how long agents wait for missing nodes. With an image this exceeds the limit for the first heartbeats:
+        the first agents must not fail the run while others still pull it."""
         seconds = launch.give_up_seconds
         return max(seconds, 2 * self._first_seconds(launch)) if image_of(self._job, launch) else seconds
 
     def _on_warning(self, number: int, frame: FrameType | None) -> None:
-        """The agents learn it from the marker, and so do those of other nodes."""
+        """Set the STOP marker, from which the agents of all nodes learn of the warning."""
         if self._leave_by == float("inf"):
             self._leave_by = time.monotonic() + max(1.0, signal_seconds(self._job) - SPARED_SECONDS)
             with contextlib.suppress(OSError):
@@ -308,12 +310,11 @@ class SlurmBatch:
 
     @property
     def _is_asked(self) -> bool:
-        """Whether Slurm has told this start to leave."""
+        """Whether Slurm has signalled this start to end."""
         return self._is_ended or self._leave_by < float("inf")
 
     def _excuse(self) -> None:
-        """Does not count this start, which was asked to leave: of what has no steps that would show how far it came, or
-        before anything was begun."""
+        """Do not count this start, which Slurm ended, if it reports no steps or the agents were not started yet."""
         if self._is_excused:
             return
         self._is_excused = True
@@ -322,7 +323,7 @@ class SlurmBatch:
             write_starts(self._run, self._starts)
 
     def _shows_steps(self) -> bool:
-        """Whether anybody can see how far the run is. A command may record steps itself, without `progress:`."""
+        """Whether the run reports steps. A command may record steps itself, without `progress:`."""
         if self._job.kind != "command":
             return self._job.kind != "serve"
         progress = self._job.progress
@@ -331,7 +332,7 @@ class SlurmBatch:
     # -- after ----------------------------------------------------------------------------------------------------
 
     def _verdict_after(self, lost: list[str]) -> int:
-        if (verdict := self._said()) is not None:
+        if (verdict := self._verdict_of_markers()) is not None:
             return verdict
         if self._is_asked and not lost:
             self._excuse()
@@ -343,17 +344,17 @@ class SlurmBatch:
             return EXIT_FAILED
         if lost or self._run.has("STOP"):
             if not lost:
-                self._excuse()  # a preemption may tell the agents alone
-            return self._again(f"{', '.join(lost)} lost" if lost else "saved and left", exclude=lost)
+                self._excuse()  # a preemption may signal only the agents
+            return self._again(f"{', '.join(lost)} lost" if lost else "saved and stopped", exclude=lost)
         self._starts = replace(self._starts, has_failed=True)
         write_starts(self._run, self._starts)
         return self._again(self._why_ended)
 
     def _slurm_requeues(self, lost: Sequence[str]) -> bool:
-        """Waits for Slurm to see for itself that nodes are gone, and whether it then ends and requeues this job.
+        """Wait until Slurm notices the lost nodes, and return whether it then ends and requeues this job.
 
-        A job that is requeued before cannot start sooner, for Slurm still waits for the word of the lost nodes; and
-        with 22.05 its GPUs are lost to it, when that wait ends after the job was given others.
+        A job requeued earlier cannot start sooner, because Slurm still waits for the lost nodes; and in 22.05 it loses
+        its GPUs when that wait ends after the job got other nodes.
         """
         deadline = time.monotonic() + SLURM_SEES_SECONDS
         while not self._is_ended and time.monotonic() < deadline:
@@ -363,8 +364,8 @@ class SlurmBatch:
             time.sleep(LOOK_SECONDS)
         return self._is_ended
 
-    def _said(self) -> int | None:
-        """What the run's own markers say; None: nothing that ends the job."""
+    def _verdict_of_markers(self) -> int | None:
+        """Return the exit code by the run's markers; None if none of them ends the job."""
         if self._run.has("DONE"):
             return EXIT_DONE
         if self._run.has("FATAL"):
@@ -372,12 +373,12 @@ class SlurmBatch:
         return EXIT_DONE if stopped_by_user(self._run) else None
 
     def _again(self, why: str, exclude: Sequence[str] = ()) -> int:
-        """Asks Slurm to start the job again, and waits for the end that this means for this process."""
+        """Requeue the job, and wait for Slurm to end this process."""
         spent = self._starts.spent(summarize(self._run).step)
         if not may_start_again(spent, self._job.run.restarts):
             return self._give_up(why, spent)
-        self._tell("requeued", why)
-        # From here on Slurm ends everything of this job; what is still to be done must outlive its SIGTERM.
+        self._record("requeued", why)
+        # From here on Slurm ends all processes of this job; the rest of this method must survive its SIGTERM.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         patiently(lambda: ask("scontrol", "requeue", self._job_id))
@@ -387,12 +388,12 @@ class SlurmBatch:
         return EXIT_FAILED
 
     def _give_up(self, why: str, spent: int) -> int:
-        """A run that saved and left is stopped, and says first why it does not go on; any other has failed."""
+        """Give up: a run that saved is stopped, with the reason first in its marker; any other has failed."""
         text = (
-            f"{why}, and it is not started again: {spent} start{'' if spent == 1 else 's'} failed or came no further, "
-            f"run.restarts is {self._job.run.restarts}; `craton resume {self._run.name}` goes on"
+            f"{why}; not requeued: {spent} start{'' if spent == 1 else 's'} failed or made no progress, "
+            f"run.restarts is {self._job.run.restarts}; `craton resume {self._run.name}` resumes it"
         )
-        self._tell("not_requeued", text)
+        self._record("not_requeued", text)
         if self._run.has("STOP"):
             write_whole(self._run.path / "STOP", f"{text}\n{self._run.marker_text('STOP')}")
         else:
@@ -400,24 +401,24 @@ class SlurmBatch:
         return EXIT_FAILED
 
     def _refuse(self, why: str) -> int:
-        """On other nodes it would be the same."""
+        """Fail the run: other nodes would report the same."""
         text = (
-            f"pre-flight found the job's own software unfit on every node: {why}; mend it, then `craton resume` goes on"
+            f"pre-flight found a problem in the job's software on every node: {why}; fix it, then run `craton resume`"
         )
-        self._tell("preflight_failed", text)
+        self._record("preflight_failed", text)
         self._run.mark("FATAL", text)
         return EXIT_FAILED
 
     def _exclude(self, hosts: Sequence[str]) -> None:
-        """Not on these hosts again; only a pending job can be told so."""
+        """Exclude these hosts; Slurm accepts this only for a pending job."""
         excluded = expand_hosts(_excluded(self._job_id))
         avoided = avoided_hosts(expand_hosts(",".join(self._job.run.exclude)), [*excluded, *hosts])
         try:
             ask("scontrol", "update", f"JobId={self._job_id}", f"ExcNodeList={','.join(avoided)}")
         except SchedulerError as error:
-            self._tell("not_excluded", f"{', '.join(hosts)} cannot be avoided: {error}")
+            self._record("not_excluded", f"{', '.join(hosts)} cannot be excluded: {error}")
 
-    def _tell(self, event: str, message: str) -> None:
+    def _record(self, event: str, message: str) -> None:
         print(f"craton: {event.replace('_', ' ')}: {message}", flush=True)
         line = {
             "time": time.time(),
@@ -432,18 +433,18 @@ class SlurmBatch:
 
 
 def job_number(environment: Mapping[str, str]) -> str:
-    """What Slurm calls the job that this process belongs to."""
+    """Return the ID of the Slurm job that this process belongs to."""
     array, task = environment.get("SLURM_ARRAY_JOB_ID"), environment.get("SLURM_ARRAY_TASK_ID")
     return f"{array}_{task}" if array and task else environment["SLURM_JOB_ID"]
 
 
 def _asked_by_itself(run: RunDirectory) -> bool:
-    """Whether the job was to stop where it did (`--stop-at`), as rank 0 wrote."""
+    """Whether the job stopped at its `--stop-at` step, by rank 0's marker text."""
     return "as asked" in run.marker_text("STOP")
 
 
 def avoided_hosts(own: Sequence[str], learned: Sequence[str]) -> list[str]:
-    """The user's own all, and the newest of those that the run has learned to avoid."""
+    """Return all hosts that the user excludes, and the newest ones that the run excluded."""
     return [*own, *[host for host in dict.fromkeys(learned) if host not in own][-MAX_EXCLUDED:]]
 
 

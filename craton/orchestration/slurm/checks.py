@@ -1,8 +1,8 @@
-"""Pre-flight of an allocation: `craton doctor --json` on every node at once, and which of them may not be used.
+"""Pre-flight of an allocation: run `craton doctor --json` on every node in parallel, and find unfit nodes.
 
-Where devices compute, their results are compared over all nodes: a card that is always wrong in the same way is found
-by the others alone. A node that fails takes no part and is left as it is: draining it is the business of whoever runs
-the cluster. What each node said stays in RUN/preflight.
+With `--compute` the results are compared over all nodes: only other nodes reveal a GPU that is always wrong in the same
+way. A node that fails is excluded but not drained: draining is up to the cluster's administrators. Each node's report
+stays in RUN/preflight.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from craton.telemetry import RunDirectory
 from craton.telemetry.files import paths_in, read_regular
 
 CHECK_SECONDS = 120.0
-EARLIER = "earlier"  # the folder of the reports of the start before
-HOST_LAYER = "infrastructure"  # of findings about a node and its hardware
-SHOWN = 3  # of the findings of one node
+EARLIER = "earlier"  # folder of the previous start's reports
+HOST_LAYER = "infrastructure"  # layer of findings about a node and its hardware
+SHOWN = 3  # findings per node in a message
 
 
 def failed_hosts(
@@ -38,9 +38,9 @@ def failed_hosts(
     seconds: float | None = None,
     job: str = "",
 ) -> dict[str, str]:
-    """Host → why it may not be used as a node of the run. A check that cannot be run is said and stops nobody; one that
-    never ends, where those of others did, is a node's own trouble. Nothing of it is left for the agents to wait for:
-    what hangs on the nodes is ended, as steps of this job of Slurm."""
+    """Return host → why the run may not use it. A check that cannot run is logged and excludes no node; one that hangs,
+    while others end, excludes its node. Hanging checks are cancelled as steps of this Slurm job, so that the agents do
+    not wait for them."""
     seconds = seconds or check_seconds(step, compute)
     reports = run.path / "preflight"
     reports.mkdir(exist_ok=True)
@@ -49,7 +49,7 @@ def failed_hosts(
     try:
         checks = subprocess.Popen(doctor_command(step, hosts, reports, compute), stdin=subprocess.DEVNULL)
     except OSError as error:
-        print(f"craton: pre-flight could not be run: {error}", file=sys.stderr, flush=True)
+        print(f"craton: pre-flight could not run: {error}", file=sys.stderr, flush=True)
         return {}
     try:
         checks.wait(timeout=seconds)
@@ -61,17 +61,17 @@ def failed_hosts(
     if hung and reasons:
         reasons |= {host: f"pre-flight did not end within {setting(seconds)}" for host in hosts if host not in reasons}
     elif hung:
-        print(f"craton: pre-flight ended on no node within {setting(seconds)}", file=sys.stderr, flush=True)
+        print(f"craton: pre-flight did not end on any node within {setting(seconds)}", file=sys.stderr, flush=True)
     return {host: reasons[host] for host in hosts if reasons.get(host)}
 
 
 def check_seconds(step: SlurmStep, compute: bool) -> float:
-    """How long pre-flight may take, with the image that it runs in."""
+    """Return the time limit of pre-flight, including pulling its image."""
     return CHECK_SECONDS + (COMPUTE_SECONDS if compute else 0.0) + (IMAGE_SECONDS if step.image else 0.0)
 
 
 def documents_of(run: RunDirectory) -> list[dict[str, Any]]:
-    """What the nodes of the newest start said; one that is torn or empty says nothing."""
+    """Return the reports of the newest start; damaged or empty ones are skipped."""
     return _read(paths_in(run.path / "preflight", "*.json"))
 
 
@@ -86,7 +86,7 @@ def _read(reports: Iterable[Path]) -> list[dict[str, Any]]:
 
 
 def failures_of(documents: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
-    """Node → what is wrong with it, by its own word and by that of the others; nothing where all is well."""
+    """Return node → failures, by its own report and by comparison with others; empty lists for healthy nodes."""
     result = {
         str(document["nodes"][0]["node"]): [entry for entry in document["findings"] if entry.get("severity") == "fail"]
         for document in documents
@@ -94,7 +94,7 @@ def failures_of(documents: Sequence[Mapping[str, Any]]) -> dict[str, list[Mappin
     for finding in gang_findings(documents):
         if finding.severity != "fail":
             continue
-        # Without a majority nobody knows who is wrong, and no training can be trusted to any of them.
+        # Without a majority it is unknown which node is wrong, so none of them can be trusted.
         for node in [finding.node] if finding.node else computing_nodes(documents):
             if finding.evidence not in {item.get("evidence") for item in result[node]}:
                 result[node] = [*result[node], finding.to_json()]
@@ -102,13 +102,13 @@ def failures_of(documents: Sequence[Mapping[str, Any]]) -> dict[str, list[Mappin
 
 
 def gang_findings(documents: Sequence[Mapping[str, Any]]) -> list[PreflightFinding]:
-    """The devices of all nodes together; nothing where none has computed."""
+    """Compare the devices of all nodes; empty if none has computed."""
     results = {
         str(entry["node"]): entry.get("compute") or [] for document in documents for entry in document["nodes"][:1]
     }
     try:
         return check_compute({node: devices for node, devices in results.items() if devices})
-    except (KeyError, TypeError) as error:  # an image may hold another Craton, which tells it in other words
+    except (KeyError, TypeError) as error:  # an image may hold another version of Craton with another report
         print(f"craton: the results of the nodes cannot be compared: {error!r}", file=sys.stderr, flush=True)
         return []
 
@@ -118,14 +118,14 @@ def computing_nodes(documents: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def gang_in_words(run: RunDirectory) -> str:
-    """What the comparison came to, for the run's events; empty where nothing was computed."""
+    """Return the result of the comparison, for the run's events; empty if nothing was computed."""
     return "; ".join(finding.evidence for finding in gang_findings(documents_of(run)))
 
 
 def software_failure(run: RunDirectory) -> str:
-    """What is wrong with the job's own software by the word of every node that answered, and of two at least: another
-    would say the same. A node that is alone is held against the one of the start before. Empty where there is nothing,
-    where nodes differ, or where nobody bears a node out."""
+    """Return the software failure that all reporting nodes, at least two, have in common: other nodes would report the
+    same. A single node is compared with the one of the previous start. Empty if there is no failure, if nodes differ,
+    or if no second node confirms it."""
     documents = documents_of(run)
     if len(documents) == 1:
         alone = documents[0]["nodes"][0]["node"]
@@ -145,7 +145,7 @@ def software_failure(run: RunDirectory) -> str:
 
 
 def _put_aside(reports: Path) -> None:
-    """Makes room for a start's reports; those of the one before are kept apart."""
+    """Move the previous start's reports aside to make room for new ones."""
     earlier = reports / EARLIER
     earlier.mkdir(exist_ok=True)
     for old in earlier.iterdir():
@@ -155,7 +155,7 @@ def _put_aside(reports: Path) -> None:
 
 
 def _earlier(run: RunDirectory) -> list[Path]:
-    """Reports of the start before this one, of the same submission: since another, somebody may have mended it."""
+    """Return the previous start's reports, of the same submission only: since an earlier one it may have been fixed."""
     with contextlib.suppress(OSError):
         submitted = (run.path / SCRIPT_FILE).stat().st_mtime
         paths = (run.path / "preflight" / EARLIER).glob("*.json")
@@ -164,13 +164,13 @@ def _earlier(run: RunDirectory) -> list[Path]:
 
 
 def _end(checks: subprocess.Popen[bytes], job: str) -> None:
-    """srun passes on that it is to end, and may be gone before the nodes have heard; Slurm itself tells them too."""
+    """End the step. srun forwards the signal but may exit before the nodes get it, so Slurm cancels the steps too."""
     end_step(checks)
     if job:
         try:
             cancel_steps(job)
         except SchedulerError as error:
-            print(f"craton: the pre-flight that hangs cannot be ended: {error}", file=sys.stderr, flush=True)
+            print(f"craton: the hanging pre-flight cannot be cancelled: {error}", file=sys.stderr, flush=True)
 
 
 def _in_words(failed: Sequence[Mapping[str, str]]) -> str:

@@ -1,5 +1,5 @@
-"""`craton doctor NODES`: the same on many nodes of a Slurm cluster, by one `srun`, and then what only all of them
-together can tell: a card that computes another result, a node that is slow with everybody.
+"""`craton doctor NODES`: check many nodes of a Slurm cluster with one `srun`, then compare them: a GPU with different
+results, a node that is slow with all others.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ LIMIT = f"--time={int(LIMIT_SECONDS / 60)}"
 
 
 def diagnose_nodes(nodes: str, cluster: str | None, *, compute: bool = False, bandwidth: bool = False) -> Diagnosis:
-    """Every node's own diagnosis, and the gang's."""
+    """Diagnose every node, then compare all of them."""
     file = slurm_cluster(nodes, cluster) if cluster and is_file(cluster) else None
     hosts = sorted(expand_hosts(nodes), key=natural)
-    # Slurm lets the nodes themselves write the files, so they must be where every node sees them.
+    # The nodes themselves write these files, so they must be on a path that every node sees.
     shared = Path(file.runs) if file and file.runs and "://" not in file.runs else runs_root()
     shared.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".doctor-", dir=shared) as folder:
         options = ["--json", *(["--compute"] if compute else [])]
         if cluster:
             options += ["--cluster", str(Path(cluster).absolute()) if is_file(cluster) else cluster]
-        # By task, for Slurm's name of a node need not be its host name; who it was stands in what it wrote.
+        # Named by task, because Slurm's node name may differ from the host name; the report names its node.
         words = [*srun_words(file, nodes, len(hosts)), f"--output={folder}/%t.json", f"--error={folder}/%t.err"]
         problem = _run([*words, sys.executable, "-m", "craton", "doctor", *options])
         documents = [_document(path) for path in sorted(Path(folder).glob("*.json"))]
@@ -66,14 +66,14 @@ def diagnose_nodes(nodes: str, cluster: str | None, *, compute: bool = False, ba
         try:
             measured = _measure(file, nodes, hosts)
             findings += check_bandwidth(measured)
-        except StartError as error:  # what the nodes said by themselves is not lost with it
-            remedy = "look for a node or a GPU that hangs; measure in two halves to find it"
+        except StartError as error:  # keep the nodes' own reports
+            remedy = "look for a hanging node or GPU; measure in two halves to find it"
             findings.append(PreflightFinding("infrastructure", "bandwidth", "fail", str(error), remedy))
     return Diagnosis(ordered(findings), entries, measured)
 
 
 def is_file(cluster: str) -> bool:
-    """Not a name of the catalog."""
+    """Whether this is a cluster file, not a catalog name."""
     return cluster.endswith((".yaml", ".yml"))
 
 
@@ -81,14 +81,14 @@ def slurm_cluster(nodes: str, cluster: str) -> ClusterFile:
     file = load_cluster(cluster)
     if file.scheduler is None or file.scheduler.kind != "slurm":
         raise StartError(
-            f"other nodes ({nodes}) are asked through Slurm, but {cluster} does not say `scheduler: {{kind: slurm}}`; "
-            "leave --cluster out to ask the Slurm of this machine, or NODES to check this machine"
+            f"other nodes ({nodes}) are checked through Slurm, but {cluster} has no `scheduler: {{kind: slurm}}`; "
+            "remove --cluster to use this machine's Slurm, or remove NODES to check this machine"
         )
     return file
 
 
 def srun_words(file: ClusterFile | None, nodes: str, count: int, tasks_per_node: int = 1) -> list[str]:
-    """`srun` on these nodes, as the cluster file says, else as Slurm itself has them; no shell is between."""
+    """Return the `srun` command for these nodes, with the cluster file's options or Slurm's defaults; no shell."""
     words = ["srun", f"--nodelist={nodes}", f"--nodes={count}", f"--ntasks-per-node={tasks_per_node}"]
     for option in ("partition", "account", "qos") if file else ():
         value = getattr(file.scheduler, option) if file else None
@@ -109,19 +109,19 @@ def srun_words(file: ClusterFile | None, nodes: str, count: int, tasks_per_node:
 def joined(
     hosts: Sequence[str], documents: Sequence[dict[str, Any]], problem: str = ""
 ) -> tuple[list[PreflightFinding], list[dict[str, Any]]]:
-    """The findings of all nodes, and their entries; a node that did not answer is a finding itself."""
+    """Return the findings of all nodes and their entries; a node without a report is a finding itself."""
     entries = [entry for document in documents for entry in document["nodes"]]
     messages = [PreflightFinding(**finding) for document in documents for finding in document["findings"]]
     findings = [finding for finding in messages if finding.what not in GANG_CHECKS]
-    for entry in entries:  # a self-test that died on its node leaves too little to judge anew
+    for entry in entries:  # a self-test that died leaves too little to compare
         findings += [replace(PreflightFinding(**item), node=entry["node"]) for item in entry.get("compute_failed", ())]
     answered = {entry["node"] for entry in entries}
     why = f": {problem}" if problem else ""
     for host in hosts:
         if host not in answered:
-            remedy = f"`scontrol show node {host}`; look whether Craton is installed there"
+            remedy = f"check `scontrol show node {host}`, and that Craton is installed there"
             findings.append(
-                PreflightFinding("orchestration", "answer", "fail", f"{host} did not answer{why}", remedy, host)
+                PreflightFinding("orchestration", "answer", "fail", f"{host} did not respond{why}", remedy, host)
             )
     return findings, sorted(entries, key=lambda entry: natural(entry["node"]))
 
@@ -137,27 +137,27 @@ def _measure(file: ClusterFile | None, nodes: str, hosts: Sequence[str]) -> dict
         printed.seek(0)
         lines = [line for line in printed.read().decode(errors="replace").splitlines() if line.startswith("{")]
     if not lines:
-        raise StartError(f"the bandwidth test gave no result: {problem or 'srun said nothing'}")
+        raise StartError(f"the bandwidth test gave no result: {problem or 'no output from srun'}")
     document = json.loads(lines[-1])
     assert isinstance(document, dict)
     return document
 
 
 def _machine(file: ClusterFile | None) -> Instance | None:
-    """None where no file says what the nodes are, or that they are like this machine: it may be a login node."""
+    """Return the instance of the nodes; None if unknown, or if it is `local`: this may be a login node."""
     if file is None or file.machine == "local":
         return None
     return resolve_cluster(ClusterRef(instance=file.machine, num_nodes=1, file=file)).instance
 
 
 def _gpus(file: ClusterFile | None, nodes: str) -> int:
-    """Of each node: without a file, what Slurm has of them."""
+    """Return the GPUs per node; without a cluster file, by Slurm's GRES."""
     if file is None:
         try:
             return min((gres_gpus(node.gres) for node in read_nodes(nodes)), default=0)
         except SchedulerError as error:
             raise StartError(
-                f"other nodes ({nodes}) are asked through Slurm, which this machine cannot reach ({error}); run this "
+                f"other nodes ({nodes}) are checked through Slurm, which this machine cannot reach ({error}); run this "
                 "on a login node of the cluster, or `craton doctor` without NODES on each node"
             ) from None
     machine = _machine(file)
@@ -165,7 +165,7 @@ def _gpus(file: ClusterFile | None, nodes: str) -> int:
 
 
 def _run(command: list[str], output: Any = subprocess.DEVNULL, environment: Mapping[str, str] | None = None) -> str:
-    """The last thing srun complained about; a check that fails on a node makes it complain too."""
+    """Run srun and return its last error line; a failing check on a node causes one too."""
     try:
         done = subprocess.run(
             command,
@@ -182,7 +182,7 @@ def _run(command: list[str], output: Any = subprocess.DEVNULL, environment: Mapp
         ) from None
     except subprocess.TimeoutExpired:
         raise StartError(
-            f"the nodes did not answer within {setting(LIMIT_SECONDS)}; `squeue --name=craton-doctor` tells why"
+            f"the nodes did not respond within {setting(LIMIT_SECONDS)}; `squeue --name=craton-doctor` shows why"
         ) from None
     return _last_line(done.stderr.decode(errors="replace")) if done.returncode else ""
 

@@ -1,8 +1,8 @@
-"""Which job is a run's. A nonce that the run, its script and its job know is written down before sbatch is asked.
+"""Submit runs to Slurm and match them with jobs. Run, script and job share a nonce, recorded before sbatch runs.
 
-So nothing that happens in between loses a run: an answer that never comes, a Ctrl-C, a machine that dies. The job is
-found again by its comment, the batch program writes down its own number, and a job of an earlier submission, which a
-slow controller may still start, ends at once.
+So no interruption loses a run: a missing response, a Ctrl-C, a crashed machine. The job is found again by its comment,
+the batch program records its own job ID, and a job of an earlier submission, which a slow controller may still start,
+exits at once.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from craton.telemetry import RunDirectory
 from craton.telemetry.files import read_regular_text
 
 NONCE = "nonce"
-TASK = "task"  # of a run that is one of an array
-RESTARTS = "restarts"  # how often a job that Slurm holds after a failed launch may be let go
-RELEASED = "released"  # and how often it was
-NEVER = "never"  # Slurm was asked for the job long enough, and has none
-LOOK_UP_SECONDS = 15.0  # that a job is looked for whose submission was not answered
-AGAIN_SECONDS = 1.0  # between the first two looks, then twice as long each time
-SETTLED_SECONDS = 600.0  # after which a job that Slurm does not show is not looked for any more
-REFUSED = "submission failed"  # as opposed to a controller that does not answer
+TASK = "task"  # array task of a run
+RESTARTS = "restarts"  # maximum number of releases of a job that Slurm holds after a failed launch
+RELEASED = "released"  # releases so far
+NEVER = "never"  # Slurm never listed the job
+LOOK_UP_SECONDS = 15.0  # lookup of a job whose submission got no response
+AGAIN_SECONDS = 1.0  # between the first two lookups, then doubled each time
+SETTLED_SECONDS = 600.0  # after which an unlisted job is no longer looked up
+REFUSED = "submission failed"  # as opposed to a controller that does not respond
 
 
 def hand_over(runs: Sequence[RunDirectory], restarts: int, is_array: bool = False) -> list[Submission]:
-    """Submits the script in the first of these runs, for all of them. SchedulerError: refused, and all is as it was.
-    RunStateError: nobody answered, and the runs stay as they may be started yet."""
+    """Submit the script in the first of these runs, for all of them. SchedulerError: refused, and everything is
+    restored. RunStateError: no response, and the runs are kept, because they may still start."""
     script = runs[0].path / SCRIPT_FILE
     details = {NONCE: nonce_of(read_regular_text(script)), RESTARTS: str(restarts)}
     tasks = [{TASK: str(number)} if is_array else {} for number in range(1, len(runs) + 1)]
@@ -52,7 +52,7 @@ def hand_over(runs: Sequence[RunDirectory], restarts: int, is_array: bool = Fals
     except SchedulerError as error:
         for run, text in before.items():
             _restore(run, text)
-        hint = "; what was asked for stands under `run:` in the job and `scheduler:` in the cluster file"
+        hint = "; the requested values are under `run:` in the job and `scheduler:` in the cluster file"
         raise SchedulerError(f"{error}{hint if REFUSED in str(error) else ''}") from None
     submissions = {run: replace(record, job=_number(number, record)) for run, record in pending.items()}
     for run, record in submissions.items():
@@ -61,7 +61,7 @@ def hand_over(runs: Sequence[RunDirectory], restarts: int, is_array: bool = Fals
 
 
 def looked_up(nonce: str) -> str:
-    """The number of the job with this nonce, which a busy controller may show late; empty where there is none."""
+    """Return the ID of the job with this nonce, which a busy controller may list late; empty if there is none."""
     deadline, pause = time.monotonic() + LOOK_UP_SECONDS, AGAIN_SECONDS
     while True:
         with contextlib.suppress(SchedulerError):
@@ -74,15 +74,15 @@ def looked_up(nonce: str) -> str:
 
 
 def number_of(jobs: Iterable[JobRecord], submission: Submission) -> str:
-    """What Slurm calls the job of a submission whose number was not heard; empty where it has none of it."""
+    """Return the ID of a submission's job, by its nonce; empty if there is none."""
     nonce = submission.details.get(NONCE)
     numbers = [job.id.partition("_")[0] for job in jobs if nonce and job.comment.endswith(f":{nonce}")]
     return _number(numbers[-1], submission) if numbers else ""
 
 
 def unheard_numbers(submissions: Mapping[RunDirectory, Submission]) -> dict[RunDirectory, Submission]:
-    """Those of these runs whose number was not heard, with what one question about their users' jobs tells of them: the
-    number, or that Slurm never had them. What is found is written down, so that nobody asks again."""
+    """Return the runs without a job ID, resolved by one query of their users' jobs: the ID, or that Slurm never
+    received them. The result is recorded, so that it is not queried again."""
     unheard = {run: item for run, item in submissions.items() if not item.job and NEVER not in item.details}
     if not unheard:
         return {}
@@ -91,7 +91,7 @@ def unheard_numbers(submissions: Mapping[RunDirectory, Submission]) -> dict[RunD
 
 
 def is_fresh(run: RunDirectory, seconds: float = ANSWER_SECONDS) -> bool:
-    """Whether the run was handed over so short a time ago that Slurm may still come to know it."""
+    """Whether the run was submitted so recently that Slurm may still list it."""
     try:
         return (
             abs(time.time() - (run.path / BACKEND_FILE).stat().st_mtime) < seconds
@@ -101,48 +101,47 @@ def is_fresh(run: RunDirectory, seconds: float = ANSWER_SECONDS) -> bool:
 
 
 def claim(run: RunDirectory, job: str, nonce: str) -> str:
-    """Makes this job the run's own, as the batch program that has begun; or why it is not: the run was submitted again
-    since, is another one of the same name, or is gone."""
+    """Record this job as the run's own, from its batch program. Return why not if the run was submitted again since, is
+    another one of the same name, or is gone; else empty."""
     submission = read_submission(run)
     own_nonce = submission.details.get(NONCE, "") if _record_text(run) is not None else _script_nonce(run)
     if own_nonce != nonce:
-        now = f"it is now job {submission.job}" if submission.on == "slurm" and submission.job else "it was not by this"
+        now = f"now job {submission.job}" if submission.on == "slurm" and submission.job else "not by this submission"
         return (
-            f"job {job} is not the one that {run.path} was submitted as last ({now}); it ends here and leaves the run "
-            "alone"
+            f"job {job} is not the latest submission of {run.path} ({now}); it exits here and leaves the run unchanged"
         )
     if submission.on != "slurm" or submission.job != job:
         own = replace(submission, on="slurm", job=job, details={**submission.details, NONCE: nonce})
         try:
             write_submission(run, own)
-        except OSError as error:  # it is known by its comment, too
-            print(f"craton: the number {job} cannot be written down: {error}", file=sys.stderr, flush=True)
+        except OSError as error:  # its comment identifies it too
+            print(f"craton: the job ID {job} cannot be recorded: {error}", file=sys.stderr, flush=True)
     return ""
 
 
 def _completed(run: RunDirectory, submission: Submission, jobs: Iterable[JobRecord]) -> Submission:
-    """With the number that sbatch's answer would have told, or that there is none."""
+    """Complete a submission with its job ID, or record that Slurm never received it."""
     number = number_of(jobs, submission)
     if not number and is_fresh(run, SETTLED_SECONDS):
         return submission
     never = {} if number else {NEVER: "true"}
     result = replace(submission, job=number, details={**submission.details, **never})
-    with contextlib.suppress(OSError):  # somebody else's run, which may only be read
+    with contextlib.suppress(OSError):  # another user's run, which is read-only
         write_submission(run, result)
     return result
 
 
 def _kept(runs: Sequence[RunDirectory]) -> str:
-    """What is to be done about runs that Slurm may have or not."""
+    """Say what to do about runs that Slurm may or may not have."""
     if len(runs) == 1:
         return (
-            "Whether Slurm has the job is not known yet, so the run is kept: `craton ps` shows it when Slurm does; if "
+            "It is unknown whether Slurm has the job, so the run is kept: `craton ps` shows it once Slurm lists it; if "
             f"it never does, `craton resume {runs[0].name}` submits it again"
         )
     return (
-        f"Whether Slurm has the array is not known yet, so its {len(runs)} runs are kept: `craton ps` shows them when "
-        f"Slurm does; if it never does, `craton resume` submits each of them again, {runs[0].name} to {runs[-1].name}, "
-        "as a job of its own"
+        f"It is unknown whether Slurm has the array, so its {len(runs)} runs are kept: `craton ps` shows them once "
+        f"Slurm lists it; if it never does, `craton resume` submits each of them ({runs[0].name} to {runs[-1].name}) "
+        "again as a separate job"
     )
 
 

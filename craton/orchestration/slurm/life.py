@@ -1,4 +1,4 @@
-"""Which nodes of a start have fallen silent, by the heartbeats in the run directory and this machine's own clock."""
+"""Detect lost nodes of a start, by heartbeats in the run directory and this machine's own clock."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from craton.agent import Launch
 from craton.telemetry import RunDirectory
 from craton.telemetry.node import LOST_SECONDS, read_heartbeat
 
-FIRST_SECONDS = 180.0  # from the start of the step to the first sign of life of a node, on top of its image
-LEAVE_SECONDS = 5.0  # from an agent's last word to the end of its process
+FIRST_SECONDS = 180.0  # from the start of the step to a node's first heartbeat, besides pulling an image
+LEAVE_SECONDS = 5.0  # from an agent's last heartbeat to the end of its process
 
 
 class SignsOfLife:
-    """Which nodes of this start have fallen silent, by this machine's own clock."""
+    """The heartbeats of a start's nodes, judged by this machine's own clock."""
 
     def __init__(self, run: RunDirectory, launch: Launch, generation: int, first_seconds: float) -> None:
         self._run, self._nodes, self._generation = run, list(launch.nodes), generation
         self._first_seconds = first_seconds
         self._began = time.monotonic()
         self._over_since: float | None = None
-        self._seen: dict[str, tuple[float, float]] = {}  # node → its last heartbeat, and when it was new here
+        self._seen: dict[str, tuple[float, float]] = {}  # node → its last heartbeat, and when it was first seen here
 
     def lost(self, now: float) -> list[str]:
         return [node for node in self._nodes if self._is_lost(node, now)]
 
     def have_begun(self) -> bool:
-        """Whether any node has given a first sign. Where none has, no node is to blame: what all of them wait for, such
-        as an image, is not there."""
+        """Whether any node has sent a heartbeat. If none has, no node is to blame: something that all need, such as an
+        image, is missing."""
         beats = [read_heartbeat(self._run, node) for node in self._nodes]
         return any(beat is not None and beat.generation == self._generation for beat in beats)
 
     def is_over(self, now: float) -> bool:
-        """Whether no agent is at work any more, and has not been for a while."""
+        """Whether no agent has been working for a while."""
         beats = [read_heartbeat(self._run, node) for node in self._nodes]
         lost = self.lost(now)
         at_work = [

@@ -1,8 +1,7 @@
-"""The image of a run, and what it must be shown of the nodes' files, at the paths they have outside: runs, data,
-weights, code, caches.
+"""The container image of a run, and its mounts, at the same paths as on the node: runs, data, weights, code, caches.
 
-A path that the container runtime would read as something else, or that would cover the image's own system, is refused
-before anything is submitted.
+A path that the container runtime would misread, or that would hide the image's own system folders, is refused before
+submission.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from craton.agent import Launch
     from craton.job import Job
 
-# Folders of an image that it cannot do without.
+# Folders that an image cannot do without.
 SYSTEM = (
     "/",
     "/bin",
@@ -37,13 +36,13 @@ SYSTEM = (
     "/usr",
     "/var",
 )
-FILES = (".sqsh", ".squashfs", ".sif")  # how images that are files end
+FILES = (".sqsh", ".squashfs", ".sif")  # suffixes of image files
 SEPARATORS = ":,"  # between the parts of a mount, and between mounts
 
 
 def image_of(job: Job, launch: Launch) -> str:
-    """The image that ranks are started in; empty where it is the virtual environment. One that is a file by its whole
-    path: pyxis takes anything that begins with neither / nor . for the name of a registry's (NVIDIA/pyxis#127)."""
+    """Return the image of the ranks; empty without one. An image file is returned as an absolute path: pyxis takes a
+    name that begins with neither / nor . for a registry's (NVIDIA/pyxis#127)."""
     from craton.orchestration.draft import JOB_FOLDER
 
     scheduler = job.cluster.file.scheduler if job.cluster.file else None
@@ -55,19 +54,19 @@ def image_of(job: Job, launch: Launch) -> str:
 
 
 def mounts_of(job: Job, run: RunDirectory, launch: Launch) -> tuple[str, ...]:
-    """The folders and files to show, none inside another; StartError names one that cannot be."""
+    """Return the paths to mount, none inside another; StartError names a path that cannot be mounted."""
     image = image_of(job, launch)
     wanted = [os.path.normpath(path) for path in _paths(job, run, launch)]
     for path in wanted:
         if path in SYSTEM:
             raise StartError(
-                f"{job.where('run', 'image')}{path} cannot be shown to the image {image}, whose own {path} it "
-                "would cover; keep what the job needs in a folder of its own"
+                f"{job.where('run', 'image')}{path} cannot be mounted into the image {image}: it would hide the "
+                f"image's own {path}; keep the job's files in another folder"
             )
         if any(item in path for item in SEPARATORS) or not path.isprintable():
             raise StartError(
-                f"{job.where('run', 'image')}{path!r} cannot be shown to the image {image}: container runtimes "
-                "read : and , as the end of a path; rename it"
+                f"{job.where('run', 'image')}{path!r} cannot be mounted into the image {image}: container runtimes "
+                "read : and , as separators; rename it"
             )
     return tuple(path for path in dict.fromkeys(wanted) if not _is_inside(path, wanted))
 
@@ -83,7 +82,7 @@ def _paths(job: Job, run: RunDirectory, launch: Launch) -> Iterable[str]:
     for place in (storage.nvme, storage.shared) if storage else ():
         if place and place.path:
             yield place.path
-    if folder := launch.env.get(JOB_FOLDER):  # a user's own functions are looked for there
+    if folder := launch.env.get(JOB_FOLDER):  # the folder of the user's own functions
         yield folder
     data = [path for path, _ in (*job.data.mixture, *job.data.validation_mixture)]
     yield from (path for path in data if not is_url(path))
@@ -95,7 +94,7 @@ def _paths(job: Job, run: RunDirectory, launch: Launch) -> Iterable[str]:
         if (trained := job.trained_run) is not None:
             yield str(trained)
     if any(map(is_url, data)) or (isinstance(job.model, str) and is_url(job.model)):
-        yield str(cache_root())  # what is read from afar is kept there
+        yield str(cache_root())  # remote data is cached there
     for tier in job.checkpoint.places if job.kind in TRAINING_KINDS else ():
         located = place_of(tier, storage, run.path)
         if not located.is_url and not located.is_inside_run:
@@ -103,7 +102,7 @@ def _paths(job: Job, run: RunDirectory, launch: Launch) -> Iterable[str]:
 
 
 def _whole_snapshot(folder: Path) -> Path:
-    """A snapshot of the Hub's cache is made of links into the folder of its model."""
+    """Return the whole model folder of a Hub cache snapshot, whose files are links into it."""
     return next((parent.parent for parent in folder.parents if parent.name == "snapshots"), folder)
 
 

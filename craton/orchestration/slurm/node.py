@@ -1,10 +1,9 @@
-"""The first process on every node of an allocation: `python node.py RUN`. It becomes the parent of the node's agent.
+"""`python node.py RUN`: the first process on every node of an allocation, and the parent of the node's agent.
 
-Which node of the run this host is, and at which address the others reach it, stands in RUN/allocation.json, which the
-batch script wrote. An agent that is killed is started again, for on a cluster no other agent can. Signals of Slurm go
-on to the agent, which ends its ranks.
+RUN/allocation.json, written by the batch program, gives this host's node name and address. A killed agent is restarted
+here, because on a cluster no other agent can do it. Slurm's signals are forwarded to the agent, which ends its ranks.
 
-Imports nothing of Craton: it is started once on every node at the same time, often from one file server.
+This file imports nothing of Craton: it starts on all nodes at the same time, often from one file server.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from types import FrameType
 from typing import Any
 
 MARKERS = ("STOP", "DONE", "FATAL")
-MAX_STARTS, STARTS_SECONDS = 5, 60.0  # so many agents in so short a time, and no more
+MAX_STARTS, STARTS_SECONDS = 5, 60.0  # maximum number of agent starts within this time
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 EXIT_WRONG = 2
 
@@ -44,12 +43,12 @@ def main(arguments: list[str]) -> int:
 
 
 class Agent:
-    """The agent of this node, through all processes that are it one after the other."""
+    """The agent of this node, over all its restarts."""
 
     def __init__(self, run: Path, number: int, name: str, address: str) -> None:
         self._run, self._number, self._name, self._address = run, number, name, address
         self._process: subprocess.Popen[bytes] | None = None
-        self._is_told = False
+        self._is_signalled = False
         self._starts: list[float] = []
 
     def supervise(self) -> int:
@@ -57,7 +56,7 @@ class Agent:
             signal.signal(number, self._pass_on)
         while True:
             code = self._run_once()
-            if code >= 0 or self._is_told or any((self._run / marker).exists() for marker in MARKERS):
+            if code >= 0 or self._is_signalled or any((self._run / marker).exists() for marker in MARKERS):
                 return abs(code)
             now = time.monotonic()
             self._starts = [moment for moment in self._starts if now - moment < STARTS_SECONDS]
@@ -78,19 +77,19 @@ class Agent:
         finally:
             if log is not None:
                 os.close(log)
-        if self._is_told:  # while it was being started
+        if self._is_signalled:  # during its start
             self._process.terminate()
         return self._process.wait()
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        self._is_told = True
+        self._is_signalled = True
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(number)
 
 
 def open_log(path: Path) -> int | None:
-    """To append to. None, which is Slurm's own log: it is not a regular file of this folder, or cannot be written.
-    Another user may have put a pipe there, which would be waited for, or a link to a file of this user."""
+    """Open the agent's log for appending. None (Slurm's own log) if it is not a regular file of this folder or cannot
+    be written: another user may have put a pipe there, which would block, or a link to a file of this user."""
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -99,26 +98,26 @@ def open_log(path: Path) -> int | None:
         finally:
             os.close(folder)
     except OSError as error:
-        print(f"craton: {path} cannot be written ({error.strerror}): the agent's log is here", file=sys.stderr)
+        print(f"craton: {path} cannot be written ({error.strerror}): the agent logs here instead", file=sys.stderr)
         return None
     if not stat.S_ISREG(os.fstat(log).st_mode):
         os.close(log)
-        print(f"craton: {path} is not a regular file: the agent's log is here", file=sys.stderr)
+        print(f"craton: {path} is not a regular file: the agent logs here instead", file=sys.stderr)
         return None
     os.set_blocking(log, True)
     return log
 
 
 def own_address(stated: str, all_addresses: list[Any]) -> str:
-    """The address at which the others reach this node: the one that Slurm has for it. Where that is a loopback address
-    here only (Debian's hosts file has the machine's own name at 127.0.1.1), the one it sends from to another node."""
+    """Return the address at which other nodes reach this one: Slurm's NodeAddr. If that is a loopback address here
+    (Debian's hosts file maps the host name to 127.0.1.1), return the source address towards another node."""
     mine = resolved(stated)
     others = [resolved(str(all_address)) for all_address in all_addresses if all_address != stated]
     afar = [other for other in others if not other.startswith("127.")]
     if not mine.startswith("127.") or not afar:
         return mine
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((afar[0], 9))  # sends nothing: asks which way it would go
+        probe.connect((afar[0], 9))  # sends nothing: only selects the route
         return str(probe.getsockname()[0])
 
 

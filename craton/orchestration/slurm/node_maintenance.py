@@ -1,11 +1,9 @@
-"""Nodes of Slurm taken out of service and back: `scontrol update nodename=… state=drain reason=…`.
+"""Take Slurm nodes out of service and back: `scontrol update nodename=… state=drain reason=…`.
 
-The reason carries the mark: `craton:4f2a reboot: XID 79, …`. On SageMaker HyperPod a node whose state is `fail` and
-whose reason is exactly `Action:Reboot` or `Action:Replace` is rebooted or replaced by HyperPod itself. No mark fits in
-there, so the mark of such a node goes into its comment.
+The reason carries the mark: `craton:4f2a reboot: XID 79, …`. SageMaker HyperPod reboots or replaces a node whose state
+is `fail` and whose reason is exactly `Action:Reboot` or `Action:Replace`. There the mark goes into the node's comment.
 
-Nodes of a cloud that are powered down are names without a machine: they are none of the nodes that there are, unless
-they were taken out before.
+Powered-down cloud nodes are names without a machine: they are not listed, unless they were taken out before.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from craton.orchestration.slurm.tools import ask
 # read 2026-11-16: both are case-sensitive and the whole reason.
 HYPERPOD_REASONS = {"reset": "Action:Reboot", "reboot": "Action:Reboot", "replace": "Action:Replace"}
 WORKING = ("ALLOCATED", "MIXED", "COMPLETING")
-OUT = tuple(state for state in AWAY if state != "POWERING_DOWN")  # which idle nodes of a cloud do, and come back from
+OUT = tuple(state for state in AWAY if state != "POWERING_DOWN")  # normal for idle cloud nodes, which come back
 NO_MACHINE = ("FUTURE", "POWERED_DOWN", "POWERING_DOWN")
 REASON_LETTERS = 200
 _MARK = re.compile(rf"{MARK}(\S+)")
@@ -36,14 +34,14 @@ class SlurmService:
         self._is_hyperpod = HYPERPOD.exists() if is_hyperpod is None else is_hyperpod
 
     def nodes(self) -> list[ServiceNode]:
-        """Of the partitions, or of the default one, where jobs go that name none; of all where there is no default."""
+        """Return the nodes of the partitions, else of the default partition, else of all partitions."""
         partitions = self._partitions or default_partitions(ask("scontrol", "show", "partition"))
         return service_nodes(ask("scontrol", "show", "node"), partitions)
 
     def take_out(self, node: str, mark: str, reason: str) -> None:
         record = _found(node)
-        if record is not None and record.is_out:  # while somebody was asked; a reason is overwritten without a word
-            raise SchedulerError(f"{node} was taken out by somebody else meanwhile ({record.reason or 'no reason'})")
+        if record is not None and record.is_out:  # changed meanwhile; Slurm would silently overwrite the reason
+            raise SchedulerError(f"{node} was taken out by someone else meanwhile ({record.reason or 'no reason'})")
         _update(node, "state=drain", f"reason={_plain(f'{MARK}{mark} {reason}')}")
 
     def can_hand_over(self, action: str) -> bool:
@@ -53,10 +51,10 @@ class SlurmService:
         if not self.can_hand_over(action):
             return False
         record = _found(node)
-        if record is None or record.mark != mark:  # while somebody was asked; what is theirs is not replaced
-            now = "in service" if record is None or not record.is_out else f"out by somebody else: {record.reason}"
-            raise SchedulerError(f"{node} is not handed over, for it is {now} meanwhile")
-        _update(node, f"comment={MARK}{mark}")  # first: nobody must find the node out without its mark
+        if record is None or record.mark != mark:  # changed meanwhile; another's node is not replaced
+            now = "in service" if record is None or not record.is_out else f"taken out by someone else: {record.reason}"
+            raise SchedulerError(f"{node} is not handed over to HyperPod: meanwhile it is {now}")
+        _update(node, f"comment={MARK}{mark}")  # first: the node must never be out without its mark
         _update(node, "state=fail", f"reason={HYPERPOD_REASONS[action]}")
         return True
 
@@ -66,7 +64,7 @@ class SlurmService:
             return f"Slurm has no node {node}"
         if record.mark != mark:
             why = f": {record.reason}" if record.reason else ""
-            return f"{node} is {'out by somebody else' if record.is_out else 'in service already'}{why}"
+            return f"{node} is {'taken out by someone else' if record.is_out else 'already in service'}{why}"
         _update(node, "state=resume")
         if record.reason in HYPERPOD_REASONS.values():
             _update(node, "comment=")
@@ -74,7 +72,7 @@ class SlurmService:
 
 
 def service_nodes(text: str, partitions: Collection[str]) -> list[ServiceNode]:
-    """The nodes of these partitions, or of all, that have a machine or were taken out, by `scontrol show node`."""
+    """Parse `scontrol show node`: nodes of these partitions, or of all, that have a machine or were taken out."""
     comments = _comments(text)
     return [
         _node(record, comments[record.name])
@@ -84,19 +82,19 @@ def service_nodes(text: str, partitions: Collection[str]) -> list[ServiceNode]:
 
 
 def default_partitions(text: str) -> frozenset[str]:
-    """By `scontrol show partition`."""
+    """Parse the default partitions from `scontrol show partition`."""
     records = records_of_text(text, "PartitionName")
     return frozenset(fields["PartitionName"] for fields in records if fields.get("Default") == "YES")
 
 
 def _counts(record: NodeRecord) -> bool:
-    """A node that was drained and then powered down stays one that is out: else the next could go in its place."""
+    """Whether to list a node. A drained node that powered down still counts as out, so that no further one is taken."""
     is_taken = any(state in OUT and state != "NOT_RESPONDING" for state in record.states)
     return is_taken or not any(state in NO_MACHINE for state in record.states)
 
 
 def _found(node: str) -> ServiceNode | None:
-    """Of whatever partition."""
+    """Find a node in any partition."""
     text = ask("scontrol", "show", "node")
     comments = _comments(text)
     return next((_node(item, comments[node]) for item in nodes_of_text(text) if item.name == node), None)
@@ -122,10 +120,10 @@ def _node(record: NodeRecord, comment: str) -> ServiceNode:
 
 def _update(node: str, *words: str) -> None:
     if not re.fullmatch(r"[A-Za-z0-9._-]+", node):
-        raise SchedulerError(f"{node!r} is not one node of Slurm: give one name, without brackets or commas")
+        raise SchedulerError(f"{node!r} is not a single Slurm node name; give one name, without brackets or commas")
     ask("scontrol", "update", f"nodename={node}", *words)
 
 
 def _plain(text: str) -> str:
-    """One line without quotes, as long as tools show it."""
+    """Return one line without quotes, at the length that tools display."""
     return re.sub(r"[\s\"']+", " ", text).strip()[:REASON_LETTERS]

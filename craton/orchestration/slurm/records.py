@@ -1,8 +1,8 @@
-"""What Slurm's tools print, as data: jobs, nodes, switches, partitions, reservations.
+"""Parse the output of Slurm's tools: jobs, nodes, switches, partitions, reservations.
 
-`squeue --json` has two generations of shapes (a number is plain up to 22.05, `{set, infinite, number}` since 23.02; a
-state is a word, then a list of words). `scontrol` prints JSON only since 23.02, so its `Key=value` text is read, which
-is the same from 22.05 to 26.05. What a version does not tell is None or empty, never a guess.
+`squeue --json` has two formats (a number is plain up to 22.05, `{set, infinite, number}` since 23.02; a state is a
+string, then a list of strings). `scontrol` prints JSON only since 23.02, so its `Key=value` text is parsed, which is
+the same from 22.05 to 26.05. Values that a version does not print are None or empty, never guessed.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ ENDED = (
     *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"),
     *("REVOKED", "TIMEOUT"),
 )
-# States that a node keeps beside the one it is in, and in which it takes no job.
+# Node states, also in addition to the base state, in which a node takes no job.
 AWAY = (
     *("DOWN", "DRAIN", "DRAINED", "DRAINING", "ERROR", "FAIL", "FAILING", "MAINT", "MAINTENANCE", "NOT_RESPONDING"),
     *("POWERING_DOWN", "REBOOT"),
 )
 
 _KEY = re.compile(r"(?:^|\s)([A-Za-z][A-Za-z0-9_:/.\[\]-]*)=")
-# Values that may hold anything, spaces and `=` too; each is the last of its line.
+# Values that may contain anything, also spaces and `=`; each is the last of its line.
 _FREE_TEXTS = (
     *("JobName", "Reason", "Comment", "AdminComment", "SystemComment", "Command", "WorkDir", "StdErr", "StdIn"),
     *("StdOut", "OS", "Extra"),
 )
-_NO_NUMBER = 0xFFFFFFFE  # and above: Slurm's "not set" and "infinite", which older versions print as they are
+_NO_NUMBER = 0xFFFFFFFE  # and above: Slurm's "not set" and "infinite", which older versions print as numbers
 
 
 @dataclass(frozen=True)
@@ -44,33 +44,33 @@ class JobRecord:
     id: str  # 812, or 812_3 of an array
     state: str  # PENDING, RUNNING, COMPLETING, …
     name: str = ""
-    comment: str = ""  # of whoever submitted it
-    reason: str = ""  # one word without spaces
+    comment: str = ""  # from its submission
+    reason: str = ""  # one code without spaces
     partition: str = ""
     account: str = ""
     qos: str = ""
     user: str = ""
     nodes: str = ""  # a hostlist
     num_nodes: int = 0
-    start: float | None = None  # epoch seconds; of a pending job, when Slurm expects it to start
+    start: float | None = None  # epoch seconds; for a pending job the expected start
     end: float | None = None
-    time_limit_seconds: float | None = None  # None: none
+    time_limit_seconds: float | None = None  # None: no limit
     priority: int = 0
     restarts: int = 0
     dependency: str = ""
     features: str = ""
     excluded: str = ""  # a hostlist
     required: str = ""  # a hostlist
-    scheduled: str = ""  # a hostlist: the nodes that Slurm plans for a pending job
+    scheduled: str = ""  # a hostlist: the nodes planned for a pending job
     reservation: str = ""
     licenses: str = ""
-    switches: int = 0  # at most so many leaves; 0: any number
+    switches: int = 0  # maximum number of leaves; 0: any number
     switch_wait_seconds: float | None = None
-    segment_nodes: int = 0  # so many of its nodes each in one block; 0: however they are spread
-    tasks: str = ""  # of an array that waits: which of its tasks still do, as in 3,7-50
+    segment_nodes: int = 0  # nodes per segment, each in one block; 0: no constraint
+    tasks: str = ""  # pending tasks of an array, as in 3,7-50
 
     def has_task(self, number: int) -> bool:
-        """Whether this is the record of an array, and the task has not been started yet."""
+        """Whether this is an array's record, and the task is still pending."""
         for part in self.tasks.partition("%")[0].split(","):
             first, _, last = part.partition(":")[0].partition("-")
             if first.isdecimal() and int(first) <= number <= int(last or first):
@@ -79,7 +79,7 @@ class JobRecord:
 
     @property
     def number(self) -> int:
-        """Jobs are numbered as they come."""
+        """The numeric job ID, in submission order."""
         digits = self.id.partition("_")[0]
         return int(digits) if digits.isdecimal() else 0
 
@@ -104,21 +104,21 @@ class NodeRecord:
 
     @property
     def is_away(self) -> bool:
-        """Takes no new job, whatever runs on it now."""
+        """Whether it takes no new job, even if a job runs on it."""
         return any(state in AWAY for state in self.states)
 
     @property
     def is_free(self) -> bool:
-        """Nothing runs on it; it may still be kept for somebody."""
+        """Whether nothing runs on it; it may still be reserved or planned."""
         return not self.is_away and "IDLE" in self.states and "COMPLETING" not in self.states
 
 
 @dataclass(frozen=True)
 class SwitchRecord:
-    """A switch of a tree, or a block."""
+    """A switch of a tree topology, or a block."""
 
     name: str
-    level: int  # 0: nodes hang on it
+    level: int  # 0: a leaf, with nodes
     nodes: str  # a hostlist
 
 
@@ -141,23 +141,23 @@ class ReservationRecord:
 
 
 def jobs_of_json(document: Mapping[str, Any]) -> list[JobRecord]:
-    """The jobs of `squeue --json`, of any version."""
+    """Parse `squeue --json` of any version."""
     return [_job_of_json(job) for job in document.get("jobs") or () if isinstance(job, Mapping)]
 
 
 def jobs_of_text(text: str) -> list[JobRecord]:
-    """The jobs of `scontrol show job`."""
+    """Parse `scontrol show job`."""
     return [_job_of_text(fields) for fields in records_of_text(text, "JobId")]
 
 
 def jobs_of_lines(text: str) -> list[JobRecord]:
-    """The jobs of `squeue --format='%i %T %k'`: number, state and comment are all that is told of them."""
+    """Parse `squeue --format='%i %T %k'`: only job ID, state and comment."""
     fields = [line.split(maxsplit=2) for line in text.splitlines()]
     return [JobRecord(number, state, comment="".join(comment)) for number, state, *comment in fields]
 
 
 def job_of(jobs: Mapping[str, JobRecord], number: str) -> JobRecord | None:
-    """The job of this number; as long as it waits, a task of an array is part of the array's own record."""
+    """Return the job with this ID; a pending array task is part of the array's record."""
     array, _, task = number.partition("_")
     if number in jobs or not task:
         return jobs.get(number)
@@ -166,11 +166,11 @@ def job_of(jobs: Mapping[str, JobRecord], number: str) -> JobRecord | None:
 
 
 def nodes_of_text(text: str) -> list[NodeRecord]:
-    """The nodes of `scontrol show node`."""
+    """Parse `scontrol show node`."""
     return [
         NodeRecord(
             name=fields["NodeName"],
-            # `*`: does not answer. `$`, `@`, `#`, `~`, … stand for reservations, reboots and power saving.
+            # `*`: not responding. `$`, `@`, `#`, `~`, … mean reservations, reboots and power saving.
             states=tuple(
                 state
                 for part in fields.get("State", "").split("+")
@@ -181,14 +181,14 @@ def nodes_of_text(text: str) -> list[NodeRecord]:
             reason=re.sub(r"\s*\[[^\[\]]*@[^\[\]]*\]$", "", _text(fields.get("Reason"))),
             features=tuple(_text(fields.get("ActiveFeatures") or fields.get("AvailableFeatures")).split(",")),
             partitions=tuple(_text(fields.get("Partitions")).split(",")),
-            gres=re.sub(r"\([^()]*\)", "", _text(fields.get("Gres"))),  # without the sockets that they are bound to
+            gres=re.sub(r"\([^()]*\)", "", _text(fields.get("Gres"))),  # without the sockets they are bound to
         )
         for fields in records_of_text(text, "NodeName")
     ]
 
 
 def switches_of_text(text: str) -> list[SwitchRecord]:
-    """The switches or blocks of `scontrol show topology`; what blocks are put together to (AggregatedBlock) is none."""
+    """Parse the switches or blocks of `scontrol show topology`, without AggregatedBlock."""
     switches = [
         SwitchRecord(fields["SwitchName"], int(fields.get("Level", 0)), _text(fields.get("Nodes")))
         for fields in records_of_text(text, "SwitchName")
@@ -201,7 +201,7 @@ def switches_of_text(text: str) -> list[SwitchRecord]:
 
 
 def partitions_of_text(text: str) -> list[PartitionRecord]:
-    """The partitions of `scontrol show partition`."""
+    """Parse `scontrol show partition`."""
     return [
         PartitionRecord(
             name=fields["PartitionName"],
@@ -214,7 +214,7 @@ def partitions_of_text(text: str) -> list[PartitionRecord]:
 
 
 def reservations_of_text(text: str) -> list[ReservationRecord]:
-    """The reservations of `scontrol show reservation`."""
+    """Parse `scontrol show reservation`."""
     return [
         ReservationRecord(
             name=fields["ReservationName"],
@@ -229,7 +229,7 @@ def reservations_of_text(text: str) -> list[ReservationRecord]:
 
 
 def hosts_of(text: str) -> list[str]:
-    """The names in a hostlist; none where it cannot be read."""
+    """Return the host names in a hostlist; empty if it is invalid."""
     try:
         return expand_hosts(text) if text else []
     except TopologyError:
@@ -237,8 +237,8 @@ def hosts_of(text: str) -> list[str]:
 
 
 def records_of_text(text: str, first: str) -> Iterable[dict[str, str]]:
-    """The records of `scontrol show`, each of which begins with the key `first`. A line that begins with another key
-    and is not indented begins a record of another kind, which is left out."""
+    """Yield the records of `scontrol show`, each beginning with the key `first`. An unindented line with another key
+    begins a record of another kind, which is skipped."""
     fields: dict[str, str] = {}
     for line in text.splitlines():
         keys = list(_KEY.finditer(line))
@@ -252,7 +252,7 @@ def records_of_text(text: str, first: str) -> Iterable[dict[str, str]]:
             continue
         for number, key in enumerate(keys):
             name = key.group(1)
-            # Of a job, Reason is one word in the middle of its line; of a node it has the rest of the line.
+            # A job's Reason is one code inside its line; a node's Reason takes the rest of the line.
             is_free = name in _FREE_TEXTS and (name != "Reason" or number == 0)
             last = is_free or number + 1 == len(keys)
             fields[name] = line[key.end() : len(line) if last else keys[number + 1].start()].strip()
@@ -263,7 +263,7 @@ def records_of_text(text: str, first: str) -> Iterable[dict[str, str]]:
 
 
 def seconds_of(text: str) -> float | None:
-    """`1-02:03:04`, `02:03:04`, `03:04` or `10` (minutes) as seconds; None where there is no limit."""
+    """Parse `1-02:03:04`, `02:03:04`, `03:04` or `10` (minutes) as seconds; None for no limit."""
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text.strip())
     if match is None:
         return None
@@ -276,7 +276,7 @@ def seconds_of(text: str) -> float | None:
 
 
 def moment_of(text: str) -> float | None:
-    """`2026-11-15T22:07:08`, of the cluster's local time, as epoch seconds."""
+    """Parse `2026-11-15T22:07:08`, in the cluster's local time, as epoch seconds."""
     try:
         return datetime.fromisoformat(text).timestamp()
     except ValueError:
@@ -353,7 +353,7 @@ def _job_of_json(fields: Mapping[str, Any]) -> JobRecord:
 
 
 def _state(value: Any) -> str:
-    """A word, or a list of a state and its flags; a job that is still being cleaned up is COMPLETING first of all."""
+    """Return the state from a string, or a list of a state and flags; COMPLETING takes precedence."""
     words = [str(item) for item in value] if isinstance(value, list) else str(value or "").replace("+", " ").split()
     if "COMPLETING" in words:
         return "COMPLETING"
@@ -361,7 +361,7 @@ def _state(value: Any) -> str:
 
 
 def _number(value: Any) -> float | None:
-    """A number, whether plain or as `{set, infinite, number}`; None where it is not set or has no end."""
+    """Return a number, plain or as `{set, infinite, number}`; None if it is unset or infinite."""
     if isinstance(value, Mapping):
         value = value.get("number") if value.get("set") and not value.get("infinite") else None
     is_number = isinstance(value, int | float) and not isinstance(value, bool) and value < _NO_NUMBER
@@ -375,7 +375,7 @@ def _text(value: Any) -> str:
 
 
 def _reason(text: str) -> str:
-    """One spelling for `launch failed requeued held` (squeue) and `launch_failed_requeued_held` (scontrol)."""
+    """Unify `launch failed requeued held` (squeue) and `launch_failed_requeued_held` (scontrol)."""
     return "" if text in NOTHING else text.strip("()").replace(" ", "_")
 
 

@@ -1,7 +1,7 @@
-"""Which nodes a waiting job could have: those that are free for it, those kept for others, and when the rest will be.
+"""The nodes that a pending job could use: free ones, idle ones kept for others, and when the rest become free. Pure.
 
-Pure. A node that idles need not be free: a reservation has it, or Slurm has planned it for a job that comes first. One
-that several jobs share is free when the last of them ends, and one whose job has no end is never.
+An idle node is not always free: a reservation may hold it, or Slurm may have planned it for a job in front. A node that
+several jobs share is free when the last of them ends; a node whose job has no time limit never is.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FOREVER = float("inf")
 
 @dataclass(frozen=True)
 class NodeRelease:
-    """When something that holds a node lets it go, and what that is."""
+    """When a node is released, and by which job or reservation."""
 
     moment: float
     by: str  # `job 812`, `the reservation maint`
@@ -26,11 +26,11 @@ class NodeRelease:
 
 @dataclass(frozen=True)
 class Room:
-    """The nodes that a job could ever run on, as they are now."""
+    """The nodes that a job could run on, in their current state."""
 
     free: frozenset[str]
     busy: dict[str, NodeRelease]  # all others
-    kept: dict[str, list[str]]  # nodes that idle, by what they are kept for
+    kept: dict[str, list[str]]  # idle nodes by what they are kept for
 
     @property
     def nodes(self) -> frozenset[str]:
@@ -39,8 +39,8 @@ class Room:
     def earliest(
         self, needed: int, places: Iterable[Iterable[str]] | None = None, most: int = 1, together: int = 1
     ) -> NodeRelease | None:
-        """The end that makes room for so many nodes in at most so many of these places, of each a multiple of
-        `together`; None when they are free already, and when no end that is known suffices."""
+        """Return the release that makes room for `needed` nodes in at most `most` of these places, in each a multiple
+        of `together`; None if they are already free, or if no known release suffices."""
         groups = [set(place) & self.nodes for place in places] if places is not None else [set(self.nodes)]
         counts = [len(group & self.free) for group in groups]
         if most_nodes(counts, most, together) >= needed:
@@ -60,7 +60,7 @@ def room_for(job: JobRecord, cluster: SlurmState, now: float) -> Room:
     kept: dict[str, list[str]] = {}
     for node in usable_nodes(job, cluster):
         holds = [NodeRelease(item.end or FOREVER, f"job {item.id}") for item in cluster.jobs_on.get(node.name, ())]
-        if not node.is_free and not holds:  # by a job that this user may not see
+        if not node.is_free and not holds:  # used by a job that this user may not see
             holds.append(NodeRelease(FOREVER, ""))
         others = _kept(node, job, cluster, now)
         if node.is_free and others:
@@ -73,12 +73,12 @@ def room_for(job: JobRecord, cluster: SlurmState, now: float) -> Room:
 
 
 def most_nodes(counts: Iterable[int], most: int, together: int = 1) -> int:
-    """How many nodes there are in at most so many places with these counts, of each a multiple of `together`."""
+    """Return the maximum number of nodes in at most `most` places, in each a multiple of `together`."""
     return sum(sorted((count - count % together for count in counts), reverse=True)[:most])
 
 
 def usable_nodes(job: JobRecord, cluster: SlurmState) -> list[NodeRecord]:
-    """Of its partition, with its features, in its reservation, not excluded, and not away."""
+    """Return the nodes of its partition with its features, in its reservation, not excluded and not away."""
     excluded, required = set(hosts_of(job.excluded)), set(hosts_of(job.required))
     own = next(
         (
@@ -102,13 +102,13 @@ def usable_nodes(job: JobRecord, cluster: SlurmState) -> list[NodeRecord]:
 
 
 def in_partition(job: JobRecord, cluster: SlurmState) -> list[NodeRecord]:
-    """The nodes of the partition, or of all partitions, that the job may run in."""
+    """Return the nodes of the job's partitions, or of all partitions."""
     partitions = set(job.partition.split(",")) - {""}
     return [node for node in cluster.nodes if not partitions or partitions & set(node.partitions)]
 
 
 def _kept(node: NodeRecord, job: JobRecord, cluster: SlurmState, now: float) -> list[NodeRelease]:
-    """What has the node at a time that the job would need it, beside the jobs on it."""
+    """Return reservations and planned jobs that hold the node while the job would need it."""
     end = now + job.time_limit_seconds if job.time_limit_seconds is not None else FOREVER
     reserved = [
         NodeRelease(item.end or FOREVER, f"the reservation {item.name}")
@@ -121,7 +121,7 @@ def _kept(node: NodeRecord, job: JobRecord, cluster: SlurmState, now: float) -> 
 
 
 def _planned(node: NodeRecord, job: JobRecord, cluster: SlurmState, end: float) -> list[NodeRelease]:
-    """The job that Slurm keeps the node for, unless it is this one, or starts only when this one has ended."""
+    """Return the job that the node is planned for, unless it is this one or starts only after this one ends."""
     if "PLANNED" not in node.states:
         return []
     first = cluster.planned_on.get(node.name)

@@ -1,10 +1,9 @@
-"""The batch script of a run: `sbatch_script` is pure, and what it returns is all that Slurm is told.
+"""The batch script of a run: `sbatch_script` is pure, and its result is everything that Slurm gets.
 
-The script does nothing but name what is asked for and become `python -m craton.orchestration.slurm.batch RUN NONCE`. A
-value that could mean something else to sbatch or to a shell is refused, so nothing from a job file is ever interpreted.
-The nonce is another one for every submission, and stands in the job's comment too: by it a job and its run know each
-other, whatever happened between `sbatch` and the writing down of its answer.
-Secrets are not in it: sbatch takes them, as it takes the rest, from the environment of whoever submits.
+The script only requests resources and executes `python -m craton.orchestration.slurm.batch RUN NONCE`. A value with a
+special meaning to sbatch or a shell is refused, so nothing from a job file is ever interpreted. The nonce is new for
+every submission and is also in the job's comment: it matches a job with its run, even if sbatch's response was lost.
+Secrets are not in the script: sbatch takes them from the environment of the submitting shell.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from craton.orchestration.draft import Draft
 
 SCRIPT_FILE = "job.sbatch"
-FOR_EVER_SECONDS = 365 * 86400.0  # without a time `--switches` waits five minutes; sites may allow less than asked
+FOR_EVER_SECONDS = 365 * 86400.0  # without a time `--switches` waits five minutes; sites may limit it
 LONGEST_SIGNAL_SECONDS = 65535  # sbatch(1), --signal
 BATCH = "craton.orchestration.slurm.batch"
 
@@ -42,7 +41,7 @@ _PATTERNS = {
     "reservation": rf"{_NAME}(?:,{_NAME})*",
     "exclude": rf"{_HOSTS}(?:,{_HOSTS})*",
 }
-# In an output path `%` and `\` stand for something else, and a quotation mark would end the value.
+# In an output path `%` and `\` have a special meaning, and a quotation mark would end the value.
 _PATH = re.compile(r"""[^\x00-\x1f\x7f"'\\%`$#]+""")
 _COMMENT = re.compile(r"^#SBATCH --comment=craton:[^:\s]+:([0-9a-f]+)$", re.MULTILINE)
 
@@ -53,7 +52,7 @@ def new_nonce() -> str:
 
 @dataclass(frozen=True)
 class ScriptOptions:
-    """What is not the job's business: who runs the script's one command, and what else sbatch is told."""
+    """Settings that do not come from the job: the interpreter, copies, and further sbatch options."""
 
     python: str = sys.executable
     copies: int = 1  # runs NAME-1 … NAME-N of the same job, as an array
@@ -62,13 +61,13 @@ class ScriptOptions:
 
 
 def sbatch_script(draft: Draft, run: RunDirectory, options: ScriptOptions | None = None) -> str:
-    """The script of a run; StartError where a value cannot be said to Slurm."""
+    """Return the script of a run; StartError for a value that Slurm cannot take."""
     options = options or ScriptOptions()
     job = draft.job
     directives = [_directive(name, value) for name, value in directives_of(draft, run, options).items()]
     lines = ["#!/bin/sh", *directives]
     if job.run.secrets:
-        lines.append(f"# from the environment of whoever submits: {', '.join(job.run.secrets)}")
+        lines.append(f"# from the environment of the submitting shell: {', '.join(job.run.secrets)}")
     command = shlex.join([options.python, "-m", BATCH])
     target = shlex.quote(str(run.path))
     if options.copies > 1:
@@ -77,13 +76,13 @@ def sbatch_script(draft: Draft, run: RunDirectory, options: ScriptOptions | None
 
 
 def nonce_of(script: str) -> str:
-    """The nonce in a script's text; empty where there is none."""
+    """Return the nonce in a script; empty if there is none."""
     match = _COMMENT.search(script)
     return match[1] if match else ""
 
 
 def directives_of(draft: Draft, run: RunDirectory, options: ScriptOptions) -> dict[str, str]:
-    """Option → value; an empty value is an option without one."""
+    """Return option → value; an empty value is a flag."""
     job, launch = draft.job, draft.launch
     wanted, scheduler = job.run, job.cluster.file.scheduler if job.cluster.file else None
     gpus = launch.gpus_per_node or launch.ranks_per_node
@@ -120,7 +119,7 @@ def directives_of(draft: Draft, run: RunDirectory, options: ScriptOptions) -> di
 
 
 def placement_of(draft: Draft) -> dict[str, str]:
-    """`--switches` where the network is a tree, `--segment` where it is made of blocks; nothing where all will do."""
+    """Return `--switches` for a tree topology, `--segment` for blocks; empty without a constraint."""
     job, num_nodes = draft.job, len(draft.launch.nodes)
     if job.placement is None or num_nodes == 1 or job.placement.within == "zone":
         return {}
@@ -133,44 +132,46 @@ def placement_of(draft: Draft) -> dict[str, str]:
     size = block or leaf
     if within == "leaf" and size and num_nodes > size:
         raise StartError(
-            f"{where}{num_nodes} nodes do not fit on one leaf, which has {size}; write `within: spine`, or take fewer "
+            f"{where}{num_nodes} nodes do not fit on one leaf, which has {size}; write `within: spine`, or use fewer "
             "nodes or spares"
         )
     if block:
         segment = num_nodes if within == "leaf" else next(n for n in range(block, 0, -1) if num_nodes % n == 0)
         return {"segment": str(segment)}
     if within == "spine" and not leaf:
-        raise StartError(f"{where}how many leaves that may be is not known; say `levels: {{leaf: {{nodes: N}}}}`")
+        raise StartError(
+            f"{where}the size of a leaf is unknown; add `levels: {{leaf: {{nodes: N}}}}` to the cluster file"
+        )
     leaves = 1 if within == "leaf" else math.ceil(num_nodes / (leaf or num_nodes))
     wait = FOR_EVER_SECONDS if job.placement.wait is None else job.placement.wait
     return {"switches": f"{leaves}@{duration(wait)}"}
 
 
 def signal_seconds(job: Job) -> int:
-    """How long before its time limit the job is told; never more than half of it, for then it would do nothing else."""
+    """Return how long before its time limit the job gets the signal; at most half of the limit."""
     limit = job.run.time_limit
     seconds = job.run.save_before if limit is None else min(job.run.save_before, limit / 2)
     return max(1, min(LONGEST_SIGNAL_SECONDS, int(seconds)))
 
 
 def duration(seconds: float) -> str:
-    """`1-02:03:00`: days, hours, whole minutes, rounded up."""
+    """Format as `1-02:03:00`: days, hours, whole minutes, rounded up."""
     minutes = max(1, math.ceil(seconds / 60))
     return f"{minutes // 1440}-{minutes // 60 % 24:02d}:{minutes % 60:02d}:00"
 
 
 def copies_stem(run: RunDirectory) -> str:
-    """`/runs/NAME` of the run NAME-1."""
+    """Return `/runs/NAME` for the run NAME-1."""
     return re.sub(r"-1$", "", str(run.path))
 
 
 def checked_path(path: Path | str) -> str:
-    """A path that sbatch takes as it is."""
+    """Return a path that sbatch takes literally; StartError for any other."""
     text = str(path)
     if not _PATH.fullmatch(text):
         raise StartError(
-            f"Slurm cannot be given the path {text!r}: quotation marks, backslashes, line breaks and % $ # ` mean "
-            "something else to it; set CRATON_RUNS to another folder"
+            f"Slurm cannot use the path {text!r}: quotation marks, backslashes, line breaks and % $ # ` have a special "
+            "meaning; set CRATON_RUNS to another folder"
         )
     return text
 
@@ -183,15 +184,15 @@ def _checked(job: Job, name: str, value: str) -> str:
     if pattern is not None and not re.fullmatch(pattern, value):
         key = "name" if name == "job-name" else f"run.{name}"
         raise StartError(
-            f"{job.where(*key.split('.'))}{key} {value!r} is not one that Slurm knows how to read; use letters, digits "
-            "and . _ - as `scontrol show` prints them"
+            f"{job.where(*key.split('.'))}{key} {value!r} is not valid for Slurm; use letters, digits and . _ - as "
+            "`scontrol show` prints them"
         )
-    assert "\n" not in value, f"{name} would begin a line of its own"
+    assert "\n" not in value, f"{name} would begin a new line"
     return value
 
 
 def _directive(name: str, value: str) -> str:
-    """sbatch splits a line at blanks and honours quotation marks."""
+    """Return a directive line; sbatch splits it at blanks and honours quotation marks."""
     plain = re.fullmatch(r"[A-Za-z0-9_.,:=@%/+-]*", value) is not None
     shown = value if plain else f'"{value}"'
     return f"#SBATCH --{name}" + (f"={shown}" if value else "")

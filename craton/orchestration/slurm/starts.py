@@ -1,9 +1,8 @@
-"""How often Slurm has started a run for nothing. `run.restarts` bounds that, and not how often a run goes on.
+"""Count the starts of a run that made no progress. `run.restarts` limits these, not the total number of starts.
 
-A start that came further than the one before and was not ended by a failure of its own costs nothing: a long training
-has as many slices of the time limit, preemptions and lost nodes as it takes. Nor does one that was asked to leave where
-nobody can see how far it came: a server, a command without progress, a start that was still checking its nodes.
-RUN/starts.json is written by the batch program alone, of which there is one at a time.
+A start that made progress and did not fail is not counted: a long training may have any number of time limits,
+preemptions and lost nodes. Nor is a start that Slurm ended and that reports no steps: a server, a command without
+`progress:`, a start still in pre-flight. Only the batch program writes RUN/starts.json, and only one runs at a time.
 """
 
 from __future__ import annotations
@@ -19,30 +18,30 @@ STARTS_FILE = "starts.json"
 
 @dataclass(frozen=True)
 class Starts:
-    """The newest start, and what those before it were."""
+    """The newest start, and the count of earlier ones."""
 
-    nonce: str  # of the submission they belong to: one that is resumed begins anew
-    furthest: int = 0  # step that the run had come to before the newest start
-    fruitless: int = 0  # starts before it that came no further, or failed
-    has_failed: bool = False  # the newest was ended by a failure
-    is_excused: bool = False  # the newest was asked to leave, and how far it came cannot be told
-    number: int = 1  # of the newest; Slurm's own count has those that never got as far as the batch program, too
+    nonce: str  # of their submission: a resume restarts the count
+    furthest: int = 0  # step of the run before the newest start
+    fruitless: int = 0  # earlier starts that failed or made no progress
+    has_failed: bool = False  # the newest failed
+    is_excused: bool = False  # Slurm ended the newest, and its progress is unknown
+    number: int = 1  # of the newest; Slurm's own count includes starts that never reached the batch program
 
     def spent(self, step: int) -> int:
-        """How many have been for nothing, should the newest end at this step."""
+        """Return the counted starts if the newest ends at this step."""
         came_no_further = step <= self.furthest and not self.is_excused
         return self.fruitless + (1 if self.has_failed or came_no_further else 0)
 
 
 def next_start(last: Starts | None, nonce: str, step: int) -> Starts:
-    """One more start, of a run that has come to `step`."""
+    """Return the next start of a run that is at `step`."""
     if last is None or last.nonce != nonce:
         return Starts(nonce, step)
     return Starts(nonce, max(step, last.furthest), last.spent(step), number=last.number + 1)
 
 
 def may_start_again(spent: int, restarts: int) -> bool:
-    """With `run.restarts: 0` a run is never started again."""
+    """Whether a run may be requeued; never with `run.restarts: 0`."""
     return restarts > 0 and spent <= restarts
 
 

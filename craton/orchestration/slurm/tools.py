@@ -1,7 +1,6 @@
-"""Slurm's command line tools: asked with a deadline, and what they say turned into data or one error.
+"""Call Slurm's command line tools with a timeout, and turn their output into data or one error.
 
-Nothing goes through a shell. Questions about many jobs are one question: controllers of large clusters are slowed down
-by those who ask often.
+Nothing goes through a shell. One query covers many jobs: frequent queries slow down the controllers of large clusters.
 """
 
 from __future__ import annotations
@@ -39,21 +38,21 @@ from craton.orchestration.slurm.records import (
 logger = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
-CONTROLLER_SECONDS, AGAIN_SECONDS = 300.0, 5.0  # that a batch program waits for an answer; between two tries
-ANSWER_SECONDS = 30.0  # a busy controller takes seconds; one that takes longer is taken for gone
-# What the tools print when a question was sent and no answer came: the controller may still act on it.
+CONTROLLER_SECONDS, AGAIN_SECONDS = 300.0, 5.0  # a batch program's timeout for a response; between two tries
+ANSWER_SECONDS = 30.0  # a busy controller takes seconds; a longer one counts as unreachable
+# Errors of the tools after a request without a response: the controller may still execute it.
 UNANSWERED = ("Socket timed out", "Zero Bytes were transmitted", "Unexpected message received")
 KEPT_VARIABLES = ("SLURM_CONF", "SLURM_CLUSTERS")
 BUILT_WITHOUT_JSON = ("unrecognized option", "invalid option", "serializer", "JSON support")
-TOLD_BY_OTHERS = ("SBATCH_", "SLURM_", "SRUN_", "SQUEUE_", "SINFO_", "SCANCEL_")
+FOREIGN_PREFIXES = ("SBATCH_", "SLURM_", "SRUN_", "SQUEUE_", "SINFO_", "SCANCEL_")
 
 
-COMPETING = ("Resources", "Priority", "ReqNodeNotAvail", "")  # reasons of jobs that others wait behind
+COMPETING = ("Resources", "Priority", "ReqNodeNotAvail", "")  # reasons of pending jobs that compete for nodes
 
 
 @dataclass(frozen=True)
 class SlurmState:
-    """A cluster at one moment."""
+    """The state of a cluster at one moment."""
 
     jobs: tuple[JobRecord, ...] = ()
     nodes: tuple[NodeRecord, ...] = ()
@@ -67,7 +66,7 @@ class SlurmState:
 
     @cached_property
     def leaves(self) -> dict[str, frozenset[str]]:
-        """Leaf switch or block → the nodes that hang on it."""
+        """Leaf switch or block → its nodes."""
         return {switch.name: frozenset(hosts_of(switch.nodes)) for switch in self.switches if switch.level == 0}
 
     @cached_property
@@ -81,7 +80,7 @@ class SlurmState:
 
     @cached_property
     def planned_on(self) -> dict[str, JobRecord]:
-        """Node → the pending job that Slurm has planned it for, the first to start."""
+        """Node → the first pending job that Slurm has planned it for."""
         result: dict[str, JobRecord] = {}
         for job in sorted(self.jobs, key=lambda job: (job.start or float("inf"), job.number)):
             for name in hosts_of(job.scheduled) if job.is_pending else ():
@@ -90,7 +89,7 @@ class SlurmState:
 
     @cached_property
     def reservations_on(self) -> dict[str, list[ReservationRecord]]:
-        """Node → the reservations that have it, now or later."""
+        """Node → its reservations, now or later."""
         result: dict[str, list[ReservationRecord]] = {}
         for reservation in self.reservations:
             for name in hosts_of(reservation.nodes):
@@ -98,13 +97,13 @@ class SlurmState:
         return result
 
     def before(self, job: JobRecord) -> list[JobRecord]:
-        """The jobs of its partition that Slurm looks at before this one."""
+        """Return the jobs of its partition with precedence over this one."""
         queue, places = self._queues.get(job.partition, ([], {}))
         return queue[: places.get(job.id, len(queue))]
 
     @cached_property
     def _queues(self) -> dict[str, tuple[list[JobRecord], dict[str, int]]]:
-        """Partition → its jobs in the order in which they are looked at, and the place of each."""
+        """Partition → its pending jobs in scheduling order, and the position of each."""
         queues: dict[str, list[JobRecord]] = {}
         for job in self.jobs:
             if job.is_pending and job.reason.partition(",")[0] in COMPETING:
@@ -117,7 +116,7 @@ class SlurmState:
 def ask(
     *words: str, seconds: float = ANSWER_SECONDS, environment: Mapping[str, str] | None = None, text: str | None = None
 ) -> str:
-    """What a tool prints; SchedulerError with what it complains about."""
+    """Run a tool and return its output; SchedulerError with its error message."""
     start = time.monotonic()
     try:
         done = subprocess.run(
@@ -133,10 +132,10 @@ def ask(
         )
     except FileNotFoundError:
         raise SchedulerError(
-            f"{words[0]} is not installed here; start this on a machine of the cluster, or use --on local"
+            f"{words[0]} is not installed here; run this on a login node of the cluster, or use --on local"
         ) from None
     except subprocess.TimeoutExpired:
-        raise NoAnswerError(f"{words[0]} did not answer within {setting(seconds)}; `scontrol ping` tells why") from None
+        raise NoAnswerError(f"{words[0]} did not respond within {setting(seconds)}; check `scontrol ping`") from None
     logger.debug("%s: exit %d after %.2f s", shlex.join(words), done.returncode, time.monotonic() - start)
     if done.returncode != 0:
         lines = (done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}").splitlines()
@@ -147,7 +146,7 @@ def ask(
 
 
 def patiently(question: Callable[[], Answer], seconds: float = CONTROLLER_SECONDS) -> Answer:
-    """Asks Slurm again while its controller does not answer, as when another takes its place."""
+    """Retry a query while Slurm's controller does not respond, for example during a failover."""
     deadline = time.monotonic() + seconds
     while True:
         try:
@@ -155,27 +154,27 @@ def patiently(question: Callable[[], Answer], seconds: float = CONTROLLER_SECOND
         except SchedulerError as error:
             if time.monotonic() > deadline:
                 raise
-            print(f"craton: {error}; asking again", file=sys.stderr, flush=True)
+            print(f"craton: {error}; retrying", file=sys.stderr, flush=True)
             time.sleep(AGAIN_SECONDS)
 
 
 def own_environment() -> dict[str, str]:
-    """This process's environment without what an allocation around it, or a user's defaults, would tell the tools:
-    sbatch takes SBATCH_PARTITION over what stands in the script."""
+    """Return this process's environment without the variables of an enclosing allocation or the user's defaults: for
+    sbatch SBATCH_PARTITION takes precedence over the script."""
     return {
         name: value
         for name, value in os.environ.items()
-        if name in KEPT_VARIABLES or not name.startswith(TOLD_BY_OTHERS)
+        if name in KEPT_VARIABLES or not name.startswith(FOREIGN_PREFIXES)
     }
 
 
 def submit(arguments: Sequence[str]) -> str:
-    """The number of the new job."""
+    """Submit a job and return its ID."""
     return ask(*arguments).strip().partition(";")[0]
 
 
 def read_jobs(numbers: Iterable[str] | None = None) -> list[JobRecord]:
-    """The jobs that Slurm still knows, all or those of these numbers, in one question."""
+    """Return the jobs that Slurm still knows, all or those with these IDs, in one query."""
     wanted = None if numbers is None else list(numbers)
     if wanted == []:
         return []
@@ -184,28 +183,28 @@ def read_jobs(numbers: Iterable[str] | None = None) -> list[JobRecord]:
         printed = ask("squeue", "--json", "--states=all", *chosen)
         jobs = jobs_of_json(json.loads(printed))
     except SchedulerError as error:
-        if "Invalid job id" in str(error):  # of a single job that is forgotten
+        if "Invalid job id" in str(error):  # a single job that Slurm no longer knows
             return []
         if not any(word in str(error) for word in BUILT_WITHOUT_JSON):
             raise
         jobs = jobs_of_text(ask("scontrol", "show", "job"))
     except ValueError as error:
-        raise SchedulerError(f"squeue --json printed what is not JSON ({error})") from None
+        raise SchedulerError(f"squeue --json printed invalid JSON ({error})") from None
     if wanted is None:
         return jobs
-    # 22.05 prints every job whatever was asked for.
+    # 22.05 ignores --jobs and prints every job.
     arrays = {number.partition("_")[0] for number in wanted}
     return [job for job in jobs if job.id in wanted or job.id.partition("_")[0] in arrays]
 
 
 def read_jobs_of(users: Iterable[int]) -> list[JobRecord]:
-    """Number, state and comment of the jobs of these users. In words, for with --json 22.05 prints everybody's."""
+    """Return ID, state and comment of these users' jobs. As text, because 22.05 prints all users' jobs with --json."""
     names = ",".join(str(user) for user in sorted(set(users)))
     return jobs_of_lines(ask("squeue", f"--user={names}", "--states=all", "--noheader", "--format=%i %T %k"))
 
 
 def read_snapshot() -> SlurmState:
-    """Everything that tells why a job waits. What a site does not show is left empty."""
+    """Read everything that explains why a job waits. Data that a site hides is left empty."""
     return SlurmState(
         jobs=tuple(jobs_of_text(_show("job"))),
         nodes=tuple(read_nodes()),
@@ -216,12 +215,12 @@ def read_snapshot() -> SlurmState:
 
 
 def read_nodes(hosts: str = "") -> list[NodeRecord]:
-    """All nodes, or those of a hostlist."""
+    """Return all nodes, or those of a hostlist."""
     return nodes_of_text(ask("scontrol", "show", "node", *([hosts] if hosts else [])))
 
 
 def read_switches() -> list[SwitchRecord]:
-    """None where nobody told Slurm about the network."""
+    """Return the switches; empty if Slurm has no topology configured."""
     return switches_of_text(_show("topology"))
 
 
@@ -230,14 +229,14 @@ def cancel(number: str) -> None:
 
 
 def cancel_steps(number: str) -> None:
-    """Ends the steps that a job has besides its batch script."""
+    """Cancel the steps of a job besides its batch script."""
     steps = ask("squeue", "--steps", f"--jobs={number}", "--noheader", "--format=%i").split()
     if started := [step for step in steps if step.rpartition(".")[2].isdecimal()]:
         ask("scancel", "--quiet", *started)
 
 
 def warn(number: str) -> None:
-    """As Slurm does before a time limit: the job saves, leaves and is requeued."""
+    """Send SIGUSR1, as Slurm does before a time limit: the job saves, exits and is requeued."""
     ask("scancel", "--quiet", "--batch", "--signal=USR1", number)
 
 

@@ -1,4 +1,4 @@
-"""Start, stop and resume runs, from a draft on; a run that lives is never started twice."""
+"""Start, stop and resume runs from a draft; a live run is never started twice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks before a run is started: its name, the places it writes to, the port it listens on."""
+"""Checks before a start: the run's name, the places it writes to, its port."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from craton.orchestration.watching import GOES_ON, standing_of
 from craton.telemetry import RunDirectory, RunExistsError, summarize
 from craton.telemetry.files import names_in
 
-START_PRODUCTIVE_SECONDS = 1.0  # of a command that failed at once: it is productive from its first moment
-CHECK_SECONDS = 20.0  # how long a service is waited for that a run would write to
+START_PRODUCTIVE_SECONDS = 1.0  # a command that fails at once counts as productive from its start
+CHECK_SECONDS = 20.0  # timeout for an object store that a run would write to
 
 
 def check_name_is_free(root: Path, name: str) -> None:
-    """Refuse early, before anything is planned or tokenized, a name that is taken or a root that cannot be written."""
+    """Refuse a taken name or an unwritable root early, before anything is planned or tokenized."""
     if (root / name).exists() and not failed_at_start(RunDirectory(root / name)):
         raise RunExistsError(taken_text(root, name))
     try:
@@ -32,13 +32,13 @@ def check_name_is_free(root: Path, name: str) -> None:
             pass
     except OSError as error:
         raise StartError(
-            f"runs cannot be kept in {root} ({error.strerror}); set CRATON_RUNS to a folder you may write to"
+            f"cannot write runs to {root} ({error.strerror}); set CRATON_RUNS to a writable folder"
         ) from None
 
 
 def failed_at_start(run: RunDirectory) -> bool:
-    """Whether a run of this machine failed before it did anything: no step, no checkpoint, no productive second. Its
-    name is free, for whoever mends the job file starts the job again under the same name."""
+    """Whether a local run failed before it did anything: no step, no checkpoint, no productive second. Its name is
+    free, so that the fixed job can start again under the same name."""
     if run.path.is_symlink() or not run.has("FATAL") or read_submission(run).on != "local":
         return False
     try:
@@ -51,7 +51,7 @@ def failed_at_start(run: RunDirectory) -> bool:
 
 
 def check_places(job: Job, run: Path, on: str = "local") -> None:
-    """Refuse before data is prepared what no rank could write to. What only the nodes of a cluster have cannot be tried
+    """Refuse unwritable checkpoint tiers before data is prepared. Tiers local to a cluster's nodes cannot be tested
     from here."""
     storage = job.cluster.file.storage if job.cluster.file else None
     for number, tier in enumerate(job.checkpoint.tiers if job.kind in TRAINING_KINDS else ()):
@@ -68,21 +68,21 @@ def check_places(job: Job, run: Path, on: str = "local") -> None:
         except OSError as error:
             raise StartError(
                 f"{job.where('checkpoint', 'tiers', number)}checkpoint tier {tier.to} cannot be written: "
-                f"{located.place}: {error.strerror}; give it a folder that you may write to"
+                f"{located.place}: {error.strerror}; give it a writable folder"
             ) from None
         except StorageError as error:
             raise StartError(f"{job.where('checkpoint', 'tiers', number)}checkpoint tier {tier.to}: {error}") from None
 
 
 def check_server(job: Job) -> None:
-    """Refuse before a model is loaded what its server would fail on then; nothing for other jobs."""
+    """Refuse a server that would fail after loading its model; no check for other jobs."""
     if job.serve is None:
         return
     check_port(job)
     trained = job.trained_run
     if trained is not None and job.serve.initialize != "random" and newest_checkpoint(RunDirectory(trained)) is None:
         raise StartError(
-            f"{job.where('model')}the run {trained.name} has no checkpoint yet, so that there is nothing to serve; "
+            f"{job.where('model')}the run {trained.name} has no checkpoint yet, so there is nothing to serve; "
             f"`craton stop {trained.name}` saves one"
         )
 
@@ -93,6 +93,6 @@ def taken_text(root: Path, name: str) -> str:
         number += 1
     run = RunDirectory(root / name)
     is_running = standing_of(run).condition in GOES_ON
-    there = "is running" if is_running else "exists already"
-    verb = f"`craton logs {name} -f` follows it" if is_running else f"`craton resume {name}` goes on with it"
+    there = "is running" if is_running else "already exists"
+    verb = f"`craton logs {name} -f` follows it" if is_running else f"`craton resume {name}` resumes it"
     return f"the run {name} {there} ({run.path}); {verb}, `--name {name}-{number}` starts another"

@@ -1,4 +1,4 @@
-"""Several runs of one job, NAME-1 … NAME-N, handed to Slurm as one array: each finds its number in CRATON_COPY."""
+"""Copies of one job, runs NAME-1 … NAME-N, submitted to Slurm as one array; CRATON_COPY has each one's number."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ from craton.telemetry import RunDirectory
 
 
 def copy_names(draft: Draft) -> list[str]:
-    """Of the runs that a job becomes, where it has copies."""
+    """Return the run names of a job with copies."""
     return [f"{draft.job.name}-{number}" for number in range(1, draft.job.run.copies + 1)]
 
 
 def check_arrays(draft: Draft) -> None:
-    """Refuse copies where there are no arrays."""
+    """Refuse copies on backends without job arrays."""
     if draft.on != "slurm":
         raise StartError(
-            f"{draft.job.where('run', 'copies')}run.copies is for Slurm, which has arrays of jobs; on {draft.on} start "
-            "the job several times, with another --name each"
+            f"{draft.job.where('run', 'copies')}run.copies needs Slurm's job arrays; on {draft.on} start the job "
+            "several times, each with another --name"
         )
 
 
 def check_copies(draft: Draft, roots: Iterable[Path]) -> None:
-    """Refuse copies where there are no arrays, or where one of their names is taken in one of these folders."""
+    """Refuse copies on backends without job arrays, or if one of their names is taken in one of these folders."""
     check_arrays(draft)
     for root in roots:
         for name in copy_names(draft):
@@ -50,7 +50,7 @@ def check_copies(draft: Draft, roots: Iterable[Path]) -> None:
 
 
 def first_copy(draft: Draft, root: Path) -> tuple[RunDirectory, dict[str, str]]:
-    """The run NAME-1 and the texts in it, among them the one script of all copies; for `--dry-run`."""
+    """Return the run NAME-1 and its files, including the script of all copies; for `--dry-run`."""
     check_arrays(draft)
     copy = _copy(draft, root, 1, copy_names(draft)[0])
     run = RunDirectory(root / copy.job.name)
@@ -58,7 +58,7 @@ def first_copy(draft: Draft, root: Path) -> tuple[RunDirectory, dict[str, str]]:
 
 
 def start_copies(draft: Draft, root: Path) -> list[RunDirectory]:
-    """Make all run directories, then hand them over as one array."""
+    """Create all run directories, then submit them as one array."""
     check_copies(draft, [root])
     code = find_code(draft.job, root)
     copies = [_copy(draft, root, number, name) for number, name in enumerate(copy_names(draft), start=1)]
@@ -79,7 +79,7 @@ def start_copies(draft: Draft, root: Path) -> list[RunDirectory]:
 
 
 def _copy(draft: Draft, root: Path, number: int, name: str) -> Draft:
-    """One of the runs: by itself it is one, whoever resumes it."""
+    """Return the draft of one copy, which can be resumed as a separate run."""
     job = named_job(draft.job, name)
     job = job.model_copy(update={"run": job.run.model_copy(update={"copies": 1})})
     run, python = root / name, python_of(job, draft.on)
@@ -95,6 +95,6 @@ def _copy(draft: Draft, root: Path, number: int, name: str) -> Draft:
 
 
 def _remove(runs: list[RunDirectory]) -> None:
-    """Nothing has run: the names are free again."""
+    """Delete runs that never started, so that their names are free again."""
     for run in runs:
         shutil.rmtree(run.path)

@@ -1,7 +1,7 @@
-"""The one path from a job to its started runs, for the command line and for Python alike.
+"""The path from a job to its started runs, for the command line and for Python alike.
 
-resolve → choose backend → check → plan → draft (`craton.orchestration.draft`) → submit. `draft_start` goes as far as a
-draft and touches nothing; `check_start` asks the places it needs; `submit_start` writes and starts.
+resolve → choose backend → check → plan → draft (`craton.orchestration.draft`) → submit. `draft_start` drafts without
+side effects; `check_start` checks the backend and storage; `submit_start` writes and starts.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from craton.telemetry import RunDirectory, runs_root
 
 @dataclass(frozen=True)
 class RunStart:
-    """A job on its way to being started."""
+    """A job that is about to start."""
 
     draft: Draft
-    run: RunDirectory  # to be made, or that goes on; a directory that was renamed is not called like its job
+    run: RunDirectory  # to be created or resumed; a renamed directory differs from its job's name
     resumes: bool = False
 
     @property
@@ -53,7 +53,7 @@ class RunStart:
 
     @property
     def roots(self) -> tuple[Path, ...]:
-        """Where its name must be free: a run that lies elsewhere is linked into the folder that `ps` reads."""
+        """The folders in which its name must be free: a run elsewhere is linked into the folder that `ps` reads."""
         return tuple(dict.fromkeys((self.root, runs_root())))
 
 
@@ -88,7 +88,7 @@ def draft_start(
 
 
 def check_start(start: RunStart) -> None:
-    """Refuse what its backend, its other copies or the places it writes to do not allow."""
+    """Refuse a start that its backend, its copies or its storage do not allow."""
     draft = start.draft
     backend_of(draft.on).check(draft, start.run)
     if draft.job.run.copies > 1 and not start.resumes:
@@ -97,13 +97,13 @@ def check_start(start: RunStart) -> None:
 
 
 def prepare_start(start: RunStart, progress: Progress | None = None) -> tuple[RunStart, dict[str, int]]:
-    """The start with its data prepared, and the tokens behind each path."""
+    """Prepare the data; return the start with it, and the number of tokens of each path."""
     draft, tokens = prepare_data(start.draft, progress)
     return replace(start, draft=draft), tokens
 
 
 def submit_start(start: RunStart) -> list[RunDirectory]:
-    """RunStart the run, or all copies of it; they outlive this process."""
+    """Start the run, or all copies of it; they outlive this process."""
     draft, root = start.draft, start.root
     with linking(run.path for run in start.runs):
         return start_copies(draft, root) if draft.job.run.copies > 1 else [start_run(draft, root)]
@@ -118,7 +118,7 @@ def draft_resumption(
     stop_at: str | int | None = None,
     progress: Progress | None = None,
 ) -> RunStart:
-    """The next generation of a run, drafted as a start is."""
+    """Draft the next generation of a run, like a start."""
     job = resumed_job(run, cluster, steps)
     _check_packages(job, on)
     draft = draft_resume(run, job, on=on, stop_at=stop_step(stop_at, job), progress=progress)
@@ -131,6 +131,6 @@ def _check_packages(job: Job, on: str | None) -> None:
 
 
 def resume_start(start: RunStart) -> RunDirectory:
-    """RunStart the next generation of a run that exists."""
+    """Start the next generation of an existing run."""
     resume_run(start.run, start.draft)
     return start.run

@@ -1,4 +1,4 @@
-"""Data of a run, tokenized once before any rank waits for it."""
+"""Prepare a run's data: tokenize it once, before any rank waits for it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from craton.orchestration.draft import Draft, Progress
 
 
 def prepare_data(draft: Draft, progress: Progress | None = None) -> tuple[Draft, dict[str, int]]:
-    """Tokenize raw text once, before any rank waits for it; what is prepared already costs nothing. Returns the draft
-    with the prepared folders in place of the text, so that the run and its resumes read the same tokens even when the
-    text changes, and the tokens to train on behind each path as it was written."""
+    """Tokenize raw text once, before any rank waits for it; already prepared data costs nothing. Return the draft with
+    the prepared folders instead of the text, so that the run and its resumes read the same tokens even if the text
+    changes, and the number of training tokens of each path."""
     job = draft.job
     if job.kind not in TRAINING_KINDS or not job.data.mixture:
         return draft, {}
@@ -37,10 +37,10 @@ def _with_prepared_data(job: Job, folders: Mapping[str, Path]) -> Job:
         for part in written if isinstance(written, list) else ():
             part["path"] = _place(part["path"], folders[part["path"]])
     if str(section.get("tokenizer", "")).startswith("bpe:"):
-        del section["tokenizer"]  # it was trained, and lies beside the tokens
+        del section["tokenizer"]  # the trained tokenizer is beside the tokens
     return parse_job(yaml.safe_dump(document, sort_keys=False), f"{job.name}/job.yaml")
 
 
 def _place(written: str, folder: Path) -> str:
-    """A URL of shards stays one: every machine has its own mirror of it."""
+    """Return the prepared path; a URL of shards stays, because every machine has its own mirror."""
     return written if CachedFolder.of(folder) else str(folder)

@@ -1,8 +1,8 @@
-"""What a run was last started with, also where its launch.json is torn, empty or gone.
+"""Read a run's last launch, or rebuild it if launch.json is damaged, empty or missing.
 
-A resume plans and lays out the run again from job.yaml. Of the last launch it needs only what no plan can say: its
-number, the folder of the user's own functions, which copy of an array it is, and the faults still to come. All of that
-stands in the generations, heartbeats and events of the run too.
+A resume plans the run again from job.yaml. From the last launch it needs only what no plan has: the generation number,
+the folder of the user's own functions, the copy's number in an array, and the remaining faults. The generations,
+heartbeats and events of the run contain all of that too.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from craton.telemetry.node import read_heartbeat
 
 
 def last_launch(run: RunDirectory, job: Job) -> tuple[Launch, str]:
-    """The last launch, and a note where it had to be rebuilt."""
+    """Return the last launch, and a note if it was rebuilt."""
     try:
         return read_launch(run), ""
     except LaunchSchemaError:
         raise
     except LaunchError:
         launch, note = rebuilt_launch(run, job)
-        return launch, f"{run.launch_path} was torn or missing: rebuilt from job.yaml, generations and events{note}"
+        return launch, f"{run.launch_path} was damaged or missing: rebuilt from job.yaml, generations and events{note}"
 
 
 def rebuilt_launch(run: RunDirectory, job: Job) -> tuple[Launch, str]:
-    """The last launch as the run's other files tell of it, and what is not known any more."""
+    """Rebuild the last launch from the run's other files; return it and a note on what is unknown."""
     newest = newest_generation(run)
     launch = Launch(
         generation=last_generation(run),
@@ -42,12 +42,12 @@ def rebuilt_launch(run: RunDirectory, job: Job) -> tuple[Launch, str]:
     )
     chaos = chaos_of(job, launch)
     is_known = JOB_FOLDER in launch.env
-    note = "" if is_known else "; the folder of the job file is not known, and this one is taken for it"
+    note = "" if is_known else "; the folder of the job file is unknown, the current folder is used"
     return Launch(**{**vars(launch), "chaos": chaos}), note
 
 
 def last_generation(run: RunDirectory) -> int:
-    """The highest number that any file of the run names; 0 where none does."""
+    """Return the highest generation number in any file of the run, or 0."""
     beats = [read_heartbeat(run, path.name) for path in (run.path / "heartbeat").glob("[!.]*")]
     messages = [line.get("generation") for line in _events(run)]
     numbers = [number for number in messages if isinstance(number, int) and not isinstance(number, bool)]
@@ -55,7 +55,7 @@ def last_generation(run: RunDirectory) -> int:
 
 
 def _environment(run: RunDirectory) -> dict[str, str]:
-    """What the agents of the newest launch said of the ranks' environment."""
+    """Return the ranks' environment as recorded by the agents of the newest launch."""
     started = [line for line in _events(run) if line.get("event") == "agent_started"]
     newest = max(started, key=lambda line: float(line.get("time") or 0.0), default={})
     recorded = newest.get("environment")

@@ -1,6 +1,7 @@
-"""Where the directories of runs lie, which on a cluster must be a folder that every node sees.
+"""The root folder of run directories, which on a cluster must be on shared storage.
 
-A cluster file's `runs:` wins there; the run is then linked into the folder where `ps` and the other verbs look.
+On Slurm a cluster file's `runs:` takes precedence; the run is then linked into the folder that `ps` and other verbs
+read.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from craton.remote import is_url
 from craton.telemetry import RunDirectory, runs_root
 
 MOUNTS = Path("/proc/self/mounts")
-# File systems that several machines can have mounted at once, by the names the kernel has for them.
+# File systems that several machines can mount at once, by the kernel's names.
 SHARED_KINDS = (
     *("9p", "afs", "beegfs", "ceph", "cifs", "gfs2", "glusterfs", "gpfs", "lustre", "nfs", "nfs4", "ocfs2", "orangefs"),
     *("panfs", "smb3", "virtiofs", "wekafs"),
@@ -25,23 +26,25 @@ SHARED_KINDS = (
 
 
 def root_of(job: Job, on: str | None = None) -> Path:
-    """The folder that the job's runs are kept in."""
+    """Return the root folder of the job's runs."""
     stated = job.cluster.file.runs if job.cluster.file else None
     if backend_name(job, on) != "slurm" or stated is None:
         return runs_root()
     if is_url(stated):
-        raise StartError(f"runs on Slurm need a folder that every node sees, and `runs:` of the cluster is {stated}")
+        raise StartError(
+            f"runs on Slurm need a shared folder, and `runs:` of the cluster file is {stated}; give a path"
+        )
     return Path(stated).expanduser()
 
 
 def link_run(run: RunDirectory) -> None:
-    """Makes a run that lies elsewhere visible among the runs of this folder."""
+    """Link a run in another folder into the default root."""
     root = runs_root()
     if run.path.parent == root:
         return
     root.mkdir(parents=True, exist_ok=True)
     link = root / run.name
-    if link.is_symlink() and not link.exists():  # of a run that is gone
+    if link.is_symlink() and not link.exists():  # dangling link of a deleted run
         link.unlink()
     if not link.exists():
         link.symlink_to(run.path)
@@ -49,8 +52,8 @@ def link_run(run: RunDirectory) -> None:
 
 @contextmanager
 def linking(runs: Iterable[Path]) -> Iterator[None]:
-    """Links those of these runs that are there afterwards, however it ends: one that a scheduler may have is kept when
-    its start was broken off."""
+    """Link those of these runs that exist afterwards, also after an error: a run that a scheduler may have is kept when
+    its start was aborted."""
     try:
         yield
     finally:
@@ -60,7 +63,7 @@ def linking(runs: Iterable[Path]) -> Iterator[None]:
 
 
 def sharing_doubt(root: Path, job: Job) -> str:
-    """A warning where nothing shows that the nodes of a cluster see this folder; empty where something does."""
+    """Return a warning if this folder does not look shared between the nodes of a cluster; else empty."""
     storage = job.cluster.file.storage if job.cluster.file else None
     stated = [tier.path for tier in (storage.shared if storage else None,) if tier and tier.path]
     if any(Path(os.path.realpath(root)).is_relative_to(os.path.realpath(place)) for place in stated):
@@ -69,13 +72,13 @@ def sharing_doubt(root: Path, job: Job) -> str:
     if kind in SHARED_KINDS or kind.startswith("fuse."):
         return ""
     return (
-        f"{root} is on a file system of the kind {kind or 'unknown'}, which other machines may not see; runs on a "
-        "cluster need one that all nodes have (CRATON_RUNS, or `runs:` in the cluster file)"
+        f"{root} is on a file system of type {kind or 'unknown'}, which other machines may not see; runs on a cluster "
+        "need shared storage (CRATON_RUNS, or `runs:` in the cluster file)"
     )
 
 
 def kind_of_mount(path: Path, mounts: str) -> str:
-    """The file system that a path is on, by a table like /proc/self/mounts."""
+    """Return the file system type of a path, from a table like /proc/self/mounts."""
     target = Path(os.path.realpath(path))
     longest = ("", "")
     for line in mounts.splitlines():

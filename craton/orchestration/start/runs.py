@@ -1,7 +1,6 @@
-"""Runs stop and go on: what the verbs `stop` and `resume` do to a run directory.
+"""Stop and resume runs: what the verbs `stop` and `resume` do to a run directory.
 
-A run that lives is never started a second time, and a resume changes only the files that say how the next generation
-runs.
+A live run is never started a second time, and a resume changes only the files that describe the next generation.
 """
 
 from __future__ import annotations
@@ -40,13 +39,13 @@ from craton.telemetry.files import storage_problem
 
 
 def stop_run(run: RunDirectory) -> None:
-    """Ask the ranks to checkpoint, or to finish the requests under way, and leave; returns at once. A run that still
-    waits for its nodes is taken back."""
+    """Ask the ranks to save a checkpoint, or to finish running requests, and exit; return at once. A pending run is
+    removed from its queue."""
     standing = check_running(run, may_wait=True)
     _mark_stop(run, USER_STOP)
     if not run.has("STOP"):
         raise RunStateError(
-            f"{run.name} cannot be told to stop: {storage_problem(run.path) or f'{run.path} cannot be written'}; then "
+            f"{run.name} cannot be stopped: {storage_problem(run.path) or f'{run.path} cannot be written'}; then "
             f"stop it again, or end it without saving: `craton stop {run.name} --now`"
         )
     backend = backend_of_run(run)
@@ -59,18 +58,18 @@ def stop_run(run: RunDirectory) -> None:
 def kill_run(run: RunDirectory) -> None:
     """End every process of the run at once, without a checkpoint."""
     check_running(run, may_wait=True)
-    _mark_stop(run, f"{USER_STOP} --now")  # first: an agent that comes up now ends by itself
+    _mark_stop(run, f"{USER_STOP} --now")  # first: an agent that starts now ends by itself
     backend_of_run(run).kill(run)
 
 
 def _mark_stop(run: RunDirectory, text: str) -> None:
-    """On a full disk the marker is set without its text, which is enough to stop; on a read-only one it is not set."""
+    """Set the STOP marker. On a full disk it is set without text, which is enough; on a read-only disk it is not."""
     with suppress(OSError):
         run.mark("STOP", text)
 
 
 def release_run(run: RunDirectory) -> bool:
-    """Lets go of a run that its scheduler holds, as after a node that could not start it. False: it is not held."""
+    """Release a run that its scheduler holds, for example after a failed prolog. False if it is not held."""
     if read_submission(run).on != "slurm":
         return False
     from craton.orchestration.slurm import release_held
@@ -79,8 +78,8 @@ def release_run(run: RunDirectory) -> bool:
 
 
 def resumed_job(run: RunDirectory, cluster: str | None = None, steps: int | None = None) -> Job:
-    """The job of a run as its next generation has it, on as many nodes as were asked for last. On another cluster the
-    layout is chosen anew."""
+    """Return the job of a run's next generation, on the number of nodes last requested. On another cluster the planner
+    chooses a new layout."""
     check_not_running(run)
     try:
         job = load_job(run.job_path)
@@ -89,7 +88,7 @@ def resumed_job(run: RunDirectory, cluster: str | None = None, steps: int | None
     except JobError as error:
         problems = "; ".join(str(error).splitlines())
         raise RunStateError(
-            f"{problems}; if the file is torn or missing, copy the job file that {run.name} was started from to "
+            f"{problems}; if the file is damaged or missing, copy the job file that {run.name} was started from to "
             f"{run.job_path}"
         ) from None
     nodes = resized_nodes(run)
@@ -105,7 +104,7 @@ def resumed_job(run: RunDirectory, cluster: str | None = None, steps: int | None
         document["cluster"] = cluster
     if steps is not None:
         if job.train is None:
-            raise RunStateError(f"{run.name} is of kind {job.kind}, which has no steps; leave out --steps")
+            raise RunStateError(f"{run.name} is of kind {job.kind}, which has no steps; remove --steps")
         document["train"].pop("tokens", None)
         document["train"]["steps"] = steps
     return parse_job(yaml.safe_dump(document, sort_keys=False), f"{run.name}/job.yaml", run.path)
@@ -119,17 +118,17 @@ def draft_resume(
     stop_at: int | None = None,
     progress: Progress | None = None,
 ) -> Draft:
-    """The next generation of a run, planned again; where it ran before unless said otherwise."""
+    """Draft the next generation of a run, planned again; on the same backend by default."""
     saved = newest_checkpoint(run, job)
     if saved and job.steps is not None and saved.step >= job.steps:
         raise RunStateError(
-            f"{run.name} is at step {saved.step:,} of {job.steps:,} already; `--steps {2 * saved.step}` trains on, "
-            f"`craton export {run.name} FOLDER` saves the model"
+            f"{run.name} is already at step {saved.step:,} of {job.steps:,}; `--steps {2 * saved.step}` trains "
+            f"further, `craton export {run.name} FOLDER` exports the model"
         )
     if saved and stop_at is not None and stop_at <= saved.step:
         raise RunStateError(
-            f"--stop-at {stop_at} is not ahead of {run.name}, whose newest checkpoint is of step {saved.step:,}; give "
-            "a later step, or leave it out"
+            f"--stop-at {stop_at} is not after the newest checkpoint of {run.name}, step {saved.step:,}; give a later "
+            "step, or remove it"
         )
     if run.has("DONE") and job.kind == "command":
         raise RunStateError(f"{run.name} is done; `craton run` with another --name starts its command again")
@@ -153,8 +152,7 @@ def draft_resume(
 
 
 def resume_run(run: RunDirectory, draft: Draft) -> None:
-    """Start the next generation; it restores the newest checkpoint by itself. What is refused leaves the run as it
-    was."""
+    """Start the next generation, which restores the newest checkpoint. A refusal leaves the run unchanged."""
     with launching(run):
         check_not_running(run)
         if draft.on == "local":

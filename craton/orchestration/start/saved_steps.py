@@ -1,4 +1,4 @@
-"""The newest checkpoint of a run, as far as this machine sees its tiers, and states that no tier took."""
+"""Find the newest checkpoint of a run in the tiers that this machine sees, and rescued states that no tier has."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from craton.telemetry import RunDirectory
 from craton.telemetry.files import first_link, paths_in, tail_lines
 
 _STEP = re.compile(r"step-([0-9]{8,15})")
-EVENT_BYTES = 256 << 10  # of the end of a node's events, in which a last save is told
+EVENT_BYTES = 256 << 10  # read from the end of a node's events, to find its last save
 
 
 @dataclass(frozen=True)
 class SavedStep:
-    """The newest whole checkpoint of a run."""
+    """The newest complete checkpoint of a run."""
 
     step: int
     tier: str
@@ -28,16 +28,16 @@ class SavedStep:
 
 @dataclass(frozen=True)
 class Rescue:
-    """A state that the run directory has because no lasting tier took it."""
+    """A state saved in the run directory because no durable tier accepted it."""
 
     step: int
     path: Path
-    reason: str  # what kept it from the tiers
+    reason: str  # why the tiers failed
 
 
 def newest_checkpoint(run: RunDirectory, job: Job | None = None) -> SavedStep | None:
-    """The newest step with a COMPLETE marker in any tier that can be seen from this machine; the fastest that has it.
-    What is asked of S3 may fail when there is another answer."""
+    """Return the newest step with a COMPLETE marker in any tier visible from this machine, from the fastest tier that
+    has it. An S3 error is ignored if another tier has a checkpoint."""
     job = job or load_job(run.job_path)
     storage = job.cluster.file.storage if job.cluster.file else None
     saved_steps: list[SavedStep] = []
@@ -54,18 +54,18 @@ def newest_checkpoint(run: RunDirectory, job: Job | None = None) -> SavedStep | 
 
 
 def find_rescue(run: RunDirectory) -> Rescue | None:
-    """The state in the run directory that no tier has; None where there is none, as it goes when a tier has it."""
+    """Return the state in the run directory that no tier has, or None; it is deleted once a tier has it."""
     saved = max(_saved_folders(RESCUE, rescue_place(run.path), run.path), key=lambda saved: saved.step, default=None)
     if saved is None:
         return None
-    reasons: dict[str, str] = {}  # by tier, its last words
+    reasons: dict[str, str] = {}  # tier → its last error
     for path in paths_in(run.path / "events", "*.jsonl"):
         for event in tail_lines(path, EVENT_BYTES):
             if event.get("event") == "checkpoint_failed" and event.get("step") == saved.step:
                 reasons[str(event.get("tier"))] = str(event.get("reason") or "")
     prefix = f"step {saved.step} was not saved: "
     messages = [text.removeprefix(prefix) for tier, text in reasons.items() if tier != RESCUE and text]
-    return Rescue(saved.step, Path(saved.path), "; ".join(messages) or "no tier took it")
+    return Rescue(saved.step, Path(saved.path), "; ".join(messages) or "no tier accepted it")
 
 
 def _saved_folders(name: str, located: TierPlace, run: Path) -> list[SavedStep]:

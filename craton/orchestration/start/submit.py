@@ -1,4 +1,4 @@
-"""Step 6 of a start: write the run directory, and start the agents or hand the run to a scheduler."""
+"""Step 6 of a start: write the run directory, and start the agents or submit the run to a scheduler."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from craton.telemetry.files import paths_in, read_regular
 
 
 def start_run(draft: Draft, root: Path) -> RunDirectory:
-    """Create the run directory, write what it holds, and start the agents, or hand it to a scheduler."""
+    """Create and fill the run directory, and start the agents or submit the run to a scheduler."""
     if draft.on == "local":
         check_server(draft.job)
     code = find_code(draft.job, root)
@@ -47,7 +47,7 @@ def start_run(draft: Draft, root: Path) -> RunDirectory:
 
 
 def launch(run: RunDirectory, draft: Draft) -> None:
-    """Write what the next generation reads and submit it; where that fails, everything is as it was."""
+    """Write the files of the next generation and submit it; on an error, restore everything."""
     backend = backend_of(draft.on)
     ready = replace(draft, launch=replace(draft.launch, master_port=free_port()))
     texts = {**ready.files(), **backend.files(ready, run)}
@@ -66,7 +66,7 @@ def launch(run: RunDirectory, draft: Draft) -> None:
 
 
 def _is_only_here(run: RunDirectory, draft: Draft) -> bool:
-    """Whether no scheduler can have a run whose start was broken off; agents of this machine are ended."""
+    """Whether no scheduler can have a run whose start was aborted; local agents are killed."""
     if draft.on == "local":
         kill_agents(run)
     return draft.on == "local" or not (run.path / BACKEND_FILE).exists()
@@ -74,8 +74,8 @@ def _is_only_here(run: RunDirectory, draft: Draft) -> bool:
 
 @contextmanager
 def _put_back(run: RunDirectory, names: Iterable[str]) -> Iterator[None]:
-    """These files as they are now, if what follows fails while nobody has been handed the run: why it stopped or failed
-    is still to be read, and the next resume begins where this one did."""
+    """Restore these files if the body fails before the run is submitted: the reason of its last stop or failure stays
+    readable, and the next resume starts from the same state."""
     handed_to = read_submission(run)
     before = {name: _text_of(run.path / name) for name in names}
     try:

@@ -1,4 +1,4 @@
-"""Follow a run: its state, summary, recoveries, and predicted against measured."""
+"""Follow a run: state, summary, logs, recoveries, and the comparison of predicted and measured values."""
 
 from __future__ import annotations
 

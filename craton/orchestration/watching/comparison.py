@@ -1,7 +1,7 @@
-"""What was predicted against what was measured, name by name, when a run has ended.
+"""Compare predicted with measured values when a run has ended.
 
-Seconds and rates are medians over the steps of the newest generation (one slow step does not count for all); blocked
-checkpoint time, which comes in lumps, is the mean. The first steps warm caches and are left out where there are enough.
+Seconds and rates are medians over the steps of the newest generation, so that one slow step has no weight; blocked
+checkpoint time, which occurs in few steps, is the mean. Warm-up steps are left out if there are enough steps.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from craton.telemetry.files import paths_in, tail_lines
 
 WARM_STEPS = 3
 FEW_STEPS = 10
-SHORT_RUN_SECONDS = 3600.0  # below it, starting weighs more than the failures that a planned goodput counts
+SHORT_RUN_SECONDS = 3600.0  # below it, startup outweighs the failures in the planned goodput
 READ_BYTES = 4 << 20  # of rank 0's metrics: thousands of steps
 
 
 @dataclass(frozen=True)
 class Compared:
-    """One of TWINS. None: not predicted, or not measured."""
+    """One value of TWINS, predicted and measured; None: not available."""
 
     name: str
     predicted: float | None
-    low: float | None  # the plan's interval, where it has one for this
+    low: float | None  # the plan's interval, if it has one
     high: float | None
     measured: float | None
 
@@ -44,7 +44,7 @@ class Compared:
 
 
 def compare(run: RunDirectory, summary: RunSummary) -> list[Compared]:
-    """All of TWINS that were predicted or measured, in the vocabulary's order."""
+    """Return all of TWINS that were predicted or measured, in their order."""
     plan = read_json(run.plan_path)
     predicted = plan_twins(plan)
     measured = {**summary.measured, **_measured(run, summary)}
@@ -80,7 +80,7 @@ def _interval(plan: Mapping[str, Any], name: str) -> tuple[float | None, float |
         low, middle, high = (plan[f"step_seconds{suffix}"] for suffix in ("_low", "", "_high"))
         if name == "step_seconds":
             return low, high
-        # A rate is as wide as the step it is the inverse of.
+        # The interval of a rate follows from that of the step time, its inverse.
         return plan[name] * middle / high, plan[name] * middle / low
     detail = plan.get({"goodput": "goodput_detail", "cost_dollars": "cost"}.get(name, "")) or {}
     return detail.get(f"{name}_low"), detail.get(f"{name}_high")

@@ -1,4 +1,4 @@
-"""Lines that ranks and agents printed: read from the run directory, or from pods whose directory is not seen here."""
+"""Read log lines of ranks and agents from the run directory, or from pods whose directory is not visible here."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from craton.telemetry import RunDirectory, RunError
 from craton.telemetry.files import open_regular, paths_in
 
 LOOK_SECONDS = 0.2
-READ_BYTES = 1 << 20  # of a log at once
-MAX_TAIL_BYTES = 64 << 20  # searched for the last lines
+READ_BYTES = 1 << 20  # read from a log at once
+MAX_TAIL_BYTES = 64 << 20  # maximum searched for the last lines
 MAX_LINE_BYTES = 1 << 20  # a longer line is printed in parts
-_RANK_LINE = re.compile(r"\[rank (\d+)\] (.*)")  # as a pod prints what its ranks do
+_RANK_LINE = re.compile(r"\[rank (\d+)\] (.*)")  # a rank's line in a pod's log
 
 
 @dataclass(frozen=True)
@@ -26,20 +26,20 @@ class LogLine:
     source: str  # rank-00000
     text: str
     end: int = 0  # bytes of the log up to the end of this line
-    is_new: bool = False  # printed while it was followed
+    is_new: bool = False  # printed while following
 
 
 @dataclass
 class Log:
-    """A log that is read as it grows, `READ_BYTES` at a time, however long it is."""
+    """A log that is read as it grows, `READ_BYTES` at a time."""
 
     path: Path
-    offset: int = 0  # up to which lines were given
-    error: str = ""  # why it could not be read, told once
+    offset: int = 0  # end of the lines returned so far
+    error: str = ""  # why it could not be read, reported once
     _rest: bytes = field(default=b"", repr=False)
 
     def new_lines(self, is_new: bool) -> Iterator[LogLine]:
-        """The lines that have ended since the last call; a last line without its end waits until it has one."""
+        """Yield lines completed since the last call; an incomplete last line waits for its end."""
         try:
             with open_regular(self.path) as file:
                 file.seek(self.offset)
@@ -65,7 +65,7 @@ class Log:
         self._rest = text[end:]
 
     def go_to_last(self, number: int) -> None:
-        """Go to where the last `number` lines begin."""
+        """Seek to the start of the last `number` lines."""
         try:
             with open_regular(self.path) as file:
                 size = os.fstat(file.fileno()).st_size
@@ -80,14 +80,14 @@ class Log:
                 kept = b"".join(whole.splitlines(keepends=True)[-number:]) if number else b""
                 self.offset = begin + len(whole) - len(kept)
         except OSError:
-            return  # `new_lines` says why
+            return  # `new_lines` reports the error
 
 
 def log_lines(
     run: RunDirectory, ranks: Sequence[int] = (), *, agent: bool = False, follow: bool = False, last: int | None = None
 ) -> Iterator[LogLine]:
-    """Lines of the ranks, or of the node agents, from the run directory or from the pods that have it; of each log the
-    `last` ones. With `follow` also what is printed until the run has ended."""
+    """Yield lines of the ranks, or of the node agents, from the run directory or from its pods; of each log the `last`
+    ones. With `follow`, continue until the run has ended."""
     pods = pod_lines(run, follow, last)
     return _file_lines(run, ranks, agent, follow, last) if pods is None else _pod_lines(run, pods, ranks, agent)
 
@@ -95,7 +95,7 @@ def log_lines(
 def _file_lines(
     run: RunDirectory, ranks: Sequence[int], agent: bool, follow: bool, last: int | None
 ) -> Iterator[LogLine]:
-    """The lines of each log in turn, and when following what is added to any of them until the run has ended."""
+    """Yield the lines of each log in turn; with `follow`, new lines of any log until the run has ended."""
     follower = Follower(run) if follow else None
     opened: dict[Path, Log] = {}
     for path in log_files(run, ranks, agent):
@@ -105,7 +105,7 @@ def _file_lines(
         yield from opened[path].new_lines(is_new=False)
     goes_on = follow
     while goes_on:
-        # Looked at before reading, so that what a rank printed last is read too.
+        # Check the state before reading, so that a rank's last lines are read too.
         goes_on = follower is not None and follower.look().is_moving
         for path in log_files(run, ranks, agent):
             yield from opened.setdefault(path, Log(path)).new_lines(is_new=True)
@@ -115,7 +115,7 @@ def _file_lines(
 def _pod_lines(
     run: RunDirectory, lines: Iterable[tuple[str, str]], ranks: Sequence[int], agent: bool
 ) -> Iterator[LogLine]:
-    """Lines as the files would give them; what is no rank's is the agent's, and its source the pod."""
+    """Yield lines as from files; lines without a rank are the agent's, with the pod as their source."""
     for pod, line in lines:
         match = _RANK_LINE.fullmatch(line)
         if match is None and agent:
@@ -125,7 +125,7 @@ def _pod_lines(
 
 
 def log_files(run: RunDirectory, ranks: Sequence[int], agent: bool) -> list[Path]:
-    """The log files there are; a rank that is asked for and has none yet comes later, or is a mistake."""
+    """Return the existing log files; a requested rank without one may start later, or raises RunError."""
     folder = run.path / "logs"
     if agent:
         return sorted([*paths_in(folder, "agent-*.log"), *paths_in(folder, "slurm-*.out")])

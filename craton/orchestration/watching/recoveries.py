@@ -1,7 +1,7 @@
-"""What a run has recovered from, by its files alone: every generation that began because something broke.
+"""The recoveries of a run, from its files: every generation that started because of a failure.
 
-A recovery is over when training moves again (a foreign command whose steps nobody reads: when its ranks are started
-again); until then `seconds` is None. Where its time went is what the ledger booked to the generation.
+A recovery ends when training makes progress again (for a command without step progress: when its ranks are restarted);
+until then `seconds` is None. The ledger of the generation shows how the time was spent.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from craton.telemetry import RunDirectory, read_json
 from craton.telemetry.files import paths_in, read_lines
 from craton.telemetry.rank import LedgerReader
 
-# ledger kinds of a recovery, in their order
+# ledger kinds of a recovery, in order
 PARTS = ("detect", "waiting", "regroup", "start", "restore", "compile", "redo")
 
 
 @dataclass(frozen=True)
 class Recovery:
-    """One failure, and the way back."""
+    """One failure, and the recovery from it."""
 
-    generation: int  # the one that it led to
+    generation: int  # the one that the failure led to
     reason: str
-    step: int  # that was under way
-    began: float  # epoch seconds at which the run stopped moving
-    seconds: float | None  # until it moved again; None: not yet
-    lost_steps: int | None  # done before, and again
+    step: int  # in progress at the failure
+    began: float  # epoch seconds of the failure
+    seconds: float | None  # until training made progress again; None: not yet
+    lost_steps: int | None  # steps that were repeated
     restored_from: str | None  # the tier
     parts: dict[str, float]  # ledger kind → seconds
-    broke_again: bool = False  # before it moved
+    broke_again: bool = False  # before it recovered
 
     @property
     def text(self) -> str:
@@ -47,17 +47,17 @@ class Recovery:
 
 
 class Recoveries:
-    """Reads a run's generations, events and ledger; called again only what is new."""
+    """Read a run's generations, events and ledger incrementally."""
 
     def __init__(self, run: RunDirectory) -> None:
         self._run = run
         self._ledger = LedgerReader(run)
-        self._generations: dict[int, Generation] = {}  # they are never changed
+        self._generations: dict[int, Generation] = {}  # immutable once written
         self._recovered: dict[int, dict[str, Any]] = {}
         self._offsets: dict[Path, int] = {}
 
     def all(self) -> list[Recovery]:
-        """Every recovery, oldest first."""
+        """Return every recovery, oldest first."""
         self._read_generations()
         self._read_events()
         broken = [entry for _, entry in sorted(self._generations.items()) if entry.broke_at]
@@ -67,12 +67,12 @@ class Recoveries:
         launch = read_json(self._run.launch_path)
         trains = bool(launch.get("nursery") or (launch.get("progress") or {}).get("has_steps"))
         return [
-            _recovery(item, self._told(item, trains), books.get(item.number, {}), item.number < newest)
+            _recovery(item, self._recovered_event(item, trains), books.get(item.number, {}), item.number < newest)
             for item in broken
         ]
 
-    def _told(self, generation: Generation, trains: bool) -> Mapping[str, Any]:
-        """What was recorded of the way back, by the training loop or by who reads a command's progress."""
+    def _recovered_event(self, generation: Generation, trains: bool) -> Mapping[str, Any]:
+        """Return the `recovered` event of the training loop, or of a command's progress reader."""
         if trains:
             return self._recovered.get(generation.number, {})
         return {"seconds": generation.time - generation.broke_at}
@@ -96,7 +96,7 @@ class Recoveries:
 
 
 def under_way(recoveries: Sequence[Recovery]) -> Recovery | None:
-    """The recovery that the run is in, if any."""
+    """Return the recovery in progress, if any."""
     last = recoveries[-1] if recoveries else None
     return last if last is not None and last.seconds is None and not last.broke_again else None
 

@@ -1,7 +1,7 @@
-"""Whether a run runs, by its files and by whoever it was handed to, and one command at a time that starts something.
+"""The state of a run, from its files and its scheduler, and a lock so that one command at a time starts processes.
 
-What a run's own markers say is final. Beyond them its scheduler knows best: a run whose agents are gone may wait in a
-queue to go on, and one whose last word was "running" may be on no machine any more.
+The run's markers are final. Without one the scheduler knows best: a run without agents may be queued for its next
+start, and one whose last heartbeat was "running" may be on no machine any more.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from craton.orchestration.errors import RunEndedError, RunStateError, SchedulerE
 from craton.telemetry import RunDirectory, RunState, RunSummary, read_json, summarize
 from craton.telemetry.files import append_regular, noting_unread
 
-MOVING: tuple[RunState, ...] = ("waiting", "starting", "running", "stopping")  # not at its end, whichever that is
+MOVING: tuple[RunState, ...] = ("waiting", "starting", "running", "stopping")  # not ended
 GOES_ON = ("waiting", "running")
-LOOK_SECONDS = {"local": 0.02}  # between two looks at a run while one waits for its end
-SCHEDULER_LOOK_SECONDS = 2.0  # the same where a scheduler is asked, which has others to answer
+LOOK_SECONDS = {"local": 0.02}  # between two checks while waiting for a run's end
+SCHEDULER_LOOK_SECONDS = 2.0  # the same with a scheduler, to limit its load
 
 
 def standing_of(run: RunDirectory) -> Standing:
-    """What whoever runs it says of a run now."""
+    """Return the backend's current state of a run."""
     return standings_of([run])[run.name]
 
 
 def standings_of(runs: Iterable[RunDirectory]) -> dict[str, Standing]:
-    """Run's name → its standing; every backend is asked once. One that cannot be asked makes its runs unknown."""
+    """Return run name → state, with one query per backend. Runs of an unreachable backend are unknown."""
     by_backend: dict[str, list[RunDirectory]] = {}
     for run in runs:
         by_backend.setdefault(read_submission(run).on, []).append(run)
@@ -45,7 +45,7 @@ def standings_of(runs: Iterable[RunDirectory]) -> dict[str, Standing]:
 
 
 def settled(summary: RunSummary, standing: Standing) -> RunSummary:
-    """A summary of the run's files, put right by what its scheduler says."""
+    """Correct a summary of the run's files by the scheduler's state."""
     is_over = standing.condition not in ("waiting", "running") or (summary.path / "DONE").exists()
     if summary.state == "failed" or (summary.state == "done" and is_over):
         return summary
@@ -54,15 +54,15 @@ def settled(summary: RunSummary, standing: Standing) -> RunSummary:
     if standing.condition == "waiting":
         return replace(summary, state="waiting", message=standing.sentence or standing.reason, eta_seconds=None)
     if standing.condition == "running" and summary.state in ("starting", "lost", "stopped", "done"):
-        return replace(summary, state="starting", message=standing.sentence)  # why it is not whole yet
+        return replace(summary, state="starting", message=standing.sentence)  # why not all of it runs yet
     if standing.condition == "ended" and summary.state in (*MOVING, "lost"):
         if (summary.path / "STOP").exists():
             return replace(summary, state="stopped", eta_seconds=None)
-        if standing.outcome == "done":  # its marker may take a while to be seen over a network
+        if standing.outcome == "done":  # its marker may appear late on a network file system
             return replace(summary, state="done", message="", eta_seconds=None)
         words = f"its job {standing.job} ended" + (f": {standing.reason}" if standing.reason else "")
         words = words if standing.job else standing.reason
-        # That no agent is seen follows from the job's end; what the run says of itself in its files does not.
+        # Missing agents follow from the job's end; the run's own message does not, so it takes precedence.
         own = "" if summary.state == "lost" else summary.message
         if standing.outcome == "failed":
             message = f"{words}: {standing.sentence}" if standing.sentence else words
@@ -74,7 +74,7 @@ def settled(summary: RunSummary, standing: Standing) -> RunSummary:
 def settled_summaries(
     summaries: Iterable[RunSummary], ask: Callable[[list[RunDirectory]], dict[str, Standing]] = standings_of
 ) -> list[RunSummary]:
-    """The same for many runs, with one question to each scheduler; those of this machine tell all by their files."""
+    """Correct many summaries, with one query per scheduler; for local runs the files suffice."""
     listed = list(summaries)
     asked = [
         run
@@ -91,7 +91,7 @@ def is_server(run: RunDirectory) -> bool:
 
 
 def wait_for_agents(run: RunDirectory, seconds: float = 10.0) -> None:
-    """Until the agents of a run that has ended are gone too, so that it may be resumed at once."""
+    """Wait until the agents of an ended run have exited too, so that it can be resumed at once."""
     pause = LOOK_SECONDS.get(read_submission(run).on, SCHEDULER_LOOK_SECONDS)
     deadline = time.monotonic() + seconds
     while standing_of(run).condition in GOES_ON and time.monotonic() < deadline:
@@ -99,39 +99,41 @@ def wait_for_agents(run: RunDirectory, seconds: float = 10.0) -> None:
 
 
 def check_is_seen(run: RunDirectory, instead: str) -> None:
-    """Refuse to leave word in a run directory that its pods do not see."""
+    """Refuse to write requests into a run directory that the pods do not see."""
     if is_elsewhere(run):
         directory = read_submission(run).details.get("directory", "a folder")
         raise RunStateError(
-            f"{run.name} is {directory} in its pods, which this machine does not see, so they would not hear of it; "
-            f"{instead}"
+            f"the pods of {run.name} use {directory}, which this machine does not see, so they would not get the "
+            f"request; {instead}"
         )
 
 
 def check_running(run: RunDirectory, action: str = "stop", may_wait: bool = False) -> Standing:
-    """Refuse a verb for a run that does not run, or, unless it `may_wait`, has not begun to."""
+    """Refuse a verb for a run that does not run, or that is still pending unless it `may_wait`."""
     standing = standing_of(run)
     if standing.condition == "running" or (may_wait and standing.condition == "waiting"):
         return standing
     if standing.condition == "waiting":
         raise RunStateError(
-            f"{run.name} waits for its nodes, so that there is nothing to {action}: {standing.sentence}"
+            f"{run.name} is waiting for its nodes, so there is nothing to {action}: {standing.sentence}"
         )
     if standing.condition == "unknown":
-        raise RunStateError(f"whether {run.name} runs cannot be told: {standing.sentence}")
-    with noting_unread():  # files that cannot be read keep no one from stopping or resizing it
+        raise RunStateError(f"the state of {run.name} is unknown: {standing.sentence}")
+    with noting_unread():  # unreadable files do not prevent stopping or resizing
         summary = settled(summarize(run), standing)
     if summary.state in MOVING:
-        summary = replace(summary, state="lost", message=summary.message or "none of its agents runs", eta_seconds=None)
+        summary = replace(
+            summary, state="lost", message=summary.message or "none of its agents is running", eta_seconds=None
+        )
     if summary.state == "done":
-        raise RunEndedError(f"{run.name} is done already: there is nothing to {action}", summary)
-    raise RunEndedError(f"{run.name} does not run here ({summary.state}); `craton resume {run.name}` goes on", summary)
+        raise RunEndedError(f"{run.name} is already done: there is nothing to {action}", summary)
+    raise RunEndedError(f"{run.name} is not running ({summary.state}); `craton resume {run.name}` resumes it", summary)
 
 
 def check_not_running(run: RunDirectory) -> None:
     standing = standing_of(run)
     if standing.is_leaving:
-        raise RunStateError(f"{run.name} still stops: {standing.sentence}; `craton stop {run.name}` waits until it has")
+        raise RunStateError(f"{run.name} is still stopping: {standing.sentence}; `craton stop {run.name}` waits for it")
     if standing.condition == "running":
         raise RunStateError(
             f"{run.name} is running ({', '.join(standing.nodes)}); `craton logs {run.name} -f` follows it, "
@@ -139,15 +141,15 @@ def check_not_running(run: RunDirectory) -> None:
         )
     if standing.condition == "waiting":
         raise RunStateError(
-            f"{run.name} waits as job {standing.job}: {standing.sentence}; `craton stop {run.name}` takes it back"
+            f"{run.name} is waiting as job {standing.job}: {standing.sentence}; `craton stop {run.name}` cancels it"
         )
     if standing.condition == "unknown":
-        raise RunStateError(f"whether {run.name} runs cannot be told: {standing.sentence}")
+        raise RunStateError(f"the state of {run.name} is unknown: {standing.sentence}")
 
 
 @contextmanager
 def launching(run: RunDirectory) -> Iterator[None]:
-    """One command at a time starts processes for a run."""
+    """Lock the run: only one command at a time starts processes for it."""
     with os.fdopen(append_regular(run.path / "launch.lock"), "ab") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

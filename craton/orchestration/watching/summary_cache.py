@@ -1,8 +1,8 @@
-"""One look at every run, as `ps` takes it: what its files say, and what it came back from.
+"""Cached summaries of runs, for `ps`: the state from a run's files, and its recoveries.
 
-To add up the books of a run takes the longer, the longer it ran. Of a run that has ended they do not change any more,
-so the look is kept in RUN/summary.json with the sizes and times of the files that it was made from, and holds as long
-as these do. A folder that cannot be written is read in full each time.
+The longer a run, the longer it takes to sum up its ledger. An ended run does not change, so its summary is cached in
+RUN/summary.json with the sizes and times of the source files, and is valid as long as they match. A read-only run is
+summed up each time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from craton.telemetry.files import noting_unread, replace_text
 from craton.version import VERSION
 
 KEPT_FILE = "summary.json"
-KEPT_STATES: tuple[RunState, ...] = ("done", "failed", "stopped")  # whatever the time is
+KEPT_STATES: tuple[RunState, ...] = ("done", "failed", "stopped")  # states that do not change with time
 _FOLDERS = ("metrics", "ledger", "events", "generations", "heartbeat")
 _FILES = ("launch.json", "plan.json", *MARKERS)
 
@@ -30,11 +30,11 @@ _FILES = ("launch.json", "plan.json", *MARKERS)
 class Glance:
     summary: RunSummary
     recoveries: list[Recovery]
-    unread: tuple[str, ...] = ()  # files of the run that were passed over, and why
+    unread: tuple[str, ...] = ()  # skipped files of the run, and why
 
 
 def glance(run: RunDirectory) -> Glance:
-    """A look at the run, from what was kept of the last one where nothing has changed since."""
+    """Summarize a run, from the cache if nothing has changed since."""
     sign = _sign(run)
     kept = _kept(run, sign)
     if kept is not None:
@@ -48,7 +48,7 @@ def glance(run: RunDirectory) -> Glance:
 
 
 def _sign(run: RunDirectory) -> str:
-    """What the look is made from, by sizes and times: any line that is added changes it."""
+    """Return the cache key: sizes and times of the source files, which any added line changes."""
     words = [VERSION]
     for folder in _FOLDERS:
         with contextlib.suppress(FileNotFoundError), os.scandir(run.path / folder) as entries:
@@ -71,9 +71,9 @@ def _kept(run: RunDirectory, sign: str) -> Glance | None:
     try:
         fields: dict[str, Any] = {**document["summary"], "name": run.name, "path": run.path}  # it may have been moved
         kept = Glance(RunSummary(**fields), [Recovery(**recovery) for recovery in document["recoveries"]])
-    except (KeyError, TypeError):  # of another version
+    except (KeyError, TypeError):  # written by another version
         return None
-    # Whoever may write to the run may have written this: a state that ps does not know is none.
+    # Anyone with write access to the run may have written this: an unknown state is rejected.
     return kept if kept.summary.state in KEPT_STATES and isinstance(kept.summary.message, str) else None
 
 

@@ -1,6 +1,6 @@
-"""Following a run by its files alone: what the live view shows, read a little further at every look.
+"""Follow a run by its files: the data of the live view, read incrementally.
 
-A look costs what was written since the last one, however long the run is.
+A look reads only what was written since the last one, for any length of the run.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ from craton.telemetry import RunDirectory, RunSummary, Summarizer
 from craton.telemetry.files import open_regular, paths_in, read_lines, storage_problem
 
 PHASES = ("data", "compute", "communication", "optimizer", "checkpoint")
-RECENT_LINES = 20  # a phase is shown as the mean of so many of the newest measurements
-MAX_POINTS = 4096  # of the loss curve; a longer one is thinned to every second point
+RECENT_LINES = 20  # a phase is the mean of this number of recent measurements
+MAX_POINTS = 4096  # of the loss curve; a longer one keeps every second point
 SHOWN_EVENTS = 6
 LAST_LINES = 5
 LAST_BYTES = 16 << 10
-STORAGE_SECONDS = 15.0  # that a stop waits for a disk which does not take what the run has to write
-WAITING_LOOK_SECONDS = 20.0  # between two questions about a run that has waited for a while
+STORAGE_SECONDS = 15.0  # that a stop waits for a disk that refuses writes
+WAITING_LOOK_SECONDS = 20.0  # between two queries about a run that has been pending for a while
 # Events that every run has.
 ROUTINE = ("agent_started", "metrics_served", "coordinates", "rank_started", "agent_ended", "predicted", "summary")
 
 
 @dataclass(frozen=True)
 class View:
-    """A run at one moment."""
+    """The state of a run at one moment."""
 
     summary: RunSummary
     losses: list[float]  # over the steps, thinned
     evaluation_loss: float | None
-    phases: dict[str, float]  # measured seconds of a step, recent mean; without what was not measured
+    phases: dict[str, float]  # measured seconds per step, recent mean; only measured phases
     events: list[dict[str, Any]]  # the newest, oldest first
     recoveries: list[Recovery] = field(default_factory=list)  # oldest first
-    recovering: Recovery | None = None  # the one that is under way
+    recovering: Recovery | None = None  # the recovery in progress
 
     @property
     def is_moving(self) -> bool:
-        """Not yet at its end, whichever that is."""
+        """Whether the run has not ended."""
         return self.summary.state in MOVING
 
     @property
@@ -56,7 +56,7 @@ class View:
 
 
 class Follower:
-    """Reads a run's metrics and events as they are written."""
+    """Read a run's metrics and events as they are written."""
 
     def __init__(self, run: RunDirectory, steps: int | None = None) -> None:
         self.run = run
@@ -75,7 +75,7 @@ class Follower:
         self._has_news = False
 
     def look(self) -> View:
-        """What has been written since the last look, added to what was seen before."""
+        """Return the current view, after reading everything written since the last look."""
         for line in self._new_lines("metrics"):
             self._take(line)
         events = sorted(self._new_lines("events"), key=lambda line: float(line.get("time", 0.0)))
@@ -92,15 +92,15 @@ class Follower:
     def _of_this_machine(self) -> RunSummary:
         summary = self._summarizer.summary()
         if summary.state in MOVING and self._agents_are_gone():
-            # They may have written how it ended since the summary was made.
+            # They may have recorded the run's end since the summary.
             summary = self._summarizer.summary()
             if summary.state in MOVING:
                 summary = replace(summary, state="lost", message=self._last_words())
         return summary
 
     def _of_a_scheduler(self) -> RunSummary:
-        """It is asked less often than the files are read, and before them: a run may end between the two. As long as it
-        waits, more and more seldom, unless its files tell that something has happened."""
+        """Query the scheduler less often than the files, and before them, because a run may end in between. While the
+        run is pending, query less and less often, unless its files show activity."""
         pause = SCHEDULER_LOOK_SECONDS if self._has_news else self._pause
         if time.monotonic() - self._asked_at >= pause:
             self._standing = standing_of(self.run)
@@ -115,10 +115,10 @@ class Follower:
     def _last_words(self) -> str:
         if not self.run.path.is_dir():
             return (
-                f"{storage_problem(self.run.path)}; its agents have ended the ranks, which saved to the tiers outside "
-                "of it, if the job has any"
+                f"{storage_problem(self.run.path)}; its agents have ended the ranks, which saved to tiers outside the "
+                "run directory, if the job has any"
             )
-        words = ["every agent of the run is gone without a word of how it ended"]
+        words = ["all agents of the run are gone without recording how it ended"]
         for agent in read_agents(self.run):
             words += [f"{agent.node}: {line}" for line in self._last_lines(agent.log)]
         return "\n".join(words)
@@ -166,12 +166,12 @@ class Follower:
 
 
 def next_pause(pause: float, standing: Standing) -> float:
-    """Seconds until the scheduler is asked again: waiting may take days, and others ask too."""
+    """Return the seconds until the next query: a wait may take days, and the scheduler has other clients."""
     return min(2 * pause, WAITING_LOOK_SECONDS) if standing.condition == "waiting" else SCHEDULER_LOOK_SECONDS
 
 
 def _is_news(event: dict[str, Any]) -> bool:
-    """Not what every run does, and not what every rank says in the same words as rank 0."""
+    """Whether an event is news: not routine, and not repeated by every rank."""
     name = event.get("event")
     if name == "rank_ended":
         return event.get("code") != 0
@@ -181,8 +181,8 @@ def _is_news(event: dict[str, Any]) -> bool:
 
 
 def until_stopped(run: RunDirectory, look_seconds: float) -> Iterator[View]:
-    """Looks at a run that stops: the last one is of a run that has ended, cannot save its state, or whose disk has not
-    taken its last words for a while."""
+    """Yield views of a stopping run until it has ended, cannot save its state, or its disk has refused writes for a
+    while."""
     follower, failing_since = Follower(run), float("inf")
     while True:
         yield (view := follower.look())

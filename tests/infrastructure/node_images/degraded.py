@@ -178,13 +178,13 @@ DEGRADED = [
         "threshold",
         card("ecc_errors/aggregate/sram_threshold_exceeded", "Yes"),
     ),
-    Degraded("ECC off", "p5", "gpu_memory", "warn", "ECC is switched off", card("ecc_mode/current_ecc", "Disabled")),
+    Degraded("ECC off", "p5", "gpu_memory", "warn", "ECC is disabled", card("ecc_mode/current_ecc", "Disabled")),
     Degraded(
         "row remap pending",
         "p5",
         "gpu_row_remap",
         "warn",
-        "waits to be remapped",
+        "a row remapping is pending",
         card("remapped_rows/remapped_row_pending", "Yes"),
     ),
     Degraded(
@@ -200,7 +200,7 @@ DEGRADED = [
         "p6-b300",
         "gpu_memory",
         "warn",
-        "repair waits",
+        "repair is pending",
         card("ecc_errors/channel_repair_pending", "Yes"),
     ),
     Degraded(
@@ -265,7 +265,7 @@ DEGRADED = [
         "p6-b200",
         "xid",
         "fail",
-        "XID 154 says `Node Reboot Required`",
+        "XID 154 requests `Node Reboot Required`",
         log(
             f"{XID}31, pid=4711, name=python, MMU Fault",
             f"{XID}154, GPU recovery action changed from 0x0 (None) to 0x2 (Node Reboot Required)",
@@ -291,14 +291,14 @@ DEGRADED = [
         "given 10 devices where 8 are EFA",
         mount_all_verbs,
     ),
-    Degraded("plugin missing", "p5", "nccl_plugin", "fail", "aws-ofi-nccl is not there", change(plugin="")),
+    Degraded("plugin missing", "p5", "nccl_plugin", "fail", "aws-ofi-nccl is missing", change(plugin="")),
     Degraded("plugin not found", "p5en", "nccl_plugin", "fail", "neither ldconfig", change(plugin_on_path=False)),
     Degraded(
         "another plugin in front",
         "p5",
         "nccl_plugin",
         "fail",
-        "/opt/hpcx/nccl_rdma_sharp_plugin/lib/libnccl-net.so, which does not know EFA, and /opt/amazon/ofi-nccl",
+        "/opt/hpcx/nccl_rdma_sharp_plugin/lib/libnccl-net.so, which lacks EFA, and /opt/amazon/ofi-nccl",
         foreign_plugin,
     ),
     Degraded(
@@ -306,7 +306,7 @@ DEGRADED = [
         "p5en",
         "nccl_plugin",
         "fail",
-        "/opt/hpcx/nccl_rdma_sharp_plugin/lib/libnccl-net.so, which does not know EFA, and aws-ofi-nccl is not there",
+        "/opt/hpcx/nccl_rdma_sharp_plugin/lib/libnccl-net.so, which lacks EFA, and aws-ofi-nccl is missing",
         foreign_plugin_alone,
     ),
     Degraded(

@@ -86,12 +86,12 @@ def test_what_is_out_already_is_not_taken_over_and_only_its_own_mark_gives_it_ba
     add_node(ten, "n6", unschedulable=True)
     service.take_out("n5", "ab12", "reset: ECC")
     for node, why in {"n5": "craton:ab12 reset: ECC", "n6": "it is cordoned"}.items():
-        with pytest.raises(SchedulerError, match=rf"{node} is out of service meanwhile \({why}\), and left as it is"):
+        with pytest.raises(SchedulerError, match=rf"{node} is already out of service \({why}\); it is left as it is"):
             cordoned(node_of(ten, node), "cd34", "reboot: XID 79")
-    assert service.give_back("n5", "cd34") == "n5 is out by somebody else: craton:ab12 reset: ECC"
+    assert service.give_back("n5", "cd34") == "n5 was taken out by someone else: craton:ab12 reset: ECC"
     assert service.give_back("n5", "ab12") == ""
     assert node_of(ten, "n5")["spec"] == {}
-    assert service.give_back("n5", "ab12") == "n5 is in service already"
+    assert service.give_back("n5", "ab12") == "n5 is already in service"
     assert service.give_back("gone", "ab12") == "Kubernetes has no node gone"
 
 
@@ -112,9 +112,9 @@ def test_who_cordons_between_the_look_and_the_action_keeps_the_node(ten: StandIn
         (
             {"sagemaker.amazonaws.com/node-health-status": "UnschedulablePendingReplacement"},
             "nvidia.com/gpu",
-            "HyperPod calls it UnschedulablePendingReplacement",
+            "HyperPod reports it as UnschedulablePendingReplacement",
         ),
-        ({"sagemaker.amazonaws.com/node-health-status": "Unschedulable"}, "", "HyperPod calls it Unschedulable"),
+        ({"sagemaker.amazonaws.com/node-health-status": "Unschedulable"}, "", "HyperPod reports it as Unschedulable"),
         ({}, "karpenter.sh/disrupted", "it is tainted karpenter.sh/disrupted"),
         ({}, "ToBeDeletedByClusterAutoscaler", "it is tainted ToBeDeletedByClusterAutoscaler"),
         ({}, TAINT, f"it is tainted {TAINT}"),

@@ -157,7 +157,9 @@ def test_what_an_operator_took_over_meanwhile_is_not_handed_over(monkeypatch: py
     service = SlurmService(SLURM, is_hyperpod=True)
     assert service.hand_over("g6", "cd34", "replace")
     asked.clear()
-    with pytest.raises(SchedulerError, match="not handed over, for it is out by somebody else: disk swap"):
+    with pytest.raises(
+        SchedulerError, match="not handed over to HyperPod: meanwhile it is taken out by someone else: disk swap"
+    ):
         service.hand_over("g6", "cd34", "replace")
     assert [words[1] for words in asked] == ["show"], "nothing was changed"
 
@@ -167,15 +169,15 @@ def test_what_somebody_else_has_drained_since_is_not_resumed(slurm: SlurmLab, ro
     service.take_out("g4", "ab12", "reset: ECC")
     assert (node_of("g4").is_out, node_of("g4").mark) == (True, "ab12")
     slurm.drain("g4", "the power supply smells")
-    assert service.give_back("g4", "ab12") == "g4 is out by somebody else: the power supply smells"
+    assert service.give_back("g4", "ab12") == "g4 is taken out by someone else: the power supply smells"
     assert slurm.nodes_in("drain") == ["g4"]
-    assert service.give_back("g5", "ab12") == "g5 is in service already"
+    assert service.give_back("g5", "ab12") == "g5 is already in service"
     assert service.give_back("g99", "ab12") == "Slurm has no node g99"
 
 
 def test_what_an_operator_has_drained_meanwhile_keeps_its_reason(slurm: SlurmLab) -> None:
     slurm.drain("g4", "disk swap")
-    with pytest.raises(SchedulerError, match=r"taken out by somebody else meanwhile .*disk swap"):
+    with pytest.raises(SchedulerError, match=r"taken out by someone else meanwhile .*disk swap"):
         service_of(SLURM).take_out("g4", "ab12", "reset: ECC")
     assert node_of("g4").reason == "disk swap"
 
@@ -235,7 +237,7 @@ def test_hyperpod_is_asked_in_its_own_words_and_that_is_undone_too(slurm: SlurmL
 
 
 def test_one_node_is_one_node(slurm: SlurmLab) -> None:
-    with pytest.raises(Exception, match="is not one node of Slurm"):
+    with pytest.raises(Exception, match="is not a single Slurm node name"):
         service_of(SLURM).take_out("g[1-8]", "ab12", "all of them")
     assert len(slurm.nodes_in("idle")) == len(NODES)
 
