@@ -36,6 +36,8 @@ FORBIDDEN = re.compile(
 EXCEPTIONS: dict[tuple[str, str], str] = {
     ("agent/launch.py", "nursery"): "key of launch.json, and the module that old run directories name there",
     ("agent/processes/fork_server.py", "nursery"): "name of its log file and variable, in run directories that exist",
+    ("orchestration/local.py", "nursery"): "module that old run directories name",
+    ("orchestration/watching/recoveries.py", "nursery"): "key of launch.json",
     ("observability/web/readers/logs.py", "nursery"): "name of the log file",
     ("cli/views/heal.py", "lemons"): "key of the JSON that `craton heal --json` prints",
     ("observability/healing/actions.py", "deeds"): "key of the JSON that `craton heal --json` prints",

@@ -98,6 +98,10 @@ def _steps(site: AwsSite, target: str, files: dict[str, str]) -> tuple[str, ...]
     gang = site.file.scheduler.gang if site.file.scheduler else "none"
     steps = []
     if any(path.startswith("scripts/") for path in files):
+        if not site.aws.package:
+            steps.append(
+                "pip wheel --no-deps --wheel-dir scripts CLONE  # CLONE: your clone of Craton, or set aws.package"
+            )
         steps.append(f"aws s3 cp --recursive scripts {site.scripts} {region}")
     if "storage.yaml" in files:
         steps.append(deploy.format(f"{name}-storage", "storage.yaml"))

@@ -76,7 +76,7 @@ def setup_script(site: AwsSite, *, timer: bool = False, raid: bool = False) -> s
         "",
         "python3 -m venv /opt/craton 2>/dev/null || { apt-get update -qq; apt-get install -y -qq python3-venv; "
         "python3 -m venv /opt/craton; }",
-        f"/opt/craton/bin/pip install --quiet {quote(site.aws.package)}",
+        *_install(site),
         f"mkdir -p {HOOKS}",
         f"aws s3 cp --recursive --region {quote(site.region)} {quote(site.scripts + '/hooks')} {HOOKS}",
         f"chmod 755 {HOOKS}/*.sh",
@@ -93,6 +93,19 @@ def setup_script(site: AwsSite, *, timer: bool = False, raid: bool = False) -> s
         f'> {quote(metrics)}/"$(hostname -s).json"',
     ]
     return "\n".join(lines) + "\n"
+
+
+def _install(site: AwsSite) -> list[str]:
+    """Install Craton from what the cluster file names, else from the wheel beside the scripts. The name alone would ask
+    a package index, where it may be somebody else's."""
+    if site.aws.package:
+        return [f"/opt/craton/bin/pip install --quiet {quote(site.aws.package)}"]
+    wheels = "/opt/craton/wheels"
+    return [
+        f"aws s3 cp --recursive --region {quote(site.region)} --exclude '*' --include 'craton-*.whl' "
+        f"{quote(site.scripts)} {wheels}",
+        f"/opt/craton/bin/pip install --quiet {wheels}/craton-*.whl",
+    ]
 
 
 def slurm_conf_lines() -> list[str]:

@@ -108,7 +108,7 @@ class Aws(Section):
     execution_role: Role | None = None  # HyperPod
     karpenter_role: RoleName | None = None  # role name of Karpenter's nodes; default: KarpenterNodeRole-CLUSTER
     eks_cluster: EksCluster | None = None  # hyperpod-eks: the orchestrating EKS cluster
-    package: str = "craton"  # installed with pip on the nodes: a requirement, or the path of a wheel
+    package: str | None = None  # what pip installs on nodes: a wheel or a Git URL; default: the wheel under `scripts`
     network_cards: int | None = None  # of an instance type whose network cards Craton does not know
 
     @model_validator(mode="after")
