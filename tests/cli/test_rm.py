@@ -67,11 +67,11 @@ def test_a_linked_run_loses_its_folder_and_its_link(verbs: Verbs, tmp_path: Path
 
 def test_rm_asks(verbs: Verbs) -> None:
     run = ended(verbs, "asked")
-    code, screen = in_a_terminal(verbs, ["rm", "asked"], when="Remove asked for good?", send=b"n\r")
+    code, screen = in_a_terminal(verbs, ["rm", "asked"], when="Remove asked permanently?", send=b"n\r")
     assert code == 130
     assert "nothing was removed" in screen
     assert run.path.exists()
-    code, _ = in_a_terminal(verbs, ["rm", "asked"], when="Remove asked for good?", send=b"y\r")
+    code, _ = in_a_terminal(verbs, ["rm", "asked"], when="Remove asked permanently?", send=b"y\r")
     assert code == 0
     assert not run.path.exists()
 

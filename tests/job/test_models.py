@@ -173,12 +173,12 @@ def test_windows_of_qwen_are_off_unless_switched_on() -> None:
     [
         ({"model_type": "lama"}, "model_type 'lama' is not known; allowed: llama, .*did you mean 'llama'"),
         ({}, "model_type None is not known"),
-        ({**LLAMA_8B, "hidden_size": None}, "'hidden_size' is absent"),
+        ({**LLAMA_8B, "hidden_size": None}, "'hidden_size' is missing"),
         ({**LLAMA_8B, "num_attention_heads": "many"}, "'num_attention_heads' is 'many'; it must be a whole number"),
         ({**LLAMA_8B, "num_attention_heads": 0}, "'num_attention_heads' is 0; it must be a whole number from 1"),
         ({**QWEN3_30B, "mlp_only_layers": [3]}, "mlp_only_layers .* cannot be represented"),
         ({**QWEN3_30B, "decoder_sparse_step": 2}, "decoder_sparse_step 2 cannot be represented"),
-        ({**QWEN3_30B, "head_dim": None}, "'head_dim' is absent"),
+        ({**QWEN3_30B, "head_dim": None}, "'head_dim' is missing"),
         ({**DEEPSEEK_V3, "moe_layer_freq": 2}, "moe_layer_freq 2 cannot be represented"),
     ],
 )

@@ -114,7 +114,9 @@ def test_how_many_gpus_this_machine_has_is_not_known_to_a_check() -> None:
     ],
 )
 def test_a_launcher_that_is_hidden_in_a_command_needs_a_word(command: str, launcher: str) -> None:
-    with pytest.raises(ContentError, match=rf"job.yaml:3: command: whether {launcher} in it .* `processes: node` if"):
+    with pytest.raises(
+        ContentError, match=rf"job.yaml:3: command: it is unclear whether {launcher} in it .* `processes: node`"
+    ):
         parse_job(job_text(command))
     launch = draft_run(parse_job(job_text(command, "processes: node\n")), RUN).launch
     assert (launch.ranks_per_node, launch.exits_together) == (1, True)
