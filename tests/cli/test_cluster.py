@@ -111,7 +111,7 @@ def test_discover_as_json(craton: Craton, tree: str) -> None:
         (["--from", "/nowhere"], "cannot be read"),
         (["--write", "slrm"], "is not a format; allowed: slurm-tree"),
         (["--write", "kueue"], "node labels"),
-        (["--write", "slurm-tree", "--write", "slurm-block"], "written to topology.conf too"),
+        (["--write", "slurm-tree", "--write", "slurm-block"], "also written to topology.conf"),
         (["--names", "/nowhere/names.json"], "--names /nowhere/names.json: cannot be read"),
     ],
 )
