@@ -192,7 +192,7 @@ def test_files_without_targets_are_said_once(
     keeper = TargetKeeper(ObserverSettings(), tmp_path / "targets", SearchedExporters({}))
     keep_targets(keeper, 0.01, 0.03, make_console(), as_json=False)
     said = capsys.readouterr().out.replace("\n", "")
-    assert said.count(f"no run in {tmp_path}/elsewhere goes on") == 1
+    assert said.count(f"no active run in {tmp_path}/elsewhere") == 1
 
 
 def test_a_keeper_sees_runs_come_and_go(live_run: LiveRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -350,7 +350,7 @@ def test_a_public_address_is_one_that_browsers_name() -> None:
         "https://h:x",
         "https://a@h",
     ):
-        with pytest.raises(AccessError, match="write https://HOST"):
+        with pytest.raises(AccessError, match="give https://HOST"):
             public_origin(wrong)
 
 
@@ -404,7 +404,7 @@ def test_a_token_file_that_others_can_read_or_that_holds_little_is_refused(tmp_p
         read_token(path)
     path.chmod(0o600)
     path.write_text("short\n")
-    with pytest.raises(AccessError, match="needs 16"):
+    with pytest.raises(AccessError, match="the minimum is 16"):
         read_token(path)
-    with pytest.raises(AccessError, match="cannot be written"):
+    with pytest.raises(AccessError, match="cannot write the token file"):
         read_token(tmp_path / "none" / "token")

@@ -83,7 +83,7 @@ def test_a_run_is_shown_with_its_curves_ranks_nodes_and_verdict(serve: Serve, tm
     assert tab.evaluate(painted("loss")) > 200
     assert tab.evaluate(painted("heat")) > 1000
     text = tab.evaluate("document.querySelector('main').innerText")
-    for words in ("40 / 400", "plan 41%", "node-1", "checkpoint saved", "nvme", "productive", "Do: drain node-1"):
+    for words in ("40 / 400", "plan 41%", "node-1", "checkpoint saved", "nvme", "productive", "Action: drain node-1"):
         assert words in text, words
     assert HOSTILE in text  # as text: nothing of it became an element
     assert tab.evaluate("document.querySelectorAll('main img').length") == 0
