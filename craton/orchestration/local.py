@@ -37,7 +37,7 @@ KILL_SECONDS = 5.0  # a killed process is gone in milliseconds, unless it waits 
 
 @dataclass(frozen=True)
 class AgentProcess:
-    """One node agent, as started."""
+    """A node agent's process."""
 
     node: str
     pid: int

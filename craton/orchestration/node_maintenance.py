@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-MARK = "craton:"  # and the number of the action
+MARK = "craton:"  # followed by the action's ID
 
 
 @dataclass(frozen=True)

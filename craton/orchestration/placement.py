@@ -44,8 +44,8 @@ class Audit:
     crossings: list[Crossing]
     asked_step_seconds: float | None = None
     got_step_seconds: float | None = None
-    dollars_per_day: float | None = None  # of the difference
-    note: str = ""  # why there is no price, or what it leaves out
+    dollars_per_day: float | None = None  # cost of the difference
+    note: str = ""  # why there is no price, or what it omits
 
     @property
     def slower(self) -> float:

@@ -1,4 +1,4 @@
-"""Changes to a run that exists: inject faults, evacuate a node, resize, remove."""
+"""Change an existing run: inject faults, evacuate a node, resize, remove."""
 
 from __future__ import annotations
 

@@ -28,8 +28,8 @@ class Evacuation:
     """How a run moves off a node, or why it cannot."""
 
     run: str
-    node: str  # the run's own name of it
-    how: str  # spare, requeue, pod, or "" where it cannot
+    node: str  # its name in the run
+    how: str  # spare, requeue, pod, or "" if it cannot
     sentence: str
 
 

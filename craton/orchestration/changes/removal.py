@@ -27,7 +27,7 @@ class Removal:
     run: RunDirectory
     size_bytes: int
     num_checkpoints: int  # in the run directory
-    stays: tuple[str, ...]  # places of tiers outside it
+    stays: tuple[str, ...]  # checkpoint tiers outside it
 
 
 def plan_removal(run: RunDirectory) -> Removal:
@@ -63,7 +63,7 @@ def _check_ended(run: RunDirectory) -> None:
         raise RunStateError(f"{run.name} is not removed: {error}") from None
     with noting_unread():  # a run with unreadable files can be removed too
         state = summarize(run).state
-    if state in ("running", "stopping"):  # by its heartbeat, on a machine that is not seen from here
+    if state in ("running", "stopping"):  # by its heartbeat, on a machine that is not visible from here
         raise RunStateError(
             f"{run.name} is not removed: its agents report that it is {state}; `craton stop {run.name}` stops it"
         )

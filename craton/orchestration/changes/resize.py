@@ -91,7 +91,7 @@ def resize_run(run: RunDirectory, wanted: Resize) -> list[str]:
         write_launch(run, wanted.launch)
         plans = run.path / "plans"
         present = plans / f"{wanted.before}.json"
-        if run.plan_path.exists() and not present.exists():  # for the way back
+        if run.plan_path.exists() and not present.exists():  # to resize back
             write_whole(present, read_regular_text(run.plan_path))
         if size.plan is not None:
             write_whole(plans / f"{size.num_nodes}.json", plan_text(size.plan))

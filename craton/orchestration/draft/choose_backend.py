@@ -1,4 +1,4 @@
-"""Step 2 of a start: where the job runs. The command line wins over the job, the job over its cluster file."""
+"""Step 2 of a start: where the job runs. The command line takes precedence over the job, the job over its cluster file."""
 
 from __future__ import annotations
 

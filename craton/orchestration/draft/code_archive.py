@@ -32,7 +32,7 @@ from craton.telemetry.files import open_regular, read_regular
 if TYPE_CHECKING:
     from pathspec import GitIgnoreSpec
 
-STORE = ".code"  # beside the runs: SHA256[:2]/SHA256, with an x behind it for a program, and -400 where few may read it
+STORE = ".code"  # beside the runs: SHA256[:2]/SHA256, with the suffix x for an executable, -400 for a restricted mode
 IGNORE_FILES = (".gitignore", ".cratonignore")  # the last rule that matches a path decides
 NEVER = (
     *(".git", ".hg", ".svn", "__pycache__", "*.pyc", ".venv", ".ipynb_checkpoints", ".DS_Store", STORE),

@@ -117,7 +117,7 @@ def is_fresh(run: RunDirectory) -> bool:
     """Whether the run was submitted so recently that the cluster may still create it."""
     try:
         age_seconds = time.time() - (run.path / BACKEND_FILE).stat().st_mtime
-        return abs(age_seconds) < 2 * ANSWER_SECONDS  # a clock may have gone back since
+        return abs(age_seconds) < 2 * ANSWER_SECONDS  # the clock may have been set back
     except OSError:
         return False
 

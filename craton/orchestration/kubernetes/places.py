@@ -63,7 +63,7 @@ def places_of(nodes: Iterable[Mapping[str, Any]], labels: Mapping[str, str]) -> 
     labels_of_levels |= _if_all_have(own, placed, {"domain": DOMAIN_LABELS})
     levels = sorted(
         labels_of_levels, key=lambda level: (level == "domain") - (level == "zone")
-    )  # the others are in order
+    )  # stable: the others keep their order
     return Places(
         tuple(levels), {name: tuple(own[name][labels_of_levels[level]] for level in levels) for name in placed}
     )

@@ -95,7 +95,7 @@ def is_fresh(run: RunDirectory, seconds: float = ANSWER_SECONDS) -> bool:
     try:
         return (
             abs(time.time() - (run.path / BACKEND_FILE).stat().st_mtime) < seconds
-        )  # a clock may have gone back since
+        )  # the clock may have been set back
     except OSError:
         return False
 

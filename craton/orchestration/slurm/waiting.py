@@ -56,7 +56,7 @@ _LIMIT = re.compile(
 
 
 def why_waiting(job: JobRecord, cluster: SlurmState, now: float) -> str:
-    """`needs 4 nodes on one leaf; leaf2 has 3 free; earliest 14:05 when job 812 ends`"""
+    """Explain a wait: `needs 4 nodes on one leaf; leaf2 has 3 free; earliest 14:05 when job 812 ends`."""
     reason = job.reason.partition(",")[0]
     explain = _EXPLANATIONS.get(reason)
     if explain is not None:

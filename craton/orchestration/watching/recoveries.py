@@ -37,7 +37,7 @@ class Recovery:
 
     @property
     def text(self) -> str:
-        """`rank 3 was killed at step 40, back after 1.4 s: detect 100 ms · regroup 400 ms · redo 900 ms`"""
+        """One line: `rank 3 was killed at step 40, back after 1.4 s: detect 100 ms · regroup 400 ms · redo 900 ms`."""
         cause = self.reason.splitlines()[0] if self.reason else "something broke"
         at = "" if f"step {self.step}" in cause else f" at step {self.step:,}"
         if self.seconds is None:
