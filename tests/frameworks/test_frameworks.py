@@ -145,7 +145,7 @@ def test_megatron_arguments_of_experts_and_what_megatron_has_no_word_for() -> No
             "RoPE scaling llama3 with .*'original_sequence': 16384",
         ),
         ({"rope_theta": 10000.5}, "takes an integer, and model has 10000.5"),
-        ({"partial_rotary_factor": 0.5}, "turns 0.5 of a head"),
+        ({"partial_rotary_factor": 0.5}, "partial RoPE .0.5 of a head"),
     ],
 )
 def test_megatron_turns_positions_as_the_model_does(

@@ -1,4 +1,4 @@
-"""Step 2 of a start: where the job runs. The command line takes precedence over the job, the job over its cluster file."""
+"""Step 2 of a start: choose the backend, from the command line, else the job, else its cluster file."""
 
 from __future__ import annotations
 
