@@ -256,7 +256,7 @@ def test_a_taken_metrics_port_is_replaced_out_loud(gang: Gang) -> None:
         ("{", "cannot be read (Expecting property name"),
         ("[]", "holds a list, not a JSON object"),
         ('{"generation": 1}', "'nodes' is missing"),
-        ('{"generation": 1, "nodes": ["a"], "ranks_per_node": 1, "command": ["x"], "rank": 1}', "'rank' is not known"),
+        ('{"generation": 1, "nodes": ["a"], "ranks_per_node": 1, "command": ["x"], "rank": 1}', "'rank' is unknown"),
         ('{"generation": 1, "nodes": ["../a"], "ranks_per_node": 0, "command": ["x"]}', "ranks_per_node is 0"),
     ],
 )

@@ -93,7 +93,7 @@ def test_a_node_that_stays_away_ends_the_run() -> None:
     assert isinstance(notice, Notice)
     assert isinstance(fail, Fail)
     assert "b did not come back within 1m" in fail.text
-    assert "`cluster: NAME x 1..2` goes on with fewer" in fail.text
+    assert "allow fewer nodes with `cluster: NAME x 1..2`" in fail.text
 
 
 def test_an_elastic_run_goes_on_with_fewer_after_a_while() -> None:
