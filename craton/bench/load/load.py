@@ -86,5 +86,5 @@ class Limit:
 def parse_sweep(text: str, burstiness: float = 1.0) -> Sweep:
     match = _SWEEP.fullmatch(text)
     if match is None or not 0 < float(match[1]) < float(match[2]):
-        raise WorkloadError(f"--sweep {text!r} is not a range of rates; write for example 1..64 (requests/s, above 0)")
+        raise WorkloadError(f"--sweep {text!r} is not a range of rates; write 1..64 (requests/s, above 0)")
     return Sweep(float(match[1]), float(match[2]), burstiness)
