@@ -97,7 +97,7 @@ def test_ras_that_speaks_no_json_is_noted(tmp_path: Path, monkeypatch: pytest.Mo
         run = RunDirectory.create(tmp_path, "made")
         found, note = read_collectives(run, {}, asks_ras=True, since=0.0, is_local=False)
     assert not found.ras_asked
-    assert "answers in words only (JSON since 2.28.7)" in note
+    assert "responds in plain text (JSON since 2.28.7)" in note
     with ras_server("{}", formats="ERROR: Unknown command\n") as (address, _), pytest.raises(RasFormatError):
         ask_ras(address)
 

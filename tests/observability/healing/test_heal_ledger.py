@@ -473,7 +473,7 @@ def test_a_share_that_is_none_is_refused(tmp_path: Path, written: object) -> Non
     [
         (("--mode", "fix"), "--mode fix is not known; allowed: off, advise, act"),
         (("--share", "0"), "'0' is not a share"),
-        (("--report", "nowhere.json"), "--report nowhere.json cannot be read"),
+        (("--report", "nowhere.json"), "cannot read --report nowhere.json"),
         (("--undo", "abc"), "no action abc"),
         (("--node", "g11"), "--node g11: lab has no such node; it has g1, g2, g3,"),
         (("--node", "nope", "--watch"), "--node nope: lab has no such node; it has g1, g2, g3,"),
