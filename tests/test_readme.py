@@ -192,7 +192,10 @@ def test_options_on_the_pages_exist() -> None:
 
 
 # Options of sbatch, srun, pytest, pip, torchrun, vllm, Prometheus and of our own programs that are not verbs.
-OTHER_TOOLS = ""
+OTHER_TOOLS = """
+--array --auto-resume --cpus-per-task --exclusive --gres --no-kill --nodes --segment --signal --switches --time
+--durations --update-golden --force-conflicts --headless --kubernetes-enable-pod-labels --max-restarts --cases --fault
+"""
 
 
 def test_environment_variables_are_documented_and_exist() -> None:
@@ -201,7 +204,9 @@ def test_environment_variables_are_documented_and_exist() -> None:
     table = set(VARIABLE.findall((DOCS / "environment.md").read_text(encoding="utf-8")))
     assert used - table == set()
     named = {name for page in PAGES for name in VARIABLE.findall(page.read_text(encoding="utf-8"))}
-    assert named <= used
+    tests = (ROOT / "tests" / "orchestration").glob("*.py")
+    in_tests = {name for path in tests for name in VARIABLE.findall(path.read_text(encoding="utf-8"))}
+    assert named <= used | in_tests
 
 
 VARIABLE = re.compile(r"(?<![A-Z_])CRATON_[A-Z_]*[A-Z](?![A-Z_])")
@@ -319,19 +324,39 @@ def test_files_that_are_named_exist(page: Path) -> None:
     named = set(re.findall(r"`([\w./*-]+\.(?:py|toml|css))`", text)) - set(USERS_FILES.split())
     named |= set(re.findall(r"(?<![\w/.])((?:examples|benchmarks|tests|docs|data)/[\w./-]+\.\w+)", text))
     folders = [folder for folder in (ROOT / "craton").rglob("*") if folder.is_dir()]
+    folders += [folder for folder in (ROOT / "tests").rglob("*") if folder.is_dir()]
     homes = [ROOT, ROOT / "data", ROOT / "tests", ROOT / "craton", *folders]
     missing = [name for name in named if not any(any(home.glob(name)) for home in homes)]
     assert not missing
 
 
-USERS_FILES = ""  # files on the pages that a user has and Craton does not
+USERS_FILES = "pretrain_gpt.py"  # files on the pages that a user has and Craton does not
 
+EXPORTED = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 192,
+    "intermediate_size": 512,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 4,
+    "vocab_size": 1024,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+}
 KIND = re.compile(r"^kind: (pretrain|sft|dpo|grpo|serve|command)$", re.MULTILINE)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_job_files_on_the_pages_are_valid(page: Path) -> None:
-    """A YAML block with a kind is a valid job, unless the errors it causes stand below it."""
+def test_job_files_on_the_pages_are_valid(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A YAML block with a kind is a valid job, unless the errors it causes stand below it. It lies in a clone, beside a
+    model that was exported."""
+    for entry in ROOT.iterdir():
+        (tmp_path / entry.name).symlink_to(entry)
+    if not (tmp_path / "model").exists():
+        (tmp_path / "model").mkdir()
+        (tmp_path / "model" / "config.json").write_text(json.dumps(EXPORTED), encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
     text = page.read_text(encoding="utf-8")
     for job, errors in re.findall(r"^```yaml\n(.*?)^```$(?:\n+```text\n(.*?)^```$)?", text, re.MULTILINE | re.DOTALL):
         if KIND.search(job) or errors.startswith("error: "):

@@ -110,7 +110,7 @@ def test_an_object_that_is_refused_leaves_nothing_behind(server: StandIn, tmp_pa
     made, run = drafted(tmp_path)
     text = (run.path / MANIFEST_FILE).read_text()
     (run.path / MANIFEST_FILE).write_text(text.replace("restartPolicy:", "restartsPolicy:"))
-    with pytest.raises(SchedulerError, match=r"Kubernetes refuses: strict decoding error: .*restartsPolicy"):
+    with pytest.raises(SchedulerError, match=r"Kubernetes refused: strict decoding error: .*restartsPolicy"):
         KubernetesBackend().submit(made, run)
     assert server.objects == {}
     (run.path / MANIFEST_FILE).write_text(text)

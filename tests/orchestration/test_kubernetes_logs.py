@@ -49,7 +49,7 @@ def test_logs_are_followed_into_pods_that_come_later_and_past_one_that_cannot_be
     found, reader = followed(run)
     wait_until(lambda: len(found) == 2)
     [refused, read] = sorted(found)
-    assert refused[1].startswith("its log cannot be read: Kubernetes refuses: container node in pod")
+    assert refused[1].startswith("its log cannot be read: Kubernetes refused: container node in pod")
     assert read == ("llm-node-0-1-abcde", "[rank 1] step 1")
     server.logs["llm-node-0-2-abcde"] = ["[rank 2] step 1"]
     add_pod(server, "llm", 2)

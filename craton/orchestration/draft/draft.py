@@ -19,7 +19,7 @@ from craton.infrastructure import resolve_cluster, visible_accelerators
 from craton.job import TRAINING_KINDS, FaultError, Job, dump_job
 from craton.job.sections import faults_of
 from craton.limits import cpu_quota
-from craton.orchestration.draft.check import check_job
+from craton.orchestration.draft.check import check_job, check_packages
 from craton.orchestration.draft.choose_backend import backend_name, check_backend
 from craton.orchestration.draft.command import command_environment, command_fields, processes_of
 from craton.orchestration.draft.plan_job import Progress, plan_job
@@ -88,6 +88,7 @@ def draft_run(
     job_folder: Path | str = ".",
     port: int = 29500,
     progress: Progress | None = None,
+    is_dry: bool = False,
 ) -> Draft:
     """Plan the job and lay out its processes; StartError says why it cannot run as the directory `run`.
 
@@ -95,6 +96,8 @@ def draft_run(
     """
     backend = backend_name(job, on)
     check_backend(job, backend)
+    if not is_dry:
+        check_packages(job, backend, python_of(job, backend))
     check_job(job, backend, run, Path(job_folder), stop_at)
     planned = plan_job(job, progress)
     training, serving, note = planned.training, planned.serving, planned.note

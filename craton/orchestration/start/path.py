@@ -13,17 +13,7 @@ from pathlib import Path
 from craton.agent.processes import free_port
 from craton.job import Job
 from craton.orchestration.backends import backend_of
-from craton.orchestration.draft import (
-    Draft,
-    Progress,
-    backend_name,
-    check_packages,
-    draft_run,
-    named_job,
-    python_of,
-    stop_step,
-    with_chaos,
-)
+from craton.orchestration.draft import Draft, Progress, draft_run, named_job, stop_step, with_chaos
 from craton.orchestration.start.checks import check_name_is_free, check_places
 from craton.orchestration.start.copies import check_copies, copy_names, start_copies
 from craton.orchestration.start.prepare import prepare_data
@@ -72,7 +62,6 @@ def draft_start(
     wanted = with_chaos(named_job(job, name), chaos)
     folder = root if root is not None else root_of(wanted, on)
     if not is_dry:
-        _check_packages(wanted, on)
         for place in (folder,) if root is not None else dict.fromkeys((folder, runs_root())):
             check_name_is_free(place, wanted.name)
     draft = draft_run(
@@ -83,6 +72,7 @@ def draft_start(
         job_folder=job.folder,
         port=free_port(),
         progress=progress,
+        is_dry=is_dry,
     )
     return RunStart(draft, RunDirectory(folder / wanted.name))
 
@@ -120,14 +110,8 @@ def draft_resumption(
 ) -> RunStart:
     """Draft the next generation of a run, like a start."""
     job = resumed_job(run, cluster, steps)
-    _check_packages(job, on)
     draft = draft_resume(run, job, on=on, stop_at=stop_step(stop_at, job), progress=progress)
     return RunStart(draft, run, resumes=True)
-
-
-def _check_packages(job: Job, on: str | None) -> None:
-    backend = backend_name(job, on)
-    check_packages(job, backend, python_of(job, backend))
 
 
 def resume_start(start: RunStart) -> RunDirectory:
