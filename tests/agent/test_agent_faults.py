@@ -82,7 +82,7 @@ def test_ranks_that_do_not_stop_are_killed_after_the_grace(gang: Gang) -> None:
     gang.run.mark("STOP")
     assert agent.wait(PATIENCE_SECONDS) == 1
     assert not is_alive(pid)
-    assert "rank 0 on node-0 did not end within 500 ms of SIGTERM" in gang.run.marker_text("FATAL")
+    assert "rank 0 on node-0 did not exit within 500 ms of SIGTERM" in gang.run.marker_text("FATAL")
 
 
 def test_ranks_die_with_a_killed_agent_and_a_new_one_can_start_at_once(gang: Gang) -> None:
@@ -94,7 +94,7 @@ def test_ranks_die_with_a_killed_agent_and_a_new_one_can_start_at_once(gang: Gan
     wait_until(lambda: not any(is_alive(pid) for pid in pids), "the ranks of a killed agent are gone")
     summary = summarize(gang.run, now=time.time() + 11)
     assert summary.state == "lost"
-    assert summary.message.startswith("no sign of life from node-0")
+    assert summary.message.startswith("no heartbeat from node-0")
     gang.launch("", generation=2)
     assert gang.finish() == 0
     assert summarize(gang.run).state == "done"
@@ -107,12 +107,14 @@ def test_a_stopped_agent_is_named_with_the_remedy(gang: Gang) -> None:
     agent.send_signal(signal.SIGSTOP)
     later = time.time() + 11
     wait_until(lambda: "is stopped" in summarize(gang.run, now=later).message, "the signal has arrived")
-    remedy = f"the agent of node-0 (process {agent.pid}) is stopped by a signal: `kill -CONT {agent.pid}` lets it go on"
+    why = f"the agent of node-0 (process {agent.pid}) is stopped by a signal"
+    remedy = f"`kill -CONT {agent.pid}`"
     summary = summarize(gang.run, now=later)
-    assert (summary.state, summary.message) == ("lost", remedy)
+    assert (summary.state, summary.message) == ("lost", f"{why}; continue it with {remedy}")
     verdict = diagnose(take_snapshot(gang.run, now=later))
     assert (verdict.cause, verdict.node) == ("agent_stopped", "node-0")
-    assert f"`kill -CONT {agent.pid}`" in verdict.sentence
+    assert why in verdict.sentence
+    assert remedy in verdict.sentence
     agent.send_signal(signal.SIGCONT)
     gang.tell("go")
     assert agent.wait(PATIENCE_SECONDS) == 0
@@ -182,7 +184,7 @@ for step in range(1, 4):
     events = gang.events()
     assert sum(line["event"] == "stepped" for line in events) == 3
     assert "storage_failed" in gang.event_names()
-    assert "run is done on node-0, which could not be written" in gang.errors()
+    assert "run is done on node-0, but the last records could not be written" in gang.errors()
 
 
 def test_a_run_directory_that_vanishes_ends_the_ranks(gang: Gang) -> None:
@@ -216,7 +218,7 @@ def test_one_agent_a_node(gang: Gang) -> None:
     agent = gang.start()
     gang.said("ready", 0)
     assert gang.finish() == 2
-    assert "an agent of node-0 is already at work" in gang.errors()
+    assert "another agent of node-0 is already running" in gang.errors()
     gang.tell("go")
     assert agent.wait(PATIENCE_SECONDS) == 0
 
@@ -236,14 +238,14 @@ def test_a_sink_that_fails_does_not_hurt_the_run(gang: Gang) -> None:
     gang.tell("go")
     assert agent.wait(PATIENCE_SECONDS) == 0
     assert gang.run.has("DONE")
-    assert "no tracker named 'smoke-signals': `track` takes tensorboard, wandb, mlflow" in gang.errors()
+    assert "no tracker named 'smoke-signals'; allowed: tensorboard, wandb, mlflow" in gang.errors()
 
 
 def test_a_taken_metrics_port_is_replaced_out_loud(gang: Gang) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         gang.launch("", metrics_port=taken.getsockname()[1])
         assert gang.finish() == 0
-    assert "taking any free one" in gang.errors()
+    assert "using any free port" in gang.errors()
     served = next(line for line in gang.events() if line["event"] == "metrics_served")
     assert served["port"] > 0
 
@@ -254,7 +256,7 @@ def test_a_taken_metrics_port_is_replaced_out_loud(gang: Gang) -> None:
         ("{", "cannot be read (Expecting property name"),
         ("[]", "holds a list, not a JSON object"),
         ('{"generation": 1}', "'nodes' is missing"),
-        ('{"generation": 1, "nodes": ["a"], "ranks_per_node": 1, "command": ["x"], "rank": 1}', "'rank' is not known"),
+        ('{"generation": 1, "nodes": ["a"], "ranks_per_node": 1, "command": ["x"], "rank": 1}', "'rank' is unknown"),
         ('{"generation": 1, "nodes": ["../a"], "ranks_per_node": 0, "command": ["x"]}', "ranks_per_node is 0"),
     ],
 )
@@ -269,7 +271,7 @@ def test_a_bad_launch_file_fails_the_run_at_once(gang: Gang, text: str, said: st
 def test_a_node_that_the_launch_does_not_name(gang: Gang) -> None:
     gang.launch("")
     assert gang.finish(node=1) == 2
-    assert "names 1 node, counted from 0" in gang.errors(1)
+    assert "has 1 node, counted from 0" in gang.errors(1)
     assert not gang.run.has("FATAL")
 
 

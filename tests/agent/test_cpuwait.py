@@ -26,6 +26,10 @@ def schedstat() -> None:
         pytest.skip(f"this kernel does not count waits for a CPU: {error}")
 
 
+def state_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
+
+
 def test_a_process_without_a_cpu_is_starved_and_one_that_sleeps_is_not(schedstat: None) -> None:
     """Two share one CPU with a third that has all of it: one would run, the other sleeps."""
     cpu = min(os.sched_getaffinity(0))
@@ -35,8 +39,10 @@ def test_a_process_without_a_cpu_is_starved_and_one_that_sleeps_is_not(schedstat
         for process in started:
             assert process.stdout is not None
             assert process.stdout.readline() == b"ready\n"
-            os.sched_setaffinity(process.pid, {cpu})
         _, starving, sleeping = started
+        wait_until(lambda: state_of(sleeping.pid) == "S", "it sleeps: only a process with a CPU gets that far")
+        for process in started:
+            os.sched_setaffinity(process.pid, {cpu})
         for process in (starving, sleeping):
             os.sched_setscheduler(process.pid, os.SCHED_IDLE, os.sched_param(0))
         progress = time.monotonic()

@@ -179,7 +179,7 @@ def test_a_failure_on_a_full_disk_is_recovered_from_once_there_is_room(full: Ful
     os.kill(rank, signal.SIGKILL)
     wait_until(lambda: not is_alive(rank), "the rank is gone")
     (full.beside / "stepped-0").unlink()
-    wait_until(lambda: "generation 2 cannot be written" in full.gang.errors(), "the next generation waits")
+    wait_until(lambda: "cannot write generation 2" in full.gang.errors(), "the next generation waits")
     assert agent.poll() is None
     full.make_room()
     full.said("stepped", "10")

@@ -161,7 +161,8 @@ def test_provision_as_a_rehearsal(craton: Craton, cluster: str, tmp_path: Path) 
     document = json.loads(craton("provision", cluster, "--for", "parallelcluster", "--dry-run", "--json").stdout)
     assert document["target"] == "parallelcluster"
     assert "cluster.yaml" in document["files"]
-    assert document["steps"][0].startswith("aws s3 cp --recursive scripts s3://my-scripts/train")
+    assert document["steps"][0].startswith("pip wheel --no-deps --wheel-dir scripts")
+    assert document["steps"][1].startswith("aws s3 cp --recursive scripts s3://my-scripts/train")
 
 
 def test_provision_tells_everything_that_is_missing(craton: Craton, cluster: str) -> None:

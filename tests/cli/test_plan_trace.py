@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -86,7 +85,8 @@ def test_the_report_shows_both_sides(craton: Any) -> None:
 
 
 def test_without_torch_it_says_what_to_install(craton: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("craton.extras.find_spec", lambda name: None)
     code, _, errors = craton()
     assert code == 2
-    assert "--trace runs the real training step, which needs torch: pip install 'craton[train]'" in errors
+    assert "`craton plan --trace`, which runs the real training step, needs torch" in errors
+    assert "[train]" in errors

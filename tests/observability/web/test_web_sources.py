@@ -177,7 +177,7 @@ def test_a_server_has_its_price_and_where_it_can_be_asked(tmp_path: Path) -> Non
     head = page.parts["head"].get().fragments
     assert 'data-dollars="$240"' in head["state"]
     assert "$240 per day" in head["tiles"]
-    assert "Its server listens at 127.0.0.1 of far-node alone" in page.parts["serving"].get().fragments["serving"]
+    assert "Its server listens only on 127.0.0.1 of far-node" in page.parts["serving"].get().fragments["serving"]
 
 
 def test_what_a_command_does_not_tell_of_is_not_shown(serve: Serve, tmp_path: Path) -> None:
@@ -401,7 +401,7 @@ def test_a_browser_is_not_given_the_token_on_its_command_line() -> None:
 def test_a_verb_that_fails_tells_its_own_words(tmp_path: Path) -> None:
     run = write_run(tmp_path, "llama", nodes=1, steps=3, state="done")
     stopped = act("stop", run)
-    assert (stopped.is_done, stopped.message) == (False, "llama is done already: there is nothing to stop")
+    assert (stopped.is_done, stopped.message) == (False, "llama is already done: there is nothing to stop")
     script = "import json, sys; print(json.dumps({'error': ' '.join(sys.argv[1:])})); sys.exit(2)"
     told = act("resume", run, craton=(sys.executable, "-c", script))
     assert (told.is_done, told.message) == (False, f"resume {run.path} --detach --yes --json")
