@@ -68,14 +68,15 @@ def _print(console: Console, score: Score, seed: int) -> None:
     for layer, (right, of) in score.layers.items():
         table.add_row(f"  {layer}", str(right), str(of), percent(right / of) if of else "")
     console.print(table)
+    shown = {"cannot tell": words["blind"]}  # the JSON keeps the key
     confusion = Table(
         title="True layer (rows) against diagnosed layer; without the two-fault scenarios", title_justify="left"
     )
     confusion.add_column("")
     for name in score.confusion:
-        confusion.add_column(name, justify="right")
+        confusion.add_column(shown.get(name, name), justify="right")
     for name, row in score.confusion.items():
-        confusion.add_row(name, *(str(count) if count else "·" for count in row.values()))
+        confusion.add_row(shown.get(name, name), *(str(count) if count else "·" for count in row.values()))
     console.print(confusion)
     console.print(
         f"right layer {percent(score.layer_share)} (target 95%) · right node or rank {percent(score.victim_share)} of "

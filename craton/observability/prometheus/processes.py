@@ -54,7 +54,7 @@ def check_port(host: str, port: int, program: str) -> None:
         reason, number = (error.strerror, error.errno) if isinstance(error, OSError) else (error, None)
         taken = number == errno.EADDRINUSE
         advice = "choose another --port, or stop the program that uses it" if taken else "change --port or --listen"
-        raise ObserveError(f"{program} cannot listen at {joined(host, port)} ({reason}); {advice}") from None
+        raise ObserveError(f"{program} cannot listen on {joined(host, port)} ({reason}); {advice}") from None
 
 
 @dataclass

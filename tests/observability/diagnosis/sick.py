@@ -266,11 +266,11 @@ def storage_cases() -> Iterator[Case]:
 
 
 def host_cases() -> Iterator[Case]:
-    silent = with_run(with_node(healthy(4), NODE, heartbeat_age_seconds=60.0), state="lost", message="no sign of life")
+    silent = with_run(with_node(healthy(4), NODE, heartbeat_age_seconds=60.0), state="lost", message="no heartbeat")
     yield Case("lost", "node_lost", "dead", silent, rank=None)
     yield Case("stopped agent", "agent_stopped", "dead", with_node(silent, NODE, stopped_agent=4711), rank=None)
     gone = with_nodes(healthy(4), lambda node: replace(node, heartbeat_age_seconds=300.0))
-    yield Case("all", "agents_gone", "dead", with_run(gone, state="lost", message="no sign of life"), "", None)
+    yield Case("all", "agents_gone", "dead", with_run(gone, state="lost", message="no heartbeat"), "", None)
     yield Case("killed", "rank_killed", "dead", dead(-9))
     yield Case("memory", "out_of_memory", "dead", with_host(dead(-9), NODE, out_of_memory_kills=1))
     oom = with_scheduler(dead(1), kills=(SchedulerKill("oom", NODE, RANK),))
@@ -281,7 +281,7 @@ def host_cases() -> Iterator[Case]:
     yield Case("killed in a loop", "killed_again", "slow", restarted(*killed))
     memory = with_host(restarted(*killed), NODE, out_of_memory_kills=4)
     yield Case("killed in a loop for memory", "out_of_memory", "slow", memory)
-    left = [f"{NODE} is lost: no sign of life for 10 s"] * 5
+    left = [f"{NODE} is lost: no heartbeat for 10 s"] * 5
     yield Case("lost again", "node_breaks_again", "slow", restarted(*left), rank=None)
     ways = ("was killed by SIGKILL", "exited with code 1")
     mixed = [f"rank {rank} on {NODE} {how}" for rank in (8, 11) for how in ways]

@@ -304,5 +304,5 @@ def test_an_error_comes_before_the_rank_that_had_it() -> None:
         cause_first("rank 3 on a exited with code -9 (generation 2): killed")
         == "killed (rank 3 on a exited with code -9)"
     )
-    assert cause_first("no sign of life from node-0 for 12 s") == "no sign of life from node-0 for 12 s"
+    assert cause_first("no heartbeat from node-0 for 12 s") == "no heartbeat from node-0 for 12 s"
     assert cause_first("") == ""

@@ -102,7 +102,7 @@ def send_weights(
 
 
 class WeightsReceiver:
-    """Listens at "host:port" (port 0: any free one) for a sender that knows the key."""
+    """Listens on "host:port" (port 0: any free one) for a sender that knows the key."""
 
     def __init__(self, address: str, key: bytes) -> None:
         if not key:
