@@ -14,7 +14,7 @@ from craton.planning.calibration import STACKS, UNKNOWN, corpus_fit, effect_labe
 from craton.planning.calibration.profiles import profile_json
 from craton.planning.calibration.published_rows import fitted_cases
 
-OUTPUT = Path(__file__).parent.parent / "craton" / "planning" / "profiles.json"
+OUTPUT = Path(__file__).parent.parent / "craton" / "planning" / "calibration" / "profiles.json"
 
 
 def main() -> None:

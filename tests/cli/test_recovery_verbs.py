@@ -71,7 +71,7 @@ def test_chaos_breaks_and_the_run_comes_back_and_goes_on_with_another_size(verbs
     assert refused.returncode == 2
     assert "words cannot run on 5 nodes" in refused.stderr
     assert "possible: 4 or 6" in refused.stderr
-    assert "runs on 2 nodes already" in verbs("resize", "words", "2").stderr
+    assert "already runs on 2 nodes" in verbs("resize", "words", "2").stderr
     grown = verbs("resize", "words", "3")
     assert grown.returncode == 0, grown.stdout + grown.stderr
     assert "from 2 to 3 nodes" in grown.stdout
@@ -81,7 +81,7 @@ def test_chaos_breaks_and_the_run_comes_back_and_goes_on_with_another_size(verbs
     assert (len(newest.nodes), newest.is_planned) == (3, True)
     assert json.loads((verbs.root / "words" / "plan.json").read_text())["cluster"]["num_nodes"] == 3
     handle = Run("words")
-    with pytest.raises(RunStateError, match="words runs on 3 nodes already"):
+    with pytest.raises(RunStateError, match="words already runs on 3 nodes"):
         handle.resize(3)
     summary = handle.resize(1, PATIENCE_SECONDS)
     assert (summary.state, summary.ranks) == ("running", 1)

@@ -150,7 +150,7 @@ def test_the_first_card_of_p6_b300_has_no_efa(tmp_path: Path) -> None:
 
 
 def test_a_wrong_number_of_cards_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ProvisionError, match="32 EFA by the catalog"):
+    with pytest.raises(ProvisionError, match="the catalog lists 32 EFA interfaces"):
         provision(cluster(tmp_path, "pcs", {"network_cards": 8}), "pcs")
 
 

@@ -136,7 +136,7 @@ class RankSession:
         if outcome == "left":
             return None
         if outcome == "stopped" and place.rank == 0 and not self.directory.has("STOP"):
-            reason = f"stopped after step {self.trainer.step}, as requested"
+            reason = f"stopped after step {self.trainer.step}, as requested"  # slurm.batch reads the last words
             try:
                 self.directory.mark("STOP", reason)
             except OSError:  # the agent retries until the disk takes it

@@ -440,7 +440,8 @@ def job_number(environment: Mapping[str, str]) -> str:
 
 def _asked_by_itself(run: RunDirectory) -> bool:
     """Whether the job stopped at its `--stop-at` step, by rank 0's marker text."""
-    return "as asked" in run.marker_text("STOP")
+    text = run.marker_text("STOP")
+    return "as requested" in text or "as asked" in text  # the latter: written by earlier versions
 
 
 def avoided_hosts(own: Sequence[str], learned: Sequence[str]) -> list[str]:
