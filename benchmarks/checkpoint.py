@@ -1,13 +1,13 @@
-"""What checkpoints cost: how long they stop the quickstart, and how fast they are written beside dd and the S3 client.
+"""Cost of checkpoints: how long they block the quickstart, and write throughput compared with dd and the S3 client.
 
     python benchmarks/checkpoint.py [OUT.json] [--megabytes 512] [--rounds 5] [--steps 200] [--s3 s3://bucket/prefix]
 
-The writes take turns on the same machine: dd copies random bytes from memory to a file and syncs it, the S3 client
-alone uploads one buffer in as many parts at a time as the tier does, and the tiers save a state of as many bytes, with
-checksums, index and seal. Then the client alone reads its object in as many ranges at a time as a restore does, and the
-tier restores its step, every block checked. What counts is the ratio of the medians; what was written is removed
-outside the time of all of them. Without --s3 a moto server is started here, which shares the cores with the client. The
-quickstart's ranks save to three tiers every 20, 40 and 80 steps.
+The writers take turns on the same machine. dd copies random bytes from memory to a file and syncs it. The S3 client
+alone uploads one buffer with the tier's number of parallel parts. The tiers save a state of the same size, with
+checksums, index and the COMPLETE marker. Then the client alone reads its object with the parallel ranges of a restore,
+and the tier restores its step and checks every block. The result is the ratio of the medians; cleanup is not timed.
+Without --s3, a moto server on this machine shares the cores with the client. The quickstart's ranks save to three tiers
+every 20, 40 and 80 steps.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--s3", help="a prefix that may be written to; default: a moto server on this machine")
+    parser.add_argument("--s3", help="writable prefix; default: a moto server on this machine")
     arguments = parser.parse_args()
     prefix, server = (arguments.s3, None) if arguments.s3 else start_server()
     try:
@@ -70,7 +70,7 @@ def main() -> None:
 
 
 def start_server() -> tuple[str, subprocess.Popen[bytes]]:
-    """moto's S3 server with one bucket, and the environment that finds it."""
+    """Start moto's S3 server with one bucket, and set the environment variables that point to it."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -96,7 +96,7 @@ def start_server() -> tuple[str, subprocess.Popen[bytes]]:
 
 
 def compare_writes(folder: Path, prefix: str, megabytes: int, rounds: int) -> dict[str, Any]:
-    """Megabytes a second of dd, of the S3 client and of the tiers, and the ratios."""
+    """Return MB/s of dd, the S3 client and the tiers, and the ratios."""
     size = megabytes * 2**20
     state = {f"model.{index}": torch.randn(size // 4 // 16) for index in range(16)}
     data = torch.cat(list(state.values())).numpy().tobytes()
@@ -122,8 +122,8 @@ def compare_writes(folder: Path, prefix: str, megabytes: int, rounds: int) -> di
     pairs = {"folder_to_dd": ("disk", "dd"), "s3_to_client": ("s3", "client")}
     pairs |= {"s3_read_to_client": ("s3 read", "client read")}
     ratios = {name: median[tier] / median[peer] for name, (tier, peer) in pairs.items()}
-    told = "   ".join(f"{tier} / {peer} {ratios[name]:.2f}" for name, (tier, peer) in pairs.items())
-    print(f"medians of {rounds}: {told}")
+    summary = "   ".join(f"{tier} / {peer} {ratios[name]:.2f}" for name, (tier, peer) in pairs.items())
+    print(f"medians of {rounds}: {summary}")
     return {"rates": found, **ratios}
 
 
@@ -137,7 +137,7 @@ def dd(source: Path, target: Path) -> float:
 
 
 def save(checkpointer: Checkpointer, step: int, state: dict[str, torch.Tensor]) -> float:
-    """From the call until the step is sealed."""
+    """Return the seconds from the call until the step is complete."""
     began = time.perf_counter()
     checkpointer.save(step, state, {}, wait=True)
     seconds = time.perf_counter() - began
@@ -153,7 +153,7 @@ def restore(checkpointer: Checkpointer, state: dict[str, torch.Tensor]) -> float
 
 
 def client_alone(prefix: str, data: bytes) -> tuple[float, float]:
-    """Seconds to write and to read."""
+    """Return the seconds to write and to read."""
     import obstore
 
     store: Any = open_store(f"{prefix}/alone")
@@ -171,7 +171,7 @@ def client_alone(prefix: str, data: bytes) -> tuple[float, float]:
 
 
 def stall(folder: Path, prefix: str, steps: int) -> dict[str, Any]:
-    """The share of the quickstart's time for which saves stop it."""
+    """Return the share of the quickstart's time that saves block."""
     document = yaml.safe_load(JOB.read_text(encoding="utf-8"))
     tiers = [{"to": "nvme", "every_steps": 20, "keep": 2}, {"to": "shared", "every_steps": 40, "keep": 2}]
     document["checkpoint"] = {"tiers": [*tiers, {"to": prefix, "every_steps": 80, "keep": 2}]}
@@ -187,7 +187,7 @@ def stall(folder: Path, prefix: str, steps: int) -> dict[str, Any]:
     multiprocessing.start_processes(rank, (str(run.path), queue), RANKS)
     blocked, saves, seconds, first = queue.get()
     print(
-        f"quickstart: {saves} saves stopped {seconds:.1f} s of training for {blocked * 1e3:.1f} ms: "
+        f"quickstart: {saves} saves blocked {seconds:.1f} s of training for {blocked * 1e3:.1f} ms: "
         f"{blocked / seconds:.3%}; {(blocked - first) / seconds:.3%} without the first, which takes the memory"
     )
     shutil.rmtree(run.path)

@@ -1,12 +1,12 @@
-"""What checkpoints cost on a GPU: a 1B model that saves every 20 steps, and goes on from each tier.
+"""Cost of checkpoints on a GPU: a 1B model saves every 20 steps and resumes from each tier.
 
     python benchmarks/checkpoint_gpu.py [OUT.json] [--model llama-3.2-1b] [--batch 8] [--folder DIR] [--s3 PREFIX]
 
-Runs of the same steps, one after the other: without saves, with saves to a node's disk every 20 steps, to a shared
-folder every 40 and to S3 every 80, and without saves again. What counts is the mean step, first save included. Then
-training goes on from each tier alone, and its first loss is held against that of the other tiers: from the same state
-it is the same to the bit, while a GPU's later steps are not. Without --s3 a moto server is started here, which takes a
-minute or more for each save of a 1B model. Text: the Python sources of the interpreter.
+Runs of the same steps, one after the other: without saves; with saves to a local disk every 20 steps, to a shared
+folder every 40 and to S3 every 80; and without saves again. The result is the mean step, including the first save. Then
+training resumes from each tier alone, and its first loss is compared with that of the other tiers: from the same state
+it is bitwise equal, while later steps on a GPU are not. Without --s3, a moto server on this machine takes a minute or
+more for each save of a 1B model. Text: the Python sources of the interpreter.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def main() -> None:
     parser.add_argument("out", nargs="?")
     parser.add_argument("--model", default="llama-3.2-1b")
     parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--folder", help="a fast disk with room for four copies of the state")
-    parser.add_argument("--s3", help="a prefix that may be written to; default: a moto server on this machine")
+    parser.add_argument("--folder", help="fast disk with space for four copies of the state")
+    parser.add_argument("--s3", help="writable prefix; default: a moto server on this machine")
     arguments = parser.parse_args()
     prefix, server = (arguments.s3, None) if arguments.s3 else start_server()
     try:
@@ -100,7 +100,7 @@ def compare(folder: Path, prefix: str, model: str, batch: int) -> dict[str, Any]
 
 
 def train(folder: Path, name: str, document: dict[str, Any], tiers: Sequence[Any], stop_at: int) -> dict[str, Any]:
-    """Trains, or goes on, until this step; what it measured."""
+    """Train or resume until this step; return the measurements."""
     run = RunDirectory(folder / name) if (folder / name).is_dir() else RunDirectory.create(folder, name)
     text = yaml.safe_dump({**document, "checkpoint": {"tiers": list(tiers)}})
     run.job_path.write_text(text, encoding="utf-8")
@@ -118,7 +118,7 @@ def train(folder: Path, name: str, document: dict[str, Any], tiers: Sequence[Any
     checkpointer.close()
     trainer.parts.recorder.close()
     lines = [line for line in read_lines(metrics, offset)[0] if "run_step_seconds" in line]
-    told = [line for line in read_lines(events, events_offset)[0] if "checkpoint" in str(line.get("event"))]
+    saves = [line for line in read_lines(events, events_offset)[0] if "checkpoint" in str(line.get("event"))]
     measured = [line for line in lines if WARMUP < line["step"] <= STOP]
     row = {
         "wall_seconds": time.perf_counter() - began,
@@ -132,7 +132,7 @@ def train(folder: Path, name: str, document: dict[str, Any], tiers: Sequence[Any
         "losses": {str(line["step"]): line["run_loss"] for line in lines},
         "restore_seconds": restored.seconds if restored else None,
         "bytes": restored.bytes if restored else None,
-        "saves": [{key: line.get(key) for key in ("event", "step", "tier", "bytes", "seconds")} for line in told],
+        "saves": [{key: line.get(key) for key in ("event", "step", "tier", "bytes", "seconds")} for line in saves],
     }
     print(json.dumps({"run": name, "tiers": [tier["to"] for tier in tiers], **row}), flush=True)
     del trainer, checkpointer

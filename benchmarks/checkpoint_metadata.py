@@ -1,7 +1,7 @@
-"""How long a step's `.metadata` takes to read as checked data, and with pickle.
+"""Time to read a step's `.metadata` as checked data, compared with pickle.
 
-`python benchmarks/checkpoint_metadata.py` prints processor time, the best of several rounds. Python's garbage collector
-is on, as it is in a restore.
+`python benchmarks/checkpoint_metadata.py` prints CPU time, the best of several rounds. Python's garbage collector is
+on, as in a restore.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CHUNK_BYTES = ROWS * COLUMNS * 4
 
 
 def metadata(tensors: int, ranks: int) -> Metadata:
-    """Of tensors that are cut by rows over all ranks."""
+    """Return metadata of tensors that are sharded by rows over all ranks."""
     entries: dict[str, Any] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
     for tensor in range(tensors):

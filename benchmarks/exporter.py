@@ -1,12 +1,12 @@
-"""What the node exporter costs: `python benchmarks/exporter.py [--json]`.
+"""Cost of the node exporter: `python benchmarks/exporter.py [--json]`.
 
-Scrapes a recorded p5en node (8 GPUs, 16 EFA devices, 192 processors, Lustre) whose NVML is a stand-in, which answers at
-once, and, where there is a driver, this machine with the real NVML. A scrape goes over HTTP, as Prometheus asks. Prints
-the median and the slowest, the seconds of each collector, and the share of one core that a scrape every five seconds
-takes: processor time of the whole process, threads included.
+Scrapes a recorded p5en node (8 GPUs, 16 EFA devices, 192 CPUs, Lustre) with a fake NVML that answers at once and, if
+there is a driver, this machine with the real NVML. Scrapes go over HTTP, as from Prometheus. Prints the median and the
+slowest scrape, the seconds of each collector, and the share of one core that a scrape every five seconds takes: CPU
+time of the whole process, including threads.
 
-With a driver it also says what each part of reading a card costs, which of the families a card has, and whether what
-NVML says agrees with `nvidia-smi`.
+With a driver it also prints the cost of each part of reading a GPU, the metric families a GPU has, and whether NVML
+agrees with `nvidia-smi`.
 
 Bars: a full scrape of 8 GPUs under 50 ms, under 1 % of a core. Exit code 1 when one is missed.
 """
@@ -44,12 +44,12 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         root = NodeRoot(write_root(Path(folder)))
         exporter = NodeExporter(root, open_cards=lambda: NvmlCards(StandInNvml(eight_cards())))
-        found["8 cards, NVML a stand-in, recorded p5en"] = measure(exporter)
+        found["8 GPUs, fake NVML, recorded p5en"] = measure(exporter)
     driver = _driver()
     if driver:
         driver.close()
         found["this machine, real NVML"] = measure(NodeExporter(NodeRoot(), open_cards=NvmlCards))
-        found["card by card"] = look_at_cards()
+        found["GPU by GPU"] = look_at_cards()
     if "--json" in sys.argv[1:]:
         print(json.dumps(found, indent=2))
     else:
@@ -58,7 +58,7 @@ def main() -> int:
 
 
 def measure(exporter: NodeExporter) -> dict[str, Any]:
-    """Over HTTP on loopback, after two scrapes that open and list everything."""
+    """Scrape over HTTP on loopback, after two scrapes that open and list everything."""
     server = ExporterServer(exporter, "127.0.0.1", 0)
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
     for _ in range(2):
@@ -69,7 +69,7 @@ def measure(exporter: NodeExporter) -> dict[str, Any]:
         before, began = time.process_time(), time.perf_counter()
         text = scrape(connection)
         taken.append(time.perf_counter() - began)
-        # The asking side is in this process too: what it takes is counted against the exporter.
+        # The client is in this process too: its time counts as the exporter's.
         busy += time.process_time() - before
         time.sleep(PAUSE_SECONDS)
     connection.close()
@@ -77,7 +77,7 @@ def measure(exporter: NodeExporter) -> dict[str, Any]:
     exporter.close()
     cards = len(re.findall(r"^craton_gpu_up\{", text, re.MULTILINE))
     gpu_seconds = _collectors(text).get("gpu", 0.0)
-    # Other collectors do not grow with cards; a machine with fewer than eight is reckoned up.
+    # Other collectors do not grow with GPUs; a machine with fewer than eight is extrapolated.
     for_eight = statistics.median(taken) + gpu_seconds * max(0.0, CARDS_OF_BAR / max(cards, 1) - 1)
     core_share = busy / SCRAPES / INTERVAL_SECONDS
     core_for_eight = core_share + gpu_seconds * max(0.0, CARDS_OF_BAR / max(cards, 1) - 1) / INTERVAL_SECONDS
@@ -103,7 +103,7 @@ def scrape(connection: http.client.HTTPConnection) -> str:
 
 
 def look_at_cards() -> dict[str, Any]:
-    """What the driver's parts cost, what it does not know, and where it disagrees with nvidia-smi."""
+    """Return the cost of each part of the driver, missing values, and differences from nvidia-smi."""
     cards = NvmlCards()
     listed = cards.list()
     cards.read(listed[0])
@@ -117,16 +117,16 @@ def look_at_cards() -> dict[str, Any]:
             call(listed[0])
             parts.setdefault(name, []).append(time.perf_counter() - began)
     known = {family.nvml for family in FAMILIES.values() if family.nvml}
-    told = {state.uuid: state for state in probe_gpus(NodeRoot()).cards}[listed[0].uuid]
+    reported = {state.uuid: state for state in probe_gpus(NodeRoot()).cards}[listed[0].uuid]
     beside = {
-        "memory MiB": (reading.get("memory.total", 0) / 2**20, (told.memory_bytes or 0) / 2**20),
-        "power limit W": (reading.get("power.limit", 0) / 1000, told.power_limit_watts),
-        "max SM clock MHz": (reading.get("clock.sm_max"), told.max_sm_clock_mhz),
-        "temperature C": (reading.get("temperature.gpu"), told.temperature_celsius),
-        "double-bit errors": (reading.get("field.ECC_DBE_VOL_TOTAL"), told.volatile_uncorrectable),
-        "links up": (reading.get("links.active"), sum(link.is_up for link in told.nvlinks)),
-        "PCIe width": (reading.get("pcie.width"), told.pcie_width),
-        "recovery action": (reading.get("field.GET_GPU_RECOVERY_ACTION"), told.recovery_action),
+        "memory MiB": (reading.get("memory.total", 0) / 2**20, (reported.memory_bytes or 0) / 2**20),
+        "power limit W": (reading.get("power.limit", 0) / 1000, reported.power_limit_watts),
+        "max SM clock MHz": (reading.get("clock.sm_max"), reported.max_sm_clock_mhz),
+        "temperature C": (reading.get("temperature.gpu"), reported.temperature_celsius),
+        "double-bit errors": (reading.get("field.ECC_DBE_VOL_TOTAL"), reported.volatile_uncorrectable),
+        "links up": (reading.get("links.active"), sum(link.is_up for link in reported.nvlinks)),
+        "PCIe width": (reading.get("pcie.width"), reported.pcie_width),
+        "recovery action": (reading.get("field.GET_GPU_RECOVERY_ACTION"), reported.recovery_action),
     }
     cards.close()
     return {
@@ -143,12 +143,12 @@ def show(found: dict[str, Any]) -> None:
         print(f"\n{title}")
         if "median_seconds" in row and "core_share" in row:
             print(
-                f"  {row['cards']} cards, {row['samples']:,} samples, {row['bytes'] / 1000:,.0f} kB: "
+                f"  {row['cards']} GPUs, {row['samples']:,} samples, {row['bytes'] / 1000:,.0f} kB: "
                 f"{row['median_seconds'] * 1000:.1f} ms (slowest {row['slowest_seconds'] * 1000:.1f}), "
                 f"{row['core_share']:.2%} of a core at {INTERVAL_SECONDS:g} s"
             )
             print(
-                f"  for 8 cards: {row['seconds_for_8_cards'] * 1000:.1f} ms of {SCRAPE_BAR_SECONDS * 1000:.0f}, "
+                f"  for 8 GPUs: {row['seconds_for_8_cards'] * 1000:.1f} ms of {SCRAPE_BAR_SECONDS * 1000:.0f}, "
                 f"at most {row['core_share_for_8_cards_at_most']:.2%} of {CORE_BAR:.0%} of a core: "
                 f"{'within' if row['within_bars'] else 'MISSED'}"
             )
@@ -167,7 +167,7 @@ def _driver() -> NvmlCards | None:
     try:
         return NvmlCards()
     except Exception as error:  # noqa: BLE001 - whatever NVML or its absence raises, there is no driver to measure
-        print(f"no NVML here ({error}): the stand-in alone is measured", file=sys.stderr)
+        print(f"no NVML here ({error}): only the fake NVML is measured", file=sys.stderr)
         return None
 
 

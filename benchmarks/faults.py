@@ -1,7 +1,7 @@
-"""Breaks a small training in one way after the other, and prints what happened and how long it took, a row each.
+"""Inject faults into a small training run and print what happened and how long it took, one row per fault.
 
-`python benchmarks/faults.py` prints the table of docs/measurements.md, `--fault NAME` one row; every fault is a run of
-its own with real agents, ranks and disks on this machine. Faults of disks mount small file systems and need root.
+`python benchmarks/faults.py` prints the table of docs/measurements.md, `--fault NAME` one row. Each fault has its own
+run with real agents, ranks and disks on this machine. Faults of disks mount small file systems and need root.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from craton.telemetry.files import read_lines
 STEPS = 24
 BREAK_AT = 10
 LIMIT_SECONDS = 300.0
-SMALL, LARGE = "1m", "64m"  # a disk that has no room for the state, and one that has
+SMALL, LARGE = "1m", "64m"  # a disk too small for the state, and one that is large enough
 
 
 class BenchmarkError(RuntimeError):
-    """A run did not do what its row says."""
+    """The outcome of a run differs from its row."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """What a fault came to."""
+    """The outcome of a fault."""
 
     outcome: str
-    seconds: float | None  # until the run went on, or had saved its state
+    seconds: float | None  # until the run continued, or had saved its state
     repeated_steps: int  # that rank 0 recorded more than once
 
 
 def broken_by(*chaos: str, **more: Any) -> Callable[[Path], Row]:
-    """A fault that the run's own chaos makes, and that it recovers from."""
+    """Inject a fault with the run's `chaos` and wait for the recovery."""
 
     def measure(root: Path) -> Row:
         wanted = Rehearsal("run", ranks_per_node=1, steps=STEPS, chaos=chaos, **more)
@@ -57,7 +57,7 @@ def broken_by(*chaos: str, **more: Any) -> Callable[[Path], Row]:
 
 
 def node_lost(root: Path) -> Row:
-    """A node that has ranks is lost: which one is the spare is known only when the first generation has begun."""
+    """Lose a node that has ranks; the spare is known only when the first generation has begun."""
     with running(root, Rehearsal("run", ranks_per_node=1, steps=STEPS, spares=1)) as run:
         generation = wait_for(lambda: newest_generation(run), run)
         node = next(node for node in generation.nodes if node != generation.by)
@@ -67,7 +67,7 @@ def node_lost(root: Path) -> Row:
 
 
 def recovery(run: RunDirectory, chaos: Sequence[str]) -> Row:
-    """What became of a run that its own chaos broke."""
+    """Return the outcome of a run after its injected fault."""
     wait_for(lambda: run.has("DONE") or run.has("FATAL"), run)
     if run.has("FATAL"):
         return Row("FATAL: " + run.marker_text("FATAL").splitlines()[0], None, repeated_steps(run))
@@ -81,18 +81,18 @@ def recovery(run: RunDirectory, chaos: Sequence[str]) -> Row:
 
 
 def tier_full_on_the_way(root: Path) -> Row:
-    """From room being made to the next checkpoint on that tier."""
+    """Measure from space being freed to the next checkpoint on that tier."""
     with disk(root / "tier", SMALL) as tier, running(root, rehearsal(tier, every=2)) as run:
         wait_for(lambda: events(run, "checkpoint_failed"), run)
         resize(tier, LARGE)
         began = time.time()
         saved = wait_for(lambda: events(run, "checkpoint_saved"), run)[0]
         wait_for(lambda: run.has("DONE"), run)
-        return Row("training goes on, the tier joins the next save", saved["time"] - began, repeated_steps(run))
+        return Row("training continues, the tier joins the next save", saved["time"] - began, repeated_steps(run))
 
 
 def tier_at_the_end(is_read_only: bool) -> Callable[[Path], Row]:
-    """From the failed save to the end of the run."""
+    """Measure from the failed save to the end of the run."""
 
     def measure(root: Path) -> Row:
         with disk(root / "tier", LARGE if is_read_only else SMALL) as tier, running(root, rehearsal(tier)) as run:
@@ -107,7 +107,7 @@ def tier_at_the_end(is_read_only: bool) -> Callable[[Path], Row]:
 
 
 def all_disks_full_at_the_end(root: Path) -> Row:
-    """From room being made to the end of the run, after the ranks have stayed up with the state."""
+    """Measure from space being freed to the end of the run; until then the ranks stay alive with the state."""
     run, launch = write_rehearsal(root, rehearsal(root / "tier"))
     with disk(root / "tier", SMALL) as tier, disk(run.path / "checkpoints" / "rescue", "8k"):
         try:
@@ -117,14 +117,14 @@ def all_disks_full_at_the_end(root: Path) -> Row:
             began = time.time()
             wait_for(lambda: run.has("DONE"), run)
             where = "the tier" if saved_tier(run) == str(tier) else saved_tier(run)
-            outcome = f"ranks hold the state; saved to {where} once there is room, done"
+            outcome = f"ranks hold the state; saved to {where} once there is space, done"
             return Row(outcome, time.time() - began, repeated_steps(run))
         finally:
             end_rehearsal(run)
 
 
 def killed_in_the_last_save(root: Path) -> Row:
-    """A rank is killed while the last save fails on a full tier."""
+    """Kill a rank while the last save fails on a full tier."""
     chaos = (f"kill rank=1@step={STEPS},during=saving",)
     with disk(root / "tier", SMALL) as tier, running(root, rehearsal(tier, chaos=chaos)) as run:
         wait_for(lambda: run.has("DONE") or run.has("FATAL"), run)
@@ -150,7 +150,7 @@ FAULTS = {
     "kill-coordinator": Fault("the coordinating agent is killed", broken_by(f"kill coordinator@step={BREAK_AT}")),
     "kill-keeper": Fault("a keeper is killed", broken_by(f"kill keeper=node-1@step={BREAK_AT}")),
     "lose-node": Fault("a node is lost, a spare takes over", node_lost),
-    "full-tier": Fault("a tier is full on the way", tier_full_on_the_way, needs_root=True),
+    "full-tier": Fault("a tier is full during training", tier_full_on_the_way, needs_root=True),
     "full-tier-end": Fault("the only tier is full at the end", tier_at_the_end(is_read_only=False), needs_root=True),
     "read-only-end": Fault(
         "the only tier is read-only at the end", tier_at_the_end(is_read_only=True), needs_root=True
@@ -213,7 +213,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--fault", action="append", choices=tuple(FAULTS), help="may be repeated; default: all")
     wanted = parser.parse_args(arguments).fault or list(FAULTS)
-    print("| fault | `--fault` | what happens | seconds | steps done again |\n|---|---|---|--:|--:|", flush=True)
+    print("| fault | `--fault` | what happens | seconds | steps repeated |\n|---|---|---|--:|--:|", flush=True)
     failed = 0
     for name in wanted:
         fault = FAULTS[name]
@@ -222,8 +222,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 row = fault.measure(Path(folder))
             except (BenchmarkError, subprocess.CalledProcessError) as error:
                 failed += 1
-                told = f"{error}; mounting needs root" if fault.needs_root else str(error)
-                print(f"{name}: {told}", file=sys.stderr, flush=True)
+                message = f"{error}; mounting needs root" if fault.needs_root else str(error)
+                print(f"{name}: {message}", file=sys.stderr, flush=True)
                 continue
         seconds = "" if row.seconds is None else f"{row.seconds:.1f}"
         print(f"| {fault.name} | `{name}` | {row.outcome} | {seconds} | {row.repeated_steps} |", flush=True)

@@ -1,4 +1,4 @@
-"""Scores the planner's collective times against published measurements, or refits its constants.
+"""Score the planner's collective times against published measurements, or refit its constants.
 
     python benchmarks/fit_collectives.py           # the table of docs/collectives.md
     python benchmarks/fit_collectives.py --worst   # and the twenty worst points
@@ -43,7 +43,7 @@ MACHINES: dict[str, tuple[str, float, int, int, float, int]] = {
     "B300 (p6-b300)": ("blackwell", 900e9, 8, 8, 100e9, 4),
     "GB200 NVL72": ("blackwell", 900e9, 72, 4, 50e9, 4),
 }
-# Measured, but not what a healthy machine with current software and its defaults does, or not fully stated.
+# Measured, but not typical of a healthy machine with current software and defaults, or not fully stated.
 EXCLUDED = {
     "p5-all_reduce-2n-old-stack": "NCCL 2.18 with aws-ofi-nccl 1.7",
     "p4d-all_reduce-1to4n": "reporter calls its configuration bad",
@@ -95,7 +95,7 @@ def load_points() -> list[Point]:
 
 
 def print_table(scored: Iterable[tuple[Point, float]]) -> None:
-    """Median, 90th percentile and bias of the error of time, by operation and machine, for sizes of 1 MiB and more."""
+    """Print median, 90th percentile and bias of the time error by operation and machine, for sizes from 1 MiB."""
     groups: dict[str, list[float]] = defaultdict(list)
     floors: dict[str, list[float]] = defaultdict(list)
     for point, seconds in scored:
@@ -159,7 +159,7 @@ def _machine(gpu: str, entry: str) -> str:
 
 
 def _seconds(point: dict[str, Any], collective: str, ranks: int) -> float | None:
-    """Printed time, else from the bus bandwidth by nccl-tests' definition; small ones are printed with two digits."""
+    """Return the printed time, else the time by nccl-tests' bus bandwidth, which has two digits for small sizes."""
     if point.get("time_us"):
         return float(point["time_us"]) / 1e6
     bandwidth = point.get("busbw_GBps")
@@ -169,7 +169,7 @@ def _seconds(point: dict[str, Any], collective: str, ranks: int) -> float | None
     return float(point["size_bytes"]) * factor / (bandwidth * 1e9)
 
 
-# What the points of a section identify; its other constants keep their values of network.toml.
+# The constants that the points of a section identify; its other constants keep their values of network.toml.
 FITTED: dict[str, tuple[str, ...]] = {
     "nvlink.ampere": ("efficiency", "latency_seconds", "ramp_seconds", "launch_seconds"),
     "nvlink.hopper": (
@@ -196,7 +196,7 @@ Constants = dict[str, dict[str, float]]
 
 
 def fit(points: list[Point]) -> Constants:
-    """NVLink first, then the fabrics, whose times contain NVLink's."""
+    """Fit NVLink first, then the fabrics, whose times contain NVLink's."""
     values = _shipped()
     for section in FITTED:
         fit_section(section, points, values)
@@ -221,7 +221,7 @@ def fit_section(section: str, points: list[Point], values: Constants) -> None:
 
 
 def held_out(points: list[Point]) -> list[tuple[Point, float]]:
-    """Every run (one curve of one source) predicted by constants that its own section fitted without it."""
+    """Predict every run (one curve of one source) with the constants of its section, fitted without it."""
     scored = []
     for entry in sorted({point.entry for point in points}):
         rest = [point for point in points if point.entry != entry]
@@ -250,7 +250,7 @@ def _shipped() -> Constants:
 
 
 def _section(point: Point) -> str:
-    """Whose constants a point identifies: the link's that is crossed last."""
+    """Return the section whose constants a point identifies: the last link that it crosses."""
     generation, *_, efa_version = MACHINES[point.machine]
     if point.group.size <= point.group.per_domain:
         return f"nvlink.{generation}"

@@ -1,9 +1,8 @@
-"""What hostile requests cost the other clients of a server: `python benchmarks/hostile_requests.py`.
+"""How much hostile requests slow down other clients of a server: `python benchmarks/hostile_requests.py`.
 
-It starts a real server of a tiny model on this machine, keeps a steady load of streams on it, and asks /health all the
-while: first with nothing beside it, then with each hostile request, which a process of its own sends. It prints the p99
-gap between tokens and the p99 time of /health beside the attack, and how much they grew. The bound is
-100 ms for each.
+Starts a real server of a tiny model on this machine, keeps a steady load of streams on it, and polls /health: first
+without an attack, then during each attack, which a separate process sends. Prints the p99 gap between tokens and the
+p99 latency of /health during the attack, and their growth. The limit is 100 ms for each.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ MAX_LENGTH = 512
 
 @dataclass
 class Load:
-    """Streams and health checks against one server, and what they saw."""
+    """Streams and health checks against one server, and their measurements."""
 
     port: int
     gaps: list[float] = field(default_factory=list)
@@ -100,7 +99,7 @@ Attack = Callable[[], object]
 
 
 def post(port: int, path: str, data: bytes, seconds: float = 60.0) -> str:
-    """The status and the beginning of what was answered."""
+    """Return the status and the beginning of the response."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=seconds)
     try:
         connection.request("POST", path, data, {"Content-Type": "application/json"})
@@ -113,7 +112,7 @@ def post(port: int, path: str, data: bytes, seconds: float = 60.0) -> str:
 
 
 def posts(port: int, path: str, bodies: list[object]) -> Attack:
-    """All of them at a time; they are encoded before the attack begins."""
+    """Return an attack that sends all bodies in parallel, encoded in advance."""
     encoded = [body if isinstance(body, bytes) else json.dumps(body).encode() for body in bodies]
 
     def attack() -> None:
@@ -135,7 +134,7 @@ def constrained(port: int, bodies: list[dict[str, object]]) -> Attack:
 
 
 def slow_grammars(port: int) -> Attack:
-    """Compiling them takes time that grows with the square of the properties."""
+    """Grammars whose compile time grows with the square of the number of properties."""
     schemas = [{f"p{number}_{place}": {"type": "string"} for place in range(7000)} for number in range(6)]
     return constrained(port, [{"guided_json": {"type": "object", "properties": each}} for each in schemas])
 
@@ -146,7 +145,7 @@ def slow_masks(port: int) -> Attack:
 
 
 def half_requests(port: int) -> Attack:
-    """300 requests that are never finished; they must be closed within their deadline."""
+    """Send 300 incomplete requests; the server must close them within their deadline."""
 
     def attack() -> None:
         halves = []
@@ -202,7 +201,7 @@ HOSTILE: dict[str, Callable[[int], Attack]] = {
 
 @contextlib.contextmanager
 def attacker(name: str, port: int) -> Iterator[Callable[[], None]]:
-    """A process of its own, which has its requests ready; what is given begins and waits for the end of the attack."""
+    """Start a process with its requests ready; yield a function that runs the attack and waits for its end."""
     command = [sys.executable, __file__, "--attack", name, "--port", str(port)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None
@@ -221,7 +220,7 @@ def attacker(name: str, port: int) -> Iterator[Callable[[], None]]:
 
 @contextlib.contextmanager
 def serving(root: Path) -> Iterator[int]:
-    """A server of a tiny model with a tokenizer; its port."""
+    """Start a server of a tiny model with a tokenizer; yield its port."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -279,7 +278,7 @@ def _is_ready(port: int) -> bool:
 
 
 def measure(port: int, name: str, seconds: float) -> tuple[float, float]:
-    """The p99 gap between tokens, and of /health, beside an attack."""
+    """Return the p99 gap between tokens and the p99 latency of /health during an attack."""
     load = Load(port)
     with attacker(name, port) as attack:
         load.run(seconds, attack)
@@ -290,8 +289,8 @@ def measure(port: int, name: str, seconds: float) -> tuple[float, float]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=10.0, help="that each load lasts at least")
-    parser.add_argument("--only", default="", help="of the hostile requests, those whose name has this in it")
+    parser.add_argument("--seconds", type=float, default=10.0, help="minimum duration of each load")
+    parser.add_argument("--only", default="", help="run only the attacks whose name contains this")
     parser.add_argument("--attack", choices=HOSTILE, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -317,7 +316,7 @@ def main() -> int:
                 f"{(health - health_before) * 1e3:+10.1f}",
                 flush=True,
             )
-    print(f"largest growth {worst * 1e3:.1f} ms; at most {MAX_GROWTH_SECONDS * 1e3:.0f} ms are allowed")
+    print(f"largest growth {worst * 1e3:.1f} ms; at most {MAX_GROWTH_SECONDS * 1e3:.0f} ms is allowed")
     return int(worst > MAX_GROWTH_SECONDS)
 
 

@@ -1,8 +1,8 @@
-"""What the quick verbs cost: `python benchmarks/launching.py [RUNS]`.
+"""Time of quick commands: `python benchmarks/launching.py [RUNS]`.
 
-`craton ps` as a command, over runs that have ended here and over runs that wait on a real Slurm (the one of the tests,
-which needs root), and what submitting a run to it takes beyond sbatch's own time, without code and with that of
-this repository. Prints medians of five, and apart from them the first submission, which finds none of the code stored.
+Measures `craton ps` as a command, over runs that have ended here and over runs that wait on a real Slurm (that of the
+tests, which needs root), and the submission of a run to it without sbatch's own time, without code and with the code of
+this repository. Prints medians of five and, separately, the first submission, which must store all code.
 """
 
 from __future__ import annotations
@@ -56,24 +56,24 @@ def main() -> None:
 
 
 def make_ended_run(root: Path, name: str) -> None:
-    """As the agent of one node leaves it: a line a step, a line of the ledger a second."""
+    """Write a run as the agent of one node leaves it: one metrics line per step, one ledger line per second."""
     run = RunDirectory.create(root, name)
     begin = time.time() - STEPS
     run.launch_path.write_text(json.dumps({"generation": 0, "nodes": ["node-0"], "ranks_per_node": 1}))
     run.plan_path.write_text(json.dumps(PLAN))
     metrics, ledger = [], []
     for step in range(1, STEPS + 1):
-        told = {"time": begin + step, "step": step, "generation": 0, "node": "node-0", "rank": 0}
+        labels = {"time": begin + step, "step": step, "generation": 0, "node": "node-0", "rank": 0}
         measured = {"run_loss": 10.0 / step, "run_step_seconds": 1.0, "run_tokens_per_second": 8000.0}
-        metrics.append(json.dumps({**told, **measured}))
-        ledger.append(json.dumps({**told, "seconds": {"productive": 1.0}}))
+        metrics.append(json.dumps({**labels, **measured}))
+        ledger.append(json.dumps({**labels, "seconds": {"productive": 1.0}}))
     run.metrics_path("node-0").write_text("\n".join(metrics) + "\n")
     run.ledger_path("node-0").write_text("\n".join(ledger) + "\n")
     run.mark("DONE")
 
 
 def small_job(folder: Path, name: str, copies: int = 1) -> Job:
-    """The code in the folder is kept with each of its runs."""
+    """Write a job whose code folder is stored with each of its runs."""
     what = f"name: {name}\nkind: command\ncommand: [sleep, '60']\ncluster: local x 2\n"
     folder.mkdir(parents=True, exist_ok=True)
     return parse_job(f"{what}run: {{on: slurm, copies: {copies}}}\n", folder=folder)
@@ -85,7 +85,7 @@ def start_waiting_runs(root: Path, count: int) -> None:
 
 
 def copy_repository(folder: Path) -> str:
-    """What git knows of this repository, as somebody's working directory; says how much it is."""
+    """Copy the files that git lists in this repository to a working directory; return their number and size."""
     here = Path(__file__).parent.parent
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=here, check=True, capture_output=True, text=True).stdout
     files = [name for name in listed.split("\0") if (here / name).is_file()]
@@ -97,19 +97,19 @@ def copy_repository(folder: Path) -> str:
 
 
 def timed_submissions(root: Path, code: Path) -> str:
-    """Medians beyond sbatch's own time, on the clock and of processors."""
+    """Return medians of wall time and CPU time, without sbatch's own time."""
     found = [submit(root, code, number) for number in range(TIMES + 1)]
     (first_clock, first_processors), *again = [(1e3 * clock, 1e3 * processors) for clock, processors in found]
     clock, processors = (statistics.median(values) for values in zip(*again, strict=True))
     return (
-        f"{clock:.0f} ms beyond sbatch ({processors:.0f} ms of processors), "
+        f"{clock:.0f} ms without sbatch ({processors:.0f} ms of CPU time), "
         f"the first time {first_clock:.0f} ms ({first_processors:.0f} ms)"
     )
 
 
 def submit(root: Path, code: Path, number: int) -> tuple[float, float]:
-    """Seconds on the clock from a draft to a run that is known by its number, less those of sbatch alone with the same
-    script; and seconds of this process."""
+    """Return the wall time from a draft to a run with a job ID, minus that of sbatch alone with the same script, and
+    the CPU time of this process."""
     job = small_job(code, f"new-{number}")
     draft = draft_run(job, root / job.name, port=free_port())
     begin, used = time.perf_counter(), time.process_time()
@@ -120,8 +120,8 @@ def submit(root: Path, code: Path, number: int) -> tuple[float, float]:
 
 
 def timed_ps(root: Path) -> str:
-    """Medians of the time on the clock and of that on processors, which neighbours change less; and the first time,
-    when what has ended is added up."""
+    """Return medians of wall time and CPU time, which depends less on other load, and the first time, when the ledgers
+    of ended runs are summed up."""
     environment = {**os.environ, "CRATON_RUNS": str(root)}
     clock, processors = [], []
     for _ in range(TIMES + 1):
@@ -130,7 +130,7 @@ def timed_ps(root: Path) -> str:
         clock.append(time.perf_counter() - begin)
         now = os.times()
         processors.append(now.children_user + now.children_system - used.children_user - used.children_system)
-    again = f"{statistics.median(clock[1:]):.2f} s ({statistics.median(processors[1:]):.2f} s of processors)"
+    again = f"{statistics.median(clock[1:]):.2f} s ({statistics.median(processors[1:]):.2f} s of CPU time)"
     return f"{again}, the first time {clock[0]:.2f} s"
 
 

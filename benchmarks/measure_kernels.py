@@ -1,10 +1,10 @@
-"""Times matrix products, grouped products, attention and element-wise passes on this machine's GPU, writes one JSON.
+"""Time matmuls, grouped matmuls, attention and element-wise passes on this machine's GPU and write one JSON file.
 
     python benchmarks/measure_kernels.py OUT.json
 
-Needs a CUDA build of torch and nothing of craton. Random data (power, and so the clock, depends on it), fresh operands
-from a ring of buffers larger than the L2 cache, median of several timed batches after a warm-up. The file of an H200
-ships as data/measured_kernels.json; benchmarks/score_kernels.py scores the planner's curves against it.
+Needs a CUDA build of torch, but not craton. Uses random data (power and clock depend on the data), operands from a ring
+of buffers larger than the L2 cache, and the median of several timed batches after a warm-up. The file of an H200 ships
+as data/measured_kernels.json; benchmarks/score_kernels.py scores the planner's curves against it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def main(path: str) -> None:
 
 
 def seconds_of(call: Callable[[int], object], batches: int = 5, target: float = 4e-3) -> float:
-    """Median seconds of one call; `call` gets a counter to rotate its buffers with."""
+    """Return the median seconds of one call; `call` gets a counter to rotate its buffers."""
     for index in range(3):
         call(index)
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -57,7 +57,7 @@ def seconds_of(call: Callable[[int], object], batches: int = 5, target: float = 
 
 
 def ring(*shape: int, dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
-    """Enough copies of one operand that a reused one has left the L2 cache."""
+    """Return enough copies of one operand that a reused one has left the L2 cache."""
     size = dtype.itemsize
     for extent in shape:
         size *= extent
@@ -130,7 +130,7 @@ def fp8(rows: list[dict[str, Any]]) -> None:
 
 
 def grouped(rows: list[dict[str, Any]]) -> None:
-    """Rows spread evenly over the experts of one launch, as after a balanced dispatch."""
+    """Spread rows evenly over the experts of one launch, as after a balanced dispatch."""
     for experts, n, k in ((8, 14336, 4096), (16, 3072, 4096), (32, 4096, 7168), (128, 1536, 2048), (64, 2816, 2048)):
         weights = ring(experts, n, k)
         for per_expert in (64, 128, 256, 512, 1024, 4096):
@@ -190,7 +190,7 @@ def attention_passes(backend: SDPBackend, row: dict[str, Any]) -> tuple[float, f
 
 
 def sustained(rows: list[dict[str, Any]]) -> None:
-    """The same product for two seconds without pause: what the power limit leaves of the short benchmark."""
+    """Run the same matmul for two seconds without a pause: unlike the short benchmark, at the power limit."""
     for n in (4096, 8192, 16384):
         left, right = ring(n, n), ring(n, n)
         out = torch.empty(n, n, device="cuda", dtype=torch.bfloat16)

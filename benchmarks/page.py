@@ -1,17 +1,17 @@
-"""How soon the page is there: 500 runs, and a run of 10,000 ranks, from the click to what is painted, in Chromium; and
-how soon `craton top` answers a key at that run.
+"""Load times of the web page in Chromium, with 500 runs and with a run of 10,000 ranks, and response times of
+`craton top` on that run.
 
     python benchmarks/page.py [OUT.json] [--runs 500] [--nodes 1250] [--ranks-per-node 8] [--steps 40] [--rounds 3]
     python benchmarks/page.py --only-top
 
-Every round starts `craton ui` twice: `first` has never seen these runs, `restarted` remembers those that have ended;
-`again` loads the page once more. Times are the browser's own, from the beginning of the navigation: `painted` is the
-first content, `usable` when rows are listed and keys work, `screen` when every row in sight is read, `whole` when
-everything is there (all runs read; curves, heat map and nodes drawn).
+Every round starts `craton ui` twice: `first` without a cache, `restarted` with the cached summaries of ended runs;
+`again` reloads the page. Times are the browser's own, from the start of the navigation: `painted` is the first content,
+`usable` when rows are listed and keys work, `screen` when every visible row is read, `whole` when everything is there
+(all runs read; curves, heat map and nodes drawn).
 
-Of `top`, while every rank does a step every two seconds: `first` is from the start of the verb to the first ranks,
-`key` from a key to the picture that it asks for, `look` what the readers take for a look after a step of all ranks
-(`look_cpu` without what other programs took meanwhile).
+For `top`, with a step of every rank every two seconds: `first` is from the start of the command to the first ranks,
+`key` from a key press to the new screen, `look` the time to read the files after a step of all ranks (`look_cpu`: its
+CPU time).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ SCREEN = {
 }
 SORTS = ("rank", "step time", "progress", "health")
 KEYS, LOOKS = 40, 5
-WHOLE = {  # a verdict comes when it comes
+WHOLE = {  # verdicts load later
     "list": f"{USABLE['list']} && !document.querySelector('tr[data-state=reading]')",
     "run": "document.querySelectorAll('canvas[data-drawn]').length >= 6"
     " && ![...document.querySelectorAll('.loading')].some((each) => !each.closest('[data-fragment=verdict]'))",
@@ -95,7 +95,7 @@ def main() -> None:
 
 @contextmanager
 def beating(*roots: Path) -> Iterator[None]:
-    """Touches the heartbeats of runs that run, as their agents would: else all are lost after seconds, and not read."""
+    """Touch the heartbeats of live runs, as their agents would: otherwise all are lost after seconds and not read."""
     # Those of lost runs were written as ten minutes old.
     oldest = time.time() - 300
     beats = [path for root in roots for path in root.glob("*/heartbeat/*") if path.stat().st_mtime > oldest]
@@ -118,7 +118,7 @@ def beating(*roots: Path) -> Iterator[None]:
 
 
 class Steps:
-    """Lets all ranks of a run do a step, as quickly as files can be written."""
+    """Write one step of all ranks of a run, as fast as files can be written."""
 
     def __init__(self, run: RunDirectory, nodes: int, ranks_per_node: int, steps: int) -> None:
         chance, world = random.Random(0), nodes * ranks_per_node
@@ -143,7 +143,7 @@ class Steps:
 
 
 def measure_looks(run: RunDirectory, steps: Steps) -> dict[str, float]:
-    """Medians, in milliseconds."""
+    """Return medians in milliseconds."""
     view = TopView(run, examine=lambda run, prometheus: CachedVerdict("healthy", "all is well"))
     for _ in range(2):  # the second one reads what the first leaves for later
         view.look()
@@ -159,7 +159,7 @@ def measure_looks(run: RunDirectory, steps: Steps) -> dict[str, float]:
 
 
 def measure_top(root: Path, steps: Steps) -> dict[str, float]:
-    """In milliseconds; keys are pressed at any moment of a look."""
+    """Return milliseconds; keys are pressed at any moment of a refresh."""
     began = time.monotonic()
     child, terminal = pty.fork()
     if child == 0:
@@ -202,7 +202,7 @@ def read_until(terminal: int, words: str, seconds: float = 120.0) -> None:
 
 
 def drain(terminal: int, seconds: float) -> None:
-    """Takes what is drawn for so long."""
+    """Read the terminal output for this many seconds."""
     deadline = time.monotonic() + seconds
     while (left := deadline - time.monotonic()) > 0:
         if select.select([terminal], [], [], left)[0]:
@@ -210,7 +210,7 @@ def drain(terminal: int, seconds: float) -> None:
 
 
 def measure(browser: Browser, root: Path, path: str, kind: str, rounds: int) -> dict[str, dict[str, float]]:
-    """Medians over the rounds, in milliseconds."""
+    """Return medians over the rounds in milliseconds."""
     found: dict[str, dict[str, list[float]]] = {}
     for number in range(rounds):
         environment = {**os.environ, "CRATON_RUNS": str(root), "XDG_CACHE_HOME": str(root.parent / f"cache-{number}")}
@@ -234,7 +234,7 @@ def measure(browser: Browser, root: Path, path: str, kind: str, rounds: int) -> 
 
 
 def load(tab: Tab, address: str, kind: str) -> dict[str, float]:
-    # Looked at with every frame by the page itself: a look from outside would come late.
+    # The page itself checks every frame: a check from outside would be late.
     watch = f"""
       window.seen = {{}};
       const look = () => {{

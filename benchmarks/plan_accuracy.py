@@ -1,7 +1,7 @@
-"""Every accuracy number of docs/measurements.md: `python benchmarks/plan_accuracy.py` (about a minute).
+"""Print every accuracy number of docs/measurements.md: `python benchmarks/plan_accuracy.py` (about a minute).
 
-Prints, as Markdown: the bars, errors by family, hardware, precision and quality for each holdout, the groups of
-decisions, rows that other planners were run on, and vTrain's steps, which no shipped constant has seen.
+Prints as Markdown: the targets, errors by family, hardware, precision and quality for each holdout, the groups of
+decisions, the comparison with other planners, and vTrain's steps, to which no shipped constant is fitted.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def bars(group: Bench, family: Bench, given: Bench) -> None:
 
 
 def peers(group: Bench, family: Bench) -> None:
-    print("\n### Rows other planners were run on\n")
+    print("\n### Comparison with other planners\n")
     print(
         "| row | Craton, group left out | Craton, family left out | Calculon | llm-analysis, efficiency 0.5 | SimuMax |"
     )
@@ -109,13 +109,13 @@ def peers(group: Bench, family: Bench) -> None:
 
 
 def vtrain() -> None:
-    """1,549 steps of Megatron-DeepSpeed on A100 (arXiv:2312.12391), in no fit of ours."""
+    """1,549 steps of Megatron-DeepSpeed on A100 (arXiv:2312.12391), outside every fit."""
     entries = json.loads((DATA / "vtrain_steps.json").read_text(encoding="utf-8"))
     cases = [vtrain_case(entry, f"vtrain-{index}") for index, entry in enumerate(entries)]
     fit = Fit([row_of(case) for case in corpus()])
     multi = [case for case in cases if case.machine.num_gpus > 8]
     single = [case for case in cases if case.machine.num_gpus <= 8]
-    print("\n### vTrain: steps no shipped constant has seen\n")
+    print("\n### vTrain\n")
     print("| | n | median | mean | p90 | bias | inside 80 % | high/low |\n|---|--:|--:|--:|--:|--:|--:|--:|")
     for name, chosen in (("several nodes, uncalibrated", multi), ("one node, small models, uncalibrated", single)):
         print(line(name, statistics(_results(fit, chosen))))

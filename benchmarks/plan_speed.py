@@ -1,4 +1,4 @@
-"""How fast plans are made: `python benchmarks/plan_speed.py`.
+"""Planning speed: `python benchmarks/plan_speed.py`.
 
 Prints the median of five: all layouts of Llama-3.1-405B on 16,384 H100, the largest search of the examples, five
 instance types in eight sizes, and the start of the command line.

@@ -1,12 +1,13 @@
-"""What peer memory costs on a GPU, and how fast a killed trainer is back: a 1B model, compiled, whose state is kept in
-shared memory after every step.
+"""Cost of peer memory on a GPU, and recovery time of a killed trainer: a compiled 1B model copies its state to shared
+memory after every step.
 
     python benchmarks/recovery_gpu.py [OUT_FOLDER] [--model llama-3.2-1b] [--batch 8] [--steps 50] [--kills 3]
 
 Runs under a real agent, one after the other: without peer memory, with a copy after every step, and without again; the
 cost is the ratio of the mean steps. Then a run whose trainer is killed with SIGKILL several times: the seconds from the
-kill to the end of the next step, by kind of the ledger, read from shared memory and no disk. Last, some steps of the
-same training in this process under torch's profiler: how much of the copy ran beside computation, and the trace.
+kill to the end of the next step, by kind of the ledger, restored from shared memory without a disk read. Last, some
+steps of the same training in this process under torch's profiler: how much of the copy overlapped with compute, and the
+trace.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ def train(root: Path, name: str, given: argparse.Namespace, peer: str, steps: in
     run = start(root, name, given, peer, steps)
     deadline = time.monotonic() + LIMIT_SECONDS
     while not run.has("DONE") and not run.has("FATAL") and not run.has("STOP") and time.monotonic() < deadline:
-        if summarize(run).step >= steps - 1:  # what the end saves to disk is not of interest
+        if summarize(run).step >= steps - 1:  # the final save to disk does not matter here
             stop(run)
         time.sleep(0.2)
     stop(run)
@@ -115,7 +116,7 @@ def train(root: Path, name: str, given: argparse.Namespace, peer: str, steps: in
 
 
 def stop(run: RunDirectory) -> None:
-    """Ends the agent, and with it everything else."""
+    """End the agent, and with it all other processes."""
     for agent in json.loads((run.path / "agents.json").read_text()):
         try:
             os.kill(agent["pid"], signal.SIGKILL)
@@ -131,7 +132,7 @@ def mean_step(run: RunDirectory) -> float:
 
 
 def kill(root: Path, given: argparse.Namespace) -> list[dict[str, Any]]:
-    """Kills the trainer again and again, each time some steps after it is back."""
+    """Kill the trainer repeatedly, each time some steps after it has recovered."""
     run = start(root, "killed", given, "1 steps", 10_000)
     found: list[dict[str, Any]] = []
     wait_for_step(run, 15, 0)
@@ -174,7 +175,7 @@ def rank_pid(run: RunDirectory) -> int:
 
 
 def profile(root: Path, given: argparse.Namespace, out: Path) -> dict[str, Any]:
-    """Steps with a copy after each, in this process; the keeper is a thread of it."""
+    """Run steps with a copy after each in this process; the keeper is a thread of it."""
     control = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     name = f"craton-benchmark-{os.getpid()}"
     control.bind(f"\0{name}")
@@ -225,7 +226,7 @@ def spans_of(path: Path) -> dict[str, Any]:
 
 
 def covered(spans: list[tuple[float, float]], others: list[tuple[float, float]]) -> float:
-    """How much of the spans lies inside others."""
+    """Return the share of the spans that lies inside the others."""
     merged: list[list[float]] = []
     for begin, end in others:
         if merged and begin <= merged[-1][1]:

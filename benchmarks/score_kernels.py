@@ -1,11 +1,11 @@
-"""Scores the planner's kernel times against published and own measurements.
+"""Score the planner's kernel times against published measurements and ours.
 
     python benchmarks/score_kernels.py           # the table of docs/collectives.md
     python benchmarks/score_kernels.py --worst   # and the twenty worst points
 
 Reads data/microbench.json, data/measured_ops.json and data/measured_kernels.json. `level` is the median of measured
-over predicted time: what a software profile absorbs. `shape` is the error left when that one number is taken out.
-Kernels under 20 µs of the last file (60 forward and 200 backward for attention) are the host's time and left out.
+over predicted time, which a software profile absorbs. `shape` is the remaining error without that factor. Kernels under
+20 µs of the last file (60 forward and 200 backward for attention) measure the host and are left out.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from craton.planning.rates.kernels import OPERAND_BYTES, elementwise_seconds, gp
 
 DATA = Path(__file__).parents[1] / "data"
 TERA = 1e12
-# Dense peaks, best published products and memory rates: the catalog's numbers (stas00/ml-engineering, data sheets).
+# Dense peaks, best published matmuls and memory bandwidths: the catalog's numbers (stas00/ml-engineering, data sheets).
 GPUS: dict[str, GpuRates] = {
     "A100": gpu_rates("ampere", {"bf16": 312 * TERA}, {"bf16": 271.2 * TERA}, 2.0 * TERA),
     "H100": gpu_rates(

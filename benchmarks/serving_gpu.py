@@ -1,10 +1,10 @@
-"""How fast the engine is on this GPU, with a share of what the memory's speed allows, and transformers beside it.
+"""Throughput and latency of the engine on this GPU, as a share of the memory roofline, and transformers for comparison.
 
 `python benchmarks/serving_gpu.py [--case NAME …] [--profile] [--json FILE]`; cases: batch1, set256, poisson, tuned,
 host, drafts, adapters, fp8, peer, mix-0.6b, mix-14b
 
-Weights are random, answers have fixed lengths, warm-up is not counted: tokens/s = written tokens ÷ seconds from the
-first submit. Greedy answers of the same weights are held against transformers, token for token.
+Weights are random, outputs have fixed lengths, warm-up is not counted: tokens/s = output tokens ÷ seconds from the
+first submit. Greedy outputs of the same weights are compared with transformers, token by token.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from craton.ml.serving.settings import EngineSettings
 
 DEVICE = torch.device("cuda")
 LONGEST = 4096
-COMPILED: list[str] = []  # kernels that Triton had to compile, or fetch compiled, since somebody emptied it
+COMPILED: list[str] = []  # kernels that Triton compiled or fetched compiled since the list was cleared
 
 
 def count_compiled() -> None:
-    """From now on every kernel that was not ready is in COMPILED."""
+    """Record every kernel that is not ready from now on in COMPILED."""
     from triton import knobs
 
     def note(*, fn: Any, **_: Any) -> None:
@@ -58,7 +58,7 @@ def make_model(name: str) -> Decoder:
 
 
 def measured_copy() -> float:
-    """Bytes a second that a large copy reads and writes."""
+    """Return the bytes per second that a large copy reads and writes."""
     source = torch.empty(2 << 30, dtype=torch.uint8, device=DEVICE)
     target = torch.empty_like(source)
     times = []
@@ -72,7 +72,7 @@ def measured_copy() -> float:
 
 
 def answer(engine: Engine, requests: list[Submit]) -> tuple[dict[int, list[int]], float]:
-    """What all of them got, and the seconds it took."""
+    """Return the outputs of all requests and the seconds they took."""
     tokens: dict[int, list[int]] = {request.id: [] for request in requests}
     gc.collect()
     gc.freeze()
@@ -89,7 +89,7 @@ def answer(engine: Engine, requests: list[Submit]) -> tuple[dict[int, list[int]]
 
 @contextmanager
 def waiting() -> Iterator[list[float]]:
-    """Seconds that the host waits for the device: where there are none, the host is what is slow."""
+    """Collect the seconds that the host waits for the device; without any, the host is the bottleneck."""
     seconds = [0.0]
     read = StepResult.read
 
@@ -108,7 +108,7 @@ def waiting() -> Iterator[list[float]]:
 
 
 def profile(engine: Engine, vocabulary: int, requests: int, length: int) -> list[str]:
-    """The kernels of a decode step that take longest: microseconds a step, and how often."""
+    """Print the slowest kernels of a decode step: microseconds per step, and calls."""
     sampling = Sampling(max_tokens=60, temperature=0.6, ignore_eos=True)
     for number, prompt in enumerate(texts(requests, length, length, vocabulary, 11)):
         engine.submit(Submit(9000 + number, prompt, sampling))
@@ -127,7 +127,7 @@ def profile(engine: Engine, vocabulary: int, requests: int, length: int) -> list
         f"{event.self_device_time_total / steps:8.1f} us {event.count / steps:6.1f} x {event.key[:70]}"
         for event in found
     ]
-    return [f"{total / steps:8.1f} us in all", *rows[:14]]
+    return [f"{total / steps:8.1f} us in total", *rows[:14]]
 
 
 def texts(count: int, shortest: int, longest: int, vocabulary: int, seed: int = 0) -> list[tuple[int, ...]]:
@@ -162,7 +162,7 @@ def request_set(engine: Engine, vocabulary: int, count: int = 256, written: int 
 
 
 def published_mix(engine: Engine, vocabulary: int) -> dict[str, Any]:
-    """256 texts of 100 to 1024 tokens in and as many out, seed 0, at temperature 0.6."""
+    """256 requests of 100 to 1024 tokens in and out, seed 0, temperature 0.6."""
 
     def run(seed: int) -> float:
         generator = random.Random(seed)
@@ -191,7 +191,7 @@ def speed(engine: Engine) -> dict[str, Any]:
 
 
 def poisson(engine: Engine, vocabulary: int, saturated: float) -> dict[str, Any]:
-    """Requests of 100 to 1024 tokens in, 256 out, arriving at random at 70 % of what the engine can do."""
+    """Requests of 100 to 1024 tokens in, 256 out, with Poisson arrivals at 70 % of the engine's throughput."""
     written = 256
     rate = 0.7 * saturated / written
     generator = random.Random(0)
@@ -234,7 +234,7 @@ def poisson(engine: Engine, vocabulary: int, saturated: float) -> dict[str, Any]
 
 
 def tuned(engine: Engine, vocabulary: int) -> dict[str, Any]:
-    """The set again, greedy, then with a temperature alone, then with top-k and top-p: what choosing costs."""
+    """Measure the cost of sampling: the set greedy, with only a temperature, and with top-k and top-p."""
     prompts = texts(256, 100, 200, vocabulary, 3)
     ways = {
         "greedy": Sampling(max_tokens=128, temperature=0.0, ignore_eos=True),
@@ -255,8 +255,8 @@ def tuned(engine: Engine, vocabulary: int) -> dict[str, Any]:
 
 
 def host_memory(model: Decoder) -> dict[str, Any]:
-    """Thirty-two long texts, then the same again, with room for half of them on the device: seconds to all first
-    tokens of the second round with and without host memory for the others."""
+    """Send 32 long prompts twice, with device space for half of them: seconds to all first tokens of the second round,
+    with and without a host-memory prefix cache for the others."""
     vocabulary = model.config.shape.vocab
     prompts = texts(32, 3500, 3500, vocabulary, 4)
     sampling = Sampling(max_tokens=1, temperature=0.0)
@@ -276,12 +276,12 @@ def host_memory(model: Decoder) -> dict[str, Any]:
 
 
 def drafts(model: Decoder) -> dict[str, Any]:
-    """One request, without guesses from what was written, with guesses that are all right, and with none to make."""
+    """One request without speculative decoding, with all draft tokens accepted, and with none proposed."""
     vocabulary = model.config.shape.vocab
     (part,) = texts(1, 24, 24, vocabulary, 6)
     sampling = Sampling(max_tokens=512, temperature=0.0, ignore_eos=True)
     found: dict[str, Any] = {}
-    for name, count, repeats in (("no drafts", 0, True), ("all right", 4, True), ("none to make", 4, False)):
+    for name, count, repeats in (("no drafts", 0, True), ("all right", 4, True), ("none proposed", 4, False)):
         if repeats and not count:
             repeat(model, part)
         if not repeats:
@@ -303,8 +303,8 @@ def drafts(model: Decoder) -> dict[str, Any]:
 
 
 def repeat(model: Decoder, part: tuple[int, ...]) -> None:
-    """The model writes this for ever, for no more and no less computation: layers add nothing, and the head knows what
-    follows what."""
+    """Make the model repeat this sequence forever at the same compute cost: layers add nothing, and the head maps each
+    token to the next."""
     for name, parameter in model.named_parameters():
         if name.endswith(("attention.output.weight", "mlp.down.weight")):
             parameter.data.zero_()
@@ -315,7 +315,7 @@ def repeat(model: Decoder, part: tuple[int, ...]) -> None:
 
 
 def adapted(model: Decoder) -> dict[str, Any]:
-    """With room for eight adapters of rank 16 in every layer; which of them a request asks for changes nothing."""
+    """Measure with slots for eight adapters of rank 16 in every layer; the adapter of a request does not matter."""
     adapters = Adapters(model, 8, 16)
     runner, settings, longest = build_runner(model, EngineSettings(max_length=LONGEST), adapters=adapters)
     engine = join_engine(runner, runner, settings, longest)
@@ -324,7 +324,7 @@ def adapted(model: Decoder) -> dict[str, Any]:
 
 
 def in_fp8(model: Decoder) -> dict[str, Any]:
-    """Weights, keys and values in fp8: the numbers beside those of bf16, and how many choices are the same."""
+    """Weights and KV cache in fp8: throughput, and how many greedy tokens equal bf16."""
     theirs = their_model(model)
     quantize_model(model)
     engine = build_engine(model, EngineSettings(max_length=LONGEST, chunk_tokens=8192, kv_precision="fp8"))
@@ -338,8 +338,7 @@ def quantile(numbers: list[float], share: float) -> float:
 
 
 def check(engine: Engine, model: Decoder) -> dict[str, Any]:
-    """Greedy answers against transformers with the same weights: where it would choose another token, how near the
-    two were."""
+    """Compare greedy outputs with transformers on the same weights; where they differ, how close the tokens were."""
     theirs = their_model(model)
     return compare(engine, theirs, model.config.shape.vocab)
 
@@ -373,7 +372,7 @@ def compare(engine: Engine, theirs: Any, vocabulary: int) -> dict[str, Any]:
 
 
 def their_model(model: Decoder) -> Any:
-    """The same weights, in the same memory where they are not fused, as a model of transformers."""
+    """Return a transformers model with the same weights, in the same memory where they are not fused."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from craton.ml.models import weight_entries
@@ -397,7 +396,7 @@ def their_model(model: Decoder) -> Any:
 
 
 def peer(model: Decoder) -> dict[str, Any]:
-    """transformers' own continuous batching and this engine on the same requests, few of them: it is slow."""
+    """Compare transformers' continuous batching and this engine on the same few requests; the former is slow."""
     from transformers import GenerationConfig
 
     count, written = 64, 64
@@ -430,7 +429,7 @@ CASES = (*OF_LLAMA, "mix-0.6b", "mix-14b")
 
 
 def start(name: str, chunk: int, say: Say, memory: float = 0.9) -> tuple[Decoder, Engine]:
-    """A model and its engine, and the seconds that the model took, and the engine to its first token."""
+    """Return a model and its engine, the seconds to build the model, and those of the engine to its first token."""
     began = time.perf_counter()
     model = make_model(name)
     made = time.perf_counter()
@@ -476,7 +475,7 @@ def of_one_engine(cases: list[str], options: argparse.Namespace, say: Say) -> De
 
 
 def mix(name: str, options: argparse.Namespace, say: Say) -> None:
-    memory = 0.9 if name == "qwen3-0.6b" else 0.7  # transformers must find room for the weights a second time
+    memory = 0.9 if name == "qwen3-0.6b" else 0.7  # transformers needs space for a second copy of the weights
     model, engine = start(name, options.chunk, say, memory)
     vocabulary = model.config.shape.vocab
     if options.profile:
@@ -494,8 +493,8 @@ def free() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--case", action="append", choices=CASES)
-    parser.add_argument("--chunk", type=int, default=8192, help="tokens of a step where throughput counts")
-    parser.add_argument("--short-chunk", type=int, default=512, help="and where latency does")
+    parser.add_argument("--chunk", type=int, default=8192, help="max tokens per step in throughput cases")
+    parser.add_argument("--short-chunk", type=int, default=512, help="max tokens per step in latency cases")
     parser.add_argument("--profile", action="store_true", help="list the kernels of a decode step")
     parser.add_argument("--json")
     options = parser.parse_args()
@@ -506,7 +505,7 @@ def main() -> None:
     def say(name: str, work: Callable[..., Any], *arguments: Any) -> Any:
         try:
             found = work(*arguments)
-        except Exception as error:  # noqa: BLE001 -- the other cases have their turn
+        except Exception as error:  # noqa: BLE001 -- the other cases still run
             traceback.print_exc()
             failed.append(name)
             found = {"error": f"{type(error).__name__}: {error}"}

@@ -1,4 +1,4 @@
-"""Checks the kernels of serving against their PyTorch twins in bf16 on this machine's GPU, and times them.
+"""Check the serving kernels against their PyTorch twins in bf16 on this machine's GPU, and time them.
 
     python benchmarks/serving_kernels_gpu.py
 
@@ -47,7 +47,7 @@ def main() -> int:
 
 
 def seconds_of(call: Callable[[int], object], calls: int = 16) -> float:
-    """Median seconds of one call in a graph of many; `call` gets a counter to rotate its buffers with."""
+    """Return the median seconds of one call in a graph of many; `call` gets a counter to rotate its buffers."""
     for index in range(3):
         call(index)
     torch.cuda.synchronize()
@@ -89,7 +89,7 @@ def integers(*numbers: int, dtype: torch.dtype = torch.int32) -> Tensor:
 
 
 def paged_cache(lengths: list[int], layers: int) -> tuple[Tensor, Tensor]:
-    """(cache of all layers, table) with the pages of the requests strewn over the blocks."""
+    """Return (cache of all layers, block table) with the requests' pages scattered over the blocks."""
     pages = [-(-length // PAGE) for length in lengths]
     blocks = torch.randperm(sum(pages), device="cuda").int()
     table = torch.zeros(len(lengths), max(pages), dtype=torch.int32, device="cuda")
@@ -105,7 +105,7 @@ def ragged(requests: int, shortest: int = 100, longest: int = 1300) -> list[int]
 
 @contextmanager
 def twins() -> Iterator[None]:
-    """Inside, the operations of `paged` are plain PyTorch."""
+    """Use plain PyTorch for the operations of `paged` inside this context."""
     fused = kernels.is_fused
     kernels.is_fused = lambda _: False
     try:
@@ -168,7 +168,7 @@ def check_products(rows: int) -> None:
     x, weight, other, bias = normal(rows, 4160), normal(1000, 4160), normal(1000, 4160), normal(1000)
     narrow, scale = weight.to(torch.float8_e4m3fn), torch.rand(1000, device="cuda")
     check(
-        f"products of {rows} rows",
+        f"matmuls of {rows} rows",
         lambda: (
             paged.skinny_linear(x, weight, bias),
             paged.skinny_gated(x, weight, other),
@@ -195,7 +195,7 @@ def check_store(dtype: torch.dtype) -> None:
 
 
 def check_early_launch() -> None:
-    """A step whose kernels begin before the ones they depend on end gives the same bits as one where none does."""
+    """Check that a step with programmatic dependent launch is bitwise equal to one without."""
     step = decode_step(4, 512)
     step(0)
     graph = torch.cuda.CUDAGraph()
@@ -292,7 +292,7 @@ def weight_ring(outs: int, columns: int, dtype: torch.dtype) -> list[Tensor]:
 
 
 def decode_step(requests: int, length: int, layers: int = 6) -> Callable[[int], Tensor]:
-    """All layers' kernels of a step of the 8B shape with few requests; the counter is not used."""
+    """Run the kernels of all layers of a step of the 8B shape with few requests; the counter is not used."""
     cache, table = paged_cache([length] * requests, layers)
     rows, sizes = torch.arange(requests, device="cuda").int(), integers(*[length] * requests)
     slots = table[:, (length - 1) // PAGE].long() * PAGE + (length - 1) % PAGE
@@ -329,7 +329,7 @@ def decode_step(requests: int, length: int, layers: int = 6) -> Callable[[int], 
 
 
 def layer() -> None:
-    """One layer of the 8B shape as a decode step runs it, weights read once."""
+    """Time one layer of the 8B shape as in a decode step, weights read once."""
     weight_bytes = 2 * HIDDEN * (6144 + HIDDEN + 3 * FFN_HIDDEN)
     for requests in (1, 8):
         layers = 6
@@ -341,7 +341,7 @@ def choose() -> None:
     for requests in (1, 64, 256):
         for name, temperature in (("greedy", 0.0), ("sampled", 0.7)):
             seconds = seconds_of(choose_call(requests, temperature))
-            report(f"choose, {requests} rows, {name}", seconds, 2 * requests * VOCABULARY)
+            report(f"sample, {requests} rows, {name}", seconds, 2 * requests * VOCABULARY)
 
 
 def choose_call(requests: int, temperature: float) -> Callable[[int], tuple[Tensor, Tensor]]:

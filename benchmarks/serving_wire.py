@@ -1,7 +1,7 @@
-"""How long messages of a server take as bytes and back, beside pickle: `python benchmarks/serving_wire.py`.
+"""Time to encode and decode messages of a server, compared with pickle: `python benchmarks/serving_wire.py`.
 
-Prints, for each message, the microseconds of processor time of one encoding and decoding, the best of several rounds,
-and the ratio. The pieces and the work of a step are what every step sends.
+Prints for each message the microseconds of CPU time to encode and decode once, the best of several rounds, and the
+ratio. Every step sends output deltas and a batch.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ def best_microseconds(function: Callable[[], Any]) -> float:
 
 def main() -> None:
     cases: list[tuple[str, Any, Callable[[Any], bytes], Callable[[bytes], Any]]] = [
-        *((f"pieces of {count} requests", pieces(count), encode, decode) for count in (1, 16, 64, 256)),
+        *((f"output deltas of {count} requests", pieces(count), encode, decode) for count in (1, 16, 64, 256)),
         ("request of 64 tokens", Submit(1, tuple(range(64))), encode, decode),
         ("request of 8,192 tokens", Submit(1, tuple(range(8192))), encode, decode),
         ("stats", Stats(steps_by_tokens=tuple(range(14))), encode, decode),
         *(
-            (f"work of {count} requests", ("execute", (work(count),)), encode_order, decode_order)
+            (f"batch of {count} requests", ("execute", (work(count),)), encode_order, decode_order)
             for count in (1, 16, 64, 256)
         ),
-        ("work that starts 16 requests", ("execute", (work(16, 16),)), encode_order, decode_order),
+        ("batch that starts 16 requests", ("execute", (work(16, 16),)), encode_order, decode_order),
     ]
     print(f"{'message':<32}{'bytes':>10}{'µs':>10}{'pickle µs':>12}{'ratio':>8}")
     for name, message, write, read in cases:

@@ -1,7 +1,7 @@
-"""How long the rendezvous of many ranks keeps its store busy: Craton's, which authenticates, beside torch's TCPStore.
+"""Rendezvous time of many ranks: Craton's authenticated store compared with torch's TCPStore.
 
-gloo makes a full mesh like this: every rank sets one key with its addresses, then reads the keys of all others. Here
-some processes do that for all ranks in turn, as fast as the store lets them.
+To build a full mesh with gloo, every rank sets one key with its addresses, then reads the keys of all others. Here some
+processes do this for all ranks in turn, as fast as the store allows.
 
     python benchmarks/store.py --ranks 1000 --processes 14
 """
@@ -20,7 +20,7 @@ from craton.agent.store import StoreClient, StoreServer
 from craton.ml.store import RunStore
 
 SECRET = b"benchmark"
-ADDRESS_BYTES = 8  # a rank tells gloo this much for each other rank
+ADDRESS_BYTES = 8  # a rank publishes this much for each other rank
 TIMEOUT = timedelta(seconds=600)
 
 

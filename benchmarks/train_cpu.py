@@ -1,10 +1,10 @@
-"""The quickstart's step beside a bare PyTorch FSDP2 loop of the same model: 2 ranks, same threads, taking turns.
+"""The quickstart's step compared with a bare PyTorch FSDP2 loop of the same model: 2 ranks, same threads, in turns.
 
     python benchmarks/train_cpu.py [OUT.json] [--rounds 5] [--steps 10]
 
 Ours is the whole loop with data, recording and clipping; the bare one is what a PyTorch user would write: separate
 projections, logits and cross_entropy, fully_shard per layer, fused AdamW, clip_grad_norm_, tokens already in memory.
-Both live in the same two processes and run in turns; what counts is the median of the ratios.
+Both run in the same two processes in turns; the result is the median of the ratios.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def seconds_of(step: Callable[[], object], steps: int) -> float:
 
 
 class Layer(nn.Module):
-    """A Llama layer as it is usually written."""
+    """A typical implementation of a Llama layer."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()

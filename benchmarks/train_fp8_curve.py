@@ -1,9 +1,9 @@
-"""Does fp8 learn as bf16 does? The loss of the same model on the same text, step by step, on one GPU.
+"""Convergence of fp8 compared with bf16: the loss of the same model on the same text, step by step, on one GPU.
 
     python benchmarks/train_fp8_curve.py OUT.json [--model llama-3.1-8b] [--steps 200] [--batch 1] [--recipe tensorwise]
 
 Three runs from the same weights over the same samples: bf16, bf16 again with other bits in stochastic rounding, and
-fp8. The two bf16 runs say how far apart runs are that should be equal; fp8 is held against that. Text: the Python
+fp8. The two bf16 runs show how much equal runs differ; the difference of fp8 is compared with that. Text: the Python
 sources of the interpreter.
 """
 

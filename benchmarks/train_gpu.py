@@ -1,12 +1,11 @@
-"""Training steps on one GPU, ours beside transformers and transformers with Liger kernels, in one run.
+"""Training steps on one GPU: Craton compared with transformers, with and without Liger kernels, in one run.
 
     python benchmarks/train_gpu.py OUT.json [--cases 8b:1,8b:2,3b:4,1b:8] [--weights bf16|fp32] [--fp8 tensorwise]
                                    [--systems craton,liger | craton,transformers] [--profile]
 
-Llama shapes with an untied head, random tokens, one optimizer step without accumulation, no clipping (the peers have
-none). TFLOP/s by 6 · (N − input embedding) + 6 · layers · heads · head_dim · sequence per token, N without the experts
-that a token does not see. Systems take turns, so that a
-machine that grows warm slows all of them.
+Llama shapes with an untied head, random tokens, one optimizer step without gradient accumulation or clipping (the
+peers have none). TFLOP/s by 6 · (N − input embedding) + 6 · layers · heads · head_dim · sequence per token, N without
+inactive experts. Systems take turns, so that thermal throttling slows all of them.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ SHAPES = {  # layers, hidden, ffn (of one expert), heads, kv heads
     "1b": (16, 2048, 8192, 32, 8),
     "3b": (28, 3072, 8192, 24, 8),
     "8b": (32, 4096, 14336, 32, 8),
-    "moe": (16, 2048, 768, 16, 4),  # as Qwen3-MoE is built, 64 experts of which 8 see a token: 5.5B, 1.3B active
+    "moe": (16, 2048, 768, 16, 4),  # as Qwen3-MoE is built, 64 experts, 8 per token: 5.5B, 1.3B active
 }
 EXPERTS, TOP_K, HEAD_DIM = 64, 8, 128  # of "moe"
 
@@ -64,8 +63,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--systems", default="craton,liger")
     parser.add_argument("--weights", default="bf16", choices=["bf16", "fp32"])
     parser.add_argument("--fp8", default="", choices=["", "tensorwise", "rowwise"])
-    parser.add_argument("--compile", action="store_true", help="ours: torch.compile per block instead of our kernels")
-    parser.add_argument("--steps", type=int, default=5, help="in each of three blocks; the median counts")
+    parser.add_argument("--compile", action="store_true", help="Craton: torch.compile per block instead of its kernels")
+    parser.add_argument("--steps", type=int, default=5, help="steps in each of three blocks; the result is the median")
     parser.add_argument("--profile", action="store_true")
     return parser.parse_args()
 

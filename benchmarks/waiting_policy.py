@@ -1,11 +1,11 @@
-"""How OpenMP threads should wait for each other: a step of one rank with several threads, by waiting policy.
+"""Waiting policies of OpenMP threads: step time of one rank with several threads.
 
     python benchmarks/waiting_policy.py [OUT.json] [--rounds 9] [--steps 8] [--threads 2] [--hogs 0 2]
 
-Each policy has a process of its own, because libgomp reads its environment once. The processes stay and take turns of
-`--steps` training steps; the others block meanwhile. Per number of busy processes beside them (`--hogs`) each policy is
-reported as the median over rounds of its step time divided by that of the `default` policy in the same round.
-On a machine that others use, only these ratios mean something.
+Each policy has a separate process, because libgomp reads its environment once. The processes take turns of `--steps`
+training steps; the others block. For each number of busy processes (`--hogs`), the result of a policy is the median
+over rounds of its step time divided by that of the `default` policy in the same round. On a shared machine only these
+ratios are meaningful.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ WARM_STEPS = 3
 
 
 class Rank:
-    """A process with one trainer, which does steps when asked."""
+    """A process with one trainer, which runs steps on request."""
 
     def __init__(self, job: Path, threads: int, settings: dict[str, str]) -> None:
         cleared = {name for policy in POLICIES.values() for name in policy}
@@ -74,7 +74,7 @@ class Rank:
 
 
 def serve_steps(job: Path) -> None:
-    """In a rank: trains as many steps as each line of standard input says."""
+    """In a rank: train the number of steps in each line of standard input."""
     from craton.ml.training import Trainer
     from craton.ml.training.build import RankIdentity, build
     from craton.telemetry import RunDirectory
@@ -96,7 +96,7 @@ def serve_steps(job: Path) -> None:
 
 
 def busy(stack: ExitStack, count: int) -> None:
-    """Starts processes that use one core each."""
+    """Start processes that use one core each."""
     for _ in range(count):
         hog = subprocess.Popen([sys.executable, "-c", "while True: pass"])
         stack.callback(hog.wait)
@@ -104,7 +104,7 @@ def busy(stack: ExitStack, count: int) -> None:
 
 
 def measure(job: Path, arguments: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
-    """hogs → policy → seconds of a step, one number a round."""
+    """Return hogs → policy → seconds of a step, one per round."""
     from craton.job import load_job
     from craton.ml.data import prepare
 
@@ -128,7 +128,7 @@ def measure(job: Path, arguments: argparse.Namespace) -> dict[str, dict[str, lis
 
 
 def report(hogs: int, seconds: dict[str, list[float]]) -> None:
-    print(f"{hogs} busy processes beside it, load {os.getloadavg()[0]:.1f}:", flush=True)
+    print(f"{hogs} busy processes, load {os.getloadavg()[0]:.1f}:", flush=True)
     for name, rounds in seconds.items():
         ratio = statistics.median(mine / base for mine, base in zip(rounds, seconds["default"], strict=True))
         spread = f"{min(rounds) * 1e3:.0f} to {max(rounds) * 1e3:.0f}"
