@@ -95,5 +95,5 @@ def test_what_is_not_there_is_told_before_anything_starts(
     result = verbs("run", job)
     assert result.returncode == 2
     assert "words.yaml:10: checkpoint tier s3://no-such-bucket/checkpoints: " in result.stderr
-    assert "S3 cannot be reached (2 attempts); look at AWS_ENDPOINT_URL" in result.stderr
+    assert "S3 cannot be reached (2 attempts); check AWS_ENDPOINT_URL" in result.stderr
     assert not verbs.run("words").path.exists()

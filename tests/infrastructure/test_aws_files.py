@@ -110,7 +110,7 @@ def test_drives_are_where_the_image_of_the_target_has_them(tmp_path: Path, targe
 
 
 def test_a_pool_and_what_it_cannot_go_with_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ProvisionError, match=r"scheduler\.node_pool: HyperPod makes the nodes"):
+    with pytest.raises(ProvisionError, match=r"scheduler\.node_pool: HyperPod creates the nodes"):
         provision(cluster(tmp_path, "hyperpod-eks", scheduler=POOLED), "hyperpod-eks")
     with pytest.raises(ProvisionError, match=r"scheduler\.topology: with a topology Kueue admits jobs only"):
         provision(cluster(tmp_path, "eks", scheduler={**POOLED, "topology": "efa"}), "eks")

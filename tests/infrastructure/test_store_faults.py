@@ -143,7 +143,7 @@ def test_a_check_does_not_wait_as_long_as_work_does(
 def test_nobody_listens(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "2")
-    with pytest.raises(StorageError, match=r"S3 cannot be reached \(2 attempts\); look at AWS_ENDPOINT_URL"):
+    with pytest.raises(StorageError, match=r"S3 cannot be reached \(2 attempts\); check AWS_ENDPOINT_URL"):
         open_store(bucket).list()
 
 

@@ -103,7 +103,7 @@ def test_topograph_old_and_new() -> None:
 
 
 def test_nodes_without_labels_say_what_to_do() -> None:
-    with pytest.raises(TopologyError, match=r"none of 1 nodes has a label.*topograph"):
+    with pytest.raises(TopologyError, match=r"none of 1 nodes has a topology label.*topograph"):
         read_kubernetes([node("a")])
 
 

@@ -201,7 +201,7 @@ def test_more_gpus_than_there_are_is_refused_before_the_start() -> None:
     with pytest.raises(StartError, match="needs 8 GPUs, and this machine has 2"):
         check_machine(draft.launch)
     three = parse_job("kind: command\ncommand: x\ncluster: local x 3\n")
-    with pytest.raises(StartError, match="cannot share 2 GPUs equally"):
+    with pytest.raises(StartError, match="cannot divide 2 GPUs evenly"):
         draft_run(three, RUN)
 
 
@@ -274,14 +274,14 @@ def test_gpus_are_hidden_from_ranks_that_need_none_but_not_from_a_command_on_a_c
 
 def test_gpus_that_contradict_the_catalog_are_refused_and_those_that_a_plan_leaves_idle_are_told() -> None:
     command = "kind: command\ncommand: x\ncluster: p5.48xlarge x 2\n"
-    with pytest.raises(StartError, match=r"job.yaml:4: run.gres gpu:4 gives 4 GPUs of a node, .* needs 8 on each"):
+    with pytest.raises(StartError, match=r"job.yaml:4: run.gres gpu:4 requests 4 GPUs per node, .* needs 8 "):
         draft_run(parse_job(f"{command}run: {{on: slurm, gres: 'gpu:4'}}\n"), RUN)
     assert "gres" not in draft_run(parse_job(f"{command}run: {{on: slurm, gres: 'gpu:h100:8'}}\n"), RUN).note
     serve = "kind: serve\nmodel: llama-3.1-8b\nserve: {initialize: random}\ncluster: p5.48xlarge x 1\n"
     assert draft_run(parse_job(serve + "run: {on: slurm, gres: 'gpu:8'}\n"), RUN).note == ""
     here = parse_job(TRAIN.replace("p5.48xlarge x 1", "local") + "run: {on: slurm, gres: 'gpu:8'}\n")
     planned_as_this_machine = Launch(0, ["node-0"], 1, ["python"], gpus=False)
-    assert "gives 8 GPUs of a node, and its ranks use none of them" in check_gres(here, planned_as_this_machine)
+    assert "requests 8 GPUs per node, and its ranks use none of them" in check_gres(here, planned_as_this_machine)
 
 
 def test_a_server_on_a_machine_that_costs_has_its_price_beside_its_command() -> None:

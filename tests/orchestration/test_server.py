@@ -307,7 +307,7 @@ def test_a_stopped_server_is_resumed_where_its_port_is_free(start: Start) -> Non
     ready(run)
     with pytest.raises(RunStateError, match="kind serve"):
         draft_resize(run, 2)
-    with pytest.raises(StartError, match=r"is taken by the run served \(`craton stop served` ends it\)"):
+    with pytest.raises(StartError, match=r"is in use by the run served \(`craton stop served` ends it\)"):
         check_port(load_job(run.job_path))
     stop_run(run)
     assert stopped(run).state == "stopped"

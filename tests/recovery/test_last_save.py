@@ -154,7 +154,7 @@ def test_a_stop_fails_when_the_last_copy_of_its_state_is_gone(tmp_path: Path, sm
         kill_rank(run)
         wait_until(lambda: not processes_of(run), "it ends", run)
         assert f"the state of step {STEPS} was only in memory, and no copy of it is left" in run.marker_text("FATAL")
-        assert "`craton resume gone` goes on from the beginning" in run.marker_text("FATAL")
+        assert "`craton resume gone` resumes from the beginning" in run.marker_text("FATAL")
 
 
 def kill_rank(run: RunDirectory) -> None:
