@@ -189,6 +189,13 @@ def test_a_preemption_that_only_the_agents_hear_of_is_not_counted(root: Path, mo
     assert stage.requeued == ["scontrol requeue 812"] * 6
 
 
+@pytest.mark.parametrize("words", ["as requested", "as asked"])
+def test_a_run_that_reached_its_stop_step_is_not_requeued(stage: Stage, words: str) -> None:
+    """Rank 0 writes the first words; run directories of earlier versions have the second."""
+    code = stage.start(works=lambda start: stage.run.mark("STOP", f"stopped after step 5, {words}"))
+    assert (code, stage.requeued) == (0, [])
+
+
 def test_a_server_that_fails_is_given_up(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stage = Stage(root, job_of_text(SERVER), monkeypatch)
     for _ in range(3):
