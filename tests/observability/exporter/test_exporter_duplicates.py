@@ -187,7 +187,7 @@ def test_the_verb_says_what_it_leaves_out(other: StandIn, tmp_path: Path) -> Non
     assert json.loads(_first_line([*command, "--json"]))["left_out"] == ["node_cpu_seconds_total", "node_load1"]
     said = _first_line(command)
     assert said.startswith("metrics of g1 at http://127.0.0.1:")
-    assert said.endswith(f", without 2 families that {other.url} serves\n")
+    assert said.endswith(f", without 2 metric families that {other.url} serves\n")
     once = subprocess.run([*command, "--once"], capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=True)
     assert {"node_load1", "node_load5"} & Scrape(once.stdout).names() == {"node_load5"}
 

@@ -304,6 +304,4 @@ def test_a_package_that_is_missing_is_named(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     found = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, env=environment, check=False)
     assert found.returncode == 2
-    assert found.stderr == (
-        "error: the front end needs no_such_package, which is not installed; pip install 'craton[serve]'\n"
-    )
+    assert found.stderr.startswith("error: the front end needs no_such_package, which is not installed; run: ")
