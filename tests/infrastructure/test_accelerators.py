@@ -80,9 +80,9 @@ def test_names_of_the_driver(reported: str, memory_mib: float, name: str) -> Non
     [
         (
             ["0, GPU-0, NVIDIA TITAN Xp, 12288"],
-            r"does not know this machine's GPU \(NVIDIA TITAN Xp, 12.0 GiB\); write a",
+            r"this machine's GPU is not in the catalog \(NVIDIA TITAN Xp, 12.0 GiB\); write a",
         ),
-        (["0, GPU-0, NVIDIA H200, 71885"], "does not know this machine's GPU"),  # half of one
+        (["0, GPU-0, NVIDIA H200, 71885"], "this machine's GPU is not in the catalog"),  # half of one
         (["0, GPU-0, NVIDIA H200, 143771", "1, GPU-1, NVIDIA L40S, 46068"], "different GPUs .* CUDA_VISIBLE_DEVICES"),
         (["0, NVIDIA H200"], "nvidia-smi printed '0, NVIDIA H200'"),
     ],

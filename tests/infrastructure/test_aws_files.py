@@ -79,7 +79,7 @@ OWN = {"name": "x", "gpu": "H100", "num_gpus": 8, "network_bytes_per_second": "1
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        ({"name": "a b; rm -rf /"}, "name: give 3 to 40 letters"),
+        ({"name": "a b; rm -rf /"}, "name: use 3 to 40 letters"),
         ({"instance": None, "hardware": OWN}, "own machines cannot be provisioned"),
         ({"instance": "u-p6e-gb200x72"}, "is an UltraServer"),
         ({"instance": "p9.big"}, "unknown instance"),
@@ -89,7 +89,7 @@ OWN = {"name": "x", "gpu": "H100", "num_gpus": 8, "network_bytes_per_second": "1
         ({"storage": {"shared": {**SHARED, "path": "/fsx; reboot"}}}, "storage.shared.path"),
         ({"storage": {"shared": SHARED, "nvme": {"path": "/a b"}}}, "storage.nvme.path"),
         ({"storage": {"shared": SHARED, "object": {"path": "/tokens"}}}, "storage.object.path"),
-        ({"storage": {"shared": {**SHARED, "megabytes_per_second_per_tib": 300}}}, "FSx has 125, 250, 500, 1000"),
+        ({"storage": {"shared": {**SHARED, "megabytes_per_second_per_tib": 300}}}, "FSx offers 125, 250, 500, 1000"),
         ({"storage": {"shared": {"path": "/fsx"}}}, "storage.shared.capacity_bytes is missing"),
         ({"storage": {"shared": {**SHARED, "kind": "nfs"}}}, "storage.shared.kind is nfs"),
         ({"aws": {"training_plan": PLAN["training_plan"]}}, "aws.training_plan is only for HyperPod"),

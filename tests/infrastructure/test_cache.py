@@ -238,7 +238,7 @@ def test_room_for_files_that_come_together_is_looked_for_once(bucket: str, monke
     mirror(url)
     mirror(url)
     assert len(looked) == 1
-    with pytest.raises(StorageError, match=r"other/file-0 and 1 more of its files: 20,000 bytes, .* 60,000 are in use"):
+    with pytest.raises(StorageError, match=r"file-0 and 1 more of its files: 20,000 bytes needed, .* 60,000 are in"):
         mirror(filled(f"{bucket}/other", contents(12, 2)))
 
 

@@ -20,6 +20,7 @@ from kubernetes_standin import TOKEN, StandIn
 
 from craton.cli import main
 from craton.cli.views import live
+from craton.extras import MissingExtraError
 from craton.orchestration import RunStateError, Standing, StartError, backend_of, read_submission
 from craton.orchestration.backend import write_submission
 from craton.orchestration.errors import SchedulerError
@@ -471,7 +472,7 @@ def test_no_cluster_no_login_and_no_client_are_sentences(
         KubernetesBackend().submit(made, run)
     monkeypatch.setitem(sys.modules, "kr8s", None)
     monkeypatch.setitem(sys.modules, "kr8s.asyncio", None)
-    with pytest.raises(StartError, match=r"pip install 'craton\[kubernetes\]'"):
+    with pytest.raises(MissingExtraError, match=r"needs kr8s, .*\[kubernetes\]"):
         KubernetesBackend().check(made, run)
 
 

@@ -51,7 +51,7 @@ def test_a_healthy_machine_is_an_event_of_every_node(tmp_path: Path) -> None:
 
 def test_a_bad_card_stops_the_start_of_the_run_that_would_use_it(tmp_path: Path) -> None:
     launch = Launch(0, ["node-0"], 2, ["true"], env={"CUDA_VISIBLE_DEVICES": "0,1"}, gpus=True)
-    with pytest.raises(StartError, match=r"GPU 1 .*rows could not be remapped.*drain the node"):
+    with pytest.raises(StartError, match=r"GPU 1 .*rows could not be remapped.*drain and replace the node"):
         checked(bad_second_card(), launch, tmp_path)
 
 

@@ -61,7 +61,7 @@ def test_an_empty_secret_and_a_torn_job_file_are_refused_with_the_remedy(root: P
         assert "\n" not in str(caught.value)
     run.job_path.write_text(job)
     run.secret_path.write_bytes(b"")
-    with pytest.raises(LaunchError, match=rf"{run.secret_path} holds 0 characters.*remove it while the run is stopped"):
+    with pytest.raises(LaunchError, match=rf"{run.secret_path} has 0 characters.*remove it while the run is stopped"):
         draft_resume(run, resumed_job(run))
     run.secret_path.unlink()
     resume_run(run, draft_resume(run, resumed_job(run)))

@@ -33,7 +33,7 @@ def situations(slurm: SlurmLab, busy: str) -> dict[str, tuple[str, str]]:
     return {
         "Resources": (
             together,
-            r"needs 4 nodes on one leaf; leaf1 has 0 free; after 1h any 4 nodes will do; g8 is drained "
+            r"needs 4 nodes on one leaf; leaf1 has 0 free; after 1h Slurm accepts any 4 nodes; g8 is drained "
             rf"\(hc: ecc row remap\); earliest \d\d:\d\d when job {busy} ends",
         ),
         "Priority": (

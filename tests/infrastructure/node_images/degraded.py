@@ -150,7 +150,7 @@ DEGRADED = [
         "p5",
         "gpu_driver",
         "fail",
-        "did not answer",
+        "timed out",
         lambda node: node.files.update({"commands/nvidia-smi.txt": "exit 124\n-"}),
     ),
     Degraded("a link is down", "p5", "nvlink", "fail", "17 of 18 NVLinks up: link 7", break_link),

@@ -87,7 +87,7 @@ def test_a_model_that_is_not_causal_is_refused() -> None:
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5 is not supported"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
         ({"layer_types": ["sliding_attention", "full_attention"]}, "layers with a sliding window must come last"),
-        ({"hidden_size": None}, "'hidden_size' is absent"),
+        ({"hidden_size": None}, "'hidden_size' is missing"),
     ],
 )
 def test_configurations_the_decoder_cannot_follow_are_refused(change: dict[str, Any], message: str) -> None:
