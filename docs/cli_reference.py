@@ -16,7 +16,8 @@ _TYPES = {int: "NUMBER", float: "NUMBER", Path: "FILE"}
 HEAD = """# Command line
 
 Made by `python docs/cli_reference.py` from the commands themselves. Every verb also takes `-h` and `-v`. Exit codes: 0
-done, 1 failed, 2 bad input, 130 interrupted. With `--json` a verb prints one JSON document on stdout, errors included.
+done, 1 failed, 2 bad input, 130 interrupted. With `--json` a verb prints one JSON document on stdout, errors included;
+`logs` and `observe up` print one per line.
 """
 
 
@@ -65,6 +66,8 @@ def _default(param: Any) -> str:
     if param.required:
         return "required"
     value = param.default
+    if isinstance(value, bool) and param.secondary_opts:
+        return f"`{(param.opts if value else param.secondary_opts)[0]}`"
     is_value = isinstance(value, str | int | float | Path) and not isinstance(value, bool)
     return f"`{value}`" if is_value and str(value) else ""
 

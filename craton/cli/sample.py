@@ -17,7 +17,10 @@ def sample(
             show_default=False,
         ),
     ],
-    prompt: Annotated[list[str] | None, typer.Option(help="Prompt; repeatable.", show_default=False)] = None,
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option(help="Prompt; repeatable \\[default: the beginning of a document].", show_default=False),
+    ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens to generate.")] = 80,
     temperature: Annotated[float, typer.Option(min=0, help="Sampling temperature; 0 is greedy decoding.")] = 0.8,
     top_k: Annotated[int, typer.Option(min=0, help="Sample from the K most likely tokens; 0 means all.")] = 0,

@@ -93,7 +93,7 @@ class TestTerminal:
 
     def test_says_whether_the_profile_is_calibrated(self, giant_plan: Plan, small_plan: Plan) -> None:
         uncalibrated = " ".join(printed(giant_plan).split())
-        assert "uncalibrated: wide interval; `craton calibrate` with 3 or more logged steps narrows it" in uncalibrated
+        assert "uncalibrated: wide interval; `craton calibrate` with 3 or more logged runs narrows it" in uncalibrated
         assert "uncalibrated" not in printed(small_plan)
 
     def test_says_when_a_price_is_stale(self, giant_plan: Plan, small_plan: Plan) -> None:

@@ -86,7 +86,7 @@ class Endpoint:
             if answer.error in ("", EMPTY):
                 return form, ""
             note = (
-                f"prompts are words: the server rejects token ids below --vocabulary {vocabulary} "
+                f"prompts are words: the server rejects random token ids below --vocabulary {vocabulary} "
                 f"({answer.error}: {answer.error_detail})"
             )
         counts = []

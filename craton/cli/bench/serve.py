@@ -24,7 +24,7 @@ def serve(
         str | None,
         typer.Option(
             envvar="OPENAI_API_KEY",
-            help="API key, sent as bearer token; prefer the variable, since process lists show options.",
+            help="API key, sent as bearer token; prefer $OPENAI_API_KEY, since process lists show options.",
         ),
     ] = None,
     timeout: Annotated[float, typer.Option(min=0.001, help="Request timeout in seconds.")] = 600.0,

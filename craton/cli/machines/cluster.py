@@ -34,7 +34,8 @@ def discover(
         list[str] | None,
         typer.Option(
             metavar="FORMAT",
-            help="Output format: slurm-tree, slurm-block, slurm-yaml, kueue, kai, volcano or levels; repeatable.",
+            help="Output format: slurm-tree, slurm-block, slurm-yaml, kueue, kai, volcano or levels; repeatable "
+            "\\[default: a summary].",
             show_default=False,
         ),
     ] = None,
@@ -90,7 +91,9 @@ def provision(
             "--for", metavar="KIND", help="Target: parallelcluster, hyperpod-slurm, hyperpod-eks, eks or pcs."
         ),
     ],
-    out: Annotated[Path | None, typer.Option(help="Folder to write to.", show_default=False)] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder to write to; required without --dry-run.", show_default=False)
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the files instead of writing them.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the files, notes and steps as JSON.")] = False,
 ) -> None:

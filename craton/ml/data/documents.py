@@ -26,6 +26,7 @@ PIECE_BYTES = 1 << 20
 LOOK_BYTES = 64 << 10  # read from a file to check its content
 LOOK_FILES = 8  # files of a folder to check
 LOOK_NAMES = 10_000  # directory entries to search for those files
+OTHER_FIELD = "`craton data tokenize --field NAME` reads another"
 EXPECTED = (
     f"UTF-8 text files (.txt .md .py …), .jsonl or .parquet with a field `text`, the first two also as .gz or .zst, "
     f"folders of them, or `{STANDARD_LIBRARY}`"
@@ -160,7 +161,7 @@ def _wrong_field(where: str, value: dict[str, Any], field: str) -> str:
         return f"{where}: field {field!r} is a {type(value[field]).__name__}, not a text"
     chat = "; chats need a job of kind sft" if "messages" in value else ""
     names = ", ".join(map(repr, list(value)[:8])) or "none"
-    return f"{where}: has no field {field!r}; its fields are {names}: choose with --field{chat}"
+    return f"{where}: has no field {field!r}; its fields are {names}: {OTHER_FIELD}{chat}"
 
 
 def _standard_library() -> list[InputFile]:
@@ -300,7 +301,7 @@ def _row_groups(file: InputFile, field: str) -> Iterator[DocumentChunk]:
     except (ArrowException, OSError) as error:
         raise DataError(f"{file.path}: cannot be read as Parquet: {error}") from None
     if field not in columns:
-        raise DataError(f"{file.path}: has no column {field!r}; its columns are {columns}: choose with --field")
+        raise DataError(f"{file.path}: has no column {field!r}; its columns are {columns}: {OTHER_FIELD}")
     for number in range(groups):
         took = file.size * (number + 1) // groups - file.size * number // groups
         yield DocumentChunk("parquet", str(file.path), took, number=number)
@@ -312,5 +313,5 @@ def _column(piece: DocumentChunk, field: str) -> list[str]:
     table = parquet.ParquetFile(piece.name).read_row_group(piece.number, columns=[field])
     rows: list[str] = table.column(0).to_pylist()
     if any(not isinstance(text, str | None) for text in rows):
-        raise DataError(f"{piece.name}: column {field!r} does not hold texts; choose with --field")
+        raise DataError(f"{piece.name}: column {field!r} does not hold texts; {OTHER_FIELD}")
     return rows

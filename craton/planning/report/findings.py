@@ -99,7 +99,7 @@ def failure_text(plan: Plan) -> str:
 def calibration_text(plan: Plan) -> str:
     if plan.calibrated:
         return f"{plan.profile}, calibrated"
-    return f"{plan.profile}, uncalibrated: wide interval; `craton calibrate` with 3 or more logged steps narrows it"
+    return f"{plan.profile}, uncalibrated: wide interval; `craton calibrate` with 3 or more logged runs narrows it"
 
 
 def bottleneck_text(plan: Plan) -> str:
