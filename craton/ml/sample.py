@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 
-_ANSWER = "fortytwo"  # stands in for an answer, to find what a chat template writes after one
-
-
 class SampleError(CratonError):
     """The prompt or a setting cannot be used."""
 
@@ -213,6 +210,8 @@ def chat_row(folder: Path, message: str, end: int | None) -> tuple[list[int], in
     the assistant's turn, which is `end` if the template has none."""
     from transformers import PreTrainedTokenizerFast
 
+    from craton.ml.data import end_of_turn
+
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     if not tokenizer.chat_template:
         raise SampleError(
@@ -222,10 +221,8 @@ def chat_row(folder: Path, message: str, end: int | None) -> tuple[list[int], in
     asked = [{"role": "user", "content": message}]
     begin = str(tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True))
     row: list[int] = tokenizer(begin, add_special_tokens=False)["input_ids"]
-    answered = [*asked, {"role": "assistant", "content": _ANSWER}]
-    whole = str(tokenizer.apply_chat_template(answered, tokenize=False))
-    after = tokenizer(whole.rpartition(_ANSWER)[2], add_special_tokens=False)["input_ids"]
-    return row, after[0] if after else end
+    turn = end_of_turn(folder)
+    return row, end if turn is None else turn
 
 
 def _show(shown: str, text: str) -> str:

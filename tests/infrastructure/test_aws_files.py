@@ -126,7 +126,7 @@ def test_a_pool_and_what_it_cannot_go_with_are_refused(tmp_path: Path) -> None:
         ({"karpenter_role": "x" * 65}, "is not the name of a role"),
         ({**BLOCK, **PLAN}, "alternative kinds of capacity"),
         ({**BLOCK, "placement_group": "x"}, "without a placement group"),
-        ({"zone": "eu-west-1a"}, "is not in us-east-2"),
+        ({"zone": "eu-west-1a"}, "is not in region us-east-2"),
         ({"regio": "x"}, "did you mean 'region'"),
     ],
 )

@@ -36,6 +36,7 @@ DEFAULT_TEMPLATE = """\
 """
 TEMPLATE = "chat_template.jinja"
 
+_ANSWER = "fortytwo"  # an answer, to find what the template writes after one
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 Turn = tuple[str, list[tuple[int, int]]]  # a rendered text, and its assistant spans
@@ -54,6 +55,23 @@ def ensure_template(folder: Path) -> None:
         "to use another",
         TEMPLATE,
     )
+
+
+def end_of_turn(folder: Path) -> int | None:
+    """Return the special token after an assistant's message in the chat template; None without one. A model that was
+    fine-tuned on chats ends its answers with it, not with the end-of-text token."""
+    if not (folder / TEMPLATE).is_file() and not _config(folder).get("chat_template"):
+        return None
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
+    try:
+        text = str(tokenizer.apply_chat_template(messages, tokenize=False))
+    except Exception:  # noqa: BLE001  (a template is a program: it may raise anything)
+        return None
+    after = tokenizer(text.rpartition(_ANSWER)[2], add_special_tokens=False)["input_ids"]
+    return int(after[0]) if after and after[0] in tokenizer.added_tokens_decoder else None
 
 
 class ChatEncoder:

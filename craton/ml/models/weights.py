@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from craton.errors import CratonError
 from craton.formatting import stored
 from craton.ml.collectives import local, own_slices
+from craton.ml.data import end_of_turn
 from craton.ml.models.config import DecoderConfig
 from craton.ml.models.decoder import Decoder
 from craton.ml.models.huggingface import INDEX, config_to_huggingface, huggingface_family
@@ -311,6 +312,10 @@ def _copy_tokenizer(source: Path, target: Path) -> dict[str, Any]:
         text = token.get("content") if isinstance(token, dict) else token
         if text in ids:
             special[key + "_id"] = ids[text]
+    turn = end_of_turn(source)
+    if turn is not None and turn != special.get("eos_token_id") and not generation.is_file():
+        ends = [end for end in (special.get("eos_token_id"), turn) if end is not None]
+        (target / generation.name).write_text(json.dumps({"eos_token_id": ends}) + "\n", encoding="utf-8")
     return special
 
 

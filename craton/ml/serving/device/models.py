@@ -12,7 +12,7 @@ import torch.distributed as dist
 from craton.errors import CratonError
 from craton.job import Job
 from craton.ml.collectives import Peers, local, own_slices
-from craton.ml.data import end_of_document, find_tokenizer, load_tokenizer
+from craton.ml.data import end_of_document, end_of_turn, find_tokenizer, load_tokenizer
 from craton.ml.export import RunModel, open_run
 from craton.ml.models import Decoder, DecoderConfig, config_from_huggingface, config_from_shape, load_weights
 from craton.ml.serving.device.float8 import quantize_model
@@ -87,14 +87,22 @@ def _tokenizer_folder(opened: RunModel | None, folder: Path | None) -> Path | No
 
 
 def _stop_tokens(folder: Path | None, tokenizer: Path | None) -> tuple[int, ...]:
-    """Return the stop tokens: the eos_token_id of generation_config.json or config.json, else the tokenizer's own."""
-    for place in (folder, tokenizer):
-        for file in ("generation_config.json", "config.json"):
-            if place is not None and (place / file).is_file():
-                eos = json.loads((place / file).read_text(encoding="utf-8")).get("eos_token_id")
-                if eos is not None:
-                    return tuple(eos) if isinstance(eos, list) else (int(eos),)
+    """Return the stop tokens: those of generation_config.json, else the eos_token_id of config.json or the tokenizer's
+    end-of-text token, and the token that ends a turn of a chat."""
+    if listed := _eos_of("generation_config.json", folder, tokenizer):
+        return listed
     if tokenizer is None:
-        return ()
+        return _eos_of("config.json", folder)
     end = end_of_document(tokenizer, load_tokenizer(tokenizer))
-    return () if end is None else (end,)
+    tokens = _eos_of("config.json", folder, tokenizer) or (() if end is None else (end,))
+    turn = end_of_turn(tokenizer)
+    return tokens if turn is None or turn in tokens else (*tokens, turn)
+
+
+def _eos_of(file: str, *places: Path | None) -> tuple[int, ...]:
+    for place in places:
+        if place is not None and (place / file).is_file():
+            eos = json.loads((place / file).read_text(encoding="utf-8")).get("eos_token_id")
+            if eos is not None:
+                return tuple(eos) if isinstance(eos, list) else (int(eos),)
+    return ()
