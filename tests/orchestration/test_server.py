@@ -313,7 +313,7 @@ def test_a_stopped_server_is_resumed_where_its_port_is_free(start: Start) -> Non
     assert stopped(run).state == "stopped"
     again = draft_resume(run, resumed_job(run))
     port = address_of(again.job).port
-    with socket.create_server(("127.0.0.1", port)), pytest.raises(StartError, match=f"port {port} .* is taken"):
+    with socket.create_server(("127.0.0.1", port)), pytest.raises(StartError, match=f"port {port} .* is in use"):
         resume_run(run, again)
     assert run.has("STOP"), "a resume that is refused leaves the run as it was"
     resume_run(run, again)

@@ -54,7 +54,7 @@ def situations(slurm: SlurmLab, busy: str) -> dict[str, tuple[str, str]]:
         ),
         "Reservation": (
             slurm.submit("--reservation=maint", *one),
-            r"waits for its reservation maint, which begins \d\d:\d\d",
+            r"waits for its reservation maint, which starts \d\d:\d\d",
         ),
         "BeginTime": (slurm.submit("--begin=now+1hour", *one), r"may start \d\d:\d\d"),
         "JobHeldUser": (held, rf"it is held by its owner; release it with `scontrol release {held}`"),
