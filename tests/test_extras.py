@@ -153,7 +153,8 @@ def test_no_text_installs_the_name_from_an_index() -> None:
     found = [
         f"{path.name}: {line.strip()}"
         for path in (*pages, *sources)
-        if path.is_file() and path.suffix != ".ipynb"
+        if path.suffix in (".md", ".py", ".toml", ".yaml", "")
+        if path.is_file()
         for line in path.read_text(encoding="utf-8").splitlines()
         if hint.search(line)
     ]

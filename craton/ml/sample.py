@@ -210,7 +210,7 @@ def chat_row(folder: Path, message: str, end: int | None) -> tuple[list[int], in
     the assistant's turn, which is `end` if the template has none."""
     from transformers import PreTrainedTokenizerFast
 
-    from craton.ml.data import end_of_turn
+    from craton.ml.data import token_after_answer
 
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     if not tokenizer.chat_template:
@@ -221,7 +221,7 @@ def chat_row(folder: Path, message: str, end: int | None) -> tuple[list[int], in
     asked = [{"role": "user", "content": message}]
     begin = str(tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True))
     row: list[int] = tokenizer(begin, add_special_tokens=False)["input_ids"]
-    turn = end_of_turn(folder)
+    turn = token_after_answer(tokenizer)
     return row, end if turn is None else turn
 
 

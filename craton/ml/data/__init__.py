@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from craton.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from craton.ml.data.chat import end_of_turn
+    from craton.ml.data.chat import end_of_turn, token_after_answer
     from craton.ml.data.documents import check_text
     from craton.ml.data.errors import DataError
     from craton.ml.data.loader import Loader

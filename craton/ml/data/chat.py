@@ -14,13 +14,16 @@ import logging
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from craton.ml.data.documents import DocumentChunk, records
 from craton.ml.data.encoding import Encoded
 from craton.ml.data.errors import DataError, first_problems
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 DEFAULT_TEMPLATE = """\
 {%- for message in messages -%}
@@ -65,13 +68,19 @@ def end_of_turn(folder: Path) -> int | None:
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
     try:
-        text = str(tokenizer.apply_chat_template(messages, tokenize=False))
+        token = token_after_answer(tokenizer)
     except Exception:  # noqa: BLE001  (a template is a program: it may raise anything)
         return None
+    return token if token in tokenizer.added_tokens_decoder else None
+
+
+def token_after_answer(tokenizer: PreTrainedTokenizerFast) -> int | None:
+    """Return the first token that the chat template writes after an assistant's message."""
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
+    text = str(tokenizer.apply_chat_template(messages, tokenize=False))
     after = tokenizer(text.rpartition(_ANSWER)[2], add_special_tokens=False)["input_ids"]
-    return int(after[0]) if after and after[0] in tokenizer.added_tokens_decoder else None
+    return int(after[0]) if after else None
 
 
 class ChatEncoder:
