@@ -1,4 +1,4 @@
-"""Whole plans: the examples, sums and units, every option of the search over clusters, and jobs that cannot be.
+"""Whole plans: the examples, sums and units, and jobs that cannot be planned.
 
 The examples' full output is kept in golden/example_*.txt: `pytest tests/planning/test_planner.py --update-golden`
 writes it anew; read the diff.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import itertools
 import json
-import math
 from collections.abc import Callable
 from datetime import date
 from functools import cache
@@ -17,16 +16,14 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from whole_plans import JOB, OWN_PRICE, TODAY, check_sums_and_units, plan_text, small
 
 from craton.errors import CratonError
 from craton.infrastructure import local, local_machine
 from craton.infrastructure.microbenchmark import Measurement
 from craton.job import load_job, parse_job
-from craton.job.layout import layout_is_valid
-from craton.planning import Plan, PlanError, plan, plan_clusters
-from craton.planning.report import plan_html, plan_to_json, render_front, render_plan
-from craton.planning.report.findings import is_on_front
-from craton.planning.result import LAYERS, PHASES
+from craton.planning import Plan, PlanError, plan
+from craton.planning.report import plan_to_json, render_plan
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 GPU_EXAMPLES = [
@@ -34,70 +31,11 @@ GPU_EXAMPLES = [
     "qwen3-30b-a3b",
     *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama-405b", "llama-70b-sft", "deepseek-v3")),
 ]
-TODAY = date(2026, 11, 15)
-JOB = """\
-kind: pretrain
-model: llama-3.1-8b
-data: {sequence: 8192}
-train: {global_batch_sequences: 64, tokens: 100B}
-cluster: p5.48xlarge x 2
-checkpoint: {tiers: [{to: shared, every: 1h}]}
-"""
 
 
 @cache
 def example(name: str) -> Plan:
     return plan(load_job(EXAMPLES / f"{name}.yaml"), today=TODAY)
-
-
-def plan_text(text: str) -> Plan:
-    return plan(parse_job(text), today=TODAY)
-
-
-@cache
-def small() -> Plan:
-    return plan_text(JOB)
-
-
-def check_sums_and_units(answer: Plan) -> None:
-    """What must hold for every plan."""
-    assert tuple(answer.phases) == PHASES
-    assert sum(answer.phases.values()) == pytest.approx(answer.step_seconds, rel=1e-9)
-    for phase, parts in answer.parts.items():
-        assert sum(parts.values()) == pytest.approx(answer.phases[phase], rel=1e-9)
-        assert all(seconds > 0 for seconds in parts.values())
-    assert sum(answer.memory_parts.values()) == pytest.approx(answer.memory_bytes, rel=1e-9)
-    assert max(answer.memory_instants.values()) == pytest.approx(answer.memory_bytes, rel=1e-9)
-    batch = answer.global_batch_sequences * answer.sequence
-    assert answer.tokens_per_second * answer.step_seconds == pytest.approx(batch)
-    peak = answer.cluster.instance.gpu.peak_flops(answer.layout.precision) * answer.cluster.num_gpus
-    assert answer.mfu == pytest.approx(answer.tokens_per_second * answer.flops_per_token / peak)
-    assert 0 < answer.mfu < 0.9
-    assert answer.step_seconds_low < answer.step_seconds < answer.step_seconds_high
-    assert answer.run_seconds_low < answer.run_seconds < answer.run_seconds_high
-    assert 0 < answer.goodput.goodput_low <= answer.goodput.goodput <= answer.goodput.goodput_high <= 1
-    # failures and checkpoints only add to the steps themselves
-    productive = answer.step_seconds - answer.phases["checkpoint"]
-    wall = answer.steps * (productive + answer.evaluate_seconds) / answer.goodput.goodput
-    assert answer.run_seconds == pytest.approx(wall, rel=1e-9)
-    assert answer.steps == math.ceil(answer.tokens / batch)
-    shape, cluster = answer.model, answer.cluster
-    assert layout_is_valid(answer.layout, shape, cluster.num_gpus, answer.global_batch_sequences, answer.sequence)
-    if answer.cost:
-        cost = answer.cost
-        assert cost.cost_dollars_low < cost.cost_dollars < cost.cost_dollars_high
-        assert cost.cost_dollars == pytest.approx(cost.dollars_per_day * answer.run_seconds / 86400)
-        assert cost.dollars_per_trillion_tokens == pytest.approx(cost.cost_dollars / answer.tokens * 1e12)
-    assert answer.bottleneck.layer in LAYERS
-    assert answer.bottleneck.phase in PHASES
-    assert 0 <= answer.bottleneck.share <= 1
-    assert answer.bottleneck.relief
-    for other in answer.alternatives:
-        assert layout_is_valid(other.layout, shape, cluster.num_gpus, answer.global_batch_sequences, answer.sequence), (
-            other.layout
-        )
-        assert other.fits == (other.memory_bytes <= answer.memory_limit_bytes)
-    json.dumps(plan_to_json(answer), allow_nan=False)
 
 
 # --- the examples
@@ -347,147 +285,12 @@ def test_an_old_price_warns_and_a_young_one_does_not() -> None:
         assert answer.cost.price_age_days == (today - stated).days
 
 
-OWN_PRICE = "price: {dollars_per_hour: 10.0, kind: own, date: 2026-11-01}\n"
-
-
 def test_the_users_own_price_wins() -> None:
     answer = plan_text(JOB + OWN_PRICE)
     assert answer.cost is not None
     assert (answer.cost.purchase, answer.cost.dollars_per_hour_per_instance) == ("own", 10.0)
     assert answer.cost.dollars_per_day == pytest.approx(2 * 24 * 10.0)
     assert not any("days old" in warning for warning in answer.warnings)
-
-
-def test_the_users_own_price_wins_in_a_search_over_clusters_too() -> None:
-    answer = plan_clusters(parse_job(JOB + OWN_PRICE), ["p5.48xlarge", "p5en.48xlarge"], [16], today=TODAY)
-    assert answer.cluster.name == "p5.48xlarge x 2"
-    assert answer.cost is not None
-    assert answer.cost.dollars_per_hour_per_instance == 10.0
-
-
-# --- a search over clusters
-
-
-def searched(by: str = "cost", deadline_days: float | None = None, budget: float | None = None) -> Plan:
-    return _searched(by, deadline_days, budget)
-
-
-@cache
-def _searched(by: str, deadline_days: float | None, budget: float | None) -> Plan:
-    return plan_clusters(
-        parse_job(JOB),
-        ["p5.48xlarge", "p6-b200.48xlarge"],
-        [16, 32],
-        by=by,
-        deadline_seconds=deadline_days * 86400 if deadline_days else None,
-        budget_dollars=budget,
-        today=TODAY,
-    )
-
-
-@pytest.mark.parametrize("by", ["time", "cost", "gpus"])
-def test_by_what_the_cluster_is_chosen(by: str) -> None:
-    answer = searched(by)
-    check_sums_and_units(answer)
-    assert len(answer.front) == 4
-    key: dict[str, Callable[[int], float]] = {
-        "time": lambda index: answer.front[index].run_seconds,
-        "cost": lambda index: answer.front[index].cost_dollars or math.inf,
-        "gpus": lambda index: float(answer.front[index].layout.world),
-    }
-    chosen = [index for index, entry in enumerate(answer.front) if entry.reason == "chosen"]
-    assert len(chosen) == 1
-    assert key[by](chosen[0]) == min(key[by](index) for index in range(4))
-    if by != "gpus":
-        assert is_on_front(answer.front[chosen[0]], answer.front)  # nothing beats it in both time and cost
-
-
-def test_the_runner_up_of_a_search_is_another_instance() -> None:
-    answer = searched()
-    assert answer.runner_up is not None
-    assert answer.cluster.instance.name not in answer.runner_up.cluster
-    others = [entry for entry in answer.front if answer.cluster.instance.name not in entry.cluster]
-    assert answer.runner_up.cost_dollars == min(entry.cost_dollars or math.inf for entry in others)
-
-
-def test_a_deadline_and_a_budget_bind() -> None:
-    free = searched()
-    assert free.cost is not None
-    deadline_days = 0.6 * free.run_seconds / 86400
-    pressed = searched(deadline_days=deadline_days)
-    assert pressed.run_seconds <= deadline_days * 86400 < free.run_seconds
-    assert pressed.cost is not None
-    assert pressed.cost.cost_dollars >= free.cost.cost_dollars
-    fastest = searched("time")
-    assert fastest.cost is not None
-    poor = searched("time", budget=0.5 * (fastest.cost.cost_dollars + free.cost.cost_dollars))
-    assert poor.cost is not None
-    assert poor.cost.cost_dollars <= 0.5 * (fastest.cost.cost_dollars + free.cost.cost_dollars)
-    assert poor.run_seconds > fastest.run_seconds
-
-
-def test_what_cannot_be_met_says_what_could() -> None:
-    def one(**limits: float) -> Plan:
-        return plan_clusters(parse_job(JOB), ["p5.48xlarge"], [16], today=TODAY, **limits)  # type: ignore[arg-type]
-
-    with pytest.raises(PlanError, match=r"deadline of 12h.*fastest, p5\.48xlarge x 2, takes \d+d \d+h"):
-        one(deadline_seconds=43200.0)
-    with pytest.raises(PlanError, match=r"budget of \$100; .*cheapest, p5\.48xlarge x 2, costs \$\d+"):
-        one(budget_dollars=100.0)
-    with pytest.raises(PlanError, match=r"a deadline of .* and a budget of"):
-        one(deadline_seconds=3600.0, budget_dollars=100.0)
-
-
-def test_the_search_evaluates_what_the_single_plan_does() -> None:
-    one = plan_clusters(parse_job(JOB), ["p5.48xlarge"], [16], today=TODAY)
-    assert (one.layout, one.run_seconds) == (small().layout, small().run_seconds)
-    assert one.runner_up is None
-    assert [entry.reason for entry in one.front] == ["chosen"]
-
-
-def test_a_fixed_layout_is_not_forgotten_in_a_search_over_clusters() -> None:
-    """It is kept, or the plan says that it was not."""
-    answer = plan_clusters(parse_job(JOB + "layout: {tp: 8}\n"), ["p5.48xlarge"], [16], today=TODAY)
-    assert answer.layout.tp == 8 or any("layout" in warning for warning in answer.warnings)
-
-
-def test_clusters_that_cannot_run_the_job_are_named() -> None:
-    job = parse_job(JOB.replace("llama-3.1-8b", "llama-3.1-405b"))
-    answer = plan_clusters(job, ["p5.48xlarge"], [8, 256], today=TODAY)
-    assert answer.cluster.name == "p5.48xlarge x 32"
-    assert any("p5.48xlarge x 1: no layout fits" in warning for warning in answer.warnings)
-    with pytest.raises(PlanError, match=r"no cluster in the search can run this job: p5\.48xlarge x 1: .* GiB"):
-        plan_clusters(job, ["p5.48xlarge"], [8], today=TODAY)
-
-
-def test_gpus_that_are_no_whole_nodes() -> None:
-    with pytest.raises(PlanError, match=r"12 GPUs is not a whole number of p5\.48xlarge nodes"):
-        plan_clusters(parse_job(JOB), ["p5.48xlarge"], [12], today=TODAY)
-    with pytest.raises(CratonError, match=r"p5\.84xlarge"):
-        plan_clusters(parse_job(JOB), ["p5.84xlarge"], [64], today=TODAY)
-
-
-def test_progress_is_told() -> None:
-    told: list[tuple[int, int, str]] = []
-    plan_clusters(
-        parse_job(JOB),
-        ["p5.48xlarge"],
-        [8, 16],
-        today=TODAY,
-        progress=lambda done, total, what: told.append((done, total, what)),
-    )
-    for number in (1, 2):
-        counts = [(done, total) for done, total, what in told if what.startswith(f"cluster {number} of 2, layouts on")]
-        assert len(counts) > 10
-        assert counts == [(done, len(counts)) for done in range(len(counts))], "every layout counts"
-
-
-def test_the_front_can_be_rendered() -> None:
-    console = Console(file=io.StringIO(), width=100)
-    render_front(searched(), console)
-    text = console.file.getvalue()  # type: ignore[attr-defined]
-    assert all(entry.cluster in text for entry in searched().front)
-    assert "<html" in plan_html(searched(), TODAY)
 
 
 # --- jobs that cannot be planned
