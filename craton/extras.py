@@ -14,6 +14,7 @@ from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from importlib.util import find_spec
 from pathlib import Path
 from shlex import quote
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from craton.errors import CratonError
@@ -105,14 +106,15 @@ def _requirement(extra: str) -> str:
             return ("-e " if origin["dir_info"].get("editable") else "") + _of_folder(path, extra)
         if origin.get("archive_info") is not None and path.is_file():
             return quote(f"{path}[{extra}]")
-    elif version := origin.get("vcs_info"):
-        return quote(f"craton[{extra}] @ {version['vcs']}+{url}@{version['commit_id']}")
     elif url:
-        return quote(f"craton[{extra}] @ {url}")
+        version = origin.get("vcs_info")
+        source = f"{version['vcs']}+{url}@{version['commit_id']}" if version else url
+        folder = f"#subdirectory={origin['subdirectory']}" if origin.get("subdirectory") else ""
+        return quote(f"craton[{extra}] @ {source}{folder}")
     return " ".join(quote(requirement) for requirement in _requirements(installed, extra))
 
 
-def _origin(installed: Distribution) -> dict[str, dict[str, str]]:
+def _origin(installed: Distribution) -> dict[str, Any]:
     """What an installer recorded about the source of a distribution (PEP 610); empty for a package index."""
     try:
         document = json.loads(installed.read_text("direct_url.json") or "{}")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import tomllib
+from collections.abc import Callable
 from importlib.metadata import Distribution, PackageNotFoundError, packages_distributions
 from pathlib import Path
 
@@ -15,6 +17,9 @@ from craton.extras import MODULES, MissingExtraError, install_command, require_e
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+Install = Callable[[Distribution | None], None]
 
 
 class Installed(Distribution):
@@ -28,8 +33,8 @@ class Installed(Distribution):
     def read_text(self, filename: str) -> str | None:
         return self._files.get(filename)
 
-    def locate_file(self, path: object) -> Path:
-        raise NotImplementedError
+    def locate_file(self, path: str | os.PathLike[str]) -> Path:
+        return Path("site-packages") / path
 
 
 METADATA = """\
@@ -47,7 +52,7 @@ Requires-Dist: fastapi>=0.115; extra == 'serve'
 
 
 @pytest.fixture
-def install(monkeypatch: pytest.MonkeyPatch) -> object:
+def install(monkeypatch: pytest.MonkeyPatch) -> Install:
     def use(installed: Distribution | None) -> None:
         def found(name: str) -> Distribution:
             if installed is None:
@@ -89,6 +94,29 @@ def test_the_modules_are_those_of_the_project() -> None:
             "pip install 'craton[train] @ https://example.org/craton-0.1.0-py3-none-any.whl'",
             id="url",
         ),
+        # The next three are the examples of the specification of direct_url.json (PEP 610), with our name for pip's.
+        pytest.param(
+            {"url": "https://github.com/pypa/pip/archive/1.3.1.zip", "archive_info": {"hash": "sha256=2dc6b5a4"}},
+            "pip install 'craton[train] @ https://github.com/pypa/pip/archive/1.3.1.zip'",
+            id="PEP 610: archive",
+        ),
+        pytest.param(
+            {
+                "url": "https://github.com/pypa/pip.git",
+                "vcs_info": {"vcs": "git", "requested_revision": "1.3.1", "commit_id": "7921be15"},
+            },
+            "pip install 'craton[train] @ git+https://github.com/pypa/pip.git@7921be15'",
+            id="PEP 610: git",
+        ),
+        pytest.param(
+            {
+                "url": "https://github.com/user/repo.git",
+                "subdirectory": "pip",
+                "vcs_info": {"vcs": "git", "commit_id": "7921be15"},
+            },
+            "pip install 'craton[train] @ git+https://github.com/user/repo.git@7921be15#subdirectory=pip'",
+            id="PEP 610: subdirectory",
+        ),
         pytest.param(None, "pip install 'torch>=2.11' 'tokenizers>=0.20'", id="index"),
         pytest.param(
             {"url": "file:///gone/craton-0.1.0-py3-none-any.whl", "archive_info": {}},
@@ -97,37 +125,37 @@ def test_the_modules_are_those_of_the_project() -> None:
         ),
     ],
 )
-def test_the_command_fits_the_installation(origin: object, expected: str, install: object) -> None:
-    install(Installed(origin))  # type: ignore[operator]
+def test_the_command_fits_the_installation(origin: object, expected: str, install: Install) -> None:
+    install(Installed(origin))
     assert install_command("train") == expected
 
 
 def test_a_clone_and_a_wheel_are_installed_again_with_the_extra(
-    install: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "my clone"
     folder.mkdir()
     (folder / "pyproject.toml").touch()
     url = folder.as_uri()
-    install(Installed({"url": url, "dir_info": {"editable": True}}))  # type: ignore[operator]
+    install(Installed({"url": url, "dir_info": {"editable": True}}))
     assert install_command("train") == f"pip install -e '{folder}[train]'"
-    install(Installed({"url": url, "dir_info": {}}))  # type: ignore[operator]
+    install(Installed({"url": url, "dir_info": {}}))
     assert install_command("train") == f"pip install '{folder}[train]'"
     monkeypatch.chdir(folder)
     assert install_command("train") == "pip install '.[train]'"
     wheel = tmp_path / "craton-0.1.0-py3-none-any.whl"
     wheel.touch()
-    install(Installed({"url": wheel.as_uri(), "archive_info": {}}))  # type: ignore[operator]
+    install(Installed({"url": wheel.as_uri(), "archive_info": {}}))
     assert install_command("serve") == f"pip install '{wheel}[serve]'"
 
 
-def test_an_extra_within_an_extra_is_listed(install: object) -> None:
-    install(Installed())  # type: ignore[operator]
+def test_an_extra_within_an_extra_is_listed(install: Install) -> None:
+    install(Installed())
     assert install_command("serve") == "pip install 'torch>=2.11' 'tokenizers>=0.20' 'fastapi>=0.115'"
 
 
-def test_a_tree_that_is_not_installed_is_a_clone(install: object) -> None:
-    install(None)  # type: ignore[operator]
+def test_a_tree_that_is_not_installed_is_a_clone(install: Install) -> None:
+    install(None)
     assert install_command("train").endswith("[train]'")
 
 
