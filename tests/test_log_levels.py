@@ -66,17 +66,35 @@ def test_an_agent_survives_a_wrong_level(capsys: pytest.CaptureFixture[str]) -> 
     assert logging.getLogger("craton").level == logging.WARNING
 
 
+JOB = """\
+kind: pretrain
+model: llama-3.2-1b
+data: {sequence: 4096}
+train: {global_batch_sequences: 8, steps: 10}
+cluster: p5.48xlarge
+layout: {fsdp: 8}
+"""
+
+
 def craton(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, **variables}
     command = [sys.executable, "-m", "craton", *words]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
-def test_the_command_logs_to_stderr_and_refuses_a_wrong_level() -> None:
-    """`-v` after the verb is `-v` before it; a result on stdout stays as it is."""
-    quiet, verbose = craton("--version"), craton("plan", "examples/quickstart.yaml", "-h", "-v")
-    assert quiet.stdout.startswith("craton ")
-    assert verbose.returncode == 0
+def test_the_command_logs_to_stderr_and_prints_the_same(tmp_path: Path) -> None:
+    """`-v` after the verb is `-v` before it; the result on stdout stays as it is."""
+    job = tmp_path / "job.yaml"
+    job.write_text(JOB, encoding="utf-8")
+    quiet = craton("plan", str(job), "--json", CRATON_LOG="")
+    assert "INFO" not in quiet.stderr
+    for words in (("-v", "plan", str(job), "--json"), ("plan", str(job), "--json", "-v")):
+        verbose = craton(*words, CRATON_LOG="")
+        assert " INFO craton.planning.planner: searched layouts on p5.48xlarge x 1 in " in verbose.stderr
+        assert verbose.stdout == quiet.stdout
+
+
+def test_the_command_refuses_a_wrong_level() -> None:
     wrong = craton("catalog", CRATON_LOG="loud")
     assert (wrong.returncode, wrong.stdout) == (2, "")
     assert "error: CRATON_LOG=loud: 'loud' is not a log level" in wrong.stderr
