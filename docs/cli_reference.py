@@ -39,12 +39,12 @@ def _commands(words: list[str], command: Any) -> Iterator[tuple[list[str], Any]]
 def _section(words: list[str], command: Any) -> str:
     title = " ".join(words)
     summary = _plain(command.help or "")
-    rows = [row for param in command.params if not getattr(param, "hidden", False) for row in _rows(param)]
+    rows = [_row(param) for param in command.params if not getattr(param, "hidden", False)]
     table = "\n| argument or option | meaning | default |\n|---|---|---|\n" + "".join(rows) if rows else ""
     return f"\n## `{title}`\n\n{summary}\n{table}"
 
 
-def _rows(param: Any) -> Iterator[str]:
+def _row(param: Any) -> str:
     if param.param_type_name == "argument":
         name = f"`{param.metavar or param.name.upper()}`"
     else:
@@ -54,7 +54,7 @@ def _rows(param: Any) -> Iterator[str]:
     text, default = _split_default(_plain(getattr(param, "help", None) or ""))
     if not default:
         default = _default(param)
-    yield f"| {name} | {text} | {default} |\n"
+    return f"| {name} | {text} | {default} |\n"
 
 
 def _split_default(text: str) -> tuple[str, str]:
