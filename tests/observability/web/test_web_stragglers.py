@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 from simulated_runs import STEP_SECONDS, write_run
 
-from craton.observability.diagnosis import Symptom, straggler_of, symptoms
+from craton.observability.diagnosis import Symptom, straggler_of
 from craton.observability.diagnosis.collect import snapshot as taking
 from craton.observability.diagnosis.snapshot import RunFacts, Snapshot
+from craton.observability.diagnosis.symptoms import symptoms
 from craton.observability.diagnosis.verdict import Symptoms
 from craton.observability.web.readers import KEPT_LINES, NodeMember, RankTable, RankTails, read_member
 from craton.observability.web.sources import CachedVerdict, Late, examine

@@ -1,0 +1,13 @@
+"""Symptoms of a run, before their cause is known."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from craton.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from craton.observability.diagnosis.symptoms.ended import reported_losses
+    from craton.observability.diagnosis.symptoms.symptoms import straggler_of, symptoms_of
+else:
+    __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

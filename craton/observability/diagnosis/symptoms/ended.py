@@ -1,0 +1,119 @@
+"""Symptoms by the run's state: waiting, done, stopped or dead."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+
+from craton.observability.diagnosis.restart_history import LOST
+from craton.observability.diagnosis.snapshot import Snapshot, SnapshotRank
+from craton.observability.diagnosis.symptoms.naming import nodes_of
+from craton.observability.diagnosis.tables import threshold
+from craton.observability.diagnosis.verdict import UNSAVED, Symptom
+
+COMING_BACK = ("detect", "regroup", "restore")
+_HANG = re.compile(r"rank (\d+) (?:on \S+ )?(hangs in|is stopped by a signal)")
+_VICTIM = re.compile(r"rank (\d+) on ([\w.-]+)")
+
+
+def symptom_by_state(snapshot: Snapshot) -> Symptom | None:
+    """Return the symptom by the run's state and its scheduler; None if the run should be making progress."""
+    run, scheduler = snapshot.run, snapshot.scheduler
+    if run.unsaved:
+        return Symptom("waiting", run.unsaved, sign=UNSAVED)
+    if run.state == "waiting" or (scheduler.condition == "waiting" and run.state not in ("failed", "done")):
+        return Symptom("waiting", scheduler.sentence or run.message)
+    if run.state == "done":
+        return Symptom("done")
+    if run.state == "stopped":
+        return Symptom("stopped", run.message)
+    if run.state == "failed":
+        return _death(snapshot, run.message)
+    if run.state == "lost":
+        if scheduler.condition == "unknown":
+            return Symptom(
+                "unknown", scheduler.sentence or "the scheduler does not respond, and no node sends a heartbeat"
+            )
+        return _death(snapshot, run.message)
+    return None
+
+
+def _death(snapshot: Snapshot, message: str) -> Symptom:
+    """Return the symptom of a run that ended, or that lost ranks or nodes."""
+    first = _first_dead(snapshot)
+    reported_lost = reported_losses(snapshot)
+    lost = [*_lost_nodes(snapshot), *reported_lost]
+    broke_with_it = first is not None and first.node not in lost and bool(reported_lost)
+    if first is not None and not broke_with_it and not _fell_silent_before(snapshot, lost, first):
+        return _ended_for_a_hang(snapshot, message) or Symptom(
+            "dead", message, ranks=(first.rank,), nodes=(first.node,), moment=first.ended_at
+        )
+    if lost:
+        return Symptom("dead", message, nodes=tuple(dict.fromkeys(lost)))
+    match = _VICTIM.search(message)
+    if match:
+        return Symptom("dead", message, ranks=(int(match[1]),), nodes=(match[2],))
+    return Symptom("dead", message)
+
+
+def reported_losses(snapshot: Snapshot) -> dict[str, str]:
+    """Return node → how its agent was lost, as the other agents reported when the run ended. The agent may have been
+    restarted since, and look healthy."""
+    losses = reversed(LOST.findall(snapshot.run.message))  # the first report on a node is the reason
+    lost = {node: how for node, how in losses if node in snapshot.run.nodes}
+    return {} if len(lost) == len(snapshot.run.nodes) else lost
+
+
+def _fell_silent_before(snapshot: Snapshot, lost: Sequence[str], first: SnapshotRank) -> bool:
+    """Return whether a node was lost before ranks elsewhere failed because their connections to it broke."""
+    if not lost or first.node in lost or first.ended_at is None:
+        return False
+    ages = [node.heartbeat_age_seconds for node in snapshot.nodes if node.name in lost]
+    beats = [snapshot.moment - age for age in ages if age is not None]
+    return bool(beats) and min(beats) <= first.ended_at + threshold("early_margin_seconds")
+
+
+def _ended_for_a_hang(snapshot: Snapshot, message: str) -> Symptom | None:
+    """Return the symptom if the agents ended all ranks for lack of progress. Exit codes then say nothing; the activity
+    in which a rank ended may."""
+    match = _HANG.search(message)
+    if match is None:
+        return None
+    if match[2] == "is stopped by a signal":
+        ranks = [rank for rank in snapshot.ranks if rank.rank == int(match[1])]
+        return Symptom("dead", message, ranks=(int(match[1]),), nodes=nodes_of(ranks), sign="stopped")
+    kinds = Counter(rank.ended_in.partition("+")[0] for rank in snapshot.ranks if rank.ended_in)
+    usual = kinds.most_common(1)[0][0] if kinds else ""
+    odd = [rank for rank in snapshot.ranks if rank.ended_in and rank.ended_in.partition("+")[0] != usual]
+    odd = odd if 2 * len(odd) < len(snapshot.ranks) else []
+    return Symptom("dead", message, ranks=tuple(rank.rank for rank in odd), nodes=nodes_of(odd), sign="hung")
+
+
+def find_dead_ranks(snapshot: Snapshot) -> Symptom | None:
+    """Return the symptom if a rank or node failed, the run has not ended, and recovery has not begun."""
+    lost = _lost_nodes(snapshot)
+    first = _first_dead(snapshot)
+    if first is None and not lost:
+        return None
+    if first is not None and any(rank.kind in COMING_BACK for rank in snapshot.ranks):
+        return None
+    return _death(snapshot, snapshot.run.message)
+
+
+def _first_dead(snapshot: Snapshot) -> SnapshotRank | None:
+    dead = [rank for rank in snapshot.ranks if rank.is_alive is False and rank.exit_code not in (0, None)]
+    return min(dead, key=lambda rank: (rank.ended_at is None, rank.ended_at or 0.0, rank.rank), default=None)
+
+
+def _lost_nodes(snapshot: Snapshot) -> list[str]:
+    """Return nodes whose agent should send heartbeats and does not."""
+    limit = threshold("heartbeat_lost_seconds")
+    return [
+        node.name
+        for node in snapshot.nodes
+        if node.heartbeat_state in ("running", "spare")
+        and ((node.heartbeat_age_seconds or 0.0) > limit or node.agent_is_alive is False)
+        and node.name in (snapshot.run.nodes or (node.name,))
+        and not (snapshot.run.storage and node.agent_is_alive)  # heartbeats cannot be stored, and look old
+    ]

@@ -1,0 +1,119 @@
+"""Slow runs: stragglers, steps slower than before or planned, saves that block, restart loops, overload."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from craton.formatting import counted, duration, duration_range, percent, whole_duration
+from craton.observability.diagnosis.phases import Straggling, find_slowness, find_straggling, is_on_processors
+from craton.observability.diagnosis.restart_history import find_loop
+from craton.observability.diagnosis.snapshot import Snapshot, SnapshotRank
+from craton.observability.diagnosis.symptoms.naming import nodes_of, who
+from craton.observability.diagnosis.tables import threshold
+from craton.observability.diagnosis.verdict import OVERLOAD, RESTARTS, Symptom
+
+
+def find_slow(snapshot: Snapshot) -> list[Symptom]:
+    symptoms: list[Symptom] = []
+    straggling = find_straggling(snapshot)
+    symptoms += [_straggles(snapshot, entry) for entry in straggling]
+    held_up = sum(item.lost_share for item in straggling)
+    slowness = find_slowness(snapshot)
+    for element in slowness:
+        # The step includes the cost of stragglers; only the rest is another symptom.
+        rest = element.lost_share - (held_up if element.is_first else 0.0)
+        is_theirs = element.phase in [one.phase for one in straggling]
+        if straggling and (rest < threshold("straggler_step_share") or is_theirs):
+            continue
+        if any(symptom.phase == element.phase and not symptom.ranks for symptom in symptoms):
+            continue
+        against = since = "planned" if element.against == "plan" else "before"
+        if element.against == "plan":
+            low, high = snapshot.run.step_seconds_low, snapshot.run.step_seconds_high
+            against += f", expected range {duration_range(low, high)}" if low and high else ""
+        text = f"takes {duration(element.step_seconds)} per step ({duration(element.reference_seconds)} {against})"
+        grown = "largest increase" if element.is_first else "also longer"
+        evidence = (
+            text,
+            f"{grown}: {element.phase}, {duration(element.phase_seconds)} "
+            f"({duration(element.phase_reference)} {since})",
+        )
+        is_old = element.against == "plan" and not any(other.against == "earlier" for other in slowness)
+        symptoms.append(Symptom("slow", text, evidence, phase=element.phase, lost_share=rest, since_start=is_old))
+    if not any(symptom.phase == "checkpoint" for symptom in symptoms):
+        symptoms += _blocked_by_saves(snapshot)
+    symptoms += [*_breaks_again(snapshot), *_overloaded(snapshot)]
+    return sorted(symptoms, key=lambda symptom: -(symptom.lost_share or 0.0))
+
+
+def _blocked_by_saves(snapshot: Snapshot) -> list[Symptom]:
+    """Return the time blocked by checkpoints, by the ledger: medians of steps do not show rare long saves."""
+    ledger, plan = snapshot.run.ledger, snapshot.run.plan
+    saving = ledger.get("checkpoint", 0.0)
+    wall = saving + sum(ledger.get(kind, 0.0) for kind in ("productive", "data"))
+    if wall < threshold("checkpoint_share_seconds"):
+        return []
+    planned = plan.get("checkpoint_seconds", 0.0) / plan["step_seconds"] if plan.get("step_seconds") else 0.0
+    limit = threshold("checkpoint_share_cpu" if is_on_processors(snapshot) else "checkpoint_share")
+    if saving / wall < max(limit, 3.0 * planned):
+        return []
+    text = f"is blocked by checkpoints {percent(saving / wall)} of the time ({percent(planned)} planned)"
+    return [Symptom("slow", text, (text,), phase="checkpoint", lost_share=saving / wall - planned)]
+
+
+def _breaks_again(snapshot: Snapshot) -> list[Symptom]:
+    loop = find_loop(snapshot)
+    if loop is None:
+        return []
+    times, ranks = len(loop.restarts), (loop.rank,) if loop.rank is not None else ()
+    text = (
+        f"restarted {times} times in {whole_duration(loop.seconds)}, which cost {percent(loop.lost_share)} of that time"
+    )
+    nodes = (loop.node,) if loop.node else ()
+    return [
+        Symptom("slow", text, (text,), ranks=ranks, nodes=nodes, lost_share=loop.lost_share, sign=RESTARTS),
+    ]
+
+
+def _overloaded(snapshot: Snapshot) -> list[Symptom]:
+    """Return overload: more requests wait than run, and the queue was never empty, so the wait is at least one service
+    time (Little's law)."""
+    serving = snapshot.serving
+    if serving is None or not serving.least_waiting or serving.waiting <= serving.running:
+        return []
+    first = serving.first_token_seconds
+    text = f"has {counted(serving.waiting, 'request')} waiting and {serving.running} running"
+    evidence = (text, *([f"median time to first token: {duration(first)}"] if first else []))
+    return [Symptom("slow", text, evidence, phase="queue", sign=OVERLOAD)]
+
+
+def _straggles(snapshot: Snapshot, straggling: Straggling) -> Symptom:
+    ranks = [rank for rank in snapshot.ranks if rank.rank in straggling.ranks]
+    others = "others" if 2 * len(ranks) < len(snapshot.ranks) else "fast ranks"
+    one = len(ranks) == 1
+    message = (
+        f"{who(ranks)} {'spends' if one else 'spend'} {straggling.ratio:.2f} times as long as the {others} on a step "
+        f"outside collectives, mostly in {straggling.phase}, and {'waits' if one else 'wait'} least in collectives"
+    )
+    return Symptom(
+        "slow",
+        f"loses {percent(straggling.lost_share)} of every step to {who(ranks)}",
+        (message,),
+        straggling.ranks,
+        nodes_of(ranks),
+        _whole_leaf(snapshot, ranks),
+        straggling.phase,
+        straggling.lost_share,
+        straggling.since_start,
+    )
+
+
+def _whole_leaf(snapshot: Snapshot, ranks: Sequence[SnapshotRank]) -> str:
+    """Return the leaf whose nodes all have slow ranks, if it has several nodes and no other leaf is affected."""
+    leaves = snapshot.run.leaves
+    touched = {rank.node for rank in ranks}
+    names = {leaves.get(node, "") for node in touched}
+    if len(names) != 1 or len(touched) < 2 or len(set(leaves.values())) < 2:
+        return ""
+    (leaf,) = names
+    return leaf if leaf and touched == {node for node, name in leaves.items() if name == leaf} else ""

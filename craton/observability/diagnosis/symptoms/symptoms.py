@@ -1,0 +1,43 @@
+"""Symptoms of a run: waiting, dead, hung, wrong, slow, starting or healthy.
+
+They are checked in this order, because a run without progress has no speed. Healthy and busy runs must raise no alarm:
+the first steps, noisy steps, and steps that compile, save or evaluate are not symptoms.
+"""
+
+from __future__ import annotations
+
+from craton.observability.diagnosis.snapshot import Snapshot
+from craton.observability.diagnosis.symptoms.ended import COMING_BACK, find_dead_ranks, symptom_by_state
+from craton.observability.diagnosis.symptoms.hung import find_hang
+from craton.observability.diagnosis.symptoms.slow import find_slow
+from craton.observability.diagnosis.symptoms.wrong import find_wrong
+from craton.observability.diagnosis.verdict import Symptom, Symptoms
+
+
+def symptoms_of(snapshot: Snapshot) -> Symptoms:
+    """Return all symptoms of the run, most severe first."""
+    outside = symptom_by_state(snapshot)
+    if outside is not None:
+        return Symptoms((outside,))
+    died = find_dead_ranks(snapshot)
+    hangs = find_hang(snapshot)
+    wrong = find_wrong(snapshot)
+    if died is not None:
+        return Symptoms((died, *wrong))
+    if hangs is not None:
+        return Symptoms((hangs, *wrong))
+    slow = find_slow(snapshot)
+    if wrong or slow:
+        return Symptoms((*wrong, *slow))
+    if snapshot.run.state == "starting":
+        return Symptoms((Symptom("starting"),))
+    back = [rank for rank in snapshot.ranks if rank.kind in COMING_BACK]
+    if back:
+        return Symptoms((Symptom("starting", f"is recovering from a failure (its ranks are in {back[0].kind})"),))
+    return Symptoms((Symptom("healthy"),))
+
+
+def straggler_of(snapshot: Snapshot) -> Symptom | None:
+    """Return the ranks that cost the others the most time, for `craton why` and the web page. None if there are none,
+    or if the run hangs or is dead, where ranks are not compared."""
+    return next((symptom for symptom in symptoms_of(snapshot).of("slow") if symptom.ranks), None)
