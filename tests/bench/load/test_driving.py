@@ -293,19 +293,19 @@ def test_a_client_that_is_busy_or_late_is_told(server: Server) -> None:
 
 
 def test_a_sweep_finds_where_a_server_saturates() -> None:
-    """Two requests at a time of 20 ms each: 100 requests/s. Levels of 0.4 s find it only roughly."""
-    behaviour = Behaviour(first_seconds=0.02, at_once=2)
+    """Two requests at a time of 100 ms each: 20 requests/s. Short levels find it only roughly."""
+    behaviour = Behaviour(first_seconds=0.1, at_once=2)
     with openai_like_server(behaviour) as server:
         workload = replace(WORKLOAD, output=Lengths("fixed", 1))
-        for _ in range(3):  # a machine that stands still within a level makes a queue, or hides one
-            report = drive(server, Sweep(25, 400), workload=workload, limit=Limit(seconds=0.4))
+        for seconds in (0.8, 2.0, 5.0, 12.0):  # a busy machine makes a queue, or hides one, in a short level
+            report = drive(server, Sweep(4, 160), workload=workload, limit=Limit(seconds=seconds))
             found = report.saturation
             assert found is not None
             if found.sustained and found.too_much:
                 break
     assert found.sustained is not None
     assert found.too_much is not None
-    assert 25 <= found.sustained < found.too_much <= 400
+    assert 4 <= found.sustained < found.too_much <= 160
     rates = [level.load.requests_per_second for level in report.levels if isinstance(level.load, Open)]
     assert rates == sorted(rates)
     assert isinstance(report.shown.load, Open)
