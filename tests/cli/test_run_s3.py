@@ -51,7 +51,7 @@ def test_tokens_checkpoints_and_models_in_s3(
     assert {"tokens/index.json", "tokens/validation/index.json"} <= set(s3_server.objects(name))
     again = verbs("data", "tokenize", "text.jsonl", "--to", f"{bucket}/tokens", *options)
     assert again.returncode == 2
-    assert f"{bucket}/tokens: exists already" in again.stderr
+    assert f"{bucket}/tokens: already exists" in again.stderr
 
     job = verbs.folder / "words.yaml"
     job.write_text(JOB.replace("BUCKET", bucket))

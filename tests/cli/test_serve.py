@@ -246,6 +246,6 @@ def test_a_terminal_shows_one_line_that_lives(verbs: Verbs) -> None:
     arguments = ["serve", "qwen3-0.6b", "--random-weights", "--port", str(free_port())]
     code, screen = in_a_terminal(verbs, arguments, when="first token after", send=b"\x03", program=("-c", REPLACED))
     assert code == 0
-    for words in (f"{NAME} serves at", "3 running, 1 waiting", f"{NAME} drains", f"{NAME} stopped"):
+    for words in (f"{NAME} serves at", "3 running, 1 waiting", f"{NAME} is draining", f"{NAME} stopped"):
         assert words in screen
     assert living_agents(verbs.run(NAME)) == []
