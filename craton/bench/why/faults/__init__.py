@@ -1,0 +1,13 @@
+"""`craton bench why --live`: break real runs on this machine in many ways, and score the diagnosis of each."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from craton.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from craton.bench.why.faults.fault import Expected, JobRecipe, LiveFault
+    from craton.bench.why.faults.split import FAMILIES, chosen_faults, development, held_out
+else:
+    __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)
