@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -69,11 +69,11 @@ class RunningJob:
         """Every process of the run on this machine: agents, ranks and whatever they started."""
         return [pid for pid, environment in environments() if self.marker.encode() in environment]
 
-    def spawn(self, *command: str, output: Path | None = None) -> subprocess.Popen[bytes]:
+    def spawn(self, command: Sequence[str], output: Path | None = None) -> subprocess.Popen[bytes]:
         """Start a process beside the run (a hog, a client); it is killed when the fault ends."""
         with (output or Path(os.devnull)).open("wb") as log:
             process = subprocess.Popen(
-                command,
+                list(command),
                 env=dict(self.environment),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
