@@ -131,6 +131,8 @@ class Workshop:
                 slurm=slurm,
             )
             self._write_job(recipe, job, document)
+            if recipe.prepare is not None:
+                recipe.prepare(job)
             try:
                 _run_craton(recipe, job)
                 yield job

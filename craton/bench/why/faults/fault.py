@@ -51,6 +51,7 @@ class JobRecipe:
     # A cgroup (v1) of its own: controller → file → value, such as {"memory": {"memory.limit_in_bytes": "1G"}}.
     cgroups: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     network: bool = False  # in a network namespace of its own, with loopback up
+    prepare: Callable[[RunningJob], None] | None = None  # before `craton run`, such as draining a node of Slurm
     settled_step: int = 20  # after which the job counts as settled; commands without steps: after SETTLED_SECONDS
 
 
@@ -64,11 +65,12 @@ class LiveFault:
     source: str  # URL of the public issue or report that it is modelled on
     job: JobRecipe
     expected: Expected
-    # From outside, once the job has settled; the fault begins when it is called. None: the job breaks by itself.
+    # From outside, once the job has settled; the fault begins when it is called. With onset `start` it is called when
+    # `craton run` has returned. None: the job breaks by itself.
     inject: Callable[[RunningJob], None] | None = None
     onset: Onset | None = None  # None: `inject` if there is one, else `program` (it touches the file $ONSET)
     judge_seconds: float = 20.0  # after the onset; a run that ended before is judged `ENDED_SECONDS` after its end
-    needs: tuple[str, ...] = ()  # of `environment.NEEDS`; without one of them the fault is listed as not run
+    needs: tuple[str, ...] = ()  # of `environment.missing`; without one of them the fault is listed as not run
     is_alone: bool = False  # no other run beside it: it loads the whole machine
 
     @property

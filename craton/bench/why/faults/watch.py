@@ -86,7 +86,11 @@ def look(run: RunDirectory) -> tuple[Snapshot, Verdict]:
 
 def _observe(fault: LiveFault, job: RunningJob, record: FaultRecord) -> Snapshot:
     """Diagnose the run from its start to the judgement; return the last snapshot."""
-    begun = time.monotonic() if fault.begins_by == "start" else _wait_for_onset(fault, job, record)
+    begun = time.monotonic()
+    if fault.begins_by != "start":
+        begun = _wait_for_onset(fault, job, record)
+    elif fault.inject is not None:
+        fault.inject(job)
     ended: float | None = None
     while True:
         began_look = time.monotonic()

@@ -16,14 +16,13 @@ VOCABULARY = 512
 
 def samples(job: Any, split: str) -> Callable[[int], Any]:
     """Return a function of the sample's index; from AFTER_SAMPLES on it breaks on the rank VICTIM, or on all ranks."""
-    is_victim = VICTIM in ("", os.environ.get("RANK", "0"))
     if FAULT == "slow-first-batch":
         begin()
-        time.sleep(90)
+        time.sleep(600)  # as a source that scans all its shards before the first sample
 
     def sample(index: int) -> Any:
         tokens = sentence(index, job.sequence)
-        if not is_victim or index < AFTER_SAMPLES or FAULT == "slow-first-batch":
+        if index < AFTER_SAMPLES or VICTIM not in ("", os.environ.get("RANK", "0")):
             return tokens
         begin()
         return BROKEN[FAULT](index, tokens)
@@ -69,6 +68,10 @@ def bad_ids(index: int, tokens: list[int]) -> list[int]:
     return [*tokens[:-1], VOCABULARY + 7]
 
 
+def ends(index: int, tokens: list[int]) -> None:
+    return None  # as a generator that is exhausted
+
+
 BROKEN: dict[str, Callable[[int, list[int]], Any]] = {
     "sleeps": sleeps,
     "blocks": blocks,
@@ -76,4 +79,5 @@ BROKEN: dict[str, Callable[[int, list[int]], Any]] = {
     "repeats": repeats,
     "wrong-shape": wrong_shape,
     "bad-ids": bad_ids,
+    "ends": ends,
 }
