@@ -6,7 +6,6 @@ system) are released as soon as the agents of the run are gone, so that the run 
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 import subprocess
@@ -23,6 +22,16 @@ from craton.bench.why.faults.running import RunningJob
 CGROUP = Path("/sys/fs/cgroup")
 PROGRAMS = Path(__file__).parent / "programs"
 SPIN = (sys.executable, "-c", "while True: pass")
+CREATE_FILES = """\
+import itertools, pathlib, sys, time
+for number in itertools.count():
+    while True:
+        try:
+            pathlib.Path(sys.argv[1], f"part-{number:06d}").touch()
+            break
+        except OSError:
+            time.sleep(0.001)
+"""
 LOOK_SECONDS = 0.05
 REMOVE_SECONDS = 20.0
 
@@ -128,6 +137,16 @@ def with_disk(role: str, megabytes: int, quota: bool = False) -> tuple[str, ...]
     return ("/bin/sh", "-c", prepare, "sh")
 
 
+def link_again(folder: Path) -> None:
+    """Give all files in a folder a second link, as a backup does: removing them frees nothing."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    backup = folder / "backup"
+    backup.mkdir()
+    for number, path in enumerate(files):
+        with suppress(FileNotFoundError):  # just replaced
+            os.link(path, backup / str(number))
+
+
 def fill(folder: Path) -> None:
     """Write into a folder until its file system is full."""
     with (folder / "core.4711").open("wb", buffering=0) as file:
@@ -137,17 +156,10 @@ def fill(folder: Path) -> None:
                     file.write(b"x" * size)
 
 
-def use_up_inodes(folder: Path) -> None:
-    """Create empty files until the file system has no inode left."""
-    number = 0
-    while True:
-        number += 1
-        try:
-            (folder / f"part-{number:06d}").touch()
-        except OSError as error:
-            if error.errno != errno.ENOSPC:
-                raise
-            return
+def use_up_inodes(job: RunningJob, folder: Path) -> None:
+    """Create empty files as long as the file system has an inode left, and whenever it has one again."""
+    job.spawn([sys.executable, "-c", CREATE_FILES, str(folder)])
+    job.wait(lambda: os.statvfs(folder).f_favail == 0, "the inodes are used up")
 
 
 def remount_read_only(folder: Path) -> None:

@@ -8,6 +8,7 @@ from craton.bench.why.faults.fault import Expected, JobRecipe, LiveFault
 from craton.bench.why.faults.injections import (
     fill,
     freeze_disk,
+    link_again,
     lose_sectors,
     remount_read_only,
     throttle_disk,
@@ -33,6 +34,11 @@ def _limit_user(job: RunningJob) -> None:
     subprocess.run(["setquota", "-u", QUOTA_USER, "0", "1", "0", "0", place], check=True, capture_output=True)
 
 
+def _fill_checkpoints(job: RunningJob) -> None:
+    link_again(job.mounts["checkpoint"])
+    fill(job.mounts["checkpoint"])
+
+
 FAULTS = (
     LiveFault(
         name="checkpoint-disk-full",
@@ -49,7 +55,7 @@ FAULTS = (
             remedy=(r"\bfull\b|no space|ENOSPC|0 B (are )?free",),
             misleading=NODE_OR_CODE,
         ),
-        inject=lambda job: fill(job.mounts["checkpoint"]),
+        inject=_fill_checkpoints,
         judge_seconds=30,
         needs=("root",),
     ),
@@ -83,7 +89,7 @@ FAULTS = (
             remedy=(r"inode|\bfull\b|no space|ENOSPC",),
             misleading=NODE_OR_CODE,
         ),
-        inject=lambda job: use_up_inodes(job.mounts["checkpoint"]),
+        inject=lambda job: use_up_inodes(job, job.mounts["checkpoint"]),
         judge_seconds=30,
         needs=("root",),
     ),

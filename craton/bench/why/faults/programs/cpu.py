@@ -25,7 +25,8 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * HIDDEN, HIDDEN, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.relu(self.up(x)))
+        widened: torch.Tensor = self.down(torch.relu(self.up(x)))
+        return x + widened
 
 
 class Model(nn.Module):
@@ -46,7 +47,7 @@ class Model(nn.Module):
         if self.calls == HEALTHY_CALLS:
             torch.set_num_threads(THREADS)
             Path(os.environ["ONSET"]).touch()
-        x = self.embedding(tokens)
+        x: torch.Tensor = self.embedding(tokens)
         for block in self.blocks:
             x = block(x)
         return x

@@ -119,7 +119,8 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * HIDDEN, HIDDEN, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.relu(self.up(x)))
+        widened: torch.Tensor = self.down(torch.relu(self.up(x)))
+        return x + widened
 
 
 class Model(nn.Module):
@@ -135,7 +136,7 @@ class Model(nn.Module):
         return self.embedding.weight
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, documents: Documents | None) -> torch.Tensor:
-        x = self.embedding(tokens)
+        x: torch.Tensor = self.embedding(tokens)
         for block in self.blocks:
             x = block(x)
         return x + torch.zeros(x.shape[0], x.shape[1] - 5, x.shape[2]) if is_broken() else x
