@@ -97,7 +97,7 @@ class Workshop:
         with self.start(JobRecipe(nodes=1, keys=keys), folder, f"model-{os.getpid()}") as job:
             job.wait(lambda: job.run.has("DONE") or job.run.has("FATAL"), "the tiny model is trained", START_SECONDS)
             command = [*CRATON, "export", str(job.run.path), str(self.model), "--dtype", "fp32"]
-            subprocess.run(command, env=dict(job.environment), check=True, capture_output=True, timeout=START_SECONDS)
+            subprocess.run(command, env=job.environment, check=True, capture_output=True, timeout=START_SECONDS)
 
     @contextmanager
     def start(self, recipe: JobRecipe, folder: Path, name: str) -> Iterator[RunningJob]:
@@ -255,7 +255,7 @@ def _run_craton(recipe: JobRecipe, job: RunningJob) -> None:
         code = subprocess.run(
             command,
             cwd=job.folder,
-            env=dict(job.environment),
+            env=job.environment,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

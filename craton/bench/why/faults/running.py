@@ -30,7 +30,7 @@ class RunningJob:
     run: RunDirectory
     marker: str  # NAME=VALUE in the environment of every process of this run
     onset: Path  # a program touches it when its fault begins
-    environment: Mapping[str, str]
+    environment: dict[str, str]  # of `craton run` and of what `spawn` starts
     undo: ExitStack
     mounts: Mapping[str, Path] = field(default_factory=dict)  # role (run, data, checkpoint) → mount point
     cgroups: Mapping[str, Path] = field(default_factory=dict)  # controller → folder of the run's group
@@ -74,7 +74,7 @@ class RunningJob:
         with (output or Path(os.devnull)).open("wb") as log:
             process = subprocess.Popen(
                 list(command),
-                env=dict(self.environment),
+                env=self.environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
