@@ -5,6 +5,7 @@
 # make test-all  the same with the tests that take minutes, and with new cases of the property tests
 # make chaos     break small trainings in every way, dozens of times, and hold each against one that nothing happened to
 # make bench     predict every published run and print the errors
+# make bench-why break real runs in many ways and score the diagnosis; takes hours
 # Each target does its own set-up; nothing is done twice.
 
 PYTHON ?= python3
@@ -20,7 +21,7 @@ PLANNED_JOBS := $(filter-out $(wildcard examples/custom-*.yaml examples/command-
 # Containers often set this variable. Without bytecode each of the suite's thousand processes compiles Craton again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install browser slurm observers validators demo plans test test-all chaos bench clean
+.PHONY: install browser slurm observers validators demo plans test test-all chaos bench bench-why clean
 
 install: $(STAMP)
 	@echo "Craton is installed in $(VENV): try $(CRATON) --help"
@@ -143,6 +144,9 @@ chaos: $(STAMP)
 
 bench: $(STAMP)
 	$(CRATON) bench plan data/training_results.json
+
+bench-why: $(STAMP) slurm
+	$(CRATON) bench why --live --healthy 100
 
 clean:
 	rm -rf $(VENV) .venv-aws reports runs .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from craton.errors import CratonError
 from craton.formatting import percent
 
 if TYPE_CHECKING:
@@ -22,17 +24,40 @@ def why(
         ),
     ] = None,
     live: Annotated[
-        bool, typer.Option("--live/--no-live", help="Also inject faults into real processes on this machine.")
-    ] = True,
+        bool | None,
+        typer.Option(
+            "--live/--no-live",
+            help="Break real runs in many ways and score only those; --no-live: simulated scenarios only "
+            "\\[default: simulated scenarios and a few with real processes].",
+            show_default=False,
+        ),
+    ] = None,
+    families: Annotated[
+        str, typer.Option(help="With --live: all, development, held-out, or families separated by commas.")
+    ] = "all",
+    only: Annotated[
+        list[str] | None, typer.Option(help="With --live: only the fault of this name; repeatable.", show_default=False)
+    ] = None,
+    healthy: Annotated[int, typer.Option(min=0, help="With --live: number of healthy runs to watch as well.")] = 0,
+    keep: Annotated[
+        Path | None,
+        typer.Option(help="With --live: folder for snapshots, verdicts and logs of each fault.", show_default=False),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the scores and every outcome as JSON.")] = False,
 ) -> None:
     """Score `craton why` on faults of every layer, on healthy runs, and on runs without enough evidence."""
     import json
     import tempfile
-    from pathlib import Path
 
     from rich.console import Console
 
+    if live:
+        from craton.cli.bench.why_live import bench_live
+
+        bench_live(families, only or (), healthy, keep, as_json)
+        return
+    if only or healthy or keep or families != "all":
+        raise CratonError("--families, --only, --healthy and --keep belong to --live; add it")
     from craton.bench.why import live_outcomes, seed_of_today, simulated_outcomes
     from craton.bench.why import score as scored
     from craton.cli.views.progress import progress
@@ -41,7 +66,7 @@ def why(
     outcomes = []
     with progress("scenarios") as report:
         outcomes += simulated_outcomes(chosen, report)
-    if live:
+    if live is None:
         with tempfile.TemporaryDirectory(prefix="craton-bench-why-") as folder, progress("live scenarios") as report:
             outcomes += live_outcomes(chosen, Path(folder), progress=report)
     score = scored(outcomes)

@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING
 from craton.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from craton.bench.why.faults.bench import run_faults
     from craton.bench.why.faults.fault import Expected, JobRecipe, LiveFault
+    from craton.bench.why.faults.healthy import HealthyRecord, run_healthy
+    from craton.bench.why.faults.rubric import LiveScore, Tally, score
     from craton.bench.why.faults.split import FAMILIES, chosen_faults, development, held_out
 else:
     __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

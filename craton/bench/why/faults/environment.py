@@ -61,7 +61,7 @@ TINY: dict[str, dict[str, Any]] = {
 }
 
 
-class RefusedError(Exception):
+class RefusedError(RuntimeError):
     """`craton run` refused the job, so there is no run to diagnose."""
 
 

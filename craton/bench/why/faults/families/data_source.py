@@ -105,7 +105,7 @@ FAULTS = (
     LiveFault(
         name="source-wrong-shape",
         family="data_source",
-        summary="The data source of rank 0 returns a sample of half the sequence length.",
+        summary="The data source of rank 0 returns a sample with half as many labels as tokens.",
         source="https://github.com/lucidrains/imagen-pytorch/issues/288",
         job=_recipe("wrong-shape", victim=0),
         expected=Expected(

@@ -60,8 +60,8 @@ def repeats(index: int, tokens: list[int]) -> list[int]:
     return sentence(0, len(tokens))
 
 
-def wrong_shape(index: int, tokens: list[int]) -> list[int]:
-    return tokens[: len(tokens) // 2]
+def wrong_shape(index: int, tokens: list[int]) -> dict[str, list[int]]:
+    return {"tokens": tokens, "labels": tokens[: len(tokens) // 2]}
 
 
 def bad_ids(index: int, tokens: list[int]) -> list[int]:
