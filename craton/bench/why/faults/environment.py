@@ -29,7 +29,7 @@ from craton.telemetry import RunDirectory
 
 PROGRAMS = Path(__file__).parent / "programs"
 CRATON = (sys.executable, "-m", "craton")
-MARKER = "CRATON_LIVE_FAULT"
+MARKER = "LIVE_FAULT_RUN"
 START_SECONDS = 240.0  # of `craton run` on a busy machine
 KILL_SECONDS = 20.0
 VOCABULARY, SEQUENCE = 512, 64

@@ -136,7 +136,7 @@ FAULTS = (
         needs=("root", "unshare"),
     ),
     LiveFault(
-        name="thread-limit",
+        name="container-thread-limit",
         family="memory",
         summary="Rank 1 reaches the container's limit of processes and threads: can't start new thread.",
         source="https://github.com/mozilla/translations/issues/630",
