@@ -169,7 +169,7 @@ FAULTS = (
         ),
         expected=Expected(
             layers=("storage",),
-            conditions=("hung",),
+            conditions=("hung", "dead"),
             ranks=frozenset({0}),
             remedy=(r"file system|storage|disk|uninterruptible|frozen|file server|\bD state",),
             misleading=(r"network|add memory",),

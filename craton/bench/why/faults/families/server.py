@@ -12,9 +12,9 @@ from craton.bench.why.faults.running import RunningJob
 LOAD = (r"queue|waiting|overload|replica|\bload\b|max_running|requests",)
 MISLEADING = (r"drain the node|network|file system",)
 RANDOM = {"initialize": "random", "precision": "fp32", "max_length": 2048}
-# 4 layers · 2 · 16 heads · 128 · 4 B = 64 KiB of KV cache per token: 1 GiB holds 16,384 tokens.
+# 4 layers · 2 · 32 heads · 256 · 4 B = 256 KiB of KV cache per token: 1 GiB holds 4,096 tokens.
 WIDE_MODEL = {
-    **{"name": "wide", "layers": 4, "hidden": 64, "ffn_hidden": 64, "heads": 16, "head_dim": 128},
+    **{"name": "wide", "layers": 4, "hidden": 64, "ffn_hidden": 64, "heads": 32, "head_dim": 256},
     **{"vocab": 512, "max_sequence": 2048},
 }
 
@@ -44,7 +44,10 @@ FAULTS = (
         job=JobRecipe(
             kind="serve",
             nodes=1,
-            keys={"model": {**WIDE_MODEL, "layers": 2}, "serve": {**RANDOM, "max_running": 8, "chunk_tokens": 256}},
+            keys={
+                "model": {**WIDE_MODEL, "heads": 8, "head_dim": 64},
+                "serve": {**RANDOM, "max_running": 8, "chunk_tokens": 256},
+            },
         ),
         expected=Expected(
             layers=("framework",),
@@ -85,15 +88,15 @@ FAULTS = (
             remedy=(r"grammar|schema|structured|guided|queue|waiting",),
             misleading=MISLEADING,
         ),
-        inject=lambda job: load(job, "grammars", "16"),
+        inject=lambda job: load(job, "grammars", "48"),
         judge_seconds=80,
     ),
     LiveFault(
         name="server-slow-clients",
         family="server",
-        summary="Slow clients hold all connections that the limit of open files allows; others get no answer.",
+        summary="Slow clients hold all 8,192 connections that a server accepts; others get no answer.",
         source="https://github.com/MAXeaglet/commandcode-proxy/issues/20",
-        job=JobRecipe(kind="serve", nodes=1, wrap=("prlimit", "--nofile=256:256")),
+        job=JobRecipe(kind="serve", nodes=1),
         expected=Expected(
             layers=("framework", "host"),
             conditions=("slow", "hung"),
@@ -101,9 +104,9 @@ FAULTS = (
             remedy=(r"connection|client|open files|file descriptor|respond|answer",),
             misleading=MISLEADING,
         ),
-        inject=lambda job: load(job, "unread", "300"),
+        inject=lambda job: load(job, "slow-heads", "1"),
         judge_seconds=60,
-        needs=("prlimit",),
+        needs=("root",),
     ),
     LiveFault(
         name="server-engine-killed",

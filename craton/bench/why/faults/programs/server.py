@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import random
+import resource
 import socket
 import sys
 import threading
 import time
 import urllib.request
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
 TIMEOUT_SECONDS = 600.0
 RETRY_SECONDS = 0.5
+CONNECTIONS = 9000  # more than a server accepts
 
 
 def complete(url: str, **fields: Any) -> None:
@@ -44,27 +47,31 @@ def long_prompts(url: str) -> None:
 
 
 def long_answers(url: str) -> None:
-    complete(url, prompt=[random.randrange(3, 500) for _ in range(60)], max_tokens=1800)
+    complete(url, prompt=[random.randrange(3, 500) for _ in range(90)], max_tokens=1800)
 
 
 def grammars(url: str) -> None:
-    """Ask for an answer by a schema that is new each time and slow to compile."""
-    names = [f"field_{random.randrange(10**9)}" for _ in range(200)]
+    """Ask for an answer by a schema that is new each time and slow to compile, of almost the maximum size."""
+    names = [f"field_{random.randrange(10**9)}" for _ in range(2000)]
     text = {"type": "string", "pattern": f"^[a-z]{{1,{random.randrange(200, 400)}}}(x|y|z){{0,300}}$"}
     schema = {"type": "object", "properties": dict.fromkeys(names, text), "required": names}
     complete(url, prompt=words(8), max_tokens=200, guided_json=schema)
 
 
-def unread_streams(url: str) -> None:
-    """Open connections that never finish their request, and hold them."""
-    address = urlsplit(url)
-    with socket.create_connection((address.hostname, address.port), timeout=TIMEOUT_SECONDS) as connection:
-        while True:
+def slow_heads(url: str) -> None:
+    """Hold as many connections as the server accepts: each sends the head of a request, and never its end."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (2 * CONNECTIONS, 2 * CONNECTIONS))
+    address = (urlsplit(url).hostname or "", urlsplit(url).port or 0)
+    held: deque[socket.socket] = deque()
+    while True:
+        if len(held) >= CONNECTIONS:
+            held.popleft().close()  # by now the server has given up on it
+        try:
+            connection = socket.create_connection(address, timeout=1)
             connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nX-Slow: ")
-            for _ in range(8):
-                connection.sendall(b"a")
-                time.sleep(1)
-            return
+            held.append(connection)
+        except OSError:
+            time.sleep(0.001)
 
 
 def words(count: int) -> str:
@@ -76,7 +83,7 @@ MODES: dict[str, Callable[[str], None]] = {
     "long-prompts": long_prompts,
     "long-answers": long_answers,
     "grammars": grammars,
-    "unread": unread_streams,
+    "slow-heads": slow_heads,
 }
 
 
