@@ -1,4 +1,7 @@
-"""Runs live faults: two side by side, those that load the whole machine alone."""
+"""Runs live faults: two side by side; alone those that load the whole machine, and those on Slurm.
+
+Slurm is found by a variable of this process, so there can be one at a time.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +28,9 @@ def run_faults(
         if progress is not None:
             progress(len(records), len(faults), fault.name)
 
+    alone = [fault for fault in faults if fault.is_alone or fault.job.on == "slurm"]
     with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
-        list(pool.map(run, [fault for fault in faults if not fault.is_alone]))
-    for fault in faults:
-        if fault.is_alone:
-            run(fault)
+        list(pool.map(run, [fault for fault in faults if fault not in alone]))
+    for fault in alone:
+        run(fault)
     return [records[fault.name] for fault in faults]

@@ -85,7 +85,6 @@ FAULTS = (
             layers=("scheduler",), conditions=("waiting",), remedy=(r"\bheld\b", r"\bhold\b", r"scontrol release")
         ),
         needs=NEEDS,
-        is_alone=True,
     ),
     LiveFault(
         name="slurm-nodes-drained",
@@ -98,7 +97,6 @@ FAULTS = (
             layers=("scheduler",), conditions=("waiting",), remedy=(r"drain", r"uncorrectable ECC", r"ticket 4711")
         ),
         needs=NEEDS,
-        is_alone=True,
     ),
     LiveFault(
         name="slurm-nodes-occupied",
@@ -113,7 +111,6 @@ FAULTS = (
             remedy=(r"\b0 (are |is )?free", r"no (node )?(is )?free", r"job \d+", r"Resources", r"ends? in"),
         ),
         needs=NEEDS,
-        is_alone=True,
     ),
     LiveFault(
         name="slurm-time-limit-above-partition",
@@ -126,7 +123,6 @@ FAULTS = (
             layers=("scheduler",), conditions=("waiting",), remedy=(r"time[ _]limit", r"PartitionTimeLimit", r"5 ?m")
         ),
         needs=NEEDS,
-        is_alone=True,
     ),
     LiveFault(
         name="slurm-more-nodes-than-partition",
@@ -145,7 +141,6 @@ FAULTS = (
             ),
         ),
         needs=NEEDS,
-        is_alone=True,
     ),
     LiveFault(
         name="slurm-partition-down",
@@ -160,7 +155,6 @@ FAULTS = (
             remedy=(r"partition.*(down|closed|not (up|available))", r"PartitionDown"),
         ),
         needs=NEEDS,
-        is_alone=True,
     ),
     LiveFault(
         name="slurm-prolog-fails",
@@ -176,7 +170,6 @@ FAULTS = (
         ),
         judge_seconds=30,
         needs=NEEDS,
-        is_alone=True,
     ),
     LiveFault(
         name="slurm-preempted",
@@ -192,7 +185,6 @@ FAULTS = (
         ),
         judge_seconds=30,
         needs=NEEDS,
-        is_alone=True,
     ),
     LiveFault(
         name="slurm-node-set-down",
@@ -208,7 +200,6 @@ FAULTS = (
         ),
         judge_seconds=40,
         needs=NEEDS,
-        is_alone=True,
     ),
     LiveFault(
         name="slurm-node-loses-power",
@@ -224,7 +215,6 @@ FAULTS = (
         ),
         judge_seconds=40,
         needs=NEEDS,
-        is_alone=True,
     ),
     LiveFault(
         name="slurm-controller-down",
@@ -240,6 +230,5 @@ FAULTS = (
         ),
         judge_seconds=40,
         needs=NEEDS,
-        is_alone=True,
     ),
 )

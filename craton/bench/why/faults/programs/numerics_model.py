@@ -17,7 +17,8 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(HIDDEN, 128, bias=False), nn.Linear(128, HIDDEN, bias=False)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden + self.down(torch.relu(self.up(self.norm(hidden))))
+        change: torch.Tensor = self.down(torch.relu(self.up(self.norm(hidden))))
+        return hidden + change
 
 
 class Model(nn.Module):
@@ -32,7 +33,7 @@ class Model(nn.Module):
         return self.embedding.weight
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, documents: Any) -> torch.Tensor:
-        hidden = self.embedding(tokens)
+        hidden: torch.Tensor = self.embedding(tokens)
         for block in self.blocks:
             hidden = block(hidden)
         self.calls += 1
