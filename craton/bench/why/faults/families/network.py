@@ -184,7 +184,7 @@ FAULTS = (
             misleading=MISLEADING,
         ),
         onset="start",
-        judge_seconds=60,
+        judge_seconds=90,
         needs=(*NEEDS, "kernel:htb default 1"),
     ),
     LiveFault(
@@ -203,7 +203,7 @@ FAULTS = (
             misleading=MISLEADING,
         ),
         onset="start",
-        judge_seconds=60,
+        judge_seconds=90,
         needs=NEEDS,
     ),
 )

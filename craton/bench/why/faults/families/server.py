@@ -62,7 +62,7 @@ FAULTS = (
     LiveFault(
         name="server-out-of-blocks",
         family="server",
-        summary="Long answers of forty requests need more KV cache than there is; requests are preempted and wait.",
+        summary="Thirty long requests need more KV cache than there is; they wait for blocks or are preempted.",
         source="https://github.com/vllm-project/vllm/issues/18115",
         job=JobRecipe(kind="serve", nodes=1, keys={"model": WIDE_MODEL, "serve": RANDOM}),
         expected=Expected(
@@ -72,7 +72,7 @@ FAULTS = (
             remedy=(*LOAD, r"KV cache|blocks|preempt"),
             misleading=MISLEADING,
         ),
-        inject=lambda job: load(job, "long-answers", "40"),
+        inject=lambda job: load(job, "long-answers", "30"),
         judge_seconds=120,
     ),
     LiveFault(
@@ -179,6 +179,6 @@ FAULTS = (
             misleading=(r"drain the node|network",),
         ),
         onset="start",
-        judge_seconds=60,
+        judge_seconds=90,
     ),
 )

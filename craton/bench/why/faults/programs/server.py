@@ -47,7 +47,7 @@ def long_prompts(url: str) -> None:
 
 
 def long_answers(url: str) -> None:
-    complete(url, prompt=[random.randrange(3, 500) for _ in range(90)], max_tokens=1800)
+    complete(url, prompt=[random.randrange(3, 500) for _ in range(300)], max_tokens=1600)
 
 
 def grammars(url: str) -> None:

@@ -92,8 +92,9 @@ def log_in_child(_: torch.Tensor) -> None:
 
 
 def call_with_timeout(_: torch.Tensor) -> None:
-    """Call a scorer with a timeout of one second, and forget to cancel the timer."""
-    signal.setitimer(signal.ITIMER_REAL, 1.0)
+    """Call a scorer with a timeout of one second, once, and forget to cancel the timer."""
+    if _calls == HEALTHY_CALLS + 1:
+        signal.setitimer(signal.ITIMER_REAL, 1.0)
 
 
 def print_everything(log_probs: torch.Tensor) -> None:
