@@ -18,7 +18,7 @@ def _crowd_rank(job: RunningJob) -> None:
 
 def _outrank(job: RunningJob) -> None:
     renice(job.pid(1), 19)
-    hog(job, 4)
+    hog(job, 6)
 
 
 FAULTS = (
@@ -95,7 +95,7 @@ FAULTS = (
     LiveFault(
         name="cpu-limit-of-the-container",
         family="cpu",
-        summary="All ranks of a fine-tuning share a CPU limit of 30% of a core; the kernel throttles them.",
+        summary="All ranks of a fine-tuning share a CPU limit of 20% of a core; the kernel throttles them.",
         source="https://github.com/kubernetes/kubernetes/issues/67577",
         job=JobRecipe(kind="sft", keys={"layout": {"fsdp": 2}}),
         expected=Expected(
@@ -105,14 +105,14 @@ FAULTS = (
             remedy=(r"throttl|cgroup|quota|CPU limit|cfs|\bCPU",),
             misleading=MISLEADING,
         ),
-        inject=lambda job: limit_cpu(job, job.rank_pids().values(), 0.3),
+        inject=lambda job: limit_cpu(job, job.rank_pids().values(), 0.2),
         judge_seconds=40,
         needs=("root", "cgroup:cpu"),
     ),
     LiveFault(
         name="cpu-low-priority-rank",
         family="cpu",
-        summary="Rank 1 has niceness 19, and four busy processes of normal priority take its share of the cores.",
+        summary="Rank 1 has niceness 19, and six busy processes of normal priority take its share of the cores.",
         source="https://github.com/kubeflow/trainer/issues/1454",
         job=JobRecipe(keys={"layout": {"pp": 2, "micro_batch": 2}}),
         expected=Expected(
