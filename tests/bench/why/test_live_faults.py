@@ -8,7 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from craton.bench.why.faults import FAMILIES, Expected, JobRecipe, LiveFault, chosen_faults, development, held_out
+from craton.bench.why.faults import (
+    FAMILIES,
+    ExpectedVerdict,
+    JobRecipe,
+    LiveFault,
+    chosen_faults,
+    development,
+    held_out,
+)
 from craton.bench.why.faults.environment import PROGRAMS, Workshop, merged, missing
 from craton.bench.why.faults.healthy import run_healthy
 from craton.bench.why.faults.rubric import judge, right_seconds, score
@@ -25,7 +33,7 @@ FAULT = LiveFault(
     summary="Rank 1 raises.",
     source="https://example.com/1",
     job=JobRecipe(),
-    expected=Expected(
+    expected=ExpectedVerdict(
         layers=("framework",),
         conditions=("dead",),
         ranks=frozenset({1}),
@@ -52,7 +60,7 @@ COMMAND_FAULT = LiveFault(
         kind="command",
         keys={"command": ["sh", "-c", "touch $ONSET; sleep 1; [ $RANK = 0 ] && sleep 600; exit 3"]},
     ),
-    expected=Expected(layers=("framework",), conditions=("dead",), ranks=frozenset({1})),
+    expected=ExpectedVerdict(layers=("framework",), conditions=("dead",), ranks=frozenset({1})),
 )
 
 
@@ -134,20 +142,20 @@ def test_a_verdict_is_judged_by_layer_victim_remedy_and_health(
 
 
 def test_a_victim_may_be_nobody_a_node_or_unjudged() -> None:
-    def judged(expected: Expected, verdict: Verdict, nodes: int = 2) -> bool | None:
+    def judged(expected: ExpectedVerdict, verdict: Verdict, nodes: int = 2) -> bool | None:
         fault = replace(FAULT, expected=expected, job=JobRecipe(nodes=nodes))
         return judge(FaultRecord(fault, looks=[Look(1.0, verdict)])).is_victim_right
 
-    nobody = Expected(("framework",), ("dead",), ranks=frozenset())
+    nobody = ExpectedVerdict(("framework",), ("dead",), ranks=frozenset())
     assert judged(nobody, RIGHT) is False
     assert judged(nobody, replace(RIGHT, rank=None, node="node-1")) is False
     assert judged(nobody, replace(RIGHT, rank=None, node="node-0"), nodes=1) is True
     assert judged(nobody, replace(RIGHT, rank=None, node="")) is True
-    node = Expected(("framework",), ("dead",), ranks=frozenset({1}), node="node-1")
+    node = ExpectedVerdict(("framework",), ("dead",), ranks=frozenset({1}), node="node-1")
     assert judged(node, replace(RIGHT, rank=None, node="node-1")) is True
     assert judged(node, replace(RIGHT, rank=None, node="node-0")) is False
     assert judged(node, RIGHT) is True
-    assert judged(Expected(("framework",), ("dead",)), replace(RIGHT, rank=None)) is None
+    assert judged(ExpectedVerdict(("framework",), ("dead",)), replace(RIGHT, rank=None)) is None
 
 
 def test_the_time_to_a_right_verdict_is_when_it_stayed_right() -> None:

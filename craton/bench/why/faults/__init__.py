@@ -8,7 +8,7 @@ from craton.lazy import lazy_names
 
 if TYPE_CHECKING:
     from craton.bench.why.faults.bench import run_faults
-    from craton.bench.why.faults.fault import Expected, JobRecipe, LiveFault
+    from craton.bench.why.faults.fault import ExpectedVerdict, JobRecipe, LiveFault
     from craton.bench.why.faults.healthy import HealthyRecord, run_healthy
     from craton.bench.why.faults.rubric import LiveScore, Tally, score
     from craton.bench.why.faults.split import FAMILIES, chosen_faults, development, held_out

@@ -16,7 +16,7 @@ Onset = Literal["inject", "program", "start"]
 
 
 @dataclass(frozen=True)
-class Expected:
+class ExpectedVerdict:
     """The right diagnosis. Several layers or conditions may be defensible; at most two layers."""
 
     layers: tuple[str, ...]
@@ -64,7 +64,7 @@ class LiveFault:
     summary: str  # what breaks, in one sentence
     source: str  # URL of the public issue or report that it is modelled on
     job: JobRecipe
-    expected: Expected
+    expected: ExpectedVerdict
     # From outside, once the job has settled; the fault begins when it is called. With onset `start` it is called when
     # `craton run` has returned. None: the job breaks by itself.
     inject: Callable[[RunningJob], None] | None = None

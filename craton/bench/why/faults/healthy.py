@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from craton.bench.why.faults.environment import Workshop
-from craton.bench.why.faults.fault import Expected, JobRecipe, LiveFault
+from craton.bench.why.faults.fault import ExpectedVerdict, JobRecipe, LiveFault
 from craton.bench.why.faults.running import RunningJob
 from craton.bench.why.faults.watch import LOOK_SECONDS, SETTLE_LIMIT_SECONDS, Settling, look
 from craton.observability.diagnosis import Verdict
@@ -121,7 +121,7 @@ def run_healthy(count: int, root: Path, progress: Callable[[int, int, str], None
 
 def _watch(kind: HealthyKind, number: int, workshop: Workshop) -> HealthyRecord:
     folder = workshop.root / "healthy" / str(number)
-    unbroken = LiveFault(kind.name, "", "", "", kind.recipe, Expected((), ()))
+    unbroken = LiveFault(kind.name, "", "", "", kind.recipe, ExpectedVerdict((), ()))
     alarms: list[Verdict] = []
     looks = 0
     error = ""

@@ -9,22 +9,23 @@ from __future__ import annotations
 
 import ctypes
 import os
+import runpy
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from craton.agent import Launch
-from craton.cli import main as craton
-from craton.orchestration import local
 from craton.orchestration.draft import agent_command
 
 WRAP = (sys.executable, "-m", "craton.bench.why.faults.node_network")
 BRIDGE, INTERFACE, PREFIX = "bridge0", "eth0", 24
 NETWORK = "10.77.0"
 NODE_OPTION = "--inside"
-BLOCKED_VARIABLE = "CRATON_LIVE_BLOCKED"  # NODE:PORT, a TCP port that this node cannot reach
+BLOCKED_VARIABLE = "LIVE_FAULT_BLOCKED"  # NODE:PORT, a TCP port that this node cannot reach
 CLONE_NEWNET = 0x40000000  # of linux/sched.h
 
 
@@ -36,10 +37,11 @@ def start(arguments: Sequence[str]) -> None:
     """Run `craton` in this process, with the agents of the run it starts in namespaces of their own."""
     _ip("link", "add", BRIDGE, "type", "bridge")
     _ip("link", "set", BRIDGE, "up")
+    local: Any = import_module("craton.orchestration.local")  # its agents start inside namespaces
     local.with_cards = _with_addresses
     local.agent_command = _agent_in_namespace
     sys.argv = ["craton", *arguments[arguments.index("run") :]]
-    craton()
+    runpy.run_module("craton", run_name="__main__")
 
 
 def enter(node: int, command: Sequence[str]) -> None:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from craton.bench.why.faults.fault import Expected, LiveFault
+from craton.bench.why.faults.fault import ExpectedVerdict, LiveFault
 from craton.bench.why.faults.watch import FaultRecord, Look
 from craton.observability.diagnosis import Verdict
 
@@ -135,7 +135,7 @@ def judge(record: FaultRecord) -> Judgement:
     )
 
 
-def is_layer_right(verdict: Verdict, expected: Expected) -> bool:
+def is_layer_right(verdict: Verdict, expected: ExpectedVerdict) -> bool:
     return (
         verdict.cause not in ("", CANNOT_TELL)
         and verdict.layer in expected.layers
@@ -156,18 +156,18 @@ def is_victim_right(verdict: Verdict, fault: LiveFault) -> bool | None:
         return verdict.node == expected.node
     if expected.ranks:
         return False
-    return not verdict.node or fault.job.nodes == 1  # nobody in particular: on one node its name says nothing
+    return not verdict.node or fault.job.nodes == 1  # all ranks alike: on one node its name says nothing
 
 
-def is_remedy_useful(verdict: Verdict, expected: Expected) -> bool:
-    """Return whether the verdict names the cause or the next step, and sends nobody in a wrong direction."""
+def is_remedy_useful(verdict: Verdict, expected: ExpectedVerdict) -> bool:
+    """Return whether the verdict names the cause or the next step, and that its action does not mislead."""
     text = " ".join((verdict.sentence, verdict.because, verdict.action, *verdict.evidence))
     is_named = any(re.search(pattern, text, re.IGNORECASE) for pattern in expected.remedy)
     is_misleading = any(re.search(pattern, verdict.action, re.IGNORECASE) for pattern in expected.misleading)
     return is_named and not is_misleading
 
 
-def is_false_health(verdict: Verdict, expected: Expected, has_ended: bool) -> bool:
+def is_false_health(verdict: Verdict, expected: ExpectedVerdict, has_ended: bool) -> bool:
     if verdict.condition == "healthy":
         return not verdict.cause
     return verdict.condition == "done" and not has_ended and "done" not in expected.conditions
@@ -188,7 +188,7 @@ def _share(right: int, of: int) -> float:
     return right / of if of else 1.0
 
 
-def _victim_text(expected: Expected) -> str:
+def _victim_text(expected: ExpectedVerdict) -> str:
     if expected.ranks is None and expected.node is None:
         return "any victim"
     ranks = [f"rank {rank}" for rank in sorted(expected.ranks or ())]

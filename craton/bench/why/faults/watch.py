@@ -97,7 +97,7 @@ def _observe(fault: LiveFault, job: RunningJob, record: FaultRecord) -> Snapshot
         snapshot, verdict = look(job.run)
         now = time.monotonic()
         record.looks.append(Look(now - begun, verdict))
-        if snapshot.run.has_ended and ended is None:
+        if ended is None and snapshot.run.has_ended and not job.processes():  # a diagnosis may take a live run for dead
             ended = now
         record.has_ended = ended is not None
         if now - begun >= fault.judge_seconds or (ended is not None and now - ended >= ENDED_SECONDS):

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from craton.bench.why.faults.fault import Expected, JobRecipe, LiveFault
+from craton.bench.why.faults.fault import ExpectedVerdict, JobRecipe, LiveFault
 from craton.bench.why.faults.running import RunningJob
 
 SHIM = Path(__file__).parent.parent / "clock.c"
@@ -64,8 +64,8 @@ def _page(job: RunningJob) -> Path:
     return job.folder.parent / "clocks"
 
 
-def _wrong_clock(conditions: tuple[str, ...] = ("healthy", "slow")) -> Expected:
-    return Expected(layers=("host",), conditions=conditions, ranks=frozenset({1}), node="node-1", remedy=CLOCK)
+def _wrong_clock(conditions: tuple[str, ...] = ("healthy", "slow")) -> ExpectedVerdict:
+    return ExpectedVerdict(layers=("host",), conditions=conditions, ranks=frozenset({1}), node="node-1", remedy=CLOCK)
 
 
 FAULTS = (
@@ -120,7 +120,7 @@ FAULTS = (
         source="https://github.com/forTEXT/catma/issues/232",
         job=JobRecipe(keys={"layout": LAYOUT}, prepare=with_clocks()),
         inject=jump(0, 1, seconds=2 * HOUR),
-        expected=Expected(layers=("host",), conditions=("healthy", "slow"), ranks=frozenset(), remedy=CLOCK),
+        expected=ExpectedVerdict(layers=("host",), conditions=("healthy", "slow"), ranks=frozenset(), remedy=CLOCK),
         judge_seconds=30,
         needs=NEEDS,
     ),
@@ -136,7 +136,7 @@ FAULTS = (
             prepare=with_clocks(),
         ),
         inject=jump(1, seconds=HOUR),
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("host", "framework"),
             conditions=("dead",),
             ranks=frozenset({1}),

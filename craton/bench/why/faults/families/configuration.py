@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import sys
 
-from craton.bench.why.faults.fault import Expected, JobRecipe, LiveFault
+from craton.bench.why.faults.fault import ExpectedVerdict, JobRecipe, LiveFault
 from craton.bench.why.faults.running import RunningJob
 
 LAYOUT = {"fsdp": 2, "micro_batch": 4}
@@ -38,7 +38,7 @@ FAULTS = (
         job=JobRecipe(
             keys={"train": {"learning_rate": 3.0, "clip": 0, "warmup_steps": 10}, "layout": LAYOUT},
         ),
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("framework",),
             conditions=("wrong",),
             ranks=frozenset(),
@@ -57,7 +57,7 @@ FAULTS = (
             keys={"train": {"global_batch_sequences": 16_384}, "layout": {"fsdp": 2, "micro_batch": 8192}},
             cgroups={"memory": {"memory.limit_in_bytes": "3G"}},
         ),
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("framework", "host"),
             conditions=("dead",),
             remedy=(r"micro[_-]?batch", r"batch size", r"smaller batch", r"\bmemory\b"),
@@ -79,7 +79,7 @@ FAULTS = (
             },
             program="configuration",
         ),
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("framework",),
             conditions=("dead",),
             remedy=(r"vocab", r"token id", r"tokenizer", r"out of range"),
@@ -94,7 +94,7 @@ FAULTS = (
         summary="A script needs a multiple of four ranks for its tensor parallel size, and has two.",
         source="https://github.com/open-compass/VLMEvalKit/issues/561",
         job=_script("layout"),
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("framework",),
             conditions=("dead",),
             remedy=(r"AssertionError", r"divisible", r"tensor.*parallel", r"world size"),
@@ -107,7 +107,7 @@ FAULTS = (
         summary="A script waits for four ranks at its rendezvous, and only two were started.",
         source="https://github.com/pytorch/pytorch/issues/23074",
         job=_script("world-size"),
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("framework", "collective"),
             conditions=("hung", "starting"),
             ranks=frozenset(),
@@ -122,7 +122,7 @@ FAULTS = (
         summary="Another job on the node listens on the port of the script's rendezvous.",
         source="https://github.com/pytorch/pytorch/issues/73320",
         job=_script("port"),
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("framework",),
             conditions=("dead",),
             ranks=frozenset({0}),
@@ -142,7 +142,7 @@ FAULTS = (
                 "    return flash_attn.fused_loss(log_probs, batch.weight), {}\n"
             },
         ),
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("framework",),
             conditions=("dead",),
             remedy=(r"flash_attn", r"ModuleNotFoundError", r"\binstall\b"),
@@ -163,7 +163,7 @@ FAULTS = (
                 "layout": LAYOUT,
             },
         ),
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("framework",),
             conditions=("slow", "healthy"),
             ranks=frozenset(),
@@ -184,7 +184,7 @@ FAULTS = (
                 "layout": LAYOUT,
             },
         ),
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("framework", "storage"),
             conditions=("slow", "healthy"),
             ranks=frozenset(),

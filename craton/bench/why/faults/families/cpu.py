@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from craton.bench.why.faults.fault import Expected, JobRecipe, LiveFault
+from craton.bench.why.faults.fault import ExpectedVerdict, JobRecipe, LiveFault
 from craton.bench.why.faults.injections import hog, limit_cpu, pin, renice
 from craton.bench.why.faults.running import RunningJob
 
@@ -28,7 +28,7 @@ FAULTS = (
         summary="Eight busy processes of another user start on the machine; all ranks get a fraction of the cores.",
         source="https://github.com/tusen-ai/simpledet/issues/312",
         job=JobRecipe(keys={"layout": {"fsdp": 2}}),
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("host",), conditions=("slow",), ranks=frozenset(), remedy=CONTENTION, misleading=MISLEADING
         ),
         inject=lambda job: hog(job, 8),
@@ -41,7 +41,7 @@ FAULTS = (
         summary="The ranks are bound to a core each, and five busy processes are bound to the core of rank 1.",
         source="https://github.com/ray-project/ray/issues/42135",
         job=JobRecipe(keys={"layout": {"replicate": 2}}),
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("host",),
             conditions=("slow",),
             ranks=frozenset({1}),
@@ -63,7 +63,7 @@ FAULTS = (
             nodes=3,
             keys={"train": {"global_batch_sequences": 24}, "layout": {"fsdp": 3}, "checkpoint": {"peer": "off"}},
         ),
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("host",),
             conditions=("slow",),
             ranks=frozenset(),
@@ -80,7 +80,7 @@ FAULTS = (
         summary="The container of rank 1 has a CPU limit of 12% of a core; the kernel throttles it.",
         source="https://github.com/kubernetes/kubernetes/issues/97445",
         job=JobRecipe(keys={"layout": {"tp": 2}}),
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("host",),
             conditions=("slow",),
             ranks=frozenset({1}),
@@ -98,7 +98,7 @@ FAULTS = (
         summary="All ranks of a fine-tuning share a CPU limit of 20% of a core; the kernel throttles them.",
         source="https://github.com/kubernetes/kubernetes/issues/67577",
         job=JobRecipe(kind="sft", keys={"layout": {"fsdp": 2}}),
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("host",),
             conditions=("slow",),
             ranks=frozenset(),
@@ -115,7 +115,7 @@ FAULTS = (
         summary="Rank 1 has niceness 19, and six busy processes of normal priority take its share of the cores.",
         source="https://github.com/kubeflow/trainer/issues/1454",
         job=JobRecipe(keys={"layout": {"pp": 2, "micro_batch": 2}}),
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("host",),
             conditions=("slow",),
             ranks=frozenset({1}),
@@ -136,7 +136,7 @@ FAULTS = (
             keys={"model": "cpu:build", "train": {"global_batch_sequences": 32}, "layout": {"replicate": 2}},
             program="cpu",
         ),
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("host", "framework"),
             conditions=("slow",),
             ranks=frozenset(),

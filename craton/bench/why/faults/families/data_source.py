@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from craton.bench.why.faults.fault import Expected, JobRecipe, LiveFault
+from craton.bench.why.faults.fault import ExpectedVerdict, JobRecipe, LiveFault
 
 KEYS = {
     "data": {"path": None, "tokenizer": None, "source": "data_source:samples"},
@@ -22,7 +22,7 @@ FAULTS = (
         summary="The data source sleeps half a second per sample on every rank; no file system is involved.",
         source="https://github.com/open-edge-platform/geti/pull/5958",
         job=_recipe("sleeps"),
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("framework",),
             conditions=("slow",),
             ranks=frozenset(),
@@ -37,7 +37,7 @@ FAULTS = (
         summary="The data source sleeps half a second per sample on rank 1 only; rank 0 waits for it.",
         source="https://github.com/mosaicml/streaming/issues/686",
         job=_recipe("sleeps", victim=1),
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("framework",),
             conditions=("slow",),
             ranks=frozenset({1}),
@@ -58,7 +58,7 @@ FAULTS = (
         summary="The data source of rank 1 waits forever for a queue that its writer never fills.",
         source="https://github.com/RolnickLab/ami-data-companion/issues/140",
         job=_recipe("blocks", victim=1),
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("framework",),
             conditions=("hung",),
             ranks=frozenset({1}),
@@ -73,7 +73,7 @@ FAULTS = (
         summary="A record without the expected field makes the data source raise a KeyError on rank 1.",
         source="https://github.com/cure-lab/MagicDrive/issues/91",
         job=_recipe("raises", victim=1),
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("framework",),
             conditions=("dead",),
             ranks=frozenset({1}),
@@ -87,7 +87,7 @@ FAULTS = (
         summary="From one step on the data source returns the same sample again and again; the loss collapses.",
         source="https://github.com/pytorch/torchtitan/issues/3907",
         job=_recipe("repeats"),
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("framework",),
             conditions=("wrong",),
             ranks=frozenset(),
@@ -108,7 +108,7 @@ FAULTS = (
         summary="The data source of rank 0 returns a sample with half as many labels as tokens.",
         source="https://github.com/lucidrains/imagen-pytorch/issues/288",
         job=_recipe("wrong-shape", victim=0),
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("framework",),
             conditions=("dead",),
             ranks=frozenset({0}),
@@ -122,7 +122,7 @@ FAULTS = (
         summary="A sample of rank 1 has a token id beyond the model's vocabulary.",
         source="https://github.com/huggingface/tokenizers/issues/1609",
         job=_recipe("bad-ids", victim=1),
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("framework",),
             conditions=("dead",),
             ranks=frozenset({1}),
@@ -136,7 +136,7 @@ FAULTS = (
         summary="The data source has no more samples and returns None on every rank.",
         source="https://github.com/mlfoundations/dclm/issues/62",
         job=_recipe("ends"),
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("framework",),
             conditions=("dead",),
             remedy=(r"\bNone\b", r"data[._ ]?source", r"NoneType"),
@@ -149,7 +149,7 @@ FAULTS = (
         summary="The data source scans all its shards before the first sample; no step for minutes.",
         source="https://github.com/NVIDIA/Megatron-LM/issues/795",
         job=_recipe("slow-first-batch"),
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("framework",),
             conditions=("starting", "hung", "slow"),
             ranks=frozenset(),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 
-from craton.bench.why.faults.fault import Expected, JobRecipe, LiveFault
+from craton.bench.why.faults.fault import ExpectedVerdict, JobRecipe, LiveFault
 from craton.bench.why.faults.injections import (
     fill,
     freeze_disk,
@@ -48,7 +48,7 @@ FAULTS = (
         job=JobRecipe(
             keys={**saves_to("{checkpoint}/saved"), "layout": {"fsdp": 2}}, mounts={"checkpoint": "size=48m"}
         ),
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("storage",),
             conditions=("healthy", "slow", "dead"),
             ranks=frozenset(),
@@ -65,7 +65,7 @@ FAULTS = (
         summary="The file system with the run directory of a fine-tuning fills up; no record can be written.",
         source="https://github.com/mozilla/DeepSpeech/issues/374",
         job=JobRecipe(kind="sft", keys={"layout": {"replicate": 2}}, mounts={"run": "size=48m"}),
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("storage",),
             conditions=("healthy", "slow", "dead"),
             ranks=frozenset(),
@@ -82,7 +82,7 @@ FAULTS = (
         summary="Millions of small files use up the inodes where checkpoints go; there are bytes left, and saves fail.",
         source="https://github.com/hpcugent/vsc_user_docs/pull/660",
         job=JobRecipe(nodes=1, keys=saves_to("{checkpoint}/saved"), mounts={"checkpoint": "size=128m,nr_inodes=2000"}),
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("storage",),
             conditions=("healthy", "slow", "dead"),
             ranks=frozenset(),
@@ -99,7 +99,7 @@ FAULTS = (
         summary="The volume of the checkpoints turns read-only, as ext4 does after an error of its device.",
         source="https://github.com/AlexsLemonade/refinebio/issues/2237",
         job=JobRecipe(keys={**saves_to("{checkpoint}/saved"), "layout": {"tp": 2}}, mounts={"checkpoint": "size=48m"}),
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("storage",),
             conditions=("healthy", "slow", "dead"),
             ranks=frozenset(),
@@ -120,7 +120,7 @@ FAULTS = (
             mounts={"checkpoint": "size=256m"},
             wrap=with_disk("checkpoint", 128),
         ),
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("storage",),
             conditions=("healthy", "slow", "hung"),
             ranks=frozenset(),
@@ -143,7 +143,7 @@ FAULTS = (
             mounts={"data": "size=128m"},
             wrap=with_disk("data", 64),
         ),
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("storage",),
             conditions=("slow", "hung"),
             ranks=frozenset(),
@@ -167,7 +167,7 @@ FAULTS = (
             mounts={"checkpoint": "size=128m"},
             wrap=with_disk("checkpoint", 64),
         ),
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("storage",),
             conditions=("hung", "dead"),
             ranks=frozenset({0}),
@@ -190,7 +190,7 @@ FAULTS = (
             mounts={"data": "size=128m"},
             wrap=with_disk("data", 64),
         ),
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("storage",),
             conditions=("dead",),
             ranks=None,
@@ -218,7 +218,7 @@ FAULTS = (
                 "sh",
             ),
         ),
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("storage", "framework"),
             conditions=("dead",),
             ranks=None,
@@ -242,7 +242,7 @@ FAULTS = (
             mounts={"checkpoint": "size=128m"},
             wrap=with_disk("checkpoint", 64, quota=True),
         ),
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("storage",),
             conditions=("dead",),
             ranks=frozenset({0}),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from craton.bench.why.faults.fault import Expected, JobRecipe, LiveFault
+from craton.bench.why.faults.fault import ExpectedVerdict, JobRecipe, LiveFault
 from craton.bench.why.faults.running import RunningJob
 
 KEYS = {
@@ -54,7 +54,7 @@ FAULTS = (
         summary="Rank 1 leaks host memory until the kernel kills it at the limit of its container.",
         source="https://github.com/moby/moby/issues/24887",
         job=_recipe("leak", cgroups=LIMIT),
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("host",),
             conditions=("dead",),
             ranks=frozenset({1}),
@@ -69,7 +69,7 @@ FAULTS = (
         summary="Rank 1 holds so much memory that its container is at 93% of the limit; the run still works.",
         source="https://github.com/Kyubyong/tacotron/issues/59",
         job=_recipe("fill", cgroups=LIMIT),
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("host", "framework"),
             conditions=("healthy", "slow"),
             ranks=frozenset({1}),
@@ -86,7 +86,7 @@ FAULTS = (
         source="https://github.com/odoo/runbot/pull/493",
         job=_recipe("none", cgroups=LIMIT),
         inject=take_the_containers_memory,
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("host",),
             conditions=("dead",),
             remedy=MEMORY,
@@ -100,7 +100,7 @@ FAULTS = (
         summary="An allocation of rank 1 exceeds `ulimit -v`: MemoryError.",
         source="https://github.com/pytorch/pytorch/issues/4387",
         job=_recipe("address-space"),
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("host", "framework"),
             conditions=("dead",),
             ranks=frozenset({1}),
@@ -113,7 +113,7 @@ FAULTS = (
         summary="Rank 1 writes a batch into a shared memory segment that /dev/shm cannot hold: SIGBUS.",
         source="https://github.com/hiyouga/LlamaFactory/issues/7315",
         job=_recipe("map-shared-memory", wrap=SMALL_SHARED_MEMORY),
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("host", "storage"),
             conditions=("dead",),
             ranks=frozenset({1}),
@@ -127,7 +127,7 @@ FAULTS = (
         summary="Rank 1 writes a file to a full /dev/shm: no space left on device.",
         source="https://github.com/NVIDIA/Megatron-LM/issues/878",
         job=_recipe("write-shared-memory", wrap=SMALL_SHARED_MEMORY),
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("host", "storage"),
             conditions=("dead",),
             ranks=frozenset({1}),
@@ -141,7 +141,7 @@ FAULTS = (
         summary="Rank 1 reaches the container's limit of processes and threads: can't start new thread.",
         source="https://github.com/mozilla/translations/issues/630",
         job=_recipe("threads", cgroups={"pids": {"pids.max": "400"}}),
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("host", "framework"),
             conditions=("dead",),
             ranks=frozenset({1}),

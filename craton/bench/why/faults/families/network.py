@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from craton.bench.why.faults.fault import Expected, JobRecipe, LiveFault
+from craton.bench.why.faults.fault import ExpectedVerdict, JobRecipe, LiveFault
 from craton.bench.why.faults.injections import (
     PROGRAMS,
     drop_route,
@@ -55,7 +55,7 @@ FAULTS = (
         summary="The interface of node-2 goes down and stays down; its processes live.",
         source="https://github.com/NVIDIA/nccl/pull/1311",
         job=data_parallel(3),
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("fabric", "host"),
             conditions=("hung", "dead", "starting", "waiting"),
             ranks=frozenset({2}),
@@ -73,7 +73,7 @@ FAULTS = (
         summary="A firewall drops all packets between node-1 and node-2; both still reach node-0.",
         source="https://github.com/NVIDIA/nccl/issues/706",
         job=data_parallel(3),
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("fabric", "collective"),
             conditions=("hung", "dead"),
             ranks=frozenset({1, 2}),
@@ -90,7 +90,7 @@ FAULTS = (
         summary="The link of node-1 drops to 3 Mbit/s; all ranks wait for its part of every collective.",
         source="https://github.com/deepspeedai/DeepSpeed/issues/1617",
         job=data_parallel(3),
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("fabric",),
             conditions=("slow",),
             ranks=frozenset({1}),
@@ -108,7 +108,7 @@ FAULTS = (
         summary="The network between two nodes has 3 Mbit/s in both directions instead of gigabits.",
         source="https://github.com/mlfoundations/open_clip/issues/466",
         job=data_parallel(2),
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("fabric",), conditions=("slow",), ranks=frozenset(), remedy=NETWORK, misleading=MISLEADING
         ),
         inject=_slow_everywhere,
@@ -121,7 +121,7 @@ FAULTS = (
         summary="The cable of node-1 loses a fifth of its packets; TCP retransmits them.",
         source="https://github.com/NVIDIA/nccl/issues/306",
         job=data_parallel(3),
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("fabric",),
             conditions=("slow", "hung"),
             ranks=frozenset({1}),
@@ -139,7 +139,7 @@ FAULTS = (
         summary="Packets between two nodes arrive 60 ms late; every small message of a step pays for it.",
         source="https://github.com/NVIDIA/nccl/issues/651",
         job=data_parallel(2),
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("fabric",), conditions=("slow",), ranks=frozenset(), remedy=NETWORK, misleading=MISLEADING
         ),
         inject=_delay,
@@ -152,7 +152,7 @@ FAULTS = (
         summary="A firewall forgets its connections; those of rank 1 are reset in the middle of a collective.",
         source="https://github.com/NVIDIA/nccl/issues/193",
         job=data_parallel(2),
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("fabric", "collective"),
             conditions=("dead",),
             ranks=None,
@@ -175,7 +175,7 @@ FAULTS = (
             network=True,
             wrap=("env", f"{BLOCKED_VARIABLE}=1:{PORT}", *WRAP),
         ),
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("fabric", "collective"),
             conditions=("starting", "hung", "dead"),
             ranks=frozenset({1}),
@@ -195,7 +195,7 @@ FAULTS = (
         job=JobRecipe(
             kind="command", keys=SCRIPT, program="network", env={"GLOO_SOCKET_IFNAME": "eth7"}, network=True, wrap=WRAP
         ),
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("fabric", "framework"),
             conditions=("dead",),
             ranks=None,

@@ -5,7 +5,7 @@ A run ends after a hundred bad steps in a row; on a fast machine that is before 
 
 from __future__ import annotations
 
-from craton.bench.why.faults.fault import Expected, JobRecipe, LiveFault
+from craton.bench.why.faults.fault import ExpectedVerdict, JobRecipe, LiveFault
 
 LAYOUT = {"fsdp": 2, "micro_batch": 4}
 NODE_ACTIONS = (r"\bdrain\b", r"\breboot\b", r"replace the node")
@@ -25,7 +25,7 @@ FAULTS = (
         summary="The objective computes 0 · log 0 on every rank; with on_nan: skip every update is skipped.",
         source="https://github.com/meta-pytorch/torchtune/issues/2341",
         job=_objective("log-of-zero"),
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("framework",),
             conditions=("wrong", "dead"),
             ranks=frozenset(),
@@ -39,7 +39,7 @@ FAULTS = (
         summary="Only rank 1 computes NaN; the sum over all ranks carries it to every rank.",
         source="https://github.com/pytorch/torchtitan/issues/951",
         job=_objective("log-of-zero", victim=1),
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("framework", "device"),
             conditions=("wrong", "dead"),
             ranks=frozenset({1}),
@@ -52,7 +52,7 @@ FAULTS = (
         summary="The loss is NaN and the job has on_nan: stop, so the run ends as failed.",
         source="https://github.com/pytorch/torchtitan/pull/3863",
         job=_objective("log-of-zero", train={"on_nan": "stop"}),
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("framework",),
             conditions=("dead", "wrong"),
             remedy=NOT_A_NUMBER,
@@ -68,7 +68,7 @@ FAULTS = (
             "overflow",
             model={"experts": 4, "top_k": 2, "moe_ffn_hidden": 64},
         ),
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("framework",),
             conditions=("wrong", "dead"),
             ranks=frozenset(),
@@ -82,7 +82,7 @@ FAULTS = (
         summary="The loss jumps to ten times its level at one step and stays there.",
         source="https://github.com/stas00/ml-engineering/issues/32",
         job=_objective("spike"),
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("framework",),
             conditions=("wrong",),
             ranks=frozenset(),
@@ -96,7 +96,7 @@ FAULTS = (
         summary="The hidden states of a custom model grow at every step until they overflow.",
         source="https://github.com/mosaicml/llm-foundry/issues/759",
         job=JobRecipe(keys={"model": "numerics_model:build", "layout": LAYOUT}, program="numerics_model"),
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("framework",),
             conditions=("wrong", "dead"),
             ranks=frozenset(),
@@ -115,7 +115,7 @@ FAULTS = (
             program="numerics",
             fault="masked",
         ),
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("framework",),
             conditions=("wrong", "dead"),
             ranks=frozenset(),
@@ -139,7 +139,7 @@ FAULTS = (
             program="numerics",
             fault="nothing-to-learn",
         ),
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("framework",),
             conditions=("wrong",),
             ranks=frozenset(),

@@ -6,7 +6,7 @@ import json
 import os
 import signal
 
-from craton.bench.why.faults.fault import Expected, JobRecipe, LiveFault
+from craton.bench.why.faults.fault import ExpectedVerdict, JobRecipe, LiveFault
 from craton.bench.why.faults.injections import child_with, freeze, kill_again_and_again
 from craton.bench.why.faults.running import RunningJob
 
@@ -34,7 +34,7 @@ FAULTS = (
         summary="Somebody stops rank 1 of a tensor-parallel run with SIGSTOP, as Ctrl-Z or a debugger does.",
         source="https://github.com/BOINC/boinc/issues/5480",
         job=JobRecipe(keys={"layout": {"tp": 2}}),
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("host",),
             conditions=("hung", "dead"),
             ranks=frozenset({1}),
@@ -57,7 +57,7 @@ FAULTS = (
                 "checkpoint": {"peer": "off"},
             },
         ),
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("host",),
             conditions=("dead",),
             ranks=frozenset({2}),
@@ -72,7 +72,7 @@ FAULTS = (
         summary="A watchdog of the site kills rank 1 two seconds after each of its starts; the run restarts each time.",
         source="https://github.com/OpenBMB/MiniCPM-V/issues/770",
         job=JobRecipe(keys={"layout": {"replicate": 2}, "recover": {"tries": 100}}),
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("host",),
             conditions=("slow", "dead"),
             ranks=frozenset({1}),
@@ -89,7 +89,7 @@ FAULTS = (
         summary="Rank 0 of a LoRA fine-tuning dies of a segmentation fault.",
         source="https://github.com/NVIDIA/Megatron-LM/issues/1880",
         job=JobRecipe(kind="sft", keys={"train": {"lora": {"rank": 4}}}),
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("framework",),
             conditions=("dead",),
             ranks=frozenset({0}),
@@ -104,7 +104,7 @@ FAULTS = (
         summary="The container of rank 1 is paused: its processes are frozen, and no signal reaches them.",
         source="https://github.com/pytorch/pytorch/pull/185414",
         job=JobRecipe(keys={"layout": {"fsdp": 2}, "checkpoint": {"peer": "off"}}),
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("host",),
             conditions=("hung", "dead"),
             ranks=frozenset({1}),
@@ -121,7 +121,7 @@ FAULTS = (
         summary="A launcher script does not notice that its training process was killed; it stays as a zombie.",
         source="https://github.com/krallin/tini/issues/164",
         job=JobRecipe(kind="command", nodes=1, keys=LAUNCHER, program="processes"),
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("framework", "host"),
             conditions=("hung", "dead"),
             ranks=frozenset({0}),
@@ -134,10 +134,10 @@ FAULTS = (
     LiveFault(
         name="only-agent-killed",
         family="processes",
-        summary="The only agent of a run on one node is killed; its rank ends with it, and nobody restarts them.",
+        summary="The only agent of a run on one node is killed; its rank ends with it, and none is left to restart it.",
         source="https://github.com/pytorch/pytorch/issues/150916",
         job=JobRecipe(nodes=1),
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("host",),
             conditions=("dead",),
             ranks=frozenset({0}),
@@ -154,7 +154,7 @@ FAULTS = (
         summary="The only agent of a run is stopped by a signal; nothing is supervised or recorded any more.",
         source="https://github.com/pytorch/pytorch/issues/76287",
         job=JobRecipe(nodes=1, keys={"checkpoint": {"peer": "off"}}),
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("host",),
             conditions=("hung", "dead", "healthy"),
             ranks=frozenset({0}),
@@ -171,7 +171,7 @@ FAULTS = (
         summary="The process of node-1 that keeps copies of the state in memory is killed, and no restart is allowed.",
         source="https://github.com/vllm-project/vllm/issues/11996",
         job=JobRecipe(keys={"layout": {"fsdp": 2}, "checkpoint": {"peer": "5 steps"}}),
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("host",),
             conditions=("dead",),
             ranks=frozenset({1}),
@@ -193,7 +193,7 @@ FAULTS = (
             victim=1,
             cgroups={"pids": {"pids.max": "200"}},
         ),
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("host", "framework"),
             conditions=("dead",),
             ranks=frozenset({1}),

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from craton.bench.why.faults.fault import Expected, JobRecipe, LiveFault
+from craton.bench.why.faults.fault import ExpectedVerdict, JobRecipe, LiveFault
 from craton.bench.why.faults.running import RunningJob
 from craton.bench.why.faults.slurm import NODES, LocalSlurm
 
@@ -81,7 +81,7 @@ FAULTS = (
         job=_recipe(prepare=occupy_all_nodes),
         inject=hold,
         onset="start",
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("scheduler",), conditions=("waiting",), remedy=(r"\bheld\b", r"\bhold\b", r"scontrol release")
         ),
         needs=NEEDS,
@@ -93,7 +93,7 @@ FAULTS = (
         source="https://github.com/ArjunaCluster/ArjunaUsers/issues/69",
         job=_recipe(prepare=drain_three_nodes),
         onset="start",
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("scheduler",), conditions=("waiting",), remedy=(r"drain", r"uncorrectable ECC", r"ticket 4711")
         ),
         needs=NEEDS,
@@ -105,7 +105,7 @@ FAULTS = (
         source="https://github.com/lyulyul/shine-cluster/issues/168",
         job=_recipe(prepare=occupy_all_nodes),
         onset="start",
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("scheduler",),
             conditions=("waiting",),
             remedy=(r"\b0 (are |is )?free", r"no (node )?(is )?free", r"job \d+", r"Resources", r"ends? in"),
@@ -119,7 +119,7 @@ FAULTS = (
         source="https://github.com/SckyzO/slurm_exporter/issues/146",
         job=_recipe(partition="short", time_limit="1h"),
         onset="start",
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("scheduler",), conditions=("waiting",), remedy=(r"time[ _]limit", r"PartitionTimeLimit", r"5 ?m")
         ),
         needs=NEEDS,
@@ -131,7 +131,7 @@ FAULTS = (
         source="https://github.com/aws/aws-parallelcluster-cookbook/pull/410",
         job=_recipe(nodes=4, partition="short", time_limit="4m", save_before="1m"),
         onset="start",
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("scheduler",),
             conditions=("waiting",),
             remedy=(
@@ -149,7 +149,7 @@ FAULTS = (
         source="https://github.com/mace-cream/clusterhowto/issues/2",
         job=_recipe(partition="closed"),
         onset="start",
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("scheduler",),
             conditions=("waiting",),
             remedy=(r"partition.*(down|closed|not (up|available))", r"PartitionDown"),
@@ -163,7 +163,7 @@ FAULTS = (
         source="https://github.com/burrmill/burrmill/issues/15",
         job=_recipe(prepare=break_all_prologs),
         onset="start",
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("scheduler", "host"),
             conditions=("waiting", "dead"),
             remedy=(r"prolog", r"launch failed"),
@@ -178,7 +178,7 @@ FAULTS = (
         source="https://github.com/reframe-hpc/reframe/issues/3608",
         job=_recipe(partition="low"),
         inject=preempt,
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("scheduler",),
             conditions=("waiting", "stopped", "dead"),
             remedy=(r"preempt", r"urgent", r"higher priority"),
@@ -193,7 +193,7 @@ FAULTS = (
         source="https://github.com/ArjunaCluster/ArjunaUsers/issues/106",
         job=_recipe(nodes=4),
         inject=set_a_node_down,
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("scheduler", "host"),
             conditions=("waiting", "dead"),
             remedy=(r"\bg3\b", r"power supply failed", r"\bdown\b"),
@@ -208,7 +208,7 @@ FAULTS = (
         source="https://github.com/ArjunaCluster/ArjunaUsers/issues/111",
         job=_recipe(nodes=4),
         inject=kill_a_node,
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("scheduler", "host"),
             conditions=("waiting", "dead", "starting"),
             remedy=(r"\bg3\b", r"\bnode-2\b", r"lost", r"not respond", r"\bdown\b"),
@@ -223,7 +223,7 @@ FAULTS = (
         source="https://github.com/ai4d-iasc/trixie/issues/93",
         job=_recipe(),
         inject=kill_the_controller,
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("scheduler",),
             conditions=("unknown", "healthy"),
             remedy=(r"slurmctld", r"controller", r"does not respond", r"no answer", r"squeue"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 
-from craton.bench.why.faults.fault import Expected, JobRecipe, LiveFault
+from craton.bench.why.faults.fault import ExpectedVerdict, JobRecipe, LiveFault
 from craton.bench.why.faults.injections import child_with, load
 from craton.bench.why.faults.running import RunningJob
 
@@ -30,7 +30,7 @@ FAULTS = (
         summary="Sixty clients send requests without pause to a server that runs four at a time.",
         source="https://github.com/vllm-project/vllm/issues/2901",
         job=JobRecipe(kind="serve", nodes=1, keys={"serve": {"max_running": 4}}),
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("framework",), conditions=("slow",), ranks=frozenset(), remedy=LOAD, misleading=MISLEADING
         ),
         inject=lambda job: load(job, "overload", "60"),
@@ -49,7 +49,7 @@ FAULTS = (
                 "serve": {**RANDOM, "max_running": 8, "chunk_tokens": 256},
             },
         ),
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("framework",),
             conditions=("slow",),
             ranks=frozenset(),
@@ -65,7 +65,7 @@ FAULTS = (
         summary="Thirty long requests need more KV cache than there is; they wait for blocks or are preempted.",
         source="https://github.com/vllm-project/vllm/issues/18115",
         job=JobRecipe(kind="serve", nodes=1, keys={"model": WIDE_MODEL, "serve": RANDOM}),
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("framework",),
             conditions=("slow",),
             ranks=frozenset(),
@@ -81,7 +81,7 @@ FAULTS = (
         summary="Every request brings a new JSON schema that takes seconds to compile; answers hardly begin.",
         source="https://github.com/vllm-project/vllm/issues/12122",
         job=JobRecipe(kind="serve", nodes=1),
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("framework",),
             conditions=("slow",),
             ranks=frozenset(),
@@ -97,7 +97,7 @@ FAULTS = (
         summary="Slow clients hold all 8,192 connections that a server accepts; others get no answer.",
         source="https://github.com/MAXeaglet/commandcode-proxy/issues/20",
         job=JobRecipe(kind="serve", nodes=1),
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("framework", "host"),
             conditions=("slow", "hung"),
             ranks=None,
@@ -114,7 +114,7 @@ FAULTS = (
         summary="The engine process of a server is killed; the front end alone cannot answer. No restart is allowed.",
         source="https://github.com/vllm-project/vllm/issues/39863",
         job=JobRecipe(kind="serve", nodes=1),
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("host",),
             conditions=("dead",),
             ranks=frozenset({0}),
@@ -129,7 +129,7 @@ FAULTS = (
         summary="The engine process of a busy server is stopped by a signal; requests are accepted and never answered.",
         source="https://github.com/vllm-project/vllm/issues/1492",
         job=JobRecipe(kind="serve", nodes=1),
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("host",),
             conditions=("hung", "dead"),
             ranks=frozenset({0}),
@@ -144,7 +144,7 @@ FAULTS = (
         summary="The HTTP front end is stopped by a signal; the engine idles, and no client gets an answer.",
         source="https://github.com/vllm-project/vllm/issues/7633",
         job=JobRecipe(kind="serve", nodes=1),
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("host", "framework"),
             conditions=("hung", "dead"),
             ranks=None,
@@ -171,7 +171,7 @@ FAULTS = (
                 "sh",
             ),
         ),
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("framework", "storage"),
             conditions=("dead",),
             ranks=None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from craton.bench.why.faults.fault import Expected, JobRecipe, LiveFault
+from craton.bench.why.faults.fault import ExpectedVerdict, JobRecipe, LiveFault
 
 OBJECTIVE = {"objective": "user_code:objective"}
 SCRIPT = {"command": ["{python}", "user_code.py"], "progress": {"pattern": "step {step} loss {loss}", "hang": "10x"}}
@@ -18,7 +18,7 @@ FAULTS = (
         summary="A custom objective ends rank 1 with sys.exit(0): an early stop that only one rank decides.",
         source="https://github.com/GestaltCogTeam/BasicTS/issues/250",
         job=JobRecipe(keys={**OBJECTIVE, "layout": {"replicate": 2}}, program="user_code", fault="exits 0", victim=1),
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("framework",),
             conditions=("dead",),
             ranks=frozenset({1}),
@@ -36,7 +36,7 @@ FAULTS = (
         summary="A data-parallel script ends on rank 2 of 3 with exit code 3 and prints no reason.",
         source="https://github.com/NVIDIA/nccl-tests/issues/294",
         job=JobRecipe(kind="command", nodes=3, keys=SCRIPT, program="user_code", victim=2),
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("framework",),
             conditions=("dead",),
             ranks=frozenset({2}),
@@ -56,7 +56,7 @@ FAULTS = (
             fault="raises",
             victim=0,
         ),
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("framework",),
             conditions=("dead",),
             ranks=frozenset({0}),
@@ -72,7 +72,7 @@ FAULTS = (
         job=JobRecipe(
             keys={"model": "user_code:build", "layout": {"fsdp": 2}}, program="user_code", fault="raises everywhere"
         ),
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("framework",),
             conditions=("dead",),
             ranks=None,
@@ -88,7 +88,7 @@ FAULTS = (
         job=JobRecipe(
             keys={**OBJECTIVE, "layout": {"pp": 2, "micro_batch": 8}}, program="user_code", fault="spins", victim=1
         ),
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("framework",),
             conditions=("hung", "dead"),
             ranks=frozenset({1}),
@@ -108,7 +108,7 @@ FAULTS = (
             victim=1,
             cgroups={"memory": {"memory.limit_in_bytes": "3G"}},
         ),
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("host", "framework"),
             conditions=("dead",),
             ranks=frozenset({1}),
@@ -121,10 +121,10 @@ FAULTS = (
     LiveFault(
         name="objective-forks",
         family="user_code",
-        summary="An objective forks a child on rank 0, waits for it, and the child waits for a lock nobody holds.",
+        summary="An objective forks a child on rank 0, waits for it, and the child waits for a lock forever.",
         source="https://github.com/huggingface/tokenizers/issues/187",
         job=JobRecipe(keys={**OBJECTIVE, "layout": {"fsdp": 2}}, program="user_code", fault="forks", victim=0),
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("framework",),
             conditions=("hung", "dead"),
             ranks=frozenset({0}),
@@ -144,7 +144,7 @@ FAULTS = (
             fault="alarm",
             victim=1,
         ),
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("framework",),
             conditions=("dead",),
             ranks=frozenset({1}),
@@ -158,7 +158,7 @@ FAULTS = (
         summary="A debug print of all log-probabilities in every step on rank 0 makes each step several times as long.",
         source="https://github.com/ccpem/affinity-vae/pull/248",
         job=JobRecipe(keys={**OBJECTIVE, "layout": {"replicate": 2}}, program="user_code", fault="prints", victim=0),
-        expected=Expected(
+        expected=ExpectedVerdict(
             layers=("framework",),
             conditions=("slow",),
             ranks=frozenset({0}),

@@ -18,7 +18,7 @@ THREADS = 48
 VOCABULARY, HIDDEN = 512, 256
 
 
-class Block(nn.Module):
+class BusyBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.up = nn.Linear(HIDDEN, 4 * HIDDEN, bias=False)
@@ -29,13 +29,13 @@ class Block(nn.Module):
         return x + widened
 
 
-class Model(nn.Module):
+class BusyModel(nn.Module):
     """Two blocks; after HEALTHY_CALLS forward passes it sets the number of threads as for a large server."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, HIDDEN)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(BusyBlock() for _ in range(2))
         self.calls = 0
 
     @property
@@ -54,4 +54,4 @@ class Model(nn.Module):
 
 
 def build(job: Job) -> nn.Module:
-    return Model()
+    return BusyModel()

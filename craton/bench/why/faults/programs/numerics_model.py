@@ -10,7 +10,7 @@ from torch import nn
 HIDDEN, VOCABULARY, AFTER_CALLS = 64, 512, 40
 
 
-class Block(nn.Module):
+class GrowingBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.RMSNorm(HIDDEN)
@@ -21,11 +21,11 @@ class Block(nn.Module):
         return hidden + change
 
 
-class Model(nn.Module):
+class GrowingModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, HIDDEN)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(GrowingBlock() for _ in range(2))
         self.calls = 0
 
     @property
@@ -44,4 +44,4 @@ class Model(nn.Module):
 
 
 def build(job: Any) -> nn.Module:
-    return Model()
+    return GrowingModel()

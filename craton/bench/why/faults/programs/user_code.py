@@ -113,7 +113,7 @@ FAULTS = {
 }
 
 
-class Block(nn.Module):
+class FaultyBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.up = nn.Linear(HIDDEN, 4 * HIDDEN, bias=False)
@@ -124,13 +124,13 @@ class Block(nn.Module):
         return x + widened
 
 
-class Model(nn.Module):
+class FaultyModel(nn.Module):
     """Two blocks; after HEALTHY_CALLS the mask of the last, shorter batch is added to a full one."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, HIDDEN)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(FaultyBlock() for _ in range(2))
 
     @property
     def head_weight(self) -> torch.Tensor:
@@ -144,7 +144,7 @@ class Model(nn.Module):
 
 
 def build(job: Job) -> nn.Module:
-    return Model()
+    return FaultyModel()
 
 
 def train() -> None:
