@@ -189,12 +189,15 @@ def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
 
 
 def write_data(folder: Path) -> None:
-    """Write a tiny corpus and tiny chats, the same for every bench."""
+    """Write a tiny corpus, validation text and chats, the same for every bench."""
     folder.mkdir(exist_ok=True)
     draw = random.Random(1)
     words = ["".join(draw.choice("abcdefghijklmnopqrstuvwxyz") for _ in range(draw.randint(2, 8))) for _ in range(400)]
     lines = [" ".join(draw.choice(words) for _ in range(12)) for _ in range(3000)]
     (folder / "corpus.txt").write_text("\n".join(lines))
+    (folder / "validation.txt").write_text(
+        "\n".join(" ".join(draw.choice(words) for _ in range(12)) for _ in range(300))
+    )
     chats = [
         f'{{"messages": [{{"role": "user", "content": "{ask}"}}, {{"role": "assistant", "content": "{answer}"}}]}}'
         for ask, answer in zip(lines[:500], lines[500:1000], strict=True)

@@ -83,7 +83,7 @@ KINDS = (
     _train("mixture-of-experts", model={"experts": 4, "top_k": 2, "moe_ffn_hidden": 64}),
     _train(
         "evaluating",
-        data={"validation": "{data}/corpus.txt"},
+        data={"validation": "{data}/validation.txt"},
         train={"evaluate": {"every_steps": 25, "sequences": 16}},
     ),
     _train("saving", checkpoint={"tiers": [{"to": "shared", "every": "5s", "keep": 2}]}),

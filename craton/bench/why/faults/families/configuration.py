@@ -29,6 +29,11 @@ def take_port(job: RunningJob) -> None:
     (job.folder / "port.txt").write_text(str(listener.getsockname()[1]))
 
 
+def limit_memory(job: RunningJob) -> None:
+    """Limit the memory of the run's container after the plan was made, as on nodes with less memory than planned."""
+    (job.cgroups["memory"] / "memory.limit_in_bytes").write_text("3G")
+
+
 FAULTS = (
     LiveFault(
         name="learning-rate-too-high",
@@ -51,12 +56,13 @@ FAULTS = (
     LiveFault(
         name="batch-too-large",
         family="configuration",
-        summary="The micro-batch needs more memory than the container has; the kernel kills a rank in the first step.",
+        summary="The job was planned for more memory than its container has; a rank is killed in the first step.",
         source="https://github.com/LeapMind/MLF-SC/issues/41",
         job=JobRecipe(
-            keys={"train": {"global_batch_sequences": 16_384}, "layout": {"fsdp": 2, "micro_batch": 8192}},
-            cgroups={"memory": {"memory.limit_in_bytes": "3G"}},
+            keys={"train": {"global_batch_sequences": 8192}, "layout": {"fsdp": 2, "micro_batch": 4096}},
+            cgroups={"memory": {}},
         ),
+        inject=limit_memory,
         expected=ExpectedVerdict(
             layers=("framework", "host"),
             conditions=("dead",),
@@ -64,7 +70,7 @@ FAULTS = (
             misleading=(r"\breboot\b", r"replace the node"),
         ),
         onset="start",
-        judge_seconds=120,
+        judge_seconds=180,
         needs=("root", "cgroup:memory"),
     ),
     LiveFault(
@@ -158,7 +164,7 @@ FAULTS = (
         source="https://github.com/tdrussell/qlora-pipe/pull/6",
         job=JobRecipe(
             keys={
-                "data": {"validation": "{data}/corpus.txt"},
+                "data": {"validation": "{data}/validation.txt"},
                 "train": {"evaluate": {"every_steps": 1, "sequences": 256}},
                 "layout": LAYOUT,
             },
@@ -180,6 +186,7 @@ FAULTS = (
         source="https://github.com/deepchem/deepchem/issues/458",
         job=JobRecipe(
             keys={
+                "model": {"layers": 4, "hidden": 256, "ffn_hidden": 1024},
                 "checkpoint": {"tiers": [{"to": "shared", "every_steps": 1, "keep": 2}]},
                 "layout": LAYOUT,
             },

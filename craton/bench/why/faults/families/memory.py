@@ -28,23 +28,20 @@ def _recipe(fault: str, victim: int | None = 1, **more: object) -> JobRecipe:
 
 
 def take_the_containers_memory(job: RunningJob) -> None:
-    """Start a process in the run's cgroup that takes all memory, and that the kernel spares: a rank is killed."""
-    group = job.cgroups["memory"]
-    code = (
-        f"import os, pathlib, time; pathlib.Path({str(group / 'cgroup.procs')!r}).write_text(str(os.getpid()));"
-        "pathlib.Path('/proc/self/oom_score_adj').write_text('-1000')\n"
-        "taken = []\n"
-        "while True: taken.append(b'x' * (16 << 20)); time.sleep(0.01)"
+    """Start a process in the run's cgroup that takes all memory; return once the kernel has killed rank 1 for it."""
+    victim = Path(f"/proc/{job.pid(1)}")
+    (victim / "oom_score_adj").write_text("1000")  # the kernel spares the neighbour, as a service that is protected
+    procs = job.cgroups["memory"] / "cgroup.procs"
+    neighbour = job.spawn(
+        [
+            sys.executable,
+            "-c",
+            f"import os, pathlib, time\npathlib.Path({str(procs)!r}).write_text(str(os.getpid()))\ntaken = []\n"
+            "while True:\n    taken.append(b'x' * (16 << 20))\n    time.sleep(0.01)",
+        ]
     )
-    job.spawn([sys.executable, "-c", code])
-    kills = group / "memory.oom_control"
-    before = _oom_kills(kills)
-    job.wait(lambda: _oom_kills(kills) > before, "the kernel killed a process of the run")
-
-
-def _oom_kills(control: Path) -> int:
-    lines = dict(line.split() for line in control.read_text().splitlines())
-    return int(lines.get("oom_kill", 0))
+    job.wait(lambda: not (victim / "exe").exists(), "the kernel killed rank 1")
+    neighbour.kill()
 
 
 FAULTS = (
@@ -82,13 +79,14 @@ FAULTS = (
     LiveFault(
         name="memory-taken-by-neighbour",
         family="memory",
-        summary="Another process in the same container takes all memory, and the kernel kills a process of the run.",
+        summary="Another process in the same container takes all memory, and the kernel kills rank 1.",
         source="https://github.com/odoo/runbot/pull/493",
         job=_recipe("none", cgroups=LIMIT),
         inject=take_the_containers_memory,
         expected=ExpectedVerdict(
             layers=("host",),
             conditions=("dead",),
+            ranks=frozenset({1}),
             remedy=MEMORY,
         ),
         judge_seconds=30,
