@@ -1,4 +1,4 @@
-"""Faults of CPUs: other processes, bindings, limits of containers, priorities, too many threads."""
+"""Faults of CPUs: other processes, bindings, limits of containers, priorities, the job's own helpers."""
 
 from __future__ import annotations
 
@@ -128,19 +128,16 @@ FAULTS = (
         is_alone=True,
     ),
     LiveFault(
-        name="cpu-too-many-threads",
+        name="cpu-own-workers-spin",
         family="cpu",
-        summary="A custom model sets 48 threads for each rank on a machine with a few cores; they displace each other.",
-        source="https://github.com/pytorch/pytorch/issues/22260",
-        job=JobRecipe(
-            keys={"model": "cpu:build", "train": {"global_batch_sequences": 32}, "layout": {"replicate": 2}},
-            program="cpu",
-        ),
+        summary="Worker processes that an objective started on every rank spin after their work, and take the cores.",
+        source="https://github.com/ruotianluo/ImageCaptioning.pytorch/issues/45",
+        job=JobRecipe(keys={"objective": "cpu:objective", "layout": {"replicate": 2}}, program="cpu"),
         expected=ExpectedVerdict(
             layers=("host", "framework"),
             conditions=("slow",),
             ranks=frozenset(),
-            remedy=(r"thread|OMP_NUM_THREADS|oversubscri|\bCPU|contention",),
+            remedy=(*CONTENTION, r"child|worker|process"),
             misleading=MISLEADING,
         ),
         judge_seconds=40,
