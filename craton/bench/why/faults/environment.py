@@ -73,6 +73,7 @@ class Workshop:
         root.mkdir(parents=True, exist_ok=True)
         self.model = root / "model"
         self._model_lock = threading.Lock()
+        self._start_lock = threading.Lock()  # two starts cannot tokenize the same text at once
         write_data(root / "data")
 
     def environment(self, folder: Path, name: str) -> dict[str, str]:
@@ -134,7 +135,8 @@ class Workshop:
             if recipe.prepare is not None:
                 recipe.prepare(job)
             try:
-                _run_craton(recipe, job)
+                with self._start_lock:
+                    _run_craton(recipe, job)
                 yield job
             finally:
                 end_processes(job.marker)  # before mounts and cgroups go
