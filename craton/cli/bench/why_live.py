@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from craton.cli.views.progress import progress
-from craton.formatting import percent
+from craton.formatting import counted, percent
 
 if TYPE_CHECKING:
     from craton.bench.why.faults import HealthyRecord, LiveScore, Tally
@@ -50,9 +50,9 @@ def bench_live(families: str, only: Sequence[str], healthy: int, keep: Path | No
 
 
 def _print(console: Console, scores: LiveScore, quiet: Sequence[HealthyRecord]) -> None:
-    table = Table(title=f"{scores.total.faults} live faults", title_justify="left")
+    table = Table(title=counted(scores.total.faults, "live fault"), title_justify="left")
     for name in ("", "faults", "layer", "victim", "remedy", 'false "runs well"', "early alarms", "seconds"):
-        table.add_column(name, justify="right" if name else "left")
+        table.add_column(name, justify="right" if name else "left", no_wrap=not name)
     for family, tally in scores.families.items():
         table.add_row(family, *_cells(tally))
     table.add_section()
