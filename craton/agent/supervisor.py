@@ -51,8 +51,9 @@ from craton.agent.processes import (
 from craton.agent.progress import CommandProgress
 from craton.agent.records import NodePublisher, NodeRecords, continue_clock, directory_identity
 from craton.formatting import setting
-from craton.limits import explain, limit_hint
+from craton.limits import explain, limit_hint, memory_text, oom_kills
 from craton.telemetry import Marker, RunDirectory
+from craton.telemetry.error_reports import ErrorReport
 from craton.telemetry.files import STORAGE_ERRORS, storage_problem
 from craton.telemetry.node import LogTimes, MetricsEndpoint, NodeState
 from craton.telemetry.rank import BESIDE, STEADY, monotonic_of
@@ -267,6 +268,8 @@ class Supervisor:
             self._face.saved(str(line.get("tier", "")), float(line["time"]))
         if line["event"] == "stopped":  # it could not set the marker itself
             self.mark("STOP", str(line.get("reason", "")))
+        if line["event"] == "failed":
+            rank.error = ErrorReport.from_fields(line.get("error"))
         if line["event"] == "broken":
             self._report(
                 RankFailure(
@@ -283,7 +286,7 @@ class Supervisor:
         self._progress.look()  # at its last output
         place = self._processes.ended(rank)
         died_in = "+".join((place.page.kind, *place.page.beside))
-        self._records.event("rank_ended", rank.rank, code=rank.code, during=died_in)
+        self._record_end(rank, place, died_in)
         was_asked = self._ending is not None and signal.SIGTERM in rank.sent
         # A rank that had no time to install its handler dies of SIGTERM (143 in a shell). That is a stop, not a fault.
         # The same holds when other ranks leave and their connections break, on this node or another.
@@ -292,6 +295,10 @@ class Supervisor:
             ended_well = rank.code != -signal.SIGKILL
         generation = self._processes.generation
         assert generation is not None
+        entered = place.page.generation == generation.number
+        if self._ending is None and entered and self._launch.nursery and not self.has("STOP"):
+            # A rank of the training loop is idle once its work is done.
+            ended_well &= died_in.partition("+")[0] == "idle"
         if ended_well:
             place.page.switch("idle")
         else:
@@ -308,7 +315,6 @@ class Supervisor:
                 self._face.mark_fatal(failure_text(rank, self._node, self._records.generation))
                 self._is_failure = True
             return
-        entered = place.page.generation == generation.number
         was_terminated = signal.SIGTERM in rank.sent  # ranks of a job's own command; their exit code means nothing then
         is_missed = self._processes.is_leaving(place) and not was_terminated  # other ranks may wait for it
         if not ended_well and (entered or is_missed):
@@ -317,6 +323,21 @@ class Supervisor:
             place.is_done = True
         else:  # it was entering the current generation, or was killed because it did not enter in time
             self._again(place, rank)
+
+    def _record_end(self, rank: RankProcess, place: RankSlot, died_in: str) -> None:
+        """Record how a rank ended: its code or signal, what it was doing, and why, in its own words."""
+        fields: dict[str, Any] = {"code": rank.code, "during": died_in}
+        if place.page.step:
+            fields["step"] = place.page.step
+        if rank.code < 0 and -rank.code in set(signal.Signals):
+            fields["signal"] = signal.Signals(-rank.code).name
+        if rank.sent:
+            fields["sent"] = sorted(number.name for number in rank.sent)  # by this agent
+        if (error := rank.read_end()) is not None:
+            fields["error"] = error.to_fields()
+        if rank.code == -signal.SIGKILL and oom_kills() > rank.oom_kills_before:
+            fields["out_of_memory"] = memory_text()
+        self._records.event("rank_ended", rank.rank, **fields)
 
     def _again(self, place: RankSlot, rank: RankProcess) -> None:
         """Restart a rank that was entering the current generation."""

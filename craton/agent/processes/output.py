@@ -17,7 +17,7 @@ from craton.telemetry.files import SafeOutput
 
 PIPE_BYTES = 1 << 20
 READ_BYTES = 1 << 16
-TAIL_BYTES = 16 << 10  # of the newest text, for error messages
+TAIL_BYTES = 48 << 10  # of the newest text, for error messages
 DRAIN_SECONDS = 1.0  # to drain the pipe of a process that has ended
 
 
@@ -46,9 +46,9 @@ class CommandOutput:
             self._log.close()
         return is_over
 
-    def tail_lines(self) -> list[str]:
-        """Return the newest lines, including those not on disk yet."""
-        return self._tail.decode(errors="replace").splitlines()
+    def tail_text(self) -> str:
+        """Return the newest text, including what is not on disk yet."""
+        return self._tail.decode(errors="replace")
 
     def end(self) -> None:
         """Drain the pipe of an ended process, unless another process still holds it open."""

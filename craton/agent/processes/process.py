@@ -27,11 +27,13 @@ from craton.agent.processes.output import CommandOutput
 from craton.job.sections import PLACEHOLDERS
 from craton.limits import MORE_MEMORY, limit_hint, memory_text, oom_kills
 from craton.telemetry import RunDirectory
+from craton.telemetry.error_reports import ErrorReport, read_error
 from craton.telemetry.files import append_regular, open_regular
 from craton.telemetry.rank import STEADY, RankPage
 
 EXIT_FINAL = 3  # of a rank: the job itself is at fault, and a retry would fail as well
 PIPE_BYTES = 1 << 20
+ERROR_BYTES = 48 << 10  # at the end of a log, in which the reason of an end is searched
 # Path prefix of PyTorch's flight recorder, to which it adds the rank; the first one set counts (as of 2.11 and 2.13).
 RECORDING_VARIABLES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 # How long an idle thread spins before it sleeps: libgomp (PyTorch's wheels) 300,000 times by default, Intel's OpenMP
@@ -84,15 +86,19 @@ class ChildProcess:
 
     def last_lines(self, count: int = 20, max_bytes: int = 16 << 10) -> list[str]:
         """Return the last lines that this process printed."""
+        return self.last_text(max_bytes).splitlines()[-count:]
+
+    def last_text(self, max_bytes: int = ERROR_BYTES) -> str:
+        """Return the end of what this process printed."""
         if isinstance(self, RankProcess) and self.output is not None:
-            return self.output.tail_lines()[-count:]
+            return self.output.tail_text()
         try:
             with open_regular(self.log_path) as handle:
                 size = handle.seek(0, os.SEEK_END)
                 handle.seek(max(self.log_offset, size - max_bytes))
-                return handle.read().decode(errors="replace").splitlines()[-count:]
+                return handle.read(max_bytes).decode(errors="replace")
         except OSError:
-            return []
+            return ""
 
 
 @dataclass
@@ -105,6 +111,14 @@ class RankProcess(ChildProcess):
     values: dict[str, str] = field(default_factory=dict)  # values of placeholders
     page: RankPage | None = None  # shared with the agent
     output: CommandOutput | None = None  # of a job's own command
+    error: ErrorReport | None = None  # why it ends, in its own words
+
+    def read_end(self) -> ErrorReport | None:
+        """Return why it ended: as it reported itself, else as its output shows; None if it ended well, or for a signal
+        of its agent."""
+        if self.code == 0 or -self.code in self.sent:
+            return None
+        return self.error or read_error(self.last_text())
 
     def close(self) -> None:
         for descriptor in (self.records, self.orders):
@@ -118,6 +132,7 @@ def common_environment(run: RunDirectory, launch: Launch, node: str) -> dict[str
     is_set = any({**os.environ, **launch.env}.get(name) for name in RECORDING_VARIABLES)
     return {
         "PYTHONUNBUFFERED": "1",
+        "PYTHONFAULTHANDLER": "1",  # a crash in native code prints the Python stack
         "OMP_NUM_THREADS": str(launch.threads_per_rank),
         **waiting_policy({**os.environ, **launch.env}),
         **({} if is_set else {RECORDING_VARIABLES[0]: str(run.recording_prefix)}),
@@ -368,12 +383,15 @@ def _environment(pid: int) -> bytes:
 
 
 def failure_text(rank: RankProcess, node: str, generation: int) -> str:
-    """Return how a rank ended, a hint, and its last output."""
+    """Return how a rank ended and why, in one line; then a hint, and its last output."""
     last_lines = rank.last_lines()
-    headline = f"{rank.name} on {node} {how_ended(rank.code)} (generation {generation})"
-    words = [line.strip() for line in last_lines if any(letter.isalnum() for letter in line)]
-    if rank.code > 0 and words:  # it exited by itself: its last line is most likely the reason
-        headline += f": {words[-1].removeprefix('craton: ')}"
+    step = f" at step {rank.page.step}" if rank.page is not None and rank.page.step else ""
+    headline = f"{rank.name} on {node} {how_ended(rank.code)}{step} (generation {generation})"
+    error = rank.read_end()
+    if rank.code == 0:
+        headline += ": before the run was done"
+    elif error is not None and rank.code != -signal.SIGKILL:
+        headline += f": {_reason(error, last_lines)}"
     text = [headline]
     if rank.code == -signal.SIGKILL and oom_kills() > rank.oom_kills_before:
         text.append(f"the kernel's OOM killer has killed a process: {memory_text()}; {MORE_MEMORY}")
@@ -383,6 +401,16 @@ def failure_text(rank: RankProcess, node: str, generation: int) -> str:
         text.append(hint)
     text.append(f"last lines of {rank.log_path.name}:" if last_lines else f"{rank.log_path.name} is empty")
     return "\n".join([*text, *(f"  {line}" for line in last_lines)])
+
+
+def _reason(error: ErrorReport, last_lines: Sequence[str]) -> str:
+    """Return the error in one line. Craton's own message, which a rank prints last, also says what to do."""
+    words = [line.strip() for line in last_lines if any(letter.isalnum() for letter in line)]
+    if words and words[-1].startswith("craton: "):
+        own = words[-1].removeprefix("craton: ")
+        place = error.user_frame.partition(" in ")[0]
+        return f"{own} ({error.user_frame})" if error.user_frame and place not in own else own
+    return error.line
 
 
 def how_ended(code: int) -> str:

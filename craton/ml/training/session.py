@@ -29,12 +29,14 @@ from craton.ml.training.build import RankIdentity, build
 from craton.ml.training.loop import Trainer
 from craton.ml.training.orders import Order, Orders, RegroupError
 from craton.telemetry import RunDirectory, summarize
+from craton.telemetry.error_reports import ErrorReport, report_exception
 from craton.telemetry.rank import LedgerClock, Recorder
 
 EXIT_FAILED = 1
 BLAME_SECONDS = 2.0  # an error of ours may be caused by another rank's death: how long to wait for that news
 ORDER_SECONDS = 3600.0  # a rank whose generation broke waits this long for the next one
 LOOK_SECONDS = 0.2
+MAX_REASON = 600  # characters of an error in an event
 WRITING_SECONDS = 10.0  # for files of the previous generation that are still being written
 
 
@@ -75,6 +77,13 @@ class RankSession:
         signal.signal(signal.SIGTERM, self._on_stop)
 
     def run(self) -> int:
+        """Return the exit code of this rank. A rank that exits with 0 and is not `idle` has ended too early."""
+        code = self._run()
+        if code == 0:
+            self.clock.switch("idle")
+        return code
+
+    def _run(self) -> int:
         while True:
             if self.orders is not None:
                 self.order = self._next_order(self.orders)
@@ -116,7 +125,8 @@ class RankSession:
             return self._train(place)
         except RegroupError:
             return None
-        except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 -- reported, and turned into an exit code
+        # sys.exit in user code also ends this rank before its work is done.
+        except (Exception, KeyboardInterrupt, SystemExit) as error:  # noqa: BLE001 -- reported as an exit code
             return self._broken(error)
 
     def _train(self, place: RankIdentity) -> int | None:
@@ -151,6 +161,7 @@ class RankSession:
         first, also when leaving for a planned generation: the other ranks wait for this one."""
         step = self.trainer.step if self.trainer is not None else 0
         is_ours, echo = isinstance(error, CratonError), _is_another_rank(error)
+        report = self._report(error, step, echo)
         if self.orders is not None:
             if self.orders.is_broken_within(BLAME_SECONDS if is_ours else 0.0):
                 return None
@@ -161,19 +172,22 @@ class RankSession:
                 if not echo:
                     traceback.print_exception(error)
                 self.clock.break_off("detect")
-                reason = (
-                    "lost the connection to another rank" if echo else f"{type(error).__name__}: {_first_line(error)}"
-                )
-                self.recorder.event("broken", step=step, reason=reason, echo=echo)
+                reason = "lost the connection to another rank" if echo else report.line[:MAX_REASON]
+                self.recorder.event("broken", step=step, reason=reason, echo=echo, error=report.to_fields())
                 return None
         if is_ours:
-            self.recorder.event("failed", step=step, reason=str(error))
+            self.recorder.event("failed", step=step, reason=str(error), error=report.to_fields())
             if isinstance(error, FunctionError | DataError) and error.__cause__ is not None:
                 traceback.print_exception(error.__cause__)
             print(f"craton: {error}", file=sys.stderr, flush=True)
             return EXIT_FINAL if self.orders is not None else EXIT_FAILED
+        self.recorder.event("failed", step=step, reason=report.line[:MAX_REASON], error=report.to_fields())
         traceback.print_exception(error)
         return EXIT_FAILED
+
+    def _report(self, error: BaseException, step: int, echo: bool) -> ErrorReport:
+        phase = "+".join((self.clock.current, *self.clock.page.beside))
+        return report_exception(error, phase=phase, step=step, is_echo=echo)
 
     def _leave(self) -> None:
         """Drop everything built for a generation."""
@@ -203,10 +217,6 @@ def _device_is_lost(error: BaseException) -> bool:
 def _is_another_rank(error: BaseException) -> bool:
     """Whether a collective failed: most likely because of the rank at its other end."""
     return isinstance(error, RuntimeError) and any(word in str(error) for word in ("gloo", "NCCL", "rendezvous store"))
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0][:300]
 
 
 def run_and_exit(work: Callable[[list[str]], int], arguments: list[str]) -> None:
