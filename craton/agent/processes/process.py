@@ -386,11 +386,10 @@ def failure_text(rank: RankProcess, node: str, generation: int) -> str:
     """Return how a rank ended and why, in one line; then a hint, and its last output."""
     last_lines = rank.last_lines()
     step = f" at step {rank.page.step}" if rank.page is not None and rank.page.step else ""
-    headline = f"{rank.name} on {node} {how_ended(rank.code)}{step} (generation {generation})"
+    too_early = " before the run was done" if rank.code == 0 else ""
+    headline = f"{rank.name} on {node} {how_ended(rank.code)}{step}{too_early} (generation {generation})"
     error = rank.read_end()
-    if rank.code == 0:
-        headline += ": before the run was done"
-    elif error is not None and rank.code != -signal.SIGKILL:
+    if error is not None and rank.code != -signal.SIGKILL:
         headline += f": {_reason(error, last_lines)}"
     text = [headline]
     if rank.code == -signal.SIGKILL and oom_kills() > rank.oom_kills_before:

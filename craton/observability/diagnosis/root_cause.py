@@ -16,6 +16,7 @@ from craton.infrastructure.probes import HEALTH_ACTIONS
 from craton.observability.diagnosis.rules import (
     examine_collectives,
     examine_devices,
+    examine_errors,
     examine_fabric,
     examine_framework,
     examine_host,
@@ -31,6 +32,7 @@ from craton.observability.diagnosis.verdict import RESTARTS, TROUBLED, Finding, 
 
 EXAMINATIONS: tuple[Callable[[Snapshot, Symptoms], list[Finding]], ...] = (
     examine_scheduler,
+    examine_errors,
     examine_devices,
     examine_fabric,
     examine_collectives,
@@ -48,6 +50,9 @@ HOURS_PER_DAY = 24.0
 HOLDS_NODES = ("starting", "running", "stopping")  # of telemetry.RunState
 # Unexplained slowness is attributed to the program only where GPUs and hosts were observed.
 GUESSED = ("straggler", "compute_slow")
+# A fault of these layers ends a program through an exception of its own; it must be certain to outrank the report.
+BELOW_PROGRAMS = ("scheduler", "device")
+SURE_STRENGTH = 0.9
 
 
 def diagnose(snapshot: Snapshot) -> Verdict:
@@ -125,6 +130,8 @@ def _explained(snapshot: Snapshot, symptoms: Symptoms, findings: list[Finding]) 
     ]
     doubt = max((_score(rival) for rival in rivals if _same_victim(rival, chosen)), default=0.0)
     confidence = min(SURE, chosen.about.confidence * (0.7 + 0.3 * min(1.0, chosen.strength)) - 0.15 * doubt)
+    if chosen.first_hand is not None:
+        confidence = chosen.first_hand
     node, rank = _victim(snapshot, first, chosen)
     return Verdict(
         first.condition,
@@ -137,12 +144,15 @@ def _explained(snapshot: Snapshot, symptoms: Symptoms, findings: list[Finding]) 
         evidence=tuple(dict.fromkeys((*first.evidence, *chosen.evidence))),
         confidence=round(max(0.05, confidence), 3),
         action=action_of(snapshot, first, chosen, node, rank),
-        would_tell=_missing_evidence(snapshot, symptoms) if chosen.about.is_symptom else (),
+        would_tell=_missing_evidence(snapshot, symptoms)
+        if chosen.about.is_symptom and chosen.first_hand is None
+        else (),
         others=others,
         lost_share=chosen.lost_share,
         health=chosen.health,
         moment=chosen.moment,
         is_urgent=chosen.is_urgent,
+        is_first_hand=chosen.first_hand is not None,
     )
 
 
@@ -191,7 +201,13 @@ def _missing_evidence(snapshot: Snapshot, symptoms: Symptoms) -> tuple[str, ...]
 
 
 def _best(candidates: list[Finding]) -> Finding | None:
-    """Return the best explanation: one that says why before one that says where, if it is good enough."""
+    """Return the best explanation: what a process reported about its own end, unless hardware or the scheduler caused
+    it; then one that says why before one that says where, if it is good enough."""
+    reported = next((item for item in candidates if item.first_hand is not None), None)
+    if reported is not None:
+        below = [item for item in candidates if item.layer in BELOW_PROGRAMS and item.strength >= SURE_STRENGTH]
+        ends_program = [item for item in below if not item.about.is_symptom and item.first_hand is None]
+        return next(iter(ends_program), reported)
     why = [item for item in candidates if not item.about.is_symptom and _score(item) >= MIN_SCORE]
     where = [candidate for candidate in candidates if candidate.about.is_symptom and _score(candidate) >= MIN_SCORE]
     if why and where:
@@ -288,7 +304,7 @@ def _victim(snapshot: Snapshot, symptom: Symptom, chosen: Finding) -> tuple[str,
     if chosen.leaf and not node:
         return "", None
     has_no_victim = not node and rank is None
-    if has_no_victim and chosen.about.is_symptom:
+    if has_no_victim and chosen.about.is_symptom and chosen.first_hand is None:
         node = symptom.nodes[0] if len(symptom.nodes) == 1 else ""
         rank = symptom.ranks[0] if len(symptom.ranks) == 1 else None
     if node and rank is None and len(symptom.ranks) == 1 and symptom.nodes == (node,):

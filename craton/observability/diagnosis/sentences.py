@@ -52,6 +52,7 @@ def action_of(snapshot: Snapshot, symptom: Symptom, finding: Finding, node: str,
         "who": "its ranks" if rank is None else f"rank {rank}",
         "logs": f"craton logs {run}" + ("" if rank is None else f" --rank {rank}"),
         "run": run,
+        "detail": finding.detail or "the program",
     }
     return finding.about.action.format(**words)
 
@@ -73,7 +74,7 @@ def _opening(snapshot: Snapshot, symptoms: Symptoms, verdict: Verdict) -> str:
         )  # from the scheduler: why some nodes are not there yet
         return f"{run.name} is starting" + (f": {reason}." if reason else ".")
     if verdict.condition == "dead":
-        reason = run.message.splitlines()[0].rstrip(".") if run.message else ""
+        reason = run.message.splitlines()[0].rstrip(".") if run.message and not verdict.is_first_hand else ""
         state = {"failed": "has failed", "lost": "is lost"}.get(run.state, "has lost ranks or nodes")
         return f"{run.name} {state}" + (f": {reason}." if reason else ".")
     if symptoms.first.sign == RESTARTS:

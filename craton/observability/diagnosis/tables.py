@@ -9,6 +9,7 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
+FIRST_HAND = 0.95  # confidence in what a process reports about its own end
 LAYERS = ("scheduler", "device", "fabric", "collective", "framework", "storage", "host")
 
 
@@ -30,6 +31,18 @@ class LogPattern:
     cause: str
     meaning: str
     is_echo: bool = False  # usually the consequence of another rank's failure
+
+
+@dataclass(frozen=True)
+class ErrorKind:
+    """What a report of a process about its own end means; everything that is given must match."""
+
+    name: str
+    cause: str
+    type: re.Pattern[str] | None  # matches the name of the exception
+    errno: tuple[int, ...]
+    message: re.Pattern[str] | None
+    confidence: float
 
 
 @cache
@@ -57,6 +70,21 @@ def log_patterns() -> tuple[LogPattern, ...]:
     return tuple(
         LogPattern(row["name"], re.compile(row["expression"]), row["cause"], row["meaning"], bool(row.get("echo")))
         for row in _table("logs.toml")["pattern"]
+    )
+
+
+@cache
+def error_kinds() -> tuple[ErrorKind, ...]:
+    return tuple(
+        ErrorKind(
+            row["name"],
+            row["cause"],
+            re.compile(row["type"]) if "type" in row else None,
+            tuple(row.get("errno", ())),
+            re.compile(row["message"]) if "message" in row else None,
+            float(row.get("confidence", FIRST_HAND)),
+        )
+        for row in _table("errors.toml")["error"]
     )
 
 

@@ -40,6 +40,9 @@ class Finding:
     health: str = ""
     moment: float | None = None  # epoch seconds of the event; None: it is a state
     is_urgent: bool = False  # the run is healthy, but this ended a generation and a spare could replace the node
+    # Confidence in a report of the process itself, which outranks what is inferred; None: it is inferred.
+    first_hand: float | None = None
+    detail: str = ""  # what the remedy is about: a file and line, a package, a path
 
     @property
     def about(self) -> Cause:
@@ -72,6 +75,7 @@ class Verdict:
     health: str = ""  # of the finding behind the verdict
     moment: float | None = None  # the same
     is_urgent: bool = False  # the same
+    is_first_hand: bool = False  # the cause is what a rank or server reported about its own end
 
     @property
     def is_alarm(self) -> bool:

@@ -29,6 +29,7 @@ _GROUP = re.compile(r"^\s*(?:\|\s?)+|^\s*\+[-+ ]*(?:\d+ -+)?\s?")
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"\n]{1,400})", line (?P<line>\d{1,9})(?:, in (?P<function>.{1,200}))?\s*$')
 _RICH_FRAME = re.compile(r"^\s*│\s+(?P<file>[^\s│]{1,400}\.py):(?P<line>\d{1,9}) in (?P<function>[^\s│]{1,120})")
 _RAISED = re.compile(r"^(?P<type>[A-Za-z_][\w.]{0,150}?)(?:: ?(?P<message>.*))?$")
+_GROUPS = ("ExceptionGroup: ", "BaseExceptionGroup: ")
 _LINKS = (
     "The above exception was the direct cause of the following exception",
     "During handling of the above exception, another exception occurred",
@@ -47,6 +48,7 @@ _KILLED = re.compile(
     r"^\s*Aborted\b|\bIllegal instruction\b|\bFloating point exception\b|CPU time limit exceeded|"
     r"File size limit exceeded"
 )
+_SYNTAX = ("SyntaxError", "IndentationError", "TabError")
 _ERROR_WORDS = re.compile(
     r"\b(?:error|fatal|exception|panic(?:ked)?|failed|cannot|can't|could not|not found|denied|no such|aborted|refused|"
     r"timed out|unrecognized|invalid|killed|unknown)\b",
@@ -108,7 +110,7 @@ def _from_tracebacks(lines: Sequence[str]) -> tuple[ErrorReport, int] | None:
     if not own:
         how = next((match[0] for line in reversed(lines) if (match := _ELASTIC.search(line))), "")
         report = report_chain(chains[-1].chain)
-        return replace(report, message=bounded(f"{report.message}\n{how}")), end
+        return replace(report, message=bounded(f"{how}\n{report.message}")), end
     newest = {found.process: found for found in own}  # the last one of each process
     several = list(newest.values()) if len(newest) > 1 else own if len(own) < len(chains) else [own[-1]]
     chosen = next((found for found in several if not found.is_echo), several[-1])
@@ -168,7 +170,7 @@ def _parse(lines: Sequence[str], start: int, header: re.Match[str]) -> tuple[Rai
         line = strip(lines[number])
         if (match := (_RICH_FRAME if is_box else _FRAME).match(line)) is not None:
             frames.append((match["file"], int(match["line"]), (match["function"] or "").strip()))
-        elif line[:1] in ("", " ", "\t") or (is_box and line.startswith(("│", "╰", "╭"))):
+        elif line[:1] in ("", " ", "\t") or (is_box and line.startswith(("│", "╰", "╭"))) or line.startswith(_GROUPS):
             continue
         elif (raised := _RAISED.match(line)) is not None:
             message, end = _message(lines, number, strip, raised["message"] or "")
@@ -237,4 +239,9 @@ def _last_words(lines: Sequence[str]) -> ErrorReport | None:
     if ours is not None:
         return report_chain((RaisedError("", ours),))
     raised = re.match(r"^([A-Za-z_][\w.]*(?:Error|Exception|Exit|Interrupt)): (.*)$", chosen)
-    return report_chain((RaisedError(raised[1], raised[2]) if raised else RaisedError("", chosen),))
+    if raised is None:
+        return report_chain((RaisedError("", chosen),))
+    # A SyntaxError of the program itself has no traceback.
+    frames = [match for line in lines[-ENDING_LINES:] if (match := _FRAME.match(line)) and not match["function"]]
+    place = [(frames[-1]["file"], int(frames[-1]["line"]), "")] if frames and raised[1] in _SYNTAX else []
+    return report_chain((RaisedError(raised[1], raised[2], place),))

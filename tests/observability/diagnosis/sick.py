@@ -34,6 +34,7 @@ from fake_snapshots import (
 from craton.observability.diagnosis.snapshot import (
     Collectives,
     NodeWord,
+    RankError,
     Restart,
     SchedulerKill,
     Serving,
@@ -114,6 +115,7 @@ def cases() -> Iterator[Case]:
     yield from framework_cases()
     yield from storage_cases()
     yield from host_cases()
+    yield from reported_cases()
 
 
 def scheduler_cases() -> Iterator[Case]:
@@ -298,6 +300,40 @@ def host_cases() -> Iterator[Case]:
     shared = with_log(dead(-7), "shared_memory", "unable to open shared memory object", RANK)
     yield Case("shm", "shared_memory_full", "dead", with_host(shared, NODE, shared_memory_full_share=1.0))
     yield Case("clock", "clock_off", "healthy", with_host(healthy(4), NODE, clock_offset_seconds=4.0), rank=None)
+
+
+def reported(kind: str, message: str, **changes: Any) -> Snapshot:
+    """The victim died and said why."""
+    values = {"user_frame": "/home/me/train.py:12 in step", "step": 5000, "phase": "productive", "code": 1, **changes}
+    error = RankError(MOMENT - 5.0, node=NODE, rank=RANK, ranks=(RANK,), type=kind, message=message, **values)
+    return replace(dead(values["code"] or 1), errors=(error,))
+
+
+def reported_cases() -> Iterator[Case]:
+    for name, cause, kind, message, changes in (
+        ("raises", "user_code_failed", "ValueError", "the reward table has no row 7", {}),
+        ("import", "missing_package", "ModuleNotFoundError", "No module named 'flash_attn'", {}),
+        (
+            "no such file",
+            "missing_file",
+            "FileNotFoundError",
+            "[Errno 2] No such file",
+            {"errno": 2, "path": "/d/a.bin"},
+        ),
+        ("no such model", "missing_model", "OSError", "x is not a valid model identifier listed on the Hub", {}),
+        ("token id", "bad_data", "IndexError", "index out of range in self", {}),
+        ("size", "wrong_configuration", "RuntimeError", "Error(s) in loading state_dict for Decoder:", {}),
+        ("sys.exit", "exited_early", "SystemExit", "the program called exit with code 0", {}),
+        ("no command", "command_not_found", "", "bash: line 1: trainit: command not found", {"code": 127}),
+        ("port", "port_in_use", "OSError", "[Errno 98] Address already in use", {"errno": 98}),
+        ("EIO", "storage_error", "OSError", "[Errno 5] Input/output error: '/fsx/a'", {"errno": 5, "path": "/fsx/a"}),
+        ("EACCES", "permission_denied", "PermissionError", "[Errno 13] Permission denied", {"errno": 13}),
+        ("store", "rendezvous_failed", "torch.distributed.DistStoreError", "Timed out waiting for clients", {}),
+        ("hub", "service_unreachable", "ConnectTimeout", "Connection to huggingface.co timed out.", {}),
+        ("files", "too_many_open_files", "OSError", "[Errno 24] Too many open files", {"errno": 24}),
+        ("CPU time", "process_limit", "", "", {"code": -24, "source": "exit"}),
+    ):
+        yield Case(name, cause, "dead", reported(kind, message, **changes))
 
 
 def unmeasured(snapshot: Snapshot) -> Snapshot:

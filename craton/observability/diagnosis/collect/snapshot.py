@@ -20,6 +20,7 @@ from craton.agent.coordination import read_avoided
 from craton.errors import CratonError
 from craton.formatting import counted
 from craton.observability.diagnosis.collect.collectives import read_collectives
+from craton.observability.diagnosis.collect.errors import read_errors
 from craton.observability.diagnosis.collect.file_systems import paths_of
 from craton.observability.diagnosis.collect.node import look_at_machine
 from craton.observability.diagnosis.collect.processes import look_at_process, stack_of, visible_cards
@@ -136,6 +137,7 @@ def _taken(run: RunDirectory, prometheus: str | None, now: float | None, look_he
         tiers=tiers_of(events, plan_checkpoint_intervals(plan)),
         series=series_of(run, facts.nodes),
         events=notable(events),
+        errors=read_errors(events, int(launch.get("generation") or 0), summary.state == "failed"),
     )
     address = prometheus or os.environ.get("CRATON_PROMETHEUS")
     if address:

@@ -25,6 +25,8 @@ def finding(
     health: str = "",
     moment: float | None = None,
     is_urgent: bool = False,
+    first_hand: float | None = None,
+    detail: str = "",
 ) -> list[Finding]:
     """Return one finding, as a list to extend; empty if it explains no symptom of the run and is not a risk.
 
@@ -39,7 +41,21 @@ def finding(
     where = (node, rank, leaf)
     return [
         Finding(
-            cause, explains, strength, sentence, lines, *where, lost, is_risk, number, base, health, moment, is_urgent
+            cause,
+            explains,
+            strength,
+            sentence,
+            lines,
+            *where,
+            lost,
+            is_risk,
+            number,
+            base,
+            health,
+            moment,
+            is_urgent,
+            first_hand,
+            detail,
         )
     ]
 

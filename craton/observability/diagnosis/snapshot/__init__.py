@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         Event,
         LogMatch,
         NodeWord,
+        RankError,
         Restart,
         RunFacts,
         SchedulerKill,

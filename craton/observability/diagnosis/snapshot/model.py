@@ -357,6 +357,32 @@ class LogMatch:
 
 
 @dataclass(frozen=True)
+class RankError:
+    """Why a rank ended, in its own words. Ranks of one generation with the same error are one entry."""
+
+    moment: float
+    generation: int = 0
+    node: str = ""
+    rank: int | None = None  # the first one that reported it
+    ranks: tuple[int, ...] = ()  # all of them, the first ones by time
+    num_ranks: int = 1
+    step: int | None = None
+    phase: str = ""  # ledger kind, and background activities after `+`
+    code: int | None = None  # exit code, negative: the signal; None: the process survived
+    type: str = ""  # of the exception; "": none, or not Python
+    message: str = ""
+    errno: int | None = None
+    path: str = ""  # file name of an OSError
+    user_frame: str = ""  # innermost frame in the user's own code: `file:line in function`
+    last_frame: str = ""
+    outer: str = ""  # the exception that was raised because of this one
+    is_echo: bool = False  # the consequence of another rank's end
+    is_early: bool = False  # it exited with 0 before the run was done
+    out_of_memory: str = ""  # limit of the memory, if the kernel's OOM killer acted when it was killed
+    source: str = "rank"  # rank: by itself; log: read from its log; exit: by its exit code alone
+
+
+@dataclass(frozen=True)
 class Snapshot:
     moment: float
     run: RunFacts
@@ -372,6 +398,7 @@ class Snapshot:
     logs: tuple[LogMatch, ...] = ()
     notes: tuple[str, ...] = ()  # what could not be observed, and why
     schema: int = SCHEMA
+    errors: tuple[RankError, ...] = ()  # since the run was last started, newest last
 
     @cached_property
     def _node_of(self) -> dict[str, SnapshotNode]:

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 
+from craton.observability.diagnosis.first_hand import first_error
 from craton.observability.diagnosis.restart_history import LOST
 from craton.observability.diagnosis.snapshot import Snapshot, SnapshotRank
 from craton.observability.diagnosis.symptoms.naming import nodes_of
@@ -44,6 +45,10 @@ def _death(snapshot: Snapshot, message: str) -> Symptom:
     first = _first_dead(snapshot)
     reported_lost = reported_losses(snapshot)
     lost = [*_lost_nodes(snapshot), *reported_lost]
+    error = None if lost or _HANG.search(message) else first_error(snapshot)
+    if error is not None:
+        ranks = (error.rank,) if error.rank is not None and error.num_ranks == 1 else ()
+        return Symptom("dead", message, ranks=ranks, nodes=(error.node,) if ranks else (), moment=error.moment)
     broke_with_it = first is not None and first.node not in lost and bool(reported_lost)
     if first is not None and not broke_with_it and not _fell_silent_before(snapshot, lost, first):
         return _ended_for_a_hang(snapshot, message) or Symptom(
