@@ -44,7 +44,7 @@ raise RuntimeError("token 99999 is outside the vocabulary")
     assert not is_alive(int(gang.said("ready", 0)))
     fatal = gang.run.marker_text("FATAL")
     why = "RuntimeError: token 99999 is outside the vocabulary"
-    assert fatal.startswith(f"rank 1 on node-0 exited with code 1 (generation 1): {why}\n")
+    assert fatal.startswith(f"rank 1 on node-0 exited with code 1 (generation 1): {why} (<string>:")
     assert fatal.rstrip().endswith("RuntimeError: token 99999 is outside the vocabulary")
     assert "loading the data" in fatal
     assert "rank 0" not in fatal  # killed by us, not the cause

@@ -147,7 +147,7 @@ def test_a_loop_names_its_error() -> None:
     )
     verdict = diagnose(replace(restarted(*reasons), errors=errors))
     assert (verdict.condition, verdict.cause, verdict.rank) == ("slow", "user_code_failed", RANK), verdict.sentence
-    assert "ValueError: bad row (/home/me/source.py:7 in sample) at step 5000" in verdict.sentence
+    assert "ValueError: bad row (/home/me/source.py:7 in sample), at step 5000" in verdict.sentence
     assert "in each of the last 5 generations" in verdict.sentence
     assert "Read the end of the logs" not in verdict.sentence
 

@@ -23,6 +23,7 @@ LAST_OUTPUT = 0.85  # the same for the last output of a program that exits by it
 CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGTRAP)
 LIMITS = (signal.SIGXCPU, signal.SIGXFSZ)
 OTHER_PROGRAMS = ("command", "serve")
+DATA_KEYS = "keys data.path and data.source of the job"
 USER_PARTS = "the data source, model or objective"
 WRITTEN = ("run", "checkpoints")
 KEYS = {"data": "data.path", "checkpoints": "checkpoint.tiers", "run": "the run directory"}
@@ -122,7 +123,8 @@ def _with_detail(kind: ErrorKind, error: RankError, snapshot: Snapshot) -> tuple
         return kind.cause, kind.confidence, host or "the address in the message"
     if kind.cause in ("storage_error", "storage_full", "storage_read_only", "storage_stalled"):
         return kind.cause, kind.confidence, error.path or "the files that the message names"
-    return kind.cause, kind.confidence, place or (error.path and f"the file {error.path}")
+    own = DATA_KEYS if kind.cause == "bad_data" and snapshot.run.kind not in OTHER_PROGRAMS else ""
+    return kind.cause, kind.confidence, place or (f"the file {error.path}" if error.path else own)
 
 
 def _by_path(error: RankError, snapshot: Snapshot) -> tuple[str, float, str] | None:
@@ -187,7 +189,7 @@ def _what(error: RankError) -> str:
     if name == "Fatal Python error":
         return f"crashed{during}: {first}{place}"
     if error.type:
-        return f"raised {name}{f': {first}' if first else ''}{place}{during}"
+        return f"raised {name}{f': {first}' if first else ''}{place}" + (f",{during}" if during else "")
     code = f" with code {error.code}" if error.code is not None else ""
     return f"exited{code}{during}: {first}" if first else f"exited{code}{during}"
 
