@@ -385,7 +385,8 @@ def _environment(pid: int) -> bytes:
 def failure_text(rank: RankProcess, node: str, generation: int) -> str:
     """Return how a rank ended and why, in one line; then a hint, and its last output."""
     last_lines = rank.last_lines()
-    step = f" at step {rank.page.step}" if rank.page is not None and rank.page.step else ""
+    has_step = rank.page is not None and rank.page.step and rank.code != -signal.SIGKILL
+    step = f" at step {rank.page.step}" if rank.page is not None and has_step else ""
     too_early = " before the run was done" if rank.code == 0 else ""
     headline = f"{rank.name} on {node} {how_ended(rank.code)}{step}{too_early} (generation {generation})"
     error = rank.read_end()
