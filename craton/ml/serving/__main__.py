@@ -49,6 +49,7 @@ from craton.ml.serving.wire import MessageLine, WireError
 from craton.ml.store import join_group_of_environment, leave_group
 from craton.planning.serving import Roofline, ServedModel
 from craton.telemetry import RunDirectory
+from craton.telemetry.error_reports import report_exception
 from craton.telemetry.files import protect_output
 from craton.telemetry.rank import Recorder, own_page
 
@@ -89,11 +90,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return serve(job, run, rank, world, recorder, front, progress)
     except (CratonError, torch.OutOfMemoryError) as error:
         reason = _in_words(error)
+        recorder.event("failed", step=0, reason=reason, error=report_exception(error).to_fields())
         print(f"error: {reason}", file=sys.stderr, flush=True)
         if front is not None:
             tell_failure(front.line, reason)
         return 1 if progress.is_ready else EXIT_FINAL
     except Exception as error:  # noqa: BLE001 -- report any error to waiting clients; the agent restarts the rank
+        report = report_exception(error)
+        recorder.event("failed", step=0, reason=report.line, error=report.to_fields())
         traceback.print_exc()
         if front is not None:
             tell_failure(front.line, f"the engine failed: {type(error).__name__}: {error}")

@@ -90,7 +90,7 @@ def test_a_rank_that_is_slow(root: Path) -> None:
 
 @pytest.mark.parametrize(
     ("fault", "cause", "words"),
-    [("raise", "rank_failed", "ValueError: the reward function broke"), ("disk", "storage_full", "[Errno 28]")],
+    [("raise", "user_code_failed", "ValueError: the reward function broke"), ("disk", "storage_full", "[Errno 28]")],
 )
 def test_a_rank_that_fails(
     root: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, fault: str, cause: str, words: str
@@ -145,3 +145,39 @@ def test_a_training_that_is_stopped_and_comes_back(root: Path) -> None:
         assert (verdict.cause, verdict.node, verdict.rank) == ("rank_stopped", "node-1", 3)
         _, verdict = wait_for_verdict(run, lambda found, verdict: trains(found, verdict) and found.run.restarts > 0)
         assert "restarted once" in verdict.sentence
+
+
+SOURCE = """
+import os, sys
+def samples(job):
+    def sample(index):
+        if index >= 80 and os.environ["RANK"] == "1":
+            FAULT
+        return [index % 16] * (job.sequence + 1)
+    return sample
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "cause", "words"),
+    [
+        ("raise ValueError('no such row')", "user_code_failed", "ValueError: no such row"),
+        ("os._exit(0)", "exited_early", "exited with code 0"),
+        ("sys.exit(0)", "exited_early", "SystemExit"),
+    ],
+)
+def test_a_training_whose_data_source_fails(root: Path, tmp_path: Path, fault: str, cause: str, words: str) -> None:
+    (tmp_path / "failing_source.py").write_text(SOURCE.replace("FAULT", fault))
+    job = parse_job(
+        "name: sick\nkind: pretrain\nmodel: {name: tiny, layers: 1, hidden: 64, ffn_hidden: 128, heads: 2, vocab: 16}\n"
+        "data: {source: 'failing_source:samples', sequence: 32}\n"
+        "train: {global_batch_sequences: 4, steps: 60, precision: fp32, learning_rate: 1e-3}\n"
+        "cluster: local x 2\nrecover: {tries: 1}\n",
+        folder=tmp_path,
+    )
+    run = start_run(draft_run(job, root / job.name, port=free_port(), job_folder=tmp_path), root)
+    _, verdict = wait_for_verdict(run, lambda snapshot, _: snapshot.run.state == "failed")
+    assert (verdict.condition, verdict.cause, verdict.node, verdict.rank) == ("dead", cause, "node-1", 1)
+    assert words in verdict.sentence
+    assert words in run.marker_text("FATAL").splitlines()[0]
