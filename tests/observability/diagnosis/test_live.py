@@ -71,12 +71,11 @@ def test_a_rank_that_is_stopped(root: Path, capsys: pytest.CaptureFixture[str]) 
     victim = snapshot.ranks[2]
     assert victim.pid is not None
     os.kill(victim.pid, signal.SIGSTOP)
-    _, verdict = wait_for_verdict(run, lambda _, found: found.condition == "hung")
-    assert (verdict.layer, verdict.cause, verdict.node, verdict.rank) == ("host", "rank_stopped", "node-1", 2)
+    _, verdict = wait_for_verdict(run, lambda _, found: found.cause == "rank_stopped")
+    assert (verdict.layer, verdict.node, verdict.rank) == ("host", "node-1", 2)
     told: dict[str, Any] = json.loads(craton(capsys, "why", "sick", "--json"))
-    assert (told["condition"], told["cause"], told["rank"]) == ("hung", "rank_stopped", 2)
-    os.kill(victim.pid, signal.SIGCONT)
-    wait_for_verdict(run, lambda _, found: found.condition == "healthy")
+    assert (told["cause"], told["rank"]) == ("rank_stopped", 2)
+    assert told["condition"] in ("hung", "dead"), "its agent ends a rank that stays stopped"
 
 
 def test_a_rank_that_is_slow(root: Path) -> None:
