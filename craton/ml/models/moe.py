@@ -37,7 +37,7 @@ class MoE(nn.Module):
     """
 
     router_bias: Tensor | None
-    expert_load: Tensor | None
+    expert_load: Tensor
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -49,10 +49,8 @@ class MoE(nn.Module):
         self.shared = Mlp(shape.hidden, shape.shared_experts * shape.moe_ffn_hidden) if shape.shared_experts else None
         biased = self.routing.scoring == "sigmoid" or self.routing.bias_update > 0
         self.register_buffer("router_bias", torch.zeros(shape.experts) if biased else None)
-        # this rank's tokens per expert since the last bias update
-        self.register_buffer(
-            "expert_load", torch.zeros(shape.experts) if self.routing.bias_update else None, persistent=False
-        )
+        # this rank's tokens per expert since the last step: for the bias, and to notice dead experts
+        self.register_buffer("expert_load", torch.zeros(shape.experts), persistent=False)
         self.aux_weight: Tensor | None = None
         self.connections: Connections = ALONE
 
@@ -82,11 +80,10 @@ class MoE(nn.Module):
     @torch.no_grad()
     def update_bias(self) -> None:
         """After a step, make overloaded experts less likely and idle ones more (arXiv:2408.15664, algorithm 1)."""
-        if self.expert_load is None or self.router_bias is None:
-            return
-        stage = self.connections.stage
-        load = self.expert_load if stage is None else stage.sum(self.expert_load)
-        self.router_bias += self.routing.bias_update * (load.mean() - load).sign()
+        if self.routing.bias_update and self.router_bias is not None:
+            stage = self.connections.stage
+            load = self.expert_load if stage is None else stage.sum(self.expert_load)
+            self.router_bias += self.routing.bias_update * (load.mean() - load).sign()
         self.expert_load.zero_()
 
     def _balance(self, y: Tensor, scores: Tensor, ends: Tensor) -> Tensor:
@@ -94,9 +91,8 @@ class MoE(nn.Module):
         if not self.training:
             return y
         counts = rows_per_expert(ends).float()
-        if self.expert_load is not None:
-            # A recomputed forward counts twice, but for every expert alike: only the sign of the difference is used.
-            self.expert_load.add_(counts)
+        # A recomputed forward counts twice, but for every expert alike: only ratios and signs are used.
+        self.expert_load.add_(counts)
         if not self.routing.auxiliary_loss or self.aux_weight is None:
             return y
         tokens = len(scores)
@@ -111,8 +107,7 @@ class MoE(nn.Module):
         super()._apply(function, recurse)
         if self.router_bias is not None:
             self.router_bias = self.router_bias.float()
-        if self.expert_load is not None:
-            self.expert_load = self.expert_load.float()
+        self.expert_load = self.expert_load.float()
         return self
 
 

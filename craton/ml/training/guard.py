@@ -43,6 +43,7 @@ class BadStep:
     reason: str
     policy: FaultPolicy
     counted: bool  # whether the optimizer took the step
+    is_finite: bool = True  # False: the loss or the gradient is NaN or Inf
 
 
 class StepGuard:
@@ -66,7 +67,7 @@ class StepGuard:
         """Return the fault of a step, None for a good one. `below_limit`: the device's result for `highest_loss`."""
         if not math.isfinite(loss) or (self._clips and not math.isfinite(norm)):
             reason = f"the gradient norm is {norm}" if math.isfinite(loss) else f"the loss is {loss}"
-            return self._count(BadStep(step, reason, self._on_nan, counted=False))
+            return self._count(BadStep(step, reason, self._on_nan, counted=False, is_finite=False))
         if self._spike is not None and (not below_limit or loss > self._limit):
             level = median(self._losses)
             reason = f"the loss is {loss:.4g}, over {self._spike.factor:g} times its recent level of {level:.4g}"

@@ -21,12 +21,14 @@ import torch
 from torch import Tensor
 
 from craton.ml.data import Loader
+from craton.ml.models.moe import MoE
 from craton.ml.training.batch import Batch
 from craton.ml.training.checkpoint.peer import PEER
 from craton.ml.training.evaluate import evaluate
+from craton.ml.training.fault_search import FaultSearch, Origin
 from craton.ml.training.guard import BadStep, StepGuard, TrainingStoppedError, describe_out_of_memory, is_out_of_memory
 from craton.ml.training.last_save import save_for_good
-from craton.ml.training.measure import HostCopy, Readout, StepRecords, StepTimer
+from craton.ml.training.measure import BatchStatistics, HostCopy, Readout, StepRecords, StepTimer
 from craton.ml.training.objectives import batch_loss
 from craton.ml.training.parallel import Pipeline, accumulate_gradients, sum_uncut_gradients
 from craton.ml.training.parts import Parts
@@ -57,6 +59,9 @@ class Trainer:
         self.timer = StepTimer(parts.ranks.device)
         self.timer.watch(parts.model, parts.ranks.peers)
         self.pipeline = Pipeline(parts.model, parts.ranks, parts.objective) if parts.ranks.pipeline else None
+        self.search = FaultSearch(parts.model, parts.objective, parts.ranks, self.pipeline)
+        self._batch_statistics = BatchStatistics()
+        self._batch_metrics: dict[str, float] = {}  # of the current step, on rank 0
         self._doing = "start"
         self._stop_asked = self._leaving = False
         self.check: Callable[[], None] = _nothing  # raises when this generation is over
@@ -165,8 +170,10 @@ class Trainer:
         self.timer.mark("checkpoint")
 
         assert self.loader is not None
+        times, kept = self.timer.finish(), self.search.kept(batches)
+        sample, metrics = self.loader.state, self._batch_metrics
         self._record_previous_step(
-            Readout(self.step, self.loader.state, rate, numbers, list(report), self.timer.finish())
+            Readout(self.step, sample, rate, numbers, list(report), times, agreed, metrics, kept)
         )
         self.saves.report_recovery(self.step)
         self._evaluate_when_due()
@@ -180,7 +187,9 @@ class Trainer:
         self._doing = "data"
         assert self.loader is not None
         context = self.parts.ranks.connections.context
-        batches = [Batch.from_arrays(arrays).cut(context) for arrays in self.loader.next()]
+        loaded = self.loader.next()
+        self._batch_metrics = self._batch_statistics.add(loaded) if self.parts.ranks.rank == 0 else {}
+        batches = [Batch.from_arrays(arrays).cut(context) for arrays in loaded]
         if self.parts.ranks.device.type == "cuda":
             batches = [batch.pin().to(self.parts.ranks.device) for batch in batches]
         return batches
@@ -246,10 +255,20 @@ class Trainer:
         sum_uncut_gradients(parts.optimizer.parameters.values(), parts.ranks)
         norm = parts.optimizer.step(rate, self.train.clip, good)
         parts.optimizer.zero_grad()
+        report |= self._expert_metrics()
         for module in self._balanced:
             module.update_bias()
         own_norm = parts.optimizer.rank_gradient_norm
         return HostCopy(torch.stack((loss, norm, own_norm, good.float(), *report.values())))
+
+    def _expert_metrics(self) -> dict[str, Tensor]:
+        """Return how this rank's tokens are spread over the experts of its layers, on the device."""
+        loads = [module.expert_load for module in self._balanced if isinstance(module, MoE)]
+        if not loads:
+            return {}
+        load = torch.stack(loads)  # [layers, experts]
+        ratio = (load.amax(dim=-1) / load.mean(dim=-1).clamp(min=1e-9)).amax()
+        return {"idle_expert_share": (load == 0).float().mean(), "expert_load_ratio": ratio}
 
     def _record_previous_step(self, readout: Readout | None) -> None:
         """Record and judge the previous step, whose numbers have arrived from the device."""
@@ -260,6 +279,7 @@ class Trainer:
         fault = self.guard.judge(late.step, loss, norm, bool(good))
         shared = {"loss": loss, "gradient_norm": norm, "learning_rate": late.learning_rate}
         shared |= {"skipped_steps": self.guard.skipped_steps, **dict(zip(late.report_names, report, strict=True))}
+        shared |= {"label_share": late.agreed.read()[0] / self.parts.job.global_batch_tokens, **late.batch}
         phases = late.times.seconds()
         self.parts.meter.step(late.step, phases, shared, own_norm)
         if not self.parts.clock.is_shared:  # without an agent the line is already in the file
@@ -269,11 +289,35 @@ class Trainer:
         if not math.isfinite(loss) and self._distrust_memory(late.step, loss):
             return
         if fault is not None:
-            self._apply_policy(fault, late.next_sample)
+            origin = None if fault.is_finite else self._find_origin(late)
+            self._apply_policy(fault, late.next_sample, origin)
 
-    def _apply_policy(self, fault: BadStep, next_sample: int) -> None:
-        self.saves.event("bad_step", fault.step, reason=fault.reason, policy=fault.policy)
-        self.saves.say(f"step {fault.step}: {fault.reason}; policy: {fault.policy}")
+    def _find_origin(self, late: Readout) -> Origin | None:
+        """Return where a step that is not finite went bad. All ranks come here together, after its gradients are gone:
+        the search computes them again."""
+        parts = self.parts
+        share = parts.job.global_batch_sequences // parts.ranks.data_world
+        own = late.next_sample - parts.job.global_batch_sequences + parts.ranks.data_rank * share
+        with parts.clock.kind("redo"):
+            origin = self.search.find(late.kept, own, parts.optimizer.parameters, self._repeat_backward)
+        parts.optimizer.zero_grad()
+        for module in self._balanced:
+            if isinstance(module, MoE):
+                module.expert_load.zero_()
+        self.timer.begin()
+        return origin
+
+    def _repeat_backward(self, batches: Sequence[Batch]) -> None:
+        count, _ = self._agree(list(batches))
+        self._forward_backward(list(batches), count)
+        sum_uncut_gradients(self.parts.optimizer.parameters.values(), self.parts.ranks)
+
+    def _apply_policy(self, fault: BadStep, next_sample: int, origin: Origin | None) -> None:
+        samples = {"first_sample": next_sample - self.parts.job.global_batch_sequences, "last_sample": next_sample - 1}
+        found = {} if origin is None else origin.fields()
+        self.saves.event("bad_step", fault.step, reason=fault.reason, policy=fault.policy, **samples, **found)
+        where = f" ({origin})" if origin is not None else ""
+        self.saves.say(f"step {fault.step}: {fault.reason}{where}; policy: {fault.policy}")
         if fault.policy == "rollback":
             self._roll_back(fault, next_sample)
         elif fault.policy == "stop":
@@ -281,7 +325,7 @@ class Trainer:
             if not fault.counted:  # the weights are still those before the bad step
                 self._save_for_good()
                 advice = f"the weights before it are saved as step {self.step}"
-            raise TrainingStoppedError(f"step {fault.step}: {fault.reason}, and the policy is stop; {advice}")
+            raise TrainingStoppedError(f"step {fault.step}: {fault.reason}{where}, and the policy is stop; {advice}")
 
     def _roll_back(self, fault: BadStep, next_sample: int) -> None:
         """Roll back to the last checkpoint and continue after the samples of the bad step."""

@@ -1,7 +1,7 @@
 """Root-cause analysis: from a snapshot to one verdict.
 
 The symptoms come first. Then the rules of each layer run in the order scheduler, devices, fabric, collectives,
-framework, storage, host, restarts. A finding is weighed by the quality of its evidence and by whether its victim
+framework, training, storage, host, restarts. A finding is weighed by the quality of its evidence and by whether its victim
 matches the symptom. A finding that only says *where* gives way to one that says *why* for the same victim. Two faults
 are two findings: the more severe one first, the other in `others`. When nothing explains the condition, the verdict is
 "not enough evidence" (`cannot_tell`), with the evidence that is missing.
@@ -23,6 +23,7 @@ from craton.observability.diagnosis.rules import (
     examine_restarts,
     examine_scheduler,
     examine_storage,
+    examine_training,
 )
 from craton.observability.diagnosis.sentences import action_of, paragraph
 from craton.observability.diagnosis.snapshot import Snapshot, SnapshotGpu
@@ -37,6 +38,7 @@ EXAMINATIONS: tuple[Callable[[Snapshot, Symptoms], list[Finding]], ...] = (
     examine_fabric,
     examine_collectives,
     examine_framework,
+    examine_training,
     examine_storage,
     examine_host,
     examine_restarts,

@@ -127,7 +127,7 @@ def test_rollback_without_a_checkpoint_goes_on_out_loud(tmp_path: Path, capsys: 
 
 
 def test_stop_saves_the_weights_of_the_last_good_step(tmp_path: Path) -> None:
-    with pytest.raises(TrainingStoppedError, match=r"step 10: the loss is nan, .* policy is stop; .* saved as step 11"):
+    with pytest.raises(TrainingStoppedError, match=r"step 10: the loss is nan .* policy is stop; .* saved as step 11"):
         fit(tmp_path, nan=True, on_nan="stop")
     assert (tmp_path / "step-00000011" / "COMPLETE").exists()
 

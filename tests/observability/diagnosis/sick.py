@@ -32,6 +32,7 @@ from fake_snapshots import (
 )
 
 from craton.observability.diagnosis.snapshot import (
+    BadStep,
     Collectives,
     NodeWord,
     RankError,
@@ -42,9 +43,21 @@ from craton.observability.diagnosis.snapshot import (
     SnapshotNode,
     SnapshotXid,
     StuckCollective,
+    TrainingFacts,
 )
 
 RANK, NODE, GPU = 11, "node-1", 3  # the victim, of eight ranks a node
+TRAINING = TrainingFacts(
+    objective="cross_entropy",
+    vocabulary=128_256,
+    has_files=True,
+    learning_rate=3e-4,
+    usual_learning_rate=3e-4,
+    warmup_steps=100,
+    policy="skip",
+    is_new=True,
+    tokens_per_expert=1e5,
+)
 
 
 @dataclass(frozen=True)
@@ -113,6 +126,7 @@ def cases() -> Iterator[Case]:
     yield from fabric_cases()
     yield from collective_cases()
     yield from framework_cases()
+    yield from training_cases()
     yield from storage_cases()
     yield from host_cases()
     yield from reported_cases()
@@ -235,6 +249,55 @@ def framework_cases() -> Iterator[Case]:
     yield Case("spike", "loss_spike", "wrong", with_losses(lambda p, v: v * 3 if p > 10 else v), "", None)
     grows = with_losses(lambda place, value: value * (1 + max(0, place + 60) / 80))
     yield Case("diverges", "diverged", "wrong", grows, "", None)
+
+
+def training_cases() -> Iterator[Case]:
+    """Trainings that run well and learn nothing, or the wrong thing; no rank is to blame."""
+
+    def case(name: str, cause: str, snapshot: Snapshot, condition: str = "wrong") -> Case:
+        return Case(name, cause, condition, snapshot, "", None)
+
+    def bad_run(**origin: Any) -> Snapshot:
+        bad = BadStep(1187, "the loss is nan", "skip", 0, MOMENT - 60.0, 9488, 9495, **origin)
+        run = with_losses(lambda place, value: float("nan") if place > 0 else value)
+        return replace(run, training=TRAINING, bad_steps=(bad,))
+
+    def steady(**series: list[float]) -> Snapshot:
+        points = {name: tuple(enumerate(values, start=4800)) for name, values in series.items()}
+        run = replace(healthy(4), training=TRAINING)
+        return replace(run, series=replace(run.series, **points))
+
+    yield case("nan in a sample", "nan_in_data", bad_run(origin="data", part="weight", sample=9490, rank=3))
+    yield case("nan in the weights", "nan_in_weights", bad_run(origin="weights", part="blocks.3.mlp.up.weight"))
+    yield case("nan of a module", "not_a_number", bad_run(origin="activations", part="blocks.3.mlp", sample=9490))
+    yield case("nan of the objective", "objective_not_finite", bad_run(origin="objective", part="mine:loss"))
+    message = "rank 0 on node-0 exited with code 3: step 1187: the loss is nan, and the policy is stop"
+    ended = with_run(replace(bad_run(), ranks=dead(3).ranks), state="failed", message=message)
+    yield case("nan that ended the run", "not_a_number", ended, "dead")
+    found = bad_run(origin="data", part="weight", sample=9490)
+    ended = with_run(replace(found, ranks=dead(3).ranks), state="failed", message=message)
+    yield case("a sample that ended the run", "nan_in_data", ended, "dead")
+    fast = replace(TRAINING, learning_rate=0.5)
+    grows = with_losses(lambda place, value: value * (1 + max(0, place + 60) / 80))
+    yield case("learning rate", "learning_rate_high", replace(grows, training=fast))
+    norms = [0.4] * 190 + [9.0] * 11
+    yield case("gradients", "gradient_explosion", steady(gradient_norm=norms))
+    flat = steady(loss=[11.76 + 0.001 * (number % 7) for number in range(201)])
+    flat = replace(flat, series=replace(flat.series, loss=tuple((4 * s, v) for s, v in flat.series.loss)))
+    yield case("random guesses", "plateau", flat)
+    yield case("masked", "labels_masked", steady(label_share=[0.6] * 100 + [0.0] * 20))
+    yield case("one document", "repeated_data", steady(distinct_row_share=[0.004] * 40))
+    yield case("padding", "constant_tokens", steady(distinct_tokens=[1.0] * 40))
+    yield case("no step size", "learning_rate_zero", steady(learning_rate=[0.0] * 40))
+    moe = steady(idle_expert_share=[0.6] * 40, expert_load_ratio=[9.0] * 40)
+    yield case("experts", "dead_experts", moe)
+    evaluations = tuple((3000 + 300 * number, 2.2 + 0.1 * abs(number - 2)) for number in range(7))
+    learned = with_losses(lambda place, value: value - 0.003 * (place + 180))
+    points = tuple((3000 + 10 * number, value) for number, (_, value) in enumerate(learned.series.loss))
+    fits = replace(learned, series=replace(learned.series, loss=points, evaluation_loss=evaluations))
+    yield case("memorizes", "overfitting", replace(fits, training=TRAINING))
+    outside = with_log(dead(3), "token_out_of_range", "data.source mine:rows: sample 3 has token id 70000", RANK)
+    yield Case("token id", "token_ids_wrong", "dead", outside)
 
 
 def storage_cases() -> Iterator[Case]:

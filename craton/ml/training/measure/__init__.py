@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from craton.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from craton.ml.training.measure.batches import BatchStatistics
     from craton.ml.training.measure.meter import Meter, PlannedStep, peak_memory_bytes
     from craton.ml.training.measure.step_records import StepRecords, record_missing, resolved
     from craton.ml.training.measure.timing import HostCopy, Readout, StepTimer

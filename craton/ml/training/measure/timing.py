@@ -226,3 +226,6 @@ class Readout:
     numbers: HostCopy
     report_names: list[str]
     times: MeasuredStepTimes
+    agreed: HostCopy  # weight of all labels of the step, then what ranks agreed on
+    batch: dict[str, float] = field(default_factory=dict)  # metrics of its batches, on rank 0
+    kept: Any = None  # the batches themselves, in case the step turns out to be bad

@@ -30,6 +30,19 @@ MAX_GENERATIONS = 32  # newest generations read: nodes of rank 0, reasons
 RESTART_SECONDS = 3600.0  # how long a restart counts
 MAX_LOGS = 64
 MAX_POINTS, WHOLE_POINTS = 300, 60  # of a series: downsampled except for the newest
+HISTORY_PARTS, HISTORY_BYTES = 24, 48 << 10  # read from a long file before its end, evenly: the run's past
+SERIES = (
+    "loss",
+    "gradient_norm",
+    "step_seconds",
+    "evaluation_loss",
+    "learning_rate",
+    "label_share",
+    "distinct_row_share",
+    "distinct_tokens",
+    "idle_expert_share",
+    "expert_load_ratio",
+)
 MAX_EVENTS = 40
 ROUTINE = (
     "agent_started",
@@ -146,18 +159,26 @@ def collective_seconds(steps: Mapping[int, Steps]) -> tuple[float | None, float 
 def series_of(run: RunDirectory, nodes: Sequence[str]) -> Series:
     """Return the metrics of rank 0 over all generations; of a repeated step, the last value counts."""
     paths = [run.metrics_path(node) for node in _first_nodes(run, nodes)]
-    lines = [line for path in paths for line in tail_lines(path, MAX_BYTES) if line.get("rank") == 0]
+    lines = [line for path in paths for line in _past_and_newest(path) if line.get("rank") == 0]
     lines.sort(key=lambda line: float(line.get("time") or 0.0))
 
     def points(name: str) -> tuple[tuple[int, float], ...]:
         values = {int(line.get("step") or 0): value for line in lines if (value := _recorded(line, name)) is not None}
         return thinned(sorted(values.items()))
 
-    return Series(
-        loss=points("run_loss"),
-        gradient_norm=points("run_gradient_norm"),
-        step_seconds=points("run_step_seconds"),
-    )
+    return Series(**{name: points(f"run_{name}") for name in SERIES})
+
+
+def _past_and_newest(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of the end of a file and, of a long one, samples of everything before: a loss is judged by the
+    best level that the run ever had."""
+    before = _bytes(path) - MAX_BYTES
+    past: list[dict[str, Any]] = []
+    if before > 0:
+        for number in range(HISTORY_PARTS):
+            offset = number * before // HISTORY_PARTS
+            past += read_lines(path, offset, min(HISTORY_BYTES, before // HISTORY_PARTS))[0]
+    return [*past, *tail_lines(path, MAX_BYTES)]
 
 
 def _first_nodes(run: RunDirectory, nodes: Sequence[str]) -> list[str]:

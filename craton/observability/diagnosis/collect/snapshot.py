@@ -38,6 +38,7 @@ from craton.observability.diagnosis.collect.records import (
     tiers_of,
 )
 from craton.observability.diagnosis.collect.scheduler import scheduler_of
+from craton.observability.diagnosis.collect.training import read_bad_steps, training_facts
 from craton.observability.diagnosis.snapshot import (
     RunFacts,
     Serving,
@@ -138,6 +139,8 @@ def _taken(run: RunDirectory, prometheus: str | None, now: float | None, look_he
         series=series_of(run, facts.nodes),
         events=notable(events),
         errors=read_errors(events, int(launch.get("generation") or 0), summary.state == "failed"),
+        training=training_facts(run),
+        bad_steps=read_bad_steps(events),
     )
     address = prometheus or os.environ.get("CRATON_PROMETHEUS")
     if address:

@@ -16,5 +16,6 @@ if TYPE_CHECKING:
     from craton.observability.diagnosis.rules.restarts import examine_restarts
     from craton.observability.diagnosis.rules.scheduler import examine_scheduler
     from craton.observability.diagnosis.rules.storage import examine_storage
+    from craton.observability.diagnosis.rules.training_health import examine_training
 else:
     __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

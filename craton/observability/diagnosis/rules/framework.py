@@ -1,4 +1,4 @@
-"""Rules for the program: exit codes, hangs, log patterns, slow phases, training divergence and server overload."""
+"""Rules for the program: exit codes, hangs, log patterns, slow phases and server overload."""
 
 from __future__ import annotations
 
@@ -38,7 +38,6 @@ def examine_framework(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
         *_logs(snapshot, symptoms),
         *_hangs(snapshot, symptoms),
         *_slow(snapshot, symptoms),
-        *_numbers(symptoms),
         *_overload(snapshot, symptoms),
     ]
 
@@ -268,19 +267,6 @@ def _straggles(symptom: Symptom) -> str:
     where = symptom.leaf or named(symptom.nodes)
     takes = "takes" if one else "take"
     return f"{who} {where} {takes} longer in {symptom.phase} than the others, for no observed reason"
-
-
-def _numbers(symptoms: Symptoms) -> list[Finding]:
-    findings: list[Finding] = []
-    for symptom in symptoms.of("wrong"):
-        if symptom.sign in ("not_a_number", "diverged", "loss_spike"):
-            message = {
-                "not_a_number": "training is numerically unstable: no GPU or rank stands out",
-                "diverged": "training diverges: the loss keeps rising",
-                "loss_spike": "the loss spiked and has not recovered",
-            }[symptom.sign]
-            findings += finding(symptoms, symptom.sign, message, ("wrong",), evidence=symptom.evidence, base=1.05)
-    return findings
 
 
 def _overload(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:

@@ -10,7 +10,9 @@ if TYPE_CHECKING:
     from craton.observability.diagnosis.snapshot.cards import CardOccupant, with_occupants, with_visible_cards
     from craton.observability.diagnosis.snapshot.clock import moment_for
     from craton.observability.diagnosis.snapshot.model import (
+        NOT_FINITE,
         PHASES,
+        BadStep,
         Collectives,
         Communicator,
         Event,
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
         SnapshotTier,
         SnapshotXid,
         StuckCollective,
+        TrainingFacts,
         hints_of,
     )
 else:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import types
 import typing
 from collections.abc import Mapping
@@ -20,6 +21,7 @@ from typing import Any
 from craton.errors import CratonError
 
 SCHEMA = 1
+NOT_FINITE = re.compile(r"\bis -?(nan|inf)\b")  # in the reason of a bad step
 PHASES = ("data", "compute", "communication", "optimizer", "checkpoint")
 
 
@@ -329,6 +331,67 @@ class Series:
     loss: tuple[tuple[int, float], ...] = ()
     gradient_norm: tuple[tuple[int, float], ...] = ()
     step_seconds: tuple[tuple[int, float], ...] = ()
+    evaluation_loss: tuple[tuple[int, float], ...] = ()
+    learning_rate: tuple[tuple[int, float], ...] = ()
+    label_share: tuple[tuple[int, float], ...] = ()  # weight of the labels per token of the step
+    distinct_row_share: tuple[tuple[int, float], ...] = ()  # among the newest rows of rank 0
+    distinct_tokens: tuple[tuple[int, float], ...] = ()  # in a row of the step, of a few hundred tokens
+    idle_expert_share: tuple[tuple[int, float], ...] = ()  # of the experts, without a token in the step
+    expert_load_ratio: tuple[tuple[int, float], ...] = ()  # tokens of the busiest expert over the mean
+
+
+@dataclass(frozen=True)
+class TrainingFacts:
+    """What the job file says about training. None or empty: not written there, or not known."""
+
+    objective: str = ""  # cross_entropy, or the user's `package.module:function`
+    vocabulary: int | None = None
+    source: str = ""  # the user's data source, `package.module:function`
+    has_files: bool = False  # reads its data from files
+    learning_rate: float | None = None  # peak of the schedule
+    usual_learning_rate: float | None = None  # for this kind of training and this model
+    warmup_steps: int = 0
+    policy: str = ""  # train.on_nan: skip, rollback or stop
+    is_new: bool = False  # the weights start at random
+    tokens_per_expert: float | None = None  # mean number of tokens that an expert gets in a step, over all ranks
+
+
+@dataclass(frozen=True)
+class BadStep:
+    """A step whose loss or gradient was not finite, and where that began, as the ranks found out."""
+
+    step: int
+    reason: str
+    policy: str = ""
+    generation: int | None = None
+    moment: float | None = None
+    first_sample: int | None = None  # the global samples of the step
+    last_sample: int | None = None
+    sample: int | None = None  # the sample where it began
+    origin: str = ""  # data, weights, activations, objective, gradients; "": not found
+    part: str = ""  # the array of the data, the parameter or the module
+    rank: int | None = None  # that found it
+
+    @property
+    def is_not_finite(self) -> bool:
+        """Whether it was NaN or Inf, and not a spike."""
+        return bool(NOT_FINITE.search(self.reason))
+
+    @property
+    def place(self) -> str:
+        """Where it began, in words; "" if that was not found."""
+        sample = f"sample {self.sample:,}" if self.sample is not None else ""
+        if self.origin == "data":
+            return f"{self.part or 'a number'} of {sample or 'its data'} is NaN or Inf"
+        if self.origin == "weights":
+            return f"the weights of {self.part} are NaN or Inf"
+        if self.origin == "activations":
+            return f"the output of {self.part} is the first that is NaN or Inf" + (f", for {sample}" if sample else "")
+        if self.origin == "objective":
+            return f"the objective {self.part} returns NaN or Inf" + (f" for {sample}" if sample else "")
+        if self.origin == "gradients":
+            return f"the gradient of {self.part} is the first that is NaN or Inf"
+        return ""
 
 
 @dataclass(frozen=True)
@@ -399,6 +462,8 @@ class Snapshot:
     notes: tuple[str, ...] = ()  # what could not be observed, and why
     schema: int = SCHEMA
     errors: tuple[RankError, ...] = ()  # since the run was last started, newest last
+    training: TrainingFacts | None = None  # for a run of a training job that can be read
+    bad_steps: tuple[BadStep, ...] = ()  # the first of all, then the newest ones
 
     @cached_property
     def _node_of(self) -> dict[str, SnapshotNode]:

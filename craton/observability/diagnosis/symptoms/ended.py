@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from craton.observability.diagnosis.first_hand import first_error
 from craton.observability.diagnosis.restart_history import LOST
-from craton.observability.diagnosis.snapshot import Snapshot, SnapshotRank
+from craton.observability.diagnosis.snapshot import NOT_FINITE, BadStep, Snapshot, SnapshotRank
 from craton.observability.diagnosis.symptoms.naming import nodes_of
 from craton.observability.diagnosis.tables import threshold
 from craton.observability.diagnosis.verdict import UNSAVED, Symptom
@@ -42,6 +42,8 @@ def symptom_by_state(snapshot: Snapshot) -> Symptom | None:
 
 def _death(snapshot: Snapshot, message: str) -> Symptom:
     """Return the symptom of a run that ended, or that lost ranks or nodes."""
+    if last_bad_step(snapshot) is not None:
+        return Symptom("dead", message, sign="not_a_number")  # all ranks judged the same numbers: none failed first
     first = _first_dead(snapshot)
     reported_lost = reported_losses(snapshot)
     lost = [*_lost_nodes(snapshot), *reported_lost]
@@ -60,6 +62,16 @@ def _death(snapshot: Snapshot, message: str) -> Symptom:
     if match:
         return Symptom("dead", message, ranks=(int(match[1]),), nodes=(match[2],))
     return Symptom("dead", message)
+
+
+def last_bad_step(snapshot: Snapshot) -> BadStep | None:
+    """Return the bad step that ended the run: its policy was to stop, or no rollback helped."""
+    if snapshot.run.state != "failed":
+        return None
+    said = [snapshot.run.message, *(event.text for event in snapshot.events if event.name == "failed")]
+    last = [text for text in said if NOT_FINITE.search(text)]
+    newest = reversed(snapshot.bad_steps)
+    return next((bad for bad in newest if any(f"step {bad.step}:" in text for text in last)), None)
 
 
 def reported_losses(snapshot: Snapshot) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Wrong results: a rank that computes other values, and losses that are not finite, diverge or spike."""
+"""Wrong results: a rank that computes other values, and trainings that learn nothing, or the wrong thing."""
 
 from __future__ import annotations
 
@@ -6,12 +6,23 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from craton.observability.diagnosis.snapshot import Snapshot, SnapshotRank
+from craton.observability.diagnosis.snapshot import BadStep, Snapshot, SnapshotRank
+from craton.observability.diagnosis.symptoms.batches import (
+    find_constant_tokens,
+    find_dead_experts,
+    find_labels,
+    find_learning_rate,
+    find_repeats,
+)
+from craton.observability.diagnosis.symptoms.losses import (
+    NEWEST_LOSSES,
+    find_gradient_explosion,
+    find_loss_trouble,
+    find_overfitting,
+)
 from craton.observability.diagnosis.symptoms.naming import nodes_of
 from craton.observability.diagnosis.tables import threshold
 from craton.observability.diagnosis.verdict import Symptom
-
-NEWEST_LOSSES, MIN_LOSSES = 5, 24
 
 
 def find_wrong(snapshot: Snapshot) -> list[Symptom]:
@@ -31,21 +42,53 @@ def find_wrong(snapshot: Snapshot) -> list[Symptom]:
                 sign="odd_rank",
             )
         )
-    losses = [value for _, value in snapshot.series.loss]
-    norms = [value for _, value in snapshot.series.gradient_norm]
-    if _ends_badly(losses) or _ends_badly(norms):
-        quantity = "loss" if _ends_badly(losses) else "gradient norm"
-        series = snapshot.series.loss if quantity == "loss" else snapshot.series.gradient_norm
-        since = next((step for step, value in series if not math.isfinite(value)), None)
-        evidence = (f"the {quantity} has been NaN or Inf since step {since}",)
+    bad = find_not_a_number(snapshot)
+    if bad is not None:
+        return [*result, bad]
+    # Masked labels and repeated rows explain what the loss does: they come first, and alone.
+    data = [finder(snapshot) for finder in (find_labels, find_repeats, find_constant_tokens, find_learning_rate)]
+    of_data = [symptom for symptom in data if symptom is not None]
+    if of_data:
+        return [*result, *of_data]
+    curves = [find_loss_trouble(snapshot), find_dead_experts(snapshot), find_overfitting(snapshot)]
+    if curves[0] is None:
+        curves.insert(0, find_gradient_explosion(snapshot))
+    return [*result, *(symptom for symptom in curves if symptom is not None)]
+
+
+def find_not_a_number(snapshot: Snapshot) -> Symptom | None:
+    """Return a loss or a gradient that is not finite: in the newest steps, or again and again."""
+    series = snapshot.series
+    names = [("loss", series.loss)]
+    # A norm that was never finite was not computed (`train.clip: 0`), unless the ranks reported it as a fault.
+    if snapshot.bad_steps or any(math.isfinite(value) for _, value in series.gradient_norm):
+        names.append(("gradient norm", series.gradient_norm))
+    quantity, points = next(((name, points) for name, points in names if _ends_badly(points)), ("", ()))
+    recent = _recent_bad_steps(snapshot)
+    if not quantity and len(recent) < threshold("bad_steps"):
+        return None
+    evidence = []
+    if quantity:
+        since = next((step for step, value in points if not math.isfinite(value)), None)
+        evidence.append(f"the {quantity} has been NaN or Inf since step {since}")
         text = f"has a {quantity} that is NaN or Inf"
-        result.append(Symptom("wrong", text, evidence, lost_share=1.0, sign="not_a_number"))
-    elif (left := _left_its_way(losses)) is not None:
-        sign, text = left
-        # Training may recover from a spike; after NaN or divergence it is lost.
-        lost = 0.0 if sign == "loss_spike" else 1.0
-        result.append(Symptom("wrong", text, (f"latest losses: {last_values(losses)}",), lost_share=lost, sign=sign))
-    return result
+    else:
+        text = f"had {len(recent)} steps whose loss or gradient is NaN or Inf among the newest {_window()}"
+    if snapshot.bad_steps:
+        first = snapshot.bad_steps[0]
+        evidence.append(f"the first bad step was step {first.step}: {first.reason}")
+    return Symptom(
+        "wrong", text, tuple(evidence), lost_share=1.0 if quantity else len(recent) / _window(), sign="not_a_number"
+    )
+
+
+def _recent_bad_steps(snapshot: Snapshot) -> list[BadStep]:
+    newest = max([step for step, _ in snapshot.series.loss], default=snapshot.run.step or 0)
+    return [bad for bad in snapshot.bad_steps if bad.is_not_finite and newest - bad.step < _window()]
+
+
+def _window() -> int:
+    return int(threshold("bad_steps_window"))
 
 
 def _odd_ranks(snapshot: Snapshot) -> list[SnapshotRank]:
@@ -78,32 +121,7 @@ def _oddity(rank: SnapshotRank) -> str:
     return f"rank {rank.rank} on {rank.node} has a gradient norm of {norm:.3g}{against}; the other ranks are normal"
 
 
-def _ends_badly(values: Sequence[float]) -> bool:
+def _ends_badly(points: Sequence[tuple[int, float]]) -> bool:
     """Return whether most of the newest values are not finite: one bad step that was skipped is not a fault."""
-    newest = values[-NEWEST_LOSSES:]
+    newest = [value for _, value in points[-NEWEST_LOSSES:]]
     return bool(newest) and 2 * sum(not math.isfinite(value) for value in newest) > len(newest)
-
-
-def _left_its_way(values: Sequence[float]) -> tuple[str, str] | None:
-    """Return (sign, sentence) if the losses grow."""
-    losses = [value for value in values if math.isfinite(value)]
-    if len(losses) < MIN_LOSSES:
-        return None
-    newest = statistics.median(losses[-NEWEST_LOSSES:])
-    quarter = len(losses) // 4
-    parts = [losses[first : first + quarter] for first in range(0, 4 * quarter, quarter)]
-    best = min(parts[:-1], key=statistics.median)
-    level = statistics.median(best)
-    spread = statistics.median(abs(value - level) for value in best)
-    far = max(threshold("spike_spreads") * spread, 0.05)
-    last = statistics.median(parts[-1])
-    if last > level * threshold("diverged_ratio") and last - level > far and newest >= last * 0.98:
-        return "diverged", f"diverges: its loss rose from {level:.3g} to {newest:.3g}"
-    before = statistics.median(losses[-quarter - NEWEST_LOSSES : -NEWEST_LOSSES])
-    if newest > before * threshold("spike_ratio") and newest - before > far:
-        return "loss_spike", f"has a loss spike from {before:.3g} to {newest:.3g}"
-    return None
-
-
-def last_values(values: Sequence[float]) -> str:
-    return ", ".join(f"{value:.3g}" for value in values[-4:])

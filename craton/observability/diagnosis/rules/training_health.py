@@ -1,0 +1,93 @@
+"""Rules for training health: why losses, gradients, labels or experts are wrong.
+
+A symptom of a curve (`diverged`) is its own cause unless the data, the weights or the learning rate explain it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from craton.formatting import counted
+from craton.observability.diagnosis.rules.findings import finding
+from craton.observability.diagnosis.snapshot import BadStep, Snapshot
+from craton.observability.diagnosis.symptoms import last_bad_step
+from craton.observability.diagnosis.tables import threshold
+from craton.observability.diagnosis.verdict import Condition, Finding, Symptoms
+
+SENTENCES = {
+    "diverged": "training diverges: the loss does not come back",
+    "loss_spike": "the loss spiked and has not recovered",
+    "gradient_explosion": "the gradients explode; clipping hides it in the loss for a while",
+    "plateau": "nothing that the model learns shows in the loss",
+    "labels_masked": "the batches have no labels",
+    "repeated_data": "the data source gives the same few rows again and again",
+    "constant_tokens": "the rows of the data source consist of one or two token ids",
+    "dead_experts": "the router sends no tokens to some experts",
+    "learning_rate_zero": "the learning rate is near zero",
+    "overfitting": "the model memorizes its training data",
+}
+OF_THE_RATE = ("diverged", "loss_spike", "not_a_number", "gradient_explosion", "plateau")
+UNSTABLE = "training is numerically unstable: no GPU or rank stands out"
+
+
+def examine_training(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
+    findings: list[Finding] = []
+    for number, symptom in enumerate(symptoms.all):
+        if symptom.condition == "wrong" and symptom.sign in SENTENCES:
+            cause, text = symptom.sign, SENTENCES[symptom.sign]
+            found = finding(symptoms, cause, text, ("wrong",), evidence=symptom.evidence, base=1.05)
+            findings += _of_symptom(found, number, symptoms)
+        if symptom.condition == "wrong" and symptom.sign in OF_THE_RATE:
+            findings += _of_symptom(_learning_rate(snapshot, symptoms, "wrong"), number, symptoms)
+        if symptom.sign == "not_a_number":
+            findings += _of_symptom(_not_a_number(snapshot, symptoms, symptom.condition), number, symptoms)
+    return findings
+
+
+def _of_symptom(findings: list[Finding], number: int, symptoms: Symptoms) -> list[Finding]:
+    """Return the findings as explanations of this symptom: several of one condition have different causes."""
+    return [replace(item, symptom=number, lost_share=symptoms.all[number].lost_share) for item in findings]
+
+
+def _not_a_number(snapshot: Snapshot, symptoms: Symptoms, condition: Condition) -> list[Finding]:
+    """Explain numbers that are not finite by where they began, as the ranks found out at the first bad step."""
+    bad = [item for item in snapshot.bad_steps if item.is_not_finite]
+    last = last_bad_step(snapshot)
+    evidence = [*_history(bad), *([f"training ended at step {last.step}: {last.reason}"] if last else [])]
+    found = next((item for item in bad if item.place), None)
+    if found is None:
+        text = f"the first bad step was step {bad[0].step}: {bad[0].reason}" if bad else UNSTABLE
+        return finding(symptoms, "not_a_number", text, (condition,), evidence=evidence or [text], base=1.05)
+    text = f"at step {found.step} {found.reason}: {found.place}"
+    cause = {"data": "nan_in_data", "weights": "nan_in_weights"}.get(found.origin, "not_a_number")
+    if found.origin == "objective":
+        cause = "objective_not_finite"
+    return finding(symptoms, cause, text, (condition,), evidence=[text, *evidence], base=1.1)
+
+
+def _history(bad: list[BadStep]) -> list[str]:
+    if not bad:
+        return []
+    first = bad[0]
+    samples = ""
+    if first.first_sample is not None and first.last_sample is not None:
+        samples = f", samples {first.first_sample:,} to {first.last_sample:,}"
+    lines = [f"the first bad step was step {first.step}{samples}: {first.reason}"]
+    if len(bad) > 1:
+        lines.append(f"{counted(len(bad), 'step')} were bad, the last one was step {bad[-1].step}")
+    return lines
+
+
+def _learning_rate(snapshot: Snapshot, symptoms: Symptoms, condition: Condition) -> list[Finding]:
+    """Blame a learning rate far above what models of this width are trained with."""
+    training = snapshot.training
+    if training is None or not training.learning_rate or not training.usual_learning_rate:
+        return []
+    ratio = training.learning_rate / training.usual_learning_rate
+    if ratio <= threshold("high_learning_rate_ratio"):
+        return []
+    text = (
+        f"the learning rate of {training.learning_rate:.2g} is {ratio:.0f} times what is usual for this model "
+        f"({training.usual_learning_rate:.1g})"
+    )
+    return finding(symptoms, "learning_rate_high", text, (condition,), base=1.0)
