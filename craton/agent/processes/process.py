@@ -396,7 +396,7 @@ def failure_text(rank: RankProcess, node: str, generation: int) -> str:
     if rank.code == -signal.SIGKILL and oom_kills() > rank.oom_kills_before:
         text.append(f"the kernel's OOM killer has killed a process: {memory_text()}; {MORE_MEMORY}")
     elif rank.code == -signal.SIGKILL:
-        text.append("to use less memory: a smaller layout.micro_batch, more layout.recompute or more ranks")
+        text.append("the kernel has counted no OOM kill since this rank started: find the sender of the signal")
     elif hint := limit_hint("\n".join(last_lines)):
         text.append(hint)
     text.append(f"last lines of {rank.log_path.name}:" if last_lines else f"{rank.log_path.name} is empty")

@@ -58,6 +58,7 @@ class Live:
     whole_node: bool = False
     steps: int = 0  # after which the run ends by itself
     needs: str = ""  # a package; without it the case is skipped
+    is_blind: bool = False  # a fault of another layer would look the same: only "not enough evidence" is right
 
 
 def _signal(number: signal.Signals) -> Callable[[RunDirectory, int], None]:
@@ -97,7 +98,7 @@ LIVE = (
     Live("has no memory left", "host", "dead", "memory"),
     Live("spins", "framework", "hung", "spin"),
     Live("gets no data", "storage framework", "hung", "data"),
-    Live("throttled input", "storage", "slow", "throttled", has_victim=False),
+    Live("throttled input", "storage", "slow", "throttled", has_victim=False, is_blind=True),
     Live("peer lost", "collective fabric", "dead hung", "vanish"),
     Live("another collective", "collective", "dead hung", "mismatch", needs="torch"),
     Live("not a number", "framework", "wrong", "nan", has_victim=False),
@@ -143,7 +144,8 @@ def _measure(case: Live, chance: random.Random, root: Path) -> ScenarioOutcome:
     ranks = [rank] if not case.whole_node else range(rank // 2 * 2, rank // 2 * 2 + RANKS_PER_NODE)
     victim = Victim(node, frozenset(ranks)) if case.has_victim else Victim()
     truth = Truth(case.name, tuple(case.layers.split()), tuple(case.conditions.split()), victim)
-    return ScenarioOutcome(case.name, "single", (truth,), verdict, True, snapshot, watch.early)
+    group = "blind" if case.is_blind else "single"
+    return ScenarioOutcome(case.name, group, (truth,), verdict, True, snapshot, watch.early)
 
 
 @dataclass

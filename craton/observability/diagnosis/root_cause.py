@@ -26,7 +26,7 @@ from craton.observability.diagnosis.rules import (
     examine_training,
 )
 from craton.observability.diagnosis.sentences import action_of, paragraph
-from craton.observability.diagnosis.snapshot import Snapshot, SnapshotGpu
+from craton.observability.diagnosis.snapshot import Snapshot, SnapshotGpu, SnapshotNode
 from craton.observability.diagnosis.symptoms import symptoms_of
 from craton.observability.diagnosis.tables import LAYERS
 from craton.observability.diagnosis.verdict import RESTARTS, TROUBLED, Finding, Symptom, Symptoms, Verdict
@@ -169,7 +169,7 @@ def _missing_evidence(snapshot: Snapshot, symptoms: Symptoms) -> tuple[str, ...]
             names.append(
                 "query NCCL RAS on a node of the run (`ncclras`, NCCL 2.24 or newer) for ranks that are behind"
             )
-        if not snapshot.collectives.recorders_read:
+        if is_accelerated and not snapshot.collectives.recorders_read:
             names.append(
                 "set TORCH_FR_BUFFER_SIZE and TORCH_NCCL_DUMP_ON_TIMEOUT: the flight recorder names the collective"
             )
@@ -185,13 +185,18 @@ def _missing_evidence(snapshot: Snapshot, symptoms: Symptoms) -> tuple[str, ...]
             names.append(f"read the last lines of the logs (`craton logs {snapshot.run.name}`)")
         if not any(node.host is not None for node in nodes):
             names.append("check the kernel log of the node for killed processes and driver errors")
-    if is_accelerated and not any(node.gpus_known for node in nodes):
+    if symptom.condition == "wrong" and symptom.sign != "odd_rank":
+        return _missing_of_training(snapshot, nodes)
+    waits_for_data = symptom.condition == "slow" and symptom.phase == "data"
+    if waits_for_data:
+        names.append("time the data loader alone, without training: whether it, or the file system below it, is slow")
+    if is_accelerated and not waits_for_data and not any(node.gpus_known for node in nodes):
         names.append(
             "pass `--prometheus URL` of a Prometheus that scrapes the nodes, or run `craton why` there: GPU health"
         )
     if len(snapshot.run.nodes) > 1 and is_accelerated and not any(node.fabric for node in nodes):
         names.append("export the counters of the NICs (`craton observe up`): retransmissions and link state")
-    if not any(
+    if (symptom.phase in ("", "data", "checkpoint") or symptom.condition != "slow") and not any(
         mount.operation_seconds is not None or mount.is_stalled is not None for node in nodes for mount in node.mounts
     ):
         names.append("export file system statistics: throughput and latency are not known")
@@ -199,6 +204,18 @@ def _missing_evidence(snapshot: Snapshot, symptoms: Symptoms) -> tuple[str, ...]
         names.append("export host load, memory and pressure, which are not known")
     if not names:
         names.append("take another snapshot in a minute and compare: every check passed")
+    return tuple(names)
+
+
+def _missing_of_training(snapshot: Snapshot, nodes: Sequence[SnapshotNode]) -> tuple[str, ...]:
+    """Return what would tell more about wrong numbers: hosts and file systems would not."""
+    names = []
+    if snapshot.training is not None and snapshot.bad_steps and not any(bad.place for bad in snapshot.bad_steps):
+        names.append("look at the samples of the first bad step: no rank found where the bad number began")
+    if snapshot.run.is_accelerated is not False and not any(node.gpus_known for node in nodes):
+        names.append(
+            "pass `--prometheus URL` of a Prometheus that scrapes the nodes, or run `craton why` there: GPU health"
+        )
     return tuple(names)
 
 

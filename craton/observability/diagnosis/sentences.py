@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from craton.formatting import counted, dollars, duration, percent
 from craton.observability.diagnosis.snapshot import Snapshot
+from craton.observability.diagnosis.tables import Cause
+from craton.observability.diagnosis.traits import holds, traits_of
 from craton.observability.diagnosis.verdict import RESTARTS, Finding, Symptom, Symptoms, Verdict
 
 MIN_DOLLARS = 1.0
@@ -46,15 +50,24 @@ def action_of(snapshot: Snapshot, symptom: Symptom, finding: Finding, node: str,
         first = next((candidate for candidate in there if node in ("", candidate.node)), None)
         if first is not None and not finding.leaf:
             node, rank = first.node, first.rank
-    run = snapshot.run.name
+    run, traits, training = snapshot.run.name, traits_of(snapshot), snapshot.training
+    place = node or ("the nodes of " + finding.leaf if finding.leaf else "its node")
     words = {
-        "node": node or ("the nodes of " + finding.leaf if finding.leaf else "its node"),
+        "node": place,
+        "drain": f"take {place} out of the run" if "local" in traits else f"drain {place}",
         "who": "its ranks" if rank is None else f"rank {rank}",
         "logs": f"craton logs {run}" + ("" if rank is None else f" --rank {rank}"),
         "run": run,
         "detail": finding.detail or "the program",
+        "source": training.source if training else "data.source",
+        "objective": training.objective if training else "objective",
     }
-    return finding.about.action.format(**words)
+    return chosen_action(finding.about, traits).format(**words)
+
+
+def chosen_action(cause: Cause, traits: Collection[str]) -> str:
+    """Return the remedy for runs with these traits, before names are filled in."""
+    return next((action for when, action in cause.variants if holds(when, traits)), cause.action)
 
 
 def _opening(snapshot: Snapshot, symptoms: Symptoms, verdict: Verdict) -> str:

@@ -22,6 +22,8 @@ class Cause:
     confidence: float  # that the layer is right, when found with good evidence
     action: str
     is_symptom: bool = False  # says where the run is affected, not why
+    needs: tuple[str, ...] = ()  # traits of the runs in which it can occur
+    variants: tuple[tuple[tuple[str, ...], str], ...] = ()  # traits → action, instead of `action`
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,15 @@ class ErrorKind:
 @cache
 def causes() -> dict[str, Cause]:
     return {
-        name: Cause(name, row["layer"], float(row["confidence"]), row["action"], bool(row.get("symptom", False)))
+        name: Cause(
+            name,
+            row["layer"],
+            float(row["confidence"]),
+            row["action"],
+            bool(row.get("symptom", False)),
+            tuple(row.get("needs", ())),
+            tuple((tuple(variant["when"]), variant["action"]) for variant in row.get("variants", ())),
+        )
         for name, row in _table("causes.toml").items()
     }
 

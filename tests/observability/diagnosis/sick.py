@@ -58,6 +58,7 @@ TRAINING = TrainingFacts(
     is_new=True,
     tokens_per_expert=1e5,
 )
+FUNCTION = replace(TRAINING, source="mine.data:rows", has_files=False)
 
 
 @dataclass(frozen=True)
@@ -324,7 +325,9 @@ def storage_cases() -> Iterator[Case]:
     lumps = with_run(healthy(4), ledger={"productive": 4000.0, "checkpoint": 1500.0})
     yield Case("in lumps", "checkpoint_slow", "slow", lumps, "", None)
     yield Case("saving", "checkpoint_hung", "hung", hung(healthy(4), {RANK: "checkpoint"}, seconds=1500.0))
-    yield Case("no word", "data_slow", "slow", without_hardware(waits), "", None)
+    own = replace(without_hardware(waits), training=FUNCTION)
+    yield Case("the user's source", "data_source_slow", "slow", own, "", None)
+    yield Case("the user's source stands", "data_source_hung", "hung", replace(without_hardware(loading), training=FUNCTION))
     yield Case("loading", "data_hung", "hung", without_hardware(loading))
     few = with_mount(waits, "/fsx", interfaces=2, expected_interfaces=8)
     yield Case("2 of 8 cards", "lustre_interfaces_missing", "slow", few, "", None)

@@ -353,6 +353,7 @@ LINES: Mapping[str, str] = {
     "cuda_uncorrectable_ecc": "RuntimeError: CUDA error: uncorrectable ECC error encountered",
     "cuda_device_lost": "Unable to determine the device handle for GPU0: GPU is lost.",
     "nvlink_uncorrectable": "CUDA error: uncorrectable NVLink error detected during the execution",
+    "token_out_of_range": "craton: data.source mine:rows: sample 3 has token id 900, outside the vocabulary of 512",
     "cuda_illegal_access": "RuntimeError: CUDA error: an illegal memory access was encountered",
     "no_space": "OSError: [Errno 28] No space left on device: '/fsx/ckpt'",
     "read_only": "OSError: [Errno 30] Read-only file system: '/fsx/x'",
@@ -417,7 +418,7 @@ def test_a_run_that_waits_says_what_its_scheduler_says(tmp_path: Path, capsys: p
     waits = with_scheduler(with_run(healthy(4), state="waiting"), condition="waiting", job="4711", sentence=sentence)
     saved = tmp_path / "saved.json"
     saved.write_text(waits.to_json(), encoding="utf-8")
-    action = "Wait, or request what is available: fewer nodes, another partition or queue, or no placement."
+    action = "Wait, or request what is available: fewer nodes, another run.partition, or no placement."
     paragraph = f"llama-8b waits as job 4711: {sentence}. {action}"
     assert why(capsys, "--replay", str(saved)) == f"{paragraph}\n"
     told = json.loads(why(capsys, "--replay", str(saved), "--json"))

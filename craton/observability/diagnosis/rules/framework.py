@@ -86,7 +86,7 @@ def _ended_hanging(symptom: Symptom, snapshot: Snapshot, symptoms: Symptoms) -> 
     evidence = [message, f"{_them(culprits)} ended in phase {kind}, the others did not"]
     one = culprits[0].rank if len(culprits) == 1 else None
     node = symptom.nodes[0] if len(symptom.nodes) == 1 else ""
-    cause = HANGS_IN.get(kind, "rank_hung")
+    cause = _of_source(HANGS_IN.get(kind, "rank_hung"), snapshot)
     return finding(symptoms, cause, message, ("dead",), evidence=evidence, node=node, rank=one, base=0.85)
 
 
@@ -192,7 +192,7 @@ def _hangs(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
         first = culprits[0]
         stack = " | ".join(first.stack[:6])
         by_stack = next((cause for words, cause in FRAMES if stack and words.search(stack)), None)
-        cause = HANGS_IN.get(first.kind) or by_stack or "rank_hung"
+        cause = _of_source(HANGS_IN.get(first.kind) or by_stack or "rank_hung", snapshot)
         them = "it" if len(culprits) == 1 else "them"
         message = f"{_them(culprits)} {_stalled(culprits, snapshot)}; all other ranks wait for {them}"
         evidence = [message, *([f"the stack of rank {first.rank}: {stack[:300]}"] if stack else [])]
@@ -209,6 +209,12 @@ def _hangs(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
             base=base,
         )
     return findings
+
+
+def _of_source(cause: str, snapshot: Snapshot) -> str:
+    """Return the cause for a run whose data come from the user's function: that is code, not storage."""
+    is_function = snapshot.training is not None and bool(snapshot.training.source)
+    return "data_source_hung" if cause == "data_hung" and is_function else cause
 
 
 def _them(ranks: list[SnapshotRank]) -> str:

@@ -207,6 +207,8 @@ def _memory(node: SnapshotNode, host: SnapshotHost, symptoms: Symptoms) -> list[
     if (host.swapped_bytes_per_second or 0.0) > threshold("swapped_bytes_per_second"):
         signs.append(f"{node.name} swaps {bandwidth(host.swapped_bytes_per_second or 0.0)}")
     left = host.memory_available_share
+    if left is not None and left > threshold("ample_memory_share"):
+        signs = [sign for sign in signs if "swaps" in sign]  # a stall on memory that is not short has another reason
     if left is not None and left < threshold("memory_available_share"):
         signs.append(f"{node.name} has {percent(left)} of its memory available")
     if not signs:

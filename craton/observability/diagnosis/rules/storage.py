@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 
 from craton.formatting import counted, duration, percent, setting, whole_duration
-from craton.observability.diagnosis.collect import is_used
+from craton.observability.diagnosis.collect import is_under, is_used
 from craton.observability.diagnosis.rules.findings import finding
 from craton.observability.diagnosis.snapshot import Snapshot, SnapshotMount, SnapshotNode, SnapshotTier
 from craton.observability.diagnosis.tables import threshold
@@ -227,25 +227,31 @@ def _slow_phase(symptom: Symptom, snapshot: Snapshot, symptoms: Symptoms) -> lis
         )
     if symptom.phase != "data":
         return []
-    message = "steps wait for data"
-    nodes = [entry for entry in snapshot.nodes if not symptom.nodes or entry.name in symptom.nodes]
-    mounts = [mount for item in nodes for mount in item.mounts if "data" in mount.holds or not mount.holds]
-    is_known = any(mount.operation_seconds is not None for mount in mounts)
-    if is_known:
-        text = f"{message}, while the file system that holds the data is fast"
+    training = snapshot.training
+    if training is not None and training.source:
+        text = f"steps wait for samples from `{training.source}`"
+        evidence = [*symptom.evidence, f"{text}; no file system is known to be slow"]
         return finding(
-            symptoms,
-            "loader_slow",
-            text,
-            ("slow",),
-            evidence=[*symptom.evidence, text],
-            base=0.85,
-            node=node,
-            rank=rank,
+            symptoms, "data_source_slow", text, ("slow",), evidence=evidence, base=0.9, node=node, rank=rank
         )
-    return finding(
-        symptoms, "data_slow", message, ("slow",), evidence=symptom.evidence, base=0.85, node=node, rank=rank
-    )
+    nodes = [entry for entry in snapshot.nodes if not symptom.nodes or entry.name in symptom.nodes]
+    fast = next((text for entry in nodes for mount in entry.mounts if (text := _is_fast(mount, snapshot))), "")
+    if not fast:
+        return []  # the loader or the file system: without evidence neither is blamed
+    text = f"steps wait for data, while {fast}"
+    evidence = [*symptom.evidence, text]
+    return finding(symptoms, "loader_slow", text, ("slow",), evidence=evidence, base=0.85, node=node, rank=rank)
+
+
+def _is_fast(mount: SnapshotMount, snapshot: Snapshot) -> str:
+    """Return how a file system with the run's data shows that it is fast; "" if it does not."""
+    data = snapshot.run.paths.get("data", ())
+    holds_data = "data" in mount.holds or any(is_under(path, mount.path) for path in data)
+    if mount.operation_seconds is not None and (holds_data or not mount.holds):
+        return "the file system that holds the data is fast"
+    if holds_data and mount.busy_share is not None and mount.busy_share < threshold("idle_disk_share"):
+        return f"the disk that holds the data is busy {percent(mount.busy_share)} of the time"
+    return ""
 
 
 def _save_failed(snapshot: Snapshot) -> bool:

@@ -105,8 +105,8 @@ def _diverges(points: Points, scale: LossScale) -> Symptom | None:
     latest = statistics.median(losses[-NEWEST_LOSSES:])
     if latest < best + RECOVERED_SHARE * (peak - best) or latest < newest - 2.0 * _noise(losses):
         return None  # on its way back
-    lowest = statistics.median(sorted(losses)[:NEWEST_LOSSES])
-    return _diverged(points, min(best, lowest), latest, points[since][0])
+    first = statistics.median(losses[:3])  # before the first window, if it rose from the first steps on
+    return _diverged(points, min(best, first), latest, points[since][0])
 
 
 def _above_guessing(points: Points, scale: LossScale) -> Symptom | None:
