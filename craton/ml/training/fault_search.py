@@ -102,9 +102,7 @@ class FaultSearch:
             if self._pipeline is not None:
                 one = torch.ones((), device=self._ranks.device)
                 size = self._ranks.layout.pp
-                losses = [
-                    self._pipeline.forward(batches[at : at + size], one) for at in range(0, len(batches), size)
-                ]
+                losses = [self._pipeline.forward(batches[at : at + size], one) for at in range(0, len(batches), size)]
                 if not all(bool(loss.isfinite()) for loss in losses):
                     hit = _Hit(3, self._head(), None)
             else:
@@ -197,9 +195,7 @@ class _Outputs:
         if bad is None:
             return None
         name, micro_batch = bad
-        rows = next(
-            (f for _, number, f in noted if number == micro_batch and len(f) == self._rows and any(f)), None
-        )
+        rows = next((f for _, number, f in noted if number == micro_batch and len(f) == self._rows and any(f)), None)
         sample = None if rows is None else first_sample + micro_batch * self._rows + rows.index(True)
         return _Hit(3, f"activations:{name}", sample)
 

@@ -1,10 +1,10 @@
 """Root-cause analysis: from a snapshot to one verdict.
 
 The symptoms come first. Then the rules of each layer run in the order scheduler, devices, fabric, collectives,
-framework, training, storage, host, restarts. A finding is weighed by the quality of its evidence and by whether its victim
-matches the symptom. A finding that only says *where* gives way to one that says *why* for the same victim. Two faults
-are two findings: the more severe one first, the other in `others`. When nothing explains the condition, the verdict is
-"not enough evidence" (`cannot_tell`), with the evidence that is missing.
+framework, training, storage, host, restarts. A finding is weighed by the quality of its evidence and by whether its
+victim matches the symptom. A finding that only says *where* gives way to one that says *why* for the same victim. Two
+faults are two findings: the more severe one first, the other in `others`. When nothing explains the condition, the
+verdict is "not enough evidence" (`cannot_tell`), with the evidence that is missing.
 """
 
 from __future__ import annotations

@@ -12,7 +12,8 @@ SCHEDULERS = ("local", "slurm", "kubernetes")
 TRAINING_KINDS = ("pretrain", "sft", "dpo", "grpo")
 KINDS = (*TRAINING_KINDS, "serve", "command")
 DATA = ("function", "files")
-TRAITS = (*HARDWARE, *SCHEDULERS, *KINDS, "training", *DATA)
+STOPS = "stops"  # at the first step that is not finite (`train.on_nan`)
+TRAITS = (*HARDWARE, *SCHEDULERS, *KINDS, "training", *DATA, STOPS)
 
 
 def traits_of(snapshot: Snapshot) -> frozenset[str]:
@@ -24,6 +25,8 @@ def traits_of(snapshot: Snapshot) -> frozenset[str]:
         traits.add("function")
     elif training is not None and training.has_files:
         traits.add("files")
+    if training is not None and training.policy == "stop":
+        traits.add(STOPS)
     return frozenset(traits)
 
 

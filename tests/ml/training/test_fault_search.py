@@ -79,9 +79,7 @@ def test_a_sample_with_nan_is_named(gang: Gang, sizes: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize("sizes", [pytest.param({"fsdp": 2}, marks=pytest.mark.slow), {"pp": 2}], ids=["fsdp", "pp"])
-def test_a_module_whose_output_overflows_is_named_with_its_sample(
-    gang: Gang, sizes: dict[str, int]
-) -> None:
+def test_a_module_whose_output_overflows_is_named_with_its_sample(gang: Gang, sizes: dict[str, int]) -> None:
     (bad,) = gang.run(fit, {"micro_batch": 2, **sizes}, False, True)[0]
     assert (bad["step"], bad["origin"], bad["sample"]) == (BAD_STEP, "activations", BAD_SAMPLE)
     assert bad["part"] == "embedding"

@@ -327,7 +327,9 @@ def storage_cases() -> Iterator[Case]:
     yield Case("saving", "checkpoint_hung", "hung", hung(healthy(4), {RANK: "checkpoint"}, seconds=1500.0))
     own = replace(without_hardware(waits), training=FUNCTION)
     yield Case("the user's source", "data_source_slow", "slow", own, "", None)
-    yield Case("the user's source stands", "data_source_hung", "hung", replace(without_hardware(loading), training=FUNCTION))
+    yield Case(
+        "the user's source stands", "data_source_hung", "hung", replace(without_hardware(loading), training=FUNCTION)
+    )
     yield Case("loading", "data_hung", "hung", without_hardware(loading))
     few = with_mount(waits, "/fsx", interfaces=2, expected_interfaces=8)
     yield Case("2 of 8 cards", "lustre_interfaces_missing", "slow", few, "", None)

@@ -19,7 +19,16 @@ from craton.cli.app import app
 from craton.job import Job
 from craton.observability.diagnosis.sentences import chosen_action
 from craton.observability.diagnosis.tables import Cause, causes
-from craton.observability.diagnosis.traits import DATA, HARDWARE, KINDS, SCHEDULERS, TRAINING_KINDS, TRAITS, holds
+from craton.observability.diagnosis.traits import (
+    DATA,
+    HARDWARE,
+    KINDS,
+    SCHEDULERS,
+    STOPS,
+    TRAINING_KINDS,
+    TRAITS,
+    holds,
+)
 
 WORDS = {
     "node": "node-1",
@@ -50,7 +59,8 @@ def combinations() -> Iterator[frozenset[str]]:
     for hardware, on, kind in product(HARDWARE, SCHEDULERS, KINDS):
         for data in (*DATA, ""):
             if kind in TRAINING_KINDS:
-                yield frozenset({hardware, on, kind, "training"} | ({data} if data else set()))
+                for policy in (STOPS, ""):
+                    yield frozenset({hardware, on, kind, "training", data, policy} - {""})
         if kind not in TRAINING_KINDS:
             yield frozenset({hardware, on, kind})
 

@@ -231,9 +231,7 @@ def _slow_phase(symptom: Symptom, snapshot: Snapshot, symptoms: Symptoms) -> lis
     if training is not None and training.source:
         text = f"steps wait for samples from `{training.source}`"
         evidence = [*symptom.evidence, f"{text}; no file system is known to be slow"]
-        return finding(
-            symptoms, "data_source_slow", text, ("slow",), evidence=evidence, base=0.9, node=node, rank=rank
-        )
+        return finding(symptoms, "data_source_slow", text, ("slow",), evidence=evidence, base=0.9, node=node, rank=rank)
     nodes = [entry for entry in snapshot.nodes if not symptom.nodes or entry.name in symptom.nodes]
     fast = next((text for entry in nodes for mount in entry.mounts if (text := _is_fast(mount, snapshot))), "")
     if not fast:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from craton.formatting import counted
 from craton.observability.diagnosis.rules.findings import finding
 from craton.observability.diagnosis.snapshot import BadStep, Snapshot
 from craton.observability.diagnosis.symptoms import last_bad_step
@@ -37,8 +36,8 @@ def examine_training(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
             cause, text = symptom.sign, SENTENCES[symptom.sign]
             found = finding(symptoms, cause, text, ("wrong",), evidence=symptom.evidence, base=1.05)
             findings += _of_symptom(found, number, symptoms)
-        if symptom.condition == "wrong" and symptom.sign in OF_THE_RATE:
-            findings += _of_symptom(_learning_rate(snapshot, symptoms, "wrong"), number, symptoms)
+        if symptom.sign in OF_THE_RATE:
+            findings += _of_symptom(_learning_rate(snapshot, symptoms, symptom.condition), number, symptoms)
         if symptom.sign == "not_a_number":
             findings += _of_symptom(_not_a_number(snapshot, symptoms, symptom.condition), number, symptoms)
     return findings
@@ -72,10 +71,8 @@ def _history(bad: list[BadStep]) -> list[str]:
     samples = ""
     if first.first_sample is not None and first.last_sample is not None:
         samples = f", samples {first.first_sample:,} to {first.last_sample:,}"
-    lines = [f"the first bad step was step {first.step}{samples}: {first.reason}"]
-    if len(bad) > 1:
-        lines.append(f"{counted(len(bad), 'step')} were bad, the last one was step {bad[-1].step}")
-    return lines
+    last = f"; the last one was step {bad[-1].step}" if len(bad) > 1 else ""
+    return [f"the first bad step was step {first.step}{samples}: {first.reason}{last}"]
 
 
 def _learning_rate(snapshot: Snapshot, symptoms: Symptoms, condition: Condition) -> list[Finding]:
@@ -90,4 +87,6 @@ def _learning_rate(snapshot: Snapshot, symptoms: Symptoms, condition: Condition)
         f"the learning rate of {training.learning_rate:.2g} is {ratio:.0f} times what is usual for this model "
         f"({training.usual_learning_rate:.1g})"
     )
-    return finding(symptoms, "learning_rate_high", text, (condition,), base=1.0)
+    if any(bad.origin in ("data", "objective") for bad in snapshot.bad_steps):
+        return []
+    return finding(symptoms, "learning_rate_high", text, (condition,), base=1.2)

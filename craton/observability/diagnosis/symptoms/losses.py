@@ -239,7 +239,9 @@ def _rises(losses: Sequence[float], best: float, newest: float, scale: LossScale
     first = statistics.median(losses[: _width(losses)])
     usual = max(abs(best), 2.0 * abs(first - best))
     third = statistics.median(losses[2 * len(losses) // 3 :][: _width(losses)])
-    return rise > usual and (newest - third > 0.25 * rise or rise > HUGE_RISE * max(usual, abs(first), 10.0 * _noise(losses)))
+    return rise > usual and (
+        newest - third > 0.25 * rise or rise > HUGE_RISE * max(usual, abs(first), 10.0 * _noise(losses))
+    )
 
 
 def _width(values: Sequence[float]) -> int:
