@@ -32,13 +32,17 @@ from craton.agent.processes import (
     start_rank,
 )
 from craton.agent.records import NodeRecords
-from craton.telemetry import RunDirectory
+from craton.agent.stacks import RankStack, StackTaker, StuckRank
+from craton.telemetry import RunDirectory, plan_twins, read_json
 from craton.telemetry.node import RankStatus
+from craton.telemetry.progress import NOTED_SECONDS, RankActivity, stuck_after
 from craton.telemetry.rank import STEADY, RankPage, monotonic_of
 
 PLANNED_SECONDS = 1000.0  # without progress, while entering a planned generation; the coordinator's limit is lower
 FORK_SERVER_SECONDS = 120.0  # imports from a cold file system are slow
 MAX_STARTS = 3  # of one slot in one generation, without entering it
+DUE_SHARE = 0.75  # of the limit after which a rank is ended: its stack is taken then
+LONG_KINDS = ("productive", "redo", "compile", "start")  # no stack is wanted before they count as stuck
 
 
 @dataclass
@@ -54,6 +58,7 @@ class RankSlot:
     missing_since: float = float("inf")  # monotonic: since when it has no process
     mute_at: float = -1.0  # progress in the page when a job's own command began; it may never report any
     cpu_wait: CpuWait = field(default_factory=CpuWait)
+    stack: RankStack = field(default_factory=RankStack)
 
     @property
     def is_running(self) -> bool:
@@ -84,8 +89,14 @@ class NodeProcesses:
         self.keeper_name = ""  # abstract address of the keeper's socket for processes of this node
         self.keeper_address = self.store_address = ""
         self._fork_server_by = float("inf")
+        self._plan_step_seconds = self._planned_step()
+        self._stacks = StackTaker(run, records.event)
         if not launch.nursery and next_number(run) > launch.generation:  # an earlier agent was killed
             self._offer_store()
+
+    def _planned_step(self) -> float:
+        planned = plan_twins(read_json(self._run.plan_path)).get("step_seconds")
+        return float(planned) if isinstance(planned, int | float) else 0.0
 
     @property
     def children(self) -> list[ChildProcess]:
@@ -193,6 +204,7 @@ class NodeProcesses:
                 self._records.generation = self.generation.number
             self.book(ended="released")
         self.generation = generation
+        self._plan_step_seconds = self._planned_step()
         # Both times are of one clock, so only their difference is used on this machine.
         ago = max(0.0, generation.time - generation.broke_at)
         self.broke_at = time.monotonic() - ago if generation.broke_at else 0.0
@@ -212,6 +224,7 @@ class NodeProcesses:
                 self._start_rank(rank, place)
             elif rank in end:
                 assert place.process is not None
+                self._stacks.take_now(self._stuck(place, place.process, time.monotonic()))
                 place.process.send(signal.SIGKILL)
             elif self._launch.nursery:
                 self._tell(rank, place, generation)
@@ -333,6 +346,7 @@ class NodeProcesses:
             "CRATON_RECORDS": records_of_rank,
             "CRATON_PAGE": place.page.descriptor,
             "CRATON_ORDERS": orders_of_rank,
+            "CRATON_STACKS": place.stack.descriptor,
         }
         environment = rank_environment(self._launch, self.generation, self._node, rank)
         try:
@@ -414,8 +428,10 @@ class NodeProcesses:
             "keeper": self.keeper_address,
             "store": self.store_address,
             "done_with": self.generation.number if self.generation and self.is_done else -1,
-            "ranks": {rank: astuple(_progress(place, process, now)) for rank, place, process in self._running()},
-            "leaving": {process.rank: astuple(_progress(place, process, now)) for place, process in self._parted()},
+            "ranks": {rank: astuple(self._progress(place, process, now)) for rank, place, process in self._running()},
+            "leaving": {
+                process.rank: astuple(self._progress(place, process, now)) for place, process in self._parted()
+            },
             "done": [rank for rank, place in self.ranks if place.is_done],
         }
 
@@ -424,7 +440,7 @@ class NodeProcesses:
         now = time.monotonic()
         result = []
         for rank, place, process in self._running():
-            progress = _progress(place, process, now)
+            progress = self._progress(place, process, now)
             result.append(
                 RankStatus(
                     rank=rank,
@@ -436,9 +452,50 @@ class NodeProcesses:
                     step_seconds=progress.step_seconds,
                     is_stopped=progress.is_stopped,
                     progress_limit_seconds=round(progress.limit + progress.starved_seconds, 3),
+                    slowest_seconds=round(progress.slowest_seconds, 4),
+                    starved_seconds=round(progress.starved_seconds, 3),
+                    patience_seconds=progress.patience,
+                    phase_seconds={kind: round(stay, 3) for kind, stay in place.page.phase_seconds.items()},
+                    is_eager=progress.is_eager,
+                    process_state=progress.process_state,
+                    frame=progress.frame,
+                    is_waiting=progress.is_waiting,
                 )
             )
         return result
+
+    def take_stacks(self, now: float) -> None:
+        """Take the stacks of ranks that make no progress."""
+        self._stacks.look([self._stuck(place, process, now) for _, place, process in self._running()], now)
+
+    def _stuck(self, place: RankSlot, process: RankProcess, now: float) -> StuckRank:
+        progress = self._progress(place, process, now)
+        wanted = min(self._stuck_after(place, progress), DUE_SHARE * progress.limit)
+        if progress.kind not in LONG_KINDS:
+            wanted = min(wanted, max(NOTED_SECONDS, progress.slowest_seconds))
+        return StuckRank(
+            place.stack,
+            process,
+            place.page.progress,
+            progress.kind,
+            progress.step,
+            progress.age,
+            is_due=progress.age - progress.starved_seconds > wanted,
+        )
+
+    def _stuck_after(self, place: RankSlot, progress: RankProgress) -> float:
+        activity = RankActivity(
+            0,
+            progress.kind,
+            progress.step,
+            progress.age,
+            step_seconds=progress.step_seconds,
+            slowest_seconds=progress.slowest_seconds,
+            patience_seconds=progress.patience,
+            is_stopped=progress.is_stopped,
+            is_eager=progress.is_eager,
+        )
+        return stuck_after(activity, place.page.phase_seconds, self._plan_step_seconds)
 
     def _running(self) -> list[tuple[int, RankSlot, RankProcess]]:
         return [
@@ -456,7 +513,7 @@ class NodeProcesses:
         """Whether a rank saves its last state, or holds it because no disk accepts it."""
         now = time.monotonic()
         for _, place, process in self._running():
-            progress = _progress(place, process, now)
+            progress = self._progress(place, process, now)
             if progress.kind == "checkpoint" and progress.age <= progress.limit:
                 return True
         return self.holds_state()
@@ -470,30 +527,36 @@ class NodeProcesses:
         for rank, place in self.ranks:
             self._records.book(id(place), rank, place.page, ended)
 
+    def _progress(self, place: RankSlot, process: RankProcess, now: float) -> RankProgress:
+        """Return what the rank is doing; a rank that never reported progress counts as just having made some."""
+        page, progress = place.page, place.page.progress  # read once: the rank may beat meanwhile
+        kind, state = page.kind, process.state
+        has_stack = place.stack.episode == progress
+        rank_progress = RankProgress(
+            kind,
+            page.step,
+            0.0 if progress == place.mute_at else now - progress,
+            page.step_seconds,
+            state == "T",
+            page.generation,
+            page.patience,
+            page.slowest_seconds,
+            stay_seconds=page.phase_seconds.get(kind, 0.0),
+            plan_step_seconds=self._plan_step_seconds,
+            is_eager=page.is_eager,
+            process_state=state,
+            is_waiting=has_stack and place.stack.is_waiting,
+            frame=place.stack.frame if has_stack else "",
+        )
+        if not rank_progress.age:
+            return rank_progress
+        limit = min(rank_progress.limit, self._stuck_after(place, rank_progress))
+        return replace(rank_progress, starved_seconds=place.cpu_wait.seconds(process.pid, progress, limit, now))
+
     def end_helpers(self) -> None:
         for child in (self.keeper, self.fork_server.child if self.fork_server else None):
             if child is not None:
                 child.send(signal.SIGKILL)
-
-
-def _progress(place: RankSlot, process: RankProcess, now: float) -> RankProgress:
-    """Return what the rank is doing; a rank that never reported progress counts as just having made some."""
-    page, progress = place.page, place.page.progress  # read once: the rank may beat meanwhile
-    rank_progress = RankProgress(
-        page.kind,
-        page.step,
-        0.0 if progress == place.mute_at else now - progress,
-        page.step_seconds,
-        process.is_stopped,
-        page.generation,
-        page.patience,
-        page.slowest_seconds,
-    )
-    if not rank_progress.age:
-        return rank_progress
-    return replace(
-        rank_progress, starved_seconds=place.cpu_wait.seconds(process.pid, progress, rank_progress.limit, now)
-    )
 
 
 def _has_more(descriptor: int) -> bool:

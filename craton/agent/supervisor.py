@@ -63,6 +63,7 @@ POLL_SECONDS = 0.5  # markers, chaos, resize
 HEARTBEAT_SECONDS = 1.0
 LEDGER_SECONDS = 1.0
 STATUS_SECONDS = 2.0
+STACK_SECONDS = 0.4
 SUMMARY_SECONDS = 30.0  # goodput and cost, as metrics of the first node
 GONE_SECONDS = 5.0  # a run directory that is missing for this long is gone
 SETTLE_SECONDS = 600.0  # at the end of a run: how long to wait for a disk that refuses the last records
@@ -103,7 +104,7 @@ class Supervisor:
         self._kill_at = float("inf")
         self._stop_signal: signal.Signals | None = None
         self._started = self._seen_directory = time.monotonic()
-        self._next = {"poll": 0.0, "heartbeat": 0.0, "ledger": 0.0, "status": 0.0, "summary": 0.0}
+        self._next = {"poll": 0.0, "heartbeat": 0.0, "ledger": 0.0, "status": 0.0, "summary": 0.0, "stacks": 0.0}
         self._failed_fork_servers = 0
         self._wakeup, self._wakeup_writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._selector.register(self._wakeup, selectors.EVENT_READ, None)
@@ -239,6 +240,8 @@ class Supervisor:
             ranks = self._processes.rank_status()
             self._face.show_ranks(ranks)
             self._log_times.note(rank.rank for rank in ranks)
+        if self._due("stacks", now, STACK_SECONDS):
+            self._processes.take_stacks(now)
         if self._due("status", now, STATUS_SECONDS):
             self._face.write_status(self._records.generation, self._processes.rank_status())
         if self._coordinates() and self._due("summary", now, SUMMARY_SECONDS):

@@ -4,6 +4,7 @@
     events/NODE.jsonl  metrics/NODE.jsonl  ledger/NODE.jsonl   records; one writer per node
     logs/rank-00007.log                              output of a rank
     traces/rank_7                                    dump of PyTorch's flight recorder of a rank that was stuck
+    stacks/rank-00007.txt                            where a rank without progress waited, taken by its agent
     heartbeat/NODE                                   touched every second by the node's agent
     status/NODE.json                                 what each rank of the node does now, written by its agent
     generations/000003.json                          members of each generation, and why it began
@@ -135,6 +136,9 @@ class RunDirectory:
 
     def log_path(self, rank: int) -> Path:
         return self.path / "logs" / f"rank-{rank:05d}.log"
+
+    def stack_path(self, rank: int) -> Path:
+        return self.path / "stacks" / f"rank-{rank:05d}.txt"
 
     @property
     def recording_prefix(self) -> Path:

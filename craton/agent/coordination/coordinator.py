@@ -13,7 +13,7 @@ without a process. One agent at a time has one: the first node's agent, and if t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from craton.agent.coordination.hangs import RankProgress, find_hang
@@ -252,7 +252,8 @@ class Coordinator:
         if hanging is not None:
             name, end, last = waiting[hanging]
             doing = "is stopped by a signal" if last.is_stopped else f"hangs in {last.kind}"
-            text = f"{name} {doing} at step {last.step}: no progress for {duration(last.age)}"
+            at = f" ({last.frame})" if last.frame else ""
+            text = f"{name} {doing} at step {last.step}: no progress for {duration(last.age)}{at}"
             self._faults.append(RankFailure(text, clock - last.age, end))
 
     def _has_entered(self) -> bool:
@@ -433,7 +434,8 @@ class Coordinator:
 
 def _progress(ranks: Mapping[Any, Sequence[Any]]) -> dict[int, RankProgress]:
     """Return rank → progress, as its agent reports it."""
-    return {int(rank): RankProgress(*values) for rank, values in ranks.items()}
+    known = len(fields(RankProgress))  # an agent of a later version reports more
+    return {int(rank): RankProgress(*values[:known]) for rank, values in ranks.items()}
 
 
 def _seated(present: Sequence[str], ready: Sequence[str], size: int | None) -> list[str]:

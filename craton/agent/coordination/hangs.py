@@ -4,12 +4,13 @@ Ranks of a training run wait for each other in every step, so one that hangs sto
 all of them. Hence:
 
 - A step hangs after HANG_STEPS times the slowest recent step, but not before HANG_SECONDS. Other phases have their own
-  limits.
+  limits. Those of loading data and of a first step come from the run's own history and its plan; LIMITS without them.
 - Seconds in which threads of any rank were runnable and got no CPU, and seconds in which an agent itself did not run,
   extend the limit of all ranks.
+- A rank that waits for others is never blamed (`craton.telemetry.progress`): the one that they wait for is, by the
+  limit of its own phase.
 - A rank in a step is blamed only if no rank has moved for that long: while one of them moves, the others wait for it.
   The exception are jobs whose ranks do not wait for each other: a rank that falls two steps behind all others.
-- A rank that waits for one in an earlier step, or for one that still loads data, is judged by the limit of that rank.
 - A rank that a signal has stopped cannot move: it is judged alone, by its usual step time.
 """
 
@@ -17,6 +18,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from craton.telemetry.progress import RankActivity, find_culprits
 
 HANG_SECONDS, HANG_STEPS = 4.0, 2.5  # a step hangs if it takes longer than both
 LIMITS = {  # maximum seconds without progress, by what a rank is doing
@@ -31,6 +34,10 @@ LIMITS = {  # maximum seconds without progress, by what a rank is doing
     "restore": 900.0,
     "idle": 900.0,
 }
+EAGER_SECONDS = 300.0  # the first step of a run, if it compiles nothing: it still connects to all ranks
+KNOWN_SECONDS = 120.0  # minimum for data and for a first step whose usual time is known: a shard may have to be fetched
+KNOWN_STAYS = 10.0  # multiples of the longest recent stay in a phase
+DATA_STEPS, PLANNED_STEPS = 100.0, 60.0  # loading data or a first step, in recent and in planned steps
 STEPPING = ("productive", "redo")
 MAX_DOUBLINGS = 4  # of a step's limit, one per failure without a new step
 
@@ -48,6 +55,12 @@ class RankProgress:
     patience: float = 0.0  # seconds without progress that the rank requests; 0: its phase decides
     slowest_seconds: float = 0.0  # the slowest recent step, including the last one; 0: unknown
     starved_seconds: float = 0.0  # since its last progress: no CPU for its threads, or its agent did not run
+    stay_seconds: float = 0.0  # its longest recent stay in this phase, now or in an earlier generation; 0: unknown
+    plan_step_seconds: float = 0.0
+    is_eager: bool = False  # its first step compiles nothing
+    process_state: str = ""  # R, S, D, T, Z, by the kernel
+    is_waiting: bool = False  # by its stack, it waits for other ranks in a collective
+    frame: str = ""  # where it waits, if its stack was taken
 
     @property
     def limit(self) -> float:
@@ -56,32 +69,73 @@ class RankProgress:
             return max(HANG_SECONDS, HANG_STEPS * self.step_seconds)
         if self.patience:
             return self.patience
-        slowest = max(self.step_seconds, self.slowest_seconds)
-        if self.is_stepping and slowest:
-            return max(HANG_SECONDS, HANG_STEPS * slowest)
-        return LIMITS.get(self.kind, LIMITS["start"])
+        pace = max(self.step_seconds, self.slowest_seconds)
+        if self.is_stepping and pace:
+            return max(HANG_SECONDS, HANG_STEPS * pace)
+        if self.kind == "data" or self.is_stepping or self.kind == "compile":
+            return self._known_limit(pace) or self._first_limit()
+        return max(LIMITS.get(self.kind, LIMITS["start"]), KNOWN_STAYS * self.stay_seconds)
 
     @property
     def is_stepping(self) -> bool:
         return self.kind in STEPPING
 
+    def _known_limit(self, pace: float) -> float:
+        """Return the limit of loading data or of a first step by the run's own history; 0 if there is none."""
+        if not (self.stay_seconds or (pace and self.kind == "data")):
+            return 0.0
+        planned = PLANNED_STEPS * self.plan_step_seconds
+        return max(KNOWN_SECONDS, DATA_STEPS * pace, KNOWN_STAYS * self.stay_seconds, planned)
+
+    def _first_limit(self) -> float:
+        kind = "data" if self.kind == "data" else "compile"
+        limit = EAGER_SECONDS if kind == "compile" and self.is_eager else LIMITS[kind]
+        return max(limit, PLANNED_STEPS * self.plan_step_seconds)
+
+    def as_activity(self, index: int) -> RankActivity:
+        return RankActivity(
+            index,
+            self.kind,
+            self.step,
+            self.age,
+            step_seconds=self.step_seconds,
+            patience_seconds=self.patience,
+            is_stopped=self.is_stopped,
+            process_state=self.process_state,
+            is_waiting=self.is_waiting,
+        )
+
 
 def find_hang(ranks: Sequence[RankProgress], failures: int = 0) -> int | None:
     """Return the index of the rank that hangs; None: none does. Each of the `failures` in a row without a new step
-    doubles the limit of a step: a step that became slow permanently must not be killed again and again."""
+    doubles the limit of a step, and that of loading data up to LIMITS: what became slow permanently must not be killed
+    again and again."""
     if not ranks:
         return None
     stopped = [index for index, rank in enumerate(ranks) if rank.is_stopped]
-    oldest = max(stopped or range(len(ranks)), key=lambda index: ranks[index].age)
-    suspect = ranks[oldest]
-    if suspect.is_stopped:
-        return oldest if suspect.age > suspect.limit else None
-    others = [rank for index, rank in enumerate(ranks) if index != oldest]
-    limit = max([suspect.limit, *(rank.limit for rank in others if _waits_for(suspect, rank))])
-    if suspect.is_stepping and not suspect.patience:
-        limit *= 2.0 ** min(failures, MAX_DOUBLINGS)
-    limit += max(rank.starved_seconds for rank in ranks)
-    return oldest if _still_seconds(suspect, others) > limit else None
+    if stopped:
+        oldest = max(stopped, key=lambda index: ranks[index].age)
+        return oldest if ranks[oldest].age > ranks[oldest].limit else None
+    oldest = max(range(len(ranks)), key=lambda index: ranks[index].age)
+    culprits = [culprit.rank for culprit in find_culprits([rank.as_activity(at) for at, rank in enumerate(ranks)])]
+    impatient = [index for index, rank in enumerate(ranks) if rank.patience]  # they do not wait for each other
+    starved = max(rank.starved_seconds for rank in ranks)
+    for index in dict.fromkeys([*culprits, *impatient] or [oldest]):
+        suspect = ranks[index]
+        others = [rank for at, rank in enumerate(ranks) if at != index]
+        limit = max([suspect.limit, *(rank.limit for rank in others if _waits_for(suspect, rank))])
+        if _still_seconds(suspect, others) > _doubled(limit, suspect, failures) + starved:
+            return index
+    return None
+
+
+def _doubled(limit: float, suspect: RankProgress, failures: int) -> float:
+    doubled = limit * 2.0 ** min(failures, MAX_DOUBLINGS)
+    if suspect.patience:
+        return limit
+    if suspect.is_stepping:
+        return doubled
+    return max(limit, min(doubled, LIMITS.get(suspect.kind, 0.0)))
 
 
 def _waits_for(suspect: RankProgress, other: RankProgress) -> bool:

@@ -77,12 +77,17 @@ class ChildProcess:
                 os.kill(self.pid, number)
 
     @property
+    def state(self) -> str:
+        """Its state, by the kernel: R, S, D, T, Z (proc_pid_stat(5)); "" if it cannot be read."""
+        try:
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0].replace("t", "T")
+        except (OSError, IndexError):
+            return ""
+
+    @property
     def is_stopped(self) -> bool:
         """Whether a signal has stopped it."""
-        try:
-            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
-        except (OSError, IndexError):
-            return False
+        return self.state == "T"
 
     def last_lines(self, count: int = 20, max_bytes: int = 16 << 10) -> list[str]:
         """Return the last lines that this process printed."""

@@ -109,6 +109,7 @@ def build(
         dist.init_process_group(backend)
     layout = layout_of(job, run, place.world, order.generation.layout if order else None)
     ranks = make_ranks(layout, device, place.rank, place.world)
+    clock.page.is_eager = device.type == "cpu" and job.train.compile is not True
     # before the model, so that an unusable tier is an error now and not at the first checkpoint
     folders = tier_folders(job, run, place.node, writes=True)
     continues = order is not None and (order.generation.is_planned or order.generation.broke_at > 0)

@@ -30,7 +30,7 @@ from craton.ml.training.loop import Trainer
 from craton.ml.training.orders import Order, Orders, RegroupError
 from craton.telemetry import RunDirectory, summarize
 from craton.telemetry.error_reports import ErrorReport, report_exception
-from craton.telemetry.rank import LedgerClock, Recorder
+from craton.telemetry.rank import LedgerClock, Recorder, answer_stack_requests
 
 EXIT_FAILED = 1
 BLAME_SECONDS = 2.0  # an error of ours may be caused by another rank's death: how long to wait for that news
@@ -75,6 +75,7 @@ class RankSession:
         self.stop_asked = False
         self.order: Order | None = None
         signal.signal(signal.SIGTERM, self._on_stop)
+        answer_stack_requests()
 
     def run(self) -> int:
         """Return the exit code of this rank. A rank that exits with 0 and is not `idle` has ended too early."""

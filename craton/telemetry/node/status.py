@@ -7,11 +7,13 @@ text.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from craton.telemetry.files import replace_text
 from craton.telemetry.rundirectory import RunDirectory, read_json
+
+MAX_FRAME = 300  # characters
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,14 @@ class RankStatus:
     step_seconds: float  # its own median, 0 before there is one
     is_stopped: bool  # by a signal (SIGSTOP), or a debugger
     progress_limit_seconds: float = 0.0  # without progress in its current phase, after which it hangs; 0: unknown
+    slowest_seconds: float = 0.0  # its slowest recent step, without data, checkpoint and evaluation; 0: unknown
+    starved_seconds: float = 0.0  # since its last progress: no CPU for its threads, or its agent did not run
+    patience_seconds: float = 0.0  # without progress, that the job allows (`progress.hang`); 0: its phase decides
+    phase_seconds: dict[str, float] = field(default_factory=dict)  # kind → longest recent stay of this rank in it
+    is_eager: bool = False  # its first step compiles nothing
+    process_state: str = ""  # R, S, D, T, Z, by the kernel
+    frame: str = ""  # where it waits, if its agent took its stack: `source.py:14 in read: time.sleep(60)`
+    is_waiting: bool = False  # by its stack, it waits for other ranks in a collective
 
 
 @dataclass(frozen=True)
@@ -55,7 +65,7 @@ def read_status(run: RunDirectory, node: str) -> NodeStatus | None:
             node=str(document["node"]),
             ranks=tuple(_rank(rank) for rank in document["ranks"]),
         )
-    except (KeyError, TypeError, ValueError, OverflowError):
+    except (KeyError, TypeError, ValueError, OverflowError, AttributeError):
         return None
 
 
@@ -70,4 +80,12 @@ def _rank(document: dict[str, Any]) -> RankStatus:
         step_seconds=float(document["step_seconds"]),
         is_stopped=bool(document["is_stopped"]),
         progress_limit_seconds=float(document.get("progress_limit_seconds", 0.0)),
+        slowest_seconds=float(document.get("slowest_seconds", 0.0)),
+        starved_seconds=float(document.get("starved_seconds", 0.0)),
+        patience_seconds=float(document.get("patience_seconds", 0.0)),
+        phase_seconds={str(kind): float(seconds) for kind, seconds in (document.get("phase_seconds") or {}).items()},
+        is_eager=bool(document.get("is_eager", False)),
+        process_state=str(document.get("process_state", "")),
+        frame=str(document.get("frame", ""))[:MAX_FRAME],
+        is_waiting=bool(document.get("is_waiting", False)),
     )

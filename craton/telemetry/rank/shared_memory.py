@@ -45,6 +45,7 @@ VARIABLE = "CRATON_PAGE"  # environment of a rank: the descriptor of its page
 PAGE_BYTES = 4096
 RECENT_STEPS = 16  # whose seconds the page holds
 STEP_KINDS = ("productive", "redo")
+FORGET_SHARE = 0.9  # of the longest stay in a kind, kept at each later one: after 22 of them a tenth is left
 ANY, STEPPING = -1, -2  # kinds of a trap: all, or those of a step's own work
 
 
@@ -70,6 +71,10 @@ class _Fields(ctypes.Structure):
         ("num_recent", ctypes.c_int64),
         ("recent", ctypes.c_double * RECENT_STEPS),
         ("recorded_step", ctypes.c_int64),
+        ("entered", ctypes.c_double),
+        ("stays", ctypes.c_double * len(LEDGER_KINDS)),
+        ("first_stays", ctypes.c_double * len(LEDGER_KINDS)),
+        ("is_eager", ctypes.c_int64),
     )
 
     generation: int
@@ -92,6 +97,10 @@ class _Fields(ctypes.Structure):
     num_recent: int
     recent: Any
     recorded_step: int
+    entered: float
+    stays: Any
+    first_stays: Any
+    is_eager: int
 
 
 class TrapError(RuntimeError):
@@ -161,15 +170,27 @@ class RankPage:
     def begin(self, kind: str, now: float) -> None:
         """Book time as `kind` from this moment on, and nothing before it."""
         self._fields.kind = LEDGER_KINDS.index(kind)
-        self._fields.since = self._fields.progress = now
+        self._fields.since = self._fields.progress = self._fields.entered = now
 
-    def switch(self, kind: str, now: float | None = None) -> None:
-        """Book time as `kind` from now on; time until now stays with the previous kind."""
+    def switch(self, kind: str, now: float | None = None, is_broken: bool = False) -> None:
+        """Book time as `kind` from now on; time until now stays with the previous kind. `is_broken`: the stay in the
+        previous kind was interrupted, and says nothing about how long it usually takes."""
         fields = self._fields
         moment = time.monotonic() if now is None else now
         fields.seconds[fields.kind] += moment - fields.since
         fields.since = moment
-        fields.kind = LEDGER_KINDS.index(kind)
+        index = LEDGER_KINDS.index(kind)
+        if index != fields.kind:
+            if not is_broken:
+                self._note_stay(fields.kind, moment - fields.entered)
+            fields.entered = moment
+        fields.kind = index
+
+    def _note_stay(self, index: int, seconds: float) -> None:
+        fields = self._fields
+        if not fields.stays[index]:
+            fields.first_stays[index] = max(fields.first_stays[index], seconds)
+        fields.stays[index] = max(seconds, FORGET_SHARE * fields.stays[index])
 
     def begin_step(self, step: int, now: float | None = None) -> None:
         """Begin a step: time booked from now on belongs to it."""
@@ -189,7 +210,7 @@ class RankPage:
         `since` time is `detect`; from now on it is `kind`."""
         fields = self._fields
         now = time.monotonic() if now is None else now
-        self.switch("detect", now if since is None else min(max(since, fields.since), now))
+        self.switch("detect", now if since is None else min(max(since, fields.since), now), is_broken=True)
         for lost in LOST_WITH_A_STEP:
             index = LEDGER_KINDS.index(lost)
             if any(fields.marked):
@@ -225,6 +246,7 @@ class RankPage:
         if value != self._fields.generation:  # with other members a step may take longer or shorter
             self._fields.num_recent = 0
             self._fields.recent[:] = [0.0] * RECENT_STEPS
+            self._fields.stays[:] = [0.0] * len(LEDGER_KINDS)
         self._fields.generation = value
 
     @property
@@ -250,6 +272,22 @@ class RankPage:
         """The slowest recent step, including the one that just ended: only the step itself, without data, checkpoint or
         evaluation. 0: not known yet."""
         return float(max(self._fields.recent))
+
+    @property
+    def phase_seconds(self) -> dict[str, float]:
+        """The longest recent stay in each kind; before the first one in this generation, the longest first stay of the
+        generations before. A stay that was interrupted by a failure does not count."""
+        stays = zip(LEDGER_KINDS, self._fields.stays, self._fields.first_stays, strict=True)
+        return {kind: seconds or first for kind, seconds, first in stays if seconds or first}
+
+    @property
+    def is_eager(self) -> bool:
+        """Whether its first step compiles nothing, so that it takes about as long as the others."""
+        return bool(self._fields.is_eager)
+
+    @is_eager.setter
+    def is_eager(self, value: bool) -> None:
+        self._fields.is_eager = int(value)
 
     @property
     def recorded_step(self) -> int:

@@ -1,0 +1,218 @@
+"""Take the stacks of ranks that make no progress, once per episode, before anyone ends them.
+
+A rank of the training loop dumps the stacks of all its threads on a signal (`craton.telemetry.rank.stacks`). For other
+processes py-spy is used where it is installed. The kernel's view of every thread (state, wait channel, system call) is
+added from /proc, and native frames by py-spy or gdb, where installed, for ranks that stay stuck. The result replaces
+`stacks/rank-00001.txt` in the run directory, and an event names where the rank waits.
+
+Nothing here blocks the agent or raises: the signal is sent and read in its loop, and tools run in a thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from craton.agent.processes import RankProcess
+from craton.formatting import whole_duration
+from craton.telemetry import RunDirectory
+from craton.telemetry.files import replace_text
+from craton.telemetry.rank import STACK_SIGNAL, is_answering, make_stack_file, read_stacks
+from craton.telemetry.rank.stacks import MAX_STACK_BYTES
+
+MAX_STACKS = 8  # ranks of a node, per episode
+ANSWER_SECONDS = 1.0  # for a rank to dump its stacks; on a busy machine it needs a CPU first
+KILL_ANSWER_SECONDS = 0.3  # the same for a rank that is about to be killed
+NATIVE_SECONDS = 30.0  # without progress, after which native frames are worth stopping the rank for a moment
+TOOL_SECONDS = 20.0
+MAX_THREADS = 64  # of a process, whose kernel state is noted
+
+
+@dataclass
+class RankStack:
+    """The stacks of one slot's process. An episode is a time without progress."""
+
+    descriptor: int = field(default_factory=make_stack_file)
+    episode: float = -1.0  # the rank's last progress before it; -1: none
+    asked_at: float = 0.0  # monotonic; 0: not asked
+    is_taken: bool = False
+    has_native: bool = False
+    frame: str = ""
+    is_waiting: bool = False
+
+    def begin(self, progress: float) -> None:
+        """Forget the last episode if the rank has made progress since."""
+        if progress != self.episode:
+            self.episode, self.asked_at = progress, 0.0
+            self.is_taken = self.has_native = self.is_waiting = False
+            self.frame = ""
+
+
+@dataclass(frozen=True)
+class StuckRank:
+    """A rank of this node that may be stuck."""
+
+    stack: RankStack
+    process: RankProcess
+    progress: float  # monotonic: its last progress
+    kind: str
+    step: int
+    age_seconds: float
+    is_due: bool  # it has made no progress for so long that its stack is wanted
+
+
+class StackTaker:
+    """Takes the stacks of a node's ranks; the agent calls `look` several times a second."""
+
+    def __init__(self, run: RunDirectory, event: Callable[..., None]) -> None:
+        self._run, self._event = run, event
+        self._tool: threading.Thread | None = None
+        self._found: list[tuple[StuckRank, str]] = []  # dumps by tools
+
+    def look(self, ranks: Sequence[StuckRank], now: float) -> None:
+        for rank in ranks:
+            rank.stack.begin(rank.progress)
+        num_asked = sum(bool(rank.stack.asked_at) for rank in ranks)
+        for rank in ranks:
+            if rank.is_due and not rank.stack.asked_at and num_asked < MAX_STACKS:
+                num_asked += 1
+                self._ask(rank, now)
+            elif rank.stack.asked_at and not rank.stack.is_taken:
+                self._read(rank, now - rank.stack.asked_at > ANSWER_SECONDS)
+        while self._found:
+            self._publish(*self._found.pop(0))
+        self._look_closer(ranks)
+
+    def take_now(self, rank: StuckRank) -> None:
+        """Take the stack of a rank that is about to be killed, if there is none of this episode."""
+        rank.stack.begin(rank.progress)
+        if not rank.stack.asked_at:
+            self._ask(rank, time.monotonic())
+        deadline = time.monotonic() + KILL_ANSWER_SECONDS
+        while not rank.stack.is_taken:
+            self._read(rank, time.monotonic() > deadline)
+            time.sleep(0.01)
+
+    def _ask(self, rank: StuckRank, now: float) -> None:
+        # In the thread that reaps processes: the PID cannot have been reused.
+        rank.stack.asked_at = now
+        with contextlib.suppress(OSError):
+            os.ftruncate(rank.stack.descriptor, 0)
+            if rank.process.is_running and not rank.process.is_stopped and is_answering(rank.process.pid):
+                os.kill(rank.process.pid, STACK_SIGNAL)
+
+    def _read(self, rank: StuckRank, is_late: bool) -> None:
+        try:
+            size = os.fstat(rank.stack.descriptor).st_size
+            text = os.pread(rank.stack.descriptor, min(size, MAX_STACK_BYTES), 0).decode(errors="replace")
+        except OSError:
+            text = ""
+        if not is_late and not text.endswith("\n"):
+            return
+        if not is_late and not read_stacks(text).main:
+            return
+        self._publish(rank, text)
+
+    def _publish(self, rank: StuckRank, text: str) -> None:
+        """Write the file and the event, once per episode; a later dump by a tool is added."""
+        stack = rank.stack
+        is_first, stack.is_taken = not stack.is_taken, True
+        stacks = read_stacks(text)
+        frame = stacks.frame
+        if frame is not None and not stack.frame:
+            stack.frame, stack.is_waiting = frame.with_source(), stacks.is_waiting
+        number = rank.process.rank
+        what = f"rank {number} has been in {rank.kind} for {whole_duration(rank.age_seconds)} at step {rank.step}"
+        where = f" ({stack.frame})" if stack.frame else ""
+        kernel = kernel_threads(rank.process.pid)
+        with contextlib.suppress(OSError):  # the disk may be the reason why it is stuck
+            path = self._run.stack_path(number)
+            path.parent.mkdir(exist_ok=True)
+            parts = [f"{what}{where}", text.strip(), "threads, by the kernel:", *kernel]
+            replace_text(path, "\n".join(part for part in parts if part)[:MAX_STACK_BYTES] + "\n", durable=False)
+        if is_first:
+            self._event(
+                "rank_stuck",
+                number,
+                message=f"{what}{where}",
+                kind=rank.kind,
+                stuck_step=rank.step,
+                seconds=round(rank.age_seconds, 1),
+                frame=stack.frame,
+                waits=stack.is_waiting,
+            )
+
+    def _look_closer(self, ranks: Sequence[StuckRank]) -> None:
+        """Use a tool, one at a time, for ranks that did not answer, and for native frames of those that stay stuck."""
+        if self._tool is not None and self._tool.is_alive():
+            return
+        for rank in ranks:
+            stack = rank.stack
+            wants_native = rank.age_seconds > NATIVE_SECONDS and not stack.is_waiting
+            if not (rank.is_due and stack.is_taken) or stack.has_native or not (wants_native or not stack.frame):
+                continue
+            stack.has_native = True
+            command = tool_command(rank.process.pid, native=wants_native)
+            if command and not rank.process.is_stopped:
+                before = _text_of(stack.descriptor)
+                self._tool = threading.Thread(target=self._run_tool, args=(rank, command, before), daemon=True)
+                self._tool.start()
+                return
+
+    def _run_tool(self, rank: StuckRank, command: list[str], before: str) -> None:
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            completed = subprocess.run(
+                command,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=TOOL_SECONDS,
+                check=False,
+                stdin=subprocess.DEVNULL,
+            )
+            if completed.stdout.strip() and rank.stack.episode == rank.progress:
+                name = os.path.basename(command[0])
+                self._found.append((rank, f"{before.strip()}\n\nby {name}:\n{completed.stdout.strip()}"))
+
+
+def tool_command(pid: int, native: bool) -> list[str]:
+    """Return the command that prints the stacks of a process; [] if no such tool is installed."""
+    if program := shutil.which("py-spy"):
+        return [program, "dump", *(["--native"] if native else ["--nonblocking"]), "--pid", str(pid)]
+    if native and (program := shutil.which("gdb")):
+        return [program, "-p", str(pid), "-batch", "-nx", "-ex", "set pagination off", "-ex", "thread apply all bt 12"]
+    return []
+
+
+def kernel_threads(pid: int) -> list[str]:
+    """Return one line for each thread: its state, the kernel function it sleeps in, and its system call."""
+    lines: list[str] = []
+    with contextlib.suppress(OSError):
+        for task in sorted(Path(f"/proc/{pid}/task").iterdir())[:MAX_THREADS]:
+            with contextlib.suppress(OSError, IndexError):
+                name, _, rest = (task / "stat").read_text().partition(" (")[2].rpartition(") ")
+                words = [rest.split()[0], _word(task / "wchan"), _word(task / "syscall")]
+                lines.append(f"  {task.name} {name}: {' '.join(word for word in words if word)}")
+    return lines
+
+
+def _word(path: Path) -> str:
+    try:
+        text = path.read_text().split(" ", 1)[0].strip()
+    except OSError:
+        return ""
+    return "" if text == "0" else text
+
+
+def _text_of(descriptor: int) -> str:
+    try:
+        return os.pread(descriptor, MAX_STACK_BYTES, 0).decode(errors="replace")
+    except OSError:
+        return ""
