@@ -36,7 +36,7 @@ from craton.agent.stacks import RankStack, StackTaker, StuckRank
 from craton.telemetry import RunDirectory, plan_twins, read_json
 from craton.telemetry.node import RankStatus
 from craton.telemetry.progress import NOTED_SECONDS, RankActivity, stuck_after
-from craton.telemetry.rank import STEADY, RankPage, monotonic_of
+from craton.telemetry.rank import FORGET_SHARE, STEADY, RankPage, monotonic_of
 
 PLANNED_SECONDS = 1000.0  # without progress, while entering a planned generation; the coordinator's limit is lower
 FORK_SERVER_SECONDS = 120.0  # imports from a cold file system are slow
@@ -91,6 +91,7 @@ class NodeProcesses:
         self._fork_server_by = float("inf")
         self._plan_step_seconds = self._planned_step()
         self._stacks = StackTaker(run, records.event)
+        self._save_seconds = 0.0  # longest recent save, with its writes in the background
         if not launch.nursery and next_number(run) > launch.generation:  # an earlier agent was killed
             self._offer_store()
 
@@ -455,11 +456,13 @@ class NodeProcesses:
                     slowest_seconds=round(progress.slowest_seconds, 4),
                     starved_seconds=round(progress.starved_seconds, 3),
                     patience_seconds=progress.patience,
-                    phase_seconds={kind: round(stay, 3) for kind, stay in place.page.phase_seconds.items()},
+                    phase_seconds={kind: round(stay, 3) for kind, stay in self._phase_seconds(place).items()},
                     is_eager=progress.is_eager,
                     process_state=progress.process_state,
                     frame=progress.frame,
                     is_waiting=progress.is_waiting,
+                    is_user_frame=bool(progress.frame) and place.stack.is_user_frame,
+                    wait_channels=place.stack.wait_channels if place.stack.episode == place.page.progress else (),
                 )
             )
         return result
@@ -495,7 +498,15 @@ class NodeProcesses:
             is_stopped=progress.is_stopped,
             is_eager=progress.is_eager,
         )
-        return stuck_after(activity, place.page.phase_seconds, self._plan_step_seconds)
+        return stuck_after(activity, self._phase_seconds(place), self._plan_step_seconds)
+
+    def saved(self, seconds: float) -> None:
+        """Note how long a save took: the last one of a run is not written in the background."""
+        self._save_seconds = max(seconds, FORGET_SHARE * self._save_seconds)
+
+    def _phase_seconds(self, place: RankSlot) -> dict[str, float]:
+        known = place.page.phase_seconds
+        return {**known, "checkpoint": max(self._save_seconds, known["checkpoint"])} if "checkpoint" in known else known
 
     def _running(self) -> list[tuple[int, RankSlot, RankProcess]]:
         return [
@@ -531,6 +542,8 @@ class NodeProcesses:
         """Return what the rank is doing; a rank that never reported progress counts as just having made some."""
         page, progress = place.page, place.page.progress  # read once: the rank may beat meanwhile
         kind, state = page.kind, process.state
+        if state == "T" and place.stack.is_examined:
+            state = "S"
         has_stack = place.stack.episode == progress
         rank_progress = RankProgress(
             kind,
@@ -541,7 +554,7 @@ class NodeProcesses:
             page.generation,
             page.patience,
             page.slowest_seconds,
-            stay_seconds=page.phase_seconds.get(kind, 0.0),
+            stay_seconds=self._phase_seconds(place).get(kind, 0.0),
             plan_step_seconds=self._plan_step_seconds,
             is_eager=page.is_eager,
             process_state=state,

@@ -5,7 +5,8 @@ processes py-spy is used where it is installed. The kernel's view of every threa
 added from /proc, and native frames by py-spy or gdb, where installed, for ranks that stay stuck. The result replaces
 `stacks/rank-00001.txt` in the run directory, and an event names where the rank waits.
 
-Nothing here blocks the agent or raises: the signal is sent and read in its loop, and tools run in a thread.
+Nothing here blocks the agent or raises: the signal is sent and read in its loop, and tools run in a thread. A tool
+stops the process, gdb for many seconds: that does not count as stopped by a signal (`is_examined`).
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from craton.agent.processes import RankProcess
 from craton.formatting import whole_duration
 from craton.telemetry import RunDirectory
 from craton.telemetry.files import replace_text
-from craton.telemetry.rank import STACK_SIGNAL, is_answering, make_stack_file, read_stacks
-from craton.telemetry.rank.stacks import MAX_STACK_BYTES
+from craton.telemetry.rank import MAX_STACK_BYTES, STACK_SIGNAL, TOOL, is_answering, make_stack_file, read_stacks
 
 MAX_STACKS = 8  # ranks of a node, per episode
 ANSWER_SECONDS = 1.0  # for a rank to dump its stacks; on a busy machine it needs a CPU first
 KILL_ANSWER_SECONDS = 0.3  # the same for a rank that is about to be killed
 NATIVE_SECONDS = 30.0  # without progress, after which native frames are worth stopping the rank for a moment
 TOOL_SECONDS = 20.0
+WAITS = ", waiting for other ranks"
 MAX_THREADS = 64  # of a process, whose kernel state is noted
 
 
@@ -45,14 +46,17 @@ class RankStack:
     is_taken: bool = False
     has_native: bool = False
     frame: str = ""
+    is_user_frame: bool = False
     is_waiting: bool = False
+    wait_channels: tuple[str, ...] = ()  # kernel functions in which its threads sleep
+    is_examined: bool = False  # a tool stops the process for a moment: nobody else has stopped it
 
     def begin(self, progress: float) -> None:
         """Forget the last episode if the rank has made progress since."""
         if progress != self.episode:
             self.episode, self.asked_at = progress, 0.0
-            self.is_taken = self.has_native = self.is_waiting = False
-            self.frame = ""
+            self.is_taken = self.has_native = self.is_waiting = self.is_user_frame = False
+            self.frame, self.wait_channels = "", ()
 
 
 @dataclass(frozen=True)
@@ -127,15 +131,18 @@ class StackTaker:
         stacks = read_stacks(text)
         frame = stacks.frame
         if frame is not None and not stack.frame:
-            stack.frame, stack.is_waiting = frame.with_source(), stacks.is_waiting
+            stack.frame, stack.is_user_frame = frame.with_source(), frame.is_user
+            stack.is_waiting = stacks.is_waiting
         number = rank.process.rank
         what = f"rank {number} has been in {rank.kind} for {whole_duration(rank.age_seconds)} at step {rank.step}"
+        what += WAITS if stack.is_waiting else ""
         where = f" ({stack.frame})" if stack.frame else ""
         kernel = kernel_threads(rank.process.pid)
+        stack.wait_channels = tuple(dict.fromkeys(thread.channel for thread in kernel if thread.channel))
         with contextlib.suppress(OSError):  # the disk may be the reason why it is stuck
             path = self._run.stack_path(number)
             path.parent.mkdir(exist_ok=True)
-            parts = [f"{what}{where}", text.strip(), "threads, by the kernel:", *kernel]
+            parts = [f"{what}{where}", text.strip(), "threads, by the kernel:", *map(str, kernel)]
             replace_text(path, "\n".join(part for part in parts if part)[:MAX_STACK_BYTES] + "\n", durable=False)
         if is_first:
             self._event(
@@ -155,19 +162,19 @@ class StackTaker:
             return
         for rank in ranks:
             stack = rank.stack
-            wants_native = rank.age_seconds > NATIVE_SECONDS and not stack.is_waiting
+            wants_native = rank.age_seconds > NATIVE_SECONDS and not stack.is_waiting and not stack.is_user_frame
             if not (rank.is_due and stack.is_taken) or stack.has_native or not (wants_native or not stack.frame):
                 continue
             stack.has_native = True
             command = tool_command(rank.process.pid, native=wants_native)
             if command and not rank.process.is_stopped:
-                before = _text_of(stack.descriptor)
+                before, stack.is_examined = _text_of(stack.descriptor), True
                 self._tool = threading.Thread(target=self._run_tool, args=(rank, command, before), daemon=True)
                 self._tool.start()
                 return
 
     def _run_tool(self, rank: StuckRank, command: list[str], before: str) -> None:
-        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        try:
             completed = subprocess.run(
                 command,
                 capture_output=True,
@@ -177,9 +184,13 @@ class StackTaker:
                 check=False,
                 stdin=subprocess.DEVNULL,
             )
-            if completed.stdout.strip() and rank.stack.episode == rank.progress:
-                name = os.path.basename(command[0])
-                self._found.append((rank, f"{before.strip()}\n\nby {name}:\n{completed.stdout.strip()}"))
+        except (OSError, subprocess.TimeoutExpired):
+            return
+        finally:
+            rank.stack.is_examined = False
+        if completed.stdout.strip() and rank.stack.episode == rank.progress:
+            name = os.path.basename(command[0])
+            self._found.append((rank, f"{before.strip()}\n{TOOL}{name}:\n{completed.stdout.strip()}"))
 
 
 def tool_command(pid: int, native: bool) -> list[str]:
@@ -191,16 +202,31 @@ def tool_command(pid: int, native: bool) -> list[str]:
     return []
 
 
-def kernel_threads(pid: int) -> list[str]:
-    """Return one line for each thread: its state, the kernel function it sleeps in, and its system call."""
-    lines: list[str] = []
+@dataclass(frozen=True)
+class KernelThread:
+    """A thread as the kernel sees it (proc_pid_stat(5))."""
+
+    number: str
+    name: str
+    state: str
+    channel: str = ""  # the kernel function it sleeps in
+    call: str = ""  # number of its system call
+
+    def __str__(self) -> str:
+        words = (self.state, self.channel, self.call)
+        return f"  {self.number} {self.name}: {' '.join(word for word in words if word)}"
+
+
+def kernel_threads(pid: int) -> list[KernelThread]:
+    """Return the threads of a process; empty if they cannot be read."""
+    threads: list[KernelThread] = []
     with contextlib.suppress(OSError):
         for task in sorted(Path(f"/proc/{pid}/task").iterdir())[:MAX_THREADS]:
             with contextlib.suppress(OSError, IndexError):
                 name, _, rest = (task / "stat").read_text().partition(" (")[2].rpartition(") ")
-                words = [rest.split()[0], _word(task / "wchan"), _word(task / "syscall")]
-                lines.append(f"  {task.name} {name}: {' '.join(word for word in words if word)}")
-    return lines
+                state = rest.split()[0]
+                threads.append(KernelThread(task.name, name, state, _word(task / "wchan"), _word(task / "syscall")))
+    return threads
 
 
 def _word(path: Path) -> str:

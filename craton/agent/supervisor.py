@@ -269,6 +269,8 @@ class Supervisor:
         """Handle an event of a rank; one that cannot continue reports it and waits for the next generation."""
         if line["event"] == "checkpoint_saved":
             self._face.saved(str(line.get("tier", "")), float(line["time"]))
+            if isinstance(line.get("seconds"), int | float):
+                self._processes.saved(float(line["seconds"]))
         if line["event"] == "stopped":  # it could not set the marker itself
             self.mark("STOP", str(line.get("reason", "")))
         if line["event"] == "failed":

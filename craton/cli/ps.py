@@ -179,6 +179,7 @@ def _notes(summary: RunSummary, found: Listing) -> list[Text]:
     from craton.cli.views.outcome import goodput_text, ledger_text, recoveries_text
     from craton.orchestration import stopped_by_user
     from craton.orchestration.watching import MOVING
+    from craton.printable import printable_line
     from craton.telemetry import find_run
 
     name, back, lines = summary.name, found.recoveries[summary.name], []
@@ -186,6 +187,11 @@ def _notes(summary: RunSummary, found: Listing) -> list[Text]:
         lines.append(Text(f"{name}: {ledger_text(summary)} · {goodput_text(summary)}"))
     if summary.state in ("starting", "running", "stopping"):
         lines += _server_lines(find_run(summary.path), summary.state)
+    if summary.movement.is_stuck:
+        text = f"{name}: {summary.movement.sentence}; `craton why {name}` looks closer"
+        lines.append(Text(printable_line(text), style="bold red"))
+    elif summary.movement.sentence:
+        lines.append(Text(printable_line(f"{name}: {summary.movement.sentence}"), style="cyan"))
     if back:
         lines.append(Text(f"{name}: {recoveries_text(back)}", style="yellow"))
     if summary.unsaved:
@@ -251,11 +257,11 @@ def _table(summaries: list[RunSummary], width: int) -> list[Text]:
     widths[0] = min(widths[0], max(MIN_NAME, width - others - 1))
     # with hundreds of rows rich's own table takes three times as long as the rest of this command
     lines = [Text(_line(TITLES, widths, gap), style="bold"), Text("─" * (widths[0] + others))]
-    for summary, (name, state, *rest) in zip(summaries, rows, strict=True):
+    for name, state, *rest in rows:
         first, *more = (name[at : at + widths[0]] for at in range(0, len(name), widths[0]))
         line = Text(_line((first, state, *rest), widths, gap))
         begin = widths[0] + len(gap)
-        line.stylize(STATE_STYLES[summary.state], begin, begin + len(state))
+        line.stylize(STATE_STYLES[state], begin, begin + len(state))
         change = rest[TITLES.index(VERSUS) - 2]
         if change != formatting.UNKNOWN:
             end = widths[0] + sum(len(gap) + width for width in widths[1 : TITLES.index(VERSUS) + 1])
@@ -271,7 +277,7 @@ def _cells(summary: RunSummary) -> tuple[str, ...]:
     of = f"/{summary.steps:,}" if summary.steps else ""
     return (
         printable(summary.name),
-        summary.state,
+        summary.shown_state,
         str(summary.generation),
         f"{summary.step:,}{of}",
         formatting.percent(summary.progress).removesuffix("%"),

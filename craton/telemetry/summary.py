@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeGuard, get_args
 from craton.formatting import counted, setting, whole_duration
 from craton.telemetry.files import paths_in, storage_problem, tail_lines
 from craton.telemetry.node import Heartbeat, read_heartbeat, read_status
+from craton.telemetry.progress import UNKNOWN_PROGRESS, Progress, activities_of, assess_progress
 from craton.telemetry.rank import LedgerReader, monotonic_clock_id, spread
 from craton.telemetry.rundirectory import RunDirectory, is_plain_name, read_json
 from craton.telemetry.vocabulary import TWINS, plan_twins
@@ -59,6 +60,12 @@ class RunSummary:
     metrics_ports: dict[str, int]  # node → port of its Prometheus endpoint
     unsaved: str = ""  # if its last state is on no disk yet: why, and what to do
     storage: str = ""  # what is or was wrong with the disk of its directory; "": nothing
+    movement: Progress = UNKNOWN_PROGRESS  # whether its ranks make progress; unknown for a run that has ended
+
+    @property
+    def shown_state(self) -> str:
+        """The state for users: a running run whose ranks make no progress is `stuck`."""
+        return "stuck" if self.movement.is_stuck else self.state
 
     @property
     def progress(self) -> float | None:
@@ -116,6 +123,12 @@ class Summarizer:
         is_moving = state in ("starting", "running", "stopping")
         will_go_on = is_moving and state != "stopping"
         unsaved = _unsaved(self.run, nodes[:1], started) if is_moving else ""
+        movement = UNKNOWN_PROGRESS
+        if will_go_on and not unsaved and not storage:  # agents cannot report on a failing disk
+            generation = int(newest.get("number", started))
+            movement = _movement(self.run, nodes, generation, generation > started, plan, now)
+        if movement.is_stuck:
+            will_go_on = False
         return RunSummary(
             name=self.run.name,
             path=self.run.path,
@@ -125,7 +138,7 @@ class Summarizer:
             steps=steps,
             loss=recent.loss,
             step_seconds=step_seconds,
-            tokens_per_second=measured.get("tokens_per_second"),
+            tokens_per_second=None if movement.is_stuck else measured.get("tokens_per_second"),
             mfu=measured.get("mfu"),
             eta_seconds=max(0, steps - recent.step) * step_seconds if steps and step_seconds and will_go_on else None,
             goodput=measured.get("goodput"),
@@ -142,6 +155,7 @@ class Summarizer:
             metrics_ports={node: beat.metrics_port for node, beat in heartbeats.items() if beat and beat.metrics_port},
             unsaved=unsaved,
             storage=storage,
+            movement=movement,
         )
 
     def _by_change(self, node: str, beat: Heartbeat) -> Heartbeat:
@@ -306,6 +320,18 @@ def _unsaved(run: RunDirectory, first_node: list[str], generation: int) -> str:
     return (
         f"the state of step {step:,} is only in memory{reason}; it is saved{seconds} once there is space, or discard "
         f"it with `craton stop {run.name} --now`"
+    )
+
+
+def _movement(
+    run: RunDirectory, nodes: list[str], generation: int, is_restarted: bool, plan: dict[str, Any], now: float | None
+) -> Progress:
+    """Return whether the ranks of this generation make progress, by what their agents report."""
+    statuses = [status for node in nodes if (status := read_status(run, node)) and status.generation == generation]
+    moment = time.time() if now is None else now
+    step_seconds = plan_twins(plan).get("step_seconds") or 0.0
+    return assess_progress(
+        activities_of(statuses, moment), moment, plan_step_seconds=step_seconds, is_restarted=is_restarted
     )
 
 

@@ -39,7 +39,7 @@ def doing(kind: str, age: float, step: int = 10, **fields: object) -> RankProgre
         ("first data that may be slow", [doing("compile", 299.0), doing("data", 299.0, step_seconds=0.0)], None),
         (
             "first data after a restart",
-            [doing("compile", 121.0)] + [doing("data", 121.0, step_seconds=0.0, stay_seconds=1.0)],
+            [doing("compile", 121.0), doing("data", 121.0, step_seconds=0.0, stay_seconds=1.0)],
             1,
         ),
         (

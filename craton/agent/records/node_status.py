@@ -26,6 +26,7 @@ from craton.telemetry.node import (
     process_start,
     write_status,
 )
+from craton.telemetry.progress import activities_of, stuck_after, usual_stays
 
 SINK_GRACE_SECONDS = 30.0  # MLflow needs ten of them to create its first database
 SEARCHED_BYTES = 1 << 20  # of a node's events, for the newest save of each tier
@@ -68,12 +69,17 @@ class NodePublisher:
         self._endpoint.set_labelled("plan_checkpoint_interval_seconds", plan_checkpoint_intervals(plan))
 
     def show_ranks(self, ranks: Sequence[RankStatus]) -> None:
-        """Update the progress metrics of the node's ranks."""
-        for rank in ranks:
+        """Update the progress metrics of the node's ranks. The limit is never below the one after which `ps` and `why`
+        call a rank stuck, so that no alert contradicts them."""
+        now = time.time()
+        activities = activities_of([NodeStatus(now, 0, self._node, tuple(ranks))], now)
+        usual = usual_stays(activities)
+        for rank, activity in zip(ranks, activities, strict=True):
+            stuck_seconds = stuck_after(activity, usual) + rank.starved_seconds
             values = {
                 "run_step": rank.step,
                 "run_progress_age_seconds": rank.progress_age_seconds,
-                "run_progress_limit_seconds": rank.progress_limit_seconds,
+                "run_progress_limit_seconds": max(rank.progress_limit_seconds, stuck_seconds),
             }
             self._endpoint.update(values, rank.rank)
 

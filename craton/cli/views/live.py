@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from craton import formatting, terminal_marks
 from craton.formatting import whole_duration
+from craton.printable import printable_line
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -26,6 +27,7 @@ STATE_STYLES = {
     "waiting": "cyan",
     "starting": "cyan",
     "running": "green",
+    "stuck": "bold red",  # of summary.shown_state
     "stopping": "cyan",
     "stopped": "bold",  # as requested: neither a warning nor an error
     "done": "bold green",
@@ -100,6 +102,9 @@ def panel(view: View, width: int) -> RenderableType:
         parts.insert(0, _recovering(view.recovering, inner))
     if summary.unsaved:
         parts.insert(0, Text(f"NOT SAVED: {summary.unsaved}", style="bold red"))
+    if summary.movement.sentence:
+        style = "bold red" if summary.movement.is_stuck else "cyan"
+        parts.insert(0, Text(printable_line(summary.movement.sentence), style=style))
     if summary.state == "waiting":
         parts.insert(0, Text(f"waits: {summary.message}", style="cyan"))
     if summary.storage:
@@ -118,7 +123,9 @@ def panel(view: View, width: int) -> RenderableType:
         parts += [Text(), last]
     if view.events:
         parts += [Text(), *(_event(event, inner) for event in view.events)]
-    title = Text.assemble((summary.name, "bold"), " · ", (summary.state, STATE_STYLES[summary.state]), f" · {ranks}")
+    title = Text.assemble(
+        (summary.name, "bold"), " · ", (summary.shown_state, STATE_STYLES[summary.shown_state]), f" · {ranks}"
+    )
     if summary.generation:
         title.append(f" · generation {summary.generation}")
     if view.recoveries:
@@ -139,8 +146,11 @@ def line(view: View) -> str:
         return f"{summary.name}: NOT SAVED  {summary.unsaved}"
     if summary.state == "waiting":
         return f"{summary.name}: waits: {summary.message}"
+    if summary.movement.is_stuck:
+        return printable_line(f"{summary.name}: {summary.movement.sentence}")
     if not summary.step or summary.state == "starting":
-        return f"{summary.name}: {summary.state}"
+        note = f": {summary.movement.sentence}" if summary.movement.sentence else ""
+        return printable_line(f"{summary.name}: {summary.state}{note}")
     change = formatting.change(summary.step_seconds, summary.plan.get("step_seconds"))
     against = "" if change == formatting.UNKNOWN else f" ({change} against plan)"
     parts = [

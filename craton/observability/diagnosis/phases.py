@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from craton.observability.diagnosis.snapshot import PHASES, Snapshot, SnapshotRank
@@ -81,20 +81,24 @@ def measured_ranks(snapshot: Snapshot) -> list[SnapshotRank]:
     ]
 
 
-def find_straggling(snapshot: Snapshot) -> list[Straggling]:
-    """Return the ranks that all others wait for; then those that they would wait for once the first are fixed."""
+def find_straggling(snapshot: Snapshot, before: Collection[int] = ()) -> list[Straggling]:
+    """Return the ranks that all others wait for; then those that they would wait for once the first are fixed. Ranks in
+    `before` straggled until now: they must be clearly faster to count as well again."""
     ranks = measured_ranks(snapshot)
     if len(ranks) < 2:
         return []
     step_seconds = statistics.median(rank.recent["step"] for rank in ranks)
     behinds: list[_Behind] = []
     for stage in _stages(snapshot, ranks):
-        behinds += _behind(stage, snapshot)
+        behinds += _behind(stage, snapshot, before)
     if step_seconds <= 0:
         return []
     behinds.sort(key=lambda entry: -entry[0])
     groups: list[Straggling] = []
-    while behinds and behinds[0][0] / step_seconds >= threshold("straggler_step_share"):
+    leave = threshold("leave_share")
+    while behinds and behinds[0][0] / step_seconds >= threshold("straggler_step_share") * (
+        leave if behinds[0][2].rank in before else 1.0
+    ):
         # Ranks nearly as slow as the slowest belong to its group; slightly slow ones do not.
         seconds = behinds[0][0]
         slowest = [item for item in behinds if item[0] >= 0.5 * seconds]
@@ -114,8 +118,9 @@ def _group(stragglers: Sequence[_Behind], step_seconds: float, next_seconds: flo
     return Straggling(ranks, phase, ratio, seconds - next_seconds, step_seconds, since_start)
 
 
-def find_slowness(snapshot: Snapshot) -> list[Slowness]:
-    """Return where the run exceeds its own past, or the plan."""
+def find_slowness(snapshot: Snapshot, before: Collection[str] = ()) -> list[Slowness]:
+    """Return where the run exceeds its own past, or the plan. `before`: what it exceeded until now; it must be clearly
+    faster to count as well again."""
     ranks = measured_ranks(snapshot)
     if not ranks:
         return []
@@ -124,16 +129,22 @@ def find_slowness(snapshot: Snapshot) -> list[Slowness]:
     result = []
     with_past = [rank for rank in ranks if rank.num_earlier >= 2 * threshold("few_steps") and "step" in rank.earlier]
     if with_past:
-        before = _typical(with_past, lambda rank: rank.earlier, snapshot.run.collective_seconds_before)
-        if now["step"] > before["step"] * threshold("slower_ratio_cpu" if on_processors else "slower_ratio"):
-            result += _owned(now, before, "earlier")
+        past = _typical(with_past, lambda rank: rank.earlier, snapshot.run.collective_seconds_before)
+        ratio = _ratio("slower_ratio_cpu" if on_processors else "slower_ratio", "earlier" in before)
+        if now["step"] > past["step"] * ratio:
+            result += _owned(now, past, "earlier")
     plan = {phase: snapshot.run.plan.get(f"{phase}_seconds") for phase in (*PHASES, "step")}
     high = snapshot.run.step_seconds_high
     if high is not None and plan["step"]:
-        limit = high * threshold("plan_ratio_cpu" if on_processors else "plan_ratio")
+        limit = high * _ratio("plan_ratio_cpu" if on_processors else "plan_ratio", "plan" in before)
         if now["step"] > limit:
             result += _owned(now, {phase: value or 0.0 for phase, value in plan.items()}, "plan")
     return result
+
+
+def _ratio(name: str, is_slow: bool) -> float:
+    """Return a ratio of thresholds.toml; for what is slow already, the lower one at which it counts as well again."""
+    return 1.0 + (threshold(name) - 1.0) * (threshold("leave_share") if is_slow else 1.0)
 
 
 def _stages(snapshot: Snapshot, ranks: Sequence[SnapshotRank]) -> list[list[SnapshotRank]]:
@@ -146,7 +157,7 @@ def _stages(snapshot: Snapshot, ranks: Sequence[SnapshotRank]) -> list[list[Snap
     return [stage for stage in by_stage.values() if len(stage) > 1]
 
 
-def _behind(stage: Sequence[SnapshotRank], snapshot: Snapshot) -> list[_Behind]:
+def _behind(stage: Sequence[SnapshotRank], snapshot: Snapshot, before: Collection[int]) -> list[_Behind]:
     """Return (seconds behind, ratio, rank, the fast ranks) of ranks that are slower than the others and wait less."""
     ordered = sorted(stage, key=_work)
     fast = ordered[: max(1, round(2 * len(ordered) * FAST_SHARE))]
@@ -154,15 +165,14 @@ def _behind(stage: Sequence[SnapshotRank], snapshot: Snapshot) -> list[_Behind]:
     if usual <= 0:
         return []
     spread = max(_spread(ordered), MIN_SPREAD * usual, statistics.median(map(_uncertainty, fast)))
-    ratio = threshold("straggler_ratio_cpu" if is_on_processors(snapshot) else "straggler_ratio")
-    if len(stage) < FEW_RANKS:
-        ratio += FEW_RANKS_MARGIN
+    name = "straggler_ratio_cpu" if is_on_processors(snapshot) else "straggler_ratio"
+    margin = FEW_RANKS_MARGIN if len(stage) < FEW_RANKS else 0.0
     waits = statistics.fmean(rank.recent["communication"] for rank in fast)
     result = []
     for rank in ordered:
         behind = _work(rank) - usual
         least = threshold("straggler_spreads") * max(spread, _uncertainty(rank))
-        is_slow = _work(rank) > usual * ratio and behind > least
+        is_slow = _work(rank) > usual * (_ratio(name, rank.rank in before) + margin) and behind > least
         if is_slow and waits - rank.recent["communication"] >= WAITS_LESS * behind:
             result.append((behind, _work(rank) / usual, rank, fast))
     return result

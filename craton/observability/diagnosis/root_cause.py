@@ -71,7 +71,7 @@ def diagnose(snapshot: Snapshot) -> Verdict:
         verdict = Verdict("unknown", cause=CANNOT_TELL, confidence=CANNOT_TELL_CONFIDENCE, would_tell=would)
     else:
         verdict = Verdict(condition, confidence=SURE)
-    verdict = replace(verdict, cost_dollars_per_day=_cost(snapshot, verdict))
+    verdict = replace(verdict, cost_dollars_per_day=_cost(snapshot, verdict), since=symptoms.first.since)
     return replace(verdict, sentence=paragraph(snapshot, symptoms, verdict))
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from craton.formatting import counted, dollars, duration, percent
+from craton.formatting import counted, digits, dollars, duration, percent, whole_duration
+from craton.observability.diagnosis.phases import is_on_processors
 from craton.observability.diagnosis.snapshot import Snapshot
-from craton.observability.diagnosis.tables import Cause
+from craton.observability.diagnosis.tables import Cause, threshold
 from craton.observability.diagnosis.traits import holds, traits_of
 from craton.observability.diagnosis.verdict import RESTARTS, Finding, Symptom, Symptoms, Verdict
 
 MIN_DOLLARS = 1.0
+PLAN_MARGIN = 1.15  # of the planned step, where the plan has no interval
 
 
 def paragraph(snapshot: Snapshot, symptoms: Symptoms, verdict: Verdict) -> str:
@@ -80,7 +82,10 @@ def _opening(snapshot: Snapshot, symptoms: Symptoms, verdict: Verdict) -> str:
         served = snapshot.serving
         queue = f", {counted(served.running, 'request')} running, {served.waiting} waiting" if served else ""
         but = ", but is at risk" if verdict.cause else ""
-        return f"{run.name} runs well{pace}{queue}{but}.{_restarts(snapshot)}"
+        late = slower_than_planned(snapshot)
+        runs = f"runs, {late}" if late else "runs" if sentence else "runs well"
+        note = f" {sentence[:1].upper()}{sentence[1:]}." if sentence else ""
+        return f"{run.name} {runs}{pace if not late else ''}{queue}{but}.{note}{_restarts(snapshot)}"
     if verdict.condition == "starting":
         reason = (
             f"it {sentence}" if sentence else run.message.rstrip(".")
@@ -93,7 +98,36 @@ def _opening(snapshot: Snapshot, symptoms: Symptoms, verdict: Verdict) -> str:
     if symptoms.first.sign == RESTARTS:
         return f"{run.name} is in a restart loop: it {sentence}."
     word = {"slow": "is slow", "hung": "hangs", "wrong": "produces wrong results"}[verdict.condition]
-    return f"{run.name} {word}: it {sentence}."
+    return f"{run.name} {word}: it {sentence}{_lasting(snapshot, verdict)}."
+
+
+def slower_than_planned(snapshot: Snapshot) -> str:
+    """Say by how much steps exceed the plan's interval, and why that is no alarm; "" if they do not."""
+    run = snapshot.run
+    planned = run.plan.get("step_seconds")
+    now = next((rank.recent["step"] for rank in snapshot.ranks if "step" in rank.recent), None)
+    if not planned or now is None or now <= (run.step_seconds_high or PLAN_MARGIN * planned):
+        return ""
+    text = f"{percent(1.0 - planned / now)} slower than planned ({duration(now)} per step, {duration(planned)} planned)"
+    if not is_on_processors(snapshot):
+        return text
+    hosts = [node.host for node in snapshot.nodes if node.host is not None]
+    busy = next(
+        (
+            f", and this one is busy (load {digits(host.load)} on {counted(host.processors, 'CPU')})"
+            for host in hosts
+            if host.load and host.processors and host.load > threshold("load_ratio") * host.processors
+        ),
+        "",
+    )
+    return f"{text}: the plan assumes an idle machine{busy}"
+
+
+def _lasting(snapshot: Snapshot, verdict: Verdict) -> str:
+    """Return since when a run is slow; the sentence of a hang contains it."""
+    if verdict.condition != "slow" or verdict.since is None or snapshot.moment - verdict.since < 1.0:
+        return ""
+    return f", for the last {whole_duration(snapshot.moment - verdict.since)}"
 
 
 def _restarts(snapshot: Snapshot) -> str:

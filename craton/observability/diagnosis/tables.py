@@ -69,13 +69,6 @@ def threshold(name: str) -> float:
 
 
 @cache
-def hung_in(kind: str) -> float | None:
-    """Return the seconds without progress after which a rank in this activity is hung; None for the work of a step."""
-    row = _table("thresholds.toml")["hung_in"].get(kind)
-    return None if row is None else float(row["value"])
-
-
-@cache
 def log_patterns() -> tuple[LogPattern, ...]:
     return tuple(
         LogPattern(row["name"], re.compile(row["expression"]), row["cause"], row["meaning"], bool(row.get("echo")))

@@ -76,6 +76,7 @@ class Verdict:
     moment: float | None = None  # the same
     is_urgent: bool = False  # the same
     is_first_hand: bool = False  # the cause is what a rank or server reported about its own end
+    since: float | None = None  # epoch seconds: since when the condition lasts; None: not known
 
     @property
     def is_alarm(self) -> bool:
@@ -105,6 +106,7 @@ class Symptom:
     # wrong: odd_rank, not_a_number, diverged, loss_spike; dead: hung, stopped (ended by its agents); slow: restarts,
     # overload; waiting: unsaved.
     sign: str = ""
+    since: float | None = None  # epoch seconds: since when it lasts; None: not known
 
     def may_come_of(self, explains: tuple[Condition, ...]) -> bool:
         """Return whether a fault that explains these conditions may explain this symptom. Faults that end ranks explain

@@ -46,6 +46,7 @@ from craton.observability.web.sources import (
     ServerLook,
     ServerLooks,
     Verdicts,
+    agreeing,
     job_kind,
     look_curves,
 )
@@ -158,7 +159,10 @@ class RunPage:
         is_examined = summary.state in EXAMINED
         if is_examined:
             key = (summary.state, summary.step, summary.updated_at)
-            verdict = self._verdicts.ask(self.run, key, is_moving=summary.state in MOVING, urgent=True)
+            movement = summary.movement
+            is_moving = summary.state in MOVING
+            verdict = self._verdicts.ask(self.run, key, is_moving=is_moving, urgent=True, movement=movement.state)
+            verdict = agreeing(verdict, movement)
         return Shown({"verdict": render("parts/verdict.html", verdict=verdict, is_examined=is_examined)})
 
     def _curves(self) -> Shown:
@@ -183,7 +187,8 @@ class RunPage:
         is_moving = self.summary.get().state in MOVING
         late = None if self.serves else self._late.get()
         firing = {alert.node for alert in mine if alert.state == "firing"}
-        views = self._nodes.look(member, late.nodes if late else (), firing)
+        movement = self.summary.get().movement
+        views = self._nodes.look(member, late.nodes if late else (), firing, movement)
         troubled = [view for view in views if view.health in BAD] if is_moving else []
         gpus = self._gpus.get()
         counts: dict[str, int] = {}

@@ -42,6 +42,7 @@ from craton.observability.web.sources import (
     LocalGpus,
     Prometheus,
     Verdicts,
+    agreeing,
     examine,
     not_examined,
     prometheus_address,
@@ -146,8 +147,9 @@ class TopView:
         member = read_member(self.run)
         table = self._tails.look(member.nodes, member.ranks_per_node, member.generation, member.num_stages)
         verdict = self._ask(summary, wait_for_verdict) if summary.state in EXAMINED else None
+        verdict = agreeing(verdict, summary.movement)
         late = straggler(self.run, summary.state, member, table, verdict)
-        views = self._nodes.look(member, late.nodes if late else (), ())
+        views = self._nodes.look(member, late.nodes if late else (), (), summary.movement)
         if self._asked is None:
             gpus, trouble = self._local_gpus.look(), self._local_gpus.trouble
         else:
@@ -170,7 +172,9 @@ class TopView:
     def _ask(self, summary: RunSummary, wait: bool) -> CachedVerdict | None:
         if not wait:
             key = (summary.state, summary.step, summary.updated_at)
-            return self._verdicts.ask(self.run, key, is_moving=summary.state in MOVING, urgent=True)
+            movement = summary.movement.state
+            is_moving = summary.state in MOVING
+            return self._verdicts.ask(self.run, key, is_moving=is_moving, urgent=True, movement=movement)
         try:
             return self._examine(self.run)
         except Exception as error:  # noqa: BLE001 - without a verdict, the rest is still shown
@@ -260,6 +264,7 @@ def frame_json(look: TopLook) -> dict[str, Any]:
     return {
         "name": summary.name,
         "state": summary.state,
+        "movement": asdict(summary.movement),
         "step": summary.step,
         "steps": summary.steps,
         "eta_seconds": summary.eta_seconds,
@@ -406,22 +411,18 @@ def _title(summary: RunSummary) -> Text:
 
     change = formatting.change(summary.tokens_per_second, summary.plan.get("tokens_per_second"))
     steps = f"step {summary.step:,}" + (f"/{summary.steps:,}" if summary.steps else "")
+    speed = f"{formatting.amount(summary.tokens_per_second)} tokens/s ({change} against plan)"
     words = [
         steps,
-        f"ETA {formatting.whole_duration(summary.eta_seconds)}",
+        *([] if summary.movement.is_stuck else [f"ETA {formatting.whole_duration(summary.eta_seconds)}"]),
         *([f"loss {formatting.loss(summary.loss)}"] if summary.loss is not None else []),
-        f"{formatting.amount(summary.tokens_per_second)} tokens/s ({change} against plan)",
+        *([summary.movement.text] if summary.movement.is_stuck else [speed]),
         f"goodput {formatting.percent(summary.goodput)}",
         formatting.dollars(summary.cost_dollars),
     ]
-    tone = (
-        "green"
-        if summary.state in ("running", "done")
-        else "bold red"
-        if summary.state in ("failed", "lost")
-        else "cyan"
-    )
-    return Text.assemble((summary.name, "bold"), "  ", (summary.state, tone), "  ", " · ".join(words))
+    state = summary.shown_state
+    tone = "green" if state in ("running", "done") else "bold red" if state in ("failed", "lost", "stuck") else "cyan"
+    return Text.assemble((summary.name, "bold"), "  ", (state, tone), "  ", " · ".join(words))
 
 
 def _above(look: TopLook) -> list[Text]:
@@ -455,8 +456,11 @@ def _verdict_lines(look: TopLook) -> list[Text]:
 
     verdict = look.verdict
     if verdict is None:
+        note = (
+            [Text(printable_line(look.summary.movement.sentence), style="cyan")] if look.summary.movement.ranks else []
+        )
         asking = [Text("diagnosing …", style="dim")] if look.summary.state in EXAMINED else []
-        return [*asking, Text(look.finding, style="dim")]
+        return [*note, *asking, Text(look.finding, style="dim")]
     style = TONES.get(verdict.condition, "cyan")
     lines = [Text.assemble((f"{verdict.condition}: ", style), verdict.sentence)]
     if verdict.action:

@@ -78,7 +78,8 @@ def _kept(run: RunDirectory, sign: str) -> Glance | None:
 
 
 def _keep(run: RunDirectory, sign: str, summarized: Glance) -> None:
-    summary = {key: value for key, value in asdict(summarized.summary).items() if not isinstance(value, Path)}
+    fields = asdict(summarized.summary).items()
+    summary = {key: value for key, value in fields if key != "movement" and not isinstance(value, Path)}
     document = {
         "sign": sign,
         "summary": summary,

@@ -37,6 +37,8 @@ class RankStatus:
     process_state: str = ""  # R, S, D, T, Z, by the kernel
     frame: str = ""  # where it waits, if its agent took its stack: `source.py:14 in read: time.sleep(60)`
     is_waiting: bool = False  # by its stack, it waits for other ranks in a collective
+    is_user_frame: bool = False  # `frame` is of the user's own code
+    wait_channels: tuple[str, ...] = ()  # kernel functions in which its threads slept when its stack was taken
 
 
 @dataclass(frozen=True)
@@ -88,4 +90,6 @@ def _rank(document: dict[str, Any]) -> RankStatus:
         process_state=str(document.get("process_state", "")),
         frame=str(document.get("frame", ""))[:MAX_FRAME],
         is_waiting=bool(document.get("is_waiting", False)),
+        is_user_frame=bool(document.get("is_user_frame", False)),
+        wait_channels=tuple(str(item)[:MAX_FRAME] for item in document.get("wait_channels") or ()),
     )

@@ -9,9 +9,19 @@ from craton.lazy import lazy_names
 if TYPE_CHECKING:
     from craton.telemetry.rank.ledger import LedgerClock, LedgerReader, spread
     from craton.telemetry.rank.recorder import Recorder
-    from craton.telemetry.rank.shared_memory import BESIDE, LEDGER_KINDS, RankPage, going_on, monotonic_of, own_page
+    from craton.telemetry.rank.shared_memory import (
+        BESIDE,
+        FORGET_SHARE,
+        LEDGER_KINDS,
+        RankPage,
+        going_on,
+        monotonic_of,
+        own_page,
+    )
     from craton.telemetry.rank.stacks import (
+        MAX_STACK_BYTES,
         STACK_SIGNAL,
+        TOOL,
         Stacks,
         answer_stack_requests,
         is_answering,

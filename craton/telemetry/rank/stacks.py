@@ -27,6 +27,7 @@ VARIABLE = "CRATON_STACKS"  # environment of a rank: the descriptor of the share
 # A real-time signal that neither Python, PyTorch, NCCL nor schedulers use; Slurm sends SIGUSR1 and SIGUSR2.
 STACK_SIGNAL = signal.SIGRTMAX - 4 if sys.platform == "linux" else signal.SIGUSR2
 MAX_STACK_BYTES = 256 << 10
+TOOL = "\nby "  # begins what a tool added to a dump
 MAX_SOURCE_BYTES = 4 << 20
 MAX_LINE = 80  # characters of a source line
 _FRAME = re.compile(r'^\s+File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
@@ -134,7 +135,13 @@ def is_answering(pid: int) -> bool:
 
 
 def read_stacks(text: str) -> Stacks:
-    """Parse a dump of faulthandler, which lists the newest thread first, or of py-spy, whose main thread is first."""
+    """Parse a dump of faulthandler, which lists the newest thread first, or of py-spy, whose main thread is first. What
+    a tool added (`TOOL`) counts only without the former."""
+    own, _, added = text.partition(TOOL)
+    return _parsed(own) if not added or "(most recent call first)" in own else _parsed(added)
+
+
+def _parsed(text: str) -> Stacks:
     threads: list[list[Frame]] = []
     is_py_spy = False
     for line in text.splitlines():

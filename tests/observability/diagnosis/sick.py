@@ -330,6 +330,8 @@ def storage_cases() -> Iterator[Case]:
     yield Case(
         "the user's source stands", "data_source_hung", "hung", replace(without_hardware(loading), training=FUNCTION)
     )
+    asleep = with_rank(loading, RANK, frame="source.py:14 in read: time.sleep(60)", is_user_frame=True)
+    yield Case("own source", "user_code_blocked", "hung", without_hardware(asleep))
     yield Case("loading", "data_hung", "hung", without_hardware(loading))
     few = with_mount(waits, "/fsx", interfaces=2, expected_interfaces=8)
     yield Case("2 of 8 cards", "lustre_interfaces_missing", "slow", few, "", None)

@@ -246,7 +246,7 @@ def status_of(rank: int, **changed: Any) -> RankStatus:
 
 @pytest.mark.parametrize(
     ("change", "health"),
-    [({}, "running"), ({"is_stopped": True}, "stopped"), ({"progress_age_seconds": 120.0}, "stuck")],
+    [({}, "running"), ({"is_stopped": True}, "stopped"), ({"kind": "data", "progress_age_seconds": 120.0}, "stuck")],
 )
 def test_a_node_is_as_well_as_its_worst_rank(tmp_path: Path, change: dict[str, Any], health: str) -> None:
     run = write_run(tmp_path, "one", nodes=2, ranks_per_node=2)

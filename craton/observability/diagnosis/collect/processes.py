@@ -1,6 +1,7 @@
 """Inspect a rank's process on this machine: its state, its kernel wait channel and its stack.
 
-py-spy, if installed and permitted, gives the Python stack; otherwise /proc gives the kernel stack where it is readable.
+Agents take the stacks of stuck ranks of the training loop (`stacks/`). For other ranks py-spy, if installed and
+permitted, gives the Python stack; otherwise /proc gives the kernel stack where it is readable.
 """
 
 from __future__ import annotations
@@ -11,6 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from craton.observability.diagnosis.snapshot import SnapshotRank
+from craton.telemetry import RunDirectory
+from craton.telemetry.files import read_regular
+from craton.telemetry.rank import MAX_STACK_BYTES, read_stacks
 
 STACK_SECONDS = 5.0
 STACK_FRAMES = 12
@@ -26,6 +30,8 @@ def look_at_process(rank: SnapshotRank) -> SnapshotRank:
         state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return rank  # it may have ended since its agent wrote its status
+    if state == "t" and rank.frame:  # its agent examines it with a debugger at this moment
+        return rank
     return replace(
         rank,
         process_state=state if state != "t" else "T",
@@ -50,6 +56,15 @@ def stack_of(rank: SnapshotRank) -> tuple[str, ...]:
     if rank.pid is None or rank.is_alive is False:
         return ()
     return _python_stack(rank.pid) or _kernel_stack(rank.pid)
+
+
+def taken_stack(run: RunDirectory, rank: int) -> tuple[str, ...]:
+    """Return the stack of the rank's main thread as its agent took it, innermost first; empty if there is none."""
+    try:
+        text = read_regular(run.stack_path(rank), 4 * MAX_STACK_BYTES).decode(errors="replace")
+    except OSError:
+        return ()
+    return tuple(f"{frame.function} ({frame.file}:{frame.line})" for frame in read_stacks(text).main[:STACK_FRAMES])
 
 
 def _python_stack(pid: int) -> tuple[str, ...]:

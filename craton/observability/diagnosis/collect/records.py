@@ -16,13 +16,23 @@ from pathlib import Path
 from typing import Any
 
 from craton.observability.diagnosis.restart_history import LOST
-from craton.observability.diagnosis.snapshot import PHASES, Event, LogMatch, Restart, Series, Serving, SnapshotTier
+from craton.observability.diagnosis.snapshot import (
+    PHASES,
+    Event,
+    LogMatch,
+    Restart,
+    Series,
+    Serving,
+    SnapshotTier,
+    StepWindow,
+)
 from craton.observability.diagnosis.tables import log_patterns, threshold
 from craton.orchestration.watching import read_recoveries
 from craton.telemetry import RunDirectory, read_json
 from craton.telemetry.files import open_regular, paths_in, read_lines, tail_lines
 
 RECENT_STEPS, EARLIER_STEPS, WARM_STEPS = 20, 100, 5
+MAX_WINDOWS, WINDOW_SHIFT = 6, 10  # recent steps, and overlapping ones before: about as far back as EARLIER_STEPS / 2
 NEWEST_STEPS = 5  # a majority of them must be abnormal
 ALL_BYTES, MAX_BYTES, MIN_BYTES = 128 << 20, 1 << 20, 32 << 10  # of metrics: of all nodes, and limits for one
 ALL_EVENT_BYTES, EVENT_BYTES, LOG_BYTES = 64 << 20, 256 << 10, 48 << 10
@@ -70,12 +80,18 @@ class Steps:
         """Return phase (and "step") → median seconds, and the number of steps."""
         lines = self.lines[WARM_STEPS:] if self.begins_here else self.lines
         chosen = lines[-RECENT_STEPS:] if recent else lines[-RECENT_STEPS - EARLIER_STEPS : -RECENT_STEPS]
-        medians = {}
-        for phase in (*PHASES, "step"):
-            values = [value for line in chosen if (value := number(line.get(f"run_{phase}_seconds"))) is not None]
-            if values:
-                medians[phase] = statistics.median(values)
-        return medians, len(chosen)
+        return _medians(chosen), len(chosen)
+
+    def windows(self) -> tuple[StepWindow, ...]:
+        """Return the medians of the recent steps, and of as many steps WINDOW_SHIFT earlier and so on, newest first."""
+        lines = self.lines[WARM_STEPS:] if self.begins_here else self.lines
+        result = []
+        for number in range(MAX_WINDOWS):
+            chosen = lines[: len(lines) - number * WINDOW_SHIFT][-RECENT_STEPS:]
+            if len(chosen) < RECENT_STEPS:
+                break
+            result.append(StepWindow(float(chosen[0].get("time") or 0.0), _medians(chosen)))
+        return tuple(result)
 
     def work_deviation(self) -> float | None:
         """Return the median absolute deviation of the work of a step."""
@@ -105,6 +121,16 @@ class Steps:
         reported = [value for line in self.lines if (value := _recorded(line, name)) is not None][:-NEWEST_STEPS]
         values = [value for value in reported if math.isfinite(value)]
         return statistics.median(values) if len(values) >= WARM_STEPS else None
+
+
+def _medians(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return phase (and "step") → median seconds."""
+    medians = {}
+    for phase in (*PHASES, "step"):
+        values = [value for line in lines if (value := number(line.get(f"run_{phase}_seconds"))) is not None]
+        if values:
+            medians[phase] = statistics.median(values)
+    return medians
 
 
 def read_steps(run: RunDirectory, nodes: Sequence[str], generation: int) -> dict[int, Steps]:

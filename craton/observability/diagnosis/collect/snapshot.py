@@ -23,7 +23,7 @@ from craton.observability.diagnosis.collect.collectives import read_collectives
 from craton.observability.diagnosis.collect.errors import read_errors
 from craton.observability.diagnosis.collect.file_systems import paths_of
 from craton.observability.diagnosis.collect.node import look_at_machine
-from craton.observability.diagnosis.collect.processes import look_at_process, stack_of, visible_cards
+from craton.observability.diagnosis.collect.processes import look_at_process, stack_of, taken_stack, visible_cards
 from craton.observability.diagnosis.collect.prometheus import ask_prometheus
 from craton.observability.diagnosis.collect.records import (
     Steps,
@@ -69,6 +69,7 @@ from craton.telemetry import (
 )
 from craton.telemetry.files import noting_unread, open_regular
 from craton.telemetry.node import Heartbeat, NodeStatus, read_heartbeat, read_status
+from craton.telemetry.progress import age_of
 
 LOG_SECONDS = 3600.0  # older log lines do not explain the current state
 MAX_STACKS = 4
@@ -232,7 +233,10 @@ def _closer(run: RunDirectory, snapshot: Snapshot, here: Sequence[str]) -> Snaps
     if symptoms.condition != "hung":
         return snapshot
     looked = [rank.rank for rank in snapshot.ranks if rank.node in here and (rank.rank in suspects or not suspects)]
-    stacks = {number: stack_of(rank) for number in looked[:MAX_STACKS] if (rank := snapshot.rank(number)) is not None}
+    taken = {rank.rank: stack for rank in snapshot.ranks if rank.frame and (stack := taken_stack(run, rank.rank))}
+    missing = [number for number in looked if number not in taken]
+    stacks = {number: stack_of(rank) for number in missing[:MAX_STACKS] if (rank := snapshot.rank(number)) is not None}
+    stacks |= taken
     return replace(
         snapshot,
         ranks=tuple(replace(rank, stack=stacks.get(rank.rank) or rank.stack) for rank in snapshot.ranks),
@@ -389,6 +393,7 @@ def _with_steps(rank: SnapshotRank, steps: Steps | None) -> SnapshotRank:
         memory_bytes=steps.newest("run_memory_bytes"),
         gradient_norm=steps.lasting("run_rank_gradient_norm"),
         gradient_norm_usual=steps.usual("run_rank_gradient_norm"),
+        windows=steps.windows(),
     )
 
 
@@ -398,6 +403,7 @@ def _with_status(rank: SnapshotRank, status: NodeStatus | None, facts: RunFacts,
     rank_status = next((item for item in status.ranks if item.rank == rank.rank), None)
     if rank_status is None:
         return rank
+    has_pace, is_stepping = bool(rank_status.step_seconds), rank_status.kind in ("productive", "redo")
     return replace(
         rank,
         pid=rank_status.pid,
@@ -405,11 +411,21 @@ def _with_status(rank: SnapshotRank, status: NodeStatus | None, facts: RunFacts,
         beside=rank_status.beside,
         step=max(rank_status.step, rank.step or 0) or None,
         step_seconds=rank_status.step_seconds or rank.step_seconds,
-        progress_age_seconds=rank_status.progress_age_seconds + max(0.0, moment - status.time),
-        # Before the agent knows the step time, the limit is that of a start.
-        progress_limit_seconds=(rank_status.progress_limit_seconds or None) if rank_status.step_seconds else None,
+        progress_age_seconds=age_of(rank_status, max(0.0, moment - status.time)),
+        # Before the agent knows the step time, the limit of a step is that of a start.
+        progress_limit_seconds=(rank_status.progress_limit_seconds or None) if has_pace or not is_stepping else None,
         is_stopped=rank_status.is_stopped,
+        process_state=rank_status.process_state,
         is_alive=True,
+        slowest_seconds=rank_status.slowest_seconds or None,
+        starved_seconds=rank_status.starved_seconds,
+        patience_seconds=rank_status.patience_seconds or None,
+        phase_seconds=dict(rank_status.phase_seconds),
+        is_eager=rank_status.is_eager,
+        frame=rank_status.frame,
+        is_user_frame=rank_status.is_user_frame if rank_status.frame else None,
+        is_waiting=rank_status.is_waiting if rank_status.frame else None,
+        wait_channels=rank_status.wait_channels,
     )
 
 

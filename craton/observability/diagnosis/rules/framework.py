@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from craton.formatting import counted, percent, whole_duration
-from craton.observability.diagnosis.rules.findings import finding, named
+from craton.observability.diagnosis.rules.findings import WAITS_FOR_FILES, finding, named
 from craton.observability.diagnosis.snapshot import LogMatch, Snapshot, SnapshotRank
 from craton.observability.diagnosis.tables import log_pattern, threshold
 from craton.observability.diagnosis.verdict import OVERLOAD, RESTARTS, Condition, Finding, Symptom, Symptoms
@@ -192,9 +192,12 @@ def _hangs(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
         first = culprits[0]
         stack = " | ".join(first.stack[:6])
         by_stack = next((cause for words, cause in FRAMES if stack and words.search(stack)), None)
-        cause = _of_source(HANGS_IN.get(first.kind) or by_stack or "rank_hung", snapshot)
+        cause = _user_code(first) or _of_source(HANGS_IN.get(first.kind) or by_stack or "rank_hung", snapshot)
         them = "it" if len(culprits) == 1 else "them"
         message = f"{_them(culprits)} {_stalled(culprits, snapshot)}; all other ranks wait for {them}"
+        if first.frame:
+            does = "runs" if first.process_state == "R" else "waits"
+            message += f"; it {does} in {first.frame}"
         evidence = [message, *([f"the stack of rank {first.rank}: {stack[:300]}"] if stack else [])]
         nodes = symptom.nodes
         base = 0.9 if 4 * len(culprits) <= len(snapshot.ranks) or len(culprits) == 1 else 0.7
@@ -215,6 +218,12 @@ def _of_source(cause: str, snapshot: Snapshot) -> str:
     """Return the cause for a run whose data come from the user's function: that is code, not storage."""
     is_function = snapshot.training is not None and bool(snapshot.training.source)
     return "data_source_hung" if cause == "data_hung" and is_function else cause
+
+
+def _user_code(rank: SnapshotRank) -> str:
+    """Return the cause if the rank is in the user's own code, and not in a file system below it."""
+    in_files = any(WAITS_FOR_FILES.search(channel) for channel in (*rank.wait_channels, rank.wait_channel))
+    return "user_code_blocked" if rank.is_user_frame and not in_files else ""
 
 
 def _them(ranks: list[SnapshotRank]) -> str:

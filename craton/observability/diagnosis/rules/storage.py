@@ -7,17 +7,13 @@ from collections.abc import Callable
 
 from craton.formatting import counted, duration, percent, setting, whole_duration
 from craton.observability.diagnosis.collect import is_under, is_used
-from craton.observability.diagnosis.rules.findings import finding
+from craton.observability.diagnosis.rules.findings import WAITS_FOR_FILES, finding
 from craton.observability.diagnosis.snapshot import Snapshot, SnapshotMount, SnapshotNode, SnapshotTier
 from craton.observability.diagnosis.tables import threshold
 from craton.observability.diagnosis.verdict import UNSAVED, Finding, Symptom, Symptoms
 
 FILES = ("data", "checkpoint")
 READ_ONLY = re.compile(r"Read-only file system|Errno 30")
-# Kernel functions in which a process waits for a file system or a disk.
-WAITS_FOR_FILES = re.compile(
-    r"nfs|rpc_wait|ll_|cl_sync|ptlrpc|osc_|lustre|fuse|ceph|io_schedule|wait_on_page|folio_wait|xfs_|ext4_|jbd2|blk_"
-)
 
 
 def examine_storage(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
@@ -203,11 +199,14 @@ def _blocked(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
     for symptom in symptoms.of("hung"):
         for number in symptom.ranks:
             rank = snapshot.rank(number)
-            if rank is None or rank.process_state != "D":
+            if rank is None:
                 continue
-            by_channel = bool(WAITS_FOR_FILES.search(rank.wait_channel))
-            if by_channel or rank.kind in ("data", "checkpoint"):
-                channel = f" in {rank.wait_channel}" if rank.wait_channel else ""
+            channels = (rank.wait_channel if rank.process_state == "D" else "", *rank.wait_channels)
+            waits_in = next((channel for channel in channels if WAITS_FOR_FILES.search(channel)), "")
+            by_channel = bool(waits_in)
+            if by_channel or (rank.process_state == "D" and rank.kind in ("data", "checkpoint")):
+                waits_in = waits_in or rank.wait_channel
+                channel = f" in {waits_in}" if waits_in else ""
                 message = f"rank {number} on {rank.node} sleeps in the kernel{channel}: it waits for a file system"
                 base = 0.93 if by_channel else 0.8
                 findings += finding(

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         SnapshotRank,
         SnapshotTier,
         SnapshotXid,
+        StepWindow,
         StuckCollective,
         TrainingFacts,
         hints_of,

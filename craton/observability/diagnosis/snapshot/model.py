@@ -115,6 +115,14 @@ class SchedulerState:
 
 
 @dataclass(frozen=True)
+class StepWindow:
+    """Some consecutive steps of a rank."""
+
+    moment: float  # when its first step was recorded
+    seconds: dict[str, float] = field(default_factory=dict)  # phase (or "step") → median seconds
+
+
+@dataclass(frozen=True)
 class SnapshotRank:
     """One rank: its place, activity and step times."""
 
@@ -146,6 +154,16 @@ class SnapshotRank:
     gradient_norm_usual: float | None = None  # its own median before
     differs_from_copies: bool | None = None  # its state has a different checksum than its replicas
     stack: tuple[str, ...] = ()  # innermost first
+    slowest_seconds: float | None = None  # its slowest recent step
+    starved_seconds: float | None = None  # since its last progress: no CPU for its threads
+    patience_seconds: float | None = None  # without progress, that the job allows (`progress.hang`)
+    phase_seconds: dict[str, float] = field(default_factory=dict)  # activity → longest recent stay in it
+    is_eager: bool | None = None  # its first step compiles nothing
+    frame: str = ""  # where it waits, by its agent: `source.py:14 in read: time.sleep(60)`
+    is_user_frame: bool | None = None  # that frame is of the user's own code
+    is_waiting: bool | None = None  # by its stack, it waits for other ranks in a collective
+    wait_channels: tuple[str, ...] = ()  # kernel functions in which its threads slept when its stack was taken
+    windows: tuple[StepWindow, ...] = ()  # recent steps and overlapping ones before them, newest first
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from craton.formatting import counted, duration, duration_range, percent, whole_duration
-from craton.observability.diagnosis.phases import Straggling, find_slowness, find_straggling, is_on_processors
+from craton.observability.diagnosis.phases import Slowness, Straggling, find_slowness, find_straggling, is_on_processors
 from craton.observability.diagnosis.restart_history import find_loop
 from craton.observability.diagnosis.snapshot import Snapshot, SnapshotRank
 from craton.observability.diagnosis.symptoms.naming import nodes_of, who
@@ -15,10 +16,9 @@ from craton.observability.diagnosis.verdict import OVERLOAD, RESTARTS, Symptom
 
 def find_slow(snapshot: Snapshot) -> list[Symptom]:
     symptoms: list[Symptom] = []
-    straggling = find_straggling(snapshot)
+    straggling, slowness, began = _steadily(snapshot)
     symptoms += [_straggles(snapshot, entry) for entry in straggling]
     held_up = sum(item.lost_share for item in straggling)
-    slowness = find_slowness(snapshot)
     for element in slowness:
         # The step includes the cost of stragglers; only the rest is another symptom.
         rest = element.lost_share - (held_up if element.is_first else 0.0)
@@ -40,10 +40,36 @@ def find_slow(snapshot: Snapshot) -> list[Symptom]:
         )
         is_old = element.against == "plan" and not any(other.against == "earlier" for other in slowness)
         symptoms.append(Symptom("slow", text, evidence, phase=element.phase, lost_share=rest, since_start=is_old))
+    symptoms = [replace(symptom, since=began) for symptom in symptoms]
     if not any(symptom.phase == "checkpoint" for symptom in symptoms):
         symptoms += _blocked_by_saves(snapshot)
     symptoms += [*_breaks_again(snapshot), *_overloaded(snapshot)]
     return sorted(symptoms, key=lambda symptom: -(symptom.lost_share or 0.0))
+
+
+def _steadily(snapshot: Snapshot) -> tuple[list[Straggling], list[Slowness], float | None]:
+    """Return stragglers, slow phases, and since when there are any. The earlier windows are judged first, and what was
+    slow in one must be clearly faster in the next: a run close to a threshold does not flip."""
+    straggling: list[Straggling] = []
+    slowness: list[Slowness] = []
+    since: float | None = None
+    for moment, past in [*_earlier_windows(snapshot), (snapshot.moment, snapshot)]:
+        straggling = find_straggling(past, {rank for group in straggling for rank in group.ranks})
+        slowness = find_slowness(past, {element.against for element in slowness})
+        is_slow = bool(straggling or slowness)
+        since = None if not is_slow else moment if since is None else since
+    began = max((rank.windows[0].moment for rank in snapshot.ranks if rank.windows), default=None)
+    return straggling, slowness, began if since == snapshot.moment else since
+
+
+def _earlier_windows(snapshot: Snapshot) -> Iterator[tuple[float, Snapshot]]:
+    """Yield the snapshot as it was some steps earlier, oldest first, with the moment at which those steps began."""
+    num_windows = min((len(rank.windows) for rank in snapshot.ranks), default=0)
+    for number in range(num_windows - 1, 0, -1):
+        ranks = tuple(replace(rank, recent=rank.windows[number].seconds) for rank in snapshot.ranks)
+        moment = min(rank.windows[number].moment for rank in snapshot.ranks)
+        run = replace(snapshot.run, collective_seconds=None)
+        yield moment, replace(snapshot, ranks=ranks, run=run)
 
 
 def _blocked_by_saves(snapshot: Snapshot) -> list[Symptom]:

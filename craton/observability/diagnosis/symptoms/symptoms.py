@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from craton.observability.diagnosis.snapshot import Snapshot
 from craton.observability.diagnosis.symptoms.ended import COMING_BACK, find_dead_ranks, symptom_by_state
-from craton.observability.diagnosis.symptoms.hung import find_hang
+from craton.observability.diagnosis.symptoms.hung import find_hang, progress_of
 from craton.observability.diagnosis.symptoms.slow import find_slow
 from craton.observability.diagnosis.symptoms.wrong import find_wrong
 from craton.observability.diagnosis.verdict import Symptom, Symptoms
@@ -29,12 +29,15 @@ def symptoms_of(snapshot: Snapshot) -> Symptoms:
     slow = find_slow(snapshot)
     if wrong or slow:
         return Symptoms((*wrong, *slow))
+    note = progress_of(snapshot).sentence
+    noted = (note,) if note else ()
     if snapshot.run.state == "starting":
-        return Symptoms((Symptom("starting"),))
+        return Symptoms((Symptom("starting", f"waits: {note}" if note else "", noted),))
     back = [rank for rank in snapshot.ranks if rank.kind in COMING_BACK]
     if back:
-        return Symptoms((Symptom("starting", f"is recovering from a failure (its ranks are in {back[0].kind})"),))
-    return Symptoms((Symptom("healthy"),))
+        text = f"is recovering from a failure (its ranks are in {back[0].kind})"
+        return Symptoms((Symptom("starting", "; ".join((text, *noted)), noted),))
+    return Symptoms((Symptom("healthy", note),))
 
 
 def straggler_of(snapshot: Snapshot) -> Symptom | None:

@@ -1,8 +1,9 @@
 """The nodes of a run by leaf, and the health of each: from its heartbeat, its agent's rank status, and its speed.
 
 Health is one word per node, the worst that applies: `lost` (its agent is silent), `stopped` (a signal stopped a rank),
-`stuck` (a rank makes no progress), `slow` (it has a straggler), `alert` (a Prometheus alert fires for it), otherwise
-the state in its heartbeat. Spares are nodes too: a silent one cannot replace another.
+`stuck` (the others wait for one of its ranks, which makes no progress), `slow` (it has a straggler), `alert` (a
+Prometheus alert fires for it), otherwise the state in its heartbeat. Spares are nodes too: a silent one cannot replace
+another.
 """
 
 from __future__ import annotations
@@ -18,14 +19,12 @@ from craton.formatting import whole_duration
 from craton.telemetry import RunDirectory, read_json
 from craton.telemetry.files import names_in
 from craton.telemetry.node import LOST_SECONDS, Heartbeat, NodeStatus, RankStatus, read_heartbeat, read_status
+from craton.telemetry.progress import Progress, activities_of, assess_progress
 
 # The worst first; a node has the first that applies.
 HEALTH = ("lost", "stopped", "stuck", "slow", "alert", "running", "spare", "done", "released", "unknown")
 BAD = HEALTH[:5]
-STUCK_STEPS = 5.0  # multiples of its median step that a rank may go without progress
-MIN_STUCK_SECONDS = 30.0
 READ_AGAIN_SECONDS = 10.0  # an unchanged inode may belong to a new file: inodes are reused
-_STANDING_STILL = ("productive", "data", "compile")  # kinds in which a rank ought to make progress
 
 
 @dataclass(frozen=True)
@@ -84,12 +83,10 @@ def read_member(run: RunDirectory) -> NodeMember:
 
 @dataclass(frozen=True)
 class _Told:
-    """The rank status of a node's agent and the resulting problem, by inode and mtime of the file."""
+    """The rank status of a node's agent, by inode and mtime of the file."""
 
     key: tuple[int, int]
     status: NodeStatus | None
-    trouble: tuple[str, str] | None  # health and reason of the worst rank
-    letters: str
 
 
 class Nodes:
@@ -103,23 +100,35 @@ class Nodes:
         self._beats: dict[str, tuple[int, float, Heartbeat | None]] = {}
         self._told: dict[str, _Told] = {}
 
-    def look(self, member: NodeMember, slow_nodes: Collection[str], alerted: Collection[str]) -> list[NodeView]:
+    def look(
+        self,
+        member: NodeMember,
+        slow_nodes: Collection[str],
+        alerted: Collection[str],
+        movement: Progress | None = None,
+    ) -> list[NodeView]:
+        """Return all nodes. `movement`: of the run's summary, so that both agree; computed here without it."""
         now = time.monotonic()
+        statuses = {node: self._current(node, member.generation) for node in member.nodes}
+        if movement is None:
+            moment = time.time()
+            movement = assess_progress(activities_of(statuses.values(), moment), moment)
+        stuck = frozenset(movement.ranks if movement.is_stuck else ())
         views = []
         for number, node in enumerate(member.nodes):
             beat, age = self._beat(node, now)
-            tail = self._tell(node)
-            if tail is not None and (tail.status is None or tail.status.generation != member.generation):
-                tail = None
+            status = statuses[node]
+            ranks = status.ranks if status else ()
             is_live = beat is not None and beat.state == "running"
-            health, reason = _health(node, beat, age, tail.trouble if tail and is_live else None, slow_nodes, alerted)
+            trouble = _trouble(ranks, stuck, movement) if is_live else None
+            health, reason = _health(node, beat, age, trouble, slow_nodes, alerted)
             views.append(
                 NodeView(
                     node=node,
                     leaf=member.leaves.get(node, ""),
                     health=health,
                     reason=reason,
-                    ranks=tail.letters if tail else "?" * member.ranks_per_node,
+                    ranks=_letters(ranks, stuck) if status else "?" * member.ranks_per_node,
                     first_rank=number * member.ranks_per_node,
                     heartbeat_age_seconds=age,
                 )
@@ -150,10 +159,14 @@ class Nodes:
         key = (file_status.st_ino, file_status.st_mtime_ns)
         result = self._told.get(node)
         if result is None or result.key != key:
-            status = read_status(self._run, node)
-            ranks = status.ranks if status else ()
-            result = self._told[node] = _Told(key, status, _trouble(ranks), _letters(ranks))
+            result = self._told[node] = _Told(key, read_status(self._run, node))
         return result
+
+    def _current(self, node: str, generation: int) -> NodeStatus | None:
+        """Return the rank status of a node, if it is of this generation."""
+        tail = self._tell(node)
+        status = tail.status if tail else None
+        return status if status is not None and status.generation == generation else None
 
     def _beat(self, node: str, now: float) -> tuple[Heartbeat | None, float | None]:
         try:
@@ -170,13 +183,6 @@ class Nodes:
         if node not in self._paths:
             self._paths[node] = (str(self._run.heartbeat_path(node)), str(self._run.status_path(node)))
         return self._paths[node]
-
-
-def is_stuck(rank: RankStatus) -> bool:
-    """Return whether a rank is without progress for longer than its steps and its own limit explain."""
-    own = rank.progress_limit_seconds if rank.kind == "productive" and rank.step_seconds else 0.0
-    limit = max(MIN_STUCK_SECONDS, STUCK_STEPS * rank.step_seconds, own)
-    return rank.kind in _STANDING_STILL and rank.progress_age_seconds > limit
 
 
 def _health(
@@ -201,21 +207,21 @@ def _health(
     return (state if state in HEALTH else "unknown"), ""
 
 
-def _trouble(ranks: Sequence[RankStatus]) -> tuple[str, str] | None:
+def _trouble(ranks: Sequence[RankStatus], stuck: Collection[int], movement: Progress) -> tuple[str, str] | None:
+    """Return health and reason of the worst rank."""
     for rank in ranks:
         if rank.is_stopped:
             return "stopped", f"rank {rank.rank} is stopped by a signal or a debugger"
     for rank in ranks:
-        if is_stuck(rank):
-            return (
-                "stuck",
-                f"rank {rank.rank} has made no progress for {whole_duration(rank.progress_age_seconds)} ({rank.kind})",
-            )
+        if rank.rank in stuck:
+            age = whole_duration(max(rank.progress_age_seconds, movement.seconds))
+            where = f", {rank.frame}" if rank.frame else ""
+            return "stuck", f"rank {rank.rank} has made no progress for {age} ({rank.kind}{where})"
     return None
 
 
-def _letters(ranks: Sequence[RankStatus]) -> str:
-    return "".join("!" if rank.is_stopped or is_stuck(rank) else rank.kind[:1] for rank in ranks)
+def _letters(ranks: Sequence[RankStatus], stuck: Collection[int]) -> str:
+    return "".join("!" if rank.is_stopped or rank.rank in stuck else rank.kind[:1] for rank in ranks)
 
 
 def topology(views: list[NodeView]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         CachedVerdict,
         Late,
         Verdicts,
+        agreeing,
         cause_first,
         examine,
         late_of,

@@ -159,6 +159,7 @@ def _path(root: Path) -> Path:
 
 def _to_json(run: Remembered) -> dict[str, Any]:
     summary = {**asdict(run.summary), "path": str(run.summary.path)}
+    del summary["movement"]  # of a run that has ended
     return {"key": run.key, "summary": summary, "kind": run.kind, "planned_dollars": run.planned_dollars}
 
 

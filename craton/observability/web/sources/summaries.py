@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from craton.observability.web.sources.caches import Remembered, Schedulers, recall, remember
-from craton.observability.web.sources.verdicts import CachedVerdict, Verdicts
+from craton.observability.web.sources.verdicts import CachedVerdict, Verdicts, agreeing
 from craton.orchestration import read_submission
 from craton.orchestration.watching import MOVING, settled_summaries
 from craton.telemetry import MARKERS, RunDirectory, RunSummary, Summarizer, list_runs, read_json
@@ -48,7 +48,7 @@ class RunRow:
     @property
     def state(self) -> str:
         if self.summary is not None:
-            return self.summary.state
+            return self.summary.shown_state
         return "unreadable" if self.trouble else "reading"
 
 
@@ -185,7 +185,9 @@ class Summaries:
         # Not before all runs were read once: users wait for the list, not for verdicts.
         if self._is_read and summary is not None and summary.state in EXAMINED:
             key = (summary.state, summary.step, summary.updated_at)
-            verdict = self.verdicts.ask(run, key, is_moving=summary.state in MOVING)
+            movement = summary.movement
+            verdict = self.verdicts.ask(run, key, is_moving=summary.state in MOVING, movement=movement.state)
+            verdict = agreeing(verdict, movement)
         with self._changed:
             old = self._rows.get(run.name)
             if old is None:

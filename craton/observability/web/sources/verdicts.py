@@ -15,12 +15,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from craton.telemetry import RunDirectory
+from craton.telemetry.progress import Progress
 
 if TYPE_CHECKING:
     from craton.observability.diagnosis import Symptom
 
 # How `diagnosis.sentences` opens the sentence of a run that is not well.
 OPENINGS = ("has failed", "is lost", "has lost ranks or nodes", "is slow", "hangs", "produces wrong results")
+AT_EASE = ("healthy", "starting", "slow")  # conditions that no stuck run has
 _EXIT = re.compile(r"(.{1,80}? exited with code -?\d+) \(generation \d+\): (.+)", re.DOTALL)
 FRESH_SECONDS = 15.0
 LOOKED_AT_SECONDS = 10.0  # after the last urgent request its page counts as open
@@ -56,6 +58,7 @@ class CachedVerdict:
     late: Late | None = None
     time: float = 0.0
     cause: str = ""  # most likely cause in a few words; empty if there is none or it is unknown
+    since: float | None = None  # epoch seconds: since when the condition lasts
 
     def in_short(self, name: str) -> str:
         """Return the text for a narrow column: the cause first, without the run's name and condition."""
@@ -83,6 +86,8 @@ class _Wanted:
     answer: CachedVerdict | None = None
     answered_for: object = None
     answered_at: float = float("-inf")
+    movement: str = ""
+    answered_movement: str = ""
 
 
 def examine(run: RunDirectory, prometheus: str | None = None) -> CachedVerdict:
@@ -97,6 +102,23 @@ def examine(run: RunDirectory, prometheus: str | None = None) -> CachedVerdict:
 def not_examined(error: Exception) -> CachedVerdict:
     words = str(error).splitlines()[0] if str(error) else type(error).__name__
     return CachedVerdict("unknown", f"diagnosis failed: {words}", time=time.time())
+
+
+def agreeing(verdict: CachedVerdict | None, movement: Progress) -> CachedVerdict | None:
+    """Return the verdict, unless the run has stopped or continued since it was made: then what is known now. A banner
+    never says `healthy` above stuck ranks, nor `hung` above moving ones."""
+    if movement.is_stuck and (verdict is None or verdict.condition in AT_EASE):
+        return CachedVerdict(
+            "hung",
+            f"The run is {movement.sentence}.",
+            rank=movement.ranks[0] if len(movement.ranks) == 1 else None,
+            node=movement.nodes[0] if len(movement.nodes) == 1 else "",
+            time=time.time(),
+            since=movement.since,
+        )
+    if verdict is not None and verdict.condition == "hung" and movement.state in ("moving", "recovering"):
+        return None  # until the next diagnosis
+    return verdict
 
 
 def late_of(symptom: Symptom | None) -> Late | None:
@@ -120,6 +142,7 @@ def answer_of(verdict: Any, straggler: Symptom | None = None) -> CachedVerdict:
         late=late_of(straggler),
         time=time.time(),
         cause=verdict.because,
+        since=verdict.since,
     )
 
 
@@ -135,16 +158,23 @@ class Verdicts:
     _is_turn_of_looked_at: bool = True
 
     def ask(
-        self, run: RunDirectory, key: object, *, is_moving: bool = False, urgent: bool = False
+        self,
+        run: RunDirectory,
+        key: object,
+        *,
+        is_moving: bool = False,
+        urgent: bool = False,
+        movement: str = "",
     ) -> CachedVerdict | None:
         """Return the newest verdict; None: none yet. `key` is the state of the run; an ended run that did not change is
-        not diagnosed again. `urgent`: its page is open."""
+        not diagnosed again. `urgent`: its page is open. A change of `movement` needs a new diagnosis at once."""
         now = time.monotonic()
         with self._wake:
             wanted = self._wanted.get(run.name)
             if wanted is None or wanted.run != run:
                 wanted = self._wanted[run.name] = _Wanted(run, key, now, now)
             wanted.key, wanted.is_moving, wanted.asked_at = key, is_moving, now
+            wanted.movement = movement
             if urgent:
                 wanted.looked_at = now
             if self._thread is None and not self._is_closed:
@@ -173,7 +203,7 @@ class Verdicts:
                     due = self._due()
                 if self._is_closed or due is None:
                     return
-                key = due.key
+                key, movement = due.key, due.movement
             began = time.monotonic()
             try:
                 answer = self.examine(due.run)
@@ -182,6 +212,7 @@ class Verdicts:
             ended = time.monotonic()
             with self._wake:
                 due.answer, due.answered_for, due.answered_at = answer, key, ended
+                due.answered_movement = movement
                 self._wake.wait_for(lambda: self._is_closed, timeout=REST_SHARE * (ended - began))
 
     def _due(self) -> _Wanted | None:
@@ -199,7 +230,7 @@ class Verdicts:
 
 
 def _is_due(wanted: _Wanted, now: float) -> bool:
-    if wanted.answer is None:
+    if wanted.answer is None or wanted.movement != wanted.answered_movement:
         return True
     is_old = now - wanted.answered_at > FRESH_SECONDS
     return is_old and (wanted.is_moving or wanted.answered_for != wanted.key)
