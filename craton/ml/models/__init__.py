@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from craton.ml.models.huggingface import config_from_huggingface, config_from_shape, model_folder
     from craton.ml.models.linear import Linear, Mlp
     from craton.ml.models.mla import LatentAttention
-    from craton.ml.models.moe import Experts, cut_experts
+    from craton.ml.models.moe import Experts, MoE, cut_experts
     from craton.ml.models.rope import rope_tables
     from craton.ml.models.weight_names import WeightEntry, weight_entries
     from craton.ml.models.weights import WeightsError, load_weights, save_folder, save_tensors

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from craton.ml.data import Loader
-from craton.ml.models.moe import MoE
+from craton.ml.models import MoE
 from craton.ml.training.batch import Batch
 from craton.ml.training.checkpoint.peer import PEER
 from craton.ml.training.evaluate import evaluate

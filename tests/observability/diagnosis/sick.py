@@ -32,7 +32,6 @@ from fake_snapshots import (
 )
 
 from craton.observability.diagnosis.snapshot import (
-    BadStep,
     Collectives,
     NodeWord,
     RankError,
@@ -40,6 +39,7 @@ from craton.observability.diagnosis.snapshot import (
     SchedulerKill,
     Serving,
     Snapshot,
+    SnapshotBadStep,
     SnapshotNode,
     SnapshotXid,
     StuckCollective,
@@ -259,7 +259,7 @@ def training_cases() -> Iterator[Case]:
         return Case(name, cause, condition, snapshot, "", None)
 
     def bad_run(**origin: Any) -> Snapshot:
-        bad = BadStep(1187, "the loss is nan", "skip", 0, MOMENT - 60.0, 9488, 9495, **origin)
+        bad = SnapshotBadStep(1187, "the loss is nan", "skip", 0, MOMENT - 60.0, 9488, 9495, **origin)
         run = with_losses(lambda place, value: float("nan") if place > 0 else value)
         return replace(run, training=TRAINING, bad_steps=(bad,))
 

@@ -13,7 +13,7 @@ from curves import CUSTOM, ENTROPY, VOCABULARY, heavy, ordinary, run_of
 
 from craton.observability.diagnosis import diagnose
 from craton.observability.diagnosis.collect.records import series_of, thinned
-from craton.observability.diagnosis.snapshot import BadStep, Snapshot
+from craton.observability.diagnosis.snapshot import Snapshot, SnapshotBadStep
 from craton.observability.diagnosis.symptoms.wrong import find_wrong
 from craton.telemetry import RunDirectory
 
@@ -143,12 +143,12 @@ def test_experts_may_be_idle_where_there_are_few_tokens() -> None:
 def test_single_bad_steps_are_left_alone_and_many_are_not() -> None:
     losses = noisy(400, lambda _: 3.0)
 
-    def bad(step: int) -> BadStep:
-        return BadStep(step, "the loss is nan", "skip", 0, 0.0, 8 * step, 8 * step + 7)
+    def bad(step: int) -> SnapshotBadStep:
+        return SnapshotBadStep(step, "the loss is nan", "skip", 0, 0.0, 8 * step, 8 * step + 7)
 
     run = run_of(losses)
     assert diagnose(replace(run, bad_steps=(bad(390),))).condition == "healthy"
-    spiked = BadStep(395, "the loss is 9, over 3 times its recent level of 3", "skip")
+    spiked = SnapshotBadStep(395, "the loss is 9, over 3 times its recent level of 3", "skip")
     assert diagnose(replace(run, bad_steps=(spiked,) * 5)).condition == "healthy"
     verdict = diagnose(replace(run, bad_steps=(bad(40), bad(380), bad(385), bad(390))))
     assert (verdict.condition, verdict.cause) == ("wrong", "not_a_number")

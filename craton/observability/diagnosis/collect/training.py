@@ -7,7 +7,7 @@ from typing import Any
 
 from craton.errors import CratonError
 from craton.job import Job, load_job
-from craton.observability.diagnosis.snapshot import BadStep, TrainingFacts
+from craton.observability.diagnosis.snapshot import SnapshotBadStep, TrainingFacts
 from craton.telemetry import RunDirectory
 
 CROSS_ENTROPY = "cross_entropy"
@@ -41,18 +41,18 @@ def training_facts(run: RunDirectory) -> TrainingFacts | None:
     )
 
 
-def read_bad_steps(lines: Iterable[Mapping[str, Any]]) -> tuple[BadStep, ...]:
+def read_bad_steps(lines: Iterable[Mapping[str, Any]]) -> tuple[SnapshotBadStep, ...]:
     """Return the bad steps among the events, by time: the first one, and the newest ones."""
     found = [_bad_step(line) for line in lines if line["event"] == "bad_step" and isinstance(line.get("step"), int)]
     return tuple(found if len(found) <= MAX_BAD_STEPS else [found[0], *found[1 - MAX_BAD_STEPS :]])
 
 
-def _bad_step(line: Mapping[str, Any]) -> BadStep:
+def _bad_step(line: Mapping[str, Any]) -> SnapshotBadStep:
     def whole(name: str) -> int | None:
         value = line.get(name)
         return value if isinstance(value, int) and not isinstance(value, bool) else None
 
-    return BadStep(
+    return SnapshotBadStep(
         step=int(line["step"]),
         reason=str(line.get("reason") or "")[:300],
         policy=str(line.get("policy") or ""),

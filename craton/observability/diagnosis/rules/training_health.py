@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from craton.observability.diagnosis.rules.findings import finding
-from craton.observability.diagnosis.snapshot import BadStep, Snapshot
+from craton.observability.diagnosis.snapshot import Snapshot, SnapshotBadStep
 from craton.observability.diagnosis.symptoms import last_bad_step
 from craton.observability.diagnosis.tables import threshold
 from craton.observability.diagnosis.verdict import Condition, Finding, Symptoms
@@ -64,7 +64,7 @@ def _not_a_number(snapshot: Snapshot, symptoms: Symptoms, condition: Condition) 
     return finding(symptoms, cause, text, (condition,), evidence=[text, *evidence], base=1.1)
 
 
-def _history(bad: list[BadStep]) -> list[str]:
+def _history(bad: list[SnapshotBadStep]) -> list[str]:
     if not bad:
         return []
     first = bad[0]
@@ -89,4 +89,5 @@ def _learning_rate(snapshot: Snapshot, symptoms: Symptoms, condition: Condition)
     )
     if any(bad.origin in ("data", "objective") for bad in snapshot.bad_steps):
         return []
-    return finding(symptoms, "learning_rate_high", text, (condition,), base=1.2)
+    bad = [item for item in snapshot.bad_steps if item.is_not_finite]
+    return finding(symptoms, "learning_rate_high", text, (condition,), evidence=[text, *_history(bad)], base=1.2)

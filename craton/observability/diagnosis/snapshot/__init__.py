@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from craton.observability.diagnosis.snapshot.model import (
         NOT_FINITE,
         PHASES,
-        BadStep,
         Collectives,
         Communicator,
         Event,
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
         Series,
         Serving,
         Snapshot,
+        SnapshotBadStep,
         SnapshotError,
         SnapshotFabricDevice,
         SnapshotGpu,

@@ -375,7 +375,7 @@ class TrainingFacts:
 
 
 @dataclass(frozen=True)
-class BadStep:
+class SnapshotBadStep:
     """A step whose loss or gradient was not finite, and where that began, as the ranks found out."""
 
     step: int
@@ -481,7 +481,7 @@ class Snapshot:
     schema: int = SCHEMA
     errors: tuple[RankError, ...] = ()  # since the run was last started, newest last
     training: TrainingFacts | None = None  # for a run of a training job that can be read
-    bad_steps: tuple[BadStep, ...] = ()  # the first of all, then the newest ones
+    bad_steps: tuple[SnapshotBadStep, ...] = ()  # the first of all, then the newest ones
 
     @cached_property
     def _node_of(self) -> dict[str, SnapshotNode]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from craton.observability.diagnosis.first_hand import first_error
 from craton.observability.diagnosis.restart_history import LOST
-from craton.observability.diagnosis.snapshot import NOT_FINITE, BadStep, Snapshot, SnapshotRank
+from craton.observability.diagnosis.snapshot import NOT_FINITE, Snapshot, SnapshotBadStep, SnapshotRank
 from craton.observability.diagnosis.symptoms.naming import nodes_of
 from craton.observability.diagnosis.tables import threshold
 from craton.observability.diagnosis.verdict import UNSAVED, Symptom
@@ -64,7 +64,7 @@ def _death(snapshot: Snapshot, message: str) -> Symptom:
     return Symptom("dead", message)
 
 
-def last_bad_step(snapshot: Snapshot) -> BadStep | None:
+def last_bad_step(snapshot: Snapshot) -> SnapshotBadStep | None:
     """Return the bad step that ended the run: its policy was to stop, or no rollback helped."""
     if snapshot.run.state != "failed":
         return None

@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from craton.observability.diagnosis.snapshot import BadStep, Snapshot, SnapshotRank
+from craton.observability.diagnosis.snapshot import Snapshot, SnapshotBadStep, SnapshotRank
 from craton.observability.diagnosis.symptoms.batches import (
     find_constant_tokens,
     find_dead_experts,
@@ -82,7 +82,7 @@ def find_not_a_number(snapshot: Snapshot) -> Symptom | None:
     )
 
 
-def _recent_bad_steps(snapshot: Snapshot) -> list[BadStep]:
+def _recent_bad_steps(snapshot: Snapshot) -> list[SnapshotBadStep]:
     newest = max([step for step, _ in snapshot.series.loss], default=snapshot.run.step or 0)
     return [bad for bad in snapshot.bad_steps if bad.is_not_finite and newest - bad.step < _window()]
 
