@@ -43,18 +43,19 @@ def start(folder: Path, line: str, head: str = HEAD) -> tuple[subprocess.Popen[b
 def test_a_blocked_process_shows_where_it_is_and_goes_on(tmp_path: Path, line: str) -> None:
     process, descriptor = start(tmp_path, line)
     assert is_answering(process.pid)
-    for _ in range(2):  # the second dump replaces the first
+
+    def is_read() -> bool:
+        """Whether a new dump, which replaces the one before, shows the process in `read`."""
         os.ftruncate(descriptor, 0)
         os.kill(process.pid, STACK_SIGNAL)
-
-        def has_frame() -> bool:
-            return read_stacks(os.pread(descriptor, 1 << 16, 0).decode()).frame is not None
-
-        wait_until(has_frame, what="the dump")
+        wait_until(lambda: read_stacks(os.pread(descriptor, 1 << 16, 0).decode()).frame is not None, what="the dump")
         frame = read_stacks(os.pread(descriptor, 1 << 16, 0).decode()).frame
         assert frame is not None
         assert frame.is_user
-        assert frame.with_source() == f"source.py:6 in read: {line}"
+        return frame.with_source() == f"source.py:6 in read: {line}"
+
+    wait_until(is_read, what="the process in read")
+    assert is_read()
     assert process.communicate(b"x")[0] == b"done\n"
     assert process.returncode == 0
     os.close(descriptor)

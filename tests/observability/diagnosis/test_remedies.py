@@ -38,6 +38,7 @@ WORDS = {
     "run": "job",
     "source": "mine:rows",
     "objective": "mine:loss",
+    "detail": "mine.py:7",
 }
 # Words of an action, and the traits without which they are wrong.
 ONLY_WITH = {
@@ -52,7 +53,16 @@ ONLY_WITH = {
     r"\biperf3\b": ["slurm|kubernetes"],
 }
 NEVER = re.compile(r"\bworkers\b|NVMe|\{(?!within)")  # there is no such key, or a name was not filled in
-TOOLS = {"py-spy dump", "py-spy dump --pid", "kill -CONT", "torch.profiler", "iperf3", "nvidia-smi", "chrony"}
+TOOLS = {
+    "py-spy dump",
+    "py-spy dump --pid",
+    "kill -CONT",
+    "torch.profiler",
+    "iperf3",
+    "nvidia-smi",
+    "chrony",
+    "ss -ltnp",
+}
 
 
 def combinations() -> Iterator[frozenset[str]]:
@@ -153,7 +163,7 @@ def test_every_other_tool_in_an_action_is_known() -> None:
             unknown = [
                 words
                 for words in quoted
-                if not words.startswith(("craton ", "{", "train.", "kill -CONT", "nvidia-smi"))
+                if not words.startswith(("craton ", "{", "train.", "kill -CONT", "nvidia-smi", "ss -", "ulimit -"))
             ]
             assert not unknown, (cause.name, unknown)
             tools = re.findall(r"py-spy [a-z -]+[a-z]|torch\.\w+|\biperf3\b|\bchrony\b", text)

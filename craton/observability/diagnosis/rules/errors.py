@@ -35,7 +35,7 @@ _HOST = re.compile(r"host='([\w.-]+)'|https?://([\w.:-]+)|to host ([\w.-]+)|\('?
 def examine_errors(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
     times = 1
     error: RankError | None = None
-    if any(symptom.sign not in ("hung", "stopped") for symptom in symptoms.of("dead")):
+    if any(symptom.sign not in ("hung", "stopped", "not_a_number") for symptom in symptoms.of("dead")):
         error = first_error(snapshot)
         repeated = repeated_error(snapshot)
         if repeated is not None and repeated[0] is error:

@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     from craton.observability.diagnosis.snapshot.cards import CardOccupant, with_occupants, with_visible_cards
     from craton.observability.diagnosis.snapshot.clock import moment_for
     from craton.observability.diagnosis.snapshot.model import (
-        NOT_FINITE,
         PHASES,
         Collectives,
         Communicator,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from craton.observability.diagnosis.first_hand import first_error
 from craton.observability.diagnosis.restart_history import LOST
-from craton.observability.diagnosis.snapshot import NOT_FINITE, Snapshot, SnapshotBadStep, SnapshotRank
+from craton.observability.diagnosis.snapshot import Snapshot, SnapshotBadStep, SnapshotRank
 from craton.observability.diagnosis.symptoms.naming import nodes_of
 from craton.observability.diagnosis.tables import threshold
 from craton.observability.diagnosis.verdict import UNSAVED, Symptom
@@ -69,9 +69,8 @@ def last_bad_step(snapshot: Snapshot) -> SnapshotBadStep | None:
     if snapshot.run.state != "failed":
         return None
     said = [snapshot.run.message, *(event.text for event in snapshot.events if event.name == "failed")]
-    last = [text for text in said if NOT_FINITE.search(text)]
-    newest = reversed(snapshot.bad_steps)
-    return next((bad for bad in newest if any(f"step {bad.step}:" in text for text in last)), None)
+    newest = (bad for bad in reversed(snapshot.bad_steps) if bad.is_not_finite)
+    return next((bad for bad in newest if any(f"step {bad.step}:" in text for text in said)), None)
 
 
 def reported_losses(snapshot: Snapshot) -> dict[str, str]:
