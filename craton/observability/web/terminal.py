@@ -210,7 +210,7 @@ def frame(
         table.add_row(
             str(line.rank),
             Text(line.node, style=HEALTH_STYLES.get(line.health, "")),
-            Text(line.kind if line.health in _WORKING else line.health, style=HEALTH_STYLES.get(line.health, "dim")),
+            Text(_doing(line), style=HEALTH_STYLES.get(line.health, "dim")),
             formatting.UNKNOWN if line.step is None else f"{line.step:,}",
             formatting.UNKNOWN
             if line.progress_age_seconds is None
@@ -222,6 +222,13 @@ def frame(
         )
     hidden = [Text(f"{len(shown)} of {len(lines):,} ranks", style="dim")] if len(shown) < len(lines) else []
     return Group(*_above(look), table, *hidden, *_below(look, has_color))
+
+
+def _doing(line: RankLine) -> str:
+    """Return what a rank does, or the problem of its node."""
+    if line.health == "stuck" and line.kind:
+        return f"stuck in {line.kind}"
+    return line.kind if line.health in _WORKING else line.health
 
 
 def rows_that_fit(look: TopLook, console: Console) -> int:
