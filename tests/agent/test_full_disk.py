@@ -193,6 +193,7 @@ def test_a_failure_on_a_full_disk_is_recovered_from_once_there_is_room(full: Ful
 def test_a_read_only_run_directory_does_not_end_a_run(full: FullDisk) -> None:
     agent = full.start()
     full.said("stepped", "10")
+    wait_until(lambda: summarize(full.run).state == "running", "the first steps are recorded")
     run = str(full.run.path)
     subprocess.run(["mount", "--bind", run, run], check=True)
     subprocess.run(["mount", "-o", "remount,bind,ro", run], check=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -23,25 +24,40 @@ print("done", flush=True)
 HEAD = "from craton.telemetry.rank import answer_stack_requests\nassert answer_stack_requests()\n"
 
 
-def start(folder: Path, line: str, head: str = HEAD) -> tuple[subprocess.Popen[bytes], int]:
-    program = folder / "source.py"
-    program.write_text(head + SOURCE.format(line=line))
-    descriptor = make_stack_file()
-    process = subprocess.Popen(
-        [sys.executable, str(program)],
-        env={**os.environ, "CRATON_STACKS": str(descriptor)},
-        pass_fds=(descriptor,),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == b"ready\n"
-    return process, descriptor
+Start = Callable[..., tuple[subprocess.Popen[bytes], int]]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Start a program that says "ready" and runs a line; kill what is left of it."""
+    started = []
+
+    def start_program(line: str, head: str = HEAD) -> tuple[subprocess.Popen[bytes], int]:
+        program = tmp_path / "source.py"
+        program.write_text(head + SOURCE.format(line=line))
+        descriptor = make_stack_file()
+        process = subprocess.Popen(
+            [sys.executable, str(program)],
+            env={**os.environ, "CRATON_STACKS": str(descriptor)},
+            pass_fds=(descriptor,),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        started.append((process, descriptor))
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        return process, descriptor
+
+    yield start_program
+    for process, descriptor in started:
+        process.kill()
+        process.communicate()
+        os.close(descriptor)
 
 
 @pytest.mark.parametrize("line", ["sys.stdin.read()", "while not sys.stdin.read(): pass"])
-def test_a_blocked_process_shows_where_it_is_and_goes_on(tmp_path: Path, line: str) -> None:
-    process, descriptor = start(tmp_path, line)
+def test_a_blocked_process_shows_where_it_is_and_goes_on(start: Start, line: str) -> None:
+    process, descriptor = start(line)
     assert is_answering(process.pid)
 
     def is_read() -> bool:
@@ -58,15 +74,13 @@ def test_a_blocked_process_shows_where_it_is_and_goes_on(tmp_path: Path, line: s
     assert is_read()
     assert process.communicate(b"x")[0] == b"done\n"
     assert process.returncode == 0
-    os.close(descriptor)
 
 
-def test_a_process_that_removed_the_handler_is_left_alone(tmp_path: Path) -> None:
+def test_a_process_that_removed_the_handler_is_left_alone(start: Start) -> None:
     head = f"{HEAD}import signal\nsignal.signal({int(STACK_SIGNAL)}, signal.SIG_DFL)\n"
-    process, descriptor = start(tmp_path, "sys.stdin.read()", head)
+    process, _ = start("sys.stdin.read()", head)
     assert not is_answering(process.pid)  # the signal would kill it
     process.communicate(b"")
-    os.close(descriptor)
     assert process.returncode == 0
 
 
