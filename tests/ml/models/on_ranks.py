@@ -22,7 +22,8 @@ def load_sharded(folder: str, replicas: int) -> dict[str, Tensor]:
     model.to_empty(device="cpu")
     load_weights(model, folder)
     state = {name: value.full_tensor() for name, value in model.named_parameters()}
-    return state | dict(model.named_buffers())
+    saved = model.state_dict().keys()
+    return state | {name: value for name, value in model.named_buffers() if name in saved}
 
 
 def load_cut_by_columns(folder: str) -> bool:

@@ -66,21 +66,21 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
 
 
 @pytest.mark.parametrize(
-    ("error", "code", "reason"),
+    ("error", "code", "events"),
     [
-        (ECHO, None, None),  # the agent of the rank at the other end tells
-        (RAISED, None, "RuntimeError: the data loader is broken"),
-        (OURS, None, "CratonError: the state is not what it was"),
-        (LOST_DEVICE, EXIT_FAILED, None),  # its own agent sees it die
+        (ECHO, None, []),  # the agent of the rank at the other end reports it
+        (RAISED, None, [("broken", "RuntimeError: the data loader is broken")]),
+        (OURS, None, [("broken", "CratonError: the state is not what it was")]),
+        (LOST_DEVICE, EXIT_FAILED, [("failed", f"RuntimeError: {LOST_DEVICE}")]),  # its process cannot go on
     ],
 )
 def test_an_error_on_the_way_into_a_planned_generation_is_told(
-    rank: Rank, error: Exception, code: int | None, reason: str | None
+    rank: Rank, error: Exception, code: int | None, events: list[tuple[str, str]]
 ) -> None:
     rank.order(Generation(2, ["a"], 1, "", is_planned=True))
     rank.orders.check()  # the step may be finished
     assert rank.session._broken(error) == code
-    assert rank.told.events == ([("broken", reason)] if reason else [])
+    assert rank.told.events == events
 
 
 @pytest.mark.parametrize("error", [ECHO, RAISED, OURS, LOST_DEVICE])

@@ -287,6 +287,8 @@ def training_cases() -> Iterator[Case]:
     flat = replace(flat, series=replace(flat.series, loss=tuple((4 * s, v) for s, v in flat.series.loss)))
     yield case("random guesses", "plateau", flat)
     yield case("masked", "labels_masked", steady(label_share=[0.6] * 100 + [0.0] * 20))
+    zeros = steady(loss=[5.0] * 40 + [0.0] * 160, gradient_norm=[0.4] * 40 + [0.0] * 160, label_share=[0.6] * 200)
+    yield case("an objective of 0", "no_gradient", zeros)
     yield case("one document", "repeated_data", steady(distinct_row_share=[0.004] * 40))
     yield case("padding", "constant_tokens", steady(distinct_tokens=[1.0] * 40))
     yield case("no step size", "learning_rate_zero", steady(learning_rate=[0.0] * 40))

@@ -195,7 +195,7 @@ def test_the_layer_follows_from_the_kind(kind: str, message: str, changes: Any, 
 
 def test_a_bus_error_with_a_full_shared_memory() -> None:
     crashed = reported("Fatal Python error", "Bus error", code=-7)
-    assert diagnose(crashed).cause == "program_crashed"
+    assert diagnose(crashed).cause == "bus_error"
     assert diagnose(with_host(crashed, NODE, shared_memory_full_share=1.0)).cause == "shared_memory_full"
 
 

@@ -84,6 +84,8 @@ def test_a_users_objective_may_be_negative_and_move() -> None:
     assert find_wrong(run_of(rises, facts=CUSTOM)) == []
     high = noisy(600, lambda _: 55.0, 1.0)  # above ln(vocabulary), which means nothing here
     assert find_wrong(run_of(high, facts=CUSTOM)) == []
+    jumps = noisy(220, lambda step: 6.0 - step / 40 if step < 40 else 16.0 + 30.0 * math.exp(-(step - 40) / 60), 0.2)
+    assert [symptom.sign for symptom in find_wrong(run_of(jumps, facts=CUSTOM))] == ["loss_spike"]
     explodes = noisy(420, lambda step: -4.0 + (math.exp(max(0, step - 300) / 20) - 1), 0.1)
     assert [symptom.sign for symptom in find_wrong(run_of(explodes, facts=CUSTOM))] == ["diverged"]
 

@@ -19,6 +19,7 @@ from craton.bench.why.faults.environment import Workshop
 from craton.bench.why.faults.fault import ExpectedVerdict, JobRecipe, LiveFault
 from craton.bench.why.faults.running import RunningJob
 from craton.bench.why.faults.watch import LOOK_SECONDS, SETTLE_LIMIT_SECONDS, Settling, look
+from craton.formatting import whole_duration
 from craton.observability.diagnosis import Verdict
 
 SIDE_BY_SIDE = 2
@@ -143,7 +144,7 @@ def _watch(kind: HealthyKind, number: int, workshop: Workshop) -> HealthyRecord:
                         kind.then(job)
                 time.sleep(max(0.0, LOOK_SECONDS - (time.monotonic() - began)))
             if not settled:
-                error = f"{kind.name} did not settle within {SETTLE_LIMIT_SECONDS:.0f} s"
+                error = f"{kind.name} did not settle within {whole_duration(SETTLE_LIMIT_SECONDS)}"
     except (OSError, RuntimeError, LookupError) as problem:
         error = f"{type(problem).__name__}: {problem}"
     shutil.rmtree(folder, ignore_errors=True)

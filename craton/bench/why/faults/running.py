@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from craton.bench.why.faults.slurm import LocalSlurm
+from craton.formatting import whole_duration
 from craton.telemetry import RunDirectory, summarize
 from craton.telemetry.node import read_heartbeat, read_status
 
@@ -88,7 +89,7 @@ class RunningJob:
         deadline = time.monotonic() + seconds
         while not is_there():
             if time.monotonic() > deadline:
-                raise TimeoutError(f"{self.name}: not within {seconds:.0f} s: {what}")
+                raise TimeoutError(f"{self.name}: not within {whole_duration(seconds)}: {what}")
             time.sleep(0.1)
 
 

@@ -76,6 +76,8 @@ def _explained(error: RankError, snapshot: Snapshot) -> tuple[str, float, str] |
         return "exited_early", FIRST_HAND, place or "the program"
     if number == signal.SIGBUS and (full := _full_shared_memory(error.node, snapshot)):
         return "shared_memory_full", FIRST_HAND, full
+    if number == signal.SIGBUS:
+        return "bus_error", 0.88, place or "the files that the program maps"
     if kind := _kind_of(error):
         return _with_detail(kind, error, snapshot)
     if number in LIMITS:

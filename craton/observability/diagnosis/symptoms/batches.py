@@ -31,9 +31,13 @@ def find_labels(snapshot: Snapshot) -> Symptom | None:
         return _wrong("labels_masked", text, f"{empty} of {len(shares)} recorded steps have no label")
     losses, norms = snapshot.series.loss[-NEWEST:], snapshot.series.gradient_norm[-NEWEST:]
     is_empty = len(losses) == NEWEST and not any(value for _, value in losses)
-    if not shares and is_empty and len(norms) == NEWEST and not any(value for _, value in norms):
-        text = "has a loss and a gradient of exactly 0: all labels of its batches are masked"
-        return _wrong("labels_masked", text, text)
+    if is_empty and len(norms) == NEWEST and not any(value for _, value in norms):
+        since = snapshot.series.loss[_since([value == 0.0 for _, value in snapshot.series.loss])][0]
+        if not shares:
+            text = "has a loss and a gradient of exactly 0: all labels of its batches are masked"
+            return _wrong("labels_masked", text, f"the loss has been 0 since step {since}")
+        text = "has a loss and a gradient of exactly 0, although its batches have labels"
+        return _wrong("no_gradient", text, f"the loss has been 0 since step {since}")
     return None
 
 

@@ -28,6 +28,7 @@ LONG_POINTS = 20  # a rise of fewer recorded steps is a spike
 HIGH_POINTS, HIGH_RATIO = 10, 3.0  # a larger rise is a divergence after fewer steps
 MIN_RISE = 0.2  # nats of cross entropy
 EXPLODED = 3.0  # times ln(vocabulary) or the lowest loss, in the first steps
+JUMPED = 5.0  # times the range of all losses before, within a step
 HUGE_RISE = 10.0  # of a user's loss, relative to its level and range before
 RECOVERED_SHARE = 0.5  # of the rise; a loss that came down by more is recovering
 MIN_EVALUATIONS, RISING_EVALUATIONS = 5, 3
@@ -70,6 +71,7 @@ def find_loss_trouble(snapshot: Snapshot) -> Symptom | None:
     return (
         _explodes_at_once(points, scale)
         or _diverges(points, scale)
+        or _stays_high(points, scale)
         or _above_guessing(points, scale)
         or _spikes(points, scale)
         or _learns_nothing(snapshot, points, scale)
@@ -107,6 +109,31 @@ def _diverges(points: Points, scale: LossScale) -> Symptom | None:
         return None  # on its way back
     first = statistics.median(losses[:3])  # before the first window, if it rose from the first steps on
     return _diverged(points, min(best, first), latest, points[since][0])
+
+
+def _stays_high(points: Points, scale: LossScale) -> Symptom | None:
+    """Return a loss that jumped far above everything before within a step, and has stayed there. It counts until it is
+    back at the levels before the jump, although it falls: a recovery from there takes as long as the training did."""
+    losses = [value for _, value in points]
+    jump = next((index for index in range(FEW_LOSSES, len(losses)) if _jumps(losses, index, scale)), None)
+    if jump is None or len(losses) - jump < LONG_POINTS:
+        return None
+    highest = max(losses[:jump])
+    if min(losses[jump:]) <= highest + JUMPED * (highest - min(losses[:jump])):
+        return None
+    peak, newest = max(losses[jump:]), statistics.median(losses[-NEWEST_LOSSES:])
+    text = f"has a loss spike from {losses[jump - 1]:.3g} to {peak:.3g} that lasts: the loss is {newest:.3g}"
+    evidence = (f"the loss jumped at step {points[jump][0]}", _latest(points))
+    return Symptom("wrong", text, evidence, lost_share=1.0, sign="loss_spike")
+
+
+def _jumps(losses: Sequence[float], index: int, scale: LossScale) -> bool:
+    """Return whether a loss is far above all before it, by most of that distance since the one before."""
+    before, value = losses[:index], losses[index]
+    highest = max(before)
+    if value <= highest + JUMPED * (highest - min(before)) or value - before[-1] < 0.5 * (value - highest):
+        return False
+    return value > highest + JUMPED * max(10.0 * _noise(before), scale.min_rise)
 
 
 def _above_guessing(points: Points, scale: LossScale) -> Symptom | None:
