@@ -403,6 +403,7 @@ def reported_cases() -> Iterator[Case]:
         ("store", "rendezvous_failed", "torch.distributed.DistStoreError", "Timed out waiting for clients", {}),
         ("hub", "service_unreachable", "ConnectTimeout", "Connection to huggingface.co timed out.", {}),
         ("files", "too_many_open_files", "OSError", "[Errno 24] Too many open files", {"errno": 24}),
+        ("SIGBUS", "bus_error", "", "", {"code": -7, "source": "exit"}),
         ("CPU time", "process_limit", "", "", {"code": -24, "source": "exit"}),
     ):
         yield Case(name, cause, "dead", reported(kind, message, **changes))

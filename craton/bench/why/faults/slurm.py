@@ -112,7 +112,7 @@ class LocalSlurm:
         deadline = time.monotonic() + START_SECONDS
         while len(self.nodes_in("idle")) < len(NODES):
             if time.monotonic() > deadline:
-                raise TimeoutError(f"Slurm has no {len(NODES)} idle nodes after {START_SECONDS:.0f} s")
+                raise TimeoutError(f"Slurm has no {len(NODES)} idle nodes after {START_SECONDS:g} seconds")
             time.sleep(0.2)
 
     def stop(self) -> None:

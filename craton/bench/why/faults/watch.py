@@ -125,7 +125,7 @@ def _wait_for_onset(fault: LiveFault, job: RunningJob, record: FaultRecord) -> f
         if snapshot.run.has_ended:
             raise TimeoutError(f"the run ended before its fault began: {verdict.sentence}")
         time.sleep(max(0.0, LOOK_SECONDS - (time.monotonic() - began_look)))
-    raise TimeoutError(f"the fault did not begin within {SETTLE_LIMIT_SECONDS:.0f} s, at step {job.step()}")
+    raise TimeoutError(f"the fault did not begin within {SETTLE_LIMIT_SECONDS:g} seconds, at step {job.step()}")
 
 
 class Settling:
