@@ -91,6 +91,7 @@ class NodeProcesses:
         self._fork_server_by = float("inf")
         self._plan_step_seconds = self._planned_step()
         self._stacks = StackTaker(run, records.event)
+        self._noteworthy: list[tuple[int, bool, str]] = []  # of the last look at its ranks
         self._save_seconds = 0.0  # longest recent save, with its writes in the background
         if not launch.nursery and next_number(run) > launch.generation:  # an earlier agent was killed
             self._offer_store()
@@ -467,9 +468,14 @@ class NodeProcesses:
             )
         return result
 
-    def take_stacks(self, now: float) -> None:
-        """Take the stacks of ranks that make no progress."""
-        self._stacks.look([self._stuck(place, process, now) for _, place, process in self._running()], now)
+    def take_stacks(self, now: float) -> bool:
+        """Take the stacks of ranks that make no progress. Return whether readers should know at once: a signal has
+        stopped or continued a rank, or a stack shows where one waits."""
+        ranks = [self._stuck(place, process, now) for _, place, process in self._running()]
+        self._stacks.look(ranks, now)
+        noteworthy = [(rank.process.pid, rank.is_stopped, rank.stack.frame) for rank in ranks]
+        is_new, self._noteworthy = noteworthy != self._noteworthy, noteworthy
+        return is_new
 
     def _stuck(self, place: RankSlot, process: RankProcess, now: float) -> StuckRank:
         progress = self._progress(place, process, now)
@@ -484,6 +490,7 @@ class NodeProcesses:
             progress.step,
             progress.age,
             is_due=progress.age - progress.starved_seconds > wanted,
+            is_stopped=progress.is_stopped,
         )
 
     def _stuck_after(self, place: RankSlot, progress: RankProgress) -> float:

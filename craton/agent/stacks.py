@@ -70,6 +70,7 @@ class StuckRank:
     step: int
     age_seconds: float
     is_due: bool  # it has made no progress for so long that its stack is wanted
+    is_stopped: bool = False  # by a signal
 
 
 class StackTaker:

@@ -240,8 +240,8 @@ class Supervisor:
             ranks = self._processes.rank_status()
             self._face.show_ranks(ranks)
             self._log_times.note(rank.rank for rank in ranks)
-        if self._due("stacks", now, STACK_SECONDS):
-            self._processes.take_stacks(now)
+        if self._due("stacks", now, STACK_SECONDS) and self._processes.take_stacks(now):
+            self._next["status"] = now
         if self._due("status", now, STATUS_SECONDS):
             self._face.write_status(self._records.generation, self._processes.rank_status())
         if self._coordinates() and self._due("summary", now, SUMMARY_SECONDS):

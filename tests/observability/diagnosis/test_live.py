@@ -71,11 +71,23 @@ def test_a_rank_that_is_stopped(root: Path, capsys: pytest.CaptureFixture[str]) 
     victim = snapshot.ranks[2]
     assert victim.pid is not None
     os.kill(victim.pid, signal.SIGSTOP)
-    _, verdict = wait_for_verdict(run, lambda _, found: found.cause == "rank_stopped")
-    assert (verdict.layer, verdict.node, verdict.rank) == ("host", "node-1", 2)
+    # Its agent ends it after four seconds; on a busy machine, a diagnosis may take as long.
+    _, verdict = wait_for_verdict(run, lambda _, found: found.condition in ("hung", "dead"))
+    assert (verdict.layer, verdict.cause, verdict.node, verdict.rank) == ("host", "rank_stopped", "node-1", 2)
+    wait_for_verdict(run, lambda snapshot, _: snapshot.run.state == "failed")
     told: dict[str, Any] = json.loads(craton(capsys, "why", "sick", "--json"))
-    assert (told["cause"], told["rank"]) == ("rank_stopped", 2)
-    assert told["condition"] in ("hung", "dead"), "its agent ends a rank that stays stopped"
+    assert (told["condition"], told["cause"], told["rank"]) == ("dead", "rank_stopped", 2)
+
+
+def test_a_rank_that_is_stopped_and_continued(root: Path) -> None:
+    run = start(root)
+    snapshot, _ = wait_for_verdict(run, trains)
+    victim = snapshot.ranks[2].pid
+    assert victim is not None
+    os.kill(victim, signal.SIGSTOP)
+    os.kill(victim, signal.SIGCONT)
+    reached = snapshot.ranks[2].step or 0
+    wait_for_verdict(run, lambda now, found: found.condition == "healthy" and (now.ranks[2].step or 0) > reached)
 
 
 def test_a_rank_that_is_slow(root: Path) -> None:

@@ -22,7 +22,8 @@ CARD_VARIABLES = ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "CUDA_VISIBLE_DEVICES")
 
 
 def look_at_process(rank: SnapshotRank) -> SnapshotRank:
-    """Return the rank with its process state and wait channel."""
+    """Return the rank with its process state and wait channel. Its agent decides whether a signal has stopped it, as it
+    also knows since when; without its report, the process state does."""
     if rank.pid is None or rank.is_alive is False:
         return rank
     folder = Path(f"/proc/{rank.pid}")
@@ -35,7 +36,7 @@ def look_at_process(rank: SnapshotRank) -> SnapshotRank:
     return replace(
         rank,
         process_state=state if state != "t" else "T",
-        is_stopped=state in ("T", "t"),
+        is_stopped=rank.is_stopped if rank.is_stopped is not None else state in ("T", "t"),
         wait_channel=_read(folder / "wchan") if state in ("D", "S") else "",
     )
 
