@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from agent_gang import Gang, is_alive
 from waiting import PATIENCE_SECONDS, wait_until
 
 from craton.agent import Launch, newest_generation
+from craton.agent.processes import free_port
 from craton.telemetry.files import read_lines
 from craton.telemetry.node import read_heartbeat
 
@@ -53,11 +53,6 @@ def start(gang: Gang, **settings: Any) -> list[subprocess.Popen[bytes]]:
     with_port = {"master_port": free_port(), "failure_grace_seconds": 0.5}
     gang.launch(MEET, nodes=NODES, agent_command=command, **{**with_port, **settings})
     return [gang.start(0), gang.start(1)]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 def met(gang: Gang, generation: int) -> dict[int, dict[str, int]]:

@@ -11,7 +11,6 @@ import contextlib
 import os
 import shutil
 import signal
-import socket
 import stat
 import subprocess
 import tempfile
@@ -21,6 +20,8 @@ from pathlib import Path
 
 import pytest
 from waiting import PATIENCE_SECONDS, wait_until
+
+from craton.agent.processes import free_port
 
 NEEDED = ("munged", "mungekey", "slurmctld", "slurmd", "sbatch", "squeue", "scontrol", "scancel")
 NODES = tuple(f"g{number}" for number in range(1, 9))
@@ -330,10 +331,11 @@ def slurm(slurm_lab: SlurmLab, monkeypatch: pytest.MonkeyPatch) -> Iterator[Slur
 
 
 def _free_ports(count: int) -> list[int]:
-    """All different: they are held until the last is found."""
-    with contextlib.ExitStack() as held:
-        sockets = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [int(each.getsockname()[1]) for each in sockets]
+    """All different."""
+    ports: set[int] = set()
+    while len(ports) < count:
+        ports.add(free_port())
+    return list(ports)
 
 
 def _is_alive(pid: int) -> bool:

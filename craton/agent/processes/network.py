@@ -98,7 +98,9 @@ def free_port(host: str = "127.0.0.1") -> int:
     last = FIRST_OUTGOING_PORT
     with contextlib.suppress(OSError, ValueError):
         last = int(OUTGOING_PORTS.read_text().split()[0])
-    candidates = [random.randrange(FIRST_PORT, last) for _ in range(PORT_TRIES)] if last > FIRST_PORT else []
+    # Not the program's own generator: processes with the same seed would choose the same ports.
+    draw = random.SystemRandom()
+    candidates = [draw.randrange(FIRST_PORT, last) for _ in range(PORT_TRIES)] if last > FIRST_PORT else []
     for port in (*candidates, 0):  # any port if none of them is free
         with contextlib.suppress(OSError), socket.create_server((host, port)) as probe:
             return int(probe.getsockname()[1])

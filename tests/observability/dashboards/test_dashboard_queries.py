@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import socket
 import time
 from collections.abc import Iterator
 
@@ -13,6 +12,7 @@ from observability.dashboards.asking import EVERYTHING, answer, filled_in
 from observability.dashboards.watched_cluster import EVERY_SECONDS, HERE, P5EN, RUN, SERVER, Cluster, watched_cluster
 from waiting import PATIENCE_SECONDS
 
+from craton.agent.processes import free_port
 from craton.observability.dashboards.boards import BOARDS
 from craton.observability.dashboards.model import Board, Panel, PanelQuery
 
@@ -27,9 +27,7 @@ OF_LAB = re.compile(r"\bnode_infiniband_(?:port|symbol|link)_")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     if shutil.which("prometheus") is None:
         pytest.skip("prometheus is not installed: `make observers` installs it where it may")
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = int(probe.getsockname()[1])
-    with watched_cluster(tmp_path_factory.mktemp("cluster"), port) as found:
+    with watched_cluster(tmp_path_factory.mktemp("cluster"), free_port()) as found:
         yield found
 
 

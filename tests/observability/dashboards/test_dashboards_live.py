@@ -17,6 +17,7 @@ from observability.dashboards.asking import EVERYTHING, answer
 from observability.dashboards.watched_cluster import EVERY_SECONDS, Cluster, FixedExporters
 from observability.exporter.exporting import exporting
 
+from craton.agent.processes import free_port
 from craton.observability.dashboards.boards import BOARDS
 from craton.observability.exporter import ExporterServer
 from craton.observability.prometheus import Observer, ObserverSettings
@@ -50,8 +51,7 @@ def test_every_query_of_a_run_returns_data_on_a_real_training(tmp_path: Path, mo
     (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     monkeypatch.setenv("CRATON_RUNS", str(tmp_path / "runs"))
     monkeypatch.setenv("CRATON_CACHE", str(tmp_path / "cache"))
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = int(probe.getsockname()[1])
+    port = free_port()
     host = socket.gethostname()
     with ExitStack() as stack:
         run = _craton(tmp_path, "run", "words.yaml", "--json")

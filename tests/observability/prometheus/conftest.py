@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from observed import LiveRun, Served, need
+
+from craton.agent.processes import free_port
 
 
 @pytest.fixture(autouse=True)
@@ -25,13 +28,9 @@ def programs() -> None:
 def port() -> int:
     """A free one whose third neighbour is free as well."""
     for _ in range(100):
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            found = int(probe.getsockname()[1])
-            try:
-                with socket.create_server(("127.0.0.1", found + 3)):
-                    return found
-            except OSError:
-                continue
+        found = free_port()
+        with suppress(OSError), socket.create_server(("127.0.0.1", found + 3)):
+            return found
     raise AssertionError("no free ports")
 
 
