@@ -102,8 +102,8 @@ def memory_limit(root: Path = Path("/")) -> tuple[int, str]:
     own = _address_space()
     if own is not None:
         bounds.append((own, "the limit of this process (`ulimit -v`)"))
-    for folder in _memory_cgroups(root):
-        sizes = [_number(folder / name) for name in ("memory.max", "memory.limit_in_bytes")]
+    for folder in cgroup_folders("memory", root=root):
+        sizes = [number_in(folder / name) for name in ("memory.max", "memory.limit_in_bytes")]
         source = f"the memory limit of the cgroup {folder}"
         bounds += [(size, source) for size in sizes if size is not None and size < UNLIMITED_BYTES]
     return min(bounds)
@@ -111,23 +111,27 @@ def memory_limit(root: Path = Path("/")) -> tuple[int, str]:
 
 def oom_kills(root: Path = Path("/")) -> int:
     """Return how many processes the OOM killer has killed, in this process's cgroups and on the machine."""
-    count = _field(root / "proc" / "vmstat", "oom_kill")
-    for folder in _memory_cgroups(root):
-        count += _field(folder / "memory.events", "oom_kill") + _field(folder / "memory.oom_control", "oom_kill")
+    count = number_after(root / "proc" / "vmstat", "oom_kill")
+    for folder in cgroup_folders("memory", root=root):
+        count += number_after(folder / "memory.events", "oom_kill") + number_after(
+            folder / "memory.oom_control", "oom_kill"
+        )
     return count
 
 
 def cpu_quota(root: Path = Path("/")) -> int | None:
     """Return the CPU quota of this process's cgroups, rounded up; None: no limit."""
-    quotas = []
-    for folder in _cgroups(root, "cpu"):
-        with contextlib.suppress(OSError, ValueError):  # "max 100000" is no limit
-            quota, period = (folder / "cpu.max").read_text(encoding="ascii").split()
-            quotas.append(math.ceil(int(quota) / int(period)))
-        quota_of_1, period_of_1 = _number(folder / "cpu.cfs_quota_us"), _number(folder / "cpu.cfs_period_us")
-        if quota_of_1 is not None and period_of_1 and quota_of_1 > 0:
-            quotas.append(math.ceil(quota_of_1 / period_of_1))
-    return min(quotas, default=None)
+    quotas = [cgroup_quota(folder) for folder in cgroup_folders("cpu", root=root)]
+    return min((math.ceil(quota) for quota in quotas if quota is not None), default=None)
+
+
+def cgroup_quota(folder: Path) -> float | None:
+    """Return the CPU quota of a cgroup, of either version; None: no limit."""
+    with contextlib.suppress(OSError, ValueError, ZeroDivisionError):  # "max 100000" is no limit
+        quota, period = (folder / "cpu.max").read_text(encoding="ascii").split()
+        return int(quota) / int(period)
+    quota_of_1, period_of_1 = number_in(folder / "cpu.cfs_quota_us"), number_in(folder / "cpu.cfs_period_us")
+    return quota_of_1 / period_of_1 if quota_of_1 is not None and period_of_1 and quota_of_1 > 0 else None
 
 
 def _files_text() -> str:
@@ -160,18 +164,14 @@ def _file_max() -> str:
 
 
 def _machine_bytes(root: Path) -> int:
-    kilobytes = _field(root / "proc" / "meminfo", "MemTotal:")
+    kilobytes = number_after(root / "proc" / "meminfo", "MemTotal:")
     return kilobytes * 1024 if kilobytes else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _memory_cgroups(root: Path) -> list[Path]:
-    return _cgroups(root, "memory")
-
-
-def _cgroups(root: Path, controller: str) -> list[Path]:
-    """Return the cgroup folders that may limit this process, the innermost first (cgroups(7))."""
+def cgroup_folders(controller: str, pid: int | None = None, root: Path = Path("/")) -> list[Path]:
+    """Return the cgroup folders that may limit a process (default: this one), the innermost first (cgroups(7))."""
     try:
-        lines = (root / "proc" / "self" / "cgroup").read_text(encoding="utf-8").splitlines()
+        lines = (root / "proc" / str(pid or "self") / "cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
         return []
     mount = root / "sys" / "fs" / "cgroup"
@@ -187,14 +187,15 @@ def _cgroups(root: Path, controller: str) -> list[Path]:
     return [folder for folder in dict.fromkeys(paths) if folder.is_dir()]
 
 
-def _number(path: Path) -> int | None:
+def number_in(path: Path) -> int | None:
+    """Return the number that is all of a file's text; None if it is another text."""
     try:
         return int(path.read_text(encoding="ascii"))
     except (OSError, ValueError):  # "max" is no limit
         return None
 
 
-def _field(path: Path, name: str) -> int:
+def number_after(path: Path, name: str) -> int:
     """Return the number after `name` in a file of name-number lines; 0 if there is none."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         for line in path.read_text(encoding="ascii").splitlines():

@@ -20,6 +20,7 @@ from craton.agent.coordination import RankProgress
 from craton.agent.generation import Generation, next_number
 from craton.agent.launch import Launch
 from craton.agent.processes import (
+    BoundsReader,
     ChildProcess,
     CommandOutput,
     CpuWait,
@@ -32,7 +33,7 @@ from craton.agent.processes import (
     start_rank,
 )
 from craton.agent.records import NodeRecords
-from craton.agent.stacks import RankStack, StackTaker, StuckRank
+from craton.agent.stacks import START_SECONDS, RankStack, StackTaker, StuckRank
 from craton.telemetry import RunDirectory, plan_twins, read_json
 from craton.telemetry.node import RankStatus
 from craton.telemetry.progress import NOTED_SECONDS, RankActivity, stuck_after
@@ -42,7 +43,7 @@ PLANNED_SECONDS = 1000.0  # without progress, while entering a planned generatio
 FORK_SERVER_SECONDS = 120.0  # imports from a cold file system are slow
 MAX_STARTS = 3  # of one slot in one generation, without entering it
 DUE_SHARE = 0.75  # of the limit after which a rank is ended: its stack is taken then
-LONG_KINDS = ("productive", "redo", "compile", "start")  # no stack is wanted before they count as stuck
+LONG_KINDS = ("productive", "redo", "compile")  # no stack is wanted before they count as stuck
 
 
 @dataclass
@@ -59,6 +60,7 @@ class RankSlot:
     mute_at: float = -1.0  # progress in the page when a job's own command began; it may never report any
     cpu_wait: CpuWait = field(default_factory=CpuWait)
     stack: RankStack = field(default_factory=RankStack)
+    bounds: BoundsReader = field(default_factory=BoundsReader)
 
     @property
     def is_running(self) -> bool:
@@ -464,6 +466,7 @@ class NodeProcesses:
                     is_waiting=progress.is_waiting,
                     is_user_frame=bool(progress.frame) and place.stack.is_user_frame,
                     wait_channels=place.stack.wait_channels if place.stack.episode == place.page.progress else (),
+                    bounds=place.bounds.read(process.pid, now),
                 )
             )
         return result
@@ -480,7 +483,10 @@ class NodeProcesses:
     def _stuck(self, place: RankSlot, process: RankProcess, now: float) -> StuckRank:
         progress = self._progress(place, process, now)
         wanted = min(self._stuck_after(place, progress), DUE_SHARE * progress.limit)
-        if progress.kind not in LONG_KINDS:
+        stuck_after = wanted
+        if progress.kind == "start":
+            wanted = min(wanted, START_SECONDS)
+        elif progress.kind not in LONG_KINDS:
             wanted = min(wanted, max(NOTED_SECONDS, progress.slowest_seconds))
         return StuckRank(
             place.stack,
@@ -491,6 +497,7 @@ class NodeProcesses:
             progress.age,
             is_due=progress.age - progress.starved_seconds > wanted,
             is_stopped=progress.is_stopped,
+            is_starting=progress.kind == "start" and progress.age - progress.starved_seconds <= stuck_after,
         )
 
     def _stuck_after(self, place: RankSlot, progress: RankProgress) -> float:

@@ -27,6 +27,7 @@ from craton.telemetry import RunDirectory
 from craton.telemetry.files import replace_text
 from craton.telemetry.rank import MAX_STACK_BYTES, STACK_SIGNAL, TOOL, is_answering, make_stack_file, read_stacks
 
+START_SECONDS = 15.0  # in a start, after which its stack is wanted, and again after half of the time since
 MAX_STACKS = 8  # ranks of a node, per episode
 ANSWER_SECONDS = 1.0  # for a rank to dump its stacks; on a busy machine it needs a CPU first
 KILL_ANSWER_SECONDS = 0.3  # the same for a rank that is about to be killed
@@ -54,9 +55,13 @@ class RankStack:
     def begin(self, progress: float) -> None:
         """Forget the last episode if the rank has made progress since."""
         if progress != self.episode:
-            self.episode, self.asked_at = progress, 0.0
-            self.is_taken = self.has_native = self.is_waiting = self.is_user_frame = False
-            self.frame, self.wait_channels = "", ()
+            self.episode = progress
+            self.forget()
+
+    def forget(self) -> None:
+        self.asked_at = 0.0
+        self.is_taken = self.has_native = self.is_waiting = self.is_user_frame = False
+        self.frame, self.wait_channels = "", ()
 
 
 @dataclass(frozen=True)
@@ -71,6 +76,7 @@ class StuckRank:
     age_seconds: float
     is_due: bool  # it has made no progress for so long that its stack is wanted
     is_stopped: bool = False  # by a signal
+    is_starting: bool = False  # its start takes long, which may be usual
 
 
 class StackTaker:
@@ -84,6 +90,8 @@ class StackTaker:
     def look(self, ranks: Sequence[StuckRank], now: float) -> None:
         for rank in ranks:
             rank.stack.begin(rank.progress)
+            if rank.is_starting and rank.stack.is_taken and not rank.stack.is_user_frame and _is_old(rank, now):
+                rank.stack.forget()  # imports and set-up: it is elsewhere by now
         num_asked = sum(bool(rank.stack.asked_at) for rank in ranks)
         for rank in ranks:
             if rank.is_due and not rank.stack.asked_at and num_asked < MAX_STACKS:
@@ -145,7 +153,7 @@ class StackTaker:
             path.parent.mkdir(exist_ok=True)
             parts = [f"{what}{where}", text.strip(), "threads, by the kernel:", *map(str, kernel)]
             replace_text(path, "\n".join(part for part in parts if part)[:MAX_STACK_BYTES] + "\n", durable=False)
-        if is_first:
+        if is_first and (stack.is_user_frame or not rank.is_starting):
             self._event(
                 "rank_stuck",
                 number,
@@ -164,7 +172,12 @@ class StackTaker:
         for rank in ranks:
             stack = rank.stack
             wants_native = rank.age_seconds > NATIVE_SECONDS and not stack.is_waiting and not stack.is_user_frame
-            if not (rank.is_due and stack.is_taken) or stack.has_native or not (wants_native or not stack.frame):
+            if (
+                not (rank.is_due and stack.is_taken)
+                or rank.is_starting
+                or stack.has_native
+                or not (wants_native or not stack.frame)
+            ):
                 continue
             stack.has_native = True
             command = tool_command(rank.process.pid, native=wants_native)
@@ -192,6 +205,10 @@ class StackTaker:
         if completed.stdout.strip() and rank.stack.episode == rank.progress:
             name = os.path.basename(command[0])
             self._found.append((rank, f"{before.strip()}\n{TOOL}{name}:\n{completed.stdout.strip()}"))
+
+
+def _is_old(rank: StuckRank, now: float) -> bool:
+    return now - rank.stack.asked_at > max(START_SECONDS, rank.age_seconds / 2)
 
 
 def tool_command(pid: int, native: bool) -> list[str]:

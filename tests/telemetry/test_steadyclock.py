@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from craton.telemetry import RunDirectory, Summarizer, summarize
+from craton.telemetry import RunDirectory, Summarizer, summarize, summary
 from craton.telemetry.node import LOST_SECONDS, Heartbeat, read_heartbeat, touch_heartbeat, write_heartbeat
 from craton.telemetry.rank import STEADY, LedgerReader, monotonic_clock_id, wall_offset
 from craton.telemetry.rank.steady_clock import SteadyClock
@@ -69,13 +70,24 @@ def test_a_reader_elsewhere_has_only_the_wall_clock(run: RunDirectory, monkeypat
     assert beat_of(run).is_lost()
 
 
-def test_a_reader_elsewhere_that_looks_again_trusts_a_heartbeat_that_changes(run: RunDirectory) -> None:
-    """Their clocks are an hour apart."""
+def test_a_reader_elsewhere_that_looks_again_trusts_a_heartbeat_that_changes(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their clocks are an hour apart. The change time of the file shows that the agent is alive, unless the file server
+    has the agent's clock."""
     run.launch_path.write_text(json.dumps({"generation": 0, "nodes": ["a"], "num_nodes": 1, "ranks_per_node": 1}))
     path, moment = run.heartbeat_path("a"), time.time() - HOUR
     write_heartbeat(run, "a", Heartbeat(0, "running", 1, 0))
     path.write_text(json.dumps({**json.loads(path.read_text()), "clock": "another boot"}))
     os.utime(path, (moment, moment))
+    assert Summarizer(run).summary().state == "starting"
+    assert beat_of(run).clock_error == pytest.approx(-HOUR, abs=60.0)
+
+    def read(run: RunDirectory, node: str) -> Heartbeat | None:
+        beat = read_heartbeat(run, node)
+        return beat and replace(beat, changed=beat.moment)
+
+    monkeypatch.setattr(summary, "read_heartbeat", read)
     reader = Summarizer(run)
     assert reader.summary().state == "lost"
     os.utime(path, (moment + 1.0, moment + 1.0))

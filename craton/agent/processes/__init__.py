@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from craton.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from craton.agent.processes.bounds import BoundsReader
     from craton.agent.processes.cpuwait import CpuWait
     from craton.agent.processes.fork_server import FORK_SERVER_VARIABLE, ForkServer, ForkServerError, answer_requests
     from craton.agent.processes.network import address_towards, free_port, pin_interfaces

@@ -37,11 +37,13 @@ class Origin:
     part: str  # the array of the data, the parameter, the module or the objective
     sample: int | None = None
     rank: int = 0  # that found it
+    is_alone: bool = False  # the only rank that found it, although others do the same work on other samples
 
     def fields(self) -> dict[str, Any]:
         """Return the fields of a `bad_step` event."""
         sample = {} if self.sample is None else {"sample": self.sample}
-        return {"origin": self.origin, "part": self.part, **sample, "found_by": self.rank}
+        alone = {"found_alone": True} if self.is_alone else {}
+        return {"origin": self.origin, "part": self.part, **sample, "found_by": self.rank, **alone}
 
     def __str__(self) -> str:
         sample = "" if self.sample is None else f" of sample {self.sample}"
@@ -158,7 +160,9 @@ class FaultSearch:
             text[: len(letters)] = torch.tensor(list(letters), dtype=torch.float64)
         shared = bytes(int(letter) for letter in ranks.sum(text.to(ranks.device)).tolist() if letter)
         origin, _, part = shared.decode(errors="replace").partition(":")
-        return Origin(origin, part, None if sample < 0 else int(sample), rank)
+        layout = ranks.layout
+        is_alone = len(found) == 1 and ranks.world > 1 and layout.pp == layout.cp == layout.tp == 1
+        return Origin(origin, part, None if sample < 0 else int(sample), rank, is_alone)
 
 
 @dataclass(frozen=True)

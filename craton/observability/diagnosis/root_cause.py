@@ -1,10 +1,10 @@
 """Root-cause analysis: from a snapshot to one verdict.
 
 The symptoms come first. Then the rules of each layer run in the order scheduler, devices, fabric, collectives,
-framework, training, storage, host, restarts. A finding is weighed by the quality of its evidence and by whether its
-victim matches the symptom. A finding that only says *where* gives way to one that says *why* for the same victim. Two
-faults are two findings: the more severe one first, the other in `others`. When nothing explains the condition, the
-verdict is "not enough evidence" (`cannot_tell`), with the evidence that is missing.
+framework, training, storage, host, limits of processes, restarts. A finding is weighed by the quality of its evidence
+and by whether its victim matches the symptom. A finding that only says *where* gives way to one that says *why* for the
+same victim. Two faults are two findings: the more severe one first, the other in `others`. When nothing explains the
+condition, the verdict is "not enough evidence" (`cannot_tell`), with the evidence that is missing.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import replace
 from craton.infrastructure.probes import HEALTH_ACTIONS
 from craton.observability.diagnosis.rules import (
     examine_collectives,
+    examine_confinement,
     examine_devices,
     examine_errors,
     examine_fabric,
@@ -29,7 +30,7 @@ from craton.observability.diagnosis.sentences import action_of, paragraph
 from craton.observability.diagnosis.snapshot import Snapshot, SnapshotGpu, SnapshotNode
 from craton.observability.diagnosis.symptoms import symptoms_of
 from craton.observability.diagnosis.tables import LAYERS
-from craton.observability.diagnosis.verdict import RESTARTS, TROUBLED, Finding, Symptom, Symptoms, Verdict
+from craton.observability.diagnosis.verdict import IDLE, RESTARTS, TROUBLED, Finding, Symptom, Symptoms, Verdict
 
 EXAMINATIONS: tuple[Callable[[Snapshot, Symptoms], list[Finding]], ...] = (
     examine_scheduler,
@@ -41,12 +42,14 @@ EXAMINATIONS: tuple[Callable[[Snapshot, Symptoms], list[Finding]], ...] = (
     examine_training,
     examine_storage,
     examine_host,
+    examine_confinement,
     examine_restarts,
 )
 CANNOT_TELL = "cannot_tell"
 MIN_SCORE = 0.3  # a finding below this explains nothing
 MIN_OTHER = 0.45  # a weaker further finding is not reported
 CANNOT_TELL_CONFIDENCE = 0.6
+STARTING_CONFIDENCE = 0.85  # a start that is too slow looks like any other for a while
 SURE = 0.97  # maximum confidence
 HOURS_PER_DAY = 24.0
 HOLDS_NODES = ("starting", "running", "stopping")  # of telemetry.RunState
@@ -68,6 +71,8 @@ def diagnose(snapshot: Snapshot) -> Verdict:
         verdict = _at_risk(snapshot, symptoms, findings)
     elif condition == "unknown":
         would = (f"query the scheduler from a machine that can reach it: {symptoms.first.sentence}",)
+        if symptoms.first.sign == IDLE:
+            would = ("set progress.pattern in the job file to what the command prints in every step",)
         verdict = Verdict("unknown", cause=CANNOT_TELL, confidence=CANNOT_TELL_CONFIDENCE, would_tell=would)
     else:
         verdict = Verdict(condition, confidence=SURE)
@@ -113,7 +118,7 @@ def _explained(snapshot: Snapshot, symptoms: Symptoms, findings: list[Finding]) 
     others = _others(findings, chosen, symptoms)
     if chosen is None:
         if first.condition == "starting":
-            return Verdict("starting", evidence=first.evidence, confidence=SURE, others=others)
+            return Verdict("starting", evidence=first.evidence, confidence=STARTING_CONFIDENCE, others=others)
         return Verdict(
             first.condition,
             node=first.nodes[0] if len(first.nodes) == 1 else "",

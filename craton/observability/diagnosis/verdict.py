@@ -16,6 +16,7 @@ UNNAMED_FIT, ELSEWHERE_FIT, OTHER_PHASE_FIT = (
 TROUBLED: tuple[Condition, ...] = ("slow", "hung", "dead", "wrong")
 # Signs of slow runs whose steps may still be fast.
 RESTARTS, OVERLOAD = "restarts", "overload"  # a restart loop; more requests than the server can handle
+IDLE = "idle"  # a command that has never reported a step
 UNSAVED = "unsaved"  # the run waits until a tier can store its last state
 
 

@@ -5,6 +5,7 @@ sees the old or the new one. A heartbeat older than LOST_SECONDS in state `runni
 
 The modification time is of the agent's wall clock, which may jump. So the text also has the offset of that clock to
 CLOCK_MONOTONIC: a reader of the same boot computes the age without a wall clock. After a jump the agent rewrites it.
+The change time is of the kernel or the file server: readers elsewhere believe the fresher of the two.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class Heartbeat:
     host: str = ""
     started: str = ""  # start time of its process, by the kernel's clock: distinguishes processes with the same PID
     moment: float = 0.0  # epoch seconds of the last touch
+    changed: float = 0.0  # the same by the kernel or the file server; 0: unknown
     clock: str = ""  # id of the agent's monotonic clock; "": unknown
     clock_offset: float = 0.0  # of the clock of `moment` to that one
     steady_offset: float = 0.0  # of the agent's steady clock, which a later agent of this boot takes over
@@ -46,9 +48,24 @@ class Heartbeat:
     def age_seconds(self, now: float | None = None) -> float:
         """Return the seconds since the last touch, now or at the epoch second `now`. Without `now`, a jump of the wall
         clock does not mislead a reader of the agent's boot."""
-        if now is None and self.clock and self.clock == monotonic_clock_id():
+        if now is None and self.is_of_this_boot:
             return max(0.0, time.monotonic() - (self.moment - self.clock_offset))
-        return (time.time() if now is None else now) - self.moment
+        if now is not None:
+            return now - self.moment
+        ages = [time.time() - moment for moment in (self.moment, self.changed) if moment]
+        return min((age for age in ages if age > -LOST_SECONDS), default=0.0)
+
+    @property
+    def is_of_this_boot(self) -> bool:
+        """Whether the agent has the monotonic clock of this process."""
+        return bool(self.clock) and self.clock == monotonic_clock_id()
+
+    @property
+    def clock_error(self) -> float:
+        """How many seconds the agent's wall clock is ahead of this machine's or the file server's, as far as known."""
+        if self.is_of_this_boot:
+            return self.clock_offset - wall_offset()
+        return self.moment - self.changed if self.changed else 0.0
 
     trouble: str = ""  # why the agent cannot write to the run directory, or could not earlier
     missing_lines: int = 0  # of its records: dropped, or only in its memory
@@ -104,7 +121,7 @@ def write_heartbeat(run: RunDirectory, node: str, heartbeat: Heartbeat) -> float
     steady = heartbeat.steady_offset if is_ours and heartbeat.steady_offset else STEADY.offset
     clocks = {"clock": monotonic_clock_id(), "clock_offset": offset, "steady_offset": steady}
     document = {**asdict(heartbeat), **clocks}
-    del document["moment"]
+    del document["moment"], document["changed"]
     text = json.dumps(document) + "\n"
     # A file server has its own clock.
     moment = time.monotonic() + offset
@@ -127,7 +144,7 @@ def read_heartbeat(run: RunDirectory, node: str) -> Heartbeat | None:
     path = run.heartbeat_path(node)
     try:
         with open_regular(path) as file:
-            moment = os.fstat(file.fileno()).st_mtime
+            status = os.fstat(file.fileno())
             document: dict[str, Any] = json.loads(file.read(MAX_HEARTBEAT_BYTES))
         return Heartbeat(
             generation=int(document["generation"]),
@@ -137,7 +154,8 @@ def read_heartbeat(run: RunDirectory, node: str) -> Heartbeat | None:
             address=str(document.get("address", "")),
             host=str(document.get("host", "")),
             started=str(document.get("started", "")),
-            moment=moment,
+            moment=status.st_mtime,
+            changed=status.st_ctime,
             clock=str(document.get("clock", "")),
             clock_offset=float(document.get("clock_offset", 0.0)),
             steady_offset=float(document.get("steady_offset", 0.0)),

@@ -17,6 +17,20 @@ MAX_FRAME = 300  # characters
 
 
 @dataclass(frozen=True)
+class ProcessBounds:
+    """What confines a rank's process, by the kernel. 0: unknown, or no limit."""
+
+    cpus: int = 0  # that it may run on
+    quota_cpus: float = 0.0  # CPU quota of its cgroups
+    niceness: int = 0
+    waited_share: float = 0.0  # of the last seconds of its threads: runnable, without a CPU
+    throttled_share: float = 0.0  # of the last periods of that quota: used up before their end
+    memory_share: float = 0.0  # of the memory limit of its fullest cgroup, used and not reclaimable
+    memory_limit_bytes: int = 0  # of that cgroup
+    idle_seconds: float = 0.0  # for which it and its children have used no CPU to speak of
+
+
+@dataclass(frozen=True)
 class RankStatus:
     """One rank as its agent sees it."""
 
@@ -39,6 +53,7 @@ class RankStatus:
     is_waiting: bool = False  # by its stack, it waits for other ranks in a collective
     is_user_frame: bool = False  # `frame` is of the user's own code
     wait_channels: tuple[str, ...] = ()  # kernel functions in which its threads slept when its stack was taken
+    bounds: ProcessBounds = ProcessBounds()
 
 
 @dataclass(frozen=True)
@@ -92,4 +107,18 @@ def _rank(document: dict[str, Any]) -> RankStatus:
         is_waiting=bool(document.get("is_waiting", False)),
         is_user_frame=bool(document.get("is_user_frame", False)),
         wait_channels=tuple(str(item)[:MAX_FRAME] for item in document.get("wait_channels") or ()),
+        bounds=_bounds(document.get("bounds") or {}),
+    )
+
+
+def _bounds(document: dict[str, Any]) -> ProcessBounds:
+    return ProcessBounds(
+        cpus=int(document.get("cpus", 0)),
+        quota_cpus=float(document.get("quota_cpus", 0.0)),
+        niceness=int(document.get("niceness", 0)),
+        waited_share=float(document.get("waited_share", 0.0)),
+        throttled_share=float(document.get("throttled_share", 0.0)),
+        memory_share=float(document.get("memory_share", 0.0)),
+        memory_limit_bytes=int(document.get("memory_limit_bytes", 0)),
+        idle_seconds=float(document.get("idle_seconds", 0.0)),
     )

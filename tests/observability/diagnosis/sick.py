@@ -37,6 +37,7 @@ from craton.observability.diagnosis.snapshot import (
     RankError,
     Restart,
     SchedulerKill,
+    Series,
     Serving,
     Snapshot,
     SnapshotBadStep,
@@ -45,6 +46,7 @@ from craton.observability.diagnosis.snapshot import (
     StuckCollective,
     TrainingFacts,
 )
+from craton.telemetry.node import ProcessBounds
 
 RANK, NODE, GPU = 11, "node-1", 3  # the victim, of eight ranks a node
 TRAINING = TrainingFacts(
@@ -232,6 +234,8 @@ def framework_cases() -> Iterator[Case]:
     yield Case("optimizer", "optimizer_slow", "slow", slowed_all(healthy(4), 8.0, "optimizer"), "", None)
     plan = slowed_all(healthy(4), 1.5, "compute", since_start=True)
     yield Case("plan", "slower_than_plan", "slow", plan, "", None)
+    evaluates = with_run(healthy(4), ledger={"productive": 100.0, "evaluate": 900.0})
+    yield Case("evaluates", "evaluation_dominates", "slow", evaluates, "", None)
     yield Case("loader", "loader_slow", "slow", slowed_all(healthy(4), 30.0, "data"), "", None)
     again = with_log(slowed_all(healthy(4), 1.5, "compute"), "recompiling", "torch._dynamo hit config.recompile_limit")
     yield Case("recompiles", "recompiling", "slow", again, "", None)
@@ -242,6 +246,17 @@ def framework_cases() -> Iterator[Case]:
     yield Case("queue", "server_overloaded", "slow", serving(), "", None)
     yield Case("no room", "server_memory_full", "slow", serving(kv_share=0.99, preemptions=12), "", None)
     yield Case("stands", "rank_hung", "hung", hung(healthy(4), {RANK: "productive"}))
+    slow = hung(healthy(4), {rank.rank: "start" for rank in healthy(4).ranks}, seconds=40.0)
+    idle = replace(with_run(healthy(4), kind="command"), series=Series())
+    waits = ProcessBounds(cpus=96, idle_seconds=55.0)
+    for rank in idle.ranks:
+        unseen: dict[str, Any] = {"step": None, "step_seconds": None, "recent": {}, "earlier": {}}
+        frame = {"frame": "source.py:14 in scan: time.sleep(60)", "is_user_frame": True}
+        slow = with_rank(slow, rank.rank, **unseen, **frame)
+        idle = with_rank(idle, rank.rank, **unseen, progress_age_seconds=0.0, bounds=waits)
+    slow = with_run(slow, state="starting", step=None)
+    yield Case("scans", "start_in_user_code", "starting", slow, "", None)
+    yield Case("waits at its rendezvous", "command_idle", "starting", idle, "", None)
     yield Case("compiles", "compile_hung", "hung", hung(healthy(4), {RANK: "compile"}, seconds=3000.0))
     locked = with_rank(hung(healthy(4), {RANK: "productive"}), RANK, stack=("acquire (filelock/_api.py:1)", "FileLock"))
     yield Case("lock", "compile_hung", "hung", locked)
@@ -322,6 +337,8 @@ def storage_cases() -> Iterator[Case]:
     yield Case("held in memory", "state_unsaved", "waiting", held, "", None)
     late = with_tier(healthy(4), "shared", last_moment=MOMENT - 4000.0)
     yield Case("stale", "checkpoint_stale", "healthy", late, "", None)
+    often = with_tier(healthy(4), "shared", usual_seconds=12.0, last_seconds=12.0, interval_seconds=10.0)
+    yield Case("too often", "checkpoint_too_often", "healthy", often, "", None)
     saves = slowed_all(healthy(4), 30.0, "checkpoint")
     yield Case("blocking", "checkpoint_slow", "slow", with_tier(saves, "shared", last_seconds=200.0), "", None)
     lumps = with_run(healthy(4), ledger={"productive": 4000.0, "checkpoint": 1500.0})
@@ -367,11 +384,28 @@ def host_cases() -> Iterator[Case]:
     yield Case("steal", "processor_stolen", "slow", with_host(slow_node(), NODE, steal_share=0.3), rank=None)
     swaps = with_host(slow_node(), NODE, memory_pressure=0.5, swapped_bytes_per_second=3e8)
     yield Case("swaps", "memory_pressure", "slow", swaps, rank=None)
+    for name, cause, own in (
+        ("quota", "cpu_throttled", {"quota_cpus": 0.5, "throttled_share": 0.9}),
+        ("affinity", "cpu_affinity", {"cpus": 1, "waited_share": 0.5}),
+        ("priority", "cpu_priority_low", {"niceness": 19, "waited_share": 0.6}),
+    ):
+        yield Case(name, cause, "slow", with_bounds(slow_victim(), **own))
+    full = with_bounds(healthy(4), memory_share=0.93, memory_limit_bytes=2 << 30)
+    yield Case("memory limit", "memory_limit_near", "healthy", full)
     asleep = with_rank(hung(healthy(4), {RANK: "productive"}), RANK, process_state="D", wait_channel="gpu_wait")
     yield Case("in the kernel", "process_blocked", "hung", with_host(asleep, NODE, blocked_processes=("python",)))
     shared = with_log(dead(-7), "shared_memory", "unable to open shared memory object", RANK)
     yield Case("shm", "shared_memory_full", "dead", with_host(shared, NODE, shared_memory_full_share=1.0))
     yield Case("clock", "clock_off", "healthy", with_host(healthy(4), NODE, clock_offset_seconds=4.0), rank=None)
+
+
+def with_bounds(snapshot: Snapshot, **own: Any) -> Snapshot:
+    """All ranks may use all CPUs but the victim, which is confined so."""
+    ranks = [
+        replace(rank, bounds=ProcessBounds(**{"cpus": 96, **(own if rank.rank == RANK else {})}))
+        for rank in snapshot.ranks
+    ]
+    return replace(snapshot, ranks=tuple(ranks))
 
 
 def reported(kind: str, message: str, **changes: Any) -> Snapshot:

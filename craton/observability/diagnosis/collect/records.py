@@ -12,6 +12,7 @@ import os
 import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,10 @@ from craton.orchestration.watching import read_recoveries
 from craton.telemetry import RunDirectory, read_json
 from craton.telemetry.files import open_regular, paths_in, read_lines, tail_lines
 
-RECENT_STEPS, EARLIER_STEPS, WARM_STEPS = 20, 100, 5
-MAX_WINDOWS, WINDOW_SHIFT = 6, 10  # recent steps, and overlapping ones before: about as far back as EARLIER_STEPS / 2
+RECENT_STEPS, EARLIER_STEPS, WARM_STEPS = 20, 100, 5  # numbers of steps; the recent ones also take RECENT_SECONDS
+RECENT_SECONDS = 4.0
+MAX_WINDOWS = 6  # the recent steps, and as many ones half a window earlier, and so on
+CHANGED = 1.2  # times the usual step: such steps are not the past that others are compared with
 NEWEST_STEPS = 5  # a majority of them must be abnormal
 ALL_BYTES, MAX_BYTES, MIN_BYTES = 128 << 20, 1 << 20, 32 << 10  # of metrics: of all nodes, and limits for one
 ALL_EVENT_BYTES, EVENT_BYTES, LOG_BYTES = 64 << 20, 256 << 10, 48 << 10
@@ -78,24 +81,52 @@ class Steps:
 
     def median(self, recent: bool) -> tuple[dict[str, float], int]:
         """Return phase (and "step") → median seconds, and the number of steps."""
-        lines = self.lines[WARM_STEPS:] if self.begins_here else self.lines
-        chosen = lines[-RECENT_STEPS:] if recent else lines[-RECENT_STEPS - EARLIER_STEPS : -RECENT_STEPS]
+        chosen = self.warm[-self.num_recent :] if recent else self.usual_lines
         return _medians(chosen), len(chosen)
 
+    @cached_property
+    def warm(self) -> list[dict[str, Any]]:
+        return self.lines[WARM_STEPS:] if self.begins_here else self.lines
+
+    @cached_property
+    def num_recent(self) -> int:
+        """The number of recent steps."""
+        seconds = 0.0
+        for number, line in enumerate(reversed(self.warm), start=1):
+            seconds += _step_seconds(line)
+            if number >= RECENT_STEPS and seconds >= RECENT_SECONDS:
+                return number
+        return min(len(self.warm), RECENT_STEPS)
+
+    @cached_property
+    def usual_lines(self) -> list[dict[str, Any]]:
+        """The steps before the recent ones, as the run usually is: a part that is slower than those before it does not
+        count, or a run that stays slow would soon be compared with itself."""
+        before = self.warm[: -self.num_recent]
+        parts = [before[end - RECENT_STEPS : end] for end in range(len(before), RECENT_STEPS - 1, -RECENT_STEPS)]
+        usual: list[list[dict[str, Any]]] = []
+        levels: list[float] = []
+        for part in reversed(parts):
+            level = statistics.median(map(_step_seconds, part))
+            if not levels or level <= CHANGED * statistics.median(levels):
+                usual.append(part)
+                levels.append(level)
+        return [line for part in usual for line in part][-EARLIER_STEPS:] if usual else before
+
     def windows(self) -> tuple[StepWindow, ...]:
-        """Return the medians of the recent steps, and of as many steps WINDOW_SHIFT earlier and so on, newest first."""
-        lines = self.lines[WARM_STEPS:] if self.begins_here else self.lines
+        """Return the medians of the recent steps, of as many half a window earlier, and so on, newest first."""
+        lines, size = self.warm, self.num_recent
         result = []
         for number in range(MAX_WINDOWS):
-            chosen = lines[: len(lines) - number * WINDOW_SHIFT][-RECENT_STEPS:]
-            if len(chosen) < RECENT_STEPS:
+            chosen = lines[: len(lines) - number * (size // 2)][-size:]
+            if len(chosen) < max(size, RECENT_STEPS):
                 break
             result.append(StepWindow(float(chosen[0].get("time") or 0.0), _medians(chosen)))
         return tuple(result)
 
     def work_deviation(self) -> float | None:
         """Return the median absolute deviation of the work of a step."""
-        lines = self.lines[-RECENT_STEPS:]
+        lines = self.lines[-self.num_recent :]
         parts = [
             (number(line.get("run_step_seconds")), number(line.get("run_communication_seconds"))) for line in lines
         ]
@@ -121,6 +152,10 @@ class Steps:
         reported = [value for line in self.lines if (value := _recorded(line, name)) is not None][:-NEWEST_STEPS]
         values = [value for value in reported if math.isfinite(value)]
         return statistics.median(values) if len(values) >= WARM_STEPS else None
+
+
+def _step_seconds(line: Mapping[str, Any]) -> float:
+    return number(line.get("run_step_seconds")) or 0.0
 
 
 def _medians(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -172,14 +207,19 @@ def _newest_and_earlier(path: Path, size: int) -> tuple[list[dict[str, Any]], bo
 def collective_seconds(steps: Mapping[int, Steps]) -> tuple[float | None, float | None]:
     """Return the time of the collectives themselves, in recent and in earlier steps: the minimum wait of any rank,
     since the last rank to arrive does not wait. The last rank may change, so this is computed step by step."""
+    recent = _least_waits([item.warm[-item.num_recent :] for item in steps.values()])
+    earlier = _least_waits([item.usual_lines for item in steps.values()])
+    return (statistics.median(recent) if recent else None, statistics.median(earlier) if earlier else None)
+
+
+def _least_waits(lines_by_rank: Sequence[Sequence[Mapping[str, Any]]]) -> list[float]:
+    """Return the minimum wait of any rank in every step that all ranks recorded."""
     waits: dict[int, list[float]] = {}
-    for step in steps.values():
-        for line in step.lines[WARM_STEPS:] if step.begins_here else step.lines:
+    for lines in lines_by_rank:
+        for line in lines:
             if (waited := number(line.get("run_communication_seconds"))) is not None:
                 waits.setdefault(int(line.get("step") or 0), []).append(waited)
-    least = [min(all_of) for _, all_of in sorted(waits.items()) if len(all_of) == len(steps)]
-    recent, earlier = least[-RECENT_STEPS:], least[-RECENT_STEPS - EARLIER_STEPS : -RECENT_STEPS]
-    return (statistics.median(recent) if recent else None, statistics.median(earlier) if earlier else None)
+    return [min(values) for values in waits.values() if len(values) == len(lines_by_rank)]
 
 
 def series_of(run: RunDirectory, nodes: Sequence[str]) -> Series:

@@ -68,7 +68,7 @@ from craton.telemetry import (
     summarize,
 )
 from craton.telemetry.files import noting_unread, open_regular
-from craton.telemetry.node import Heartbeat, NodeStatus, read_heartbeat, read_status
+from craton.telemetry.node import LOST_SECONDS, Heartbeat, NodeStatus, read_heartbeat, read_status
 from craton.telemetry.progress import age_of
 
 LOG_SECONDS = 3600.0  # older log lines do not explain the current state
@@ -98,7 +98,9 @@ def _taken(run: RunDirectory, prometheus: str | None, now: float | None, look_he
     moment = moment_for(run, launch.get("nodes") or (), time.time()) if now is None else now
     notes: list[str] = []
     standing = standing_of(run)
-    summary = settled(summarize(run, moment), standing)
+    known = [read_heartbeat(run, str(node)) for node in launch.get("nodes") or ()]
+    has_clock = now is None and bool(known) and all(beat is not None and beat.is_of_this_boot for beat in known)
+    summary = settled(summarize(run, None if has_clock else moment), standing)
     events = read_events(run)
     facts = _facts(run, summary, launch, plan, events, moment)
     beats = {node: read_heartbeat(run, node) for node in facts.nodes}
@@ -118,7 +120,7 @@ def _taken(run: RunDirectory, prometheus: str | None, now: float | None, look_he
         else None
     )
     for name in facts.nodes:
-        node = _node(name, beats[name], hosts.get(name, ""), facts, launch, plan, moment)
+        node = _node(name, beats[name], hosts.get(name, ""), facts, launch, plan, moment, now is None)
         beat = beats[name]
         if beat is not None and name in here:
             node = replace(node, stopped_agent=beat.pid if beat.is_stopped_here else None)
@@ -126,7 +128,7 @@ def _taken(run: RunDirectory, prometheus: str | None, now: float | None, look_he
             if machine is not None:
                 node = machine.onto(node)
         nodes.append(node)
-    spares = _spares(run, facts, launch, plan, moment, alive) if is_moving else ()
+    spares = _spares(run, facts, launch, plan, moment, alive, now is None) if is_moving else ()
     if here and is_moving and look_here:
         ranks = tuple(look_at_process(rank) if rank.node in here else rank for rank in ranks)
     snapshot = Snapshot(
@@ -187,13 +189,14 @@ def _spares(
     plan: Mapping[str, Any],
     moment: float,
     alive: Collection[str],
+    is_live: bool,
 ) -> tuple[SnapshotNode, ...]:
     """Return the spare nodes, without those that the run avoids."""
     spares = []
     away = {*facts.nodes, *read_avoided(run)}
     for name in (str(item) for item in launch.get("nodes") or () if str(item) not in away):
         beat = read_heartbeat(run, name)
-        node = _node(name, beat, beat.host if beat else "", facts, launch, plan, moment)
+        node = _node(name, beat, beat.host if beat else "", facts, launch, plan, moment, is_live)
         if beat is None or node.heartbeat_state != "spare":
             continue
         is_here = beat.host == socket.gethostname() and bool(alive)
@@ -426,7 +429,16 @@ def _with_status(rank: SnapshotRank, status: NodeStatus | None, facts: RunFacts,
         is_user_frame=rank_status.is_user_frame if rank_status.frame else None,
         is_waiting=rank_status.is_waiting if rank_status.frame else None,
         wait_channels=rank_status.wait_channels,
+        bounds=rank_status.bounds if rank_status.bounds.cpus else None,
     )
+
+
+def _beat_age(beat: Heartbeat, moment: float, is_live: bool) -> float:
+    """Return the age of a heartbeat: of a live run by its own clock, since the clocks of two nodes may differ."""
+    age = moment - beat.moment
+    if is_live and (beat.is_of_this_boot or age < -LOST_SECONDS):
+        return max(0.0, beat.age_seconds())
+    return max(0.0, min(age, beat.age_seconds()) if is_live else age)
 
 
 def _node(
@@ -437,6 +449,7 @@ def _node(
     launch: Mapping[str, Any],
     plan: Mapping[str, Any],
     moment: float,
+    is_live: bool,
 ) -> SnapshotNode:
     is_present = beat is not None and (beat.generation >= int(launch.get("generation") or 0))
     instance = (plan.get("cluster") or {}).get("instance") or {}
@@ -446,7 +459,8 @@ def _node(
         name=name,
         leaf=facts.leaves.get(name, ""),
         host_name=host,
-        heartbeat_age_seconds=max(0.0, moment - beat.moment) if beat and is_present else None,
+        heartbeat_age_seconds=_beat_age(beat, moment, is_live) if beat and is_present else None,
+        clock_offset_seconds=beat.clock_error if beat and is_present and is_live else None,
         heartbeat_state=beat.state if beat and is_present and not (facts.has_ended and facts.state == "done") else "",
         expected_gpus=cards or None,
         expected_fabric=int(instance.get("network_interfaces") or 0) or None if has_efa else None,

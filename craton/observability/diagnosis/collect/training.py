@@ -11,7 +11,7 @@ from craton.observability.diagnosis.snapshot import SnapshotBadStep, TrainingFac
 from craton.telemetry import RunDirectory
 
 CROSS_ENTROPY = "cross_entropy"
-MAX_BAD_STEPS = 40  # the first one is always kept
+MAX_BAD_STEPS, FIRST_BAD_STEPS = 40, 3  # the first ones, which the ranks examined, are always kept
 # AdamW: 6e-4 at a width of 768 (GPT-3, arXiv:2005.14165, table 2.1; wider models use less), a tenth of it for
 # fine-tuning of all weights, a hundredth for preference training. Adapters take what pretraining takes.
 WIDTH, RATE_AT_WIDTH = 768, 6e-4
@@ -42,9 +42,11 @@ def training_facts(run: RunDirectory) -> TrainingFacts | None:
 
 
 def read_bad_steps(lines: Iterable[Mapping[str, Any]]) -> tuple[SnapshotBadStep, ...]:
-    """Return the bad steps among the events, by time: the first one, and the newest ones."""
+    """Return the bad steps among the events, by time: the first ones, which the ranks examined, and the newest ones."""
     found = [_bad_step(line) for line in lines if line["event"] == "bad_step" and isinstance(line.get("step"), int)]
-    return tuple(found if len(found) <= MAX_BAD_STEPS else [found[0], *found[1 - MAX_BAD_STEPS :]])
+    if len(found) <= MAX_BAD_STEPS:
+        return tuple(found)
+    return (*found[:FIRST_BAD_STEPS], *found[FIRST_BAD_STEPS - MAX_BAD_STEPS :])
 
 
 def _bad_step(line: Mapping[str, Any]) -> SnapshotBadStep:
@@ -64,6 +66,7 @@ def _bad_step(line: Mapping[str, Any]) -> SnapshotBadStep:
         origin=str(line.get("origin") or ""),
         part=str(line.get("part") or "")[:200],
         rank=whole("found_by"),
+        is_alone=line.get("found_alone") is True,
     )
 
 

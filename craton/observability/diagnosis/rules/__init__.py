@@ -8,6 +8,7 @@ from craton.lazy import lazy_names
 
 if TYPE_CHECKING:
     from craton.observability.diagnosis.rules.collectives import examine_collectives
+    from craton.observability.diagnosis.rules.confinement import examine_confinement
     from craton.observability.diagnosis.rules.devices import examine_devices
     from craton.observability.diagnosis.rules.errors import examine_errors
     from craton.observability.diagnosis.rules.fabric import examine_fabric

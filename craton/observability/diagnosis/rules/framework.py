@@ -12,7 +12,7 @@ from craton.formatting import counted, percent, whole_duration
 from craton.observability.diagnosis.rules.findings import WAITS_FOR_FILES, finding, named
 from craton.observability.diagnosis.snapshot import LogMatch, Snapshot, SnapshotRank
 from craton.observability.diagnosis.tables import log_pattern, threshold
-from craton.observability.diagnosis.verdict import OVERLOAD, RESTARTS, Condition, Finding, Symptom, Symptoms
+from craton.observability.diagnosis.verdict import IDLE, OVERLOAD, RESTARTS, Condition, Finding, Symptom, Symptoms
 
 CRASHES = tuple(
     -number for number in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGTRAP)
@@ -37,6 +37,7 @@ def examine_framework(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
         *_ended(snapshot, symptoms),
         *_logs(snapshot, symptoms),
         *_hangs(snapshot, symptoms),
+        *_starts(snapshot, symptoms),
         *_slow(snapshot, symptoms),
         *_overload(snapshot, symptoms),
     ]
@@ -214,6 +215,36 @@ def _hangs(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
     return findings
 
 
+def _starts(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
+    """Explain a slow start by the user's own code, where stacks show that ranks are in it."""
+    if not symptoms.of("starting"):
+        return []
+    if idle := symptoms.signed(IDLE):
+        return finding(symptoms, "command_idle", idle[0].evidence[0], ("starting",), evidence=idle[0].evidence)
+    inside = [rank for rank in snapshot.ranks if rank.kind == "start" and _user_code(rank)]
+    if not inside:
+        return []
+    first = max(inside, key=lambda rank: rank.progress_age_seconds or 0.0)
+    code = "your own code"
+    if snapshot.training is not None and snapshot.training.source:
+        code += f" (data source `{snapshot.training.source}`, a model or an objective)"
+    who = "every rank" if len(inside) == len(snapshot.ranks) else _them(inside)
+    message = (
+        f"{who} has been in {code} for {whole_duration(first.progress_age_seconds or 0.0)} before the first step: "
+        f"{first.frame}"
+    )
+    is_one = len(inside) == 1 and len(snapshot.ranks) > 1
+    return finding(
+        symptoms,
+        "start_in_user_code",
+        message,
+        ("starting",),
+        node=first.node if is_one else "",
+        rank=first.rank if is_one else None,
+        base=0.95,
+    )
+
+
 def _of_source(cause: str, snapshot: Snapshot) -> str:
     """Return the cause for a run whose data come from the user's function: that is code, not storage."""
     is_function = snapshot.training is not None and bool(snapshot.training.source)
@@ -248,6 +279,12 @@ def _stalled(ranks: list[SnapshotRank], snapshot: Snapshot) -> str:
 def _slow(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
     findings: list[Finding] = []
     for symptom in symptoms.of("slow"):
+        if symptom.phase == "evaluate":
+            message = "evaluation takes most of the time of the run"
+            findings += finding(
+                symptoms, "evaluation_dominates", message, ("slow",), evidence=symptom.evidence, phases=("evaluate",)
+            )
+            continue
         if symptom.phase not in SLOW_PHASES and not (symptom.ranks and symptom.phase not in ("data", "checkpoint")):
             continue
         if symptom.ranks:

@@ -19,7 +19,7 @@ ENDED = (-signal.SIGTERM, 128 + signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
 
 def examine_host(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
     result = [*_lost(snapshot, symptoms), *_lost_spares(snapshot, symptoms)]
-    result += [*_killed(snapshot, symptoms), *_stopped(snapshot, symptoms)]
+    result += [*_killed(snapshot, symptoms), *_stopped(snapshot, symptoms), *_clocks(snapshot, symptoms)]
     for node in snapshot.nodes:
         if node.host is not None:
             result += _processors(node, node.host, snapshot, symptoms)
@@ -223,6 +223,29 @@ def _memory(node: SnapshotNode, host: SnapshotHost, symptoms: Symptoms) -> list[
         base=0.93 if len(signs) > 1 else 0.85,
         is_risk=left is not None and left < threshold("memory_available_share"),
     )
+
+
+def _clocks(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
+    """Report nodes whose wall clock is off, by their heartbeats; if all are off alike, this machine's may be."""
+    limit = threshold("clock_jump_seconds")
+    offsets = {node.name: node.clock_offset_seconds for node in snapshot.nodes if node.clock_offset_seconds is not None}
+    off = {name: offset for name, offset in offsets.items() if abs(offset) > limit}
+    if not off:
+        return []
+    if len(off) == len(offsets) and max(off.values()) - min(off.values()) <= limit:
+        ahead = _ahead(next(iter(off.values())))
+        message = f"the clocks of all nodes are {ahead} this machine's: one of them jumped, or none is synchronized"
+        return finding(symptoms, "clock_off", message, (), base=0.95, is_risk=True)
+    findings: list[Finding] = []
+    for name, offset in off.items():
+        others = "this machine's" if len(offsets) == 1 else "those of the other nodes"
+        message = f"the clock of {name} is {_ahead(offset)} {others}"
+        findings += finding(symptoms, "clock_off", message, (), node=name, base=1.0, is_risk=True)
+    return findings
+
+
+def _ahead(offset: float) -> str:
+    return f"{whole_duration(abs(offset))} {'ahead of' if offset > 0 else 'behind'}"
 
 
 def _others(node: SnapshotNode, host: SnapshotHost, symptoms: Symptoms) -> list[Finding]:

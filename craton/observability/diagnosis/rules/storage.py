@@ -176,7 +176,21 @@ def _tier(tier: SnapshotTier, snapshot: Snapshot, symptoms: Symptoms) -> list[Fi
             is_risk=tier.skipped >= threshold("failures_in_a_row")
             or (tier.interval_seconds is not None and (took or 0.0) > tier.interval_seconds),
         )
-    return _stale(tier, snapshot, symptoms)
+    return _too_often(tier, symptoms) or _stale(tier, snapshot, symptoms)
+
+
+def _too_often(tier: SnapshotTier, symptoms: Symptoms) -> list[Finding]:
+    """Report saves that take about as long as the time between them: the run saves all the time."""
+    took, interval = tier.usual_seconds, tier.interval_seconds
+    if not took or not interval or took < threshold("save_interval_share") * interval:
+        return []
+    message = (
+        f"a save to tier {tier.tier} takes {duration(took)} and the next one is due after {duration(interval)}: "
+        "the checkpoint interval is too short, and the run saves all the time"
+    )
+    return finding(
+        symptoms, "checkpoint_too_often", message, ("slow",), base=0.95, phases=("checkpoint",), is_risk=True
+    )
 
 
 def _stale(tier: SnapshotTier, snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
@@ -185,6 +199,8 @@ def _stale(tier: SnapshotTier, snapshot: Snapshot, symptoms: Symptoms) -> list[F
         return []
     since = max(began, tier.last_moment or began)
     age = snapshot.moment - since
+    if tier.last_moment is None:  # a wall clock may have jumped; the ledger's seconds are of a clock that does not
+        age = min(age, sum(snapshot.run.ledger.values()) or age)
     # Even with an interval of seconds, allow two minutes: agents and schedulers pause.
     if age <= max(threshold("stale_intervals") * interval, 120.0):
         return []

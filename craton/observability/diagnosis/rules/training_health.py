@@ -27,6 +27,8 @@ SENTENCES = {
     "overfitting": "the model memorizes its training data",
 }
 OF_THE_RATE = ("diverged", "loss_spike", "not_a_number", "gradient_explosion", "plateau")
+OF_A_RANK = ("activations", "objective")
+MIN_EXAMINED = 2  # bad steps that only one rank shows, before it is named
 UNSTABLE = "training is numerically unstable: no GPU or rank stands out"
 
 
@@ -62,7 +64,21 @@ def _not_a_number(snapshot: Snapshot, symptoms: Symptoms, condition: Condition) 
     cause = {"data": "nan_in_data", "weights": "nan_in_weights"}.get(found.origin, "not_a_number")
     if found.origin == "objective":
         cause = "objective_not_finite"
-    return finding(symptoms, cause, text, (condition,), evidence=[text, *evidence], base=1.1)
+    rank = _only_rank(bad)
+    if rank is None:
+        return finding(symptoms, cause, text, (condition,), evidence=[text, *evidence], base=1.1)
+    text += f", only on rank {rank}"
+    state = snapshot.rank(rank)
+    node = state.node if state is not None else ""
+    return finding(symptoms, cause, text, (condition,), evidence=[text, *evidence], node=node, rank=rank, base=1.1)
+
+
+def _only_rank(bad: list[SnapshotBadStep]) -> int | None:
+    """Return the rank that alone went bad in every step that was examined. One step may be due to its samples, and bad
+    numbers in the data always are; shards of weights and gradients belong to one rank anyway."""
+    examined = [item for item in bad if item.place]
+    ranks = {item.rank if item.is_alone and item.origin in OF_A_RANK else None for item in examined}
+    return next(iter(ranks)) if len(ranks) == 1 and len(examined) >= MIN_EXAMINED else None
 
 
 def _history(bad: list[SnapshotBadStep]) -> list[str]:

@@ -5,12 +5,12 @@ this machine may be off by more than the maximum age of a heartbeat, and would t
 from __future__ import annotations
 
 import socket
+import statistics
 import time
 from collections.abc import Sequence
 
 from craton.telemetry import RunDirectory
 from craton.telemetry.node import LOST_SECONDS, Heartbeat, read_heartbeat
-from craton.telemetry.rank import monotonic_clock_id
 
 BEAT_SECONDS = 2.5  # agents beat every second
 LOOK_SECONDS = 0.2
@@ -19,9 +19,14 @@ MAX_OFF_SECONDS = 3600.0  # an older heartbeat is old by any clock
 
 def moment_for(run: RunDirectory, nodes: Sequence[str], now: float) -> float:
     """Return `now` by this machine's clock, or, if that is off, the time of the newest heartbeat."""
-    newest = _newest(run, nodes)
-    if newest is not None and newest.clock and newest.clock == monotonic_clock_id():
-        return newest.moment + newest.age_seconds()  # the same clock, even if wall time has jumped
+    beats = _beats(run, nodes)
+    newest = max(beats, key=lambda beat: beat.moment, default=None)
+    here = [beat for beat in beats if beat.is_of_this_boot]
+    if here:  # the clock of most nodes, even if wall time has jumped; of two clocks the one closer to this machine's
+        errors = sorted((beat.clock_error for beat in here), key=abs)
+        usual = statistics.median_low(sorted(errors)) if len(errors) > 2 else errors[0]
+        beat = min(here, key=lambda beat: abs(beat.clock_error - usual))
+        return beat.moment + beat.age_seconds()
     if newest is None or newest.moment >= now:
         return now if newest is None else newest.moment
     age = now - newest.moment
@@ -33,12 +38,11 @@ def moment_for(run: RunDirectory, nodes: Sequence[str], now: float) -> float:
     deadline = time.monotonic() + BEAT_SECONDS
     while time.monotonic() < deadline:
         time.sleep(LOOK_SECONDS)
-        again = _newest(run, nodes)
+        again = max(_beats(run, nodes), key=lambda beat: beat.moment, default=None)
         if again is not None and again.moment > newest.moment:  # it sends heartbeats: only our clock is off
             return again.moment
     return now + BEAT_SECONDS
 
 
-def _newest(run: RunDirectory, nodes: Sequence[str]) -> Heartbeat | None:
-    beats = [beat for node in nodes if (beat := read_heartbeat(run, node)) is not None]
-    return max(beats, key=lambda beat: beat.moment, default=None)
+def _beats(run: RunDirectory, nodes: Sequence[str]) -> list[Heartbeat]:
+    return [beat for node in nodes if (beat := read_heartbeat(run, node)) is not None]

@@ -19,6 +19,7 @@ from functools import cache, cached_property
 from typing import Any
 
 from craton.errors import CratonError
+from craton.telemetry.node import ProcessBounds
 
 SCHEMA = 1
 NOT_FINITE = re.compile(r"\bis -?(nan|inf)\b")  # in the reason of a bad step
@@ -163,6 +164,7 @@ class SnapshotRank:
     is_user_frame: bool | None = None  # that frame is of the user's own code
     is_waiting: bool | None = None  # by its stack, it waits for other ranks in a collective
     wait_channels: tuple[str, ...] = ()  # kernel functions in which its threads slept when its stack was taken
+    bounds: ProcessBounds | None = None  # what confines its process
     windows: tuple[StepWindow, ...] = ()  # recent steps and overlapping ones before them, newest first
 
 
@@ -264,6 +266,7 @@ class SnapshotNode:
     host_name: str = ""
     heartbeat_age_seconds: float | None = None
     heartbeat_state: str = ""  # of telemetry.NodeState; "": no heartbeat was seen
+    clock_offset_seconds: float | None = None  # of its agent's wall clock to this machine's or the file server's
     agent_is_alive: bool | None = None  # where its process can be inspected
     stopped_agent: int | None = None  # process id of its agent, if a signal has stopped it
     gpus: tuple[SnapshotGpu, ...] = ()
@@ -389,6 +392,7 @@ class SnapshotBadStep:
     origin: str = ""  # data, weights, activations, objective, gradients; "": not found
     part: str = ""  # the array of the data, the parameter or the module
     rank: int | None = None  # that found it
+    is_alone: bool = False  # no other rank found anything, although they do the same work on other samples
 
     @property
     def is_not_finite(self) -> bool:

@@ -6,7 +6,7 @@ from craton.formatting import whole_duration
 from craton.observability.diagnosis.snapshot import Snapshot, SnapshotRank
 from craton.observability.diagnosis.symptoms.naming import progress_age
 from craton.observability.diagnosis.tables import threshold
-from craton.observability.diagnosis.verdict import Symptom
+from craton.observability.diagnosis.verdict import IDLE, Symptom
 from craton.telemetry.progress import (
     FIRST_SECONDS,
     STUCK_STAYS,
@@ -86,6 +86,21 @@ def _hang(snapshot: Snapshot, progress: Progress) -> Symptom:
         lost_share=1.0,
         since=progress.since,
     )
+
+
+def find_silent(snapshot: Snapshot) -> Symptom | None:
+    """Return what is known about a command that has never reported a step: whether it waits, or nothing."""
+    run = snapshot.run
+    is_silent = all(rank.step is None and not rank.progress_age_seconds for rank in snapshot.ranks)
+    if run.kind != "command" or run.state != "running" or not snapshot.ranks or not is_silent or snapshot.series.loss:
+        return None
+    idle = [rank.bounds.idle_seconds if rank.bounds else 0.0 for rank in snapshot.ranks]
+    who = "its only rank has" if len(idle) == 1 else f"its {len(idle)} ranks have"
+    if min(idle) > threshold("idle_seconds"):
+        text = f"has not reported a step, and {who} used no CPU for {whole_duration(min(idle))}"
+        return Symptom("starting", text, (text,), sign=IDLE, since=snapshot.moment - min(idle))
+    text = "its ranks are alive and use the CPU, but it reports no steps, so whether it makes progress is not known"
+    return Symptom("unknown", text, sign=IDLE)
 
 
 def _silent(snapshot: Snapshot) -> Symptom | None:

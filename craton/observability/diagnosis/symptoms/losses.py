@@ -146,7 +146,7 @@ def _above_guessing(points: Points, scale: LossScale) -> Symptom | None:
     steps = points[-1][0] - points[0][0]
     if newest < threshold("guess_ratio") * scale.guess + 1.0 or steps < threshold("guess_steps"):
         return None
-    if newest < 0.7 * first:
+    if newest < 0.7 * first and steps < threshold("plateau_steps"):
         return None  # a large start that comes down
     text = (
         f"diverges: its loss is {newest:.3g} after {steps} recorded steps, above {scale.guess:.3g}, "

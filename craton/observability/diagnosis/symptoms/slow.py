@@ -43,6 +43,7 @@ def find_slow(snapshot: Snapshot) -> list[Symptom]:
     symptoms = [replace(symptom, since=began) for symptom in symptoms]
     if not any(symptom.phase == "checkpoint" for symptom in symptoms):
         symptoms += _blocked_by_saves(snapshot)
+    symptoms += _evaluates(snapshot)
     symptoms += [*_breaks_again(snapshot), *_overloaded(snapshot)]
     return sorted(symptoms, key=lambda symptom: -(symptom.lost_share or 0.0))
 
@@ -85,6 +86,17 @@ def _blocked_by_saves(snapshot: Snapshot) -> list[Symptom]:
         return []
     text = f"is blocked by checkpoints {percent(saving / wall)} of the time ({percent(planned)} planned)"
     return [Symptom("slow", text, (text,), phase="checkpoint", lost_share=saving / wall - planned)]
+
+
+def _evaluates(snapshot: Snapshot) -> list[Symptom]:
+    """Return evaluation that takes most of the time, by the ledger."""
+    ledger = snapshot.run.ledger
+    evaluating = ledger.get("evaluate", 0.0)
+    wall = evaluating + sum(ledger.get(kind, 0.0) for kind in ("productive", "data", "checkpoint"))
+    if wall < threshold("evaluation_seconds") or evaluating / wall < threshold("evaluation_share"):
+        return []
+    text = f"spends {percent(evaluating / wall)} of its time on evaluation"
+    return [Symptom("slow", text, (text,), phase="evaluate", lost_share=evaluating / wall)]
 
 
 def _breaks_again(snapshot: Snapshot) -> list[Symptom]:

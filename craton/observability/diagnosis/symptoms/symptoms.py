@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from craton.observability.diagnosis.snapshot import Snapshot
 from craton.observability.diagnosis.symptoms.ended import COMING_BACK, find_dead_ranks, symptom_by_state
-from craton.observability.diagnosis.symptoms.hung import find_hang, progress_of
+from craton.observability.diagnosis.symptoms.hung import find_hang, find_silent, progress_of
 from craton.observability.diagnosis.symptoms.slow import find_slow
 from craton.observability.diagnosis.symptoms.wrong import find_wrong
 from craton.observability.diagnosis.verdict import Symptom, Symptoms
@@ -29,6 +29,9 @@ def symptoms_of(snapshot: Snapshot) -> Symptoms:
     slow = find_slow(snapshot)
     if wrong or slow:
         return Symptoms((*wrong, *slow))
+    silent = find_silent(snapshot)
+    if silent is not None:
+        return Symptoms((silent,))
     note = progress_of(snapshot).sentence
     noted = (note,) if note else ()
     if snapshot.run.state == "starting":

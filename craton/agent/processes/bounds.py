@@ -1,0 +1,121 @@
+"""What keeps a rank's process from its CPUs and memory: allowed CPUs, priority, limits of its cgroups, other processes.
+
+A rank that others wait for is often confined: by a CPU quota of its container, by an affinity mask that puts several
+ranks on one core, by a lower priority. Its agent reads that from the kernel (sched(7), cgroups(7),
+proc_pid_schedstat(5)), so that it is known for every node, wherever the diagnosis runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from craton.limits import UNLIMITED_BYTES, cgroup_folders, cgroup_quota, number_after, number_in
+from craton.telemetry.node import ProcessBounds
+
+WINDOW_SECONDS = 4.0  # shares are of at least so much time, once the rank has run for so long
+MAX_THREADS, MAX_PROCESSES = 64, 32  # of a process and its children, whose times are read
+IDLE_SHARE = 0.02  # of a CPU: less is a process that waits
+
+
+@dataclass(frozen=True)
+class _Counters:
+    moment: float  # monotonic
+    ran_ns: int  # its threads, together
+    waited_ns: int  # the same, runnable without a CPU
+    periods: int  # of the CPU quota of its cgroup
+    throttled: int  # periods in which the quota was used up
+
+
+class BoundsReader:
+    """Follows one process; a new process begins anew."""
+
+    def __init__(self, root: Path = Path("/")) -> None:
+        self._root = root
+        self._pid = 0
+        self._seen: list[_Counters] = []  # the oldest that a share is taken from first
+        self._busy_at = 0.0  # monotonic: when it last used a CPU
+
+    def read(self, pid: int, now: float) -> ProcessBounds:
+        """Return what confines the process at the monotonic second `now`."""
+        if pid != self._pid:
+            self._pid, self._seen, self._busy_at = pid, [], now
+        counters = self._counters(pid, now)
+        while len(self._seen) > 1 and now - self._seen[1].moment >= WINDOW_SECONDS:
+            self._seen.pop(0)
+        first = self._seen[0] if self._seen else counters
+        last = self._seen[-1] if self._seen else counters
+        if not 0 <= counters.ran_ns - last.ran_ns <= IDLE_SHARE * 1e9 * (now - last.moment):
+            self._busy_at = now
+        self._seen.append(counters)
+        ran, waited = counters.ran_ns - first.ran_ns, counters.waited_ns - first.waited_ns
+        periods, throttled = counters.periods - first.periods, counters.throttled - first.throttled
+        memory_share, memory_limit = self._memory(pid)
+        return ProcessBounds(
+            cpus=_allowed_cpus(pid),
+            quota_cpus=self._quota(pid),
+            niceness=self._niceness(pid),
+            # Threads that ended take their times with them.
+            waited_share=round(waited / (ran + waited), 3) if ran >= 0 and waited > 0 else 0.0,
+            throttled_share=round(throttled / periods, 3) if periods > 0 and throttled > 0 else 0.0,
+            memory_share=round(memory_share, 3),
+            memory_limit_bytes=memory_limit,
+            idle_seconds=round(now - self._busy_at, 1),
+        )
+
+    def _counters(self, pid: int, now: float) -> _Counters:
+        ran = waited = 0
+        processes = [pid]
+        for process in processes:  # grows by the children
+            for task in self._tasks(process):
+                with contextlib.suppress(OSError, ValueError):
+                    own_ran, own_waited, *_ = (task / "schedstat").read_text().split()
+                    ran, waited = ran + int(own_ran), waited + int(own_waited)
+                with contextlib.suppress(OSError, ValueError):
+                    children = [int(child) for child in (task / "children").read_text().split()]
+                    processes += children[: MAX_PROCESSES - len(processes)]
+        periods = throttled = 0
+        for folder in cgroup_folders("cpu", pid, self._root):
+            if number_after(folder / "cpu.stat", "nr_throttled") >= throttled:
+                throttled = number_after(folder / "cpu.stat", "nr_throttled")
+                periods = number_after(folder / "cpu.stat", "nr_periods")
+        return _Counters(now, ran, waited, periods, throttled)
+
+    def _tasks(self, process: int) -> list[Path]:
+        with contextlib.suppress(OSError, ValueError):
+            folder = self._root / f"proc/{process}/task"
+            return [folder / name for name in sorted(os.listdir(folder), key=int)[:MAX_THREADS]]
+        return []  # it has ended
+
+    def _quota(self, pid: int) -> float:
+        quotas = [cgroup_quota(folder) for folder in cgroup_folders("cpu", pid, self._root)]
+        return min((quota for quota in quotas if quota is not None), default=0.0)
+
+    def _niceness(self, pid: int) -> int:
+        try:
+            return int((self._root / f"proc/{pid}/stat").read_text().rpartition(")")[2].split()[16])
+        except (OSError, IndexError, ValueError):
+            return 0
+
+    def _memory(self, pid: int) -> tuple[float, int]:
+        """Return the share of the fullest cgroup's limit that cannot be reclaimed, and that limit; 0, 0: no limit."""
+        fullest = (0.0, 0)
+        for folder in cgroup_folders("memory", pid, self._root):
+            limit = number_in(folder / "memory.max") or number_in(folder / "memory.limit_in_bytes") or 0
+            used = number_in(folder / "memory.current") or number_in(folder / "memory.usage_in_bytes") or 0
+            if not 0 < limit < UNLIMITED_BYTES:
+                continue
+            names = ("inactive_file", "active_file")
+            prefix = "" if (folder / "memory.current").exists() else "total_"  # version 1: with the cgroups below it
+            cached = sum(number_after(folder / "memory.stat", f"{prefix}{name}") for name in names)
+            fullest = max(fullest, (max(0, used - cached) / limit, limit))
+        return fullest
+
+
+def _allowed_cpus(pid: int) -> int:
+    try:
+        return len(os.sched_getaffinity(pid))
+    except (OSError, AttributeError):
+        return 0

@@ -1,0 +1,151 @@
+"""Rules for what confines the processes of ranks: CPU quotas, affinity, priority, other processes, memory limits.
+
+Agents read it from the kernel for every rank. A limit that holds for all ranks alike has no victim; one that only some
+ranks have explains why the others wait for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from craton.formatting import counted, memory, percent
+from craton.observability.diagnosis.rules.findings import finding, named
+from craton.observability.diagnosis.snapshot import Snapshot, SnapshotRank
+from craton.observability.diagnosis.tables import threshold
+from craton.observability.diagnosis.verdict import Finding, Symptoms
+from craton.telemetry.node import ProcessBounds
+
+
+def examine_confinement(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
+    bounded = [(rank, rank.bounds) for rank in snapshot.ranks if rank.bounds is not None and rank.is_alive]
+    if not bounded:
+        return []
+    return [
+        *_throttled(bounded, symptoms),
+        *_few_cpus(bounded, snapshot, symptoms),
+        *_low_priority(bounded, symptoms),
+        *_waits(bounded, symptoms),
+        *_memory(bounded, symptoms),
+    ]
+
+
+Bounded = Sequence[tuple[SnapshotRank, ProcessBounds]]
+
+
+def _throttled(bounded: Bounded, symptoms: Symptoms) -> list[Finding]:
+    hit = [(rank, bounds) for rank, bounds in bounded if bounds.throttled_share > threshold("cpu_throttled_share")]
+    if not hit:
+        return []
+    worst = max((bounds for _, bounds in hit), key=lambda bounds: bounds.throttled_share)
+    quota = f" of {worst.quota_cpus:g} CPUs" if worst.quota_cpus else ""
+    message = (
+        f"the CPU quota{quota} of {_who(hit)} is used up in {percent(worst.throttled_share)} of its periods: "
+        "the kernel throttles it"
+    )
+    return _findings(hit, bounded, symptoms, "cpu_throttled", message, 1.05)
+
+
+def _few_cpus(bounded: Bounded, snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
+    """Blame an affinity mask where it is smaller than that of other ranks, or where its CPUs are taken."""
+    most = max(bounds.cpus for _, bounds in bounded)
+    hit = [(rank, bounds) for rank, bounds in bounded if bounds.cpus < most]
+    if not hit:
+        sizes = {node.name: node.host.processors or 0 for node in snapshot.nodes if node.host is not None}
+        hit = [
+            (rank, bounds)
+            for rank, bounds in bounded
+            if bounds.cpus < sizes.get(rank.node, 0) and bounds.waited_share > threshold("waited_share")
+        ]
+        most = max((sizes[rank.node] for rank, _ in hit), default=0)
+    if not hit:
+        return []
+    fewest = min(bounds.cpus for _, bounds in hit)
+    waited = max(bounds.waited_share for _, bounds in hit)
+    message = f"the CPU affinity of {_who(hit)} allows {fewest} of {counted(most, 'CPU')}"
+    if waited > threshold("waited_share"):
+        message += f", and its threads wait for a CPU {percent(waited)} of their time"
+    base = 1.0 if waited > threshold("waited_share") else 0.8
+    return _findings(hit, bounded, symptoms, "cpu_affinity", message, base)
+
+
+def _low_priority(bounded: Bounded, symptoms: Symptoms) -> list[Finding]:
+    highest = min(bounds.niceness for _, bounds in bounded)
+    hit = [
+        (rank, bounds)
+        for rank, bounds in bounded
+        if bounds.niceness > max(0, highest)
+        or (bounds.niceness > 0 and bounds.waited_share > threshold("waited_share"))
+    ]
+    if not hit:
+        return []
+    worst = max((bounds for _, bounds in hit), key=lambda bounds: bounds.niceness)
+    message = f"the CPU priority of {_who(hit)} is low (nice {worst.niceness}): other processes run first"
+    if worst.waited_share > threshold("waited_share"):
+        message += f", and its threads wait for a CPU {percent(worst.waited_share)} of their time"
+    base = 1.05 if worst.waited_share > threshold("waited_share") else 0.8
+    return _findings(hit, bounded, symptoms, "cpu_priority_low", message, base)
+
+
+def _waits(bounded: Bounded, symptoms: Symptoms) -> list[Finding]:
+    """Blame other processes where only some ranks wait for a CPU; where all do, the rules for hosts know more."""
+    shares = sorted(bounds.waited_share for _, bounds in bounded)
+    hit = [
+        (rank, bounds)
+        for rank, bounds in bounded
+        if bounds.waited_share > max(threshold("waited_share"), threshold("waited_ratio") * shares[0])
+        and bounds.throttled_share <= threshold("cpu_throttled_share")
+    ]
+    if not hit or len(hit) == len(bounded):
+        return []
+    worst = max(bounds.waited_share for _, bounds in hit)
+    message = (
+        f"threads of {_who(hit)} wait for a CPU {percent(worst)} of their time, those of other ranks "
+        f"{percent(shares[0])}: other processes use its CPUs"
+    )
+    return _findings(hit, bounded, symptoms, "processor_contention", message, 0.95)
+
+
+def _memory(bounded: Bounded, symptoms: Symptoms) -> list[Finding]:
+    hit = [(rank, bounds) for rank, bounds in bounded if bounds.memory_share > threshold("memory_limit_share")]
+    if not hit:
+        return []
+    worst = max((bounds for _, bounds in hit), key=lambda bounds: bounds.memory_share)
+    message = (
+        f"{_who(hit)} {'uses' if len(hit) == 1 else 'use'} {percent(worst.memory_share)} of the memory limit of its "
+        f"cgroup ({memory(worst.memory_limit_bytes)}): beyond it the kernel kills a process"
+    )
+    return _findings(hit, bounded, symptoms, "memory_limit_near", message, 0.95, is_risk=True)
+
+
+def _findings(
+    hit: Bounded,
+    bounded: Bounded,
+    symptoms: Symptoms,
+    cause: str,
+    message: str,
+    base: float,
+    is_risk: bool = False,
+) -> list[Finding]:
+    nodes = list(dict.fromkeys(rank.node for rank, _ in hit))
+    are_all = len(hit) == len(bounded)
+    return finding(
+        symptoms,
+        cause,
+        message,
+        ("slow", "hung") if cause == "cpu_throttled" else ("slow",),
+        node=nodes[0] if len(nodes) == 1 and not (are_all and _num_nodes(bounded) > 1) else "",
+        rank=hit[0][0].rank if len(hit) == 1 and len(bounded) > 1 else None,
+        base=base,
+        is_risk=is_risk,
+    )
+
+
+def _num_nodes(bounded: Bounded) -> int:
+    return len({rank.node for rank, _ in bounded})
+
+
+def _who(hit: Bounded) -> str:
+    if len(hit) == 1:
+        rank = hit[0][0]
+        return f"rank {rank.rank} on {rank.node}"
+    return named([rank.rank for rank, _ in hit], "rank ")
