@@ -17,7 +17,9 @@ from craton.telemetry.node import ProcessBounds
 
 WINDOW_SECONDS = 4.0  # shares are of at least so much time, once the rank has run for so long
 MAX_THREADS, MAX_PROCESSES = 64, 32  # of a process and its children, whose times are read
-IDLE_SHARE = 0.02  # of a CPU: less is a process that waits
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+IDLE_SHARE = 0.05  # of a CPU: less is a process that waits
+IDLE_LOOK_SECONDS = 2.0  # between two looks at that: a process that waits wakes up now and then
 
 
 @dataclass(frozen=True)
@@ -37,20 +39,20 @@ class BoundsReader:
         self._pid = 0
         self._seen: list[_Counters] = []  # the oldest that a share is taken from first
         self._busy_at = 0.0  # monotonic: when it last used a CPU
+        self._judged: _Counters | None = None
 
     def read(self, pid: int, now: float) -> ProcessBounds:
         """Return what confines the process at the monotonic second `now`."""
         if pid != self._pid:
-            self._pid, self._seen, self._busy_at = pid, [], now
+            self._pid, self._seen, self._busy_at, self._judged = pid, [], now, None
         counters = self._counters(pid, now)
         while len(self._seen) > 1 and now - self._seen[1].moment >= WINDOW_SECONDS:
             self._seen.pop(0)
         first = self._seen[0] if self._seen else counters
-        last = self._seen[-1] if self._seen else counters
-        if not 0 <= counters.ran_ns - last.ran_ns <= IDLE_SHARE * 1e9 * (now - last.moment):
-            self._busy_at = now
+        self._judge_idle(counters)
         self._seen.append(counters)
         ran, waited = counters.ran_ns - first.ran_ns, counters.waited_ns - first.waited_ns
+        is_busy = ran + waited > IDLE_SHARE * 1e9 * (now - first.moment)
         periods, throttled = counters.periods - first.periods, counters.throttled - first.throttled
         memory_share, memory_limit = self._memory(pid)
         return ProcessBounds(
@@ -58,12 +60,22 @@ class BoundsReader:
             quota_cpus=self._quota(pid),
             niceness=self._niceness(pid),
             # Threads that ended take their times with them.
-            waited_share=round(waited / (ran + waited), 3) if ran >= 0 and waited > 0 else 0.0,
+            waited_share=round(waited / (ran + waited), 3) if is_busy and ran >= 0 and waited > 0 else 0.0,
             throttled_share=round(throttled / periods, 3) if periods > 0 and throttled > 0 else 0.0,
             memory_share=round(memory_share, 3),
             memory_limit_bytes=memory_limit,
+            memory_bytes=self._resident(pid),
             idle_seconds=round(now - self._busy_at, 1),
         )
+
+    def _judge_idle(self, counters: _Counters) -> None:
+        last = self._judged or counters
+        seconds = counters.moment - last.moment
+        if self._judged is not None and seconds < IDLE_LOOK_SECONDS:
+            return
+        self._judged = counters
+        if not 0 <= counters.ran_ns - last.ran_ns <= IDLE_SHARE * 1e9 * seconds:
+            self._busy_at = counters.moment
 
     def _counters(self, pid: int, now: float) -> _Counters:
         ran = waited = 0
@@ -96,6 +108,12 @@ class BoundsReader:
     def _niceness(self, pid: int) -> int:
         try:
             return int((self._root / f"proc/{pid}/stat").read_text().rpartition(")")[2].split()[16])
+        except (OSError, IndexError, ValueError):
+            return 0
+
+    def _resident(self, pid: int) -> int:
+        try:
+            return int((self._root / f"proc/{pid}/statm").read_text().split()[1]) * PAGE_BYTES
         except (OSError, IndexError, ValueError):
             return 0
 

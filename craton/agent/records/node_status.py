@@ -27,6 +27,7 @@ from craton.telemetry.node import (
     write_status,
 )
 from craton.telemetry.progress import activities_of, stuck_after, usual_stays
+from craton.telemetry.rank import monotonic_clock_id
 
 SINK_GRACE_SECONDS = 30.0  # MLflow needs ten of them to create its first database
 SEARCHED_BYTES = 1 << 20  # of a node's events, for the newest save of each tier
@@ -87,7 +88,8 @@ class NodePublisher:
         if self.state.is_gone:
             return
         with contextlib.suppress(OSError):  # the next one follows soon; the heartbeat has the reason
-            write_status(self._run, NodeStatus(time.time(), generation, self._node, tuple(ranks)))
+            clock = (monotonic_clock_id(), time.monotonic())
+            write_status(self._run, NodeStatus(time.time(), generation, self._node, tuple(ranks), *clock))
 
     def entered(self, ranks: range) -> None:
         """Update metrics for a new generation, in which the node has these ranks."""

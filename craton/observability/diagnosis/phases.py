@@ -137,9 +137,16 @@ def find_slowness(snapshot: Snapshot, before: Collection[str] = ()) -> list[Slow
     high = snapshot.run.step_seconds_high
     if high is not None and plan["step"]:
         limit = high * _ratio("plan_ratio_cpu" if on_processors else "plan_ratio", "plan" in before)
-        if now["step"] > limit:
+        is_new = "earlier" not in [element.against for element in result]
+        if now["step"] > limit and not (on_processors and is_new and _is_shared(snapshot)):
             result += _owned(now, {phase: value or 0.0 for phase, value in plan.items()}, "plan")
     return result
+
+
+def _is_shared(snapshot: Snapshot) -> bool:
+    """Return whether other processes use much of the CPUs that the ranks compute on; plans assume that none does."""
+    hosts = [node.host for node in snapshot.nodes if node.host is not None]
+    return any((host.foreign_processor_share or 0.0) > threshold("foreign_processor_share") for host in hosts)
 
 
 def _ratio(name: str, is_slow: bool) -> float:

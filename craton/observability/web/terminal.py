@@ -377,7 +377,7 @@ def _lines(table: RankTable, views: list[NodeView], nodes: Nodes) -> list[RankLi
         if view.is_spare:
             continue
         status = nodes.status(view.node)
-        told_age_seconds = max(0.0, now - status.time) if status else 0.0
+        told_age_seconds = status.age_seconds(now) if status else 0.0
         status_of_rank = {rank.rank: rank for rank in status.ranks} if status else {}
         is_whole = view.health in ("lost", "slow") or view.health not in BAD  # else it is a problem of one rank
         for number in range(max(len(view.ranks), 1)):

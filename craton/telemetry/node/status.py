@@ -7,10 +7,12 @@ text.
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from craton.telemetry.files import replace_text
+from craton.telemetry.rank import monotonic_clock_id
 from craton.telemetry.rundirectory import RunDirectory, read_json
 
 MAX_FRAME = 300  # characters
@@ -27,6 +29,7 @@ class ProcessBounds:
     throttled_share: float = 0.0  # of the last periods of that quota: used up before their end
     memory_share: float = 0.0  # of the memory limit of its fullest cgroup, used and not reclaimable
     memory_limit_bytes: int = 0  # of that cgroup
+    memory_bytes: int = 0  # resident, of this process
     idle_seconds: float = 0.0  # for which it and its children have used no CPU to speak of
 
 
@@ -62,6 +65,14 @@ class NodeStatus:
     generation: int
     node: str
     ranks: tuple[RankStatus, ...]
+    clock: str = ""  # id of the agent's monotonic clock; "": unknown
+    monotonic: float = 0.0  # the same moment by that clock
+
+    def age_seconds(self, now: float) -> float:
+        """Return its age at the epoch second `now`; a reader of the agent's boot knows it without a wall clock."""
+        if self.clock and self.clock == monotonic_clock_id():
+            return max(0.0, time.monotonic() - self.monotonic)
+        return max(0.0, now - self.time)
 
 
 def write_status(run: RunDirectory, status: NodeStatus) -> None:
@@ -81,6 +92,8 @@ def read_status(run: RunDirectory, node: str) -> NodeStatus | None:
             generation=int(document["generation"]),
             node=str(document["node"]),
             ranks=tuple(_rank(rank) for rank in document["ranks"]),
+            clock=str(document.get("clock", "")),
+            monotonic=float(document.get("monotonic", 0.0)),
         )
     except (KeyError, TypeError, ValueError, OverflowError, AttributeError):
         return None
@@ -120,5 +133,6 @@ def _bounds(document: dict[str, Any]) -> ProcessBounds:
         throttled_share=float(document.get("throttled_share", 0.0)),
         memory_share=float(document.get("memory_share", 0.0)),
         memory_limit_bytes=int(document.get("memory_limit_bytes", 0)),
+        memory_bytes=int(document.get("memory_bytes", 0)),
         idle_seconds=float(document.get("idle_seconds", 0.0)),
     )

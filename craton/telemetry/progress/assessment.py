@@ -170,7 +170,7 @@ def activities_of(statuses: Iterable[NodeStatus | None], now: float) -> list[Ran
         )
         for status in statuses
         if status is not None
-        for status_age in (max(0.0, now - status.time),)
+        for status_age in (status.age_seconds(now),)
         for rank in status.ranks
     ]
 

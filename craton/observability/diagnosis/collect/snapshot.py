@@ -414,7 +414,7 @@ def _with_status(rank: SnapshotRank, status: NodeStatus | None, facts: RunFacts,
         beside=rank_status.beside,
         step=max(rank_status.step, rank.step or 0) or None,
         step_seconds=rank_status.step_seconds or rank.step_seconds,
-        progress_age_seconds=age_of(rank_status, max(0.0, moment - status.time)),
+        progress_age_seconds=age_of(rank_status, status.age_seconds(moment)),
         # Before the agent knows the step time, the limit of a step is that of a start.
         progress_limit_seconds=(rank_status.progress_limit_seconds or None) if has_pace or not is_stepping else None,
         is_stopped=rank_status.is_stopped,

@@ -110,9 +110,16 @@ def _memory(bounded: Bounded, symptoms: Symptoms) -> list[Finding]:
     if not hit:
         return []
     worst = max((bounds for _, bounds in hit), key=lambda bounds: bounds.memory_share)
+    if len(hit) > 1:  # one cgroup for several ranks: the one that stands out
+        largest, second = sorted(hit, key=lambda entry: -entry[1].memory_bytes)[:2]
+        if largest[1].memory_bytes > threshold("memory_ratio") * second[1].memory_bytes:
+            hit = [largest]
+    used = (
+        f", {memory(hit[0][1].memory_bytes)} of it by that process" if len(hit) == 1 and hit[0][1].memory_bytes else ""
+    )
     message = (
-        f"{_who(hit)} {'uses' if len(hit) == 1 else 'use'} {percent(worst.memory_share)} of the memory limit of its "
-        f"cgroup ({memory(worst.memory_limit_bytes)}): beyond it the kernel kills a process"
+        f"the cgroup of {_who(hit)} uses {percent(worst.memory_share)} of its memory limit "
+        f"({memory(worst.memory_limit_bytes)}{used}): beyond it the kernel kills a process"
     )
     return _findings(hit, bounded, symptoms, "memory_limit_near", message, 0.95, is_risk=True)
 
@@ -148,4 +155,4 @@ def _who(hit: Bounded) -> str:
     if len(hit) == 1:
         rank = hit[0][0]
         return f"rank {rank.rank} on {rank.node}"
-    return named([rank.rank for rank, _ in hit], "rank ")
+    return named([rank.rank for rank, _ in hit], "ranks ")

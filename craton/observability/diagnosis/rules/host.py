@@ -12,6 +12,7 @@ from craton.observability.diagnosis.tables import threshold
 from craton.observability.diagnosis.verdict import Finding, Symptoms
 
 ALL_WORK = ("data", "compute", "optimizer")
+NO_WAIT_SHARE = 0.15  # of the runnable time of a rank's threads
 WRONG_PLACE, SAME_SHARE = 0.3, 0.8  # weight of an explanation that holds for healthy ranks too; "the same load"
 KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
 ENDED = (-signal.SIGTERM, 128 + signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
@@ -170,8 +171,14 @@ def _processors(node: SnapshotNode, host: SnapshotHost, snapshot: Snapshot, symp
         base = 0.45 if is_usual else 0.95 if len(signs) > 1 or foreign > threshold("foreign_processor_share") else 0.8
         if _hurts_others_too(node, host, snapshot, symptoms):
             base *= WRONG_PLACE
+        waited = [rank.bounds.waited_share for rank in snapshot.ranks if rank.node == node.name and rank.bounds]
+        if waited and max(waited) < NO_WAIT_SHARE:
+            base *= WRONG_PLACE  # the ranks get all the CPU time they want
         # Data loaders of GPU ranks starve first; ranks on CPUs would compute more slowly too.
-        phases = ALL_WORK if snapshot.run.is_accelerated is not False else ("compute", "optimizer")
+        phases: tuple[str, ...] = ALL_WORK
+        if snapshot.run.is_accelerated is False:
+            does_collectives = bool(waited) and max(waited) > threshold("waited_share")
+            phases = ("compute", "optimizer", *(("communication",) if does_collectives else ()))
         findings += finding(
             symptoms,
             "processor_contention",
