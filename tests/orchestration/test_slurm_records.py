@@ -206,12 +206,17 @@ def test_a_job_that_slurm_has_forgotten_is_no_error(tool_folder: Path) -> None:
     assert tools.read_jobs(["812"]) == []
 
 
+# 22.05.8 without a controller, as it prints it: exit code 0.
+UNANSWERED = '{"errors": [{"description": "Failed while looking for jobs", "error": "Unspecified error"}], "jobs": []}'
+
+
 @pytest.mark.parametrize(
     ("script", "words"),
     [
         ("echo 'squeue: error: Unable to contact slurm controller (connect failure)' >&2; exit 1", "connect failure"),
         ("exec sleep 5", "did not respond"),
         ("echo '<html>'", "invalid JSON"),
+        (f"echo '{UNANSWERED}'", "Failed while looking for jobs"),
     ],
 )
 def test_a_controller_that_cannot_be_asked(

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from craton.formatting import setting
 from craton.orchestration.errors import NoAnswerError, SchedulerError
@@ -180,8 +180,9 @@ def read_jobs(numbers: Iterable[str] | None = None) -> list[JobRecord]:
         return []
     chosen = [] if wanted is None else ["--jobs", ",".join(wanted)]
     try:
-        printed = ask("squeue", "--json", "--states=all", *chosen)
-        jobs = jobs_of_json(json.loads(printed))
+        document = json.loads(ask("squeue", "--json", "--states=all", *chosen))
+        _check_answer(document)
+        jobs = jobs_of_json(document)
     except SchedulerError as error:
         if "Invalid job id" in str(error):  # a single job that Slurm no longer knows
             return []
@@ -195,6 +196,15 @@ def read_jobs(numbers: Iterable[str] | None = None) -> list[JobRecord]:
     # 22.05 ignores --jobs and prints every job.
     arrays = {number.partition("_")[0] for number in wanted}
     return [job for job in jobs if job.id in wanted or job.id.partition("_")[0] in arrays]
+
+
+def _check_answer(document: Mapping[str, Any]) -> None:
+    """Raise NoAnswerError for an error that squeue reports in its JSON: 22.05 exits with 0 if no controller responds,
+    and an empty list would mean that every job has ended."""
+    errors = [error for error in document.get("errors") or () if isinstance(error, Mapping)]
+    if errors and not document.get("jobs"):
+        words = [str(errors[0][key]) for key in ("description", "error") if errors[0].get(key)]
+        raise NoAnswerError(f"squeue: {': '.join(words) or 'unknown error'}; check `scontrol ping`")
 
 
 def read_jobs_of(users: Iterable[int]) -> list[JobRecord]:

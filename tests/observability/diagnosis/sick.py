@@ -144,6 +144,8 @@ def scheduler_cases() -> Iterator[Case]:
     down = (NodeWord("node-0", "ALLOCATED"), NodeWord(NODE, "DOWN*", "Not responding", is_bad=True))
     silent = with_node(hung(healthy(4), {}), NODE, heartbeat_age_seconds=90.0)
     yield Case("node is down", "node_down", "dead", with_scheduler(silent, nodes=down), rank=None)
+    alone = with_scheduler(healthy(4), condition="unknown", sentence="squeue: Unable to contact slurm controller")
+    yield Case("no controller", "scheduler_unreachable", "healthy", alone, "", None)
     for reason, word in (
         ("preempted", "PREEMPTED"),
         ("time_limit", "TIMEOUT"),

@@ -31,12 +31,18 @@ WORDS = (
 EARLIER_SECONDS = 5.0  # heartbeats of agents that end together stop within less
 
 
+SCHEDULERS = ("slurm", "kubernetes")
+
+
 def examine_scheduler(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
     scheduler = snapshot.scheduler
     if symptoms.condition == "waiting" and not symptoms.signed(UNSAVED):
         message = scheduler.sentence or scheduler.reason or "it is waiting for nodes"
         return finding(symptoms, "waiting_for_nodes", message, ("waiting",))
     findings: list[Finding] = []
+    if scheduler.condition == "unknown" and scheduler.sentence and snapshot.run.on in SCHEDULERS:
+        message = f"the scheduler does not respond: {scheduler.sentence}"
+        findings += finding(symptoms, "scheduler_unreachable", message, (), base=0.95, is_risk=True)
     kills = list(scheduler.kills)
     if scheduler.condition == "ended" and scheduler.outcome != "done" and not kills:
         reason = next((ours for words, ours in WORDS if words.search(f"{scheduler.reason} {scheduler.sentence}")), None)

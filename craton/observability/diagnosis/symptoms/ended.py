@@ -24,7 +24,9 @@ def symptom_by_state(snapshot: Snapshot) -> Symptom | None:
     if run.unsaved:
         return Symptom("waiting", run.unsaved, sign=UNSAVED)
     if run.state == "waiting" or (scheduler.condition == "waiting" and run.state not in ("failed", "done")):
-        return Symptom("waiting", scheduler.sentence or run.message)
+        lost = next((event.text for event in reversed(snapshot.events) if event.name == "nodes_lost"), "")
+        after = f", after it lost {lost}" if lost and scheduler.restarts else ""
+        return Symptom("waiting", (scheduler.sentence or run.message) + after)
     if run.state == "done":
         return Symptom("done")
     if run.state == "stopped":
