@@ -84,7 +84,8 @@ def _ended_hanging(symptom: Symptom, snapshot: Snapshot, symptoms: Symptoms) -> 
     if not culprits:
         return finding(symptoms, "rank_hung", message, ("dead",), base=0.6)
     kind = culprits[0].ended_in.partition("+")[0]
-    evidence = [message, f"{_them(culprits)} ended in phase {kind}, the others did not"]
+    stacks = [event.text for event in snapshot.events if event.name == "rank_stuck" and event.rank == culprits[0].rank]
+    evidence = [message, *stacks[-1:]] if stacks else [message, f"{_them(culprits)} ended in phase {kind}"]
     one = culprits[0].rank if len(culprits) == 1 else None
     node = symptom.nodes[0] if len(symptom.nodes) == 1 else ""
     cause = _of_source(HANGS_IN.get(kind, "rank_hung"), snapshot)

@@ -15,6 +15,7 @@ from craton.observability.diagnosis.verdict import UNSAVED, Symptom
 
 COMING_BACK = ("detect", "regroup", "restore")
 _HANG = re.compile(r"rank (\d+) (?:on \S+ )?(hangs in|is stopped by a signal)")
+WAITS = "waiting for other ranks"  # in the event of a stuck rank, by craton.agent.stacks
 _VICTIM = re.compile(r"rank (\d+) on ([\w.-]+)")
 
 
@@ -46,18 +47,18 @@ def _death(snapshot: Snapshot, message: str) -> Symptom:
     """Return the symptom of a run that ended, or that lost ranks or nodes."""
     if last_bad_step(snapshot) is not None:
         return Symptom("dead", message, sign="not_a_number")  # all ranks judged the same numbers: none failed first
+    if (hang := _ended_for_a_hang(snapshot, message)) is not None:
+        return hang
     first = _first_dead(snapshot)
     reported_lost = reported_losses(snapshot)
     lost = [*_lost_nodes(snapshot), *reported_lost]
-    error = None if lost or _HANG.search(message) else first_error(snapshot)
+    error = None if lost else first_error(snapshot)
     if error is not None:
         ranks = (error.rank,) if error.rank is not None and error.num_ranks == 1 else ()
         return Symptom("dead", message, ranks=ranks, nodes=(error.node,) if ranks else (), moment=error.moment)
     broke_with_it = first is not None and first.node not in lost and bool(reported_lost)
     if first is not None and not broke_with_it and not _fell_silent_before(snapshot, lost, first):
-        return _ended_for_a_hang(snapshot, message) or Symptom(
-            "dead", message, ranks=(first.rank,), nodes=(first.node,), moment=first.ended_at
-        )
+        return Symptom("dead", message, ranks=(first.rank,), nodes=(first.node,), moment=first.ended_at)
     if lost:
         return Symptom("dead", message, nodes=tuple(dict.fromkeys(lost)))
     match = _VICTIM.search(message)
@@ -101,11 +102,28 @@ def _ended_for_a_hang(snapshot: Snapshot, message: str) -> Symptom | None:
     if match[2] == "is stopped by a signal":
         ranks = [rank for rank in snapshot.ranks if rank.rank == int(match[1])]
         return Symptom("dead", message, ranks=(int(match[1]),), nodes=nodes_of(ranks), sign="stopped")
+    culprits = _reported_stuck(snapshot)
+    if culprits:
+        return Symptom("dead", message, ranks=culprits, nodes=nodes_of(_with(snapshot, culprits)), sign="hung")
     kinds = Counter(rank.ended_in.partition("+")[0] for rank in snapshot.ranks if rank.ended_in)
     usual = kinds.most_common(1)[0][0] if kinds else ""
     odd = [rank for rank in snapshot.ranks if rank.ended_in and rank.ended_in.partition("+")[0] != usual]
     odd = odd if 2 * len(odd) < len(snapshot.ranks) else []
     return Symptom("dead", message, ranks=tuple(rank.rank for rank in odd), nodes=nodes_of(odd), sign="hung")
+
+
+def _reported_stuck(snapshot: Snapshot) -> tuple[int, ...]:
+    """Return the ranks that did not wait for others when their agents took their stacks, if others did."""
+    stuck = [event for event in snapshot.events if event.name == "rank_stuck" and event.rank is not None]
+    stuck = [event for event in stuck if event.generation in (None, snapshot.run.generation)]
+    newest = {event.rank: event for event in stuck if event.rank is not None}
+    waiting = [rank for rank, event in newest.items() if WAITS in event.text]
+    culprits = tuple(sorted(rank for rank in newest if rank not in waiting))
+    return culprits if len(culprits) < len(snapshot.ranks) else ()
+
+
+def _with(snapshot: Snapshot, numbers: Sequence[int]) -> list[SnapshotRank]:
+    return [rank for rank in snapshot.ranks if rank.rank in numbers]
 
 
 def find_dead_ranks(snapshot: Snapshot) -> Symptom | None:

@@ -54,11 +54,18 @@ def _steadily(snapshot: Snapshot) -> tuple[list[Straggling], list[Slowness], flo
     straggling: list[Straggling] = []
     slowness: list[Slowness] = []
     since: float | None = None
+    before: tuple[set[int], set[str]] = (set(), set())  # straggling ranks, what was slow, in the window before
     for moment, past in [*_earlier_windows(snapshot), (snapshot.moment, snapshot)]:
-        straggling = find_straggling(past, {rank for group in straggling for rank in group.ranks})
-        slowness = find_slowness(past, {element.against for element in slowness})
+        before = {rank for group in straggling for rank in group.ranks}, {element.against for element in slowness}
+        straggling = find_straggling(past, before[0])
+        slowness = find_slowness(past, before[1])
         is_slow = bool(straggling or slowness)
         since = None if not is_slow else moment if since is None else since
+    if is_on_processors(snapshot) and any(
+        rank.windows for rank in snapshot.ranks
+    ):  # shared with others: what is new may be gone in a moment
+        straggling = [group for group in straggling if before[0] & set(group.ranks)]
+        slowness = [element for element in slowness if element.against in before[1]]
     began = max((rank.windows[0].moment for rank in snapshot.ranks if rank.windows), default=None)
     return straggling, slowness, began if since == snapshot.moment else since
 
