@@ -7,7 +7,8 @@ from dataclasses import replace
 from fake_snapshots import MOMENT, healthy, slowed, with_host, with_nodes, with_rank, with_run
 
 from craton.observability.diagnosis import diagnose
-from craton.observability.diagnosis.snapshot import LogMatch, Snapshot
+from craton.observability.diagnosis.snapshot import Event, LogMatch, Snapshot
+from craton.observability.diagnosis.symptoms.ended import WAITS
 
 
 def ended(snapshot: Snapshot, message: str, **kinds: str) -> Snapshot:
@@ -24,6 +25,18 @@ def test_ranks_that_agents_end_for_a_hang_were_not_killed_by_somebody() -> None:
     assert (verdict.condition, verdict.cause, verdict.rank) == ("dead", "data_hung", 9)
     verdict = diagnose(ended(healthy(2), "rank 1 hangs in productive at step 46: no progress for 4.0 s"))
     assert (verdict.cause, verdict.rank, verdict.node) == ("rank_hung", None, "")
+
+
+def test_the_stacks_of_a_hang_name_the_rank_that_the_others_waited_for() -> None:
+    """By the message alone it would be rank 1, which only waited."""
+    texts = [f"rank {rank} has been in productive for 6 s at step 46" for rank in range(16)]
+    stuck = tuple(
+        Event("rank_stuck", MOMENT - 1.0, rank=rank, generation=0, text=text + ("" if rank == 9 else f", {WAITS}"))
+        for rank, text in enumerate(texts)
+    )
+    run = ended(healthy(2), "rank 1 hangs in productive at step 46: no progress for 6.0 s")
+    verdict = diagnose(replace(run, events=stuck))
+    assert (verdict.condition, verdict.cause, verdict.rank, verdict.node) == ("dead", "rank_hung", 9, "node-1")
 
 
 def test_a_rank_that_was_stopped_until_its_run_was_ended() -> None:
