@@ -146,6 +146,8 @@ class RankSession:
         outcome = self.trainer.fit()
         if outcome == "left":
             return None
+        if outcome == "stopped" and self.stop_asked:
+            self.recorder.event("stop_signal", step=self.trainer.step, message="it received SIGTERM")
         if outcome == "stopped" and place.rank == 0 and not self.directory.has("STOP"):
             reason = f"stopped after step {self.trainer.step}, as requested"  # slurm.batch reads the last words
             try:

@@ -74,6 +74,8 @@ def diagnose(snapshot: Snapshot) -> Verdict:
         if symptoms.first.sign == IDLE:
             would = ("set progress.pattern in the job file to what the command prints in every step",)
         verdict = Verdict("unknown", cause=CANNOT_TELL, confidence=CANNOT_TELL_CONFIDENCE, would_tell=would)
+    elif condition == "stopped" and findings:
+        verdict = _explained(snapshot, symptoms, findings)
     else:
         verdict = Verdict(condition, confidence=SURE)
     verdict = replace(verdict, cost_dollars_per_day=_cost(snapshot, verdict), since=symptoms.first.since)

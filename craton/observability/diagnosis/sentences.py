@@ -27,7 +27,8 @@ def paragraph(snapshot: Snapshot, symptoms: Symptoms, verdict: Verdict) -> str:
         return f"{run.name}: {symptoms.first.sentence}"
     if condition in ("done", "stopped"):
         reason = f": {run.message.splitlines()[0]}" if run.message else ""
-        return f"{run.name} is {condition}{reason}" + (f"; {run.rescued}" if run.rescued else "")
+        text = f"{run.name} is {condition}{reason}" + (f"; {run.rescued}" if run.rescued else "")
+        return f"{text}. {_cause(verdict)} {_sentence(verdict.action)}" if verdict.cause else text
     parts = [_opening(snapshot, symptoms, verdict)]
     if verdict.cause == "cannot_tell":
         parts.append("Not enough evidence to name a layer. To narrow it down: " + "; ".join(verdict.would_tell) + ".")

@@ -33,6 +33,7 @@ from fake_snapshots import (
 
 from craton.observability.diagnosis.snapshot import (
     Collectives,
+    Event,
     NodeWord,
     RankError,
     Restart,
@@ -381,6 +382,9 @@ def host_cases() -> Iterator[Case]:
     yield Case("a bad node", "node_breaks_again", "slow", restarted(*mixed), rank=None)
     spare = SnapshotNode("node-9", heartbeat_state="spare", heartbeat_age_seconds=28.0)
     yield Case("spare", "spare_lost", "healthy", replace(healthy(4), spares=(spare,)), "node-9", None)
+    told = Event("stop_signal", MOMENT - 3.0, NODE, RANK, 40, 0, "it received SIGTERM")
+    stop = with_run(healthy(4), state="stopped", message="stopped after step 40, as requested")
+    yield Case("SIGTERM", "rank_terminated", "stopped", replace(stop, events=(told,)))
     busy = with_host(slow_node(), NODE, processor_pressure=0.8, foreign_processor_share=0.6)
     yield Case("neighbour", "processor_contention", "slow", busy, rank=None)
     yield Case("steal", "processor_stolen", "slow", with_host(slow_node(), NODE, steal_share=0.3), rank=None)

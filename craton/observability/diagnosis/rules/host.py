@@ -134,6 +134,10 @@ def _stopped(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
         for number, node in zip(symptom.ranks, symptom.nodes, strict=False) if symptom.sign == "stopped" else ():
             message = symptom.sentence.splitlines()[0]
             findings += finding(symptoms, "rank_stopped", message, ("dead",), node=node, rank=number, base=0.97)
+    for symptom in symptoms.of("stopped"):
+        for number, node in zip(symptom.ranks, symptom.nodes, strict=False):
+            message = f"rank {number} on {node} received SIGTERM, and its agent did not send it"
+            findings += finding(symptoms, "rank_terminated", message, ("stopped",), node=node, rank=number, base=0.97)
     stopped = [rank for rank in snapshot.ranks if rank.is_stopped or rank.process_state == "T"]
     for rank in stopped:
         message = f"rank {rank.rank} on {rank.node} is stopped by a signal (SIGSTOP); all other ranks wait for it"

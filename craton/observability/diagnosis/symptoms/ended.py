@@ -31,7 +31,7 @@ def symptom_by_state(snapshot: Snapshot) -> Symptom | None:
     if run.state == "done":
         return Symptom("done")
     if run.state == "stopped":
-        return Symptom("stopped", run.message)
+        return _stop(snapshot)
     if run.state == "failed":
         return _death(snapshot, run.message)
     if run.state == "lost":
@@ -41,6 +41,22 @@ def symptom_by_state(snapshot: Snapshot) -> Symptom | None:
             )
         return _death(snapshot, run.message)
     return None
+
+
+def _stop(snapshot: Snapshot) -> Symptom:
+    """Return a stop; if a signal from elsewhere than its agent made a rank stop, with that rank."""
+    orders = [event for event in snapshot.events if event.name == "ranks_told_to_end"]
+    ranks = {
+        event.rank
+        for event in snapshot.events
+        if event.name == "stop_signal" and event.rank is not None
+        if not any(order.moment < event.moment for order in orders)
+    }
+    victims = _with(snapshot, tuple(ranks))
+    is_foreign = bool(victims) and len(victims) < len(snapshot.ranks)
+    numbers = tuple(rank.rank for rank in victims) if is_foreign else ()
+    nodes = nodes_of(victims) if is_foreign else ()
+    return Symptom("stopped", snapshot.run.message, ranks=numbers, nodes=nodes, sign="signal" if is_foreign else "")
 
 
 def _death(snapshot: Snapshot, message: str) -> Symptom:
