@@ -33,6 +33,7 @@ ANSWER_SECONDS = 1.0  # for a rank to dump its stacks; on a busy machine it need
 KILL_ANSWER_SECONDS = 0.3  # the same for a rank that is about to be killed
 NATIVE_SECONDS = 30.0  # without progress, after which native frames are worth stopping the rank for a moment
 TOOL_SECONDS = 20.0
+OWN_CODE = "in your own code: "
 WAITS = ", waiting for other ranks"
 MAX_THREADS = 64  # of a process, whose kernel state is noted
 
@@ -145,7 +146,7 @@ class StackTaker:
         number = rank.process.rank
         what = f"rank {number} has been in {rank.kind} for {whole_duration(rank.age_seconds)} at step {rank.step}"
         what += WAITS if stack.is_waiting else ""
-        where = f" ({stack.frame})" if stack.frame else ""
+        where = f" ({OWN_CODE if stack.is_user_frame else ''}{stack.frame})" if stack.frame else ""
         kernel = kernel_threads(rank.process.pid)
         stack.wait_channels = tuple(dict.fromkeys(thread.channel for thread in kernel if thread.channel))
         with contextlib.suppress(OSError):  # the disk may be the reason why it is stuck

@@ -35,6 +35,7 @@ from craton.telemetry.files import open_regular, paths_in, read_lines, tail_line
 RECENT_STEPS, EARLIER_STEPS, WARM_STEPS = 20, 100, 5  # numbers of steps; the recent ones also take RECENT_SECONDS
 RECENT_SECONDS = 4.0
 MAX_WINDOWS = 6  # the recent steps, and as many ones half a window earlier, and so on
+PART_STEPS = 8  # of the past, judged together
 CHANGED = 1.2  # times the usual step: such steps are not the past that others are compared with
 NEWEST_STEPS = 5  # a majority of them must be abnormal
 ALL_BYTES, MAX_BYTES, MIN_BYTES = 128 << 20, 1 << 20, 32 << 10  # of metrics: of all nodes, and limits for one
@@ -103,10 +104,10 @@ class Steps:
         """The steps before the recent ones, as the run usually is: a part that is slower than those before it does not
         count, or a run that stays slow would soon be compared with itself."""
         before = self.warm[: -self.num_recent]
-        parts = [before[end - RECENT_STEPS : end] for end in range(len(before), RECENT_STEPS - 1, -RECENT_STEPS)]
+        parts = [before[begin : begin + PART_STEPS] for begin in range(0, len(before) - PART_STEPS + 1, PART_STEPS)]
         usual: list[list[dict[str, Any]]] = []
         levels: list[float] = []
-        for part in reversed(parts):
+        for part in parts:
             level = statistics.median(map(_step_seconds, part))
             if not levels or level <= CHANGED * statistics.median(levels):
                 usual.append(part)

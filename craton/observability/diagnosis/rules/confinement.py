@@ -42,7 +42,7 @@ def _throttled(bounded: Bounded, symptoms: Symptoms) -> list[Finding]:
         f"the CPU quota{quota} of {_who(hit)} is used up in {percent(worst.throttled_share)} of its periods: "
         "the kernel throttles it"
     )
-    return _findings(hit, bounded, symptoms, "cpu_throttled", message, 1.05)
+    return _findings(hit, bounded, symptoms, "cpu_throttled", message, 1.05, is_risk=True)
 
 
 def _few_cpus(bounded: Bounded, snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
@@ -65,7 +65,7 @@ def _few_cpus(bounded: Bounded, snapshot: Snapshot, symptoms: Symptoms) -> list[
     if waited > threshold("waited_share"):
         message += f", and its threads wait for a CPU {percent(waited)} of their time"
     base = 1.0 if waited > threshold("waited_share") else 0.8
-    return _findings(hit, bounded, symptoms, "cpu_affinity", message, base)
+    return _findings(hit, bounded, symptoms, "cpu_affinity", message, base, is_risk=_is_odd(hit, bounded))
 
 
 def _low_priority(bounded: Bounded, symptoms: Symptoms) -> list[Finding]:
@@ -83,7 +83,7 @@ def _low_priority(bounded: Bounded, symptoms: Symptoms) -> list[Finding]:
     if worst.waited_share > threshold("waited_share"):
         message += f", and its threads wait for a CPU {percent(worst.waited_share)} of their time"
     base = 1.05 if worst.waited_share > threshold("waited_share") else 0.8
-    return _findings(hit, bounded, symptoms, "cpu_priority_low", message, base)
+    return _findings(hit, bounded, symptoms, "cpu_priority_low", message, base, is_risk=_is_odd(hit, bounded))
 
 
 def _waits(bounded: Bounded, symptoms: Symptoms) -> list[Finding]:
@@ -145,6 +145,12 @@ def _findings(
         base=base,
         is_risk=is_risk,
     )
+
+
+def _is_odd(hit: Bounded, bounded: Bounded) -> bool:
+    """Return whether only some ranks are confined, and wait for a CPU: others wait for them, however slow that is."""
+    waits = max(bounds.waited_share for _, bounds in hit) > threshold("waited_share")
+    return waits and len(hit) < len(bounded)
 
 
 def _num_nodes(bounded: Bounded) -> int:

@@ -27,6 +27,7 @@ SLOW_PHASES = {
     "compute": "compute_slow",
     "optimizer": "optimizer_slow",
 }
+OWN_CODE = "in your own code"  # in the event of a stuck rank, by craton.agent.stacks
 RECENT_LOG_SECONDS = 900.0
 # How TORCH_DISTRIBUTED_DEBUG=DETAIL reports a mismatch (seen with torch 2.13): each rank lists its own call first.
 _CALLED = re.compile(r"Rank (?P<rank>\d+) is running collective: .*?OpType=(\w+).*?TensorShape=(\[[^\]]*\])")
@@ -89,6 +90,8 @@ def _ended_hanging(symptom: Symptom, snapshot: Snapshot, symptoms: Symptoms) -> 
     one = culprits[0].rank if len(culprits) == 1 else None
     node = symptom.nodes[0] if len(symptom.nodes) == 1 else ""
     cause = _of_source(HANGS_IN.get(kind, "rank_hung"), snapshot)
+    if stacks and OWN_CODE in stacks[-1]:
+        cause = "user_code_blocked"
     return finding(symptoms, cause, message, ("dead",), evidence=evidence, node=node, rank=one, base=0.85)
 
 
