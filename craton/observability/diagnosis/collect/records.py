@@ -104,7 +104,7 @@ class Steps:
         """The steps before the recent ones, as the run usually is: a part that is slower than those before it does not
         count, or a run that stays slow would soon be compared with itself."""
         before = self.warm[: -self.num_recent]
-        parts = [before[begin : begin + PART_STEPS] for begin in range(0, len(before) - PART_STEPS + 1, PART_STEPS)]
+        parts = [before[begin : begin + PART_STEPS] for begin in range(0, len(before), PART_STEPS)]
         usual: list[list[dict[str, Any]]] = []
         levels: list[float] = []
         for part in parts:
@@ -112,7 +112,7 @@ class Steps:
             if not levels or level <= CHANGED * statistics.median(levels):
                 usual.append(part)
                 levels.append(level)
-        return [line for part in usual for line in part][-EARLIER_STEPS:] if usual else before
+        return [line for part in usual for line in part][-EARLIER_STEPS:]
 
     def windows(self) -> tuple[StepWindow, ...]:
         """Return the medians of the recent steps, of as many half a window earlier, and so on, newest first."""
