@@ -30,7 +30,16 @@ from craton.observability.diagnosis.sentences import action_of, paragraph
 from craton.observability.diagnosis.snapshot import Snapshot, SnapshotGpu, SnapshotNode
 from craton.observability.diagnosis.symptoms import symptoms_of
 from craton.observability.diagnosis.tables import LAYERS
-from craton.observability.diagnosis.verdict import IDLE, RESTARTS, TROUBLED, Finding, Symptom, Symptoms, Verdict
+from craton.observability.diagnosis.verdict import (
+    IDLE,
+    OVERLOAD,
+    RESTARTS,
+    TROUBLED,
+    Finding,
+    Symptom,
+    Symptoms,
+    Verdict,
+)
 
 EXAMINATIONS: tuple[Callable[[Snapshot, Symptoms], list[Finding]], ...] = (
     examine_scheduler,
@@ -51,6 +60,7 @@ MIN_OTHER = 0.45  # a weaker further finding is not reported
 CANNOT_TELL_CONFIDENCE = 0.6
 STARTING_CONFIDENCE = 0.85  # a start that is too slow looks like any other for a while
 SURE = 0.97  # maximum confidence
+ALSO_MAIN_SHARE = 0.4  # of the loss of the first symptom
 HOURS_PER_DAY = 24.0
 HOLDS_NODES = ("starting", "running", "stopping")  # of telemetry.RunState
 # Unexplained slowness is attributed to the program only where GPUs and hosts were observed.
@@ -112,7 +122,7 @@ def _gravest(*findings: Finding) -> str:
 
 def _explained(snapshot: Snapshot, symptoms: Symptoms, findings: list[Finding]) -> Verdict:
     first = symptoms.first
-    candidates = [finding for finding in findings if finding.symptom == 0]
+    candidates = [finding for finding in findings if finding.symptom in _main_symptoms(symptoms)]
     candidates = sorted(candidates, key=_rank_of, reverse=True)
     chosen = _best(candidates)
     if chosen is not None and chosen.cause in GUESSED and not _is_seen(snapshot, first):
@@ -163,6 +173,19 @@ def _explained(snapshot: Snapshot, symptoms: Symptoms, findings: list[Finding]) 
         is_urgent=chosen.is_urgent,
         is_first_hand=chosen.first_hand is not None,
     )
+
+
+def _main_symptoms(symptoms: Symptoms) -> list[int]:
+    """Return the indices of the symptoms that the verdict is about: the first one, and of a run that is slow as a whole
+    a straggler that costs about as much: one cause may make all steps longer, and one rank the slowest."""
+    first = symptoms.first
+    if first.condition != "slow" or first.ranks or not first.lost_share or first.sign in (RESTARTS, OVERLOAD):
+        return [0]
+    return [
+        number
+        for number, symptom in enumerate(symptoms.all)
+        if symptom.condition == "slow" and (symptom.lost_share or 0.0) >= ALSO_MAIN_SHARE * first.lost_share
+    ]
 
 
 def _missing_evidence(snapshot: Snapshot, symptoms: Symptoms) -> tuple[str, ...]:

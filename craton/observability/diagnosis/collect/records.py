@@ -13,6 +13,7 @@ import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ RECENT_STEPS, EARLIER_STEPS, WARM_STEPS = 20, 100, 5  # numbers of steps; the re
 RECENT_SECONDS = 4.0
 MAX_WINDOWS = 6  # the recent steps, and as many ones half a window earlier, and so on
 PART_STEPS = 8  # of the past, judged together
-CHANGED = 1.2  # times the usual step: such steps are not the past that others are compared with
+CHANGED = 1.2  # times the best level: slower steps are not the past that others are compared with
 NEWEST_STEPS = 5  # a majority of them must be abnormal
 ALL_BYTES, MAX_BYTES, MIN_BYTES = 128 << 20, 1 << 20, 32 << 10  # of metrics: of all nodes, and limits for one
 ALL_EVENT_BYTES, EVENT_BYTES, LOG_BYTES = 64 << 20, 256 << 10, 48 << 10
@@ -101,17 +102,13 @@ class Steps:
 
     @cached_property
     def usual_lines(self) -> list[dict[str, Any]]:
-        """The steps before the recent ones, as the run usually is: a part that is slower than those before it does not
-        count, or a run that stays slow would soon be compared with itself."""
+        """The steps before the recent ones while the run was about as fast as it has ever been for two parts in a row:
+        a run that stays slow would otherwise soon be compared with itself."""
         before = self.warm[: -self.num_recent]
         parts = [before[begin : begin + PART_STEPS] for begin in range(0, len(before), PART_STEPS)]
-        usual: list[list[dict[str, Any]]] = []
-        levels: list[float] = []
-        for part in parts:
-            level = statistics.median(map(_step_seconds, part))
-            if not levels or level <= CHANGED * statistics.median(levels):
-                usual.append(part)
-                levels.append(level)
+        levels = [statistics.median(map(_step_seconds, part)) for part in parts]
+        best = min(map(max, pairwise(levels)), default=max(levels, default=0.0))  # for two parts in a row
+        usual = [part for part, level in zip(parts, levels, strict=True) if level <= CHANGED * best]
         return [line for part in usual for line in part][-EARLIER_STEPS:]
 
     def windows(self) -> tuple[StepWindow, ...]:
