@@ -172,7 +172,7 @@ def cgroup_folders(controller: str, pid: int | None = None, root: Path = Path("/
     """Return the cgroup folders that may limit a process (default: this one), the innermost first (cgroups(7))."""
     try:
         lines = (root / "proc" / str(pid or "self") / "cgroup").read_text(encoding="utf-8").splitlines()
-    except OSError:
+    except (OSError, ValueError):
         return []
     mount = root / "sys" / "fs" / "cgroup"
     paths: list[Path] = []
@@ -193,6 +193,14 @@ def number_in(path: Path) -> int | None:
         return int(path.read_text(encoding="ascii"))
     except (OSError, ValueError):  # "max" is no limit
         return None
+
+
+def numbers_in(path: Path) -> dict[str, int]:
+    """Return the numbers of a file of name-number lines."""
+    with contextlib.suppress(OSError, ValueError):
+        words = [line.split() for line in path.read_text(encoding="ascii").splitlines()]
+        return {pair[0]: int(pair[1]) for pair in words if len(pair) == 2 and pair[1].isdecimal()}
+    return {}
 
 
 def number_after(path: Path, name: str) -> int:

@@ -35,7 +35,7 @@ from craton.agent.processes import (
 from craton.agent.records import NodeRecords
 from craton.agent.stacks import START_SECONDS, RankStack, StackTaker, StuckRank
 from craton.telemetry import RunDirectory, plan_twins, read_json
-from craton.telemetry.node import RankStatus
+from craton.telemetry.node import ProcessBounds, RankStatus
 from craton.telemetry.progress import NOTED_SECONDS, RankActivity, stuck_after
 from craton.telemetry.rank import FORGET_SHARE, STEADY, RankPage, monotonic_of
 
@@ -439,7 +439,7 @@ class NodeProcesses:
             "done": [rank for rank, place in self.ranks if place.is_done],
         }
 
-    def rank_status(self) -> list[RankStatus]:
+    def rank_status(self, with_bounds: bool = True) -> list[RankStatus]:
         """Return the status of this node's ranks for users."""
         now = time.monotonic()
         result = []
@@ -466,7 +466,7 @@ class NodeProcesses:
                     is_waiting=progress.is_waiting,
                     is_user_frame=bool(progress.frame) and place.stack.is_user_frame,
                     wait_channels=place.stack.wait_channels if place.stack.episode == place.page.progress else (),
-                    bounds=place.bounds.read(process.pid, now),
+                    bounds=place.bounds.read(process.pid, now) if with_bounds else ProcessBounds(),
                 )
             )
         return result

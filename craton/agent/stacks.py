@@ -46,6 +46,7 @@ class RankStack:
     episode: float = -1.0  # the rank's last progress before it; -1: none
     asked_at: float = 0.0  # monotonic; 0: not asked
     is_taken: bool = False
+    is_early: bool = False  # taken in a long start, before the rank counts as stuck
     has_native: bool = False
     frame: str = ""
     is_user_frame: bool = False
@@ -56,13 +57,13 @@ class RankStack:
     def begin(self, progress: float) -> None:
         """Forget the last episode if the rank has made progress since."""
         if progress != self.episode:
-            self.episode = progress
-            self.forget()
+            self.episode, self.asked_at = progress, 0.0
+            self.is_taken = self.is_early = self.has_native = self.is_waiting = self.is_user_frame = False
+            self.frame, self.wait_channels = "", ()
 
-    def forget(self) -> None:
-        self.asked_at = 0.0
-        self.is_taken = self.has_native = self.is_waiting = self.is_user_frame = False
-        self.frame, self.wait_channels = "", ()
+    def again(self) -> None:
+        """Take the stack once more; the frame is shown until there is a newer one."""
+        self.asked_at, self.is_taken = 0.0, False
 
 
 @dataclass(frozen=True)
@@ -91,8 +92,9 @@ class StackTaker:
     def look(self, ranks: Sequence[StuckRank], now: float) -> None:
         for rank in ranks:
             rank.stack.begin(rank.progress)
-            if rank.is_starting and rank.stack.is_taken and not rank.stack.is_user_frame and _is_old(rank, now):
-                rank.stack.forget()  # imports and set-up: it is elsewhere by now
+            is_late = not rank.is_starting or now - rank.stack.asked_at > max(START_SECONDS, rank.age_seconds / 2)
+            if rank.stack.is_early and rank.stack.is_taken and is_late:
+                rank.stack.again()  # it may be elsewhere by now
         num_asked = sum(bool(rank.stack.asked_at) for rank in ranks)
         for rank in ranks:
             if rank.is_due and not rank.stack.asked_at and num_asked < MAX_STACKS:
@@ -138,9 +140,10 @@ class StackTaker:
         """Write the file and the event, once per episode; a later dump by a tool is added."""
         stack = rank.stack
         is_first, stack.is_taken = not stack.is_taken, True
+        was_early, stack.is_early = stack.is_early, rank.is_starting
         stacks = read_stacks(text)
-        frame = stacks.frame
-        if frame is not None and not stack.frame:
+        frame, shown = stacks.frame, stack.frame
+        if frame is not None and (was_early or not stack.frame):
             stack.frame, stack.is_user_frame = frame.with_source(), frame.is_user
             stack.is_waiting = stacks.is_waiting
         number = rank.process.rank
@@ -154,7 +157,7 @@ class StackTaker:
             path.parent.mkdir(exist_ok=True)
             parts = [f"{what}{where}", text.strip(), "threads, by the kernel:", *map(str, kernel)]
             replace_text(path, "\n".join(part for part in parts if part)[:MAX_STACK_BYTES] + "\n", durable=False)
-        if is_first and (stack.is_user_frame or not rank.is_starting):
+        if is_first and (not rank.is_starting or (stack.is_user_frame and stack.frame != shown)):
             self._event(
                 "rank_stuck",
                 number,
@@ -206,10 +209,6 @@ class StackTaker:
         if completed.stdout.strip() and rank.stack.episode == rank.progress:
             name = os.path.basename(command[0])
             self._found.append((rank, f"{before.strip()}\n{TOOL}{name}:\n{completed.stdout.strip()}"))
-
-
-def _is_old(rank: StuckRank, now: float) -> bool:
-    return now - rank.stack.asked_at > max(START_SECONDS, rank.age_seconds / 2)
 
 
 def tool_command(pid: int, native: bool) -> list[str]:

@@ -237,7 +237,7 @@ class Supervisor:
             self._processes.flush_output()
         if self._due("ledger", now, LEDGER_SECONDS):
             self._processes.book()
-            ranks = self._processes.rank_status()
+            ranks = self._processes.rank_status(with_bounds=False)
             self._face.show_ranks(ranks)
             self._log_times.note(rank.rank for rank in ranks)
         if self._due("stacks", now, STACK_SECONDS) and self._processes.take_stacks(now):

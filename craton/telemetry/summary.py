@@ -168,7 +168,7 @@ class Summarizer:
         if beat.moment != moment:
             changed = now
         self._changes[node] = (beat.moment, changed)
-        return beat if changed is None else replace(beat, moment=time.time() - (now - changed))
+        return beat if changed is None else replace(beat, moment=time.time() - (now - changed), changed=0.0)
 
 
 class _Recent:

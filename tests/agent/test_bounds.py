@@ -38,8 +38,8 @@ def test_a_process_that_sleeps_is_idle_and_one_that_computes_is_not(start: Calla
     readers = {pid: BoundsReader() for pid in (sleeping, computing, forking)}
 
     def idle() -> dict[int, float]:
-        now = time.monotonic()
         time.sleep(0.2)
+        now = time.monotonic()
         return {pid: reader.read(pid, now).idle_seconds for pid, reader in readers.items()}
 
     wait_until(lambda: idle()[sleeping] > 1.0, "the sleeping process is idle")
@@ -53,7 +53,8 @@ def test_affinity_and_priority_are_those_of_the_process(start: Callable[[str], i
     assert reader.read(pid, 1.0).cpus == len(os.sched_getaffinity(0))
     os.sched_setaffinity(pid, {min(os.sched_getaffinity(0))})
     os.setpriority(os.PRIO_PROCESS, pid, 7)
-    bounds = reader.read(pid, 2.0)
+    assert reader.read(pid, 1.1).cpus == len(os.sched_getaffinity(0))  # read every other second
+    bounds = reader.read(pid, 4.0)
     assert (bounds.cpus, bounds.niceness) == (1, 7)
 
 

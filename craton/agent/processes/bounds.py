@@ -12,14 +12,17 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from craton.limits import UNLIMITED_BYTES, cgroup_folders, cgroup_quota, number_after, number_in
+from craton.limits import UNLIMITED_BYTES, cgroup_folders, cgroup_quota, number_in, numbers_in
 from craton.telemetry.node import ProcessBounds
 
 WINDOW_SECONDS = 4.0  # shares are of at least so much time, once the rank has run for so long
-MAX_THREADS, MAX_PROCESSES = 64, 32  # of a process and its children, whose times are read
+MAX_THREADS, MAX_PROCESSES = 32, 16  # of a process and its children, whose times are read
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 IDLE_SHARE = 0.05  # of a CPU: less is a process that waits
 IDLE_LOOK_SECONDS = 2.0  # between two looks at that: a process that waits wakes up now and then
+READ_SECONDS = 1.5  # an agent with many ranks has other things to do
+RECLAIMABLE = ("inactive_file", "active_file", "slab_reclaimable")  # of memory.stat
+TICKS = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,7 @@ class _Counters:
     moment: float  # monotonic
     ran_ns: int  # its threads, together
     waited_ns: int  # the same, runnable without a CPU
+    used_seconds: float  # of CPU time, with its children
     periods: int  # of the CPU quota of its cgroup
     throttled: int  # periods in which the quota was used up
 
@@ -40,11 +44,18 @@ class BoundsReader:
         self._seen: list[_Counters] = []  # the oldest that a share is taken from first
         self._busy_at = 0.0  # monotonic: when it last used a CPU
         self._judged: _Counters | None = None
+        self._last = ProcessBounds()
 
     def read(self, pid: int, now: float) -> ProcessBounds:
-        """Return what confines the process at the monotonic second `now`."""
+        """Return what confines the process at the monotonic second `now`; read at most every READ_SECONDS."""
         if pid != self._pid:
             self._pid, self._seen, self._busy_at, self._judged = pid, [], now, None
+        elif now - self._seen[-1].moment < READ_SECONDS:
+            return self._last
+        self._last = self._read(pid, now)
+        return self._last
+
+    def _read(self, pid: int, now: float) -> ProcessBounds:
         counters = self._counters(pid, now)
         while len(self._seen) > 1 and now - self._seen[1].moment >= WINDOW_SECONDS:
             self._seen.pop(0)
@@ -57,6 +68,7 @@ class BoundsReader:
         memory_share, memory_limit = self._memory(pid)
         return ProcessBounds(
             cpus=_allowed_cpus(pid),
+            node_cpus=os.cpu_count() or 0,
             quota_cpus=self._quota(pid),
             niceness=self._niceness(pid),
             # Threads that ended take their times with them.
@@ -74,26 +86,35 @@ class BoundsReader:
         if self._judged is not None and seconds < IDLE_LOOK_SECONDS:
             return
         self._judged = counters
-        if not 0 <= counters.ran_ns - last.ran_ns <= IDLE_SHARE * 1e9 * seconds:
+        if not 0 <= counters.used_seconds - last.used_seconds <= IDLE_SHARE * seconds:
             self._busy_at = counters.moment
 
     def _counters(self, pid: int, now: float) -> _Counters:
         ran = waited = 0
-        processes = [pid]
-        for process in processes:  # grows by the children
-            for task in self._tasks(process):
-                with contextlib.suppress(OSError, ValueError):
-                    own_ran, own_waited, *_ = (task / "schedstat").read_text().split()
-                    ran, waited = ran + int(own_ran), waited + int(own_waited)
-                with contextlib.suppress(OSError, ValueError):
-                    children = [int(child) for child in (task / "children").read_text().split()]
-                    processes += children[: MAX_PROCESSES - len(processes)]
+        for task in self._tasks(pid):
+            with contextlib.suppress(OSError, ValueError):
+                own_ran, own_waited, *_ = (task / "schedstat").read_text().split()
+                ran, waited = ran + int(own_ran), waited + int(own_waited)
         periods = throttled = 0
         for folder in cgroup_folders("cpu", pid, self._root):
-            if number_after(folder / "cpu.stat", "nr_throttled") >= throttled:
-                throttled = number_after(folder / "cpu.stat", "nr_throttled")
-                periods = number_after(folder / "cpu.stat", "nr_periods")
-        return _Counters(now, ran, waited, periods, throttled)
+            numbers = numbers_in(folder / "cpu.stat")
+            if numbers.get("nr_throttled", 0) >= throttled:
+                throttled, periods = numbers.get("nr_throttled", 0), numbers.get("nr_periods", 0)
+        return _Counters(now, ran, waited, self._used(pid), periods, throttled)
+
+    def _used(self, pid: int) -> float:
+        """Return the CPU seconds of the process and its children."""
+        used = 0.0
+        processes = [pid]
+        for process in processes:  # grows by the children
+            folder = self._root / f"proc/{process}"
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                fields = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()
+                used += sum(map(int, fields[11:15])) / TICKS  # its own, and those of children that have ended
+            with contextlib.suppress(OSError, ValueError):
+                children = (folder / f"task/{process}/children").read_text().split()
+                processes += [int(child) for child in children[: MAX_PROCESSES - len(processes)]]
+        return used
 
     def _tasks(self, process: int) -> list[Path]:
         with contextlib.suppress(OSError, ValueError):
@@ -125,9 +146,9 @@ class BoundsReader:
             used = number_in(folder / "memory.current") or number_in(folder / "memory.usage_in_bytes") or 0
             if not 0 < limit < UNLIMITED_BYTES:
                 continue
-            names = ("inactive_file", "active_file")
             prefix = "" if (folder / "memory.current").exists() else "total_"  # version 1: with the cgroups below it
-            cached = sum(number_after(folder / "memory.stat", f"{prefix}{name}") for name in names)
+            numbers = numbers_in(folder / "memory.stat")
+            cached = sum(numbers.get(f"{prefix}{name}", 0) for name in RECLAIMABLE)
             fullest = max(fullest, (max(0, used - cached) / limit, limit))
         return fullest
 

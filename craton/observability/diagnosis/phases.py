@@ -143,10 +143,18 @@ def find_slowness(snapshot: Snapshot, before: Collection[str] = ()) -> list[Slow
     return result
 
 
+def is_crowded(snapshot: Snapshot) -> bool:
+    """Return whether threads of a rank wait for a CPU much of the time."""
+    limit = threshold("waited_share")
+    return any(rank.bounds is not None and rank.bounds.waited_share > limit for rank in snapshot.ranks)
+
+
 def _is_shared(snapshot: Snapshot) -> bool:
     """Return whether other processes use much of the CPUs that the ranks compute on; plans assume that none does."""
     hosts = [node.host for node in snapshot.nodes if node.host is not None]
-    return any((host.foreign_processor_share or 0.0) > threshold("foreign_processor_share") for host in hosts)
+    return is_crowded(snapshot) or any(
+        (host.foreign_processor_share or 0.0) > threshold("foreign_processor_share") for host in hosts
+    )
 
 
 def _ratio(name: str, is_slow: bool) -> float:

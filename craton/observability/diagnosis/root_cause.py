@@ -83,8 +83,11 @@ def diagnose(snapshot: Snapshot) -> Verdict:
         would = (f"query the scheduler from a machine that can reach it: {symptoms.first.sentence}",)
         if symptoms.first.sign == IDLE:
             would = ("set progress.pattern in the job file to what the command prints in every step",)
-        verdict = Verdict("unknown", cause=CANNOT_TELL, confidence=CANNOT_TELL_CONFIDENCE, would_tell=would)
-    elif condition == "stopped" and findings:
+        others = tuple(sorted((finding for finding in findings if finding.is_risk), key=_rank_of, reverse=True))
+        verdict = Verdict(
+            "unknown", cause=CANNOT_TELL, confidence=CANNOT_TELL_CONFIDENCE, would_tell=would, others=others
+        )
+    elif condition == "stopped" and any(finding.symptom == 0 for finding in findings):
         verdict = _explained(snapshot, symptoms, findings)
     else:
         verdict = Verdict(condition, confidence=SURE)

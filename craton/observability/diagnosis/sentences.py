@@ -9,7 +9,7 @@ from craton.observability.diagnosis.phases import is_on_processors
 from craton.observability.diagnosis.snapshot import Snapshot
 from craton.observability.diagnosis.tables import Cause, threshold
 from craton.observability.diagnosis.traits import holds, traits_of
-from craton.observability.diagnosis.verdict import RESTARTS, Finding, Symptom, Symptoms, Verdict
+from craton.observability.diagnosis.verdict import IDLE, RESTARTS, Finding, Symptom, Symptoms, Verdict
 
 MIN_DOLLARS = 1.0
 PLAN_MARGIN = 1.15  # of the planned step, where the plan has no interval
@@ -24,7 +24,8 @@ def paragraph(snapshot: Snapshot, symptoms: Symptoms, verdict: Verdict) -> str:
         message = f"{run.name} waits{job}: {symptoms.first.sentence}"
         return " ".join([f"{message.rstrip('.')}.", *([_sentence(verdict.action)] if verdict.action else [])])
     if condition == "unknown":
-        return f"{run.name}: {symptoms.first.sentence}"
+        told = f". To know more: {'; '.join(verdict.would_tell)}." if symptoms.first.sign == IDLE else ""
+        return f"{run.name}: {symptoms.first.sentence}{told}{_also(verdict)}"
     if condition in ("done", "stopped"):
         reason = f": {run.message.splitlines()[0]}" if run.message else ""
         text = f"{run.name} is {condition}{reason}" + (f"; {run.rescued}" if run.rescued else "")
@@ -40,10 +41,12 @@ def paragraph(snapshot: Snapshot, symptoms: Symptoms, verdict: Verdict) -> str:
             parts.append(f"To be more certain: {verdict.would_tell[0]}.")
     if verdict.cost_dollars_per_day is not None and verdict.cost_dollars_per_day >= MIN_DOLLARS:
         parts.append(f"It costs {dollars(verdict.cost_dollars_per_day)} a day.")
-    if verdict.others:
-        findings = "; ".join(f"{other.sentence} ({other.layer})" for other in verdict.others[:3])
-        parts.append(f"Also found: {findings}.")
-    return " ".join(parts)
+    return " ".join(parts) + _also(verdict)
+
+
+def _also(verdict: Verdict) -> str:
+    findings = "; ".join(f"{other.sentence} ({other.layer})" for other in verdict.others[:3])
+    return f" Also found: {findings}." if findings else ""
 
 
 def action_of(snapshot: Snapshot, symptom: Symptom, finding: Finding, node: str, rank: int | None) -> str:

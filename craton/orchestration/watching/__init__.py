@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from craton.orchestration.watching.state import (
         GOES_ON,
         MOVING,
+        NO_ANSWER,
         check_is_seen,
         check_not_running,
         check_running,

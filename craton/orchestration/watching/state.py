@@ -15,12 +15,13 @@ from dataclasses import replace
 
 from craton.orchestration.backend import Standing, is_elsewhere, read_submission
 from craton.orchestration.backends import backend_of
-from craton.orchestration.errors import RunEndedError, RunStateError, SchedulerError
+from craton.orchestration.errors import NoAnswerError, RunEndedError, RunStateError, SchedulerError
 from craton.telemetry import RunDirectory, RunState, RunSummary, read_json, summarize
 from craton.telemetry.files import append_regular, noting_unread
 
 MOVING: tuple[RunState, ...] = ("waiting", "starting", "running", "stopping")  # not ended
 GOES_ON = ("waiting", "running")
+NO_ANSWER = "no_answer"  # reason of an unknown state: the scheduler's controller does not respond
 LOOK_SECONDS = {"local": 0.02}  # between two checks while waiting for a run's end
 SCHEDULER_LOOK_SECONDS = 2.0  # the same with a scheduler, to limit its load
 
@@ -40,7 +41,9 @@ def standings_of(runs: Iterable[RunDirectory]) -> dict[str, Standing]:
         try:
             result |= backend_of(name).look(theirs)
         except SchedulerError as error:
-            result |= {run.name: Standing("unknown", sentence=str(error)) for run in theirs}
+            is_silent = isinstance(error, NoAnswerError) or "Unable to contact" in str(error)
+            reason = NO_ANSWER if is_silent else ""
+            result |= {run.name: Standing("unknown", reason=reason, sentence=str(error)) for run in theirs}
     return result
 
 

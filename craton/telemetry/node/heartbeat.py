@@ -5,7 +5,7 @@ sees the old or the new one. A heartbeat older than LOST_SECONDS in state `runni
 
 The modification time is of the agent's wall clock, which may jump. So the text also has the offset of that clock to
 CLOCK_MONOTONIC: a reader of the same boot computes the age without a wall clock. After a jump the agent rewrites it.
-The change time is of the kernel or the file server: readers elsewhere believe the fresher of the two.
+The change time is of the kernel or the file server: readers elsewhere use it if the agent's clock is minutes off.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from craton.telemetry.rank import STEADY, monotonic_clock_id, wall_offset
 from craton.telemetry.rundirectory import RunDirectory
 
 LOST_SECONDS = 10.0
+WRONG_CLOCK_SECONDS = 300.0  # between the agent's clock and the file server's
 MAX_HEARTBEAT_BYTES = 1 << 16
 NodeState = Literal["running", "done", "stopped", "failed", "spare", "released"]
 
@@ -52,8 +53,9 @@ class Heartbeat:
             return max(0.0, time.monotonic() - (self.moment - self.clock_offset))
         if now is not None:
             return now - self.moment
-        ages = [time.time() - moment for moment in (self.moment, self.changed) if moment]
-        return min((age for age in ages if age > -LOST_SECONDS), default=0.0)
+        # A clock that is off by minutes shows nothing; two machines that differ by seconds are usual.
+        is_wrong = bool(self.changed) and abs(self.moment - self.changed) > WRONG_CLOCK_SECONDS
+        return time.time() - (self.changed if is_wrong else self.moment)
 
     @property
     def is_of_this_boot(self) -> bool:

@@ -23,6 +23,7 @@ class ProcessBounds:
     """What confines a rank's process, by the kernel. 0: unknown, or no limit."""
 
     cpus: int = 0  # that it may run on
+    node_cpus: int = 0  # of its machine
     quota_cpus: float = 0.0  # CPU quota of its cgroups
     niceness: int = 0
     waited_share: float = 0.0  # of the last seconds of its threads: runnable, without a CPU
@@ -127,6 +128,7 @@ def _rank(document: dict[str, Any]) -> RankStatus:
 def _bounds(document: dict[str, Any]) -> ProcessBounds:
     return ProcessBounds(
         cpus=int(document.get("cpus", 0)),
+        node_cpus=int(document.get("node_cpus", 0)),
         quota_cpus=float(document.get("quota_cpus", 0.0)),
         niceness=int(document.get("niceness", 0)),
         waited_share=float(document.get("waited_share", 0.0)),

@@ -33,7 +33,6 @@ from fake_snapshots import (
 
 from craton.observability.diagnosis.snapshot import (
     Collectives,
-    Event,
     NodeWord,
     RankError,
     Restart,
@@ -145,7 +144,9 @@ def scheduler_cases() -> Iterator[Case]:
     down = (NodeWord("node-0", "ALLOCATED"), NodeWord(NODE, "DOWN*", "Not responding", is_bad=True))
     silent = with_node(hung(healthy(4), {}), NODE, heartbeat_age_seconds=90.0)
     yield Case("node is down", "node_down", "dead", with_scheduler(silent, nodes=down), rank=None)
-    alone = with_scheduler(healthy(4), condition="unknown", sentence="squeue: Unable to contact slurm controller")
+    alone = with_scheduler(
+        healthy(4), condition="unknown", reason="no_answer", sentence="squeue: Unable to contact slurm controller"
+    )
     yield Case("no controller", "scheduler_unreachable", "healthy", alone, "", None)
     for reason, word in (
         ("preempted", "PREEMPTED"),
@@ -382,9 +383,8 @@ def host_cases() -> Iterator[Case]:
     yield Case("a bad node", "node_breaks_again", "slow", restarted(*mixed), rank=None)
     spare = SnapshotNode("node-9", heartbeat_state="spare", heartbeat_age_seconds=28.0)
     yield Case("spare", "spare_lost", "healthy", replace(healthy(4), spares=(spare,)), "node-9", None)
-    told = Event("stop_signal", MOMENT - 3.0, NODE, RANK, 40, 0, "it received SIGTERM")
-    stop = with_run(healthy(4), state="stopped", message="stopped after step 40, as requested")
-    yield Case("SIGTERM", "rank_terminated", "stopped", replace(stop, events=(told,)))
+    stop = with_run(healthy(4), state="stopped", message="stopped after step 40, as requested", signalled=(RANK,))
+    yield Case("SIGTERM", "rank_terminated", "stopped", stop)
     busy = with_host(slow_node(), NODE, processor_pressure=0.8, foreign_processor_share=0.6)
     yield Case("neighbour", "processor_contention", "slow", busy, rank=None)
     yield Case("steal", "processor_stolen", "slow", with_host(slow_node(), NODE, steal_share=0.3), rank=None)
@@ -392,7 +392,7 @@ def host_cases() -> Iterator[Case]:
     yield Case("swaps", "memory_pressure", "slow", swaps, rank=None)
     for name, cause, own in (
         ("quota", "cpu_throttled", {"quota_cpus": 0.5, "throttled_share": 0.9}),
-        ("affinity", "cpu_affinity", {"cpus": 1, "waited_share": 0.5}),
+        ("affinity", "cpu_affinity", {"cpus": 12, "waited_share": 0.5}),
         ("priority", "cpu_priority_low", {"niceness": 19, "waited_share": 0.6}),
     ):
         yield Case(name, cause, "slow", with_bounds(slow_victim(), **own))
@@ -408,7 +408,7 @@ def host_cases() -> Iterator[Case]:
 def with_bounds(snapshot: Snapshot, **own: Any) -> Snapshot:
     """All ranks may use all CPUs but the victim, which is confined so."""
     ranks = [
-        replace(rank, bounds=ProcessBounds(**{"cpus": 96, **(own if rank.rank == RANK else {})}))
+        replace(rank, bounds=ProcessBounds(**{"cpus": 96, "node_cpus": 96, **(own if rank.rank == RANK else {})}))
         for rank in snapshot.ranks
     ]
     return replace(snapshot, ranks=tuple(ranks))

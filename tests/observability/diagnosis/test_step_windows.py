@@ -45,5 +45,5 @@ def test_a_run_that_became_faster_is_compared_with_its_better_self() -> None:
 
 
 def test_windows_reach_back_by_half_their_length() -> None:
-    found = steps(*[1.0] * 100)
-    assert [window.moment for window in found.windows()] == [81.0, 71.0, 61.0, 51.0, 41.0, 31.0]
+    found = steps(*[1.0] * 75)
+    assert [window.moment for window in found.windows()] == [56.0, 46.0, 36.0, 26.0, 16.0, 6.0]

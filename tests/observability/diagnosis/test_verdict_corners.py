@@ -7,8 +7,8 @@ from dataclasses import replace
 from fake_snapshots import MOMENT, healthy, slowed, with_host, with_nodes, with_rank, with_run
 
 from craton.observability.diagnosis import diagnose
-from craton.observability.diagnosis.snapshot import Event, LogMatch, Snapshot
-from craton.observability.diagnosis.symptoms.ended import WAITS
+from craton.observability.diagnosis.collect.records import signalled_ranks, stuck_ranks
+from craton.observability.diagnosis.snapshot import LogMatch, Snapshot
 
 
 def ended(snapshot: Snapshot, message: str, **kinds: str) -> Snapshot:
@@ -29,14 +29,38 @@ def test_ranks_that_agents_end_for_a_hang_were_not_killed_by_somebody() -> None:
 
 def test_the_stacks_of_a_hang_name_the_rank_that_the_others_waited_for() -> None:
     """By the message alone it would be rank 1, which only waited."""
-    texts = [f"rank {rank} has been in productive for 6 s at step 46" for rank in range(16)]
-    stuck = tuple(
-        Event("rank_stuck", MOMENT - 1.0, rank=rank, generation=0, text=text + ("" if rank == 9 else f", {WAITS}"))
-        for rank, text in enumerate(texts)
-    )
     run = ended(healthy(2), "rank 1 hangs in productive at step 46: no progress for 6.0 s")
-    verdict = diagnose(replace(run, events=stuck))
+    verdict = diagnose(with_run(run, stuck={9: "rank 9 has been in productive for 6 s (model.py:3 in forward)"}))
     assert (verdict.condition, verdict.cause, verdict.rank, verdict.node) == ("dead", "rank_hung", 9, "node-1")
+    verdict = diagnose(with_run(run, stuck={9: "rank 9 has been in productive (in your own code: reward.py:3)"}))
+    assert (verdict.cause, verdict.rank) == ("user_code_blocked", 9)
+
+
+def test_which_ranks_stacks_show_as_stuck() -> None:
+    def stuck(rank: int, step: int = 46, **more: object) -> dict[str, object]:
+        line = {"event": "rank_stuck", "rank": rank, "generation": 0, "stuck_step": step, "frame": "a.py:1 in f"}
+        return {**line, "waits": True, **more}
+
+    ends = [{"event": "rank_ended", "rank": rank, "generation": 0, "step": 46} for rank in range(4)]
+    waiting = [stuck(rank) for rank in (0, 2, 3)]
+    assert stuck_ranks([*waiting, stuck(1, waits=False, message="m"), *ends], 0) == {1: "m"}
+    assert stuck_ranks([*waiting, stuck(1, 12, waits=False, message="m"), *ends], 0) == {}  # it has gone on since
+    assert stuck_ranks([stuck(1, waits=False, message="m"), *ends], 0) == {}  # nobody waited
+    assert stuck_ranks([*waiting, stuck(1, waits=False, frame=""), *ends], 0) == {}
+    assert stuck_ranks([*waiting, stuck(1, waits=False, message="m"), *ends], 1) == {}
+
+
+def test_whose_signal_stopped_a_run() -> None:
+    def event(name: str, **more: object) -> dict[str, object]:
+        return {"event": name, "generation": 0, **more}
+
+    foreign, own = event("stop_signal", rank=1), event("stop_signal", rank=2)
+    told, started = event("ranks_told_to_end", node="a"), event("agent_started", node="a")
+    assert signalled_ranks([started, foreign], 0) == (1,)
+    assert signalled_ranks([started, foreign, told, own], 0) == (1,)
+    assert signalled_ranks([started, told, own], 0) == ()
+    assert signalled_ranks([started, foreign, started, told, own], 0) == ()  # resumed, then stopped
+    assert signalled_ranks([started, told, own, started, foreign], 0) == (1,)
 
 
 def test_a_rank_that_was_stopped_until_its_run_was_ended() -> None:

@@ -35,7 +35,7 @@ from craton.telemetry.files import open_regular, paths_in, read_lines, tail_line
 
 RECENT_STEPS, EARLIER_STEPS, WARM_STEPS = 20, 100, 5  # numbers of steps; the recent ones also take RECENT_SECONDS
 RECENT_SECONDS = 4.0
-MAX_WINDOWS = 6  # the recent steps, and as many ones half a window earlier, and so on
+MAX_WINDOWS = 10  # the recent steps, and as many ones half a window earlier, and so on
 PART_STEPS = 8  # of the past, judged together
 CHANGED = 1.2  # times the best level: slower steps are not the past that others are compared with
 NEWEST_STEPS = 5  # a majority of them must be abnormal
@@ -266,6 +266,38 @@ def read_events(run: RunDirectory) -> list[dict[str, Any]]:
     size = max(MIN_BYTES, min(EVENT_BYTES, ALL_EVENT_BYTES // max(1, len(paths))))
     lines = [line for path in paths for line in tail_lines(path, size) if isinstance(line.get("event"), str)]
     return sorted(lines, key=lambda line: float(line.get("time") or 0.0))
+
+
+def signalled_ranks(lines: Iterable[Mapping[str, Any]], generation: int) -> tuple[int, ...]:
+    """Return the ranks that received SIGTERM in this generation before any agent had told ranks to end."""
+    ranks: set[int] = set()
+    told = False
+    for line in lines:
+        if line["event"] in ("agent_started", "generation_started"):
+            told = False
+            ranks.clear()
+        told |= line["event"] == "ranks_told_to_end"
+        is_signal = line["event"] == "stop_signal" and line.get("generation") == generation
+        if is_signal and not told and isinstance(rank := line.get("rank"), int):
+            ranks.add(rank)
+    return tuple(sorted(ranks))
+
+
+def stuck_ranks(lines: Sequence[Mapping[str, Any]], generation: int) -> dict[int, str]:
+    """Return rank → where it was, of the ranks that did not wait for others when their stacks were taken and made no
+    step since; empty unless others waited."""
+    own = [line for line in lines if line.get("generation") == generation and isinstance(line.get("rank"), int)]
+    steps = {int(line["rank"]): _number(line, "step") for line in own if line["event"] == "rank_ended"}
+    newest = {int(line["rank"]): line for line in own if line["event"] == "rank_stuck" and line.get("frame")}
+    still = {rank: line for rank, line in newest.items() if _number(line, "stuck_step") >= steps.get(rank, 0)}
+    if not any(line.get("waits") for line in still.values()):
+        return {}
+    return {rank: str(line.get("message") or "")[:300] for rank, line in still.items() if not line.get("waits")}
+
+
+def _number(line: Mapping[str, Any], name: str) -> int:
+    value = line.get(name)
+    return value if isinstance(value, int) else 0
 
 
 def notable(lines: Iterable[Mapping[str, Any]]) -> tuple[Event, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import socket
+import statistics
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -35,6 +36,8 @@ from craton.observability.diagnosis.collect.records import (
     read_serving,
     read_steps,
     series_of,
+    signalled_ranks,
+    stuck_ranks,
     tiers_of,
 )
 from craton.observability.diagnosis.collect.scheduler import scheduler_of
@@ -75,6 +78,8 @@ LOG_SECONDS = 3600.0  # older log lines do not explain the current state
 MAX_STACKS = 4
 NCCL_CHARACTERS = 512 << 10  # from the beginning of a log, where NCCL reports its network
 LAYOUT = ("pp", "replicate", "fsdp", "cp", "tp", "ep")
+MIN_REMOTE_CLOCKS = 3  # clocks of other machines are compared with each other
+REMOTE_CLOCK_SECONDS = 60.0
 
 
 def take_snapshot(
@@ -128,6 +133,8 @@ def _taken(run: RunDirectory, prometheus: str | None, now: float | None, look_he
             if machine is not None:
                 node = machine.onto(node)
         nodes.append(node)
+    if now is None and is_moving:
+        nodes = _with_remote_clocks(nodes, beats)
     spares = _spares(run, facts, launch, plan, moment, alive, now is None) if is_moving else ()
     if here and is_moving and look_here:
         ranks = tuple(look_at_process(rank) if rank.node in here else rank for rank in ranks)
@@ -317,6 +324,8 @@ def _facts(
         is_accelerated=bool(launch["gpus"]) if "gpus" in launch else None,
         generation=newest.number if newest else started,
         generation_began=began,
+        signalled=signalled_ranks(events, newest.number if newest else started) if summary.state == "stopped" else (),
+        stuck=stuck_ranks(events, newest.number if newest else started) if summary.state == "failed" else {},
         previous_began=previous,
         restarts=sum(not line.get("planned") for line in broke),
         recent_restarts=restarts,
@@ -433,6 +442,33 @@ def _with_status(rank: SnapshotRank, status: NodeStatus | None, facts: RunFacts,
     )
 
 
+def _clock_offset(beat: Heartbeat) -> float | None:
+    """Return how far the wall clock of a live agent on this machine is ahead of this process's."""
+    is_fresh = beat.state in ("running", "spare") and beat.age_seconds() < LOST_SECONDS
+    return beat.clock_error if is_fresh and beat.is_of_this_boot else None
+
+
+def _with_remote_clocks(nodes: Sequence[SnapshotNode], beats: Mapping[str, Heartbeat | None]) -> list[SnapshotNode]:
+    """Return the nodes with the offsets of the clocks of live agents elsewhere: to the file server's, relative to what
+    is usual among them. A stalled file server explains some seconds, so only large offsets count."""
+    offsets = {
+        node.name: beat.clock_error
+        for node in nodes
+        if (beat := beats.get(node.name)) is not None
+        and beat.changed
+        and not beat.is_of_this_boot
+        and node.heartbeat_state == "running"
+        and (node.heartbeat_age_seconds or 0.0) < LOST_SECONDS
+    }
+    if len(offsets) < MIN_REMOTE_CLOCKS:
+        return list(nodes)
+    usual = statistics.median(offsets.values())
+    off = {name: offset - usual for name, offset in offsets.items() if abs(offset - usual) > REMOTE_CLOCK_SECONDS}
+    return [
+        replace(node, clock_offset_seconds=off.get(node.name, 0.0)) if node.name in offsets else node for node in nodes
+    ]
+
+
 def _beat_age(beat: Heartbeat, moment: float, is_live: bool) -> float:
     """Return the age of a heartbeat: of a live run by its own clock, since the clocks of two nodes may differ."""
     age = moment - beat.moment
@@ -460,7 +496,7 @@ def _node(
         leaf=facts.leaves.get(name, ""),
         host_name=host,
         heartbeat_age_seconds=_beat_age(beat, moment, is_live) if beat and is_present else None,
-        clock_offset_seconds=beat.clock_error if beat and is_present and is_live else None,
+        clock_offset_seconds=_clock_offset(beat) if beat and is_present and is_live and not facts.has_ended else None,
         heartbeat_state=beat.state if beat and is_present and not (facts.has_ended and facts.state == "done") else "",
         expected_gpus=cards or None,
         expected_fabric=int(instance.get("network_interfaces") or 0) or None if has_efa else None,

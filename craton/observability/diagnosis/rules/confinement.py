@@ -21,8 +21,8 @@ def examine_confinement(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]
     if not bounded:
         return []
     return [
-        *_throttled(bounded, symptoms),
-        *_few_cpus(bounded, snapshot, symptoms),
+        *_throttled(bounded, snapshot, symptoms),
+        *_few_cpus(bounded, symptoms),
         *_low_priority(bounded, symptoms),
         *_waits(bounded, symptoms),
         *_memory(bounded, symptoms),
@@ -32,40 +32,40 @@ def examine_confinement(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]
 Bounded = Sequence[tuple[SnapshotRank, ProcessBounds]]
 
 
-def _throttled(bounded: Bounded, symptoms: Symptoms) -> list[Finding]:
+def _throttled(bounded: Bounded, snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
     hit = [(rank, bounds) for rank, bounds in bounded if bounds.throttled_share > threshold("cpu_throttled_share")]
     if not hit:
         return []
     worst = max((bounds for _, bounds in hit), key=lambda bounds: bounds.throttled_share)
-    quota = f" of {worst.quota_cpus:g} CPUs" if worst.quota_cpus else ""
+    quota = f" ({worst.quota_cpus:g} CPUs)" if worst.quota_cpus else ""
     message = (
-        f"the CPU quota{quota} of {_who(hit)} is used up in {percent(worst.throttled_share)} of its periods: "
-        "the kernel throttles it"
+        f"the CPU quota{quota} of {_who(hit)} is used up in {percent(worst.throttled_share)} of its periods "
+        "(throttling by the kernel)"
     )
-    return _findings(hit, bounded, symptoms, "cpu_throttled", message, 1.05, is_risk=True)
+    is_risk = snapshot.run.is_accelerated is False and worst.throttled_share > threshold("cpu_throttled_risk")
+    return _findings(hit, bounded, symptoms, "cpu_throttled", message, 1.05, is_risk=is_risk)
 
 
-def _few_cpus(bounded: Bounded, snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
-    """Blame an affinity mask where it is smaller than that of other ranks, or where its CPUs are taken."""
-    most = max(bounds.cpus for _, bounds in bounded)
-    hit = [(rank, bounds) for rank, bounds in bounded if bounds.cpus < most]
+def _few_cpus(bounded: Bounded, symptoms: Symptoms) -> list[Finding]:
+    """Blame an affinity mask where threads wait for its CPUs: one that is much smaller than those of other ranks, as a
+    share of their machines, or one that all ranks have."""
+    limit = threshold("waited_share")
+    shares = {rank.rank: bounds.cpus / bounds.node_cpus for rank, bounds in bounded if bounds.node_cpus}
+    waiting = [(rank, bounds) for rank, bounds in bounded if bounds.waited_share > limit and rank.rank in shares]
+    hit = [(rank, bounds) for rank, bounds in waiting if shares[rank.rank] <= 0.5 * max(shares.values())]
+    base = 1.0
     if not hit:
-        sizes = {node.name: node.host.processors or 0 for node in snapshot.nodes if node.host is not None}
-        hit = [
-            (rank, bounds)
-            for rank, bounds in bounded
-            if bounds.cpus < sizes.get(rank.node, 0) and bounds.waited_share > threshold("waited_share")
-        ]
-        most = max((sizes[rank.node] for rank, _ in hit), default=0)
+        hit, base = [(rank, bounds) for rank, bounds in waiting if shares[rank.rank] <= 0.5], 0.6
     if not hit:
         return []
-    fewest = min(bounds.cpus for _, bounds in hit)
-    waited = max(bounds.waited_share for _, bounds in hit)
-    message = f"the CPU affinity of {_who(hit)} allows {fewest} of {counted(most, 'CPU')}"
-    if waited > threshold("waited_share"):
-        message += f", and its threads wait for a CPU {percent(waited)} of their time"
-    base = 1.0 if waited > threshold("waited_share") else 0.8
-    return _findings(hit, bounded, symptoms, "cpu_affinity", message, base, is_risk=_is_odd(hit, bounded))
+    worst = max((bounds for _, bounds in hit), key=lambda bounds: bounds.waited_share)
+    message = (
+        f"the CPU affinity of {_who(hit)} allows {worst.cpus} of {counted(worst.node_cpus, 'CPU')}, and threads wait "
+        f"for a CPU {percent(worst.waited_share)} of their time"
+    )
+    return _findings(
+        hit, bounded, symptoms, "cpu_affinity", message, base, is_risk=len(hit) < len(bounded) and base == 1.0
+    )
 
 
 def _low_priority(bounded: Bounded, symptoms: Symptoms) -> list[Finding]:
@@ -81,7 +81,7 @@ def _low_priority(bounded: Bounded, symptoms: Symptoms) -> list[Finding]:
     worst = max((bounds for _, bounds in hit), key=lambda bounds: bounds.niceness)
     message = f"the CPU priority of {_who(hit)} is low (nice {worst.niceness}): other processes run first"
     if worst.waited_share > threshold("waited_share"):
-        message += f", and its threads wait for a CPU {percent(worst.waited_share)} of their time"
+        message += f", and threads wait for a CPU {percent(worst.waited_share)} of their time"
     base = 1.05 if worst.waited_share > threshold("waited_share") else 0.8
     return _findings(hit, bounded, symptoms, "cpu_priority_low", message, base, is_risk=_is_odd(hit, bounded))
 
@@ -100,26 +100,27 @@ def _waits(bounded: Bounded, symptoms: Symptoms) -> list[Finding]:
     worst = max(bounds.waited_share for _, bounds in hit)
     message = (
         f"threads of {_who(hit)} wait for a CPU {percent(worst)} of their time, those of other ranks "
-        f"{percent(shares[0])}: other processes use its CPUs"
+        f"{percent(shares[0])}"
     )
     return _findings(hit, bounded, symptoms, "processor_contention", message, 0.95)
 
 
 def _memory(bounded: Bounded, symptoms: Symptoms) -> list[Finding]:
-    hit = [(rank, bounds) for rank, bounds in bounded if bounds.memory_share > threshold("memory_limit_share")]
-    if not hit:
+    full = [(rank, bounds) for rank, bounds in bounded if bounds.memory_share > threshold("memory_limit_share")]
+    if not full:
         return []
-    worst = max((bounds for _, bounds in hit), key=lambda bounds: bounds.memory_share)
-    if len(hit) > 1:  # one cgroup for several ranks: the one that stands out
+    _, worst = max(full, key=lambda entry: entry[1].memory_share)
+    hit = [entry for entry in full if entry[1].memory_limit_bytes == worst.memory_limit_bytes]
+    if len(hit) > 1:  # one cgroup may hold several ranks: the one that stands out
         largest, second = sorted(hit, key=lambda entry: -entry[1].memory_bytes)[:2]
         if largest[1].memory_bytes > threshold("memory_ratio") * second[1].memory_bytes:
             hit = [largest]
-    used = (
-        f", {memory(hit[0][1].memory_bytes)} of it by that process" if len(hit) == 1 and hit[0][1].memory_bytes else ""
-    )
+    shown = max((bounds for _, bounds in hit), key=lambda bounds: bounds.memory_share)
+    own = shown.memory_bytes if len(hit) == 1 else 0
+    used = f", {memory(own)} of it by that process" if 0 < own <= shown.memory_limit_bytes else ""
     message = (
-        f"the cgroup of {_who(hit)} uses {percent(worst.memory_share)} of its memory limit "
-        f"({memory(worst.memory_limit_bytes)}{used}): beyond it the kernel kills a process"
+        f"the cgroup of {_who(hit)} uses {percent(shown.memory_share)} of its memory limit "
+        f"({memory(shown.memory_limit_bytes)}{used}): beyond it the kernel kills a process"
     )
     return _findings(hit, bounded, symptoms, "memory_limit_near", message, 0.95, is_risk=True)
 

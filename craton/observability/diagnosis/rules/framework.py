@@ -85,12 +85,12 @@ def _ended_hanging(symptom: Symptom, snapshot: Snapshot, symptoms: Symptoms) -> 
     if not culprits:
         return finding(symptoms, "rank_hung", message, ("dead",), base=0.6)
     kind = culprits[0].ended_in.partition("+")[0]
-    stacks = [event.text for event in snapshot.events if event.name == "rank_stuck" and event.rank == culprits[0].rank]
-    evidence = [message, *stacks[-1:]] if stacks else [message, f"{_them(culprits)} ended in phase {kind}"]
+    stack = snapshot.run.stuck.get(culprits[0].rank, "")
+    evidence = [message, stack or f"{_them(culprits)} ended in phase {kind}"]
     one = culprits[0].rank if len(culprits) == 1 else None
     node = symptom.nodes[0] if len(symptom.nodes) == 1 else ""
     cause = _of_source(HANGS_IN.get(kind, "rank_hung"), snapshot)
-    if stacks and OWN_CODE in stacks[-1]:
+    if OWN_CODE in stack:
         cause = "user_code_blocked"
     return finding(symptoms, cause, message, ("dead",), evidence=evidence, node=node, rank=one, base=0.85)
 
@@ -232,11 +232,9 @@ def _starts(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
     code = "your own code"
     if snapshot.training is not None and snapshot.training.source:
         code += f" (data source `{snapshot.training.source}`, a model or an objective)"
-    who = "every rank" if len(inside) == len(snapshot.ranks) else _them(inside)
-    message = (
-        f"{who} has been in {code} for {whole_duration(first.progress_age_seconds or 0.0)} before the first step: "
-        f"{first.frame}"
-    )
+    who = "every rank is" if len(inside) == len(snapshot.ranks) else f"{_them(inside)} {_are(inside)}"
+    seconds = whole_duration(first.progress_age_seconds or 0.0)
+    message = f"{who} in {code} before the first step, {seconds} after the start: {first.frame}"
     is_one = len(inside) == 1 and len(snapshot.ranks) > 1
     return finding(
         symptoms,
@@ -247,6 +245,10 @@ def _starts(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
         rank=first.rank if is_one else None,
         base=0.95,
     )
+
+
+def _are(ranks: Sequence[SnapshotRank]) -> str:
+    return "is" if len(ranks) == 1 else "are"
 
 
 def _of_source(cause: str, snapshot: Snapshot) -> str:

@@ -135,7 +135,8 @@ def _stopped(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
             message = symptom.sentence.splitlines()[0]
             findings += finding(symptoms, "rank_stopped", message, ("dead",), node=node, rank=number, base=0.97)
     for symptom in symptoms.of("stopped"):
-        for number, node in zip(symptom.ranks, symptom.nodes, strict=False):
+        for number in symptom.ranks:
+            node = rank.node if (rank := snapshot.rank(number)) is not None else ""
             message = f"rank {number} on {node} received SIGTERM, and its agent did not send it"
             findings += finding(symptoms, "rank_terminated", message, ("stopped",), node=node, rank=number, base=0.97)
     stopped = [rank for rank in snapshot.ranks if rank.is_stopped or rank.process_state == "T"]

@@ -8,6 +8,7 @@ from dataclasses import replace
 from craton.observability.diagnosis.rules.findings import finding, named
 from craton.observability.diagnosis.snapshot import SchedulerKill, Snapshot
 from craton.observability.diagnosis.verdict import UNSAVED, Finding, Symptoms
+from craton.orchestration.watching import NO_ANSWER
 
 KILLS = {
     "oom": ("out_of_memory", "was killed because it ran out of memory"),
@@ -31,16 +32,13 @@ WORDS = (
 EARLIER_SECONDS = 5.0  # heartbeats of agents that end together stop within less
 
 
-SCHEDULERS = ("slurm", "kubernetes")
-
-
 def examine_scheduler(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
     scheduler = snapshot.scheduler
     if symptoms.condition == "waiting" and not symptoms.signed(UNSAVED):
         message = scheduler.sentence or scheduler.reason or "it is waiting for nodes"
         return finding(symptoms, "waiting_for_nodes", message, ("waiting",))
     findings: list[Finding] = []
-    if scheduler.condition == "unknown" and scheduler.sentence and snapshot.run.on in SCHEDULERS:
+    if scheduler.condition == "unknown" and scheduler.reason == NO_ANSWER:
         message = f"the scheduler does not respond: {scheduler.sentence}"
         findings += finding(symptoms, "scheduler_unreachable", message, (), base=0.95, is_risk=True)
     kills = list(scheduler.kills)

@@ -28,7 +28,7 @@ SENTENCES = {
 }
 OF_THE_RATE = ("diverged", "loss_spike", "not_a_number", "gradient_explosion", "plateau")
 OF_A_RANK = ("activations", "objective")
-MIN_EXAMINED = 2  # bad steps that only one rank shows, before it is named
+MIN_EXAMINED = 3  # bad steps that only one rank shows, before it is named
 UNSTABLE = "training is numerically unstable: no GPU or rank stands out"
 
 
@@ -78,7 +78,8 @@ def _only_rank(bad: list[SnapshotBadStep]) -> int | None:
     numbers in the data always are; shards of weights and gradients belong to one rank anyway."""
     examined = [item for item in bad if item.place]
     ranks = {item.rank if item.is_alone and item.origin in OF_A_RANK else None for item in examined}
-    return next(iter(ranks)) if len(ranks) == 1 and len(examined) >= MIN_EXAMINED else None
+    num_steps = len({item.step for item in examined})  # after a restart, a step may go bad again on the same samples
+    return next(iter(ranks)) if len(ranks) == 1 and num_steps >= MIN_EXAMINED else None
 
 
 def _history(bad: list[SnapshotBadStep]) -> list[str]:

@@ -59,6 +59,8 @@ class RunFacts:
     is_accelerated: bool | None = None  # whether ranks compute on GPUs
     generation: int = 0
     generation_began: float | None = None
+    signalled: tuple[int, ...] = ()  # ranks that received SIGTERM in this generation, and not from their agents
+    stuck: dict[int, str] = field(default_factory=dict)  # rank that others waited for at the end → where it was
     previous_began: float | None = None  # of the previous generation, since the run was last started
     restarts: int = 0  # generations that began because something broke
     recent_restarts: tuple[Restart, ...] = ()  # those of the last hour since the run was last started, oldest first

@@ -15,7 +15,6 @@ from craton.observability.diagnosis.verdict import UNSAVED, Symptom
 
 COMING_BACK = ("detect", "regroup", "restore")
 _HANG = re.compile(r"rank (\d+) (?:on \S+ )?(hangs in|is stopped by a signal)")
-WAITS = "waiting for other ranks"  # in the event of a stuck rank, by craton.agent.stacks
 _VICTIM = re.compile(r"rank (\d+) on ([\w.-]+)")
 
 
@@ -45,14 +44,7 @@ def symptom_by_state(snapshot: Snapshot) -> Symptom | None:
 
 def _stop(snapshot: Snapshot) -> Symptom:
     """Return a stop; if a signal from elsewhere than its agent made a rank stop, with that rank."""
-    orders = [event for event in snapshot.events if event.name == "ranks_told_to_end"]
-    ranks = {
-        event.rank
-        for event in snapshot.events
-        if event.name == "stop_signal" and event.rank is not None
-        if not any(order.moment < event.moment for order in orders)
-    }
-    victims = _with(snapshot, tuple(ranks))
+    victims = [rank for rank in snapshot.ranks if rank.rank in snapshot.run.signalled]
     is_foreign = bool(victims) and len(victims) < len(snapshot.ranks)
     numbers = tuple(rank.rank for rank in victims) if is_foreign else ()
     nodes = nodes_of(victims) if is_foreign else ()
@@ -63,11 +55,12 @@ def _death(snapshot: Snapshot, message: str) -> Symptom:
     """Return the symptom of a run that ended, or that lost ranks or nodes."""
     if last_bad_step(snapshot) is not None:
         return Symptom("dead", message, sign="not_a_number")  # all ranks judged the same numbers: none failed first
-    if (hang := _ended_for_a_hang(snapshot, message)) is not None:
-        return hang
     first = _first_dead(snapshot)
     reported_lost = reported_losses(snapshot)
     lost = [*_lost_nodes(snapshot), *reported_lost]
+    hang = _ended_for_a_hang(snapshot, message)
+    if hang is not None and not reported_lost and not (lost and _fell_silent_before(snapshot, lost, first)):
+        return hang
     error = None if lost else first_error(snapshot)
     if error is not None:
         ranks = (error.rank,) if error.rank is not None and error.num_ranks == 1 else ()
@@ -100,8 +93,10 @@ def reported_losses(snapshot: Snapshot) -> dict[str, str]:
     return {} if len(lost) == len(snapshot.run.nodes) else lost
 
 
-def _fell_silent_before(snapshot: Snapshot, lost: Sequence[str], first: SnapshotRank) -> bool:
+def _fell_silent_before(snapshot: Snapshot, lost: Sequence[str], first: SnapshotRank | None) -> bool:
     """Return whether a node was lost before ranks elsewhere failed because their connections to it broke."""
+    if first is None:
+        return bool(lost)
     if not lost or first.node in lost or first.ended_at is None:
         return False
     ages = [node.heartbeat_age_seconds for node in snapshot.nodes if node.name in lost]
@@ -118,28 +113,15 @@ def _ended_for_a_hang(snapshot: Snapshot, message: str) -> Symptom | None:
     if match[2] == "is stopped by a signal":
         ranks = [rank for rank in snapshot.ranks if rank.rank == int(match[1])]
         return Symptom("dead", message, ranks=(int(match[1]),), nodes=nodes_of(ranks), sign="stopped")
-    culprits = _reported_stuck(snapshot)
+    culprits = [rank for rank in snapshot.ranks if rank.rank in snapshot.run.stuck]
     if culprits:
-        return Symptom("dead", message, ranks=culprits, nodes=nodes_of(_with(snapshot, culprits)), sign="hung")
+        numbers = tuple(rank.rank for rank in culprits)
+        return Symptom("dead", message, ranks=numbers, nodes=nodes_of(culprits), sign="hung")
     kinds = Counter(rank.ended_in.partition("+")[0] for rank in snapshot.ranks if rank.ended_in)
     usual = kinds.most_common(1)[0][0] if kinds else ""
     odd = [rank for rank in snapshot.ranks if rank.ended_in and rank.ended_in.partition("+")[0] != usual]
     odd = odd if 2 * len(odd) < len(snapshot.ranks) else []
     return Symptom("dead", message, ranks=tuple(rank.rank for rank in odd), nodes=nodes_of(odd), sign="hung")
-
-
-def _reported_stuck(snapshot: Snapshot) -> tuple[int, ...]:
-    """Return the ranks that did not wait for others when their agents took their stacks, if others did."""
-    stuck = [event for event in snapshot.events if event.name == "rank_stuck" and event.rank is not None]
-    stuck = [event for event in stuck if event.generation in (None, snapshot.run.generation)]
-    newest = {event.rank: event for event in stuck if event.rank is not None}
-    waiting = [rank for rank, event in newest.items() if WAITS in event.text]
-    culprits = tuple(sorted(rank for rank in newest if rank not in waiting))
-    return culprits if len(culprits) < len(snapshot.ranks) else ()
-
-
-def _with(snapshot: Snapshot, numbers: Sequence[int]) -> list[SnapshotRank]:
-    return [rank for rank in snapshot.ranks if rank.rank in numbers]
 
 
 def find_dead_ranks(snapshot: Snapshot) -> Symptom | None:

@@ -99,7 +99,7 @@ def find_silent(snapshot: Snapshot) -> Symptom | None:
     if min(idle) > threshold("idle_seconds"):
         text = f"has not reported a step, and {who} used no CPU for {whole_duration(min(idle))}"
         return Symptom("starting", text, (text,), sign=IDLE, since=snapshot.moment - min(idle))
-    text = "its ranks are alive and use the CPU, but it reports no steps, so whether it makes progress is not known"
+    text = "its ranks are alive, but it reports no steps, so whether it makes progress is not known"
     return Symptom("unknown", text, sign=IDLE)
 
 

@@ -6,7 +6,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from craton.formatting import counted, duration, duration_range, percent, whole_duration
-from craton.observability.diagnosis.phases import Slowness, Straggling, find_slowness, find_straggling, is_on_processors
+from craton.observability.diagnosis.phases import (
+    Slowness,
+    Straggling,
+    find_slowness,
+    find_straggling,
+    is_crowded,
+    is_on_processors,
+)
 from craton.observability.diagnosis.restart_history import find_loop
 from craton.observability.diagnosis.snapshot import Snapshot, SnapshotRank
 from craton.observability.diagnosis.symptoms.naming import nodes_of, who
@@ -61,11 +68,16 @@ def _steadily(snapshot: Snapshot) -> tuple[list[Straggling], list[Slowness], flo
         slowness = find_slowness(past, before[1])
         is_slow = bool(straggling or slowness)
         since = None if not is_slow else moment if since is None else since
-    if is_on_processors(snapshot) and any(
-        rank.windows for rank in snapshot.ranks
-    ):  # shared with others: what is new may be gone in a moment
-        straggling = [group for group in straggling if before[0] & set(group.ranks)]
-        slowness = [element for element in slowness if element.against in before[1]]
+    if is_on_processors(snapshot) and any(rank.windows for rank in snapshot.ranks):
+        # Shared with others: what is new may be gone in a moment, or, on crowded CPUs, in some seconds.
+        lasts = since is not None and snapshot.moment - since >= threshold("crowded_seconds")
+        is_steady = lasts or not is_crowded(snapshot)
+        straggling = [
+            group for group in straggling if before[0] & set(group.ranks) and (is_steady or group.phase == "data")
+        ]
+        slowness = [
+            element for element in slowness if element.against in before[1] and (is_steady or element.phase == "data")
+        ]
     began = max((rank.windows[0].moment for rank in snapshot.ranks if rank.windows), default=None)
     return straggling, slowness, began if since == snapshot.moment else since
 
