@@ -20,6 +20,7 @@ MAX_THREADS, MAX_PROCESSES = 32, 16  # of a process and its children, whose time
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 IDLE_SHARE = 0.05  # of a CPU: less is a process that waits
 IDLE_LOOK_SECONDS = 2.0  # between two looks at that: a process that waits wakes up now and then
+WANTED_SHARE = 0.3  # of a CPU: a process that asks for less is not held up by waiting for it
 READ_SECONDS = 1.5  # an agent with many ranks has other things to do
 RECLAIMABLE = ("inactive_file", "active_file", "slab_reclaimable")  # of memory.stat
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -63,7 +64,7 @@ class BoundsReader:
         self._judge_idle(counters)
         self._seen.append(counters)
         ran, waited = counters.ran_ns - first.ran_ns, counters.waited_ns - first.waited_ns
-        is_busy = ran + waited > IDLE_SHARE * 1e9 * (now - first.moment)
+        wants_cpu = ran + waited > WANTED_SHARE * 1e9 * (now - first.moment)
         periods, throttled = counters.periods - first.periods, counters.throttled - first.throttled
         memory_share, memory_limit = self._memory(pid)
         return ProcessBounds(
@@ -72,7 +73,7 @@ class BoundsReader:
             quota_cpus=self._quota(pid),
             niceness=self._niceness(pid),
             # Threads that ended take their times with them.
-            waited_share=round(waited / (ran + waited), 3) if is_busy and ran >= 0 and waited > 0 else 0.0,
+            waited_share=round(waited / (ran + waited), 3) if wants_cpu and ran >= 0 and waited > 0 else 0.0,
             throttled_share=round(throttled / periods, 3) if periods > 0 and throttled > 0 else 0.0,
             memory_share=round(memory_share, 3),
             memory_limit_bytes=memory_limit,

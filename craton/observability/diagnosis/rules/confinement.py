@@ -29,6 +29,7 @@ def examine_confinement(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]
     ]
 
 
+COMPUTING = ("compute", "optimizer", "communication")  # phases in which a rank wants its CPUs
 Bounded = Sequence[tuple[SnapshotRank, ProcessBounds]]
 
 
@@ -102,7 +103,7 @@ def _waits(bounded: Bounded, symptoms: Symptoms) -> list[Finding]:
         f"threads of {_who(hit)} wait for a CPU {percent(worst)} of their time, those of other ranks "
         f"{percent(shares[0])}"
     )
-    return _findings(hit, bounded, symptoms, "processor_contention", message, 0.95)
+    return _findings(hit, bounded, symptoms, "processor_contention", message, 0.95, phases=COMPUTING)
 
 
 def _memory(bounded: Bounded, symptoms: Symptoms) -> list[Finding]:
@@ -133,6 +134,7 @@ def _findings(
     message: str,
     base: float,
     is_risk: bool = False,
+    phases: tuple[str, ...] = (),
 ) -> list[Finding]:
     nodes = list(dict.fromkeys(rank.node for rank, _ in hit))
     are_all = len(hit) == len(bounded)
@@ -145,6 +147,7 @@ def _findings(
         rank=hit[0][0].rank if len(hit) == 1 and len(bounded) > 1 else None,
         base=base,
         is_risk=is_risk,
+        phases=phases,
     )
 
 
