@@ -47,3 +47,10 @@ def test_a_run_that_became_faster_is_compared_with_its_better_self() -> None:
 def test_windows_reach_back_by_half_their_length() -> None:
     found = steps(*[1.0] * 75)
     assert [window.moment for window in found.windows()] == [56.0, 46.0, 36.0, 26.0, 16.0, 6.0]
+
+
+def test_a_sudden_change_shows_after_a_few_steps() -> None:
+    found = steps(*[0.08] * 200, *[2.0] * 5)
+    assert found.median(recent=True)[0]["step"] == 2.0
+    assert found.median(recent=False)[0]["step"] == 0.08
+    assert steps(*[0.08] * 200, *[2.0] * 3).median(recent=True)[0]["step"] == 0.08

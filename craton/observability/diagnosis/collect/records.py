@@ -37,6 +37,7 @@ RECENT_STEPS, EARLIER_STEPS, WARM_STEPS = 20, 100, 5  # numbers of steps; the re
 RECENT_SECONDS = 4.0
 MAX_WINDOWS = 10  # the recent steps, and as many ones half a window earlier, and so on
 PART_STEPS = 8  # of the past, judged together
+SUDDEN = 2.0  # times the steps before: the newest part alone is the recent one
 CHANGED = 1.2  # times the best level: slower steps are not the past that others are compared with
 NEWEST_STEPS = 5  # a majority of them must be abnormal
 ALL_BYTES, MAX_BYTES, MIN_BYTES = 128 << 20, 1 << 20, 32 << 10  # of metrics: of all nodes, and limits for one
@@ -92,7 +93,11 @@ class Steps:
 
     @cached_property
     def num_recent(self) -> int:
-        """The number of recent steps."""
+        """The number of recent steps; fewer if the newest ones are far slower than those before."""
+        newest, before = self.warm[-PART_STEPS:], self.warm[-RECENT_STEPS:-PART_STEPS]
+        is_long = sum(map(_step_seconds, newest)) >= RECENT_SECONDS
+        if before and is_long and _level(newest) > SUDDEN * _level(before):
+            return len(newest)
         seconds = 0.0
         for number, line in enumerate(reversed(self.warm), start=1):
             seconds += _step_seconds(line)
@@ -106,7 +111,7 @@ class Steps:
         a run that stays slow would otherwise soon be compared with itself."""
         before = self.warm[: -self.num_recent]
         parts = [before[begin : begin + PART_STEPS] for begin in range(0, len(before), PART_STEPS)]
-        levels = [statistics.median(map(_step_seconds, part)) for part in parts]
+        levels = [_level(part) for part in parts]
         best = min(map(max, pairwise(levels)), default=max(levels, default=0.0))  # for two parts in a row
         usual = [part for part, level in zip(parts, levels, strict=True) if level <= CHANGED * best]
         return [line for part in usual for line in part][-EARLIER_STEPS:]
@@ -117,7 +122,7 @@ class Steps:
         result = []
         for number in range(MAX_WINDOWS):
             chosen = lines[: len(lines) - number * (size // 2)][-size:]
-            if len(chosen) < max(size, RECENT_STEPS):
+            if len(chosen) < max(size, PART_STEPS):
                 break
             result.append(StepWindow(float(chosen[0].get("time") or 0.0), _medians(chosen)))
         return tuple(result)
@@ -150,6 +155,10 @@ class Steps:
         reported = [value for line in self.lines if (value := _recorded(line, name)) is not None][:-NEWEST_STEPS]
         values = [value for value in reported if math.isfinite(value)]
         return statistics.median(values) if len(values) >= WARM_STEPS else None
+
+
+def _level(lines: Sequence[Mapping[str, Any]]) -> float:
+    return statistics.median(map(_step_seconds, lines))
 
 
 def _step_seconds(line: Mapping[str, Any]) -> float:

@@ -68,18 +68,24 @@ def _steadily(snapshot: Snapshot) -> tuple[list[Straggling], list[Slowness], flo
         slowness = find_slowness(past, before[1])
         is_slow = bool(straggling or slowness)
         since = None if not is_slow else moment if since is None else since
-    if is_on_processors(snapshot) and any(rank.windows for rank in snapshot.ranks):
+    began = max((rank.windows[0].moment for rank in snapshot.ranks if rank.windows), default=None)
+    since = began if since == snapshot.moment else since
+    if is_on_processors(snapshot) and since is not None:
         # Shared with others: what is new may be gone in a moment, or, on crowded CPUs, in some seconds.
-        lasts = since is not None and snapshot.moment - since >= threshold("crowded_seconds")
-        is_steady = lasts or not is_crowded(snapshot)
+        seconds = snapshot.moment - since
+        is_steady = seconds >= threshold("crowded_seconds") or not is_crowded(snapshot)
+        is_old = seconds >= threshold("lasting_seconds")
         straggling = [
-            group for group in straggling if before[0] & set(group.ranks) and (is_steady or group.phase == "data")
+            group
+            for group in straggling
+            if (is_old or before[0] & set(group.ranks)) and (is_steady or group.phase == "data")
         ]
         slowness = [
-            element for element in slowness if element.against in before[1] and (is_steady or element.phase == "data")
+            element
+            for element in slowness
+            if (is_old or element.against in before[1]) and (is_steady or element.phase == "data")
         ]
-    began = max((rank.windows[0].moment for rank in snapshot.ranks if rank.windows), default=None)
-    return straggling, slowness, began if since == snapshot.moment else since
+    return straggling, slowness, since
 
 
 def _earlier_windows(snapshot: Snapshot) -> Iterator[tuple[float, Snapshot]]:
