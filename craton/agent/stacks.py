@@ -167,6 +167,7 @@ class StackTaker:
                 seconds=round(rank.age_seconds, 1),
                 frame=stack.frame,
                 waits=stack.is_waiting,
+                channels=list(stack.wait_channels)[:4],
             )
 
     def _look_closer(self, ranks: Sequence[StuckRank]) -> None:

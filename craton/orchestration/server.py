@@ -186,6 +186,10 @@ class ServerWatch:
         """Whether the server accepts requests."""
         return _get(self.address, "/health")[0] == http.client.OK
 
+    def responds(self) -> bool:
+        """Whether the server answers at all, ready or not."""
+        return _get(self.address, "/health")[0] != 0
+
     def look(self) -> ServerState | None:
         """Return the server's state; None if it does not respond."""
         status, text = _get(self.address, "/metrics")

@@ -131,6 +131,7 @@ def _member(rank: int, connection: Connection) -> None:
         try:
             function, arguments = pickle.loads(call)
             dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
+            dist.barrier()  # a rank that leaves at once would break the connections that others are still making
             answer = pickle.dumps((True, function(*arguments)))
         except BaseException:  # noqa: BLE001 -- whatever a test function raises is the answer
             answer = pickle.dumps((False, traceback.format_exc()))

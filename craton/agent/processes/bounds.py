@@ -37,7 +37,7 @@ class _Counters:
 
 
 class BoundsReader:
-    """Follows one process; a new process begins anew."""
+    """Follows one process; for another one all counts restart."""
 
     def __init__(self, root: Path = Path("/")) -> None:
         self._root = root

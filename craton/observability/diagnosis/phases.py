@@ -138,7 +138,9 @@ def find_slowness(snapshot: Snapshot, before: Collection[str] = ()) -> list[Slow
     if high is not None and plan["step"]:
         limit = high * _ratio("plan_ratio_cpu" if on_processors else "plan_ratio", "plan" in before)
         is_new = "earlier" not in [element.against for element in result]
-        if now["step"] > limit and not (on_processors and is_new and _is_shared(snapshot)):
+        is_usual = on_processors and is_new and _is_shared(snapshot)
+        is_usual &= now["step"] < high * threshold("shared_ratio_cpu")
+        if now["step"] > limit and not is_usual:
             result += _owned(now, {phase: value or 0.0 for phase, value in plan.items()}, "plan")
     return result
 

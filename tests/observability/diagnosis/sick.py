@@ -247,6 +247,11 @@ def framework_cases() -> Iterator[Case]:
     yield Case("loop", "breaks_again", "slow", restarted(*broke))
     said = with_log(restarted(*broke), "exception", "KeyError: 'labels'", RANK)
     yield Case("loop that says why", "rank_failed", "slow", said)
+    yield Case("no answer", "server_silent", "hung", serving(is_silent=True, waiting=0), "", None)
+    yield Case("alarm", "own_signal", "dead", dead(-14))
+    hangs = with_run(dead(-9), message="rank 0 hangs in productive at step 40: no progress for 9 s")
+    everywhere = {rank.rank: "waits in all_reduce" for rank in hangs.ranks}
+    yield Case("partition", "collective_stuck", "dead", with_run(hangs, stuck=everywhere), "", None)
     yield Case("queue", "server_overloaded", "slow", serving(), "", None)
     yield Case("no room", "server_memory_full", "slow", serving(kv_share=0.99, preemptions=12), "", None)
     yield Case("stands", "rank_hung", "hung", hung(healthy(4), {RANK: "productive"}))
@@ -398,6 +403,13 @@ def host_cases() -> Iterator[Case]:
         yield Case(name, cause, "slow", with_bounds(slow_victim(), **own))
     full = with_bounds(healthy(4), memory_share=0.93, memory_limit_bytes=2 << 30)
     yield Case("memory limit", "memory_limit_near", "healthy", full)
+    echo = RankError(
+        MOMENT - 5.0, node=NODE, rank=RANK, ranks=(RANK,), type="RuntimeError", message="reset", is_echo=True
+    )
+    reset = with_run(healthy(4), state="failed", message="lost the connection to another rank")
+    yield Case("reset", "connections_lost", "dead", replace(reset, errors=(echo,)), "", None)
+    gone = with_run(healthy(4), state="failed", message=f"keeper of {NODE} was killed by SIGKILL")
+    yield Case("keeper", "keeper_failed", "dead", gone, rank=None)
     asleep = with_rank(hung(healthy(4), {RANK: "productive"}), RANK, process_state="D", wait_channel="gpu_wait")
     yield Case("in the kernel", "process_blocked", "hung", with_host(asleep, NODE, blocked_processes=("python",)))
     shared = with_log(dead(-7), "shared_memory", "unable to open shared memory object", RANK)

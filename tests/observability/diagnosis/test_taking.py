@@ -330,9 +330,12 @@ def test_a_server_is_asked_for_what_it_does_not_record(root: Path, monkeypatch: 
     assert snapshot.serving == Serving(16, 44, 30, 0.99, 7, 2.5)
     assert diagnose(snapshot).cause == "server_memory_full"
     monkeypatch.setattr("craton.observability.diagnosis.collect.snapshot.ServerWatch.look", lambda self: None)
+    monkeypatch.setattr("craton.observability.diagnosis.collect.snapshot.ServerWatch.responds", lambda self: True)
     silent = take_snapshot(run, now=NOW + 1.0)
     assert silent.serving == Serving(8, 30, 30)
     assert "the server returns no metrics" in silent.notes[0]
+    monkeypatch.setattr("craton.observability.diagnosis.collect.snapshot.ServerWatch.responds", lambda self: False)
+    assert diagnose(take_snapshot(run, now=NOW + 1.0)).cause == "server_silent"
 
 
 def save(step: int, event: str = "checkpoint_saved", **fields: Any) -> dict[str, Any]:

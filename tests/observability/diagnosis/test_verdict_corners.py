@@ -43,11 +43,13 @@ def test_which_ranks_stacks_show_as_stuck() -> None:
 
     ends = [{"event": "rank_ended", "rank": rank, "generation": 0, "step": 46} for rank in range(4)]
     waiting = [stuck(rank) for rank in (0, 2, 3)]
-    assert stuck_ranks([*waiting, stuck(1, waits=False, message="m"), *ends], 0) == {1: "m"}
-    assert stuck_ranks([*waiting, stuck(1, 12, waits=False, message="m"), *ends], 0) == {}  # it has gone on since
-    assert stuck_ranks([stuck(1, waits=False, message="m"), *ends], 0) == {}  # nobody waited
-    assert stuck_ranks([*waiting, stuck(1, waits=False, frame=""), *ends], 0) == {}
-    assert stuck_ranks([*waiting, stuck(1, waits=False, message="m"), *ends], 1) == {}
+    assert stuck_ranks([*waiting, stuck(1, waits=False, message="m"), *ends], 0, 4) == {1: "m"}
+    assert stuck_ranks([*waiting, stuck(1, 12, waits=False, message="m"), *ends], 0, 4) == {}  # it has gone on since
+    assert stuck_ranks([stuck(1, waits=False), stuck(2, waits=False), *ends], 0, 4) == {}  # nobody waited
+    frozen = stuck(1, waits=False, frame="", message="m", channels=["__refrigerator"])
+    assert stuck_ranks([*waiting, frozen, *ends], 0, 4) == {1: "m; in the kernel: __refrigerator"}
+    assert set(stuck_ranks([*waiting, stuck(1), *ends], 0, 4)) == {0, 1, 2, 3}  # all waited for each other
+    assert stuck_ranks([*waiting, stuck(1, waits=False, message="m"), *ends], 1, 4) == {}
 
 
 def test_whose_signal_stopped_a_run() -> None:

@@ -145,7 +145,7 @@ def _write_heartbeat(run: RunDirectory, node: str, state: str, now: float) -> No
     path = run.heartbeat_path(node)
     _write_json(path, {"generation": 0, "state": said, "pid": 1, "metrics_port": 0})
     if state == "lost":
-        os.utime(path, (now - 600, now - 600))
+        os.utime(path, (now - 60, now - 60))
 
 
 def _write_events(run: RunDirectory, node: str, began: float, steps: int) -> None:

@@ -278,7 +278,7 @@ def read_events(run: RunDirectory) -> list[dict[str, Any]]:
 
 
 def signalled_ranks(lines: Iterable[Mapping[str, Any]], generation: int) -> tuple[int, ...]:
-    """Return the ranks that received SIGTERM in this generation before any agent had told ranks to end."""
+    """Return the ranks that received SIGTERM in this generation before any agent asked its ranks to end."""
     ranks: set[int] = set()
     told = False
     for line in lines:
@@ -292,16 +292,22 @@ def signalled_ranks(lines: Iterable[Mapping[str, Any]], generation: int) -> tupl
     return tuple(sorted(ranks))
 
 
-def stuck_ranks(lines: Sequence[Mapping[str, Any]], generation: int) -> dict[int, str]:
+def stuck_ranks(lines: Sequence[Mapping[str, Any]], generation: int, num_ranks: int) -> dict[int, str]:
     """Return rank → where it was, of the ranks that did not wait for others when their stacks were taken and made no
-    step since; empty unless others waited."""
+    step since; empty unless others waited. All ranks, if all waited for each other."""
     own = [line for line in lines if line.get("generation") == generation and isinstance(line.get("rank"), int)]
     steps = {int(line["rank"]): _number(line, "step") for line in own if line["event"] == "rank_ended"}
-    newest = {int(line["rank"]): line for line in own if line["event"] == "rank_stuck" and line.get("frame")}
+    newest = {int(line["rank"]): line for line in own if line["event"] == "rank_stuck"}
     still = {rank: line for rank, line in newest.items() if _number(line, "stuck_step") >= steps.get(rank, 0)}
-    if not any(line.get("waits") for line in still.values()):
+    waiting = [rank for rank, line in still.items() if line.get("waits")]
+    if not waiting and len(still) > 1:
         return {}
-    return {rank: str(line.get("message") or "")[:300] for rank, line in still.items() if not line.get("waits")}
+    return {rank: _where(line) for rank, line in still.items() if not line.get("waits") or len(waiting) == num_ranks}
+
+
+def _where(line: Mapping[str, Any]) -> str:
+    channels = ", ".join(str(channel) for channel in line.get("channels") or ())
+    return str(line.get("message") or "")[:300] + (f"; in the kernel: {channels[:100]}" if channels else "")
 
 
 def _number(line: Mapping[str, Any], name: str) -> int:

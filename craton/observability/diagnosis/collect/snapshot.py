@@ -221,7 +221,8 @@ def _serving(run: RunDirectory, facts: RunFacts, moment: float, asks: bool) -> t
     except CratonError as error:
         return recorded, str(error)
     if answer is None:
-        return recorded, "the server returns no metrics: KV cache usage and latencies are not known"
+        silent = replace(recorded, is_silent=facts.state == "running" and not ServerWatch(server_of(run)).responds())
+        return silent, "the server returns no metrics: KV cache usage and latencies are not known"
     asked = replace(
         recorded, running=answer.running, waiting=answer.waiting, first_token_seconds=answer.first_token_seconds
     )
@@ -307,6 +308,8 @@ def _facts(
     began = newest.time if newest and newest.time else max(begun, default=None)
     broke = [line for line in events if line["event"] == "generation_started" and line.get("reason") != "start"]
     on = read_submission(run).on
+    number = newest.number if newest else started
+    per_node = newest.ranks_per_node if newest else int(launch.get("ranks_per_node") or 0)
     return RunFacts(
         name=run.name,
         kind=str(plan.get("kind") or ("command" if not plan else "")),
@@ -318,14 +321,14 @@ def _facts(
         rescued=_rescued(run) if summary.state in ("done", "stopped") else "",
         storage=summary.storage,
         nodes=tuple(str(node) for node in nodes),
-        ranks_per_node=newest.ranks_per_node if newest else int(launch.get("ranks_per_node") or 0),
+        ranks_per_node=per_node,
         leaves={str(node): str(leaf) for node, leaf in (launch.get("leaves") or {}).items() if leaf},
         layout={name: int(layout[name]) for name in LAYOUT if isinstance(layout.get(name), int)},
         is_accelerated=bool(launch["gpus"]) if "gpus" in launch else None,
-        generation=newest.number if newest else started,
+        generation=number,
         generation_began=began,
-        signalled=signalled_ranks(events, newest.number if newest else started) if summary.state == "stopped" else (),
-        stuck=stuck_ranks(events, newest.number if newest else started) if summary.state == "failed" else {},
+        signalled=signalled_ranks(events, number) if summary.state == "stopped" else (),
+        stuck=stuck_ranks(events, number, len(nodes) * per_node) if summary.state in ("failed", "stopping") else {},
         previous_began=previous,
         restarts=sum(not line.get("planned") for line in broke),
         recent_restarts=restarts,

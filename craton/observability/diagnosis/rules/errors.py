@@ -15,6 +15,7 @@ from pathlib import PurePath
 from craton.observability.diagnosis.first_hand import first_error, repeated_error
 from craton.observability.diagnosis.rules.findings import finding, named
 from craton.observability.diagnosis.snapshot import RankError, Snapshot
+from craton.observability.diagnosis.symptoms import reported_losses
 from craton.observability.diagnosis.tables import FIRST_HAND, ErrorKind, error_kinds, threshold
 from craton.observability.diagnosis.verdict import RESTARTS, Finding, Symptoms
 
@@ -43,7 +44,7 @@ def examine_errors(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
     elif symptoms.signed(RESTARTS) and (found := repeated_error(snapshot)) is not None:
         error, times = found
     if error is None or error.is_echo:
-        return []
+        return _lost_connections(snapshot, symptoms)
     explained = _explained(error, snapshot)
     if explained is None:
         return []
@@ -62,6 +63,20 @@ def examine_errors(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
         first_hand=confidence,
         detail=detail,
     )
+
+
+def _lost_connections(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
+    """Blame the network if ranks lost their connections and no process or node failed."""
+    echoes = [error for error in snapshot.errors if error.is_echo]
+    is_death = symptoms.condition == "dead" and not symptoms.first.sign
+    has_failed = any(rank.exit_code not in (0, None) for rank in snapshot.ranks) or reported_losses(snapshot)
+    if not echoes or len(echoes) < len(snapshot.errors) or not is_death or has_failed:
+        return []
+    if any((node.heartbeat_age_seconds or 0.0) > threshold("heartbeat_lost_seconds") for node in snapshot.nodes):
+        return []
+    text = "ranks lost their connections to each other, and no process or node failed"
+    evidence = [text, echoes[0].message[:200]]
+    return finding(symptoms, "connections_lost", text, ("dead",), evidence=evidence, base=0.95)
 
 
 def _explained(error: RankError, snapshot: Snapshot) -> tuple[str, float, str] | None:

@@ -12,11 +12,22 @@ from craton.formatting import counted, percent, whole_duration
 from craton.observability.diagnosis.rules.findings import WAITS_FOR_FILES, finding, named
 from craton.observability.diagnosis.snapshot import LogMatch, Snapshot, SnapshotRank
 from craton.observability.diagnosis.tables import log_pattern, threshold
-from craton.observability.diagnosis.verdict import IDLE, OVERLOAD, RESTARTS, Condition, Finding, Symptom, Symptoms
+from craton.observability.diagnosis.verdict import (
+    IDLE,
+    OVERLOAD,
+    RESTARTS,
+    SILENT,
+    Condition,
+    Finding,
+    Symptom,
+    Symptoms,
+)
 
 CRASHES = tuple(
     -number for number in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGTRAP)
 )
+# Timers, pipes and user signals: the program or one of its libraries caused them, and nothing handled them.
+OWN_SIGNALS = (signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF, signal.SIGPIPE, signal.SIGUSR1, signal.SIGUSR2)
 FRAMES = (
     (re.compile(r"FileLock|inductor|_dynamo|triton.*compil|nvcc|ninja", re.IGNORECASE), "compile_hung"),
     (re.compile(r"checkpoint|torch/serialization|fsync|\bsave\b", re.IGNORECASE), "checkpoint_hung"),
@@ -27,6 +38,7 @@ SLOW_PHASES = {
     "compute": "compute_slow",
     "optimizer": "optimizer_slow",
 }
+FROZEN = re.compile("refrigerator|freezer")
 OWN_CODE = "in your own code"  # in the event of a stuck rank, by craton.agent.stacks
 RECENT_LOG_SECONDS = 900.0
 # How TORCH_DISTRIBUTED_DEBUG=DETAIL reports a mismatch (seen with torch 2.13): each rank lists its own call first.
@@ -65,6 +77,10 @@ def _ended(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
                 findings += finding(
                     symptoms, "program_crashed", message, ("dead",), node=rank.node, rank=number, base=0.85
                 )
+            elif -code in OWN_SIGNALS or code - 128 in OWN_SIGNALS:
+                name = signal.Signals(-code if code < 0 else code - 128).name
+                message = f"rank {number} on {rank.node} was ended by {name}{during}, which programs send to themselves"
+                findings += finding(symptoms, "own_signal", message, ("dead",), node=rank.node, rank=number, base=0.85)
             elif code > 0 and code not in (137, 143):
                 message = f"rank {number} on {rank.node} exited by itself with code {code}{during}"
                 findings += finding(symptoms, "rank_failed", message, ("dead",), node=rank.node, rank=number, base=0.75)
@@ -82,6 +98,11 @@ def _ended_hanging(symptom: Symptom, snapshot: Snapshot, symptoms: Symptoms) -> 
     """Explain a run that was ended for lack of progress; all ranks waited for the one with another activity."""
     culprits = [rank for number in symptom.ranks if (rank := snapshot.rank(number)) is not None]
     message = symptom.sentence.splitlines()[0] if symptom.sentence else "no rank made progress"
+    stuck = snapshot.run.stuck
+    if not culprits and stuck and len(stuck) == len(snapshot.ranks):
+        text = "all ranks waited for each other in a collective, and none was late"
+        evidence = [message, text, next(iter(stuck.values()))]
+        return finding(symptoms, "collective_stuck", text, ("dead",), evidence=evidence, base=0.95)
     if not culprits:
         return finding(symptoms, "rank_hung", message, ("dead",), base=0.6)
     kind = culprits[0].ended_in.partition("+")[0]
@@ -92,6 +113,11 @@ def _ended_hanging(symptom: Symptom, snapshot: Snapshot, symptoms: Symptoms) -> 
     cause = _of_source(HANGS_IN.get(kind, "rank_hung"), snapshot)
     if OWN_CODE in stack:
         cause = "user_code_blocked"
+    channels = (stack.partition("in the kernel: ")[2], *culprits[0].wait_channels)
+    if any(FROZEN.search(channel) for channel in channels):
+        cause, message = "rank_stopped", f"{_them(culprits)} {_are(culprits)} frozen by a cgroup (freezer)"
+    elif any(WAITS_FOR_FILES.search(channel) for channel in channels):
+        cause, message = "storage_stalled", f"rank {culprits[0].rank} on {culprits[0].node} waits for a file system"
     return finding(symptoms, cause, message, ("dead",), evidence=evidence, node=node, rank=one, base=0.85)
 
 
@@ -189,14 +215,24 @@ def _lost_by_all(snapshot: Snapshot) -> SnapshotRank | None:
 
 def _hangs(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
     findings: list[Finding] = []
+    if symptoms.signed(SILENT):
+        text = "the front end of the server does not answer, although its processes are alive"
+        findings += finding(symptoms, "server_silent", text, ("hung",), base=0.95)
     for symptom in symptoms.of("hung"):
         culprits = [rank for number in symptom.ranks if (rank := snapshot.rank(number)) is not None]
         culprits = [rank for rank in culprits if not rank.is_stopped]
+        if not symptom.ranks and snapshot.ranks and all(rank.is_waiting for rank in snapshot.ranks):
+            text = "all ranks wait for each other in a collective, and none is late"
+            findings += finding(symptoms, "collective_stuck", text, ("hung",), base=0.95)
         if not culprits:
             continue
         first = culprits[0]
         stack = " | ".join(first.stack[:6])
         by_stack = next((cause for words, cause in FRAMES if stack and words.search(stack)), None)
+        if any(FROZEN.search(channel) for channel in first.wait_channels):
+            text = f"rank {first.rank} on {first.node} is frozen by its cgroup (freezer); all other ranks wait for it"
+            findings += finding(symptoms, "rank_stopped", text, ("hung",), node=first.node, rank=first.rank, base=1.0)
+            continue
         cause = _user_code(first) or _of_source(HANGS_IN.get(first.kind) or by_stack or "rank_hung", snapshot)
         them = "it" if len(culprits) == 1 else "them"
         message = f"{_them(culprits)} {_stalled(culprits, snapshot)}; all other ranks wait for {them}"

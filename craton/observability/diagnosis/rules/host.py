@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 
 from craton.formatting import bandwidth, counted, percent, whole_duration
@@ -11,6 +12,7 @@ from craton.observability.diagnosis.symptoms import reported_losses
 from craton.observability.diagnosis.tables import threshold
 from craton.observability.diagnosis.verdict import Finding, Symptoms
 
+KEEPER = re.compile(r"keeper of (\S+) ((?:was killed by|exited with) [\w ]+)")
 ALL_WORK = ("data", "compute", "optimizer")
 NO_WAIT_SHARE = 0.15  # of the runnable time of a rank's threads
 WRONG_PLACE, SAME_SHARE = 0.3, 0.8  # weight of an explanation that holds for healthy ranks too; "the same load"
@@ -20,6 +22,7 @@ ENDED = (-signal.SIGTERM, 128 + signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
 
 def examine_host(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
     result = [*_lost(snapshot, symptoms), *_lost_spares(snapshot, symptoms)]
+    result += _keeper(snapshot, symptoms)
     result += [*_killed(snapshot, symptoms), *_stopped(snapshot, symptoms), *_clocks(snapshot, symptoms)]
     for node in snapshot.nodes:
         if node.host is not None:
@@ -96,6 +99,17 @@ def _lost_spares(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
         message = f"the spare {node.name} is lost: {gone}"
         findings += finding(symptoms, "spare_lost", message, (), node=node.name, base=0.95, is_risk=True)
     return findings
+
+
+def _keeper(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
+    """Explain a run that ended because a keeper, which holds checkpoints in memory, is gone."""
+    match = KEEPER.search(snapshot.run.message)
+    if match is None or symptoms.condition != "dead":
+        return []
+    memory = memory_ran_out(snapshot, match[1]) if "SIGKILL" in match[2] else ""
+    message = f"the keeper of {match[1]} {match[2]}" + (f": {memory}" if memory else "")
+    cause = "out_of_memory" if memory else "keeper_failed"
+    return finding(symptoms, cause, message, ("dead",), node=match[1], base=0.95)
 
 
 def _killed(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:

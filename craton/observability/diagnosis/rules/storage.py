@@ -243,6 +243,12 @@ def _slow_phase(symptom: Symptom, snapshot: Snapshot, symptoms: Symptoms) -> lis
     if symptom.phase != "data":
         return []
     training = snapshot.training
+    asleep = [item for item in snapshot.ranks if item.process_state == "D" and item.kind == "data"]
+    if asleep:
+        text = f"steps wait for data, and rank {asleep[0].rank} sleeps in the kernel for a disk (state D)"
+        return finding(
+            symptoms, "storage_slow", text, ("slow",), evidence=[*symptom.evidence, text], base=0.9, node=node
+        )
     if training is not None and training.source:
         text = f"steps wait for samples from `{training.source}`"
         evidence = [*symptom.evidence, f"{text}; no file system is known to be slow"]

@@ -60,7 +60,7 @@ class RunFacts:
     generation: int = 0
     generation_began: float | None = None
     signalled: tuple[int, ...] = ()  # ranks that received SIGTERM in this generation, and not from their agents
-    stuck: dict[int, str] = field(default_factory=dict)  # rank that others waited for at the end → where it was
+    stuck: dict[int, str] = field(default_factory=dict)  # ranks that others waited for at the end → where they were
     previous_began: float | None = None  # of the previous generation, since the run was last started
     restarts: int = 0  # generations that began because something broke
     recent_restarts: tuple[Restart, ...] = ()  # those of the last hour since the run was last started, oldest first
@@ -292,6 +292,7 @@ class Serving:
     kv_share: float | None = None  # of the KV cache blocks, in use
     preemptions: int | None = None  # preempted requests since it was started
     first_token_seconds: float | None = None  # median
+    is_silent: bool = False  # it does not answer HTTP requests
 
 
 @dataclass(frozen=True)

@@ -114,9 +114,11 @@ def _ended_for_a_hang(snapshot: Snapshot, message: str) -> Symptom | None:
         ranks = [rank for rank in snapshot.ranks if rank.rank == int(match[1])]
         return Symptom("dead", message, ranks=(int(match[1]),), nodes=nodes_of(ranks), sign="stopped")
     culprits = [rank for rank in snapshot.ranks if rank.rank in snapshot.run.stuck]
+    if len(snapshot.ranks) == 1:
+        culprits = list(snapshot.ranks)
     if culprits:
-        numbers = tuple(rank.rank for rank in culprits)
-        return Symptom("dead", message, ranks=numbers, nodes=nodes_of(culprits), sign="hung")
+        numbers = tuple(rank.rank for rank in culprits) if len(culprits) < max(2, len(snapshot.ranks)) else ()
+        return Symptom("dead", message, ranks=numbers, nodes=nodes_of(culprits) if numbers else (), sign="hung")
     kinds = Counter(rank.ended_in.partition("+")[0] for rank in snapshot.ranks if rank.ended_in)
     usual = kinds.most_common(1)[0][0] if kinds else ""
     odd = [rank for rank in snapshot.ranks if rank.ended_in and rank.ended_in.partition("+")[0] != usual]

@@ -6,7 +6,7 @@ from craton.formatting import whole_duration
 from craton.observability.diagnosis.snapshot import Snapshot, SnapshotRank
 from craton.observability.diagnosis.symptoms.naming import progress_age
 from craton.observability.diagnosis.tables import threshold
-from craton.observability.diagnosis.verdict import IDLE, Symptom
+from craton.observability.diagnosis.verdict import IDLE, SILENT, Symptom
 from craton.telemetry.progress import (
     FIRST_SECONDS,
     STUCK_STAYS,
@@ -19,6 +19,9 @@ from craton.telemetry.progress import (
 
 
 def find_hang(snapshot: Snapshot) -> Symptom | None:
+    if snapshot.serving is not None and snapshot.serving.is_silent:
+        text = "does not answer HTTP requests"
+        return Symptom("hung", text, (text,), lost_share=1.0, sign=SILENT)
     if not _activities(snapshot):
         return _silent(snapshot)
     progress = progress_of(snapshot)
