@@ -17,6 +17,7 @@ from craton.agent import newest_generation
 from craton.orchestration import RunStateError, living_agents
 from craton.telemetry import summarize
 
+# Steps of the tier are steps of the peer copies, too: these are never older.
 JOB = """\
 name: words
 kind: pretrain
@@ -24,7 +25,7 @@ model: {name: tiny, layers: 1, hidden: 32, ffn_hidden: 32, heads: 2, vocab: 300,
 data: {path: text.jsonl, tokenizer: "bpe:300", sequence: 16}
 train: {global_batch_sequences: 6, steps: 100000, precision: fp32, learning_rate: 1e-2}
 cluster: local x 2
-checkpoint: {peer: 7 steps, tiers: [{to: shared, every_steps: 50, keep: 2}]}
+checkpoint: {peer: 7 steps, tiers: [{to: shared, every_steps: 49, keep: 2}]}
 """
 LONG = {"STEPS": 100_000}
 
