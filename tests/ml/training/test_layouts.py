@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -153,25 +154,55 @@ def test_phases_add_up_to_the_step_and_communication_is_seen(gang: Gang, sizes: 
         assert measured["run_compute_seconds"] > 0
 
 
-def waits_as_on_a_gpu() -> tuple[float, float]:
-    """(seconds the hooks of the GPU path saw, seconds the collectives took), both on one CPU training."""
+def waits_as_on_a_gpu() -> dict[str, list[bool]]:
+    """Where FSDP2 makes a stream wait → whether the hooks of the GPU path surround it, each time, in a CPU training."""
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
     from craton.ml.training.measure import StepTimer
     from craton.ml.training.measure.timing import _GpuWaits
 
-    trainer, records = make_trainer(tiny_job(STEPS), Layout(fsdp=2, precision="fp32", micro_batch=4))
-    hooks = StepTimer(torch.device("cpu"))
+    places = ("wait_for_unshard", "finalize_backward")
+    surrounded: dict[str, list[bool]] = {place: [] for place in places}
+    hooks: list[_GpuWaits] = []
+
+    def watched(place: str) -> Callable[..., None]:
+        wait = getattr(FSDPParamGroup, place)
+
+        def watch(group: FSDPParamGroup) -> None:
+            surrounded[place].append(any(waits.is_open for waits in hooks))
+            wait(group)
+
+        return watch
+
+    class Waits(_GpuWaits):
+        is_open = False
+
+        def _begins(self, *_: Any) -> None:
+            self.is_open = True
+            super()._begins()
+
+        def _ends(self, *_: Any) -> None:
+            self.is_open = False
+            super()._ends()
+
+    trainer, _ = make_trainer(tiny_job(STEPS), Layout(fsdp=2, precision="fp32", micro_batch=4))
+    timer = StepTimer(torch.device("cpu"))
     for module in trainer.parts.model.modules():
         if isinstance(module, FSDPModule):
-            _GpuWaits(hooks).attach(module, is_root=module is trainer.parts.model)
-    trainer.fit()
-    hooks.mark("compute")
-    collectives = sum(each["run_communication_seconds"] for each in records.metrics_by_step.values())
-    return hooks.finish().seconds()["communication"], collectives
+            hooks.append(Waits(timer))
+            hooks[-1].attach(module, is_root=module is trainer.parts.model)
+    with pytest.MonkeyPatch.context() as patch:
+        for place in places:
+            patch.setattr(FSDPParamGroup, place, watched(place))
+        trainer.fit()
+    return surrounded
 
 
 def test_the_hooks_for_gpus_stand_where_fsdp_waits(gang: Gang) -> None:
-    for hooks, collectives in gang.run(waits_as_on_a_gpu):
-        assert 0.2 * collectives < hooks < 5 * collectives
+    for surrounded in gang.run(waits_as_on_a_gpu):
+        for place, calls in surrounded.items():
+            assert len(calls) >= STEPS, place
+            assert all(calls), place
 
 
 @pytest.mark.parametrize(

@@ -180,20 +180,20 @@ def continued(sizes: dict[str, Any], folder: str, steps: int | None) -> dict[int
     return {step: (loss, records.norms[step]) for step, loss in records.losses.items()}
 
 
-def connections_used(sizes: dict[str, Any]) -> tuple[set[tuple[str, int]], set[tuple[str, int]]]:
-    """(group, other rank) of all messages before the first step, and of those in a step."""
-    seen: set[tuple[str, int]] = set()
+def connections_used(sizes: dict[str, Any]) -> tuple[set[tuple[str, int, bool]], set[tuple[str, int, bool]]]:
+    """(group, other rank, whether it is sent) of all messages before the first step, and of those in a step."""
+    seen: set[tuple[str, int, bool]] = set()
 
-    def noting(send: Any) -> Any:
+    def noting(name: str) -> Any:
+        call = getattr(dist, name)
+
         def note(tensor: Tensor, other: int, *, group: Any) -> Any:
-            seen.add((group.group_name, other))
-            return send(tensor, other, group=group)
+            seen.add((group.group_name, other, "send" in name))
+            return call(tensor, other, group=group)
 
         return note
 
-    with mock.patch.multiple(
-        dist, **{name: noting(getattr(dist, name)) for name in ("send", "recv", "isend", "irecv")}
-    ):
+    with mock.patch.multiple(dist, **{name: noting(name) for name in ("send", "recv", "isend", "irecv")}):
         trainer, _ = make_trainer(tiny_job(1), Layout(precision="fp32", **sizes), config=MODELS["tied"])
         before = set(seen)
         seen.clear()
@@ -203,7 +203,8 @@ def connections_used(sizes: dict[str, Any]) -> tuple[set[tuple[str, int]], set[t
 
 @pytest.mark.parametrize("sizes", [{"pp": 4}, {"pp": 2, "fsdp": 2, "vpp": 2, "schedule": "interleaved"}], ids=str)
 def test_every_connection_is_made_before_the_first_step(gang: Gang, sizes: dict[str, Any]) -> None:
-    """NCCL makes one with its first message and both ends wait for it, which in the order of a step may be forever."""
+    """NCCL opens each direction with its first message and both ends wait for it, which in the order of a step may be
+    forever."""
     for before, during in gang.run(connections_used, sizes, ranks=4):
         assert during
         assert during <= before

@@ -30,7 +30,9 @@ from craton.ml.training.batch import Batch
 from craton.ml.training.objectives import Objective, hidden_loss
 from craton.ml.training.parallel.ranks import Ranks
 
-RECEIVES_AHEAD = 2  # actions, including the current one
+# Actions, including the current one. A first pass receives nothing ahead: it loads kernels, for which CUDA waits until
+# all kernels of the process have ended, and a receive ends only when another rank sends.
+RECEIVES_AHEAD, FIRST_RECEIVES_AHEAD = 2, 1
 
 
 @dataclass
@@ -80,6 +82,7 @@ class Pipeline:
         self._dtype = torch.float32 if ranks.layout.precision == "fp32" else torch.bfloat16
         self._orders: dict[int, list[Action]] = {}  # per step, by its number of micro-batches
         self._report_names: list[str] | None = None
+        self._kinds_passed: set[str] = set()  # of passes that this process has made before
         self._open_lanes()
 
     def forward_backward(
@@ -90,8 +93,9 @@ class Pipeline:
         order = self._order(len(batches))
         step = _Step(batches, count)
         self._collect_gradients()
+        ahead = self._receives_ahead("forward_backward")
         for index, action in enumerate(order):
-            self._post_receives(step, order[index : index + RECEIVES_AHEAD])
+            self._post_receives(step, order[index : index + ahead])
             if action.kind == "forward":
                 before_forward(batches[action.micro_batch], count)
                 self._forward(step, action)
@@ -111,8 +115,9 @@ class Pipeline:
         """Return the loss of these micro-batches, zero except on the last stage."""
         order = forward_actions(self.pp, self.vpp, len(batches))
         step = _Step(batches, count)
+        ahead = self._receives_ahead("forward")
         for index, action in enumerate(order):
-            self._post_receives(step, order[index : index + RECEIVES_AHEAD])
+            self._post_receives(step, order[index : index + ahead])
             self._forward(step, action)
             step.passed.clear()
         for message in step.sent:
@@ -176,6 +181,12 @@ class Pipeline:
 
     # messages
 
+    def _receives_ahead(self, kind: str) -> int:
+        """Return how many actions of a pass of this kind may have receives posted."""
+        ahead = RECEIVES_AHEAD if kind in self._kinds_passed else FIRST_RECEIVES_AHEAD
+        self._kinds_passed.add(kind)
+        return ahead
+
     def _post_receives(self, step: _Step, actions: Sequence[Action]) -> None:
         for action in actions:
             if action.kind == "weight" or action in step.received:
@@ -198,18 +209,22 @@ class Pipeline:
         step.sent.append(_Message(work, tensor, lane))
 
     def _open_lanes(self) -> None:
-        """Send one number over every connection, one after the other. NCCL opens a connection with its first message,
-        where both ends wait for each other, in an order that a step does not follow (pytorch/pytorch#160210)."""
-        links = range(self.pp if self.vpp > 1 else self.pp - 1)
-        pairs = [(link, (link + 1) % self.pp, self._lane(link, forward)) for link in links for forward in (True, False)]
+        """Send one number over every connection in the direction of its messages, one after the other. NCCL opens each
+        direction with its first message, where both ends wait for each other, in an order that a step does not follow
+        (pytorch/pytorch#160210)."""
+        messages = []  # sender, receiver, lane
+        for link in range(self.pp if self.vpp > 1 else self.pp - 1):
+            target = (link + 1) % self.pp
+            messages += [(link, target, self._lane(link, True)), (target, link, self._lane(link, False))]
         if self.model.config.shape.tied_embeddings:
-            pairs += [(0, self.pp - 1, lanes[0]) for lanes in self.ranks.lanes]
+            forward, backward = (lanes[0] for lanes in self.ranks.lanes)
+            messages += [(0, self.pp - 1, forward), (self.pp - 1, 0, backward)]
         number = torch.zeros(1, device=self._device)
-        for first, second, lane in pairs:
-            if self.rank == first:
-                dist.send(number, dist.get_global_rank(lane.group, second), group=lane.group)
-            elif self.rank == second:
-                dist.recv(number, dist.get_global_rank(lane.group, first), group=lane.group)
+        for sender, receiver, lane in messages:
+            if self.rank == sender:
+                dist.send(number, dist.get_global_rank(lane.group, receiver), group=lane.group)
+            elif self.rank == receiver:
+                dist.recv(number, dist.get_global_rank(lane.group, sender), group=lane.group)
 
     def _lane(self, link: int, forward: bool) -> Peers:
         return self.ranks.lanes[0 if forward else 1][lane_of(link, self.pp)]
