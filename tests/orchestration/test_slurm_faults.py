@@ -147,7 +147,7 @@ def test_too_few_nodes_left_of_a_job_that_slurm_does_not_kill(root: Path, slurm:
         slurm.kill_node(host)
     wait(lambda: events_of(run, "requeued"), "it is requeued", run, 90)
     (event,) = events_of(run, "nodes_lost")
-    assert "too few are left" in str(event["message"])
+    assert "too few nodes are left" in str(event["message"])
     wait_for_run(run, "done", seconds=120)
     expect_whole_chain(run, 200)
     assert not set(hosts_of(run).values()) & set(lost)

@@ -212,7 +212,7 @@ def test_runs_of_a_cluster_are_kept_where_its_file_says(
         f"  scheduler: {{kind: slurm, partition: short}}\n  runs: {shared}\n"
         f"  storage: {{shared: {{path: {tmp_path}/fsx}}}}\n"
     )
-    job = craton.job("kept")
+    job = craton.job("kept", steps=100_000)  # it must not end before it is cancelled
     job.write_text(job.read_text().replace("cluster: local x 2\n", more))
     said = craton("run", job, "--detach")
     assert said.code == 0, said.err

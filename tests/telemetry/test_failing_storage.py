@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from mounting import make_read_only, make_writable
 
 from craton.telemetry import RunDirectory
 from craton.telemetry.files import SafeOutput, replace_text, storage_problem
@@ -66,9 +67,9 @@ def test_what_is_wrong_with_the_storage_is_said_with_the_remedy(small_disk: Path
     fill(small_disk)
     said = storage_problem(small_disk)
     assert said == f"the file system of {small_disk} is full: 0 B are free; remove files or enlarge it"
-    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    make_read_only(small_disk)
     assert f"{small_disk} is read-only" in storage_problem(small_disk)
-    subprocess.run(["mount", "-o", "remount,rw", str(small_disk)], check=True)
+    make_writable(small_disk)
 
 
 def test_a_process_whose_log_is_on_a_full_disk_prints_on(small_disk: Path) -> None:

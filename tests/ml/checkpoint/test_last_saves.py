@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 from gang import Gang
+from mounting import make_read_only, make_writable
 from s3 import FaultProxy
 from states import equal, numbers, rank_and_world, single, wait_for_report
 from torch import Tensor
@@ -82,7 +82,7 @@ def test_the_run_directory_takes_what_the_tier_does_not_and_gives_it_back(
     if fault == "full":
         (small_disk / "other").write_bytes(bytes(400_000))
     elif fault == "read-only":
-        subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+        make_read_only(small_disk)
     else:
         (small_disk / "run").rename(small_disk / "away")
     with pytest.raises(CheckpointError, match="step 2 was not saved"):
@@ -93,7 +93,7 @@ def test_the_run_directory_takes_what_the_tier_does_not_and_gives_it_back(
     if fault == "full":
         (small_disk / "other").unlink()
     elif fault == "read-only":
-        subprocess.run(["mount", "-o", "remount,rw", str(small_disk)], check=True)
+        make_writable(small_disk)
     else:
         (small_disk / "away").rename(small_disk / "run")
     again = Checkpointer([tier], 0, 1, rescue=rescue_of(tmp_path))
@@ -163,12 +163,12 @@ def test_all_ranks_agree_when_the_shard_of_one_fails(gang: Gang, tmp_path: Path)
 def test_a_tier_that_fails_while_a_run_recovers_does_not_end_it(small_disk: Path) -> None:
     tier = TierFolder("shared", small_disk)
     single([tier]).save(1, numbers(1), {}, wait=True)
-    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    make_read_only(small_disk)
     with pytest.raises(CheckpointError, match=r"cannot be used: .*Read-only"):
         single([tier])
     with pytest.warns(UserWarning, match=r"cannot be used: .*joins the next save"):
         checkpointer = Checkpointer([tier], 0, 1, continues=True)
     assert checkpointer.restore(numbers(0)) == {"step": 1}
-    subprocess.run(["mount", "-o", "remount,rw", str(small_disk)], check=True)
+    make_writable(small_disk)
     checkpointer.save(2, numbers(2), {}, wait=True)
     assert find_checkpoint([tier]).step == 2

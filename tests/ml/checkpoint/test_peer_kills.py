@@ -31,17 +31,21 @@ class Lives:
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
         )
 
-    def live(self, keeper: str, buddy: str | None, generation: int, seconds: float) -> tuple[int, int]:
-        """(the step it went on from, the newest that it knew to be whole when it was killed)."""
+    def live(self, keeper: str, buddy: str | None, generation: int, steps: int, seconds: float) -> tuple[int, int]:
+        """(the step it went on from, the newest that it knew to be whole when it was killed), killed some seconds after
+        it had kept so many steps."""
         assert self._process.stdin is not None
         work = {"keeper": keeper, "buddy": buddy, "generation": generation, "numbers": NUMBERS}
         self._process.stdin.write(json.dumps(work) + "\n")
         self._process.stdin.flush()
         pid, word, restored = self._line()
         assert word == "restored", "a rank ended before it had restored"
+        kept = restored
+        for _ in range(steps):
+            _, word, kept = self._line()
+            assert word == "kept"
         time.sleep(seconds)
         os.kill(pid, signal.SIGKILL)
-        kept = restored
         while (said := self._line())[1] != "ended":
             kept = said[2]
         return restored, kept
@@ -70,12 +74,13 @@ def many_lives(lives: Lives, keepers: Keepers, count: int, seed: int) -> None:
     moments = random.Random(seed)
     known = 0
     for generation in range(1, count + 1):
-        restored, kept = lives.live(keeper.name, buddy.address, generation, moments.uniform(0.0, 0.2))
+        steps, seconds = moments.randrange(4), moments.uniform(0.0, 0.05)
+        restored, kept = lives.live(keeper.name, buddy.address, generation, steps, seconds)
         assert restored >= known, "a step that was known to be whole is lost"
         known = max(kept, restored)
     assert known > count, "hardly anything was saved: the test proves nothing"
     keeper.kill()
-    restored, _ = lives.live(buddy.name, None, count + 1, 0.0)
+    restored, _ = lives.live(buddy.name, None, count + 1, 0, 0.0)
     assert restored >= known - 1, "the buddy has the copy of what was whole"
 
 

