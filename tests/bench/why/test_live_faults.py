@@ -1,4 +1,4 @@
-"""The live bench of the diagnosis: its list of faults, its split, its scores, and one real fault."""
+"""The live bench of the diagnosis: its two sets of faults, its scores, and one real fault."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from craton.bench.why.faults import (
     JobRecipe,
     LiveFault,
     chosen_faults,
-    development,
-    held_out,
+    family_faults,
 )
 from craton.bench.why.faults.environment import PROGRAMS, Workshop, merged, missing
 from craton.bench.why.faults.healthy import run_healthy
@@ -64,13 +63,16 @@ COMMAND_FAULT = LiveFault(
 )
 
 
-def test_there_are_60_faults_in_12_families_each_with_a_source() -> None:
+def test_there_are_60_faults_in_each_set_of_12_families_each_with_a_source() -> None:
     faults = chosen_faults()
     assert len(FAMILIES) == 12
-    assert len(faults) >= 60
+    assert len(chosen_faults("first")) >= 60
+    assert len(chosen_faults("second")) >= 60
     assert len({fault.name for fault in faults}) == len(faults)
     for family in FAMILIES:
-        assert len([fault for fault in faults if fault.family == family]) >= 5, family
+        for found in (family_faults(family, "first"), family_faults(family, "second")):
+            assert len(found) >= 5, family
+            assert {fault.family for fault in found} == {family}
     for fault in faults:
         assert URL.fullmatch(fault.source), fault.name
         assert fault.summary.endswith("."), fault.name
@@ -96,16 +98,13 @@ def test_at_most_six_faults_need_rights_that_this_machine_lacks() -> None:
     assert len([fault for fault in chosen_faults() if any(map(missing, fault.needs))]) <= 6
 
 
-def test_the_split_is_the_drawn_one() -> None:
-    assert development() == ("data_source", "numerics", "memory", "clocks", "configuration", "scheduler")
-    assert held_out() == ("user_code", "disk", "cpu", "network", "processes", "server")
-
-
 def test_faults_are_chosen_by_set_family_and_name() -> None:
-    assert {fault.family for fault in chosen_faults("development")} == set(development())
+    assert {fault.family for fault in chosen_faults("second")} == set(FAMILIES)
+    assert len(chosen_faults("first")) + len(chosen_faults("second")) == len(chosen_faults("all"))
+    assert chosen_faults("clocks") == [*family_faults("clocks", "first"), *family_faults("clocks", "second")]
     assert {fault.family for fault in chosen_faults("clocks,memory")} == {"clocks", "memory"}
     assert [fault.name for fault in chosen_faults("all", ["source-raises"])] == ["source-raises"]
-    with pytest.raises(CratonError, match="tides is not known; allowed: all, development, held-out, data_source"):
+    with pytest.raises(CratonError, match="tides is not known; allowed: first, second, all, data_source"):
         chosen_faults("tides")
     with pytest.raises(CratonError, match="no fault source-raises in clocks"):
         chosen_faults("clocks", ["source-raises"])
@@ -193,9 +192,9 @@ def test_a_real_run_is_started_broken_judged_and_ended(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [fault.name for fault in chosen_faults("development")])
-def test_a_development_fault_really_happens(name: str, tmp_path: Path) -> None:
-    (fault,) = chosen_faults("development", [name])
+@pytest.mark.parametrize("name", [fault.name for fault in chosen_faults("first")[::2]])
+def test_a_fault_really_happens(name: str, tmp_path: Path) -> None:
+    (fault,) = chosen_faults("first", [name])
     if reason := next((reason for reason in map(missing, fault.needs) if reason), ""):
         pytest.skip(reason)
     record = run_fault(fault, Workshop(tmp_path / "work"), tmp_path / "kept")

@@ -11,6 +11,6 @@ if TYPE_CHECKING:
     from craton.bench.why.faults.fault import ExpectedVerdict, JobRecipe, LiveFault
     from craton.bench.why.faults.healthy import HealthyRecord, run_healthy
     from craton.bench.why.faults.rubric import LiveScore, Tally, score
-    from craton.bench.why.faults.split import FAMILIES, chosen_faults, development, held_out
+    from craton.bench.why.faults.split import FAMILIES, chosen_faults, family_faults
 else:
     __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

@@ -239,7 +239,8 @@ def missing(need: str) -> str:
 
 def _kernel_missing(discipline: str) -> str:
     """Try a queueing discipline in a network namespace of its own."""
-    attempt = ["unshare", "-n", "tc", "qdisc", "add", "dev", "lo", "root", *discipline.split()]
+    parent = () if discipline == "clsact" else ("root",)
+    attempt = ["unshare", "-n", "tc", "qdisc", "add", "dev", "lo", *parent, *discipline.split()]
     if shutil.which("tc") is None or shutil.which("unshare") is None:
         return "needs tc and unshare"
     done = subprocess.run(attempt, capture_output=True, text=True, check=False)

@@ -4,72 +4,51 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
-from craton.bench.why.faults.fault import ExpectedVerdict, JobRecipe, LiveFault
+from craton.bench.why.faults.fault import ExpectedVerdict, LiveFault
 from craton.bench.why.faults.running import RunningJob
-from craton.bench.why.faults.slurm import NODES, LocalSlurm
+from craton.bench.why.faults.slurm import NODES
+from craton.bench.why.faults.slurm_jobs import slurm_of, slurm_recipe
 
+PROGRAM = "scheduler"
 NEEDS = ("slurm",)
 
 
-def _recipe(nodes: int = 2, prepare: Callable[[RunningJob], None] | None = None, **run: object) -> JobRecipe:
-    return JobRecipe(
-        kind="command",
-        nodes=nodes,
-        keys={
-            "command": [sys.executable, "scheduler.py"],
-            "progress": {"pattern": "step {step} loss {loss}"},
-            "run": run,
-        },
-        program="scheduler",
-        on="slurm",
-        prepare=prepare,
-        settled_step=10,
-    )
-
-
-def _slurm(job: RunningJob) -> LocalSlurm:
-    assert job.slurm is not None, "the recipe runs on Slurm"
-    return job.slurm
-
-
 def occupy_all_nodes(job: RunningJob) -> None:
-    _slurm(job).occupy(*NODES)
+    slurm_of(job).occupy(*NODES)
 
 
 def hold(job: RunningJob) -> None:
     """Hold the run's job, as an administrator does: it is the newest in the queue."""
-    _slurm(job)("scontrol", "hold", _slurm(job).job_numbers()[-1])
+    slurm_of(job)("scontrol", "hold", slurm_of(job).job_numbers()[-1])
 
 
 def drain_three_nodes(job: RunningJob) -> None:
     for node in NODES[:3]:
-        _slurm(job).update_node(node, "drain", "uncorrectable ECC errors, ticket 4711")
+        slurm_of(job).update_node(node, "drain", "uncorrectable ECC errors, ticket 4711")
 
 
 def break_all_prologs(job: RunningJob) -> None:
     for node in NODES:
-        _slurm(job).break_prolog(node)
+        slurm_of(job).break_prolog(node)
 
 
 def preempt(job: RunningJob) -> None:
     """Submit a job of higher priority that takes all nodes; return once it runs."""
-    _slurm(job).occupy(*NODES, partition="urgent")
+    slurm_of(job).occupy(*NODES, partition="urgent")
 
 
 def set_a_node_down(job: RunningJob) -> None:
-    _slurm(job).update_node(NODES[2], "down", "power supply failed")
+    slurm_of(job).update_node(NODES[2], "down", "power supply failed")
 
 
 def kill_a_node(job: RunningJob) -> None:
-    _slurm(job).kill_node(NODES[2])
+    slurm_of(job).kill_node(NODES[2])
 
 
 def kill_the_controller(job: RunningJob) -> None:
-    os.kill(int(Path(_slurm(job).folder / "slurmctld.pid").read_text()), signal.SIGKILL)
+    os.kill(int(Path(slurm_of(job).folder / "slurmctld.pid").read_text()), signal.SIGKILL)
 
 
 FAULTS = (
@@ -78,7 +57,7 @@ FAULTS = (
         family="scheduler",
         summary="An administrator holds the pending job.",
         source="https://github.com/c3nl-neuraldynamics/c3nl_cluster/issues/6",
-        job=_recipe(prepare=occupy_all_nodes),
+        job=slurm_recipe(PROGRAM, prepare=occupy_all_nodes),
         inject=hold,
         onset="start",
         expected=ExpectedVerdict(
@@ -91,7 +70,7 @@ FAULTS = (
         family="scheduler",
         summary="Three of four nodes are drained because of memory errors, and the job needs two.",
         source="https://github.com/ArjunaCluster/ArjunaUsers/issues/69",
-        job=_recipe(prepare=drain_three_nodes),
+        job=slurm_recipe(PROGRAM, prepare=drain_three_nodes),
         onset="start",
         expected=ExpectedVerdict(
             layers=("scheduler",), conditions=("waiting",), remedy=(r"drain", r"uncorrectable ECC", r"ticket 4711")
@@ -103,7 +82,7 @@ FAULTS = (
         family="scheduler",
         summary="Another job holds all nodes for half an hour.",
         source="https://github.com/lyulyul/shine-cluster/issues/168",
-        job=_recipe(prepare=occupy_all_nodes),
+        job=slurm_recipe(PROGRAM, prepare=occupy_all_nodes),
         onset="start",
         expected=ExpectedVerdict(
             layers=("scheduler",),
@@ -117,7 +96,7 @@ FAULTS = (
         family="scheduler",
         summary="The job asks for an hour in a partition that allows five minutes, and stays pending.",
         source="https://github.com/SckyzO/slurm_exporter/issues/146",
-        job=_recipe(partition="short", time_limit="1h"),
+        job=slurm_recipe(PROGRAM, partition="short", time_limit="1h"),
         onset="start",
         expected=ExpectedVerdict(
             layers=("scheduler",), conditions=("waiting",), remedy=(r"time[ _]limit", r"PartitionTimeLimit", r"5 ?m")
@@ -129,7 +108,7 @@ FAULTS = (
         family="scheduler",
         summary="The job asks for four nodes in a partition that gives at most two.",
         source="https://github.com/aws/aws-parallelcluster-cookbook/pull/410",
-        job=_recipe(nodes=4, partition="short", time_limit="4m", save_before="1m"),
+        job=slurm_recipe(PROGRAM, nodes=4, partition="short", time_limit="4m", save_before="1m"),
         onset="start",
         expected=ExpectedVerdict(
             layers=("scheduler",),
@@ -147,7 +126,7 @@ FAULTS = (
         family="scheduler",
         summary="The partition of the job is down.",
         source="https://github.com/mace-cream/clusterhowto/issues/2",
-        job=_recipe(partition="closed"),
+        job=slurm_recipe(PROGRAM, partition="closed"),
         onset="start",
         expected=ExpectedVerdict(
             layers=("scheduler",),
@@ -161,7 +140,7 @@ FAULTS = (
         family="scheduler",
         summary="The prolog fails on every node: Slurm drains them, requeues the job and holds it.",
         source="https://github.com/burrmill/burrmill/issues/15",
-        job=_recipe(prepare=break_all_prologs),
+        job=slurm_recipe(PROGRAM, prepare=break_all_prologs),
         onset="start",
         expected=ExpectedVerdict(
             layers=("scheduler", "host"),
@@ -176,7 +155,7 @@ FAULTS = (
         family="scheduler",
         summary="A job of a partition with higher priority takes all nodes of the running job, which is requeued.",
         source="https://github.com/reframe-hpc/reframe/issues/3608",
-        job=_recipe(partition="low"),
+        job=slurm_recipe(PROGRAM, partition="low"),
         inject=preempt,
         expected=ExpectedVerdict(
             layers=("scheduler",),
@@ -191,7 +170,7 @@ FAULTS = (
         family="scheduler",
         summary="A node of the run is set down; the job needs all four nodes and waits for it.",
         source="https://github.com/ArjunaCluster/ArjunaUsers/issues/106",
-        job=_recipe(nodes=4),
+        job=slurm_recipe(PROGRAM, nodes=4),
         inject=set_a_node_down,
         expected=ExpectedVerdict(
             layers=("scheduler", "host"),
@@ -206,7 +185,7 @@ FAULTS = (
         family="scheduler",
         summary="A node of the run loses power: all its processes are gone at once, and the job needs all four nodes.",
         source="https://github.com/ArjunaCluster/ArjunaUsers/issues/111",
-        job=_recipe(nodes=4),
+        job=slurm_recipe(PROGRAM, nodes=4),
         inject=kill_a_node,
         expected=ExpectedVerdict(
             layers=("scheduler", "host"),
@@ -221,7 +200,7 @@ FAULTS = (
         family="scheduler",
         summary="slurmctld is gone while the job runs; its processes go on.",
         source="https://github.com/ai4d-iasc/trixie/issues/93",
-        job=_recipe(),
+        job=slurm_recipe(PROGRAM),
         inject=kill_the_controller,
         expected=ExpectedVerdict(
             layers=("scheduler",),
