@@ -20,8 +20,9 @@ from pathlib import Path
 from craton.agent.errors import KeeperError
 from craton.agent.launch import Launch
 from craton.agent.memory import KeeperClient
-from craton.agent.node import NodeProcesses, RankSlot
+from craton.agent.node import NodeProcesses
 from craton.agent.records import NodeRecords
+from craton.agent.slot import RankSlot
 from craton.errors import CratonError
 from craton.job import InjectedFault, load_job, parse_fault
 from craton.job.sections import place_of

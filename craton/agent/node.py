@@ -13,29 +13,31 @@ import os
 import selectors
 import signal
 import time
-from dataclasses import astuple, dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import astuple, replace
 from typing import Any
 
 from craton.agent.coordination import RankProgress
 from craton.agent.generation import Generation, next_number
 from craton.agent.launch import Launch
 from craton.agent.processes import (
-    BoundsReader,
     ChildProcess,
     CommandOutput,
-    CpuWait,
+    ConnectionReader,
     ForkServer,
     ForkServerError,
     RankProcess,
     free_port,
+    is_loopback,
     pipe,
     rank_environment,
     start_rank,
 )
 from craton.agent.records import NodeRecords
-from craton.agent.stacks import START_SECONDS, RankStack, StackTaker, StuckRank
+from craton.agent.slot import RankSlot
+from craton.agent.stacks import START_SECONDS, StackTaker, StuckRank
 from craton.telemetry import RunDirectory, plan_twins, read_json
-from craton.telemetry.node import ProcessBounds, RankStatus
+from craton.telemetry.node import PeerTraffic, RankStatus
 from craton.telemetry.progress import NOTED_SECONDS, RankActivity, stuck_after
 from craton.telemetry.rank import FORGET_SHARE, STEADY, RankPage, monotonic_of
 
@@ -44,27 +46,6 @@ FORK_SERVER_SECONDS = 120.0  # imports from a cold file system are slow
 MAX_STARTS = 3  # of one slot in one generation, without entering it
 DUE_SHARE = 0.75  # of the limit after which a rank is ended: its stack is taken then
 LONG_KINDS = ("productive", "redo", "compile")  # no stack is wanted before they count as stuck
-
-
-@dataclass
-class RankSlot:
-    """The slot of a rank on its node."""
-
-    page: RankPage
-    process: RankProcess | None = None
-    enter_by: float = float("inf")  # monotonic: deadline to enter the current generation
-    kill_at: float = float("inf")
-    starts: int = 0  # in this generation
-    is_done: bool = False  # ended well in this generation
-    missing_since: float = float("inf")  # monotonic: since when it has no process
-    mute_at: float = -1.0  # progress in the page when a job's own command began; it may never report any
-    cpu_wait: CpuWait = field(default_factory=CpuWait)
-    stack: RankStack = field(default_factory=RankStack)
-    bounds: BoundsReader = field(default_factory=BoundsReader)
-
-    @property
-    def is_running(self) -> bool:
-        return self.process is not None and self.process.is_running
 
 
 class NodeProcesses:
@@ -93,6 +74,7 @@ class NodeProcesses:
         self._fork_server_by = float("inf")
         self._plan_step_seconds = self._planned_step()
         self._stacks = StackTaker(run, records.event)
+        self._connections = None if is_loopback(host) else ConnectionReader()
         self._noteworthy: list[tuple[int, bool, str]] = []  # of the last look at its ranks
         self._save_seconds = 0.0  # longest recent save, with its writes in the background
         if not launch.nursery and next_number(run) > launch.generation:  # an earlier agent was killed
@@ -439,9 +421,10 @@ class NodeProcesses:
             "done": [rank for rank, place in self.ranks if place.is_done],
         }
 
-    def rank_status(self, with_bounds: bool = True) -> list[RankStatus]:
+    def rank_status(self) -> list[RankStatus]:
         """Return the status of this node's ranks for users."""
         now = time.monotonic()
+        peers = self._peers(now)
         result = []
         for rank, place, process in self._running():
             progress = self._progress(place, process, now)
@@ -466,10 +449,17 @@ class NodeProcesses:
                     is_waiting=progress.is_waiting,
                     is_user_frame=bool(progress.frame) and place.stack.is_user_frame,
                     wait_channels=place.stack.wait_channels if place.stack.episode == place.page.progress else (),
-                    bounds=place.bounds.read(process.pid, now) if with_bounds else ProcessBounds(),
+                    resources=place.resources.read(process.pid, now),
+                    peers=peers.get(rank, ()),
                 )
             )
         return result
+
+    def _peers(self, now: float) -> Mapping[int, tuple[PeerTraffic, ...]]:
+        """Return rank → its TCP traffic with other machines."""
+        if self._connections is None:
+            return {}
+        return self._connections.read({rank: process.pid for rank, _, process in self._running()}, now)
 
     def take_stacks(self, now: float) -> bool:
         """Take the stacks of ranks that make no progress. Return whether readers should know at once: a signal has
@@ -498,6 +488,7 @@ class NodeProcesses:
             is_due=progress.age - progress.starved_seconds > wanted,
             is_stopped=progress.is_stopped,
             is_starting=progress.kind == "start" and progress.age - progress.starved_seconds <= stuck_after,
+            unacknowledged=self._connections.unacknowledged(process.rank) if self._connections else (),
         )
 
     def _stuck_after(self, place: RankSlot, progress: RankProgress) -> float:

@@ -27,9 +27,10 @@ from typing import Any
 
 from craton.agent.coordination import HANG_STEPS
 from craton.agent.errors import LaunchError
-from craton.agent.node import NodeProcesses, RankSlot
+from craton.agent.node import NodeProcesses
 from craton.agent.processes import RankProcess, fill
 from craton.agent.records import NodeRecords
+from craton.agent.slot import RankSlot
 from craton.formatting import setting
 from craton.telemetry.files import open_regular
 from craton.telemetry.rank import STEADY, monotonic_of

@@ -18,13 +18,14 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from craton.agent.processes import RankProcess
 from craton.formatting import whole_duration
 from craton.telemetry import RunDirectory
 from craton.telemetry.files import replace_text
+from craton.telemetry.node import PeerTraffic
 from craton.telemetry.rank import MAX_STACK_BYTES, STACK_SIGNAL, TOOL, is_answering, make_stack_file, read_stacks
 
 START_SECONDS = 15.0  # in a start, after which its stack is wanted, and again after half of the time since
@@ -35,6 +36,7 @@ NATIVE_SECONDS = 30.0  # without progress, after which native frames are worth s
 TOOL_SECONDS = 20.0
 OWN_CODE = "in your own code: "
 WAITS = ", waiting for other ranks"
+MAX_PEERS = 4  # of a rank, in its event
 MAX_THREADS = 64  # of a process, whose kernel state is noted
 
 
@@ -79,6 +81,7 @@ class StuckRank:
     is_due: bool  # it has made no progress for so long that its stack is wanted
     is_stopped: bool = False  # by a signal
     is_starting: bool = False  # its start takes long, which may be usual
+    unacknowledged: tuple[PeerTraffic, ...] = ()  # peers that do not acknowledge what it sends
 
 
 class StackTaker:
@@ -167,7 +170,9 @@ class StackTaker:
                 seconds=round(rank.age_seconds, 1),
                 frame=stack.frame,
                 waits=stack.is_waiting,
+                is_user_frame=stack.is_user_frame,
                 channels=list(stack.wait_channels)[:4],
+                unacknowledged=[asdict(peer) for peer in rank.unacknowledged[:MAX_PEERS]],
             )
 
     def _look_closer(self, ranks: Sequence[StuckRank]) -> None:

@@ -36,20 +36,24 @@ from craton.agent.generation import Generation, newest_generation
 from craton.agent.launch import Launch
 from craton.agent.lock import NodeLock
 from craton.agent.membership import Membership
-from craton.agent.node import NodeProcesses, RankSlot
+from craton.agent.node import NodeProcesses
 from craton.agent.processes import (
     EXIT_FINAL,
     ChildProcess,
     RankProcess,
     address_towards,
     adopt_orphans,
+    down_interface,
     failure_text,
     how_ended,
+    interface_of,
+    is_loopback,
     pin_interfaces,
     reap,
 )
 from craton.agent.progress import CommandProgress
 from craton.agent.records import NodePublisher, NodeRecords, continue_clock, directory_identity
+from craton.agent.slot import RankSlot
 from craton.formatting import setting
 from craton.limits import explain, limit_hint, memory_text, oom_kills
 from craton.telemetry import Marker, RunDirectory
@@ -83,6 +87,7 @@ class Supervisor:
         check_secret(run)  # refuse to start a run that a stranger could join
         self._node, self._index = launch.nodes[node], node
         self._host = os.environ.get("CRATON_ADDRESS") or _host_of(launch)
+        self._interface = None if is_loopback(self._host) else interface_of(self._host)
         pin_interfaces(self._host, os.environ, launch.env)  # all processes of the node inherit them
         endpoint = MetricsEndpoint(run.name, self._node, launch.leaves.get(self._node, ""))
         present = newest_generation(run)  # if an earlier agent of this node was killed
@@ -237,13 +242,14 @@ class Supervisor:
             self._processes.flush_output()
         if self._due("ledger", now, LEDGER_SECONDS):
             self._processes.book()
-            ranks = self._processes.rank_status(with_bounds=False)
+            ranks = self._processes.rank_status()
             self._face.show_ranks(ranks)
             self._log_times.note(rank.rank for rank in ranks)
         if self._due("stacks", now, STACK_SECONDS) and self._processes.take_stacks(now):
             self._next["status"] = now
         if self._due("status", now, STATUS_SECONDS):
-            self._face.write_status(self._records.generation, self._processes.rank_status())
+            down = down_interface(self._interface)
+            self._face.write_status(self._records.generation, self._processes.rank_status(), down)
         if self._coordinates() and self._due("summary", now, SUMMARY_SECONDS):
             self._face.record_summary()
         if not self._due("poll", now, POLL_SECONDS):

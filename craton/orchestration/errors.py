@@ -42,5 +42,9 @@ class SchedulerError(RunError):
     """The scheduler is unreachable, or refuses a request."""
 
 
-class NoAnswerError(SchedulerError):
+class SilentSchedulerError(SchedulerError):
+    """The scheduler cannot be reached."""
+
+
+class NoAnswerError(SilentSchedulerError):
     """The scheduler did not respond in time: it may still execute the request."""

@@ -17,7 +17,17 @@ if TYPE_CHECKING:
     from craton.telemetry.errors import RunError, RunExistsError, RunNotFoundError
     from craton.telemetry.event_text import event_fields
     from craton.telemetry.metric_table import read_table
-    from craton.telemetry.rundirectory import MARKERS, Marker, RunDirectory, find_run, list_runs, read_json, runs_root
+    from craton.telemetry.rundirectory import (
+        MARKERS,
+        Marker,
+        RunDirectory,
+        find_run,
+        list_runs,
+        read_json,
+        reporting_node,
+        reporting_rank,
+        runs_root,
+    )
     from craton.telemetry.summary import RUN_STATES, RunState, RunSummary, Summarizer, summarize
     from craton.telemetry.vocabulary import METRICS, TWINS, plan_checkpoint_intervals, plan_twins
 else:

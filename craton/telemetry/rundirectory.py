@@ -26,6 +26,7 @@ import errno
 import json
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -249,6 +250,23 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError):
         return {}
     return document if isinstance(document, dict) else {}
+
+
+def reporting_rank(launch: Mapping[str, Any]) -> int:
+    """Return the rank whose metrics are those of the run: 0, or the one that `progress.rank` of a command names."""
+    settings = launch.get("progress")
+    rank = settings.get("rank") if isinstance(settings, Mapping) else None
+    return rank if isinstance(rank, int) and rank > 0 else 0
+
+
+def reporting_node(members: Mapping[str, Any], launch: Mapping[str, Any]) -> str | None:
+    """Return the node of that rank among these members, a generation or the launch; None if unknown."""
+    nodes = members.get("nodes")
+    per_node = members.get("ranks_per_node") or launch.get("ranks_per_node")
+    if not isinstance(nodes, list) or not nodes:
+        return None
+    place = reporting_rank(launch) // per_node if isinstance(per_node, int) and per_node > 0 else 0
+    return str(nodes[place]) if place < len(nodes) else None
 
 
 def is_plain_name(node: str) -> bool:

@@ -18,7 +18,7 @@ from craton.telemetry.files import paths_in, storage_problem, tail_lines
 from craton.telemetry.node import Heartbeat, read_heartbeat, read_status
 from craton.telemetry.progress import UNKNOWN_PROGRESS, Progress, activities_of, assess_progress
 from craton.telemetry.rank import LedgerReader, monotonic_clock_id, spread
-from craton.telemetry.rundirectory import RunDirectory, is_plain_name, read_json
+from craton.telemetry.rundirectory import RunDirectory, is_plain_name, read_json, reporting_node, reporting_rank
 from craton.telemetry.vocabulary import TWINS, plan_twins
 
 # waiting: for its nodes, which only its scheduler knows
@@ -104,7 +104,9 @@ class Summarizer:
         newest = _newest_generation(self.run, started)
         named = newest.get("nodes") or (launch.get("nodes") or [])[: launch.get("num_nodes") or None]
         nodes = [node for node in map(str, named) if is_plain_name(node)]
-        recent = _Recent(self.run, nodes[:1], self._most_nodes)
+        reporting = reporting_node({"nodes": nodes, "ranks_per_node": newest.get("ranks_per_node")}, launch)
+        first = [reporting] if reporting is not None else nodes[:1]
+        recent = _Recent(self.run, first, self._most_nodes, reporting_rank(launch))
         heartbeats = {node: read_heartbeat(self.run, node) for node in nodes}
         if now is None:
             heartbeats = {node: beat and self._by_change(node, beat) for node, beat in heartbeats.items()}
@@ -172,20 +174,20 @@ class Summarizer:
 
 
 class _Recent:
-    """The last steps of a run: the lines of rank 0, and the peak memory of all ranks."""
+    """The last steps of a run: the lines of the rank that reports them, and the peak memory of all ranks."""
 
-    def __init__(self, run: RunDirectory, first_node: list[str], most_nodes: int | None) -> None:
+    def __init__(self, run: RunDirectory, first_node: list[str], most_nodes: int | None, rank: int) -> None:
         self._lines: list[dict[str, Any]] = []
         self._memory_bytes = 0.0
         paths = spread(paths_in(run.path / "metrics", "*.jsonl"), most_nodes)
         for path in dict.fromkeys([*map(run.metrics_path, first_node), *paths]):
             lines = tail_lines(path, TAIL_BYTES // 4)
-            if any(line.get("rank") == 0 for line in lines):  # of other nodes only the newest lines matter
-                lines = _last_steps(path)
-            self._lines += [line for line in lines if line.get("rank") == 0]
+            if any(line.get("rank") == rank for line in lines):  # of other nodes only the newest lines matter
+                lines = _last_steps(path, rank)
+            self._lines += [line for line in lines if line.get("rank") == rank]
             values = [line.get("run_memory_bytes") for line in lines]
             self._memory_bytes = max([self._memory_bytes, *(float(value) for value in values if _is_number(value))])
-        # Rank 0 may move to another node with a generation; within one its lines are in one file, in order.
+        # The rank may move to another node with a generation; within one its lines are in one file, in order.
         self._lines.sort(key=lambda line: line["generation"] if isinstance(line.get("generation"), int) else -1)
         last = self._lines[-1] if self._lines else {}
         self.step = int(last.get("step") or 0)
@@ -230,12 +232,12 @@ def _median(values: list[float]) -> float:
     return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
 
 
-def _last_steps(path: Path) -> list[dict[str, Any]]:
-    """Return enough lines from the end of a metric file for WINDOW_STEPS steps of rank 0."""
+def _last_steps(path: Path, rank: int) -> list[dict[str, Any]]:
+    """Return enough lines from the end of a metric file for WINDOW_STEPS steps of a rank."""
     size = TAIL_BYTES
     while True:
         lines = tail_lines(path, size)
-        timed = sum(1 for line in lines if line.get("rank") == 0 and "run_step_seconds" in line)
+        timed = sum(1 for line in lines if line.get("rank") == rank and "run_step_seconds" in line)
         if timed >= WINDOW_STEPS or size >= MAX_TAIL_BYTES or size >= _file_bytes(path):
             return lines
         size *= 4

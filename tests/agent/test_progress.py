@@ -29,6 +29,8 @@ from craton.agent.progress import (
     _timed,
 )
 from craton.job import parse_job
+from craton.observability.diagnosis.collect.metrics import series_of
+from craton.observability.web.readers import History
 from craton.telemetry import summarize
 from craton.telemetry.files import read_lines
 
@@ -36,7 +38,7 @@ STEPS = r"step (?P<step>\d+)/(?P<steps>\d+) loss (?P<loss>\S+)"
 CATASTROPHE = r"step (?P<step>(\d+)+)+$"  # every way to cut the digits is tried before it fails
 
 
-def told(**changes: Any) -> dict[str, Any]:
+def progress_settings(**changes: Any) -> dict[str, Any]:
     return {"patterns": [STEPS], "rank": 0, "has_steps": True, "hang_times": 0, "hang_seconds": 0, **changes}
 
 
@@ -189,10 +191,23 @@ def test_how_long_nothing_may_happen(times: float, least: float, intervals: list
 # -- under an agent -----------------------------------------------------------------------------------------------
 
 
+def test_another_rank_than_the_first_may_report_the_steps(gang: Gang) -> None:
+    gang.launch(
+        "for step in range(1, 21):\n    print(f'step {step}/20 loss {2 / step}', flush=True)\n",
+        ranks_per_node=2,
+        progress=progress_settings(rank=1),
+    )
+    assert gang.finish() == 0
+    summary = summarize(gang.run)
+    assert (summary.step, summary.steps, summary.loss) == (20, 20, pytest.approx(0.1))
+    assert History(gang.run).look().steps == list(range(1, 21))
+    assert [step for step, _ in series_of(gang.run, ["node-0"]).loss] == list(range(1, 21))
+
+
 def test_steps_that_a_command_prints_are_metrics_of_its_run(gang: Gang) -> None:
     gang.launch(
         "for step in range(1, 21):\n    print(f'step {step}/20 loss {2 / step}', flush=True)\n    time.sleep(0.05)\n",
-        progress=told(),
+        progress=progress_settings(),
     )
     assert gang.finish() == 0
     lines = metrics(gang)
@@ -209,7 +224,7 @@ def test_steps_that_a_command_prints_are_metrics_of_its_run(gang: Gang) -> None:
 def test_steps_that_are_seen_together_took_no_longer_than_since_the_last_look(gang: Gang) -> None:
     gang.launch(  # its sleeps are what is measured: a start that is long, and an end after the last look
         "time.sleep(3)\nfor step in range(1, 6):\n    print(f'step {step}/5 loss 1', flush=True)\ntime.sleep(0.3)\n",
-        progress=told(),
+        progress=progress_settings(),
     )
     assert gang.finish() == 0
     summary = summarize(gang.run)
@@ -221,7 +236,7 @@ def test_steps_that_are_seen_together_took_no_longer_than_since_the_last_look(ga
 def test_the_last_state_of_a_progress_bar_is_read(gang: Gang) -> None:
     gang.launch(
         "for step in range(1, 6):\n    print(f'\\rstep {step}/5 loss 1', end='', flush=True)\n    time.sleep(0.05)\n",
-        progress=told(),
+        progress=progress_settings(),
     )
     assert gang.finish() == 0
     assert [line["step"] for line in metrics(gang)] == [1, 2, 3, 4, 5]
@@ -237,7 +252,7 @@ for step in range(1, 11):
     os.utime(1, (time.time() + 3600,) * 2)
     time.sleep(0.1)
 """,
-        progress=told(),
+        progress=progress_settings(),
     )
     assert gang.finish() == 0
     booked = [line["seconds"] for line in read_lines(gang.run.ledger_path("node-0"))[0]]
@@ -256,7 +271,7 @@ for step in range(1, 9):
     if step == 5 and first:
         signal.pause()
 """,
-        progress=told(hang_times=3.0),
+        progress=progress_settings(hang_times=3.0),
     )
     assert gang.finish() == 0
     started = [event for event in gang.events() if event["event"] == "generation_started"]
@@ -279,7 +294,7 @@ for step in range(step + 1, step + 3):
 if step < 8:
     sys.exit("no luck")
 """,
-        progress=told(),
+        progress=progress_settings(),
         tries=1,
         early_seconds=60.0,
     )
@@ -289,7 +304,7 @@ if step < 8:
 
 
 def test_a_command_that_fails_at_once_without_a_step_is_wrong(gang: Gang) -> None:
-    gang.launch("print('no such option', flush=True)\nsys.exit(1)\n", progress=told())
+    gang.launch("print('no such option', flush=True)\nsys.exit(1)\n", progress=progress_settings())
     assert gang.finish() == 1
     assert gang.event_names().count("generation_started") == 1
 
@@ -297,7 +312,7 @@ def test_a_command_that_fails_at_once_without_a_step_is_wrong(gang: Gang) -> Non
 def test_no_pattern_can_hold_up_the_agent(gang: Gang) -> None:
     gang.launch(
         "say('ready')\nfor _ in range(400):\n    print('step ' + '1' * 60 + 'x', flush=True)\n    time.sleep(0.01)\n",
-        progress=told(patterns=[CATASTROPHE]),
+        progress=progress_settings(patterns=[CATASTROPHE]),
     )
     assert gang.finish() == 0
     event = next(event for event in gang.events() if event["event"] == "progress_given_up")
@@ -322,7 +337,7 @@ while Handler.asked < 8:
     server.handle_request()
 time.sleep(0.5)
 """,
-        progress=told(patterns=[], prometheus=source),
+        progress=progress_settings(patterns=[], prometheus=source),
     )
     assert gang.finish() == 0
     lines = metrics(gang)

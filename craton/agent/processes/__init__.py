@@ -7,10 +7,17 @@ from typing import TYPE_CHECKING
 from craton.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from craton.agent.processes.bounds import BoundsReader
+    from craton.agent.processes.connections import ConnectionReader
     from craton.agent.processes.cpuwait import CpuWait
     from craton.agent.processes.fork_server import FORK_SERVER_VARIABLE, ForkServer, ForkServerError, answer_requests
-    from craton.agent.processes.network import address_towards, free_port, pin_interfaces
+    from craton.agent.processes.network import (
+        address_towards,
+        down_interface,
+        free_port,
+        interface_of,
+        is_loopback,
+        pin_interfaces,
+    )
     from craton.agent.processes.output import CommandOutput
     from craton.agent.processes.process import (
         EXIT_FINAL,
@@ -29,5 +36,6 @@ if TYPE_CHECKING:
         start_rank,
         start_sink,
     )
+    from craton.agent.processes.resources import ResourceReader
 else:
     __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

@@ -20,6 +20,13 @@ LOOK_SHARE = 0.25  # of a rank's limit, before its threads are inspected: most s
 AGENT_PAUSE_SECONDS = 1.5  # between two calls, which come several times a second: the agent itself did not run
 
 
+def run_and_wait_ns(task: Path) -> tuple[int, int]:
+    """Return how long a thread (a folder of /proc/PID/task) has run, and waited for a CPU. OSError, ValueError if it
+    has ended."""
+    ran, waited, *_ = (task / "schedstat").read_text().split()
+    return int(ran), int(waited)
+
+
 @dataclass(frozen=True)
 class ThreadTimes:
     ran_ns: int
@@ -78,9 +85,9 @@ class CpuWait:
         with contextlib.suppress(OSError):  # it has ended
             for task in (self._proc / str(pid) / "task").iterdir():
                 with contextlib.suppress(OSError, IndexError, ValueError):
-                    ran, waited, *_ = (task / "schedstat").read_text().split()
+                    ran, waited = run_and_wait_ns(task)
                     state = (task / "stat").read_text().rpartition(")")[2].split()[0]
-                    yield task.name, ThreadTimes(int(ran), int(waited), state == "R")
+                    yield task.name, ThreadTimes(ran, waited, state == "R")
                 with contextlib.suppress(OSError, ValueError):
                     for child in (task / "children").read_text().split():
                         yield from self._threads(int(child))

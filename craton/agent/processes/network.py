@@ -27,6 +27,7 @@ MAX_ADDRESSES = 256
 _GET_LIST = 0x8912  # SIOCGIFCONF of linux/sockios.h
 _ENTRY_BYTES = 40 if struct.calcsize("P") == 8 else 32  # of a struct ifreq
 _NAME_BYTES = 16
+_GET_FLAGS, _UP_AND_RUNNING = 0x8913, 0x41  # SIOCGIFFLAGS; IFF_UP, IFF_RUNNING of linux/if.h
 
 FIRST_PORT = 20_000
 OUTGOING_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -75,6 +76,17 @@ def interface_of(address: str) -> str | None:
     except OSError:
         return None
     return _interfaces().get(packed)
+
+
+def down_interface(name: str | None) -> str:
+    """Return the interface of this name if it is down or has no link; "" if it is up, or not known."""
+    if not name or not os.path.isdir("/proc/sys/net"):
+        return ""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        request = struct.pack("16s24x", name.encode()[: _NAME_BYTES - 1])
+        (flags,) = struct.unpack_from("h", fcntl.ioctl(probe.fileno(), _GET_FLAGS, request), _NAME_BYTES)
+        return "" if flags & _UP_AND_RUNNING == _UP_AND_RUNNING else name
+    return ""
 
 
 def _interfaces() -> dict[bytes, str]:

@@ -84,12 +84,13 @@ class NodePublisher:
             }
             self._endpoint.update(values, rank.rank)
 
-    def write_status(self, generation: int, ranks: Sequence[RankStatus]) -> None:
+    def write_status(self, generation: int, ranks: Sequence[RankStatus], interface_down: str = "") -> None:
         if self.state.is_gone:
             return
         with contextlib.suppress(OSError):  # the next one follows soon; the heartbeat has the reason
             clock = (monotonic_clock_id(), time.monotonic())
-            write_status(self._run, NodeStatus(time.time(), generation, self._node, tuple(ranks), *clock))
+            status = NodeStatus(time.time(), generation, self._node, tuple(ranks), *clock, interface_down)
+            write_status(self._run, status)
 
     def entered(self, ranks: range) -> None:
         """Update metrics for a new generation, in which the node has these ranks."""

@@ -148,7 +148,7 @@ def find_slowness(snapshot: Snapshot, before: Collection[str] = ()) -> list[Slow
 def is_crowded(snapshot: Snapshot) -> bool:
     """Return whether threads of a rank wait for a CPU much of the time."""
     limit = threshold("waited_share")
-    return any(rank.bounds is not None and rank.bounds.waited_share > limit for rank in snapshot.ranks)
+    return any(rank.resources is not None and rank.resources.waited_share > limit for rank in snapshot.ranks)
 
 
 def _is_shared(snapshot: Snapshot) -> bool:

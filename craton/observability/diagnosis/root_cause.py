@@ -15,12 +15,13 @@ from dataclasses import replace
 from craton.infrastructure.probes import HEALTH_ACTIONS
 from craton.observability.diagnosis.rules import (
     examine_collectives,
-    examine_confinement,
+    examine_connections,
     examine_devices,
     examine_errors,
     examine_fabric,
     examine_framework,
     examine_host,
+    examine_resources,
     examine_restarts,
     examine_scheduler,
     examine_storage,
@@ -46,12 +47,13 @@ EXAMINATIONS: tuple[Callable[[Snapshot, Symptoms], list[Finding]], ...] = (
     examine_errors,
     examine_devices,
     examine_fabric,
+    examine_connections,
     examine_collectives,
     examine_framework,
     examine_training,
     examine_storage,
     examine_host,
-    examine_confinement,
+    examine_resources,
     examine_restarts,
 )
 CANNOT_TELL = "cannot_tell"
@@ -83,7 +85,7 @@ def diagnose(snapshot: Snapshot) -> Verdict:
         would = (f"query the scheduler from a machine that can reach it: {symptoms.first.sentence}",)
         if symptoms.first.sign == IDLE:
             would = ("set progress.pattern in the job file to what the command prints in every step",)
-        others = tuple(sorted((finding for finding in findings if finding.is_risk), key=_rank_of, reverse=True))
+        others = _others([finding for finding in findings if finding.is_risk], None, symptoms)
         verdict = Verdict(
             "unknown", cause=CANNOT_TELL, confidence=CANNOT_TELL_CONFIDENCE, would_tell=would, others=others
         )

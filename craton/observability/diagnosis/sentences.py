@@ -24,8 +24,8 @@ def paragraph(snapshot: Snapshot, symptoms: Symptoms, verdict: Verdict) -> str:
         message = f"{run.name} waits{job}: {symptoms.first.sentence}"
         return " ".join([f"{message.rstrip('.')}.", *([_sentence(verdict.action)] if verdict.action else [])])
     if condition == "unknown":
-        told = f". To know more: {'; '.join(verdict.would_tell)}." if symptoms.first.sign == IDLE else ""
-        return f"{run.name}: {symptoms.first.sentence}{told}{_also(verdict)}"
+        missing = f". To find out: {'; '.join(verdict.would_tell)}." if symptoms.first.sign == IDLE else ""
+        return f"{run.name}: {symptoms.first.sentence}{missing}{_also(verdict)}"
     if condition in ("done", "stopped"):
         reason = f": {run.message.splitlines()[0]}" if run.message else ""
         text = f"{run.name} is {condition}{reason}" + (f"; {run.rescued}" if run.rescued else "")

@@ -44,6 +44,7 @@ class ErrorKind:
     type: re.Pattern[str] | None  # matches the name of the exception
     errno: tuple[int, ...]
     message: re.Pattern[str] | None
+    frame: re.Pattern[str] | None  # matches the innermost frame
     confidence: float
 
 
@@ -85,6 +86,7 @@ def error_kinds() -> tuple[ErrorKind, ...]:
             re.compile(row["type"]) if "type" in row else None,
             tuple(row.get("errno", ())),
             re.compile(row["message"]) if "message" in row else None,
+            re.compile(row["frame"]) if "frame" in row else None,
             float(row.get("confidence", FIRST_HAND)),
         )
         for row in _table("errors.toml")["error"]

@@ -18,7 +18,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from craton.formatting import setting
-from craton.orchestration.errors import NoAnswerError, SchedulerError
+from craton.orchestration.errors import NoAnswerError, SchedulerError, SilentSchedulerError
 from craton.orchestration.slurm.records import (
     JobRecord,
     NodeRecord,
@@ -41,6 +41,7 @@ Answer = TypeVar("Answer")
 CONTROLLER_SECONDS, AGAIN_SECONDS = 300.0, 5.0  # a batch program's timeout for a response; between two tries
 ANSWER_SECONDS = 30.0  # a busy controller takes seconds; a longer one counts as unreachable
 # Errors of the tools after a request without a response: the controller may still execute it.
+UNREACHABLE = "Unable to contact"
 UNANSWERED = ("Socket timed out", "Zero Bytes were transmitted", "Unexpected message received")
 KEPT_VARIABLES = ("SLURM_CONF", "SLURM_CLUSTERS")
 BUILT_WITHOUT_JSON = ("unrecognized option", "invalid option", "serializer", "JSON support")
@@ -141,7 +142,9 @@ def ask(
         lines = (done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}").splitlines()
         complaint = f"{' '.join(words[:2])}: {'; '.join(lines[-3:])}"
         is_unclear = any(sign in line for sign in UNANSWERED for line in lines)
-        raise NoAnswerError(complaint) if is_unclear else SchedulerError(complaint)
+        if is_unclear:
+            raise NoAnswerError(complaint)
+        raise SilentSchedulerError(complaint) if UNREACHABLE in complaint else SchedulerError(complaint)
     return done.stdout
 
 

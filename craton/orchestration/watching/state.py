@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from craton.orchestration.backend import Standing, is_elsewhere, read_submission
 from craton.orchestration.backends import backend_of
-from craton.orchestration.errors import NoAnswerError, RunEndedError, RunStateError, SchedulerError
+from craton.orchestration.errors import RunEndedError, RunStateError, SchedulerError, SilentSchedulerError
 from craton.telemetry import RunDirectory, RunState, RunSummary, read_json, summarize
 from craton.telemetry.files import append_regular, noting_unread
 
@@ -41,8 +41,7 @@ def standings_of(runs: Iterable[RunDirectory]) -> dict[str, Standing]:
         try:
             result |= backend_of(name).look(theirs)
         except SchedulerError as error:
-            is_silent = isinstance(error, NoAnswerError) or "Unable to contact" in str(error)
-            reason = NO_ANSWER if is_silent else ""
+            reason = NO_ANSWER if isinstance(error, SilentSchedulerError) else ""
             result |= {run.name: Standing("unknown", reason=reason, sentence=str(error)) for run in theirs}
     return result
 

@@ -18,6 +18,14 @@ if TYPE_CHECKING:
         write_heartbeat,
     )
     from craton.telemetry.node.log_times import LogClock, LogTimes
-    from craton.telemetry.node.status import NodeStatus, ProcessBounds, RankStatus, read_status, write_status
+    from craton.telemetry.node.status import (
+        NodeStatus,
+        PeerTraffic,
+        ProcessResources,
+        RankStatus,
+        read_peer,
+        read_status,
+        write_status,
+    )
 else:
     __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

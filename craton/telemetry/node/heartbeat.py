@@ -45,6 +45,8 @@ class Heartbeat:
     clock: str = ""  # id of the agent's monotonic clock; "": unknown
     clock_offset: float = 0.0  # of the clock of `moment` to that one
     steady_offset: float = 0.0  # of the agent's steady clock, which a later agent of this boot takes over
+    trouble: str = ""  # why the agent cannot write to the run directory, or could not earlier
+    missing_lines: int = 0  # of its records: dropped, or only in its memory
 
     def age_seconds(self, now: float | None = None) -> float:
         """Return the seconds since the last touch, now or at the epoch second `now`. Without `now`, a jump of the wall
@@ -68,9 +70,6 @@ class Heartbeat:
         if self.is_of_this_boot:
             return self.clock_offset - wall_offset()
         return self.moment - self.changed if self.changed else 0.0
-
-    trouble: str = ""  # why the agent cannot write to the run directory, or could not earlier
-    missing_lines: int = 0  # of its records: dropped, or only in its memory
 
     def is_lost(self, now: float | None = None) -> bool:
         return self.state in ("running", "spare") and self.age_seconds(now) > LOST_SECONDS

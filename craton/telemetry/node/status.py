@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -19,8 +20,8 @@ MAX_FRAME = 300  # characters
 
 
 @dataclass(frozen=True)
-class ProcessBounds:
-    """What confines a rank's process, by the kernel. 0: unknown, or no limit."""
+class ProcessResources:
+    """What a rank's process may use and uses, by the kernel. 0: unknown, or no limit."""
 
     cpus: int = 0  # that it may run on
     node_cpus: int = 0  # of its machine
@@ -32,6 +33,19 @@ class ProcessBounds:
     memory_limit_bytes: int = 0  # of that cgroup
     memory_bytes: int = 0  # resident, of this process
     idle_seconds: float = 0.0  # for which it and its children have used no CPU to speak of
+
+
+@dataclass(frozen=True)
+class PeerTraffic:
+    """The TCP connections of a rank's process to one address, by the kernel, in the last seconds."""
+
+    address: str
+    unacknowledged_seconds: float = 0.0  # for which it sends, or tries to connect, without any acknowledgement
+    connecting_port: int = 0  # to which it tries to connect; 0: the connection was there before
+    segments: int = 0  # sent with data
+    retransmitted: int = 0
+    rtt_seconds: float = 0.0  # round-trip time; 0: nothing sent
+    min_rtt_seconds: float = 0.0  # of the same connections
 
 
 @dataclass(frozen=True)
@@ -57,7 +71,8 @@ class RankStatus:
     is_waiting: bool = False  # by its stack, it waits for other ranks in a collective
     is_user_frame: bool = False  # `frame` is of the user's own code
     wait_channels: tuple[str, ...] = ()  # kernel functions in which its threads slept when its stack was taken
-    bounds: ProcessBounds = ProcessBounds()
+    resources: ProcessResources = ProcessResources()
+    peers: tuple[PeerTraffic, ...] = ()  # on other machines
 
 
 @dataclass(frozen=True)
@@ -68,6 +83,7 @@ class NodeStatus:
     ranks: tuple[RankStatus, ...]
     clock: str = ""  # id of the agent's monotonic clock; "": unknown
     monotonic: float = 0.0  # the same moment by that clock
+    interface_down: str = ""  # the node's network interface, if it is down
 
     def age_seconds(self, now: float) -> float:
         """Return its age at the epoch second `now`; a reader of the agent's boot knows it without a wall clock."""
@@ -95,6 +111,7 @@ def read_status(run: RunDirectory, node: str) -> NodeStatus | None:
             ranks=tuple(_rank(rank) for rank in document["ranks"]),
             clock=str(document.get("clock", "")),
             monotonic=float(document.get("monotonic", 0.0)),
+            interface_down=str(document.get("interface_down", "")),
         )
     except (KeyError, TypeError, ValueError, OverflowError, AttributeError):
         return None
@@ -121,12 +138,26 @@ def _rank(document: dict[str, Any]) -> RankStatus:
         is_waiting=bool(document.get("is_waiting", False)),
         is_user_frame=bool(document.get("is_user_frame", False)),
         wait_channels=tuple(str(item)[:MAX_FRAME] for item in document.get("wait_channels") or ()),
-        bounds=_bounds(document.get("bounds") or {}),
+        resources=_resources(document.get("resources") or {}),
+        peers=tuple(read_peer(peer) for peer in document.get("peers") or ()),
     )
 
 
-def _bounds(document: dict[str, Any]) -> ProcessBounds:
-    return ProcessBounds(
+def read_peer(document: Mapping[str, Any]) -> PeerTraffic:
+    """Return the traffic of a JSON object; KeyError, TypeError or ValueError if it is none."""
+    return PeerTraffic(
+        address=str(document["address"]),
+        unacknowledged_seconds=float(document.get("unacknowledged_seconds", 0.0)),
+        connecting_port=int(document.get("connecting_port", 0)),
+        segments=int(document.get("segments", 0)),
+        retransmitted=int(document.get("retransmitted", 0)),
+        rtt_seconds=float(document.get("rtt_seconds", 0.0)),
+        min_rtt_seconds=float(document.get("min_rtt_seconds", 0.0)),
+    )
+
+
+def _resources(document: dict[str, Any]) -> ProcessResources:
+    return ProcessResources(
         cpus=int(document.get("cpus", 0)),
         node_cpus=int(document.get("node_cpus", 0)),
         quota_cpus=float(document.get("quota_cpus", 0.0)),

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from fake_snapshots import healthy, with_run
 
-from craton.observability.diagnosis.collect.records import thinned
+from craton.observability.diagnosis.collect.metrics import thinned
 from craton.observability.diagnosis.snapshot import Series, Snapshot, TrainingFacts
 
 VOCABULARY = 4096

@@ -42,11 +42,12 @@ from craton.observability.diagnosis.snapshot import (
     Snapshot,
     SnapshotBadStep,
     SnapshotNode,
+    SnapshotStuckRank,
     SnapshotXid,
     StuckCollective,
     TrainingFacts,
 )
-from craton.telemetry.node import ProcessBounds
+from craton.telemetry.node import PeerTraffic, ProcessResources
 
 RANK, NODE, GPU = 11, "node-1", 3  # the victim, of eight ranks a node
 TRAINING = TrainingFacts(
@@ -131,6 +132,7 @@ def cases() -> Iterator[Case]:
     yield from framework_cases()
     yield from training_cases()
     yield from storage_cases()
+    yield from connection_cases()
     yield from host_cases()
     yield from reported_cases()
 
@@ -250,19 +252,19 @@ def framework_cases() -> Iterator[Case]:
     yield Case("no answer", "server_silent", "hung", serving(is_silent=True, waiting=0), "", None)
     yield Case("alarm", "own_signal", "dead", dead(-14))
     hangs = with_run(dead(-9), message="rank 0 hangs in productive at step 40: no progress for 9 s")
-    everywhere = {rank.rank: "waits in all_reduce" for rank in hangs.ranks}
+    everywhere = tuple(SnapshotStuckRank(rank.rank, "waits in all_reduce") for rank in hangs.ranks)
     yield Case("partition", "collective_stuck", "dead", with_run(hangs, stuck=everywhere), "", None)
     yield Case("queue", "server_overloaded", "slow", serving(), "", None)
     yield Case("no room", "server_memory_full", "slow", serving(kv_share=0.99, preemptions=12), "", None)
     yield Case("stands", "rank_hung", "hung", hung(healthy(4), {RANK: "productive"}))
     slow = hung(healthy(4), {rank.rank: "start" for rank in healthy(4).ranks}, seconds=40.0)
     idle = replace(with_run(healthy(4), kind="command"), series=Series())
-    waits = ProcessBounds(cpus=96, idle_seconds=55.0)
+    waits = ProcessResources(cpus=96, idle_seconds=55.0)
     for rank in idle.ranks:
         unseen: dict[str, Any] = {"step": None, "step_seconds": None, "recent": {}, "earlier": {}}
         frame = {"frame": "source.py:14 in scan: time.sleep(60)", "is_user_frame": True}
         slow = with_rank(slow, rank.rank, **unseen, **frame)
-        idle = with_rank(idle, rank.rank, **unseen, progress_age_seconds=0.0, bounds=waits)
+        idle = with_rank(idle, rank.rank, **unseen, progress_age_seconds=0.0, resources=waits)
     slow = with_run(slow, state="starting", step=None)
     yield Case("scans", "start_in_user_code", "starting", slow, "", None)
     yield Case("waits at its rendezvous", "command_idle", "starting", idle, "", None)
@@ -365,6 +367,39 @@ def storage_cases() -> Iterator[Case]:
     yield Case("2 of 8 cards", "lustre_interfaces_missing", "slow", few, "", None)
 
 
+def connection_cases() -> Iterator[Case]:
+    def talking(snapshot: Snapshot, **bad: Any) -> Snapshot:
+        """Every rank sends to the other nodes; what goes to and from the victim's node is so bad."""
+        addresses = {node.name: f"10.0.0.{number}" for number, node in enumerate(snapshot.nodes)}
+        snapshot = with_nodes(snapshot, lambda node: replace(node, address=addresses[node.name]))
+        for rank in snapshot.ranks:
+            peers = []
+            for node, address in addresses.items():
+                own = bad if NODE in (node, rank.node) else {}
+                peers.append(PeerTraffic(address, **{"segments": 900, "rtt_seconds": 1e-4, **own}))
+            others = tuple(peer for peer in peers if peer.address != addresses[rank.node])
+            snapshot = with_rank(snapshot, rank.rank, peers=others)
+        return snapshot
+
+    slow = slowed_all(healthy(4), 2.0, "communication")
+    yield Case("cable", "packet_loss", "slow", talking(slow, retransmitted=90), rank=None)
+    yield Case("crowded link", "latency_high", "slow", talking(slow, rtt_seconds=0.09), rank=None)
+    stands = hung(healthy(4), {rank.rank: "productive" for rank in healthy(4).ranks})
+    stands = replace(stands, ranks=tuple(replace(rank, is_waiting=True) for rank in stands.ranks))
+    yield Case("silent peer", "connection_stalled", "hung", talking(stands, unacknowledged_seconds=12.0), rank=None)
+    ended = with_run(dead(-9), message="rank 0 hangs in productive at step 40: no progress for 9 s")
+    peers = talking(ended, unacknowledged_seconds=6.0).ranks
+    ended = replace(ended, nodes=talking(ended).nodes)
+    ended = with_run(ended, unacknowledged={rank.rank: rank.peers for rank in peers})
+    yield Case("silent peer of a run that was ended", "connection_stalled", "dead", ended, rank=None)
+    starts = hung(healthy(4), {rank.rank: "start" for rank in healthy(4).ranks}, seconds=40.0)
+    for rank in starts.ranks:
+        starts = with_rank(starts, rank.rank, step=None, step_seconds=None, recent={}, earlier={})
+    attempt = (PeerTraffic("10.0.0.1", unacknowledged_seconds=30.0, connecting_port=29500),)
+    starts = with_run(with_rank(starts, RANK, peers=attempt), state="starting", step=None)
+    yield Case("firewall", "connect_timeout", "starting", starts)
+
+
 def host_cases() -> Iterator[Case]:
     silent = with_run(with_node(healthy(4), NODE, heartbeat_age_seconds=60.0), state="lost", message="no heartbeat")
     yield Case("lost", "node_lost", "dead", silent, rank=None)
@@ -377,6 +412,8 @@ def host_cases() -> Iterator[Case]:
     yield Case("OOMKilled", "out_of_memory", "dead", oom)
     stopped = with_rank(hung(healthy(4), {RANK: "productive"}, seconds=12.0), RANK, is_stopped=True)
     yield Case("stopped", "rank_stopped", "hung", stopped)
+    frozen = hung(healthy(4), {RANK: "productive"})
+    yield Case("frozen", "rank_frozen", "hung", with_rank(frozen, RANK, wait_channels=("__refrigerator",)))
     killed = [f"rank {RANK} on {NODE} was killed by SIGKILL; the kernel does that (generation 1)"] * 4
     yield Case("killed in a loop", "killed_again", "slow", restarted(*killed))
     memory = with_host(restarted(*killed), NODE, out_of_memory_kills=4)
@@ -400,8 +437,8 @@ def host_cases() -> Iterator[Case]:
         ("affinity", "cpu_affinity", {"cpus": 12, "waited_share": 0.5}),
         ("priority", "cpu_priority_low", {"niceness": 19, "waited_share": 0.6}),
     ):
-        yield Case(name, cause, "slow", with_bounds(slow_victim(), **own))
-    full = with_bounds(healthy(4), memory_share=0.93, memory_limit_bytes=2 << 30)
+        yield Case(name, cause, "slow", with_resources(slow_victim(), **own))
+    full = with_resources(healthy(4), memory_share=0.93, memory_limit_bytes=2 << 30)
     yield Case("memory limit", "memory_limit_near", "healthy", full)
     echo = RankError(
         MOMENT - 5.0, node=NODE, rank=RANK, ranks=(RANK,), type="RuntimeError", message="reset", is_echo=True
@@ -417,10 +454,10 @@ def host_cases() -> Iterator[Case]:
     yield Case("clock", "clock_off", "healthy", with_host(healthy(4), NODE, clock_offset_seconds=4.0), rank=None)
 
 
-def with_bounds(snapshot: Snapshot, **own: Any) -> Snapshot:
-    """All ranks may use all CPUs but the victim, which is confined so."""
+def with_resources(snapshot: Snapshot, **own: Any) -> Snapshot:
+    """All ranks may use all CPUs but the victim, which has these."""
     ranks = [
-        replace(rank, bounds=ProcessBounds(**{"cpus": 96, "node_cpus": 96, **(own if rank.rank == RANK else {})}))
+        replace(rank, resources=ProcessResources(**{"cpus": 96, "node_cpus": 96, **(own if rank.rank == RANK else {})}))
         for rank in snapshot.ranks
     ]
     return replace(snapshot, ranks=tuple(ranks))
@@ -455,6 +492,15 @@ def reported_cases() -> Iterator[Case]:
         ("store", "rendezvous_failed", "torch.distributed.DistStoreError", "Timed out waiting for clients", {}),
         ("hub", "service_unreachable", "ConnectTimeout", "Connection to huggingface.co timed out.", {}),
         ("files", "too_many_open_files", "OSError", "[Errno 24] Too many open files", {"errno": 24}),
+        ("EFBIG", "file_too_large", "OSError", "[Errno 27] File too large", {"errno": 27}),
+        (
+            "worker",
+            "worker_process_died",
+            "ConnectionResetError",
+            "[Errno 104] Connection reset by peer",
+            {"errno": 104, "last_frame": "lib/python3.11/multiprocessing/connection.py:395 in _recv"},
+        ),
+        ("not yet", "clock_off", "ssl.SSLCertVerificationError", "certificate is not yet valid (_ssl.c:1006)", {}),
         ("SIGBUS", "bus_error", "", "", {"code": -7, "source": "exit"}),
         ("CPU time", "process_limit", "", "", {"code": -24, "source": "exit"}),
     ):

@@ -30,9 +30,10 @@ from fake_snapshots import (
 from craton.infrastructure.probes import xid_facts
 from craton.observability.diagnosis import diagnose
 from craton.observability.diagnosis.collect import ask_prometheus
+from craton.observability.diagnosis.collect.clocks import moment_for
 from craton.observability.diagnosis.collect.file_systems import paths_of, with_holders
+from craton.observability.diagnosis.collect.metrics import Steps
 from craton.observability.diagnosis.collect.processes import visible_cards
-from craton.observability.diagnosis.collect.records import Steps
 from craton.observability.diagnosis.collect.scheduler import node_words
 from craton.observability.diagnosis.snapshot import (
     CardOccupant,
@@ -41,7 +42,6 @@ from craton.observability.diagnosis.snapshot import (
     Snapshot,
     SnapshotMount,
     SnapshotXid,
-    moment_for,
     with_occupants,
     with_visible_cards,
 )
@@ -278,7 +278,7 @@ def test_a_clock_that_is_off_makes_nobody_dead(tmp_path: Path) -> None:
 
 
 def test_who_does_not_beat_stays_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("craton.observability.diagnosis.snapshot.clock.BEAT_SECONDS", 0.5)
+    monkeypatch.setattr("craton.observability.diagnosis.collect.clocks.BEAT_SECONDS", 0.5)
     run = beating(tmp_path, "elsewhere", 30.0)
     now = time.time()
     assert moment_for(run, ["a"], now) >= now

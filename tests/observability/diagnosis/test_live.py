@@ -6,13 +6,12 @@ import json
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from waiting import PATIENCE_SECONDS
+from waiting import wait_until
 
 from craton.agent.processes import free_port
 from craton.bench.recovery.rehearsal import Rehearsal, running
@@ -27,7 +26,6 @@ from craton.telemetry import RunDirectory
 from craton.telemetry.node import read_heartbeat, read_status
 
 RANK = Path(__file__).with_name("lockstep.py")
-SECONDS = PATIENCE_SECONDS
 
 
 def start(root: Path, nodes: int = 2, **environment: object) -> RunDirectory:
@@ -41,18 +39,21 @@ def start(root: Path, nodes: int = 2, **environment: object) -> RunDirectory:
 
 
 def wait_for_verdict(run: RunDirectory, is_right: Callable[[Snapshot, Verdict], bool]) -> tuple[Snapshot, Verdict]:
-    deadline = time.monotonic() + SECONDS
-    while True:
+    seen: list[tuple[Snapshot, Verdict]] = []
+
+    def look() -> bool:
         snapshot = take_snapshot(run)
-        verdict = diagnose(snapshot)
-        if is_right(snapshot, verdict):
-            return snapshot, verdict
-        assert time.monotonic() < deadline, f"{verdict.sentence}\n{snapshot.to_json()}"
-        time.sleep(0.1)
+        seen[:] = [(snapshot, diagnose(snapshot))]
+        return is_right(*seen[0])
+
+    wait_until(look, lambda: f"{seen[0][1].sentence}\n{seen[0][0].to_json()}", look_seconds=0.1)
+    return seen[0]
 
 
 def trains(snapshot: Snapshot, verdict: Verdict) -> bool:
-    return verdict.condition == "healthy" and all(rank.num_recent >= 10 and rank.pid for rank in snapshot.ranks)
+    """Whether all ranks make steps; on a busy machine they may be slow."""
+    is_moving = verdict.condition in ("healthy", "slow")
+    return is_moving and all(rank.num_recent >= 10 and rank.pid for rank in snapshot.ranks)
 
 
 def craton(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -63,8 +64,7 @@ def craton(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 def test_a_rank_that_is_stopped(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = start(root)
-    snapshot, verdict = wait_for_verdict(run, trains)
-    assert verdict.cause == ""
+    snapshot, _ = wait_for_verdict(run, trains)
     assert [rank.node for rank in snapshot.ranks] == ["node-0", "node-0", "node-1", "node-1"]
     assert snapshot.nodes[0].host is not None
     assert snapshot.nodes[0].mounts
@@ -75,8 +75,8 @@ def test_a_rank_that_is_stopped(root: Path, capsys: pytest.CaptureFixture[str]) 
     _, verdict = wait_for_verdict(run, lambda _, found: found.condition in ("hung", "dead"))
     assert (verdict.layer, verdict.cause, verdict.node, verdict.rank) == ("host", "rank_stopped", "node-1", 2)
     wait_for_verdict(run, lambda snapshot, _: snapshot.run.state == "failed")
-    told: dict[str, Any] = json.loads(craton(capsys, "why", "sick", "--json"))
-    assert (told["condition"], told["cause"], told["rank"]) == ("dead", "rank_stopped", 2)
+    printed: dict[str, Any] = json.loads(craton(capsys, "why", "sick", "--json"))
+    assert (printed["condition"], printed["cause"], printed["rank"]) == ("dead", "rank_stopped", 2)
 
 
 def test_a_rank_that_is_stopped_and_continued(root: Path) -> None:

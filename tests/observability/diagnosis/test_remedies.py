@@ -63,6 +63,7 @@ TOOLS = {
     "chrony",
     "ss -ltnp",
 }
+QUOTED = ("craton ", "{", "train.", "kill -CONT", "docker unpause", "nvidia-smi", "ss -", "ulimit -", "ip -s link")
 
 
 def combinations() -> Iterator[frozenset[str]]:
@@ -160,11 +161,7 @@ def test_every_other_tool_in_an_action_is_known() -> None:
     for cause in causes().values():
         for text in texts_of(cause):
             quoted = re.findall(r"`([^`]+)`", text)
-            unknown = [
-                words
-                for words in quoted
-                if not words.startswith(("craton ", "{", "train.", "kill -CONT", "nvidia-smi", "ss -", "ulimit -"))
-            ]
+            unknown = [words for words in quoted if not words.startswith(QUOTED)]
             assert not unknown, (cause.name, unknown)
             tools = re.findall(r"py-spy [a-z -]+[a-z]|torch\.\w+|\biperf3\b|\bchrony\b", text)
             assert set(tools) <= TOOLS, (cause.name, tools)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from craton.observability.diagnosis.collect.records import RECENT_SECONDS, RECENT_STEPS, Steps
+from craton.observability.diagnosis.collect.metrics import RECENT_SECONDS, RECENT_STEPS, Steps
 
 
 def steps(*seconds: float) -> Steps:

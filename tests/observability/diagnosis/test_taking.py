@@ -17,18 +17,11 @@ from craton.cli.app import app
 from craton.errors import CratonError
 from craton.observability.diagnosis import diagnose
 from craton.observability.diagnosis.collect import chosen_run, read_snapshot, take_snapshot
+from craton.observability.diagnosis.collect.metrics import collective_seconds, read_steps, series_of, thinned
 from craton.observability.diagnosis.collect.processes import read_py_spy
-from craton.observability.diagnosis.collect.records import (
-    collective_seconds,
-    read_logs,
-    read_restarts,
-    read_serving,
-    read_steps,
-    series_of,
-    thinned,
-    tiers_of,
-)
+from craton.observability.diagnosis.collect.records import read_logs, read_restarts, read_serving, tiers_of
 from craton.observability.diagnosis.collect.scheduler import node_words
+from craton.observability.diagnosis.collect.snapshot import _serving
 from craton.observability.diagnosis.snapshot import Serving, SnapshotError
 from craton.observability.diagnosis.tables import log_patterns
 from craton.orchestration import ServerState
@@ -335,7 +328,11 @@ def test_a_server_is_asked_for_what_it_does_not_record(root: Path, monkeypatch: 
     assert silent.serving == Serving(8, 30, 30)
     assert "the server returns no metrics" in silent.notes[0]
     monkeypatch.setattr("craton.observability.diagnosis.collect.snapshot.ServerWatch.responds", lambda self: False)
-    assert diagnose(take_snapshot(run, now=NOW + 1.0)).cause == "server_silent"
+    snapshot = take_snapshot(run, now=NOW + 1.0)
+    assert snapshot.serving == Serving(8, 30, 30)  # its nodes are elsewhere: a firewall may be between
+    here, _ = _serving(run, snapshot.run, NOW, asks=True, is_here=True)
+    assert here is not None
+    assert here.is_silent
 
 
 def save(step: int, event: str = "checkpoint_saved", **fields: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import pytest
 from curves import CUSTOM, ENTROPY, VOCABULARY, heavy, ordinary, run_of
 
 from craton.observability.diagnosis import diagnose
-from craton.observability.diagnosis.collect.records import series_of, thinned
+from craton.observability.diagnosis.collect.metrics import series_of, thinned
 from craton.observability.diagnosis.snapshot import Snapshot, SnapshotBadStep
 from craton.observability.diagnosis.symptoms.wrong import find_wrong
 from craton.telemetry import RunDirectory

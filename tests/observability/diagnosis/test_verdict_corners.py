@@ -8,7 +8,7 @@ from fake_snapshots import MOMENT, healthy, slowed, with_host, with_nodes, with_
 
 from craton.observability.diagnosis import diagnose
 from craton.observability.diagnosis.collect.records import signalled_ranks, stuck_ranks
-from craton.observability.diagnosis.snapshot import LogMatch, Snapshot
+from craton.observability.diagnosis.snapshot import LogMatch, Snapshot, SnapshotStuckRank
 
 
 def ended(snapshot: Snapshot, message: str, **kinds: str) -> Snapshot:
@@ -30,9 +30,13 @@ def test_ranks_that_agents_end_for_a_hang_were_not_killed_by_somebody() -> None:
 def test_the_stacks_of_a_hang_name_the_rank_that_the_others_waited_for() -> None:
     """By the message alone it would be rank 1, which only waited."""
     run = ended(healthy(2), "rank 1 hangs in productive at step 46: no progress for 6.0 s")
-    verdict = diagnose(with_run(run, stuck={9: "rank 9 has been in productive for 6 s (model.py:3 in forward)"}))
+    verdict = diagnose(
+        with_run(run, stuck=(SnapshotStuckRank(9, "rank 9 has been in productive for 6 s (model.py:3 in forward)"),))
+    )
     assert (verdict.condition, verdict.cause, verdict.rank, verdict.node) == ("dead", "rank_hung", 9, "node-1")
-    verdict = diagnose(with_run(run, stuck={9: "rank 9 has been in productive (in your own code: reward.py:3)"}))
+    verdict = diagnose(
+        with_run(run, stuck=(SnapshotStuckRank(9, "rank 9 has been in productive (reward.py:3)", is_user_frame=True),))
+    )
     assert (verdict.cause, verdict.rank) == ("user_code_blocked", 9)
 
 
@@ -43,13 +47,19 @@ def test_which_ranks_stacks_show_as_stuck() -> None:
 
     ends = [{"event": "rank_ended", "rank": rank, "generation": 0, "step": 46} for rank in range(4)]
     waiting = [stuck(rank) for rank in (0, 2, 3)]
-    assert stuck_ranks([*waiting, stuck(1, waits=False, message="m"), *ends], 0, 4) == {1: "m"}
-    assert stuck_ranks([*waiting, stuck(1, 12, waits=False, message="m"), *ends], 0, 4) == {}  # it has gone on since
-    assert stuck_ranks([stuck(1, waits=False), stuck(2, waits=False), *ends], 0, 4) == {}  # nobody waited
+    assert stuck_ranks([*waiting, stuck(1, waits=False, message="m"), *ends], 0, 4) == (SnapshotStuckRank(1, "m"),)
+    assert stuck_ranks([*waiting, stuck(1, 12, waits=False, message="m"), *ends], 0, 4) == ()  # it has gone on since
+    assert stuck_ranks([stuck(1, waits=False), stuck(2, waits=False), *ends], 0, 4) == ()  # no rank waited
     frozen = stuck(1, waits=False, frame="", message="m", channels=["__refrigerator"])
-    assert stuck_ranks([*waiting, frozen, *ends], 0, 4) == {1: "m; in the kernel: __refrigerator"}
-    assert set(stuck_ranks([*waiting, stuck(1), *ends], 0, 4)) == {0, 1, 2, 3}  # all waited for each other
-    assert stuck_ranks([*waiting, stuck(1, waits=False, message="m"), *ends], 1, 4) == {}
+    (found,) = stuck_ranks([*waiting, frozen, *ends], 0, 4)
+    assert found.sentence == "m; in the kernel: __refrigerator"
+    assert {rank.rank for rank in stuck_ranks([*waiting, stuck(1), *ends], 0, 4)} == {
+        0,
+        1,
+        2,
+        3,
+    }  # all waited for each other
+    assert stuck_ranks([*waiting, stuck(1, waits=False, message="m"), *ends], 1, 4) == ()
 
 
 def test_whose_signal_stopped_a_run() -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import socket
-import statistics
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -20,25 +19,24 @@ from craton.agent import newest_generation
 from craton.agent.coordination import read_avoided
 from craton.errors import CratonError
 from craton.formatting import counted
+from craton.observability.diagnosis.collect.clocks import beat_age, clock_offset, moment_for, with_remote_clocks
 from craton.observability.diagnosis.collect.collectives import read_collectives
 from craton.observability.diagnosis.collect.errors import read_errors
 from craton.observability.diagnosis.collect.file_systems import paths_of
+from craton.observability.diagnosis.collect.metrics import Steps, collective_seconds, read_steps, series_of
 from craton.observability.diagnosis.collect.node import look_at_machine
 from craton.observability.diagnosis.collect.processes import look_at_process, stack_of, taken_stack, visible_cards
 from craton.observability.diagnosis.collect.prometheus import ask_prometheus
 from craton.observability.diagnosis.collect.records import (
-    Steps,
-    collective_seconds,
     notable,
     read_events,
     read_logs,
     read_restarts,
     read_serving,
-    read_steps,
-    series_of,
     signalled_ranks,
     stuck_ranks,
     tiers_of,
+    unacknowledged_peers,
 )
 from craton.observability.diagnosis.collect.scheduler import scheduler_of
 from craton.observability.diagnosis.collect.training import read_bad_steps, training_facts
@@ -47,9 +45,9 @@ from craton.observability.diagnosis.snapshot import (
     Serving,
     Snapshot,
     SnapshotError,
+    SnapshotFabricDevice,
     SnapshotNode,
     SnapshotRank,
-    moment_for,
     with_visible_cards,
 )
 from craton.observability.diagnosis.symptoms import symptoms_of
@@ -71,15 +69,13 @@ from craton.telemetry import (
     summarize,
 )
 from craton.telemetry.files import noting_unread, open_regular
-from craton.telemetry.node import LOST_SECONDS, Heartbeat, NodeStatus, read_heartbeat, read_status
+from craton.telemetry.node import Heartbeat, NodeStatus, read_heartbeat, read_status
 from craton.telemetry.progress import age_of
 
 LOG_SECONDS = 3600.0  # older log lines do not explain the current state
 MAX_STACKS = 4
 NCCL_CHARACTERS = 512 << 10  # from the beginning of a log, where NCCL reports its network
 LAYOUT = ("pp", "replicate", "fsdp", "cp", "tp", "ep")
-MIN_REMOTE_CLOCKS = 3  # clocks of other machines are compared with each other
-REMOTE_CLOCK_SECONDS = 60.0
 
 
 def take_snapshot(
@@ -103,12 +99,12 @@ def _taken(run: RunDirectory, prometheus: str | None, now: float | None, look_he
     moment = moment_for(run, launch.get("nodes") or (), time.time()) if now is None else now
     notes: list[str] = []
     standing = standing_of(run)
-    known = [read_heartbeat(run, str(node)) for node in launch.get("nodes") or ()]
-    has_clock = now is None and bool(known) and all(beat is not None and beat.is_of_this_boot for beat in known)
+    known = {str(node): read_heartbeat(run, str(node)) for node in launch.get("nodes") or ()}
+    has_clock = now is None and bool(known) and all(beat and beat.is_of_this_boot for beat in known.values())
     summary = settled(summarize(run, None if has_clock else moment), standing)
     events = read_events(run)
     facts = _facts(run, summary, launch, plan, events, moment)
-    beats = {node: read_heartbeat(run, node) for node in facts.nodes}
+    beats = {node: known[node] if node in known else read_heartbeat(run, node) for node in facts.nodes}
     statuses = {node: read_status(run, node) for node in facts.nodes}
     steps = read_steps(run, facts.nodes, facts.generation)
     now_takes, took = collective_seconds(steps)
@@ -133,9 +129,11 @@ def _taken(run: RunDirectory, prometheus: str | None, now: float | None, look_he
             if machine is not None:
                 node = machine.onto(node)
         nodes.append(node)
+    if is_moving:
+        nodes = [_with_interface(node, statuses[node.name]) for node in nodes]
     if now is None and is_moving:
-        nodes = _with_remote_clocks(nodes, beats)
-    spares = _spares(run, facts, launch, plan, moment, alive, now is None) if is_moving else ()
+        nodes = with_remote_clocks(nodes, beats)
+    spares = _spares(run, facts, known, launch, plan, moment, alive, now is None) if is_moving else ()
     if here and is_moving and look_here:
         ranks = tuple(look_at_process(rank) if rank.node in here else rank for rank in ranks)
     snapshot = Snapshot(
@@ -157,7 +155,7 @@ def _taken(run: RunDirectory, prometheus: str | None, now: float | None, look_he
         snapshot, note = ask_prometheus(snapshot, address)
         notes += [note] if note else []
     if facts.kind == "serve" and is_moving:
-        serving, note = _serving(run, facts, moment, look_here)
+        serving, note = _serving(run, facts, moment, look_here, len(here) == len(facts.nodes))
         snapshot = replace(snapshot, serving=serving)
         notes += [note] if note else []
     is_local = bool(here) and look_here
@@ -192,6 +190,7 @@ def read_snapshot(path: Path) -> Snapshot:
 def _spares(
     run: RunDirectory,
     facts: RunFacts,
+    beats: Mapping[str, Heartbeat | None],
     launch: Mapping[str, Any],
     plan: Mapping[str, Any],
     moment: float,
@@ -201,8 +200,9 @@ def _spares(
     """Return the spare nodes, without those that the run avoids."""
     spares = []
     away = {*facts.nodes, *read_avoided(run)}
-    for name in (str(item) for item in launch.get("nodes") or () if str(item) not in away):
-        beat = read_heartbeat(run, name)
+    for name, beat in beats.items():
+        if name in away:
+            continue
         node = _node(name, beat, beat.host if beat else "", facts, launch, plan, moment, is_live)
         if beat is None or node.heartbeat_state != "spare":
             continue
@@ -211,8 +211,11 @@ def _spares(
     return tuple(spares)
 
 
-def _serving(run: RunDirectory, facts: RunFacts, moment: float, asks: bool) -> tuple[Serving | None, str]:
-    """Return the records of a server, completed by its metrics; a note if these cannot be read."""
+def _serving(
+    run: RunDirectory, facts: RunFacts, moment: float, asks: bool, is_here: bool
+) -> tuple[Serving | None, str]:
+    """Return the records of a server, completed by its metrics; a note if these cannot be read. Only a server on this
+    machine can be called silent: from another one a firewall looks the same."""
     recorded = read_serving(run, facts.nodes, moment)
     if not asks or recorded is None:  # nothing to diagnose before its first request
         return recorded, ""
@@ -221,8 +224,9 @@ def _serving(run: RunDirectory, facts: RunFacts, moment: float, asks: bool) -> t
     except CratonError as error:
         return recorded, str(error)
     if answer is None:
-        silent = replace(recorded, is_silent=facts.state == "running" and not ServerWatch(server_of(run)).responds())
-        return silent, "the server returns no metrics: KV cache usage and latencies are not known"
+        is_silent = is_here and facts.state == "running" and not ServerWatch(server_of(run)).responds()
+        note = "the server returns no metrics: KV cache usage and latencies are not known"
+        return replace(recorded, is_silent=is_silent), note
     asked = replace(
         recorded, running=answer.running, waiting=answer.waiting, first_token_seconds=answer.first_token_seconds
     )
@@ -262,6 +266,14 @@ def _hosts(run: RunDirectory, facts: RunFacts, beats: Mapping[str, Heartbeat | N
         called = {}
     own = {name: beat.host for name, beat in beats.items() if beat is not None and beat.host}
     return {**own, **called}
+
+
+def _with_interface(node: SnapshotNode, status: NodeStatus | None) -> SnapshotNode:
+    """Add the network interface that the node's agent found to be down."""
+    if status is None or not status.interface_down:
+        return node
+    others = tuple(device for device in node.fabric if device.name != status.interface_down)
+    return replace(node, fabric=(*others, SnapshotFabricDevice(status.interface_down, is_active=False)))
 
 
 def _visible(snapshot: Snapshot, launch: Mapping[str, Any], here: Sequence[str]) -> dict[str, str]:
@@ -328,7 +340,8 @@ def _facts(
         generation=number,
         generation_began=began,
         signalled=signalled_ranks(events, number) if summary.state == "stopped" else (),
-        stuck=stuck_ranks(events, number, len(nodes) * per_node) if summary.state in ("failed", "stopping") else {},
+        stuck=stuck_ranks(events, number, len(nodes) * per_node) if summary.state in ("failed", "stopping") else (),
+        unacknowledged=unacknowledged_peers(events, number) if summary.state in ("failed", "stopping") else {},
         previous_began=previous,
         restarts=sum(not line.get("planned") for line in broke),
         recent_restarts=restarts,
@@ -441,43 +454,9 @@ def _with_status(rank: SnapshotRank, status: NodeStatus | None, facts: RunFacts,
         is_user_frame=rank_status.is_user_frame if rank_status.frame else None,
         is_waiting=rank_status.is_waiting if rank_status.frame else None,
         wait_channels=rank_status.wait_channels,
-        bounds=rank_status.bounds if rank_status.bounds.cpus else None,
+        resources=rank_status.resources if rank_status.resources.cpus else None,
+        peers=rank_status.peers,
     )
-
-
-def _clock_offset(beat: Heartbeat) -> float | None:
-    """Return how far the wall clock of a live agent on this machine is ahead of this process's."""
-    is_fresh = beat.state in ("running", "spare") and beat.age_seconds() < LOST_SECONDS
-    return beat.clock_error if is_fresh and beat.is_of_this_boot else None
-
-
-def _with_remote_clocks(nodes: Sequence[SnapshotNode], beats: Mapping[str, Heartbeat | None]) -> list[SnapshotNode]:
-    """Return the nodes with the offsets of the clocks of live agents elsewhere: to the file server's, relative to what
-    is usual among them. A stalled file server explains some seconds, so only large offsets count."""
-    offsets = {
-        node.name: beat.clock_error
-        for node in nodes
-        if (beat := beats.get(node.name)) is not None
-        and beat.changed
-        and not beat.is_of_this_boot
-        and node.heartbeat_state == "running"
-        and (node.heartbeat_age_seconds or 0.0) < LOST_SECONDS
-    }
-    if len(offsets) < MIN_REMOTE_CLOCKS:
-        return list(nodes)
-    usual = statistics.median(offsets.values())
-    off = {name: offset - usual for name, offset in offsets.items() if abs(offset - usual) > REMOTE_CLOCK_SECONDS}
-    return [
-        replace(node, clock_offset_seconds=off.get(node.name, 0.0)) if node.name in offsets else node for node in nodes
-    ]
-
-
-def _beat_age(beat: Heartbeat, moment: float, is_live: bool) -> float:
-    """Return the age of a heartbeat: of a live run by its own clock, since the clocks of two nodes may differ."""
-    age = moment - beat.moment
-    if is_live and (beat.is_of_this_boot or age < -LOST_SECONDS):
-        return max(0.0, beat.age_seconds())
-    return max(0.0, min(age, beat.age_seconds()) if is_live else age)
 
 
 def _node(
@@ -498,8 +477,9 @@ def _node(
         name=name,
         leaf=facts.leaves.get(name, ""),
         host_name=host,
-        heartbeat_age_seconds=_beat_age(beat, moment, is_live) if beat and is_present else None,
-        clock_offset_seconds=_clock_offset(beat) if beat and is_present and is_live and not facts.has_ended else None,
+        address=beat.address.rpartition(":")[0].strip("[]") if beat else "",
+        heartbeat_age_seconds=beat_age(beat, moment, is_live) if beat and is_present else None,
+        clock_offset_seconds=clock_offset(beat) if beat and is_present and is_live and not facts.has_ended else None,
         heartbeat_state=beat.state if beat and is_present and not (facts.has_ended and facts.state == "done") else "",
         expected_gpus=cards or None,
         expected_fabric=int(instance.get("network_interfaces") or 0) or None if has_efa else None,

@@ -120,7 +120,8 @@ def _kind_of(error: RankError) -> ErrorKind | None:
     for kind in error_kinds():
         is_type = kind.type is None or kind.type.fullmatch(name)
         is_number = not kind.errno or error.errno in kind.errno
-        if is_type and is_number and (kind.message is None or kind.message.search(error.message)):
+        is_place = kind.frame is None or kind.frame.search(error.last_frame)
+        if is_type and is_number and is_place and (kind.message is None or kind.message.search(error.message)):
             return kind
     outer = error.outer.partition(": ")[2]
     by_text = (kind for kind in error_kinds() if kind.message is not None and kind.type is None and not kind.errno)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from craton.formatting import bandwidth, percent
-from craton.observability.diagnosis.rules.findings import finding, named
+from craton.observability.diagnosis.rules.findings import TALKING, finding, named
 from craton.observability.diagnosis.snapshot import Snapshot, SnapshotFabricDevice, SnapshotNode
 from craton.observability.diagnosis.tables import threshold
 from craton.observability.diagnosis.verdict import Condition, Finding, Symptoms
 
-TALKING = ("communication",)
 # Collectives inside a node are part of the compute phase where no kernel hides them.
 INSIDE = ("communication", "compute")
 MAX_COMPLAINTS = 1.5  # times the events of the next node

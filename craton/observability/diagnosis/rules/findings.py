@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from craton.observability.diagnosis.verdict import Condition, Finding, Symptoms
 
 SHOWN_NAMES = 4
+TALKING = ("communication",)  # phases that the network may slow
 # Kernel functions in which a process waits for a file system or a disk; not those of epoll and poll.
 WAITS_FOR_FILES = re.compile(
     r"nfs|rpc_wait|\bll_|cl_sync|ptlrpc|osc_|lustre|fuse|ceph|io_schedule|wait_on_page|folio_wait|xfs_|ext4_|jbd2|blk_|percpu_rwsem|sb_start"

@@ -39,7 +39,6 @@ SLOW_PHASES = {
     "optimizer": "optimizer_slow",
 }
 FROZEN = re.compile("refrigerator|freezer")
-OWN_CODE = "in your own code"  # in the event of a stuck rank, by craton.agent.stacks
 RECENT_LOG_SECONDS = 900.0
 # How TORCH_DISTRIBUTED_DEBUG=DETAIL reports a mismatch (seen with torch 2.13): each rank lists its own call first.
 _CALLED = re.compile(r"Rank (?P<rank>\d+) is running collective: .*?OpType=(\w+).*?TensorShape=(\[[^\]]*\])")
@@ -101,21 +100,21 @@ def _ended_hanging(symptom: Symptom, snapshot: Snapshot, symptoms: Symptoms) -> 
     stuck = snapshot.run.stuck
     if not culprits and stuck and len(stuck) == len(snapshot.ranks):
         text = "all ranks waited for each other in a collective, and none was late"
-        evidence = [message, text, next(iter(stuck.values()))]
+        evidence = [message, text, stuck[0].sentence]
         return finding(symptoms, "collective_stuck", text, ("dead",), evidence=evidence, base=0.95)
     if not culprits:
         return finding(symptoms, "rank_hung", message, ("dead",), base=0.6)
     kind = culprits[0].ended_in.partition("+")[0]
-    stack = snapshot.run.stuck.get(culprits[0].rank, "")
-    evidence = [message, stack or f"{_them(culprits)} ended in phase {kind}"]
+    place = next((rank for rank in stuck if rank.rank == culprits[0].rank), None)
+    evidence = [message, place.sentence if place else f"{_them(culprits)} ended in phase {kind}"]
     one = culprits[0].rank if len(culprits) == 1 else None
     node = symptom.nodes[0] if len(symptom.nodes) == 1 else ""
     cause = _of_source(HANGS_IN.get(kind, "rank_hung"), snapshot)
-    if OWN_CODE in stack:
+    if place is not None and place.is_user_frame:
         cause = "user_code_blocked"
-    channels = (stack.partition("in the kernel: ")[2], *culprits[0].wait_channels)
+    channels = (*(place.wait_channels if place else ()), *culprits[0].wait_channels)
     if any(FROZEN.search(channel) for channel in channels):
-        cause, message = "rank_stopped", f"{_them(culprits)} {_are(culprits)} frozen by a cgroup (freezer)"
+        cause, message = "rank_frozen", f"{_them(culprits)} {_are(culprits)} frozen by a cgroup (freezer)"
     elif any(WAITS_FOR_FILES.search(channel) for channel in channels):
         cause, message = "storage_stalled", f"rank {culprits[0].rank} on {culprits[0].node} waits for a file system"
     return finding(symptoms, cause, message, ("dead",), evidence=evidence, node=node, rank=one, base=0.85)
@@ -231,7 +230,7 @@ def _hangs(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
         by_stack = next((cause for words, cause in FRAMES if stack and words.search(stack)), None)
         if any(FROZEN.search(channel) for channel in first.wait_channels):
             text = f"rank {first.rank} on {first.node} is frozen by its cgroup (freezer); all other ranks wait for it"
-            findings += finding(symptoms, "rank_stopped", text, ("hung",), node=first.node, rank=first.rank, base=1.0)
+            findings += finding(symptoms, "rank_frozen", text, ("hung",), node=first.node, rank=first.rank, base=1.0)
             continue
         cause = _user_code(first) or _of_source(HANGS_IN.get(first.kind) or by_stack or "rank_hung", snapshot)
         them = "it" if len(culprits) == 1 else "them"

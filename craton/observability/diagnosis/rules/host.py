@@ -190,7 +190,7 @@ def _processors(node: SnapshotNode, host: SnapshotHost, snapshot: Snapshot, symp
         base = 0.45 if is_usual else 0.95 if len(signs) > 1 or foreign > threshold("foreign_processor_share") else 0.8
         if _hurts_others_too(node, host, snapshot, symptoms):
             base *= WRONG_PLACE
-        waited = [rank.bounds.waited_share for rank in snapshot.ranks if rank.node == node.name and rank.bounds]
+        waited = [rank.resources.waited_share for rank in snapshot.ranks if rank.node == node.name and rank.resources]
         if waited and max(waited) < NO_WAIT_SHARE:
             base *= WRONG_PLACE  # the ranks get all the CPU time they want
         # Data loaders of GPU ranks starve first; ranks on CPUs would compute more slowly too.

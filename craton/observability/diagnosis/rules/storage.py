@@ -243,7 +243,8 @@ def _slow_phase(symptom: Symptom, snapshot: Snapshot, symptoms: Symptoms) -> lis
     if symptom.phase != "data":
         return []
     training = snapshot.training
-    asleep = [item for item in snapshot.ranks if item.process_state == "D" and item.kind == "data"]
+    waiting = [item for item in snapshot.ranks if not symptom.ranks or item.rank in symptom.ranks]
+    asleep = [item for item in waiting if item.process_state == "D" and item.kind == "data"]
     if asleep:
         text = f"steps wait for data, and rank {asleep[0].rank} sleeps in the kernel for a disk (state D)"
         return finding(

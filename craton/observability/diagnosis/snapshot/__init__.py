@@ -8,7 +8,7 @@ from craton.lazy import lazy_names
 
 if TYPE_CHECKING:
     from craton.observability.diagnosis.snapshot.cards import CardOccupant, with_occupants, with_visible_cards
-    from craton.observability.diagnosis.snapshot.clock import moment_for
+    from craton.observability.diagnosis.snapshot.json_values import hints_of
     from craton.observability.diagnosis.snapshot.model import (
         PHASES,
         Collectives,
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
         SnapshotMount,
         SnapshotNode,
         SnapshotRank,
+        SnapshotStuckRank,
         SnapshotTier,
         SnapshotXid,
         StepWindow,
         StuckCollective,
         TrainingFacts,
-        hints_of,
     )
 else:
     __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

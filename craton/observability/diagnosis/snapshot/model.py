@@ -9,17 +9,13 @@ are 0 to 1; rates are per second. JSON has no NaN or infinity, and a loss may be
 from __future__ import annotations
 
 import json
-import math
 import re
-import types
-import typing
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
-from functools import cache, cached_property
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
 
 from craton.errors import CratonError
-from craton.telemetry.node import ProcessBounds
+from craton.observability.diagnosis.snapshot.json_values import made_from, plain_values
+from craton.telemetry.node import PeerTraffic, ProcessResources
 
 SCHEMA = 1
 NOT_FINITE = re.compile(r"\bis -?(nan|inf)\b")  # in the reason of a bad step
@@ -38,6 +34,21 @@ class Restart:
     broke_at: float  # when the previous generation stopped making progress
     reason: str = ""  # in one line
     lost_seconds: float | None = None  # in detection, recovery and repeated steps
+
+
+@dataclass(frozen=True)
+class SnapshotStuckRank:
+    """Where a rank was when its agent took its stack, and did not make a step since."""
+
+    rank: int
+    text: str = ""  # in one line
+    is_user_frame: bool = False  # the line of code is the user's own
+    wait_channels: tuple[str, ...] = ()  # kernel functions in which its threads sleep
+
+    @property
+    def sentence(self) -> str:
+        channels = ", ".join(self.wait_channels)
+        return self.text + (f"; in the kernel: {channels}" if channels else "")
 
 
 @dataclass(frozen=True)
@@ -60,7 +71,9 @@ class RunFacts:
     generation: int = 0
     generation_began: float | None = None
     signalled: tuple[int, ...] = ()  # ranks that received SIGTERM in this generation, and not from their agents
-    stuck: dict[int, str] = field(default_factory=dict)  # ranks that others waited for at the end → where they were
+    stuck: tuple[SnapshotStuckRank, ...] = ()  # ranks that others waited for at the end
+    # Rank → peers that did not acknowledge what it sent when it was last stuck; of a run that has ended.
+    unacknowledged: dict[int, tuple[PeerTraffic, ...]] = field(default_factory=dict)
     previous_began: float | None = None  # of the previous generation, since the run was last started
     restarts: int = 0  # generations that began because something broke
     recent_restarts: tuple[Restart, ...] = ()  # those of the last hour since the run was last started, oldest first
@@ -166,7 +179,8 @@ class SnapshotRank:
     is_user_frame: bool | None = None  # that frame is of the user's own code
     is_waiting: bool | None = None  # by its stack, it waits for other ranks in a collective
     wait_channels: tuple[str, ...] = ()  # kernel functions in which its threads slept when its stack was taken
-    bounds: ProcessBounds | None = None  # what confines its process
+    resources: ProcessResources | None = None  # what its process may use and uses
+    peers: tuple[PeerTraffic, ...] = ()  # its TCP traffic with other machines
     windows: tuple[StepWindow, ...] = ()  # recent steps and overlapping ones before them, newest first
 
 
@@ -280,6 +294,7 @@ class SnapshotNode:
     nccl_interfaces: int | None = None
     mounts: tuple[SnapshotMount, ...] = ()
     host: SnapshotHost | None = None
+    address: str = ""  # where other nodes reach it
 
 
 @dataclass(frozen=True)
@@ -513,7 +528,7 @@ class Snapshot:
         return self._rank_on.get((node, gpu))
 
     def to_json(self) -> str:
-        return json.dumps(_plain(asdict(self)), allow_nan=False, separators=(",", ":"))
+        return json.dumps(plain_values(asdict(self)), allow_nan=False, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> Snapshot:
@@ -530,54 +545,7 @@ class Snapshot:
                 f"not a snapshot of schema {SCHEMA} (got {schema!r}); write one with `craton why RUN --save FILE`"
             )
         try:
-            snapshot: Snapshot = _made(cls, document)
+            snapshot: Snapshot = made_from(cls, document)
         except (TypeError, ValueError, KeyError) as error:
             raise SnapshotError(f"cannot read this snapshot: {error}") from error
         return snapshot
-
-
-def _plain(value: Any) -> Any:
-    """Return the value as JSON can represent it."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return repr(value)
-    if isinstance(value, dict):
-        return {str(key): _plain(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return value
-
-
-def _made(kind: Any, value: Any) -> Any:
-    """Convert a JSON value to this annotated type."""
-    if is_dataclass(kind) and isinstance(kind, type):
-        if not isinstance(value, Mapping):
-            raise TypeError(f"{kind.__name__} must be an object, got {value!r}")
-        hints = hints_of(kind)
-        return kind(**{name: _made(hints[name], content) for name, content in value.items() if name in hints})
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (types.UnionType, typing.Union):
-        if value is None:
-            return None
-        return _made(next(argument for argument in arguments if argument is not types.NoneType), value)
-    if origin is tuple:
-        if not isinstance(value, list):
-            raise TypeError(f"{value!r} is not a list")
-        if len(arguments) == 2 and arguments[1] is Ellipsis:
-            return tuple(_made(arguments[0], element) for element in value)
-        return tuple(_made(entry, part) for entry, part in zip(arguments, value, strict=True))
-    if origin is dict:
-        if not isinstance(value, Mapping):
-            raise TypeError(f"{value!r} is not an object")
-        return {arguments[0](key): _made(arguments[1], item) for key, item in value.items()}
-    if kind is float:
-        return float(value)
-    if not isinstance(value, kind):
-        raise TypeError(f"{value!r} is not {kind.__name__}")
-    return value
-
-
-@cache
-def hints_of(kind: type) -> dict[str, Any]:
-    """Return the types of the fields of a dataclass."""
-    hints = typing.get_type_hints(kind)
-    return {item.name: hints[item.name] for item in fields(kind)}

@@ -113,7 +113,8 @@ def _ended_for_a_hang(snapshot: Snapshot, message: str) -> Symptom | None:
     if match[2] == "is stopped by a signal":
         ranks = [rank for rank in snapshot.ranks if rank.rank == int(match[1])]
         return Symptom("dead", message, ranks=(int(match[1]),), nodes=nodes_of(ranks), sign="stopped")
-    culprits = [rank for rank in snapshot.ranks if rank.rank in snapshot.run.stuck]
+    stuck = {rank.rank for rank in snapshot.run.stuck}
+    culprits = [rank for rank in snapshot.ranks if rank.rank in stuck]
     if len(snapshot.ranks) == 1:
         culprits = list(snapshot.ranks)
     if culprits:

@@ -97,7 +97,7 @@ def find_silent(snapshot: Snapshot) -> Symptom | None:
     is_silent = all(rank.step is None and not rank.progress_age_seconds for rank in snapshot.ranks)
     if run.kind != "command" or run.state != "running" or not snapshot.ranks or not is_silent or snapshot.series.loss:
         return None
-    idle = [rank.bounds.idle_seconds if rank.bounds else 0.0 for rank in snapshot.ranks]
+    idle = [rank.resources.idle_seconds if rank.resources else 0.0 for rank in snapshot.ranks]
     who = "its only rank has" if len(idle) == 1 else f"its {len(idle)} ranks have"
     if min(idle) > threshold("idle_seconds"):
         text = f"has not reported a step, and {who} used no CPU for {whole_duration(min(idle))}"

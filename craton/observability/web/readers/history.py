@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from craton.telemetry import METRICS, RunDirectory, read_json
+from craton.telemetry import METRICS, RunDirectory, read_json, reporting_node, reporting_rank
 from craton.telemetry.files import open_regular, parse_line, paths_in
 
 WHOLE_BYTES = 6 << 20  # new data up to this size is read completely
@@ -27,7 +27,7 @@ MAX_COUNTED_METRICS = 1000  # a job with a new name at every step must not fill 
 MAX_NAME_CHARACTERS = 100
 CURVES = ("run_loss", "run_evaluation_loss", "run_tokens_per_second", "run_step_seconds", "run_gradient_norm")
 STAMP = ("time", "step", "generation", "node", "rank")  # keys of every line
-_RANK_0 = (b'"rank":0}', b'"rank":0,', b'"rank": 0}', b'"rank": 0,')
+_RANK_MARKS = ('"rank":{}}}', '"rank":{},', '"rank": {}}}', '"rank": {},')
 
 Point = tuple[float, ...]  # values of CURVES; NaN where there is none
 
@@ -43,39 +43,43 @@ class Curves:
 
 
 class History:
-    """Follow rank 0 over generations and nodes."""
+    """Follow the rank that reports steps, usually rank 0, over generations and nodes."""
 
     def __init__(self, run: RunDirectory) -> None:
         self._run = run
+        self._launch = read_json(run.launch_path)
+        self._rank = reporting_rank(self._launch)
+        self._marks = tuple(mark.format(self._rank).encode() for mark in _RANK_MARKS)
         self._forget()
 
     def _forget(self) -> None:
         """Reset to the state before the first read: files that became shorter were rewritten."""
         self._offsets: dict[Path, int] = {}
         self._points: dict[int, dict[str, float]] = {}
-        self._nodes: dict[int, str] = {}  # generation → node of rank 0
+        self._nodes: dict[int, str] = {}  # generation → node of that rank
         self._own: list[str] = []  # names in order of first appearance
         self._hidden: set[str] = set()
 
     def look(self) -> Curves:
         if any(_is_shorter(path, offset) for path, offset in self._offsets.items()):
             self._forget()
-        for node in self._nodes_of_rank_0():
+        for node in self._reporting_nodes():
             path = self._run.metrics_path(node)
             for line in self._new_lines(path):
                 self._take(line)
         self._thin()
         return self._curves()
 
-    def _nodes_of_rank_0(self) -> list[str]:
+    def _reporting_nodes(self) -> list[str]:
         for path in paths_in(self._run.path / "generations", "[0-9]*.json"):
             if path.stem.isdecimal() and int(path.stem) not in self._nodes:
-                nodes = read_json(path).get("nodes")
-                if isinstance(nodes, list) and nodes:
-                    self._nodes[int(path.stem)] = str(nodes[0])
+                node = reporting_node(read_json(path), self._launch)
+                if node is not None:
+                    self._nodes[int(path.stem)] = node
         if not self._nodes:
-            launched = read_json(self._run.launch_path).get("nodes")
-            return [str(launched[0])] if isinstance(launched, list) and launched else []
+            launched = read_json(self._run.launch_path)
+            node = reporting_node(launched, launched)
+            return [] if node is None else [node]
         return list(dict.fromkeys(node for _, node in sorted(self._nodes.items())))
 
     def _new_lines(self, path: Path) -> Iterator[bytes]:
@@ -97,10 +101,10 @@ class History:
             return
 
     def _take(self, line: bytes) -> None:
-        if not any(mark in line for mark in _RANK_0):
+        if not any(mark in line for mark in self._marks):
             return
         document = parse_line(line)
-        if document is None or document.get("rank") != 0 or not isinstance(document.get("step"), int):
+        if document is None or document.get("rank") != self._rank or not isinstance(document.get("step"), int):
             return
         names = [*CURVES, *self._own_names(document)]
         values = {name: value for name in names if (value := finite(document.get(name))) is not None}

@@ -1,0 +1,159 @@
+"""CPUs and memory that a rank's process may use: affinity, priority, limits of its cgroups, other processes.
+
+A rank that others wait for is often limited: by a CPU quota of its container, by an affinity mask that puts several
+ranks on one core, by a lower priority. Its agent reads that from the kernel (sched(7), cgroups(7),
+proc_pid_schedstat(5)), so that it is known for every node, wherever the diagnosis runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from craton.agent.processes.cpuwait import run_and_wait_ns
+from craton.agent.processes.tree import process_tree
+from craton.limits import UNLIMITED_BYTES, cgroup_folders, cgroup_quota, number_in, numbers_in
+from craton.telemetry.node import ProcessResources
+
+WINDOW_SECONDS = 4.0  # shares are of at least so much time, once the rank has run for so long
+MAX_THREADS = 32  # of a process, whose times are read
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+IDLE_SHARE = 0.05  # of a CPU: less is a process that waits
+IDLE_LOOK_SECONDS = 2.0  # between two looks at that: a process that waits wakes up now and then
+WANTED_SHARE = 0.3  # of a CPU: a process that asks for less is not held up by waiting for it
+READ_SECONDS = 1.5  # an agent with many ranks has other things to do
+RECLAIMABLE = ("inactive_file", "active_file", "slab_reclaimable")  # of memory.stat
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True)
+class _Counters:
+    moment: float  # monotonic
+    ran_ns: int  # its threads, together
+    waited_ns: int  # the same, runnable without a CPU
+    used_seconds: float  # of CPU time, with its children
+    periods: int  # of the CPU quota of its cgroup
+    throttled: int  # periods in which the quota was used up
+
+
+class ResourceReader:
+    """Follows one process; for another one all counts restart."""
+
+    def __init__(self, root: Path = Path("/")) -> None:
+        self._root = root
+        self._pid = 0
+        self._seen: list[_Counters] = []  # the oldest that a share is taken from first
+        self._busy_at = 0.0  # monotonic: when it last used a CPU
+        self._judged: _Counters | None = None
+        self._last = ProcessResources()
+
+    def read(self, pid: int, now: float) -> ProcessResources:
+        """Return what the process may use and uses at the monotonic second `now`; read at most every READ_SECONDS."""
+        if pid != self._pid:
+            self._pid, self._seen, self._busy_at, self._judged = pid, [], now, None
+        elif now - self._seen[-1].moment < READ_SECONDS:
+            return self._last
+        self._last = self._read(pid, now)
+        return self._last
+
+    def _read(self, pid: int, now: float) -> ProcessResources:
+        counters = self._counters(pid, now)
+        while len(self._seen) > 1 and now - self._seen[1].moment >= WINDOW_SECONDS:
+            self._seen.pop(0)
+        first = self._seen[0] if self._seen else counters
+        self._judge_idle(counters)
+        self._seen.append(counters)
+        ran, waited = counters.ran_ns - first.ran_ns, counters.waited_ns - first.waited_ns
+        wants_cpu = ran + waited > WANTED_SHARE * 1e9 * (now - first.moment)
+        periods, throttled = counters.periods - first.periods, counters.throttled - first.throttled
+        memory_share, memory_limit = self._memory(pid)
+        return ProcessResources(
+            cpus=_allowed_cpus(pid),
+            node_cpus=os.cpu_count() or 0,
+            quota_cpus=self._quota(pid),
+            niceness=self._niceness(pid),
+            # Threads that ended take their times with them.
+            waited_share=round(waited / (ran + waited), 3) if wants_cpu and ran >= 0 and waited > 0 else 0.0,
+            throttled_share=round(throttled / periods, 3) if periods > 0 and throttled > 0 else 0.0,
+            memory_share=round(memory_share, 3),
+            memory_limit_bytes=memory_limit,
+            memory_bytes=self._resident(pid),
+            idle_seconds=round(now - self._busy_at, 1),
+        )
+
+    def _judge_idle(self, counters: _Counters) -> None:
+        last = self._judged or counters
+        seconds = counters.moment - last.moment
+        if self._judged is not None and seconds < IDLE_LOOK_SECONDS:
+            return
+        self._judged = counters
+        if not 0 <= counters.used_seconds - last.used_seconds <= IDLE_SHARE * seconds:
+            self._busy_at = counters.moment
+
+    def _counters(self, pid: int, now: float) -> _Counters:
+        ran = waited = 0
+        for task in self._tasks(pid):
+            with contextlib.suppress(OSError, ValueError):
+                own_ran, own_waited = run_and_wait_ns(task)
+                ran, waited = ran + own_ran, waited + own_waited
+        periods = throttled = 0
+        for folder in cgroup_folders("cpu", pid, self._root):
+            numbers = numbers_in(folder / "cpu.stat")
+            if numbers.get("nr_throttled", 0) >= throttled:
+                throttled, periods = numbers.get("nr_throttled", 0), numbers.get("nr_periods", 0)
+        return _Counters(now, ran, waited, self._used(pid), periods, throttled)
+
+    def _used(self, pid: int) -> float:
+        """Return the CPU seconds of the process and its children."""
+        used = 0.0
+        for process in process_tree(pid, self._root / "proc"):
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                text = (self._root / f"proc/{process}/stat").read_text(errors="replace")
+                fields = text.rpartition(")")[2].split()
+                used += sum(map(int, fields[11:15])) / TICKS  # its own, and those of children that have ended
+        return used
+
+    def _tasks(self, process: int) -> list[Path]:
+        with contextlib.suppress(OSError, ValueError):
+            folder = self._root / f"proc/{process}/task"
+            return [folder / name for name in sorted(os.listdir(folder), key=int)[:MAX_THREADS]]
+        return []  # it has ended
+
+    def _quota(self, pid: int) -> float:
+        quotas = [cgroup_quota(folder) for folder in cgroup_folders("cpu", pid, self._root)]
+        return min((quota for quota in quotas if quota is not None), default=0.0)
+
+    def _niceness(self, pid: int) -> int:
+        try:
+            return int((self._root / f"proc/{pid}/stat").read_text().rpartition(")")[2].split()[16])
+        except (OSError, IndexError, ValueError):
+            return 0
+
+    def _resident(self, pid: int) -> int:
+        try:
+            return int((self._root / f"proc/{pid}/statm").read_text().split()[1]) * PAGE_BYTES
+        except (OSError, IndexError, ValueError):
+            return 0
+
+    def _memory(self, pid: int) -> tuple[float, int]:
+        """Return the share of the fullest cgroup's limit that cannot be reclaimed, and that limit; 0, 0: no limit."""
+        fullest = (0.0, 0)
+        for folder in cgroup_folders("memory", pid, self._root):
+            limit = number_in(folder / "memory.max") or number_in(folder / "memory.limit_in_bytes") or 0
+            used = number_in(folder / "memory.current") or number_in(folder / "memory.usage_in_bytes") or 0
+            if not 0 < limit < UNLIMITED_BYTES:
+                continue
+            prefix = "" if (folder / "memory.current").exists() else "total_"  # version 1: with the cgroups below it
+            numbers = numbers_in(folder / "memory.stat")
+            cached = sum(numbers.get(f"{prefix}{name}", 0) for name in RECLAIMABLE)
+            fullest = max(fullest, (max(0, used - cached) / limit, limit))
+        return fullest
+
+
+def _allowed_cpus(pid: int) -> int:
+    try:
+        return len(os.sched_getaffinity(pid))
+    except (OSError, AttributeError):
+        return 0

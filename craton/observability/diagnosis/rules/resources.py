@@ -1,0 +1,169 @@
+"""Rules for the resources of the processes of ranks: CPU quotas, affinity, priority, other processes, memory limits.
+
+Agents read it from the kernel for every rank. A limit that holds for all ranks alike has no victim; one that only some
+ranks have explains why the others wait for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from craton.formatting import counted, memory, percent
+from craton.observability.diagnosis.rules.findings import finding, named
+from craton.observability.diagnosis.snapshot import Snapshot, SnapshotRank
+from craton.observability.diagnosis.tables import threshold
+from craton.observability.diagnosis.verdict import Finding, Symptoms
+from craton.telemetry.node import ProcessResources
+
+
+def examine_resources(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
+    ranks = [(rank, rank.resources) for rank in snapshot.ranks if rank.resources is not None and rank.is_alive]
+    if not ranks:
+        return []
+    return [
+        *_throttled(ranks, snapshot, symptoms),
+        *_few_cpus(ranks, symptoms),
+        *_low_priority(ranks, symptoms),
+        *_waits(ranks, symptoms),
+        *_memory(ranks, symptoms),
+    ]
+
+
+FEW_SHARE = 0.5  # of the CPUs of other ranks or of the machine
+COMPUTING = ("compute", "optimizer", "communication")  # phases in which a rank wants its CPUs
+RankResources = Sequence[tuple[SnapshotRank, ProcessResources]]
+
+
+def _throttled(ranks: RankResources, snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
+    hit = [
+        (rank, resources) for rank, resources in ranks if resources.throttled_share > threshold("cpu_throttled_share")
+    ]
+    if not hit:
+        return []
+    worst = max((resources for _, resources in hit), key=lambda resources: resources.throttled_share)
+    quota = f" ({worst.quota_cpus:g} CPUs)" if worst.quota_cpus else ""
+    message = (
+        f"the CPU quota{quota} of {_who(hit)} is used up in {percent(worst.throttled_share)} of its periods "
+        "(throttling by the kernel)"
+    )
+    is_risk = snapshot.run.is_accelerated is False and worst.throttled_share > threshold("cpu_throttled_risk")
+    return _findings(hit, ranks, symptoms, "cpu_throttled", message, 1.05, is_risk=is_risk)
+
+
+def _few_cpus(ranks: RankResources, symptoms: Symptoms) -> list[Finding]:
+    """Blame an affinity mask where threads wait for its CPUs: one that is much smaller than those of other ranks, as a
+    share of their machines, or one that all ranks have."""
+    limit = threshold("waited_share")
+    shares = {rank.rank: resources.cpus / resources.node_cpus for rank, resources in ranks if resources.node_cpus}
+    waiting = [(rank, resources) for rank, resources in ranks if resources.waited_share > limit and rank.rank in shares]
+    hit = [(rank, resources) for rank, resources in waiting if shares[rank.rank] <= FEW_SHARE * max(shares.values())]
+    base = 1.0
+    if not hit:
+        hit, base = [(rank, resources) for rank, resources in waiting if shares[rank.rank] <= FEW_SHARE], 0.6
+    if not hit:
+        return []
+    worst = max((resources for _, resources in hit), key=lambda resources: resources.waited_share)
+    message = (
+        f"the CPU affinity of {_who(hit)} allows {worst.cpus} of {counted(worst.node_cpus, 'CPU')}, and threads wait "
+        f"for a CPU {percent(worst.waited_share)} of their time"
+    )
+    return _findings(hit, ranks, symptoms, "cpu_affinity", message, base, is_risk=len(hit) < len(ranks) and base == 1.0)
+
+
+def _low_priority(ranks: RankResources, symptoms: Symptoms) -> list[Finding]:
+    highest = min(resources.niceness for _, resources in ranks)
+    hit = [
+        (rank, resources)
+        for rank, resources in ranks
+        if resources.niceness > max(0, highest)
+        or (resources.niceness > 0 and resources.waited_share > threshold("waited_share"))
+    ]
+    if not hit:
+        return []
+    worst = max((resources for _, resources in hit), key=lambda resources: resources.niceness)
+    message = f"the CPU priority of {_who(hit)} is low (nice {worst.niceness}): other processes run first"
+    if worst.waited_share > threshold("waited_share"):
+        message += f", and threads wait for a CPU {percent(worst.waited_share)} of their time"
+    base = 1.05 if worst.waited_share > threshold("waited_share") else 0.8
+    return _findings(hit, ranks, symptoms, "cpu_priority_low", message, base, is_risk=_is_odd(hit, ranks))
+
+
+def _waits(ranks: RankResources, symptoms: Symptoms) -> list[Finding]:
+    """Blame other processes where only some ranks wait for a CPU; where all do, the rules for hosts know more."""
+    shares = sorted(resources.waited_share for _, resources in ranks)
+    hit = [
+        (rank, resources)
+        for rank, resources in ranks
+        if resources.waited_share > max(threshold("waited_share"), threshold("waited_ratio") * shares[0])
+        and resources.throttled_share <= threshold("cpu_throttled_share")
+    ]
+    if not hit or len(hit) == len(ranks):
+        return []
+    worst = max(resources.waited_share for _, resources in hit)
+    message = (
+        f"threads of {_who(hit)} wait for a CPU {percent(worst)} of their time, those of other ranks "
+        f"{percent(shares[0])}"
+    )
+    return _findings(hit, ranks, symptoms, "processor_contention", message, 0.95, phases=COMPUTING)
+
+
+def _memory(ranks: RankResources, symptoms: Symptoms) -> list[Finding]:
+    full = [(rank, resources) for rank, resources in ranks if resources.memory_share > threshold("memory_limit_share")]
+    if not full:
+        return []
+    _, worst = max(full, key=lambda entry: entry[1].memory_share)
+    hit = [entry for entry in full if entry[1].memory_limit_bytes == worst.memory_limit_bytes]
+    if len(hit) > 1:  # one cgroup may hold several ranks: the one that stands out
+        largest, second = sorted(hit, key=lambda entry: -entry[1].memory_bytes)[:2]
+        if largest[1].memory_bytes > threshold("memory_ratio") * second[1].memory_bytes:
+            hit = [largest]
+    shown = max((resources for _, resources in hit), key=lambda resources: resources.memory_share)
+    own = shown.memory_bytes if len(hit) == 1 else 0
+    used = f", {memory(own)} of it by that process" if 0 < own <= shown.memory_limit_bytes else ""
+    message = (
+        f"the cgroup of {_who(hit)} uses {percent(shown.memory_share)} of its memory limit "
+        f"({memory(shown.memory_limit_bytes)}{used}): beyond it the kernel kills a process"
+    )
+    return _findings(hit, ranks, symptoms, "memory_limit_near", message, 0.95, is_risk=True)
+
+
+def _findings(
+    hit: RankResources,
+    ranks: RankResources,
+    symptoms: Symptoms,
+    cause: str,
+    message: str,
+    base: float,
+    is_risk: bool = False,
+    phases: tuple[str, ...] = (),
+) -> list[Finding]:
+    nodes = list(dict.fromkeys(rank.node for rank, _ in hit))
+    are_all = len(hit) == len(ranks)
+    return finding(
+        symptoms,
+        cause,
+        message,
+        ("slow", "hung") if cause == "cpu_throttled" else ("slow",),
+        node=nodes[0] if len(nodes) == 1 and not (are_all and _num_nodes(ranks) > 1) else "",
+        rank=hit[0][0].rank if len(hit) == 1 and len(ranks) > 1 else None,
+        base=base,
+        is_risk=is_risk,
+        phases=phases,
+    )
+
+
+def _is_odd(hit: RankResources, ranks: RankResources) -> bool:
+    """Return whether only some ranks are limited, and wait for a CPU: others wait for them, however slow that is."""
+    waits = max(resources.waited_share for _, resources in hit) > threshold("waited_share")
+    return waits and len(hit) < len(ranks)
+
+
+def _num_nodes(ranks: RankResources) -> int:
+    return len({rank.node for rank, _ in ranks})
+
+
+def _who(hit: RankResources) -> str:
+    if len(hit) == 1:
+        rank = hit[0][0]
+        return f"rank {rank.rank} on {rank.node}"
+    return named([rank.rank for rank, _ in hit], "ranks ")

@@ -1,0 +1,135 @@
+"""The resources of a process: by the kernel of this machine, and by files of a machine that is written for the test."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from waiting import wait_until
+
+from craton.agent.processes import ResourceReader
+
+SPINS = "while True: pass"
+SLEEPS = "import time; time.sleep(600)"
+FORKS = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {SPINS!r}])"
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[[str], int]]:
+    started: list[subprocess.Popen[bytes]] = []
+
+    def begin(code: str) -> int:
+        started.append(subprocess.Popen([sys.executable, "-c", code], start_new_session=True))
+        return started[-1].pid
+
+    yield begin
+    for process in started:
+        os.killpg(process.pid, 9)
+        process.wait()
+
+
+def test_a_process_that_sleeps_is_idle_and_one_that_computes_is_not(start: Callable[[str], int]) -> None:
+    sleeping, computing, forking = start(SLEEPS), start(SPINS), start(FORKS)
+    readers = {pid: ResourceReader() for pid in (sleeping, computing, forking)}
+
+    def idle() -> dict[int, float]:
+        now = time.monotonic()
+        return {pid: reader.read(pid, now).idle_seconds for pid, reader in readers.items()}
+
+    wait_until(lambda: idle()[sleeping] > 1.0, "the sleeping process is idle", look_seconds=0.2)
+    wait_until(lambda: idle()[computing] == 0.0, "the computing process is busy", look_seconds=0.2)
+    wait_until(lambda: idle()[forking] == 0.0, "so is the child of another one", look_seconds=0.2)
+
+
+def test_affinity_and_priority_are_those_of_the_process(start: Callable[[str], int]) -> None:
+    pid = start(SLEEPS)
+    reader = ResourceReader()
+    assert reader.read(pid, 1.0).cpus == len(os.sched_getaffinity(0))
+    os.sched_setaffinity(pid, {min(os.sched_getaffinity(0))})
+    os.setpriority(os.PRIO_PROCESS, pid, 7)
+    assert reader.read(pid, 1.1).cpus == len(os.sched_getaffinity(0))  # read every other second
+    resources = reader.read(pid, 4.0)
+    assert (resources.cpus, resources.niceness) == (1, 7)
+
+
+@pytest.fixture
+def cpu_group() -> Iterator[Path]:
+    """A cgroup that may use a tenth of a CPU."""
+    root = Path("/sys/fs/cgroup")
+    is_old = (root / "cpu").is_dir()
+    group = (root / "cpu" if is_old else root) / f"craton-test-{os.getpid()}"
+    try:
+        group.mkdir()
+        if is_old:
+            (group / "cpu.cfs_period_us").write_text("100000")
+            (group / "cpu.cfs_quota_us").write_text("10000")
+        else:
+            (group / "cpu.max").write_text("10000 100000")
+    except OSError as error:
+        pytest.skip(f"a cgroup with a CPU quota cannot be made: {error}")
+    yield group
+    wait_until(lambda: not (group / "cgroup.procs").read_text(), "the cgroup is empty")
+    group.rmdir()
+
+
+def test_a_real_quota_and_its_throttling(cpu_group: Path, start: Callable[[str], int]) -> None:
+    pid = start(SPINS)
+    (cpu_group / "cgroup.procs").write_text(str(pid))
+    reader = ResourceReader()
+    assert reader.read(pid, time.monotonic()).quota_cpus == 0.1
+    wait_until(lambda: reader.read(pid, time.monotonic()).throttled_share > 0.5, "it is throttled", look_seconds=0.2)
+
+
+def test_a_process_that_has_ended_has_no_resources() -> None:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    resources = ResourceReader().read(process.pid, 1.0)
+    assert (resources.cpus, resources.waited_share, resources.memory_share) == (0, 0.0, 0.0)
+
+
+def write(root: Path, name: str, text: str) -> None:
+    path = root / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def machine(root: Path, ran: int, waited: int, throttled: int) -> None:
+    """Process 7 in the cgroup `pod` of version 2."""
+    write(root, "proc/7/stat", f"7 (python) R{' 0' * 15} 5{' 0' * 30}")
+    write(root, "proc/7/cgroup", "0::/pod\n")
+    write(root, "proc/7/task/7/schedstat", f"{ran} {waited} 1\n")
+    write(root, "sys/fs/cgroup/pod/cpu.max", "50000 100000\n")
+    write(root, "sys/fs/cgroup/pod/cpu.stat", f"nr_periods {2 * throttled}\nnr_throttled {throttled}\n")
+    write(root, "sys/fs/cgroup/pod/memory.max", "1000\n")
+    write(root, "sys/fs/cgroup/pod/memory.current", "990\n")
+    write(root, "sys/fs/cgroup/pod/memory.stat", "anon 900\ninactive_file 40\nactive_file 10\n")
+
+
+def test_limits_of_a_cgroup(tmp_path: Path) -> None:
+    reader = ResourceReader(tmp_path)
+    machine(tmp_path, ran=10**9, waited=0, throttled=0)
+    first = reader.read(7, 10.0)
+    assert (first.throttled_share, first.waited_share) == (0.0, 0.0)
+    machine(tmp_path, ran=2 * 10**9, waited=3 * 10**9, throttled=10)
+    resources = reader.read(7, 15.0)
+    assert (resources.quota_cpus, resources.throttled_share, resources.niceness) == (0.5, 0.5, 5)
+    assert (resources.waited_share, resources.memory_share, resources.memory_limit_bytes) == (0.75, 0.94, 1000)
+
+
+def test_memory_of_a_cgroup_of_version_1(tmp_path: Path) -> None:
+    write(tmp_path, "proc/7/cgroup", "4:memory:/job\n")
+    folder = "sys/fs/cgroup/memory"
+    for name, text in (
+        (f"{folder}/memory.limit_in_bytes", str(1 << 62)),
+        (f"{folder}/job/memory.limit_in_bytes", "1000"),
+        (f"{folder}/job/memory.usage_in_bytes", "950"),
+        (f"{folder}/job/memory.stat", "inactive_file 0\ntotal_inactive_file 30\ntotal_active_file 20\n"),
+    ):
+        write(tmp_path, name, text)
+    resources = ResourceReader(tmp_path).read(7, 1.0)
+    assert (resources.memory_share, resources.memory_limit_bytes) == (0.9, 1000)
