@@ -465,6 +465,8 @@ class NodeProcesses:
         """Take the stacks of ranks that make no progress. Return whether readers should know at once: a signal has
         stopped or continued a rank, or a stack shows where one waits."""
         ranks = [self._stuck(place, process, now) for _, place, process in self._running()]
+        for _, place, process in self._running():
+            place.resources.look(process.pid, now)
         self._stacks.look(ranks, now)
         noteworthy = [(rank.process.pid, rank.is_stopped, rank.stack.frame) for rank in ranks]
         is_new, self._noteworthy = noteworthy != self._noteworthy, noteworthy

@@ -284,7 +284,10 @@ class CommandProgress:
         if not stepping:
             return
         last, moment = int(stepping[-1].values["step"]), stepping[-1].moment
-        if course.step is not None and last > course.step and moment > course.at:
+        if course.step is None and len(stepping) > 1:  # seen late, all at once: the start counts too
+            course.step_seconds.append((moment - course.began) / len(stepping))
+            course.intervals.append((moment - course.began) / len(stepping))
+        elif course.step is not None and last > course.step and moment > course.at:
             course.step_seconds.append((moment - course.at) / (last - course.step))
             course.intervals.append((moment - course.at) / len(stepping))
 

@@ -46,6 +46,7 @@ class Standing:
     restarts: int = 0
     expected_start: float | None = None  # seconds since 1970
     outcome: Outcome = ""  # of an ended run, where the scheduler knows it
+    is_suspended: bool = False  # its processes are stopped by the scheduler, and keep their nodes
     is_leaving: bool = False  # removed from the scheduler, while its processes still save
 
 

@@ -261,13 +261,14 @@ for step in range(1, 11):
     assert max(line["time"] for line in metrics(gang)) <= time.time()
 
 
-def test_a_command_that_stops_printing_steps_is_started_again(gang: Gang) -> None:
+@pytest.mark.parametrize("is_seen_late", [False, True])
+def test_a_command_that_stops_printing_steps_is_started_again(gang: Gang, is_seen_late: bool) -> None:
     gang.launch(
-        """
+        f"""
 first = int(os.environ["CRATON_GENERATION"]) == 1
 for step in range(1, 9):
-    print(f"step {step}/8 loss 1", flush=True)
-    time.sleep(0.05)
+    print(f"step {{step}}/8 loss 1", flush={not is_seen_late} or step in (5, 8))
+    time.sleep({0.0 if is_seen_late else 0.05})
     if step == 5 and first:
         signal.pause()
 """,

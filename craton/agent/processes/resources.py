@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from craton.agent.processes.cpuwait import run_and_wait_ns
+from craton.agent.processes.kernel_waits import KernelWaits
 from craton.agent.processes.tree import process_tree
 from craton.limits import UNLIMITED_BYTES, cgroup_folders, cgroup_quota, number_in, numbers_in
 from craton.telemetry.node import ProcessResources
 
 WINDOW_SECONDS = 4.0  # shares are of at least so much time, once the rank has run for so long
-MAX_THREADS = 32  # of a process, whose times are read
+MAX_THREADS = 64  # of a rank and its children, whose times are read
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 IDLE_SHARE = 0.05  # of a CPU: less is a process that waits
 IDLE_LOOK_SECONDS = 2.0  # between two looks at that: a process that waits wakes up now and then
@@ -34,12 +36,12 @@ class _Counters:
     ran_ns: int  # its threads, together
     waited_ns: int  # the same, runnable without a CPU
     used_seconds: float  # of CPU time, with its children
-    periods: int  # of the CPU quota of its cgroup
-    throttled: int  # periods in which the quota was used up
+    quotas: Mapping[Path, tuple[int, int]]  # of cgroups: periods of the CPU quota, and those in which it was used up
+    refaults: int  # of its cgroups with a memory limit: pages of files that were dropped and needed again
 
 
 class ResourceReader:
-    """Follows one process; for another one all counts restart."""
+    """Follows one process and its children; for another one all counts restart."""
 
     def __init__(self, root: Path = Path("/")) -> None:
         self._root = root
@@ -48,6 +50,11 @@ class ResourceReader:
         self._busy_at = 0.0  # monotonic: when it last used a CPU
         self._judged: _Counters | None = None
         self._last = ProcessResources()
+        self._waits = KernelWaits(root / "proc")
+
+    def look(self, pid: int, now: float) -> None:
+        """Look in what its threads wait; called between two reads."""
+        self._waits.look(pid, now)
 
     def read(self, pid: int, now: float) -> ProcessResources:
         """Return what the process may use and uses at the monotonic second `now`; read at most every READ_SECONDS."""
@@ -67,7 +74,7 @@ class ResourceReader:
         self._seen.append(counters)
         ran, waited = counters.ran_ns - first.ran_ns, counters.waited_ns - first.waited_ns
         wants_cpu = ran + waited > WANTED_SHARE * 1e9 * (now - first.moment)
-        periods, throttled = counters.periods - first.periods, counters.throttled - first.throttled
+        seconds = now - first.moment
         memory_share, memory_limit = self._memory(pid)
         return ProcessResources(
             cpus=_allowed_cpus(pid),
@@ -76,11 +83,15 @@ class ResourceReader:
             niceness=self._niceness(pid),
             # Threads that ended take their times with them.
             waited_share=round(waited / (ran + waited), 3) if wants_cpu and ran >= 0 and waited > 0 else 0.0,
-            throttled_share=round(throttled / periods, 3) if periods > 0 and throttled > 0 else 0.0,
+            throttled_share=round(_throttled_share(first, counters), 3),
             memory_share=round(memory_share, 3),
             memory_limit_bytes=memory_limit,
             memory_bytes=self._resident(pid),
             idle_seconds=round(now - self._busy_at, 1),
+            wanted_cpus=round(max(0, ran + waited) / seconds / 1e9, 2) if seconds > 0 else 0.0,
+            file_wait_share=self._waits.file_share,
+            memory_wait_share=self._waits.memory_share,
+            refaults_per_second=round(max(0, counters.refaults - first.refaults) / seconds, 1) if seconds else 0.0,
         )
 
     def _judge_idle(self, counters: _Counters) -> None:
@@ -93,22 +104,31 @@ class ResourceReader:
             self._busy_at = counters.moment
 
     def _counters(self, pid: int, now: float) -> _Counters:
+        processes = process_tree(pid, self._root / "proc")
         ran = waited = 0
-        for task in self._tasks(pid):
+        for task in [task for process in processes for task in self._tasks(process)][:MAX_THREADS]:
             with contextlib.suppress(OSError, ValueError):
                 own_ran, own_waited = run_and_wait_ns(task)
                 ran, waited = ran + own_ran, waited + own_waited
-        periods = throttled = 0
-        for folder in cgroup_folders("cpu", pid, self._root):
+        quotas = {}
+        for folder in {folder for process in processes for folder in cgroup_folders("cpu", process, self._root)}:
             numbers = numbers_in(folder / "cpu.stat")
-            if numbers.get("nr_throttled", 0) >= throttled:
-                throttled, periods = numbers.get("nr_throttled", 0), numbers.get("nr_periods", 0)
-        return _Counters(now, ran, waited, self._used(pid), periods, throttled)
+            quotas[folder] = (numbers.get("nr_periods", 0), numbers.get("nr_throttled", 0))
+        return _Counters(now, ran, waited, self._used(processes), quotas, self._refaults(pid))
 
-    def _used(self, pid: int) -> float:
-        """Return the CPU seconds of the process and its children."""
+    def _refaults(self, pid: int) -> int:
+        """Return how many pages of files came back from disk after a memory limit had forced them out."""
+        for folder in cgroup_folders("memory", pid, self._root):
+            limit = number_in(folder / "memory.max") or number_in(folder / "memory.limit_in_bytes") or 0
+            if 0 < limit < UNLIMITED_BYTES:
+                numbers = numbers_in(folder / "memory.stat")
+                return max(numbers.get(f"{prefix}workingset_refault_file", 0) for prefix in ("", "total_"))
+        return 0
+
+    def _used(self, processes: Sequence[int]) -> float:
+        """Return the CPU seconds of these processes."""
         used = 0.0
-        for process in process_tree(pid, self._root / "proc"):
+        for process in processes:
             with contextlib.suppress(OSError, ValueError, IndexError):
                 text = (self._root / f"proc/{process}/stat").read_text(errors="replace")
                 fields = text.rpartition(")")[2].split()
@@ -118,7 +138,7 @@ class ResourceReader:
     def _tasks(self, process: int) -> list[Path]:
         with contextlib.suppress(OSError, ValueError):
             folder = self._root / f"proc/{process}/task"
-            return [folder / name for name in sorted(os.listdir(folder), key=int)[:MAX_THREADS]]
+            return [folder / name for name in sorted(os.listdir(folder), key=int)]
         return []  # it has ended
 
     def _quota(self, pid: int) -> float:
@@ -150,6 +170,16 @@ class ResourceReader:
             cached = sum(numbers.get(f"{prefix}{name}", 0) for name in RECLAIMABLE)
             fullest = max(fullest, (max(0, used - cached) / limit, limit))
         return fullest
+
+
+def _throttled_share(before: _Counters, now: _Counters) -> float:
+    """Return the share of throttled periods of the cgroup that is throttled most: of the rank, or of a child."""
+    shares = []
+    for folder, (periods, throttled) in now.quotas.items():
+        periods_before, throttled_before = before.quotas.get(folder, (periods, throttled))
+        if periods > periods_before and throttled > throttled_before:
+            shares.append((throttled - throttled_before) / (periods - periods_before))
+    return max(shares, default=0.0)
 
 
 def _allowed_cpus(pid: int) -> int:

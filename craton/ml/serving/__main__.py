@@ -331,6 +331,8 @@ def _recording(recorder: Recorder, run: RunDirectory) -> Callable[[Stats, Latenc
             serve_waiting=stats.waiting,
             serve_kv_share=stats.blocks_used / stats.blocks if stats.blocks else 0.0,
             serve_preemptions=stats.preemptions,
+            serve_ended=stats.ended,
+            serve_aborted=stats.aborted,
             **({"serve_prefix_hit_share": stats.prefix_hits / stats.prefix_queries} if stats.prefix_queries else {}),
             **_latency_metrics(latencies),
         )

@@ -147,6 +147,8 @@ class Stats:
     drafts: int = 0  # drafts, of one or more tokens
     drafted: int = 0  # draft tokens
     accepted: int = 0
+    ended: int = 0  # requests, each copy
+    aborted: int = 0  # of these: given up by their clients, or by an administrator
     steps: int = 0
     step_tokens: int = 0  # tokens of all steps
     steps_by_tokens: tuple[int, ...] = ()  # steps per bucket of STEP_BOUNDS; the last: larger ones

@@ -17,6 +17,9 @@ TROUBLED: tuple[Condition, ...] = ("slow", "hung", "dead", "wrong")
 # Signs of slow runs whose steps may still be fast.
 RESTARTS, OVERLOAD = "restarts", "overload"  # a restart loop; more requests than the server can handle
 IDLE = "idle"  # a command that has never reported a step
+CANCELLED = "cancelled"  # in the scheduler, not with `craton stop`
+SUSPENDED = "suspended"  # by the scheduler
+ABANDONED = "abandoned"  # a server whose clients give up
 SILENT = "silent"  # a server that does not answer
 UNSAVED = "unsaved"  # the run waits until a tier can store its last state
 

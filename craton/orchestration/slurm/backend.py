@@ -128,4 +128,13 @@ def _standing(job: JobRecord | None, submission: Submission, cluster: SlurmState
         )
     allocation = read_allocation(run)
     names = tuple(f"{node.name} on {node.host}" for node in allocation.nodes) if allocation else ()
-    return Standing("running", number, nodes=names or (job.nodes,), restarts=job.restarts)
+    halted = f"Slurm has suspended job {number}; `scontrol resume {number}` continues it" if job.is_suspended else ""
+    return Standing(
+        "running",
+        number,
+        nodes=names or (job.nodes,),
+        reason=job.state if job.is_suspended else "",
+        sentence=halted,
+        restarts=job.restarts,
+        is_suspended=job.is_suspended,
+    )

@@ -18,6 +18,7 @@ from craton.infrastructure.topology import expand as expand_hosts
 
 NOTHING = ("", "(null)", "N/A", "None", "n/a", "Unknown", "UNLIMITED", "INFINITE")
 PENDING, RUNNING = "PENDING", "RUNNING"
+SUSPENDED = ("SUSPENDED", "STOPPED")  # by an administrator, by gang scheduling, or by a preempting job
 ENDED = (
     *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"),
     *("REVOKED", "TIMEOUT"),
@@ -86,6 +87,11 @@ class JobRecord:
     @property
     def is_pending(self) -> bool:
         return self.state == PENDING
+
+    @property
+    def is_suspended(self) -> bool:
+        """Whether its processes are stopped, and keep their nodes."""
+        return self.state in SUSPENDED
 
     @property
     def has_ended(self) -> bool:

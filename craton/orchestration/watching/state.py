@@ -55,6 +55,9 @@ def settled(summary: RunSummary, standing: Standing) -> RunSummary:
         return replace(summary, state="stopping", message=standing.sentence, eta_seconds=None)
     if standing.condition == "waiting":
         return replace(summary, state="waiting", message=standing.sentence or standing.reason, eta_seconds=None)
+    if standing.is_suspended:
+        state: RunState = "running" if summary.state == "lost" else summary.state
+        return replace(summary, state=state, message=standing.sentence, eta_seconds=None)
     if standing.condition == "running" and summary.state in ("starting", "lost", "stopped", "done"):
         return replace(summary, state="starting", message=standing.sentence)  # why not all of it runs yet
     if standing.condition == "ended" and summary.state in (*MOVING, "lost"):

@@ -33,6 +33,10 @@ class ProcessResources:
     memory_limit_bytes: int = 0  # of that cgroup
     memory_bytes: int = 0  # resident, of this process
     idle_seconds: float = 0.0  # for which it and its children have used no CPU to speak of
+    wanted_cpus: float = 0.0  # that its threads ran on or waited for, in the last seconds
+    file_wait_share: float = 0.0  # of the last seconds: a thread slept in the kernel for a file or a disk
+    memory_wait_share: float = 0.0  # the same for memory
+    refaults_per_second: float = 0.0  # pages of files that its memory limit had forced out and that it needed again
 
 
 @dataclass(frozen=True)
@@ -168,4 +172,8 @@ def _resources(document: dict[str, Any]) -> ProcessResources:
         memory_limit_bytes=int(document.get("memory_limit_bytes", 0)),
         memory_bytes=int(document.get("memory_bytes", 0)),
         idle_seconds=float(document.get("idle_seconds", 0.0)),
+        wanted_cpus=float(document.get("wanted_cpus", 0.0)),
+        file_wait_share=float(document.get("file_wait_share", 0.0)),
+        memory_wait_share=float(document.get("memory_wait_share", 0.0)),
+        refaults_per_second=float(document.get("refaults_per_second", 0.0)),
     )

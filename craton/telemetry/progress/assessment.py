@@ -129,7 +129,8 @@ def assess_progress(
             if _still_seconds(rank, watched) - starved > stuck_after(rank, usual, plan_step_seconds)
         ]
         if late:
-            return _progress("stuck", late, watched, now)
+            reports_alone = len(watched) == 1 < len(ranks)  # the other ranks may be to blame, and report nothing
+            return _progress("stuck", late, watched, now, stands_out=not reports_alone)
     else:
         # They may wait for each other: the last one to stop counts, and the longest limit among them.
         still = min(rank.age_seconds for rank in watched)
@@ -167,6 +168,7 @@ def activities_of(statuses: Iterable[NodeStatus | None], now: float) -> list[Ran
             process_state=rank.process_state,
             frame=rank.frame,
             is_waiting=rank.is_waiting,
+            idle_seconds=rank.resources.idle_seconds,
         )
         for status in statuses
         if status is not None

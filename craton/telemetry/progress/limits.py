@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 MIN_STUCK_SECONDS, STUCK_STEPS = 5.0, 10.0
+# A command that does not work any more is stuck long before the job's patience ends; it may sleep in its steps.
+IDLE_STUCK_SECONDS, IDLE_BEFORE_SECONDS = 12.0, 20.0
 STUCK_STAYS = 3.0  # multiples of the longest recent stay in a phase
 FIRST_STUCK_SECONDS, FIRST_STAYS = 10.0, 5.0  # the same before the first step has ended
 MIN_STOPPED_SECONDS, STOPPED_STEPS = 1.0, 3.0  # for a rank that a signal has stopped; tools stop ranks for a moment
@@ -44,6 +46,7 @@ class RankActivity:
     process_state: str = ""
     frame: str = ""
     is_waiting: bool = False
+    idle_seconds: float = 0.0  # for which its processes have used no CPU to speak of
 
     @property
     def pace_seconds(self) -> float:
@@ -53,7 +56,13 @@ class RankActivity:
     @property
     def is_silent(self) -> bool:
         """Whether it is a process of a command that never reported progress."""
-        return not self.step and not self.age_seconds and self.kind in STEPPING
+        return not self.step and not self.age_seconds and self.kind in (*STEPPING, "start")
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether its processes have used no CPU for long, and did so before: work that is not theirs never shows."""
+        since_step = self.age_seconds + IDLE_BEFORE_SECONDS
+        return max(IDLE_STUCK_SECONDS, STUCK_STEPS * self.pace_seconds) <= self.idle_seconds <= since_step
 
 
 def stuck_after(rank: RankActivity, usual: Mapping[str, float], plan_step_seconds: float = 0.0) -> float:
@@ -62,7 +71,8 @@ def stuck_after(rank: RankActivity, usual: Mapping[str, float], plan_step_second
     if rank.is_stopped:
         return stopped_after(rank)
     if rank.patience_seconds:
-        return rank.patience_seconds
+        limit = max(IDLE_STUCK_SECONDS, STUCK_STEPS * rank.pace_seconds)
+        return min(limit, rank.patience_seconds) if rank.is_idle and rank.pace_seconds else rank.patience_seconds
     pace, stay, is_known = rank.pace_seconds, usual.get(rank.kind, 0.0), rank.kind in usual
     if not pace:
         if is_known and rank.kind not in STEPPING:

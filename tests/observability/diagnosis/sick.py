@@ -42,6 +42,7 @@ from craton.observability.diagnosis.snapshot import (
     Snapshot,
     SnapshotBadStep,
     SnapshotNode,
+    SnapshotRank,
     SnapshotStuckRank,
     SnapshotXid,
     StuckCollective,
@@ -61,6 +62,7 @@ TRAINING = TrainingFacts(
     is_new=True,
     tokens_per_expert=1e5,
 )
+LIMIT = {"memory_limit_bytes": 2 << 30}
 FUNCTION = replace(TRAINING, source="mine.data:rows", has_files=False)
 
 
@@ -112,6 +114,16 @@ def serving(**changes: Any) -> Snapshot:
     return replace(run, serving=replace(Serving(16, 44, 30, 0.7, 0, 2.5), **changes))
 
 
+def mute(rank: SnapshotRank) -> SnapshotRank:
+    """A rank of a command that has printed its last step half a minute ago; only rank 0 is read."""
+    idle = ProcessResources(cpus=96, node_cpus=96, idle_seconds=35.0)
+    line = "batch 81: empty, skipped" if rank.rank == 1 else f"step 80 loss 0.08{rank.rank}"
+    if rank.rank:
+        return replace(rank, kind="start", step=0, progress_age_seconds=0.0, resources=idle, last_line=line)
+    limits = {"patience_seconds": 900.0, "progress_limit_seconds": 900.0, "slowest_seconds": 0.2, "step_seconds": 0.1}
+    return replace(rank, kind="productive", progress_age_seconds=29.0, resources=idle, last_line=line, **limits)
+
+
 def stuck(missing: tuple[int, ...] = (), mismatch: str = "", mismatched: tuple[int, ...] = ()) -> Snapshot:
     members = tuple(range(32))
     one = StuckCollective("0", 77, "nccl:all_reduce", "default_pg", members, missing, (), mismatch, mismatched)
@@ -158,6 +170,10 @@ def scheduler_cases() -> Iterator[Case]:
     ):
         ended = with_scheduler(healthy(4), condition="ended", reason=word, outcome="failed")
         yield Case(word, reason, "dead", with_run(ended, state="failed", message=f"its job ended: {word}"), "", None)
+    ended = with_scheduler(healthy(4), condition="ended", reason="CANCELLED")
+    yield Case("scancel", "cancelled", "stopped", with_run(ended, state="stopped", message="SIGTERM"), "", None)
+    halted = with_scheduler(healthy(4), is_suspended=True, reason="SUSPENDED", sentence="Slurm has suspended job 7")
+    yield Case("suspended", "job_suspended", "hung", with_run(halted, on="slurm"), "", None)
 
 
 def device_cases() -> Iterator[Case]:
@@ -255,8 +271,16 @@ def framework_cases() -> Iterator[Case]:
     everywhere = tuple(SnapshotStuckRank(rank.rank, "waits in all_reduce") for rank in hangs.ranks)
     yield Case("partition", "collective_stuck", "dead", with_run(hangs, stuck=everywhere), "", None)
     yield Case("queue", "server_overloaded", "slow", serving(), "", None)
+    vain = serving(waiting=0, num_ended=60, num_aborted=58)
+    yield Case("retries", "requests_abandoned", "slow", vain, "", None)
+    lame = serving(waiting=0, roofline=0.05, usual_roofline=0.4)
+    yield Case("slow steps", "compute_slow", "slow", lame, "", None)
     yield Case("no room", "server_memory_full", "slow", serving(kv_share=0.99, preemptions=12), "", None)
     yield Case("stands", "rank_hung", "hung", hung(healthy(4), {RANK: "productive"}))
+    silent = with_run(with_ranks(healthy(3, 1), mute), kind="command")
+    yield Case("a rank that skips", "rank_hung", "hung", silent, "node-1", 1)
+    unknown = with_ranks(silent, lambda rank: replace(rank, last_line=""))
+    yield Case("a command without a sign", "collective_stuck", "hung", unknown, "", None)
     slow = hung(healthy(4), {rank.rank: "start" for rank in healthy(4).ranks}, seconds=40.0)
     idle = replace(with_run(healthy(4), kind="command"), series=Series())
     waits = ProcessResources(cpus=96, idle_seconds=55.0)
@@ -318,6 +342,10 @@ def training_cases() -> Iterator[Case]:
     yield case("one document", "repeated_data", steady(distinct_row_share=[0.004] * 40))
     yield case("padding", "constant_tokens", steady(distinct_tokens=[1.0] * 40))
     yield case("no step size", "learning_rate_zero", steady(learning_rate=[0.0] * 40))
+    warms = steady(learning_rate=[1e-9 * number for number in range(40)])
+    warms = with_run(replace(warms, training=replace(TRAINING, warmup_steps=3_000_000)), steps=4_000_000)
+    yield case("warm-up in tokens", "warmup_too_long", warms)
+    yield case("no minus", "loss_unbounded", steady(loss=[5.0 - 0.02 * number * number / 10 for number in range(200)]))
     moe = steady(idle_expert_share=[0.6] * 40, expert_load_ratio=[9.0] * 40)
     yield case("experts", "dead_experts", moe)
     evaluations = tuple((3000 + 300 * number, 2.2 + 0.1 * abs(number - 2)) for number in range(7))
@@ -436,8 +464,18 @@ def host_cases() -> Iterator[Case]:
         ("quota", "cpu_throttled", {"quota_cpus": 0.5, "throttled_share": 0.9}),
         ("affinity", "cpu_affinity", {"cpus": 12, "waited_share": 0.5}),
         ("priority", "cpu_priority_low", {"niceness": 19, "waited_share": 0.6}),
+        ("thread pool", "too_many_threads", {"wanted_cpus": 400.0, "waited_share": 0.7}),
+        ("no page cache", "memory_limit_reached", {**LIMIT, "file_wait_share": 0.8, "refaults_per_second": 900.0}),
+        ("reclaim", "memory_limit_reached", {**LIMIT, "memory_wait_share": 0.5}),
     ):
         yield Case(name, cause, "slow", with_resources(slow_victim(), **own))
+    reads = with_resources(slowed(healthy(4), {RANK: 30.0}, "data"), file_wait_share=0.9)
+    yield Case("a disk of one node", "storage_slow", "slow", reads)
+    at_limit = with_rank(hung(healthy(4), {RANK: "data"}), RANK, wait_channels=("mem_cgroup_oom_synchronize",))
+    yield Case("no OOM killer", "memory_limit_reached", "hung", at_limit)
+    on_processors = with_run(healthy(1, 1), is_accelerated=False)
+    capped = with_rank(on_processors, 0, resources=ProcessResources(cpus=4, quota_cpus=0.1, throttled_share=0.95))
+    yield Case("a quota from the start", "cpu_throttled", "slow", capped, "node-0", None)
     full = with_resources(healthy(4), memory_share=0.93, memory_limit_bytes=2 << 30)
     yield Case("memory limit", "memory_limit_near", "healthy", full)
     echo = RankError(
@@ -445,6 +483,11 @@ def host_cases() -> Iterator[Case]:
     )
     reset = with_run(healthy(4), state="failed", message="lost the connection to another rank")
     yield Case("reset", "connections_lost", "dead", replace(reset, errors=(echo,)), "", None)
+    refused = replace(
+        echo, message="Gloo connectFullMesh failed with [pair.cc:144] Connection refused, remote=[10.0.0.2]"
+    )
+    away = replace(reset, errors=(refused,), ranks=with_rank(reset, RANK, is_alive=False, exit_code=1).ranks)
+    yield Case("no route", "connect_failed", "dead", away, "", None)
     gone = with_run(healthy(4), state="failed", message=f"keeper of {NODE} was killed by SIGKILL")
     yield Case("keeper", "keeper_failed", "dead", gone, rank=None)
     asleep = with_rank(hung(healthy(4), {RANK: "productive"}), RANK, process_state="D", wait_channel="gpu_wait")

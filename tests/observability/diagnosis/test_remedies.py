@@ -63,7 +63,18 @@ TOOLS = {
     "chrony",
     "ss -ltnp",
 }
-QUOTED = ("craton ", "{", "train.", "kill -CONT", "docker unpause", "nvidia-smi", "ss -", "ulimit -", "ip -s link")
+QUOTED = (
+    "craton ",
+    "{",
+    "train.",
+    "kill -CONT",
+    "docker unpause",
+    "nvidia-smi",
+    "ss -",
+    "ulimit -",
+    "ip -s link",
+    "scontrol resume",
+)
 
 
 def combinations() -> Iterator[frozenset[str]]:

@@ -94,6 +94,7 @@ class Engine:
         self._rates = rates or Rates()
         self._seeds = random.Random()
         self._drafts = self._drafted = self._accepted = 0
+        self._num_ended = self._num_aborted = 0
 
     # -- requests -------------------------------------------------------------------------------------------------
 
@@ -292,6 +293,8 @@ class Engine:
             drafts=self._drafts,
             drafted=self._drafted,
             accepted=self._accepted,
+            ended=self._num_ended,
+            aborted=self._num_aborted,
             steps=self._rates.steps,
             step_tokens=self._rates.step_tokens,
             steps_by_tokens=tuple(self._rates.steps_by_tokens),
@@ -419,6 +422,8 @@ class Engine:
 
     def _end(self, sequence: Sequence, finish: Finish) -> None:
         sequence.finish = finish
+        self._num_ended += 1
+        self._num_aborted += finish == "abort"
         self.scheduler.finish(sequence)
         copies = self._sequences[sequence.id]
         copies.remove(sequence)

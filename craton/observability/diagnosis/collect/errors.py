@@ -12,6 +12,7 @@ from craton.telemetry.error_reports import ErrorReport
 
 MAX_GENERATIONS, MAX_PER_GENERATION, MAX_RANKS = 12, 8, 16
 ENDED_BY_AGENT = ("SIGTERM", "SIGKILL")
+_ADDRESS = re.compile(r"\d+\.\d+\.\d+\.\d+")
 _NUMBERS = re.compile(r"0x[0-9a-fA-F]+|\d+")
 
 
@@ -57,14 +58,14 @@ def _take(generation: _Generation, line: Mapping[str, Any]) -> None:
     code = line.get("code") if isinstance(line.get("code"), int) else None
     before = generation.errors.get(rank)
     if name == "rank_ended" and code == 0:
-        if _was_sent(line) or line.get("during") == "idle":  # its work was done
+        if was_sent(line) or line.get("during") == "idle":  # its work was done
             return
         generation.exited[rank] = replace(_error(line, None), code=0, is_early=True, source="exit")
     elif before is not None and (before.is_echo or report is None or name == "rank_ended"):
         is_better = before.is_echo and report is not None and not report.is_echo
         error = _error(line, report) if is_better else before
         generation.errors[rank] = replace(error, code=code, out_of_memory=str(line.get("out_of_memory") or ""))
-    elif report is not None or (name == "rank_ended" and not _was_sent(line)):
+    elif report is not None or (name == "rank_ended" and not was_sent(line)):
         generation.errors.setdefault(rank, replace(_error(line, report), code=code))
     elif name == "broken":  # of a version that recorded the reason alone
         kind, _, message = str(line.get("reason") or "").partition(": ")
@@ -72,7 +73,7 @@ def _take(generation: _Generation, line: Mapping[str, Any]) -> None:
         generation.errors.setdefault(rank, _error(line, old))
 
 
-def _was_sent(line: Mapping[str, Any]) -> bool:
+def was_sent(line: Mapping[str, Any]) -> bool:
     """Return whether the agent itself ended this rank."""
     sent = line.get("sent")
     return isinstance(sent, list) and any(name in ENDED_BY_AGENT for name in sent)
@@ -120,4 +121,6 @@ def _merged(errors: Sequence[RankError]) -> list[RankError]:
 def _key(error: RankError) -> tuple[Any, ...]:
     """Return what makes two errors the same: ranks differ in indices, addresses and times."""
     code = None if error.type or error.message else error.code
-    return (error.type, _NUMBERS.sub("#", error.message), error.user_frame, code, error.is_echo, error.is_early)
+    peers = tuple(_ADDRESS.findall(error.message)) if error.is_echo else ()  # whom a rank lost tells which node is bad
+    message = _NUMBERS.sub("#", error.message)
+    return (error.type, message, peers, error.user_frame, code, error.is_echo, error.is_early)

@@ -21,7 +21,9 @@ from craton.telemetry.node import PeerTraffic, read_peer
 MIN_BYTES = 32 << 10  # of one event file
 ALL_EVENT_BYTES, EVENT_BYTES, LOG_BYTES = 64 << 20, 256 << 10, 48 << 10
 RESTART_SECONDS = 3600.0  # how long a restart counts
-MAX_LOGS = 64
+ENDED_SECONDS = 30.0  # over which the ends of a server's requests are counted
+SPEED_SECONDS, FEW_SAMPLES = 8.0, 6  # of a server's recent speed; fewer samples say nothing
+MAX_LOGS, LAST_BYTES = 64, 4096
 MAX_EVENTS = 40
 ROUTINE = (
     "agent_started",
@@ -199,6 +201,17 @@ def read_logs(run: RunDirectory, ranks: Sequence[int], since: float, nodes: Sequ
     return tuple(log_matches)
 
 
+def last_lines(run: RunDirectory, world: int) -> dict[int, str]:
+    """Return rank → the last line of its output, of the first MAX_LOGS ranks."""
+    lines = {}
+    for rank in range(min(world, MAX_LOGS)):
+        with contextlib.suppress(OSError), open_regular(run.log_path(rank)) as handle:
+            handle.seek(max(0, handle.seek(0, os.SEEK_END) - LAST_BYTES))
+            text = handle.read(LAST_BYTES).decode(errors="replace")
+            lines[rank] = next((line.strip()[:200] for line in reversed(text.splitlines()) if line.strip()), "")
+    return lines
+
+
 def _matches(path: Path, since: float, rank: int | None = None, node: str = "") -> list[LogMatch]:
     try:
         with open_regular(path) as handle:
@@ -222,18 +235,44 @@ def _matches(path: Path, since: float, rank: int | None = None, node: str = "") 
 
 
 def read_serving(run: RunDirectory, nodes: Sequence[str], now: float) -> Serving | None:
-    """Return the recorded queue of a server; None without records."""
+    """Return the recorded queue, ends and speed of a server; None without records."""
     lines = [line for node in nodes for line in tail_lines(run.metrics_path(node), EVENT_BYTES)]
-    samples = sorted(
-        (at, int(running), int(waiting))
-        for line in lines
-        if (at := number(line.get("time"))) is not None
-        and (running := number(line.get("serve_running"))) is not None
-        and (waiting := number(line.get("serve_waiting"))) is not None
-    )
+    samples = sorted((at, line) for line in lines if (at := _served_at(line)) is not None)
     if not samples:
         return None
     # The newest sample older than a minute gives the state when that minute began.
-    since = max((at for at, _, _ in samples if at <= now - threshold("least_queue_seconds")), default=None)
-    least = None if since is None else min(waiting for at, _, waiting in samples if at >= since)
-    return Serving(running=samples[-1][1], waiting=samples[-1][2], least_waiting=least)
+    since = max((at for at, _ in samples if at <= now - threshold("least_queue_seconds")), default=None)
+    least = None if since is None else min(int(line["serve_waiting"]) for at, line in samples if at >= since)
+    newest = samples[-1][1]
+    before = [line for at, line in samples if at <= now - ENDED_SECONDS]
+    first = before[-1] if before else samples[0][1]
+    ended, aborted = (
+        int(max(0.0, (number(newest.get(name)) or 0.0) - (number(first.get(name)) or 0.0)))
+        for name in ("serve_ended", "serve_aborted")
+    )
+    roofline, usual = _rooflines(samples, now)
+    return Serving(
+        running=int(newest["serve_running"]),
+        waiting=int(newest["serve_waiting"]),
+        least_waiting=least,
+        num_ended=ended,
+        num_aborted=aborted,
+        roofline=roofline,
+        usual_roofline=usual,
+    )
+
+
+def _served_at(line: Mapping[str, Any]) -> float | None:
+    """Return the moment of a line of a server's records; None for another line."""
+    is_whole = number(line.get("serve_running")) is not None and number(line.get("serve_waiting")) is not None
+    return number(line.get("time")) if is_whole else None
+
+
+def _rooflines(samples: Sequence[tuple[float, Mapping[str, Any]]], now: float) -> tuple[float | None, float | None]:
+    """Return planned over measured time of a server's steps, recently and before; steps of all sizes compare so."""
+    known = [(at, share) for at, line in samples if (share := number(line.get("serve_roofline")))]
+    recent = [share for at, share in known if at > now - SPEED_SECONDS]
+    before = [share for at, share in known if at <= now - SPEED_SECONDS]
+    if len(recent) < FEW_SAMPLES or len(before) < FEW_SAMPLES:
+        return None, None
+    return max(recent), statistics.median(before)

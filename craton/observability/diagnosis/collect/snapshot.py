@@ -21,13 +21,14 @@ from craton.errors import CratonError
 from craton.formatting import counted
 from craton.observability.diagnosis.collect.clocks import beat_age, clock_offset, moment_for, with_remote_clocks
 from craton.observability.diagnosis.collect.collectives import read_collectives
-from craton.observability.diagnosis.collect.errors import read_errors
+from craton.observability.diagnosis.collect.errors import read_errors, was_sent
 from craton.observability.diagnosis.collect.file_systems import paths_of
 from craton.observability.diagnosis.collect.metrics import Steps, collective_seconds, read_steps, series_of
 from craton.observability.diagnosis.collect.node import look_at_machine
 from craton.observability.diagnosis.collect.processes import look_at_process, stack_of, taken_stack, visible_cards
 from craton.observability.diagnosis.collect.prometheus import ask_prometheus
 from craton.observability.diagnosis.collect.records import (
+    last_lines,
     notable,
     read_events,
     read_logs,
@@ -51,7 +52,7 @@ from craton.observability.diagnosis.snapshot import (
     with_visible_cards,
 )
 from craton.observability.diagnosis.symptoms import symptoms_of
-from craton.orchestration import ServerWatch, living_agents, read_submission, server_of
+from craton.orchestration import ServerWatch, living_agents, read_submission, server_of, stopped_by_user
 from craton.orchestration.changes import hosts_of
 from craton.orchestration.preflight import read_nccl_log
 from craton.orchestration.start import find_rescue
@@ -243,6 +244,10 @@ def _closer(run: RunDirectory, snapshot: Snapshot, here: Sequence[str]) -> Snaps
     if symptoms.condition in ("dead", "done", "stopped"):
         since = snapshot.run.generation_began or 0.0
     snapshot = replace(snapshot, logs=read_logs(run, order, since, snapshot.run.nodes))
+    if snapshot.run.kind == "command" and symptoms.condition in ("hung", "dead"):
+        last = last_lines(run, snapshot.run.world)
+        ranks = tuple(replace(rank, last_line=last.get(rank.rank, "")) for rank in snapshot.ranks)
+        snapshot = replace(snapshot, ranks=ranks)
     if snapshot.run.is_accelerated and len(snapshot.run.nodes) > 1:
         snapshot = replace(snapshot, nodes=tuple(_with_network(run, node, snapshot) for node in snapshot.nodes))
     if symptoms.condition != "hung":
@@ -339,6 +344,7 @@ def _facts(
         is_accelerated=bool(launch["gpus"]) if "gpus" in launch else None,
         generation=number,
         generation_began=began,
+        is_stopped_by_user=stopped_by_user(run),
         signalled=signalled_ranks(events, number) if summary.state == "stopped" else (),
         stuck=stuck_ranks(events, number, len(nodes) * per_node) if summary.state in ("failed", "stopping") else (),
         unacknowledged=unacknowledged_peers(events, number) if summary.state in ("failed", "stopping") else {},
@@ -396,6 +402,7 @@ def _ranks(
                 exit_code=end.get("code") if isinstance(end.get("code"), int) else None,
                 ended_at=float(end.get("time") or 0.0),
                 ended_in=str(end.get("during") or ""),
+                was_ended=was_sent(end),
                 is_stopped=None,
             )
         filled.append(rank)

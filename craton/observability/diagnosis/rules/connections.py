@@ -113,8 +113,10 @@ def _losses(links: Sequence[NodeLink], snapshot: Snapshot, symptoms: Symptoms) -
     for link in lossy:
         by_sender[link.sender] += link.traffic.retransmitted
     (main, most), *_ = by_sender.most_common()
-    node, rank = _suspect(lossy, snapshot)
-    if len(snapshot.run.nodes) > 2 and most >= MAIN_SHARE * by_sender.total():
+    node, rank = _suspect([*lossy, *_slow_links(links)], snapshot)
+    if not node:
+        node, rank = _suspect(lossy, snapshot)
+    if not node and len(snapshot.run.nodes) > 2 and most >= MAIN_SHARE * by_sender.total():
         node, rank = main, _only_rank(main, snapshot)
     worst = max(lossy, key=lambda link: link.traffic.retransmitted)
     share = worst.traffic.retransmitted / max(1, worst.traffic.segments)
@@ -127,12 +129,7 @@ def _losses(links: Sequence[NodeLink], snapshot: Snapshot, symptoms: Symptoms) -
 
 def _latencies(links: Sequence[NodeLink], snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
     """Find links whose round trips became slow: packets wait in a queue, or take another path."""
-    slow = [
-        link
-        for link in links
-        if link.traffic.rtt_seconds > threshold("rtt_seconds")
-        and link.traffic.rtt_seconds > threshold("rtt_ratio") * link.traffic.min_rtt_seconds
-    ]
+    slow = _slow_links(links)
     if not slow:
         return []
     node, rank = _suspect(slow, snapshot)
@@ -145,6 +142,15 @@ def _latencies(links: Sequence[NodeLink], snapshot: Snapshot, symptoms: Symptoms
     return finding(
         symptoms, "latency_high", message, ("slow",), evidence=evidence, node=node, rank=rank, phases=TALKING
     )
+
+
+def _slow_links(links: Sequence[NodeLink]) -> list[NodeLink]:
+    return [
+        link
+        for link in links
+        if link.traffic.rtt_seconds > threshold("rtt_seconds")
+        and link.traffic.rtt_seconds > threshold("rtt_ratio") * link.traffic.min_rtt_seconds
+    ]
 
 
 def _suspect(bad: Sequence[NodeLink], snapshot: Snapshot) -> tuple[str, int | None]:

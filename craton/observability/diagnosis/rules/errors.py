@@ -30,6 +30,10 @@ WRITTEN = ("run", "checkpoints")
 KEYS = {"data": "data.path", "checkpoints": "checkpoint.tiers", "run": "the run directory"}
 _CRASH_WORDS = re.compile(r"Segmentation fault|Bus error|^Aborted|Illegal instruction|Floating point exception")
 _PACKAGE = re.compile(r"No module named '?([\w.]+)|pip install ([\w.\[\]-]+)|libraries?: ([\w.+-]+\.so[\w.]*)")
+_CONNECT = re.compile(
+    r"connectFullMesh|[Cc]onnect(?:ing|ion)? (?:refused|timed out|failed)|timed out connecting|[Ff]ailed to connect"
+)
+_REMOTE = re.compile(r"remote=\[([\w.:]+)\]|connect(?:ing)? to \[?([\w.]+)\]?:\d+")
 _HOST = re.compile(r"host='([\w.-]+)'|https?://([\w.:-]+)|to host ([\w.-]+)|\('?([\w.-]+)'?, (\d+)\)")
 
 
@@ -44,7 +48,7 @@ def examine_errors(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
     elif symptoms.signed(RESTARTS) and (found := repeated_error(snapshot)) is not None:
         error, times = found
     if error is None or error.is_echo:
-        return _lost_connections(snapshot, symptoms)
+        return _broken_connections(snapshot, symptoms)
     explained = _explained(error, snapshot)
     if explained is None:
         return []
@@ -65,18 +69,66 @@ def examine_errors(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
     )
 
 
-def _lost_connections(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
-    """Blame the network if ranks lost their connections and no process or node failed."""
-    echoes = [error for error in snapshot.errors if error.is_echo]
+def _broken_connections(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
+    """Blame the network if ranks lost their connections, or could not open them, and no process or node failed."""
+    newest = [error for error in snapshot.errors if error.generation == snapshot.run.generation]
+    echoes = [error for error in newest if error.is_echo]
     is_death = symptoms.condition == "dead" and not symptoms.first.sign
-    has_failed = any(rank.exit_code not in (0, None) for rank in snapshot.ranks) or reported_losses(snapshot)
-    if not echoes or len(echoes) < len(snapshot.errors) or not is_death or has_failed:
+    if not echoes or len(echoes) < len(newest) or not is_death or _has_failed_otherwise(snapshot, echoes):
         return []
     if any((node.heartbeat_age_seconds or 0.0) > threshold("heartbeat_lost_seconds") for node in snapshot.nodes):
         return []
+    connects = [error for error in echoes if _CONNECT.search(error.message)]
+    if connects:
+        node, rank = _unreachable_end(connects, snapshot)
+        text = f"{_who(connects[0], snapshot)} could not connect to another rank, and no process or node failed"
+        evidence = [text, connects[0].message[:300]]
+        return finding(
+            symptoms,
+            "connect_failed",
+            text,
+            ("dead",),
+            evidence=evidence,
+            node=node,
+            rank=rank,
+            first_hand=IN_LIBRARY,
+            detail=next(iter(_remote_addresses(connects[0])), ""),
+        )
     text = "ranks lost their connections to each other, and no process or node failed"
     evidence = [text, echoes[0].message[:200]]
     return finding(symptoms, "connections_lost", text, ("dead",), evidence=evidence, base=0.95)
+
+
+def _has_failed_otherwise(snapshot: Snapshot, echoes: Sequence[RankError]) -> bool:
+    """Return whether a rank ended in another way than by losing a connection, or a node was lost."""
+    if reported_losses(snapshot):
+        return True
+    if sum(error.num_ranks for error in echoes) >= snapshot.run.world:
+        return False
+    lost = {rank for error in echoes for rank in error.ranks}
+    ended = [rank for rank in snapshot.ranks if rank.exit_code not in (0, None) and not rank.was_ended]
+    return any(rank.rank not in lost for rank in ended)
+
+
+def _remote_addresses(error: RankError) -> list[str]:
+    return [address for groups in _REMOTE.findall(error.message) for address in groups if address]
+
+
+def _unreachable_end(connects: Sequence[RankError], snapshot: Snapshot) -> tuple[str, int | None]:
+    """Return the node that all failed connections have in common, with its rank if it has one; else neither."""
+    if len(connects) == 1:
+        return "", None
+    names = {node.address: node.name for node in snapshot.nodes if node.address}
+    ends = []
+    for error in connects:
+        remote = {names[address] for address in _remote_addresses(error) if address in names}
+        ends.append({error.node, *remote})
+    common = set.intersection(*ends) & set(snapshot.run.nodes)
+    if len(common) != 1 or len(snapshot.run.nodes) < 3:
+        return "", None
+    (node,) = common
+    ranks = [rank.rank for rank in snapshot.ranks if rank.node == node]
+    return node, ranks[0] if len(ranks) == 1 else None
 
 
 def _explained(error: RankError, snapshot: Snapshot) -> tuple[str, float, str] | None:

@@ -9,10 +9,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from craton.formatting import counted, percent, whole_duration
-from craton.observability.diagnosis.rules.findings import WAITS_FOR_FILES, finding, named
+from craton.observability.diagnosis.rules.findings import WAITS_FOR_FILES, WAITS_FOR_MEMORY, finding, named
 from craton.observability.diagnosis.snapshot import LogMatch, Snapshot, SnapshotRank
+from craton.observability.diagnosis.symptoms import odd_by_output
 from craton.observability.diagnosis.tables import log_pattern, threshold
 from craton.observability.diagnosis.verdict import (
+    ABANDONED,
     IDLE,
     OVERLOAD,
     RESTARTS,
@@ -52,6 +54,7 @@ def examine_framework(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
         *_starts(snapshot, symptoms),
         *_slow(snapshot, symptoms),
         *_overload(snapshot, symptoms),
+        *_abandoned(symptoms),
     ]
 
 
@@ -110,14 +113,22 @@ def _ended_hanging(symptom: Symptom, snapshot: Snapshot, symptoms: Symptoms) -> 
     one = culprits[0].rank if len(culprits) == 1 else None
     node = symptom.nodes[0] if len(symptom.nodes) == 1 else ""
     cause = _of_source(HANGS_IN.get(kind, "rank_hung"), snapshot)
+    if place is None and culprits == odd_by_output(snapshot):
+        message = f"the last output of {_them(culprits)} differs from that of the others: {culprits[0].last_line}"
     if place is not None and place.is_user_frame:
         cause = "user_code_blocked"
     channels = (*(place.wait_channels if place else ()), *culprits[0].wait_channels)
     if any(FROZEN.search(channel) for channel in channels):
         cause, message = "rank_frozen", f"{_them(culprits)} {_are(culprits)} frozen by a cgroup (freezer)"
+    elif any(WAITS_FOR_MEMORY.search(channel) for channel in channels):
+        cause, message = "memory_limit_reached", _short_of_memory(culprits[0])
     elif any(WAITS_FOR_FILES.search(channel) for channel in channels):
         cause, message = "storage_stalled", f"rank {culprits[0].rank} on {culprits[0].node} waits for a file system"
     return finding(symptoms, cause, message, ("dead",), evidence=evidence, node=node, rank=one, base=0.85)
+
+
+def _short_of_memory(rank: SnapshotRank) -> str:
+    return f"rank {rank.rank} on {rank.node} waits in the kernel for memory: its cgroup is at its limit"
 
 
 def _logs(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
@@ -223,6 +234,9 @@ def _hangs(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
         if not symptom.ranks and snapshot.ranks and all(rank.is_waiting for rank in snapshot.ranks):
             text = "all ranks wait for each other in a collective, and none is late"
             findings += finding(symptoms, "collective_stuck", text, ("hung",), base=0.95)
+        elif not symptom.ranks and snapshot.run.kind == "command" and len(snapshot.ranks) > 1:
+            text = f"the {len(snapshot.ranks)} processes of the command report no steps and use no CPU"
+            findings += finding(symptoms, "collective_stuck", text, ("hung",), base=0.7)
         if not culprits:
             continue
         first = culprits[0]
@@ -232,9 +246,17 @@ def _hangs(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
             text = f"rank {first.rank} on {first.node} is frozen by its cgroup (freezer); all other ranks wait for it"
             findings += finding(symptoms, "rank_frozen", text, ("hung",), node=first.node, rank=first.rank, base=1.0)
             continue
+        if any(WAITS_FOR_MEMORY.search(channel) for channel in first.wait_channels):
+            text = _short_of_memory(first)
+            findings += finding(
+                symptoms, "memory_limit_reached", text, ("hung",), node=first.node, rank=first.rank, base=1.0
+            )
+            continue
         cause = _user_code(first) or _of_source(HANGS_IN.get(first.kind) or by_stack or "rank_hung", snapshot)
         them = "it" if len(culprits) == 1 else "them"
         message = f"{_them(culprits)} {_stalled(culprits, snapshot)}; all other ranks wait for {them}"
+        if culprits == odd_by_output(snapshot):
+            message = f"the last output of {_them(culprits)} differs from that of the others: {first.last_line}"
         if first.frame:
             does = "runs" if first.process_state == "R" else "waits"
             message += f"; it {does} in {first.frame}"
@@ -360,6 +382,22 @@ def _straggles(symptom: Symptom) -> str:
     where = symptom.leaf or named(symptom.nodes)
     takes = "takes" if one else "take"
     return f"{who} {where} {takes} longer in {symptom.phase} than the others, for no observed reason"
+
+
+def _abandoned(symptoms: Symptoms) -> list[Finding]:
+    return [
+        item
+        for symptom in symptoms.signed(ABANDONED)
+        for item in finding(
+            symptoms,
+            "requests_abandoned",
+            "clients give up before their answers end",
+            ("slow",),
+            evidence=symptom.evidence,
+            base=1.05,
+            phases=("queue",),
+        )
+    ]
 
 
 def _overload(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:

@@ -258,7 +258,7 @@ def _clocks(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
     off = {name: offset for name, offset in offsets.items() if abs(offset) > limit}
     if not off:
         return []
-    if len(off) == len(offsets) and max(off.values()) - min(off.values()) <= limit:
+    if len(off) == len(offsets) > 1 and max(off.values()) - min(off.values()) <= limit:
         ahead = _ahead(next(iter(off.values())))
         message = f"the clocks of all nodes are {ahead} this machine's: one of them jumped, or none is synchronized"
         return finding(symptoms, "clock_off", message, (), base=0.95, is_risk=True)

@@ -24,13 +24,17 @@ def examine_resources(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
         *_throttled(ranks, snapshot, symptoms),
         *_few_cpus(ranks, symptoms),
         *_low_priority(ranks, symptoms),
+        *_own_threads(ranks, symptoms),
         *_waits(ranks, symptoms),
         *_memory(ranks, symptoms),
+        *_waits_for_memory(ranks, symptoms),
+        *_waits_for_files(ranks, symptoms),
     ]
 
 
 FEW_SHARE = 0.5  # of the CPUs of other ranks or of the machine
 COMPUTING = ("compute", "optimizer", "communication")  # phases in which a rank wants its CPUs
+READING = ("data", "checkpoint", "compute")  # a custom source or model may read wherever it is called
 RankResources = Sequence[tuple[SnapshotRank, ProcessResources]]
 
 
@@ -88,6 +92,25 @@ def _low_priority(ranks: RankResources, symptoms: Symptoms) -> list[Finding]:
     return _findings(hit, ranks, symptoms, "cpu_priority_low", message, base, is_risk=_is_odd(hit, ranks))
 
 
+def _own_threads(ranks: RankResources, symptoms: Symptoms) -> list[Finding]:
+    """Blame the program where threads of one rank alone want more CPUs than it has, and wait for each other."""
+    hit = [
+        (rank, resources)
+        for rank, resources in ranks
+        if resources.waited_share > threshold("waited_share")
+        and resources.cpus
+        and resources.wanted_cpus > threshold("wanted_cpus_ratio") * resources.cpus
+    ]
+    if not hit:
+        return []
+    worst = max((resources for _, resources in hit), key=lambda resources: resources.wanted_cpus)
+    message = (
+        f"the threads and child processes of {_who(hit)} want {worst.wanted_cpus:.1f} CPUs at a time and may use "
+        f"{worst.cpus}: they wait for each other {percent(worst.waited_share)} of their time"
+    )
+    return _findings(hit, ranks, symptoms, "too_many_threads", message, 1.05)
+
+
 def _waits(ranks: RankResources, symptoms: Symptoms) -> list[Finding]:
     """Blame other processes where only some ranks wait for a CPU; where all do, the rules for hosts know more."""
     shares = sorted(resources.waited_share for _, resources in ranks)
@@ -127,6 +150,41 @@ def _memory(ranks: RankResources, symptoms: Symptoms) -> list[Finding]:
     return _findings(hit, ranks, symptoms, "memory_limit_near", message, 0.95, is_risk=True)
 
 
+def _waits_for_memory(ranks: RankResources, symptoms: Symptoms) -> list[Finding]:
+    """Blame a memory limit at which threads wait for pages that the kernel has to free, or that it dropped."""
+    limit = threshold("memory_wait_share")
+    hit = [
+        (rank, resources)
+        for rank, resources in ranks
+        if resources.memory_limit_bytes
+        and (resources.memory_wait_share > limit or resources.refaults_per_second > threshold("refaults_per_second"))
+    ]
+    if not hit:
+        return []
+    worst = max((resources for _, resources in hit), key=lambda resources: resources.refaults_per_second)
+    message = f"the cgroup of {_who(hit)} is at its memory limit ({memory(worst.memory_limit_bytes)})"
+    if worst.refaults_per_second > threshold("refaults_per_second"):
+        message += (
+            f": {worst.refaults_per_second:,.0f} pages a second leave the page cache and are read from disk again"
+        )
+    else:
+        message += ", and its threads wait while the kernel frees pages"
+    return _findings(hit, ranks, symptoms, "memory_limit_reached", message, 1.1)
+
+
+def _waits_for_files(ranks: RankResources, symptoms: Symptoms) -> list[Finding]:
+    """Blame storage where threads of ranks sleep in the kernel for a disk or a network file system."""
+    hit = [(rank, resources) for rank, resources in ranks if resources.file_wait_share > threshold("file_wait_share")]
+    least = min(resources.file_wait_share for _, resources in ranks)
+    odd = [entry for entry in hit if entry[1].file_wait_share > threshold("file_wait_ratio") * least]
+    hit = odd or hit
+    if not hit:
+        return []
+    worst = max(resources.file_wait_share for _, resources in hit)
+    message = f"threads of {_who(hit)} sleep in the kernel for a file or disk {percent(worst)} of the time"
+    return _findings(hit, ranks, symptoms, "storage_slow", message, 0.97, phases=READING)
+
+
 def _findings(
     hit: RankResources,
     ranks: RankResources,
@@ -143,7 +201,7 @@ def _findings(
         symptoms,
         cause,
         message,
-        ("slow", "hung") if cause == "cpu_throttled" else ("slow",),
+        ("slow", "hung") if cause in ("cpu_throttled", "memory_limit_reached") else ("slow",),
         node=nodes[0] if len(nodes) == 1 and not (are_all and _num_nodes(ranks) > 1) else "",
         rank=hit[0][0].rank if len(hit) == 1 and len(ranks) > 1 else None,
         base=base,

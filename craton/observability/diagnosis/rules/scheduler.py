@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from craton.observability.diagnosis.rules.findings import finding, named
 from craton.observability.diagnosis.snapshot import SchedulerKill, Snapshot
-from craton.observability.diagnosis.verdict import UNSAVED, Finding, Symptoms
+from craton.observability.diagnosis.verdict import CANCELLED, SUSPENDED, UNSAVED, Condition, Finding, Symptoms
 from craton.orchestration.watching import NO_ANSWER
 
 KILLS = {
@@ -37,6 +37,8 @@ def examine_scheduler(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
     if symptoms.condition == "waiting" and not symptoms.signed(UNSAVED):
         message = scheduler.sentence or scheduler.reason or "it is waiting for nodes"
         return finding(symptoms, "waiting_for_nodes", message, ("waiting",))
+    if symptoms.signed(SUSPENDED):
+        return finding(symptoms, "job_suspended", scheduler.sentence, ("hung",))
     findings: list[Finding] = []
     if scheduler.condition == "unknown" and scheduler.reason == NO_ANSWER:
         message = f"the scheduler does not respond: {scheduler.sentence}"
@@ -46,13 +48,14 @@ def examine_scheduler(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
         reason = next((ours for words, ours in WORDS if words.search(f"{scheduler.reason} {scheduler.sentence}")), None)
         if reason is not None:
             kills.append(SchedulerKill(reason, text=scheduler.reason or scheduler.sentence))
+    ends: tuple[Condition, ...] = ("dead", "hung", *(("stopped",) if symptoms.signed(CANCELLED) else ()))
     for kill in kills:
         if kill.reason == "node_fail" and not kill.node:
             kill = replace(kill, node=_first_silent(snapshot))
         cause, words = KILLS.get(kill.reason, ("cancelled", f"was ended ({kill.reason})"))
         victim = f"rank {kill.rank}" if kill.rank is not None else kill.node or f"job {scheduler.job}".strip()
         message = f"{victim} {words}" + (f": {kill.text}" if kill.text else "")
-        findings += finding(symptoms, cause, message, ("dead", "hung"), base=0.98, node=kill.node, rank=kill.rank)
+        findings += finding(symptoms, cause, message, ends, base=0.98, node=kill.node, rank=kill.rank)
     bad = [word for word in scheduler.nodes if word.is_bad and word.node in (snapshot.run.nodes or (word.node,))]
     for word in bad:
         reason = f" ({word.reason})" if word.reason else ""

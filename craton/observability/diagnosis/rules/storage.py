@@ -250,6 +250,9 @@ def _slow_phase(symptom: Symptom, snapshot: Snapshot, symptoms: Symptoms) -> lis
         return finding(
             symptoms, "storage_slow", text, ("slow",), evidence=[*symptom.evidence, text], base=0.9, node=node
         )
+    limit = threshold("file_wait_share")
+    if any(item.resources is not None and item.resources.file_wait_share > limit for item in waiting):
+        return []  # the rules for resources blame the disk
     if training is not None and training.source:
         text = f"steps wait for samples from `{training.source}`"
         evidence = [*symptom.evidence, f"{text}; no file system is known to be slow"]

@@ -15,6 +15,8 @@ from craton.observability.diagnosis.verdict import Condition, Finding, Symptoms
 
 SENTENCES = {
     "diverged": "training diverges: the loss does not come back",
+    "loss_unbounded": "the objective has no lower bound: its sign may be wrong",
+    "warmup_too_long": "the warm-up of the learning rate does not end within the run",
     "loss_spike": "the loss spiked and has not recovered",
     "gradient_explosion": "the gradients explode; clipping hides it in the loss for a while",
     "plateau": "nothing that the model learns shows in the loss",
@@ -27,8 +29,8 @@ SENTENCES = {
     "overfitting": "the model memorizes its training data",
 }
 OF_THE_RATE = ("diverged", "loss_spike", "not_a_number", "gradient_explosion", "plateau")
-OF_A_RANK = ("activations", "objective")
-MIN_EXAMINED = 3  # bad steps that only one rank shows, before it is named
+# Origin → bad steps that only one rank shows, before it is named; samples of a data set may meet one rank by chance.
+MIN_EXAMINED = {"activations": 3, "objective": 3, "data": 6}
 UNSTABLE = "training is numerically unstable: no GPU or rank stands out"
 
 
@@ -74,12 +76,13 @@ def _not_a_number(snapshot: Snapshot, symptoms: Symptoms, condition: Condition) 
 
 
 def _only_rank(bad: list[SnapshotBadStep]) -> int | None:
-    """Return the rank that alone went bad in every step that was examined. One step may be due to its samples, and bad
-    numbers in the data always are; shards of weights and gradients belong to one rank anyway."""
+    """Return the rank that alone went bad in every step that was examined. A few steps may be due to their samples;
+    shards of weights and gradients belong to one rank anyway."""
     examined = [item for item in bad if item.place]
-    ranks = {item.rank if item.is_alone and item.origin in OF_A_RANK else None for item in examined}
+    ranks = {item.rank if item.is_alone and item.origin in MIN_EXAMINED else None for item in examined}
     num_steps = len({item.step for item in examined})  # after a restart, a step may go bad again on the same samples
-    return next(iter(ranks)) if len(ranks) == 1 and num_steps >= MIN_EXAMINED else None
+    is_enough = num_steps >= max((MIN_EXAMINED.get(item.origin, 0) for item in examined), default=1)
+    return next(iter(ranks)) if len(ranks) == 1 and is_enough else None
 
 
 def _history(bad: list[SnapshotBadStep]) -> list[str]:

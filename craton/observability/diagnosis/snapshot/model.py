@@ -70,6 +70,7 @@ class RunFacts:
     is_accelerated: bool | None = None  # whether ranks compute on GPUs
     generation: int = 0
     generation_began: float | None = None
+    is_stopped_by_user: bool = False  # with `craton stop`
     signalled: tuple[int, ...] = ()  # ranks that received SIGTERM in this generation, and not from their agents
     stuck: tuple[SnapshotStuckRank, ...] = ()  # ranks that others waited for at the end
     # Rank → peers that did not acknowledge what it sent when it was last stuck; of a run that has ended.
@@ -126,6 +127,7 @@ class SchedulerState:
     outcome: str = ""
     expected_start: float | None = None
     restarts: int = 0
+    is_suspended: bool = False  # it has stopped the processes of the run, which keep their nodes
     nodes: tuple[NodeWord, ...] = ()
     kills: tuple[SchedulerKill, ...] = ()
 
@@ -149,6 +151,7 @@ class SnapshotRank:
     is_alive: bool | None = None
     exit_code: int | None = None  # after it ended; negative: the signal
     ended_at: float | None = None
+    was_ended: bool = False  # by its agent
     ended_in: str = ""  # activity (ledger kind), and background activities after `+`
     kind: str = ""  # current activity, of telemetry.LEDGER_KINDS
     beside: tuple[str, ...] = ()
@@ -170,6 +173,7 @@ class SnapshotRank:
     gradient_norm_usual: float | None = None  # its own median before
     differs_from_copies: bool | None = None  # its state has a different checksum than its replicas
     stack: tuple[str, ...] = ()  # innermost first
+    last_line: str = ""  # of its output; only of a command that hangs or has ended
     slowest_seconds: float | None = None  # its slowest recent step
     starved_seconds: float | None = None  # since its last progress: no CPU for its threads
     patience_seconds: float | None = None  # without progress, that the job allows (`progress.hang`)
@@ -308,6 +312,10 @@ class Serving:
     preemptions: int | None = None  # preempted requests since it was started
     first_token_seconds: float | None = None  # median
     is_silent: bool = False  # it does not answer HTTP requests
+    num_ended: int = 0  # requests that ended in the last half minute
+    num_aborted: int = 0  # of these: their clients gave up
+    roofline: float | None = None  # planned over measured time of its steps, in the last seconds
+    usual_roofline: float | None = None  # the same before
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from craton.observability.diagnosis.verdict import Symptom
 NEWEST = 5  # steps that must all agree
 FEW_LABEL_STEPS = 20  # before the share of steps without labels counts
 TINY_VOCABULARY = 16  # of which a row may have two tokens only
+WARMUP_SHARE, SMALL_RATE = 0.5, 0.1  # a warm-up of most of the steps, which has only begun
 LATE_SHARE = 0.9  # of the steps; after it a learning rate may be near zero
 
 
@@ -102,6 +103,10 @@ def find_learning_rate(snapshot: Snapshot) -> Symptom | None:
         return None
     step = points[-1][0]
     warmup = training.warmup_steps if training else 0
+    is_long_run = bool(run.steps and run.steps >= threshold("warmup_run_steps"))
+    if is_long_run and warmup > WARMUP_SHARE * (run.steps or 0) and peak and rates[-1] < SMALL_RATE * peak:
+        text = f"warms up for {warmup:,} of its {run.steps:,} steps, with a learning rate of {rates[-1]:.2g} so far"
+        return _wrong("warmup_too_long", text, f"the learning rate is to reach {peak:.2g} at step {warmup:,}")
     if len(rates) < 2 * NEWEST or step <= warmup or (run.steps and step > LATE_SHARE * run.steps):
         return None
     highest = max([*rates, peak or 0.0])

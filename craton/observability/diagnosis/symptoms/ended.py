@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from craton.observability.diagnosis.first_hand import first_error
 from craton.observability.diagnosis.restart_history import LOST
 from craton.observability.diagnosis.snapshot import Snapshot, SnapshotBadStep, SnapshotRank
-from craton.observability.diagnosis.symptoms.naming import nodes_of
+from craton.observability.diagnosis.symptoms.naming import nodes_of, odd_by_output
 from craton.observability.diagnosis.tables import threshold
-from craton.observability.diagnosis.verdict import UNSAVED, Symptom
+from craton.observability.diagnosis.verdict import CANCELLED, SUSPENDED, UNSAVED, Symptom
 
 COMING_BACK = ("detect", "regroup", "restore")
 _HANG = re.compile(r"rank (\d+) (?:on \S+ )?(hangs in|is stopped by a signal)")
@@ -27,6 +27,8 @@ def symptom_by_state(snapshot: Snapshot) -> Symptom | None:
         lost = next((event.text for event in reversed(snapshot.events) if event.name == "nodes_lost"), "")
         after = f", after it lost {lost}" if lost and scheduler.restarts else ""
         return Symptom("waiting", (scheduler.sentence or run.message) + after)
+    if scheduler.is_suspended:
+        return Symptom("hung", "is suspended by its scheduler", (scheduler.sentence,), lost_share=1.0, sign=SUSPENDED)
     if run.state == "done":
         return Symptom("done")
     if run.state == "stopped":
@@ -46,6 +48,9 @@ def _stop(snapshot: Snapshot) -> Symptom:
     """Return a stop; if a signal from elsewhere than its agent made a rank stop, with that rank."""
     victims = [rank for rank in snapshot.ranks if rank.rank in snapshot.run.signalled]
     is_foreign = bool(victims) and len(victims) < len(snapshot.ranks)
+    scheduler = snapshot.scheduler
+    if scheduler.condition == "ended" and "CANCEL" in scheduler.reason and not snapshot.run.is_stopped_by_user:
+        return Symptom("stopped", snapshot.run.message, sign=CANCELLED)
     numbers = tuple(rank.rank for rank in victims) if is_foreign else ()
     nodes = nodes_of(victims) if is_foreign else ()
     return Symptom("stopped", snapshot.run.message, ranks=numbers, nodes=nodes, sign="signal" if is_foreign else "")
@@ -120,6 +125,10 @@ def _ended_for_a_hang(snapshot: Snapshot, message: str) -> Symptom | None:
     if culprits:
         numbers = tuple(rank.rank for rank in culprits) if len(culprits) < max(2, len(snapshot.ranks)) else ()
         return Symptom("dead", message, ranks=numbers, nodes=nodes_of(culprits) if numbers else (), sign="hung")
+    reporting = [rank for rank in snapshot.ranks if rank.step]
+    if snapshot.run.kind == "command" and len(reporting) <= 1:  # the others may be to blame, and report no steps
+        odd = odd_by_output(snapshot)
+        return Symptom("dead", message, ranks=tuple(rank.rank for rank in odd), nodes=nodes_of(odd), sign="hung")
     kinds = Counter(rank.ended_in.partition("+")[0] for rank in snapshot.ranks if rank.ended_in)
     usual = kinds.most_common(1)[0][0] if kinds else ""
     odd = [rank for rank in snapshot.ranks if rank.ended_in and rank.ended_in.partition("+")[0] != usual]

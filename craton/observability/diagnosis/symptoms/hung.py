@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from craton.formatting import whole_duration
 from craton.observability.diagnosis.snapshot import Snapshot, SnapshotRank
-from craton.observability.diagnosis.symptoms.naming import progress_age
+from craton.observability.diagnosis.symptoms.naming import nodes_of, odd_by_output, progress_age
 from craton.observability.diagnosis.tables import threshold
 from craton.observability.diagnosis.verdict import IDLE, SILENT, Symptom
 from craton.telemetry.progress import (
@@ -58,6 +58,7 @@ def _activities(snapshot: Snapshot) -> list[RankActivity]:
             process_state=rank.process_state,
             frame=rank.frame,
             is_waiting=bool(rank.is_waiting),
+            idle_seconds=rank.resources.idle_seconds if rank.resources is not None else 0.0,
         )
         for rank in snapshot.ranks
         if rank.is_alive is not False and rank.progress_age_seconds is not None
@@ -80,12 +81,16 @@ def _hang(snapshot: Snapshot, progress: Progress) -> Symptom:
     evidence = [f"no rank has made progress for {whole_duration(progress.seconds)}{at}"]
     if progress.frame and progress.stands_out:
         evidence.append(f"rank {progress.ranks[0]} waits in {progress.frame}")
+    ranks, nodes = (progress.ranks, progress.nodes) if progress.stands_out else ((), ())
+    if not ranks and (odd := odd_by_output(snapshot)):
+        ranks, nodes = tuple(rank.rank for rank in odd), nodes_of(odd)
+        evidence.append(f"the last output of rank {ranks[0]} differs from that of the others: {odd[0].last_line}")
     return Symptom(
         "hung",
         f"has made no progress for {whole_duration(progress.seconds)}{at}",
         tuple(evidence),
-        ranks=progress.ranks if progress.stands_out else (),
-        nodes=progress.nodes if progress.stands_out else (),
+        ranks=ranks,
+        nodes=nodes,
         lost_share=1.0,
         since=progress.since,
     )

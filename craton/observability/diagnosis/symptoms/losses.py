@@ -28,6 +28,7 @@ LONG_POINTS = 20  # a rise of fewer recorded steps is a spike
 HIGH_POINTS, HIGH_RATIO = 10, 3.0  # a larger rise is a divergence after fewer steps
 MIN_RISE = 0.2  # nats of cross entropy
 EXPLODED = 3.0  # times ln(vocabulary) or the lowest loss, in the first steps
+UNBOUNDED = 3.0  # times the first losses, below 0
 JUMPED = 5.0  # times the range of all losses before, within a step
 HUGE_RISE = 10.0  # of a user's loss, relative to its level and range before
 RECOVERED_SHARE = 0.5  # of the rise; a loss that came down by more is recovering
@@ -69,13 +70,33 @@ def find_loss_trouble(snapshot: Snapshot) -> Symptom | None:
     losses = [value for _, value in points]
     scale = scale_of(snapshot, losses)
     return (
-        _explodes_at_once(points, scale)
+        _falls_without_end(points)
+        or _explodes_at_once(points, scale)
         or _diverges(points, scale)
         or _stays_high(points, scale)
         or _above_guessing(points, scale)
         or _spikes(points, scale)
         or _learns_nothing(snapshot, points, scale)
     )
+
+
+def _falls_without_end(points: Points) -> Symptom | None:
+    """Return a loss that is far below 0 and falls at least as fast as before: it is maximized where it should be
+    minimized, or has no lower bound."""
+    losses = [value for _, value in points]
+    if len(losses) < MIN_LOSSES:
+        return None
+    third = len(losses) // 3
+    start, first, second, newest = (
+        statistics.median(part)
+        for part in (losses[:3], losses[:third], losses[third : 2 * third], losses[-NEWEST_LOSSES:])
+    )
+    if newest >= 0.0 or -newest < UNBOUNDED * max(abs(start), 10.0 * _noise(losses[:third])):
+        return None
+    if second - newest < max(0.0, first - second) or newest > statistics.median(losses[-third:]):
+        return None  # it levels off
+    text = f"has a loss that falls without end: it began at {start:.3g} and is {newest:.3g}"
+    return Symptom("wrong", text, (_latest(points),), lost_share=1.0, sign="loss_unbounded")
 
 
 def _explodes_at_once(points: Points, scale: LossScale) -> Symptom | None:

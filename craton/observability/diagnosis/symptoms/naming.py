@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 
 from craton.formatting import counted
-from craton.observability.diagnosis.snapshot import SnapshotRank
+from craton.observability.diagnosis.snapshot import Snapshot, SnapshotRank
+
+_NUMBERS = re.compile(r"[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?|\bnan\b|\binf\b")
 
 
 def who(ranks: Sequence[SnapshotRank]) -> str:
@@ -21,6 +24,16 @@ def who(ranks: Sequence[SnapshotRank]) -> str:
 
 def nodes_of(ranks: Iterable[SnapshotRank]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(rank.node for rank in ranks))
+
+
+def odd_by_output(snapshot: Snapshot) -> list[SnapshotRank]:
+    """Return the few ranks of a command whose last line of output differs from that of most others, numbers aside."""
+    by_line: dict[str, list[SnapshotRank]] = {}
+    for rank in snapshot.ranks:
+        by_line.setdefault(_NUMBERS.sub("#", rank.last_line), []).append(rank)
+    usual = max(by_line.values(), key=len, default=[])
+    odd = [rank for rank in snapshot.ranks if rank not in usual and rank.last_line]
+    return odd if 0 < 3 * len(odd) <= len(snapshot.ranks) and usual[0].last_line else []
 
 
 def progress_age(rank: SnapshotRank) -> float:

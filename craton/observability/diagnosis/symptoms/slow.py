@@ -18,7 +18,7 @@ from craton.observability.diagnosis.restart_history import find_loop
 from craton.observability.diagnosis.snapshot import Snapshot, SnapshotRank
 from craton.observability.diagnosis.symptoms.naming import nodes_of, who
 from craton.observability.diagnosis.tables import threshold
-from craton.observability.diagnosis.verdict import OVERLOAD, RESTARTS, Symptom
+from craton.observability.diagnosis.verdict import ABANDONED, OVERLOAD, RESTARTS, Symptom
 
 
 def find_slow(snapshot: Snapshot) -> list[Symptom]:
@@ -51,7 +51,8 @@ def find_slow(snapshot: Snapshot) -> list[Symptom]:
     if not any(symptom.phase == "checkpoint" for symptom in symptoms):
         symptoms += _blocked_by_saves(snapshot)
     symptoms += _evaluates(snapshot)
-    symptoms += [*_breaks_again(snapshot), *_overloaded(snapshot)]
+    symptoms += [*_breaks_again(snapshot), *_overloaded(snapshot), *_abandoned(snapshot), *_serves_slowly(snapshot)]
+    symptoms = symptoms or _throttled(snapshot)
     return sorted(symptoms, key=lambda symptom: -(symptom.lost_share or 0.0))
 
 
@@ -148,6 +149,47 @@ def _overloaded(snapshot: Snapshot) -> list[Symptom]:
     text = f"has {counted(serving.waiting, 'request')} waiting and {serving.running} running"
     evidence = (text, *([f"median time to first token: {duration(first)}"] if first else []))
     return [Symptom("slow", text, evidence, phase="queue", sign=OVERLOAD)]
+
+
+def _abandoned(snapshot: Snapshot) -> list[Symptom]:
+    """Return requests that clients give up before they end: the server works in vain."""
+    serving = snapshot.serving
+    if serving is None or serving.num_ended < threshold("abandoned_requests"):
+        return []
+    share = serving.num_aborted / serving.num_ended
+    if share < threshold("abandoned_share"):
+        return []
+    text = f"works in vain: clients gave up {serving.num_aborted} of the last {serving.num_ended} requests"
+    return [Symptom("slow", text, (text,), phase="queue", lost_share=share, sign=ABANDONED)]
+
+
+def _serves_slowly(snapshot: Snapshot) -> list[Symptom]:
+    """Return steps of a server that take longer than those of the same size took before."""
+    serving = snapshot.serving
+    if serving is None or not serving.roofline or not serving.usual_roofline:
+        return []
+    ratio = serving.usual_roofline / serving.roofline
+    if ratio < threshold("server_ratio_cpu" if is_on_processors(snapshot) else "server_ratio"):
+        return []
+    text = f"takes {ratio:.1f} times as long for a step as before"
+    return [Symptom("slow", text, (text,), phase="compute", lost_share=1.0 - 1.0 / ratio)]
+
+
+def _throttled(snapshot: Snapshot) -> list[Symptom]:
+    """Return ranks on CPUs whose quota is used up nearly all the time: they could be faster, whatever came before."""
+    hit = [
+        rank
+        for rank in snapshot.ranks
+        if rank.is_alive is not False
+        and rank.resources is not None
+        and rank.resources.throttled_share > threshold("cpu_throttled_slow")
+    ]
+    if not hit or not is_on_processors(snapshot):
+        return []
+    worst = max(rank.resources.throttled_share for rank in hit if rank.resources is not None)
+    text = f"waits for its CPU quota, which is used up in {percent(worst)} of its periods"
+    ranks = tuple(rank.rank for rank in hit) if len(hit) < len(snapshot.ranks) else ()
+    return [Symptom("slow", text, (text,), ranks, nodes_of(hit) if ranks else (), phase="compute")]
 
 
 def _straggles(snapshot: Snapshot, straggling: Straggling) -> Symptom:

@@ -1,0 +1,88 @@
+"""How much of the time the threads of a rank wait in the kernel: for files and disks, or for memory.
+
+Linux keeps no account of it by default, so the agent looks at the threads a few times a second. A thread in an
+uninterruptible sleep (state D) waits for a disk, a network file system or a page of memory; the kernel function that it
+sleeps in (`wchan`, proc_pid_wchan(5)) tells which.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections import deque
+from pathlib import Path
+
+from craton.agent.processes.tree import process_tree
+
+LOOK_SECONDS = 0.3  # between two looks, at least
+WINDOW_SECONDS = 8.0
+TREE_SECONDS = 4.0  # between two looks for child processes
+MAX_THREADS = 32  # of all processes of a rank
+MIN_LOOKS = 5  # fewer give no share
+_OTHER = re.compile(r"refrigerator|freezer|ptrace|signal_stop|vfork|kernel_clone")  # not for files or memory
+_MEMORY = re.compile(r"memcg|mem_cgroup|oom|reclaim|shrink_|swap|throttle_direct|balance_pgdat|kswapd")
+
+
+class KernelWaits:
+    """Follows one process and its children; for another process all looks restart."""
+
+    def __init__(self, proc: Path = Path("/proc")) -> None:
+        self._proc = proc
+        self._pid = 0
+        self._looks: deque[tuple[float, bool, bool]] = deque()  # moment, waits for files, waits for memory
+        self._tree: list[int] = []
+        self._tree_at = 0.0
+
+    def look(self, pid: int, now: float) -> None:
+        """Look at the threads, at most every LOOK_SECONDS."""
+        if pid != self._pid:
+            self._pid, self._tree, self._tree_at = pid, [], 0.0
+            self._looks.clear()
+        elif self._looks and now - self._looks[-1][0] < LOOK_SECONDS:
+            return
+        if not self._tree or now - self._tree_at >= TREE_SECONDS:
+            self._tree, self._tree_at = process_tree(pid, self._proc), now
+        channels = self._asleep()
+        memory = [channel for channel in channels if _MEMORY.search(channel)]
+        self._looks.append((now, len(memory) < len(channels), bool(memory)))
+        while now - self._looks[0][0] > WINDOW_SECONDS:
+            self._looks.popleft()
+
+    @property
+    def file_share(self) -> float:
+        """The share of the looks in which a thread waited for a file or a disk."""
+        return self._share([files for _, files, _ in self._looks])
+
+    @property
+    def memory_share(self) -> float:
+        """The share of the looks in which a thread waited for memory."""
+        return self._share([memory for _, _, memory in self._looks])
+
+    @staticmethod
+    def _share(looks: list[bool]) -> float:
+        return round(sum(looks) / len(looks), 3) if len(looks) >= MIN_LOOKS else 0.0
+
+    def _asleep(self) -> list[str]:
+        """Return the kernel functions of the threads that sleep uninterruptibly; "" where it is not known."""
+        tasks: list[Path] = []
+        for process in self._tree:
+            with contextlib.suppress(OSError, ValueError):
+                folder = self._proc / f"{process}/task"
+                tasks += [folder / name for name in sorted(os.listdir(folder), key=int)]
+        channels = []
+        for task in tasks[:MAX_THREADS]:
+            with contextlib.suppress(OSError, IndexError):
+                if (task / "stat").read_text(errors="replace").rpartition(")")[2].split()[0] != "D":
+                    continue
+                channel = _channel(task)
+                if not _OTHER.search(channel):
+                    channels.append(channel)
+        return channels
+
+
+def _channel(task: Path) -> str:
+    try:
+        return (task / "wchan").read_text(errors="replace").strip()
+    except OSError:
+        return ""
