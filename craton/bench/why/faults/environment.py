@@ -43,6 +43,12 @@ TINY_TRAIN = {
     "warmup_steps": 20,
 }
 # The tiny job of each kind, without name, cluster and environment.
+RANDOM: dict[str, Any] = {"initialize": "random", "precision": "fp32", "max_length": 2048}
+# 4 layers · 2 · 32 heads · 256 · 4 B = 256 KiB of KV cache per token: 1 GiB holds 4,096 tokens.
+WIDE_MODEL: dict[str, Any] = {
+    **{"name": "wide", "layers": 4, "hidden": 64, "ffn_hidden": 64, "heads": 32, "head_dim": 256},
+    **{"vocab": 512, "max_sequence": 2048},
+}
 TINY: dict[str, dict[str, Any]] = {
     "pretrain": {
         "model": TINY_MODEL,

@@ -5,18 +5,13 @@ from __future__ import annotations
 import os
 import signal
 
+from craton.bench.why.faults.environment import RANDOM, WIDE_MODEL
 from craton.bench.why.faults.fault import ExpectedVerdict, JobRecipe, LiveFault
 from craton.bench.why.faults.injections import child_with, load
 from craton.bench.why.faults.running import RunningJob
 
 LOAD = (r"queue|waiting|overload|replica|\bload\b|max_running|requests",)
 MISLEADING = (r"drain the node|network|file system",)
-RANDOM = {"initialize": "random", "precision": "fp32", "max_length": 2048}
-# 4 layers · 2 · 32 heads · 256 · 4 B = 256 KiB of KV cache per token: 1 GiB holds 4,096 tokens.
-WIDE_MODEL = {
-    **{"name": "wide", "layers": 4, "hidden": 64, "ffn_hidden": 64, "heads": 32, "head_dim": 256},
-    **{"vocab": 512, "max_sequence": 2048},
-}
 
 
 def _stop_front_end(job: RunningJob) -> None:

@@ -12,7 +12,7 @@ from craton.bench.why.faults.fault import ExpectedVerdict, JobRecipe, LiveFault
 from craton.bench.why.faults.injections import PROGRAMS
 from craton.bench.why.faults.node_clocks import CLOCK, HOUR, NEEDS, jump, with_clocks
 from craton.bench.why.faults.running import RunningJob
-from craton.bench.why.faults.second.system_injections import client
+from craton.bench.why.faults.system_injections import client
 
 FLAP_SECONDS = 2.0
 CERTIFY = (

@@ -7,7 +7,7 @@ from typing import Any
 from craton.bench.why.faults.fault import ExpectedVerdict, JobRecipe, LiveFault
 from craton.bench.why.faults.injections import child_with, confine, hog, limit_cpu
 from craton.bench.why.faults.running import RunningJob
-from craton.bench.why.faults.second.system_injections import client
+from craton.bench.why.faults.system_injections import client
 
 MISLEADING = (r"network|fabric|file system|learning rate",)
 CPU = (r"\bCPU|contention|other processes|load|cores?\b",)

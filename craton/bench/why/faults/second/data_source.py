@@ -8,8 +8,8 @@ import sqlite3
 from collections.abc import Callable, Mapping
 
 from craton.bench.why.faults.fault import ExpectedVerdict, JobRecipe, LiveFault
+from craton.bench.why.faults.program_injections import SERVICE_PORT, service_folder, start_service
 from craton.bench.why.faults.running import RunningJob
-from craton.bench.why.faults.second.program_injections import SERVICE_PORT, service_folder, start_service
 
 NODE_ACTIONS = (r"\bdrain\b", r"\breboot\b", r"replace the node")
 BROKEN_SHARD = "node-1/shard-00005.jsonl.gz"  # reached after 40 steps of 8 sequences

@@ -7,8 +7,8 @@ import resource
 from pathlib import Path
 
 from craton.bench.why.faults.fault import ExpectedVerdict, JobRecipe, LiveFault
+from craton.bench.why.faults.program_injections import GO, children_of, disable_oom_killer, limit_memory, trigger
 from craton.bench.why.faults.running import RunningJob
-from craton.bench.why.faults.second.program_injections import GO, children_of, disable_oom_killer, limit_memory, trigger
 
 DATA = {"path": None, "tokenizer": None, "source": "second_memory:samples"}
 MEMORY = r"\bmemory\b|\boom\b"

@@ -7,7 +7,7 @@ from typing import Any
 from craton.bench.why.faults.fault import ExpectedVerdict, JobRecipe, LiveFault
 from craton.bench.why.faults.node_network import WRAP, address
 from craton.bench.why.faults.running import RunningJob
-from craton.bench.why.faults.second.system_injections import (
+from craton.bench.why.faults.system_injections import (
     drop_large_packets,
     forget_connections,
     limit_path,

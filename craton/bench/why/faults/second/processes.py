@@ -6,7 +6,7 @@ import os
 import signal
 
 from craton.bench.why.faults.fault import ExpectedVerdict, JobRecipe, LiveFault
-from craton.bench.why.faults.second.system_injections import (
+from craton.bench.why.faults.system_injections import (
     hold_in_debugger,
     kill_everything_on_node,
     limit_cpu_time,

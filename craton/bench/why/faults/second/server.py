@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 from craton.bench.why.faults.fault import ExpectedVerdict, JobRecipe, LiveFault
 from craton.bench.why.faults.injections import child_with, limit_cpu
 from craton.bench.why.faults.running import RunningJob
-from craton.bench.why.faults.second.system_injections import client, limit_open_files
+from craton.bench.why.faults.system_injections import client, limit_open_files
 
 LOAD = (r"queue|waiting|overload|replica|\bload\b|max_running|requests|clients?",)
 MISLEADING = (r"drain the node|network|learning rate",)

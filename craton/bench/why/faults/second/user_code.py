@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from craton.bench.why.faults.fault import ExpectedVerdict, JobRecipe, LiveFault
+from craton.bench.why.faults.program_injections import SERVICE_PORT, service_folder, start_service
 from craton.bench.why.faults.running import RunningJob
-from craton.bench.why.faults.second.program_injections import SERVICE_PORT, service_folder, start_service
 
 OBJECTIVE = {"objective": "second_user_code:objective"}
 SCRIPT = {

@@ -1,4 +1,4 @@
-"""What injectors of the second set do to networks, processes and limits.
+"""What injectors of several sets do to networks, processes and limits.
 
 Rules of a network are set on the ports of its bridge (`node_network`), as a switch would have them; they vanish with
 the network.

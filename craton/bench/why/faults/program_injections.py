@@ -1,4 +1,4 @@
-"""What injectors of several families of the second set do: a small HTTP service, triggers, memory limits.
+"""What injectors of several families do: a small HTTP service, triggers, memory limits.
 
 Each leaves its removal in `job.undo`.
 """
