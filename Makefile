@@ -21,7 +21,7 @@ PLANNED_JOBS := $(filter-out $(wildcard examples/custom-*.yaml examples/command-
 # Containers often set this variable. Without bytecode each of the suite's thousand processes compiles Craton again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install browser slurm observers validators demo plans test test-all chaos bench bench-why clean
+.PHONY: install browser slurm observers validators demo plans test test-all test-gpu chaos bench bench-why clean
 
 install: $(STAMP)
 	@echo "Craton is installed in $(VENV): try $(CRATON) --help"
@@ -141,6 +141,15 @@ test-all:
 
 chaos: $(STAMP)
 	$(VENV)/bin/python -m pytest -m 'slow or not slow' tests/recovery
+
+# On a machine with a GPU, whose interpreter $(PYTHON) has torch and pytest; nothing is installed. PART= runs some only.
+GPU_PARTS := layouts
+test-gpu:
+	@failed=; for part in $(or $(PART),$(GPU_PARTS)); do \
+	  echo "part $$part"; \
+	  $(PYTHON) -m pytest -p no:cacheprovider tests/gpu/test_gpu_$$part.py $(PYTEST_FLAGS) || failed="$$failed $$part"; \
+	done; \
+	if [ -n "$$failed" ]; then echo "failed:$$failed"; exit 1; fi; echo "passed: $(or $(PART),$(GPU_PARTS))"
 
 bench: $(STAMP)
 	$(CRATON) bench plan data/training_results.json

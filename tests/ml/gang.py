@@ -1,8 +1,9 @@
 """A gang of live ranks: four processes with one import of torch that run one layout after another.
 
 `gang.run(function, *arguments, ranks=2)` calls an importable module-level function on the first `ranks` processes under
-a fresh gloo process group and returns their results in order of rank. A rank that raises is shown with its traceback;
-one that hangs is ended at the deadline, and the gang starts anew at the next call.
+a fresh process group (gloo, or NCCL between ranks that share one GPU) and returns their results in order of rank. A
+rank that raises is shown with its traceback; one that hangs is ended at the deadline, and the gang starts anew at the
+next call.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ class GangError(AssertionError):
 class Gang:
     """`size` processes that stay alive between calls."""
 
-    def __init__(self, size: int = 4) -> None:
+    def __init__(self, size: int = 4, is_on_gpu: bool = False) -> None:
         self.size = size
+        self._is_on_gpu = is_on_gpu
         self._members: list[tuple[BaseProcess, Connection]] = []
         self._stores = Path(tempfile.mkdtemp(prefix="gang-"))
         self._calls = 0
@@ -80,7 +82,9 @@ class Gang:
         try:
             for rank in range(self.size):
                 ours, theirs = context.Pipe()
-                process = context.Process(target=_member, args=(rank, theirs), daemon=True, name=f"gang-{rank}")
+                process = context.Process(
+                    target=_member, args=(rank, theirs, self._is_on_gpu), daemon=True, name=f"gang-{rank}"
+                )
                 process.start()
                 theirs.close()
                 self._members.append((process, ours))
@@ -113,13 +117,18 @@ class Gang:
         return answers
 
 
-def _member(rank: int, connection: Connection) -> None:
+def _member(rank: int, connection: Connection, is_on_gpu: bool) -> None:
     import torch
     import torch.distributed as dist
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     torch.set_num_threads(1)
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # they talk over gloo; a machine may have fewer GPUs than there are ranks
+    if is_on_gpu:
+        # NCCL takes ranks with different values for different hosts: they may share a GPU, and talk over loopback.
+        os.environ.update(NCCL_HOSTID=f"rank-{rank}", NCCL_SOCKET_IFNAME="lo")
+    else:  # they talk over gloo; a machine may have fewer GPUs than there are ranks
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    backend = "cpu:gloo,cuda:nccl" if is_on_gpu else "gloo"
     connection.send_bytes(pickle.dumps((True, None)))
     while True:
         try:
@@ -130,7 +139,7 @@ def _member(rank: int, connection: Connection) -> None:
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks))
         try:
             function, arguments = pickle.loads(call)
-            dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
+            dist.init_process_group(backend, store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
             dist.barrier()  # a rank that leaves at once would break the connections that others are still making
             answer = pickle.dumps((True, function(*arguments)))
         except BaseException:  # noqa: BLE001 -- whatever a test function raises is the answer
