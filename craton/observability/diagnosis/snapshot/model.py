@@ -19,7 +19,7 @@ from craton.telemetry.node import PeerTraffic, ProcessResources
 
 SCHEMA = 1
 NOT_FINITE = re.compile(r"\bis -?(nan|inf)\b")  # in the reason of a bad step
-PHASES = ("data", "compute", "communication", "optimizer", "checkpoint")
+PHASES: tuple[str, ...] = ("data", "compute", "communication", "optimizer", "checkpoint")
 
 
 class SnapshotError(CratonError):
