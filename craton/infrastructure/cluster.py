@@ -22,14 +22,19 @@ PURCHASE_ORDER: tuple[PurchaseKind, ...] = ("own", "on-demand", "capacity-block"
 
 
 def resolve_cluster(
-    ref: ClusterRef, price: PriceNumbers | Price | None = None, purchase: PurchaseKind | None = None
+    ref: ClusterRef,
+    price: PriceNumbers | Price | None = None,
+    purchase: PurchaseKind | None = None,
+    *,
+    share_gpus: bool = False,
 ) -> Cluster:
-    """Return the cluster a job names; `price` is the job's own, `purchase` selects a kind among the listed prices."""
+    """Return the cluster a job names; `price` is the job's own, `purchase` selects a kind among the listed prices.
+    With `share_gpus`, nodes of this machine may share its GPUs."""
     file = ref.file
     num_nodes = ref.num_nodes
     if file is not None:
         num_nodes = min(num_nodes, file.nodes.num_nodes - file.spares)  # spares are part of the cluster's nodes
-    node = node_of(ref, num_nodes)
+    node = node_of(ref, num_nodes, share_gpus)
     listed = tuple(own_price(stated) for stated in file.prices) if file else ()
     cluster = Cluster(
         name=cluster_name(node.name, num_nodes, file),
@@ -98,13 +103,13 @@ def cluster_name(machine: str, num_nodes: int, file: ClusterFile | None = None) 
     return f"{name} x {num_nodes}{spares}"
 
 
-def node_of(ref: ClusterRef, num_nodes: int) -> Instance:
+def node_of(ref: ClusterRef, num_nodes: int, share_gpus: bool = False) -> Instance:
     """Return one node: from the catalog, from this machine, or from the cluster file's own numbers."""
     file = ref.file
     if file is not None and file.hardware is not None:
         node = own_instance(file.hardware)
     elif ref.is_local:
-        node = local_instance(num_nodes)
+        node = local_instance(num_nodes, share_gpus)
     else:
         node = instance(ref.instance)
     nvme = file.storage.nvme if file else None

@@ -74,6 +74,7 @@ class Instance:
     nvme_write_bytes_per_second: float
     prices: tuple[Price, ...] = ()
     notes: tuple[str, ...] = ()
+    nodes_per_gpu: int = 1  # above 1: nodes share a GPU, and `gpu` is the part of one
 
 
 @dataclass(frozen=True)

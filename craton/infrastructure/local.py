@@ -13,22 +13,26 @@ import platform
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from craton.formatting import setting
+from craton.formatting import counted, setting
 from craton.infrastructure.accelerators import Accelerator, catalog_gpu, visible_accelerators
 from craton.infrastructure.catalog import entry
 from craton.infrastructure.errors import CatalogError
 from craton.infrastructure.hardware import Gpu, Instance
 from craton.infrastructure.microbenchmark import BUDGET_SECONDS, Measurement, measure, usable_cores
+from craton.infrastructure.sharing import nodes_per_gpu
 
 BENCHMARK_VERSION = 2
 GIGA = 1e9
 LOOPBACK_BYTES_PER_SECOND = 5e9  # between nodes of one GPU machine; assumed: nothing is measured on a machine with GPUs
+# Of NCCL's sockets between ranks of one GPU: all-reduces of 134 MB among 2 to 8 ranks with MPS reached 2.6 to 3.0 GB/s
+# per rank on an H200, NCCL 2.28.9, 2026-11-16 (docs/share-gpus.md).
+SHARED_LOOPBACK_BYTES_PER_SECOND = 3e9
 
 
 @dataclass(frozen=True)
@@ -50,12 +54,15 @@ class LocalMachine:
         return (now - self.measured_at).days
 
 
-def local_instance(shares: int = 1) -> Instance:
+def local_instance(shares: int = 1, share_gpus: bool = False) -> Instance:
     """Return this machine as an instance, or one of `shares` equal parts for several local nodes.
 
-    With GPUs each part has its share of them; without, it is one rank on its share of the CPU.
+    With GPUs each part has its share of them; without, it is one rank on its share of the CPU. With `share_gpus` there
+    may be more parts than GPUs: each is one rank on its part of a GPU.
     """
     cards = visible_accelerators()
+    if share_gpus and (sharers := nodes_per_gpu(cards, shares)) > 1:
+        return instance_of_shared_gpus(cards, shares, sharers)
     return instance_of_gpus(cards, shares) if cards else instance_of_machine(local_machine(), shares)
 
 
@@ -63,11 +70,37 @@ def instance_of_gpus(cards: list[Accelerator], shares: int = 1) -> Instance:
     """Return an equal share of this machine's GPUs; nothing is measured, the numbers come from the catalog."""
     card = catalog_gpu(cards)
     if len(cards) % shares:
+        sharing = "share GPUs with `run: {share_gpus: true}` or --share-gpus, " if shares > len(cards) else ""
         raise CatalogError(
-            f"local x {shares} cannot split {len(cards)} GPU{'s' if len(cards) > 1 else ''} equally; use local x 1, "
-            "which uses all of them, or set CUDA_VISIBLE_DEVICES= to use the CPU"
+            f"local x {shares} cannot split {counted(len(cards), 'GPU')} equally; use local x 1, which uses all of "
+            f"them, {sharing}or set CUDA_VISIBLE_DEVICES= to use the CPU"
         )
-    num_gpus = len(cards) // shares
+    return _node_of_gpus(cards, card, len(cards) // shares, shares)
+
+
+def instance_of_shared_gpus(cards: list[Accelerator], shares: int, sharers: int) -> Instance:
+    """Return one of `shares` nodes, each with one rank on 1/`sharers` of a GPU; ranks talk over loopback sockets."""
+    whole = catalog_gpu(cards)
+    part = replace(
+        whole,
+        flops={name: rate / sharers for name, rate in whole.flops.items()},
+        achievable_flops={name: rate / sharers for name, rate in whole.achievable_flops.items()},
+        memory_bytes=whole.memory_bytes / sharers,
+        memory_bytes_per_second=whole.memory_bytes_per_second / sharers,
+        nvlink_bytes_per_second=0.0,
+        power_watts=whole.power_watts / sharers,
+    )
+    node = _node_of_gpus(cards, part, 1, shares)
+    return replace(
+        node,
+        host_link_bytes_per_second=node.host_link_bytes_per_second / sharers,
+        network_bytes_per_second=SHARED_LOOPBACK_BYTES_PER_SECOND,
+        nodes_per_gpu=sharers,
+    )
+
+
+def _node_of_gpus(cards: list[Accelerator], card: Gpu, num_gpus: int, shares: int) -> Instance:
+    """Return one of `shares` nodes of this machine, with `num_gpus` of `card`."""
     link, disk = "pcie5", entry("storage", "local-disk")
     return Instance(
         name="local",

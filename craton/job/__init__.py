@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from craton.job.faults import RANDOM_KINDS, InjectedFault, check_fault, parse_fault, random_faults
     from craton.job.here import check_here, check_trackers
     from craton.job.jobfile import TRAINING_KINDS, Job, Placement, load_job, make_job, parse_job
+    from craton.job.sharing import sharing_problem
     from craton.job.summary import check_job, checked_layout
 else:
     __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

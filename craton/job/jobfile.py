@@ -52,6 +52,7 @@ from craton.job.sections import (
     check_placeholders,
     check_processes,
 )
+from craton.job.sharing import sharing_problem
 from craton.remote import is_url
 from craton.schema import schema_problem
 
@@ -145,6 +146,7 @@ class RunSection(Section):
         "auto"  # Slurm: compute adds a self-test of every device; auto: of GPUs
     )
     preflight_ignore: tuple[PreflightCheck, ...] = ()  # checks whose `fail` becomes a `warn`
+    share_gpus: bool = False  # local: nodes share the GPUs of this machine if it has fewer GPUs than nodes
     copies: Size = 1  # runs of the same job, each with its own name and its number in CRATON_COPY; a job array on Slurm
     image: str | None = None
     env: dict[Variable, Text] = Field(default_factory=dict)
@@ -354,6 +356,13 @@ class Job(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _sharing_goes_together(self) -> Self:
+        problem = sharing_problem(self.kind, self.cluster, self.run.on) if self.run.share_gpus else ""
+        if problem:
+            raise KeyConflictError(f"run: {problem}", ("run", "share_gpus"))
+        return self
+
     def __eq__(self, other: object) -> bool:
         """Jobs with the same content are equal, whichever file they were read from."""
         return isinstance(other, Job) and self.__dict__ == other.__dict__
@@ -504,6 +513,13 @@ class Job(Section):
     def where(self, *location: str | int) -> str:
         """Return `job.yaml:7: `, the prefix of a message about a key; empty for a job without a file."""
         return f"{self._document.name}:{self._document.line(location)}: " if self._document else ""
+
+    def with_shared_gpus(self, on: str | None = None) -> Self:
+        """Return the job with `run: {share_gpus: true}`; ContentError if its ranks cannot share GPUs on the backend
+        `on`, default: the job's."""
+        if problem := sharing_problem(self.kind, self.cluster, on or self.run.on):
+            raise ContentError([f"--share-gpus: {problem}"])
+        return self.model_copy(update={"run": self.run.model_copy(update={"share_gpus": True})})
 
     def fixed_layout(self, world: int) -> Layout | None:
         """Return the user's layout on `world` ranks; None for `auto`."""

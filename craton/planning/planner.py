@@ -57,7 +57,7 @@ def plan(
     today = today or date.today()
     check_plannable(job)
     try:
-        cluster = cluster or resolve_cluster(job.cluster, job.price)
+        cluster = cluster or resolve_cluster(job.cluster, job.price, share_gpus=job.run.share_gpus)
     except CatalogError as error:
         raise PlanError(f"{job.where('cluster')}cluster: {error}") from None
     setting = setting_of(job, cluster)
@@ -308,7 +308,9 @@ def _warnings(setting: Setting, candidate: Candidate) -> list[str]:
     result = []
     if not candidate.fits:
         need, limit = formatting.memory(candidate.memory_bytes), formatting.memory(setting.machine.gpu.memory_bytes)
-        result.append(f"does not fit: needs {need} of {limit} per GPU; use more GPUs or GPUs with more memory")
+        is_shared = setting.cluster.instance.nodes_per_gpu > 1
+        advice = "use fewer ranks or a smaller model" if is_shared else "use more GPUs or GPUs with more memory"
+        result.append(f"does not fit: needs {need} of {limit} per {'rank' if is_shared else 'GPU'}; {advice}")
     elif candidate.memory_bytes > SAFE_SHARE * setting.machine.gpu.memory_bytes:
         result.append("barely fits: the error of the memory model may exceed the free memory")
     if candidate.layout.precision not in _precisions(setting):

@@ -178,7 +178,7 @@ def test_local_nodes_share_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
     measured = Measurement(100e9, 50e9, "torch", 20e9, 5e9, 0.1)
     machine = LocalMachine("cpu", 8, 64e9, measured, datetime(2026, 11, 15, tzinfo=UTC))
-    monkeypatch.setattr(cluster, "local_instance", lambda shares=1: instance_of_machine(machine, shares))
+    monkeypatch.setattr(cluster, "local_instance", lambda shares, _: instance_of_machine(machine, shares))
     found = resolve_cluster(ClusterRef(instance="local", num_nodes=2))
     assert (found.name, found.num_gpus, found.scheduler) == ("local x 2", 2, "local")
     assert found.instance.gpu.generation == "cpu"

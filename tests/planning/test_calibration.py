@@ -308,6 +308,8 @@ def write_runs(tmp_path: Path) -> Callable[[object], Path]:
     (tmp_path / "fixed.yaml").write_text(JOB + "layout: {fsdp: 8}\n")
     (tmp_path / "serve.yaml").write_text("kind: serve\nmodel: llama-3.1-8b\ncluster: p5.48xlarge x 1\n")
     (tmp_path / "function.yaml").write_text(JOB.replace("llama-3.1-8b", "my.models:build"))
+    shared = JOB.replace("p5.48xlarge x 1", "local x 4") + "run: {share_gpus: true}\n"
+    (tmp_path / "shared.yaml").write_text(shared)
 
     def write(document: object) -> Path:
         path = tmp_path / "runs.json"
@@ -402,6 +404,7 @@ BAD_RUNS: dict[str, object] = {
     "a job that is no name": [{**GOOD, "job": {}}],
     "a job that serves": [{**GOOD, "job": "serve.yaml"}],
     "a model that is a function": [{**GOOD, "job": "function.yaml"}],
+    "ranks that share a GPU": [{**GOOD, "job": "shared.yaml"}],
     "a published run without a step time": [{**ROW, "measured": None, "derived": None}],
     "a published run with half a micro-batch": [{**ROW, "micro_batch": 0.5}],
     "a published run with an endless batch": [{**ROW, "global_batch": math.inf}],

@@ -248,6 +248,8 @@ def _run_of_job(entry: dict[str, Any], where: str, folder: Path, software: str) 
     shape = job.model_shape
     if job.train is None or shape is None:
         raise CalibrationError(f"{where}: {job.name} does not train a model of known shape")
+    if job.run.share_gpus:
+        raise CalibrationError(f"{where}: the ranks of {job.name} share GPUs, so its steps do not show a GPU's speed")
     cluster = resolve_cluster(job.cluster, job.price)
     machine = machine_of(cluster)
     spec = _layout_spec(entry["layout"], where) if "layout" in entry else job.layout

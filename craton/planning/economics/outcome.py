@@ -125,8 +125,10 @@ def stalls(setting: Setting, storage: StoragePlan, step_seconds: float) -> tuple
 
 
 def scaling_outcomes(setting: Setting, chosen: Candidate) -> list[RunOutcome]:
-    """Return the same layout family on other numbers of nodes."""
-    outcomes = []
+    """Return the same layout family on other numbers of nodes; none where nodes share GPUs, which stay the same."""
+    outcomes: list[RunOutcome] = []
+    if setting.cluster.instance.nodes_per_gpu > 1:
+        return outcomes
     for factor in SCALES:
         nodes = round(setting.cluster.num_nodes * factor)
         if factor == 1.0 or nodes < 1 or abs(nodes - setting.cluster.num_nodes * factor) > 1e-9:
@@ -145,9 +147,10 @@ def _resized(setting: Setting, nodes: int) -> Setting:
 
 
 def other_hardware(setting: Setting, chosen: Candidate) -> list[RunOutcome]:
-    """Return the same number of GPUs of other catalog instances, with similar layouts."""
+    """Return the same number of GPUs of other catalog instances, with similar layouts; none for a CPU or parts of a
+    GPU."""
     own = setting.cluster.instance
-    if own.gpu.generation == "cpu":
+    if own.gpu.generation == "cpu" or own.nodes_per_gpu > 1:
         return []
     outcomes = []
     for name in OTHER_HARDWARE:

@@ -8,6 +8,7 @@ from craton.lazy import lazy_names
 
 if TYPE_CHECKING:
     from craton.planning.report.explain import PARTS, bottleneck, sensitivities, why_lost
+    from craton.planning.report.findings import sharing_text
     from craton.planning.report.html import plan_html
     from craton.planning.report.json_document import plan_to_json, serving_to_json
     from craton.planning.report.serving_terminal import render_serving

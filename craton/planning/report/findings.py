@@ -8,6 +8,7 @@ from __future__ import annotations
 from datetime import date, timedelta
 
 from craton import formatting
+from craton.infrastructure import Cluster
 from craton.job.layout import Layout
 from craton.planning.economics import billed_instances
 from craton.planning.result import (
@@ -38,8 +39,9 @@ def verdict(plan: Plan) -> str:
     if plan.fits:
         return f"{work} fits {where}, takes {formatting.duration(plan.run_seconds)}{price}."
     needed, limit = formatting.memory(plan.memory_bytes), formatting.memory(plan.memory_limit_bytes)
+    unit, has = ("rank", "its part of a GPU has") if _is_shared(plan) else ("GPU", "the GPU reports")
     return (
-        f"{work} does not fit {where}: it needs {needed} per GPU, but the GPU reports {limit}. "
+        f"{work} does not fit {where}: it needs {needed} per {unit}, but {has} {limit}. "
         "The times below assume that it fits."
     )
 
@@ -51,9 +53,20 @@ def model_name(plan: Plan) -> str:
 
 def cluster_name(plan: Plan) -> str:
     cluster = plan.cluster
-    cards = f"{cluster.num_gpus:,} {cluster.instance.gpu.name}"
+    cards = f"{cluster.num_gpus // cluster.instance.nodes_per_gpu:,} {cluster.instance.gpu.name}"
     nodes = f"{cluster.instance.name} x {cluster.num_nodes}"
     return f"{cluster.name} ({cards})" if cluster.name == nodes else f"{cluster.name} ({nodes}, {cards})"
+
+
+def sharing_text(cluster: Cluster) -> str:
+    """Return how ranks share GPUs; "" if each has its own."""
+    sharers, gpu = cluster.instance.nodes_per_gpu, cluster.instance.gpu
+    if sharers == 1:
+        return ""
+    return (
+        f"{cluster.num_gpus} ranks share {cluster.num_gpus // sharers} x {gpu.name}: 1/{sharers} of its compute, "
+        f"{formatting.memory(gpu.memory_bytes)} each; communication is a socket on loopback"
+    )
 
 
 def batch_text(plan: Plan) -> str:
@@ -123,7 +136,8 @@ def step_text(plan: Plan) -> str:
 
 
 def memory_text(plan: Plan) -> str:
-    used = f"{formatting.memory(plan.memory_bytes)} of the {formatting.memory(plan.memory_limit_bytes)} the GPU reports"
+    needed, limit = formatting.memory(plan.memory_bytes), formatting.memory(plan.memory_limit_bytes)
+    used = f"{needed} of the {limit} {'of its part of a GPU' if _is_shared(plan) else 'the GPU reports'}"
     difference = plan.memory_limit_bytes - plan.memory_bytes
     worst = max(plan.memory_instants, key=lambda name: plan.memory_instants[name], default="")
     peak = f"; peak: {worst}" if worst else ""
@@ -286,6 +300,10 @@ def _as_alternative(plan: Plan) -> Alternative:
         fits=plan.fits,
         goodput=plan.goodput.goodput,
     )
+
+
+def _is_shared(plan: Plan) -> bool:
+    return plan.cluster.instance.nodes_per_gpu > 1
 
 
 def _share(plan: Plan, phase: str) -> float:

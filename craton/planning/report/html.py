@@ -42,12 +42,14 @@ def plan_html(plan: Plan, start: date | None = None) -> str:
 
 def _header(plan: Plan) -> Markup:
     badge = '<span class="badge fits">fits</span>' if plan.fits else '<span class="badge unfit">does not fit</span>'
+    sharing = escape(findings.sharing_text(plan.cluster))
+    shared = f'<p class="facts"><b>Sharing</b> {sharing}</p>\n' if sharing else ""
     return Markup(f"""<header>
 <div class="eyebrow">Craton plan · {escape(plan.kind)} {badge}</div>
 <h1>{escape(plan.job)}</h1>
 <p class="verdict">{escape(findings.verdict(plan))}</p>
 <p class="facts"><b>Layout</b> <code>{escape(str(plan.layout))}</code></p>
-<p class="facts"><b>Profile</b> {html_report.with_code(findings.calibration_text(plan))}</p>
+{shared}<p class="facts"><b>Profile</b> {html_report.with_code(findings.calibration_text(plan))}</p>
 </header>
 """)
 

@@ -69,6 +69,8 @@ def _print_verdict(plan: Plan, console: Console, start: date | None) -> None:
     status = ("FITS", "bold green") if plan.fits else ("DOES NOT FIT", "bold red")
     console.print(Text.assemble((plan.job, "bold"), "  ", status), highlight=False)
     console.print(Text(findings.verdict(plan)), highlight=False)
+    if sharing := findings.sharing_text(plan.cluster):
+        _print_lines(console, Text("sharing     ", style="dim"), Text(sharing))
     _print_lines(console, Text("layout      ", style="dim"), _wrapped_layout(plan, console.width - 12))
     _print_lines(console, Text("profile     ", style="dim"), Text(findings.calibration_text(plan)))
     _print_lines(console, Text("bottleneck  ", style="dim"), _bottleneck(plan))
