@@ -53,6 +53,7 @@ class Launch:
     workdir: str = ""  # where ranks run; "": where the agent was started
     exits_together: bool = False  # processes take each other down: their exit codes at a stop mean nothing
     progress: dict[str, Any] = field(default_factory=dict)  # how the progress of a job's own command is read
+    nodes_per_gpu: int = 1  # above 1: nodes of one machine share a GPU
     dollars_per_day: float | None = None  # price of its nodes, for display; None: unknown
 
     def __post_init__(self) -> None:
@@ -197,5 +198,6 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "workdir": (lambda value: isinstance(value, str), "a folder"),
     "exits_together": (lambda value: isinstance(value, bool), "true or false"),
     "progress": (lambda value: isinstance(value, Mapping), "an object of progress settings"),
+    "nodes_per_gpu": (_is_integer(1, 4096), "a whole number, 1 or more"),
     "dollars_per_day": (lambda value: value is None or _is_seconds(value), "dollars, 0 or more, or null"),
 }

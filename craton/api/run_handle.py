@@ -142,6 +142,7 @@ class Run:
         cluster: str | None = None,
         steps: int | None = None,
         on: str | None = None,
+        share_gpus: bool = False,
         stop_at: str | int | None = None,
         progress: Progress | None = None,
         watch: StartWatch | None = None,
@@ -157,7 +158,13 @@ class Run:
 
         def draft(report: Progress | None) -> RunStart:
             return draft_resumption(
-                run.directory, cluster=cluster, steps=steps, on=on, stop_at=stop_at, progress=report
+                run.directory,
+                cluster=cluster,
+                steps=steps,
+                on=on,
+                share_gpus=share_gpus,
+                stop_at=stop_at,
+                progress=report,
             )
 
         if not release_run(run.directory):

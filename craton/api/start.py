@@ -17,6 +17,7 @@ def run(
     name: str | None = None,
     *,
     on: str | None = None,
+    share_gpus: bool = False,
     stop_at: str | int | None = None,
     chaos: Sequence[str] = (),
     root: Path | str | None = None,
@@ -25,14 +26,23 @@ def run(
 ) -> Run:
     """Plan a job, prepare its data and start its ranks; return once they are started. The ranks outlive this process.
 
-    `job` is a job or the path of a job file. `run` does not ask about the cost: `plan(job).cost` predicts it, and a
-    `watch` sees every step and may refuse. For a job with `run.copies` all copies are started; the handle is that of
-    NAME-1, and NAME-2, … are next to it.
+    `job` is a job or the path of a job file; `share_gpus` sets its `run.share_gpus`. `run` does not ask about the cost:
+    `plan(job).cost` predicts it, and a `watch` sees every step and may refuse. For a job with `run.copies` all copies
+    are started; the handle is that of NAME-1, and NAME-2, … are next to it.
     """
     folder = None if root is None else Path(root)
 
     def draft(report: Progress | None) -> RunStart:
-        return draft_start(_loaded(job), name, on=on, chaos=chaos, stop_at=stop_at, root=folder, progress=report)
+        return draft_start(
+            _loaded(job),
+            name,
+            on=on,
+            share_gpus=share_gpus,
+            chaos=chaos,
+            stop_at=stop_at,
+            root=folder,
+            progress=report,
+        )
 
     return Run(submit_start(ready_start(draft, watch or Unwatched(progress)))[0])
 
@@ -42,12 +52,22 @@ def preview(
     name: str | None = None,
     *,
     on: str | None = None,
+    share_gpus: bool = False,
     stop_at: str | int | None = None,
     chaos: Sequence[str] = (),
     progress: Progress | None = None,
 ) -> RunStart:
     """Return what `run` would write and start; change nothing. The name may already be in use."""
-    return draft_start(_loaded(job), name, on=on, chaos=chaos, stop_at=stop_at, progress=progress, is_dry=True)
+    return draft_start(
+        _loaded(job),
+        name,
+        on=on,
+        share_gpus=share_gpus,
+        chaos=chaos,
+        stop_at=stop_at,
+        progress=progress,
+        is_dry=True,
+    )
 
 
 def _loaded(job: Job | Path | str) -> Job:

@@ -30,6 +30,9 @@ def plan(
     budget: Annotated[
         str, typer.Option(help="With --instances: maximum cost in dollars, e.g. 2M.", show_default=False)
     ] = "",
+    share_gpus: Annotated[
+        bool, typer.Option("--share-gpus", help="Plan nodes of this machine that share its GPUs.")
+    ] = False,
     html: Annotated[
         Path | None, typer.Option(help="Write an HTML report with plots to this file.", show_default=False)
     ] = None,
@@ -58,6 +61,8 @@ def plan(
 
     chosen = _ranks(ranks, trace)
     wanted = load_job(job)
+    if share_gpus:
+        wanted = wanted.with_shared_gpus()
     if wanted.serve:
         options: dict[str, object] = {"--instances": instances, "--gpus": gpus, "--by": by, "--deadline": deadline}
         options |= {"--budget": budget, "--html": html, "--trace": trace}
@@ -113,6 +118,8 @@ def _plan(job: Job, instances: str, gpus: str, by: str, deadline: str, budget: s
     if by not in ("", "time", "cost", "gpus"):
         near = did_you_mean(by, ("time", "cost", "gpus"))
         raise PlanError(f"--by {by!r} is not allowed; choose time, cost or gpus{near}")
+    if instances and job.run.share_gpus:
+        raise PlanError("--instances searches clusters, and share_gpus is for this machine; remove one of them")
     if not instances:
         options = (("--gpus", gpus), ("--by", by), ("--deadline", deadline), ("--budget", budget))
         options_given = [name for name, value in options if value]

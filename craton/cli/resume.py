@@ -21,6 +21,9 @@ def resume(
         str | None,
         typer.Option(help="Scheduler: local, slurm or kubernetes \\[default: as before].", show_default=False),
     ] = None,
+    share_gpus: Annotated[
+        bool, typer.Option("--share-gpus", help="Let nodes of this machine share its GPUs \\[default: as before].")
+    ] = False,
     stop_at: Annotated[
         str | None, typer.Option(help="Stop with a checkpoint after this step, e.g. 120 or 60%.", show_default=False)
     ] = None,
@@ -35,7 +38,7 @@ def resume(
 
     console = make_console(as_json)
     view = StartView(console, yes=yes, as_json=as_json)
-    handle = Run(run).resume(cluster=cluster, steps=steps, on=on, stop_at=stop_at, watch=view)
+    handle = Run(run).resume(cluster=cluster, steps=steps, on=on, share_gpus=share_gpus, stop_at=stop_at, watch=view)
     if not view.has_planned:
         console.print(
             f"{handle.name} was held by the scheduler and is now released; it starts once its nodes are allocated"

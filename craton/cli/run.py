@@ -34,6 +34,9 @@ def run(
         str | None,
         typer.Option(help="Scheduler: local, slurm or kubernetes \\[default: the cluster's].", show_default=False),
     ] = None,
+    share_gpus: Annotated[
+        bool, typer.Option("--share-gpus", help="Let nodes of this machine share its GPUs, if it has fewer than nodes.")
+    ] = False,
     name: Annotated[
         str | None, typer.Option(help="Name of the run \\[default: the job's].", show_default=False)
     ] = None,
@@ -66,11 +69,13 @@ def run(
     console = make_console(as_json)
     if dry_run:
         with progress("planning") as report:
-            start = api.preview(job, name, on=on, chaos=chaos or (), stop_at=stop_at, progress=report)
+            start = api.preview(
+                job, name, on=on, share_gpus=share_gpus, chaos=chaos or (), stop_at=stop_at, progress=report
+            )
         print_draft(start.draft, start.run.path, as_json)
         return
     view = StartView(console, yes=yes, as_json=as_json)
-    handle = api.run(job, name, on=on, chaos=chaos or (), stop_at=stop_at, watch=view)
+    handle = api.run(job, name, on=on, share_gpus=share_gpus, chaos=chaos or (), stop_at=stop_at, watch=view)
     if view.draft.job.run.copies > 1:
         print_array(view.runs, console, as_json)
         return
@@ -161,6 +166,7 @@ def follow(run: Run, draft: Draft, console: Console, *, detach: bool, as_json: b
     from craton.cli.views.outcome import exit_code, outcome_json, print_outcome
     from craton.orchestration import read_submission
     from craton.orchestration.draft import code_summary
+    from craton.orchestration.preflight import sharing_found
 
     name = run.name
     if not as_json:
@@ -169,6 +175,8 @@ def follow(run: Run, draft: Draft, console: Console, *, detach: bool, as_json: b
             print_field(console, draft.on, f"job {submitted}")
         if code := code_summary(run.directory):
             print_field(console, "code", code)
+        if draft.launch.nodes_per_gpu > 1:
+            print_field(console, "pre-flight", sharing_found(run.directory, draft.launch.nodes[0]))
     if detach:
         if as_json:
             print(json.dumps(outcome_json(run.directory, run.summary())))
@@ -204,6 +212,8 @@ def print_plan(draft: Draft, console: Console, begin: SavedStep | None = None) -
         console.print(Text(draft.note, style="yellow"))
     for text in draft.launch.chaos:
         console.print(Text(f"CHAOS: {text}", style="bold red"))
+    if draft.launch.nodes_per_gpu > 1:
+        print_field(console, "sharing", _sharing(draft))
     if serving is not None:
         print_serving(serving, console, job.run.copies)
     if job.kind in TRAINING_KINDS and (warning := job.checkpoint.end_only_warning):
@@ -361,6 +371,15 @@ def _ranks(draft: Draft) -> str:
     threads = f"{launch.threads_per_rank} thread{'s' if launch.threads_per_rank > 1 else ''} each"
     beside = f" and {spares} spare{'s' if spares > 1 else ''}" if spares else ""
     return f"{ranks if draft.num_ranks > 1 else '1 rank'} on {nodes if count > 1 else '1 node'}{beside}, {threads}"
+
+
+def _sharing(draft: Draft) -> str:
+    """Return how the ranks share GPUs, also for a job without a plan."""
+    from craton.planning.report import sharing_text
+
+    if draft.plan is not None:
+        return sharing_text(draft.plan.cluster)
+    return f"{draft.launch.nodes_per_gpu} nodes share each GPU; communication is a socket on loopback"
 
 
 def _way_back(job: Job) -> str:

@@ -30,12 +30,15 @@ def validate(
 
 
 def _num_gpus(job: Job) -> int:
-    """Return the number of GPUs: one rank per local node, without measuring this machine; else from the catalog."""
-    from craton.infrastructure import CatalogError, resolve_cluster
+    """Return the number of GPUs: one rank per local node, without measuring this machine; else from the catalog.
+    Nodes that share GPUs need one here, with enough memory for their ranks."""
+    from craton.infrastructure import CatalogError, nodes_per_gpu, resolve_cluster, visible_accelerators
 
-    if job.cluster.is_local:
-        return job.cluster.num_nodes
     try:
+        if job.run.share_gpus:
+            nodes_per_gpu(visible_accelerators(), job.cluster.num_nodes)
+        if job.cluster.is_local:
+            return job.cluster.num_nodes
         cluster = resolve_cluster(job.cluster, job.price)
         return cluster.instance.num_gpus if job.serve else cluster.num_gpus
     except CatalogError as error:

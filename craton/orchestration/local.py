@@ -164,10 +164,17 @@ def kill_agents(run: RunDirectory) -> list[AgentProcess]:
 
 
 def check_machine(launch: Launch) -> None:
-    """Refuse a launch that needs more GPUs than this machine has."""
-    needed = len(launch.nodes) * launch.node_gpus  # a spare has its own
+    """Refuse a launch that needs more GPUs than this machine has, or more parts of them."""
     there = len(visible_accelerators()) if launch.gpus else 0
-    if launch.gpus and there < needed:
+    parts = there * launch.nodes_per_gpu
+    if launch.nodes_per_gpu > 1 and parts < launch.working_nodes:
+        raise StartError(
+            f"{launch.nodes_per_gpu} nodes share each GPU of this run, so {counted(there, 'GPU')} of this machine have "
+            f"room for {parts} nodes, not {launch.working_nodes}; `craton stop` it, then `craton resume` it with "
+            f"--cluster 'local x {launch.working_nodes}'"
+        )
+    needed = len(launch.nodes) * launch.node_gpus  # a spare has its own
+    if launch.gpus and launch.nodes_per_gpu == 1 and there < needed:
         spares = len(launch.nodes) - launch.working_nodes
         advice = "recover: {spares: 0}" if spares and there >= launch.world_size else "cluster: local x 1"
         raise StartError(
@@ -177,12 +184,17 @@ def check_machine(launch: Launch) -> None:
 
 
 def with_cards(launch: Launch) -> Launch:
-    """Divide this machine's GPUs among its nodes: each sees only its own, as on separate machines. Existing assignments
-    stay."""
+    """Divide this machine's GPUs among its nodes: each sees only its own, as on separate machines, or the one that it
+    shares. A spare shares the GPU of a node that it would replace. Existing assignments stay."""
     if not launch.gpus or len(launch.nodes) == 1:
         return launch
     count, there = launch.node_gpus, [card.uuid for card in visible_accelerators()]
-    cards = {node: ",".join(there[number * count : (number + 1) * count]) for number, node in enumerate(launch.nodes)}
+    if launch.nodes_per_gpu > 1:
+        cards = {node: there[number // launch.nodes_per_gpu % len(there)] for number, node in enumerate(launch.nodes)}
+    else:
+        cards = {
+            node: ",".join(there[number * count : (number + 1) * count]) for number, node in enumerate(launch.nodes)
+        }
     return replace(launch, cards={**cards, **launch.cards})
 
 

@@ -141,6 +141,8 @@ def common_environment(run: RunDirectory, launch: Launch, node: str) -> dict[str
         "OMP_NUM_THREADS": str(launch.threads_per_rank),
         **waiting_policy({**os.environ, **launch.env}),
         **({} if is_set else {RECORDING_VARIABLES[0]: str(run.recording_prefix)}),
+        # Also with InfiniBand or EFA: ranks that share a GPU talk over loopback, which the interface variables choose.
+        **({"NCCL_NET": "Socket"} if launch.nodes_per_gpu > 1 else {}),
         **launch.env,
         **({"CUDA_VISIBLE_DEVICES": launch.cards[node]} if node in launch.cards else {}),
         **({"CUDA_VISIBLE_DEVICES": ""} if launch.hides_gpus else {}),
@@ -159,13 +161,16 @@ def waiting_policy(environment: Mapping[str, str]) -> dict[str, str]:
 def rank_environment(launch: Launch, generation: Generation, node: str, rank: int) -> dict[str, str]:
     """Return the variables that differ between ranks, with torchrun's names."""
     host, _, port = generation.store.rpartition(":")
+    local_rank = rank - generation.ranks_of(node).start
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(generation.world),
-        "LOCAL_RANK": str(rank - generation.ranks_of(node).start),
+        "LOCAL_RANK": str(local_rank),
         "MASTER_ADDR": host or launch.master_address,
         "MASTER_PORT": port or str(launch.master_port),
         "CRATON_GENERATION": str(generation.number),
+        # NCCL refuses two ranks of one host on one GPU; with an ID each, it takes every rank for a host of its own.
+        **({"NCCL_HOSTID": f"{node}-{local_rank}"} if launch.nodes_per_gpu > 1 else {}),
     }
 
 

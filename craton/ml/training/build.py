@@ -101,7 +101,7 @@ def build(
     objective = objective_of(job)
     device = place.device
     if device.type == "cuda":
-        torch.cuda.set_device(device)
+        use_gpu(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if place.world > 1 and order is not None:
         connect(order, backend, run_secret(run))
@@ -142,6 +142,13 @@ def build(
         meter=Meter(recorder, ranks, schedule.steps, job.global_batch_tokens, prediction),
         directory=run,
     )
+
+
+def use_gpu(device: torch.device) -> None:
+    """Make this GPU the default; on one that ranks share, bound this rank's tensors to its part of the memory."""
+    torch.cuda.set_device(device)
+    if fraction := os.environ.get("CRATON_GPU_MEMORY_FRACTION"):
+        torch.cuda.set_per_process_memory_fraction(float(fraction), device)
 
 
 def peer_setup(job: Job, order: Order | None) -> PeerSetup | None:

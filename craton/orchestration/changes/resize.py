@@ -61,7 +61,8 @@ def draft_resize(run: RunDirectory, num_nodes: int) -> Resize:
         check_within_cluster(job, num_nodes)
     else:
         check_within_allocation(run, launch, job, num_nodes)
-    cluster = resolve_cluster(job.cluster, job.price) if job.model_shape is not None else None
+    share_gpus = job.run.share_gpus
+    cluster = resolve_cluster(job.cluster, job.price, share_gpus=share_gpus) if job.model_shape is not None else None
     job = with_fitting_layout(job, num_nodes * launch.ranks_per_node)
     try:
         size = plan_size(job, num_nodes, launch.ranks_per_node, cluster)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from craton.job import Job
+from craton.job import Job, sharing_problem
 from craton.nearest import did_you_mean
 from craton.orchestration.errors import StartError
 
@@ -21,7 +21,7 @@ def backend_name(job: Job, on: str | None) -> str:
 
 
 def check_backend(job: Job, backend: str) -> None:
-    """Refuse kinds that no backend runs yet, and clusters larger than this machine on `local`."""
+    """Refuse kinds that no backend runs yet, clusters larger than the machine on `local`, and GPUs shared elsewhere."""
     if job.kind not in KINDS:
         raise StartError(f"{job.where('kind')}kind {job.kind} cannot be run yet; {', '.join(KINDS)} can")
     if backend == "local" and not job.cluster.is_local and job.cluster.num_nodes > 1:
@@ -29,3 +29,5 @@ def check_backend(job: Job, backend: str) -> None:
             f"{job.where('cluster')}{job.cluster} is more than this machine has; run it on a cluster with `--on slurm` "
             "or `--on kubernetes`, run it here in small with e.g. `cluster: local x 2`, or plan it with `craton plan`"
         )
+    if job.run.share_gpus and (problem := sharing_problem(job.kind, job.cluster, backend)):
+        raise StartError(f"{job.where('run', 'share_gpus')}{problem}")

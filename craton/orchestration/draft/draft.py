@@ -15,7 +15,7 @@ from pathlib import Path
 
 from craton.agent import Launch, launch_text
 from craton.formatting import counted
-from craton.infrastructure import resolve_cluster, visible_accelerators
+from craton.infrastructure import CatalogError, memory_fraction, nodes_per_gpu, resolve_cluster, visible_accelerators
 from craton.job import TRAINING_KINDS, FaultError, Job, dump_job
 from craton.job.sections import faults_of
 from craton.limits import cpu_quota
@@ -33,6 +33,8 @@ from craton.planning.serving import ServePlan
 IMAGE_PYTHON = "python3"  # the interpreter's name in images
 JOB_FOLDER = "CRATON_JOB_FOLDER"  # environment variable of the ranks: folder of the user's own functions
 END_SECONDS = 15.0  # from the last response of a draining server to the end of its ranks
+MEMORY_FRACTION = "CRATON_GPU_MEMORY_FRACTION"  # likewise: of a GPU's memory, the part that a rank's tensors may take
+JAX_MEMORY_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # the same for JAX
 COPY = "CRATON_COPY"  # likewise: the number of this copy in a job with run.copies
 STOP_AT = "CRATON_STOP_AT"  # likewise: the step after which the loop saves, sets the STOP marker and ends
 
@@ -157,7 +159,8 @@ def launch_of(
     backend: str = "local",
 ) -> Launch:
     """Build the launch: nodes, ranks and their command."""
-    num_nodes, gpus_per_node, gpus = ranks_of(job, plan, backend)
+    sharers, sharing = sharing_of(job)
+    num_nodes, gpus_per_node, gpus = ranks_of(job, plan, backend, sharers)
     ranks_per_node = processes_of(job, gpus_per_node)
     spares = 0 if job.serve else job.spares
     return Launch(
@@ -165,7 +168,7 @@ def launch_of(
         nodes=[f"node-{number}" for number in range(num_nodes + spares)],
         ranks_per_node=ranks_per_node,
         command=rank_command(job, run, python_of(job, backend)),
-        env={**command_environment(job, gpus_per_node if gpus else 0), **environment},
+        env={**command_environment(job, gpus_per_node if gpus else 0), **sharing, **environment},
         master_address="127.0.0.1",
         master_port=port,
         threads_per_rank=threads_of(job, plan, num_nodes, max(ranks_per_node, gpus_per_node), backend),
@@ -181,6 +184,7 @@ def launch_of(
         spare_seconds=job.recover.spare_wait,
         give_up_seconds=job.recover.give_up,
         agent_command=agent_command(run) if backend == "local" else [],  # elsewhere the node restarts it
+        nodes_per_gpu=sharers,
         dollars_per_day=daily_price(job, plan, num_nodes + spares),
         **command_fields(job, run, num_nodes, gpus_per_node),
     )
@@ -237,7 +241,9 @@ def tier_names(job: Job) -> list[str]:
     return [*([] if job.checkpoint.peer == "off" else ["peer"]), *(tier.to for tier in job.checkpoint.places)]
 
 
-def ranks_of(job: Job, plan: Plan | ServePlan | None, backend: str = "local") -> tuple[int, int, bool]:
+def ranks_of(
+    job: Job, plan: Plan | ServePlan | None, backend: str = "local", sharers: int = 1
+) -> tuple[int, int, bool]:
     """Return (nodes, ranks per node, whether they have GPUs): one rank per GPU, or one per node without GPUs; for a
     server its tensor-parallel ranks."""
     if isinstance(plan, ServePlan):
@@ -246,15 +252,34 @@ def ranks_of(job: Job, plan: Plan | ServePlan | None, backend: str = "local") ->
         gpus = gres_gpus(job.run.gres) if backend == "slurm" else 0
         return job.cluster.num_nodes, max(1, gpus), gpus > 0
     if plan is None and job.cluster.is_local:  # without a plan there is no need to measure this machine
+        if sharers > 1:
+            return job.cluster.num_nodes, 1, True
         cards, num_nodes = len(visible_accelerators()), job.cluster.num_nodes
         if cards % num_nodes:
+            sharing = "share GPUs with `run: {share_gpus: true}` or --share-gpus, " if num_nodes > cards else ""
             raise StartError(
                 f"{job.where('cluster')}local x {num_nodes} cannot divide {counted(cards, 'GPU')} evenly; write "
-                "local x 1, or set CUDA_VISIBLE_DEVICES= to use the CPU"
+                f"local x 1, {sharing}or set CUDA_VISIBLE_DEVICES= to use the CPU"
             )
         return num_nodes, max(1, cards // num_nodes), cards > 0
     cluster = plan.cluster if plan else resolve_cluster(job.cluster, job.price)
     return cluster.num_nodes, cluster.instance.num_gpus, cluster.instance.gpu.generation != "cpu"
+
+
+def sharing_of(job: Job) -> tuple[int, dict[str, str]]:
+    """Return how many nodes share each GPU of this machine (1: none), and the variables that bound the memory of their
+    ranks. A command may use JAX, which would take three quarters of a GPU for each."""
+    if not job.run.share_gpus:
+        return 1, {}
+    cards = visible_accelerators()
+    try:
+        sharers = nodes_per_gpu(cards, job.cluster.num_nodes)
+        if sharers == 1:
+            return 1, {}
+        fraction = f"{memory_fraction(cards, sharers * processes_of(job, 1)):.4f}"
+    except CatalogError as error:
+        raise StartError(f"{job.where('cluster')}cluster: {error}") from None
+    return sharers, {MEMORY_FRACTION: fraction, **({JAX_MEMORY_FRACTION: fraction} if job.command else {})}
 
 
 def threads_of(job: Job, plan: Plan | ServePlan | None, num_nodes: int, ranks_per_node: int, backend: str) -> int:

@@ -156,4 +156,5 @@ def _relief(job: Job, job_plan: Plan) -> list[str]:
         if job_plan.layout.recompute != "full":
             relief.append("layout: {recompute: full}")
         relief.append("a shorter data.sequence")
-    return [*relief, "a smaller model", "more or larger machines"]
+    sharers = job_plan.cluster.instance.nodes_per_gpu
+    return [*relief, "a smaller model", "fewer ranks on each GPU" if sharers > 1 else "more or larger machines"]

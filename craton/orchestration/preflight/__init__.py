@@ -13,5 +13,6 @@ if TYPE_CHECKING:
     from craton.orchestration.preflight.node_check import MEASURED_BYTES, Diagnosis, diagnose, preflight
     from craton.orchestration.preflight.selftest import COMPUTE_SECONDS, SECRET_VARIABLE, bandwidth_command
     from craton.orchestration.preflight.several_nodes import GANG_CHECKS, check_bandwidth, check_compute
+    from craton.orchestration.preflight.sharing import sharing_found
 else:
     __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

@@ -17,6 +17,7 @@ from craton.orchestration.errors import StartError
 from craton.orchestration.preflight.finding import Expected, PreflightFinding, for_job
 from craton.orchestration.preflight.host import check_group, check_limits, check_processors, check_shared_memory
 from craton.orchestration.preflight.node_check import expected_by, followed, judge, record_preflight
+from craton.orchestration.preflight.sharing import check_sharing
 from craton.telemetry import RunDirectory
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -34,8 +35,9 @@ def check_local(
     place = root or NodeRoot(files_only=not launch.gpus)
     begin = time.monotonic()
     report = probe_node(place)
+    sharing = check_sharing(launch, {**place.environment, **launch.env})
     for node in launch.nodes if nodes is None else nodes:
-        node_findings = _of_node(report, job, launch, node, place) if launch.gpus else _by_files(report)
+        node_findings = _of_node(report, job, launch, node, place, sharing) if launch.gpus else _by_files(report)
         findings = [replace(finding, node=node) for finding in node_findings]
         record_preflight(run, launch.generation, node, findings, time.monotonic() - begin)
         failed = [finding for finding in findings if finding.severity == "fail"]
@@ -59,12 +61,14 @@ def used_cards(report: NodeReport, visible: str) -> NodeReport:
     return replace(report, gpus=replace(report.gpus, cards=used), kernel_log=replace(report.kernel_log, xids=xids))
 
 
-def _of_node(report: NodeReport, job: Job, launch: Launch, node: str, root: NodeRoot) -> list[PreflightFinding]:
+def _of_node(
+    report: NodeReport, job: Job, launch: Launch, node: str, root: NodeRoot, sharing: list[PreflightFinding]
+) -> list[PreflightFinding]:
     environment = {**root.environment, **launch.env}
     visible = launch.cards.get(node, environment.get(VISIBLE, ""))
     # All nodes are on this machine: nothing goes over a network.
     expected = replace(followed(expected_by(job, launch), root, report), needs_network=False)
-    findings = judge(used_cards(report, visible), expected, environment)
+    findings = [*judge(used_cards(report, visible), expected, environment), *sharing]
     return for_job(findings, job)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from craton.agent.processes import free_port
 from craton.job import Job
+from craton.orchestration.backend import read_submission
 from craton.orchestration.backends import backend_of
 from craton.orchestration.draft import Draft, Progress, draft_run, named_job, stop_step, with_chaos
 from craton.orchestration.start.checks import check_name_is_free, check_places
@@ -52,6 +53,7 @@ def draft_start(
     name: str | None = None,
     *,
     on: str | None = None,
+    share_gpus: bool = False,
     chaos: Sequence[str] = (),
     stop_at: str | int | None = None,
     root: Path | None = None,
@@ -59,7 +61,7 @@ def draft_start(
     is_dry: bool = False,
 ) -> RunStart:
     """Resolve a job, choose its backend, check it, plan it and draft its processes. `is_dry`: its name may be taken."""
-    wanted = with_chaos(named_job(job, name), chaos)
+    wanted = with_chaos(named_job(job.with_shared_gpus(on) if share_gpus else job, name), chaos)
     folder = root if root is not None else root_of(wanted, on)
     if not is_dry:
         for place in (folder,) if root is not None else dict.fromkeys((folder, runs_root())):
@@ -105,11 +107,14 @@ def draft_resumption(
     cluster: str | None = None,
     steps: int | None = None,
     on: str | None = None,
+    share_gpus: bool = False,
     stop_at: str | int | None = None,
     progress: Progress | None = None,
 ) -> RunStart:
     """Draft the next generation of a run, like a start."""
     job = resumed_job(run, cluster, steps)
+    if share_gpus:
+        job = job.with_shared_gpus(on or read_submission(run).on)
     draft = draft_resume(run, job, on=on, stop_at=stop_step(stop_at, job), progress=progress)
     return RunStart(draft, run, resumes=True)
 
