@@ -1,4 +1,4 @@
-"""How much of the time the threads of a rank wait in the kernel: for files and disks, or for memory.
+"""How much of the time the threads of a rank wait in the kernel, for files or memory, or are stopped by a signal.
 
 Linux keeps no account of it by default, so the agent looks at the threads a few times a second. A thread in an
 uninterruptible sleep (state D) waits for a disk, a network file system or a page of memory; the kernel function that it
@@ -30,7 +30,8 @@ class KernelWaits:
     def __init__(self, proc: Path = Path("/proc")) -> None:
         self._proc = proc
         self._pid = 0
-        self._looks: deque[tuple[float, bool, bool]] = deque()  # moment, waits for files, waits for memory
+        # Moment, waits for files, waits for memory, stopped by a signal.
+        self._looks: deque[tuple[float, bool, bool, bool]] = deque()
         self._tree: list[int] = []
         self._tree_at = 0.0
 
@@ -45,19 +46,30 @@ class KernelWaits:
             self._tree, self._tree_at = process_tree(pid, self._proc), now
         channels = self._asleep()
         memory = [channel for channel in channels if _MEMORY.search(channel)]
-        self._looks.append((now, len(memory) < len(channels), bool(memory)))
+        self._looks.append((now, len(memory) < len(channels), bool(memory), self._is_stopped(pid)))
         while now - self._looks[0][0] > WINDOW_SECONDS:
             self._looks.popleft()
 
     @property
     def file_share(self) -> float:
         """The share of the looks in which a thread waited for a file or a disk."""
-        return self._share([files for _, files, _ in self._looks])
+        return self._share([files for _, files, _, _ in self._looks])
 
     @property
     def memory_share(self) -> float:
         """The share of the looks in which a thread waited for memory."""
-        return self._share([memory for _, _, memory in self._looks])
+        return self._share([memory for _, _, memory, _ in self._looks])
+
+    @property
+    def stopped_share(self) -> float:
+        """The share of the looks in which a signal had stopped it."""
+        return self._share([stopped for _, _, _, stopped in self._looks])
+
+    def _is_stopped(self, pid: int) -> bool:
+        try:
+            return _state(self._proc / f"{pid}") == "T"
+        except (OSError, IndexError):
+            return False
 
     @staticmethod
     def _share(looks: list[bool]) -> float:
@@ -73,12 +85,17 @@ class KernelWaits:
         channels = []
         for task in tasks[:MAX_THREADS]:
             with contextlib.suppress(OSError, IndexError):
-                if (task / "stat").read_text(errors="replace").rpartition(")")[2].split()[0] != "D":
+                if _state(task) != "D":
                     continue
                 channel = _channel(task)
                 if not _OTHER.search(channel):
                     channels.append(channel)
         return channels
+
+
+def _state(task: Path) -> str:
+    """Return the state of a process or thread, by the kernel. OSError, IndexError if it has ended."""
+    return (task / "stat").read_text(errors="replace").rpartition(")")[2].split()[0]
 
 
 def _channel(task: Path) -> str:

@@ -91,6 +91,7 @@ class ResourceReader:
             wanted_cpus=round(max(0, ran + waited) / seconds / 1e9, 2) if seconds > 0 else 0.0,
             file_wait_share=self._waits.file_share,
             memory_wait_share=self._waits.memory_share,
+            stopped_share=self._waits.stopped_share,
             refaults_per_second=round(max(0, counters.refaults - first.refaults) / seconds, 1) if seconds else 0.0,
         )
 

@@ -333,6 +333,7 @@ def _recording(recorder: Recorder, run: RunDirectory) -> Callable[[Stats, Latenc
             serve_preemptions=stats.preemptions,
             serve_ended=stats.ended,
             serve_aborted=stats.aborted,
+            serve_failed=stats.failed,
             **({"serve_prefix_hit_share": stats.prefix_hits / stats.prefix_queries} if stats.prefix_queries else {}),
             **_latency_metrics(latencies),
         )

@@ -149,6 +149,7 @@ class Stats:
     accepted: int = 0
     ended: int = 0  # requests, each copy
     aborted: int = 0  # of these: given up by their clients, or by an administrator
+    failed: int = 0  # of these: ended with an error
     steps: int = 0
     step_tokens: int = 0  # tokens of all steps
     steps_by_tokens: tuple[int, ...] = ()  # steps per bucket of STEP_BOUNDS; the last: larger ones

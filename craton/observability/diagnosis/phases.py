@@ -123,7 +123,7 @@ def find_slowness(snapshot: Snapshot, before: Collection[str] = ()) -> list[Slow
     faster to count as well again."""
     ranks = measured_ranks(snapshot)
     if not ranks:
-        return []
+        return _slowness_of_command(snapshot, before)
     on_processors = is_on_processors(snapshot)
     now = _typical(ranks, lambda rank: rank.recent, snapshot.run.collective_seconds)
     result = []
@@ -143,6 +143,24 @@ def find_slowness(snapshot: Snapshot, before: Collection[str] = ()) -> list[Slow
         if now["step"] > limit and not is_usual:
             result += _owned(now, {phase: value or 0.0 for phase, value in plan.items()}, "plan")
     return result
+
+
+def _slowness_of_command(snapshot: Snapshot, before: Collection[str]) -> list[Slowness]:
+    """Return steps of a command that take longer than before. Its phases are not known, and what it calls a step may
+    vary: only a large change counts."""
+    few = threshold("few_steps")
+    ranks = [
+        rank
+        for rank in snapshot.ranks
+        if rank.num_recent >= few and rank.num_earlier >= few and {"step"} <= rank.recent.keys() & rank.earlier.keys()
+    ]
+    if snapshot.run.kind != "command" or not ranks:
+        return []
+    now = statistics.median(rank.recent["step"] for rank in ranks)
+    past = statistics.median(rank.earlier["step"] for rank in ranks)
+    if now <= past * _ratio("slower_ratio_command", "earlier" in before):
+        return []
+    return [Slowness(now, past, "earlier", "", now, past)]
 
 
 def is_crowded(snapshot: Snapshot) -> bool:

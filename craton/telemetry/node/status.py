@@ -36,6 +36,7 @@ class ProcessResources:
     wanted_cpus: float = 0.0  # that its threads ran on or waited for, in the last seconds
     file_wait_share: float = 0.0  # of the last seconds: a thread slept in the kernel for a file or a disk
     memory_wait_share: float = 0.0  # the same for memory
+    stopped_share: float = 0.0  # the same: a signal had stopped it
     refaults_per_second: float = 0.0  # pages of files that its memory limit had forced out and that it needed again
 
 
@@ -175,5 +176,6 @@ def _resources(document: dict[str, Any]) -> ProcessResources:
         wanted_cpus=float(document.get("wanted_cpus", 0.0)),
         file_wait_share=float(document.get("file_wait_share", 0.0)),
         memory_wait_share=float(document.get("memory_wait_share", 0.0)),
+        stopped_share=float(document.get("stopped_share", 0.0)),
         refaults_per_second=float(document.get("refaults_per_second", 0.0)),
     )

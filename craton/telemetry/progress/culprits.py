@@ -13,6 +13,7 @@ EARLY_SECONDS, EARLY_STEPS = 1.0, 0.25  # a rank that stopped this much before t
 def find_culprits(ranks: Sequence[RankActivity]) -> list[RankActivity]:
     """Return the ranks that the others wait for, the oldest first; empty if none stands out."""
     ranks = [rank for rank in ranks if not rank.is_silent]
+    ranks = [rank for rank in ranks if rank.kind != "waiting"] or ranks  # for the next generation
     if len(ranks) < 2:
         return list(ranks)
     chosen = (

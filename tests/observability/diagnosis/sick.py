@@ -62,6 +62,9 @@ TRAINING = TrainingFacts(
     is_new=True,
     tokens_per_expert=1e5,
 )
+SLEEPS = ProcessResources(cpus=4, file_wait_share=1.0)
+PACE: dict[str, Any] = {"recent": {"step": 2.1}, "num_recent": 20, "earlier": {"step": 0.1}, "num_earlier": 16}
+NO_PACE: dict[str, Any] = {"recent": {}, "num_recent": 0, "earlier": {}, "num_earlier": 0}
 LIMIT = {"memory_limit_bytes": 2 << 30}
 FUNCTION = replace(TRAINING, source="mine.data:rows", has_files=False)
 
@@ -170,6 +173,9 @@ def scheduler_cases() -> Iterator[Case]:
     ):
         ended = with_scheduler(healthy(4), condition="ended", reason=word, outcome="failed")
         yield Case(word, reason, "dead", with_run(ended, state="failed", message=f"its job ended: {word}"), "", None)
+    left = with_scheduler(healthy(4), condition="ended", reason="FAILED")
+    text = "saved and stopped\nleaving for Slurm: the time limit is near, or another job takes the nodes"
+    yield Case("time limit ahead", "time_limit", "stopped", with_run(left, state="stopped", message=text), "", None)
     ended = with_scheduler(healthy(4), condition="ended", reason="CANCELLED")
     yield Case("scancel", "cancelled", "stopped", with_run(ended, state="stopped", message="SIGTERM"), "", None)
     halted = with_scheduler(healthy(4), is_suspended=True, reason="SUSPENDED", sentence="Slurm has suspended job 7")
@@ -279,6 +285,18 @@ def framework_cases() -> Iterator[Case]:
     yield Case("stands", "rank_hung", "hung", hung(healthy(4), {RANK: "productive"}))
     silent = with_run(with_ranks(healthy(3, 1), mute), kind="command")
     yield Case("a rank that skips", "rank_hung", "hung", silent, "node-1", 1)
+    slower = with_ranks(
+        silent, lambda rank: replace(rank, progress_age_seconds=0.0, **(NO_PACE if rank.rank else PACE))
+    )
+    yield Case("a slow lookup", "command_slow", "slow", slower, "", None)
+    half = with_rank(slower, 0, is_alive=False, exit_code=0, ended_at=MOMENT - 37.0)
+    half = with_rank(half, 2, is_alive=False, exit_code=0, ended_at=MOMENT - 37.0)
+    yield Case("a thread that stays", "command_lingers", "hung", half, "node-1", 1)
+    holds = with_rank(hung(healthy(4), {RANK: "data"}), RANK, wait_channels=("do_epoll_wait", "locks_lock_inode_wait"))
+    yield Case("a lock", "file_locked", "hung", holds)
+    yield Case("bad weights", "requests_failing", "wrong", serving(waiting=0, num_ended=60, num_failed=59), "", None)
+    loads = with_ranks(serving(waiting=0, running=0, is_loading=True), lambda rank: replace(rank, resources=SLEEPS))
+    yield Case("slow weights", "storage_slow", "starting", loads, "node-0", None)
     unknown = with_ranks(silent, lambda rank: replace(rank, last_line=""))
     yield Case("a command without a sign", "collective_stuck", "hung", unknown, "", None)
     slow = hung(healthy(4), {rank.rank: "start" for rank in healthy(4).ranks}, seconds=40.0)
@@ -345,6 +363,7 @@ def training_cases() -> Iterator[Case]:
     warms = steady(learning_rate=[1e-9 * number for number in range(40)])
     warms = with_run(replace(warms, training=replace(TRAINING, warmup_steps=3_000_000)), steps=4_000_000)
     yield case("warm-up in tokens", "warmup_too_long", warms)
+    yield case("dead units", "plateau", steady(loss=[6.9 - 0.01 * step for step in range(60)] + [6.238325119] * 40))
     yield case("no minus", "loss_unbounded", steady(loss=[5.0 - 0.02 * number * number / 10 for number in range(200)]))
     moe = steady(idle_expert_share=[0.6] * 40, expert_load_ratio=[9.0] * 40)
     yield case("experts", "dead_experts", moe)
@@ -464,6 +483,7 @@ def host_cases() -> Iterator[Case]:
         ("quota", "cpu_throttled", {"quota_cpus": 0.5, "throttled_share": 0.9}),
         ("affinity", "cpu_affinity", {"cpus": 12, "waited_share": 0.5}),
         ("priority", "cpu_priority_low", {"niceness": 19, "waited_share": 0.6}),
+        ("cpulimit", "rank_paused", {"stopped_share": 0.6}),
         ("thread pool", "too_many_threads", {"wanted_cpus": 400.0, "waited_share": 0.7}),
         ("no page cache", "memory_limit_reached", {**LIMIT, "file_wait_share": 0.8, "refaults_per_second": 900.0}),
         ("reclaim", "memory_limit_reached", {**LIMIT, "memory_wait_share": 0.5}),

@@ -74,6 +74,8 @@ QUOTED = (
     "ulimit -",
     "ip -s link",
     "scontrol resume",
+    "lslocks",
+    "py-spy",
 )
 
 

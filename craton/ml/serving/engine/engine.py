@@ -94,7 +94,7 @@ class Engine:
         self._rates = rates or Rates()
         self._seeds = random.Random()
         self._drafts = self._drafted = self._accepted = 0
-        self._num_ended = self._num_aborted = 0
+        self._num_ended = self._num_aborted = self._num_failed = 0
 
     # -- requests -------------------------------------------------------------------------------------------------
 
@@ -295,6 +295,7 @@ class Engine:
             accepted=self._accepted,
             ended=self._num_ended,
             aborted=self._num_aborted,
+            failed=self._num_failed,
             steps=self._rates.steps,
             step_tokens=self._rates.step_tokens,
             steps_by_tokens=tuple(self._rates.steps_by_tokens),
@@ -424,6 +425,7 @@ class Engine:
         sequence.finish = finish
         self._num_ended += 1
         self._num_aborted += finish == "abort"
+        self._num_failed += finish == "error"
         self.scheduler.finish(sequence)
         copies = self._sequences[sequence.id]
         copies.remove(sequence)

@@ -246,9 +246,9 @@ def read_serving(run: RunDirectory, nodes: Sequence[str], now: float) -> Serving
     newest = samples[-1][1]
     before = [line for at, line in samples if at <= now - ENDED_SECONDS]
     first = before[-1] if before else samples[0][1]
-    ended, aborted = (
+    ended, aborted, failed = (
         int(max(0.0, (number(newest.get(name)) or 0.0) - (number(first.get(name)) or 0.0)))
-        for name in ("serve_ended", "serve_aborted")
+        for name in ("serve_ended", "serve_aborted", "serve_failed")
     )
     roofline, usual = _rooflines(samples, now)
     return Serving(
@@ -257,6 +257,7 @@ def read_serving(run: RunDirectory, nodes: Sequence[str], now: float) -> Serving
         least_waiting=least,
         num_ended=ended,
         num_aborted=aborted,
+        num_failed=failed,
         roofline=roofline,
         usual_roofline=usual,
     )

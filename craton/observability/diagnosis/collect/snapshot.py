@@ -7,6 +7,7 @@ PyTorch's flight recorders are read if present. What cannot be observed becomes 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
@@ -218,7 +219,10 @@ def _serving(
     """Return the records of a server, completed by its metrics; a note if these cannot be read. Only a server on this
     machine can be called silent: from another one a firewall looks the same."""
     recorded = read_serving(run, facts.nodes, moment)
-    if not asks or recorded is None:  # nothing to diagnose before its first request
+    if asks and recorded is None and is_here and facts.state == "running":  # before its first request
+        with contextlib.suppress(CratonError):
+            return Serving(is_loading=not ServerWatch(server_of(run)).is_ready()), ""
+    if not asks or recorded is None:
         return recorded, ""
     try:
         answer = ServerWatch(server_of(run)).look()

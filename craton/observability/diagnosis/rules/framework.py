@@ -9,13 +9,21 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from craton.formatting import counted, percent, whole_duration
-from craton.observability.diagnosis.rules.findings import WAITS_FOR_FILES, WAITS_FOR_MEMORY, finding, named
+from craton.observability.diagnosis.rules.findings import (
+    WAITS_FOR_FILES,
+    WAITS_FOR_LOCK,
+    WAITS_FOR_MEMORY,
+    finding,
+    named,
+)
 from craton.observability.diagnosis.snapshot import LogMatch, Snapshot, SnapshotRank
 from craton.observability.diagnosis.symptoms import odd_by_output
 from craton.observability.diagnosis.tables import log_pattern, threshold
 from craton.observability.diagnosis.verdict import (
     ABANDONED,
+    FAILING,
     IDLE,
+    LINGERS,
     OVERLOAD,
     RESTARTS,
     SILENT,
@@ -54,7 +62,8 @@ def examine_framework(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
         *_starts(snapshot, symptoms),
         *_slow(snapshot, symptoms),
         *_overload(snapshot, symptoms),
-        *_abandoned(symptoms),
+        *_requests(symptoms),
+        *_lingers(snapshot, symptoms),
     ]
 
 
@@ -229,6 +238,8 @@ def _hangs(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
         text = "the front end of the server does not answer, although its processes are alive"
         findings += finding(symptoms, "server_silent", text, ("hung",), base=0.95)
     for symptom in symptoms.of("hung"):
+        if symptom.sign == LINGERS:
+            continue
         culprits = [rank for number in symptom.ranks if (rank := snapshot.rank(number)) is not None]
         culprits = [rank for rank in culprits if not rank.is_stopped]
         if not symptom.ranks and snapshot.ranks and all(rank.is_waiting for rank in snapshot.ranks):
@@ -237,6 +248,7 @@ def _hangs(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
         elif not symptom.ranks and snapshot.run.kind == "command" and len(snapshot.ranks) > 1:
             text = f"the {len(snapshot.ranks)} processes of the command report no steps and use no CPU"
             findings += finding(symptoms, "collective_stuck", text, ("hung",), base=0.7)
+        findings += _locked(snapshot, symptoms)
         if not culprits:
             continue
         first = culprits[0]
@@ -274,6 +286,18 @@ def _hangs(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
             base=base,
         )
     return findings
+
+
+def _locked(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
+    """Blame a lock on a file for which ranks wait in the kernel: another process holds it."""
+    waiting = [rank for rank in snapshot.ranks if any(WAITS_FOR_LOCK.search(channel) for channel in rank.wait_channels)]
+    if not waiting:
+        return []
+    is_one = len(waiting) == 1 and len(snapshot.ranks) > 1
+    where = f" in {waiting[0].frame}" if waiting[0].frame else ""
+    text = f"{_them(waiting)} {_are(waiting)} waiting for a lock on a file that another process holds{where}"
+    node, rank = (waiting[0].node, waiting[0].rank) if is_one else ("", None)
+    return finding(symptoms, "file_locked", text, ("hung",), node=node, rank=rank, base=1.0)
 
 
 def _starts(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
@@ -348,7 +372,12 @@ def _slow(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
                 symptoms, "evaluation_dominates", message, ("slow",), evidence=symptom.evidence, phases=("evaluate",)
             )
             continue
-        if symptom.phase not in SLOW_PHASES and not (symptom.ranks and symptom.phase not in ("data", "checkpoint")):
+        is_of_command = snapshot.run.kind == "command" and not symptom.phase
+        if (
+            symptom.phase not in SLOW_PHASES
+            and not is_of_command
+            and not (symptom.ranks and symptom.phase not in ("data", "checkpoint"))
+        ):
             continue
         if symptom.ranks:
             one_rank = symptom.ranks[0] if len(symptom.ranks) == 1 else None
@@ -365,6 +394,10 @@ def _slow(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
                 base=0.9,
                 phases=(symptom.phase,),
             )
+            continue
+        if is_of_command:
+            message = "every step of the command takes longer than before, and no resource of its processes explains it"
+            findings += finding(symptoms, "command_slow", message, ("slow",), evidence=symptom.evidence, base=0.9)
             continue
         cause = "slower_than_plan" if symptom.since_start else SLOW_PHASES[symptom.phase]
         message = f"every rank takes longer in {symptom.phase}" + (
@@ -384,20 +417,38 @@ def _straggles(symptom: Symptom) -> str:
     return f"{who} {where} {takes} longer in {symptom.phase} than the others, for no observed reason"
 
 
-def _abandoned(symptoms: Symptoms) -> list[Finding]:
-    return [
-        item
-        for symptom in symptoms.signed(ABANDONED)
-        for item in finding(
-            symptoms,
-            "requests_abandoned",
-            "clients give up before their answers end",
-            ("slow",),
-            evidence=symptom.evidence,
-            base=1.05,
-            phases=("queue",),
+def _requests(symptoms: Symptoms) -> list[Finding]:
+    """Explain requests that clients give up, or that end with errors."""
+    findings: list[Finding] = []
+    for symptom in symptoms.signed(ABANDONED):
+        text = "clients give up before their answers end"
+        findings += finding(
+            symptoms, "requests_abandoned", text, ("slow",), evidence=symptom.evidence, base=1.05, phases=("queue",)
         )
-    ]
+    for symptom in symptoms.signed(FAILING):
+        text = "most requests end with an error of the engine"
+        findings += finding(symptoms, "requests_failing", text, ("wrong",), evidence=symptom.evidence, base=1.05)
+    return findings
+
+
+def _lingers(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
+    findings: list[Finding] = []
+    for symptom in symptoms.signed(LINGERS):
+        left = [rank for number in symptom.ranks if (rank := snapshot.rank(number)) is not None]
+        text = (
+            f"{_them(left)} {_are(left)} alive and {'uses' if len(left) == 1 else 'use'} no CPU; the others have ended"
+        )
+        findings += finding(
+            symptoms,
+            "command_lingers",
+            text,
+            ("hung",),
+            evidence=symptom.evidence,
+            node=left[0].node if len(symptom.nodes) == 1 else "",
+            rank=left[0].rank if len(left) == 1 else None,
+            base=1.05,
+        )
+    return findings
 
 
 def _overload(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:

@@ -12,7 +12,7 @@ from craton.formatting import counted, memory, percent
 from craton.observability.diagnosis.rules.findings import finding, named
 from craton.observability.diagnosis.snapshot import Snapshot, SnapshotRank
 from craton.observability.diagnosis.tables import threshold
-from craton.observability.diagnosis.verdict import Finding, Symptoms
+from craton.observability.diagnosis.verdict import Condition, Finding, Symptoms
 from craton.telemetry.node import ProcessResources
 
 
@@ -21,6 +21,7 @@ def examine_resources(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
     if not ranks:
         return []
     return [
+        *_paused(ranks, symptoms),
         *_throttled(ranks, snapshot, symptoms),
         *_few_cpus(ranks, symptoms),
         *_low_priority(ranks, symptoms),
@@ -38,6 +39,15 @@ READING = ("data", "checkpoint", "compute")  # a custom source or model may read
 RankResources = Sequence[tuple[SnapshotRank, ProcessResources]]
 
 
+def _paused(ranks: RankResources, symptoms: Symptoms) -> list[Finding]:
+    hit = [(rank, resources) for rank, resources in ranks if resources.stopped_share > threshold("stopped_share")]
+    if not hit:
+        return []
+    worst = max(resources.stopped_share for _, resources in hit)
+    message = f"signals stop {_who(hit)} again and again: it was stopped in {percent(worst)} of the looks at it"
+    return _findings(hit, ranks, symptoms, "rank_paused", message, 1.1)
+
+
 def _throttled(ranks: RankResources, snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
     hit = [
         (rank, resources) for rank, resources in ranks if resources.throttled_share > threshold("cpu_throttled_share")
@@ -51,7 +61,7 @@ def _throttled(ranks: RankResources, snapshot: Snapshot, symptoms: Symptoms) -> 
         "(throttling by the kernel)"
     )
     is_risk = snapshot.run.is_accelerated is False and worst.throttled_share > threshold("cpu_throttled_risk")
-    return _findings(hit, ranks, symptoms, "cpu_throttled", message, 1.05, is_risk=is_risk)
+    return _findings(hit, ranks, symptoms, "cpu_throttled", message, 1.05, is_risk=is_risk, explains=("slow", "hung"))
 
 
 def _few_cpus(ranks: RankResources, symptoms: Symptoms) -> list[Finding]:
@@ -169,7 +179,7 @@ def _waits_for_memory(ranks: RankResources, symptoms: Symptoms) -> list[Finding]
         )
     else:
         message += ", and its threads wait while the kernel frees pages"
-    return _findings(hit, ranks, symptoms, "memory_limit_reached", message, 1.1)
+    return _findings(hit, ranks, symptoms, "memory_limit_reached", message, 1.1, explains=("slow", "hung"))
 
 
 def _waits_for_files(ranks: RankResources, symptoms: Symptoms) -> list[Finding]:
@@ -182,7 +192,7 @@ def _waits_for_files(ranks: RankResources, symptoms: Symptoms) -> list[Finding]:
         return []
     worst = max(resources.file_wait_share for _, resources in hit)
     message = f"threads of {_who(hit)} sleep in the kernel for a file or disk {percent(worst)} of the time"
-    return _findings(hit, ranks, symptoms, "storage_slow", message, 0.97, phases=READING)
+    return _findings(hit, ranks, symptoms, "storage_slow", message, 0.97, phases=READING, explains=("slow", "starting"))
 
 
 def _findings(
@@ -194,6 +204,7 @@ def _findings(
     base: float,
     is_risk: bool = False,
     phases: tuple[str, ...] = (),
+    explains: tuple[Condition, ...] = ("slow",),
 ) -> list[Finding]:
     nodes = list(dict.fromkeys(rank.node for rank, _ in hit))
     are_all = len(hit) == len(ranks)
@@ -201,7 +212,7 @@ def _findings(
         symptoms,
         cause,
         message,
-        ("slow", "hung") if cause in ("cpu_throttled", "memory_limit_reached") else ("slow",),
+        explains,
         node=nodes[0] if len(nodes) == 1 and not (are_all and _num_nodes(ranks) > 1) else "",
         rank=hit[0][0].rank if len(hit) == 1 and len(ranks) > 1 else None,
         base=base,

@@ -48,6 +48,8 @@ def examine_scheduler(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
         reason = next((ours for words, ours in WORDS if words.search(f"{scheduler.reason} {scheduler.sentence}")), None)
         if reason is not None:
             kills.append(SchedulerKill(reason, text=scheduler.reason or scheduler.sentence))
+    if symptoms.signed(CANCELLED) and not kills:
+        kills.append(SchedulerKill("time_limit", text=snapshot.run.message.splitlines()[-1]))
     ends: tuple[Condition, ...] = ("dead", "hung", *(("stopped",) if symptoms.signed(CANCELLED) else ()))
     for kill in kills:
         if kill.reason == "node_fail" and not kill.node:

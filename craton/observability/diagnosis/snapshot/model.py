@@ -314,6 +314,8 @@ class Serving:
     is_silent: bool = False  # it does not answer HTTP requests
     num_ended: int = 0  # requests that ended in the last half minute
     num_aborted: int = 0  # of these: their clients gave up
+    num_failed: int = 0  # of these: ended with an error
+    is_loading: bool = False  # it is not ready for requests yet
     roofline: float | None = None  # planned over measured time of its steps, in the last seconds
     usual_roofline: float | None = None  # the same before
 

@@ -6,7 +6,7 @@ from craton.formatting import whole_duration
 from craton.observability.diagnosis.snapshot import Snapshot, SnapshotRank
 from craton.observability.diagnosis.symptoms.naming import nodes_of, odd_by_output, progress_age
 from craton.observability.diagnosis.tables import threshold
-from craton.observability.diagnosis.verdict import IDLE, SILENT, Symptom
+from craton.observability.diagnosis.verdict import IDLE, LINGERS, SILENT, Symptom
 from craton.telemetry.progress import (
     FIRST_SECONDS,
     STUCK_STAYS,
@@ -22,10 +22,27 @@ def find_hang(snapshot: Snapshot) -> Symptom | None:
     if snapshot.serving is not None and snapshot.serving.is_silent:
         text = "does not answer HTTP requests"
         return Symptom("hung", text, (text,), lost_share=1.0, sign=SILENT)
+    if left := _lingering(snapshot):
+        return left
     if not _activities(snapshot):
         return _silent(snapshot)
     progress = progress_of(snapshot)
     return _hang(snapshot, progress) if progress.is_stuck else None
+
+
+def _lingering(snapshot: Snapshot) -> Symptom | None:
+    """Return ranks of a command that neither end nor work, long after others have ended with 0."""
+    ended = [rank for rank in snapshot.ranks if rank.is_alive is False and rank.exit_code == 0]
+    left = [rank for rank in snapshot.ranks if rank.is_alive is not False]
+    idle = [rank.resources.idle_seconds if rank.resources is not None else 0.0 for rank in left]
+    last = max((rank.ended_at or 0.0 for rank in ended), default=0.0)
+    seconds = min([snapshot.moment - last, *idle])
+    if snapshot.run.kind != "command" or not ended or not left or seconds < threshold("lingers_seconds"):
+        return None
+    numbers = tuple(rank.rank for rank in left)
+    ago = whole_duration(snapshot.moment - last)
+    text = f"does not end: {len(ended)} of its {len(snapshot.ranks)} ranks ended {ago} ago"
+    return Symptom("hung", text, (text,), numbers, nodes_of(left), lost_share=1.0, sign=LINGERS)
 
 
 def progress_of(snapshot: Snapshot) -> Progress:

@@ -28,6 +28,7 @@ LONG_POINTS = 20  # a rise of fewer recorded steps is a spike
 HIGH_POINTS, HIGH_RATIO = 10, 3.0  # a larger rise is a divergence after fewer steps
 MIN_RISE = 0.2  # nats of cross entropy
 EXPLODED = 3.0  # times ln(vocabulary) or the lowest loss, in the first steps
+CONSTANT_LOSSES = 20  # equal losses in a row
 UNBOUNDED = 3.0  # times the first losses, below 0
 JUMPED = 5.0  # times the range of all losses before, within a step
 HUGE_RISE = 10.0  # of a user's loss, relative to its level and range before
@@ -76,6 +77,7 @@ def find_loss_trouble(snapshot: Snapshot) -> Symptom | None:
         or _stays_high(points, scale)
         or _above_guessing(points, scale)
         or _spikes(points, scale)
+        or _is_constant(snapshot, points)
         or _learns_nothing(snapshot, points, scale)
     )
 
@@ -204,6 +206,16 @@ def _spikes(points: Points, scale: LossScale) -> Symptom | None:
     text = f"has a loss spike from {before:.3g} to {newest:.3g}"
     evidence = (f"the spike began at step {since}", _latest(points))
     return Symptom("wrong", text, evidence, lost_share=0.0, sign="loss_spike")
+
+
+def _is_constant(snapshot: Snapshot, points: Points) -> Symptom | None:
+    """Return a training whose loss is the same to the last digit: what it computes does not depend on its data."""
+    newest = [value for _, value in points[-CONSTANT_LOSSES:]]
+    is_exact = snapshot.training is not None and bool(newest) and f"{newest[0]:.5g}" != repr(newest[0])
+    if len(newest) < CONSTANT_LOSSES or len(set(newest)) > 1 or not is_exact:
+        return None
+    text = f"learns nothing: its loss has been exactly {newest[0]:.6g} in each of the last {len(newest)} recorded steps"
+    return Symptom("wrong", text, (_latest(points),), lost_share=1.0, sign="plateau")
 
 
 def _learns_nothing(snapshot: Snapshot, points: Points, scale: LossScale) -> Symptom | None:

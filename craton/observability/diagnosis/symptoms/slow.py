@@ -40,11 +40,10 @@ def find_slow(snapshot: Snapshot) -> list[Symptom]:
             against += f", expected range {duration_range(low, high)}" if low and high else ""
         text = f"takes {duration(element.step_seconds)} per step ({duration(element.reference_seconds)} {against})"
         grown = "largest increase" if element.is_first else "also longer"
-        evidence = (
-            text,
-            f"{grown}: {element.phase}, {duration(element.phase_seconds)} "
-            f"({duration(element.phase_reference)} {since})",
-        )
+        evidence: tuple[str, ...] = (text,)
+        if element.phase:
+            before = f"({duration(element.phase_reference)} {since})"
+            evidence += (f"{grown}: {element.phase}, {duration(element.phase_seconds)} {before}",)
         is_old = element.against == "plan" and not any(other.against == "earlier" for other in slowness)
         symptoms.append(Symptom("slow", text, evidence, phase=element.phase, lost_share=rest, since_start=is_old))
     symptoms = [replace(symptom, since=began) for symptom in symptoms]

@@ -34,6 +34,8 @@ def symptoms_of(snapshot: Snapshot) -> Symptoms:
         return Symptoms((silent,))
     note = progress_of(snapshot).sentence
     noted = (note,) if note else ()
+    if snapshot.serving is not None and snapshot.serving.is_loading:
+        return Symptoms((Symptom("starting", "loads its model and is not ready for requests", noted),))
     if snapshot.run.state == "starting":
         return Symptoms((Symptom("starting", f"waits: {note}" if note else "", noted),))
     back = [rank for rank in snapshot.ranks if rank.kind in COMING_BACK]

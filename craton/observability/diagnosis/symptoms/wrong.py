@@ -22,7 +22,7 @@ from craton.observability.diagnosis.symptoms.losses import (
 )
 from craton.observability.diagnosis.symptoms.naming import nodes_of
 from craton.observability.diagnosis.tables import threshold
-from craton.observability.diagnosis.verdict import Symptom
+from craton.observability.diagnosis.verdict import FAILING, Symptom
 
 
 def find_wrong(snapshot: Snapshot) -> list[Symptom]:
@@ -42,6 +42,12 @@ def find_wrong(snapshot: Snapshot) -> list[Symptom]:
                 sign="odd_rank",
             )
         )
+    serving = snapshot.serving
+    if serving is not None and serving.num_failed > max(
+        threshold("failed_requests"), threshold("failed_share") * serving.num_ended
+    ):
+        text = f"fails {serving.num_failed} of the last {serving.num_ended} requests"
+        result.append(Symptom("wrong", text, (text,), lost_share=serving.num_failed / serving.num_ended, sign=FAILING))
     bad = find_not_a_number(snapshot)
     if bad is not None:
         return [*result, bad]
