@@ -41,6 +41,7 @@ from craton.telemetry.node import PeerTraffic, RankStatus
 from craton.telemetry.progress import NOTED_SECONDS, RankActivity, stuck_after
 from craton.telemetry.rank import FORGET_SHARE, STEADY, RankPage, monotonic_of
 
+LOOKED_RANKS = 8  # at a time, for what they wait
 PLANNED_SECONDS = 1000.0  # without progress, while entering a planned generation; the coordinator's limit is lower
 FORK_SERVER_SECONDS = 120.0  # imports from a cold file system are slow
 MAX_STARTS = 3  # of one slot in one generation, without entering it
@@ -75,6 +76,7 @@ class NodeProcesses:
         self._plan_step_seconds = self._planned_step()
         self._stacks = StackTaker(run, records.event)
         self._connections = None if is_loopback(host) else ConnectionReader()
+        self._looked = 0  # ranks, in turn
         self._noteworthy: list[tuple[int, bool, str]] = []  # of the last look at its ranks
         self._save_seconds = 0.0  # longest recent save, with its writes in the background
         if not launch.nursery and next_number(run) > launch.generation:  # an earlier agent was killed
@@ -465,8 +467,11 @@ class NodeProcesses:
         """Take the stacks of ranks that make no progress. Return whether readers should know at once: a signal has
         stopped or continued a rank, or a stack shows where one waits."""
         ranks = [self._stuck(place, process, now) for _, place, process in self._running()]
-        for _, place, process in self._running():
+        running = self._running()
+        for number in range(min(LOOKED_RANKS, len(running))):  # of many ranks some at a time
+            _, place, process = running[(self._looked + number) % len(running)]
             place.resources.look(process.pid, now)
+        self._looked += LOOKED_RANKS
         self._stacks.look(ranks, now)
         noteworthy = [(rank.process.pid, rank.is_stopped, rank.stack.frame) for rank in ranks]
         is_new, self._noteworthy = noteworthy != self._noteworthy, noteworthy

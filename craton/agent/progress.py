@@ -210,6 +210,7 @@ class _Course:
     at: float = 0.0  # the newest step
     step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=USUAL_OF))
     intervals: deque[float] = field(default_factory=lambda: deque(maxlen=USUAL_OF))
+    is_estimated: bool = False  # these are upper limits
     num_lines: int = 0
     last_line: str = ""
     was_read: bool = False
@@ -284,10 +285,16 @@ class CommandProgress:
         if not stepping:
             return
         last, moment = int(stepping[-1].values["step"]), stepping[-1].moment
-        if course.step is None and len(stepping) > 1:  # seen late, all at once: the start counts too
-            course.step_seconds.append((moment - course.began) / len(stepping))
+        first = int(stepping[0].values["step"])
+        if course.step is None and last > first:  # seen late, all at once: an upper limit, for it contains the start
+            course.step_seconds.append((moment - course.began) / (last - first))
             course.intervals.append((moment - course.began) / len(stepping))
+            course.is_estimated = True
         elif course.step is not None and last > course.step and moment > course.at:
+            if course.is_estimated:
+                course.step_seconds.clear()
+                course.intervals.clear()
+                course.is_estimated = False
             course.step_seconds.append((moment - course.at) / (last - course.step))
             course.intervals.append((moment - course.at) / len(stepping))
 

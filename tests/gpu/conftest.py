@@ -12,6 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # as in tests/ml: these modules import Triton first, although they are skipped
+
 sys.path.insert(0, str(Path(__file__).parents[1] / "ml"))  # the gang
 sys.path.insert(0, str(Path(__file__).parents[1] / "ml" / "training"))  # trainings small enough for a test
 

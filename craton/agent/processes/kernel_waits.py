@@ -8,12 +8,11 @@ sleeps in (`wchan`, proc_pid_wchan(5)) tells which.
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 from collections import deque
 from pathlib import Path
 
-from craton.agent.processes.tree import process_tree
+from craton.agent.processes.tree import process_tree, threads_of
 
 LOOK_SECONDS = 0.3  # between two looks, at least
 WINDOW_SECONDS = 8.0
@@ -77,13 +76,8 @@ class KernelWaits:
 
     def _asleep(self) -> list[str]:
         """Return the kernel functions of the threads that sleep uninterruptibly; "" where it is not known."""
-        tasks: list[Path] = []
-        for process in self._tree:
-            with contextlib.suppress(OSError, ValueError):
-                folder = self._proc / f"{process}/task"
-                tasks += [folder / name for name in sorted(os.listdir(folder), key=int)]
         channels = []
-        for task in tasks[:MAX_THREADS]:
+        for task in threads_of(self._tree, self._proc)[:MAX_THREADS]:
             with contextlib.suppress(OSError, IndexError):
                 if _state(task) != "D":
                     continue

@@ -8,6 +8,7 @@ proc_pid_schedstat(5)), so that it is known for every node, wherever the diagnos
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from pathlib import Path
 
 from craton.agent.processes.cpuwait import run_and_wait_ns
 from craton.agent.processes.kernel_waits import KernelWaits
-from craton.agent.processes.tree import process_tree
+from craton.agent.processes.tree import process_tree, threads_of
 from craton.limits import UNLIMITED_BYTES, cgroup_folders, cgroup_quota, number_in, numbers_in
 from craton.telemetry.node import ProcessResources
 
@@ -27,16 +28,33 @@ IDLE_LOOK_SECONDS = 2.0  # between two looks at that: a process that waits wakes
 WANTED_SHARE = 0.3  # of a CPU: a process that asks for less is not held up by waiting for it
 READ_SECONDS = 1.5  # an agent with many ranks has other things to do
 RECLAIMABLE = ("inactive_file", "active_file", "slab_reclaimable")  # of memory.stat
+MIN_PERIODS = 10  # of a quota, in which a share means something: they count only while the cgroup runs
 TICKS = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True)
+class _Quota:
+    """The CPU quota of a cgroup, and how much of it was used up."""
+
+    cpus: float  # 0: none
+    periods: int
+    throttled: int  # periods in which it was used up
+    throttled_seconds: float  # on all CPUs together
+
+    @classmethod
+    def of(cls, folder: Path) -> _Quota:
+        numbers = numbers_in(folder / "cpu.stat")
+        seconds = numbers.get("throttled_usec", 0) / 1e6 + numbers.get("throttled_time", 0) / 1e9  # version 2, 1
+        periods, throttled = numbers.get("nr_periods", 0), numbers.get("nr_throttled", 0)
+        return cls(cgroup_quota(folder) or 0.0, periods, throttled, seconds)
 
 
 @dataclass(frozen=True)
 class _Counters:
     moment: float  # monotonic
-    ran_ns: int  # its threads, together
-    waited_ns: int  # the same, runnable without a CPU
+    threads: Mapping[Path, tuple[int, int]]  # nanoseconds that each ran, and was runnable without a CPU
     used_seconds: float  # of CPU time, with its children
-    quotas: Mapping[Path, tuple[int, int]]  # of cgroups: periods of the CPU quota, and those in which it was used up
+    quotas: Mapping[Path, _Quota]  # of cgroups
     refaults: int  # of its cgroups with a memory limit: pages of files that were dropped and needed again
 
 
@@ -72,7 +90,7 @@ class ResourceReader:
         first = self._seen[0] if self._seen else counters
         self._judge_idle(counters)
         self._seen.append(counters)
-        ran, waited = counters.ran_ns - first.ran_ns, counters.waited_ns - first.waited_ns
+        ran, waited = _ran_and_waited(first, counters)
         wants_cpu = ran + waited > WANTED_SHARE * 1e9 * (now - first.moment)
         seconds = now - first.moment
         memory_share, memory_limit = self._memory(pid)
@@ -81,9 +99,9 @@ class ResourceReader:
             node_cpus=os.cpu_count() or 0,
             quota_cpus=self._quota(pid),
             niceness=self._niceness(pid),
-            # Threads that ended take their times with them.
             waited_share=round(waited / (ran + waited), 3) if wants_cpu and ran >= 0 and waited > 0 else 0.0,
             throttled_share=round(_throttled_share(first, counters), 3),
+            throttled_time_share=round(_throttled_time_share(first, counters), 3),
             memory_share=round(memory_share, 3),
             memory_limit_bytes=memory_limit,
             memory_bytes=self._resident(pid),
@@ -106,16 +124,13 @@ class ResourceReader:
 
     def _counters(self, pid: int, now: float) -> _Counters:
         processes = process_tree(pid, self._root / "proc")
-        ran = waited = 0
-        for task in [task for process in processes for task in self._tasks(process)][:MAX_THREADS]:
+        threads = {}
+        for task in threads_of(processes, self._root / "proc")[:MAX_THREADS]:
             with contextlib.suppress(OSError, ValueError):
-                own_ran, own_waited = run_and_wait_ns(task)
-                ran, waited = ran + own_ran, waited + own_waited
-        quotas = {}
-        for folder in {folder for process in processes for folder in cgroup_folders("cpu", process, self._root)}:
-            numbers = numbers_in(folder / "cpu.stat")
-            quotas[folder] = (numbers.get("nr_periods", 0), numbers.get("nr_throttled", 0))
-        return _Counters(now, ran, waited, self._used(processes), quotas, self._refaults(pid))
+                threads[task] = run_and_wait_ns(task)
+        folders = {folder for process in processes for folder in cgroup_folders("cpu", process, self._root)}
+        quotas = {folder: _Quota.of(folder) for folder in folders}
+        return _Counters(now, threads, self._used(processes), quotas, self._refaults(pid))
 
     def _refaults(self, pid: int) -> int:
         """Return how many pages of files came back from disk after a memory limit had forced them out."""
@@ -135,12 +150,6 @@ class ResourceReader:
                 fields = text.rpartition(")")[2].split()
                 used += sum(map(int, fields[11:15])) / TICKS  # its own, and those of children that have ended
         return used
-
-    def _tasks(self, process: int) -> list[Path]:
-        with contextlib.suppress(OSError, ValueError):
-            folder = self._root / f"proc/{process}/task"
-            return [folder / name for name in sorted(os.listdir(folder), key=int)]
-        return []  # it has ended
 
     def _quota(self, pid: int) -> float:
         quotas = [cgroup_quota(folder) for folder in cgroup_folders("cpu", pid, self._root)]
@@ -173,14 +182,31 @@ class ResourceReader:
         return fullest
 
 
+def _ran_and_waited(before: _Counters, now: _Counters) -> tuple[int, int]:
+    """Return the nanoseconds of the threads that were there before: others bring the times of their whole lives."""
+    both = [(before.threads[task], times) for task, times in now.threads.items() if task in before.threads]
+    return sum(new[0] - old[0] for old, new in both), sum(new[1] - old[1] for old, new in both)
+
+
 def _throttled_share(before: _Counters, now: _Counters) -> float:
     """Return the share of throttled periods of the cgroup that is throttled most: of the rank, or of a child."""
-    shares = []
-    for folder, (periods, throttled) in now.quotas.items():
-        periods_before, throttled_before = before.quotas.get(folder, (periods, throttled))
-        if periods > periods_before and throttled > throttled_before:
-            shares.append((throttled - throttled_before) / (periods - periods_before))
+    shares = [
+        (quota.throttled - old.throttled) / (quota.periods - old.periods)
+        for folder, quota in now.quotas.items()
+        if (old := before.quotas.get(folder)) is not None and quota.periods - old.periods >= MIN_PERIODS
+    ]
     return max(shares, default=0.0)
+
+
+def _throttled_time_share(before: _Counters, now: _Counters) -> float:
+    """Return the share of the time that the quota takes from the CPUs of the cgroup that loses most."""
+    seconds = now.moment - before.moment
+    shares = [
+        (quota.throttled_seconds - old.throttled_seconds) / (seconds * max(1, math.ceil(quota.cpus)))
+        for folder, quota in now.quotas.items()
+        if (old := before.quotas.get(folder)) is not None and seconds > 0
+    ]
+    return min(1.0, max(shares, default=0.0))
 
 
 def _allowed_cpus(pid: int) -> int:

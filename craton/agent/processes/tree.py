@@ -1,8 +1,10 @@
-"""A process and the processes that it started."""
+"""A process, the processes that it started, and their threads."""
 
 from __future__ import annotations
 
 import contextlib
+import os
+from collections.abc import Sequence
 from pathlib import Path
 
 MAX_PROCESSES = 16  # of a tree: enough for the workers of a rank
@@ -16,3 +18,15 @@ def process_tree(pid: int, proc: Path = Path("/proc")) -> list[int]:
             children = (proc / f"{process}/task/{process}/children").read_text().split()
             processes += [int(child) for child in children[: MAX_PROCESSES - len(processes)]]
     return processes
+
+
+def threads_of(processes: Sequence[int], proc: Path = Path("/proc")) -> list[Path]:
+    """Return the folders of the threads of these processes: the first of each process before all others."""
+    firsts, others = [], []
+    for process in processes:
+        with contextlib.suppress(OSError, ValueError):  # it has ended
+            names = sorted(os.listdir(proc / f"{process}/task"), key=int)
+            folders = [proc / f"{process}/task/{name}" for name in names]
+            firsts += folders[:1]
+            others += folders[1:]
+    return [*firsts, *others]

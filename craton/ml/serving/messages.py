@@ -148,7 +148,7 @@ class Stats:
     drafted: int = 0  # draft tokens
     accepted: int = 0
     ended: int = 0  # requests, each copy
-    aborted: int = 0  # of these: given up by their clients, or by an administrator
+    aborted: int = 0  # of these: given up before their first token
     failed: int = 0  # of these: ended with an error
     steps: int = 0
     step_tokens: int = 0  # tokens of all steps

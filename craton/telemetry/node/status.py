@@ -29,6 +29,7 @@ class ProcessResources:
     niceness: int = 0
     waited_share: float = 0.0  # of the last seconds of its threads: runnable, without a CPU
     throttled_share: float = 0.0  # of the last periods of that quota: used up before their end
+    throttled_time_share: float = 0.0  # of the last seconds of its CPUs: taken by that quota
     memory_share: float = 0.0  # of the memory limit of its fullest cgroup, used and not reclaimable
     memory_limit_bytes: int = 0  # of that cgroup
     memory_bytes: int = 0  # resident, of this process
@@ -169,6 +170,7 @@ def _resources(document: dict[str, Any]) -> ProcessResources:
         niceness=int(document.get("niceness", 0)),
         waited_share=float(document.get("waited_share", 0.0)),
         throttled_share=float(document.get("throttled_share", 0.0)),
+        throttled_time_share=float(document.get("throttled_time_share", 0.0)),
         memory_share=float(document.get("memory_share", 0.0)),
         memory_limit_bytes=int(document.get("memory_limit_bytes", 0)),
         memory_bytes=int(document.get("memory_bytes", 0)),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 MIN_STUCK_SECONDS, STUCK_STEPS = 5.0, 10.0
 # A command that does not work any more is stuck long before the job's patience ends; it may sleep in its steps.
-IDLE_STUCK_SECONDS, IDLE_BEFORE_SECONDS = 12.0, 20.0
+IDLE_STUCK_SECONDS, IDLE_BEFORE_SECONDS = 25.0, 20.0
 STUCK_STAYS = 3.0  # multiples of the longest recent stay in a phase
 FIRST_STUCK_SECONDS, FIRST_STAYS = 10.0, 5.0  # the same before the first step has ended
 MIN_STOPPED_SECONDS, STOPPED_STEPS = 1.0, 3.0  # for a rank that a signal has stopped; tools stop ranks for a moment
@@ -62,7 +62,8 @@ class RankActivity:
     def is_idle(self) -> bool:
         """Whether its processes have used no CPU for long, and did so before: work that is not theirs never shows."""
         since_step = self.age_seconds + IDLE_BEFORE_SECONDS
-        return max(IDLE_STUCK_SECONDS, STUCK_STEPS * self.pace_seconds) <= self.idle_seconds <= since_step
+        least = max(IDLE_STUCK_SECONDS, STUCK_STEPS * self.pace_seconds)
+        return self.process_state != "D" and least <= self.idle_seconds <= since_step
 
 
 def stuck_after(rank: RankActivity, usual: Mapping[str, float], plan_step_seconds: float = 0.0) -> float:

@@ -62,7 +62,7 @@ TRAINING = TrainingFacts(
     is_new=True,
     tokens_per_expert=1e5,
 )
-SLEEPS = ProcessResources(cpus=4, file_wait_share=1.0)
+SLEEPS = ProcessResources(cpus=4, file_wait_share=1.0, idle_seconds=40.0)
 PACE: dict[str, Any] = {"recent": {"step": 2.1}, "num_recent": 20, "earlier": {"step": 0.1}, "num_earlier": 16}
 NO_PACE: dict[str, Any] = {"recent": {}, "num_recent": 0, "earlier": {}, "num_earlier": 0}
 LIMIT = {"memory_limit_bytes": 2 << 30}
@@ -485,7 +485,7 @@ def host_cases() -> Iterator[Case]:
         ("priority", "cpu_priority_low", {"niceness": 19, "waited_share": 0.6}),
         ("cpulimit", "rank_paused", {"stopped_share": 0.6}),
         ("thread pool", "too_many_threads", {"wanted_cpus": 400.0, "waited_share": 0.7}),
-        ("no page cache", "memory_limit_reached", {**LIMIT, "file_wait_share": 0.8, "refaults_per_second": 900.0}),
+        ("no page cache", "memory_limit_reached", {**LIMIT, "file_wait_share": 0.3, "refaults_per_second": 900.0}),
         ("reclaim", "memory_limit_reached", {**LIMIT, "memory_wait_share": 0.5}),
     ):
         yield Case(name, cause, "slow", with_resources(slow_victim(), **own))
@@ -494,7 +494,11 @@ def host_cases() -> Iterator[Case]:
     at_limit = with_rank(hung(healthy(4), {RANK: "data"}), RANK, wait_channels=("mem_cgroup_oom_synchronize",))
     yield Case("no OOM killer", "memory_limit_reached", "hung", at_limit)
     on_processors = with_run(healthy(1, 1), is_accelerated=False)
-    capped = with_rank(on_processors, 0, resources=ProcessResources(cpus=4, quota_cpus=0.1, throttled_share=0.95))
+    capped = with_rank(
+        on_processors,
+        0,
+        resources=ProcessResources(cpus=4, quota_cpus=0.1, throttled_share=0.95, throttled_time_share=0.9),
+    )
     yield Case("a quota from the start", "cpu_throttled", "slow", capped, "node-0", None)
     full = with_resources(healthy(4), memory_share=0.93, memory_limit_bytes=2 << 30)
     yield Case("memory limit", "memory_limit_near", "healthy", full)

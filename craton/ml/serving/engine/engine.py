@@ -424,7 +424,8 @@ class Engine:
     def _end(self, sequence: Sequence, finish: Finish) -> None:
         sequence.finish = finish
         self._num_ended += 1
-        self._num_aborted += finish == "abort"
+        # A request that ends at a stop string is aborted, too, when its text is complete.
+        self._num_aborted += finish == "abort" and len(sequence.tokens) <= sequence.prompt_length
         self._num_failed += finish == "error"
         self.scheduler.finish(sequence)
         copies = self._sequences[sequence.id]

@@ -24,6 +24,7 @@ RESTART_SECONDS = 3600.0  # how long a restart counts
 ENDED_SECONDS = 30.0  # over which the ends of a server's requests are counted
 SPEED_SECONDS, FEW_SAMPLES = 8.0, 6  # of a server's recent speed; fewer samples say nothing
 MAX_LOGS, LAST_BYTES = 64, 4096
+Samples = Sequence[tuple[float, Mapping[str, Any]]]  # lines of a server's records, with their moments
 MAX_EVENTS = 40
 ROUTINE = (
     "agent_started",
@@ -237,7 +238,8 @@ def _matches(path: Path, since: float, rank: int | None = None, node: str = "") 
 def read_serving(run: RunDirectory, nodes: Sequence[str], now: float) -> Serving | None:
     """Return the recorded queue, ends and speed of a server; None without records."""
     lines = [line for node in nodes for line in tail_lines(run.metrics_path(node), EVENT_BYTES)]
-    samples = sorted((at, line) for line in lines if (at := _served_at(line)) is not None)
+    served = [(at, line) for line in lines if (at := _served_at(line)) is not None]
+    samples = _of_last_start(sorted(served, key=lambda sample: sample[0]))
     if not samples:
         return None
     # The newest sample older than a minute gives the state when that minute began.
@@ -263,17 +265,29 @@ def read_serving(run: RunDirectory, nodes: Sequence[str], now: float) -> Serving
     )
 
 
+def _of_last_start(samples: Samples) -> Samples:
+    """Return the samples since the engine was last started: its counts begin at 0 again."""
+    ended = [number(line.get("serve_ended")) or 0.0 for _, line in samples]
+    first = next((index for index in range(len(ended) - 1, 0, -1) if ended[index] < ended[index - 1]), 0)
+    return samples[first:]
+
+
 def _served_at(line: Mapping[str, Any]) -> float | None:
     """Return the moment of a line of a server's records; None for another line."""
     is_whole = number(line.get("serve_running")) is not None and number(line.get("serve_waiting")) is not None
     return number(line.get("time")) if is_whole else None
 
 
-def _rooflines(samples: Sequence[tuple[float, Mapping[str, Any]]], now: float) -> tuple[float | None, float | None]:
-    """Return planned over measured time of a server's steps, recently and before; steps of all sizes compare so."""
-    known = [(at, share) for at, line in samples if (share := number(line.get("serve_roofline")))]
-    recent = [share for at, share in known if at > now - SPEED_SECONDS]
-    before = [share for at, share in known if at <= now - SPEED_SECONDS]
+def _rooflines(samples: Samples, now: float) -> tuple[float | None, float | None]:
+    """Return planned over measured time of a server's steps, recently and before. With less load than before it says
+    nothing: pauses between requests count as part of a step."""
+    known = [
+        (at, share, line["serve_running"]) for at, line in samples if (share := number(line.get("serve_roofline")))
+    ]
+    recent = [(share, running) for at, share, running in known if at > now - SPEED_SECONDS]
+    before = [(share, running) for at, share, running in known if at <= now - SPEED_SECONDS]
     if len(recent) < FEW_SAMPLES or len(before) < FEW_SAMPLES:
         return None, None
-    return max(recent), statistics.median(before)
+    if min(running for _, running in recent) < max(1, statistics.median(running for _, running in before)):
+        return None, None
+    return max(share for share, _ in recent), statistics.median(share for share, _ in before)

@@ -33,6 +33,7 @@ _PACKAGE = re.compile(r"No module named '?([\w.]+)|pip install ([\w.\[\]-]+)|lib
 _CONNECT = re.compile(
     r"connectFullMesh|[Cc]onnect(?:ing|ion)? (?:refused|timed out|failed)|timed out connecting|[Ff]ailed to connect"
 )
+_OPEN = re.compile(r"[Rr]ead error|[Ww]rite error|\bwritev?\b|\brecv|\bsend\b")  # the connection was there before
 _REMOTE = re.compile(r"remote=\[([\w.:]+)\]|connect(?:ing)? to \[?([\w.]+)\]?:\d+")
 _HOST = re.compile(r"host='([\w.-]+)'|https?://([\w.:-]+)|to host ([\w.-]+)|\('?([\w.-]+)'?, (\d+)\)")
 
@@ -78,7 +79,7 @@ def _broken_connections(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]
         return []
     if any((node.heartbeat_age_seconds or 0.0) > threshold("heartbeat_lost_seconds") for node in snapshot.nodes):
         return []
-    connects = [error for error in echoes if _CONNECT.search(error.message)]
+    connects = [error for error in echoes if _CONNECT.search(error.message) and not _OPEN.search(error.message)]
     if connects:
         node, rank = _unreachable_end(connects, snapshot)
         text = f"{_who(connects[0], snapshot)} could not connect to another rank, and no process or node failed"
@@ -92,7 +93,7 @@ def _broken_connections(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]
             node=node,
             rank=rank,
             first_hand=IN_LIBRARY,
-            detail=next(iter(_remote_addresses(connects[0])), ""),
+            detail=next(iter(_remote_addresses(connects[0])), "the others"),
         )
     text = "ranks lost their connections to each other, and no process or node failed"
     evidence = [text, echoes[0].message[:200]]

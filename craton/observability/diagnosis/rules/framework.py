@@ -245,8 +245,8 @@ def _hangs(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
         if not symptom.ranks and snapshot.ranks and all(rank.is_waiting for rank in snapshot.ranks):
             text = "all ranks wait for each other in a collective, and none is late"
             findings += finding(symptoms, "collective_stuck", text, ("hung",), base=0.95)
-        elif not symptom.ranks and snapshot.run.kind == "command" and len(snapshot.ranks) > 1:
-            text = f"the {len(snapshot.ranks)} processes of the command report no steps and use no CPU"
+        elif not symptom.ranks and snapshot.run.kind == "command" and len(snapshot.ranks) > 1 and not symptom.sign:
+            text = f"the {len(snapshot.ranks)} processes of the command report no steps"
             findings += finding(symptoms, "collective_stuck", text, ("hung",), base=0.7)
         findings += _locked(snapshot, symptoms)
         if not culprits:

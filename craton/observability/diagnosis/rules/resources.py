@@ -166,8 +166,7 @@ def _waits_for_memory(ranks: RankResources, symptoms: Symptoms) -> list[Finding]
     hit = [
         (rank, resources)
         for rank, resources in ranks
-        if resources.memory_limit_bytes
-        and (resources.memory_wait_share > limit or resources.refaults_per_second > threshold("refaults_per_second"))
+        if resources.memory_limit_bytes and (resources.memory_wait_share > limit or _reads_again(resources))
     ]
     if not hit:
         return []
@@ -182,6 +181,12 @@ def _waits_for_memory(ranks: RankResources, symptoms: Symptoms) -> list[Finding]
     return _findings(hit, ranks, symptoms, "memory_limit_reached", message, 1.1, explains=("slow", "hung"))
 
 
+def _reads_again(resources: ProcessResources) -> bool:
+    """Return whether a rank waits for pages that its memory limit had forced out."""
+    is_often = resources.refaults_per_second > threshold("refaults_per_second")
+    return is_often and resources.file_wait_share > threshold("refault_wait_share")
+
+
 def _waits_for_files(ranks: RankResources, symptoms: Symptoms) -> list[Finding]:
     """Blame storage where threads of ranks sleep in the kernel for a disk or a network file system."""
     hit = [(rank, resources) for rank, resources in ranks if resources.file_wait_share > threshold("file_wait_share")]
@@ -192,7 +197,10 @@ def _waits_for_files(ranks: RankResources, symptoms: Symptoms) -> list[Finding]:
         return []
     worst = max(resources.file_wait_share for _, resources in hit)
     message = f"threads of {_who(hit)} sleep in the kernel for a file or disk {percent(worst)} of the time"
-    return _findings(hit, ranks, symptoms, "storage_slow", message, 0.97, phases=READING, explains=("slow", "starting"))
+    # Every start reads files; one that does nothing else for long has a slow disk.
+    is_slow_start = min(resources.idle_seconds for _, resources in hit) > threshold("start_idle_seconds")
+    explains: tuple[Condition, ...] = ("slow", "starting") if is_slow_start else ("slow",)
+    return _findings(hit, ranks, symptoms, "storage_slow", message, 0.97, phases=READING, explains=explains)
 
 
 def _findings(

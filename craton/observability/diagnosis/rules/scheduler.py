@@ -49,7 +49,7 @@ def examine_scheduler(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
         if reason is not None:
             kills.append(SchedulerKill(reason, text=scheduler.reason or scheduler.sentence))
     if symptoms.signed(CANCELLED) and not kills:
-        kills.append(SchedulerKill("time_limit", text=snapshot.run.message.splitlines()[-1]))
+        kills.append(SchedulerKill("time_limit", text=next(iter(snapshot.run.message.splitlines()[-1:]), "")))
     ends: tuple[Condition, ...] = ("dead", "hung", *(("stopped",) if symptoms.signed(CANCELLED) else ()))
     for kill in kills:
         if kill.reason == "node_fail" and not kill.node:

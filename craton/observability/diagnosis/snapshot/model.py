@@ -313,7 +313,7 @@ class Serving:
     first_token_seconds: float | None = None  # median
     is_silent: bool = False  # it does not answer HTTP requests
     num_ended: int = 0  # requests that ended in the last half minute
-    num_aborted: int = 0  # of these: their clients gave up
+    num_aborted: int = 0  # of these: their clients gave up before the first token
     num_failed: int = 0  # of these: ended with an error
     is_loading: bool = False  # it is not ready for requests yet
     roofline: float | None = None  # planned over measured time of its steps, in the last seconds

@@ -32,12 +32,14 @@ def find_hang(snapshot: Snapshot) -> Symptom | None:
 
 def _lingering(snapshot: Snapshot) -> Symptom | None:
     """Return ranks of a command that neither end nor work, long after others have ended with 0."""
-    ended = [rank for rank in snapshot.ranks if rank.is_alive is False and rank.exit_code == 0]
+    ended = [rank for rank in snapshot.ranks if rank.is_alive is False and rank.exit_code == 0 and rank.ended_at]
     left = [rank for rank in snapshot.ranks if rank.is_alive is not False]
     idle = [rank.resources.idle_seconds if rank.resources is not None else 0.0 for rank in left]
     last = max((rank.ended_at or 0.0 for rank in ended), default=0.0)
     seconds = min([snapshot.moment - last, *idle])
     if snapshot.run.kind != "command" or not ended or not left or seconds < threshold("lingers_seconds"):
+        return None
+    if any(rank.step and progress_age(rank) < threshold("lingers_seconds") for rank in left):
         return None
     numbers = tuple(rank.rank for rank in left)
     ago = whole_duration(snapshot.moment - last)

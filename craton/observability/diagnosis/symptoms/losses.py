@@ -29,7 +29,7 @@ HIGH_POINTS, HIGH_RATIO = 10, 3.0  # a larger rise is a divergence after fewer s
 MIN_RISE = 0.2  # nats of cross entropy
 EXPLODED = 3.0  # times ln(vocabulary) or the lowest loss, in the first steps
 CONSTANT_LOSSES = 20  # equal losses in a row
-UNBOUNDED = 3.0  # times the first losses, below 0
+UNBOUNDED, ACCELERATED = 3.0, 1.5  # times the first losses, below 0; the fall of a part relative to the one before
 JUMPED = 5.0  # times the range of all losses before, within a step
 HUGE_RISE = 10.0  # of a user's loss, relative to its level and range before
 RECOVERED_SHARE = 0.5  # of the rise; a loss that came down by more is recovering
@@ -95,8 +95,8 @@ def _falls_without_end(points: Points) -> Symptom | None:
     )
     if newest >= 0.0 or -newest < UNBOUNDED * max(abs(start), 10.0 * _noise(losses[:third])):
         return None
-    if second - newest < max(0.0, first - second) or newest > statistics.median(losses[-third:]):
-        return None  # it levels off
+    if second - newest < ACCELERATED * max(0.0, first - second) or newest > statistics.median(losses[-third:]):
+        return None  # returns and densities may fall below 0 at a steady pace
     text = f"has a loss that falls without end: it began at {start:.3g} and is {newest:.3g}"
     return Symptom("wrong", text, (_latest(points),), lost_share=1.0, sign="loss_unbounded")
 
@@ -211,7 +211,7 @@ def _spikes(points: Points, scale: LossScale) -> Symptom | None:
 def _is_constant(snapshot: Snapshot, points: Points) -> Symptom | None:
     """Return a training whose loss is the same to the last digit: what it computes does not depend on its data."""
     newest = [value for _, value in points[-CONSTANT_LOSSES:]]
-    is_exact = snapshot.training is not None and bool(newest) and f"{newest[0]:.5g}" != repr(newest[0])
+    is_exact = snapshot.training is not None and bool(newest) and float(f"{newest[0]:.5g}") != newest[0]
     if len(newest) < CONSTANT_LOSSES or len(set(newest)) > 1 or not is_exact:
         return None
     text = f"learns nothing: its loss has been exactly {newest[0]:.6g} in each of the last {len(newest)} recorded steps"

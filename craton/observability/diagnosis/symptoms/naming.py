@@ -32,7 +32,8 @@ def odd_by_output(snapshot: Snapshot) -> list[SnapshotRank]:
     for rank in snapshot.ranks:
         by_line.setdefault(_NUMBERS.sub("#", rank.last_line), []).append(rank)
     usual = max(by_line.values(), key=len, default=[])
-    odd = [rank for rank in snapshot.ranks if rank not in usual and rank.last_line]
+    # A rank whose steps are read is not odd: in many commands it alone prints them.
+    odd = [rank for rank in snapshot.ranks if rank not in usual and rank.last_line and not rank.step]
     return odd if 0 < 3 * len(odd) <= len(snapshot.ranks) and usual[0].last_line else []
 
 

@@ -181,12 +181,12 @@ def _throttled(snapshot: Snapshot) -> list[Symptom]:
         for rank in snapshot.ranks
         if rank.is_alive is not False
         and rank.resources is not None
-        and rank.resources.throttled_share > threshold("cpu_throttled_slow")
+        and rank.resources.throttled_time_share > threshold("cpu_throttled_slow")
     ]
     if not hit or not is_on_processors(snapshot):
         return []
-    worst = max(rank.resources.throttled_share for rank in hit if rank.resources is not None)
-    text = f"waits for its CPU quota, which is used up in {percent(worst)} of its periods"
+    worst = max(rank.resources.throttled_time_share for rank in hit if rank.resources is not None)
+    text = f"waits for its CPU quota {percent(worst)} of the time"
     ranks = tuple(rank.rank for rank in hit) if len(hit) < len(snapshot.ranks) else ()
     return [Symptom("slow", text, (text,), ranks, nodes_of(hit) if ranks else (), phase="compute")]
 

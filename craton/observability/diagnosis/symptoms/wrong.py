@@ -43,8 +43,10 @@ def find_wrong(snapshot: Snapshot) -> list[Symptom]:
             )
         )
     serving = snapshot.serving
-    if serving is not None and serving.num_failed > max(
-        threshold("failed_requests"), threshold("failed_share") * serving.num_ended
+    if (
+        serving is not None
+        and serving.num_ended
+        and serving.num_failed > max(threshold("failed_requests"), threshold("failed_share") * serving.num_ended)
     ):
         text = f"fails {serving.num_failed} of the last {serving.num_ended} requests"
         result.append(Symptom("wrong", text, (text,), lost_share=serving.num_failed / serving.num_ended, sign=FAILING))
