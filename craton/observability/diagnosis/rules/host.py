@@ -283,7 +283,8 @@ def _others(node: SnapshotNode, host: SnapshotHost, symptoms: Symptoms) -> list[
         )
     if host.blocked_processes:
         message = f"processes on {node.name} stay in uninterruptible sleep (state D): {named(host.blocked_processes)}"
-        findings += finding(symptoms, "process_blocked", message, ("hung", "slow"), node=node.name, base=0.6)
+        # Of slow ranks it is known whether they sleep themselves; these may be processes of others.
+        findings += finding(symptoms, "process_blocked", message, ("hung",), node=node.name, base=0.6)
     offset = host.clock_offset_seconds
     if offset is not None and abs(offset) > threshold("clock_offset_seconds"):
         message = f"the clock of {node.name} is {offset:+.1f} s off"
