@@ -16,8 +16,9 @@ from craton.bench.why.faults import (
     chosen_faults,
     family_faults,
 )
-from craton.bench.why.faults.environment import PROGRAMS, Workshop, merged, missing
+from craton.bench.why.faults.environment import Workshop, merged, missing
 from craton.bench.why.faults.healthy import run_healthy
+from craton.bench.why.faults.injections import program_path
 from craton.bench.why.faults.rubric import judge, right_seconds, score
 from craton.bench.why.faults.running import environments
 from craton.bench.why.faults.watch import FaultRecord, Look, run_fault
@@ -89,7 +90,7 @@ def test_every_fault_names_answers_that_the_diagnosis_can_give() -> None:
         for pattern in (*expected.remedy, *expected.misleading):
             re.compile(pattern)
         if fault.job.program:
-            assert (PROGRAMS / f"{fault.job.program}.py").exists(), fault.name
+            assert program_path(fault.job.program).exists(), fault.name
 
 
 def test_at_most_six_faults_need_rights_that_this_machine_lacks() -> None:

@@ -23,11 +23,11 @@ import yaml
 
 from craton.agent.processes import free_port
 from craton.bench.why.faults.fault import JobRecipe
+from craton.bench.why.faults.injections import program_path
 from craton.bench.why.faults.running import RunningJob, environments
 from craton.bench.why.faults.slurm import LocalSlurm, slurm_missing
 from craton.telemetry import RunDirectory
 
-PROGRAMS = Path(__file__).parent / "programs"
 CRATON = (sys.executable, "-m", "craton")
 MARKER = "LIVE_FAULT_RUN"
 START_SECONDS = 240.0  # of `craton run` on a busy machine
@@ -42,13 +42,13 @@ TINY_TRAIN = {
     "learning_rate": 3e-3,
     "warmup_steps": 20,
 }
-# The tiny job of each kind, without name, cluster and environment.
 RANDOM: dict[str, Any] = {"initialize": "random", "precision": "fp32", "max_length": 2048}
 # 4 layers · 2 · 32 heads · 256 · 4 B = 256 KiB of KV cache per token: 1 GiB holds 4,096 tokens.
 WIDE_MODEL: dict[str, Any] = {
     **{"name": "wide", "layers": 4, "hidden": 64, "ffn_hidden": 64, "heads": 32, "head_dim": 256},
     **{"vocab": 512, "max_sequence": 2048},
 }
+# The tiny job of each kind, without name, cluster and environment.
 TINY: dict[str, dict[str, Any]] = {
     "pretrain": {
         "model": TINY_MODEL,
@@ -177,7 +177,7 @@ class Workshop:
     def _write_job(self, recipe: JobRecipe, job: RunningJob, document: Mapping[str, Any]) -> None:
         job.folder.mkdir()
         if recipe.program:
-            shutil.copy(PROGRAMS / f"{recipe.program}.py", job.folder)
+            shutil.copy(program_path(recipe.program), job.folder)
         for name, text in recipe.files.items():
             (job.folder / name).write_text(text)
         (job.folder / "job.yaml").write_text(yaml.safe_dump(dict(document), sort_keys=False))

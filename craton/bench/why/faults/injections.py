@@ -20,7 +20,7 @@ from craton.bench.why.faults.node_network import INTERFACE, dropping
 from craton.bench.why.faults.running import RunningJob
 
 CGROUP = Path("/sys/fs/cgroup")
-PROGRAMS = Path(__file__).parent / "programs"
+PROGRAMS = Path(__file__).parent / "programs"  # a folder for each set
 SPIN = (sys.executable, "-c", "while True: pass")
 CREATE_FILES = """\
 import itertools, pathlib, sys, time
@@ -37,6 +37,12 @@ REMOVE_SECONDS = 20.0
 
 
 # Processes and CPUs
+
+
+def program_path(name: str) -> Path:
+    """Return the file of a program, whose name is unique in all sets."""
+    (path,) = PROGRAMS.glob(f"*/{name}.py")
+    return path
 
 
 def hog(job: RunningJob, count: int, *before: str) -> None:
@@ -234,8 +240,8 @@ def reset_connections(job: RunningJob, node: int, port_of: int) -> None:
 
 
 def load(job: RunningJob, mode: str, *arguments: str) -> None:
-    """Send requests to a server, by a client of programs/server.py."""
-    job.spawn([sys.executable, str(PROGRAMS / "server.py"), job.url, mode, *arguments])
+    """Send requests to a server, by a client of the program server."""
+    job.spawn([sys.executable, str(program_path("server")), job.url, mode, *arguments])
 
 
 def child_with(job: RunningJob, words: Sequence[str]) -> int:

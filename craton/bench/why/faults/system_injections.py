@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from craton.bench.why.faults.injections import PROGRAMS, on_node
+from craton.bench.why.faults.injections import on_node, program_path
 from craton.bench.why.faults.node_network import BRIDGE, INTERFACE, NETWORK, PREFIX, address
 from craton.bench.why.faults.running import RunningJob
 
@@ -102,7 +102,7 @@ def upload(job: RunningJob, node: int, streams: int, rate: str) -> None:
     outside = f"{NETWORK}.254"
     in_switch(job, "ip", "addr", "add", f"{outside}/{PREFIX}", "dev", BRIDGE)
     on_node(job, node, "tc", "qdisc", "add", "dev", INTERFACE, "root", "tbf", "rate", rate, "burst", "64kb", *QUEUE)
-    program = str(PROGRAMS / "second_network.py")
+    program = str(program_path("second_network"))
     job.spawn(["ip", "netns", "exec", job.network, sys.executable, program, "sink", str(SINK_PORT)])
     enter = ["nsenter", "-t", str(job.agent_pid(f"node-{node}")), "-n"]
     job.spawn([*enter, sys.executable, program, "upload", outside, str(SINK_PORT), str(streams)])
@@ -155,8 +155,8 @@ def named(job: RunningJob, name: str) -> int:
 
 
 def client(job: RunningJob, mode: str, count: int) -> None:
-    """Send requests to a server, by a client of programs/second_server.py."""
-    job.spawn([sys.executable, str(PROGRAMS / "second_server.py"), job.url, mode, str(count)])
+    """Send requests to a server, by a client of the program second_server."""
+    job.spawn([sys.executable, str(program_path("second_server")), job.url, mode, str(count)])
 
 
 def _filter_port(job: RunningJob, node: int, program: Iterable[Instruction]) -> None:

@@ -6,10 +6,10 @@ import sys
 
 from craton.bench.why.faults.fault import ExpectedVerdict, JobRecipe, LiveFault
 from craton.bench.why.faults.injections import (
-    PROGRAMS,
     drop_route,
     limit_link,
     lose_packets,
+    program_path,
     reset_connections,
     take_link_down,
 )
@@ -45,7 +45,7 @@ def _slow_everywhere(job: RunningJob) -> None:
 
 def _delay(job: RunningJob) -> None:
     agents = [str(job.agent_pid(node)) for node in ("node-0", "node-1")]
-    job.spawn([sys.executable, str(PROGRAMS / "network.py"), "delay", *agents, "0.06"])
+    job.spawn([sys.executable, str(program_path("network")), "delay", *agents, "0.06"])
 
 
 FAULTS = (

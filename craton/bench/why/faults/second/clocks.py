@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 from craton.bench.why.faults.fault import ExpectedVerdict, JobRecipe, LiveFault
-from craton.bench.why.faults.injections import PROGRAMS
+from craton.bench.why.faults.injections import program_path
 from craton.bench.why.faults.node_clocks import CLOCK, HOUR, NEEDS, jump, with_clocks
 from craton.bench.why.faults.running import RunningJob
 from craton.bench.why.faults.system_injections import client
@@ -37,7 +37,7 @@ def _with_service(mode: str) -> Callable[[RunningJob], None]:
     def prepare(job: RunningJob) -> None:
         if mode == "tls":
             subprocess.run(CERTIFY, cwd=job.folder, check=True, capture_output=True)
-        job.spawn([sys.executable, str(PROGRAMS / "second_clocks.py"), mode, str(job.folder)])
+        job.spawn([sys.executable, str(program_path("second_clocks")), mode, str(job.folder)])
         job.wait((job.folder / "port.txt").exists, "the service listens")
         with_clocks()(job)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from craton.bench.why.faults.fault import ExpectedVerdict, JobRecipe, LiveFault
-from craton.bench.why.faults.injections import PROGRAMS, on_node
+from craton.bench.why.faults.injections import on_node, program_path
 from craton.bench.why.faults.node_network import BRIDGE, INTERFACE, PREFIX, WRAP, address
 from craton.bench.why.faults.running import RunningJob
 from craton.bench.why.faults.system_injections import in_switch
@@ -22,7 +22,7 @@ from craton.bench.why.faults.system_injections import in_switch
 NEEDS = ("root", "ip", "nsenter")
 NETWORK = (r"network|link|interface|fabric|bandwidth|packet|retransmi|reach|route|switch|carrier",)
 MISLEADING = (r"add memory|out of memory|file system|learning rate",)
-PROGRAM = str(PROGRAMS / "third_network.py")
+PROGRAM = str(program_path("third_network"))
 DOWN_SECONDS, UP_SECONDS = 0.8, 0.4
 # Two resolvers of the site; the first is asked first.
 RESOLVERS = ("127.0.0.53", "127.0.0.54")

@@ -7,7 +7,7 @@ import signal
 import sys
 
 from craton.bench.why.faults.fault import ExpectedVerdict, JobRecipe, LiveFault
-from craton.bench.why.faults.injections import PROGRAMS
+from craton.bench.why.faults.injections import program_path
 from craton.bench.why.faults.running import RunningJob, environments
 
 MISLEADING = (r"network|fabric|learning rate",)
@@ -27,7 +27,7 @@ def _script(fault: str, victim: int, nodes: int) -> JobRecipe:
 
 
 def _limit(job: RunningJob, rank: int) -> None:
-    job.spawn([sys.executable, str(PROGRAMS / f"{PROGRAM}.py"), "limit", str(job.pid(rank))])
+    job.spawn([sys.executable, str(program_path(PROGRAM)), "limit", str(job.pid(rank))])
 
 
 def _kill_worker(job: RunningJob) -> None:

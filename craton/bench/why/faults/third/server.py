@@ -10,13 +10,13 @@ import sys
 
 from craton.bench.why.faults.environment import RANDOM, WIDE_MODEL
 from craton.bench.why.faults.fault import ExpectedVerdict, JobRecipe, LiveFault
-from craton.bench.why.faults.injections import PROGRAMS, child_with, load, throttle_disk, with_disk
+from craton.bench.why.faults.injections import child_with, load, program_path, throttle_disk, with_disk
 from craton.bench.why.faults.running import RunningJob
 from craton.bench.why.faults.system_injections import client
 from craton.telemetry.node import read_heartbeat
 
 MISLEADING = (r"drain the node|learning rate|gradient",)
-WEIGHTS = PROGRAMS / "third_server.py"
+WEIGHTS = program_path("third_server")
 ROOM_BYTES = 48 << 20  # above what the server uses before the load
 READ_BYTES_PER_SECOND = 2048
 # Copy the model to the disk, and mount it again so that nothing of it is in memory.

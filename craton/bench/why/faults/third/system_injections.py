@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from craton.bench.why.faults.injections import CGROUP, PROGRAMS, SPIN, limit_cpu, when_agents_end
+from craton.bench.why.faults.injections import CGROUP, SPIN, limit_cpu, program_path, when_agents_end
 from craton.bench.why.faults.program_injections import children_of, service_folder
 from craton.bench.why.faults.running import RunningJob
 
@@ -99,7 +99,7 @@ def mount_bucket(job: RunningJob) -> None:
     place = bucket(job)
     place.mkdir()
     job.undo.callback(subprocess.run, ["umount", "-l", str(place)], check=False, capture_output=True)
-    job.spawn([sys.executable, str(PROGRAMS / "third_disk.py"), "serve", str(place)], place.with_suffix(".log"))
+    job.spawn([sys.executable, str(program_path("third_disk")), "serve", str(place)], place.with_suffix(".log"))
     job.wait(lambda: (place / "samples.bin").exists(), "the bucket is mounted")
 
 
