@@ -185,7 +185,7 @@ def check_machine(launch: Launch) -> None:
 
 def with_cards(launch: Launch) -> Launch:
     """Divide this machine's GPUs among its nodes: each sees only its own, as on separate machines, or the one that it
-    shares. A spare shares the GPU of a node that it would replace. Existing assignments stay."""
+    shares. Spares share GPUs with nodes, from the first GPU on. Existing assignments stay."""
     if not launch.gpus or len(launch.nodes) == 1:
         return launch
     count, there = launch.node_gpus, [card.uuid for card in visible_accelerators()]

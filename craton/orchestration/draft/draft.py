@@ -7,6 +7,7 @@ supports its layout. `--dry-run` prints a draft and a launch starts it; both use
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from collections.abc import Mapping
@@ -276,7 +277,9 @@ def sharing_of(job: Job) -> tuple[int, dict[str, str]]:
         sharers = nodes_per_gpu(cards, job.cluster.num_nodes)
         if sharers == 1:
             return 1, {}
-        fraction = f"{memory_fraction(cards, sharers * processes_of(job, 1)):.4f}"
+        # A spare may replace a node of another GPU; on a single GPU it takes the memory of the node that it replaces.
+        spares = math.ceil(job.spares / len(cards)) if len(cards) > 1 else 0
+        fraction = f"{memory_fraction(cards, (sharers + spares) * processes_of(job, 1)):.4f}"
     except CatalogError as error:
         raise StartError(f"{job.where('cluster')}cluster: {error}") from None
     return sharers, {MEMORY_FRACTION: fraction, **({JAX_MEMORY_FRACTION: fraction} if job.command else {})}
