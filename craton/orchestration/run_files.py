@@ -8,6 +8,12 @@ from craton.telemetry import RunDirectory
 from craton.telemetry.files import paths_in, replace_text
 
 USER_STOP = "craton stop"  # prefix of a user's STOP marker; agents and schedulers set it too
+SCHEDULER_STOP = "leaving for Slurm:"  # prefix of a STOP marker that Slurm's warning causes
+
+
+def stopped_by_scheduler(run: RunDirectory) -> bool:
+    """Return whether Slurm asked the run to leave: its time limit is near, or another job takes the nodes."""
+    return any(line.startswith(SCHEDULER_STOP) for line in run.marker_text("STOP").splitlines())
 
 
 def stopped_by_user(run: RunDirectory) -> bool:

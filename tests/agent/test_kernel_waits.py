@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
+import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -73,19 +72,34 @@ def test_old_looks_are_forgotten_and_another_process_restarts(tmp_path: Path) ->
     assert waits.file_share == 0.0, "one look says nothing"
 
 
-def test_a_process_that_has_ended_and_one_that_computes_wait_for_nothing() -> None:
+def test_a_process_that_a_signal_stops_and_that_ends() -> None:
     busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+
+    def state() -> str:
+        return Path(f"/proc/{busy.pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+    waits = KernelWaits()
     try:
-        wait_until(lambda: Path(f"/proc/{busy.pid}/stat").read_text().rpartition(")")[2].split()[0] == "R", "it runs")
-        waits = KernelWaits()
+        wait_until(lambda: state() == "R", "it runs")
         for number in range(MIN_LOOKS):
             waits.look(busy.pid, number * TURN_SECONDS)
-            time.sleep(0.01)
-        assert waits.memory_share == 0.0
+        assert (waits.memory_share, waits.stopped_share) == (0.0, 0.0)
+        busy.send_signal(signal.SIGSTOP)
+        wait_until(lambda: state() == "T", "it is stopped")
+        for number in range(MIN_LOOKS):
+            waits.look(busy.pid, WINDOW_SECONDS + number * TURN_SECONDS)
+        assert waits.stopped_share >= 0.5
     finally:
         busy.kill()
         busy.wait()
-    for number in range(MIN_LOOKS):
+    for number in range(3 * MIN_LOOKS):
         waits.look(busy.pid, 100.0 + number * TURN_SECONDS)
-    assert (waits.file_share, waits.memory_share) == (0.0, 0.0)
-    assert not os.path.exists(f"/proc/{busy.pid}/task")
+    assert (waits.file_share, waits.memory_share, waits.stopped_share) == (0.0, 0.0, 0.0), "it has ended"
+
+
+def test_rare_looks_at_many_ranks_give_a_share(tmp_path: Path) -> None:
+    thread(tmp_path, RANK, RANK, "D", "io_schedule")
+    waits = KernelWaits(tmp_path)
+    for number in range(MIN_LOOKS):
+        waits.look(RANK, number * WINDOW_SECONDS)
+    assert waits.file_share == 1.0

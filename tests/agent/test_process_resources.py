@@ -121,6 +121,26 @@ def test_limits_of_a_cgroup(tmp_path: Path) -> None:
     assert (resources.waited_share, resources.memory_share, resources.memory_limit_bytes) == (0.75, 0.94, 1000)
 
 
+def test_a_thread_that_is_new_does_not_bring_the_times_of_its_life(tmp_path: Path) -> None:
+    reader = ResourceReader(tmp_path)
+    machine(tmp_path, ran=1_000_000_000, waited=0, throttled=0)
+    reader.read(7, 100.0)
+    machine(tmp_path, ran=5_000_000_000, waited=1_000_000_000, throttled=0)
+    write(tmp_path, "proc/7/task/9/schedstat", "900000000000 900000000000 1\n")
+    assert reader.read(7, 105.0).wanted_cpus == 1.0
+
+
+def test_pages_that_come_back_and_the_time_that_a_quota_takes(tmp_path: Path) -> None:
+    reader = ResourceReader(tmp_path)
+    machine(tmp_path, ran=0, waited=0, throttled=0)
+    reader.read(7, 100.0)
+    machine(tmp_path, ran=10, waited=0, throttled=20)
+    write(tmp_path, "sys/fs/cgroup/pod/cpu.stat", "nr_periods 40\nnr_throttled 20\nthrottled_usec 3000000\n")
+    write(tmp_path, "sys/fs/cgroup/pod/memory.stat", "anon 900\nworkingset_refault_file 5000\n")
+    read = reader.read(7, 105.0)
+    assert (read.refaults_per_second, read.throttled_share, read.throttled_time_share) == (1000.0, 0.5, 0.6)
+
+
 def test_memory_of_a_cgroup_of_version_1(tmp_path: Path) -> None:
     write(tmp_path, "proc/7/cgroup", "4:memory:/job\n")
     folder = "sys/fs/cgroup/memory"

@@ -2,8 +2,8 @@
 
 `gang.run(function, *arguments, ranks=2)` calls an importable module-level function on the first `ranks` processes under
 a fresh process group (gloo, or NCCL between ranks that share one GPU) and returns their results in order of rank. A
-rank that raises is shown with its traceback; one that hangs is ended at the deadline, and the gang starts anew at the
-next call.
+rank that raises is shown with its traceback; one that hangs is ended at the deadline, and the gang is started again at
+the next call.
 """
 
 from __future__ import annotations

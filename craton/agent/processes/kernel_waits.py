@@ -13,14 +13,14 @@ from collections import deque
 from pathlib import Path
 
 from craton.agent.processes.tree import process_tree, threads_of
+from craton.telemetry.node import FROZEN, WAITS_FOR_MEMORY
 
 LOOK_SECONDS = 0.3  # between two looks, at least
 WINDOW_SECONDS = 8.0
 TREE_SECONDS = 4.0  # between two looks for child processes
 MAX_THREADS = 32  # of all processes of a rank
 MIN_LOOKS = 5  # fewer give no share
-_OTHER = re.compile(r"refrigerator|freezer|ptrace|signal_stop|vfork|kernel_clone")  # not for files or memory
-_MEMORY = re.compile(r"memcg|mem_cgroup|oom|reclaim|shrink_|swap|throttle_direct|balance_pgdat|kswapd")
+_OTHER = re.compile(rf"{FROZEN.pattern}|ptrace|signal_stop|vfork|kernel_clone")  # not for files or memory
 
 
 class KernelWaits:
@@ -44,9 +44,9 @@ class KernelWaits:
         if not self._tree or now - self._tree_at >= TREE_SECONDS:
             self._tree, self._tree_at = process_tree(pid, self._proc), now
         channels = self._asleep()
-        memory = [channel for channel in channels if _MEMORY.search(channel)]
+        memory = [channel for channel in channels if WAITS_FOR_MEMORY.search(channel)]
         self._looks.append((now, len(memory) < len(channels), bool(memory), self._is_stopped(pid)))
-        while now - self._looks[0][0] > WINDOW_SECONDS:
+        while len(self._looks) > MIN_LOOKS and now - self._looks[0][0] > WINDOW_SECONDS:
             self._looks.popleft()
 
     @property

@@ -6,13 +6,12 @@ reported nothing but echoes. An error that ends every generation in the same way
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
+from craton.observability.diagnosis.similar_text import without_numbers
 from craton.observability.diagnosis.snapshot import RankError, Snapshot
 
 REPEATED_SHARE = 0.75  # of the newest generations that must end with the same error
-_NUMBERS = re.compile(r"0x[0-9a-fA-F]+|\d+")
 
 
 def first_error(snapshot: Snapshot) -> RankError | None:
@@ -47,5 +46,5 @@ def repeated_error(snapshot: Snapshot) -> tuple[RankError, int] | None:
 
 
 def _kind(error: RankError) -> tuple[object, ...]:
-    message = _NUMBERS.sub("#", error.message)
+    message = without_numbers(error.message)
     return error.type, message, error.user_frame.partition(":")[0], error.code if not message else None

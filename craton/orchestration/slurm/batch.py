@@ -38,7 +38,7 @@ from craton.infrastructure.topology import expand as expand_hosts
 from craton.job import Job, load_job
 from craton.orchestration.errors import SchedulerError
 from craton.orchestration.placement import Audit, audit, layout_of
-from craton.orchestration.run_files import stopped_by_user, write_whole
+from craton.orchestration.run_files import SCHEDULER_STOP, stopped_by_user, write_whole
 from craton.orchestration.slurm.allocation import Allocation, allocate, write_allocation
 from craton.orchestration.slurm.checks import failed_hosts, gang_in_words, software_failure
 from craton.orchestration.slurm.handover import claim
@@ -52,7 +52,6 @@ from craton.orchestration.slurm.tools import ask, patiently, read_jobs, read_nod
 from craton.telemetry import RunDirectory, read_json, summarize
 from craton.telemetry.files import LineWriter, read_regular
 
-LEAVE = "leaving for Slurm:"
 LOOK_SECONDS = 0.5
 SPARED_SECONDS = 20.0  # before the time limit: the job must be requeued by then, saved or not
 SLURM_SEES_SECONDS = 330.0  # Slurm marks a node down after five minutes by default (SlurmdTimeout)
@@ -303,7 +302,7 @@ class SlurmBatch:
         if self._leave_by == float("inf"):
             self._leave_by = time.monotonic() + max(1.0, signal_seconds(self._job) - SPARED_SECONDS)
             with contextlib.suppress(OSError):
-                self._run.mark("STOP", f"{LEAVE} the time limit is near, or another job takes the nodes")
+                self._run.mark("STOP", f"{SCHEDULER_STOP} the time limit is near, or another job takes the nodes")
 
     def _on_end(self, number: int, frame: FrameType | None) -> None:
         self._is_ended = True

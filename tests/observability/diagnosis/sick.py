@@ -174,8 +174,8 @@ def scheduler_cases() -> Iterator[Case]:
         ended = with_scheduler(healthy(4), condition="ended", reason=word, outcome="failed")
         yield Case(word, reason, "dead", with_run(ended, state="failed", message=f"its job ended: {word}"), "", None)
     left = with_scheduler(healthy(4), condition="ended", reason="FAILED")
-    text = "saved and stopped\nleaving for Slurm: the time limit is near, or another job takes the nodes"
-    yield Case("time limit ahead", "time_limit", "stopped", with_run(left, state="stopped", message=text), "", None)
+    left = with_run(left, state="stopped", message="saved and stopped", is_stopped_by_scheduler=True)
+    yield Case("time limit ahead", "time_limit", "stopped", left, "", None)
     ended = with_scheduler(healthy(4), condition="ended", reason="CANCELLED")
     yield Case("scancel", "cancelled", "stopped", with_run(ended, state="stopped", message="SIGTERM"), "", None)
     halted = with_scheduler(healthy(4), is_suspended=True, reason="SUSPENDED", sentence="Slurm has suspended job 7")

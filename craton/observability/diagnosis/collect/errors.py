@@ -7,13 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from craton.observability.diagnosis.similar_text import without_numbers
 from craton.observability.diagnosis.snapshot import RankError
 from craton.telemetry.error_reports import ErrorReport
 
 MAX_GENERATIONS, MAX_PER_GENERATION, MAX_RANKS = 12, 8, 16
 ENDED_BY_AGENT = ("SIGTERM", "SIGKILL")
 _ADDRESS = re.compile(r"\d+\.\d+\.\d+\.\d+")
-_NUMBERS = re.compile(r"0x[0-9a-fA-F]+|\d+")
 
 
 @dataclass
@@ -121,6 +121,6 @@ def _merged(errors: Sequence[RankError]) -> list[RankError]:
 def _key(error: RankError) -> tuple[Any, ...]:
     """Return what makes two errors the same: ranks differ in indices, addresses and times."""
     code = None if error.type or error.message else error.code
-    peers = tuple(_ADDRESS.findall(error.message)) if error.is_echo else ()  # whom a rank lost tells which node is bad
-    message = _NUMBERS.sub("#", error.message)
+    peers = tuple(_ADDRESS.findall(error.message)) if error.is_echo else ()  # the addresses tell which node is bad
+    message = without_numbers(error.message)
     return (error.type, message, peers, error.user_frame, code, error.is_echo, error.is_early)

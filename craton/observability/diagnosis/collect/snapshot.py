@@ -53,7 +53,14 @@ from craton.observability.diagnosis.snapshot import (
     with_visible_cards,
 )
 from craton.observability.diagnosis.symptoms import symptoms_of
-from craton.orchestration import ServerWatch, living_agents, read_submission, server_of, stopped_by_user
+from craton.orchestration import (
+    ServerWatch,
+    living_agents,
+    read_submission,
+    server_of,
+    stopped_by_scheduler,
+    stopped_by_user,
+)
 from craton.orchestration.changes import hosts_of
 from craton.orchestration.preflight import read_nccl_log
 from craton.orchestration.start import find_rescue
@@ -349,6 +356,7 @@ def _facts(
         generation=number,
         generation_began=began,
         is_stopped_by_user=stopped_by_user(run),
+        is_stopped_by_scheduler=stopped_by_scheduler(run),
         signalled=signalled_ranks(events, number) if summary.state == "stopped" else (),
         stuck=stuck_ranks(events, number, len(nodes) * per_node) if summary.state in ("failed", "stopping") else (),
         unacknowledged=unacknowledged_peers(events, number) if summary.state in ("failed", "stopping") else {},

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 
 from craton.observability.diagnosis.verdict import Condition, Finding, Symptoms
 
 SHOWN_NAMES = 4
 TALKING = ("communication",)  # phases that the network may slow
-# Kernel functions in which a process waits for a file system or a disk; not those of epoll and poll.
-WAITS_FOR_FILES = re.compile(
-    r"nfs|rpc_wait|\bll_|cl_sync|ptlrpc|osc_|lustre|fuse|ceph|io_schedule|wait_on_page|folio_wait|xfs_|ext4_|jbd2|blk_|percpu_rwsem|sb_start"
-)
-WAITS_FOR_LOCK = re.compile(r"locks_lock|flock_lock|posix_lock|fcntl_setlk")  # of a file
-# Kernel functions in which a process waits for memory that a cgroup or the machine does not have.
-WAITS_FOR_MEMORY = re.compile(r"memcg_oom|mem_cgroup|oom_|direct_reclaim|shrink_")
 
 
 def finding(

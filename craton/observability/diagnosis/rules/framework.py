@@ -10,9 +10,6 @@ from dataclasses import replace
 
 from craton.formatting import counted, percent, whole_duration
 from craton.observability.diagnosis.rules.findings import (
-    WAITS_FOR_FILES,
-    WAITS_FOR_LOCK,
-    WAITS_FOR_MEMORY,
     finding,
     named,
 )
@@ -32,6 +29,7 @@ from craton.observability.diagnosis.verdict import (
     Symptom,
     Symptoms,
 )
+from craton.telemetry.node import FROZEN, WAITS_FOR_FILES, WAITS_FOR_LOCK, WAITS_FOR_MEMORY
 
 CRASHES = tuple(
     -number for number in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGTRAP)
@@ -48,7 +46,6 @@ SLOW_PHASES = {
     "compute": "compute_slow",
     "optimizer": "optimizer_slow",
 }
-FROZEN = re.compile("refrigerator|freezer")
 RECENT_LOG_SECONDS = 900.0
 # How TORCH_DISTRIBUTED_DEBUG=DETAIL reports a mismatch (seen with torch 2.13): each rank lists its own call first.
 _CALLED = re.compile(r"Rank (?P<rank>\d+) is running collective: .*?OpType=(\w+).*?TensorShape=(\[[^\]]*\])")

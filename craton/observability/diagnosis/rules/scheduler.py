@@ -15,6 +15,7 @@ KILLS = {
     "evicted": ("evicted", "was evicted"),
     "preempted": ("preempted", "was preempted by another job"),
     "time_limit": ("time_limit", "reached its time limit"),
+    "leaving": ("time_limit", "had to leave its nodes: its time limit was near, or another job takes them"),
     "node_fail": ("node_down", "ended because a node failed"),
     "cancelled": ("cancelled", "was cancelled"),
 }
@@ -48,8 +49,8 @@ def examine_scheduler(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
         reason = next((ours for words, ours in WORDS if words.search(f"{scheduler.reason} {scheduler.sentence}")), None)
         if reason is not None:
             kills.append(SchedulerKill(reason, text=scheduler.reason or scheduler.sentence))
-    if symptoms.signed(CANCELLED) and not kills:
-        kills.append(SchedulerKill("time_limit", text=next(iter(snapshot.run.message.splitlines()[-1:]), "")))
+    if snapshot.run.is_stopped_by_scheduler and not kills:
+        kills.append(SchedulerKill("leaving"))
     ends: tuple[Condition, ...] = ("dead", "hung", *(("stopped",) if symptoms.signed(CANCELLED) else ()))
     for kill in kills:
         if kill.reason == "node_fail" and not kill.node:

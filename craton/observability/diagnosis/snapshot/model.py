@@ -71,6 +71,7 @@ class RunFacts:
     generation: int = 0
     generation_began: float | None = None
     is_stopped_by_user: bool = False  # with `craton stop`
+    is_stopped_by_scheduler: bool = False  # its time limit was near, or another job takes the nodes
     signalled: tuple[int, ...] = ()  # ranks that received SIGTERM in this generation, and not from their agents
     stuck: tuple[SnapshotStuckRank, ...] = ()  # ranks that others waited for at the end
     # Rank → peers that did not acknowledge what it sent when it was last stuck; of a run that has ended.

@@ -13,7 +13,6 @@ from craton.observability.diagnosis.symptoms.naming import nodes_of, odd_by_outp
 from craton.observability.diagnosis.tables import threshold
 from craton.observability.diagnosis.verdict import CANCELLED, SUSPENDED, UNSAVED, Symptom
 
-LEFT_FOR_SCHEDULER = "the time limit is near"  # of the STOP marker
 COMING_BACK = ("detect", "regroup", "restore")
 _HANG = re.compile(r"rank (\d+) (?:on \S+ )?(hangs in|is stopped by a signal)")
 _VICTIM = re.compile(r"rank (\d+) on ([\w.-]+)")
@@ -51,7 +50,7 @@ def _stop(snapshot: Snapshot) -> Symptom:
     is_foreign = bool(victims) and len(victims) < len(snapshot.ranks)
     scheduler = snapshot.scheduler
     is_cancelled = scheduler.condition == "ended" and "CANCEL" in scheduler.reason
-    if (is_cancelled or LEFT_FOR_SCHEDULER in snapshot.run.message) and not snapshot.run.is_stopped_by_user:
+    if (is_cancelled or snapshot.run.is_stopped_by_scheduler) and not snapshot.run.is_stopped_by_user:
         return Symptom("stopped", snapshot.run.message, sign=CANCELLED)
     numbers = tuple(rank.rank for rank in victims) if is_foreign else ()
     nodes = nodes_of(victims) if is_foreign else ()

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 
 from craton.formatting import counted
+from craton.observability.diagnosis.similar_text import without_numbers
 from craton.observability.diagnosis.snapshot import Snapshot, SnapshotRank
-
-_NUMBERS = re.compile(r"[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?|\bnan\b|\binf\b")
 
 
 def who(ranks: Sequence[SnapshotRank]) -> str:
@@ -30,7 +28,7 @@ def odd_by_output(snapshot: Snapshot) -> list[SnapshotRank]:
     """Return the few ranks of a command whose last line of output differs from that of most others, numbers aside."""
     by_line: dict[str, list[SnapshotRank]] = {}
     for rank in snapshot.ranks:
-        by_line.setdefault(_NUMBERS.sub("#", rank.last_line), []).append(rank)
+        by_line.setdefault(without_numbers(rank.last_line), []).append(rank)
     usual = max(by_line.values(), key=len, default=[])
     # A rank whose steps are read is not odd: in many commands it alone prints them.
     odd = [rank for rank in snapshot.ranks if rank not in usual and rank.last_line and not rank.step]

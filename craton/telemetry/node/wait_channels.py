@@ -1,0 +1,14 @@
+"""Kernel functions in which a process sleeps (`wchan`, proc_pid_wchan(5)), by what it waits for."""
+
+from __future__ import annotations
+
+import re
+
+# A file system or a disk; not the functions of epoll and poll.
+WAITS_FOR_FILES = re.compile(
+    r"nfs|rpc_wait|\bll_|cl_sync|ptlrpc|osc_|lustre|fuse|ceph|io_schedule|wait_on_page|folio_wait|xfs_|ext4_|jbd2|blk_|percpu_rwsem|sb_start"
+)
+WAITS_FOR_LOCK = re.compile(r"locks_lock|flock_lock|posix_lock|fcntl_setlk")  # of a file
+# Memory that a cgroup or the machine does not have.
+WAITS_FOR_MEMORY = re.compile(r"memcg|mem_cgroup|oom|reclaim|shrink_|swap|throttle_direct")
+FROZEN = re.compile(r"refrigerator|freezer")  # by its cgroup
