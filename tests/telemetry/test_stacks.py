@@ -110,6 +110,9 @@ def test_a_rank_in_a_collective_waits_unless_user_code_is_inside() -> None:
     assert read_stacks("\n".join([*lines, head, inside, own])).is_waiting
     assert not read_stacks("\n".join([*lines, head, own, inside])).is_waiting
     assert not read_stacks(DUMP).is_waiting
+    device = '  File "/venv/lib/python3.12/site-packages/torch/cuda/streams.py", line 108 in synchronize'
+    assert read_stacks("\n".join([*lines, head, device])).is_waiting, "collectives are kernels there"
+    assert not read_stacks("\n".join([*lines, head, own, device])).is_waiting
 
 
 def test_py_spy_and_what_a_tool_added() -> None:

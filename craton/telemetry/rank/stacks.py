@@ -49,6 +49,12 @@ class Frame:
         return self.file.startswith(_CRATON)
 
     @property
+    def waits_for_ranks(self) -> bool:
+        """Whether it is in a collective, or waits for a GPU, whose collectives wait for other ranks."""
+        is_on_gpu = self.function == "synchronize" and "torch/cuda/" in self.file
+        return is_on_gpu or bool(_COLLECTIVE.search(self.file))
+
+    @property
     def is_user(self) -> bool:
         """Whether it is neither of Craton, nor of Python or an installed package."""
         is_library = self.file.startswith(_PYTHON) or "site-packages/" in self.file or "dist-packages/" in self.file
@@ -88,11 +94,11 @@ class Stacks:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the main thread waits for other ranks in a collective that Craton or PyTorch called."""
+        """Whether the main thread waits for other ranks, in a collective that Craton or PyTorch called or for a GPU."""
         for frame in self.main[:WAIT_FRAMES]:
             if frame.is_user:
                 return False
-            if _COLLECTIVE.search(frame.file):
+            if frame.waits_for_ranks:
                 return True
         return False
 
