@@ -3,7 +3,8 @@
 A rank of the training loop dumps the stacks of all its threads on a signal (`craton.telemetry.rank.stacks`). For other
 processes py-spy is used where it is installed. The kernel's view of every thread (state, wait channel, system call) is
 added from /proc, and native frames by py-spy or gdb, where installed, for ranks that stay stuck. The result replaces
-`stacks/rank-00001.txt` in the run directory, and an event names where the rank waits.
+`stacks/rank-00001.txt` in the run directory, and an event names where the rank waits. Beside it, the training loop
+writes its last collectives (PyTorch's flight recorder).
 
 Nothing here blocks the agent or raises: the signal is sent and read in its loop, and tools run in a thread. A tool
 stops the process, gdb for many seconds: that does not count as stopped by a signal (`is_examined`).
@@ -126,6 +127,8 @@ class StackTaker:
             os.ftruncate(rank.stack.descriptor, 0)
             if rank.process.is_running and not rank.process.is_stopped and is_answering(rank.process.pid):
                 os.kill(rank.process.pid, STACK_SIGNAL)
+        if not rank.is_stopped and not rank.is_starting:
+            rank.process.request_recording(self._run)
 
     def _read(self, rank: StuckRank, is_late: bool) -> None:
         try:

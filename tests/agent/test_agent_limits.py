@@ -6,15 +6,17 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from agent_gang import Gang
 from waiting import PATIENCE_SECONDS
 
-from craton.agent import read_launch
-from craton.agent.processes.process import WAITING_POLICY, common_environment, waiting_policy
+from craton.agent import Launch, read_launch
+from craton.agent.processes.process import NCCL_POLICY, WAITING_POLICY, common_environment, waiting_policy
 from craton.limits import oom_kills
+from craton.telemetry import RunDirectory
 
 LIMITED = """
 import os, resource, sys
@@ -109,3 +111,16 @@ def test_threads_of_ranks_spin_only_briefly_unless_the_user_says_otherwise(gang:
     assert "KMP_BLOCKTIME" not in given
     gang.launch("", threads_per_rank=3, env={"OMP_NUM_THREADS": "2"})
     assert common_environment(gang.run, read_launch(gang.run), "node-0")["OMP_NUM_THREADS"] == "2"
+
+
+def test_agents_handle_errors_of_nccl_unless_the_user_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunDirectory.create(tmp_path, "a")
+    launch = Launch(generation=0, nodes=["node-0"], ranks_per_node=1, command=["x"], nursery=["y"])
+    given = common_environment(run, launch, "node-0")
+    assert {name: given[name] for name in NCCL_POLICY} == NCCL_POLICY
+    of_a_command = common_environment(run, replace(launch, nursery=[]), "node-0")
+    assert not NCCL_POLICY.keys() & of_a_command.keys(), "a command's own watchdog ends it"
+    chosen = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    assert common_environment(run, replace(launch, env={chosen: "1"}), "node-0")[chosen] == "1"
+    monkeypatch.setenv(chosen, "3")
+    assert chosen not in common_environment(run, launch, "node-0")

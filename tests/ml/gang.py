@@ -25,6 +25,8 @@ from typing import Any
 
 from warm_processes import warm_context
 
+from craton.agent.processes import NCCL_POLICY
+
 START_SECONDS = 180.0  # an import of torch on two busy cores
 GRACE_SECONDS = 5.0  # for the other ranks, once one has raised: they may wait in a collective forever
 
@@ -125,7 +127,7 @@ def _member(rank: int, connection: Connection, is_on_gpu: bool) -> None:
     torch.set_num_threads(1)
     if is_on_gpu:
         # NCCL takes ranks with different values for different hosts: they may share a GPU, and talk over loopback.
-        os.environ.update(NCCL_HOSTID=f"rank-{rank}", NCCL_SOCKET_IFNAME="lo")
+        os.environ.update(NCCL_HOSTID=f"rank-{rank}", NCCL_SOCKET_IFNAME="lo", **NCCL_POLICY)
     else:  # they talk over gloo; a machine may have fewer GPUs than there are ranks
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     backend = "cpu:gloo,cuda:nccl" if is_on_gpu else "gloo"

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from craton.agent.processes.output import CommandOutput
     from craton.agent.processes.process import (
         EXIT_FINAL,
+        NCCL_POLICY,
+        RECORD,
         RECORDING_VARIABLES,
         ChildProcess,
         RankProcess,

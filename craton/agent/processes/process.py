@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import json
 import os
 import re
 import signal
@@ -31,9 +32,17 @@ from craton.telemetry.error_reports import ErrorReport, read_error
 from craton.telemetry.files import append_regular, open_regular
 from craton.telemetry.rank import STEADY, RankPage
 
+RECORD = "record"  # key of an order: the file for the flight recording of a rank
 EXIT_FINAL = 3  # of a rank: the job itself is at fault, and a retry would fail as well
 PIPE_BYTES = 1 << 20
 ERROR_BYTES = 48 << 10  # at the end of a log, in which the reason of an end is searched
+# Errors of NCCL are handled by agents. PyTorch's watchdog would end the process; before, it holds a lock for a minute,
+# so that others can dump their recordings, and the rank waits for that lock in its next collective.
+NCCL_POLICY = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+}
 # Path prefix of PyTorch's flight recorder, to which it adds the rank; the first one set counts (as of 2.11 and 2.13).
 RECORDING_VARIABLES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 # How long an idle thread spins before it sleeps: libgomp (PyTorch's wheels) 300,000 times by default, Intel's OpenMP
@@ -125,6 +134,13 @@ class RankProcess(ChildProcess):
             return None
         return self.error or read_error(self.last_text())
 
+    def request_recording(self, run: RunDirectory) -> None:
+        """Make a rank of the training loop write its last collectives."""
+        if self.orders >= 0:
+            path = run.recording_prefix.with_name(f"{run.recording_prefix.name}{self.rank}")
+            with contextlib.suppress(OSError):  # it is dying, or does not read its orders
+                os.write(self.orders, json.dumps({RECORD: str(path)}).encode() + b"\n")
+
     def close(self) -> None:
         for descriptor in (self.records, self.orders):
             if descriptor >= 0:
@@ -140,6 +156,7 @@ def common_environment(run: RunDirectory, launch: Launch, node: str) -> dict[str
         "PYTHONFAULTHANDLER": "1",  # a crash in native code prints the Python stack
         "OMP_NUM_THREADS": str(launch.threads_per_rank),
         **waiting_policy({**os.environ, **launch.env}),
+        **({name: value for name, value in NCCL_POLICY.items() if name not in os.environ} if launch.nursery else {}),
         **({} if is_set else {RECORDING_VARIABLES[0]: str(run.recording_prefix)}),
         # Also with InfiniBand or EFA: ranks that share a GPU talk over loopback, which the interface variables choose.
         **({"NCCL_NET": "Socket"} if launch.nodes_per_gpu > 1 else {}),

@@ -100,8 +100,7 @@ def build(
     schedule = Schedule.of(job)
     objective = objective_of(job)
     device = place.device
-    if device.type == "cuda":
-        use_gpu(device)
+    shares_gpu = device.type == "cuda" and use_gpu(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if place.world > 1 and order is not None:
         connect(order, backend, run_secret(run))
@@ -140,15 +139,19 @@ def build(
         recorder=recorder,
         clock=clock,
         meter=Meter(recorder, ranks, schedule.steps, job.global_batch_tokens, prediction),
+        shares_gpu=shares_gpu,
         directory=run,
     )
 
 
-def use_gpu(device: torch.device) -> None:
-    """Make this GPU the default; on one that ranks share, bound this rank's tensors to its part of the memory."""
+def use_gpu(device: torch.device) -> bool:
+    """Make this GPU the default. Return whether ranks share it; this rank's tensors are then bound to its part of the
+    memory."""
     torch.cuda.set_device(device)
-    if fraction := os.environ.get("CRATON_GPU_MEMORY_FRACTION"):
+    fraction = os.environ.get("CRATON_GPU_MEMORY_FRACTION")
+    if fraction:
         torch.cuda.set_per_process_memory_fraction(float(fraction), device)
+    return bool(fraction)
 
 
 def peer_setup(job: Job, order: Order | None) -> PeerSetup | None:

@@ -71,6 +71,8 @@ class Trainer:
         self._next_nodes: tuple[str, ...] = ()  # nodes of the next generation, if this rank was informed of it
         self._step_seconds: deque[float] = deque(maxlen=9)
         self._unread: Readout | None = None  # numbers of the previous step, on their way to the host
+        self._is_sealed = False
+        self._intact: Readout | None = None  # numbers that had arrived when the generation broke
         self._first_step = 0
         self._redo_until = reached
         self._booked = 0.0
@@ -85,17 +87,31 @@ class Trainer:
         """Request to leave after the current step; the next generation, on these nodes, takes over its state."""
         self._next_nodes, self._leaving = tuple(nodes), True
 
+    def seal(self) -> None:
+        """Call before communicators are aborted, from any thread: what a device computes after that may be garbage; it
+        is neither recorded nor kept."""
+        late = self._unread
+        with suppress(RuntimeError):  # the device may be lost
+            self._intact = late if late is not None and late.numbers.has_arrived else None
+        self._is_sealed = True
+        self.parts.checkpointer.seal()
+
     def abandon(self, seconds: float) -> bool:
         """Release what does not involve other ranks: writer threads, shared memory. Return False if a thread does not
         end in time."""
         late, self._unread = self._unread, None
-        if late is not None:  # this step is done, and is not repeated if its state was kept
+        if late is not None and self._is_intact(late):  # this step is done, and is not repeated if its state was kept
             with suppress(RuntimeError):
                 loss, norm, own_norm, _, *report = late.numbers.read()
                 shared = {"loss": loss, "gradient_norm": norm, "learning_rate": late.learning_rate}
                 shared |= dict(zip(late.report_names, report, strict=True))
                 self.parts.meter.step(late.step, late.times.seconds(), shared, own_norm)
         return self.parts.checkpointer.abandon(seconds)
+
+    def _is_intact(self, late: Readout) -> bool:
+        if late.numbers.is_on_host:
+            return True
+        return late is self._intact if self._is_sealed else late.numbers.has_arrived
 
     def fit(self) -> Outcome:
         """Restore the latest state, train, and save a checkpoint of the last step."""
@@ -136,7 +152,7 @@ class Trainer:
             self.saves.report()
             return "left"
         outcome: Outcome = "done" if self.step >= parts.schedule.steps else "stopped"
-        self.saves.report_recovery(self.step)  # of a generation that broke after the last step
+        self.saves.report_recovery(self.step, self.check)  # of a generation that broke after the last step
         self._save_for_good()
         parts.meter.summary(self.step, outcome)
         parts.recorder.ledger(self.step, parts.clock.take())
@@ -175,10 +191,11 @@ class Trainer:
         self._record_previous_step(
             Readout(self.step, sample, rate, numbers, list(report), times, agreed, metrics, kept)
         )
-        self.saves.report_recovery(self.step)
+        self.saves.report_recovery(self.step, self.check)
         self._evaluate_when_due()
         self._run_periodic_work()
         _, stops, leaves, recorded = agreed.read()
+        self.check()
         self.records.written(int(recorded))
         self._leaves = bool(leaves) and not stops
         return bool(stops or leaves)
@@ -234,6 +251,10 @@ class Trainer:
             loss.backward()
             if index < len(batches) - 1:
                 parts.optimizer.accumulate()
+            if parts.shares_gpu:
+                # Ranks take turns on the GPU. When another rank dies, every collective that is already launched takes a
+                # turn to notice the abort, so a rank that runs far ahead delays the recovery by seconds.
+                torch.cuda.current_stream().synchronize()
         return totals
 
     def _weigh_auxiliary(self, batch: Batch, count: Tensor) -> None:
@@ -272,10 +293,13 @@ class Trainer:
 
     def _record_previous_step(self, readout: Readout | None) -> None:
         """Record and judge the previous step, whose numbers have arrived from the device."""
-        late, self._unread = self._unread, readout
+        late = self._unread
         if late is None:
+            self._unread = readout
             return
         loss, norm, own_norm, good, *report = late.numbers.read()
+        self.check()  # of aborted collectives these numbers are garbage
+        self._unread = readout
         fault = self.guard.judge(late.step, loss, norm, bool(good))
         shared = {"loss": loss, "gradient_norm": norm, "learning_rate": late.learning_rate}
         shared |= {"skipped_steps": self.guard.skipped_steps, **dict(zip(late.report_names, report, strict=True))}
@@ -403,6 +427,7 @@ class Trainer:
         parts = self.parts
         with parts.clock.kind("evaluate"):
             loss = evaluate(parts.model, source, parts.objective, parts.ranks, wanted.sequences, self.pipeline)
+        self.check()
         parts.meter.evaluation(self.step, loss)
         self.timer.begin()
 

@@ -1,4 +1,4 @@
-"""Orders from the node's agent to a rank: the generations to enter, one after the other.
+"""Orders from the node's agent to a rank: the generations to enter, one after the other, and requests for a recording.
 
 A thread waits for orders, because the rank itself may be blocked in a collective whose other side is dead. On gloo only
 a closed connection ends such a wait. So when a generation breaks, the thread shuts down every TCP connection of this
@@ -16,13 +16,16 @@ import stat
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from craton.agent import Generation
+from craton.agent.processes import RECORD
 from craton.ml.store import join_group
+from craton.ml.training.flight_recorder import write_recording
 
 VARIABLE = "CRATON_ORDERS"  # environment variable: the file descriptor that orders come through
 
@@ -58,6 +61,7 @@ class Orders:
         self._newest: Order | None = None
         self._entered = -1
         self._planned: Callable[[Sequence[str]], None] | None = None
+        self._broken: Callable[[], None] | None = None
         threading.Thread(target=self._listen, name="orders", daemon=True).start()
 
     @classmethod
@@ -75,7 +79,8 @@ class Orders:
             if not self._arrived.wait_for(lambda: self.is_over, seconds):
                 return None
             assert self._newest is not None
-            self._entered, self._planned = self._newest.generation.number, None
+            self._entered = self._newest.generation.number
+            self._planned = self._broken = None
             return self._newest
 
     @property
@@ -111,9 +116,19 @@ class Orders:
             if self.is_over and self._newest is not None and self._newest.generation.is_planned:
                 leave(self._newest.generation.nodes)
 
+    def when_broken(self, seal: Callable[[], None]) -> None:
+        """Call `seal` when the generation breaks, before connections are cut."""
+        with self._arrived:
+            self._broken = seal
+            if self.is_broken:
+                seal()
+
     def _listen(self) -> None:
         for line in self._stream:
             document: dict[str, Any] = json.loads(line)
+            if RECORD in document:
+                write_recording(Path(document[RECORD]))
+                continue
             generation = Generation.from_message(document.pop("generation"))
             with self._arrived:
                 is_first = self._newest is None
@@ -121,6 +136,8 @@ class Orders:
                 if generation.is_planned and self._planned is not None:
                     self._planned(generation.nodes)
                 elif not is_first and not generation.is_planned and generation.number > self._entered:
+                    if self._broken is not None:
+                        self._broken()
                     cut_connections()
                 self._arrived.notify_all()
 
@@ -128,8 +145,7 @@ class Orders:
 def cut_connections() -> None:
     """End every wait for another rank, on both sides."""
     if torch.cuda.is_available() and torch.cuda.is_initialized() and dist.is_initialized():
-        with contextlib.suppress(RuntimeError, AttributeError, ValueError):
-            dist.distributed_c10d._abort_process_group()
+        abort_groups()
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             if not stat.S_ISSOCK(os.stat(f"/proc/self/fd/{name}").st_mode):
@@ -138,6 +154,25 @@ def cut_connections() -> None:
                 is_tcp = connection.family in (socket.AF_INET, socket.AF_INET6)
                 if is_tcp and not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                     connection.shutdown(socket.SHUT_RDWR)
+
+
+def abort_groups() -> None:
+    """Abort the communicators of all process groups at the same time: aborting one waits for the device, on which
+    kernels of the others may wait for a rank that is gone."""
+    module = dist.distributed_c10d
+    threads = [threading.Thread(target=_abort, args=(group,), daemon=True) for group in list(module._world.pg_names)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    # They are aborted already; this makes torch forget them, if the rank itself has not destroyed them meanwhile.
+    with contextlib.suppress(Exception):
+        module._abort_process_group()
+
+
+def _abort(group: dist.ProcessGroup) -> None:
+    with contextlib.suppress(Exception):  # whatever torch raises, the rank still needs its orders
+        group.abort()
 
 
 def connect(order: Order, backend: str, secret: bytes) -> None:

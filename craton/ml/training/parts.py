@@ -34,4 +34,5 @@ class Parts:
     recorder: Recorder
     clock: LedgerClock
     meter: Meter
+    shares_gpu: bool = False  # with other ranks
     directory: RunDirectory | None = None  # has the metrics of earlier generations

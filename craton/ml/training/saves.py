@@ -6,7 +6,7 @@ Only rank 0 records and prints what concerns all ranks.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -121,12 +121,14 @@ class Saves:
             self.event(note.event, note.step, **note.fields)
             self.say(f"step {note.step}: {note.text}")
 
-    def report_recovery(self, step: int) -> None:
-        """After the first step since a generation broke, report what the failure cost."""
+    def report_recovery(self, step: int, check: Callable[[], None]) -> None:
+        """After the first step since a generation broke, report what the failure cost. `check` raises if this one
+        broke too."""
         if not self._broke_at:
             return
         if self.parts.ranks.device.type == "cuda":  # otherwise the step is only launched, not done
             torch.cuda.synchronize(self.parts.ranks.device)
+            check()
         report = self.parts.checkpointer.restored
         restored = report.step if report else 0
         seconds = time.monotonic() - self._broke_at

@@ -141,6 +141,7 @@ class RankSession:
         if self.orders is not None:
             self.trainer.check = self.orders.check
             self.orders.when_planned(self.trainer.leave)
+            self.orders.when_broken(self.trainer.seal)
         if self.stop_asked:
             self.trainer.stop()
         outcome = self.trainer.fit()

@@ -205,7 +205,7 @@ def _missing_evidence(snapshot: Snapshot, symptoms: Symptoms) -> tuple[str, ...]
             names.append(
                 "query NCCL RAS on a node of the run (`ncclras`, NCCL 2.24 or newer) for ranks that are behind"
             )
-        if is_accelerated and not snapshot.collectives.recorders_read:
+        if is_accelerated and snapshot.run.kind == "command" and not snapshot.collectives.recorders_read:
             names.append(
                 "set TORCH_FR_BUFFER_SIZE and TORCH_NCCL_DUMP_ON_TIMEOUT: the flight recorder names the collective"
             )

@@ -5,19 +5,22 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
-from waiting import PATIENCE_SECONDS
+from waiting import PATIENCE_SECONDS, wait_until
 
 from craton.agent import Generation
-from craton.agent.processes import EXIT_FINAL
+from craton.agent.processes import EXIT_FINAL, RECORD
 from craton.agent.store import StoreServer
 from craton.errors import CratonError
 from craton.ml.training import session as session_module
 from craton.ml.training.orders import Order, Orders, connect
 from craton.ml.training.session import EXIT_FAILED, RankSession
+from craton.observability.diagnosis.collect.collectives import read_dumps
 from craton.telemetry.rank import LedgerClock
 
 ECHO = RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer")
@@ -112,6 +115,42 @@ def test_a_rank_that_starts_anew_between_two_generations_has_not_failed(
     with pytest.raises(SystemExit) as ended:
         rank.session._leave()
     assert ended.value.code == code
+
+
+def test_what_arrived_is_noted_before_connections_are_cut(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    noted: list[str] = []
+    monkeypatch.setattr("craton.ml.training.orders.cut_connections", lambda: noted.append("cut"))
+    rank.orders.when_broken(lambda: noted.append("sealed"))
+    rank.order(Generation(2, ["a"], 1, "", is_planned=True))
+    assert noted == [], "in a planned generation the step is finished"
+    rank.order(Generation(3, ["a"], 1, "", reason="rank 1 was killed"))
+    wait_until(lambda: noted == ["sealed", "cut"], lambda: f"what happened: {noted}")
+    rank.orders.next(PATIENCE_SECONDS)
+    rank.order(Generation(4, ["a"], 1, "", reason="rank 1 was killed"))
+    wait_until(lambda: noted == ["sealed", "cut", "cut"], lambda: f"nothing to seal yet, and what happened: {noted}")
+
+
+def test_a_generation_that_broke_before_it_was_built_is_sealed_at_once(rank: Rank) -> None:
+    rank.order(Generation(2, ["a"], 1, "", reason="rank 1 was killed"))
+    noted: list[str] = []
+    rank.orders.when_broken(lambda: noted.append("sealed"))
+    assert noted == ["sealed"]
+
+
+def test_a_request_for_a_recording_is_no_order(rank: Rank, tmp_path: Path) -> None:
+    store = StoreServer("127.0.0.1", b"secret").start()
+    connect(Order(Generation(1, ["a"], 1, store.address), 0, "a", ""), "gloo", b"secret")
+    try:
+        dist.all_reduce(torch.ones(2))
+        path = tmp_path / "traces" / "rank_0"
+        os.write(rank.writing, json.dumps({RECORD: str(path)}).encode() + b"\n")
+        wait_until(path.is_file, "the recording is written")
+        assert not rank.orders.is_over
+        dumps, failed = read_dumps([path.with_name("rank_")])
+        assert not failed
+        assert [entry["profiling_name"] for entry in dumps[0]["entries"]][-1] == "gloo:all_reduce"
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_rank_that_was_cut_off_in_a_rendezvous_meets_the_others_in_the_next(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -288,6 +288,12 @@ class Checkpointer:
             )
         return None
 
+    def seal(self) -> None:
+        """Call before communicators are aborted, from any thread: nothing that a device computes after that is kept.
+        Other tiers need no such care: their saves count only once all ranks have agreed on them."""
+        if self._peer is not None:
+            self._peer.seal()
+
     def abandon(self, seconds: float) -> bool:
         """Abort what is in progress, because other ranks are gone. False if a thread still writes after this time and
         might corrupt what the next generation writes."""

@@ -210,6 +210,15 @@ class HostCopy:
                 self._arrived = stream.record_event()
             tensor.record_stream(stream)
 
+    @property
+    def is_on_host(self) -> bool:
+        """Whether it never was on a device."""
+        return self._arrived is None
+
+    @property
+    def has_arrived(self) -> bool:
+        return self._arrived is None or self._arrived.query()
+
     def read(self) -> list[float]:
         if self._arrived is not None:
             self._arrived.synchronize()

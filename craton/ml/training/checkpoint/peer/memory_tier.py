@@ -108,6 +108,9 @@ class PeerMemory:
         self._registered: list[int] = []
         self._stream: torch.cuda.Stream | None = None
         self._copied: torch.cuda.Event | None = None
+        self._last_copied: torch.cuda.Event | None = None
+        self._intact: torch.cuda.Event | None = None  # the copy that was complete when communicators were aborted
+        self._is_sealed = False
         self._zero: Tensor | None = None
         self._costs = Costs()
         self._notes: list[Note] = []
@@ -244,6 +247,14 @@ class PeerMemory:
         self.settle()
         return self.is_on
 
+    def seal(self) -> None:
+        """Call before communicators are aborted, from any thread: what a device computes after that may be garbage, so
+        a copy that is not complete by now is not announced."""
+        last = self._last_copied
+        with suppress(RuntimeError):  # the device may be lost
+            self._intact = last if last is not None and last.query() else None
+        self._is_sealed = True
+
     def abandon(self, seconds: float) -> bool:
         """Other ranks are gone: release the slots, unless the thread or the device still uses them after this time. The
         keeper commits on its own what it was informed of."""
@@ -277,6 +288,7 @@ class PeerMemory:
             slot.header.copy_(self._zero, non_blocking=True)
             torch._foreach_copy_(slot.chunks, sources, non_blocking=True)
             self._copied = self._stream.record_event(torch.cuda.Event(blocking=True))  # the thread sleeps meanwhile
+        self._last_copied = self._copied
         return self._copied
 
     def _commit(
@@ -288,6 +300,8 @@ class PeerMemory:
         try:
             if copied is not None:
                 copied.synchronize()
+                if self._is_sealed and copied is not self._intact:
+                    raise KeeperError("the generation broke before the state was copied")
             manifest["counters"] = resolved(manifest["counters"])
             answer = self.client.filled(slot, self._token, manifest, keep, self._buddy)
             if answer.problem is not None:
