@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,10 +17,12 @@ if not torch.cuda.is_available():
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "ml"))  # the gang
 sys.path.insert(0, str(Path(__file__).parents[1] / "ml" / "training"))  # trainings small enough for a test
+sys.path.insert(0, str(Path(__file__).parents[1] / "recovery"))  # runs that are broken on purpose
 
 from gang import Gang
 
 LARGEST_WORLD = 8
+_lines: list[str] = []  # of the summary
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -29,6 +31,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if _lines:
+        terminalreporter.section("measured")
+        for line in _lines:
+            terminalreporter.write_line(line)
+
+
+@pytest.fixture
+def summary() -> Callable[[str], None]:
+    """Adds a line to what is printed at the end."""
+    return _lines.append
 
 
 @pytest.fixture(scope="session")

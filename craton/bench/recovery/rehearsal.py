@@ -1,7 +1,7 @@
 """A small training run on this machine, with any number of nodes and ranks, for fault injection.
 
 It has agents, keepers, ranks and a ledger like any run. Only its model is small, its data needs no file, and a node may
-have any number of ranks, without a GPU for each.
+have any number of ranks, on CPUs or all on one GPU.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from craton.agent import Launch, write_launch
 from craton.agent.processes import free_port
 from craton.job import dump_job, parse_job
 from craton.job.layout import Layout
-from craton.orchestration import kill_agents, start_agents
-from craton.orchestration.draft import agent_command, fork_server_command, rank_command
+from craton.orchestration import kill_agents, start_agents, with_cards
+from craton.orchestration.draft import agent_command, fork_server_command, rank_command, sharing_of
 from craton.telemetry import RunDirectory
 
 DENSE = "{layers: 4, hidden: 64, ffn_hidden: 128, heads: 4, kv_heads: 2, vocab: 64, tied_embeddings: true}"
@@ -46,6 +46,7 @@ class Rehearsal:
     layouts: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)  # for other numbers of nodes
     recover: str = "{}"
     environment: Mapping[str, str] = field(default_factory=dict)
+    shares_gpus: bool = False  # nodes, with one rank each, share the GPUs of this machine; False: CPUs
 
     def job_text(self) -> str:
         return (
@@ -54,6 +55,7 @@ class Rehearsal:
             f"train: {{global_batch_sequences: {self.batch}, steps: {self.steps}, precision: fp32, "
             "learning_rate: 3e-3}\n"
             f"cluster: local x {self.nodes}\ncheckpoint: {self.checkpoint}\nrecover: {self.recover}\n"
+            f"run: {{share_gpus: {str(self.shares_gpus).lower()}}}\n"
         )
 
 
@@ -82,6 +84,7 @@ def write_rehearsal(root: Path, rehearsal: Rehearsal) -> tuple[RunDirectory, Lau
     world = rehearsal.nodes * rehearsal.ranks_per_node
     layout = dict(rehearsal.layout) or {"fsdp": world}
     by_nodes = {rehearsal.nodes: layout, **rehearsal.layouts}
+    nodes_per_gpu, bounds = sharing_of(job)
     launch = Launch(
         generation=0,
         nodes=[f"node-{number}" for number in range(rehearsal.nodes + rehearsal.spares)],
@@ -89,7 +92,7 @@ def write_rehearsal(root: Path, rehearsal: Rehearsal) -> tuple[RunDirectory, Lau
         command=rank_command(job, run.path),
         nursery=fork_server_command(job, run.path),
         agent_command=agent_command(run.path),
-        env=dict(rehearsal.environment),
+        env={**bounds, **rehearsal.environment},
         master_port=free_port(),
         num_nodes=rehearsal.nodes,
         min_nodes=rehearsal.min_nodes,
@@ -98,7 +101,10 @@ def write_rehearsal(root: Path, rehearsal: Rehearsal) -> tuple[RunDirectory, Lau
         spare_seconds=job.recover.spare_wait,
         give_up_seconds=job.recover.give_up,
         chaos=list(rehearsal.chaos),
+        gpus=rehearsal.shares_gpus,
+        nodes_per_gpu=nodes_per_gpu,
     )
+    launch = with_cards(launch)
     run.job_path.write_text(dump_job(job), encoding="utf-8")
     write_launch(run, launch)
     return run, launch
