@@ -2,7 +2,8 @@
 
 Each fault happens once, even across restarts: a file next to the request records that it fired. Every fault is recorded
 as an event and in the agent's log. A fault at an exact moment inside a rank (at a step, in the middle of a restore) is
-a trap in the rank's shared-memory page; the rank itself triggers it.
+a trap in the rank's shared-memory page; the rank itself triggers it. For a command, the agent triggers a fault when it
+reads the step in the command's output.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ class Chaos:
     ) -> None:
         self._run, self._node, self._records, self._processes = run, node, records, processes
         self._coordinates = coordinates
+        self._has_traps = bool(launch.nursery)
         self._waiting: list[Armed] = []
         self._known: set[str] = set()
         self._slow_until = float("inf")
@@ -66,7 +68,10 @@ class Chaos:
 
     def turn_seconds(self, usual: float) -> float:
         """Return how long the agent may wait for the next event."""
-        waits = any(armed.fault.step is not None and armed.fault.target != "rank" for armed in self._waiting)
+        waits = any(
+            armed.fault.step is not None and (armed.fault.target != "rank" or not self._has_traps)
+            for armed in self._waiting
+        )
         return QUICK_SECONDS if waits else usual
 
     def turn(self) -> None:
@@ -141,10 +146,14 @@ class Chaos:
             return
         assert place.process is not None
         action = TRAPS.get(fault.kind) or fault.how or "stop"
-        if fault.step is None and fault.during is None and action in ("kill", "stop"):
+        is_at_once = fault.step is None and fault.during is None and action in ("kill", "stop")
+        if not self._has_traps and place.page.step < (fault.step or 0):
+            return
+        if is_at_once or not self._has_traps:
             if self._fire(armed):
                 place.process.send(signal.SIGKILL if action == "kill" else signal.SIGSTOP)
                 place.process.sent.clear()  # the fault must count as a failure, not as a signal of ours
+                place.process.is_killed_by_chaos = action == "kill"
             return
         armed.place, armed.sprung = place, place.page.traps_sprung
         beside = fault.during if fault.during in BESIDE else None

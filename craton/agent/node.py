@@ -311,7 +311,7 @@ class NodeProcesses:
         else:
             place.process = self._fork_rank(rank, place)
         if place.process is not None:
-            place.process.page = place.page
+            place.process.page, place.process.traps_before = place.page, place.page.traps_sprung
             if place.process.output is not None:
                 self._outputs.append(place.process.output)
             place.starts += 1

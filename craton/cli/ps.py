@@ -40,6 +40,7 @@ class Listing:
     unread: dict[str, tuple[str, ...]]  # by the run's name: files that were skipped, and why
     unreadable: dict[str, str]  # runs that cannot be read, and why
     num_left_out: int = 0  # older runs
+    is_filtered: bool = False
 
 
 def ps(
@@ -134,7 +135,7 @@ def _look(show_all: bool, number: int | None, states: Sequence[str]) -> Listing:
         recent = {entry.name for entry in islice((item for item in summaries if item.state not in MOVING), RECENT_RUNS)}
         summaries = [summary for summary in summaries if summary.state in MOVING or summary.name in recent]
         return Listing(summaries, recoveries, unread, unreadable, num_found - len(summaries))
-    return Listing(summaries, recoveries, unread, unreadable)
+    return Listing(summaries, recoveries, unread, unreadable, is_filtered=bool(states))
 
 
 def _states(text: str) -> list[str]:
@@ -165,7 +166,8 @@ def _shown(found: Listing, width: int) -> Text:
         lines += [line for summary in found.summaries for line in _notes(summary, found)]
         lines += [Text(text, style="cyan") for text in _waiting_lines(found.summaries)]
     elif not found.unreadable:
-        lines.append(Text(f"no matching runs in {runs_root()}; `craton run JOB` starts one"))
+        which = "matching runs" if found.is_filtered else "runs"
+        lines.append(Text(f"there are no {which} in {runs_root()}; `craton run JOB` starts one"))
     if found.num_left_out:
         older = f"{found.num_left_out:,} older run{'s' if found.num_left_out != 1 else ''}"
         lines.append(Text(f"{older} not listed; `craton ps -a` lists all", style="dim"))

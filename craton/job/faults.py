@@ -68,7 +68,8 @@ class InjectedFault:
     @property
     def needs_training(self) -> bool:
         """Whether the fault requires Craton's own training loop."""
-        return self.kind in ("fail", "corrupt", "slow-disk") or self.during is not None or self.target == "keeper"
+        is_inside = self.kind in ("fail", "corrupt", "slow-disk") or self.during is not None or self.how == "spin"
+        return is_inside or self.target == "keeper"
 
 
 def parse_fault(text: str) -> InjectedFault:

@@ -27,6 +27,13 @@ train: {global_batch_sequences: 6, steps: 100000, precision: fp32, learning_rate
 cluster: local x 2
 checkpoint: {peer: 7 steps, tiers: [{to: shared, every_steps: 49, keep: 2}]}
 """
+COMMAND = """\
+name: loop
+kind: command
+command: "i=0; while true; do i=$((i+1)); echo step $i; sleep 0.05; done"
+progress: {pattern: "step {step}"}
+cluster: local x 1
+"""
 LONG = {"STEPS": 100_000}
 
 
@@ -160,6 +167,22 @@ def processes_of(run: Path) -> list[int]:
         if alive and is_ours and int(folder.name) != os.getpid():
             found.append(int(folder.name))
     return found
+
+
+def test_a_command_is_killed_at_a_step_of_its_output(verbs: Verbs) -> None:
+    job = verbs.folder / "loop.yaml"
+    job.write_text(COMMAND)
+    assert verbs("run", job, "--detach").returncode == 0
+    verbs.wait_for_step(3, "loop")
+    step = summarize(Run(verbs.root / "loop").directory).step + 50
+    broken = verbs.json("chaos", "loop", "--kill", f"rank=0@step={step}", "--yes", "--wait")
+    assert broken["fired"] == [f"kill rank=0@step={step}"]
+    generation = newest_generation(Run(verbs.root / "loop").directory)
+    assert generation is not None
+    assert "was killed by SIGKILL from `craton chaos`" in generation.reason
+    spun = verbs("chaos", "loop", "--hang", "rank=0,how=spin", "--yes")
+    assert (spun.returncode, "this run is a command" in spun.stderr) == (2, True)
+    verbs("stop", "loop", "--now")
 
 
 def test_chaos_says_what_it_does_and_refuses_what_cannot_happen(verbs: Verbs) -> None:

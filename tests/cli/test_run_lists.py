@@ -60,7 +60,7 @@ def test_ps_by_state(verbs: Verbs) -> None:
     ended_run(verbs.root, "run-2", age=2, marker="FATAL")
     assert names(verbs("ps", "--state", "failed").stdout) == ["run-2"]
     assert names(verbs("ps", "--state", "Failed,done").stdout) == ["run-1", "run-2"]
-    assert "no matching runs" in verbs("ps", "--state", "running").stdout
+    assert "there are no matching runs" in verbs("ps", "--state", "running").stdout
     wrong = verbs("ps", "--state", "faild")
     assert wrong.returncode == 2
     assert "did you mean 'failed'?" in wrong.stderr

@@ -126,6 +126,14 @@ class RankProcess(ChildProcess):
     page: RankPage | None = None  # shared with the agent
     output: CommandOutput | None = None  # of a job's own command
     error: ErrorReport | None = None  # why it ends, in its own words
+    traps_before: int = 0  # of its page, that processes before it have triggered
+    is_killed_by_chaos: bool = False  # by the agent, for `craton chaos`
+
+    @property
+    def is_injected(self) -> bool:
+        """Whether a fault of `craton chaos` ended it."""
+        is_trapped = self.page is not None and self.page.traps_sprung > self.traps_before
+        return self.code == -signal.SIGKILL and (is_trapped or self.is_killed_by_chaos)
 
     def read_end(self) -> ErrorReport | None:
         """Return why it ended: as it reported itself, else as its output shows; None if it ended well, or for a signal
@@ -415,14 +423,16 @@ def failure_text(rank: RankProcess, node: str, generation: int) -> str:
     has_step = rank.page is not None and rank.page.step and rank.code != -signal.SIGKILL
     step = f" at step {rank.page.step}" if rank.page is not None and has_step else ""
     too_early = " before the run was done" if rank.code == 0 else ""
-    headline = f"{rank.name} on {node} {how_ended(rank.code)}{step}{too_early} (generation {generation})"
+    is_oom = rank.code == -signal.SIGKILL and oom_kills() > rank.oom_kills_before
+    by = " from `craton chaos`" if rank.is_injected else " from the kernel's OOM killer" if is_oom else ""
+    headline = f"{rank.name} on {node} {how_ended(rank.code)}{by}{step}{too_early} (generation {generation})"
     error = rank.read_end()
     if error is not None and rank.code != -signal.SIGKILL:
         headline += f": {_reason(error, last_lines)}"
     text = [headline]
-    if rank.code == -signal.SIGKILL and oom_kills() > rank.oom_kills_before:
+    if is_oom and not rank.is_injected:
         text.append(f"the kernel's OOM killer has killed a process: {memory_text()}; {MORE_MEMORY}")
-    elif rank.code == -signal.SIGKILL:
+    elif rank.code == -signal.SIGKILL and not rank.is_injected:
         text.append("the kernel has counted no OOM kill since this rank started: find the sender of the signal")
     elif hint := limit_hint("\n".join(last_lines)):
         text.append(hint)
@@ -447,5 +457,4 @@ def how_ended(code: int) -> str:
         name = signal.Signals(-code).name
     except ValueError:
         name = f"signal {-code}"
-    hint = "; the kernel does that when memory runs out" if -code == signal.SIGKILL else ""
-    return f"was killed by {name}{hint}"
+    return f"was killed by {name}"

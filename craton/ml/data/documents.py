@@ -72,6 +72,8 @@ def find_files(inputs: Sequence[str | Path]) -> list[InputFile]:
     """Return every file of the inputs, in an order that depends only on names; an empty input is an error."""
     input_files: list[InputFile] = []
     for source in inputs:
+        if "://" in str(source):
+            raise DataError(f"{source}: text is read from local files; copy it to this machine first")
         files = _standard_library() if str(source) == STANDARD_LIBRARY else _files_of(Path(source).expanduser())
         if not any(file.size for file in files):
             raise DataError(f"{source}: contains no text; allowed: {EXPECTED}")

@@ -58,6 +58,10 @@ def faults_for(run: RunDirectory, texts: Sequence[str]) -> list[InjectedFault]:
             steps=job.steps,
             trains=job.kind in TRAINING_KINDS,
         )
+        if fault.step is not None and not (launch.nursery or launch.progress.get("has_steps") or step):
+            raise FaultError(
+                f"{fault.text!r}: this command reports no steps; write `progress:` in its job, or omit @step"
+            )
     return faults
 
 

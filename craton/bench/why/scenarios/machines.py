@@ -192,8 +192,7 @@ def shared_memory_full(world: World) -> Victim:
 def killed_again(world: World) -> Victim:
     """A script kills a rank every minute."""
     rank = world.draw_rank()
-    hint = "was killed by SIGKILL; the kernel does that when memory runs out"
-    break_again(world, world.chance.randint(4, 9), lambda number: (rank, hint))
+    break_again(world, world.chance.randint(4, 9), lambda number: (rank, "was killed by SIGKILL"))
     for other in range(world.world):
         if other != rank:
             world.logs.setdefault(other, []).append(PEER_GONE)
