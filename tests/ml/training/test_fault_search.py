@@ -128,6 +128,7 @@ def test_good_steps_are_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0.9 < metrics["run_label_share"] <= 1.0
     assert metrics["run_distinct_row_share"] == 1.0
     assert metrics["run_distinct_tokens"] > 2
+    assert metrics["run_copied_label_share"] < 0.5
     assert "run_idle_expert_share" not in metrics
 
 
@@ -141,6 +142,17 @@ def test_experts_without_tokens_are_counted() -> None:
     first = records.metrics_by_step[1]
     assert 0.0 < first["run_idle_expert_share"] < 1.0
     assert first["run_expert_load_ratio"] > 1.0
+
+
+def test_labels_that_are_the_tokens_themselves_are_counted() -> None:
+    statistics = BatchStatistics()
+    tokens, weight = np.arange(40).reshape(4, 10), np.ones((4, 10), np.float32)
+    shifted = {"tokens": tokens, "labels": tokens + 1, "weight": weight}
+    assert statistics.add([shifted])["copied_label_share"] == 0.0
+    assert statistics.add([{**shifted, "labels": tokens}])["copied_label_share"] == 1.0
+    half = np.where(tokens % 2, tokens, -100)
+    assert statistics.add([{**shifted, "labels": half}])["copied_label_share"] == 1.0, "masked labels do not count"
+    assert "copied_label_share" not in statistics.add([{**shifted, "weight": 0 * weight}])
 
 
 def test_rows_that_repeat_are_counted() -> None:

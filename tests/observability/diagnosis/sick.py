@@ -359,6 +359,13 @@ def training_cases() -> Iterator[Case]:
     yield case("an objective of 0", "no_gradient", zeros)
     yield case("one document", "repeated_data", steady(distinct_row_share=[0.004] * 40))
     yield case("padding", "constant_tokens", steady(distinct_tokens=[1.0] * 40))
+    yield case(
+        "labels of the same place",
+        "labels_not_shifted",
+        steady(copied_label_share=[1.0] * 40, distinct_tokens=[90.0] * 40),
+    )
+    heavy = replace(TRAINING, learning_rate=1e-2, weight_decay=10.0)
+    yield case("weight decay", "weight_decay_high", replace(steady(loss=[6.0] * 40), training=heavy))
     yield case("no step size", "learning_rate_zero", steady(learning_rate=[0.0] * 40))
     warms = steady(learning_rate=[1e-9 * number for number in range(40)])
     warms = with_run(replace(warms, training=replace(TRAINING, warmup_steps=3_000_000)), steps=4_000_000)

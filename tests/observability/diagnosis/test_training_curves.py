@@ -132,6 +132,24 @@ def test_few_rows_alone_are_not_a_fault_until_they_are_memorized() -> None:
     assert find_wrong(run_of(losses, distinct_row_share=[1.0] * 400, distinct_tokens=[90.0] * 400)) == []
 
 
+def test_labels_may_often_equal_their_tokens_but_not_all_of_them() -> None:
+    losses = noisy(400, lambda _: 3.0)
+    of_an_image = run_of(losses, copied_label_share=[0.97] * 400, distinct_tokens=[30.0] * 400)
+    assert find_wrong(of_an_image) == []
+    all_of_them = run_of(losses, copied_label_share=[0.1] * 390 + [1.0] * 10, distinct_tokens=[30.0] * 400)
+    assert [symptom.sign for symptom in find_wrong(all_of_them)] == ["labels_not_shifted"]
+    own = replace(all_of_them, training=replace(ENTROPY, objective="mine:denoise"))
+    assert find_wrong(own) == [], "another objective may want them"
+
+
+def test_a_strong_weight_decay_is_ordinary_until_it_takes_the_weights() -> None:
+    losses = noisy(400, lambda _: 3.0)
+    strong = replace(ENTROPY, learning_rate=3e-3, weight_decay=1.0)
+    assert find_wrong(replace(run_of(losses), training=strong)) == []
+    heavy = replace(strong, weight_decay=10.0)
+    assert [symptom.sign for symptom in find_wrong(replace(run_of(losses), training=heavy))] == ["weight_decay_high"]
+
+
 def test_experts_may_be_idle_where_there_are_few_tokens() -> None:
     losses = noisy(400, lambda _: 3.0)
     few = replace(ENTROPY, tokens_per_expert=20.0)

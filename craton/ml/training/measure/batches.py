@@ -1,4 +1,5 @@
-"""What a step's batches look like, to notice data that repeat or are constant. Costs microseconds on the host."""
+"""What a step's batches look like, to notice data that repeat or are constant, and labels that are not shifted. Costs
+microseconds on the host."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ class BatchStatistics:
         self._counts: Counter[int] = Counter()
 
     def add(self, batches: Sequence[Mapping[str, NDArray]]) -> dict[str, float]:
-        """Return the metrics of a step: the share of distinct rows, and the distinct token ids of one row."""
+        """Return the metrics of a step: the share of distinct rows; of one row the distinct token ids, and the share of
+        labels that are the token itself."""
         rows = [(arrays, row) for arrays in batches for row in range(len(arrays["tokens"]))][:MAX_ROWS_A_STEP]
         for arrays, row in rows:
             self._add(_checksum(arrays, row))
@@ -31,6 +33,8 @@ class BatchStatistics:
         metrics = {"distinct_row_share": len(self._counts) / max(1, len(self._rows))}
         if arrays.keys() <= set(OWN):  # with arrays of the user's own, the tokens may be placeholders
             metrics["distinct_tokens"] = float(len(set(_sampled(arrays["tokens"][0]).tolist())))
+            if (copied := _copied_share(arrays)) is not None:
+                metrics["copied_label_share"] = copied
         return metrics
 
     def _add(self, checksum: int) -> None:
@@ -50,6 +54,17 @@ def _checksum(arrays: Mapping[str, NDArray], row: int) -> int:
         if name == "tokens" or name not in OWN:
             checksum = zlib.crc32(np.ascontiguousarray(_sampled(array[row])).tobytes(), checksum)
     return checksum
+
+
+def _copied_share(arrays: Mapping[str, NDArray]) -> float | None:
+    """Return the share of labels of the first row that equal the token at the same place; None: it has no labels."""
+    if "labels" not in arrays:
+        return None
+    tokens, labels = _sampled(arrays["tokens"][0]), _sampled(arrays["labels"][0])
+    counts = labels >= 0
+    if "weight" in arrays:
+        counts = counts & (_sampled(arrays["weight"][0]) > 0)
+    return float((tokens == labels)[counts].mean()) if counts.any() else None
 
 
 def _sampled(row: NDArray) -> NDArray:

@@ -40,6 +40,7 @@ SERIES = (
     "label_share",
     "distinct_row_share",
     "distinct_tokens",
+    "copied_label_share",
     "idle_expert_share",
     "expert_load_ratio",
 )

@@ -35,6 +35,7 @@ def training_facts(run: RunDirectory) -> TrainingFacts | None:
         learning_rate=job.learning_rate,
         usual_learning_rate=_usual_learning_rate(job),
         warmup_steps=job.warmup_steps,
+        weight_decay=job.train.weight_decay,
         policy=job.train.on_nan,
         is_new=_is_new(job),
         tokens_per_expert=_tokens_per_expert(job),

@@ -21,6 +21,8 @@ SENTENCES = {
     "gradient_explosion": "the gradients explode; clipping hides it in the loss for a while",
     "plateau": "nothing that the model learns shows in the loss",
     "labels_masked": "the batches have no labels",
+    "labels_not_shifted": "the labels are not shifted: each is the token at its own place",
+    "weight_decay_high": "the weight decay is far too high for the learning rate",
     "no_gradient": "the objective gives no gradient: nothing is learned",
     "repeated_data": "the data source gives the same few rows again and again",
     "constant_tokens": "the rows of the data source consist of one or two token ids",

@@ -386,6 +386,7 @@ class Series:
     label_share: tuple[tuple[int, float], ...] = ()  # weight of the labels per token of the step
     distinct_row_share: tuple[tuple[int, float], ...] = ()  # among the newest rows of rank 0
     distinct_tokens: tuple[tuple[int, float], ...] = ()  # in a row of the step, of a few hundred tokens
+    copied_label_share: tuple[tuple[int, float], ...] = ()  # labels of such a row that equal the token at their place
     idle_expert_share: tuple[tuple[int, float], ...] = ()  # of the experts, without a token in the step
     expert_load_ratio: tuple[tuple[int, float], ...] = ()  # tokens of the busiest expert over the mean
 
@@ -401,6 +402,7 @@ class TrainingFacts:
     learning_rate: float | None = None  # peak of the schedule
     usual_learning_rate: float | None = None  # for this kind of training and this model
     warmup_steps: int = 0
+    weight_decay: float = 0.0  # of AdamW: its product with the learning rate is the share that a step takes off weights
     policy: str = ""  # train.on_nan: skip, rollback or stop
     is_new: bool = False  # the weights start at random
     tokens_per_expert: float | None = None  # mean number of tokens that an expert gets in a step, over all ranks

@@ -75,6 +75,32 @@ def find_constant_tokens(snapshot: Snapshot) -> Symptom | None:
     return _wrong("constant_tokens", text, text)
 
 
+def find_copied_labels(snapshot: Snapshot) -> Symptom | None:
+    """Return labels that are the tokens themselves: a model learns to copy its input, with a loss that looks good."""
+    points, training = snapshot.series.copied_label_share, snapshot.training
+    shares = [value for _, value in points][-NEWEST:]
+    is_entropy = training is not None and training.objective == "cross_entropy"
+    if len(shares) < NEWEST or not is_entropy or min(shares) < threshold("copied_label_share"):
+        return None
+    since = points[_since([value >= threshold("copied_label_share") for _, value in points])][0]
+    text = "learns to copy its input: its labels are the tokens at the same place, not the next ones"
+    return _wrong("labels_not_shifted", text, f"all labels have equalled their tokens since step {since}")
+
+
+def find_weight_decay(snapshot: Snapshot) -> Symptom | None:
+    """Return a weight decay that takes more off the weights than they can learn."""
+    training = snapshot.training
+    if training is None or not training.learning_rate or len(snapshot.series.loss) < NEWEST:
+        return None
+    share = training.learning_rate * training.weight_decay
+    if share < threshold("weight_decay_share"):
+        return None
+    text = (
+        f"loses its weights: a weight decay of {training.weight_decay:g} takes up to {percent(share)} off them per step"
+    )
+    return _wrong("weight_decay_high", text, f"learning rate {training.learning_rate:.2g} times weight decay")
+
+
 def find_dead_experts(snapshot: Snapshot) -> Symptom | None:
     """Return experts that get no token, although there are enough tokens for all of them."""
     idle = [value for _, value in snapshot.series.idle_expert_share][-2 * NEWEST :]
@@ -124,7 +150,14 @@ def _wrong(sign: str, text: str, *evidence: str) -> Symptom:
     return Symptom("wrong", text, evidence, lost_share=1.0 if sign in LOSES_ALL else 0.0, sign=sign)
 
 
-LOSES_ALL = ("labels_masked", "repeated_data", "constant_tokens", "learning_rate_zero")
+LOSES_ALL = (
+    "labels_masked",
+    "labels_not_shifted",
+    "repeated_data",
+    "constant_tokens",
+    "learning_rate_zero",
+    "weight_decay_high",
+)
 
 
 def _since(bad: Sequence[bool]) -> int:

@@ -9,10 +9,12 @@ from collections.abc import Sequence
 from craton.observability.diagnosis.snapshot import Snapshot, SnapshotBadStep, SnapshotRank
 from craton.observability.diagnosis.symptoms.batches import (
     find_constant_tokens,
+    find_copied_labels,
     find_dead_experts,
     find_labels,
     find_learning_rate,
     find_repeats,
+    find_weight_decay,
 )
 from craton.observability.diagnosis.symptoms.losses import (
     NEWEST_LOSSES,
@@ -55,6 +57,8 @@ def find_wrong(snapshot: Snapshot) -> list[Symptom]:
         return [*result, bad]
     # Masked labels and repeated rows explain what the loss does: they come first, and alone.
     data = [finder(snapshot) for finder in (find_labels, find_repeats, find_constant_tokens, find_learning_rate)]
+    if not any(data):  # rows of one token, too, have labels that equal it
+        data = [find_copied_labels(snapshot), find_weight_decay(snapshot)]
     of_data = [symptom for symptom in data if symptom is not None]
     if of_data:
         return [*result, *of_data]
