@@ -572,6 +572,7 @@ class NodeProcesses:
             process_state=state,
             is_waiting=has_stack and place.stack.is_waiting,
             frame=place.stack.frame if has_stack else "",
+            sleeps_in=place.resources.sleeps_in,
         )
         if not rank_progress.age:
             return rank_progress

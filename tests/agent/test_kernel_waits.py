@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
+from itertools import count
 from pathlib import Path
 
 import pytest
 from waiting import wait_until
 
 from craton.agent.processes.kernel_waits import LOOK_SECONDS, MIN_LOOKS, WINDOW_SECONDS, KernelWaits
+from craton.telemetry.node import SLEEPS_ALONE
 
 RANK, CHILD = 700, 701
 TURN_SECONDS = 2 * LOOK_SECONDS
@@ -95,6 +98,29 @@ def test_a_process_that_a_signal_stops_and_that_ends() -> None:
     for number in range(3 * MIN_LOOKS):
         waits.look(busy.pid, 100.0 + number * TURN_SECONDS)
     assert (waits.file_share, waits.memory_share, waits.stopped_share) == (0.0, 0.0, 0.0), "it has ended"
+
+
+SLEEPS = ["/bin/sh", "-c", f"{sys.executable} -c 'import time; time.sleep(600)'; true"]
+LISTENS = [sys.executable, "-c", "import socket; socket.create_server(('127.0.0.1', 0)).accept()"]
+
+
+@pytest.mark.parametrize(("command", "is_alone"), [(SLEEPS, True), (LISTENS, False)])
+def test_what_the_main_thread_of_a_command_sleeps_in(command: list[str], is_alone: bool) -> None:
+    process = subprocess.Popen(command, start_new_session=True)
+    waits, turns = KernelWaits(), count()
+
+    def channel() -> str:
+        for _ in range(MIN_LOOKS):
+            waits.look(process.pid, next(turns) * TURN_SECONDS)
+        return waits.sleeps_in
+
+    try:
+        wait_until(channel, "it sleeps")
+        wait_until(lambda: bool(SLEEPS_ALONE.search(channel())) == is_alone, lambda: f"it sleeps in {channel()}")
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    assert channel() == "", "it has ended"
 
 
 def test_rare_looks_at_many_ranks_give_a_share(tmp_path: Path) -> None:

@@ -61,6 +61,7 @@ class RankProgress:
     process_state: str = ""  # R, S, D, T, Z, by the kernel
     is_waiting: bool = False  # by its stack, it waits for other ranks in a collective
     frame: str = ""  # where it waits, if its stack was taken
+    sleeps_in: str = ""  # kernel function in which its main thread sleeps
 
     @property
     def limit(self) -> float:
@@ -103,6 +104,7 @@ class RankProgress:
             is_stopped=self.is_stopped,
             process_state=self.process_state,
             is_waiting=self.is_waiting,
+            sleeps_in=self.sleeps_in,
         )
 
 

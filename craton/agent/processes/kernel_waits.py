@@ -1,4 +1,5 @@
-"""How much of the time the threads of a rank wait in the kernel, for files or memory, or are stopped by a signal.
+"""How much of the time the threads of a rank wait in the kernel, for files or memory, or are stopped by a signal; and
+in what its main thread sleeps.
 
 Linux keeps no account of it by default, so the agent looks at the threads a few times a second. A thread in an
 uninterruptible sleep (state D) waits for a disk, a network file system or a page of memory; the kernel function that it
@@ -12,7 +13,7 @@ import re
 from collections import deque
 from pathlib import Path
 
-from craton.agent.processes.tree import process_tree, threads_of
+from craton.agent.processes.tree import process_tree, threads_of, working_process
 from craton.telemetry.node import FROZEN, WAITS_FOR_MEMORY
 
 LOOK_SECONDS = 0.3  # between two looks, at least
@@ -31,6 +32,7 @@ class KernelWaits:
         self._pid = 0
         # Moment, waits for files, waits for memory, stopped by a signal.
         self._looks: deque[tuple[float, bool, bool, bool]] = deque()
+        self._channels: deque[str] = deque(maxlen=MIN_LOOKS)  # of the main thread; "": it does not sleep
         self._tree: list[int] = []
         self._tree_at = 0.0
 
@@ -39,10 +41,12 @@ class KernelWaits:
         if pid != self._pid:
             self._pid, self._tree, self._tree_at = pid, [], 0.0
             self._looks.clear()
+            self._channels.clear()
         elif self._looks and now - self._looks[-1][0] < LOOK_SECONDS:
             return
         if not self._tree or now - self._tree_at >= TREE_SECONDS:
             self._tree, self._tree_at = process_tree(pid, self._proc), now
+        self._channels.append(self._main_channel(pid))
         channels = self._asleep()
         memory = [channel for channel in channels if WAITS_FOR_MEMORY.search(channel)]
         self._looks.append((now, len(memory) < len(channels), bool(memory), self._is_stopped(pid)))
@@ -55,6 +59,12 @@ class KernelWaits:
         return self._share([files for _, files, _, _ in self._looks])
 
     @property
+    def sleeps_in(self) -> str:
+        """The kernel function in which its main thread has slept in all newest looks; "": it works, or moves."""
+        is_known = len(self._channels) == MIN_LOOKS and len(set(self._channels)) == 1
+        return self._channels[0] if is_known else ""
+
+    @property
     def memory_share(self) -> float:
         """The share of the looks in which a thread waited for memory."""
         return self._share([memory for _, _, memory, _ in self._looks])
@@ -63,6 +73,15 @@ class KernelWaits:
     def stopped_share(self) -> float:
         """The share of the looks in which a signal had stopped it."""
         return self._share([stopped for _, _, _, stopped in self._looks])
+
+    def _main_channel(self, pid: int) -> str:
+        worker = working_process(pid, self._proc)
+        task = self._proc / f"{worker}/task/{worker}"
+        try:
+            channel = _channel(task) if _state(task) in ("S", "D") else ""
+        except (OSError, IndexError):
+            return ""
+        return "" if channel == "0" else channel
 
     def _is_stopped(self, pid: int) -> bool:
         try:

@@ -70,6 +70,11 @@ class ResourceReader:
         self._last = ProcessResources()
         self._waits = KernelWaits(root / "proc")
 
+    @property
+    def sleeps_in(self) -> str:
+        """The kernel function in which its main thread sleeps, by the newest looks."""
+        return self._waits.sleeps_in
+
     def look(self, pid: int, now: float) -> None:
         """Look in what its threads wait; called between two reads."""
         self._waits.look(pid, now)
@@ -110,6 +115,7 @@ class ResourceReader:
             file_wait_share=self._waits.file_share,
             memory_wait_share=self._waits.memory_share,
             stopped_share=self._waits.stopped_share,
+            sleeps_in=self._waits.sleeps_in,
             refaults_per_second=round(max(0, counters.refaults - first.refaults) / seconds, 1) if seconds else 0.0,
         )
 

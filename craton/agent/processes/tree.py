@@ -20,6 +20,19 @@ def process_tree(pid: int, proc: Path = Path("/proc")) -> list[int]:
     return processes
 
 
+def working_process(pid: int, proc: Path = Path("/proc")) -> int:
+    """Return the process that does the work of a command: below shells and launchers, which have one child each."""
+    for _ in range(MAX_PROCESSES):
+        try:
+            children = (proc / f"{pid}/task/{pid}/children").read_text().split()
+        except OSError:
+            break
+        if len(children) != 1:
+            break
+        pid = int(children[0])
+    return pid
+
+
 def threads_of(processes: Sequence[int], proc: Path = Path("/proc")) -> list[Path]:
     """Return the folders of the threads of these processes: the first of each process before all others."""
     firsts, others = [], []

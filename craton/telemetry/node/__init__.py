@@ -27,6 +27,12 @@ if TYPE_CHECKING:
         read_status,
         write_status,
     )
-    from craton.telemetry.node.wait_channels import FROZEN, WAITS_FOR_FILES, WAITS_FOR_LOCK, WAITS_FOR_MEMORY
+    from craton.telemetry.node.wait_channels import (
+        FROZEN,
+        SLEEPS_ALONE,
+        WAITS_FOR_FILES,
+        WAITS_FOR_LOCK,
+        WAITS_FOR_MEMORY,
+    )
 else:
     __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

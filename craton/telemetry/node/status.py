@@ -38,6 +38,7 @@ class ProcessResources:
     file_wait_share: float = 0.0  # of the last seconds: a thread slept in the kernel for a file or a disk
     memory_wait_share: float = 0.0  # the same for memory
     stopped_share: float = 0.0  # the same: a signal had stopped it
+    sleeps_in: str = ""  # kernel function in which its main thread has slept for seconds
     refaults_per_second: float = 0.0  # pages of files that its memory limit had forced out and that it needed again
 
 
@@ -179,5 +180,6 @@ def _resources(document: dict[str, Any]) -> ProcessResources:
         file_wait_share=float(document.get("file_wait_share", 0.0)),
         memory_wait_share=float(document.get("memory_wait_share", 0.0)),
         stopped_share=float(document.get("stopped_share", 0.0)),
+        sleeps_in=str(document.get("sleeps_in", ""))[:64],
         refaults_per_second=float(document.get("refaults_per_second", 0.0)),
     )

@@ -11,4 +11,8 @@ WAITS_FOR_FILES = re.compile(
 WAITS_FOR_LOCK = re.compile(r"locks_lock|flock_lock|posix_lock|fcntl_setlk")  # of a file
 # Memory that a cgroup or the machine does not have.
 WAITS_FOR_MEMORY = re.compile(r"memcg|mem_cgroup|oom|reclaim|shrink_|swap|throttle_direct")
+# What no other rank ends: a timer, a pipe or socket of the machine, a terminal, a child process.
+SLEEPS_ALONE = re.compile(
+    r"nanosleep|pipe_read|pipe_write|pipe_wait|unix_stream|unix_wait|n_tty|^do_wait$|sigtimedwait|sigsuspend"
+)
 FROZEN = re.compile(r"refrigerator|freezer")  # by its cgroup

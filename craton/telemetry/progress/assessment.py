@@ -10,8 +10,9 @@ rank that the others wait for, and compares the time since its last progress wit
 - Seconds in which threads of a rank were runnable and got no CPU, or an agent did not run, do not count.
 
 Ranks that wait for another one are never named. These are named, in this order: ranks that a signal has stopped, ranks
-in an earlier step, ranks in another phase than a step, ranks that sleep in the kernel, ranks whose stack is not in a
-collective, the only ranks that use a CPU, ranks that stopped well before the others.
+in an earlier step, ranks in another phase than a step, ranks that sleep uninterruptibly, ranks whose stack is not in a
+collective, ranks that sleep for something that no other rank ends (a timer, a pipe, a lock, a file), the only ranks
+that use a CPU, ranks that stopped well before the others.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ class Progress:
         return text
 
 
-UNKNOWN_PROGRESS = Progress("unknown")
+UNKNOWN_PROGRESS: Progress = Progress("unknown")
 
 
 def assess_progress(
@@ -168,6 +169,7 @@ def activities_of(statuses: Iterable[NodeStatus | None], now: float) -> list[Ran
             process_state=rank.process_state,
             frame=rank.frame,
             is_waiting=rank.is_waiting,
+            sleeps_in=rank.resources.sleeps_in,
             idle_seconds=rank.resources.idle_seconds,
         )
         for status in statuses

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from craton.telemetry.node import SLEEPS_ALONE, WAITS_FOR_FILES, WAITS_FOR_LOCK
 from craton.telemetry.progress.limits import STEPPING, RankActivity
 
 IN_A_STEP = (*STEPPING, "compile")  # `compile` is the whole first step, with its collectives
@@ -22,6 +23,7 @@ def find_culprits(ranks: Sequence[RankActivity]) -> list[RankActivity]:
         or _some(_apart(ranks), ranks)
         or _some([rank for rank in ranks if rank.process_state == "D"], ranks)
         or _some([rank for rank in ranks if not rank.is_waiting], ranks)
+        or _some(_asleep(ranks), ranks)
         or _some(_busy(ranks), ranks)
         or _early(ranks)
     )
@@ -44,6 +46,14 @@ def _apart(ranks: Sequence[RankActivity]) -> list[RankActivity]:
     return [rank for rank in ranks if rank.kind not in IN_A_STEP] or [
         rank for rank in ranks if rank.kind not in STEPPING
     ]
+
+
+def _asleep(ranks: Sequence[RankActivity]) -> list[RankActivity]:
+    """Return ranks that sleep for something that no other rank ends, although the stack of none is known."""
+    if any(rank.is_waiting for rank in ranks):
+        return []
+    causes = (SLEEPS_ALONE, WAITS_FOR_LOCK, WAITS_FOR_FILES)
+    return [rank for rank in ranks if any(cause.search(rank.sleeps_in) for cause in causes)]
 
 
 def _busy(ranks: Sequence[RankActivity]) -> list[RankActivity]:

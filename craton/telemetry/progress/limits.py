@@ -46,6 +46,7 @@ class RankActivity:
     process_state: str = ""
     frame: str = ""
     is_waiting: bool = False
+    sleeps_in: str = ""  # kernel function
     idle_seconds: float = 0.0  # for which its processes have used no CPU to speak of
 
     @property
