@@ -11,6 +11,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+from waiting import PATIENCE_SECONDS
 
 from craton.infrastructure import cache_path, local, local_machine, microbenchmark
 from craton.infrastructure.local import local_instance
@@ -195,7 +196,7 @@ def test_free_memory_of_a_batch_job(tmp_path: Path, own: str, limit: str, used: 
 def test_the_real_microbenchmark(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(microbenchmark, "MATRIX_SIZE", 256)
     monkeypatch.setattr(microbenchmark, "COPY_BYTES", 16 * 2**20)
-    measured = microbenchmark.measure()
+    measured = microbenchmark.measure(budget_seconds=PATIENCE_SECONDS)  # torch may start slowly
     assert (measured.fp32_method, measured.bf16_method) == ("torch, one thread a core", "torch, one thread a core")
     assert 1e8 < measured.fp32_flops < 1e14
     assert 1e8 < measured.memory_bytes_per_second < 1e13
