@@ -46,8 +46,8 @@ def check_room(cards: list[Accelerator], ranks_per_gpu: int) -> None:
     total = min(card.memory_bytes for card in cards)
     if total / ranks_per_gpu < RUNTIME_BYTES + MIN_TENSOR_BYTES:
         most = int(total // (RUNTIME_BYTES + MIN_TENSOR_BYTES))
+        advice = f"use at most {most} per GPU, here local x {most * len(cards)}" if most > 1 else "remove share_gpus"
         raise CatalogError(
             f"{ranks_per_gpu} ranks cannot share a GPU of {memory(total)}: {memory(total / ranks_per_gpu)} each, where "
-            f"CUDA and NCCL alone take {memory(RUNTIME_BYTES)}; use at most {most} per GPU, here local x "
-            f"{most * len(cards)}"
+            f"CUDA and NCCL alone take {memory(RUNTIME_BYTES)}; {advice}"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,13 @@ def test_parts_that_cannot_be_made_say_what_can(
     machine_with_h200s(tmp_path, monkeypatch, gpus)
     with pytest.raises(CatalogError, match=message):
         nodes_per_gpu(visible_accelerators(), num_nodes)
+
+
+def test_a_small_gpu_is_not_shared_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine_with_h200s(tmp_path, monkeypatch, count=1)
+    small = [replace(card, memory_bytes=3 * 2**30) for card in visible_accelerators()]
+    with pytest.raises(CatalogError, match=r"2 ranks cannot share a GPU of 3\.00 GiB: .*; remove share_gpus"):
+        memory_fraction(small, 2)
 
 
 def test_without_the_flag_the_error_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
