@@ -62,6 +62,7 @@ class Orders:
         self._entered = -1
         self._planned: Callable[[Sequence[str]], None] | None = None
         self._broken: Callable[[], None] | None = None
+        self._recording: threading.Thread | None = None
         threading.Thread(target=self._listen, name="orders", daemon=True).start()
 
     @classmethod
@@ -127,7 +128,7 @@ class Orders:
         for line in self._stream:
             document: dict[str, Any] = json.loads(line)
             if RECORD in document:
-                write_recording(Path(document[RECORD]))
+                self._record(Path(document[RECORD]))
                 continue
             generation = Generation.from_message(document.pop("generation"))
             with self._arrived:
@@ -140,6 +141,12 @@ class Orders:
                         self._broken()
                     cut_connections()
                 self._arrived.notify_all()
+
+    def _record(self, path: Path) -> None:
+        """Write the recording in a thread of its own: if torch blocks, this rank can still leave the generation."""
+        if self._recording is None or not self._recording.is_alive():
+            self._recording = threading.Thread(target=write_recording, args=(path,), daemon=True)
+            self._recording.start()
 
 
 def cut_connections() -> None:
