@@ -25,7 +25,7 @@ import torch.distributed as dist
 from craton.agent import Generation
 from craton.agent.processes import RECORD
 from craton.ml.store import join_group
-from craton.ml.training.flight_recorder import write_recording
+from craton.ml.training.flight_recorder import begin_recording, write_recording
 
 VARIABLE = "CRATON_ORDERS"  # environment variable: the file descriptor that orders come through
 
@@ -189,4 +189,5 @@ def connect(order: Order, backend: str, secret: bytes) -> None:
     # ranks with different counts would wait for each other under different names.
     dist.distributed_c10d._world.group_count = 0
     prefix = f"generation/{generation.number}"
+    begin_recording()
     join_group(backend, generation.store, secret, prefix, order.rank, generation.world)

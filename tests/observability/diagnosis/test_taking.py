@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -238,6 +239,32 @@ def test_what_slurm_says_of_nodes() -> None:
 def generation(run: RunDirectory, number: int, ago: float, **changes: Any) -> None:
     made = {"number": number, "nodes": ["a", "b"], "ranks_per_node": 2, "store": "", "time": NOW - ago, **changes}
     run.generation_path(number).write_text(json.dumps(made), encoding="utf-8")
+
+
+def test_a_run_that_failed_names_the_collective_on_which_its_ranks_disagreed(root: Path) -> None:
+    run = write_run(root)
+    generation(run, 1, 100.0)
+    shared = {"event": "rank_stuck", "generation": 1, "stuck_step": 151}
+    for place, node in enumerate("ab"):
+        ranks = (2 * place, 2 * place + 1)
+        stuck = [{**shared, "time": NOW - 5.0, "rank": rank, "waits": rank != 2, "message": "m"} for rank in ranks]
+        ended = [
+            {"event": "rank_ended", "generation": 1, "time": NOW - 1.0, "rank": rank, "step": 151, "code": -9}
+            for rank in ranks
+        ]
+        started = {"time": NOW - 250.0, "event": "agent_started", "generation": 0}
+        write_lines(run.events_path(node), [started, *stuck, *ended])
+        write_heartbeat(run, node, Heartbeat(1, "failed", 1, 0, host="elsewhere"))
+    run.mark("FATAL", "rank 2 hangs in productive at step 151: no progress for 4.1 s")
+    run.recording_prefix.parent.mkdir(exist_ok=True)
+    for rank in range(4):
+        called = "nccl:all_reduce" if rank == 2 else "nccl:_all_gather_base"
+        entry = {"process_group": ("0", "default_pg"), "collective_seq_id": 9, "profiling_name": called}
+        recording = {"entries": [{**entry, "state": "scheduled", "input_sizes": [[4]]}], "pg_config": {}}
+        Path(f"{run.recording_prefix}{rank}").write_bytes(pickle.dumps(recording))
+    verdict = diagnose(take_snapshot(run, now=NOW + 1.0))
+    assert (verdict.condition, verdict.cause, verdict.rank) == ("dead", "collective_mismatch", 2)
+    assert "rank 2 calls nccl:all_reduce" in verdict.because
 
 
 @pytest.mark.usefixtures("running")

@@ -177,6 +177,43 @@ def test_ranks_that_call_different_collectives(tmp_path: Path) -> None:
     assert "rank 1 calls nccl:broadcast" in stuck.mismatch
 
 
+def test_on_a_gpu_ranks_wait_in_the_first_collective_that_is_not_over(tmp_path: Path) -> None:
+    """They launch the others of the step, and wait for the device."""
+    ahead = recording([entry(1), entry(2), *(entry(number, "scheduled") for number in range(3, 9))])
+    (stuck,) = stuck_collectives(dumped(tmp_path, {0: ahead, 1: ahead, 3: ahead}), {0, 1, 2, 3})
+    assert (stuck.sequence, stuck.missing, stuck.silent) == (3, (), (2,))
+
+
+def test_a_recording_from_before_lacks_what_others_have_finished(tmp_path: Path) -> None:
+    """Of a rank that was stuck once, went on, and is stopped by a signal now, so that it writes no other."""
+    waiting = recording([entry(number) for number in range(1, 9)] + [entry(9, "started")])
+    dumps = dumped(tmp_path, {0: waiting, 1: waiting, 2: recording([entry(1), entry(2)]), 3: waiting})
+    (stuck,) = stuck_collectives(dumps, set(dumps))
+    assert (stuck.sequence, stuck.missing) == (9, (2,))
+    sent = [entry(number, name="nccl:broadcast") for number in (1, 2)]  # one that sends does not wait for the others
+    dumps = dumped(tmp_path, {0: recording(sent), 1: recording(sent[:1]), 2: recording(sent), 3: recording(sent)})
+    (stuck,) = stuck_collectives(dumps, set(dumps))
+    assert (stuck.sequence, stuck.missing) == (2, (1,))
+
+
+def test_members_that_one_rank_does_not_know_are_those_that_another_knows(tmp_path: Path) -> None:
+    """On NCCL PyTorch knows them only for the first default group of a process."""
+    waiting = recording([entry(1), entry(2, "started")])
+    survivor = {**waiting, "pg_config": {"0": {"name": "0", "desc": "default_pg", "ranks": "[]"}}}
+    (stuck,) = stuck_collectives(dumped(tmp_path, {0: survivor, 1: waiting, 3: survivor}), {0, 1, 2, 3})
+    assert (stuck.expected, stuck.silent) == ((0, 1, 2, 3), (2,))
+
+
+def test_of_a_mismatch_the_line_that_called_the_other_collective_is_shown(tmp_path: Path) -> None:
+    inner = {"name": "all_reduce", "filename": "/v/site-packages/torch/distributed/distributed_c10d.py", "line": 3068}
+    usual = [inner, {"name": "forward", "filename": "model.py", "line": 7}]
+    odd = [inner, {"name": "loss", "filename": "mine.py", "line": 21}]
+    others = recording([{**entry(1, "started", "nccl:_all_gather_base"), "frames": usual}])
+    mine = recording([{**entry(1, "started"), "frames": odd}])
+    (stuck,) = stuck_collectives(dumped(tmp_path, {0: others, 1: others, 2: mine, 3: others}), set())
+    assert (stuck.mismatched, stuck.stack) == ((2,), ("loss (mine.py:21)",))
+
+
 def test_all_that_has_ended_is_no_hang(tmp_path: Path) -> None:
     done = recording([entry(1), entry(2)])
     forgotten = recording([entry(2)])  # its buffer is shorter

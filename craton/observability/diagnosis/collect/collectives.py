@@ -276,19 +276,9 @@ def stuck_collectives(dumps: Mapping[int, Mapping[str, Any]], readable: Set[int]
         # Recordings are ring buffers: compare only what the shortest one still holds.
         first = max((min(element) for element in entries.values() if element), default=0)
         numbers = sorted({number for item in entries.values() for number in item if number >= first})
-        if not numbers:
-            continue
-        # Collectives of a group run in order: one that all ranks entered is over once there is a later one.
+        # Collectives of a group run in order. On a GPU ranks launch later ones while they wait in the first.
         candidates = (_stuck(group, description, members, entries, number, readable) for number in numbers)
-        apart = next(
-            (
-                candidate
-                for candidate in candidates
-                if candidate is not None and (candidate.missing or candidate.mismatch)
-            ),
-            None,
-        )
-        stuck = apart or _stuck(group, description, members, entries, numbers[-1], readable)
+        stuck = next((candidate for candidate in candidates if candidate is not None), None)
         if stuck is not None:
             stuck_ones.append(stuck)
     return tuple(stuck_ones)
@@ -303,8 +293,6 @@ def _stuck(
     readable: Set[int],
 ) -> StuckCollective | None:
     inside = {rank: element[sequence] for rank, element in entries.items() if sequence in element}
-    if not inside:
-        return None
     missing = tuple(rank for rank in entries if rank not in inside)
     shapes = {rank: (str(entry.get("profiling_name")), _sizes(entry)) for rank, entry in inside.items()}
     usual, _ = Counter(shapes.values()).most_common(1)[0]
@@ -314,9 +302,11 @@ def _stuck(
     )
     # With gloo a finished entry keeps its state and is only retired.
     pending = [rank for rank, item in inside.items() if item.get("state") != "completed" and not item.get("retired")]
+    if len(pending) < len(inside) and _needs_all(usual[0]):
+        missing = ()  # it is over for a rank, so all ranks entered it: the recording without it is older
     if not missing and not odd and not pending:
         return None
-    sample = inside[next(iter(pending), next(iter(inside)))]
+    sample = inside[next(iter((*odd, *pending)), next(iter(inside)))]
     mismatch = ""
     if odd:
         mismatch = f"rank {odd[0]} calls {_words(shapes[odd[0]])}, the others {_words(usual)}"
@@ -330,11 +320,15 @@ def _stuck(
         silent=tuple(rank for rank in members if rank in readable and rank not in entries),
         mismatch=mismatch,
         mismatched=odd,
-        stack=tuple(
-            f"{frame.get('name')} ({frame.get('filename')}:{frame.get('line')})"
-            for frame in (sample.get("frames") or ())[:6]
-        ),
+        stack=_stack(sample),
     )
+
+
+def _stack(entry: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the innermost frames from which the collective was called, without PyTorch's own if there are others."""
+    frames = entry.get("frames") or ()
+    callers = [frame for frame in frames if "-packages/torch/" not in str(frame.get("filename"))] or frames
+    return tuple(f"{frame.get('name')} ({frame.get('filename')}:{frame.get('line')})" for frame in callers[:6])
 
 
 def _groups(dumps: Mapping[int, Mapping[str, Any]]) -> list[tuple[str, str, list[int]]]:
@@ -345,6 +339,7 @@ def _groups(dumps: Mapping[int, Mapping[str, Any]]) -> list[tuple[str, str, list
             members = _members(item.get("ranks")) if isinstance(item, Mapping) else []
             if members:
                 groups.setdefault(str(name), (str(item.get("desc") or ""), members))
+    for dump in dumps.values():  # PyTorch does not know the members of every group
         for entry in dump["entries"]:
             name, description = _group_of(entry) if isinstance(entry, Mapping) else ("", "")
             if name and name not in groups:
@@ -370,6 +365,12 @@ def _group_of(entry: Mapping[str, Any]) -> tuple[str, str]:
 
 def _sizes(entry: Mapping[str, Any]) -> str:
     return json.dumps(entry.get("input_sizes"))
+
+
+def _needs_all(operation: str) -> bool:
+    """Return whether it ends on no rank before all ranks have entered it, unlike a broadcast or a reduction to one."""
+    name = operation.lower()
+    return any(word in name for word in ("all_", "allreduce", "allgather", "alltoall", "reduce_scatter", "barrier"))
 
 
 def _is_even(operation: str) -> bool:

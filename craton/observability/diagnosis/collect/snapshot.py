@@ -169,10 +169,13 @@ def _taken(run: RunDirectory, prometheus: str | None, now: float | None, look_he
         notes += [note] if note else []
     is_local = bool(here) and look_here
     snapshot = with_visible_cards(snapshot, _visible(snapshot, launch, here if is_local and is_moving else []))
-    if is_moving:
-        asks_ras = is_local and bool(launch.get("gpus"))
+    if is_moving or (summary.state == "failed" and facts.stuck):
+        asks_ras = is_moving and is_local and bool(launch.get("gpus"))
         began, per_node = facts.generation_began or 0.0, facts.ranks_per_node
         collectives, note = read_collectives(run, launch, asks_ras, began, is_local, per_node)
+        if not is_moving:  # stacks show which rank the others waited for, but not that it called something else
+            stuck = tuple(collective for collective in collectives.stuck if collective.mismatch)
+            collectives = replace(collectives, stuck=stuck)
         snapshot = replace(snapshot, collectives=collectives)
         notes += [note] if note else []
     return _closer(run, replace(snapshot, notes=tuple(notes)), here if look_here else [])
