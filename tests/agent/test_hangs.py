@@ -42,6 +42,8 @@ def doing(kind: str, age: float, step: int = 10, **fields: object) -> RankProgre
             [doing("compile", 121.0), doing("data", 121.0, step_seconds=0.0, stay_seconds=1.0)],
             1,
         ),
+        ("a first step after a restart", [doing("compile", 31.0, step_seconds=0.0, stay_seconds=2.0)] * 2, 0),
+        ("one that took long before", [doing("compile", 299.0, step_seconds=0.0, stay_seconds=30.0)] * 2, None),
         (
             "a first step that is planned long",
             [doing("compile", 899.0, step_seconds=0.0, plan_step_seconds=20.0)] * 2,

@@ -35,7 +35,8 @@ LIMITS = {  # maximum seconds without progress, by what a rank is doing
     "idle": 900.0,
 }
 EAGER_SECONDS = 300.0  # the first step of a run, if it compiles nothing: it still connects to all ranks
-KNOWN_SECONDS = 120.0  # minimum for data and for a first step whose usual time is known: a shard may have to be fetched
+KNOWN_SECONDS = 120.0  # minimum for loading data whose usual time is known: a shard may have to be fetched
+KNOWN_FIRST_SECONDS = 30.0  # the same for a first step: code that is compiled already, or is compiled as before
 KNOWN_STAYS = 10.0  # multiples of the longest recent stay in a phase
 DATA_STEPS, PLANNED_STEPS = 100.0, 60.0  # loading data or a first step, in recent and in planned steps
 STEPPING = ("productive", "redo")
@@ -86,7 +87,8 @@ class RankProgress:
         if not (self.stay_seconds or (pace and self.kind == "data")):
             return 0.0
         planned = PLANNED_STEPS * self.plan_step_seconds
-        return max(KNOWN_SECONDS, DATA_STEPS * pace, KNOWN_STAYS * self.stay_seconds, planned)
+        least = KNOWN_SECONDS if self.kind == "data" else KNOWN_FIRST_SECONDS
+        return max(least, DATA_STEPS * pace, KNOWN_STAYS * self.stay_seconds, planned)
 
     def _first_limit(self) -> float:
         kind = "data" if self.kind == "data" else "compile"
