@@ -111,7 +111,7 @@ def print_faults(run: RunDirectory, faults: list[InjectedFault], console: Consol
     from craton.orchestration.changes import what_happens
 
     number = f"{len(faults)} fault{'s' if len(faults) > 1 else ''}"
-    console.print(Text(f"CHAOS: {number} injected into run {run.name} ({run.path})", style="bold white on red"))
+    console.print(Text(f"CHAOS: {number} for run {run.name} ({run.path})", style="bold white on red"))
     for fault in faults:
         console.print(Text.assemble("  ", (fault.text, "bold red"), f"  {what_happens(fault)}"), soft_wrap=True)
 

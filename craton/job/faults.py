@@ -120,7 +120,7 @@ def check_fault(
     if fault.needs_training and not trains:
         raise FaultError(
             f"{fault.text!r} requires Craton's training loop, and this run is a command; use kill rank, agent or "
-            "coordinator, hang or lose-node"
+            "coordinator, hang with how=stop, or lose-node"
         )
     if fault.rank is not None and fault.rank >= world:
         raise FaultError(f"{fault.text!r}: there is no rank {fault.rank}; the ranks are 0 to {world - 1}")

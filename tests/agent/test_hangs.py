@@ -7,7 +7,7 @@ import random
 import pytest
 
 from craton.agent.coordination import HANG_STEPS, RankProgress
-from craton.agent.coordination.hangs import HANG_SECONDS, LIMITS, MAX_DOUBLINGS, find_hang
+from craton.agent.coordination.hangs import HANG_SECONDS, LIMITS, MAX_DOUBLINGS, find_hang, find_sleeper
 from craton.agent.processes.cpuwait import MAX_SHARE
 
 
@@ -73,6 +73,16 @@ def doing(kind: str, age: float, step: int = 10, **fields: object) -> RankProgre
 )
 def test_who_hangs(name: str, ranks: list[RankProgress], blamed: int | None) -> None:
     assert find_hang(ranks) == blamed, name
+
+
+def test_a_process_that_reports_nothing_and_sleeps_is_what_the_reporting_one_waits_for() -> None:
+    waiting = stepping(61.0, patience=60.0, sleeps_in="futex_do_wait")
+    silent = [RankProgress("start", 0, 0.0, 0.0, sleeps_in=channel) for channel in ("futex_do_wait", "anon_pipe_read")]
+    assert find_hang([waiting, *silent]) == 0
+    assert find_sleeper([waiting, *silent], 0) == 2
+    assert find_sleeper([waiting, silent[0]], 0) is None
+    itself = stepping(61.0, patience=60.0, sleeps_in="hrtimer_nanosleep")
+    assert find_sleeper([itself, *silent], 0) is None, "it waits for no other rank"
 
 
 @pytest.mark.parametrize("failures", range(MAX_DOUBLINGS + 3))

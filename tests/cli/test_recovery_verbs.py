@@ -190,7 +190,7 @@ def test_chaos_says_what_it_does_and_refuses_what_cannot_happen(verbs: Verbs) ->
     verbs.wait_for_step(2)
     asked = verbs("chaos", "count", "--kill", "rank=1@step=90000", "--lose-node", "node-1@step=90001")
     assert asked.returncode == 2
-    assert "CHAOS: 2 faults injected into run count" in asked.stdout
+    assert "CHAOS: 2 faults for run count" in asked.stdout
     assert "at step 90,000, rank 1 is killed (SIGKILL)" in asked.stdout
     assert "node-1 is lost for good" in asked.stdout
     assert "use --yes to confirm" in asked.stderr

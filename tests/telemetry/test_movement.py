@@ -27,6 +27,11 @@ def rank(number: int, kind: str = "productive", age: float = 0.1, step: int = 10
     return RankActivity(number, kind, step, age, **known)  # type: ignore[arg-type]
 
 
+def silent(number: int, sleeps_in: str) -> RankActivity:
+    """A process of a command whose progress is read from another one."""
+    return RankActivity(number, "start", 0, 0.0, node=f"node-{number}", sleeps_in=sleeps_in)
+
+
 def first(number: int, kind: str, age: float, **fields: object) -> RankActivity:
     """A rank in its first step."""
     return rank(number, kind, age, **{"step": 1, "step_seconds": 0.0, "slowest_seconds": 0.0, **fields})  # type: ignore[arg-type]
@@ -62,6 +67,18 @@ def saving(age: float, **phase_seconds: float) -> list[RankActivity]:
             [rank(0, age=6.0, sleeps_in="futex_do_wait"), rank(1, age=6.0, sleeps_in="hrtimer_nanosleep")],
             "stuck",
             (1,),
+        ),
+        (
+            "another process of the command sleeps",
+            [rank(0, age=6.0, sleeps_in="futex_do_wait"), silent(1, "anon_pipe_read"), silent(2, "futex_do_wait")],
+            "stuck",
+            (1,),
+        ),
+        (
+            "the only one that reports sleeps itself",
+            [rank(0, age=6.0, sleeps_in="hrtimer_nanosleep"), silent(1, "hrtimer_nanosleep")],
+            "stuck",
+            (0,),
         ),
         (
             "all sleep on timers",

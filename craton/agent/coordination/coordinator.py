@@ -16,10 +16,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from craton.agent.coordination.hangs import RankProgress, find_hang
+from craton.agent.coordination.hangs import RankProgress, find_hang, find_sleeper
 from craton.agent.generation import Generation
 from craton.agent.launch import Launch
 from craton.formatting import counted, duration, setting
+from craton.telemetry.node import sleeps_for
 
 SILENT_SECONDS = 5.0  # an agent that is silent for this long is lost; it sends several messages a second
 ECHO_SECONDS = 0.3  # how long to wait for the root cause of a broken connection
@@ -254,6 +255,12 @@ class Coordinator:
             doing = "is stopped by a signal" if last.is_stopped else f"hangs in {last.kind}"
             at = f" ({last.frame})" if last.frame else ""
             text = f"{name} {doing} at step {last.step}: no progress for {duration(last.age)}{at}"
+            sleeper = find_sleeper([status for _, _, status in waiting], hanging)
+            if sleeper is not None:
+                whose, other_end, status = waiting[sleeper]
+                what = f"sleeps for {sleeps_for(status.sleeps_in)} ({status.sleeps_in})"
+                text = f"{whose} {what}, while {name} waits at step {last.step}: no progress for {duration(last.age)}"
+                end = (*end, *other_end)
             self._faults.append(RankFailure(text, clock - last.age, end))
 
     def _has_entered(self) -> bool:

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from craton.telemetry.node import sleeps_for
 from craton.telemetry.progress import RankActivity, find_culprits
 
 HANG_SECONDS, HANG_STEPS = 4.0, 2.5  # a step hangs if it takes longer than both
@@ -131,6 +132,15 @@ def find_hang(ranks: Sequence[RankProgress], failures: int = 0) -> int | None:
         if _still_seconds(suspect, others) > _doubled(limit, suspect, failures) + starved:
             return index
     return None
+
+
+def find_sleeper(ranks: Sequence[RankProgress], hanging: int) -> int | None:
+    """Return the index of a process of a command that reports nothing and sleeps for something that no other rank ends,
+    if the one that hangs seems to wait for it."""
+    if sleeps_for(ranks[hanging].sleeps_in) or ranks[hanging].is_waiting:
+        return None
+    silent = (index for index, rank in enumerate(ranks) if not rank.step and not rank.age)
+    return next((index for index in silent if sleeps_for(ranks[index].sleeps_in)), None)
 
 
 def _doubled(limit: float, suspect: RankProgress, failures: int) -> float:

@@ -87,9 +87,10 @@ class ChildProcess:
 
     @property
     def state(self) -> str:
-        """Its state, by the kernel: R, S, D, T, Z (proc_pid_stat(5)); "" if it cannot be read."""
+        """Its state, by the kernel: R, S, D, T, Z (proc_pid_stat(5)); "" if it cannot be read. A process that a
+        debugger examines sleeps: no signal has stopped it."""
         try:
-            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0].replace("t", "T")
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0].replace("t", "S")
         except (OSError, IndexError):
             return ""
 

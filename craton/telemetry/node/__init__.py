@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         WAITS_FOR_FILES,
         WAITS_FOR_LOCK,
         WAITS_FOR_MEMORY,
+        sleeps_for,
     )
 else:
     __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

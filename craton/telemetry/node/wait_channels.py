@@ -15,4 +15,16 @@ WAITS_FOR_MEMORY = re.compile(r"memcg|mem_cgroup|oom|reclaim|shrink_|swap|thrott
 SLEEPS_ALONE = re.compile(
     r"nanosleep|pipe_read|pipe_write|pipe_wait|unix_stream|unix_wait|n_tty|^do_wait$|sigtimedwait|sigsuspend"
 )
+_ALONE_FOR = (("nanosleep", "a timer"), ("pipe", "a pipe"), ("unix", "a local socket"), ("n_tty", "a terminal"))
 FROZEN = re.compile(r"refrigerator|freezer")  # by its cgroup
+
+
+def sleeps_for(channel: str) -> str:
+    """Return what a main thread sleeps for that no other rank ends, e.g. "a pipe"; "" if that is not known."""
+    if WAITS_FOR_LOCK.search(channel):
+        return "a lock on a file"
+    if WAITS_FOR_FILES.search(channel):
+        return "a file or a disk"
+    if not SLEEPS_ALONE.search(channel):
+        return ""
+    return next((words for part, words in _ALONE_FOR if part in channel), "a child process or a signal")

@@ -23,7 +23,7 @@ from typing import Literal
 
 from craton.formatting import counted, whole_duration
 from craton.telemetry.node import NodeStatus, RankStatus
-from craton.telemetry.progress.culprits import find_culprits, oldest_first
+from craton.telemetry.progress.culprits import find_culprits, find_sleepers, oldest_first
 from craton.telemetry.progress.limits import STEPPING, RankActivity, stopped_after, stuck_after
 
 ProgressState = Literal["moving", "starting", "recovering", "stuck", "unknown"]
@@ -129,6 +129,8 @@ def assess_progress(
             for rank in culprits
             if _still_seconds(rank, watched) - starved > stuck_after(rank, usual, plan_step_seconds)
         ]
+        if late and (sleepers := find_sleepers(ranks, late)):
+            return _progress("stuck", sleepers, [*watched, *sleepers], now)
         if late:
             reports_alone = len(watched) == 1 < len(ranks)  # the other ranks may be to blame, and report nothing
             return _progress("stuck", late, watched, now, stands_out=not reports_alone)
@@ -146,6 +148,8 @@ def assess_progress(
     elif is_new and any(rank.kind not in STEPPING for rank in watched):
         state = "starting"
     noted = [rank for rank in culprits if _still_seconds(rank, watched) - starved > _noted_after(rank)]
+    if sleepers := find_sleepers(ranks, noted):
+        return _progress(state, sleepers, [*watched, *sleepers], now)
     return _progress(state, noted, watched, now) if noted else Progress(state)
 
 

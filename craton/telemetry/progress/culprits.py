@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
-from craton.telemetry.node import SLEEPS_ALONE, WAITS_FOR_FILES, WAITS_FOR_LOCK
+from craton.telemetry.node import sleeps_for
 from craton.telemetry.progress.limits import STEPPING, RankActivity
 
 IN_A_STEP = (*STEPPING, "compile")  # `compile` is the whole first step, with its collectives
@@ -30,6 +31,19 @@ def find_culprits(ranks: Sequence[RankActivity]) -> list[RankActivity]:
     return oldest_first(chosen)
 
 
+def find_sleepers(ranks: Sequence[RankActivity], named: Sequence[RankActivity]) -> list[RankActivity]:
+    """Return ranks of a command that report no progress of their own and sleep for something that no other rank ends,
+    as if they had stopped with the first of those that are `named`; empty if one of these sleeps like that itself."""
+    if not named or any(sleeps_for(rank.sleeps_in) or rank.is_waiting for rank in named):
+        return []
+    first = named[0]
+    return [
+        replace(rank, age_seconds=first.age_seconds, step=first.step, limit_seconds=first.limit_seconds)
+        for rank in ranks
+        if rank.is_silent and sleeps_for(rank.sleeps_in)
+    ]
+
+
 def _some(chosen: list[RankActivity], ranks: Sequence[RankActivity]) -> list[RankActivity]:
     """Return the chosen ranks, unless all are chosen: then none stands out."""
     return chosen if len(chosen) < len(ranks) else []
@@ -52,8 +66,7 @@ def _asleep(ranks: Sequence[RankActivity]) -> list[RankActivity]:
     """Return ranks that sleep for something that no other rank ends, although the stack of none is known."""
     if any(rank.is_waiting for rank in ranks):
         return []
-    causes = (SLEEPS_ALONE, WAITS_FOR_LOCK, WAITS_FOR_FILES)
-    return [rank for rank in ranks if any(cause.search(rank.sleeps_in) for cause in causes)]
+    return [rank for rank in ranks if sleeps_for(rank.sleeps_in)]
 
 
 def _busy(ranks: Sequence[RankActivity]) -> list[RankActivity]:

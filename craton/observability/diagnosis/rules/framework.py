@@ -29,7 +29,7 @@ from craton.observability.diagnosis.verdict import (
     Symptom,
     Symptoms,
 )
-from craton.telemetry.node import FROZEN, WAITS_FOR_FILES, WAITS_FOR_LOCK, WAITS_FOR_MEMORY
+from craton.telemetry.node import FROZEN, WAITS_FOR_FILES, WAITS_FOR_LOCK, WAITS_FOR_MEMORY, sleeps_for
 
 CRASHES = tuple(
     -number for number in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGTRAP)
@@ -243,7 +243,7 @@ def _hangs(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
             text = "all ranks wait for each other in a collective, and none is late"
             findings += finding(symptoms, "collective_stuck", text, ("hung",), base=0.95)
         elif not symptom.ranks and snapshot.run.kind == "command" and len(snapshot.ranks) > 1 and not symptom.sign:
-            text = f"the {len(snapshot.ranks)} processes of the command report no steps"
+            text = f"none of the {len(snapshot.ranks)} processes of the command reports a new step"
             findings += finding(symptoms, "collective_stuck", text, ("hung",), base=0.7)
         findings += _locked(snapshot, symptoms)
         if not culprits:
@@ -266,6 +266,8 @@ def _hangs(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
         message = f"{_them(culprits)} {_stalled(culprits, snapshot)}; all other ranks wait for {them}"
         if culprits == odd_by_output(snapshot):
             message = f"the last output of {_them(culprits)} differs from that of the others: {first.last_line}"
+        if not first.frame and (sleeps := _sleeps(first)):
+            message = f"{_them(culprits)} {sleeps}; all other ranks wait for {them}"
         if first.frame:
             does = "runs" if first.process_state == "R" else "waits"
             message += f"; it {does} in {first.frame}"
@@ -283,6 +285,12 @@ def _hangs(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
             base=base,
         )
     return findings
+
+
+def _sleeps(rank: SnapshotRank) -> str:
+    """Return what its main thread sleeps for, by the kernel, if no other rank ends that; "" otherwise."""
+    channel = rank.resources.sleeps_in if rank.resources is not None else ""
+    return f"sleeps for {words} ({channel}, by the kernel)" if (words := sleeps_for(channel)) else ""
 
 
 def _locked(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:

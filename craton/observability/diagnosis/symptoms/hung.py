@@ -77,6 +77,7 @@ def _activities(snapshot: Snapshot) -> list[RankActivity]:
             process_state=rank.process_state,
             frame=rank.frame,
             is_waiting=bool(rank.is_waiting),
+            sleeps_in=rank.resources.sleeps_in if rank.resources is not None else "",
             idle_seconds=rank.resources.idle_seconds if rank.resources is not None else 0.0,
         )
         for rank in snapshot.ranks
