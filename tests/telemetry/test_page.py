@@ -71,6 +71,16 @@ def test_the_seconds_of_processes_killed_at_random_sum_to_wall_time() -> None:
     assert booked["redo"] > 0
 
 
+def test_a_stay_that_was_booked_when_its_process_was_killed_is_not_booked_again() -> None:
+    page = RankPage.make()
+    begin = page.since
+    page.begin("data", begin)
+    page.switch("productive", begin + 2.0)
+    page._fields.since = begin  # killed inside `switch`, between its two writes
+    page.break_off("detect", now=begin + 3.0)
+    assert total(page, begin + 4.0) == pytest.approx(4.0)
+
+
 def test_two_processes_see_the_same_page() -> None:
     page = RankPage.make()
     assert (page.kind, page.generation, page.step) == ("start", -1, 0)

@@ -14,12 +14,14 @@ from typing import Any
 
 from craton.agent import Launch, write_launch
 from craton.agent.processes import free_port
+from craton.infrastructure import memory_fraction, nodes_per_gpu, visible_accelerators
 from craton.job import dump_job, parse_job
 from craton.job.layout import Layout
 from craton.orchestration import kill_agents, start_agents, with_cards
-from craton.orchestration.draft import agent_command, fork_server_command, rank_command, sharing_of
+from craton.orchestration.draft import agent_command, fork_server_command, rank_command
 from craton.telemetry import RunDirectory
 
+MEMORY_FRACTION = "CRATON_GPU_MEMORY_FRACTION"  # as a launch sets it
 DENSE = "{layers: 4, hidden: 64, ffn_hidden: 128, heads: 4, kv_heads: 2, vocab: 64, tied_embeddings: true}"
 EXPERTS = (
     "{layers: 4, hidden: 64, ffn_hidden: 128, heads: 4, kv_heads: 2, vocab: 64, tied_embeddings: true, "
@@ -84,7 +86,11 @@ def write_rehearsal(root: Path, rehearsal: Rehearsal) -> tuple[RunDirectory, Lau
     world = rehearsal.nodes * rehearsal.ranks_per_node
     layout = dict(rehearsal.layout) or {"fsdp": world}
     by_nodes = {rehearsal.nodes: layout, **rehearsal.layouts}
-    nodes_per_gpu, bounds = sharing_of(job)
+    sharers, bounds = 1, {}
+    if rehearsal.shares_gpus:
+        cards = visible_accelerators()
+        sharers = nodes_per_gpu(cards, rehearsal.nodes)
+        bounds = {MEMORY_FRACTION: f"{memory_fraction(cards, sharers):.4f}"}
     launch = Launch(
         generation=0,
         nodes=[f"node-{number}" for number in range(rehearsal.nodes + rehearsal.spares)],
@@ -102,7 +108,7 @@ def write_rehearsal(root: Path, rehearsal: Rehearsal) -> tuple[RunDirectory, Lau
         give_up_seconds=job.recover.give_up,
         chaos=list(rehearsal.chaos),
         gpus=rehearsal.shares_gpus,
-        nodes_per_gpu=nodes_per_gpu,
+        nodes_per_gpu=sharers,
     )
     launch = with_cards(launch)
     run.job_path.write_text(dump_job(job), encoding="utf-8")

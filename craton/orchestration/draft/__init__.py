@@ -31,7 +31,6 @@ if TYPE_CHECKING:
         plan_text,
         python_of,
         rank_command,
-        sharing_of,
         tier_names,
     )
     from craton.orchestration.draft.plan_job import Progress

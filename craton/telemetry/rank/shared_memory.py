@@ -75,6 +75,7 @@ class _Fields(ctypes.Structure):
         ("stays", ctypes.c_double * len(LEDGER_KINDS)),
         ("first_stays", ctypes.c_double * len(LEDGER_KINDS)),
         ("is_eager", ctypes.c_int64),
+        ("base", ctypes.c_double),  # the moment at which no seconds were booked
     )
 
     generation: int
@@ -97,6 +98,7 @@ class _Fields(ctypes.Structure):
     num_recent: int
     recent: Any
     recorded_step: int
+    base: float
     entered: float
     stays: Any
     first_stays: Any
@@ -171,6 +173,7 @@ class RankPage:
         """Book time as `kind` from this moment on, and nothing before it."""
         self._fields.kind = LEDGER_KINDS.index(kind)
         self._fields.since = self._fields.progress = self._fields.entered = now
+        self._fields.base = now - sum(self._fields.seconds)
 
     def switch(self, kind: str, now: float | None = None, is_broken: bool = False) -> None:
         """Book time as `kind` from now on; time until now stays with the previous kind. `is_broken`: the stay in the
@@ -210,6 +213,8 @@ class RankPage:
         `since` time is `detect`; from now on it is `kind`."""
         fields = self._fields
         now = time.monotonic() if now is None else now
+        # If the rank was killed inside `switch`, its last stay is booked already.
+        fields.since = max(fields.since, fields.base + sum(fields.seconds))
         self.switch("detect", now if since is None else min(max(since, fields.since), now), is_broken=True)
         for lost in LOST_WITH_A_STEP:
             index = LEDGER_KINDS.index(lost)
