@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
@@ -75,6 +76,14 @@ def interrupt() -> None:
         if INTERRUPTED.wait(1.0):
             return
     raise AssertionError("nobody hears Ctrl-C")
+
+
+@pytest.fixture(autouse=True)
+def uncollected() -> Iterator[None]:
+    """Python ignores a KeyboardInterrupt that is raised in a callback of the garbage collector; Hypothesis has one."""
+    gc.disable()
+    yield
+    gc.enable()
 
 
 def cut_off() -> None:
