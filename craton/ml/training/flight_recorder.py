@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import pickle
-import secrets
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch._C._distributed_c10d as c10d  # the recorder has no public interface
 import torch.distributed as dist
+
+from craton.telemetry.files import replace_bytes
 
 _first_record = 0  # number of the first collective of the current generation
 
@@ -44,12 +44,7 @@ def write_recording(path: Path) -> None:
     with contextlib.suppress(Exception):  # whatever torch raises, there is no recording then
         if data := _recording():
             path.parent.mkdir(exist_ok=True)
-            fresh = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-            try:
-                fresh.write_bytes(data)
-                os.replace(fresh, path)
-            except OSError:
-                fresh.unlink(missing_ok=True)
+            replace_bytes(path, data, durable=False)
 
 
 def _recording() -> bytes:

@@ -20,6 +20,13 @@ if TYPE_CHECKING:
         read_regular,
         read_regular_text,
     )
-    from craton.telemetry.files.storage import STORAGE_ERRORS, SafeOutput, protect_output, replace_text, storage_problem
+    from craton.telemetry.files.storage import (
+        STORAGE_ERRORS,
+        SafeOutput,
+        protect_output,
+        replace_bytes,
+        replace_text,
+        storage_problem,
+    )
 else:
     __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

@@ -33,8 +33,14 @@ def replace_text(
     `in_place` overwrites the old text if there is no space for a second file: that needs no new block. Only for files
     whose readers ignore a half-written text.
     """
+    replace_bytes(path, text.encode(), durable, in_place, modified_at)
+
+
+def replace_bytes(
+    path: Path, data: bytes, durable: bool = True, in_place: bool = False, modified_at: float | None = None
+) -> None:
+    """Do the same with bytes."""
     fresh = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    data = text.encode()
     try:
         descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
