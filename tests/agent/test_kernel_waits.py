@@ -13,7 +13,7 @@ import pytest
 from waiting import wait_until
 
 from craton.agent.processes.kernel_waits import LOOK_SECONDS, MIN_LOOKS, WINDOW_SECONDS, KernelWaits
-from craton.telemetry.node import SLEEPS_ALONE
+from craton.telemetry.node import sleeps_for
 
 RANK, CHILD = 700, 701
 TURN_SECONDS = 2 * LOOK_SECONDS
@@ -104,8 +104,8 @@ SLEEPS = ["/bin/sh", "-c", f"{sys.executable} -c 'import time; time.sleep(600)';
 LISTENS = [sys.executable, "-c", "import socket; socket.create_server(('127.0.0.1', 0)).accept()"]
 
 
-@pytest.mark.parametrize(("command", "is_alone"), [(SLEEPS, True), (LISTENS, False)])
-def test_what_the_main_thread_of_a_command_sleeps_in(command: list[str], is_alone: bool) -> None:
+@pytest.mark.parametrize(("command", "what"), [(SLEEPS, "a timer"), (LISTENS, "")])
+def test_what_the_main_thread_of_a_command_sleeps_for(command: list[str], what: str) -> None:
     process = subprocess.Popen(command, start_new_session=True)
     waits, turns = KernelWaits(), count()
 
@@ -116,7 +116,7 @@ def test_what_the_main_thread_of_a_command_sleeps_in(command: list[str], is_alon
 
     try:
         wait_until(channel, "it sleeps")
-        wait_until(lambda: bool(SLEEPS_ALONE.search(channel())) == is_alone, lambda: f"it sleeps in {channel()}")
+        wait_until(lambda: sleeps_for(channel()) == what, lambda: f"it sleeps in {channel()}")
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()

@@ -19,8 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from craton.telemetry.node import sleeps_for
-from craton.telemetry.progress import RankActivity, find_culprits
+from craton.telemetry.progress import RankActivity, find_culprits, find_sleepers
 
 HANG_SECONDS, HANG_STEPS = 4.0, 2.5  # a step hangs if it takes longer than both
 LIMITS = {  # maximum seconds without progress, by what a rank is doing
@@ -137,10 +136,8 @@ def find_hang(ranks: Sequence[RankProgress], failures: int = 0) -> int | None:
 def find_sleeper(ranks: Sequence[RankProgress], hanging: int) -> int | None:
     """Return the index of a process of a command that reports nothing and sleeps for something that no other rank ends,
     if the one that hangs seems to wait for it."""
-    if sleeps_for(ranks[hanging].sleeps_in) or ranks[hanging].is_waiting:
-        return None
-    silent = (index for index, rank in enumerate(ranks) if not rank.step and not rank.age)
-    return next((index for index in silent if sleeps_for(ranks[index].sleeps_in)), None)
+    activities = [rank.as_activity(index) for index, rank in enumerate(ranks)]
+    return next((sleeper.rank for sleeper in find_sleepers(activities, [activities[hanging]])), None)
 
 
 def _doubled(limit: float, suspect: RankProgress, failures: int) -> float:

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     )
     from craton.telemetry.node.wait_channels import (
         FROZEN,
-        SLEEPS_ALONE,
         WAITS_FOR_FILES,
         WAITS_FOR_LOCK,
         WAITS_FOR_MEMORY,

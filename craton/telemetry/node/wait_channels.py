@@ -12,7 +12,7 @@ WAITS_FOR_LOCK = re.compile(r"locks_lock|flock_lock|posix_lock|fcntl_setlk")  # 
 # Memory that a cgroup or the machine does not have.
 WAITS_FOR_MEMORY = re.compile(r"memcg|mem_cgroup|oom|reclaim|shrink_|swap|throttle_direct")
 # What no other rank ends: a timer, a pipe or socket of the machine, a terminal, a child process.
-SLEEPS_ALONE = re.compile(
+_SLEEPS_ALONE = re.compile(
     r"nanosleep|pipe_read|pipe_write|pipe_wait|unix_stream|unix_wait|n_tty|^do_wait$|sigtimedwait|sigsuspend"
 )
 _ALONE_FOR = (("nanosleep", "a timer"), ("pipe", "a pipe"), ("unix", "a local socket"), ("n_tty", "a terminal"))
@@ -25,6 +25,6 @@ def sleeps_for(channel: str) -> str:
         return "a lock on a file"
     if WAITS_FOR_FILES.search(channel):
         return "a file or a disk"
-    if not SLEEPS_ALONE.search(channel):
+    if not _SLEEPS_ALONE.search(channel):
         return ""
     return next((words for part, words in _ALONE_FOR if part in channel), "a child process or a signal")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
         assess_progress,
         usual_stays,
     )
-    from craton.telemetry.progress.culprits import find_culprits
+    from craton.telemetry.progress.culprits import find_culprits, find_sleepers
     from craton.telemetry.progress.limits import (
         FIRST_SECONDS,
         MIN_STUCK_SECONDS,

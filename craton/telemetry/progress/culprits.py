@@ -63,7 +63,7 @@ def _apart(ranks: Sequence[RankActivity]) -> list[RankActivity]:
 
 
 def _asleep(ranks: Sequence[RankActivity]) -> list[RankActivity]:
-    """Return ranks that sleep for something that no other rank ends, although the stack of none is known."""
+    """Return ranks that sleep for something that no other rank ends; stacks, where they are known, say more."""
     if any(rank.is_waiting for rank in ranks):
         return []
     return [rank for rank in ranks if sleeps_for(rank.sleeps_in)]
