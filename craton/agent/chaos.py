@@ -140,15 +140,17 @@ class Chaos:
         if armed.place is not None:
             if armed.place.page.traps_sprung > armed.sprung:
                 self._fire(armed)
+                if fault.kind != "kill" and armed.place.process is not None:  # a later end has another cause
+                    armed.place.process.traps_before = armed.place.page.traps_sprung
             return
         place = dict(self._processes.ranks).get(fault.rank if fault.rank is not None else -1)
         if place is None or not place.is_running or place.page.has_trap:
             return
         assert place.process is not None
         action = TRAPS.get(fault.kind) or fault.how or "stop"
-        is_at_once = fault.step is None and fault.during is None and action in ("kill", "stop")
         if not self._has_traps and place.page.step < (fault.step or 0):
             return
+        is_at_once = fault.step is None and fault.during is None and action in ("kill", "stop")
         if is_at_once or not self._has_traps:
             if self._fire(armed):
                 place.process.send(signal.SIGKILL if action == "kill" else signal.SIGSTOP)

@@ -72,6 +72,11 @@ class Launch:
         return self.num_nodes or len(self.nodes)
 
     @property
+    def watched_rank(self) -> int | None:
+        """The rank of a command in whose output steps are read; None: every rank reports its own."""
+        return int(self.progress.get("rank") or 0) if self.progress.get("has_steps") else None
+
+    @property
     def node_gpus(self) -> int:
         """GPUs that a node needs, if it has any."""
         return self.gpus_per_node or self.ranks_per_node

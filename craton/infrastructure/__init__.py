@@ -20,6 +20,6 @@ if TYPE_CHECKING:
         price_age_days,
     )
     from craton.infrastructure.local import cache_path, free_memory_bytes, local_machine
-    from craton.infrastructure.sharing import memory_fraction, nodes_per_gpu
+    from craton.infrastructure.sharing import MEMORY_FRACTION, memory_fraction, nodes_per_gpu
 else:
     __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

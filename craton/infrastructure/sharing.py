@@ -10,6 +10,7 @@ from craton.formatting import counted, memory
 from craton.infrastructure.accelerators import Accelerator
 from craton.infrastructure.errors import CatalogError
 
+MEMORY_FRACTION = "CRATON_GPU_MEMORY_FRACTION"  # variable: of a GPU's memory, the part that a rank's tensors may take
 # Of a rank, outside torch's allocator: CUDA context and NCCL's buffers; 1.06 GB on H100 (NVIDIA/nccl#1685).
 RUNTIME_BYTES = 2.0**30
 MIN_TENSOR_BYTES = 2.0**30  # less holds no model whose layout is worth a try

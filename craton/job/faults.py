@@ -114,9 +114,10 @@ def check_fault(
     step: int = 0,
     steps: int | None = None,
     trains: bool = True,
+    watched: int | None = None,
 ) -> None:
     """Raise FaultError for a fault that cannot happen in a run with these ranks, nodes and checkpoint tiers, at `step`
-    of `steps`."""
+    of `steps`. `watched` is the only rank whose steps are known, if not all are."""
     if fault.needs_training and not trains:
         raise FaultError(
             f"{fault.text!r} requires Craton's training loop, and this run is a command; use kill rank, agent or "
@@ -124,6 +125,8 @@ def check_fault(
         )
     if fault.rank is not None and fault.rank >= world:
         raise FaultError(f"{fault.text!r}: there is no rank {fault.rank}; the ranks are 0 to {world - 1}")
+    if fault.step is not None and watched is not None and fault.rank not in (None, watched):
+        raise FaultError(f"{fault.text!r}: steps are those of rank {watched} (progress.rank); name it, or omit @step")
     if fault.node is not None and fault.node not in nodes:
         near = did_you_mean(fault.node, nodes)
         raise FaultError(f"{fault.text!r}: there is no node {fault.node}; the nodes are {', '.join(nodes)}{near}")

@@ -127,7 +127,7 @@ class RankProcess(ChildProcess):
     page: RankPage | None = None  # shared with the agent
     output: CommandOutput | None = None  # of a job's own command
     error: ErrorReport | None = None  # why it ends, in its own words
-    traps_before: int = 0  # of its page, that processes before it have triggered
+    traps_before: int = 0  # of its page, triggered before this process or survived by it
     is_killed_by_chaos: bool = False  # by the agent, for `craton chaos`
 
     @property

@@ -77,6 +77,7 @@ def faults_of(
     tiers: Sequence[str],
     steps: int | None,
     trains: bool,
+    watched: int | None = None,
 ) -> list[InjectedFault]:
     """Return the faults of a job, each checked to be possible; random faults do not hit the last `spares` nodes."""
     if isinstance(chaos, tuple):
@@ -90,5 +91,5 @@ def faults_of(
         working = nodes[: len(nodes) - spares]
         faults = random_faults(chaos.random, chaos.seed, steps, world, working, tiers, chaos.kinds)
     for fault in faults:
-        check_fault(fault, world=world, nodes=nodes, tiers=tiers, steps=steps, trains=trains)
+        check_fault(fault, world=world, nodes=nodes, tiers=tiers, steps=steps, trains=trains, watched=watched)
     return faults

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from craton.agent.coordination import run_secret
 from craton.errors import CratonError
+from craton.infrastructure import MEMORY_FRACTION
 from craton.job import Job, load_job
 from craton.job.layout import Layout
 from craton.job.sections import RESCUE, place_of, rescue_place
@@ -148,7 +149,7 @@ def use_gpu(device: torch.device) -> bool:
     """Make this GPU the default. Return whether ranks share it; this rank's tensors are then bound to its part of the
     memory."""
     torch.cuda.set_device(device)
-    fraction = os.environ.get("CRATON_GPU_MEMORY_FRACTION")
+    fraction = os.environ.get(MEMORY_FRACTION)
     if fraction:
         torch.cuda.set_per_process_memory_fraction(float(fraction), device)
     return bool(fraction)

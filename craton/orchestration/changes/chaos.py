@@ -57,12 +57,8 @@ def faults_for(run: RunDirectory, texts: Sequence[str]) -> list[InjectedFault]:
             step=step,
             steps=job.steps,
             trains=job.kind in TRAINING_KINDS,
+            watched=launch.watched_rank,
         )
-        watched = int(launch.progress.get("rank") or 0)
-        if fault.step is not None and launch.progress.get("has_steps") and fault.rank not in (None, watched):
-            raise FaultError(
-                f"{fault.text!r}: steps are those of rank {watched} (progress.rank); name it, or omit @step"
-            )
         if fault.step is not None and not (launch.nursery or launch.progress.get("has_steps") or step):
             raise FaultError(
                 f"{fault.text!r}: this command reports no steps; write `progress:` in its job, or omit @step"
@@ -117,6 +113,7 @@ def faults_left(run: RunDirectory, job: Job, before: Launch, launch: Launch, ste
                 step=step,
                 steps=job.steps,
                 trains=job.kind in TRAINING_KINDS,
+                watched=launch.watched_rank,
             )
         except FaultError:
             continue

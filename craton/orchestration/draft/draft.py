@@ -16,7 +16,14 @@ from pathlib import Path
 
 from craton.agent import Launch, launch_text
 from craton.formatting import counted
-from craton.infrastructure import CatalogError, memory_fraction, nodes_per_gpu, resolve_cluster, visible_accelerators
+from craton.infrastructure import (
+    MEMORY_FRACTION,
+    CatalogError,
+    memory_fraction,
+    nodes_per_gpu,
+    resolve_cluster,
+    visible_accelerators,
+)
 from craton.job import TRAINING_KINDS, FaultError, Job, dump_job
 from craton.job.sections import faults_of
 from craton.limits import cpu_quota
@@ -34,7 +41,6 @@ from craton.planning.serving import ServePlan
 IMAGE_PYTHON = "python3"  # the interpreter's name in images
 JOB_FOLDER = "CRATON_JOB_FOLDER"  # environment variable of the ranks: folder of the user's own functions
 END_SECONDS = 15.0  # from the last response of a draining server to the end of its ranks
-MEMORY_FRACTION = "CRATON_GPU_MEMORY_FRACTION"  # likewise: of a GPU's memory, the part that a rank's tensors may take
 JAX_MEMORY_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # the same for JAX
 COPY = "CRATON_COPY"  # likewise: the number of this copy in a job with run.copies
 STOP_AT = "CRATON_STOP_AT"  # likewise: the step after which the loop saves, sets the STOP marker and ends
@@ -229,6 +235,7 @@ def chaos_of(job: Job, launch: Launch) -> list[str]:
             tiers=tier_names(job),
             steps=job.steps,
             trains=job.kind in TRAINING_KINDS,
+            watched=launch.watched_rank,
         )
     except FaultError as error:
         raise StartError(f"{job.where('chaos')}{error}") from None
