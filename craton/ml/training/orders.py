@@ -14,6 +14,7 @@ import os
 import socket
 import stat
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ from craton.agent.processes import RECORD
 from craton.ml.store import join_group
 from craton.ml.training.flight_recorder import begin_recording, write_recording
 
+ABORT_SECONDS = 2.0  # for aborts of communicators; the agent ends a rank that does not leave after five
 VARIABLE = "CRATON_ORDERS"  # environment variable: the file descriptor that orders come through
 
 
@@ -170,8 +172,11 @@ def abort_groups() -> None:
     threads = [threading.Thread(target=_abort, args=(group,), daemon=True) for group in list(module._world.pg_names)]
     for thread in threads:
         thread.start()
+    deadline = time.monotonic() + ABORT_SECONDS
     for thread in threads:
-        thread.join()
+        thread.join(max(0.0, deadline - time.monotonic()))
+    if any(thread.is_alive() for thread in threads):
+        return  # as in the creation of a communicator, which ends when its connections are closed
     # They are aborted already; this makes torch forget them, if the rank itself has not destroyed them meanwhile.
     with contextlib.suppress(Exception):
         module._abort_process_group()

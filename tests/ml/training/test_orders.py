@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from craton.agent.processes import EXIT_FINAL, RECORD
 from craton.agent.store import StoreServer
 from craton.errors import CratonError
 from craton.ml.training import session as session_module
-from craton.ml.training.orders import Order, Orders, connect
+from craton.ml.training.orders import Order, Orders, abort_groups, connect
 from craton.ml.training.session import EXIT_FAILED, RankSession
 from craton.observability.diagnosis.collect.collectives import read_dumps
 from craton.telemetry.rank import LedgerClock
@@ -150,6 +151,24 @@ def test_a_request_for_a_recording_is_no_order(rank: Rank, tmp_path: Path) -> No
         assert not failed
         assert [entry["profiling_name"] for entry in dumps[0]["entries"]][-1] == "gloo:all_reduce"
     finally:
+        dist.destroy_process_group()
+
+
+def test_aborted_groups_are_forgotten_and_one_that_blocks_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = StoreServer("127.0.0.1", b"secret").start()
+    connect(Order(Generation(1, ["a"], 1, store.address), 0, "a", ""), "gloo", b"secret")
+    dist.new_group([0])
+    abort_groups()
+    assert not dist.is_initialized()
+    connect(Order(Generation(2, ["a"], 1, store.address), 0, "a", ""), "gloo", b"secret")
+    released = threading.Event()
+    monkeypatch.setattr("craton.ml.training.orders.ABORT_SECONDS", 0.0)
+    monkeypatch.setattr("craton.ml.training.orders._abort", lambda group: released.wait(PATIENCE_SECONDS))
+    try:
+        abort_groups()
+        assert dist.is_initialized(), "its connections are closed next"
+    finally:
+        released.set()
         dist.destroy_process_group()
 
 
