@@ -15,11 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from gang import Gang
-from rehearsed import events, finish, losses, wait_until
+from rehearsed import events, finish, losses, shrunk_and_grown
 
-from craton.bench.recovery.rehearsal import Rehearsal, end_rehearsal, running, write_rehearsal
+from craton.bench.recovery.rehearsal import Rehearsal, running
 from craton.ml.training.orders import abort_groups
-from craton.orchestration import start_agents
 from craton.telemetry import RunDirectory
 
 STEPS = 40
@@ -133,21 +132,10 @@ def test_a_run_goes_on_with_three_nodes_and_grows_again(runs: Path, summary: Cal
         **RANKS,
         **FSDP,
     )
-    run, launch = write_rehearsal(runs, elastic)
-    start_agents(run, launch)
-    try:
-        wait_until(lambda: len(events(run, "generation_started")) == 2, "it goes on with three nodes", run)
-        assert events(run, "generation_started")[1]["world"] == 3
-        wait_until(lambda: max(losses(run), default=0) >= 12, "it moves", run)
-        (run.path / "heartbeat" / ".node-2.lost").unlink()
-        start_agents(run, launch, [2])
-        finish(run)
+    with shrunk_and_grown(runs, elastic, lost=2, fewer=3) as run:
         report_faults(run, summary)
         assert events(run, "generation_started")[-1]["world"] == 4
         assert losses(run)[steps] == pytest.approx(expected[steps], rel=1e-3)
-        assert sorted(losses(run)) == list(range(1, steps + 1))
-    finally:
-        end_rehearsal(run)
 
 
 def _used_bytes_by_generation(folder: Path, generations: int) -> list[int]:

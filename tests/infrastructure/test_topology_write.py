@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,7 +16,7 @@ import yaml
 from counted_calls import counted_calls
 from manifests import check_manifests
 from topologies import SLURM_BLOCK, SLURM_TREE, ec2_answer, eks_nodes, topograph_nodes
-from waiting import PATIENCE_SECONDS
+from waiting import wait_until
 
 from craton.infrastructure import TopologyError
 from craton.infrastructure.topology import read_topology
@@ -145,18 +144,17 @@ def controller() -> Iterator[Callable[[str, list[str]], str]]:
         subprocess.run(munge, check=True, capture_output=True)
         pids.append(int((folder / "munged.pid").read_text()))
         subprocess.run(["slurmctld", "-f", folder / "slurm.conf"], check=True, capture_output=True)
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while True:
-            environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
+        environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
+
+        def topology() -> str:
+            if (folder / "slurmctld.pid").exists() and len(pids) < 2:
+                pids.append(int((folder / "slurmctld.pid").read_text()))
             done = subprocess.run(
                 ["scontrol", "show", "topology"], env=environment, capture_output=True, text=True, check=False
             )
-            if (folder / "slurmctld.pid").exists() and len(pids) < 2:
-                pids.append(int((folder / "slurmctld.pid").read_text()))
-            if done.returncode == 0 and "SwitchName" in done.stdout:
-                return done.stdout
-            assert time.monotonic() < deadline, (done, (folder / "slurmctld.log").read_text()[-2000:])
-            time.sleep(0.05)
+            return done.stdout if done.returncode == 0 and "SwitchName" in done.stdout else ""
+
+        return wait_until(topology, lambda: (folder / "slurmctld.log").read_text()[-2000:])
 
     yield show
     for pid in pids:

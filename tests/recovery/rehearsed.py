@@ -10,14 +10,16 @@ import json
 import os
 import re
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import waiting
 
-from craton.bench.recovery.rehearsal import EXPERTS, Rehearsal, running
+from craton.bench.recovery.rehearsal import EXPERTS, Rehearsal, end_rehearsal, running, write_rehearsal
+from craton.orchestration import start_agents
 from craton.telemetry import RunDirectory
 from craton.telemetry.files import read_lines
 from craton.telemetry.rank import LedgerReader
@@ -133,6 +135,25 @@ def check_steps(run: RunDirectory, interval: int) -> None:
             continue
         assert event["restored_from"] == "peer", last_words(run)
         assert event["lost_steps"] <= interval, last_words(run)
+
+
+@contextmanager
+def shrunk_and_grown(root: Path, rehearsal: Rehearsal, lost: int, fewer: int) -> Iterator[RunDirectory]:
+    """A run that loses a node at a step, goes on with fewer ranks, and has ended after the node came back."""
+    run, launch = write_rehearsal(root, rehearsal)
+    start_agents(run, launch)
+    try:
+        wait_until(lambda: len(events(run, "generation_started")) == 2, "it goes on with fewer nodes", run)
+        assert events(run, "generation_started")[1]["world"] == fewer
+        step = max(losses(run), default=0)
+        wait_until(lambda: max(losses(run), default=0) >= step + 4, "it moves", run)
+        (run.path / "heartbeat" / f".node-{lost}.lost").unlink()
+        start_agents(run, launch, [lost])
+        finish(run)
+        assert sorted(losses(run)) == list(range(1, rehearsal.steps + 1))
+        yield run
+    finally:
+        end_rehearsal(run)
 
 
 @cache

@@ -23,13 +23,13 @@ from rehearsed import (
     processes_of,
     running,
     shared_memory,
+    shrunk_and_grown,
     undisturbed,
     wait_until,
 )
 
 from craton.agent import Launch, write_launch
 from craton.bench.recovery.rehearsal import Rehearsal, end_rehearsal, write_rehearsal
-from craton.orchestration import start_agents
 from craton.telemetry import RunDirectory
 
 STEPS = 30
@@ -118,24 +118,13 @@ def test_an_elastic_run_shrinks_and_grows_again(runs: Path) -> None:
         recover="{spare_wait: 1s}",
         **FSDP,
     )
-    run, launch = write_rehearsal(runs, rehearsal)
-    start_agents(run, launch)
-    try:
-        wait_until(lambda: len(events(run, "generation_started")) == 2, "it goes on with one node", run)
-        assert events(run, "generation_started")[1]["world"] == 2
-        wait_until(lambda: max(losses(run), default=0) >= 14, "it moves", run)
-        (run.path / "heartbeat" / ".node-1.lost").unlink()
-        start_agents(run, launch, [1])
-        finish(run)
+    with shrunk_and_grown(runs, rehearsal, lost=1, fewer=2) as run:
         grown = events(run, "generation_started")[-1]
         assert grown["world"] == 4
         assert grown["planned"]
         # other ranks sum in another order: what fp32 makes of that in a hundred steps
         assert losses(run)[steps] == pytest.approx(expected[steps], rel=1e-4)
-        assert sorted(losses(run)) == list(range(1, steps + 1))
         check_ledger(run)
-    finally:
-        end_rehearsal(run)
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ import pytest
 from observability.exporter.exporting import Scrape, exporting, scrape
 from observability.exporter.stand_in_nvml import FakeCard, StandInNvml, eight_cards
 from observability.exporter.trees import full_node
+from waiting import wait_until
 
 from craton.infrastructure.probes import NodeRoot, xid_facts
 from craton.observability.exporter.gpus import XidCollector
@@ -289,9 +290,9 @@ def test_the_journal_is_followed_without_waiting(tmp_path: Path) -> None:
     program.chmod(0o755)
     lines = Journal([str(program)], NodeRoot())
     try:
-        assert _within(5.0, lambda: list(lines.new()))[0].is_history
+        assert wait_until(lambda: list(lines.new()))[0].is_history
         more.touch()
-        new = _within(5.0, lambda: list(lines.new()))
+        new = wait_until(lambda: list(lines.new()))
         assert new[0].text.endswith("31, new")
         assert not new[0].is_history
     finally:
@@ -320,14 +321,6 @@ def test_a_journal_that_ends_is_an_error_and_is_tried_again(
     assert opened == ["opened", "closed", "opened"]
     assert collector.errors == 2
     assert capfd.readouterr().err.count("run as root, or with CAP_SYSLOG") == 1, "what stays so is said once"
-
-
-def _within(seconds: float, look: Callable[[], list[Line]]) -> list[Line]:
-    deadline = time.monotonic() + seconds
-    while not (found := look()):
-        assert time.monotonic() < deadline, "nothing was written"
-        time.sleep(0.01)
-    return found
 
 
 def test_the_text_of_a_scrape_has_no_sticky_gauge(root: Path, log: Log) -> None:

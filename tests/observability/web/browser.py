@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 import aiohttp
-from waiting import PATIENCE_SECONDS
+from waiting import PATIENCE_SECONDS, wait_until
 
 T = TypeVar("T")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
@@ -128,21 +128,19 @@ class Tab:
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
-    def wait_for(self, expression: str, seconds: float = PATIENCE_SECONDS) -> Any:
+    def wait_for(self, expression: str) -> Any:
         """Until JavaScript gives something true, also on a page that is loaded meanwhile."""
-        deadline = time.monotonic() + seconds
-        while True:
+
+        def value() -> Any:
             try:
                 answer = self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
             except AssertionError as error:
                 if "Inspected target navigated" not in str(error):
                     raise
-                answer = {}
-            value = answer.get("result", {}).get("value")
-            if value and "exceptionDetails" not in answer:
-                return value
-            assert time.monotonic() < deadline, f"not seen in {seconds} s: {expression}; console: {self.errors}"
-            time.sleep(0.03)
+                return None
+            return None if "exceptionDetails" in answer else answer["result"].get("value")
+
+        return wait_until(value, lambda: f"{expression}; console: {self.errors}")
 
     def press(self, key: str) -> None:
         name, code, text = KEY_CODES.get(key, (key, ord(key.upper()[0]), key))

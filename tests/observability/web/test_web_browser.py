@@ -18,7 +18,7 @@ import pytest
 from browser import Tab
 from page_server import TOKEN, PageServer
 from simulated_runs import metrics_line, write_run, write_runs
-from waiting import PATIENCE_SECONDS
+from waiting import PATIENCE_SECONDS, wait_until
 
 from craton.observability.web import run_page
 from craton.observability.web.http import application
@@ -264,10 +264,7 @@ def counting_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ru
     command = [sys.executable, "-m", "craton", "run", str(job), "--detach", "--yes"]
     subprocess.run(command, check=True, capture_output=True, timeout=PATIENCE_SECONDS)
     run = find_run("count", root)
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while summarize(run).step < 2:
-        assert time.monotonic() < deadline, summarize(run)
-        time.sleep(0.05)
+    wait_until(lambda: summarize(run).step >= 2, lambda: summarize(run))
     yield run
     for each in list_runs(root):
         if living_agents(each):

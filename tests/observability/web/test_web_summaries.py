@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from simulated_runs import write_run
-from waiting import PATIENCE_SECONDS
+from waiting import PATIENCE_SECONDS, wait_until
 
 from craton.observability.web.sources import CachedVerdict, Summaries, Verdicts
 from craton.observability.web.sources import summaries as summaries_module
@@ -20,10 +19,7 @@ from craton.telemetry import RunDirectory, Summarizer
 def look_at_all(root: Path) -> dict[str, Any]:
     summaries = Summaries(root, Verdicts(lambda run: CachedVerdict("healthy", "")))
     summaries.rows()
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while any(row.state == "reading" for row in summaries.rows()) or not summaries._is_read:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: summaries._is_read and all(row.state != "reading" for row in summaries.rows()))
     summaries.close()
     assert summaries._thread is not None
     summaries._thread.join(timeout=PATIENCE_SECONDS)  # it may still be remembering
@@ -103,15 +99,16 @@ def test_what_cannot_be_read_now_is_said_and_tried_again(tmp_path: Path, monkeyp
     summaries = Summaries(root, Verdicts(lambda run: CachedVerdict("healthy", "")))
 
     def wait_for(states: dict[str, str], trouble: str) -> None:
-        deadline = time.monotonic() + PATIENCE_SECONDS
         before = looks[0]
-        while True:
-            seen = {row.run.name: row.state for row in summaries.rows()}
-            is_told = trouble in summaries.trouble and bool(trouble) == bool(summaries.trouble)
-            if seen == states and is_told and looks[0] > before + 2:
-                return
-            assert time.monotonic() < deadline, (seen, summaries.trouble)
-            time.sleep(0.01)
+
+        def seen() -> tuple[dict[str, str], str]:
+            return {row.run.name: row.state for row in summaries.rows()}, summaries.trouble
+
+        def is_seen() -> bool:
+            found, said = seen()
+            return found == states and trouble in said and bool(trouble) == bool(said) and looks[0] > before + 2
+
+        wait_until(is_seen, seen)
 
     there = {"good": "running", "odd": "unreadable"}
     wait_for(there, "")
