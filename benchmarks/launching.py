@@ -123,6 +123,7 @@ def timed_ps(root: Path) -> str:
     """Return medians of wall time and CPU time, which depends less on other load, and the first time, when the ledgers
     of ended runs are summed up."""
     environment = {**os.environ, "CRATON_RUNS": str(root)}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed command has its bytecode
     clock, processors = [], []
     for _ in range(TIMES + 1):
         used, begin = os.times(), time.perf_counter()

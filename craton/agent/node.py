@@ -551,16 +551,18 @@ class NodeProcesses:
             self._records.book(id(place), rank, place.page, ended)
 
     def _progress(self, place: RankSlot, process: RankProcess, now: float) -> RankProgress:
-        """Return what the rank is doing; a rank that never reported progress counts as just having made some."""
+        """Return what the rank is doing; a rank that never reported progress counts as just having made some, until a
+        signal stops it."""
         page, progress = place.page, place.page.progress  # read once: the rank may beat meanwhile
         kind, state = page.kind, process.state
         if state == "T" and place.stack.is_examined:
             state = "S"
-        has_stack = place.stack.episode == progress
+        has_stack, is_silent = place.stack.episode == progress, progress == place.mute_at
+        place.stopped_at = (place.stopped_at or now) if state == "T" else 0.0
         rank_progress = RankProgress(
             kind,
             page.step,
-            0.0 if progress == place.mute_at else now - progress,
+            now - ((place.stopped_at or now) if is_silent else progress),
             page.step_seconds,
             state == "T",
             page.generation,
@@ -574,7 +576,7 @@ class NodeProcesses:
             frame=place.stack.frame if has_stack else "",
             sleeps_in=place.resources.sleeps_in,
         )
-        if not rank_progress.age:
+        if is_silent or not rank_progress.age:
             return rank_progress
         limit = min(rank_progress.limit, self._stuck_after(place, rank_progress))
         return replace(rank_progress, starved_seconds=place.cpu_wait.seconds(process.pid, progress, limit, now))

@@ -21,6 +21,7 @@ class RankSlot:
     is_done: bool = False  # ended well in this generation
     missing_since: float = float("inf")  # monotonic: since when it has no process
     mute_at: float = -1.0  # progress in the page when a job's own command began; it may never report any
+    stopped_at: float = 0.0  # monotonic: when it was first seen stopped by a signal; 0: it is not
     cpu_wait: CpuWait = field(default_factory=CpuWait)
     stack: RankStack = field(default_factory=RankStack)
     resources: ResourceReader = field(default_factory=ResourceReader)

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeGuard, get_args
 
 from craton.formatting import counted, setting, whole_duration
 from craton.telemetry.files import paths_in, storage_problem, tail_lines
-from craton.telemetry.node import Heartbeat, read_heartbeat, read_status
+from craton.telemetry.node import Heartbeat, NodeStatus, read_heartbeat, read_status
 from craton.telemetry.progress import UNKNOWN_PROGRESS, Progress, activities_of, assess_progress
 from craton.telemetry.rank import LedgerReader, monotonic_clock_id, spread
 from craton.telemetry.rundirectory import RunDirectory, is_plain_name, read_json, reporting_node, reporting_rank
@@ -124,11 +125,13 @@ class Summarizer:
         step_seconds = measured.get("step_seconds")
         is_moving = state in ("starting", "running", "stopping")
         will_go_on = is_moving and state != "stopping"
-        unsaved = _unsaved(self.run, nodes[:1], started) if is_moving else ""
+        present = [node for node in nodes if heartbeats[node]] if is_moving else []
+        statuses = [status for node in present if (status := read_status(self.run, node))]
+        unsaved = _unsaved(self.run, next((status for status in statuses if status.node == nodes[0]), None), started)
         movement = UNKNOWN_PROGRESS
         if will_go_on and not unsaved and not storage:  # agents cannot report on a failing disk
             generation = int(newest.get("number", started))
-            movement = _movement(self.run, nodes, generation, generation > started, plan, now)
+            movement = _movement(statuses, generation, generation > started, plan, now)
         if movement.is_stuck:
             will_go_on = False
         return RunSummary(
@@ -212,14 +215,11 @@ class _Recent:
     def medians(self) -> dict[str, float]:
         """Return X → median of run_X over the last steps of the newest generation."""
         result = {}
+        newest = [line for line in self._lines if line.get("generation") == self.generation]
         for name in TWINS:
-            values = [
-                float(line[f"run_{name}"])
-                for line in self._lines
-                if line.get("generation") == self.generation and _is_number(line.get(f"run_{name}"))
-            ]
+            values = [value for line in newest if _is_number(value := line.get(f"run_{name}"))]
             if values:
-                result[name] = _median(values[-WINDOW_STEPS:])
+                result[name] = _median([float(value) for value in values[-WINDOW_STEPS:]])
         if self._memory_bytes:
             result["memory_bytes"] = self._memory_bytes
         return result
@@ -307,9 +307,8 @@ def _why_lost(beats: dict[str, Heartbeat], now: float | None) -> str:
     return "; ".join(sentences)
 
 
-def _unsaved(run: RunDirectory, first_node: list[str], generation: int) -> str:
+def _unsaved(run: RunDirectory, status: NodeStatus | None, generation: int) -> str:
     """Return what to do about a state that the ranks hold because no disk accepts it (all ranks do, or none)."""
-    status = read_status(run, first_node[0]) if first_node else None
     if status is None or status.generation < generation:
         return ""
     step = next((rank.step for rank in status.ranks if "unsaved" in rank.beside), None)
@@ -326,14 +325,14 @@ def _unsaved(run: RunDirectory, first_node: list[str], generation: int) -> str:
 
 
 def _movement(
-    run: RunDirectory, nodes: list[str], generation: int, is_restarted: bool, plan: dict[str, Any], now: float | None
+    statuses: Iterable[NodeStatus], generation: int, is_restarted: bool, plan: dict[str, Any], now: float | None
 ) -> Progress:
     """Return whether the ranks of this generation make progress, by what their agents report."""
-    statuses = [status for node in nodes if (status := read_status(run, node)) and status.generation == generation]
+    current = [status for status in statuses if status.generation == generation]
     moment = time.time() if now is None else now
     step_seconds = plan_twins(plan).get("step_seconds") or 0.0
     return assess_progress(
-        activities_of(statuses, moment), moment, plan_step_seconds=step_seconds, is_restarted=is_restarted
+        activities_of(current, moment), moment, plan_step_seconds=step_seconds, is_restarted=is_restarted
     )
 
 

@@ -77,6 +77,16 @@ def test_a_command_that_never_shows_progress_does_not_hang(node: NodeProcesses) 
     wait_until(lambda: age(node) > 0.05, "who has shown progress is watched from then on")
 
 
+def test_a_command_that_never_shows_progress_is_watched_while_a_signal_stops_it(node: NodeProcesses) -> None:
+    process = node.places[0].process
+    assert process is not None
+    process.send(signal.SIGSTOP)
+    wait_until(lambda: age(node) > 0.05)
+    assert node.rank_status()[0].is_stopped
+    process.send(signal.SIGCONT)
+    wait_until(lambda: age(node) == 0.0)
+
+
 def test_every_generation_is_offered_another_port(node: NodeProcesses) -> None:
     first = node.status()["store"]
     host, _, port = first.rpartition(":")

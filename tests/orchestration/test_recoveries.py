@@ -73,6 +73,14 @@ def test_a_command_is_back_when_its_ranks_are_started(run: RunDirectory) -> None
     run.launch_path.write_text(json.dumps({"nodes": ["node-0"], "ranks_per_node": 2}))
     begin(run, 1, "rank 1 exited with code 1", reached=4, broke_at=100.0, time=100.2)
     assert read_recoveries(run)[0].text == "rank 1 exited with code 1 at step 5, back after 200 ms"
+    begin(run, 2, "rank 0 hangs in productive at step 7: no progress", reached=8, broke_at=110.0, time=110.2)
+    assert "step 9" not in read_recoveries(run)[1].text, "one step in a sentence"
+
+
+def test_the_step_of_a_command_that_reports_none_is_not_told(run: RunDirectory) -> None:
+    run.launch_path.write_text(json.dumps({"nodes": ["node-0"], "ranks_per_node": 2}))
+    begin(run, 1, "rank 1 exited with code 1", broke_at=100.0, time=100.2)
+    assert read_recoveries(run)[0].text == "rank 1 exited with code 1, back after 200 ms"
 
 
 def test_a_torn_generation_hides_no_other(run: RunDirectory) -> None:

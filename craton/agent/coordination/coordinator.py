@@ -254,7 +254,8 @@ class Coordinator:
             name, end, last = waiting[hanging]
             doing = "is stopped by a signal" if last.is_stopped else f"hangs in {last.kind}"
             at = f" ({last.frame})" if last.frame else ""
-            text = f"{name} {doing} at step {last.step}: no progress for {duration(last.age)}{at}"
+            step = f" at step {last.step}" if last.step else ""
+            text = f"{name} {doing}{step}: no progress for {duration(last.age)}{at}"
             sleeper = find_sleeper([status for _, _, status in waiting], hanging)
             if sleeper is not None:
                 whose, other_end, status = waiting[sleeper]

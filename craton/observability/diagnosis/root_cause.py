@@ -93,7 +93,10 @@ def diagnose(snapshot: Snapshot) -> Verdict:
     elif condition == "stopped" and any(finding.symptom == 0 for finding in findings):
         verdict = _explained(snapshot, symptoms, findings)
     else:
-        verdict = Verdict(condition, confidence=SURE)
+        # What it learned stays wrong after its end.
+        wrong = [number for number, symptom in enumerate(symptoms.all) if symptom.condition == "wrong"]
+        others = _others([finding for finding in findings if finding.symptom in wrong], None, symptoms)
+        verdict = Verdict(condition, confidence=SURE, others=others)
     verdict = replace(verdict, cost_dollars_per_day=_cost(snapshot, verdict), since=symptoms.first.since)
     return replace(verdict, sentence=paragraph(snapshot, symptoms, verdict))
 

@@ -29,7 +29,14 @@ def paragraph(snapshot: Snapshot, symptoms: Symptoms, verdict: Verdict) -> str:
     if condition in ("done", "stopped"):
         reason = f": {run.message.splitlines()[0]}" if run.message else ""
         text = f"{run.name} is {condition}{reason}" + (f"; {run.rescued}" if run.rescued else "")
-        return f"{text}. {_cause(verdict)} {_sentence(verdict.action)}" if verdict.cause else text
+        if verdict.cause:
+            return f"{text}. {_cause(verdict)} {_sentence(verdict.action)}"
+        if not verdict.others:
+            return text
+        first = verdict.others[0]
+        assert first.symptom is not None
+        action = action_of(snapshot, symptoms.all[first.symptom], first, first.node, first.rank)
+        return f"{text}.{_also(verdict)} {_sentence(action)}"
     parts = [_opening(snapshot, symptoms, verdict)]
     if verdict.cause == "cannot_tell":
         parts.append("Not enough evidence to name a layer. To narrow it down: " + "; ".join(verdict.would_tell) + ".")

@@ -6,6 +6,7 @@ until then `seconds` is None. The ledger of the generation shows how the time wa
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from craton.telemetry import RunDirectory, read_json
 from craton.telemetry.files import paths_in, read_lines
 from craton.telemetry.rank import LedgerReader
 
+_STEP = re.compile(r"\bstep \d")
 # ledger kinds of a recovery, in order
 PARTS = ("detect", "waiting", "regroup", "start", "restore", "compile", "redo")
 
@@ -27,7 +29,7 @@ class Recovery:
 
     generation: int  # the one that the failure led to
     reason: str
-    step: int  # in progress at the failure
+    step: int  # in progress at the failure; 0: its steps are not known
     began: float  # epoch seconds of the failure
     seconds: float | None  # until training made progress again; None: not yet
     lost_steps: int | None  # steps that were repeated
@@ -39,7 +41,7 @@ class Recovery:
     def text(self) -> str:
         """One line: `rank 3 was killed at step 40, back after 1.4 s: detect 100 ms · regroup 400 ms · redo 900 ms`."""
         cause = self.reason.splitlines()[0] if self.reason else "something broke"
-        at = "" if f"step {self.step}" in cause else f" at step {self.step:,}"
+        at = f" at step {self.step:,}" if self.step and not _STEP.search(cause) else ""
         if self.seconds is None:
             return f"{cause}{at}, {'broke again on its way back' if self.broke_again else 'not back yet'}"
         parts = " · ".join(f"{name} {duration(seconds)}" for name, seconds in self.parts.items() if seconds >= 0.05)
@@ -67,7 +69,13 @@ class Recoveries:
         launch = read_json(self._run.launch_path)
         trains = bool(launch.get("nursery") or (launch.get("progress") or {}).get("has_steps"))
         return [
-            _recovery(item, self._recovered_event(item, trains), books.get(item.number, {}), item.number < newest)
+            _recovery(
+                item,
+                self._recovered_event(item, trains),
+                books.get(item.number, {}),
+                has_steps=trains or item.reached > 0,
+                is_past=item.number < newest,
+            )
             for item in broken
         ]
 
@@ -105,12 +113,14 @@ def read_recoveries(run: RunDirectory) -> list[Recovery]:
     return Recoveries(run).all()
 
 
-def _recovery(generation: Generation, event: Mapping[str, Any], books: Mapping[str, float], is_past: bool) -> Recovery:
+def _recovery(
+    generation: Generation, event: Mapping[str, Any], books: Mapping[str, float], *, has_steps: bool, is_past: bool
+) -> Recovery:
     seconds = float(event["seconds"]) if isinstance(event.get("seconds"), int | float) else None
     return Recovery(
         generation=generation.number,
         reason=generation.reason,
-        step=generation.reached + 1,
+        step=generation.reached + 1 if has_steps else 0,
         began=generation.broke_at,
         seconds=seconds,
         lost_steps=event.get("lost_steps") if isinstance(event.get("lost_steps"), int) else None,

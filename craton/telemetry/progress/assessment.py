@@ -232,7 +232,7 @@ def _progress(
         step=first.step,
         frame=first.frame,
         is_stopped=first.is_stopped,
-        num_waiting=len(ranks) - len(named),
+        num_waiting=sum(1 for rank in ranks if rank not in named and rank.age_seconds > rank.pace_seconds),
         steps_missed=seconds / first.step_seconds if first.step_seconds else 0.0,
         limit_seconds=first.limit_seconds,
         stands_out=stands_out,

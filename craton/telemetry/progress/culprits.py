@@ -33,8 +33,9 @@ def find_culprits(ranks: Sequence[RankActivity]) -> list[RankActivity]:
 
 def find_sleepers(ranks: Sequence[RankActivity], named: Sequence[RankActivity]) -> list[RankActivity]:
     """Return ranks of a command that report no progress of their own and sleep for something that no other rank ends,
-    as if they had stopped with the first of those that are `named`; empty if one of these sleeps like that itself."""
-    if not named or any(sleeps_for(rank.sleeps_in) or rank.is_waiting for rank in named):
+    as if they had stopped with the first of those that are `named`; empty if one of these sleeps like that itself or is
+    stopped."""
+    if not named or any(sleeps_for(rank.sleeps_in) or rank.is_waiting or rank.is_stopped for rank in named):
         return []
     first = named[0]
     return [

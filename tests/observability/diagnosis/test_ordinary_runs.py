@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 from fake_snapshots import MOMENT, healthy, with_rank, with_run
+from sick import TRAINING
 
+from craton.observability.diagnosis import diagnose
 from craton.observability.diagnosis.collect.records import read_serving
 from craton.observability.diagnosis.snapshot import Series, Snapshot, SnapshotRank, TrainingFacts
 from craton.observability.diagnosis.symptoms import odd_by_output, symptoms_of
@@ -43,6 +45,23 @@ def test_a_rank_that_still_reports_steps_does_not_linger() -> None:
     assert (
         symptoms_of(command(works, ended, idle_rank(2, is_alive=False, exit_code=0, ended_at=None))).condition != "hung"
     )
+
+
+def test_a_command_without_steps_that_prints_is_not_idle() -> None:
+    quiet = replace(command(idle_rank(0), idle_rank(1)), series=Series())
+    assert diagnose(quiet).cause == "command_idle"
+    prints = diagnose(replace(quiet, ranks=(idle_rank(0, printed_seconds=1.0), idle_rank(1))))
+    assert prints.condition == "unknown"
+    assert "print" in prints.sentence
+
+
+def test_what_a_run_learned_is_judged_after_its_end() -> None:
+    flat = with_run(replace(healthy(4), training=TRAINING), state="done")
+    assert diagnose(flat).sentence.endswith(" is done")
+    masked = replace(flat, series=replace(flat.series, label_share=tuple(enumerate([0.6] * 100 + [0.0] * 20))))
+    verdict = diagnose(masked)
+    assert (verdict.condition, verdict.cause, verdict.others[0].cause) == ("done", "", "labels_masked")
+    assert verdict.sentence.endswith(diagnose(with_run(masked, state="running")).action[1:] + ".")
 
 
 def test_a_command_that_saves_for_some_seconds_is_not_stuck() -> None:

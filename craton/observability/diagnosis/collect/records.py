@@ -213,6 +213,17 @@ def last_lines(run: RunDirectory, world: int) -> dict[int, str]:
     return lines
 
 
+def printed_times(run: RunDirectory, world: int) -> dict[int, float]:
+    """Return rank → when it last printed, in epoch seconds, of the first MAX_LOGS ranks that have printed at all."""
+    times = {}
+    for rank in range(min(world, MAX_LOGS)):
+        with contextlib.suppress(OSError):
+            status = os.lstat(run.log_path(rank))
+            if status.st_size:
+                times[rank] = status.st_mtime
+    return times
+
+
 def _matches(path: Path, since: float, rank: int | None = None, node: str = "") -> list[LogMatch]:
     try:
         with open_regular(path) as handle:

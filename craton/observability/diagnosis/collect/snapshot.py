@@ -31,6 +31,7 @@ from craton.observability.diagnosis.collect.prometheus import ask_prometheus
 from craton.observability.diagnosis.collect.records import (
     last_lines,
     notable,
+    printed_times,
     read_events,
     read_logs,
     read_restarts,
@@ -250,6 +251,10 @@ def _serving(
 
 def _closer(run: RunDirectory, snapshot: Snapshot, here: Sequence[str]) -> Snapshot:
     """Look closer at suspect ranks: read their logs first, and their stacks."""
+    if snapshot.run.kind == "command" and snapshot.run.state == "running":
+        ages = {rank: snapshot.moment - time for rank, time in printed_times(run, snapshot.run.world).items()}
+        ranks = tuple(replace(rank, printed_seconds=ages.get(rank.rank)) for rank in snapshot.ranks)
+        snapshot = replace(snapshot, ranks=ranks)
     symptoms = symptoms_of(snapshot)
     suspects = [rank for symptom in symptoms.all for rank in symptom.ranks]
     ended = [rank.rank for rank in snapshot.ranks if rank.exit_code not in (0, None)]

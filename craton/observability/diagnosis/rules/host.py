@@ -155,7 +155,8 @@ def _stopped(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
             findings += finding(symptoms, "rank_terminated", message, ("stopped",), node=node, rank=number, base=0.97)
     stopped = [rank for rank in snapshot.ranks if rank.is_stopped or rank.process_state == "T"]
     for rank in stopped:
-        message = f"rank {rank.rank} on {rank.node} is stopped by a signal (SIGSTOP); all other ranks wait for it"
+        message = f"rank {rank.rank} on {rank.node} is stopped by a signal (SIGSTOP)"
+        message += "; all other ranks wait for it" if snapshot.run.kind != "command" else ""
         evidence = [
             message,
             *([f"stopped: {named([item.rank for item in stopped], 'rank ')}"] if len(stopped) > 1 else []),

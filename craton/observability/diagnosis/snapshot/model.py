@@ -175,6 +175,7 @@ class SnapshotRank:
     differs_from_copies: bool | None = None  # its state has a different checksum than its replicas
     stack: tuple[str, ...] = ()  # innermost first
     last_line: str = ""  # of its output; only of a command that hangs or has ended
+    printed_seconds: float | None = None  # since its last output; only of a command that runs
     slowest_seconds: float | None = None  # its slowest recent step
     starved_seconds: float | None = None  # since its last progress: no CPU for its threads
     patience_seconds: float | None = None  # without progress, that the job allows (`progress.hang`)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 from craton.formatting import whole_duration
 from craton.observability.diagnosis.snapshot import Snapshot, SnapshotRank
 from craton.observability.diagnosis.symptoms.naming import nodes_of, odd_by_output, progress_age
@@ -124,10 +126,12 @@ def find_silent(snapshot: Snapshot) -> Symptom | None:
         return None
     idle = [rank.resources.idle_seconds if rank.resources else 0.0 for rank in snapshot.ranks]
     who = "its only rank has" if len(idle) == 1 else f"its {len(idle)} ranks have"
-    if min(idle) > threshold("idle_seconds"):
+    printed = min((rank.printed_seconds for rank in snapshot.ranks if rank.printed_seconds is not None), default=inf)
+    if min(idle) > threshold("idle_seconds") and printed > threshold("idle_seconds"):
         text = f"has not reported a step, and {who} used no CPU for {whole_duration(min(idle))}"
         return Symptom("starting", text, (text,), sign=IDLE, since=snapshot.moment - min(idle))
-    text = "its ranks are alive, but it reports no steps, so whether it makes progress is not known"
+    alive = "its ranks are alive" if printed > threshold("idle_seconds") else "its ranks are alive and print"
+    text = f"{alive}, but it reports no steps, so whether it makes progress is not known"
     return Symptom("unknown", text, sign=IDLE)
 
 

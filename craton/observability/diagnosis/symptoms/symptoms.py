@@ -18,7 +18,8 @@ def symptoms_of(snapshot: Snapshot) -> Symptoms:
     """Return all symptoms of the run, most severe first."""
     outside = symptom_by_state(snapshot)
     if outside is not None:
-        return Symptoms((outside,))
+        learned = find_wrong(snapshot) if outside.condition in ("done", "stopped") and snapshot.training else ()
+        return Symptoms((outside, *learned))
     died = find_dead_ranks(snapshot)
     hangs = find_hang(snapshot)
     wrong = find_wrong(snapshot)
