@@ -109,16 +109,6 @@ def memory_limit(root: Path = Path("/")) -> tuple[int, str]:
     return min(bounds)
 
 
-def oom_kills(root: Path = Path("/")) -> int:
-    """Return how many processes the OOM killer has killed, in this process's cgroups and on the machine."""
-    count = number_after(root / "proc" / "vmstat", "oom_kill")
-    for folder in cgroup_folders("memory", root=root):
-        count += number_after(folder / "memory.events", "oom_kill") + number_after(
-            folder / "memory.oom_control", "oom_kill"
-        )
-    return count
-
-
 def cpu_quota(root: Path = Path("/")) -> int | None:
     """Return the CPU quota of this process's cgroups, rounded up; None: no limit."""
     quotas = [cgroup_quota(folder) for folder in cgroup_folders("cpu", root=root)]
@@ -164,7 +154,7 @@ def _file_max() -> str:
 
 
 def _machine_bytes(root: Path) -> int:
-    kilobytes = number_after(root / "proc" / "meminfo", "MemTotal:")
+    kilobytes = number_after(root / "proc" / "meminfo", "MemTotal:") or 0
     return kilobytes * 1024 if kilobytes else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
@@ -203,11 +193,11 @@ def numbers_in(path: Path) -> dict[str, int]:
     return {}
 
 
-def number_after(path: Path, name: str) -> int:
-    """Return the number after `name` in a file of name-number lines; 0 if there is none."""
+def number_after(path: Path, name: str) -> int | None:
+    """Return the number after `name` in a file of name-number lines; None if there is none."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         for line in path.read_text(encoding="ascii").splitlines():
             words = line.split()
             if words[0] == name:
                 return int(words[1])
-    return 0
+    return None

@@ -7,7 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from craton.limits import cpu_quota, explain, limit_hint, memory_limit, oom_kills
+from waiting import PATIENCE_SECONDS
+
+from craton.limits import cpu_quota, explain, limit_hint, memory_limit
 
 SERVER = """
 import asyncio, logging, resource, socket
@@ -65,7 +67,6 @@ def cgroups(root: Path, listed: str, **files: str) -> Path:
     (root / "proc" / "self").mkdir(parents=True)
     (root / "proc" / "self" / "cgroup").write_text(listed)
     (root / "proc" / "meminfo").write_text("MemTotal:       16777216 kB\nMemFree: 5 kB\n")
-    (root / "proc" / "vmstat").write_text("nr_free_pages 5\noom_kill 2\n")
     for name, text in files.items():
         path = root / "sys" / "fs" / "cgroup" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -77,7 +78,6 @@ def test_the_tightest_limit_of_nested_cgroups_counts(tmp_path: Path) -> None:
     files = {
         "pods/one/memory.max": "max\n",
         "pods/memory.max": "536870912\n",
-        "pods/one/memory.events": "low 0\noom 3\noom_kill 3\n",
         "pods/one/cpu.max": "max 100000\n",
         "pods/cpu.max": "150000 100000\n",
     }
@@ -85,21 +85,20 @@ def test_the_tightest_limit_of_nested_cgroups_counts(tmp_path: Path) -> None:
     size, source = memory_limit(root)
     assert size == 512 << 20
     assert source == f"the memory limit of the cgroup {root}/sys/fs/cgroup/pods"
-    assert (oom_kills(root), cpu_quota(root)) == (5, 2)
+    assert cpu_quota(root) == 2
 
 
 def test_cgroups_of_version_1(tmp_path: Path) -> None:
     files = {
         "memory/job/memory.limit_in_bytes": "1073741824\n",
         "memory/memory.limit_in_bytes": "9223372036854771712\n",
-        "memory/job/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 1\n",
         "cpu/job/cpu.cfs_quota_us": "400000\n",
         "cpu/job/cpu.cfs_period_us": "100000\n",
         "cpu/cpu.cfs_quota_us": "-1\n",
     }
     root = cgroups(tmp_path, "4:memory:/job\n3:cpu,cpuacct:/job\n0::/\n", **files)
     assert memory_limit(root)[0] == 1 << 30
-    assert (oom_kills(root), cpu_quota(root)) == (3, 4)
+    assert cpu_quota(root) == 4
 
 
 def test_without_cgroups_the_machine_is_the_limit(tmp_path: Path) -> None:
@@ -132,5 +131,7 @@ def test_a_process_that_has_nearly_all_its_files_open_is_warned() -> None:
 
 
 def test_a_server_without_descriptors_says_which_limit_it_met() -> None:
-    told = subprocess.run([sys.executable, "-c", SERVER], capture_output=True, text=True, timeout=120).stderr
+    told = subprocess.run(
+        [sys.executable, "-c", SERVER], capture_output=True, text=True, timeout=PATIENCE_SECONDS
+    ).stderr
     assert "this process may open 24 files (`ulimit -n`, hard limit 24)" in told

@@ -72,6 +72,11 @@ class Launch:
         return self.num_nodes or len(self.nodes)
 
     @property
+    def is_own_command(self) -> bool:
+        """Whether the ranks are a program of the user, whose exit codes mean what it likes."""
+        return bool(self.workdir)
+
+    @property
     def watched_rank(self) -> int | None:
         """The rank of a command in whose output steps are read; None: every rank reports its own."""
         return int(self.progress.get("rank") or 0) if self.progress.get("has_steps") else None

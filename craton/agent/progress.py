@@ -31,7 +31,7 @@ from craton.agent.node import NodeProcesses
 from craton.agent.processes import RankProcess, fill
 from craton.agent.records import NodeRecords
 from craton.agent.slot import RankSlot
-from craton.formatting import setting
+from craton.formatting import counted, setting
 from craton.telemetry.files import open_regular
 from craton.telemetry.rank import STEADY, monotonic_of
 
@@ -321,9 +321,11 @@ class CommandProgress:
         broke_at = self._processes.broke_at
         if course.step is None and broke_at:
             lost = max(0, generation.reached - step + 1)
-            self._records.event(
-                "recovered", self._rank, seconds=monotonic_of(moment) - broke_at, lost_steps=lost, first_step=step
-            )
+            fields: dict[str, Any] = {"lost_steps": lost, "first_step": step}
+            if lost:
+                hint = "" if step > 1 else ": it loads no checkpoint"
+                fields["message"] = f"it continued at step {step:,} and repeats {counted(lost, 'step')}{hint}"
+            self._records.event("recovered", self._rank, seconds=monotonic_of(moment) - broke_at, **fields)
         course.step, course.at = step, moment
         page.switch("redo" if step < generation.reached else "productive", max(page.since, monotonic_of(moment)))
         page.begin_step(step + 1)

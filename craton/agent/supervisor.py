@@ -55,7 +55,7 @@ from craton.agent.progress import CommandProgress
 from craton.agent.records import NodePublisher, NodeRecords, continue_clock, directory_identity
 from craton.agent.slot import RankSlot
 from craton.formatting import setting
-from craton.limits import explain, limit_hint, memory_text, oom_kills
+from craton.limits import explain, limit_hint, memory_text
 from craton.telemetry import Marker, RunDirectory
 from craton.telemetry.error_reports import ErrorReport
 from craton.telemetry.files import STORAGE_ERRORS, storage_problem
@@ -346,7 +346,7 @@ class Supervisor:
             fields["sent"] = sorted(number.name for number in rank.sent)  # by this agent
         if (error := rank.read_end()) is not None:
             fields["error"] = error.to_fields()
-        if rank.code == -signal.SIGKILL and oom_kills() > rank.oom_kills_before:
+        if rank.code == -signal.SIGKILL and rank.oom.has_killed:
             fields["out_of_memory"] = memory_text()
         self._records.event("rank_ended", rank.rank, **fields)
 
@@ -366,7 +366,7 @@ class Supervisor:
         text = failure_text(rank, self._node, self._records.generation)
         is_early = not self._launch.nursery and time.monotonic() - self._started < self._launch.early_seconds
         is_first = generation.number == self._launch.generation and generation.reached == 0
-        is_final = rank.code in (EXIT_FINAL, 126, 127)
+        is_final = rank.code in (126, 127) or (rank.code == EXIT_FINAL and not self._launch.is_own_command)
         return RankFailure(
             text,
             rank.ended or STEADY.now(),

@@ -118,10 +118,10 @@ class Summarizer:
         steps = int(plan["steps"]) if isinstance(plan.get("steps"), int | float) else recent.steps
         measured = recent.medians()
         dollars_per_day = _daily_price(launch, plan)
-        if wall_seconds > 0:
+        if wall_seconds > 0 and dollars_per_day is not None:
+            measured["cost_dollars"] = dollars_per_day / SECONDS_PER_DAY * wall_seconds
+        if wall_seconds > 0 and (recent.step or not launch.get("workdir")):  # a command without steps may do nothing
             measured["goodput"] = ledger.get("productive", 0.0) / wall_seconds
-            if dollars_per_day is not None:
-                measured["cost_dollars"] = dollars_per_day / SECONDS_PER_DAY * wall_seconds
         step_seconds = measured.get("step_seconds")
         is_moving = state in ("starting", "running", "stopping")
         will_go_on = is_moving and state != "stopping"

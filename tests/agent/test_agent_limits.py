@@ -15,7 +15,7 @@ from waiting import PATIENCE_SECONDS
 
 from craton.agent import Launch, read_launch
 from craton.agent.processes.process import NCCL_POLICY, WAITING_POLICY, common_environment, waiting_policy
-from craton.limits import oom_kills
+from craton.limits import number_after
 from craton.telemetry import RunDirectory
 
 LIMITED = """
@@ -29,7 +29,9 @@ def start_limited(gang: Gang, limit: str, soft: int, hard: int) -> int:
     agent = [sys.executable, "-m", "craton.agent", str(gang.run.path), "--node", "0"]
     program = LIMITED.format(limit=limit, soft=soft, hard=hard)
     with open(gang.folder / "agent-0.err", "ab") as errors:
-        return subprocess.run([sys.executable, "-c", program, *agent], stderr=errors, timeout=120).returncode
+        return subprocess.run(
+            [sys.executable, "-c", program, *agent], stderr=errors, timeout=PATIENCE_SECONDS
+        ).returncode
 
 
 def test_an_agent_with_too_few_files_says_what_it_needs(gang: Gang) -> None:
@@ -89,12 +91,12 @@ def cgroup() -> Iterator[Path]:
 
 def test_a_rank_that_the_kernel_kills_names_the_memory_limit(gang: Gang, cgroup: Path) -> None:
     gang.launch("held = bytearray(1 << 30)\nfor at in range(0, len(held), 4096): held[at] = 1\n", tries=0)
-    before = oom_kills()
+    killed = number_after(Path("/proc/vmstat"), "oom_kill")
     agent = [sys.executable, "-m", "craton.agent", str(gang.run.path), "--node", "0"]
     entering = ["/bin/sh", "-c", f'echo $$ > {cgroup}/cgroup.procs && exec "$@"', "sh", *agent]
     with open(gang.folder / "agent-0.err", "ab") as errors:
         code = subprocess.run(entering, stderr=errors, timeout=PATIENCE_SECONDS).returncode
-    if oom_kills() == before:
+    if number_after(Path("/proc/vmstat"), "oom_kill") == killed:
         pytest.skip("this kernel does not count the processes that it kills for memory")
     assert code == 1
     text = gang.run.marker_text("FATAL")

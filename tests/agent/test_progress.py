@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from agent_gang import Gang, is_alive
-from waiting import wait_until
+from waiting import PATIENCE_SECONDS, wait_until
 
 from craton.agent import LaunchError
 from craton.agent.processes.process import GROUP_SECONDS, _end_orphans
@@ -277,7 +277,9 @@ for step in range(1, 9):
     assert gang.finish() == 0
     started = [event for event in gang.events() if event["event"] == "generation_started"]
     assert "rank 0 hangs in productive at step 6: no progress for" in started[1]["reason"]
-    assert next(event for event in gang.events() if event["event"] == "recovered")["lost_steps"] == 5
+    recovered = next(event for event in gang.events() if event["event"] == "recovered")
+    assert recovered["lost_steps"] == 5
+    assert "repeats 5 steps" in recovered["message"]
     assert summarize(gang.run).ledger["redo"] > 0
 
 
@@ -308,6 +310,17 @@ def test_a_command_that_fails_at_once_without_a_step_is_wrong(gang: Gang) -> Non
     gang.launch("print('no such option', flush=True)\nsys.exit(1)\n", progress=progress_settings())
     assert gang.finish() == 1
     assert gang.event_names().count("generation_started") == 1
+    assert "within 10 s of its first start, before a step: not retried" in gang.run.marker_text("FATAL")
+
+
+@pytest.mark.parametrize(("workdir", "starts"), [("", 1), ("/", 2)])
+def test_an_exit_code_of_the_user_s_own_program_has_no_meaning_for_craton(
+    gang: Gang, workdir: str, starts: int
+) -> None:
+    settings = progress_settings()
+    gang.launch("sys.exit(3)\n", progress=settings, workdir=workdir, tries=1, early_seconds=0.0)
+    assert gang.finish() == 1
+    assert gang.event_names().count("generation_started") == starts
 
 
 def test_no_pattern_can_hold_up_the_agent(gang: Gang) -> None:
@@ -388,7 +401,7 @@ signal.pause()
     assert is_alive(worker)
     os.kill(launcher, signal.SIGKILL)
     wait_until(lambda: not is_alive(worker), "the worker is gone")
-    assert agent.wait(10) == 1
+    assert agent.wait(PATIENCE_SECONDS) == 1
 
 
 def test_a_process_that_cannot_be_killed_does_not_hold_up_the_agent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -432,5 +445,5 @@ def test_what_a_command_exits_with_when_it_is_stopped(gang: Gang, together: bool
     agent = gang.start()
     gang.said("ready", 0)
     gang.run.mark("STOP", "a test")
-    assert agent.wait(10) == (1 if state == "failed" else 0)
+    assert agent.wait(PATIENCE_SECONDS) == (1 if state == "failed" else 0)
     assert summarize(gang.run).state == state

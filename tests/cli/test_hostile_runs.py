@@ -13,6 +13,7 @@ import pytest
 from forked_verbs import ForkedVerbs
 from planting import KINDS, SECRET, plant, tree
 from run_verbs import Verbs
+from waiting import PATIENCE_SECONDS
 
 from craton.observability.web import TopView, frame_json
 from craton.observability.web.sources import CachedVerdict
@@ -42,7 +43,9 @@ def craton(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """As a process of its own, so that one that waits can be ended."""
     environment = {**os.environ, "CRATON_RUNS": str(root)}
     command = [sys.executable, "-m", "craton", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
+    return subprocess.run(
+        command, capture_output=True, text=True, env=environment, timeout=PATIENCE_SECONDS, check=False
+    )
 
 
 @pytest.mark.parametrize("plant", ["FIFO", "link", "folder", "nested", "terabyte"])

@@ -7,12 +7,12 @@ import json
 import shutil
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import chain
+from waiting import PATIENCE_SECONDS, wait_until
 
 from craton.agent.processes import free_port
 from craton.job import Job, parse_job
@@ -24,6 +24,7 @@ from craton.telemetry import RunDirectory, RunSummary, summarize
 from craton.telemetry.files import read_lines
 
 CHAIN = Path(chain.__file__)
+SLURM_SECONDS = 2 * PATIENCE_SECONDS  # jobs wait for each other, and sixteen processes may import torch on two cores
 
 
 def chain_job(
@@ -59,24 +60,23 @@ def look(run: RunDirectory) -> RunSummary:
     return settled(summarize(run), standing_of(run))
 
 
-def wait_for_run(run: RunDirectory, *states: str, seconds: float = 60.0) -> RunSummary:
-    deadline = time.monotonic() + seconds
-    while (summary := look(run)).state not in states:
-        assert summary.state not in ("failed", "lost"), f"{summary}{last_words(run)}"
-        assert time.monotonic() < deadline, f"{summary}{last_words(run)}"
-        time.sleep(0.2)
-    return summary
+def wait_for_run(run: RunDirectory, *states: str) -> RunSummary:
+    def is_there() -> RunSummary | None:
+        summary = look(run)
+        assert summary.state in states or summary.state not in ("failed", "lost"), f"{summary}{last_words(run)}"
+        return summary if summary.state in states else None
+
+    found = wait_until(is_there, lambda: f"{look(run)}{last_words(run)}", SLURM_SECONDS, look_seconds=0.2)
+    assert found is not None
+    return found
 
 
-def wait_for_step(run: RunDirectory, step: int, seconds: float = 60.0) -> None:
-    wait(lambda: summarize(run).step >= step, f"{run.name} is at step {step}", run, seconds)
+def wait_for_step(run: RunDirectory, step: int) -> None:
+    wait(lambda: summarize(run).step >= step, f"{run.name} is at step {step}", run)
 
 
-def wait(condition: Callable[[], object], what: str, run: RunDirectory, seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds:.0f} s: {what}{last_words(run)}"
-        time.sleep(0.1)
+def wait(condition: Callable[[], object], what: str, run: RunDirectory) -> None:
+    wait_until(condition, lambda: f"{what}{last_words(run)}", SLURM_SECONDS, look_seconds=0.1)
 
 
 def losses_of(run: RunDirectory) -> dict[int, float]:

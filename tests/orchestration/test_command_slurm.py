@@ -17,8 +17,6 @@ from slurm_runs import events_of, hosts_of, submit, wait, wait_for_run, wait_for
 
 from craton.telemetry import RunDirectory
 
-SECONDS = 240.0  # sixteen processes import torch on two cores
-
 
 def submitted(root: Path, script: str, name: str) -> RunDirectory:
     settings = yaml.safe_load((EXAMPLES / f"{script}.yaml").read_text()).get("run", {})
@@ -39,16 +37,16 @@ def test_a_killed_script_ends_as_if_nothing_had_happened(
 ) -> None:
     pytest.importorskip(package, reason=f"{package} is not installed")
     calm, killed = submitted(root, script, "calm"), submitted(root, script, "killed")
-    wait_for_step(killed, SAVED_EVERY + 2, SECONDS)
+    wait_for_step(killed, SAVED_EVERY + 2)
     assert len({*hosts_of(calm).values(), *hosts_of(killed).values()}) == 4
     victim = victim_of(killed)
     assert victim.environ()["SLURMD_NODENAME"] == hosts_of(killed)["node-1"]
     os.kill(victim.pid, signal.SIGKILL)
-    wait(lambda: len(beginnings(killed)) == 2, "the script has begun again", killed, SECONDS)
+    wait(lambda: len(beginnings(killed)) == 2, "the script has begun again", killed)
     began = beginnings(killed)[1]
     assert began >= SAVED_EVERY
     assert began % SAVED_EVERY == 0
-    ends = [wait_for_run(run, "done", seconds=SECONDS) for run in (killed, calm)]
+    ends = [wait_for_run(run, "done") for run in (killed, calm)]
     assert [(each.step, each.generation) for each in ends] == [(STEPS, 1), (STEPS, 0)]
     found, expected = losses(killed), losses(calm)
     assert sorted(expected) == list(range(1, STEPS + 1))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from kubernetes_runs import add_pod, submitted
 from kubernetes_standin import StandIn
-from waiting import wait_until
+from waiting import PATIENCE_SECONDS, wait_until
 
 from craton.cli import main
 from craton.orchestration import RunStateError
@@ -58,7 +58,7 @@ def test_logs_are_followed_into_pods_that_come_later_and_past_one_that_cannot_be
     wait_until(lambda: found[3:] == [("llm-node-0-1-abcde", "[rank 1] step 1")])
     [owner] = server.of("jobsets")
     owner["status"] = {"conditions": [{"type": "Completed", "status": "True"}]}
-    reader.join(10)
+    reader.join(PATIENCE_SECONDS)
     assert not reader.is_alive()
     assert len(found) == 4
 
@@ -73,7 +73,7 @@ def test_following_waits_for_the_first_pod(server: StandIn, tmp_path: Path, monk
     add_pod(server, "llm", 0)
     [owner] = server.of("jobsets")
     owner["status"] = {"conditions": [{"type": "Completed", "status": "True"}]}
-    reader.join(10)
+    reader.join(PATIENCE_SECONDS)
     assert found == [("llm-node-0-0-abcde", "[rank 0] step 1")]
 
 

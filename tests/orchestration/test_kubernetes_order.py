@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from kubernetes_jobs import LEAF, SPINE, cluster, job
-from waiting import wait_until
+from waiting import PATIENCE_SECONDS, wait_until
 
 from craton.agent import Launch, read_launch, write_launch
 from craton.infrastructure import TopologyError
@@ -171,7 +171,7 @@ def come_together(run: RunDirectory, hosts: list[str], signals: Signals, tmp_pat
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(PATIENCE_SECONDS)
     return found
 
 
@@ -215,7 +215,7 @@ def test_a_run_whose_pods_do_not_come_is_given_up_and_a_stop_is_heard(
     waiting.start()
     wait_until(lambda: not run.has("FATAL") and bool(call_of(run)))
     run.mark("STOP", "craton stop")
-    waiting.join(30)
+    waiting.join(PATIENCE_SECONDS)
     assert found == [0]
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from counting import RANK
-from waiting import wait_until
+from waiting import PATIENCE_SECONDS, wait_until
 
 from craton.agent import Launch, newest_generation, next_number, read_launch, write_launch
 from craton.job import parse_job
@@ -88,7 +88,7 @@ def pods(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
             os.killpg(pod.pid, signal.SIGKILL)
         except ProcessLookupError:
             continue
-        pod.wait(10)
+        pod.wait(PATIENCE_SECONDS)
 
 
 def counting_files(steps: int, **more: object) -> dict[str, str]:
@@ -109,7 +109,7 @@ def test_two_pods_make_the_run_work_in_it_and_end_with_it(
     more = {"CRATON_RUN_NODES": str(tmp_path / "nodes.json")}
     # The second pod is on the node that comes first in the network, so that the first ranks are its.
     second, first = pods(1, CRATON_HOST_NAME="g1", **more), pods(0, CRATON_HOST_NAME="g2", **more)
-    assert (first.wait(40), second.wait(40)) == (0, 0)
+    assert (first.wait(PATIENCE_SECONDS), second.wait(PATIENCE_SECONDS)) == (0, 0)
     run = RunDirectory(tmp_path / "fsx" / "count")
     assert run.has("DONE")
     assert summarize(run).step == 5
@@ -157,21 +157,21 @@ def test_a_killed_pod_comes_back_and_a_drained_one_takes_all_along_and_they_go_o
     assert read_json(run.path / "hosts" / "0.json")["host"] == "g1", "though nobody had to be put in order"
 
     os.killpg(second.pid, signal.SIGKILL)  # its node is gone, with all that ran there
-    second.wait(10)
+    second.wait(PATIENCE_SECONDS)
     second = pods(1)
     wait_until(lambda: next_number(run) >= 2 and verdict(run) is None)
     wait_until(lambda: "starts after step" in run.log_path(1).read_text().rpartition("rank 1 of 2")[2])
     assert first.poll() is None, "the others live on"
 
     second.send_signal(signal.SIGTERM)  # its node is drained
-    assert (first.wait(40), second.wait(40)) == (75, 75)
+    assert (first.wait(PATIENCE_SECONDS), second.wait(PATIENCE_SECONDS)) == (75, 75)
     assert is_schedulers(run.marker_text("STOP"))
     saved = summarize(run).step
     second, first = pods(1), pods(0)
     wait_until(lambda: not run.has("STOP") and summarize(run).step > saved)
 
     run.mark("STOP", "craton stop")
-    assert (first.wait(40), second.wait(40)) == (0, 0)
+    assert (first.wait(PATIENCE_SECONDS), second.wait(PATIENCE_SECONDS)) == (0, 0)
 
 
 def test_a_run_that_cannot_go_on_says_so_by_its_exit_code(
@@ -179,12 +179,12 @@ def test_a_run_that_cannot_go_on_says_so_by_its_exit_code(
 ) -> None:
     write_config_map(tmp_path / "config", counting_files(5, tries=0, num_nodes=1, nodes=["node-0"]))
     secrets = write_config_map(tmp_path / "secrets", {"FAIL_RANK": "0"})  # which the rank finds in its environment
-    assert pods(0, CRATON_SECRETS=str(secrets)).wait(40) == 77
+    assert pods(0, CRATON_SECRETS=str(secrets)).wait(PATIENCE_SECONDS) == 77
     run = RunDirectory(tmp_path / "fsx" / "count")
     assert "the reward function broke" in run.marker_text("FATAL")
     assert "the reward function broke" in (tmp_path / "pod-0.log").read_text()
     (tmp_path / "pod-0.log").unlink()
-    assert pods(0).wait(40) == 77, "a pod that is started all the same"
+    assert pods(0).wait(PATIENCE_SECONDS) == 77, "a pod that is started all the same"
     assert "craton pod: the run has failed: " in (tmp_path / "pod-0.log").read_text()
 
 

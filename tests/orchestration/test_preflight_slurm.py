@@ -232,7 +232,7 @@ def test_a_node_that_computes_wrong_alike_takes_no_part(
     (tmp_path / "path" / "sitecustomize.py").write_text(FLIPPED_BIT)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "path"))
     run = submit(root, chain_job("checked", nodes=3, run="preflight: compute"))
-    wait_for_run(run, "done", seconds=240)
+    wait_for_run(run, "done")
     expect_whole_chain(run, 20)
     (failed,) = events_of(run, "preflight_failed")
     assert str(failed["message"]).startswith("g2: compute: cpu of g2: matmul_bf16 differs from 2 others")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from counting import counting_job, start, wait_for_state
-from waiting import wait_until
+from waiting import PATIENCE_SECONDS, wait_until
 
 from craton.agent import read_launch
 from craton.agent.coordination import avoid_node
@@ -212,7 +212,7 @@ def test_a_kill_finds_what_a_rank_left_behind(root: Path) -> None:
     environment = {**os.environ, "CRATON_RUN": str(run.path)}
     with subprocess.Popen(["sleep", "4322"], env=environment, start_new_session=True) as orphan:
         kill_run(run)
-        assert orphan.wait(30) == -signal.SIGKILL
+        assert orphan.wait(PATIENCE_SECONDS) == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("module", ["agent", "ml.fork_server", "ml.nursery"])  # the last: of runs of earlier versions

@@ -51,10 +51,10 @@ def test_runs_come_back_by_themselves(root: Path, slurm: SlurmLab) -> None:
     wait_for_step(runs["preempted"], 12)
     wanted = hosts_of(runs["preempted"])["node-0"]
     slurm.submit(f"--nodelist={wanted}", "--exclusive", "--partition=urgent", "--time=5", command="sleep 3")
-    wait(lambda: look(runs["preempted"]).state == "waiting", "it gave way", runs["preempted"], 40)
+    wait(lambda: look(runs["preempted"]).state == "waiting", "it gave way", runs["preempted"])
 
     for name, run in runs.items():
-        wait_for_run(run, "done", seconds=120)
+        wait_for_run(run, "done")
         expect_whole_chain(run, steps[name])
         assert len(events_of(run, "allocated")) >= 2, f"{name} was not started again"
     assert events_of(runs["killed"], "nodes_lost"), "the agents saw it before Slurm did"
@@ -82,7 +82,7 @@ def test_a_failing_prolog_costs_a_run_nothing(root: Path, slurm: SlurmLab) -> No
     (first,) = hosts_of(run).values()
     slurm.break_prolog(second := next(node for node in NODES if node != first))
     slurm.set_down(first, "xid 79")
-    wait_for_run(run, "done", seconds=40)
+    wait_for_run(run, "done")
     expect_whole_chain(run, 60)
     (last,) = hosts_of(run).values()
     assert last not in (first, second)
@@ -103,7 +103,7 @@ def test_a_held_run_is_let_go_by_whoever_looks(root: Path, slurm: SlurmLab) -> N
         told = look(run).message
         return "released it" in told
 
-    wait(is_let_go, "it is let go", run, 30)
+    wait(is_let_go, "it is let go", run)
     assert "the prolog failed" in told
     assert "(1 of at most 10 times, run.restarts)" in told
     wait_for_run(run, "done")
@@ -112,7 +112,7 @@ def test_a_held_run_is_let_go_by_whoever_looks(root: Path, slurm: SlurmLab) -> N
     for node in NODES:
         slurm.break_prolog(node)
     once = submit(root, chain_job("once", 1, 10, run="restarts: 0"))
-    wait(lambda: "launch_failed" in standing(once).reason, "Slurm holds it", once, 30)
+    wait(lambda: "launch_failed" in standing(once).reason, "Slurm holds it", once)
     assert "`craton resume` releases it" in look(once).message
     slurm.mend_prologs()
     assert release_run(once)
@@ -145,10 +145,10 @@ def test_too_few_nodes_left_of_a_job_that_slurm_does_not_kill(root: Path, slurm:
     lost = [hosts_of(run)[node] for node in ("node-1", "node-2")]
     for host in lost:
         slurm.kill_node(host)
-    wait(lambda: events_of(run, "requeued"), "it is requeued", run, 90)
+    wait(lambda: events_of(run, "requeued"), "it is requeued", run)
     (event,) = events_of(run, "nodes_lost")
     assert "too few nodes are left" in str(event["message"])
-    wait_for_run(run, "done", seconds=120)
+    wait_for_run(run, "done")
     expect_whole_chain(run, 200)
     assert not set(hosts_of(run).values()) & set(lost)
     assert len(events_of(run, "requeued")) == 1

@@ -47,14 +47,14 @@ def test_a_node_killed_is_replaced_by_a_spare_from_memory(root: Path, slurm: Slu
     calm_job = training("calm", 3)
     calm = start_run(draft_run(calm_job, root / calm_job.name, port=free_port()), root)
     run = submit(root, on_slurm(training("killed", 3, spares=1)))
-    wait_for_step(run, 8, 120)
+    wait_for_step(run, 8)
     hosts = hosts_of(run)
     assert len(hosts) == 4
     present = newest_generation(run)
     assert present is not None
     slurm.kill_node(hosts[present.nodes[-1]])
-    wait_for_run(run, "done", seconds=120)
-    wait_for_run(calm, "done", seconds=120)
+    wait_for_run(run, "done")
+    wait_for_run(calm, "done")
     assert losses_of(run)[STEPS] == losses_of(calm)[STEPS]
     assert losses_of(run) == losses_of(calm), "every step, to the last bit"
     (recovered,) = [event for event in events_of(run, "recovered") if event["rank"] == 0]

@@ -131,7 +131,7 @@ def test_a_running_run_stops_with_a_checkpoint_and_resumes(craton: Craton, slurm
     assert craton("resume", "stops", "--detach").code == 0
     wait(lambda: summarize(run).step > stopped_at, "it goes on", run)
     kill_run(run)
-    wait(lambda: look(run).state == "stopped", "it is gone at once", run, 20)
+    wait(lambda: look(run).state == "stopped", "it is gone at once", run)
     found = losses_of(run)
     assert found == {step: losses(max(found))[step] for step in found}
 

@@ -24,9 +24,10 @@ from typing import BinaryIO
 import craton.agent.processes.child as child_program
 from craton.agent.generation import Generation
 from craton.agent.launch import Launch
+from craton.agent.processes.oom import OomWatch
 from craton.agent.processes.output import CommandOutput
 from craton.job.sections import PLACEHOLDERS
-from craton.limits import MORE_MEMORY, limit_hint, memory_text, oom_kills
+from craton.limits import MORE_MEMORY, limit_hint, memory_text
 from craton.telemetry import RunDirectory
 from craton.telemetry.error_reports import ErrorReport, read_error
 from craton.telemetry.files import append_regular, open_regular
@@ -68,7 +69,10 @@ class ChildProcess:
     ended: float | None = None
     code: int = 0  # after the end: exit code, or minus the signal
     sent: set[signal.Signals] = field(default_factory=set)
-    oom_kills_before: int = field(default_factory=oom_kills)
+    oom: OomWatch = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.oom = OomWatch(self.pid, time.monotonic())
 
     @property
     def is_running(self) -> bool:
@@ -424,7 +428,7 @@ def failure_text(rank: RankProcess, node: str, generation: int) -> str:
     has_step = rank.page is not None and rank.page.step and rank.code != -signal.SIGKILL
     step = f" at step {rank.page.step}" if rank.page is not None and has_step else ""
     too_early = " before the run was done" if rank.code == 0 else ""
-    is_oom = rank.code == -signal.SIGKILL and oom_kills() > rank.oom_kills_before
+    is_oom = rank.code == -signal.SIGKILL and rank.oom.has_killed
     by = " from `craton chaos`" if rank.is_injected else " from the kernel's OOM killer" if is_oom else ""
     headline = f"{rank.name} on {node} {how_ended(rank.code)}{by}{step}{too_early} (generation {generation})"
     error = rank.read_end()
@@ -434,7 +438,7 @@ def failure_text(rank: RankProcess, node: str, generation: int) -> str:
     if is_oom and not rank.is_injected:
         text.append(f"the kernel's OOM killer has killed a process: {memory_text()}; {MORE_MEMORY}")
     elif rank.code == -signal.SIGKILL and not rank.is_injected:
-        text.append("the kernel has counted no OOM kill since this rank started: find the sender of the signal")
+        text.append("the kernel has counted no OOM kill at that moment: find the sender of the signal")
     elif hint := limit_hint("\n".join(last_lines)):
         text.append(hint)
     text.append(f"last lines of {rank.log_path.name}:" if last_lines else f"{rank.log_path.name} is empty")

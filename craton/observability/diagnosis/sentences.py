@@ -147,7 +147,10 @@ def _restarts(snapshot: Snapshot) -> str:
     if not snapshot.run.restarts or not broke:
         return ""
     times = "once" if snapshot.run.restarts == 1 else f"{snapshot.run.restarts} times, most recently"
-    return f" It restarted {times}: {broke[-1].text.splitlines()[0].rstrip('.')}."
+    last = broke[-1]
+    back = [event for event in snapshot.events if event.name == "recovered" and event.generation == last.generation]
+    parts = [last.text.splitlines()[0].rstrip("."), *(event.text for event in back if event.text)]
+    return f" It restarted {times}: {'; '.join(parts)}."
 
 
 def _cause(verdict: Verdict) -> str:

@@ -36,6 +36,7 @@ class Recovery:
     restored_from: str | None  # the tier
     parts: dict[str, float]  # ledger kind → seconds
     broke_again: bool = False  # before it recovered
+    note: str = ""  # where a command continued, if it repeats steps
 
     @property
     def text(self) -> str:
@@ -45,7 +46,8 @@ class Recovery:
         if self.seconds is None:
             return f"{cause}{at}, {'broke again on its way back' if self.broke_again else 'not back yet'}"
         parts = " · ".join(f"{name} {duration(seconds)}" for name, seconds in self.parts.items() if seconds >= 0.05)
-        return f"{cause}{at}, back after {duration(self.seconds)}{': ' if parts else ''}{parts}"
+        note = f"; {self.note}" if self.note else ""
+        return f"{cause}{at}, back after {duration(self.seconds)}{': ' if parts else ''}{parts}{note}"
 
 
 class Recoveries:
@@ -127,4 +129,5 @@ def _recovery(
         restored_from=event.get("restored_from") if isinstance(event.get("restored_from"), str) else None,
         parts={kind: books[kind] for kind in PARTS if books.get(kind)},
         broke_again=seconds is None and is_past,
+        note=event["message"] if isinstance(event.get("message"), str) else "",
     )

@@ -101,7 +101,9 @@ def bottleneck(
             shares[largest],
             f"Compute-bound: the model's own compute takes {percent(sum(shares[name] for name in USEFUL))}, no "
             f"other part over {percent(LARGE)}.",
-            "a faster GPU, a lower precision (fp8), or more GPUs",
+            "a GPU, or more machines"
+            if machine.gpu.generation == "cpu"
+            else "a faster GPU, a lower precision (fp8), or more GPUs",
         )
     phase = next(phase for phase, names in PARTS.items() if worst in names)
     layer, text, relief = _advice(worst, layout, machine)

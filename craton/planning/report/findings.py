@@ -39,7 +39,7 @@ def verdict(plan: Plan) -> str:
     if plan.fits:
         return f"{work} fits {where}, takes {formatting.duration(plan.run_seconds)}{price}."
     needed, limit = formatting.memory(plan.memory_bytes), formatting.memory(plan.memory_limit_bytes)
-    unit, has = ("rank", "its part of a GPU has") if _is_shared(plan) else ("GPU", "the GPU reports")
+    unit, has = memory_unit(plan)
     return (
         f"{work} does not fit {where}: it needs {needed} per {unit}, but {has} {limit}. "
         "The times below assume that it fits."
@@ -137,7 +137,7 @@ def step_text(plan: Plan) -> str:
 
 def memory_text(plan: Plan) -> str:
     needed, limit = formatting.memory(plan.memory_bytes), formatting.memory(plan.memory_limit_bytes)
-    used = f"{needed} of the {limit} {'of its part of a GPU' if _is_shared(plan) else 'the GPU reports'}"
+    used = f"{needed} of the {limit} {memory_unit(plan)[1]}"
     difference = plan.memory_limit_bytes - plan.memory_bytes
     worst = max(plan.memory_instants, key=lambda name: plan.memory_instants[name], default="")
     peak = f"; peak: {worst}" if worst else ""
@@ -302,8 +302,12 @@ def _as_alternative(plan: Plan) -> Alternative:
     )
 
 
-def _is_shared(plan: Plan) -> bool:
-    return plan.cluster.instance.nodes_per_gpu > 1
+def memory_unit(plan: Plan) -> tuple[str, str]:
+    """Return what the memory of the plan is of, `GPU` or `rank`, and how much of it there is: `the GPU reports`."""
+    if plan.cluster.instance.gpu.generation == "cpu":
+        return "rank", "its part of the machine has"
+    shared = plan.cluster.instance.nodes_per_gpu > 1
+    return ("rank", "its part of a GPU has") if shared else ("GPU", "the GPU reports")
 
 
 def _share(plan: Plan, phase: str) -> float:

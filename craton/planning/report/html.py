@@ -136,7 +136,7 @@ def _memory_section(plan: Plan, figures: dict[str, Figure]) -> Markup:
         for index, (name, size) in enumerate(plots.memory_rows(plan))
     ]
     rows.append(("total", ["needed", formatting.gibibytes(plan.memory_bytes)]))
-    rows.append(("", ["GPU reports", formatting.gibibytes(plan.memory_limit_bytes)]))
+    rows.append(("", [findings.memory_unit(plan)[1], formatting.gibibytes(plan.memory_limit_bytes)]))
     table = html_report.table(["part", ">GiB"], rows)
     return html_report.plot_section("Memory", _sentence(findings.memory_text(plan)), "plot-memory", table)
 

@@ -55,13 +55,14 @@ def memory_figure(plan: Plan) -> Figure:
     for row, (name, size) in enumerate(instants[1:], 1):
         labels.append((row, f"{escape(name)}  {formatting.memory(size)}", ""))
         traces.append(_bar(row, size / _GIBIBYTE, "@muted/45", f"{escape(name)}<br>{formatting.memory(size)}"))
-    figure = _rows_figure(traces, labels, "GiB on one GPU", [0, max(limit, plan.memory_bytes / _GIBIBYTE) * 1.03])
+    unit, has = findings.memory_unit(plan)
+    figure = _rows_figure(traces, labels, f"GiB on one {unit}", [0, max(limit, plan.memory_bytes / _GIBIBYTE) * 1.03])
     figure["layout"]["height"] += 30
     figure["layout"]["margin"]["t"] += 30
     figure["layout"]["shapes"] = [vertical_line(limit, "@ink" if plan.fits else "@bad", dash="solid")]
     # Left of the line where there is room, so that the label never leaves the plot.
     side = "right" if limit > 0.5 * plan.memory_bytes / _GIBIBYTE else "left"
-    card = f"GPU reports {formatting.memory(plan.memory_limit_bytes)}"
+    card = f"{has} {formatting.memory(plan.memory_limit_bytes)}"
     figure["layout"]["annotations"].append(label(limit, 1, card, side, yshift=20))
     return figure
 

@@ -20,6 +20,7 @@ from states import equal, numbers, rank_and_world, single, state, wait_for_repor
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.tensor import DTensor
+from waiting import PATIENCE_SECONDS
 
 from craton.errors import CratonError
 from craton.ml.training.checkpoint import Checkpointer, CheckpointError, TierFolder
@@ -251,7 +252,7 @@ def test_a_kill_in_the_middle_of_a_save_costs_that_save_only(tmp_path: Path) -> 
     assert process.stdout is not None
     assert {process.stdout.readline().strip() for _ in range(2)} == {"in the middle", "training goes on"}
     process.send_signal(signal.SIGKILL)
-    process.wait(10)
+    process.wait(PATIENCE_SECONDS)
     process.stdout.close()
     assert (tmp_path / "step-00000002.partial").is_dir()
     with pytest.warns(UserWarning, match=r"removed unfinished step-00000002\.partial"):

@@ -20,6 +20,7 @@ import pytest
 from s3 import S3Server
 from saver import state_of
 from states import Files, equal, numbers, single, tier_of
+from waiting import PATIENCE_SECONDS
 
 from craton.ml.training.checkpoint import TierFolder
 
@@ -59,7 +60,7 @@ class Saver:
     def close(self) -> None:
         self._in.close()
         self._out.close()
-        self._process.wait(30)
+        self._process.wait(PATIENCE_SECONDS)
 
 
 @pytest.fixture(params=[pytest.param(kind, marks=pytest.mark.slow if kind == "nvme" else ()) for kind in KINDS])

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from waiting import PATIENCE_SECONDS
 
 from craton.ml.serving.device import EngineRank, TensorParallelGroup
 from craton.ml.serving.device.order_bytes import METHODS, Order, decode_order, encode_order
@@ -229,6 +230,6 @@ def test_an_order_reaches_the_others_without_a_pickle() -> None:
         gang = TensorParallelGroup(None, [line])  # type: ignore[arg-type]  # nothing is computed here
         gang._tell("sleep", (2,))
         gang.close()
-        thread.join(60)
+        thread.join(PATIENCE_SECONDS)
         line.close()
     assert heard == [("sleep", (2,)), None]

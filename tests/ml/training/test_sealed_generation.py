@@ -13,6 +13,7 @@ import pytest
 import torch
 from keepers import Keepers
 from tiny import make_trainer, tiny_job
+from waiting import PATIENCE_SECONDS
 
 from craton.ml.training.checkpoint import Checkpointer
 from craton.ml.training.checkpoint.peer import PeerSetup
@@ -35,7 +36,7 @@ class DeviceEvent:
         return self._is_complete.is_set()
 
     def synchronize(self) -> None:
-        assert self._is_complete.wait(60)
+        assert self._is_complete.wait(PATIENCE_SECONDS)
 
 
 def trained(event: DeviceEvent | None) -> tuple[Trainer, Any]:

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from fake_snapshots import healthy, hung
+from waiting import PATIENCE_SECONDS
 
 from craton.agent import Launch
 from craton.agent.processes.process import common_environment
@@ -78,7 +79,7 @@ def ras_server(
         thread = threading.Thread(target=serve, daemon=True)
         thread.start()
         yield f"127.0.0.1:{server.getsockname()[1]}", heard
-        thread.join(5.0)
+        thread.join(PATIENCE_SECONDS)
 
 
 def test_ras_is_asked_for_json() -> None:
@@ -316,7 +317,7 @@ def test_real_recordings_of_torch(tmp_path: Path) -> None:
     ranks = [
         subprocess.Popen([sys.executable, "-c", REAL, str(rank), str(tmp_path)], env=environment) for rank in range(2)
     ]
-    assert [rank.wait(60.0) for rank in ranks] == [0, 0]
+    assert [rank.wait(PATIENCE_SECONDS) for rank in ranks] == [0, 0]
     found, failed = read_dumps([tmp_path / "trace_"])
     assert failed == []
     (stuck,) = stuck_collectives(found, set(found))

@@ -12,6 +12,7 @@ import pytest
 from botocore.stub import ANY, Stubber
 from observability.exporter.exporting import collected
 from s3 import S3Server
+from waiting import PATIENCE_SECONDS
 
 from craton.errors import CratonError
 from craton.infrastructure.probes import NodeRoot
@@ -64,7 +65,7 @@ def test_what_cloudwatch_refuses_is_counted_and_said_and_serves_nothing(capfd: p
     with Stubber(cloudwatch) as stub:
         stub.add_client_error("get_metric_data", "AccessDenied", "not allowed", 403)
         collector = FsxCollector([IDENTITY], lambda: cloudwatch)
-        assert collector.fetched.wait(20.0)
+        assert collector.fetched.wait(PATIENCE_SECONDS)
         collector.close()
     assert collector.errors == 1
     assert "fsx cannot be read: ClientError: " in (told := capfd.readouterr().err)
@@ -74,7 +75,7 @@ def test_what_cloudwatch_refuses_is_counted_and_said_and_serves_nothing(capfd: p
 
 def test_old_values_are_left_out() -> None:
     collector = FsxCollector([], client)
-    assert collector.fetched.wait(20.0)
+    assert collector.fetched.wait(PATIENCE_SECONDS)
     collector.close()
     collector._values = {("aws_fsx_data_read_bytes_sum", IDENTITY): (1000.0, 5.0)}
     assert len(list(collector.collect(1000.0 + OLD_SECONDS))) == 1
@@ -104,7 +105,7 @@ def test_a_mounted_file_system_is_found_and_its_numbers_served(
     )
     collector = fsx_bridge("auto", NodeRoot(tmp_path))
     assert collector is not None
-    assert collector.fetched.wait(30.0)
+    assert collector.fetched.wait(PATIENCE_SECONDS)
     collector.close()
     assert not collector.said
     found = collected(collector.collect(time.time()))

@@ -10,6 +10,7 @@ import pytest
 from infrastructure.node_images import DEGRADED, HEALTHY, Degraded
 from observability.exporter.exporting import Scrape, collected, exporting, scrape
 from observability.exporter.trees import INSTANCE, full_node, smart_page, write_root
+from waiting import PATIENCE_SECONDS
 
 from craton.infrastructure.probes import NodeRoot
 from craton.observability.exporter import FAMILIES
@@ -155,7 +156,7 @@ def test_a_file_system_whose_server_is_gone_is_told_and_waited_for_once(
     def statvfs(place: str) -> os.statvfs_result | None:
         asked.append(place)
         if place.endswith("/fsx"):
-            back.wait(30.0)
+            back.wait(PATIENCE_SECONDS)
         return os.statvfs("/")
 
     monkeypatch.setattr("craton.observability.exporter.filesystem._statvfs", statvfs)
@@ -167,7 +168,7 @@ def test_a_file_system_whose_server_is_gone_is_told_and_waited_for_once(
         assert found["node_filesystem_device_error", "/dev/root", "ext4", "/"] == 0
     assert sum(place.endswith("/fsx") for place in asked) == 1, "one that is stuck is not asked again"
     back.set()
-    collector._asked["/fsx"].thread.join(5.0)
+    collector._asked["/fsx"].thread.join(PATIENCE_SECONDS)
     assert collected(collector.collect(0.0))[gone] == 0
 
 

@@ -254,7 +254,7 @@ def test_a_run_without_a_spare_saves_and_goes_on_elsewhere(slurm: SlurmLab, root
     assert [(entry.kind, entry.node) for entry in found.actions] == [("take_out", bad), ("move", bad)], found
     wait_until(lambda: bad not in hosts_of(run).values(), "it is on other nodes")
     assert read_avoided(run) == {}, "names mean other machines now"
-    wait_for_run(run, "done", seconds=90.0)
+    wait_for_run(run, "done")
     expect_whole_chain(run, 150)
     assert bad in [*slurm.nodes_in("drain"), *slurm.nodes_in("drng")]
     undo(place, found.actions[0].id)
@@ -272,7 +272,7 @@ def test_a_run_with_a_spare_stays_in_its_allocation(slurm: SlurmLab, root: Path)
     found = heal(place_of(str(run.path)), [issue], "act", 0.25)
     assert f"{spare}, a spare, takes the place of {own}" in found.actions[1].text
     wait_until(lambda: working_nodes(run) == [good, spare], "the spare has its place")
-    wait_for_run(run, "done", seconds=90.0)
+    wait_for_run(run, "done")
     expect_whole_chain(run, 250)
     assert read_submission(run).job == job
     assert len(losses_of(run)) == 250

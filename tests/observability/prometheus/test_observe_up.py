@@ -178,7 +178,7 @@ def test_the_verb_on_a_live_run_then_on_a_finished_one(live_run: LiveRun, tmp_pa
         process.send_signal(signal.SIGINT)
         rest = process.stdout.read().decode()
         assert json.loads(rest.splitlines()[-1])["event"] == "ended"
-        assert process.wait(20) == 0
+        assert process.wait(PATIENCE_SECONDS) == 0
     assert not any(child.is_running() for child in children)
     live_run.end()
     done = subprocess.run(

@@ -416,7 +416,7 @@ def test_ten_thousand_ranks_and_five_hundred_runs_are_there_at_once(serve: Serve
     is_over = threading.Event()
 
     def examine(run: RunDirectory) -> CachedVerdict:  # as long as a wide run's takes, or longer
-        is_over.wait(120)
+        is_over.wait(PATIENCE_SECONDS)
         return CachedVerdict("healthy", "all is well")
 
     page = serve(verdicts=Verdicts(examine))

@@ -14,7 +14,7 @@ from browser import Tab
 from page_server import PageServer
 from rich.console import Console
 from simulated_runs import write_run
-from waiting import wait_until
+from waiting import PATIENCE_SECONDS, wait_until
 
 from craton.observability.web import TopView, frame, frame_json
 from craton.observability.web.http import application
@@ -83,7 +83,7 @@ def test_a_part_that_takes_long_is_waited_for_within_a_limit_and_comes_later(
     show = RunPage._show_nodes
 
     def slow(page: RunPage) -> Shown:
-        assert is_read.wait(120)
+        assert is_read.wait(PATIENCE_SECONDS)
         return show(page)
 
     monkeypatch.setattr(RunPage, "_show_nodes", slow)

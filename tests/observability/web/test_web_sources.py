@@ -247,7 +247,7 @@ def test_a_value_that_comes_late_is_told_of_and_heard_of_when_it_comes() -> None
     answers = itertools.chain(["first"], itertools.repeat("second"))
 
     def make() -> str:
-        may_answer.wait(10)
+        may_answer.wait(PATIENCE_SECONDS)
         return next(answers)
 
     value = Background(make, 0.05, "late", 0.1)
@@ -337,7 +337,7 @@ def test_every_run_gets_its_turn_and_those_being_looked_at_more_of_them(
     all_asked = threading.Event()
 
     def examine(run: RunDirectory) -> CachedVerdict:
-        assert all_asked.wait(10)
+        assert all_asked.wait(PATIENCE_SECONDS)
         order.append(run.name)
         time.sleep(0.002)
         return CachedVerdict("healthy", "")

@@ -99,12 +99,12 @@ def test_top_waits_for_neither_a_scheduler_nor_a_verdict_and_asks_seldom(
 
     def ask(runs: Iterable[RunDirectory]) -> dict[str, Standing]:
         asked.append("scheduler")
-        may_answer.wait(10)
+        may_answer.wait(PATIENCE_SECONDS)
         return {run.name: Standing("waiting", reason="Priority") for run in runs}
 
     def examine(run: RunDirectory, prometheus: str | None) -> CachedVerdict:
         asked.append("why")
-        may_answer.wait(10)
+        may_answer.wait(PATIENCE_SECONDS)
         return CachedVerdict("slow", "rank 1 is throttled")
 
     monkeypatch.setattr(terminal, "standings_of", ask)
@@ -292,8 +292,8 @@ def test_top_in_a_terminal_sorts_and_leaves_with_q(tmp_path: Path) -> None:
         os.close(terminal)
 
 
-def read_until(terminal: int, words: str, seconds: float = 30.0) -> str:
-    seen, deadline = "", time.monotonic() + seconds
+def read_until(terminal: int, words: str) -> str:
+    seen, deadline = "", time.monotonic() + PATIENCE_SECONDS
     while words not in seen:
         assert time.monotonic() < deadline, seen[-2000:]
         if select.select([terminal], [], [], 0.1)[0]:
