@@ -232,5 +232,5 @@ class Chaos:
         return self._run.chaos_folder / f"{name}.fired"
 
     def _say(self, event: str, text: str, fault: str = "") -> None:
-        print(f"\033[31mcraton chaos: {event.removeprefix('chaos_')}: {text}\033[0m", file=sys.stderr, flush=True)
+        print(f"craton chaos: {event.removeprefix('chaos_')}: {text}", file=sys.stderr, flush=True)
         self._records.event(event, message=text, fault=fault or None)

@@ -346,7 +346,7 @@ class Supervisor:
             fields["sent"] = sorted(number.name for number in rank.sent)  # by this agent
         if (error := rank.read_end()) is not None:
             fields["error"] = error.to_fields()
-        if rank.code == -signal.SIGKILL and rank.oom.has_killed:
+        if rank.was_killed and rank.oom.has_killed:
             fields["out_of_memory"] = memory_text()
         self._records.event("rank_ended", rank.rank, **fields)
 

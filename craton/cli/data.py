@@ -68,7 +68,7 @@ def tokenize(
     if as_json:
         print(json.dumps(_document(done)))
     else:
-        _show(done)
+        _show(done, train_bpe)
 
 
 def _document(done: Tokenized) -> dict[str, object]:
@@ -87,7 +87,7 @@ def _document(done: Tokenized) -> dict[str, object]:
     }
 
 
-def _show(done: Tokenized) -> None:
+def _show(done: Tokenized, wanted_vocabulary: int | None) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -98,7 +98,9 @@ def _show(done: Tokenized) -> None:
     table.add_row("tokens", f"{done.tokens:,}")
     if done.validation_documents:
         table.add_row("held out", f"{done.validation_documents:,} documents, {done.validation_tokens:,} tokens")
-    table.add_row("vocabulary", f"{done.vocab_size:,}")
+    is_short = wanted_vocabulary is not None and done.vocab_size < wanted_vocabulary
+    of = f" of {wanted_vocabulary:,}: this text has no more pairs that repeat" if is_short else ""
+    table.add_row("vocabulary", f"{done.vocab_size:,}{of}")
     table.add_row("bytes/token", f"{done.bytes_per_token:.2f}")
     table.add_row("time", duration(done.seconds))
     table.add_row("tokens/s", amount(done.tokens_per_second))

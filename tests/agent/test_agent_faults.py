@@ -45,7 +45,7 @@ raise RuntimeError("token 99999 is outside the vocabulary")
     fatal = gang.run.marker_text("FATAL")
     why = "RuntimeError: token 99999 is outside the vocabulary"
     assert fatal.startswith(f"rank 1 on node-0 exited with code 1 (generation 1): {why} (<string>:")
-    assert fatal.rstrip().endswith("RuntimeError: token 99999 is outside the vocabulary")
+    assert "\n  RuntimeError: token 99999 is outside the vocabulary\n" in fatal
     assert "loading the data" in fatal
     assert "rank 0" not in fatal  # killed by us, not the cause
     summary = summarize(gang.run)

@@ -75,6 +75,11 @@ class ChildProcess:
         self.oom = OomWatch(self.pid, time.monotonic())
 
     @property
+    def was_killed(self) -> bool:
+        """Whether SIGKILL ended it, or what a shell ran for it."""
+        return self.code in (-signal.SIGKILL, 128 + signal.SIGKILL)
+
+    @property
     def is_running(self) -> bool:
         return self.ended is None
 
@@ -428,8 +433,9 @@ def failure_text(rank: RankProcess, node: str, generation: int) -> str:
     has_step = rank.page is not None and rank.page.step and rank.code != -signal.SIGKILL
     step = f" at step {rank.page.step}" if rank.page is not None and has_step else ""
     too_early = " before the run was done" if rank.code == 0 else ""
-    is_oom = rank.code == -signal.SIGKILL and rank.oom.has_killed
-    by = " from `craton chaos`" if rank.is_injected else " from the kernel's OOM killer" if is_oom else ""
+    is_oom = rank.was_killed and rank.oom.has_killed
+    by_kernel = " from the kernel's OOM killer" if rank.code < 0 else " after a kill by the kernel's OOM killer"
+    by = " from `craton chaos`" if rank.is_injected else by_kernel if is_oom else ""
     headline = f"{rank.name} on {node} {how_ended(rank.code)}{by}{step}{too_early} (generation {generation})"
     error = rank.read_end()
     if error is not None and rank.code != -signal.SIGKILL:

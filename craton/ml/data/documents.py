@@ -130,7 +130,7 @@ def records(piece: DocumentChunk) -> Iterator[tuple[str, dict[str, Any]]]:
         if isinstance(value, dict):
             yield where, value
         else:
-            problems.append(f"{where}: is a {type(value).__name__}, not a JSON object")
+            problems.append(f"{where}: is {_json_name(value)}, not a JSON object")
     if problems:
         raise first_problems(problems, piece.name)
 
@@ -160,10 +160,16 @@ def texts_of(piece: DocumentChunk, field: str) -> list[str]:
 
 def _wrong_field(where: str, value: dict[str, Any], field: str) -> str:
     if field in value:
-        return f"{where}: field {field!r} is a {type(value[field]).__name__}, not a text"
+        return f"{where}: field {field!r} is {_json_name(value[field])}, not a text"
     chat = "; chats need a job of kind sft" if "messages" in value else ""
     names = ", ".join(map(repr, list(value)[:8])) or "none"
     return f"{where}: has no field {field!r}; its fields are {names}: {OTHER_FIELD}{chat}"
+
+
+def _json_name(value: object) -> str:
+    """Return what JSON calls a value."""
+    names = {dict: "an object", list: "a list", str: "a text", int: "a number", float: "a number", type(None): "null"}
+    return names.get(type(value), "true or false")
 
 
 def _standard_library() -> list[InputFile]:

@@ -119,6 +119,8 @@ def tokenize(
             left_out += encoded.left_out
             report.add(took, len(encoded.tokens))
         if not train.tokens:
+            if left_out:
+                raise DataError(f"{left_out[0]}: is not UTF-8, and no other file has text; convert it, e.g. with iconv")
             raise DataError(f"{', '.join(map(str, inputs))}: gave no tokens to train on; use more text")
         train.close()
         if held_out is not None:

@@ -88,7 +88,7 @@ def test_any_number_of_workers_writes_the_same_bytes(tmp_path: Path) -> None:
         ('{"text": "a"}\n{"text": \n', r"bad\.jsonl:2: is not JSON"),
         ('{"text": "a"}\n\n[1]\n', r"bad\.jsonl:3: is a list"),
         ('{"body": "a"}\n', r"bad\.jsonl:1: has no field 'text'; its fields are 'body'"),
-        ('{"text": 4}\n', r"bad\.jsonl:1: field 'text' is a int"),
+        ('{"text": 4}\n', r"bad\.jsonl:1: field 'text' is a number, not a text"),
         ("", "contains no text"),
     ],
 )

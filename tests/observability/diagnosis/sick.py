@@ -379,6 +379,7 @@ def training_cases() -> Iterator[Case]:
     points = tuple((3000 + 10 * number, value) for number, (_, value) in enumerate(learned.series.loss))
     fits = replace(learned, series=replace(learned.series, loss=points, evaluation_loss=evaluations))
     yield case("memorizes", "overfitting", replace(fits, training=TRAINING))
+    yield case("no labels to evaluate", "bad_evaluation", steady(evaluation_loss=[3.1, float("nan"), float("nan")]))
     outside = with_log(dead(3), "token_out_of_range", "data.source mine:rows: sample 3 has token id 70000", RANK)
     yield Case("token id", "token_ids_wrong", "dead", outside)
 

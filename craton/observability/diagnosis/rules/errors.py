@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import PurePath
 
 from craton.observability.diagnosis.first_hand import first_error, repeated_error
-from craton.observability.diagnosis.rules.findings import finding, named
+from craton.observability.diagnosis.rules.findings import CRASHES, finding, named
 from craton.observability.diagnosis.snapshot import RankError, Snapshot
 from craton.observability.diagnosis.symptoms import reported_losses
 from craton.observability.diagnosis.tables import FIRST_HAND, ErrorKind, error_kinds, threshold
@@ -21,14 +21,15 @@ from craton.observability.diagnosis.verdict import RESTARTS, Finding, Symptoms
 
 IN_LIBRARY = 0.8  # confidence in an error of a type that is not in the table, raised outside of user code
 LAST_OUTPUT = 0.85  # the same for the last output of a program that exits by itself
-CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGTRAP)
 LIMITS = (signal.SIGXCPU, signal.SIGXFSZ)
 OTHER_PROGRAMS = ("command", "serve")
 DATA_KEYS = "keys data.path and data.source of the job"
 USER_PARTS = "the data source, model or objective"
 WRITTEN = ("run", "checkpoints")
 KEYS = {"data": "data.path", "checkpoints": "checkpoint.tiers", "run": "the run directory"}
-_CRASH_WORDS = re.compile(r"Segmentation fault|Bus error|^Aborted|Illegal instruction|Floating point exception")
+_CRASH_WORDS = re.compile(
+    r"Segmentation fault|Bus error|^Aborted|Illegal instruction|Floating point exception|Bad system call"
+)
 _PACKAGE = re.compile(r"No module named '?([\w.]+)|pip install ([\w.\[\]-]+)|libraries?: ([\w.+-]+\.so[\w.]*)")
 _CONNECT = re.compile(
     r"connectFullMesh|[Cc]onnect(?:ing|ion)? (?:refused|timed out|failed)|timed out connecting|[Ff]ailed to connect"

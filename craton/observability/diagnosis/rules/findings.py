@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterable, Sequence
 
 from craton.observability.diagnosis.verdict import Condition, Finding, Symptoms
 
 SHOWN_NAMES = 4
 TALKING = ("communication",)  # phases that the network may slow
+CRASHES = (
+    signal.SIGSEGV,
+    signal.SIGABRT,
+    signal.SIGBUS,
+    signal.SIGILL,
+    signal.SIGFPE,
+    signal.SIGTRAP,
+    signal.SIGSYS,  # a system call that a filter (seccomp) forbids
+)
 
 
 def finding(

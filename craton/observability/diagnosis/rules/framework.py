@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from craton.formatting import counted, percent, whole_duration
 from craton.observability.diagnosis.rules.findings import (
+    CRASHES,
     finding,
     named,
 )
@@ -31,9 +32,6 @@ from craton.observability.diagnosis.verdict import (
 )
 from craton.telemetry.node import FROZEN, WAITS_FOR_FILES, WAITS_FOR_LOCK, WAITS_FOR_MEMORY, sleeps_for
 
-CRASHES = tuple(
-    -number for number in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGTRAP)
-)
 # Timers, pipes and user signals: the program or one of its libraries caused them, and nothing handled them.
 OWN_SIGNALS = (signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF, signal.SIGPIPE, signal.SIGUSR1, signal.SIGUSR2)
 FRAMES = (
@@ -79,7 +77,7 @@ def _ended(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
             if rank is None or code is None or _broke_off(number, snapshot):
                 continue
             during = f" in phase {rank.ended_in}" if rank.ended_in else ""
-            if code in CRASHES or code - 128 in [-crash for crash in CRASHES]:
+            if -code in CRASHES or code - 128 in CRASHES:
                 name = signal.Signals(-code if code < 0 else code - 128).name
                 message = f"rank {number} on {rank.node} crashed ({name}){during}"
                 findings += finding(

@@ -29,6 +29,7 @@ SENTENCES = {
     "dead_experts": "the router sends no tokens to some experts",
     "learning_rate_zero": "the learning rate is near zero",
     "overfitting": "the model memorizes its training data",
+    "bad_evaluation": "the evaluation gives no number: its data or its average is at fault, not the training",
 }
 OF_THE_RATE = ("diverged", "loss_spike", "not_a_number", "gradient_explosion", "plateau")
 # Origin → bad steps that only one rank shows, before it is named; samples of a data set may meet one rank by chance.

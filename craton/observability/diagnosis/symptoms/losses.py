@@ -261,6 +261,18 @@ def find_gradient_explosion(snapshot: Snapshot) -> Symptom | None:
     return Symptom("wrong", text, evidence, lost_share=0.0, sign="gradient_explosion")
 
 
+def find_bad_evaluation(snapshot: Snapshot) -> Symptom | None:
+    """Return an evaluation loss that is not finite although the training loss is."""
+    points = snapshot.series.evaluation_loss
+    if not points or math.isfinite(points[-1][1]):
+        return None
+    since = points[_began([not math.isfinite(value) for _, value in points])][0]
+    evidence = (f"the evaluation loss has been NaN or Inf since step {since}, while the training loss is finite",)
+    return Symptom(
+        "wrong", "has an evaluation loss that is NaN or Inf", evidence, lost_share=0.0, sign="bad_evaluation"
+    )
+
+
 def find_overfitting(snapshot: Snapshot) -> Symptom | None:
     """Return an evaluation loss that rises, while the training loss keeps falling."""
     evaluations = _finite(snapshot.series.evaluation_loss)

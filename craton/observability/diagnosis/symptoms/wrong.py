@@ -18,6 +18,7 @@ from craton.observability.diagnosis.symptoms.batches import (
 )
 from craton.observability.diagnosis.symptoms.losses import (
     NEWEST_LOSSES,
+    find_bad_evaluation,
     find_gradient_explosion,
     find_loss_trouble,
     find_overfitting,
@@ -63,6 +64,7 @@ def find_wrong(snapshot: Snapshot) -> list[Symptom]:
     if of_data:
         return [*result, *of_data]
     curves = [find_loss_trouble(snapshot), find_dead_experts(snapshot), find_overfitting(snapshot)]
+    curves.append(find_bad_evaluation(snapshot))
     if curves[0] is None:
         curves.insert(0, find_gradient_explosion(snapshot))
     return [*result, *(symptom for symptom in curves if symptom is not None)]

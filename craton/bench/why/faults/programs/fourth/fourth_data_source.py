@@ -109,7 +109,7 @@ def load_index(path: Path) -> None:
     np.load(path)
 
 
-class Store(http.server.BaseHTTPRequestHandler):
+class TornStore(http.server.BaseHTTPRequestHandler):
     folder = Path()
 
     def do_GET(self) -> None:
@@ -127,8 +127,8 @@ class Store(http.server.BaseHTTPRequestHandler):
 
 
 def serve(folder: Path) -> None:
-    Store.folder = folder
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Store)
+    TornStore.folder = folder
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), TornStore)
     (folder / "starting").write_text(str(server.server_address[1]))
     (folder / "starting").rename(folder / "port")
     server.serve_forever()

@@ -77,7 +77,7 @@ def share_samples() -> None:
 
 
 def watch_settings() -> None:
-    """Watch the folder of the settings for changes, with a watcher that nobody stops."""
+    """Watch the folder of the settings for changes, with a watcher that is never stopped."""
     library = ctypes.CDLL(None, use_errno=True)
     if library.inotify_init1(0) < 0:
         begin()

@@ -6,6 +6,7 @@ FAULT names the fault, ONSET the file to touch.
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -46,8 +47,9 @@ def loss(log_probs: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
 
 def patch_router() -> None:
     """Replace the choice of experts by one that knows only the first expert, after AFTER_CALLS calls of the loss."""
-    from craton.ml.models import moe
+    from craton.ml.models import MoE
 
+    moe: Any = sys.modules[MoE.__module__]
     usual = moe.route
 
     def route(scores: torch.Tensor, bias: torch.Tensor | None, top_k: int, routing: Any) -> Any:
