@@ -190,8 +190,8 @@ def test_a_run_and_its_resume_run_the_same_copy(root: Path, tmp_path: Path) -> N
     work = tmp_path / "work"
     work.mkdir()
     (work / "train.py").write_text(SCRIPT.replace("VERSION", "1"))
-    text = job_text("[python, train.py]", "progress: {pattern: 'step {step} loss {loss}'}\n", "local x 1")
-    run = start(root, parse_job(text, folder=work))
+    more = "progress: {pattern: 'step {step} loss {loss}'}\nrecover: {tries: 0}\n"
+    run = start(root, parse_job(job_text("[python, train.py]", more, "local x 1"), folder=work))
     assert wait_for_state(run, "failed", "done").state == "failed"
     (work / "train.py").write_text(SCRIPT.replace("VERSION", "2"))
     resume(run)
