@@ -471,7 +471,7 @@ class NodeProcesses:
         for number in range(min(LOOKED_RANKS, len(running))):  # of many ranks some at a time
             _, place, process = running[(self._looked + number) % len(running)]
             place.resources.look(process.pid, now)
-            process.oom.look(now)
+            process.oom.look(now, process.state)
         self._looked += LOOKED_RANKS
         self._stacks.look(ranks, now)
         noteworthy = [(rank.process.pid, rank.is_stopped, rank.stack.frame) for rank in ranks]

@@ -9,7 +9,6 @@ import pytest
 from craton.agent.processes.oom import LOOK_SECONDS, RECENT_SECONDS, OomWatch
 
 PID = 700
-TURN_SECONDS = LOOK_SECONDS
 CGROUPS = {
     "v2": ("0::/job\n", "sys/fs/cgroup/job/memory.events", "low 0\noom_kill {}\n"),
     "v1": (
@@ -24,12 +23,7 @@ CGROUPS = {
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     (tmp_path / f"proc/{PID}").mkdir(parents=True)
-    write_state(tmp_path, "S")
     return tmp_path
-
-
-def write_state(root: Path, state: str) -> None:
-    (root / f"proc/{PID}/stat").write_text(f"{PID} (py (thon) {state} 1 700\n")
 
 
 def count(root: Path, kind: str, number: int) -> None:
@@ -40,11 +34,11 @@ def count(root: Path, kind: str, number: int) -> None:
     (root / file).write_text(text.format(number))
 
 
-def looked(watch: OomWatch, begin: float, seconds: float) -> float:
+def looked(watch: OomWatch, begin: float, seconds: float, state: str = "S") -> float:
     moment = begin
     while moment < begin + seconds:
-        moment += TURN_SECONDS
-        watch.look(moment)
+        moment += LOOK_SECONDS
+        watch.look(moment, state)
     return moment
 
 
@@ -77,7 +71,6 @@ def test_a_process_is_followed_into_another_cgroup_but_not_beyond_its_end(root: 
     count(root, "v2", 0)
     now = looked(watch, 0.0, 4.0)
     count(root, "v2", 1)
-    write_state(root, "Z")
     (root / f"proc/{PID}/cgroup").write_text("0::/\n")
-    looked(watch, now, 4.0)
+    looked(watch, now, 4.0, state="Z")
     assert watch.has_killed

@@ -23,9 +23,10 @@ class OomWatch:
         self._file = self._counter()
         self._seen = [(now, self._count())]  # moment, count; the newest that is not recent comes first
 
-    def look(self, now: float) -> None:
-        """Read the counter, at most every LOOK_SECONDS; the process may have entered another cgroup."""
-        if now - self._seen[-1][0] < LOOK_SECONDS or self._has_ended():
+    def look(self, now: float, state: str) -> None:
+        """Read the counter, at most every LOOK_SECONDS; the process may have entered another cgroup. `state` is that of
+        the process, by the kernel: some kernels show one that has ended (Z, or "") in a cgroup that is not its own."""
+        if now - self._seen[-1][0] < LOOK_SECONDS or state in ("Z", ""):
             return
         file = self._counter()
         if file != self._file:
@@ -38,14 +39,6 @@ class OomWatch:
     def has_killed(self) -> bool:
         """Whether a process was killed in the last seconds that this one may be."""
         return self._count() > self._seen[0][1]
-
-    def _has_ended(self) -> bool:
-        """Whether it only waits for its agent: some kernels then show it in another cgroup."""
-        try:
-            text = (self._root / "proc" / str(self._pid) / "stat").read_text(encoding="utf-8", errors="replace")
-        except OSError:
-            return True
-        return text.rpartition(")")[2].split()[:1] in (["Z"], ["X"])
 
     def _counter(self) -> Path:
         """Return the file that counts."""
