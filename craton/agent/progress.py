@@ -323,7 +323,7 @@ class CommandProgress:
             lost = max(0, generation.reached - step + 1)
             fields: dict[str, Any] = {"lost_steps": lost, "first_step": step}
             if lost:
-                hint = "" if step > 1 else ": it loads no checkpoint"
+                hint = "" if step > 1 else ": it loaded no checkpoint"
                 fields["message"] = f"it continued at step {step:,} and repeats {counted(lost, 'step')}{hint}"
             self._records.event("recovered", self._rank, seconds=monotonic_of(moment) - broke_at, **fields)
         course.step, course.at = step, moment

@@ -186,7 +186,7 @@ class Coordinator:
         final = next((fault for fault in self._faults if fault.is_final or (fault.is_early and is_wrong)), None)
         if final is not None:
             self._finished = True
-            early = f"within {setting(self.launch.early_seconds)} of its first start, before a step: not retried"
+            early = f"failed within {setting(self.launch.early_seconds)} of its first start, before a step: not retried"
             return [Fail(final.text if final.is_final else f"{final.text}\n{early}")]
         if self.current is not None and any(self._may_return(node, now) for node in self.current.nodes):
             return []

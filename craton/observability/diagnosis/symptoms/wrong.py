@@ -63,8 +63,8 @@ def find_wrong(snapshot: Snapshot) -> list[Symptom]:
     of_data = [symptom for symptom in data if symptom is not None]
     if of_data:
         return [*result, *of_data]
-    curves = [find_loss_trouble(snapshot), find_dead_experts(snapshot), find_overfitting(snapshot)]
-    curves.append(find_bad_evaluation(snapshot))
+    finders = (find_loss_trouble, find_dead_experts, find_overfitting, find_bad_evaluation)
+    curves = [finder(snapshot) for finder in finders]
     if curves[0] is None:
         curves.insert(0, find_gradient_explosion(snapshot))
     return [*result, *(symptom for symptom in curves if symptom is not None)]
