@@ -131,7 +131,7 @@ def test_a_process_that_has_nearly_all_its_files_open_is_warned() -> None:
 
 
 def test_a_server_without_descriptors_says_which_limit_it_met() -> None:
-    told = subprocess.run(
+    printed = subprocess.run(
         [sys.executable, "-c", SERVER], capture_output=True, text=True, timeout=PATIENCE_SECONDS
     ).stderr
-    assert "this process may open 24 files (`ulimit -n`, hard limit 24)" in told
+    assert "this process may open 24 files (`ulimit -n`, hard limit 24)" in printed

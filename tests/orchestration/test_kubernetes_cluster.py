@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 import yaml
 from kubernetes_jobs import cluster, job, target
+from waiting import wait_until
 
 from craton.job import parse_job
 from craton.orchestration import RunStateError, Standing
@@ -122,13 +122,16 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
 
 
 def wait_for(run: RunDirectory, condition: Callable[[Standing], bool]) -> Standing:
-    deadline = time.monotonic() + SECONDS
-    while True:
-        standing = KubernetesBackend().look([run])[run.name]
-        if condition(standing):
-            return standing
-        assert time.monotonic() < deadline, f"it did not happen in time: {standing}"
-        time.sleep(0.5)
+    def look() -> Standing:
+        return KubernetesBackend().look([run])[run.name]
+
+    def wanted() -> Standing | None:
+        standing = look()
+        return standing if condition(standing) else None
+
+    found = wait_until(wanted, look, SECONDS, look_seconds=0.5)
+    assert found is not None
+    return found
 
 
 @needs_pods
@@ -163,15 +166,12 @@ def test_a_lost_pod_is_made_again_and_a_stop_ends_it(runs: Callable[..., RunDire
 
     [first] = pods()
     ask(lambda connection: connection.delete_pods(first["metadata"]["namespace"], selector, 1))
-    deadline = time.monotonic() + SECONDS
-    while not any(
-        each["metadata"]["uid"] != first["metadata"]["uid"] and each["status"]["phase"] == "Running" for each in pods()
-    ):
-        assert time.monotonic() < deadline, "no other pod came"
-        time.sleep(0.5)
+
+    def is_replaced() -> bool:
+        others = [each for each in pods() if each["metadata"]["uid"] != first["metadata"]["uid"]]
+        return any(each["status"]["phase"] == "Running" for each in others)
+
+    wait_until(is_replaced, "another pod", SECONDS, look_seconds=0.5)
     KubernetesBackend().stop(run)
     wait_for(run, lambda standing: standing.condition == "ended")
-    deadline = time.monotonic() + SECONDS
-    while pods():
-        assert time.monotonic() < deadline, "its pods did not leave"
-        time.sleep(0.5)
+    wait_until(lambda: not pods(), "its pods leave", SECONDS, look_seconds=0.5)

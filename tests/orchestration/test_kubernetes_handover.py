@@ -103,7 +103,7 @@ def test_ctrl_c_leaves_nothing_on_the_cluster_and_the_name_free(server: StandIn,
 
 
 def test_a_second_ctrl_c_leaves_a_run_that_can_be_seen_and_stopped(server: StandIn, tmp_path: Path) -> None:
-    """While what was made is being removed, which then nobody waits for; it may be over by then."""
+    """While what was made is being removed; the command does not wait for that, and it may be over by then."""
     at_creation, at_removal = at_answer("POST jobsets", interrupt), at_answer("DELETE jobsets", interrupt)
 
     def at_both(request: str) -> None:

@@ -301,7 +301,7 @@ def test_who_does_not_send_or_take_is_not_waited_for(
         opened.enter_context(begun(page, file * 600, receive_bytes=4096))
         for half in [opened.enter_context(begun(page, text)) for text in ("", HALF, login)]:
             assert half.recv(1) == b""
-        # the one that takes nothing is not told before it takes
+        # the one that takes nothing gets its answer only when it takes
         wait_until(lambda: page.num_connections <= 1, lambda: page.num_connections)
         assert page.num_connections == 1
         assert stream.recv(15) == b"HTTP/1.1 200 OK"

@@ -293,9 +293,12 @@ def test_top_in_a_terminal_sorts_and_leaves_with_q(tmp_path: Path) -> None:
 
 
 def read_until(terminal: int, words: str) -> str:
-    seen, deadline = "", time.monotonic() + PATIENCE_SECONDS
-    while words not in seen:
-        assert time.monotonic() < deadline, seen[-2000:]
+    seen: list[str] = []
+
+    def is_seen() -> bool:
         if select.select([terminal], [], [], 0.1)[0]:
-            seen += os.read(terminal, 65536).decode(errors="replace")
-    return seen
+            seen.append(os.read(terminal, 65536).decode(errors="replace"))
+        return words in "".join(seen)
+
+    wait_until(is_seen, lambda: "".join(seen)[-2000:])
+    return "".join(seen)
