@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from craton.errors import CratonError
+from craton.ml.meshes import forget_meshes
 from craton.ml.models import Decoder, dispatch
 from craton.ml.trace.patches import replaced
 from craton.ml.training import build, loop
@@ -53,10 +54,8 @@ def _start(rank: int, world: int) -> None:
 
 
 def _end() -> None:
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-
     dist.destroy_process_group()
-    _clear_sharding_prop_cache()  # it caches the meshes of destroyed groups and would match equal new ones
+    forget_meshes()
 
 
 def _replacements(mode: FakeTensorMode) -> list[tuple[Any, str, Any]]:

@@ -25,6 +25,7 @@ from craton.agent.processes import EXIT_FINAL
 from craton.errors import CratonError
 from craton.ml.data import DataError
 from craton.ml.functions import FunctionError
+from craton.ml.meshes import forget_meshes
 from craton.ml.training.build import RankIdentity, build
 from craton.ml.training.loop import Trainer
 from craton.ml.training.orders import Order, Orders, RegroupError
@@ -207,6 +208,7 @@ class RankSession:
         if dist.is_initialized():
             with contextlib.suppress(Exception):
                 dist.destroy_process_group()
+        forget_meshes()
         gc.collect()
         gc.enable()
         if torch.cuda.is_available() and torch.cuda.is_initialized():
