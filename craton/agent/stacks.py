@@ -1,12 +1,12 @@
 """Take the stacks of ranks that make no progress, once per episode, before anyone ends them.
 
-A rank of the training loop dumps the stacks of all its threads on a signal (`craton.telemetry.rank.stacks`). For other
-processes py-spy is used where it is installed. The kernel's view of every thread (state, wait channel, system call) is
-added from /proc, and native frames by py-spy or gdb, where installed, for ranks that stay stuck. The result replaces
-`stacks/rank-00001.txt` in the run directory, and an event names where the rank waits. Beside it, the training loop
-writes its last collectives (PyTorch's flight recorder).
+A rank of the training loop dumps the stacks of all its threads (`craton.telemetry.rank.stacks`) at an order of the
+agent or, if it does not read its orders, at a signal. For other processes py-spy is used where it is installed. The
+kernel's view of every thread (state, wait channel, system call) is added from /proc, and native frames by py-spy or
+gdb, where installed, for ranks that stay stuck. The result replaces `stacks/rank-00001.txt` in the run directory, and
+an event names where the rank waits. Then the training loop writes its last collectives (PyTorch's flight recorder).
 
-Nothing here blocks the agent or raises: the signal is sent and read in its loop, and tools run in a thread. A tool
+Nothing here blocks the agent or raises: it asks and reads the answers in its loop, and tools run in a thread. A tool
 stops the process, gdb for many seconds: that does not count as stopped by a signal (`is_examined`).
 """
 
@@ -32,6 +32,7 @@ from craton.telemetry.rank import MAX_STACK_BYTES, STACK_SIGNAL, TOOL, is_answer
 START_SECONDS = 15.0  # in a start, after which its stack is wanted, and again after half of the time since
 MAX_STACKS = 8  # ranks of a node, per episode
 ANSWER_SECONDS = 1.0  # for a rank to dump its stacks; on a busy machine it needs a CPU first
+ORDER_SECONDS = 0.5  # the same at an order, before it gets a signal
 KILL_ANSWER_SECONDS = 0.3  # the same for a rank that is about to be killed
 NATIVE_SECONDS = 30.0  # without progress, after which native frames are worth stopping the rank for a moment
 TOOL_SECONDS = 20.0
@@ -48,6 +49,7 @@ class RankStack:
     descriptor: int = field(default_factory=make_stack_file)
     episode: float = -1.0  # the rank's last progress before it; -1: none
     asked_at: float = 0.0  # monotonic; 0: not asked
+    signalled_at: float = 0.0  # the same, of the signal
     is_taken: bool = False
     is_early: bool = False  # taken in a long start, before the rank counts as stuck
     has_native: bool = False
@@ -60,13 +62,13 @@ class RankStack:
     def begin(self, progress: float) -> None:
         """Forget the last episode if the rank has made progress since."""
         if progress != self.episode:
-            self.episode, self.asked_at = progress, 0.0
+            self.episode, self.asked_at, self.signalled_at = progress, 0.0, 0.0
             self.is_taken = self.is_early = self.has_native = self.is_waiting = self.is_user_frame = False
             self.frame, self.wait_channels = "", ()
 
     def again(self) -> None:
         """Take the stack once more; the frame is shown until there is a newer one."""
-        self.asked_at, self.is_taken = 0.0, False
+        self.asked_at, self.signalled_at, self.is_taken = 0.0, 0.0, False
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,7 @@ class StackTaker:
                 num_asked += 1
                 self._ask(rank, now)
             elif rank.stack.asked_at and not rank.stack.is_taken:
-                self._read(rank, now - rank.stack.asked_at > ANSWER_SECONDS)
+                self._await(rank, now)
         while self._found:
             self._publish(*self._found.pop(0))
         self._look_closer(ranks)
@@ -113,22 +115,39 @@ class StackTaker:
     def take_now(self, rank: StuckRank) -> None:
         """Take the stack of a rank that is about to be killed, if there is none of this episode."""
         rank.stack.begin(rank.progress)
+        began = time.monotonic()
         if not rank.stack.asked_at:
-            self._ask(rank, time.monotonic())
-        deadline = time.monotonic() + KILL_ANSWER_SECONDS
+            self._ask(rank, began)
         while not rank.stack.is_taken:
-            self._read(rank, time.monotonic() > deadline)
+            seconds = time.monotonic() - began
+            if seconds > KILL_ANSWER_SECONDS / 2 and not rank.stack.signalled_at:
+                self._signal(rank, began + seconds)
+            self._read(rank, is_late=seconds > KILL_ANSWER_SECONDS)
             time.sleep(0.01)
 
     def _ask(self, rank: StuckRank, now: float) -> None:
-        # In the thread that reaps processes: the PID cannot have been reused.
         rank.stack.asked_at = now
         with contextlib.suppress(OSError):
             os.ftruncate(rank.stack.descriptor, 0)
+        if rank.is_stopped or not rank.process.is_running or not rank.process.request_stacks():
+            self._signal(rank, now)
+
+    def _await(self, rank: StuckRank, now: float) -> None:
+        """Read its answer to the order; after ORDER_SECONDS send the signal, and read its answer to that."""
+        stack = rank.stack
+        if stack.signalled_at:
+            self._read(rank, now - stack.signalled_at > ANSWER_SECONDS)
+            return
+        self._read(rank, is_late=False)
+        if not stack.is_taken and now - stack.asked_at > ORDER_SECONDS:
+            self._signal(rank, now)
+
+    def _signal(self, rank: StuckRank, now: float) -> None:
+        # In the thread that reaps processes: the PID cannot have been reused.
+        rank.stack.signalled_at = now
+        with contextlib.suppress(OSError):
             if rank.process.is_running and not rank.process.is_stopped and is_answering(rank.process.pid):
                 os.kill(rank.process.pid, STACK_SIGNAL)
-        if not rank.is_stopped and not rank.is_starting:
-            rank.process.request_recording(self._run)
 
     def _read(self, rank: StuckRank, is_late: bool) -> None:
         try:
@@ -146,6 +165,8 @@ class StackTaker:
         """Write the file and the event, once per episode; a later dump by a tool is added."""
         stack = rank.stack
         is_first, stack.is_taken = not stack.is_taken, True
+        if is_first and not rank.is_stopped and not rank.is_starting:  # after the dump, which other threads may disturb
+            rank.process.request_recording(self._run)
         was_early, stack.is_early = stack.is_early, rank.is_starting
         stacks = read_stacks(text)
         frame, shown = stacks.frame, stack.frame

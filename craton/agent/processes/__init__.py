@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     )
     from craton.agent.processes.output import CommandOutput
     from craton.agent.processes.process import (
+        DUMP,
         EXIT_FINAL,
         NCCL_POLICY,
         RECORD,

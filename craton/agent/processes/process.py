@@ -19,7 +19,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import craton.agent.processes.child as child_program
 from craton.agent.generation import Generation
@@ -34,6 +34,7 @@ from craton.telemetry.files import append_regular, open_regular
 from craton.telemetry.rank import STEADY, RankPage
 
 RECORD = "record"  # key of an order: the file for the flight recording of a rank
+DUMP = "dump"  # key of an order: dump the stacks of all threads
 EXIT_FINAL = 3  # of a rank: the job itself is at fault, and a retry would fail as well
 PIPE_BYTES = 1 << 20
 ERROR_BYTES = 48 << 10  # at the end of a log, in which the reason of an end is searched
@@ -154,10 +155,19 @@ class RankProcess(ChildProcess):
 
     def request_recording(self, run: RunDirectory) -> None:
         """Make a rank of the training loop write its last collectives."""
-        if self.orders >= 0:
-            path = run.recording_prefix.with_name(f"{run.recording_prefix.name}{self.rank}")
-            with contextlib.suppress(OSError):  # it is dying, or does not read its orders
-                os.write(self.orders, json.dumps({RECORD: str(path)}).encode() + b"\n")
+        self._request({RECORD: str(run.recording_prefix.with_name(f"{run.recording_prefix.name}{self.rank}"))})
+
+    def request_stacks(self) -> bool:
+        """Make a rank of the training loop dump its stacks; False: it takes no orders."""
+        return self._request({DUMP: True})
+
+    def _request(self, order: dict[str, Any]) -> bool:
+        if self.orders < 0:
+            return False
+        with contextlib.suppress(OSError):  # it is dying, or does not read its orders
+            os.write(self.orders, json.dumps(order).encode() + b"\n")
+            return True
+        return False
 
     def close(self) -> None:
         for descriptor in (self.records, self.orders):

@@ -24,9 +24,10 @@ import torch
 import torch.distributed as dist
 
 from craton.agent import Generation
-from craton.agent.processes import RECORD
+from craton.agent.processes import DUMP, RECORD
 from craton.ml.store import join_group
 from craton.ml.training.flight_recorder import begin_recording, write_recording
+from craton.telemetry.rank import dump_stacks
 
 ABORT_SECONDS = 2.0  # for aborts of communicators; the agent ends a rank that does not leave after five
 VARIABLE = "CRATON_ORDERS"  # environment variable: the file descriptor that orders come through
@@ -129,6 +130,9 @@ class Orders:
     def _listen(self) -> None:
         for line in self._stream:
             document: dict[str, Any] = json.loads(line)
+            if DUMP in document:
+                dump_stacks()
+                continue
             if RECORD in document:
                 self._record(Path(document[RECORD]))
                 continue

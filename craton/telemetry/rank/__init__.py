@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         TOOL,
         Stacks,
         answer_stack_requests,
+        dump_stacks,
         is_answering,
         make_stack_file,
         read_stacks,

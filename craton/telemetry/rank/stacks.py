@@ -1,8 +1,10 @@
-"""Stacks of a rank: dumped by its process on a signal of its agent, also while its main thread is blocked in C code.
+"""Stacks of a rank: dumped by its process when its agent asks, also while its main thread is blocked in C code.
 
-`faulthandler` writes the stacks of all threads from its signal handler, without the interpreter lock, into a file in
-memory that rank and agent share. So a dump needs no disk, and interrupted system calls continue. The agent sends the
-signal only to a process that handles it (`is_answering`): user code may have removed the handler, and the signal would
+`faulthandler` writes the stacks of all threads into a file in memory that rank and agent share: a dump needs no disk.
+A thread of the rank calls it (`dump_stacks`), with the interpreter lock. If it does not, because C code holds the
+lock, the agent sends a signal, whose handler needs no lock. The signal is the second choice: while other threads run
+Python code, the handler may read frames that are gone, and the process ends with SIGSEGV (CPython issue 116008). It is
+sent only to a process that handles it (`is_answering`): user code may have removed the handler, and the signal would
 end the process.
 """
 
@@ -103,8 +105,16 @@ class Stacks:
         return False
 
 
+def dump_stacks() -> None:
+    """Dump the stacks of all threads into the file that this process shares with its agent, if there is one."""
+    import faulthandler
+
+    with contextlib.suppress(KeyError, ValueError, OSError):
+        faulthandler.dump_traceback(file=int(os.environ[VARIABLE]), all_threads=True)
+
+
 def answer_stack_requests() -> bool:
-    """Dump this process's stacks whenever its agent asks. False: no agent gave it a file, or the signal is in use."""
+    """Dump this process's stacks at STACK_SIGNAL. False: no agent gave it a file, or the signal is in use."""
     import faulthandler
 
     try:

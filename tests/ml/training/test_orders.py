@@ -15,14 +15,14 @@ import torch.distributed as dist
 from waiting import PATIENCE_SECONDS, wait_until
 
 from craton.agent import Generation
-from craton.agent.processes import EXIT_FINAL, RECORD
+from craton.agent.processes import DUMP, EXIT_FINAL, RECORD
 from craton.agent.store import StoreServer
 from craton.errors import CratonError
 from craton.ml.training import session as session_module
 from craton.ml.training.orders import Order, Orders, abort_groups, connect
 from craton.ml.training.session import EXIT_FAILED, RankSession
 from craton.observability.diagnosis.collect.collectives import read_dumps
-from craton.telemetry.rank import LedgerClock
+from craton.telemetry.rank import LedgerClock, make_stack_file, read_stacks
 
 ECHO = RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer")
 RAISED = RuntimeError("the data loader is broken")
@@ -152,6 +152,17 @@ def test_a_request_for_a_recording_is_no_order(rank: Rank, tmp_path: Path) -> No
         assert [entry["profiling_name"] for entry in dumps[0]["entries"]][-1] == "gloo:all_reduce"
     finally:
         dist.destroy_process_group()
+
+
+def test_a_request_for_stacks_is_no_order(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    descriptor = make_stack_file()
+    monkeypatch.setenv("CRATON_STACKS", str(descriptor))
+    try:
+        os.write(rank.writing, json.dumps({DUMP: True}).encode() + b"\n")
+        wait_until(lambda: read_stacks(os.pread(descriptor, 1 << 16, 0).decode()).main, "the stacks are dumped")
+        assert not rank.orders.is_over
+    finally:
+        os.close(descriptor)
 
 
 def test_aborted_groups_are_forgotten_and_one_that_blocks_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
