@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
 from typing import Any
 
 import pytest
 from coordinated import EPOCH, Agents, two_at_work
 
-from craton.agent.coordination import Fail, Finish, StartGeneration
+from craton.agent.coordination import Fail, Finish, RankProgress, StartGeneration
 from craton.agent.coordination.coordinator import ECHO_SECONDS
 from craton.agent.coordination.hangs import HANG_SECONDS, LIMITS
 
@@ -95,6 +96,23 @@ def test_who_hangs_is_the_laggard_by_its_own_limit(two: Agents) -> None:
     assert start.end == (0,)
     assert start.generation.reason == "rank 0 hangs in checkpoint at step 10: no progress for 15m 1s"
     assert start.generation.broke_at == pytest.approx(EPOCH + two.now - 901)
+
+
+@pytest.mark.parametrize(
+    ("lines", "reason"),
+    [
+        ((8, 8), "all 2 ranks hang in productive at step 10: no progress for 5.00 s (a.py:8 in synchronize)"),
+        ((8, 9), "rank 1 hangs in productive at step 10: no progress for 5.00 s (a.py:9 in synchronize)"),
+    ],
+)
+def test_no_rank_is_blamed_if_all_wait_in_the_same_line(two: Agents, lines: tuple[int, int], reason: str) -> None:
+    for node, rank, line in zip("ab", (0, 1), lines, strict=True):
+        age, frame = HANG_SECONDS + 1 if rank else HANG_SECONDS + 0.9, f"a.py:{line} in synchronize"
+        status = RankProgress("productive", 10, age, 0.1, generation=two.current.number, is_waiting=True, frame=frame)
+        two.there[node]["ranks"] = {rank: astuple(status)}
+    start = two.started()
+    assert start.generation.reason == reason
+    assert start.end == (1,), "one of them is ended"
 
 
 @pytest.mark.parametrize(("step_seconds", "limit"), [(0.1, HANG_SECONDS), (10.0, 25.0)])

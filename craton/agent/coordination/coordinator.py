@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from craton.agent.coordination.hangs import RankProgress, find_hang, find_sleeper
+from craton.agent.coordination.hangs import RankProgress, are_alike, find_hang, find_sleeper
 from craton.agent.generation import Generation
 from craton.agent.launch import Launch
 from craton.formatting import counted, duration, setting
@@ -256,7 +256,10 @@ class Coordinator:
             doing = "is stopped by a signal" if last.is_stopped else f"hangs in {last.kind}"
             at = f" ({last.frame})" if last.frame else ""
             step = f" at step {last.step}" if last.step else ""
-            text = f"{name} {doing}{step}: no progress for {duration(last.age)}{at}"
+            who = f"{name} {doing}"
+            if are_alike([status for _, _, status in waiting]):  # one of them is ended, but none is to blame
+                who = f"all {len(waiting)} ranks hang in {last.kind}"
+            text = f"{who}{step}: no progress for {duration(last.age)}{at}"
             sleeper = find_sleeper([status for _, _, status in waiting], hanging)
             if sleeper is not None:
                 whose, other_end, status = waiting[sleeper]

@@ -133,6 +133,13 @@ def find_hang(ranks: Sequence[RankProgress], failures: int = 0) -> int | None:
     return None
 
 
+def are_alike(ranks: Sequence[RankProgress]) -> bool:
+    """Whether several ranks all wait in the same line of code at the same step, so that none of them stands out."""
+    seen = {(rank.kind, rank.step, rank.frame) for rank in ranks}
+    odd = [rank for rank in ranks if rank.is_stopped or rank.process_state in ("D", "T", "Z")]
+    return len(ranks) > 1 and len(seen) == 1 and bool(ranks[0].frame) and not odd
+
+
 def find_sleeper(ranks: Sequence[RankProgress], hanging: int) -> int | None:
     """Return the index of a process of a command that reports nothing and sleeps for something that no other rank ends,
     if the one that hangs seems to wait for it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from fake_snapshots import MOMENT, healthy, slowed, with_host, with_nodes, with_rank, with_run
 
 from craton.observability.diagnosis import diagnose
@@ -20,10 +21,11 @@ def ended(snapshot: Snapshot, message: str, **kinds: str) -> Snapshot:
     return with_run(replace(snapshot, ranks=ranks), state="failed", message=message)
 
 
-def test_ranks_that_agents_end_for_a_hang_were_not_killed_by_somebody() -> None:
-    verdict = diagnose(ended(healthy(2), "rank 1 hangs in productive at step 46: no progress for 4.0 s", r9="data"))
+@pytest.mark.parametrize("who", ["rank 1 hangs", "all 16 ranks hang"])
+def test_ranks_that_agents_end_for_a_hang_were_not_killed_by_somebody(who: str) -> None:
+    verdict = diagnose(ended(healthy(2), f"{who} in productive at step 46: no progress for 4.0 s", r9="data"))
     assert (verdict.condition, verdict.cause, verdict.rank) == ("dead", "data_hung", 9)
-    verdict = diagnose(ended(healthy(2), "rank 1 hangs in productive at step 46: no progress for 4.0 s"))
+    verdict = diagnose(ended(healthy(2), f"{who} in productive at step 46: no progress for 4.0 s"))
     assert (verdict.cause, verdict.rank, verdict.node) == ("rank_hung", None, "")
 
 

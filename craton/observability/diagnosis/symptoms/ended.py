@@ -14,7 +14,7 @@ from craton.observability.diagnosis.tables import threshold
 from craton.observability.diagnosis.verdict import CANCELLED, SUSPENDED, UNSAVED, Symptom
 
 COMING_BACK = ("detect", "regroup", "restore")
-_HANG = re.compile(r"rank (\d+) (?:on \S+ )?(hangs in|is stopped by a signal)")
+_HANG = re.compile(r"rank (\d+) (?:on \S+ )?(hangs in|is stopped by a signal)|all \d+ ranks hang in")
 _VICTIM = re.compile(r"rank (\d+) on ([\w.-]+)")
 
 
