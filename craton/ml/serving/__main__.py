@@ -22,6 +22,7 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -31,7 +32,7 @@ from craton.agent.coordination import run_secret
 from craton.agent.processes import EXIT_FINAL
 from craton.errors import CratonError
 from craton.job import Job, load_job
-from craton.ml.serving.device import Adapters, EngineRank, Served, TensorParallelGroup, follow, load_served
+from craton.ml.serving.device import Adapters, EngineRank, Runner, Served, TensorParallelGroup, follow, load_served
 from craton.ml.serving.engine import (
     EngineProcess,
     Latencies,
@@ -88,6 +89,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         job = load_job(run.job_path)
         front = start_front(job, run) if rank == 0 else None
         return serve(job, run, rank, world, recorder, front, progress)
+    except SystemExit:  # of `_stop_loading`
+        return 0
     except (CratonError, torch.OutOfMemoryError) as error:
         reason = _in_words(error)
         recorder.event("failed", step=0, reason=reason, error=report_exception(error).to_fields())
@@ -144,8 +147,10 @@ def serve(
     if rank:
         line = _line_to_first(secret)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # from here on it ends with rank 0, which drains
-        follow(this, line, EngineHeartbeat(own_page(), patience_seconds))
-        leave_group()
+        if follow(this, line, EngineHeartbeat(own_page(), patience_seconds)):
+            _leave_group(runner)
+        else:
+            print("rank 0 of the tensor-parallel group is lost; this rank ends with it", file=sys.stderr, flush=True)
         return 0
     assert front is not None
     group = TensorParallelGroup(this, _lines_to_others(world, secret))
@@ -161,7 +166,7 @@ def serve(
     heartbeat = EngineHeartbeat(own_page(), patience_seconds)
     EngineProcess(job.served_name, engine, group, front.line, heartbeat, _recording(recorder, run)).run()
     group.close()
-    leave_group()
+    _leave_group(runner)
     if grammars is not None:
         grammars.close()
     return _status(front)
@@ -258,6 +263,23 @@ def _lost(number: int, front: Front) -> None:
         front.process.wait(FRONT_EXIT_SECONDS)
     front.process.kill()
     os._exit(1)
+
+
+def _leave_group(runner: Runner) -> None:
+    """Leave the process group. NCCL waits until all CUDA graphs that captured its collectives are gone."""
+    if runner.graphs is not None:
+        runner.graphs.drop()
+    leave_group()
+
+
+def _exit(status: int) -> NoReturn:
+    """Exit. A rank that has not left its process group, after an error, does not destroy it: NCCL would wait for ranks
+    that are gone, and for CUDA graphs that captured its collectives."""
+    if dist.is_initialized():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)
 
 
 def _lines_to_others(world: int, secret: bytes) -> list[Connection]:
@@ -363,4 +385,4 @@ def _cpu() -> torch.device:
 
 if __name__ == "__main__":
     protect_output()
-    sys.exit(main())
+    _exit(main())

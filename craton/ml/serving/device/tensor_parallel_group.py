@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from craton.errors import CratonError
 from craton.ml.collectives import Connections, Peers
 from craton.ml.models import Decoder
-from craton.ml.serving.device.order_bytes import EXECUTE, Order, decode_order, encode_order
+from craton.ml.serving.device.order_bytes import EXECUTE, decode_order, encode_order
 from craton.ml.serving.device.rank import EngineRank
 from craton.ml.serving.device.runner import StepResult
 from craton.ml.serving.device.weights import MixedWeightsError
@@ -104,10 +104,16 @@ class TensorParallelGroup:
                 raise ConnectionError(f"rank {number} of the tensor-parallel group is lost: {error}") from error
 
 
-def follow(rank: EngineRank, first: Connection, heartbeat: EngineHeartbeat) -> None:
-    """Execute the orders of rank 0 until the last one, or until its connection closes."""
+def follow(rank: EngineRank, first: Connection, heartbeat: EngineHeartbeat) -> bool:
+    """Execute the orders of rank 0 until the last one. Return False if its connection closes before that."""
     with heartbeat:
-        while (order := _next_order(first, heartbeat)) is not None:
+        while True:
+            try:
+                order = decode_order(_next_order(first, heartbeat))
+            except (EOFError, OSError):
+                return False
+            if order is None:
+                return True
             method, arguments = order
             if method == EXECUTE:
                 rank.execute(*arguments)
@@ -119,16 +125,12 @@ def follow(rank: EngineRank, first: Connection, heartbeat: EngineHeartbeat) -> N
                 print(f"{method}: {error}", file=sys.stderr, flush=True)
 
 
-def _next_order(first: Connection, heartbeat: EngineHeartbeat) -> Order | None:
-    """Wait for the next order; None after the last one."""
-    try:
+def _next_order(first: Connection, heartbeat: EngineHeartbeat) -> bytes:
+    """Wait for the next order."""
+    heartbeat.beat()
+    while not first.poll(IDLE_SECONDS):
         heartbeat.beat()
-        while not first.poll(IDLE_SECONDS):
-            heartbeat.beat()
-        order = receive_bytes(first)
-    except (EOFError, OSError):
-        return None
-    return decode_order(order)
+    return receive_bytes(first)
 
 
 def together(rank: EngineRank, method: str, arguments: tuple[Any, ...]) -> Any:
