@@ -21,7 +21,7 @@ from craton.bench.recovery.rehearsal import Rehearsal, running
 from craton.ml.training.orders import abort_groups
 from craton.telemetry import RunDirectory
 
-STEPS = 40
+STEPS = 32
 GENERATIONS = 20
 RANKS: dict[str, Any] = {"nodes": 4, "ranks_per_node": 1, "shares_gpus": True, "batch": 12}
 FSDP = {"layout": {"fsdp": 4, "micro_batch": 3}}
@@ -40,8 +40,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @cache
-def calm_losses(root: Path, steps: int = STEPS) -> dict[int, float]:
-    with running(root, Rehearsal(f"calm-{steps}", steps=steps, **RANKS, **FSDP)) as run:
+def calm_losses(root: Path) -> dict[int, float]:
+    with running(root, Rehearsal("calm", steps=STEPS, **RANKS, **FSDP)) as run:
         finish(run)
         return losses(run)
 
@@ -75,19 +75,19 @@ def report_faults(run: RunDirectory, summary: Callable[[str], None]) -> None:
     [
         pytest.param(
             "broken",
-            ["kill rank=2@step=8", "hang rank=1@step=16,how=stop", "fail rank=3@step=24", "kill rank=0@step=32"],
+            ["kill rank=2@step=6", "hang rank=1@step=12,how=stop", "fail rank=3@step=19", "kill rank=0@step=26"],
             id="killed, stopped, raised, first",
         ),
         pytest.param(
             "twice",
             [
-                "kill rank=1@step=8",
-                "kill rank=3@step=8",
-                "kill rank=2@during=staging,step=16",
-                "kill rank=1@step=24",
-                "kill rank=2@during=regroup,step=24",
-                "kill rank=0@step=32",
-                "kill rank=3@during=restore,step=32",
+                "kill rank=1@step=6",
+                "kill rank=3@step=6",
+                "kill rank=2@during=staging,step=12",
+                "kill rank=1@step=19",
+                "kill rank=2@during=regroup,step=19",
+                "kill rank=0@step=26",
+                "kill rank=3@during=restore,step=26",
             ],
             id="two at once, and in the handling of the fault before",
         ),
@@ -120,8 +120,11 @@ def test_a_lost_node_is_replaced_from_its_replica(runs: Path, summary: Callable[
 
 
 def test_a_run_goes_on_with_three_nodes_and_grows_again(runs: Path, summary: Callable[[str], None]) -> None:
-    steps = 100  # enough for a node to come back before the end
-    expected = calm_losses(runs, steps)
+    steps = 200  # enough for a node to come back before the end
+    alone = {**RANKS, "nodes": 1, "layout": {"micro_batch": 12}}  # faster than ranks that take turns
+    with running(runs, Rehearsal("alone", steps=steps, **alone)) as run:
+        finish(run)
+        expected = losses(run)
     elastic = Rehearsal(
         "elastic",
         steps=steps,
@@ -135,7 +138,7 @@ def test_a_run_goes_on_with_three_nodes_and_grows_again(runs: Path, summary: Cal
     with shrunk_and_grown(runs, elastic, lost=2, fewer=3) as run:
         report_faults(run, summary)
         assert events(run, "generation_started")[-1]["world"] == 4
-        assert losses(run)[steps] == pytest.approx(expected[steps], rel=1e-3)
+        assert losses(run)[steps] == pytest.approx(expected[steps], rel=1e-2), "other layouts sum in another order"
 
 
 def _used_bytes_by_generation(folder: Path, generations: int) -> list[int]:
