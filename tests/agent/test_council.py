@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from waiting import wait_until
+from waiting import PATIENCE_SECONDS, wait_until
 
 from craton.agent import Launch
 from craton.agent.coordination import Claimed, Followed, Heard, LeaderElection, Link, leader_election, run_secret
 from craton.agent.coordination.leader_election import News
+from craton.agent.coordination.wire import dial
 from craton.telemetry import RunDirectory
 from craton.telemetry.node import Heartbeat, NodeState, write_heartbeat
 
@@ -95,6 +96,25 @@ def test_the_first_node_coordinates_and_the_others_follow(agents: Agents) -> Non
         assert answer.message == {"is": "beat"}
     assert not agents.has_claimed("b")
     assert not agents.has_claimed("c")
+
+
+def test_an_agent_that_was_sent_away_is_not_heard(agents: Agents, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first node claims to coordinate while it answers that it does not: the other agent closes the connection."""
+    first = agents.start("a", looks=False)
+    send = Link.send
+
+    def send_and_claim(link: Link, message: dict[str, object]) -> bool:
+        if message.get("is") == "answer":
+            first.coordinates = True
+        return send(link, message)
+
+    monkeypatch.setattr(Link, "send", send_and_claim)
+    link = dial(first.address, agents.secret, PATIENCE_SECONDS)
+    assert link is not None
+    link.send({"is": "who", "node": "b"})
+    assert link.receive(PATIENCE_SECONDS) == {"is": "answer", "coordinates": False}
+    assert link.receive(PATIENCE_SECONDS) is None, "it is closed"
+    assert first.take() is None
 
 
 def test_a_later_node_coordinates_when_the_first_never_comes(agents: Agents, monkeypatch: pytest.MonkeyPatch) -> None:

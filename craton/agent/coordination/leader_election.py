@@ -95,7 +95,8 @@ class LeaderElection:
             link.close()
             return
         link.node = str(message.get("node", ""))
-        if link.send({"is": "answer", "coordinates": self.coordinates}) and self.coordinates:
+        coordinates = self.coordinates  # once: this agent may claim it before the answer is sent, and the other leaves
+        if link.send({"is": "answer", "coordinates": coordinates}) and coordinates:
             self._read(link)
         else:
             link.close()
