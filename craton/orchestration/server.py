@@ -6,8 +6,10 @@ Its startup stages are in the run's `serving` events.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import http.client
+import json
 import re
 import socket
 import time
@@ -26,6 +28,7 @@ from craton.orchestration.backend import read_submission
 from craton.orchestration.errors import RunStateError, StartError
 from craton.orchestration.local import living_agents
 from craton.orchestration.watching import is_server
+from craton.printable import printable_line
 from craton.telemetry import RunDirectory, list_runs, read_json
 from craton.telemetry.files import paths_in, read_lines
 from craton.telemetry.node import read_heartbeat
@@ -33,6 +36,8 @@ from craton.telemetry.node import read_heartbeat
 ANSWER_SECONDS = 2.0  # a server that takes longer counts as not responding
 RATE_SECONDS = 5.0  # window of tokens per second
 MEDIAN_SECONDS = 60.0  # window of the median time to first token
+RESTING = ("paused", "asleep", "without weights")  # states of a loaded server that computes nothing
+MAX_REFUSAL = 200  # characters
 EVENT, READY = "serving", "ready"  # the event of startup stages; the last stage
 
 EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # wildcard address → address on this machine
@@ -185,6 +190,17 @@ class ServerWatch:
     def is_ready(self) -> bool:
         """Whether the server accepts requests."""
         return _get(self.address, "/health")[0] == http.client.OK
+
+    def refusal(self) -> str:
+        """Return why the server computes nothing although it is loaded: it is paused, asleep or without weights."""
+        status, text = _get(self.address, "/health")
+        if status in (0, http.client.OK):
+            return ""
+        with contextlib.suppress(ValueError):
+            document = json.loads(text)
+            if isinstance(document, dict) and document.get("status") in RESTING:
+                return printable_line(str(document.get("reason") or document["status"]))[:MAX_REFUSAL]
+        return ""
 
     def responds(self) -> bool:
         """Whether the server answers at all, ready or not."""

@@ -29,6 +29,7 @@ from craton.orchestration.slurm import (
     submit_array,
     tools,
 )
+from craton.orchestration.slurm.allocation import AllocatedHost, Allocation, write_allocation
 from craton.orchestration.slurm.handover import claim, hand_over, is_fresh, number_of
 from craton.orchestration.slurm.records import JobRecord
 from craton.orchestration.start import start_run, stop_run
@@ -273,6 +274,20 @@ def test_a_held_job_is_let_go_as_often_as_run_restarts(
     write_submission(run, held(2))
     SlurmBackend().look([run])
     assert len(freed) == 2, "what its owner holds stays held"
+
+
+def test_a_job_whose_script_does_not_begin_is_noticed(root: Path, listed: list[JobRecord]) -> None:
+    run = made(root)
+    write_submission(run, held(2))
+    listed.append(JobRecord("812", "RUNNING", start=time.time() - 40.0))
+    found = SlurmBackend().look([run])["chain"]
+    assert found.condition == "running"
+    assert "Slurm started job 812" in found.sentence
+    assert "a prolog may hang" in found.sentence
+    write_allocation(run, Allocation("812", 0, (AllocatedHost("node-0", "g1", "10.0.0.1"),)))
+    assert SlurmBackend().look([run])["chain"].sentence == ""
+    listed[:] = [JobRecord("812", "RUNNING", start=time.time() - 40.0, restarts=1)]
+    assert "has not begun" in SlurmBackend().look([run])["chain"].sentence, "the allocation is of the start before"
 
 
 def test_a_run_is_whole_after_ctrl_c_at_sbatch(root: Path, slurm: SlurmLab, monkeypatch: pytest.MonkeyPatch) -> None:

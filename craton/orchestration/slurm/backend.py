@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from craton.formatting import whole_duration
 from craton.orchestration.backend import Standing, Submission, read_submission, write_submission
 from craton.orchestration.errors import SchedulerError, StartError
 from craton.orchestration.slurm.allocation import read_allocation
@@ -23,6 +24,7 @@ from craton.telemetry import RunDirectory
 if TYPE_CHECKING:
     from craton.orchestration.draft import Draft
 
+BEGIN_SECONDS = 15.0  # after a job was started, for its batch script to begin
 LAUNCH_FAILED = "launch_failed_requeued_held"  # a prolog failed, without `nohold_on_prolog_fail`
 
 
@@ -129,6 +131,13 @@ def _standing(job: JobRecord | None, submission: Submission, cluster: SlurmState
     allocation = read_allocation(run)
     names = tuple(f"{node.name} on {node.host}" for node in allocation.nodes) if allocation else ()
     halted = f"Slurm has suspended job {number}; `scontrol resume {number}` continues it" if job.is_suspended else ""
+    is_begun = allocation is not None and allocation.restarts >= job.restarts
+    seconds = time.time() - job.start if job.start else 0.0
+    if not is_begun and not halted and seconds > BEGIN_SECONDS:
+        halted = (
+            f"Slurm started job {number} {whole_duration(seconds)} ago, but its batch script has not begun: a prolog "
+            "may hang, or the nodes do not reach the run directory"
+        )
     return Standing(
         "running",
         number,

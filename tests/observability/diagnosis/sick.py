@@ -180,6 +180,9 @@ def scheduler_cases() -> Iterator[Case]:
     yield Case("scancel", "cancelled", "stopped", with_run(ended, state="stopped", message="SIGTERM"), "", None)
     halted = with_scheduler(healthy(4), is_suspended=True, reason="SUSPENDED", sentence="Slurm has suspended job 7")
     yield Case("suspended", "job_suspended", "hung", with_run(halted, on="slurm"), "", None)
+    late = with_scheduler(healthy(4), sentence="Slurm started job 7 40 s ago, but its batch script has not begun")
+    late = replace(late, ranks=tuple(SnapshotRank(rank.rank, rank.node) for rank in late.ranks))
+    yield Case("prolog", "job_not_begun", "starting", with_run(late, on="slurm", state="starting", step=None), "", None)
 
 
 def device_cases() -> Iterator[Case]:
@@ -272,6 +275,8 @@ def framework_cases() -> Iterator[Case]:
     said = with_log(restarted(*broke), "exception", "KeyError: 'labels'", RANK)
     yield Case("loop that says why", "rank_failed", "slow", said)
     yield Case("no answer", "server_silent", "hung", serving(is_silent=True, waiting=0), "", None)
+    rests = serving(running=0, waiting=4, least_waiting=None, refusal="the engine is paused; POST /resume")
+    yield Case("paused", "server_paused", "waiting", rests, "", None)
     yield Case("alarm", "own_signal", "dead", dead(-14))
     hangs = with_run(dead(-9), message="rank 0 hangs in productive at step 40: no progress for 9 s")
     everywhere = tuple(SnapshotStuckRank(rank.rank, "waits in all_reduce") for rank in hangs.ranks)
@@ -355,6 +360,15 @@ def training_cases() -> Iterator[Case]:
     flat = replace(flat, series=replace(flat.series, loss=tuple((4 * s, v) for s, v in flat.series.loss)))
     yield case("random guesses", "plateau", flat)
     yield case("masked", "labels_masked", steady(label_share=[0.6] * 100 + [0.0] * 20))
+    yield case("answers cut off", "labels_lost", steady(label_share=[0.6] * 100 + [0.03] * 20))
+    spikes = tuple(
+        SnapshotBadStep(step, "the loss is 5.1, over 1.001 times its recent level of 5.0", "skip", 0, MOMENT - 60.0)
+        for step in range(4920, 5000, 2)
+    )
+    run = steady(loss=[5.0 + 0.01 * (number % 7) for number in range(200)])
+    yield case("a limit in the noise", "steps_skipped", replace(run, bad_steps=spikes))
+    stuck_at = with_run(steady(loss=[0.7106] * 60), kind="command")
+    yield case("updates that are rounded away", "plateau", replace(stuck_at, training=None))
     zeros = steady(loss=[5.0] * 40 + [0.0] * 160, gradient_norm=[0.4] * 40 + [0.0] * 160, label_share=[0.6] * 200)
     yield case("an objective of 0", "no_gradient", zeros)
     yield case("one document", "repeated_data", steady(distinct_row_share=[0.004] * 40))
@@ -374,6 +388,8 @@ def training_cases() -> Iterator[Case]:
     yield case("no minus", "loss_unbounded", steady(loss=[5.0 - 0.02 * number * number / 10 for number in range(200)]))
     moe = steady(idle_expert_share=[0.6] * 40, expert_load_ratio=[9.0] * 40)
     yield case("experts", "dead_experts", moe)
+    few = replace(steady(idle_expert_share=[0.875] * 40), training=replace(TRAINING, tokens_per_expert=30.0))
+    yield case("one of few experts", "dead_experts", with_run(few, layout={}))
     evaluations = tuple((3000 + 300 * number, 2.2 + 0.1 * abs(number - 2)) for number in range(7))
     learned = with_losses(lambda place, value: value - 0.003 * (place + 180))
     points = tuple((3000 + 10 * number, value) for number, (_, value) in enumerate(learned.series.loss))
@@ -412,6 +428,12 @@ def storage_cases() -> Iterator[Case]:
     yield Case("saving", "checkpoint_hung", "hung", hung(healthy(4), {RANK: "checkpoint"}, seconds=1500.0))
     own = replace(without_hardware(waits), training=FUNCTION)
     yield Case("the user's source", "data_source_slow", "slow", own, "", None)
+    epochs = tuple((step, 4.8 if step % 40 == 0 else 0.06) for step in range(4800, 5000))
+    paused = with_run(
+        replace(without_hardware(healthy(4)), training=FUNCTION), ledger={"productive": 16.0, "data": 31.0}
+    )
+    paused = replace(paused, series=replace(paused.series, step_seconds=epochs))
+    yield Case("a pause at every epoch", "data_source_slow", "slow", paused, "", None)
     yield Case(
         "the user's source stands", "data_source_hung", "hung", replace(without_hardware(loading), training=FUNCTION)
     )
@@ -447,6 +469,9 @@ def connection_cases() -> Iterator[Case]:
     ended = replace(ended, nodes=talking(ended).nodes)
     ended = with_run(ended, unacknowledged={rank.rank: rank.peers for rank in peers})
     yield Case("silent peer of a run that was ended", "connection_stalled", "dead", ended, rank=None)
+    peers = talking(ended, unacknowledged_seconds=2.1, retransmitted=4).ranks
+    soon = with_run(ended, unacknowledged={rank.rank: rank.peers for rank in peers})
+    yield Case("silent peer when ranks got stuck", "connection_stalled", "dead", soon, rank=None)
     starts = hung(healthy(4), {rank.rank: "start" for rank in healthy(4).ranks}, seconds=40.0)
     for rank in starts.ranks:
         starts = with_rank(starts, rank.rank, step=None, step_seconds=None, recent={}, earlier={})

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from fake_snapshots import MOMENT, healthy, slowed, with_host, with_nodes, with_rank, with_run
+from fake_snapshots import MOMENT, healthy, slowed, slowed_all, with_host, with_nodes, with_rank, with_run
 
 from craton.observability.diagnosis import diagnose
 from craton.observability.diagnosis.collect.records import signalled_ranks, stuck_ranks
 from craton.observability.diagnosis.snapshot import LogMatch, Snapshot, SnapshotStuckRank
+from craton.telemetry.node import ProcessResources
 
 
 def ended(snapshot: Snapshot, message: str, **kinds: str) -> Snapshot:
@@ -27,6 +28,14 @@ def test_ranks_that_agents_end_for_a_hang_were_not_killed_by_somebody(who: str) 
     assert (verdict.condition, verdict.cause, verdict.rank) == ("dead", "data_hung", 9)
     verdict = diagnose(ended(healthy(2), f"{who} in productive at step 46: no progress for 4.0 s"))
     assert (verdict.cause, verdict.rank, verdict.node) == ("rank_hung", None, "")
+
+
+@pytest.mark.parametrize(("slower", "cause"), [(2.0, "processor_contention"), (8.0, "compute_slow")])
+def test_waiting_for_a_cpu_explains_only_as_much_as_was_waited(slower: float, cause: str) -> None:
+    run = slowed_all(healthy(1, 2, on="local", is_accelerated=False), slower, "compute")
+    half = ProcessResources(cpus=2, node_cpus=2, waited_share=0.5)
+    run = replace(run, ranks=tuple(replace(rank, resources=half) for rank in run.ranks))
+    assert diagnose(with_host(run, processors=2, load=4.0, foreign_processor_share=0.5)).cause == cause
 
 
 def test_the_stacks_of_a_hang_name_the_rank_that_the_others_waited_for() -> None:
@@ -52,6 +61,8 @@ def test_which_ranks_stacks_show_as_stuck() -> None:
     assert stuck_ranks([*waiting, stuck(1, waits=False, message="m"), *ends], 0, 4) == (SnapshotStuckRank(1, "m"),)
     assert stuck_ranks([*waiting, stuck(1, 12, waits=False, message="m"), *ends], 0, 4) == ()  # it has gone on since
     assert stuck_ranks([stuck(1, waits=False), stuck(2, waits=False), *ends], 0, 4) == ()  # no rank waited
+    own = stuck(1, waits=False, is_user_frame=True, message="m")  # no rank waited by its stack, and one is in user code
+    assert stuck_ranks([own, stuck(2, waits=False), *ends], 0, 4) == (SnapshotStuckRank(1, "m", True),)
     frozen = stuck(1, waits=False, frame="", message="m", channels=["__refrigerator"])
     (found,) = stuck_ranks([*waiting, frozen, *ends], 0, 4)
     assert found.sentence == "m; in the kernel: __refrigerator"

@@ -65,13 +65,16 @@ def signalled_ranks(lines: Iterable[Mapping[str, Any]], generation: int) -> tupl
 
 def stuck_ranks(lines: Sequence[Mapping[str, Any]], generation: int, num_ranks: int) -> tuple[SnapshotStuckRank, ...]:
     """Return the ranks that did not wait for others when their stacks were taken and made no step since; none unless
-    others waited. All ranks, if all waited for each other."""
+    others waited, or one of them alone was in user code. All ranks, if all waited for each other."""
     own = [line for line in lines if line.get("generation") == generation and isinstance(line.get("rank"), int)]
     steps = {int(line["rank"]): _number(line, "step") for line in own if line["event"] == "rank_ended"}
     newest = {int(line["rank"]): line for line in own if line["event"] == "rank_stuck"}
     still = {rank: line for rank, line in newest.items() if _number(line, "stuck_step") >= steps.get(rank, 0)}
     waiting = [rank for rank, line in still.items() if line.get("waits")]
-    if not waiting and len(still) > 1:
+    inside = [rank for rank, line in still.items() if line.get("is_user_frame")]
+    if not waiting and len(still) > 1 and len(inside) == 1:
+        still = {rank: line for rank, line in still.items() if rank in inside}
+    elif not waiting and len(still) > 1:
         return ()
     return tuple(
         SnapshotStuckRank(

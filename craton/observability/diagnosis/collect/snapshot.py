@@ -246,7 +246,8 @@ def _serving(
     asked = replace(
         recorded, running=answer.running, waiting=answer.waiting, first_token_seconds=answer.first_token_seconds
     )
-    return replace(asked, kv_share=answer.kv_share, preemptions=answer.preemptions), ""
+    refusal = ServerWatch(server_of(run)).refusal() if not answer.running else ""
+    return replace(asked, kv_share=answer.kv_share, preemptions=answer.preemptions, refusal=refusal), ""
 
 
 def _closer(run: RunDirectory, snapshot: Snapshot, here: Sequence[str]) -> Snapshot:

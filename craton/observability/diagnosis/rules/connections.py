@@ -28,6 +28,17 @@ class NodeLink:
     sender: str
     receiver: str
     traffic: PeerTraffic
+    is_recorded: bool = False  # when the rank got stuck; nothing newer is known
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether an open connection gets no acknowledgements any more. Stacks, and with them connections, are taken a
+        few seconds after the last progress: less time has passed, but something was sent again meanwhile."""
+        seconds = self.traffic.unacknowledged_seconds
+        if self.traffic.connecting_port:
+            return False
+        is_resent = self.is_recorded and self.traffic.retransmitted > 0
+        return seconds >= threshold("recorded_unacknowledged_seconds" if is_resent else "unacknowledged_seconds")
 
     @property
     def text(self) -> str:
@@ -50,7 +61,7 @@ def _links(snapshot: Snapshot) -> list[NodeLink]:
         nodes.setdefault(node.address, []).append(node.name)
     names = {address: shared[0] for address, shared in nodes.items() if address and len(shared) == 1}
     return [
-        NodeLink(rank.rank, rank.node, names.get(traffic.address, traffic.address), traffic)
+        NodeLink(rank.rank, rank.node, names.get(traffic.address, traffic.address), traffic, not rank.peers)
         for rank in snapshot.ranks
         for traffic in rank.peers or snapshot.run.unacknowledged.get(rank.rank, ())
     ]
@@ -86,10 +97,7 @@ def _unreachable(links: Sequence[NodeLink], symptoms: Symptoms) -> list[Finding]
 
 def _unacknowledged(links: Sequence[NodeLink], snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
     """Find open connections on which nothing is acknowledged any more."""
-    limit = threshold("unacknowledged_seconds")
-    silent = [
-        link for link in links if not link.traffic.connecting_port and link.traffic.unacknowledged_seconds >= limit
-    ]
+    silent = [link for link in links if link.is_silent]
     if not silent:
         return []
     node, rank = _suspect(silent, snapshot)

@@ -163,7 +163,7 @@ def _explained(error: RankError, snapshot: Snapshot) -> tuple[str, float, str] |
         return "user_code_failed", FIRST_HAND, place
     if error.type:
         return "rank_failed", IN_LIBRARY, ""
-    if error.message and (error.code or 0) > 0:
+    if error.message and (error.code or 0) > 0 and number not in (signal.SIGKILL, signal.SIGTERM):
         return "rank_failed", LAST_OUTPUT, ""
     return None
 

@@ -23,6 +23,7 @@ from craton.observability.diagnosis.verdict import (
     IDLE,
     LINGERS,
     OVERLOAD,
+    PAUSED,
     RESTARTS,
     SILENT,
     Condition,
@@ -58,6 +59,7 @@ def examine_framework(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
         *_slow(snapshot, symptoms),
         *_overload(snapshot, symptoms),
         *_requests(symptoms),
+        *_rests(symptoms),
         *_lingers(snapshot, symptoms),
     ]
 
@@ -432,6 +434,14 @@ def _requests(symptoms: Symptoms) -> list[Finding]:
         text = "most requests end with an error of the engine"
         findings += finding(symptoms, "requests_failing", text, ("wrong",), evidence=symptom.evidence, base=1.05)
     return findings
+
+
+def _rests(symptoms: Symptoms) -> list[Finding]:
+    return [
+        item
+        for symptom in symptoms.signed(PAUSED)
+        for item in finding(symptoms, "server_paused", symptom.sentence, ("waiting",))
+    ]
 
 
 def _lingers(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:

@@ -7,7 +7,7 @@ import signal
 
 from craton.formatting import bandwidth, counted, percent, whole_duration
 from craton.observability.diagnosis.rules.findings import finding, named
-from craton.observability.diagnosis.snapshot import Snapshot, SnapshotHost, SnapshotNode
+from craton.observability.diagnosis.snapshot import Snapshot, SnapshotHost, SnapshotNode, SnapshotRank
 from craton.observability.diagnosis.symptoms import reported_losses
 from craton.observability.diagnosis.tables import threshold
 from craton.observability.diagnosis.verdict import Finding, Symptoms
@@ -194,6 +194,8 @@ def _processors(node: SnapshotNode, host: SnapshotHost, snapshot: Snapshot, symp
         waited = [rank.resources.waited_share for rank in snapshot.ranks if rank.node == node.name and rank.resources]
         if waited and max(waited) < NO_WAIT_SHARE:
             base *= WRONG_PLACE  # the ranks get all the CPU time they want
+        elif _compute_more(node, snapshot):
+            base *= WRONG_PLACE
         # Data loaders of GPU ranks starve first; ranks on CPUs would compute more slowly too.
         phases: tuple[str, ...] = ALL_WORK
         if snapshot.run.is_accelerated is False:
@@ -210,6 +212,22 @@ def _processors(node: SnapshotNode, host: SnapshotHost, snapshot: Snapshot, symp
             phases=phases,
         )
     return findings
+
+
+def _compute_more(node: SnapshotNode, snapshot: Snapshot) -> bool:
+    """Return whether every rank of a node computes so much longer than before that waiting for a CPU explains little of
+    it: who waits for half of the time takes twice as long."""
+    unexplained = [
+        ratio * (1.0 - rank.resources.waited_share)
+        for rank in snapshot.ranks
+        if rank.node == node.name and rank.resources and (ratio := _slowdown(rank)) is not None
+    ]
+    return bool(unexplained) and min(unexplained) > threshold("unexplained_slowdown")
+
+
+def _slowdown(rank: SnapshotRank) -> float | None:
+    now, before = rank.recent.get("compute"), rank.earlier.get("compute")
+    return now / before if now and before else None
 
 
 def _hurts_others_too(node: SnapshotNode, host: SnapshotHost, snapshot: Snapshot, symptoms: Symptoms) -> bool:

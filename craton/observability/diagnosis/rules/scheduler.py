@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from craton.observability.diagnosis.rules.findings import finding, named
 from craton.observability.diagnosis.snapshot import SchedulerKill, Snapshot
-from craton.observability.diagnosis.verdict import CANCELLED, SUSPENDED, UNSAVED, Condition, Finding, Symptoms
+from craton.observability.diagnosis.verdict import CANCELLED, PAUSED, SUSPENDED, UNSAVED, Condition, Finding, Symptoms
 from craton.orchestration.watching import NO_ANSWER
 
 KILLS = {
@@ -35,12 +35,14 @@ EARLIER_SECONDS = 5.0  # heartbeats of agents that end together stop within less
 
 def examine_scheduler(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
     scheduler = snapshot.scheduler
-    if symptoms.condition == "waiting" and not symptoms.signed(UNSAVED):
+    if symptoms.condition == "waiting" and not symptoms.signed(UNSAVED) and not symptoms.signed(PAUSED):
         message = scheduler.sentence or scheduler.reason or "it is waiting for nodes"
         return finding(symptoms, "waiting_for_nodes", message, ("waiting",))
     if symptoms.signed(SUSPENDED):
         return finding(symptoms, "job_suspended", scheduler.sentence, ("hung",))
     findings: list[Finding] = []
+    if scheduler.condition == "running" and scheduler.sentence:
+        findings += finding(symptoms, "job_not_begun", scheduler.sentence, ("starting",))
     if scheduler.condition == "unknown" and scheduler.reason == NO_ANSWER:
         message = f"the scheduler does not respond: {scheduler.sentence}"
         findings += finding(symptoms, "scheduler_unreachable", message, (), base=0.95, is_risk=True)

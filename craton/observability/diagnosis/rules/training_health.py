@@ -21,6 +21,8 @@ SENTENCES = {
     "gradient_explosion": "the gradients explode; clipping hides it in the loss for a while",
     "plateau": "nothing that the model learns shows in the loss",
     "labels_masked": "the batches have no labels",
+    "labels_lost": "the batches have lost most of their labels: long prompts may push answers out of the rows",
+    "steps_skipped": "many steps are skipped as spikes of the loss: the limit is too low for its noise",
     "labels_not_shifted": "the labels are not shifted: each is the token at its own place",
     "weight_decay_high": "the weight decay is far too high for the learning rate",
     "no_gradient": "the objective gives no gradient: nothing is learned",

@@ -318,6 +318,7 @@ class Serving:
     num_aborted: int = 0  # of these: their clients gave up before the first token
     num_failed: int = 0  # of these: ended with an error
     is_loading: bool = False  # it is not ready for requests yet
+    refusal: str = ""  # why it computes nothing: paused, asleep, without weights
     roofline: float | None = None  # planned over measured time of its steps, in the last seconds
     usual_roofline: float | None = None  # the same before
 

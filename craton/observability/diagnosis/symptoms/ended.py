@@ -133,6 +133,7 @@ def _ended_for_a_hang(snapshot: Snapshot, message: str) -> Symptom | None:
     kinds = Counter(rank.ended_in.partition("+")[0] for rank in snapshot.ranks if rank.ended_in)
     usual = kinds.most_common(1)[0][0] if kinds else ""
     odd = [rank for rank in snapshot.ranks if rank.ended_in and rank.ended_in.partition("+")[0] != usual]
+    odd = [rank for rank in odd if rank.ended_in not in COMING_BACK]  # it noticed the failure of another rank
     odd = odd if 2 * len(odd) < len(snapshot.ranks) else []
     return Symptom("dead", message, ranks=tuple(rank.rank for rank in odd), nodes=nodes_of(odd), sign="hung")
 

@@ -29,6 +29,7 @@ HIGH_POINTS, HIGH_RATIO = 10, 3.0  # a larger rise is a divergence after fewer s
 MIN_RISE = 0.2  # nats of cross entropy
 EXPLODED = 3.0  # times ln(vocabulary) or the lowest loss, in the first steps
 CONSTANT_LOSSES = 20  # equal losses in a row
+CONSTANT_PRINTED = 40  # the same of a command, which prints rounded numbers
 UNBOUNDED, ACCELERATED = 3.0, 1.5  # times the first losses, below 0; the fall of a part relative to the one before
 JUMPED = 5.0  # times the range of all losses before, within a step
 HUGE_RISE = 10.0  # of a user's loss, relative to its level and range before
@@ -209,10 +210,14 @@ def _spikes(points: Points, scale: LossScale) -> Symptom | None:
 
 
 def _is_constant(snapshot: Snapshot, points: Points) -> Symptom | None:
-    """Return a training whose loss is the same to the last digit: what it computes does not depend on its data."""
-    newest = [value for _, value in points[-CONSTANT_LOSSES:]]
-    is_exact = snapshot.training is not None and bool(newest) and float(f"{newest[0]:.5g}") != newest[0]
-    if len(newest) < CONSTANT_LOSSES or len(set(newest)) > 1 or not is_exact:
+    """Return a loss that is the same to the last digit: nothing is learned, or it does not depend on the data."""
+    is_own = snapshot.training is not None
+    enough = CONSTANT_LOSSES if is_own else CONSTANT_PRINTED
+    newest = [value for _, value in points[-enough:]]
+    if len(newest) < enough or len(set(newest)) > 1:
+        return None
+    digits = float(f"{newest[0]:.5g}") if is_own else round(newest[0], 2)  # a command may print few of them
+    if digits == newest[0]:
         return None
     text = f"learns nothing: its loss has been exactly {newest[0]:.6g} in each of the last {len(newest)} recorded steps"
     return Symptom("wrong", text, (_latest(points),), lost_share=1.0, sign="plateau")

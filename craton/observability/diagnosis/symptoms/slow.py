@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -19,6 +20,8 @@ from craton.observability.diagnosis.snapshot import Snapshot, SnapshotRank
 from craton.observability.diagnosis.symptoms.naming import nodes_of, who
 from craton.observability.diagnosis.tables import threshold
 from craton.observability.diagnosis.verdict import ABANDONED, OVERLOAD, RESTARTS, Symptom
+
+FIRST_STEPS = 5  # of a run, which may compile, connect and fill caches
 
 
 def find_slow(snapshot: Snapshot) -> list[Symptom]:
@@ -49,6 +52,8 @@ def find_slow(snapshot: Snapshot) -> list[Symptom]:
     symptoms = [replace(symptom, since=began) for symptom in symptoms]
     if not any(symptom.phase == "checkpoint" for symptom in symptoms):
         symptoms += _blocked_by_saves(snapshot)
+    if not any(symptom.phase == "data" for symptom in symptoms):
+        symptoms += _pauses_for_data(snapshot)
     symptoms += _evaluates(snapshot)
     symptoms += [*_breaks_again(snapshot), *_overloaded(snapshot), *_abandoned(snapshot), *_serves_slowly(snapshot)]
     symptoms = symptoms or _throttled(snapshot)
@@ -111,6 +116,24 @@ def _blocked_by_saves(snapshot: Snapshot) -> list[Symptom]:
         return []
     text = f"is blocked by checkpoints {percent(saving / wall)} of the time ({percent(planned)} planned)"
     return [Symptom("slow", text, (text,), phase="checkpoint", lost_share=saving / wall - planned)]
+
+
+def _pauses_for_data(snapshot: Snapshot) -> list[Symptom]:
+    """Return rare long waits for data, such as at the beginning of an epoch, which medians of steps do not show: by the
+    ledger, and by single steps, because the first batch alone may take long."""
+    ledger = snapshot.run.ledger
+    loading = ledger.get("data", 0.0)
+    wall = loading + ledger.get("productive", 0.0)
+    times = [seconds for _, seconds in snapshot.series.step_seconds[FIRST_STEPS:]]
+    if not times or wall < threshold("data_pause_seconds") or loading / wall < threshold("data_pause_share"):
+        return []
+    usual = statistics.median(times)
+    long = [seconds for seconds in times if seconds > threshold("data_pause_ratio") * usual]
+    if len(long) < threshold("data_pauses") or sum(long) / sum(times) < threshold("data_pause_share"):
+        return []
+    text = f"waits for data {percent(loading / wall)} of the time, in {counted(len(long), 'long pause')}"
+    longest = f"the longest of these steps took {duration(max(long))}, a usual one takes {duration(usual)}"
+    return [Symptom("slow", text, (text, longest), phase="data", lost_share=loading / wall)]
 
 
 def _evaluates(snapshot: Snapshot) -> list[Symptom]:

@@ -6,12 +6,13 @@ the first steps, noisy steps, and steps that compile, save or evaluate are not s
 
 from __future__ import annotations
 
-from craton.observability.diagnosis.snapshot import Snapshot
+from craton.formatting import counted
+from craton.observability.diagnosis.snapshot import Serving, Snapshot
 from craton.observability.diagnosis.symptoms.ended import COMING_BACK, find_dead_ranks, symptom_by_state
 from craton.observability.diagnosis.symptoms.hung import find_hang, find_silent, progress_of
 from craton.observability.diagnosis.symptoms.slow import find_slow
 from craton.observability.diagnosis.symptoms.wrong import find_wrong
-from craton.observability.diagnosis.verdict import Symptom, Symptoms
+from craton.observability.diagnosis.verdict import PAUSED, Symptom, Symptoms
 
 
 def symptoms_of(snapshot: Snapshot) -> Symptoms:
@@ -30,6 +31,8 @@ def symptoms_of(snapshot: Snapshot) -> Symptoms:
     slow = find_slow(snapshot)
     if wrong or slow:
         return Symptoms((*wrong, *slow))
+    if snapshot.serving is not None and snapshot.serving.refusal:
+        return Symptoms((Symptom("waiting", _resting(snapshot.serving), sign=PAUSED),))
     silent = find_silent(snapshot)
     if silent is not None:
         return Symptoms((silent,))
@@ -44,6 +47,11 @@ def symptoms_of(snapshot: Snapshot) -> Symptoms:
         text = f"is recovering from a failure (its ranks are in {back[0].kind})"
         return Symptoms((Symptom("starting", "; ".join((text, *noted)), noted),))
     return Symptoms((Symptom("healthy", note),))
+
+
+def _resting(serving: Serving) -> str:
+    waiting = f"{counted(serving.waiting, 'request')} {'waits' if serving.waiting == 1 else 'wait'}, and "
+    return f"{waiting if serving.waiting else ''}{serving.refusal}"
 
 
 def straggler_of(snapshot: Snapshot) -> Symptom | None:

@@ -27,6 +27,8 @@ from craton.observability.diagnosis.symptoms.naming import nodes_of
 from craton.observability.diagnosis.tables import threshold
 from craton.observability.diagnosis.verdict import FAILING, Symptom
 
+MIN_STEPS = 30  # before a share of them means anything
+
 
 def find_wrong(snapshot: Snapshot) -> list[Symptom]:
     result = []
@@ -56,6 +58,9 @@ def find_wrong(snapshot: Snapshot) -> list[Symptom]:
     bad = find_not_a_number(snapshot)
     if bad is not None:
         return [*result, bad]
+    skipped = find_skipped_steps(snapshot)
+    if skipped is not None:
+        return [*result, skipped]
     # Masked labels and repeated rows explain what the loss does: they come first, and alone.
     data = [finder(snapshot) for finder in (find_labels, find_repeats, find_constant_tokens, find_learning_rate)]
     if not any(data):  # rows of one token, too, have labels that equal it
@@ -93,6 +98,20 @@ def find_not_a_number(snapshot: Snapshot) -> Symptom | None:
         evidence.append(f"the first bad step was step {first.step}: {first.reason}")
     return Symptom(
         "wrong", text, tuple(evidence), lost_share=1.0 if quantity else len(recent) / _window(), sign="not_a_number"
+    )
+
+
+def find_skipped_steps(snapshot: Snapshot) -> Symptom | None:
+    """Return spikes of the loss that are skipped again and again: what is skipped teaches nothing."""
+    newest = max([step for step, _ in snapshot.series.loss], default=snapshot.run.step or 0)
+    recent = [bad for bad in snapshot.bad_steps if not bad.is_not_finite and newest - bad.step < _window()]
+    skipped = {bad.step for bad in recent if bad.policy == "skip"}
+    share = len(skipped) / min(_window(), max(newest, 1))
+    if newest < MIN_STEPS or share < threshold("skipped_share"):
+        return None
+    text = f"skips {len(skipped)} of its newest {min(_window(), newest)} steps as spikes of the loss"
+    return Symptom(
+        "wrong", text, (f"step {recent[-1].step}: {recent[-1].reason}",), lost_share=share, sign="steps_skipped"
     )
 
 

@@ -15,6 +15,7 @@ from scripted_engine import ADMIN, SECONDS, Script, Served
 from waiting import wait_until
 
 from craton.ml.serving.messages import Control, EngineReply, Stats, Submit
+from craton.orchestration import ServerAddress, ServerWatch
 
 Encode = Callable[[str], list[int]]
 ASK: Any = [{"role": "user", "content": "hello"}]
@@ -55,10 +56,13 @@ def test_controls_reach_the_engine(served: Served, path: str, body: Any, name: s
 
 
 def test_the_state_is_known_at_once(served: Served) -> None:
+    watch = ServerWatch(ServerAddress("127.0.0.1", int(served.url.rpartition(":")[2])))
     post(served, "/pause?mode=wait")
     assert get(served, "/is_paused") == {"is_paused": True}
+    assert watch.refusal() == "the engine is paused; POST /resume"
     post(served, "/resume")
     assert get(served, "/is_paused") == {"is_paused": False}
+    assert watch.refusal() == ""
     post(served, "/sleep")
     assert get(served, "/is_sleeping") == {"is_sleeping": True}
     post(served, "/wake_up?tags=weights")
