@@ -346,9 +346,13 @@ def test_a_server_is_asked_for_what_it_does_not_record(root: Path, monkeypatch: 
         "craton.observability.diagnosis.collect.snapshot.ServerWatch.__init__", lambda self, address: None
     )
     monkeypatch.setattr("craton.observability.diagnosis.collect.snapshot.ServerWatch.look", lambda self: state)
+    refusal = "craton.observability.diagnosis.collect.snapshot.ServerWatch.refusal"
+    monkeypatch.setattr(refusal, lambda self: "")
     snapshot = take_snapshot(run, now=NOW + 1.0)
     assert snapshot.serving == Serving(16, 44, 30, 0.99, 7, 2.5)
     assert diagnose(snapshot).cause == "server_memory_full"
+    monkeypatch.setattr(refusal, lambda self: "the engine is paused; POST /resume")
+    assert diagnose(take_snapshot(run, now=NOW + 1.0)).cause == "server_paused"
     monkeypatch.setattr("craton.observability.diagnosis.collect.snapshot.ServerWatch.look", lambda self: None)
     monkeypatch.setattr("craton.observability.diagnosis.collect.snapshot.ServerWatch.responds", lambda self: True)
     silent = take_snapshot(run, now=NOW + 1.0)

@@ -246,7 +246,7 @@ def _serving(
     asked = replace(
         recorded, running=answer.running, waiting=answer.waiting, first_token_seconds=answer.first_token_seconds
     )
-    refusal = ServerWatch(server_of(run)).refusal() if not answer.running else ""
+    refusal = ServerWatch(server_of(run)).refusal()
     return replace(asked, kv_share=answer.kv_share, preemptions=answer.preemptions, refusal=refusal), ""
 
 

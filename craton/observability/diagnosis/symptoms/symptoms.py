@@ -26,13 +26,13 @@ def symptoms_of(snapshot: Snapshot) -> Symptoms:
     wrong = find_wrong(snapshot)
     if died is not None:
         return Symptoms((died, *wrong))
+    if snapshot.serving is not None and snapshot.serving.refusal:
+        return Symptoms((Symptom("waiting", _resting(snapshot.serving), sign=PAUSED),))
     if hangs is not None:
         return Symptoms((hangs, *wrong))
     slow = find_slow(snapshot)
     if wrong or slow:
         return Symptoms((*wrong, *slow))
-    if snapshot.serving is not None and snapshot.serving.refusal:
-        return Symptoms((Symptom("waiting", _resting(snapshot.serving), sign=PAUSED),))
     silent = find_silent(snapshot)
     if silent is not None:
         return Symptoms((silent,))
