@@ -32,7 +32,7 @@ from craton.telemetry.rank import MAX_STACK_BYTES, STACK_SIGNAL, TOOL, is_answer
 START_SECONDS = 15.0  # in a start, after which its stack is wanted, and again after half of the time since
 MAX_STACKS = 8  # ranks of a node, per episode
 ANSWER_SECONDS = 1.0  # for a rank to dump its stacks; on a busy machine it needs a CPU first
-ORDER_SECONDS = 0.5  # the same at an order, before it gets a signal
+ORDER_SECONDS = 1.0  # the same at an order, before it gets a signal, which is less safe
 KILL_ANSWER_SECONDS = 0.3  # the same for a rank that is about to be killed
 NATIVE_SECONDS = 30.0  # without progress, after which native frames are worth stopping the rank for a moment
 TOOL_SECONDS = 20.0

@@ -36,7 +36,7 @@ from craton.telemetry.node import read_heartbeat
 ANSWER_SECONDS = 2.0  # a server that takes longer counts as not responding
 RATE_SECONDS = 5.0  # window of tokens per second
 MEDIAN_SECONDS = 60.0  # window of the median time to first token
-RESTING = ("paused", "asleep", "without weights")  # states of a loaded server that computes nothing
+RESTING = ("paused", "asleep")  # states of a loaded server that computes nothing
 MAX_REFUSAL = 200  # characters
 EVENT, READY = "serving", "ready"  # the event of startup stages; the last stage
 
@@ -192,7 +192,7 @@ class ServerWatch:
         return _get(self.address, "/health")[0] == http.client.OK
 
     def refusal(self) -> str:
-        """Return why the server computes nothing although it is loaded: it is paused, asleep or without weights."""
+        """Return why the server computes nothing although it is loaded: it is paused or asleep."""
         status, text = _get(self.address, "/health")
         if status in (0, http.client.OK):
             return ""

@@ -36,6 +36,22 @@ def offset_of_result(rank: int) -> int:
     return offset[0]
 
 
+def gathered_along_one_dimension(rank: int) -> int:
+    """Elements that a rank has of seven which two dimensions of a mesh cut, after one of them has gathered its own."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=WORLD)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "fsdp"))
+    cut = distribute_tensor(torch.arange(7.0), mesh, [Shard(0), Shard(0)], src_data_rank=None)
+    local = cut.redistribute(placements=[Shard(0), Replicate()]).to_local()
+    dist.destroy_process_group()
+    return local.numel()
+
+
+def test_uneven_shards_are_planned_for_the_new_rank() -> None:
+    assert gathered_along_one_dimension(0) == 4
+    forget_meshes()
+    assert gathered_along_one_dimension(3) == 3
+
+
 def test_a_process_works_on_the_shard_of_its_new_rank() -> None:
     assert offset_of_result(3) == 6
     forget_meshes()

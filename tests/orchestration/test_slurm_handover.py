@@ -29,9 +29,9 @@ from craton.orchestration.slurm import (
     submit_array,
     tools,
 )
-from craton.orchestration.slurm.allocation import AllocatedHost, Allocation, write_allocation
 from craton.orchestration.slurm.handover import claim, hand_over, is_fresh, number_of
 from craton.orchestration.slurm.records import JobRecord
+from craton.orchestration.slurm.starts import STARTS_FILE, Starts, write_starts
 from craton.orchestration.start import start_run, stop_run
 from craton.orchestration.start.runs import draft_resume, resume_run, resumed_job
 from craton.orchestration.watching import settled
@@ -283,11 +283,13 @@ def test_a_job_whose_script_does_not_begin_is_noticed(root: Path, listed: list[J
     found = SlurmBackend().look([run])["chain"]
     assert found.condition == "running"
     assert "Slurm started job 812" in found.sentence
-    assert "a prolog may hang" in found.sentence
-    write_allocation(run, Allocation("812", 0, (AllocatedHost("node-0", "g1", "10.0.0.1"),)))
-    assert SlurmBackend().look([run])["chain"].sentence == ""
-    listed[:] = [JobRecord("812", "RUNNING", start=time.time() - 40.0, restarts=1)]
-    assert "has not begun" in SlurmBackend().look([run])["chain"].sentence, "the allocation is of the start before"
+    assert "its prolog still runs" in found.sentence
+    write_starts(run, Starts(NONCE))
+    assert SlurmBackend().look([run])["chain"].sentence == "", "it has begun, and checks its nodes"
+    os.utime(run.path / STARTS_FILE, (time.time() - 900.0, time.time() - 900.0))
+    assert "has not begun" in SlurmBackend().look([run])["chain"].sentence, "it was the start before"
+    listed[:] = [JobRecord("812", "CONFIGURING", start=time.time() - 40.0)]
+    assert SlurmBackend().look([run])["chain"].sentence == "", "its nodes boot"
 
 
 def test_a_run_is_whole_after_ctrl_c_at_sbatch(root: Path, slurm: SlurmLab, monkeypatch: pytest.MonkeyPatch) -> None:

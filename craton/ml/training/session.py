@@ -208,11 +208,15 @@ class RankSession:
         if dist.is_initialized():
             with contextlib.suppress(Exception):
                 dist.destroy_process_group()
-        forget_meshes()
         gc.collect()
         gc.enable()
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
+        try:
+            if torch.cuda.is_available() and torch.cuda.is_initialized():
+                torch.cuda.empty_cache()
+            forget_meshes()
+        except RuntimeError as error:
+            print(f"the device cannot be used any more: restarting this rank ({error})", flush=True)
+            os._exit(EXIT_FAILED)
 
 
 def _device_is_lost(error: BaseException) -> bool:

@@ -15,8 +15,9 @@ from craton.orchestration.errors import SchedulerError, StartError
 from craton.orchestration.slurm.allocation import read_allocation
 from craton.orchestration.slurm.handover import NEVER, RELEASED, RESTARTS, hand_over, is_fresh, unheard_numbers
 from craton.orchestration.slurm.mounts import image_of, mounts_of
-from craton.orchestration.slurm.records import JobRecord, job_of
+from craton.orchestration.slurm.records import RUNNING, JobRecord, job_of
 from craton.orchestration.slurm.script import SCRIPT_FILE, ScriptOptions, copies_stem, sbatch_script
+from craton.orchestration.slurm.starts import has_begun
 from craton.orchestration.slurm.tools import SlurmState, cancel, read_jobs, read_snapshot, release
 from craton.orchestration.slurm.waiting import HELD, why_waiting
 from craton.telemetry import RunDirectory
@@ -24,7 +25,7 @@ from craton.telemetry import RunDirectory
 if TYPE_CHECKING:
     from craton.orchestration.draft import Draft
 
-BEGIN_SECONDS = 15.0  # after a job was started, for its batch script to begin
+BEGIN_SECONDS = 20.0  # after a job was started, for its batch script to begin
 LAUNCH_FAILED = "launch_failed_requeued_held"  # a prolog failed, without `nohold_on_prolog_fail`
 
 
@@ -106,6 +107,13 @@ def _let_go(run: RunDirectory, submission: Submission) -> str:
     )
 
 
+def _not_begun(number: str, seconds: float) -> str:
+    return (
+        f"Slurm started job {number} {whole_duration(seconds)} ago, but its batch script has not begun: its prolog "
+        "still runs, or the nodes do not reach the run directory"
+    )
+
+
 def _standing(job: JobRecord | None, submission: Submission, cluster: SlurmState, run: RunDirectory) -> Standing:
     number = submission.job
     if not number and NEVER not in submission.details and is_fresh(run):
@@ -131,13 +139,9 @@ def _standing(job: JobRecord | None, submission: Submission, cluster: SlurmState
     allocation = read_allocation(run)
     names = tuple(f"{node.name} on {node.host}" for node in allocation.nodes) if allocation else ()
     halted = f"Slurm has suspended job {number}; `scontrol resume {number}` continues it" if job.is_suspended else ""
-    is_begun = allocation is not None and allocation.restarts >= job.restarts
-    seconds = time.time() - job.start if job.start else 0.0
-    if not is_begun and not halted and seconds > BEGIN_SECONDS:
-        halted = (
-            f"Slurm started job {number} {whole_duration(seconds)} ago, but its batch script has not begun: a prolog "
-            "may hang, or the nodes do not reach the run directory"
-        )
+    if job.state == RUNNING and job.start and not has_begun(run, job.start):
+        seconds = time.time() - job.start
+        halted = _not_begun(number, seconds) if seconds > BEGIN_SECONDS else ""
     return Standing(
         "running",
         number,

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from craton.telemetry import RunDirectory, read_json
 
 STARTS_FILE = "starts.json"
+CLOCK_SECONDS = 60.0  # by which clocks of the controller and of file servers may differ
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,15 @@ def read_starts(run: RunDirectory) -> Starts | None:
         return Starts(**read_json(run.path / STARTS_FILE))
     except TypeError:
         return None
+
+
+def has_begun(run: RunDirectory, since: float) -> bool:
+    """Return whether a batch script of the run has begun since (epoch seconds), give or take CLOCK_SECONDS: writing the
+    start is the first that it does, before checks of its nodes."""
+    try:
+        return (run.path / STARTS_FILE).stat().st_mtime >= since - CLOCK_SECONDS
+    except OSError:
+        return False
 
 
 def write_starts(run: RunDirectory, starts: Starts) -> None:

@@ -360,14 +360,14 @@ def training_cases() -> Iterator[Case]:
     flat = replace(flat, series=replace(flat.series, loss=tuple((4 * s, v) for s, v in flat.series.loss)))
     yield case("random guesses", "plateau", flat)
     yield case("masked", "labels_masked", steady(label_share=[0.6] * 100 + [0.0] * 20))
-    yield case("answers cut off", "labels_lost", steady(label_share=[0.6] * 100 + [0.03] * 20))
+    yield case("answers cut off", "labels_lost", steady(label_share=[0.6] * 100 + [0.03] * 40), "healthy")
     spikes = tuple(
         SnapshotBadStep(step, "the loss is 5.1, over 1.001 times its recent level of 5.0", "skip", 0, MOMENT - 60.0)
         for step in range(4920, 5000, 2)
     )
     run = steady(loss=[5.0 + 0.01 * (number % 7) for number in range(200)])
     yield case("a limit in the noise", "steps_skipped", replace(run, bad_steps=spikes))
-    stuck_at = with_run(steady(loss=[0.7106] * 60), kind="command")
+    stuck_at = with_run(steady(loss=[0.7106] * 200), kind="command")
     yield case("updates that are rounded away", "plateau", replace(stuck_at, training=None))
     zeros = steady(loss=[5.0] * 40 + [0.0] * 160, gradient_norm=[0.4] * 40 + [0.0] * 160, label_share=[0.6] * 200)
     yield case("an objective of 0", "no_gradient", zeros)
@@ -428,11 +428,10 @@ def storage_cases() -> Iterator[Case]:
     yield Case("saving", "checkpoint_hung", "hung", hung(healthy(4), {RANK: "checkpoint"}, seconds=1500.0))
     own = replace(without_hardware(waits), training=FUNCTION)
     yield Case("the user's source", "data_source_slow", "slow", own, "", None)
-    epochs = tuple((step, 4.8 if step % 40 == 0 else 0.06) for step in range(4800, 5000))
-    paused = with_run(
-        replace(without_hardware(healthy(4)), training=FUNCTION), ledger={"productive": 16.0, "data": 31.0}
-    )
-    paused = replace(paused, series=replace(paused.series, step_seconds=epochs))
+    waits_at = tuple((step, 4.7 if step % 40 == 0 else 0.001) for step in range(4800, 5001))
+    epochs = tuple((step, 0.06 + seconds) for step, seconds in waits_at)
+    paused = replace(without_hardware(healthy(4)), training=FUNCTION)
+    paused = replace(paused, series=replace(paused.series, step_seconds=epochs, data_seconds=waits_at))
     yield Case("a pause at every epoch", "data_source_slow", "slow", paused, "", None)
     yield Case(
         "the user's source stands", "data_source_hung", "hung", replace(without_hardware(loading), training=FUNCTION)

@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from fake_snapshots import MOMENT, healthy, slowed, slowed_all, with_host, with_nodes, with_rank, with_run
+from fake_snapshots import (
+    MOMENT,
+    healthy,
+    slowed,
+    slowed_all,
+    with_host,
+    with_nodes,
+    with_rank,
+    with_run,
+    with_scheduler,
+)
 
 from craton.observability.diagnosis import diagnose
 from craton.observability.diagnosis.collect.records import signalled_ranks, stuck_ranks
-from craton.observability.diagnosis.snapshot import LogMatch, Snapshot, SnapshotStuckRank
+from craton.observability.diagnosis.snapshot import (
+    LogMatch,
+    Snapshot,
+    SnapshotBadStep,
+    SnapshotRank,
+    SnapshotStuckRank,
+)
 from craton.telemetry.node import ProcessResources
 
 
@@ -36,6 +53,52 @@ def test_waiting_for_a_cpu_explains_only_as_much_as_was_waited(slower: float, ca
     half = ProcessResources(cpus=2, node_cpus=2, waited_share=0.5)
     run = replace(run, ranks=tuple(replace(rank, resources=half) for rank in run.ranks))
     assert diagnose(with_host(run, processors=2, load=4.0, foreign_processor_share=0.5)).cause == cause
+
+
+def with_series(**series: Sequence[float]) -> Snapshot:
+    run = healthy(1, 2)
+    points = {name: tuple(enumerate(values, start=1)) for name, values in series.items()}
+    return replace(run, series=replace(run.series, **points))
+
+
+@pytest.mark.parametrize(
+    "losses",
+    [
+        [0.5, 0.3, *[0.0001] * 150],  # few digits are printed
+        [0.7106] * 150,  # it may have begun a moment ago
+        [value for value in (0.7311, 0.7204, 0.7106) for _ in range(120)],  # one loss of many steps
+    ],
+)
+def test_losses_that_a_command_prints_may_be_equal(losses: list[float]) -> None:
+    assert diagnose(with_run(with_series(loss=losses), kind="command")).condition != "wrong"
+
+
+def test_a_loss_that_diverges_is_not_blamed_on_the_limit_that_skips_its_steps() -> None:
+    run = with_series(
+        loss=[2.0 + 0.01 * (step % 5) for step in range(160)] + [9.0 + 0.01 * (step % 5) for step in range(40)]
+    )
+    skipped = tuple(SnapshotBadStep(step, "the loss is 9, over 3 times", "skip", 0, MOMENT) for step in range(160, 200))
+    verdict = diagnose(with_run(replace(run, bad_steps=skipped), generation=0))
+    assert verdict.cause == "diverged"
+
+
+@pytest.mark.parametrize(
+    ("waits", "saves"),
+    [
+        ([0.1] * 200, [6.0 if step % 50 == 0 else 0.0 for step in range(200)]),  # the pauses are saves
+        ([4.7 if step % 20 == 0 and step < 120 else 0.001 for step in range(200)], [0.0] * 200),  # they are over
+    ],
+)
+def test_pauses_that_are_not_for_data(waits: list[float], saves: list[float]) -> None:
+    steps = [0.15 + wait + save for wait, save in zip(waits, saves, strict=True)]
+    assert "long pause" not in diagnose(with_series(step_seconds=steps, data_seconds=waits)).sentence
+
+
+def test_a_pod_that_waits_is_not_the_prolog_of_slurm() -> None:
+    starts = replace(healthy(4), ranks=tuple(SnapshotRank(rank.rank, rank.node) for rank in healthy(4).ranks))
+    starts = with_run(starts, on="kubernetes", state="starting", step=None)
+    starts = with_scheduler(starts, sentence="1 of 4 pods waits: the image is being pulled")
+    assert diagnose(starts).cause != "job_not_begun"
 
 
 def test_the_stacks_of_a_hang_name_the_rank_that_the_others_waited_for() -> None:

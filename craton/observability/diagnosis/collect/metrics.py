@@ -35,6 +35,7 @@ SERIES = (
     "loss",
     "gradient_norm",
     "step_seconds",
+    "data_seconds",
     "evaluation_loss",
     "learning_rate",
     "label_share",

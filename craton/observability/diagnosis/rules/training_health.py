@@ -5,8 +5,10 @@ A symptom of a curve (`diverged`) is its own cause unless the data, the weights 
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import replace
 
+from craton.formatting import percent
 from craton.observability.diagnosis.rules.findings import finding
 from craton.observability.diagnosis.snapshot import Snapshot, SnapshotBadStep
 from craton.observability.diagnosis.symptoms import last_bad_step
@@ -21,7 +23,6 @@ SENTENCES = {
     "gradient_explosion": "the gradients explode; clipping hides it in the loss for a while",
     "plateau": "nothing that the model learns shows in the loss",
     "labels_masked": "the batches have no labels",
-    "labels_lost": "the batches have lost most of their labels: long prompts may push answers out of the rows",
     "steps_skipped": "many steps are skipped as spikes of the loss: the limit is too low for its noise",
     "labels_not_shifted": "the labels are not shifted: each is the token at its own place",
     "weight_decay_high": "the weight decay is far too high for the learning rate",
@@ -36,6 +37,7 @@ SENTENCES = {
 OF_THE_RATE = ("diverged", "loss_spike", "not_a_number", "gradient_explosion", "plateau")
 # Origin → bad steps that only one rank shows, before it is named; samples of a data set may meet one rank by chance.
 MIN_EXAMINED = {"activations": 3, "objective": 3, "data": 6}
+LABEL_STEPS = 30  # recorded steps, at the beginning and now
 UNSTABLE = "training is numerically unstable: no GPU or rank stands out"
 
 
@@ -50,7 +52,21 @@ def examine_training(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
             findings += _of_symptom(_learning_rate(snapshot, symptoms, symptom.condition), number, symptoms)
         if symptom.sign == "not_a_number":
             findings += _of_symptom(_not_a_number(snapshot, symptoms, symptom.condition), number, symptoms)
-    return findings
+    return [*findings, *_lost_labels(snapshot, symptoms)]
+
+
+def _lost_labels(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
+    """Report a share of labels that was steady and fell to a fraction: answers are cut off, or data are sorted."""
+    points = snapshot.series.label_share
+    shares = [value for _, value in points]
+    if len(shares) < 2 * LABEL_STEPS:
+        return []
+    first, newest = shares[:LABEL_STEPS], max(shares[-LABEL_STEPS:])
+    before = statistics.median(first)
+    if not newest or min(first) < 0.3 * before or newest > threshold("lost_label_share") * before:
+        return []
+    text = f"at most {percent(newest)} of the tokens have a label, {percent(before)} had one in the first steps"
+    return finding(symptoms, "labels_lost", text, (), base=0.9, is_risk=True)
 
 
 def _of_symptom(findings: list[Finding], number: int, symptoms: Symptoms) -> list[Finding]:

@@ -318,7 +318,7 @@ class Serving:
     num_aborted: int = 0  # of these: their clients gave up before the first token
     num_failed: int = 0  # of these: ended with an error
     is_loading: bool = False  # it is not ready for requests yet
-    refusal: str = ""  # why it computes nothing: paused, asleep, without weights
+    refusal: str = ""  # why it computes nothing: it is paused or asleep
     roofline: float | None = None  # planned over measured time of its steps, in the last seconds
     usual_roofline: float | None = None  # the same before
 
@@ -383,6 +383,7 @@ class Series:
     loss: tuple[tuple[int, float], ...] = ()
     gradient_norm: tuple[tuple[int, float], ...] = ()
     step_seconds: tuple[tuple[int, float], ...] = ()
+    data_seconds: tuple[tuple[int, float], ...] = ()  # of a step: waiting for its data
     evaluation_loss: tuple[tuple[int, float], ...] = ()
     learning_rate: tuple[tuple[int, float], ...] = ()
     label_share: tuple[tuple[int, float], ...] = ()  # weight of the labels per token of the step

@@ -30,8 +30,6 @@ def find_labels(snapshot: Snapshot) -> Symptom | None:
     if len(shares) >= FEW_LABEL_STEPS and empty > threshold("unlabelled_share") * len(shares):
         text = f"trains on no label in {percent(empty / len(shares))} of its steps"
         return _wrong("labels_masked", text, f"{empty} of {len(shares)} recorded steps have no label")
-    if (lost := _lost_labels(points)) is not None:
-        return lost
     losses, norms = snapshot.series.loss[-NEWEST:], snapshot.series.gradient_norm[-NEWEST:]
     is_empty = len(losses) == NEWEST and not any(value for _, value in losses)
     if is_empty and len(norms) == NEWEST and not any(value for _, value in norms):
@@ -42,19 +40,6 @@ def find_labels(snapshot: Snapshot) -> Symptom | None:
         text = "has a loss and a gradient of exactly 0, although its batches have labels"
         return _wrong("no_gradient", text, f"the loss has been 0 since step {since}")
     return None
-
-
-def _lost_labels(points: Sequence[tuple[int, float]]) -> Symptom | None:
-    """Return a share of labels that fell to a fraction of what it was, and stays there."""
-    shares = [value for _, value in points]
-    if len(shares) < FEW_LABEL_STEPS:
-        return None
-    before, newest = statistics.median(shares[:NEWEST]), max(shares[-2 * NEWEST :])
-    if newest > threshold("lost_label_share") * before:
-        return None
-    since = points[_since([value <= threshold("lost_label_share") * before for value in shares])][0]
-    text = f"trains on few labels: {percent(newest)} of its tokens have one, {percent(before)} did before"
-    return _wrong("labels_lost", text, f"so few tokens have had a label since step {since}")
 
 
 def find_repeats(snapshot: Snapshot) -> Symptom | None:

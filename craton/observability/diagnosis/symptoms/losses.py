@@ -29,7 +29,7 @@ HIGH_POINTS, HIGH_RATIO = 10, 3.0  # a larger rise is a divergence after fewer s
 MIN_RISE = 0.2  # nats of cross entropy
 EXPLODED = 3.0  # times ln(vocabulary) or the lowest loss, in the first steps
 CONSTANT_LOSSES = 20  # equal losses in a row
-CONSTANT_PRINTED = 40  # the same of a command, which prints rounded numbers
+CONSTANT_PRINTED = 100  # the same of a command, which prints rounded numbers; twice as many if it never changed
 UNBOUNDED, ACCELERATED = 3.0, 1.5  # times the first losses, below 0; the fall of a part relative to the one before
 JUMPED = 5.0  # times the range of all losses before, within a step
 HUGE_RISE = 10.0  # of a user's loss, relative to its level and range before
@@ -211,16 +211,22 @@ def _spikes(points: Points, scale: LossScale) -> Symptom | None:
 
 def _is_constant(snapshot: Snapshot, points: Points) -> Symptom | None:
     """Return a loss that is the same to the last digit: nothing is learned, or it does not depend on the data."""
-    is_own = snapshot.training is not None
-    enough = CONSTANT_LOSSES if is_own else CONSTANT_PRINTED
-    newest = [value for _, value in points[-enough:]]
-    if len(newest) < enough or len(set(newest)) > 1:
+    values = [value for _, value in points]
+    length = next((count for count, value in enumerate(reversed(values)) if value != values[-1]), len(values))
+    if snapshot.training is not None:
+        if length < CONSTANT_LOSSES or float(f"{values[-1]:.5g}") == values[-1]:
+            return None
+    elif length < (CONSTANT_PRINTED if length < len(values) else 2 * CONSTANT_PRINTED) or _is_coarse(values, length):
         return None
-    digits = float(f"{newest[0]:.5g}") if is_own else round(newest[0], 2)  # a command may print few of them
-    if digits == newest[0]:
-        return None
-    text = f"learns nothing: its loss has been exactly {newest[0]:.6g} in each of the last {len(newest)} recorded steps"
+    text = f"learns nothing: its loss has been exactly {values[-1]:.6g} in each of the last {length} recorded steps"
     return Symptom("wrong", text, (_latest(points),), lost_share=1.0, sign="plateau")
+
+
+def _is_coarse(losses: Sequence[float], length: int) -> bool:
+    """Return whether a command prints too few digits, or one loss for many steps, for equal losses to mean anything."""
+    before = losses[: len(losses) - length]
+    changes = sum(later != earlier for earlier, later in pairwise(before))
+    return float(f"{losses[-1]:.3g}") == losses[-1] or 2 * changes < len(before) - 1
 
 
 def _learns_nothing(snapshot: Snapshot, points: Points, scale: LossScale) -> Symptom | None:

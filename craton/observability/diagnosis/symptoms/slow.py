@@ -22,6 +22,7 @@ from craton.observability.diagnosis.tables import threshold
 from craton.observability.diagnosis.verdict import ABANDONED, OVERLOAD, RESTARTS, Symptom
 
 FIRST_STEPS = 5  # of a run, which may compile, connect and fill caches
+NEWEST_STEPS = 60  # recorded ones, among which there must be a pause
 
 
 def find_slow(snapshot: Snapshot) -> list[Symptom]:
@@ -119,21 +120,21 @@ def _blocked_by_saves(snapshot: Snapshot) -> list[Symptom]:
 
 
 def _pauses_for_data(snapshot: Snapshot) -> list[Symptom]:
-    """Return rare long waits for data, such as at the beginning of an epoch, which medians of steps do not show: by the
-    ledger, and by single steps, because the first batch alone may take long."""
-    ledger = snapshot.run.ledger
-    loading = ledger.get("data", 0.0)
-    wall = loading + ledger.get("productive", 0.0)
-    times = [seconds for _, seconds in snapshot.series.step_seconds[FIRST_STEPS:]]
-    if not times or wall < threshold("data_pause_seconds") or loading / wall < threshold("data_pause_share"):
+    """Return rare long waits for data, such as at the beginning of an epoch, which medians of steps do not show."""
+    waits = [seconds for _, seconds in snapshot.series.data_seconds[FIRST_STEPS:]]
+    steps = [seconds for _, seconds in snapshot.series.step_seconds[FIRST_STEPS:]]
+    if not waits or not steps or sum(steps) < threshold("data_pause_seconds"):
         return []
-    usual = statistics.median(times)
-    long = [seconds for seconds in times if seconds > threshold("data_pause_ratio") * usual]
-    if len(long) < threshold("data_pauses") or sum(long) / sum(times) < threshold("data_pause_share"):
+    limit = threshold("data_pause_ratio") * statistics.median(steps)
+    long = [seconds for seconds in waits if seconds > limit]
+    share = sum(long) / sum(steps)
+    if len(long) < threshold("data_pauses") or share < threshold("data_pause_share"):
         return []
-    text = f"waits for data {percent(loading / wall)} of the time, in {counted(len(long), 'long pause')}"
-    longest = f"the longest of these steps took {duration(max(long))}, a usual one takes {duration(usual)}"
-    return [Symptom("slow", text, (text, longest), phase="data", lost_share=loading / wall)]
+    if max(waits[-NEWEST_STEPS:]) <= limit:
+        return []  # it is over
+    text = f"waits for data {percent(min(share, 1.0))} of the time, in {counted(len(long), 'long pause')}"
+    longest = f"the longest took {duration(max(long))}, a usual step takes {duration(statistics.median(steps))}"
+    return [Symptom("slow", text, (text, longest), phase="data", lost_share=min(share, 1.0))]
 
 
 def _evaluates(snapshot: Snapshot) -> list[Symptom]:

@@ -27,7 +27,7 @@ def symptoms_of(snapshot: Snapshot) -> Symptoms:
     if died is not None:
         return Symptoms((died, *wrong))
     if snapshot.serving is not None and snapshot.serving.refusal:
-        return Symptoms((Symptom("waiting", _resting(snapshot.serving), sign=PAUSED),))
+        return Symptoms((Symptom("waiting", _resting(snapshot.serving), sign=PAUSED), *wrong))
     if hangs is not None:
         return Symptoms((hangs, *wrong))
     slow = find_slow(snapshot)

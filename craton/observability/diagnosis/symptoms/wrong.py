@@ -58,9 +58,6 @@ def find_wrong(snapshot: Snapshot) -> list[Symptom]:
     bad = find_not_a_number(snapshot)
     if bad is not None:
         return [*result, bad]
-    skipped = find_skipped_steps(snapshot)
-    if skipped is not None:
-        return [*result, skipped]
     # Masked labels and repeated rows explain what the loss does: they come first, and alone.
     data = [finder(snapshot) for finder in (find_labels, find_repeats, find_constant_tokens, find_learning_rate)]
     if not any(data):  # rows of one token, too, have labels that equal it
@@ -71,7 +68,7 @@ def find_wrong(snapshot: Snapshot) -> list[Symptom]:
     finders = (find_loss_trouble, find_dead_experts, find_overfitting, find_bad_evaluation)
     curves = [finder(snapshot) for finder in finders]
     if curves[0] is None:
-        curves.insert(0, find_gradient_explosion(snapshot))
+        curves[:1] = [find_gradient_explosion(snapshot), find_skipped_steps(snapshot)]
     return [*result, *(symptom for symptom in curves if symptom is not None)]
 
 
@@ -104,15 +101,21 @@ def find_not_a_number(snapshot: Snapshot) -> Symptom | None:
 def find_skipped_steps(snapshot: Snapshot) -> Symptom | None:
     """Return spikes of the loss that are skipped again and again: what is skipped teaches nothing."""
     newest = max([step for step, _ in snapshot.series.loss], default=snapshot.run.step or 0)
-    recent = [bad for bad in snapshot.bad_steps if not bad.is_not_finite and newest - bad.step < _window()]
-    skipped = {bad.step for bad in recent if bad.policy == "skip"}
+    skipped = {
+        bad.step: bad.reason
+        for bad in snapshot.bad_steps
+        if not bad.is_not_finite
+        and bad.policy == "skip"
+        and bad.generation == snapshot.run.generation
+        and newest - bad.step < _window()
+    }
     share = len(skipped) / min(_window(), max(newest, 1))
     if newest < MIN_STEPS or share < threshold("skipped_share"):
         return None
-    text = f"skips {len(skipped)} of its newest {min(_window(), newest)} steps as spikes of the loss"
-    return Symptom(
-        "wrong", text, (f"step {recent[-1].step}: {recent[-1].reason}",), lost_share=share, sign="steps_skipped"
-    )
+    text = f"skips at least {len(skipped)} of its newest {min(_window(), newest)} steps as spikes of the loss"
+    last = max(skipped)
+    evidence = (f"step {last}: {skipped[last]}",)
+    return Symptom("wrong", text, evidence, lost_share=share, sign="steps_skipped")
 
 
 def _recent_bad_steps(snapshot: Snapshot) -> list[SnapshotBadStep]:
