@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from fake_snapshots import MOMENT, healthy, with_gpu, with_host, with_log, with_rank, with_run
 from reported_tracebacks import ENDINGS, Ending
-from sick import NODE, RANK, dead, reported, restarted
+from sick_runs import NODE, RANK, dead, reported, restarted
 
 from craton.observability.diagnosis import diagnose
 from craton.observability.diagnosis.collect.errors import read_errors

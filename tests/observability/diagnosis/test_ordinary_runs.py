@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from fake_snapshots import MOMENT, healthy, with_rank, with_run
-from sick import TRAINING
+from sick_runs import TRAINING
 
 from craton.observability.diagnosis import diagnose
 from craton.observability.diagnosis.collect.records import read_serving

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 from fake_snapshots import (
+    MOMENT,
     healthy,
     slowed,
     slowed_all,
@@ -19,7 +20,7 @@ from fake_snapshots import (
     with_tier,
     without_hardware,
 )
-from sick import MOMENT, with_losses
+from sick_runs import with_losses
 
 from craton.observability.diagnosis import diagnose
 from craton.observability.diagnosis.snapshot import Snapshot, SnapshotXid

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 from fake_snapshots import (
+    MOMENT,
     asked_ras,
     healthy,
     hung,
@@ -24,20 +25,8 @@ from fake_snapshots import (
     with_tier,
     without_hardware,
 )
-from sick import (
-    GPU,
-    MOMENT,
-    NODE,
-    RANK,
-    Case,
-    cases,
-    dead,
-    restarted,
-    serving,
-    slow_victim,
-    unmeasured,
-    with_losses,
-)
+from sick import Case, cases
+from sick_runs import GPU, NODE, RANK, dead, restarted, serving, slow_victim, unmeasured, with_losses
 
 from craton.observability.diagnosis import LAYERS, diagnose, straggler_of
 from craton.observability.diagnosis.snapshot import Snapshot, SnapshotNode, SnapshotXid

@@ -8,7 +8,7 @@ import math
 import pytest
 from counted_calls import counted_calls
 from fake_snapshots import asked_ras, healthy, hung, slowed, with_gpu
-from sick import with_losses
+from sick_runs import with_losses
 
 from craton.observability.diagnosis import diagnose
 from craton.observability.diagnosis.snapshot import PHASES, Snapshot, SnapshotError, SnapshotXid
