@@ -29,6 +29,7 @@ HIGH_POINTS, HIGH_RATIO = 10, 3.0  # a larger rise is a divergence after fewer s
 MIN_RISE = 0.2  # nats of cross entropy
 EXPLODED = 3.0  # times ln(vocabulary) or the lowest loss, in the first steps
 CONSTANT_LOSSES = 20  # equal losses in a row
+CLEAR_DIGITS = 1000  # a loss in units of the last digit that is printed
 CONSTANT_PRINTED = 100  # the same of a command, which prints rounded numbers; twice as many if it never changed
 UNBOUNDED, ACCELERATED = 3.0, 1.5  # times the first losses, below 0; the fall of a part relative to the one before
 JUMPED = 5.0  # times the range of all losses before, within a step
@@ -226,7 +227,8 @@ def _is_coarse(losses: Sequence[float], length: int) -> bool:
     """Return whether a command prints too few digits, or one loss for many steps, for equal losses to mean anything."""
     before = losses[: len(losses) - length]
     changes = sum(later != earlier for earlier, later in pairwise(before))
-    return float(f"{losses[-1]:.3g}") == losses[-1] or 2 * changes < len(before) - 1
+    decimals = max(len(repr(value).partition(".")[2]) for value in losses)  # trailing zeros of a loss are not seen
+    return abs(losses[-1]) < CLEAR_DIGITS / 10.0**decimals or 2 * changes < len(before) - 1
 
 
 def _learns_nothing(snapshot: Snapshot, points: Points, scale: LossScale) -> Symptom | None:
