@@ -20,13 +20,10 @@ def forget_meshes() -> None:
     use, also those of the thread that runs backward passes on it."""
     _clear_sharding_prop_cache()
     _redistribute._gen_transform_infos.cache_clear()
-    getattr(_redistribute, "clear_redistribute_planner_cache", _nothing)()
+    if hasattr(_redistribute, "clear_redistribute_planner_cache"):  # not in all versions of PyTorch
+        _redistribute.clear_redistribute_planner_cache()
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         _InBackward.apply(torch.zeros(1, device="cuda", requires_grad=True)).backward()
-
-
-def _nothing() -> None:
-    """Older versions of PyTorch have no such cache."""
 
 
 class _InBackward(torch.autograd.Function):

@@ -47,6 +47,7 @@ class Standing:
     expected_start: float | None = None  # seconds since 1970
     outcome: Outcome = ""  # of an ended run, where the scheduler knows it
     is_suspended: bool = False  # its processes are stopped by the scheduler, and keep their nodes
+    has_begun: bool = True  # False: the scheduler has started it, and nothing of it runs yet, for longer than usual
     is_leaving: bool = False  # removed from the scheduler, while its processes still save
 
 

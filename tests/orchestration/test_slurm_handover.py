@@ -284,12 +284,13 @@ def test_a_job_whose_script_does_not_begin_is_noticed(root: Path, listed: list[J
     assert found.condition == "running"
     assert "Slurm started job 812" in found.sentence
     assert "its prolog still runs" in found.sentence
+    assert not found.has_begun
     write_starts(run, Starts(NONCE))
-    assert SlurmBackend().look([run])["chain"].sentence == "", "it has begun, and checks its nodes"
+    assert SlurmBackend().look([run])["chain"].has_begun, "it checks its nodes"
     os.utime(run.path / STARTS_FILE, (time.time() - 900.0, time.time() - 900.0))
     assert "has not begun" in SlurmBackend().look([run])["chain"].sentence, "it was the start before"
     listed[:] = [JobRecord("812", "CONFIGURING", start=time.time() - 40.0)]
-    assert SlurmBackend().look([run])["chain"].sentence == "", "its nodes boot"
+    assert SlurmBackend().look([run])["chain"].has_begun, "its nodes boot: Slurm itself has not started it"
 
 
 def test_a_run_is_whole_after_ctrl_c_at_sbatch(root: Path, slurm: SlurmLab, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -139,15 +139,15 @@ def _standing(job: JobRecord | None, submission: Submission, cluster: SlurmState
     allocation = read_allocation(run)
     names = tuple(f"{node.name} on {node.host}" for node in allocation.nodes) if allocation else ()
     halted = f"Slurm has suspended job {number}; `scontrol resume {number}` continues it" if job.is_suspended else ""
-    if job.state == RUNNING and job.start and not has_begun(run, job.start):
-        seconds = time.time() - job.start
-        halted = _not_begun(number, seconds) if seconds > BEGIN_SECONDS else ""
+    seconds = time.time() - job.start if job.start and job.state == RUNNING else 0.0
+    is_late = seconds > BEGIN_SECONDS and not has_begun(run, job.start or 0.0)
     return Standing(
         "running",
         number,
         nodes=names or (job.nodes,),
         reason=job.state if job.is_suspended else "",
-        sentence=halted,
+        sentence=_not_begun(number, seconds) if is_late else halted,
         restarts=job.restarts,
         is_suspended=job.is_suspended,
+        has_begun=not is_late,
     )

@@ -1,11 +1,11 @@
 """Stacks of a rank: dumped by its process when its agent asks, also while its main thread is blocked in C code.
 
 `faulthandler` writes the stacks of all threads into a file in memory that rank and agent share: a dump needs no disk.
-A thread of the rank calls it (`dump_stacks`), with the interpreter lock. If it does not, because C code holds the
-lock, the agent sends a signal, whose handler needs no lock. The signal is the second choice: while other threads run
-Python code, the handler may read frames that are gone, and the process ends with SIGSEGV (CPython issue 116008). It is
-sent only to a process that handles it (`is_answering`): user code may have removed the handler, and the signal would
-end the process.
+A thread of the rank calls it (`dump_stacks`), with the interpreter lock. If it does not in time, for example because C
+code holds the lock, the agent sends a signal, whose handler needs no lock. The signal is the second choice: while
+other threads run Python code, the handler may read frames that are gone, and the process ends with SIGSEGV (CPython
+issue 116008). It is sent only to a process that handles it (`is_answering`): user code may have removed the handler,
+and the signal would end the process.
 """
 
 from __future__ import annotations

@@ -34,6 +34,7 @@ def scheduler_of(standing: Standing, on: str, hosts: Mapping[str, str]) -> Sched
         expected_start=standing.expected_start,
         restarts=standing.restarts,
         is_suspended=standing.is_suspended,
+        has_begun=standing.has_begun,
         nodes=(
             *node_states,
             *(NodeWord(names.get(host, host), "ALLOCATED") for host in standing.nodes if host not in known_hosts),

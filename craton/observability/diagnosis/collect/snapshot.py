@@ -7,7 +7,6 @@ PyTorch's flight recorders are read if present. What cannot be observed becomes 
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 import time
@@ -230,24 +229,24 @@ def _serving(
     """Return the records of a server, completed by its metrics; a note if these cannot be read. Only a server on this
     machine can be called silent: from another one a firewall looks the same."""
     recorded = read_serving(run, facts.nodes, moment)
-    if asks and recorded is None and is_here and facts.state == "running":  # before its first request
-        with contextlib.suppress(CratonError):
-            return Serving(is_loading=not ServerWatch(server_of(run)).is_ready()), ""
-    if not asks or recorded is None:
+    if not asks:
         return recorded, ""
     try:
-        answer = ServerWatch(server_of(run)).look()
+        watch = ServerWatch(server_of(run))
     except CratonError as error:
-        return recorded, str(error)
+        return recorded, "" if recorded is None else str(error)
+    if recorded is None:  # before its first request
+        is_asked = is_here and facts.state == "running"
+        return Serving(is_loading=not watch.is_ready()) if is_asked else None, ""
+    answer = watch.look()
     if answer is None:
-        is_silent = is_here and facts.state == "running" and not ServerWatch(server_of(run)).responds()
+        is_silent = is_here and facts.state == "running" and not watch.responds()
         note = "the server returns no metrics: KV cache usage and latencies are not known"
         return replace(recorded, is_silent=is_silent), note
     asked = replace(
         recorded, running=answer.running, waiting=answer.waiting, first_token_seconds=answer.first_token_seconds
     )
-    refusal = ServerWatch(server_of(run)).refusal()
-    return replace(asked, kv_share=answer.kv_share, preemptions=answer.preemptions, refusal=refusal), ""
+    return replace(asked, kv_share=answer.kv_share, preemptions=answer.preemptions, refusal=watch.refusal()), ""
 
 
 def _closer(run: RunDirectory, snapshot: Snapshot, here: Sequence[str]) -> Snapshot:

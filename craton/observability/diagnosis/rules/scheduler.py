@@ -41,7 +41,7 @@ def examine_scheduler(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
     if symptoms.signed(SUSPENDED):
         return finding(symptoms, "job_suspended", scheduler.sentence, ("hung",))
     findings: list[Finding] = []
-    if scheduler.condition == "running" and scheduler.sentence and snapshot.run.on == "slurm":
+    if not scheduler.has_begun:
         findings += finding(symptoms, "job_not_begun", scheduler.sentence, ("starting",))
     if scheduler.condition == "unknown" and scheduler.reason == NO_ANSWER:
         message = f"the scheduler does not respond: {scheduler.sentence}"

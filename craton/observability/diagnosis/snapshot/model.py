@@ -129,6 +129,7 @@ class SchedulerState:
     expected_start: float | None = None
     restarts: int = 0
     is_suspended: bool = False  # it has stopped the processes of the run, which keep their nodes
+    has_begun: bool = True  # False: it has started the run, and nothing of it runs yet, for longer than usual
     nodes: tuple[NodeWord, ...] = ()
     kills: tuple[SchedulerKill, ...] = ()
 
