@@ -11,12 +11,13 @@ LISTENING = "0A"  # the state of a socket in /proc/net/tcp
 LOOPBACK = {"0100007F", "00000000000000000000000001000000"}  # 127.0.0.1 and ::1, as the kernel writes them
 
 
-def processes_with(text: str) -> list[int]:
-    """Processes that have a text in their command line, this one left out."""
+def processes_with(path: Path) -> list[int]:
+    """Processes that have a path, or one below it, in their command line, this one left out."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            if text.encode() in (folder / "cmdline").read_bytes() and int(folder.name) != os.getpid():
+            line = (folder / "cmdline").read_bytes()
+            if any(os.fsencode(path) + end in line for end in (b"\0", b"/")) and int(folder.name) != os.getpid():
                 found.append(int(folder.name))
     return found
 

@@ -113,7 +113,7 @@ class Server:
 
     def processes(self) -> set[int]:
         """Return its ranks and front end."""
-        return set(processes_with(str(self.run.path))) - {agent.pid for agent in living_agents(self.run)}
+        return set(processes_with(self.run.path)) - {agent.pid for agent in living_agents(self.run)}
 
     def _is_ready(self) -> bool:
         connection = HTTPConnection("127.0.0.1", self.port, timeout=REQUEST_SECONDS)

@@ -295,7 +295,7 @@ def test_a_lost_rank_ends_what_runs_and_the_server_comes_back(
     prompt = [5, 6, 7, 8]
     with serving(theirs[1], tmp_path, "two", tp=2) as server:
         expect_like_theirs(theirs[0], prompt, server.complete(prompt))
-        found = listeners_of(processes_with(str(server.run.path)))
+        found = listeners_of(processes_with(server.run.path))
         assert len(found) >= 5, "the API, the agent, its metrics, the store, and gloo"
         assert {address for address, _ in found} <= LOOPBACK, found
         chunks = server.client().completions.create(
