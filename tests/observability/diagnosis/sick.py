@@ -512,6 +512,8 @@ def reported_cases() -> Iterator[Case]:
         ("no command", "command_not_found", "", "bash: line 1: trainit: command not found", {"code": 127}),
         ("port", "port_in_use", "OSError", "[Errno 98] Address already in use", {"errno": 98}),
         ("EIO", "storage_error", "OSError", "[Errno 5] Input/output error: '/fsx/a'", {"errno": 5, "path": "/fsx/a"}),
+        ("cut file", "file_damaged", "UnpicklingError", "pickle data was truncated", {"path": "/d/a.pt"}),
+        ("slow down", "store_refuses", "ClientError", "An error occurred (SlowDown) when calling GetObject", {}),
         ("EACCES", "permission_denied", "PermissionError", "[Errno 13] Permission denied", {"errno": 13}),
         ("store", "rendezvous_failed", "torch.distributed.DistStoreError", "Timed out waiting for clients", {}),
         ("hub", "service_unreachable", "ConnectTimeout", "Connection to huggingface.co timed out.", {}),

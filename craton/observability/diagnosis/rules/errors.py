@@ -189,11 +189,11 @@ def _with_detail(kind: ErrorKind, error: RankError, snapshot: Snapshot) -> tuple
         match = _PACKAGE.search(text)
         package = next((word for word in match.groups() if word), "") if match else ""
         return kind.cause, kind.confidence, f"`{package}`" if package else "the missing package"
-    if kind.cause == "service_unreachable":
+    if kind.cause in ("service_unreachable", "store_refuses"):
         match = _HOST.search(text)
         host = next((word for word in match.groups() if word), "") if match else ""
         return kind.cause, kind.confidence, host or "the address in the message"
-    if kind.cause in ("storage_error", "storage_full", "storage_read_only", "storage_stalled"):
+    if kind.cause in ("storage_error", "storage_full", "storage_read_only", "storage_stalled", "file_damaged"):
         return kind.cause, kind.confidence, error.path or "the files that the message names"
     own = DATA_KEYS if kind.cause == "bad_data" and snapshot.run.kind not in OTHER_PROGRAMS else ""
     return kind.cause, kind.confidence, place or (f"the file {error.path}" if error.path else own)
