@@ -33,7 +33,8 @@ def why(
         ),
     ] = None,
     families: Annotated[
-        str, typer.Option(help="With --live: all, first, second, third, fourth, or families separated by commas.")
+        str,
+        typer.Option(help="With --live: all, first, second, third, fourth, fifth, or families separated by commas."),
     ] = "all",
     only: Annotated[
         list[str] | None, typer.Option(help="With --live: only the fault of this name; repeatable.", show_default=False)

@@ -100,14 +100,14 @@ def test_at_most_six_faults_need_rights_that_this_machine_lacks() -> None:
 
 
 def test_faults_are_chosen_by_set_family_and_name() -> None:
-    sets = ("first", "second", "third", "fourth")
+    sets = ("first", "second", "third", "fourth", "fifth")
     assert all({fault.family for fault in chosen_faults(name)} == set(FAMILIES) for name in sets)
     assert sum(len(chosen_faults(name)) for name in sets) == len(chosen_faults("all"))
     assert {fault.family for fault in chosen_faults("clocks")} == {"clocks"}
     assert all(fault in chosen_faults("clocks") for fault in family_faults("clocks", "third"))
     assert {fault.family for fault in chosen_faults("clocks,memory")} == {"clocks", "memory"}
     assert [fault.name for fault in chosen_faults("all", ["source-raises"])] == ["source-raises"]
-    with pytest.raises(CratonError, match="tides is not known; allowed: first, second, third, fourth, all"):
+    with pytest.raises(CratonError, match="tides is not known; allowed: first, second, third, fourth, fifth, all"):
         chosen_faults("tides")
     with pytest.raises(CratonError, match="no fault source-raises in clocks"):
         chosen_faults("clocks", ["source-raises"])

@@ -1,4 +1,4 @@
-"""The twelve families and their four sets of faults. Each set was written after the rules for the sets before it."""
+"""The twelve families and their five sets of faults. Each set was written after the rules for the sets before it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal
 from craton.bench.why.faults.fault import LiveFault
 from craton.errors import CratonError
 
-FaultSet = Literal["first", "second", "third", "fourth"]
+FaultSet = Literal["first", "second", "third", "fourth", "fifth"]
 
 FAMILIES = (
     "data_source",
@@ -25,7 +25,13 @@ FAMILIES = (
     "server",
     "scheduler",
 )
-PACKAGES: dict[FaultSet, str] = {"first": "families", "second": "second", "third": "third", "fourth": "fourth"}
+PACKAGES: dict[FaultSet, str] = {
+    "first": "families",
+    "second": "second",
+    "third": "third",
+    "fourth": "fourth",
+    "fifth": "fifth",
+}
 
 
 def family_faults(family: str, fault_set: FaultSet) -> tuple[LiveFault, ...]:
@@ -35,7 +41,7 @@ def family_faults(family: str, fault_set: FaultSet) -> tuple[LiveFault, ...]:
 
 
 def chosen_faults(families: str = "all", only: Sequence[str] = ()) -> list[LiveFault]:
-    """The faults of `first`, `second`, `third`, `fourth`, `all`, or of families (in all sets) separated by commas; or
+    """The faults of `first` to `fifth`, of `all`, or of families (in all sets) separated by commas; or
     only those of these names."""
     sets: tuple[FaultSet, ...] = tuple(name for name in PACKAGES if name == families) or tuple(PACKAGES)
     names = FAMILIES if families in (*PACKAGES, "all") else tuple(families.split(","))
