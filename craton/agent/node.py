@@ -451,7 +451,7 @@ class NodeProcesses:
                     is_waiting=progress.is_waiting,
                     is_user_frame=bool(progress.frame) and place.stack.is_user_frame,
                     wait_channels=place.stack.wait_channels if place.stack.episode == place.page.progress else (),
-                    resources=place.resources.read(process.pid, now),
+                    resources=place.resources.read(process.pid, now, progress.step),
                     peers=peers.get(rank, ()),
                 )
             )

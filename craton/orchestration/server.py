@@ -36,7 +36,7 @@ from craton.telemetry.node import read_heartbeat
 ANSWER_SECONDS = 2.0  # a server that takes longer counts as not responding
 RATE_SECONDS = 5.0  # window of tokens per second
 MEDIAN_SECONDS = 60.0  # window of the median time to first token
-RESTING = ("paused", "asleep")  # states of a loaded server that computes nothing
+RESTING = ("paused", "asleep", "without weights")  # states of a loaded server that computes nothing
 MAX_REFUSAL = 200  # characters
 EVENT, READY = "serving", "ready"  # the event of startup stages; the last stage
 
@@ -45,6 +45,8 @@ EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # wildcard address → addre
 RUNNING, WAITING = "vllm:num_requests_running", "vllm:num_requests_waiting"
 GENERATED, FIRST_TOKEN = "vllm:generation_tokens_total", "vllm:time_to_first_token_seconds_bucket"
 KV_SHARE, PREEMPTIONS = "vllm:kv_cache_usage_perc", "vllm:num_preemptions_total"
+REFUSED = "craton_serve_recently_refused"
+PAUSE = "craton_serve_longest_pause_seconds"
 
 Buckets = tuple[tuple[float, float], ...]  # (upper bound in seconds, cumulative requests), the last bound infinite
 
@@ -167,6 +169,8 @@ class ServerState:
     first_token_seconds: float | None  # recent median, else since the start
     kv_share: float | None = None  # KV cache usage of the fullest engine
     preemptions: int = 0  # since the start
+    refused: int = 0  # requests that it answered with 429 in the last half minute
+    pause_seconds: float = 0.0  # for which a running request has got no token
 
 
 @dataclass(frozen=True)
@@ -178,6 +182,8 @@ class _Look:
     first_tokens: Buckets
     kv_share: float | None
     preemptions: int
+    refused: int
+    pause_seconds: float
 
 
 class ServerWatch:
@@ -192,7 +198,7 @@ class ServerWatch:
         return _get(self.address, "/health")[0] == http.client.OK
 
     def refusal(self) -> str:
-        """Return why the server computes nothing although it is loaded: it is paused or asleep."""
+        """Return why the server computes nothing although it is loaded: it is paused, asleep or has no weights."""
         status, text = _get(self.address, "/health")
         if status in (0, http.client.OK):
             return ""
@@ -231,6 +237,8 @@ class ServerWatch:
             or histogram_quantile(new.first_tokens, 0.5),
             kv_share=new.kv_share,
             preemptions=new.preemptions,
+            refused=new.refused,
+            pause_seconds=new.pause_seconds,
         )
 
 
@@ -295,6 +303,8 @@ def _read_metrics(text: str, moment: float) -> _Look:
         tuple(sorted(buckets.items())),
         max(shares, default=None),
         int(totals.get(PREEMPTIONS, 0)),
+        int(totals.get(REFUSED, 0)),
+        totals.get(PAUSE, 0.0),
     )
 
 

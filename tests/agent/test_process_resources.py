@@ -141,6 +141,25 @@ def test_pages_that_come_back_and_the_time_that_a_quota_takes(tmp_path: Path) ->
     assert (read.refaults_per_second, read.throttled_share, read.throttled_time_share) == (1000.0, 0.5, 0.6)
 
 
+def test_the_cpu_time_of_a_step(tmp_path: Path) -> None:
+    reader = ResourceReader(tmp_path)
+    ticks = os.sysconf("SC_CLK_TCK")
+
+    def read(moment: float, step: int, used_seconds: int) -> tuple[float, float]:
+        fields = " 0" * 10 + f" {used_seconds * ticks}" + " 0" * 34
+        write(tmp_path, "proc/7/stat", f"7 (python) R{fields}")
+        found = reader.read(7, moment, step)
+        return found.step_cpu_seconds, found.least_step_cpu_seconds
+
+    assert read(0.0, 1, 10) == (0.0, 0.0)
+    assert read(5.0, 3, 11) == (0.0, 0.0), "too few steps"
+    assert read(10.0, 11, 15) == (0.5, 0.5)
+    assert read(15.0, 21, 20) == (0.5, 0.5)
+    assert read(20.0, 26, 30) == (2.0, 0.5), "each step does more"
+    assert read(40.0, 31, 40) == (2.0, 0.5), "each waits"
+    assert read(45.0, 22, 45) == (2.0, 0.5), "steps are repeated"
+
+
 def test_memory_of_a_cgroup_of_version_1(tmp_path: Path) -> None:
     write(tmp_path, "proc/7/cgroup", "4:memory:/job\n")
     folder = "sys/fs/cgroup/memory"

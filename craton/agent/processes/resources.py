@@ -20,6 +20,7 @@ from craton.agent.processes.tree import process_tree, threads_of
 from craton.limits import UNLIMITED_BYTES, cgroup_folders, cgroup_quota, number_in, numbers_in
 from craton.telemetry.node import ProcessResources
 
+WINDOW_STEPS = 4  # the CPU time of a step is the mean of at least so many
 WINDOW_SECONDS = 4.0  # shares are of at least so much time, once the rank has run for so long
 MAX_THREADS = 64  # of a rank and its children, whose times are read
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -58,6 +59,29 @@ class _Counters:
     refaults: int  # of its cgroups with a memory limit: pages of files that were dropped and needed again
 
 
+class _StepWork:
+    """The CPU time that a step takes. Waiting for other processes does not change it, more work in a step does."""
+
+    def __init__(self) -> None:
+        self._points: list[tuple[float, int, float]] = []  # moment, step, CPU seconds so far
+        self.recent = self.least = 0.0
+
+    def add(self, moment: float, step: int, used: float) -> None:
+        if self._points and step < self._points[-1][1]:  # steps are repeated
+            self._points.clear()
+        self._points.append((moment, step, used))
+        while len(self._points) > 1 and self._is_window(self._points[1]):
+            self._points.pop(0)
+        _, first_step, first_used = self._points[0]
+        if self._is_window(self._points[0]) and used > first_used:
+            self.recent = (used - first_used) / (step - first_step)
+            self.least = min(self.least or self.recent, self.recent)
+
+    def _is_window(self, first: tuple[float, int, float]) -> bool:
+        moment, step, _ = self._points[-1]
+        return moment - first[0] >= WINDOW_SECONDS and step - first[1] >= WINDOW_STEPS
+
+
 class ResourceReader:
     """Follows one process and its children; for another one all counts restart."""
 
@@ -69,6 +93,7 @@ class ResourceReader:
         self._judged: _Counters | None = None
         self._last = ProcessResources()
         self._waits = KernelWaits(root / "proc")
+        self._work = _StepWork()
 
     @property
     def sleeps_in(self) -> str:
@@ -79,17 +104,20 @@ class ResourceReader:
         """Look in what its threads wait; called between two reads."""
         self._waits.look(pid, now)
 
-    def read(self, pid: int, now: float) -> ProcessResources:
-        """Return what the process may use and uses at the monotonic second `now`; read at most every READ_SECONDS."""
+    def read(self, pid: int, now: float, step: int | None = None) -> ProcessResources:
+        """Return what the process may use and uses at the monotonic second `now`; read at most every READ_SECONDS.
+        `step` is the last one it has begun."""
         if pid != self._pid:
-            self._pid, self._seen, self._busy_at, self._judged = pid, [], now, None
+            self._pid, self._seen, self._busy_at, self._judged, self._work = pid, [], now, None, _StepWork()
         elif now - self._seen[-1].moment < READ_SECONDS:
             return self._last
-        self._last = self._read(pid, now)
+        self._last = self._read(pid, now, step)
         return self._last
 
-    def _read(self, pid: int, now: float) -> ProcessResources:
+    def _read(self, pid: int, now: float, step: int | None) -> ProcessResources:
         counters = self._counters(pid, now)
+        if step:
+            self._work.add(now, step, counters.used_seconds)
         while len(self._seen) > 1 and now - self._seen[1].moment >= WINDOW_SECONDS:
             self._seen.pop(0)
         first = self._seen[0] if self._seen else counters
@@ -117,6 +145,8 @@ class ResourceReader:
             stopped_share=self._waits.stopped_share,
             sleeps_in=self._waits.sleeps_in,
             refaults_per_second=round(max(0, counters.refaults - first.refaults) / seconds, 1) if seconds else 0.0,
+            step_cpu_seconds=round(self._work.recent, 6),
+            least_step_cpu_seconds=round(self._work.least, 6),
         )
 
     def _judge_idle(self, counters: _Counters) -> None:

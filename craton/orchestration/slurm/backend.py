@@ -15,7 +15,7 @@ from craton.orchestration.errors import SchedulerError, StartError
 from craton.orchestration.slurm.allocation import read_allocation
 from craton.orchestration.slurm.handover import NEVER, RELEASED, RESTARTS, hand_over, is_fresh, unheard_numbers
 from craton.orchestration.slurm.mounts import image_of, mounts_of
-from craton.orchestration.slurm.records import RUNNING, JobRecord, job_of
+from craton.orchestration.slurm.records import CONFIGURING, RUNNING, JobRecord, job_of
 from craton.orchestration.slurm.script import SCRIPT_FILE, ScriptOptions, copies_stem, sbatch_script
 from craton.orchestration.slurm.starts import has_begun
 from craton.orchestration.slurm.tools import SlurmState, cancel, read_jobs, read_snapshot, release
@@ -107,7 +107,12 @@ def _let_go(run: RunDirectory, submission: Submission) -> str:
     )
 
 
-def _not_begun(number: str, seconds: float) -> str:
+def _not_begun(number: str, seconds: float, state: str) -> str:
+    if state == CONFIGURING:
+        return (
+            f"Slurm gave job {number} its nodes {whole_duration(seconds)} ago and still configures them: they boot, or "
+            "their prolog runs (`scontrol show job` and `sinfo -R` show more)"
+        )
     return (
         f"Slurm started job {number} {whole_duration(seconds)} ago, but its batch script has not begun: its prolog "
         "still runs, or the nodes do not reach the run directory"
@@ -139,14 +144,14 @@ def _standing(job: JobRecord | None, submission: Submission, cluster: SlurmState
     allocation = read_allocation(run)
     names = tuple(f"{node.name} on {node.host}" for node in allocation.nodes) if allocation else ()
     halted = f"Slurm has suspended job {number}; `scontrol resume {number}` continues it" if job.is_suspended else ""
-    seconds = time.time() - job.start if job.start and job.state == RUNNING else 0.0
+    seconds = time.time() - job.start if job.start and job.state in (RUNNING, CONFIGURING) else 0.0
     is_late = seconds > BEGIN_SECONDS and not has_begun(run, job.start or 0.0)
     return Standing(
         "running",
         number,
         nodes=names or (job.nodes,),
         reason=job.state if job.is_suspended else "",
-        sentence=_not_begun(number, seconds) if is_late else halted,
+        sentence=_not_begun(number, seconds, job.state) if is_late else halted,
         restarts=job.restarts,
         is_suspended=job.is_suspended,
         has_begun=not is_late,

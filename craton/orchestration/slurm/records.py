@@ -18,6 +18,7 @@ from craton.infrastructure.topology import expand as expand_hosts
 
 NOTHING = ("", "(null)", "N/A", "None", "n/a", "Unknown", "UNLIMITED", "INFINITE")
 PENDING, RUNNING = "PENDING", "RUNNING"
+CONFIGURING = "CONFIGURING"  # it has nodes, and waits until they have booted or their prolog has ended
 SUSPENDED = ("SUSPENDED", "STOPPED")  # by an administrator, by gang scheduling, or by a preempting job
 ENDED = (
     *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"),

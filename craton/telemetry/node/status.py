@@ -40,6 +40,8 @@ class ProcessResources:
     stopped_share: float = 0.0  # the same: a signal had stopped it
     sleeps_in: str = ""  # kernel function in which its main thread has slept for seconds
     refaults_per_second: float = 0.0  # pages of files that its memory limit had forced out and that it needed again
+    step_cpu_seconds: float = 0.0  # CPU time that a step has taken in the last seconds, with its children
+    least_step_cpu_seconds: float = 0.0  # the smallest that this was so far
 
 
 @dataclass(frozen=True)
@@ -182,4 +184,6 @@ def _resources(document: dict[str, Any]) -> ProcessResources:
         stopped_share=float(document.get("stopped_share", 0.0)),
         sleeps_in=str(document.get("sleeps_in", ""))[:64],
         refaults_per_second=float(document.get("refaults_per_second", 0.0)),
+        step_cpu_seconds=float(document.get("step_cpu_seconds", 0.0)),
+        least_step_cpu_seconds=float(document.get("least_step_cpu_seconds", 0.0)),
     )

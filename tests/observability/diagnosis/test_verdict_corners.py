@@ -55,6 +55,18 @@ def test_waiting_for_a_cpu_explains_only_as_much_as_was_waited(slower: float, ca
     assert diagnose(with_host(run, processors=2, load=4.0, foreign_processor_share=0.5)).cause == cause
 
 
+@pytest.mark.parametrize(("more", "cause"), [(1.2, "processor_contention"), (3.0, "compute_slow")])
+def test_steps_that_do_more_are_not_blamed_on_other_processes(more: float, cause: str) -> None:
+    run = slowed_all(healthy(1, 2, on="local", is_accelerated=False), 4.0, "compute")
+    used = ProcessResources(
+        cpus=2, node_cpus=2, waited_share=0.7, step_cpu_seconds=0.1 * more, least_step_cpu_seconds=0.1
+    )
+    run = replace(run, ranks=tuple(replace(rank, resources=used) for rank in run.ranks))
+    verdict = diagnose(with_host(run, processors=2, load=4.0, foreign_processor_share=0.5))
+    assert verdict.cause == cause
+    assert ("300 ms of CPU time, 100 ms before" in verdict.sentence) == (more == 3.0)
+
+
 def with_series(**series: Sequence[float]) -> Snapshot:
     run = healthy(1, 2)
     points = {name: tuple(enumerate(values, start=1)) for name, values in series.items()}

@@ -117,6 +117,7 @@ class HttpService:
             raise UnavailableError("the server is shutting down", code="draining", retry_seconds=5)
         self.link.working()
         if self.link.waiting + self._num_preparing >= self.settings.max_waiting:
+            self.metrics.refused()
             raise BusyError(
                 f"{self.settings.max_waiting} requests are waiting, which is the maximum; retry later",
                 code="too_many_requests",

@@ -192,6 +192,7 @@ class Exchange:
 
     def __init__(self, link: EngineLink, timeout_seconds: float = 0.0) -> None:
         self.has_begun = False
+        self.heard_at = time.monotonic()  # of the newest delta
         self.adapters: set[str] = set()  # of its requests
         self._link = link
         self._loop = asyncio.get_running_loop()
@@ -258,6 +259,7 @@ class Exchange:
     def put(self, piece: OutputDelta) -> None:
         if self._problem is not None or piece.index not in self._open.get(piece.id, ()):
             return
+        self.heard_at = time.monotonic()
         if not self.has_begun:
             self.has_begun = True
             self._link._begun(self)

@@ -7,6 +7,7 @@ model_name.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterator
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -29,6 +30,7 @@ COPIES_BOUNDS = (1, 2, 5, 10, 20)
 
 SLEEP_STATES = {"running": "awake", "paused": "awake", "asleep": "weights_offloaded"}
 LABELS = ("model_name",)
+REFUSED_SECONDS, MAX_REFUSALS = 30.0, 1000
 
 disable_created_metrics()
 
@@ -40,6 +42,7 @@ class Metrics:
         self._link = link
         self._served_name = served_name
         self.last_first_token_seconds = 0.0
+        self._refused: deque[float] = deque(maxlen=MAX_REFUSALS)  # when, monotonic
         registry = self._registry = CollectorRegistry()
         registry.register(_EngineMetrics(link, self))
 
@@ -68,6 +71,16 @@ class Metrics:
         self._request_generation = histogram("request_generation_tokens", "Tokens of an answer", COUNT_BOUNDS)
         self._params_n = histogram("request_params_n", "The parameter n", COPIES_BOUNDS)
         self._params_max_tokens = histogram("request_params_max_tokens", "The parameter max_tokens", COUNT_BOUNDS)
+
+    def refused(self) -> None:
+        """Count a request that was answered with 429."""
+        self._refused.append(time.monotonic())
+
+    @property
+    def recently_refused(self) -> int:
+        """Requests answered with 429 in the last REFUSED_SECONDS."""
+        since = time.monotonic() - REFUSED_SECONDS
+        return sum(moment >= since for moment in self._refused)
 
     @property
     def model_name(self) -> str:
@@ -144,11 +157,27 @@ class _EngineMetrics(Collector):
         self._link = link
         self._metrics = metrics
 
+    def _own_gauges(self) -> list[tuple[str, str, float]]:
+        now = time.monotonic()
+        silent = [now - exchange.heard_at for exchange in self._link.exchanges if exchange.has_begun]
+        return [
+            (
+                "craton_serve_recently_refused",
+                "Requests answered with 429 in the last half minute",
+                self._metrics.recently_refused,
+            ),
+            (
+                "craton_serve_longest_pause_seconds",
+                "Longest current wait of a running request for its next token",
+                max(silent, default=0.0),
+            ),
+        ]
+
     def collect(self) -> Iterator[Metric]:
         if not self._metrics.model_name:
             return
         stats = self._link.stats
-        for name, text, value in _gauges(stats):
+        for name, text, value in (*_gauges(stats), *self._own_gauges()):
             family = GaugeMetricFamily(name, text, labels=LABELS)
             family.add_metric([self._metrics.model_name], value)
             yield family

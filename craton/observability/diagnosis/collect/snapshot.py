@@ -236,15 +236,22 @@ def _serving(
     except CratonError as error:
         return recorded, "" if recorded is None else str(error)
     if recorded is None:  # before its first request
-        is_asked = is_here and facts.state == "running"
-        return Serving(is_loading=not watch.is_ready()) if is_asked else None, ""
+        if not is_here or facts.state != "running":
+            return None, ""
+        refusal = watch.refusal()
+        return Serving(is_loading=not refusal and not watch.is_ready(), refusal=refusal), ""
     answer = watch.look()
     if answer is None:
         is_silent = is_here and facts.state == "running" and not watch.responds()
         note = "the server returns no metrics: KV cache usage and latencies are not known"
         return replace(recorded, is_silent=is_silent), note
     asked = replace(
-        recorded, running=answer.running, waiting=answer.waiting, first_token_seconds=answer.first_token_seconds
+        recorded,
+        running=answer.running,
+        waiting=answer.waiting,
+        first_token_seconds=answer.first_token_seconds,
+        num_refused=answer.refused,
+        pause_seconds=answer.pause_seconds,
     )
     return replace(asked, kv_share=answer.kv_share, preemptions=answer.preemptions, refusal=watch.refusal()), ""
 

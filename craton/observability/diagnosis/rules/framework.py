@@ -14,6 +14,7 @@ from craton.observability.diagnosis.rules.findings import (
     finding,
     named,
 )
+from craton.observability.diagnosis.rules.resources import more_work
 from craton.observability.diagnosis.snapshot import LogMatch, Snapshot, SnapshotRank
 from craton.observability.diagnosis.symptoms import odd_by_output
 from craton.observability.diagnosis.tables import log_pattern, threshold
@@ -26,6 +27,7 @@ from craton.observability.diagnosis.verdict import (
     PAUSED,
     RESTARTS,
     SILENT,
+    STILL,
     Condition,
     Finding,
     Symptom,
@@ -33,8 +35,8 @@ from craton.observability.diagnosis.verdict import (
 )
 from craton.telemetry.node import FROZEN, WAITS_FOR_FILES, WAITS_FOR_LOCK, WAITS_FOR_MEMORY, sleeps_for
 
-# Timers, pipes and user signals: the program or one of its libraries caused them, and nothing handled them.
-OWN_SIGNALS = (signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF, signal.SIGPIPE, signal.SIGUSR1, signal.SIGUSR2)
+# Timers and pipes: the program or one of its libraries caused them, and nothing handled them.
+OWN_SIGNALS = (signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF, signal.SIGPIPE)
 FRAMES = (
     (re.compile(r"FileLock|inductor|_dynamo|triton.*compil|nvcc|ninja", re.IGNORECASE), "compile_hung"),
     (re.compile(r"checkpoint|torch/serialization|fsync|\bsave\b", re.IGNORECASE), "checkpoint_hung"),
@@ -234,6 +236,9 @@ def _hangs(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
     if symptoms.signed(SILENT):
         text = "the front end of the server does not answer, although its processes are alive"
         findings += finding(symptoms, "server_silent", text, ("hung",), base=0.95)
+    if symptoms.signed(STILL):
+        text = "the engine computes nothing for its running requests and uses no CPU: it waits for something else"
+        findings += finding(symptoms, "server_still", text, ("hung",), base=0.95)
     for symptom in symptoms.of("hung"):
         if symptom.sign == LINGERS:
             continue
@@ -401,13 +406,17 @@ def _slow(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
             )
             continue
         if is_of_command:
-            message = "every step of the command takes longer than before, and no resource of its processes explains it"
+            work = more_work(snapshot.ranks)
+            reason = f"does more: {work}" if work else "no resource of its processes explains it"
+            message = f"every step of the command takes longer than before, and {reason}"
             findings += finding(symptoms, "command_slow", message, ("slow",), evidence=symptom.evidence, base=0.9)
             continue
         cause = "slower_than_plan" if symptom.since_start else SLOW_PHASES[symptom.phase]
         message = f"every rank takes longer in {symptom.phase}" + (
             ", since the first step" if symptom.since_start else " than before"
         )
+        if snapshot.run.is_accelerated is False and (work := more_work(snapshot.ranks)):
+            message += f": {work}"
         findings += finding(
             symptoms, cause, message, ("slow",), evidence=symptom.evidence, base=0.9, phases=(symptom.phase,)
         )

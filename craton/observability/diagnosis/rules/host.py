@@ -7,6 +7,7 @@ import signal
 
 from craton.formatting import bandwidth, counted, percent, whole_duration
 from craton.observability.diagnosis.rules.findings import finding, named
+from craton.observability.diagnosis.rules.resources import more_work
 from craton.observability.diagnosis.snapshot import Snapshot, SnapshotHost, SnapshotNode, SnapshotRank
 from craton.observability.diagnosis.symptoms import reported_losses
 from craton.observability.diagnosis.tables import threshold
@@ -18,6 +19,7 @@ NO_WAIT_SHARE = 0.15  # of the runnable time of a rank's threads
 WRONG_PLACE, SAME_SHARE = 0.3, 0.8  # weight of an explanation that holds for healthy ranks too; "the same load"
 KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
 ENDED = (-signal.SIGTERM, 128 + signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
+WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)  # a process that has no handler for them is ended
 
 
 def examine_host(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
@@ -118,7 +120,10 @@ def _killed(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
     for symptom in symptoms.of("dead", "hung"):
         for number in symptom.ranks if symptom.sign not in ("hung", "stopped") else ():
             rank = snapshot.rank(number)
-            if rank is None or rank.exit_code not in (*KILLED, *ENDED):
+            if rank is None:
+                continue
+            findings += _warned(rank, symptoms)
+            if rank.exit_code not in (*KILLED, *ENDED):
                 continue
             name = "SIGKILL" if rank.exit_code in KILLED else "a termination signal"
             during = f" in phase {rank.ended_in}" if rank.ended_in else ""
@@ -140,6 +145,18 @@ def _killed(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
                     symptoms, "rank_killed", message, ("dead", "hung"), node=rank.node, rank=number, base=0.97
                 )
     return findings
+
+
+def _warned(rank: SnapshotRank, symptoms: Symptoms) -> list[Finding]:
+    """Explain a rank that a signal ended with which schedulers and operators warn a program."""
+    code = rank.exit_code or 0
+    found = next((item for item in WARNINGS if code in (-item, 128 + item)), None)
+    if found is None:
+        return []
+    message = (
+        f"rank {rank.rank} on {rank.node} was ended by {found.name} from another process: it had no handler"
+    )
+    return finding(symptoms, "warning_signal", message, ("dead", "hung"), node=rank.node, rank=rank.rank, base=0.95)
 
 
 def _stopped(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
@@ -194,7 +211,7 @@ def _processors(node: SnapshotNode, host: SnapshotHost, snapshot: Snapshot, symp
         waited = [rank.resources.waited_share for rank in snapshot.ranks if rank.node == node.name and rank.resources]
         if waited and max(waited) < NO_WAIT_SHARE:
             base *= WRONG_PLACE  # the ranks get all the CPU time they want
-        elif _compute_more(node, snapshot):
+        elif _compute_more(node, snapshot) or (snapshot.run.is_accelerated is not True and more_work(snapshot.ranks)):
             base *= WRONG_PLACE
         # Data loaders of GPU ranks starve first; ranks on CPUs would compute more slowly too.
         phases: tuple[str, ...] = ALL_WORK
@@ -225,8 +242,8 @@ def _compute_more(node: SnapshotNode, snapshot: Snapshot) -> bool:
     return bool(unexplained) and min(unexplained) > threshold("unexplained_slowdown")
 
 
-def _slowdown(rank: SnapshotRank) -> float | None:
-    now, before = rank.recent.get("compute"), rank.earlier.get("compute")
+def _slowdown(rank: SnapshotRank, phase: str = "compute") -> float | None:
+    now, before = rank.recent.get(phase), rank.earlier.get(phase)
     return now / before if now and before else None
 
 

@@ -6,9 +6,10 @@ ranks have explains why the others wait for them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
-from craton.formatting import counted, memory, percent
+from craton.formatting import counted, duration, memory, percent
 from craton.observability.diagnosis.rules.findings import finding, named
 from craton.observability.diagnosis.snapshot import Snapshot, SnapshotRank
 from craton.observability.diagnosis.tables import threshold
@@ -33,6 +34,7 @@ def examine_resources(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
     ]
 
 
+OTHER_REASON = 0.3  # weight of waiting for a CPU where more work explains as much
 FEW_SHARE = 0.5  # of the CPUs of other ranks or of the machine
 COMPUTING = ("compute", "optimizer", "communication")  # phases in which a rank wants its CPUs
 READING = ("data", "checkpoint", "compute")  # a custom source or model may read wherever it is called
@@ -137,7 +139,27 @@ def _waits(ranks: RankResources, symptoms: Symptoms) -> list[Finding]:
         f"threads of {_who(hit)} wait for a CPU {percent(worst)} of their time, those of other ranks "
         f"{percent(shares[0])}"
     )
-    return _findings(hit, ranks, symptoms, "processor_contention", message, 0.95, phases=COMPUTING)
+    base = 0.95 if not more_work([rank for rank, _ in hit]) else OTHER_REASON * 0.95
+    return _findings(hit, ranks, symptoms, "processor_contention", message, base, phases=COMPUTING)
+
+
+def more_work(ranks: Sequence[SnapshotRank]) -> str:
+    """Return how much more CPU time the steps of slow ranks take than before, in words; empty: not much more. Then
+    other processes are not what slows them: who waits for a CPU does the same work in more time. Of a slowdown, the
+    work must explain as much as everything else."""
+    limit = threshold("more_work_ratio")
+    for rank in ranks:
+        now, before = rank.recent.get("step"), rank.earlier.get("step")
+        used = rank.resources
+        if used is None or not used.least_step_cpu_seconds or not now or not before:
+            continue
+        ratio = used.step_cpu_seconds / used.least_step_cpu_seconds
+        if ratio > max(limit, math.sqrt(now / before)):
+            return (
+                f"a step of rank {rank.rank} takes {duration(used.step_cpu_seconds)} of CPU time, "
+                f"{duration(used.least_step_cpu_seconds)} before"
+            )
+    return ""
 
 
 def _memory(ranks: RankResources, symptoms: Symptoms) -> list[Finding]:

@@ -45,7 +45,7 @@ def examine_scheduler(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
         findings += finding(symptoms, "job_not_begun", scheduler.sentence, ("starting",))
     if scheduler.condition == "unknown" and scheduler.reason == NO_ANSWER:
         message = f"the scheduler does not respond: {scheduler.sentence}"
-        findings += finding(symptoms, "scheduler_unreachable", message, (), base=0.95, is_risk=True)
+        findings += finding(symptoms, "scheduler_unreachable", message, ("unknown",), base=0.95, is_risk=True)
     kills = list(scheduler.kills)
     if scheduler.condition == "ended" and scheduler.outcome != "done" and not kills:
         reason = next((ours for words, ours in WORDS if words.search(f"{scheduler.reason} {scheduler.sentence}")), None)
