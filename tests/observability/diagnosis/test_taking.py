@@ -364,6 +364,12 @@ def test_a_server_is_asked_for_what_it_does_not_record(root: Path, monkeypatch: 
     here, _ = _serving(run, snapshot.run, NOW, asks=True, is_here=True)
     assert here is not None
     assert here.is_silent
+    for stage, ago, loads in (("loading weights", 60.0, True), ("ready", 2.0, True), ("ready", 60.0, False)):
+        line = {"event": "serving", "stage": stage, "time": NOW - ago, "generation": 9}
+        (run.path / "events" / "a.jsonl").write_text(json.dumps(line) + "\n", encoding="utf-8")
+        here, _ = _serving(run, snapshot.run, NOW, asks=True, is_here=True)
+        assert here is not None
+        assert (here.is_loading, here.is_silent) == (loads, not loads)
 
 
 def save(step: int, event: str = "checkpoint_saved", **fields: Any) -> dict[str, Any]:

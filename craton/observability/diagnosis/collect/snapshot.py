@@ -55,6 +55,7 @@ from craton.observability.diagnosis.snapshot import (
 from craton.observability.diagnosis.symptoms import symptoms_of
 from craton.orchestration import (
     ServerWatch,
+    Stages,
     living_agents,
     read_submission,
     server_of,
@@ -83,6 +84,7 @@ from craton.telemetry.progress import age_of
 
 LOG_SECONDS = 3600.0  # older log lines do not explain the current state
 MAX_STACKS = 4
+LISTENS_SECONDS = 15.0  # after its engine is ready, for the front end of a server to listen
 NCCL_CHARACTERS = 512 << 10  # from the beginning of a log, where NCCL reports its network
 LAYOUT = ("pp", "replicate", "fsdp", "cp", "tp", "ep")
 
@@ -242,8 +244,10 @@ def _serving(
         return Serving(is_loading=not refusal and not watch.is_ready(), refusal=refusal), ""
     answer = watch.look()
     if answer is None:
-        is_silent = is_here and facts.state == "running" and not watch.responds()
         note = "the server returns no metrics: KV cache usage and latencies are not known"
+        if _loads(run, moment):
+            return replace(recorded, is_loading=True), note
+        is_silent = is_here and facts.state == "running" and not watch.responds()
         return replace(recorded, is_silent=is_silent), note
     asked = replace(
         recorded,
@@ -254,6 +258,14 @@ def _serving(
         pause_seconds=answer.pause_seconds,
     )
     return replace(asked, kv_share=answer.kv_share, preemptions=answer.preemptions, refusal=watch.refusal()), ""
+
+
+def _loads(run: RunDirectory, moment: float) -> bool:
+    """Return whether a server prepares its engine, or has done so a moment ago: its front end listens after that."""
+    stages = Stages(run)
+    stages.look()
+    since = stages.newest.get("time")
+    return isinstance(since, float) and (not stages.is_ready or moment - since < LISTENS_SECONDS)
 
 
 def _closer(run: RunDirectory, snapshot: Snapshot, here: Sequence[str]) -> Snapshot:
