@@ -47,6 +47,7 @@ GENERATED, FIRST_TOKEN = "vllm:generation_tokens_total", "vllm:time_to_first_tok
 KV_SHARE, PREEMPTIONS = "vllm:kv_cache_usage_perc", "vllm:num_preemptions_total"
 REFUSED = "craton_serve_recently_refused"
 PAUSE = "craton_serve_longest_pause_seconds"
+CONTROL = "craton_serve_control_seconds"
 
 Buckets = tuple[tuple[float, float], ...]  # (upper bound in seconds, cumulative requests), the last bound infinite
 
@@ -171,6 +172,7 @@ class ServerState:
     preemptions: int = 0  # since the start
     refused: int = 0  # requests that it answered with 429 in the last half minute
     pause_seconds: float = 0.0  # for which a running request has got no token
+    control_seconds: float = 0.0  # for which its engine has worked on a control; 0: there is none
 
 
 @dataclass(frozen=True)
@@ -184,6 +186,7 @@ class _Look:
     preemptions: int
     refused: int
     pause_seconds: float
+    control_seconds: float
 
 
 class ServerWatch:
@@ -239,6 +242,7 @@ class ServerWatch:
             preemptions=new.preemptions,
             refused=new.refused,
             pause_seconds=new.pause_seconds,
+            control_seconds=new.control_seconds,
         )
 
 
@@ -258,13 +262,18 @@ class Stages:
             lines, self._offsets[path] = read_lines(path, self._offsets.get(path, 0))
             for line in lines:
                 if line.get("event") == EVENT and line.get("generation", 0) >= self._first:
-                    self.newest = line
+                    if not line.get("rank") and _moment(line) >= _moment(self.newest):  # rank 0 says when all are ready
+                        self.newest = line
                     result.append(str(line.get("stage")))
         return result
 
     @property
     def is_ready(self) -> bool:
         return self.newest.get("stage") == READY
+
+
+def _moment(event: Mapping[str, Any]) -> tuple[int, float]:
+    return int(event.get("generation") or 0), float(event.get("time") or 0.0)
 
 
 def _get(address: ServerAddress, path: str) -> tuple[int, str]:
@@ -305,6 +314,7 @@ def _read_metrics(text: str, moment: float) -> _Look:
         int(totals.get(PREEMPTIONS, 0)),
         int(totals.get(REFUSED, 0)),
         totals.get(PAUSE, 0.0),
+        totals.get(CONTROL, 0.0),
     )
 
 

@@ -149,15 +149,19 @@ def test_the_cpu_time_of_a_step(tmp_path: Path) -> None:
         fields = " 0" * 10 + f" {used_seconds * ticks}" + " 0" * 34
         write(tmp_path, "proc/7/stat", f"7 (python) R{fields}")
         found = reader.read(7, moment, step)
-        return found.step_cpu_seconds, found.least_step_cpu_seconds
+        return found.step_cpu_seconds, found.usual_step_cpu_seconds
 
-    assert read(0.0, 1, 10) == (0.0, 0.0)
-    assert read(5.0, 3, 11) == (0.0, 0.0), "too few steps"
-    assert read(10.0, 11, 15) == (0.5, 0.5)
-    assert read(15.0, 21, 20) == (0.5, 0.5)
-    assert read(20.0, 26, 30) == (2.0, 0.5), "each step does more"
-    assert read(40.0, 31, 40) == (2.0, 0.5), "each waits"
-    assert read(45.0, 22, 45) == (2.0, 0.5), "steps are repeated"
+    for number in range(3):
+        assert read(2.0 * number, 1 + 4 * number, 10 + 2 * number) == (0.0, 0.0), "too few changes of the step"
+    assert read(6.0, 13, 16) == (0.5, 0.0)
+    assert read(8.0, 13, 18) == (0.5, 0.0), "in the middle of a step"
+    for number in range(1, 6):
+        read(6.0 + 2.0 * number, 13 + 4 * number, 16 + 2 * number)
+    assert read(18.0, 37, 28) == (0.5, 0.5)
+    for number in range(1, 6):
+        read(18.0 + 2.0 * number, 37 + number, 28 + 2 * number)
+    assert read(30.0, 43, 40) == (2.0, 0.5), "each step does more"
+    assert read(32.0, 22, 42) == (2.0, 0.5), "steps are repeated"
 
 
 def test_memory_of_a_cgroup_of_version_1(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,9 @@ from craton.agent.processes.tree import process_tree, threads_of
 from craton.limits import UNLIMITED_BYTES, cgroup_folders, cgroup_quota, number_in, numbers_in
 from craton.telemetry.node import ProcessResources
 
-WINDOW_STEPS = 4  # the CPU time of a step is the mean of at least so many
+WINDOW_STEPS, WINDOW_CHANGES = 4, 3  # the CPU time of a step is the mean of at least so many, seen to change so often
+MAX_CHANGES = 400
+NEW_SECONDS, USUAL_SECONDS = 10.0, 600.0  # ago: which windows are usual
 WINDOW_SECONDS = 4.0  # shares are of at least so much time, once the rank has run for so long
 MAX_THREADS = 64  # of a rank and its children, whose times are read
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -60,26 +63,40 @@ class _Counters:
 
 
 class _StepWork:
-    """The CPU time that a step takes. Waiting for other processes does not change it, more work in a step does."""
+    """The CPU time that a step takes, in windows that begin and end where the step changes. Waiting for other processes
+    hardly changes it, more work in a step does."""
 
     def __init__(self) -> None:
-        self._points: list[tuple[float, int, float]] = []  # moment, step, CPU seconds so far
-        self.recent = self.least = 0.0
+        self._changes: deque[tuple[float, int, float]] = deque(maxlen=MAX_CHANGES)  # moment, step, CPU seconds so far
+        self._windows: deque[tuple[float, float]] = deque(maxlen=MAX_CHANGES)  # moment, CPU seconds of a step
 
     def add(self, moment: float, step: int, used: float) -> None:
-        if self._points and step < self._points[-1][1]:  # steps are repeated
-            self._points.clear()
-        self._points.append((moment, step, used))
-        while len(self._points) > 1 and self._is_window(self._points[1]):
-            self._points.pop(0)
-        _, first_step, first_used = self._points[0]
-        if self._is_window(self._points[0]) and used > first_used:
-            self.recent = (used - first_used) / (step - first_step)
-            self.least = min(self.least or self.recent, self.recent)
+        if self._changes and (
+            step < self._changes[-1][1] or used < self._changes[-1][2]
+        ):  # repeated, or a child is gone
+            self._changes.clear()
+        if self._changes and step == self._changes[-1][1]:
+            return
+        self._changes.append((moment, step, used))
+        earlier = list(self._changes)[:-WINDOW_CHANGES]
+        start = next((change for change in reversed(earlier) if self._is_window(change)), None)
+        if start is not None:
+            self._windows.append((moment, (used - start[2]) / (step - start[1])))
 
-    def _is_window(self, first: tuple[float, int, float]) -> bool:
-        moment, step, _ = self._points[-1]
-        return moment - first[0] >= WINDOW_SECONDS and step - first[1] >= WINDOW_STEPS
+    def _is_window(self, start: tuple[float, int, float]) -> bool:
+        moment, step, _ = self._changes[-1]
+        return moment - start[0] >= WINDOW_SECONDS and step - start[1] >= WINDOW_STEPS
+
+    @property
+    def recent(self) -> float:
+        return self._windows[-1][1] if self._windows else 0.0
+
+    @property
+    def usual(self) -> float:
+        """What a change is compared with: the lower windows of the last minutes, without the newest ones."""
+        last = self._windows[-1][0] if self._windows else 0.0
+        before = sorted(work for moment, work in self._windows if NEW_SECONDS <= last - moment <= USUAL_SECONDS)
+        return before[len(before) // 5] if before else 0.0
 
 
 class ResourceReader:
@@ -146,7 +163,7 @@ class ResourceReader:
             sleeps_in=self._waits.sleeps_in,
             refaults_per_second=round(max(0, counters.refaults - first.refaults) / seconds, 1) if seconds else 0.0,
             step_cpu_seconds=round(self._work.recent, 6),
-            least_step_cpu_seconds=round(self._work.least, 6),
+            usual_step_cpu_seconds=round(self._work.usual, 6),
         )
 
     def _judge_idle(self, counters: _Counters) -> None:

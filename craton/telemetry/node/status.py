@@ -41,7 +41,7 @@ class ProcessResources:
     sleeps_in: str = ""  # kernel function in which its main thread has slept for seconds
     refaults_per_second: float = 0.0  # pages of files that its memory limit had forced out and that it needed again
     step_cpu_seconds: float = 0.0  # CPU time that a step has taken in the last seconds, with its children
-    least_step_cpu_seconds: float = 0.0  # the smallest that this was so far
+    usual_step_cpu_seconds: float = 0.0  # the same in the minutes before
 
 
 @dataclass(frozen=True)
@@ -185,5 +185,5 @@ def _resources(document: dict[str, Any]) -> ProcessResources:
         sleeps_in=str(document.get("sleeps_in", ""))[:64],
         refaults_per_second=float(document.get("refaults_per_second", 0.0)),
         step_cpu_seconds=float(document.get("step_cpu_seconds", 0.0)),
-        least_step_cpu_seconds=float(document.get("least_step_cpu_seconds", 0.0)),
+        usual_step_cpu_seconds=float(document.get("usual_step_cpu_seconds", 0.0)),
     )

@@ -49,6 +49,18 @@ RAISED = [
     ("RuntimeError", "the reward service answered with status 503", None, "framework"),
     ("RuntimeError", "Error(s) in loading state_dict for Decoder: size mismatch for lm_head", None, "framework"),
 ]
+# Messages that look like these and mean something else.
+RAISED += [
+    ("IndexError", "index 500 is out of range for dataset of length 500", None, "framework"),
+    ("ValueError", "the dataset has 403 rows, 512 expected", None, "framework"),
+    ("ValueError", "a larger batch would slow down every step", None, "framework"),
+    ("UnicodeDecodeError", "'utf-8' codec can't decode byte 0xe2: unexpected end of data", None, "framework"),
+    ("ImportError", "bad magic number in 'model': b'\\x03\\xf3'", None, "framework"),
+    ("RuntimeError", "PytorchStreamReader failed locating file constants.pkl: file not found", None, "framework"),
+    ("ValueError", "config hash mismatch: the checkpoint was saved with another model", None, "framework"),
+    ("httpx.ReadError", "[Errno 104] Connection reset by peer", None, "fabric"),
+    ("httpx.ReadError", "", None, "fabric"),
+]
 PRINTED = [
     ("tar: Unexpected EOF in archive", "storage"),
     ("gzip: stdin: invalid compressed data--crc error", "storage"),

@@ -59,7 +59,7 @@ def test_waiting_for_a_cpu_explains_only_as_much_as_was_waited(slower: float, ca
 def test_steps_that_do_more_are_not_blamed_on_other_processes(more: float, cause: str) -> None:
     run = slowed_all(healthy(1, 2, on="local", is_accelerated=False), 4.0, "compute")
     used = ProcessResources(
-        cpus=2, node_cpus=2, waited_share=0.7, step_cpu_seconds=0.1 * more, least_step_cpu_seconds=0.1
+        cpus=2, node_cpus=2, waited_share=0.7, step_cpu_seconds=0.1 * more, usual_step_cpu_seconds=0.1
     )
     run = replace(run, ranks=tuple(replace(rank, resources=used) for rank in run.ranks))
     verdict = diagnose(with_host(run, processors=2, load=4.0, foreign_processor_share=0.5))

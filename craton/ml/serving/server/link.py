@@ -52,6 +52,7 @@ class EngineLink:
         self._ids = count(1)
         self._exchanges: dict[int, Exchange] = {}  # by the id of each of their submits
         self._waiting: set[Exchange] = set()
+        self._controls: dict[int, float] = {}  # when each was sent, monotonic
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._outbox: SimpleQueue[Request | None] = SimpleQueue()
         self._sender = threading.Thread(target=self._send_all, name="to-engine", daemon=True)
@@ -84,6 +85,11 @@ class EngineLink:
         """Return the seconds since the last message of an engine with open requests; it reports twice a second."""
         return time.monotonic() - self._heard if self._exchanges and self.ready is not None else 0.0
 
+    @property
+    def control_seconds(self) -> float:
+        """Return for how long the engine has worked on a control, such as an update of its weights; 0: none."""
+        return time.monotonic() - min(self._controls.values()) if self._controls else 0.0
+
     def working(self) -> Ready:
         """Return the engine's Ready message; raise while it loads or after it failed."""
         if self.failure is not None:
@@ -98,11 +104,13 @@ class EngineLink:
         number = next(self._ids)
         future: asyncio.Future[EngineReply] = asyncio.get_running_loop().create_future()
         self._answers[number] = future
+        self._controls[number] = time.monotonic()
         self._outbox.put(Control(number, name, dict(arguments or {})))
         try:
             return await future
         finally:
             self._answers.pop(number, None)
+            self._controls.pop(number, None)
 
     def note_state(self, state: str, refusal: str | None = None) -> None:
         """Set the state that a control has changed, until the engine's next report."""

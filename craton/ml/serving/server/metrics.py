@@ -171,6 +171,11 @@ class _EngineMetrics(Collector):
                 "Longest current wait of a running request for its next token",
                 max(silent, default=0.0),
             ),
+            (
+                "craton_serve_control_seconds",
+                "Age of the oldest control under way, such as an update of the weights",
+                self._link.control_seconds,
+            ),
         ]
 
     def collect(self) -> Iterator[Metric]:

@@ -18,7 +18,7 @@ from typing import Any
 from craton.agent import newest_generation
 from craton.agent.coordination import read_avoided
 from craton.errors import CratonError
-from craton.formatting import counted
+from craton.formatting import counted, whole_duration
 from craton.observability.diagnosis.collect.clocks import beat_age, clock_offset, moment_for, with_remote_clocks
 from craton.observability.diagnosis.collect.collectives import read_collectives
 from craton.observability.diagnosis.collect.errors import read_errors, was_sent
@@ -84,6 +84,8 @@ from craton.telemetry.progress import age_of
 
 LOG_SECONDS = 3600.0  # older log lines do not explain the current state
 MAX_STACKS = 4
+LOADS_SECONDS = 1800.0  # of one stage of the start of a server
+CONTROL_SECONDS = 5.0  # of a control, while running requests wait for it, to be worth mentioning
 LISTENS_SECONDS = 15.0  # after its engine is ready, for the front end of a server to listen
 NCCL_CHARACTERS = 512 << 10  # from the beginning of a log, where NCCL reports its network
 LAYOUT = ("pp", "replicate", "fsdp", "cp", "tp", "ep")
@@ -257,7 +259,13 @@ def _serving(
         num_refused=answer.refused,
         pause_seconds=answer.pause_seconds,
     )
-    return replace(asked, kv_share=answer.kv_share, preemptions=answer.preemptions, refusal=watch.refusal()), ""
+    refusal = watch.refusal()
+    if not refusal and min(answer.control_seconds, answer.pause_seconds) > CONTROL_SECONDS:
+        refusal = (
+            f"a control of the engine, such as POST /update_weights, has not ended for "
+            f"{whole_duration(answer.control_seconds)}: what it waits for must come, or its sender must end it"
+        )
+    return replace(asked, kv_share=answer.kv_share, preemptions=answer.preemptions, refusal=refusal), ""
 
 
 def _loads(run: RunDirectory, moment: float) -> bool:
@@ -265,7 +273,7 @@ def _loads(run: RunDirectory, moment: float) -> bool:
     stages = Stages(run)
     stages.look()
     since = stages.newest.get("time")
-    return isinstance(since, float) and (not stages.is_ready or moment - since < LISTENS_SECONDS)
+    return isinstance(since, float) and moment - since < (LISTENS_SECONDS if stages.is_ready else LOADS_SECONDS)
 
 
 def _closer(run: RunDirectory, snapshot: Snapshot, here: Sequence[str]) -> Snapshot:

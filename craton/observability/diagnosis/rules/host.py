@@ -153,9 +153,7 @@ def _warned(rank: SnapshotRank, symptoms: Symptoms) -> list[Finding]:
     found = next((item for item in WARNINGS if code in (-item, 128 + item)), None)
     if found is None:
         return []
-    message = (
-        f"rank {rank.rank} on {rank.node} was ended by {found.name} from another process: it had no handler"
-    )
+    message = f"rank {rank.rank} on {rank.node} was ended by {found.name} from another process: it had no handler"
     return finding(symptoms, "warning_signal", message, ("dead", "hung"), node=rank.node, rank=rank.rank, base=0.95)
 
 
@@ -242,8 +240,8 @@ def _compute_more(node: SnapshotNode, snapshot: Snapshot) -> bool:
     return bool(unexplained) and min(unexplained) > threshold("unexplained_slowdown")
 
 
-def _slowdown(rank: SnapshotRank, phase: str = "compute") -> float | None:
-    now, before = rank.recent.get(phase), rank.earlier.get(phase)
+def _slowdown(rank: SnapshotRank) -> float | None:
+    now, before = rank.recent.get("compute"), rank.earlier.get("compute")
     return now / before if now and before else None
 
 

@@ -7,7 +7,16 @@ from dataclasses import replace
 
 from craton.observability.diagnosis.rules.findings import finding, named
 from craton.observability.diagnosis.snapshot import SchedulerKill, Snapshot
-from craton.observability.diagnosis.verdict import CANCELLED, PAUSED, SUSPENDED, UNSAVED, Condition, Finding, Symptoms
+from craton.observability.diagnosis.verdict import (
+    CANCELLED,
+    IDLE,
+    PAUSED,
+    SUSPENDED,
+    UNSAVED,
+    Condition,
+    Finding,
+    Symptoms,
+)
 from craton.orchestration.watching import NO_ANSWER
 
 KILLS = {
@@ -45,7 +54,8 @@ def examine_scheduler(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
         findings += finding(symptoms, "job_not_begun", scheduler.sentence, ("starting",))
     if scheduler.condition == "unknown" and scheduler.reason == NO_ANSWER:
         message = f"the scheduler does not respond: {scheduler.sentence}"
-        findings += finding(symptoms, "scheduler_unreachable", message, ("unknown",), base=0.95, is_risk=True)
+        explains: tuple[Condition, ...] = () if symptoms.signed(IDLE) else ("unknown",)
+        findings += finding(symptoms, "scheduler_unreachable", message, explains, base=0.95, is_risk=True)
     kills = list(scheduler.kills)
     if scheduler.condition == "ended" and scheduler.outcome != "done" and not kills:
         reason = next((ours for words, ours in WORDS if words.search(f"{scheduler.reason} {scheduler.sentence}")), None)

@@ -166,10 +166,13 @@ def _overloaded(snapshot: Snapshot) -> list[Symptom]:
     """Return overload: more requests wait than run, and the queue was never empty, so the wait is at least one service
     time (Little's law)."""
     serving = snapshot.serving
-    if serving is not None and serving.num_refused > max(
-        threshold("refused_requests"), threshold("refused_share") * serving.num_ended
+    if (
+        serving is not None
+        and serving.waiting
+        and serving.num_refused > max(threshold("refused_requests"), threshold("refused_share") * serving.num_ended)
     ):
-        text = f"refused {serving.num_refused} requests in the last half minute (429) and completed {serving.num_ended}"
+        done = serving.num_ended - serving.num_aborted - serving.num_failed
+        text = f"refused {serving.num_refused} requests in the last half minute (429) and completed {done}"
         share = serving.num_refused / (serving.num_refused + serving.num_ended)
         return [Symptom("slow", text, (text,), phase="queue", lost_share=share, sign=OVERLOAD)]
     if serving is None or not serving.least_waiting or serving.waiting <= serving.running:
