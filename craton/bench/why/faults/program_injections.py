@@ -100,3 +100,11 @@ def children_of(pid: int) -> list[int]:
         with suppress(OSError):
             found += [int(word) for word in (task / "children").read_text().split()]
     return found
+
+
+def child_of(pid: int, word: str) -> int:
+    """Return the child of a process that has this word in its command line; LookupError if there is none."""
+    for child in children_of(pid):
+        if word.encode() in Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0"):
+            return child
+    raise LookupError(f"process {pid} has no child `{word}`")

@@ -7,8 +7,8 @@ import os
 import signal
 
 from craton.bench.why.faults.fault import ExpectedVerdict, JobRecipe, LiveFault
+from craton.bench.why.faults.program_injections import child_of
 from craton.bench.why.faults.running import RunningJob
-from craton.bench.why.faults.third.system_injections import child_of
 
 MISLEADING = (r"network|fabric|learning rate",)
 PROGRAM = "fifth_processes"

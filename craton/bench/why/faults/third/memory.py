@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from craton.bench.why.faults.fault import ExpectedVerdict, JobRecipe, LiveFault
-from craton.bench.why.faults.program_injections import GO, limit_memory, trigger
+from craton.bench.why.faults.program_injections import GO, child_of, limit_memory, trigger
 from craton.bench.why.faults.running import RunningJob
-from craton.bench.why.faults.third.system_injections import add_swap, child_of
+from craton.bench.why.faults.third.system_injections import add_swap
 
 DATA = {"path": None, "tokenizer": None, "source": "third_memory:samples"}
 MEMORY = r"\bmemory\b|\boom\b"

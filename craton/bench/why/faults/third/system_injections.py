@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from craton.bench.why.faults.injections import CGROUP, SPIN, limit_cpu, program_path, when_agents_end
-from craton.bench.why.faults.program_injections import children_of, service_folder
+from craton.bench.why.faults.program_injections import service_folder
 from craton.bench.why.faults.running import RunningJob
 
 SWAP_BYTES = 1 << 30
@@ -81,14 +81,6 @@ def add_swap(job: RunningJob) -> None:
     subprocess.run(["mkswap", str(path)], check=True, capture_output=True)
     job.undo.callback(subprocess.run, ["swapoff", str(path)], check=False, capture_output=True)
     subprocess.run(["swapon", str(path)], check=True, capture_output=True)
-
-
-def child_of(pid: int, word: str) -> int:
-    """Return the child of a process that has this word in its command line; LookupError if there is none."""
-    for child in children_of(pid):
-        if word.encode() in Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0"):
-            return child
-    raise LookupError(f"process {pid} has no child `{word}`")
 
 
 # Disks
