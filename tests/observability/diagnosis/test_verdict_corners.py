@@ -20,6 +20,7 @@ from fake_snapshots import (
 
 from craton.observability.diagnosis import diagnose
 from craton.observability.diagnosis.collect.records import signalled_ranks, stuck_ranks
+from craton.observability.diagnosis.rules.resources import more_work
 from craton.observability.diagnosis.snapshot import (
     LogMatch,
     Snapshot,
@@ -65,6 +66,14 @@ def test_steps_that_do_more_are_not_blamed_on_other_processes(more: float, cause
     verdict = diagnose(with_host(run, processors=2, load=4.0, foreign_processor_share=0.5))
     assert verdict.cause == cause
     assert ("300 ms of CPU time, 100 ms before" in verdict.sentence) == (more == 3.0)
+
+
+def test_a_step_that_was_too_short_for_a_measurement_used_at_most_all_cpus() -> None:
+    (rank,) = healthy(1, 1).ranks
+    steps = {"recent": {"step": 1.1}, "earlier": {"step": 0.036}}
+    heavy = replace(rank, **steps, resources=ProcessResources(cpus=2, step_cpu_seconds=0.5))
+    assert more_work([heavy]) == "a step of rank 0 takes 500 ms of CPU time, 72.0 ms at most before"
+    assert more_work([replace(heavy, resources=ProcessResources(cpus=2, step_cpu_seconds=0.09))]) == ""
 
 
 def with_series(**series: Sequence[float]) -> Snapshot:

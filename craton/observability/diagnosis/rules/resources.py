@@ -151,13 +151,15 @@ def more_work(ranks: Sequence[SnapshotRank]) -> str:
     for rank in ranks:
         now, before = rank.recent.get("step"), rank.earlier.get("step")
         used = rank.resources
-        if used is None or not used.usual_step_cpu_seconds or not now or not before:
+        if used is None or not used.step_cpu_seconds or not now or not before:
             continue
-        ratio = used.step_cpu_seconds / used.usual_step_cpu_seconds
-        if ratio > max(limit, math.sqrt(now / before)):
+        # Where a step was too short for a measurement, it took at most all CPUs for its whole time.
+        most = before * max(1, used.cpus)
+        usual = min(used.usual_step_cpu_seconds or most, most)
+        if used.step_cpu_seconds / usual > max(limit, math.sqrt(now / before)):
             return (
                 f"a step of rank {rank.rank} takes {duration(used.step_cpu_seconds)} of CPU time, "
-                f"{duration(used.usual_step_cpu_seconds)} before"
+                f"{duration(usual)}{'' if usual == used.usual_step_cpu_seconds else ' at most'} before"
             )
     return ""
 
