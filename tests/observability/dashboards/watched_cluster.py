@@ -91,7 +91,7 @@ class WatchedServer:
     """The metrics of a server whose engine is a report that changes."""
 
     def __init__(self) -> None:
-        link: Any = SimpleNamespace(ready=Ready("tiny", 300, 64), stats=Stats(), exchanges=())
+        link: Any = SimpleNamespace(ready=Ready("tiny", 300, 64), stats=Stats(), exchanges=(), control_seconds=0.0)
         self.link, self.metrics, self.moves = link, Metrics(link, None), 0
         metrics = self.metrics
 
