@@ -291,6 +291,9 @@ def test_a_job_whose_script_does_not_begin_is_noticed(root: Path, listed: list[J
     assert "has not begun" in SlurmBackend().look([run])["chain"].sentence, "it was the start before"
     listed[:] = [JobRecord("812", "CONFIGURING", start=time.time() - 40.0)]
     assert SlurmBackend().look([run])["chain"].has_begun, "its nodes boot: Slurm itself has not started it"
+    (run.path / STARTS_FILE).unlink()
+    listed[:] = [JobRecord("812", "CONFIGURING", start=time.time() - 900.0)]
+    assert "still configures them" in SlurmBackend().look([run])["chain"].sentence
 
 
 def test_a_run_is_whole_after_ctrl_c_at_sbatch(root: Path, slurm: SlurmLab, monkeypatch: pytest.MonkeyPatch) -> None:

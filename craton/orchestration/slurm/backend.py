@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from craton.orchestration.draft import Draft
 
 BEGIN_SECONDS = 20.0  # after a job was started, for its batch script to begin
+CONFIGURE_SECONDS = 600.0  # for nodes in a cloud to boot
 LAUNCH_FAILED = "launch_failed_requeued_held"  # a prolog failed, without `nohold_on_prolog_fail`
 
 
@@ -145,7 +146,8 @@ def _standing(job: JobRecord | None, submission: Submission, cluster: SlurmState
     names = tuple(f"{node.name} on {node.host}" for node in allocation.nodes) if allocation else ()
     halted = f"Slurm has suspended job {number}; `scontrol resume {number}` continues it" if job.is_suspended else ""
     seconds = time.time() - job.start if job.start and job.state in (RUNNING, CONFIGURING) else 0.0
-    is_late = seconds > BEGIN_SECONDS and not has_begun(run, job.start or 0.0)
+    limit = CONFIGURE_SECONDS if job.state == CONFIGURING else BEGIN_SECONDS
+    is_late = seconds > limit and not has_begun(run, job.start or 0.0)
     return Standing(
         "running",
         number,
