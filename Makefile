@@ -143,7 +143,7 @@ chaos: $(STAMP)
 	$(VENV)/bin/python -m pytest -m 'slow or not slow' tests/recovery
 
 # On a machine with a GPU, whose interpreter $(PYTHON) has torch and pytest; nothing is installed. PART= runs some only.
-GPU_PARTS := layouts recovery serving diagnosis checkpoints
+GPU_PARTS := graphs layouts recovery serving diagnosis checkpoints
 test-gpu:
 	@failed=; for part in $(or $(PART),$(GPU_PARTS)); do \
 	  echo "part $$part"; \

@@ -15,6 +15,7 @@ Weights = Literal["fp32", "bf16"]
 Float8Recipe = Literal["tensorwise", "rowwise"]
 FaultPolicy = Literal["skip", "rollback", "stop"]
 Initialize = Literal["auto", "random", "weights"]
+Graphs = Literal["auto", "on", "off"]
 
 Rate = Annotated[float, Field(ge=0, lt=1)]
 
@@ -78,6 +79,7 @@ class Train(Section):
     compile: Annotated[Literal["auto"] | bool, BeforeValidator(_parse_compile)] = (
         "auto"  # auto: on a GPU, for blocks without Craton's own kernels
     )
+    graphs: Graphs = "auto"  # CUDA graphs; auto: on a GPU, if launching kernels takes much of a step
     initialize: Initialize = "auto"
     evaluate: Evaluate | None = None
     on_nan: FaultPolicy = "skip"

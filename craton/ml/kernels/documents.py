@@ -11,6 +11,7 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,18 @@ class Documents:
         begins = _begins(self.numbers)
         return replace(self, pieces=tuple(_piece(begins, piece * length, length) for piece in place.pieces))
 
+    def padded(self) -> Documents:
+        """Return the same with empty documents at the end, up to a power of two, and with `longest` as the next power
+        of two: attention ignores both, and batches have few shapes."""
+        count = len(self.offsets) - 1
+        more = _power_of_two(count) - count
+        offsets = pad(self.offsets, (0, more), value=self.numbers.numel())
+        return replace(self, offsets=offsets, longest=min(_power_of_two(self.longest), self.numbers.shape[1]))
+
+    def clone(self) -> Documents:
+        assert not self.pieces, "the documents of a context-parallel rank are not cloned"
+        return replace(self, numbers=self.numbers.clone(), offsets=self.offsets.clone())
+
     def to(self, device: torch.device | str) -> Documents:
         numbers, offsets = (tensor.to(device, non_blocking=True) for tensor in (self.numbers, self.offsets))
         return Documents(numbers, offsets, self.longest, tuple(piece.to(device) for piece in self.pieces))
@@ -95,6 +108,10 @@ def visible(begin: int, end: int, window: int, numbers: Tensor | None, device: t
     if numbers is not None:
         mask = mask & (numbers[:, None, begin:end, None] == numbers[:, None, None, :end])
     return mask
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()
 
 
 def _begins(numbers: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -14,6 +14,8 @@ from craton.ml.collectives import Peers
 from craton.ml.kernels import ContextSlice, Documents
 
 IGNORED = -100  # a label without loss
+
+BatchShape = tuple[tuple[tuple[tuple[int, ...], torch.dtype], ...], tuple[str, ...], int]
 
 
 class BatchError(CratonError):
@@ -44,6 +46,35 @@ class Batch:
     def count(self) -> Tensor:
         """Weight of the labels, by which the loss is divided after summing over ranks and micro-batches."""
         return self.weight.sum()
+
+    @property
+    def shape(self) -> BatchShape:
+        """What decides which kernels run on this batch, and on how many numbers."""
+        longest = 0 if self.documents is None else self.documents.longest
+        return tuple((tuple(tensor.shape), tensor.dtype) for tensor in self._tensors()), tuple(self.extra), longest
+
+    def with_fixed_documents(self) -> Batch:
+        """Return the batch with one of few shapes: its document boundaries padded (see `Documents.padded`)."""
+        return self if self.documents is None else replace(self, documents=self.documents.padded())
+
+    def clone(self) -> Batch:
+        """Return a copy with memory of its own."""
+        return Batch(
+            self.tokens.clone(),
+            self.labels.clone(),
+            self.positions.clone(),
+            self.weight.clone(),
+            None if self.documents is None else self.documents.clone(),
+            {name: tensor.clone() for name, tensor in self.extra.items()},
+        )
+
+    def copy_(self, other: Batch) -> None:
+        """Overwrite the tensors with those of a batch of the same shape."""
+        torch._foreach_copy_(self._tensors(), other._tensors(), non_blocking=True)
+
+    def _tensors(self) -> list[Tensor]:
+        documents = () if self.documents is None else (self.documents.numbers, self.documents.offsets)
+        return [self.tokens, self.labels, self.positions, self.weight, *documents, *self.extra.values()]
 
     def cut(self, context: Peers | None) -> Batch:
         """Return this context-parallel rank's two pieces of every row. Documents stay whole and know the offsets of the

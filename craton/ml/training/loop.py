@@ -13,7 +13,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from statistics import median
 from typing import Any, Literal
 
@@ -26,6 +26,7 @@ from craton.ml.training.batch import Batch
 from craton.ml.training.checkpoint.peer import PEER
 from craton.ml.training.evaluate import evaluate
 from craton.ml.training.fault_search import FaultSearch, Origin
+from craton.ml.training.graphs import GraphError, MicroStepGraphs, graph_obstacle
 from craton.ml.training.guard import BadStep, StepGuard, TrainingStoppedError, describe_out_of_memory, is_out_of_memory
 from craton.ml.training.last_save import save_for_good
 from craton.ml.training.measure import BatchStatistics, HostCopy, Readout, StepRecords, StepTimer
@@ -59,6 +60,7 @@ class Trainer:
         self.timer = StepTimer(parts.ranks.device)
         self.timer.watch(parts.model, parts.ranks.peers)
         self.pipeline = Pipeline(parts.model, parts.ranks, parts.objective) if parts.ranks.pipeline else None
+        self.graphs = self._make_graphs()
         self.search = FaultSearch(parts.model, parts.objective, parts.ranks, self.pipeline)
         self._batch_statistics = BatchStatistics()
         self._batch_metrics: dict[str, float] = {}  # of the current step, on rank 0
@@ -222,11 +224,16 @@ class Trainer:
             self.parts.ranks.sum(numbers)
         return numbers[0].clamp(min=1.0).float(), HostCopy(numbers)
 
-    def _forward_backward(self, batches: list[Batch], count: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def _forward_backward(
+        self, batches: list[Batch], count: Tensor, is_eager: bool = False
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute the gradient of the step; return its loss and the objective's report, summed over micro-batches and
         ranks."""
         parts = self.parts
-        if self.pipeline is None:
+        replayed = None if self.graphs is None or is_eager else self._replay(self.graphs, batches, count)
+        if replayed is not None:
+            totals = replayed
+        elif self.pipeline is None:
             totals = self._run_micro_batches(batches, count)
         else:
             self._doing = "backward"  # or forward: in a pipeline they alternate
@@ -242,19 +249,44 @@ class Trainer:
         totals: dict[str, Tensor] = {}
         for index, batch in enumerate(batches):
             accumulate_gradients(parts.model, parts.ranks.layout, last=index == len(batches) - 1)
-            self._weigh_auxiliary(batch, count)
-            self._doing = "forward"
-            loss, report = batch_loss(parts.model, batch, parts.objective, count)
-            for name, value in (("loss", loss.detach()), *report.items()):
+            for name, value in self._micro_step(batch, count).items():
                 totals[name] = totals[name] + value if name in totals else value
-            self._doing = "backward"
-            loss.backward()
             if index < len(batches) - 1:
                 parts.optimizer.accumulate()
             if parts.shares_gpu:
                 # Ranks take turns on the GPU. When another rank dies, every collective that is already launched takes a
                 # turn to notice the abort, so a rank that runs far ahead delays the recovery by seconds.
                 torch.cuda.current_stream().synchronize()
+        return totals
+
+    def _micro_step(self, batch: Batch, count: Tensor) -> dict[str, Tensor]:
+        """Run forward and backward pass of a micro-batch; return its share of the loss and of the objective's sums."""
+        parts = self.parts
+        self._weigh_auxiliary(batch, count)
+        self._doing = "forward"
+        with self.graphs.measured() if self.graphs is not None else nullcontext():
+            loss, report = batch_loss(parts.model, batch, parts.objective, count)
+        self._doing = "backward"
+        loss.backward()
+        return {"loss": loss.detach(), **report}
+
+    def _make_graphs(self) -> MicroStepGraphs | None:
+        """Return None if the micro-steps of this rank cannot run as CUDA graphs, or the job does not want it."""
+        mode, parts = self.train.graphs, self.parts
+        obstacle = graph_obstacle(parts.ranks)
+        if mode == "on" and obstacle:
+            raise GraphError(f"train.graphs: on is not possible: {obstacle}; write graphs: auto")
+        return None if obstacle or mode == "off" else MicroStepGraphs(mode, self._micro_step, parts.optimizer)
+
+    def _replay(self, graphs: MicroStepGraphs, batches: list[Batch], count: Tensor) -> dict[str, Tensor] | None:
+        """Run the micro-batches as CUDA graphs; return None if they are not in use."""
+        self._doing = "forward"
+        totals = graphs.run(batches, count)
+        if graphs.note:
+            self.saves.say(f"step {self.step}: CUDA graphs {graphs.note}")
+            self.saves.event("graphs", self.step, is_on=graphs.is_on, reason=graphs.note)
+            graphs.note = ""
+            self.parts.checkpointer.measure_again()  # steps take another time from here on
         return totals
 
     def _weigh_auxiliary(self, batch: Batch, count: Tensor) -> None:
@@ -333,7 +365,7 @@ class Trainer:
 
     def _repeat_backward(self, batches: Sequence[Batch]) -> None:
         count, _ = self._agree(list(batches))
-        self._forward_backward(list(batches), count)
+        self._forward_backward(list(batches), count, is_eager=True)
         sum_uncut_gradients(self.parts.optimizer.parameters.values(), self.parts.ranks)
 
     def _apply_policy(self, fault: BadStep, next_sample: int, origin: Origin | None) -> None:

@@ -98,6 +98,7 @@ class AdamW:
         self.steps = 0
         self.rank_gradient_norm = torch.full((), float("nan"), dtype=torch.float32, device=self._device)
         self._sums: dict[str, Tensor] = {}  # fp32 gradient sums of bf16 parameters over the micro-batches so far
+        self._is_summed = False  # `_sums` holds the gradients of the whole step
         state_dtype = torch.float32 if weights == "fp32" else torch.bfloat16
         self.average = {name: torch.zeros_like(p, dtype=state_dtype) for name, p in self.parameters.items()}
         self.square = {name: torch.zeros_like(p, dtype=state_dtype) for name, p in self.parameters.items()}
@@ -119,6 +120,25 @@ class AdamW:
             else:
                 self._sums[name] = gradient.float()
             parameter.grad = None
+
+    def new_sums(self) -> dict[str, Tensor]:
+        """Return zeros to sum gradients in, as precise as `accumulate` sums them."""
+        return {
+            name: torch.zeros_like(parameter, dtype=torch.float32 if name in self.master else parameter.dtype)
+            for name, parameter in self.parameters.items()
+        }
+
+    @torch.no_grad()
+    def move_gradients_into(self, sums: Mapping[str, Tensor]) -> None:
+        """Add the gradients of a micro-batch to the sums, and drop them."""
+        gradients = [_gradient(self.parameters[name]) for name in sums]
+        torch._foreach_add_(list(sums.values()), gradients)
+        for name in sums:
+            self.parameters[name].grad = None
+
+    def use_sums(self, sums: Mapping[str, Tensor]) -> None:
+        """Take these sums as the gradients of the step."""
+        self._sums, self._is_summed = dict(sums), True
 
     def gradient_norm(self) -> Tensor:
         """Return the norm of all gradients on all ranks, fp32, on the device. Sets `rank_gradient_norm` for this rank's
@@ -149,7 +169,7 @@ class AdamW:
         decides whether the step counts.
         """
         self.steps += 1
-        if self._sums:
+        if self._sums and not self._is_summed:
             self.accumulate()
         norm = self.gradient_norm() if clip else None
         control = self._control(norm, clip, finite)
@@ -161,7 +181,7 @@ class AdamW:
         return torch.full((), float("nan"), device=control.device) if norm is None else norm
 
     def zero_grad(self) -> None:
-        self._sums.clear()
+        self._sums, self._is_summed = {}, False
         for parameter in self.parameters.values():
             parameter.grad = None
 

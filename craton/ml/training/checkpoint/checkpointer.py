@@ -205,6 +205,11 @@ class Checkpointer:
         if self._peer is not None:
             self._peer.reserve(step, tensors)
 
+    def measure_again(self) -> None:
+        """Call when steps take another time than before: a measured interval of snapshots is measured again."""
+        if self._peer is not None:
+            self._peer.measure_again()
+
     def finish_copy(self) -> bool:
         """Call before the state changes: wait until a GPU's copies beside the computation are done. Return whether
         there was one."""

@@ -151,6 +151,12 @@ class PeerMemory:
                 self._choose_interval()
         return self.is_on and step - self._last_step >= (self._interval or 1)
 
+    def measure_again(self) -> None:
+        """Choose the interval again from the next snapshots, unless the job sets it."""
+        if self.setup.every_steps is None:
+            self.settle()
+            self._interval, self._costs = None, Costs()
+
     def snapshot(self, step: int, tensors: Mapping[str, Tensor], counters: Mapping[str, Any]) -> None:
         """Copy the tensors into the slot that is not the newest complete one; the rest happens in the background."""
         began = time.perf_counter()
