@@ -123,7 +123,7 @@ def test_losses_are_those_of_eager_steps(case: str, summary: Callable[[str], Non
     summary(f"{case}: two eager runs {noise:.2g} apart, eager and graphs {apart:.2g}")
     if noise == 0:
         assert replayed == first
-        assert runs[2].norms == runs[0].norms
+        assert repr(runs[2].norms) == repr(runs[0].norms)  # NaN without clipping
     assert replayed == pytest.approx(first, rel=TOLERANCE)
 
 
