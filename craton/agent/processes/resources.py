@@ -10,20 +10,17 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from craton.agent.processes.cpuwait import run_and_wait_ns
 from craton.agent.processes.kernel_waits import KernelWaits
+from craton.agent.processes.step_work import StepWork
 from craton.agent.processes.tree import process_tree, threads_of
 from craton.limits import UNLIMITED_BYTES, cgroup_folders, cgroup_quota, number_in, numbers_in
 from craton.telemetry.node import ProcessResources
 
-WINDOW_STEPS, WINDOW_CHANGES = 4, 3  # the CPU time of a step is the mean of at least so many, seen to change so often
-MAX_CHANGES = 400
-NEW_SECONDS, USUAL_SECONDS = 10.0, 600.0  # ago: which windows are usual
 WINDOW_SECONDS = 4.0  # shares are of at least so much time, once the rank has run for so long
 MAX_THREADS = 64  # of a rank and its children, whose times are read
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -62,43 +59,6 @@ class _Counters:
     refaults: int  # of its cgroups with a memory limit: pages of files that were dropped and needed again
 
 
-class _StepWork:
-    """The CPU time that a step takes, in windows that begin and end where the step changes. Waiting for other processes
-    hardly changes it, more work in a step does."""
-
-    def __init__(self) -> None:
-        self._changes: deque[tuple[float, int, float]] = deque(maxlen=MAX_CHANGES)  # moment, step, CPU seconds so far
-        self._windows: deque[tuple[float, float]] = deque(maxlen=MAX_CHANGES)  # moment, CPU seconds of a step
-
-    def add(self, moment: float, step: int, used: float) -> None:
-        if self._changes and (
-            step < self._changes[-1][1] or used < self._changes[-1][2]
-        ):  # repeated, or a child is gone
-            self._changes.clear()
-        if self._changes and step == self._changes[-1][1]:
-            return
-        self._changes.append((moment, step, used))
-        earlier = list(self._changes)[:-WINDOW_CHANGES]
-        start = next((change for change in reversed(earlier) if self._is_window(change)), None)
-        if start is not None:
-            self._windows.append((moment, (used - start[2]) / (step - start[1])))
-
-    def _is_window(self, start: tuple[float, int, float]) -> bool:
-        moment, step, _ = self._changes[-1]
-        return moment - start[0] >= WINDOW_SECONDS and step - start[1] >= WINDOW_STEPS
-
-    @property
-    def recent(self) -> float:
-        return self._windows[-1][1] if self._windows else 0.0
-
-    @property
-    def usual(self) -> float:
-        """What a change is compared with: the lower windows of the last minutes, without the newest ones."""
-        last = self._windows[-1][0] if self._windows else 0.0
-        before = sorted(work for moment, work in self._windows if NEW_SECONDS <= last - moment <= USUAL_SECONDS)
-        return before[len(before) // 5] if before else 0.0
-
-
 class ResourceReader:
     """Follows one process and its children; for another one all counts restart."""
 
@@ -110,7 +70,7 @@ class ResourceReader:
         self._judged: _Counters | None = None
         self._last = ProcessResources()
         self._waits = KernelWaits(root / "proc")
-        self._work = _StepWork()
+        self._work = StepWork()
 
     @property
     def sleeps_in(self) -> str:
@@ -125,7 +85,7 @@ class ResourceReader:
         """Return what the process may use and uses at the monotonic second `now`; read at most every READ_SECONDS.
         `step` is the last one it has begun."""
         if pid != self._pid:
-            self._pid, self._seen, self._busy_at, self._judged, self._work = pid, [], now, None, _StepWork()
+            self._pid, self._seen, self._busy_at, self._judged, self._work = pid, [], now, None, StepWork()
         elif now - self._seen[-1].moment < READ_SECONDS:
             return self._last
         self._last = self._read(pid, now, step)
@@ -162,8 +122,8 @@ class ResourceReader:
             stopped_share=self._waits.stopped_share,
             sleeps_in=self._waits.sleeps_in,
             refaults_per_second=round(max(0, counters.refaults - first.refaults) / seconds, 1) if seconds else 0.0,
-            step_cpu_seconds=round(self._work.recent, 6),
-            usual_step_cpu_seconds=round(self._work.usual, 6),
+            step_cpu_seconds=round(self._work.recent_seconds, 6),
+            usual_step_cpu_seconds=round(self._work.usual_seconds, 6),
         )
 
     def _judge_idle(self, counters: _Counters) -> None:

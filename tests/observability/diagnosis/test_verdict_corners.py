@@ -72,8 +72,20 @@ def test_a_step_that_was_too_short_for_a_measurement_used_at_most_all_cpus() -> 
     (rank,) = healthy(1, 1).ranks
     steps = {"recent": {"step": 1.1}, "earlier": {"step": 0.036}}
     heavy = replace(rank, **steps, resources=ProcessResources(cpus=2, step_cpu_seconds=0.5))
-    assert more_work([heavy]) == "a step of rank 0 takes 500 ms of CPU time, 72.0 ms at most before"
-    assert more_work([replace(heavy, resources=ProcessResources(cpus=2, step_cpu_seconds=0.09))]) == ""
+    light = replace(heavy, resources=ProcessResources(cpus=2, step_cpu_seconds=0.09))
+    run = healthy(1, 1, on="local", is_accelerated=False)
+    assert more_work(run, [heavy]) == "a step of rank 0 takes 500 ms of CPU time, 72.0 ms at most before"
+    assert more_work(run, [light]) == ""
+
+
+def test_the_cpu_time_of_ranks_that_poll_their_gpus_is_not_work() -> None:
+    used = ProcessResources(cpus=2, node_cpus=2, step_cpu_seconds=0.3, usual_step_cpu_seconds=0.1)
+    cpus = slowed_all(healthy(1, 2, on="local", is_accelerated=False), 2.0, "compute")
+    cpus = replace(cpus, ranks=tuple(replace(rank, resources=used) for rank in cpus.ranks))
+    gpus = with_run(cpus, is_accelerated=True)
+    assert more_work(cpus, cpus.ranks) == "a step of rank 0 takes 300 ms of CPU time, 100 ms before"
+    assert more_work(gpus, gpus.ranks) == ""
+    assert ["of CPU time" in diagnose(run).sentence for run in (cpus, gpus)] == [True, False]
 
 
 def with_series(**series: Sequence[float]) -> Snapshot:

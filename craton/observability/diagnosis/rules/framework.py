@@ -406,7 +406,7 @@ def _slow(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
             )
             continue
         if is_of_command:
-            work = more_work(snapshot.ranks)
+            work = more_work(snapshot, snapshot.ranks)
             reason = f"does more: {work}" if work else "no resource of its processes explains it"
             message = f"every step of the command takes longer than before, and {reason}"
             findings += finding(symptoms, "command_slow", message, ("slow",), evidence=symptom.evidence, base=0.9)
@@ -415,7 +415,7 @@ def _slow(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
         message = f"every rank takes longer in {symptom.phase}" + (
             ", since the first step" if symptom.since_start else " than before"
         )
-        if snapshot.run.is_accelerated is False and (work := more_work(snapshot.ranks)):
+        if work := more_work(snapshot, snapshot.ranks):
             message += f": {work}"
         findings += finding(
             symptoms, cause, message, ("slow",), evidence=symptom.evidence, base=0.9, phases=(symptom.phase,)

@@ -209,7 +209,7 @@ def _processors(node: SnapshotNode, host: SnapshotHost, snapshot: Snapshot, symp
         waited = [rank.resources.waited_share for rank in snapshot.ranks if rank.node == node.name and rank.resources]
         if waited and max(waited) < NO_WAIT_SHARE:
             base *= WRONG_PLACE  # the ranks get all the CPU time they want
-        elif _compute_more(node, snapshot) or (snapshot.run.is_accelerated is not True and more_work(snapshot.ranks)):
+        elif _compute_more(node, snapshot) or more_work(snapshot, snapshot.ranks):
             base *= WRONG_PLACE
         # Data loaders of GPU ranks starve first; ranks on CPUs would compute more slowly too.
         phases: tuple[str, ...] = ALL_WORK

@@ -27,7 +27,7 @@ def examine_resources(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
         *_few_cpus(ranks, symptoms),
         *_low_priority(ranks, symptoms),
         *_own_threads(ranks, symptoms),
-        *_waits(ranks, symptoms),
+        *_waits(ranks, snapshot, symptoms),
         *_memory(ranks, symptoms),
         *_waits_for_memory(ranks, symptoms),
         *_waits_for_files(ranks, symptoms),
@@ -123,7 +123,7 @@ def _own_threads(ranks: RankResources, symptoms: Symptoms) -> list[Finding]:
     return _findings(hit, ranks, symptoms, "too_many_threads", message, 1.05)
 
 
-def _waits(ranks: RankResources, symptoms: Symptoms) -> list[Finding]:
+def _waits(ranks: RankResources, snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
     """Blame other processes where only some ranks wait for a CPU; where all do, the rules for hosts know more."""
     shares = sorted(resources.waited_share for _, resources in ranks)
     hit = [
@@ -139,14 +139,17 @@ def _waits(ranks: RankResources, symptoms: Symptoms) -> list[Finding]:
         f"threads of {_who(hit)} wait for a CPU {percent(worst)} of their time, those of other ranks "
         f"{percent(shares[0])}"
     )
-    base = 0.95 if not more_work([rank for rank, _ in hit]) else OTHER_REASON * 0.95
+    base = 0.95 if not more_work(snapshot, [rank for rank, _ in hit]) else OTHER_REASON * 0.95
     return _findings(hit, ranks, symptoms, "processor_contention", message, base, phases=COMPUTING)
 
 
-def more_work(ranks: Sequence[SnapshotRank]) -> str:
-    """Return how much more CPU time the steps of slow ranks take than before, in words; empty: not much more. Then
-    other processes are not what slows them: who waits for a CPU does the same work in more time. Of a slowdown, the
-    work must explain as much as everything else."""
+def more_work(snapshot: Snapshot, ranks: Sequence[SnapshotRank]) -> str:
+    """Return how much more CPU time a step of these ranks takes than before, in words; empty: not much more, or not
+    known. A rank that waits for a CPU takes more time for a step, and hardly more CPU time: more of that is more work.
+    Work must explain at least as much of the slowdown as everything else. Ranks on GPUs poll them: a longer wait uses
+    more CPU time, and says nothing about work."""
+    if snapshot.run.is_accelerated:
+        return ""
     limit = threshold("more_work_ratio")
     for rank in ranks:
         now, before = rank.recent.get("step"), rank.earlier.get("step")
