@@ -46,8 +46,8 @@ RUNNING, WAITING = "vllm:num_requests_running", "vllm:num_requests_waiting"
 GENERATED, FIRST_TOKEN = "vllm:generation_tokens_total", "vllm:time_to_first_token_seconds_bucket"
 KV_SHARE, PREEMPTIONS = "vllm:kv_cache_usage_perc", "vllm:num_preemptions_total"
 REFUSED = "craton_serve_recently_refused"
-PAUSE = "craton_serve_longest_pause_seconds"
-CONTROL = "craton_serve_control_seconds"
+STALL = "craton_serve_longest_stall_seconds"
+ADMIN = "craton_serve_admin_request_seconds"
 
 Buckets = tuple[tuple[float, float], ...]  # (upper bound in seconds, cumulative requests), the last bound infinite
 
@@ -171,8 +171,8 @@ class ServerState:
     kv_share: float | None = None  # KV cache usage of the fullest engine
     preemptions: int = 0  # since the start
     refused: int = 0  # requests that it answered with 429 in the last half minute
-    pause_seconds: float = 0.0  # for which a running request has got no token
-    control_seconds: float = 0.0  # for which its engine has worked on a control; 0: there is none
+    stall_seconds: float = 0.0  # for which a running request has got no token
+    admin_seconds: float = 0.0  # for which its engine has worked on an admin request; 0: there is none
 
 
 @dataclass(frozen=True)
@@ -185,8 +185,8 @@ class _Look:
     kv_share: float | None
     preemptions: int
     refused: int
-    pause_seconds: float
-    control_seconds: float
+    stall_seconds: float
+    admin_seconds: float
 
 
 class ServerWatch:
@@ -241,8 +241,8 @@ class ServerWatch:
             kv_share=new.kv_share,
             preemptions=new.preemptions,
             refused=new.refused,
-            pause_seconds=new.pause_seconds,
-            control_seconds=new.control_seconds,
+            stall_seconds=new.stall_seconds,
+            admin_seconds=new.admin_seconds,
         )
 
 
@@ -313,8 +313,8 @@ def _read_metrics(text: str, moment: float) -> _Look:
         max(shares, default=None),
         int(totals.get(PREEMPTIONS, 0)),
         int(totals.get(REFUSED, 0)),
-        totals.get(PAUSE, 0.0),
-        totals.get(CONTROL, 0.0),
+        totals.get(STALL, 0.0),
+        totals.get(ADMIN, 0.0),
     )
 
 

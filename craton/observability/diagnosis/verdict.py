@@ -23,7 +23,7 @@ FAILING = "failing"  # a server whose requests end with errors
 LINGERS = "lingers"  # a command of which some ranks have ended, and others neither end nor work
 ABANDONED = "abandoned"  # a server whose clients give up
 SILENT = "silent"  # a server that does not answer
-STILL = "still"  # a server that computes nothing for its running requests
+STALLED = "stalled"  # a server that computes nothing for its running requests
 PAUSED = "paused"  # a server that an admin request has paused
 UNSAVED = "unsaved"  # the run waits until a tier can store its last state
 

@@ -7,6 +7,7 @@ import os
 import pickle
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -353,6 +354,12 @@ def test_a_server_is_asked_for_what_it_does_not_record(root: Path, monkeypatch: 
     assert diagnose(snapshot).cause == "server_memory_full"
     monkeypatch.setattr(refusal, lambda self: "the engine is paused; POST /resume")
     assert diagnose(take_snapshot(run, now=NOW + 1.0)).cause == "server_paused"
+    monkeypatch.setattr(refusal, lambda self: "")
+    updating = replace(state, stall_seconds=30.0, admin_seconds=42.0)
+    monkeypatch.setattr("craton.observability.diagnosis.collect.snapshot.ServerWatch.look", lambda self: updating)
+    verdict = diagnose(take_snapshot(run, now=NOW + 1.0))
+    assert (verdict.condition, verdict.cause) == ("waiting", "server_paused")
+    assert "such as POST /update_weights, has been under way for 42 s; if the sender" in verdict.sentence
     monkeypatch.setattr("craton.observability.diagnosis.collect.snapshot.ServerWatch.look", lambda self: None)
     monkeypatch.setattr("craton.observability.diagnosis.collect.snapshot.ServerWatch.responds", lambda self: True)
     silent = take_snapshot(run, now=NOW + 1.0)

@@ -167,13 +167,13 @@ class _EngineMetrics(Collector):
                 self._metrics.recently_refused,
             ),
             (
-                "craton_serve_longest_pause_seconds",
+                "craton_serve_longest_stall_seconds",
                 "Longest current wait of a running request for its next token",
                 max(silent, default=0.0),
             ),
             (
-                "craton_serve_control_seconds",
-                "Age of the oldest control under way, such as an update of the weights",
+                "craton_serve_admin_request_seconds",
+                "Age of the oldest admin request under way, such as an update of the weights",
                 self._link.control_seconds,
             ),
         ]

@@ -85,7 +85,7 @@ from craton.telemetry.progress import age_of
 LOG_SECONDS = 3600.0  # older log lines do not explain the current state
 MAX_STACKS = 4
 LOADS_SECONDS = 1800.0  # of one stage of the start of a server
-CONTROL_SECONDS = 5.0  # of a control, while running requests wait for it, to be worth mentioning
+ADMIN_SECONDS = 5.0  # of an admin request, while running requests wait for it, to be worth mentioning
 LISTENS_SECONDS = 15.0  # after its engine is ready, for the front end of a server to listen
 NCCL_CHARACTERS = 512 << 10  # from the beginning of a log, where NCCL reports its network
 LAYOUT = ("pp", "replicate", "fsdp", "cp", "tp", "ep")
@@ -257,13 +257,13 @@ def _serving(
         waiting=answer.waiting,
         first_token_seconds=answer.first_token_seconds,
         num_refused=answer.refused,
-        pause_seconds=answer.pause_seconds,
+        stall_seconds=answer.stall_seconds,
     )
     refusal = watch.refusal()
-    if not refusal and min(answer.control_seconds, answer.pause_seconds) > CONTROL_SECONDS:
+    if not refusal and min(answer.admin_seconds, answer.stall_seconds) > ADMIN_SECONDS:
         refusal = (
-            f"a control of the engine, such as POST /update_weights, has not ended for "
-            f"{whole_duration(answer.control_seconds)}: what it waits for must come, or its sender must end it"
+            "an admin request, such as POST /update_weights, has been under way for "
+            f"{whole_duration(answer.admin_seconds)}; if the sender of the weights is gone, end that request"
         )
     return replace(asked, kv_share=answer.kv_share, preemptions=answer.preemptions, refusal=refusal), ""
 

@@ -27,7 +27,7 @@ from craton.observability.diagnosis.verdict import (
     PAUSED,
     RESTARTS,
     SILENT,
-    STILL,
+    STALLED,
     Condition,
     Finding,
     Symptom,
@@ -236,9 +236,9 @@ def _hangs(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
     if symptoms.signed(SILENT):
         text = "the front end of the server does not answer, although its processes are alive"
         findings += finding(symptoms, "server_silent", text, ("hung",), base=0.95)
-    if symptoms.signed(STILL):
+    if symptoms.signed(STALLED):
         text = "the engine computes nothing for its running requests and uses no CPU: it waits for something else"
-        findings += finding(symptoms, "server_still", text, ("hung",), base=0.95)
+        findings += finding(symptoms, "server_stalled", text, ("hung",), base=0.95)
     for symptom in symptoms.of("hung"):
         if symptom.sign == LINGERS:
             continue

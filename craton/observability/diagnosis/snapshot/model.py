@@ -318,7 +318,7 @@ class Serving:
     num_ended: int = 0  # requests that ended in the last half minute
     num_aborted: int = 0  # of these: their clients gave up before the first token
     num_failed: int = 0  # of these: ended with an error
-    pause_seconds: float = 0.0  # for which a running request has got no token
+    stall_seconds: float = 0.0  # for which a running request has got no token
     num_refused: int = 0  # requests that it answered with 429 in the last half minute
     is_loading: bool = False  # it is not ready for requests yet
     refusal: str = ""  # why it computes nothing: it is paused, asleep or without weights

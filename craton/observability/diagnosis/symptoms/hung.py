@@ -8,7 +8,7 @@ from craton.formatting import counted, whole_duration
 from craton.observability.diagnosis.snapshot import Snapshot, SnapshotRank
 from craton.observability.diagnosis.symptoms.naming import nodes_of, odd_by_output, progress_age
 from craton.observability.diagnosis.tables import threshold
-from craton.observability.diagnosis.verdict import IDLE, LINGERS, SILENT, STILL, Symptom
+from craton.observability.diagnosis.verdict import IDLE, LINGERS, SILENT, STALLED, Symptom
 from craton.telemetry.progress import (
     FIRST_SECONDS,
     STUCK_STAYS,
@@ -24,8 +24,8 @@ def find_hang(snapshot: Snapshot) -> Symptom | None:
     if snapshot.serving is not None and snapshot.serving.is_silent:
         text = "does not answer HTTP requests"
         return Symptom("hung", text, (text,), lost_share=1.0, sign=SILENT)
-    if still := _still(snapshot):
-        return still
+    if stalled := _stalled(snapshot):
+        return stalled
     if left := _lingering(snapshot):
         return left
     if not _activities(snapshot):
@@ -34,17 +34,17 @@ def find_hang(snapshot: Snapshot) -> Symptom | None:
     return _hang(snapshot, progress) if progress.is_stuck else None
 
 
-def _still(snapshot: Snapshot) -> Symptom | None:
+def _stalled(snapshot: Snapshot) -> Symptom | None:
     """Return a server whose engine does nothing although requests run: it waits for something else."""
     serving = snapshot.serving
-    if serving is None or not serving.running or serving.pause_seconds < threshold("still_seconds"):
+    if serving is None or not serving.running or serving.stall_seconds < threshold("server_stall_seconds"):
         return None
     used = [rank.resources for rank in snapshot.ranks if rank.resources is not None]
-    if not used or min(resources.idle_seconds for resources in used) < threshold("still_seconds"):
+    if not used or min(resources.idle_seconds for resources in used) < threshold("server_stall_seconds"):
         return None
     text = f"computes no token for {counted(serving.running, 'running request')}"
-    evidence = (f"{text}, for {whole_duration(serving.pause_seconds)}", "its engine uses no CPU")
-    return Symptom("hung", evidence[0], evidence, lost_share=1.0, sign=STILL)
+    evidence = (f"{text}, for {whole_duration(serving.stall_seconds)}", "its engine uses no CPU")
+    return Symptom("hung", evidence[0], evidence, lost_share=1.0, sign=STALLED)
 
 
 def _lingering(snapshot: Snapshot) -> Symptom | None:

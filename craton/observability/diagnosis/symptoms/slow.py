@@ -16,7 +16,7 @@ from craton.observability.diagnosis.phases import (
     is_on_processors,
 )
 from craton.observability.diagnosis.restart_history import find_loop
-from craton.observability.diagnosis.snapshot import Snapshot, SnapshotRank
+from craton.observability.diagnosis.snapshot import Serving, Snapshot, SnapshotRank
 from craton.observability.diagnosis.symptoms.naming import nodes_of, who
 from craton.observability.diagnosis.tables import threshold
 from craton.observability.diagnosis.verdict import ABANDONED, OVERLOAD, RESTARTS, Symptom
@@ -163,24 +163,28 @@ def _breaks_again(snapshot: Snapshot) -> list[Symptom]:
 
 
 def _overloaded(snapshot: Snapshot) -> list[Symptom]:
-    """Return overload: more requests wait than run, and the queue was never empty, so the wait is at least one service
-    time (Little's law)."""
+    """Return overload: the queue is full and requests are refused, or more requests wait than run, and the queue was
+    never empty, so the wait is at least one service time (Little's law)."""
     serving = snapshot.serving
-    if (
-        serving is not None
-        and serving.waiting
-        and serving.num_refused > max(threshold("refused_requests"), threshold("refused_share") * serving.num_ended)
-    ):
+    if serving is None:
+        return []
+    if _refuses(serving):
         done = serving.num_ended - serving.num_aborted - serving.num_failed
         text = f"refused {serving.num_refused} requests in the last half minute (429) and completed {done}"
         share = serving.num_refused / (serving.num_refused + serving.num_ended)
         return [Symptom("slow", text, (text,), phase="queue", lost_share=share, sign=OVERLOAD)]
-    if serving is None or not serving.least_waiting or serving.waiting <= serving.running:
+    if not serving.least_waiting or serving.waiting <= serving.running:
         return []
     first = serving.first_token_seconds
     text = f"has {counted(serving.waiting, 'request')} waiting and {serving.running} running"
     evidence = (text, *([f"median time to first token: {duration(first)}"] if first else []))
     return [Symptom("slow", text, evidence, phase="queue", sign=OVERLOAD)]
+
+
+def _refuses(serving: Serving) -> bool:
+    """Return whether a server with a queue refuses many requests, in number and relative to those that ended."""
+    limit = max(threshold("refused_requests"), threshold("refused_share") * serving.num_ended)
+    return serving.waiting > 0 and serving.num_refused > limit
 
 
 def _abandoned(snapshot: Snapshot) -> list[Symptom]:

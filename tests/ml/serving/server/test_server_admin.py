@@ -221,6 +221,29 @@ def test_metrics(start: Callable[..., Served], encode: Encode) -> None:
     }
 
 
+def test_a_request_without_tokens_waits_for_the_admin_request_and_is_not_stalled(
+    served: Served, encode: Encode
+) -> None:
+    watch = ServerWatch(ServerAddress("127.0.0.1", int(served.url.rpartition(":")[2])))
+    served.engine.control = lambda control: EngineReply(-1)  # the reply to the update comes later
+    served.engine.answer = lambda _: Script(encode("hello world"), hold_at=0)
+    with ThreadPoolExecutor() as threads:
+        updating = threads.submit(post, served, "/update_weights", {"address": "h:1"})
+        (control,) = served.engine.wait_for(Control)
+        asking = threads.submit(post, served, "/v1/chat/completions", {"messages": ASK})
+        served.engine.wait_for(Submit)
+        state = watch.look()
+        assert state is not None
+        assert (state.stall_seconds, state.admin_seconds > 0) == (0.0, True)
+        served.engine.send(EngineReply(control.id, {"version": 8}))
+        assert updating.result(SECONDS).status_code == 200
+        served.engine.release()
+        assert asking.result(SECONDS).status_code == 200
+    state = watch.look()
+    assert state is not None
+    assert (state.stall_seconds, state.admin_seconds) == (0.0, 0.0)
+
+
 def test_the_times_of_a_request_add_up(start: Callable[..., Served], encode: Encode) -> None:
     served = start()
     served.engine.answer = lambda _: Script(encode("hello world"), hold_at=0)

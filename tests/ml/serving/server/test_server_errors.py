@@ -14,6 +14,7 @@ import requests
 from scripted_engine import ADMIN, MAX_LENGTH, SECONDS, VOCABULARY, Script, Served
 
 from craton.ml.serving.messages import Abort, Submit
+from craton.orchestration import ServerAddress, ServerWatch
 
 Encode = Callable[[str], list[int]]
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
@@ -140,6 +141,9 @@ def test_too_many_wait(start: Callable[..., Served], encode: Encode) -> None:
         answer = requests.post(served.url + CHAT, json=body, timeout=SECONDS)
         assert (answer.status_code, answer.json()["error"]["type"]) == (429, "rate_limit_error")
         assert int(answer.headers["retry-after"]) >= 1
+        state = ServerWatch(ServerAddress("127.0.0.1", int(served.url.rpartition(":")[2]))).look()
+        assert state is not None
+        assert state.refused == 1
         assert requests.get(served.url + "/health", timeout=SECONDS).status_code == 200
         served.engine.release()
         assert waiting.result(SECONDS).status_code == 200
