@@ -1,4 +1,4 @@
-"""Messages that programs print when they end, as public issues quote them: which layer they mean."""
+"""Messages that programs print when they end: which layer they mean. The authors wrote them from memory."""
 
 from __future__ import annotations
 
@@ -86,3 +86,19 @@ def test_the_layer_of_a_raised_error(kind: str, message: str, errno: int | None,
 def test_the_layer_of_a_last_line(message: str, layer: str) -> None:
     verdict = diagnose(reported("", message, code=1))
     assert (verdict.condition, verdict.layer, verdict.rank) == ("dead", layer, RANK), verdict.sentence
+
+
+@pytest.mark.parametrize(
+    ("message", "is_file_lock"),
+    [
+        ("database is locked", True),
+        ("database table is locked: shards", True),
+        ("(sqlite3.OperationalError) database is locked\n[SQL: INSERT INTO seen VALUES (?)]", True),
+        ("The file lock '/cache/x.lock' could not be acquired.", True),
+        ("the lock of the reward model could not be acquired", False),
+        ("a lease on the parameter server could not be acquired within 30 s", False),
+        ("the account of this database is locked by its owner", False),
+    ],
+)
+def test_which_locks_are_files(message: str, is_file_lock: bool) -> None:
+    assert (diagnose(reported("RuntimeError", message)).cause == "file_locked") == is_file_lock
