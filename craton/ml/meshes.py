@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import _redistribute
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.distributed.tensor import DTensor, _redistribute
 
 
 def forget_meshes() -> None:
@@ -24,6 +23,13 @@ def forget_meshes() -> None:
         _redistribute.clear_redistribute_planner_cache()
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         _InBackward.apply(torch.zeros(1, device="cuda", requires_grad=True)).backward()
+
+
+def _clear_sharding_prop_cache() -> None:
+    """As the function of this name in torch.distributed.tensor.debug, which imports torch's compilers: seconds."""
+    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+    if hasattr(torch._C, "_clear_DTensor_sharding_propagator_cache"):  # not in all versions of PyTorch
+        torch._C._clear_DTensor_sharding_propagator_cache()
 
 
 class _InBackward(torch.autograd.Function):

@@ -119,6 +119,11 @@ class Experts(nn.Module):
         self.gate = nn.Parameter(torch.empty(experts, ffn_hidden, hidden))
         self.up = nn.Parameter(torch.empty(experts, ffn_hidden, hidden))
         self.down = nn.Parameter(torch.empty(experts, hidden, ffn_hidden))
+        self._grouped_mlp: Callable[..., Tensor] = _grouped_mlp
+
+    def prepare_to_compile(self) -> None:
+        """Call before a block with experts is compiled. Not done for all: it imports torch's compilers, for seconds."""
+        self._grouped_mlp = torch.compiler.disable(_grouped_mlp)
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
         """x [pairs, hidden] sorted by expert; `ends` int32 [experts], where each expert's rows end."""
@@ -127,8 +132,7 @@ class Experts(nn.Module):
             return self.loop(x, ends)
         parameters = self.gate, self.up, self.down
         if not torch.compiler.is_compiling() or x.dtype is not torch.bfloat16:  # torch can trace it in bf16 only
-            out: Tensor = _grouped_mlp(x, *parameters, ends)
-            return out
+            return self._grouped_mlp(x, *parameters, ends)
         gate, up, down = (own_part(parameter).to(x.dtype).transpose(-2, -1) for parameter in parameters)
         product = reference.swiglu(grouped_mm(x, gate, offs=ends), grouped_mm(x, up, offs=ends))
         return grouped_mm(product, down, offs=ends)
@@ -199,7 +203,6 @@ class _AddLoss(torch.autograd.Function):
         return gradient, ctx.weight, None
 
 
-@torch.compiler.disable
 def _grouped_mlp(*inputs: Tensor) -> Tensor:
     out: Tensor = _GroupedMlp.apply(*inputs)
     return out

@@ -9,14 +9,17 @@ mark survives the death of a rank, until the next generation has restored a copy
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
-from craton.formatting import setting
+from craton.formatting import bandwidth, percent, setting, stored, whole_duration
 from craton.job.sections import RESCUE
 from craton.ml.training.checkpoint import CheckpointError
 from craton.ml.training.saves import Saves
 
+PROGRESS_SECONDS = 2.0  # between two reports of a save in progress
 RETRY_SECONDS = 10.0
 LOOK_SECONDS = 0.5  # between two checks for free space, which also count as heartbeats
 REMIND_SECONDS = 600.0  # between two reports of the same failure
@@ -58,7 +61,7 @@ def _hold(saves: Saves, counters: Mapping[str, int], problem: str | None, check:
 def _save(saves: Saves, counters: Mapping[str, int], is_quiet: bool = False) -> str | None:
     """Save to the job's tiers. Return the error if no lasting tier has the state afterwards."""
     try:
-        with saves.parts.clock.kind("checkpoint"):
+        with saves.parts.clock.kind("checkpoint"), _progress_shown(saves, counters["step"]):
             saves.parts.checkpointer.save(counters["step"], saves.tensors(), counters, wait=True)
     except CheckpointError as error:
         return "; ".join(str(error).splitlines())
@@ -70,7 +73,7 @@ def _save(saves: Saves, counters: Mapping[str, int], is_quiet: bool = False) -> 
 def _rescue(saves: Saves, counters: Mapping[str, int], reason: str, is_quiet: bool = False) -> str | None:
     """Save to the run directory, for the given reason. Return the reason and the error if this fails too."""
     try:
-        with saves.parts.clock.kind("checkpoint"):
+        with saves.parts.clock.kind("checkpoint"), _progress_shown(saves, counters["step"]):
             saves.parts.checkpointer.rescue(counters["step"], saves.tensors(), counters)
     except CheckpointError as error:
         return "; ".join([reason, *str(error).splitlines()])
@@ -78,6 +81,38 @@ def _rescue(saves: Saves, counters: Mapping[str, int], reason: str, is_quiet: bo
         saves.report(is_quiet)
     saves.say(f"step {counters['step']}: saved in the run directory instead (checkpoints/{RESCUE}): {reason}")
     return None
+
+
+@contextmanager
+def _progress_shown(saves: Saves, step: int) -> Iterator[None]:
+    """On rank 0, report how far its part of a long save is: as an event, which `craton run` shows, and in the log."""
+    if saves.parts.ranks.rank != 0:
+        yield
+        return
+    done = threading.Event()
+
+    def report() -> None:
+        began = time.monotonic()
+        while not done.wait(PROGRESS_SECONDS):
+            for tier, written, total in saves.parts.checkpointer.progress():
+                text = progress_text(written, total, time.monotonic() - began)
+                saves.event("checkpoint_progress", step, tier=tier, reason=text)
+                saves.say(f"step {step}: saving to {tier}: {text}")
+
+    thread = threading.Thread(target=report, name="save-progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def progress_text(written: int, total: int, seconds: float) -> str:
+    """6.21 GB of 14.8 GB (42%), 1.19 GB/s, 7 s left."""
+    share = min(1.0, written / total)
+    left = f", {whole_duration((1 - share) / share * seconds)} left" if share else ""
+    return f"{stored(written)} of {stored(total)} ({percent(share)}), {bandwidth(written / seconds)}{left}"
 
 
 def _wait_for_room(saves: Saves, check: Callable[[], None]) -> None:

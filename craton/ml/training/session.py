@@ -56,7 +56,6 @@ def import_everything() -> None:
     for name in (
         "torch.distributed.checkpoint",
         "torch.distributed.fsdp",
-        "torch.distributed.pipelining",
         "torch.distributed.tensor.parallel",
         "craton.ml.kernels",
         "craton.ml.training.checkpoint.objects",

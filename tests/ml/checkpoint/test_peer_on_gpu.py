@@ -35,6 +35,8 @@ def test_a_snapshot_is_of_the_state_before_the_update(keepers: Keepers) -> None:
     checkpointer = checkpointer_of(keeper.name, 1)
     tensors = state(0.0)
     checkpointer.reserve(tensors, 0)
+    assert checkpointer._peer is not None
+    checkpointer._peer._end_reserve()  # which the first steps do not wait for
     blocked = []
     for step in range(1, 6):
         checkpointer.finish_copy()
@@ -67,6 +69,7 @@ def test_slots_are_page_locked_and_let_go(keepers: Keepers) -> None:
         checkpointer = checkpointer_of(keeper.name, generation)
         checkpointer.reserve(state(0.0), 0)
         assert checkpointer._peer is not None
+        checkpointer._peer._end_reserve()
         assert checkpointer._peer.is_on
         assert all(slot.chunks[0].is_pinned() for slot in checkpointer._peer._slots)
         assert checkpointer.abandon(10)

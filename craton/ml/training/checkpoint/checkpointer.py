@@ -35,7 +35,14 @@ from craton.ml.training.checkpoint.find import FoundStep, find_checkpoint, open_
 from craton.ml.training.checkpoint.lane import Save, SaveReport, TierLane
 from craton.ml.training.checkpoint.peer import PEER, Note, PeerMemory, PeerSave, PeerSetup, find_saves, load_save
 from craton.ml.training.checkpoint.restore import check_names, find_together, load_together, open_together
-from craton.ml.training.checkpoint.staging import SavingRanks, Staging, file_threads, local_data, synchronize
+from craton.ml.training.checkpoint.staging import (
+    SavingRanks,
+    Staging,
+    file_threads,
+    local_data,
+    nothing,
+    synchronize,
+)
 from craton.ml.training.checkpoint.tiers import Tier, TierFolder
 
 OUTSTANDING_SAVES = 2  # per tier: one being written, one waiting
@@ -142,7 +149,7 @@ class Checkpointer:
         snapshot = self._staging.copy(local, len(taken)) if taken and in_memory else None
         if taken and snapshot is None:
             synchronize(local)
-        data, copied, done = (snapshot.data, snapshot.wait, snapshot.done) if snapshot else (local, _nothing, _nothing)
+        data, copied, done = (snapshot.data, snapshot.wait, snapshot.done) if snapshot else (local, nothing, nothing)
         save = Save(step, dict(tensors), data, copied, dict(counters), wanted)
         for name in taken:
             self._lanes[name].save(save, done, self._reports.append)
@@ -175,10 +182,15 @@ class Checkpointer:
         local = local_data(tensors)
         synchronize(local)
         wanted = tuple(tier.name for tier in self.tiers)
-        save = Save(step, dict(tensors), local, _nothing, dict(counters), wanted)
-        self._lanes[RESCUE].save(save, _nothing, self._reports.append)
+        save = Save(step, dict(tensors), local, nothing, dict(counters), wanted)
+        self._lanes[RESCUE].save(save, nothing, self._reports.append)
         if problem := self._settle(wait=True):
             raise CheckpointError(problem)
+
+    def progress(self) -> list[tuple[str, int, int]]:
+        """Return the tiers that are being written, with this rank's bytes written so far and in all."""
+        under_way = [(name, *lane.written) for name, lane in self._lanes.items() if lane.outstanding]
+        return [(name, written, total) for name, written, total in under_way if total]
 
     def places_with_room(self) -> frozenset[str]:
         """Return the tiers that have room for a save that failed before, as rank 0 sees them."""
@@ -199,11 +211,13 @@ class Checkpointer:
 
     def reserve(self, tensors: Mapping[str, Tensor], step: int = 0) -> None:
         """Allocate the memory of the copies now, so that the first saves do not block training longer than later ones:
-        one copy being written, and one made meanwhile. `step` is the last one done."""
+        one copy being written, and one made meanwhile. On a GPU this goes on beside the first steps. `step` is the last
+        one done."""
+        staged = nothing
         if any(tier.every_steps or tier.every_seconds for tier in self.tiers):
-            self._staging.reserve(local_data(tensors), copies=2)
+            staged = self._staging.reserve(local_data(tensors), copies=2)
         if self._peer is not None:
-            self._peer.reserve(step, tensors)
+            self._peer.reserve(step, tensors, staged)
 
     def measure_again(self) -> None:
         """Call when steps take another time than before: a measured interval of snapshots is measured again."""
@@ -468,7 +482,3 @@ class Checkpointer:
                         names.append(tier.folder.name)
         for name in self._ranks.of_rank_0(names):
             self._lanes[name].move(saved.step, saved.files, saved.seal, self._reports.append)
-
-
-def _nothing() -> None:
-    """Release callback of a save written directly from the tensors: there is no copy to release."""

@@ -95,6 +95,11 @@ class TierLane:
         """Number of saves being written or waiting."""
         return sum(not job.done() for job in self._jobs)
 
+    @property
+    def written(self) -> tuple[int, int]:
+        """Bytes that this rank has written of the save in progress, and those it has to write; 0 if not known yet."""
+        return self._writer.written_bytes, self._writer.own_bytes
+
     def save(self, save: Save, then: Callable[[], None], report: Callable[[SaveReport], None]) -> None:
         """Save in the background; call `then` when the data is no longer needed."""
         self._submit(lambda: self._save_beside(save), then, report)

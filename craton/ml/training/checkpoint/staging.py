@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -32,6 +33,10 @@ def synchronize(local: Mapping[str, Tensor]) -> None:
     """Wait until the devices of these tensors have finished all launched work."""
     for device in {tensor.device for tensor in local.values() if tensor.is_cuda}:
         torch.cuda.synchronize(device)
+
+
+def nothing() -> None:
+    """There is nothing to wait for, or to release."""
 
 
 class StagedState:
@@ -94,9 +99,19 @@ class Staging:
                 self._under_way = self._stream.record_event()
         return StagedState(held, self._under_way, users, self._give_back)
 
-    def reserve(self, local: Mapping[str, Tensor], copies: int) -> None:
-        """Allocate the memory of copies in advance; page-locking it takes seconds on a GPU's host."""
-        with self._lock:
+    def reserve(self, local: Mapping[str, Tensor], copies: int) -> Callable[[], None]:
+        """Allocate the memory of copies in advance; return a function that waits for it. On a GPU's host page-locking
+        takes seconds, so it happens in a thread; a save meanwhile waits for its buffers."""
+        device = next((tensor.device for tensor in local.values() if tensor.is_cuda), None)
+        if device is None:
+            self._allocate(local, copies)
+            return nothing
+        thread = threading.Thread(target=self._allocate, args=(local, copies, device), name="staging", daemon=True)
+        thread.start()
+        return thread.join
+
+    def _allocate(self, local: Mapping[str, Tensor], copies: int, device: torch.device | None = None) -> None:
+        with nullcontext() if device is None else torch.cuda.device(device), self._lock:
             while len(self._idle) < copies and not self._missing(local, {}):
                 self._idle.append(_buffers(local, {}))
 

@@ -47,6 +47,7 @@ class CheckedWriter(FileSystemWriter):
         self.sums: dict[str, FileSum] = {}  # of this rank's files of this save
         self.metadata = b""  # of all ranks' tensors, on the coordinator
         self.free_bytes: int | None = None  # at the beginning of the save, on the coordinator
+        self.own_bytes = 0  # of this rank, in the save in progress
         self._rank_bytes: dict[int, int] = {}
         self._summing = ThreadPoolExecutor(threads, thread_name_prefix="sums")
         self._target: StepWriter | None = None
@@ -56,10 +57,15 @@ class CheckedWriter(FileSystemWriter):
         """Of all ranks together, known on the coordinator."""
         return sum(self._rank_bytes.values())
 
+    @property
+    def written_bytes(self) -> int:
+        """Of this rank, in the save in progress."""
+        return self.fs.written_bytes if isinstance(self.fs, _SummedFiles) else 0
+
     def aim(self, target: StepWriter) -> None:
         """Set the target of the next save."""
         self._target = target
-        self.sums = {}
+        self.sums, self.own_bytes = {}, 0
         self.fs = _SummedFiles(target, self.sums, self._summing, self._tier)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -85,6 +91,7 @@ class CheckedWriter(FileSystemWriter):
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        self.own_bytes = sum(_item_bytes(item) for item in plan.items)
         # FileSystemWriter's own threads swallow exceptions: a full disk would look like a complete checkpoint.
         parts = _even_parts(plan.items, self.threads, _item_bytes)
         plans = [
@@ -120,6 +127,11 @@ class _SummedFiles(FileSystem):
 
     def __init__(self, target: StepWriter, sums: dict[str, FileSum], summing: ThreadPoolExecutor, tier: str) -> None:
         self._target, self._sums, self._summing, self._tier = target, sums, summing, tier
+        self._streams: list[_SummedStream] = []
+
+    @property
+    def written_bytes(self) -> int:
+        return sum(stream.sum.bytes for stream in tuple(self._streams))
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
@@ -129,6 +141,7 @@ class _SummedFiles(FileSystem):
             if page is not None and (delay := page.write_delay(self._tier)):
                 time.sleep(delay)  # `craton chaos --slow-disk`
             stream = _SummedStream(file.write, self._summing)
+            self._streams.append(stream)
             try:
                 yield stream
             except RuntimeError:

@@ -141,6 +141,8 @@ def parallelize(model: nn.Module, ranks: Ranks, compile_blocks: bool) -> nn.Modu
     for block in blocks:
         _recompute(block, ranks.layout.recompute)
     if compile_blocks:
+        for experts in (module for module in model.modules() if isinstance(module, Experts)):
+            experts.prepare_to_compile()
         for block in blocks:
             # Only the forward method, so that FSDP's hooks are not compiled.
             block.forward = torch.compile(block.forward, dynamic=False)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import mmap
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
@@ -34,7 +34,8 @@ from craton.infrastructure import free_memory_bytes
 from craton.ml.training.checkpoint.checksums import RanksLostError
 from craton.ml.training.checkpoint.peer.interval import MEASURED_SNAPSHOTS, Costs, SnapshotCost
 from craton.ml.training.checkpoint.peer.layout import SlotLayout, layout_of
-from craton.ml.training.checkpoint.staging import FREE_SHARE, SavingRanks, local_data
+from craton.ml.training.checkpoint.peer.pages import page_lock
+from craton.ml.training.checkpoint.staging import FREE_SHARE, SavingRanks, local_data, nothing
 from craton.ml.training.measure import resolved
 from craton.telemetry.rank import own_page
 
@@ -102,6 +103,7 @@ class PeerMemory:
         self._complete: str | None = None  # the newest save that every rank is known to have
         self._snapshots = 0  # of the current course
         self._last_step = 0
+        self._reserving: Future[list[tuple[str | None, str]]] | None = None
         self._under_way: Future[tuple[int, list[str], float]] | None = None
         self._filling: _OpenSlot | None = None
         self._is_copied = True
@@ -115,29 +117,54 @@ class PeerMemory:
         self._costs = Costs()
         self._notes: list[Note] = []
 
-    def reserve(self, step: int, tensors: Mapping[str, Tensor]) -> None:
+    def reserve(self, step: int, tensors: Mapping[str, Tensor], after: Callable[[], None] = nothing) -> None:
         """Allocate the slots, and choose the node that keeps a copy of this rank's. If one rank has no room, none gets
-        a slot."""
+        a slot. On a GPU this takes seconds, most of them for page-locking, so it happens beside the first steps, once
+        `after` has returned; until then no snapshot is due."""
         self._layout = layout_of(tensors)
         self._last_step = step
+        device = next((tensor.device for tensor in tensors.values() if tensor.is_cuda), None)
+        self._reserving = self._thread.submit(self._reserve, device, after)
+        if device is None:
+            self._end_reserve()
+
+    def _reserve(self, device: torch.device | None, after: Callable[[], None]) -> list[tuple[str | None, str]]:
+        """In the thread: return the problem, if there is one, and the layout of every rank."""
         problem = None
         try:
+            after()
             self._check_room()
-        except KeeperError as error:
+        except (KeeperError, RuntimeError) as error:
             problem = str(error)
-        if self._turn_off(step, self._ranks.gather(problem)):
-            return
+        try:
+            without_room = [text for text in self._agreeing.gather(problem) if text]
+            if not without_room:
+                problem = self._take_slots(device)
+            answers: list[tuple[str | None, str]] = self._agreeing.gather((problem, self._layout.digest))
+        except RuntimeError as error:
+            raise RanksLostError(f"the ranks could not agree on slots in memory: {error}") from error
+        return answers
+
+    def _take_slots(self, device: torch.device | None) -> str | None:
         try:
             self._token, slots = self.client.reserve(self.rank, self._layout.bytes, self.setup.generation)
             self._slots = [self._open(slot) for slot in slots]
-            self._register(tensors)
+            if device is not None:
+                self._register(device)
         except (KeeperError, OSError, RuntimeError) as error:
-            problem = str(error)
-        answers = self._ranks.gather((problem, self._layout.digest))
+            return str(error)
+        return None
+
+    def _end_reserve(self) -> None:
+        """Wait for the slots. All ranks call it in the same step."""
+        work, self._reserving = self._reserving, None
+        if work is None:
+            return
+        answers = work.result()
         self._layouts = [digest for _, digest in answers]
         self._buddy = self._choose_buddy()
         self.off = None
-        self._turn_off(step, [text for text, _ in answers])
+        self._turn_off(self._last_step, [text for text, _ in answers])
 
     @property
     def is_on(self) -> bool:
@@ -145,6 +172,8 @@ class PeerMemory:
 
     def due(self, step: int) -> bool:
         """Whether a snapshot of this step is due; the same on all ranks."""
+        if self._reserving is not None and self._ranks.flags_of_rank_0([self._reserving.done()])[0]:
+            self._end_reserve()
         if self.is_on and self._interval is None:
             self._costs.step_ended()
             if self._costs.snapshots >= MEASURED_SNAPSHOTS:
@@ -230,6 +259,7 @@ class PeerMemory:
     def restored(self, step: int, save: str | None) -> None:
         """Training continues from this step; `save` is the save it was restored from, if it was from here. Later saves
         belong to an abandoned course and must not be restored any more; nor what is not trusted."""
+        self._end_reserve()
         if self._snapshots:
             self._course = [self._course[0], self._course[1] + 1]
         self._base, self._complete, self._last_step, self._snapshots = step, save, step, 0
@@ -248,6 +278,7 @@ class PeerMemory:
 
     def keep(self, step: int, tensors: Mapping[str, Tensor], counters: Mapping[str, Any]) -> bool:
         """Save this state, complete on all ranks on return; False if there is no memory for it."""
+        self._end_reserve()
         if self.is_on and self._save_name(step) not in [slot.save for slot in self._slots]:
             self.snapshot(step, tensors, counters)
         self.settle()
@@ -266,7 +297,8 @@ class PeerMemory:
         keeper commits on its own what it was informed of."""
         self._thread.shutdown(wait=False, cancel_futures=True)
         self.client.interrupt()
-        if self._under_way is not None and wait([self._under_way], seconds).not_done:
+        works: list[Future[Any]] = [work for work in (self._reserving, self._under_way) if work is not None]
+        if wait(works, seconds).not_done:
             return False
         self._let_go()
         self.client.close()
@@ -368,15 +400,11 @@ class PeerMemory:
         chunks = [chunk.view(data[HEADER_BYTES:]) for chunk in self._layout.chunks]
         return _OpenSlot(slot, memory, data[:8].view(torch.int64), chunks, slot.save, slot.step)
 
-    def _register(self, tensors: Mapping[str, Tensor]) -> None:
+    def _register(self, device: torch.device) -> None:
         """Page-lock the slots, so that a GPU copies into them asynchronously."""
-        if not any(tensor.is_cuda for tensor in tensors.values()):
-            return
         for slot in self._slots:
             address = slot.header.data_ptr()
-            problem = torch.cuda.cudart().cudaHostRegister(address, HEADER_BYTES + self._layout.bytes, 0)
-            if int(problem) != 0:
-                raise RuntimeError(f"a slot cannot be page-locked: CUDA error {int(problem)}")
+            page_lock(address, HEADER_BYTES + self._layout.bytes, device)
             self._registered.append(address)
 
     def _let_go(self) -> None:

@@ -14,6 +14,8 @@ import mmap
 import os
 import zlib
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +32,8 @@ from craton.ml.training.checkpoint.checksums import BLOCK_BYTES, CheckpointError
 from craton.ml.training.checkpoint.find import FoundStep, some
 from craton.ml.training.checkpoint.peer.layout import SlotLayout, layout_of, metadata_of, parse_layout
 from craton.ml.training.checkpoint.peer.memory_tier import PEER, PeerMemory
-from craton.ml.training.checkpoint.read import CheckedReader
+from craton.ml.training.checkpoint.peer.pages import map_pages, page_locked
+from craton.ml.training.checkpoint.read import READS_IN_FLIGHT, SPAN_BYTES, CheckedReader, check_blocks
 from craton.ml.training.checkpoint.restore import check_names, load_with
 from craton.ml.training.checkpoint.staging import SavingRanks, local_data
 
@@ -155,17 +158,24 @@ class PeerFiles:
             view = self._views.setdefault(name, self._map(name))
         return view[begin:end]
 
+    def map_slot(self, name: str) -> mmap.mmap:
+        """Map a slot with its header, to be read only: it is the slot itself, so that it can be page-locked."""
+        return self._open(name, mmap.ACCESS_WRITE)
+
     def _map(self, name: str) -> memoryview:
+        # private, so that changes do not reach the slot
+        return memoryview(self._open(name, mmap.ACCESS_COPY))[HEADER_BYTES:]
+
+    def _open(self, name: str, access: int) -> mmap.mmap:
         slot = self._slots[name]
         try:
             descriptor = self._client.open(slot.slot)
         except KeeperError as error:
             raise CheckpointError(f"{name} cannot be read: {error}") from error
-        try:  # private, so that changes do not reach the slot
-            memory = mmap.mmap(descriptor, HEADER_BYTES + slot.manifest["bytes"], access=mmap.ACCESS_COPY)
+        try:
+            return mmap.mmap(descriptor, HEADER_BYTES + slot.manifest["bytes"], access=access)
         finally:
             os.close(descriptor)
-        return memoryview(memory)[HEADER_BYTES:]
 
 
 def _copy(
@@ -185,8 +195,15 @@ def _copy(
     if wanted:
         for answer in ranks.gather({name: sums[name] for name in wanted if name in sums}):
             sums |= {name: item for name, item in answer.items() if name == chosen}
+    if not wanted:  # every rank has its file on its own node
+        problem, damaged = None, set()
+        try:
+            fill_from_slot(files, chosen, sums[chosen], layout, local_data(tensors))
+        except CheckpointError as error:
+            problem, damaged = str(error), {(memory.rank, chosen)}
+        return list(dict.fromkeys(text for text in ranks.gather(problem) if text)), damaged
     metadata = metadata_of([(chosen, layout)])
-    reader = CheckedReader(files, metadata, sums, ranks if ranks.world > 1 else None)
+    reader = CheckedReader(files, metadata, sums, ranks)
     reader.set_up_storage_reader(metadata, False)
     problem = None
     try:
@@ -194,6 +211,32 @@ def _copy(
     except CheckpointError as error:
         problem = str(error)
     return list(dict.fromkeys(text for text in ranks.gather(problem) if text)), reader.damaged
+
+
+@torch.no_grad()
+def fill_from_slot(
+    files: PeerFiles, name: str, expected: FileSum, layout: SlotLayout, local: Mapping[str, Tensor]
+) -> None:
+    """Copy the chunks of a slot into the tensors while threads check its blocks; CheckpointError if one is wrong: then
+    the tensors have to be filled from elsewhere."""
+    slot = torch.frombuffer(files.map_slot(name), dtype=torch.uint8)
+    map_pages(slot.data_ptr(), slot.nbytes)
+    data = slot[HEADER_BYTES:]
+    blocks = data.numpy().data
+
+    def check(begin: int) -> None:
+        check_blocks(name, blocks[begin : begin + SPAN_BYTES], expected, begin)
+
+    device = next((tensor.device for tensor in local.values() if tensor.is_cuda), None)
+    with ThreadPoolExecutor(READS_IN_FLIGHT, thread_name_prefix="check-slot") as pool:
+        checks = [pool.submit(check, begin) for begin in range(0, expected.bytes, SPAN_BYTES)]
+        with nullcontext() if device is None else page_locked(slot, device):
+            for chunk in layout.chunks:
+                local[chunk.name].copy_(chunk.view(data), non_blocking=True)
+            if device is not None:
+                torch.cuda.synchronize(device)
+        for done in checks:
+            done.result()
 
 
 def _reshard(
