@@ -27,22 +27,31 @@ def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float) ->
 
 
 def split_and_rotate(
-    qkv: Tensor, cosine: Tensor, sine: Tensor, heads: int, kv_heads: int, head_dim: int
+    qkv: Tensor,
+    cosine: Tensor,
+    sine: Tensor,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    norms: reference.Norms | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The fused projection [rows, sequence, …] → rotated query and key, and value, [rows, sequence, heads, head_dim].
 
-    Tables are [rows, sequence, turning dimensions / 2].
+    Tables are [rows, sequence, turning dimensions / 2]. With norms, each head of query and key is normed before it is
+    rotated; their weights are [head_dim], plain tensors.
     """
     turning = 2 * cosine.shape[-1]
     if is_fused(qkv) and turning == head_dim and head_dim & (head_dim - 1) == 0:
-        from craton.ml.kernels.triton import SplitAndRotate
+        from craton.ml.kernels.triton import SplitAndRotate, SplitNormAndRotate
 
         flat = (qkv.flatten(0, 1), cosine.flatten(0, 1), sine.flatten(0, 1))
-        parts = SplitAndRotate.apply(*flat, heads, kv_heads)
+        if norms is None:
+            parts = SplitAndRotate.apply(*flat, heads, kv_heads)
+        else:
+            parts = SplitNormAndRotate.apply(*flat, *norms, heads, kv_heads)
         query, key, value = (part.unflatten(0, qkv.shape[:2]) for part in parts)
         return query, key, value
-    query, key, value = reference.split_heads(qkv, heads, kv_heads, head_dim)
-    return reference.rotate(query, cosine, sine), reference.rotate(key, cosine, sine), value
+    return reference.split_and_rotate(qkv, cosine, sine, heads, kv_heads, head_dim, norms)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:

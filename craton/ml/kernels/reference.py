@@ -7,6 +7,8 @@ from torch import Tensor
 from torch.nn.functional import rms_norm as torch_rms_norm
 from torch.nn.functional import silu
 
+Norms = tuple[Tensor, Tensor, float]  # weights of the query and key norms, and their epsilon
+
 
 def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
     """(x + delta, root-mean-square norm of it)."""
@@ -29,6 +31,19 @@ def split_heads(qkv: Tensor, heads: int, kv_heads: int, head_dim: int) -> tuple[
     grouped = qkv.unflatten(-1, (kv_heads, heads // kv_heads + 2, head_dim))
     query, key, value = grouped.split((heads // kv_heads, 1, 1), dim=-2)
     return query.flatten(-3, -2), key.squeeze(-2), value.squeeze(-2)
+
+
+def split_and_rotate(
+    qkv: Tensor, cosine: Tensor, sine: Tensor, heads: int, kv_heads: int, head_dim: int, norms: Norms | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """qkv [..., rows grouped by key/value head] → rotated query and key, normed before that if they have norms, and
+    value."""
+    query, key, value = split_heads(qkv, heads, kv_heads, head_dim)
+    if norms is not None:
+        query_weight, key_weight, epsilon = norms
+        query = torch_rms_norm(query, (head_dim,), query_weight, epsilon)
+        key = torch_rms_norm(key, (head_dim,), key_weight, epsilon)
+    return rotate(query, cosine, sine), rotate(key, cosine, sine), value
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:

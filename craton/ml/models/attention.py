@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from craton.ml.collectives import ALONE, Connections, own_part
-from craton.ml.kernels import Documents, attention, reference, split_and_rotate
+from craton.ml.kernels import Documents, attention, split_and_rotate
 from craton.ml.kernels.serving import Past
 from craton.ml.models.config import DecoderConfig
 from craton.ml.models.linear import Linear, Norm
@@ -42,12 +42,7 @@ class Attention(nn.Module):
             flat = documents.attend(self.layer, qkv.flatten(0, 1), rope, heads, kv_heads, self._norms, self.window)
             served: Tensor = self.output(flat.flatten(1) if tensor is not None else flat.reshape(*x.shape[:2], -1))
             return served
-        if self.q_norm is None or self.k_norm is None:
-            query, key, value = split_and_rotate(qkv, cosine, sine, heads, kv_heads, self.head_dim)
-        else:
-            query, key, value = reference.split_heads(qkv, heads, kv_heads, self.head_dim)
-            query = reference.rotate(self.q_norm(query), cosine, sine)
-            key = reference.rotate(self.k_norm(key), cosine, sine)
+        query, key, value = split_and_rotate(qkv, cosine, sine, heads, kv_heads, self.head_dim, self._norms)
         mixed = attention(query, key, value, documents, window=self.window, context=self.connections.context)
         out: Tensor = self.output(mixed.flatten(2) if tensor is None else mixed.flatten(2).flatten(0, 1))
         return out

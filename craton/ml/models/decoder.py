@@ -40,8 +40,9 @@ class Block(nn.Module):
 
     @property
     def has_own_kernels(self) -> bool:
-        """Whether the fused kernels cover the whole block: plain grouped-query attention and a dense MLP."""
-        return isinstance(self.attention, Attention) and self.attention.q_norm is None and isinstance(self.mlp, Mlp)
+        """Whether the fused kernels cover the whole block: grouped-query attention and a dense MLP. The routing of
+        experts is plain PyTorch."""
+        return isinstance(self.attention, Attention) and isinstance(self.mlp, Mlp)
 
     def forward(
         self,

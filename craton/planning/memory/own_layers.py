@@ -98,10 +98,11 @@ def _attention(shape: ModelShape, tp: int, cp: int, value: float) -> _Part:
         query, key = value * heads * shape.head_dim, value * max(shape.kv_heads / tp, 1.0) * shape.head_dim
         projected = query + 2.0 * key  # rotated queries and keys, and values
         produced = projected
-        if shape.qk_norm:  # the projection, whose values are used in place, and the inputs of the norms
-            projected += 2.0 * query + key + 4.0 * (heads + max(shape.kv_heads / tp, 1.0))
         out = query
         shared = 0.0
+        if shape.qk_norm:  # the projection, from which the backward pass computes the norms again
+            projected += produced
+            shared = produced
         both = 2.0 * key
         late = whole + query + 2.0 * key
     else:

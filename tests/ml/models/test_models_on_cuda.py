@@ -34,6 +34,8 @@ _SHAPE = ModelShape(
     dense_layers=1,
 )
 _CONFIG = DecoderConfig(_SHAPE, routing=RoutingConfig(scoring="sigmoid", bias_update=0.01), initializer_range=0.1)
+_LATENT = replace(_SHAPE, experts=0, top_k=0, shared_experts=0, dense_layers=0)
+_NORMED = replace(_LATENT, mla=None, kv_heads=2, head_dim=128, qk_norm=True)
 
 
 def _relative_error(got: Tensor, wanted: Tensor) -> float:
@@ -73,9 +75,9 @@ def test_experts_in_bf16_agree_with_the_cpu_and_do_not_wait() -> None:
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_latent_attention_agrees_with_the_cpu(packed: bool) -> None:
-    config = replace(_CONFIG, shape=replace(_SHAPE, experts=0, top_k=0, shared_experts=0, dense_layers=0))
-    reference = Decoder(config)
+@pytest.mark.parametrize("shape", [_LATENT, _NORMED], ids=["latent attention", "QK norm"])
+def test_attention_agrees_with_the_cpu(shape: ModelShape, packed: bool) -> None:
+    reference = Decoder(replace(_CONFIG, shape=shape))
     reference.initialize(1)
     model = copy.deepcopy(reference).to("cuda", torch.bfloat16)
     tokens = torch.randint(0, 512, (2, 64))

@@ -16,7 +16,7 @@ from craton.ml.trace.comparison import Comparison, ComparisonRow, compare
 from craton.ml.trace.trace import trace
 
 DENSE_8B, DENSE_70B, DENSE_405B = "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b"
-QWEN, DEEPSEEK = "qwen3-30b-a3b", "deepseek-v3"
+QWEN, QWEN_14B, DEEPSEEK = "qwen3-30b-a3b", "qwen3-14b", "deepseek-v3"
 
 Case = tuple[str, int, int, Layout]  # model, sequence, micro-batches of a step, layout
 
@@ -37,6 +37,8 @@ MORE_CASES: list[Case] = [
     (DENSE_8B, 8192, 2, Layout(pp=2, fsdp=4, vpp=2, schedule="interleaved")),
     (DENSE_405B, 8192, 2, Layout(pp=16, fsdp=128, tp=8)),
     (QWEN, 4096, 1, Layout(fsdp=8, ep=8)),
+    (QWEN_14B, 8192, 1, Layout(fsdp=8)),
+    (QWEN_14B, 8192, 1, Layout(fsdp=4, tp=2, recompute="selective")),
     (QWEN, 4096, 1, Layout(fsdp=4, tp=2, ep=4, recompute="full")),
     (DENSE_8B, 8192, 1, Layout(fsdp=8, tp=8)),
     (DENSE_70B, 8192, 2, Layout(fsdp=32, tp=8, recompute="selective")),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,14 @@ from craton.ml.training.checkpoint import TierFolder, find_checkpoint, read_tens
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 SHAPE = ModelShape("small", 2, 256, 512, 4, 2, 64, VOCABULARY, tied_embeddings=True)
+with_and_without_qk_norm = pytest.mark.parametrize(
+    "shape", [SHAPE, replace(SHAPE, qk_norm=True)], ids=["plain", "QK norm"]
+)
 
 
-def trainer_on(device: str, **options: str) -> tuple[Trainer, dict[int, float]]:
+def trainer_on(device: str, shape: ModelShape, **options: str) -> tuple[Trainer, dict[int, float]]:
     job = tiny_job(12, precision="bf16", learning_rate="1e-3", **options)
-    trainer, records = make_trainer(job, Layout(micro_batch=4), config=DecoderConfig(SHAPE), device=device)
+    trainer, records = make_trainer(job, Layout(micro_batch=4), config=DecoderConfig(shape), device=device)
     trainer.fit()
     step = records.metrics_by_step[12]
     names = ("data", "compute", "communication", "optimizer", "checkpoint")
@@ -30,18 +34,20 @@ def trainer_on(device: str, **options: str) -> tuple[Trainer, dict[int, float]]:
     return trainer, records.losses
 
 
+@with_and_without_qk_norm
 @pytest.mark.parametrize("weights", ["fp32", "bf16"])
-def test_a_gpu_learns_what_a_cpu_learns(weights: str) -> None:
-    (_, on_cpu), (_, on_gpu) = (trainer_on(device, weights=weights) for device in ("cpu", "cuda"))
+def test_a_gpu_learns_what_a_cpu_learns(weights: str, shape: ModelShape) -> None:
+    (_, on_cpu), (_, on_gpu) = (trainer_on(device, shape, weights=weights) for device in ("cpu", "cuda"))
     # random weights differ between the devices' generators, the way down does not
     assert on_gpu[1] == pytest.approx(on_cpu[1], rel=0.05)
     assert on_gpu[12] == pytest.approx(on_cpu[12], rel=0.05)
     assert on_gpu[12] < on_gpu[1] - 0.3
 
 
-def test_a_step_makes_the_host_wait_for_nothing() -> None:
+@with_and_without_qk_norm
+def test_a_step_makes_the_host_wait_for_nothing(shape: ModelShape) -> None:
     job = tiny_job(20, precision="bf16", learning_rate="1e-3")
-    trainer, _ = make_trainer(job, Layout(micro_batch=4), config=DecoderConfig(SHAPE), device="cuda")
+    trainer, _ = make_trainer(job, Layout(micro_batch=4), config=DecoderConfig(shape), device="cuda")
     trainer._begin(None)
     trainer.timer.begin()
     for _ in range(6):  # the first ones compile, measure the launches and capture a graph
@@ -56,13 +62,14 @@ def test_a_step_makes_the_host_wait_for_nothing() -> None:
         trainer.loader.close()
 
 
+@with_and_without_qk_norm
 @pytest.mark.parametrize("recompute", ["selective", "full"])
-def test_recompute_changes_no_bit(recompute: str) -> None:
+def test_recompute_changes_no_bit(recompute: str, shape: ModelShape) -> None:
     losses = []
     for chosen in ("none", recompute):
         job = tiny_job(6, precision="bf16", learning_rate="1e-3")
         layout = Layout(micro_batch=4, recompute=chosen)
-        trainer, records = make_trainer(job, layout, config=DecoderConfig(SHAPE), device="cuda")
+        trainer, records = make_trainer(job, layout, config=DecoderConfig(shape), device="cuda")
         trainer.fit()
         losses.append(records.losses)
     assert losses[0] == losses[1]

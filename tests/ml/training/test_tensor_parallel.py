@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -145,6 +146,18 @@ def test_it_trains_as_one_process_does(gang: Gang, case: Case) -> None:
     found = gang.run(curve, case, ranks=case.layout.world)[0]
     assert len(found) == STEPS + 1
     assert_equal(found, case)
+
+
+def curve_with_kernels(case: Case) -> dict[int, tuple[float, float]]:
+    with mock.patch("craton.ml.kernels.elementwise.is_fused", return_value=True):
+        return curve(case)
+
+
+@pytest.mark.slow  # Triton's interpreter
+@pytest.mark.parametrize("sizes", [{"tp": 2}, {"fsdp": 2, "tp": 2, "recompute": "full"}], ids=str)
+def test_the_weights_of_qk_norm_get_their_gradients_from_the_kernels(gang: Gang, sizes: dict[str, Any]) -> None:
+    case = Case("normed", sizes)
+    assert_equal(gang.run(curve_with_kernels, case, ranks=case.layout.world)[0], case)
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 from craton.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from craton.ml.kernels.reference import Norms
     from craton.ml.kernels.serving.paged import (
         FEW_ROWS,
-        Norms,
         Past,
         add_adapters,
         choose,

@@ -23,7 +23,6 @@ from craton.ml.kernels import elementwise, reference
 from craton.ml.kernels.sampling_hash import MIN_TEMPERATURE, MULTIPLIERS, ROW_KEYS
 
 FEW_ROWS = 8  # above this a matmul is no longer bound by reading its weight, and the library is used
-Norms = tuple[Tensor, Tensor, float]  # weights of the query and key norms, and their epsilon
 
 
 class Past(ABC):
@@ -39,7 +38,7 @@ class Past(ABC):
         rope: tuple[Tensor, Tensor],
         heads: int,
         kv_heads: int,
-        norms: Norms | None,
+        norms: reference.Norms | None,
         window: int,
     ) -> Tensor:
         """The fused projection [tokens, …] → attention of its queries over the KV cache and itself, [tokens, heads,
