@@ -90,6 +90,7 @@ def trained(
     **train: Any,
 ) -> tuple[Trainer, Records]:
     options = {"precision": "bf16", "learning_rate": "1e-3", "graphs": graphs, **train}
+    torch.compiler.reset()  # of blocks with experts: a process compiles a function a few times only
     job = tiny_job(STEPS, **options)
     layout = Layout(micro_batch=micro_batch, recompute=recompute, precision=job.precision)
     trainer, records = make_trainer(

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from craton.agent.launch import Launch
+from craton.agent.processes.bytecode import bytecode_environment
 from craton.agent.processes.process import ChildProcess, common_environment, start
 from craton.formatting import setting
 from craton.telemetry import RunDirectory
@@ -38,7 +39,11 @@ class ForkServer:
     def __init__(self, run: RunDirectory, launch: Launch, node: str) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, KIND)
         log_path = run.path / "logs" / f"nursery-{node}.log"
-        environment = {**common_environment(run, launch, node), FORK_SERVER_VARIABLE: str(theirs.fileno())}
+        environment = {
+            **bytecode_environment({**os.environ, **launch.env}),
+            **common_environment(run, launch, node),
+            FORK_SERVER_VARIABLE: str(theirs.fileno()),
+        }
         try:
             process, offset = start(launch.nursery, environment, log_path, (theirs.fileno(),))
         except OSError:

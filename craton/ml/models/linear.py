@@ -28,6 +28,10 @@ class Linear(nn.Linear):
         self.cut = cut
         self.connections: Connections = ALONE
 
+    def reset_parameters(self) -> None:
+        if not self.weight.is_meta:  # drawing numbers for no memory imports torch's compilers: seconds
+            super().reset_parameters()
+
     @property
     def tensor_cuts(self) -> dict[str, int]:
         """The dimension that tensor parallelism shards, for each sharded parameter."""
@@ -55,6 +59,10 @@ class Embedding(nn.Embedding):
     def __init__(self, num_embeddings: int, embedding_dim: int) -> None:
         super().__init__(num_embeddings, embedding_dim)
         self.connections: Connections = ALONE
+
+    def reset_parameters(self) -> None:
+        if not self.weight.is_meta:  # as in Linear
+            super().reset_parameters()
 
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens [rows, sequence] → [rows, sequence, hidden], or with peers [rows · sequence / tp, hidden]."""

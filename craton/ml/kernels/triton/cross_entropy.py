@@ -38,8 +38,9 @@ def _log_probs(logits, labels, coefficients, log_probs, log_sums, columns, GRADI
     if GRADIENT:
         tl.debug_barrier()  # read the label's logit before it is overwritten
         coefficient = tl.load(coefficients + row)
-        for first in range(0, columns, BLOCK):
-            offsets = first + tl.arange(0, BLOCK)
+        blocks = tl.cdiv(columns, BLOCK)
+        for index in range(blocks):  # backwards: the cache has the end of the row
+            offsets = (blocks - 1 - index) * BLOCK + tl.arange(0, BLOCK)
             mask = offsets < columns
             value = tl.load(start + offsets, mask=mask, other=-float("inf")).to(tl.float32)
             hit = tl.where(offsets == label, 1.0, 0.0)
@@ -79,6 +80,6 @@ def log_probs_(logits: Tensor, labels: Tensor, coefficients: Tensor | None) -> t
         columns,
         GRADIENT=coefficients is not None,
         BLOCK=block,
-        num_warps=min(WARPS, max(1, block // 512)),
+        num_warps=WARPS if block == BLOCK else max(1, block // 1024),
     )
     return log_probs, log_sums

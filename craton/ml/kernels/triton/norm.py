@@ -10,8 +10,7 @@ from torch import Tensor
 
 from craton.ml.kernels.triton.launch import launch_options, wait_for_inputs
 
-# Backward pass: enough programs to hide latency, few enough to sum their partial weights; rows at a time.
-PROGRAMS_PER_PROCESSOR, BACKWARD_ROWS, BACKWARD_WARPS = 4, 2, 8
+PROGRAMS_PER_PROCESSOR = 8  # of the backward pass: enough to hide latency, few enough to sum their partial weights
 
 
 @triton.jit
@@ -94,6 +93,14 @@ def warps(block: int) -> int:
     return min(16, max(1, block // 512))
 
 
+def backward_tile(block: int) -> tuple[int, int]:
+    """Return how many rows a program of the backward pass has at a time, and its warps: the fastest on an H200 for rows
+    of 768 to 4,096 (docs/measurements.md)."""
+    if block <= 1024:
+        return 4, 4
+    return (4, 8) if block == 2048 else (1, min(16, block // 1024))
+
+
 class AddNorm(torch.autograd.Function):
     """(x, delta, weight) → (x + delta, norm of it); without delta the sum is x itself."""
 
@@ -135,9 +142,10 @@ class AddNorm(torch.autograd.Function):
         grad_total = None if grad_total is None else grad_total.contiguous()
         grad_x = torch.empty_like(total)
         processors = torch.cuda.get_device_properties(total.device).multi_processor_count if total.is_cuda else 1
-        programs = min(triton.cdiv(rows, BACKWARD_ROWS), processors * PROGRAMS_PER_PROCESSOR)
-        partial = torch.empty(programs, columns, dtype=torch.float32, device=total.device)
         block = triton.next_power_of_2(columns)
+        tile_rows, tile_warps = backward_tile(block)
+        programs = min(triton.cdiv(rows, tile_rows), processors * PROGRAMS_PER_PROCESSOR)
+        partial = torch.empty(programs, columns, dtype=torch.float32, device=total.device)
         _backward[(programs,)](
             grad_normed,
             grad_normed if grad_total is None else grad_total,
@@ -149,9 +157,9 @@ class AddNorm(torch.autograd.Function):
             rows,
             columns,
             HAS_TOTAL=grad_total is not None,
-            ROWS=BACKWARD_ROWS,
+            ROWS=tile_rows,
             BLOCK=block,
-            num_warps=BACKWARD_WARPS,
+            num_warps=tile_warps,
         )
         grad_weight = partial.sum(0).to(weight.dtype)
         return grad_x, grad_x if ctx.has_delta else None, grad_weight, None

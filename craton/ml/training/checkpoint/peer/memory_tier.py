@@ -21,6 +21,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -103,6 +104,7 @@ class PeerMemory:
         self._complete: str | None = None  # the newest save that every rank is known to have
         self._snapshots = 0  # of the current course
         self._last_step = 0
+        self._to_reserve: Callable[[], Future[list[tuple[str | None, str]]]] | None = None
         self._reserving: Future[list[tuple[str | None, str]]] | None = None
         self._under_way: Future[tuple[int, list[str], float]] | None = None
         self._filling: _OpenSlot | None = None
@@ -119,12 +121,12 @@ class PeerMemory:
 
     def reserve(self, step: int, tensors: Mapping[str, Tensor], after: Callable[[], None] = nothing) -> None:
         """Allocate the slots, and choose the node that keeps a copy of this rank's. If one rank has no room, none gets
-        a slot. On a GPU this takes seconds, most of them for page-locking, so it happens beside the first steps, once
-        `after` has returned; until then no snapshot is due."""
+        a slot. On a GPU this takes seconds, most of them for page-locking, so it begins after the first step, once
+        `after` has returned, and happens beside the next ones; until then no snapshot is due."""
         self._layout = layout_of(tensors)
         self._last_step = step
         device = next((tensor.device for tensor in tensors.values() if tensor.is_cuda), None)
-        self._reserving = self._thread.submit(self._reserve, device, after)
+        self._to_reserve = partial(self._thread.submit, self._reserve, device, after)
         if device is None:
             self._end_reserve()
 
@@ -155,8 +157,13 @@ class PeerMemory:
             return str(error)
         return None
 
+    def _begin_reserve(self) -> None:
+        if self._to_reserve is not None:
+            self._reserving, self._to_reserve = self._to_reserve(), None
+
     def _end_reserve(self) -> None:
         """Wait for the slots. All ranks call it in the same step."""
+        self._begin_reserve()
         work, self._reserving = self._reserving, None
         if work is None:
             return
@@ -172,6 +179,7 @@ class PeerMemory:
 
     def due(self, step: int) -> bool:
         """Whether a snapshot of this step is due; the same on all ranks."""
+        self._begin_reserve()
         if self._reserving is not None and self._ranks.flags_of_rank_0([self._reserving.done()])[0]:
             self._end_reserve()
         if self.is_on and self._interval is None:
