@@ -189,7 +189,7 @@ class Checkpointer:
 
     def progress(self) -> list[tuple[str, int, int]]:
         """Return the tiers that are being written, with this rank's bytes written so far and in all."""
-        under_way = [(name, *lane.written) for name, lane in self._lanes.items() if lane.outstanding]
+        under_way = [(name, *lane.written) for name, lane in self._lanes.items()]
         return [(name, written, total) for name, written, total in under_way if total]
 
     def places_with_room(self) -> frozenset[str]:

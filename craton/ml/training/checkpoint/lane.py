@@ -85,6 +85,7 @@ class TierLane:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._jobs: deque[Future[SaveReport]] = deque()
         self._plan_key = uuid.uuid4().hex
+        self._is_saving = False
 
     @property
     def name(self) -> str:
@@ -97,8 +98,8 @@ class TierLane:
 
     @property
     def written(self) -> tuple[int, int]:
-        """Bytes that this rank has written of the save in progress, and those it has to write; 0 if not known yet."""
-        return self._writer.written_bytes, self._writer.own_bytes
+        """Bytes that this rank has written of the save in progress, and those it has to write; 0 if there is none."""
+        return (self._writer.written_bytes, self._writer.own_bytes) if self._is_saving else (0, 0)
 
     def save(self, save: Save, then: Callable[[], None], report: Callable[[SaveReport], None]) -> None:
         """Save in the background; call `then` when the data is no longer needed."""
@@ -158,8 +159,12 @@ class TierLane:
         self._jobs.append(self._executor.submit(run))
 
     def _save_beside(self, save: Save) -> SaveReport:
-        with going_on("saving"):
-            return self._save(save)
+        self._is_saving = True
+        try:
+            with going_on("saving"):
+                return self._save(save)
+        finally:
+            self._is_saving = False
 
     def _save(self, save: Save) -> SaveReport:
         save.copied()
