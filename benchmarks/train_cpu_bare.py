@@ -1,6 +1,6 @@
 """The quickstart's step compared with a bare PyTorch FSDP2 loop of the same model: 2 ranks, same threads, in turns.
 
-    python benchmarks/train_cpu.py [OUT.json] [--rounds 5] [--steps 10]
+    python benchmarks/train_cpu_bare.py [OUT.json] [--rounds 5] [--steps 10]
 
 Ours is the whole loop with data, recording and clipping; the bare one is what a PyTorch user would write: separate
 projections, logits and cross_entropy, fully_shard per layer, fused AdamW, clip_grad_norm_, tokens already in memory.
