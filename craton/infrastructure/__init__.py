@@ -13,12 +13,15 @@ if TYPE_CHECKING:
     from craton.infrastructure.hardware import (
         STALE_PRICE_DAYS,
         Cluster,
+        CpuRank,
         Gpu,
+        HostCosts,
         Instance,
         Price,
         StorageTier,
         price_age_days,
     )
+    from craton.infrastructure.load import MachineLoad, load_text
     from craton.infrastructure.local import cache_path, free_memory_bytes, local_machine
     from craton.infrastructure.sharing import MEMORY_FRACTION, memory_fraction, nodes_per_gpu
 else:

@@ -9,8 +9,46 @@ from dataclasses import dataclass, field
 from datetime import date
 from typing import Literal
 
+from craton.infrastructure.load import IDLE, MachineLoad
+
 PurchaseKind = Literal["on-demand", "capacity-block", "spot", "own"]
 STALE_PRICE_DAYS = 90  # capacity blocks moved by up to 20% from one quarter to the next in 2026
+
+
+@dataclass(frozen=True)
+class HostCosts:
+    """What an eager step costs on one thread of this machine's CPU besides its large matmuls, as measured."""
+
+    operation_seconds: float  # one operation of a forward pass on a tiny tensor, views included
+    backward_operation_seconds: float  # the same of a backward pass
+    exponential_seconds: float  # one element of exp: softmax, silu
+    matmul_element_seconds: float  # a matmul, on top of its FLOPs, per element of its operands and its result
+    tensor_seconds: float  # the optimizer, per tensor
+    loop_seconds: float  # rows of tokens, a few numbers, one record
+    collective_seconds: float  # a small collective between two processes, gloo over loopback
+    collective_bytes_per_second: float  # of a large one, sent by one rank
+
+
+@dataclass(frozen=True)
+class CpuRank:
+    """The part of this machine's CPU that one rank gets, and what runs beside it now. Slowdowns are wall time over CPU
+    time, also of more ranks than cores."""
+
+    costs: HostCosts
+    cores: int  # of the machine
+    threads: int  # of this rank
+    ranks: int = 1  # on this machine
+    load: MachineLoad = IDLE
+
+    @property
+    def serial_slowdown(self) -> float:
+        """Slowdown while every rank runs one thread."""
+        return self.load.slowdown(self.ranks, 1, self.cores)
+
+    @property
+    def parallel_slowdown(self) -> float:
+        """Slowdown while every rank runs all of its threads."""
+        return self.load.slowdown(self.ranks, self.threads, self.cores)
 
 
 @dataclass(frozen=True)
@@ -25,6 +63,10 @@ class Gpu:
     memory_bytes_per_second: float
     nvlink_bytes_per_second: float  # per GPU; 0: none
     power_watts: float
+    # Host time to issue one operation of an eager step, in seconds; 0: not measured, the software profile's
+    # launch_seconds holds.
+    operation_seconds: float = 0.0
+    cpu: CpuRank | None = None  # None: a GPU, or a CPU whose operations were not measured
 
     def peak_flops(self, precision: str) -> float:
         """Dense peak of the matrix unit for a precision, or of the nearest wider one the GPU has."""

@@ -23,11 +23,12 @@ from craton.formatting import counted, setting
 from craton.infrastructure.accelerators import Accelerator, catalog_gpu, visible_accelerators
 from craton.infrastructure.catalog import entry
 from craton.infrastructure.errors import CatalogError
-from craton.infrastructure.hardware import Gpu, Instance
-from craton.infrastructure.microbenchmark import BUDGET_SECONDS, Measurement, measure, usable_cores
+from craton.infrastructure.hardware import CpuRank, Gpu, HostCosts, Instance
+from craton.infrastructure.load import IDLE, MachineLoad, current_load, load_text, usable_cores
+from craton.infrastructure.microbenchmark import BUDGET_SECONDS, NOT_STARTED, Measurement, measure
 from craton.infrastructure.sharing import nodes_per_gpu
 
-BENCHMARK_VERSION = 2
+BENCHMARK_VERSION = 3
 GIGA = 1e9
 LOOPBACK_BYTES_PER_SECOND = 5e9  # between nodes of one GPU machine; assumed: nothing is measured on a machine with GPUs
 # Of NCCL's sockets between ranks of one GPU: all-reduces of 134 MB among 2 to 8 ranks with MPS reached 2.6 to 3.0 GB/s
@@ -63,7 +64,9 @@ def local_instance(shares: int = 1, share_gpus: bool = False) -> Instance:
     cards = visible_accelerators()
     if share_gpus and (sharers := nodes_per_gpu(cards, shares)) > 1:
         return instance_of_shared_gpus(cards, shares, sharers)
-    return instance_of_gpus(cards, shares) if cards else instance_of_machine(local_machine(), shares)
+    if cards:
+        return instance_of_gpus(cards, shares)
+    return instance_of_machine(local_machine(), shares, current_load())
 
 
 def instance_of_gpus(cards: list[Accelerator], shares: int = 1) -> Instance:
@@ -136,13 +139,17 @@ def local_machine(
     if not again and key in records:
         measured_at, measurement = records[key]
         return LocalMachine(cpu, cores, memory_bytes, measurement, measured_at)
-    report(f"measuring this machine (matmul, memory, loopback; up to {setting(BUDGET_SECONDS)}, then cached) ...")
+    report(
+        f"measuring this machine (matmul, operations, collectives; up to {setting(BUDGET_SECONDS)}, then cached) ..."
+    )
     machine = LocalMachine(cpu, cores, memory_bytes, measure(), now())
     if machine.measurement.bf16_method.startswith("fp32 rate"):
         report(f"bf16 uses the {machine.measurement.bf16_method}")
     if machine.was_busy:
         busy = f"load {machine.measurement.load_average:.1f} on {cores} cores"
         report(f"the machine was busy ({busy}), so rates may be low; run `craton catalog local --measure` when idle")
+    if machine.measurement.bf16_method.startswith(NOT_STARTED):
+        return machine  # the next plan measures again
     try:
         write_records(cache, {**records, key: (machine.measured_at, machine.measurement)})
     except OSError as error:
@@ -150,25 +157,35 @@ def local_machine(
     return machine
 
 
-def instance_of_machine(machine: LocalMachine, shares: int = 1) -> Instance:
-    """Return an equal share of the machine; loopback stays whole because each node sees the same device."""
+def instance_of_machine(machine: LocalMachine, shares: int = 1, load: MachineLoad = IDLE) -> Instance:
+    """Return an equal share of the machine under this load; loopback stays whole because each node sees the same
+    device."""
     assert shares >= 1
     measured = machine.measurement
     disk = entry("storage", "local-disk")
     flops = {"fp32": measured.fp32_flops / shares, "bf16": measured.bf16_flops / shares}
+    threads = max(machine.cores // shares, 1)
+    cpu_rank = None
+    if measured.host:
+        cpu_rank = CpuRank(measured.host, machine.cores, threads, shares, load)
+    reached = shares * threads / machine.cores if cpu_rank else 1.0  # threads that divide no core, or share one
     cpu = Gpu(
         name=machine.cpu,
         generation="cpu",
         flops=flops,
-        achievable_flops=dict(flops),
+        achievable_flops={name: rate * reached for name, rate in flops.items()},
         memory_bytes=machine.memory_bytes / shares,
         memory_bytes_per_second=measured.memory_bytes_per_second / shares,
         nvlink_bytes_per_second=0.0,
         power_watts=0.0,
+        operation_seconds=measured.host.operation_seconds if measured.host else 0.0,
+        cpu=cpu_rank,
     )
     notes = [f"measured on {machine.measured_at:%Y-%m-%d}; bf16: {measured.bf16_method}"]
     if shares > 1:
         notes.append(f"one of {shares} nodes on this machine, each with 1/{shares} of its cores and memory")
+    if load.is_busy:
+        notes.append(f"busy: {load_text(load)}")
     return Instance(
         name="local",
         gpu=cpu,
@@ -179,7 +196,7 @@ def instance_of_machine(machine: LocalMachine, shares: int = 1) -> Instance:
         network_bytes_per_second=measured.loopback_bytes_per_second,
         network_interfaces=1,
         efa_version=0,
-        vcpus=max(machine.cores // shares, 1),
+        vcpus=threads,
         host_memory_bytes=machine.memory_bytes / shares,
         nvme_bytes=float(shutil.disk_usage(Path.cwd()).total) / shares,
         nvme_read_bytes_per_second=disk.number("client_read_gigabytes_per_second") * GIGA / shares,
@@ -301,10 +318,13 @@ def package_version(name: str) -> str:
 
 def _measurement(record: dict[str, Any]) -> Measurement:
     """Parse a record of the cache; raise KeyError, TypeError or ValueError if it is invalid."""
-    rates = [record[name] for name in record if name not in ("fp32_method", "bf16_method", "load_average")]
+    costs = record["host"]
+    host = None if costs is None else HostCosts(**costs)
+    rates = [record[name] for name in record if name not in ("fp32_method", "bf16_method", "load_average", "host")]
+    rates += [] if costs is None else list(costs.values())
     if not all(isinstance(rate, float) and math.isfinite(rate) and rate > 0 for rate in rates):
         raise ValueError("a rate is not a positive number")
     texts = (record["fp32_method"], record["bf16_method"])
     if not all(isinstance(text, str) for text in texts) or not isinstance(record["load_average"], float):
         raise ValueError("a method or load_average has the wrong type")
-    return Measurement(**record)
+    return Measurement(**{**record, "host": host})

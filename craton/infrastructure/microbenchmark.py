@@ -1,13 +1,16 @@
 """Measure this machine's CPU, memory and loopback in a few seconds.
 
-Everything is measured the way training runs it: matmuls by torch, one thread per core, all cores at once. Torch runs in
-a child process so that the caller stays light. Without torch, numpy does the matmul, and bf16 gets the fp32 rate; the
-methods say so. Rates count CPU time, so that a busy machine does not look slow; only the loopback counts wall time.
+Everything is measured the way training runs it: matmuls by torch, one thread per core, all cores at once; operations,
+optimizer, loop and collectives as a rank calls them. Torch runs in a child process so that the caller stays light.
+Without torch, numpy does the matmul, bf16 gets the fp32 rate, and the other costs are not known; the methods say so.
+Rates count CPU time, so that a busy machine does not look slow; only loopback and collectives count wall time.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import json
+import math
 import os
 import socket
 import subprocess
@@ -15,37 +18,22 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from threading import Thread
 
 import numpy
 
 from craton.formatting import setting
+from craton.infrastructure.hardware import HostCosts
+from craton.infrastructure.load import usable_cores
+from craton.infrastructure.torch_program import TORCH_PROGRAM
 
-BUDGET_SECONDS = 12.0  # mostly for a slow start of torch; five are usual
-PART_SECONDS = 0.5  # of each measurement
-MATRIX_SIZE = 1024  # large enough for every BLAS to reach its plateau, 20 to 200 ms on a laptop core
+BUDGET_SECONDS = 30.0  # mostly for a slow start of torch; six are usual
+PART_SECONDS = 0.3  # of each measurement
+MATRIX_SIZE = 512  # large enough for every BLAS to reach its plateau, 3 to 20 ms on a laptop core
 COPY_BYTES = 128 * 2**20  # beyond the last-level cache of everything up to a large server
 MESSAGE_BYTES = 2**20
-
-# Runs in the child: the matmul in fp32, then in bf16, on all cores at once; the best time of each core counts.
-TORCH_PROGRAM = """
-import sys, time, torch
-from concurrent.futures import ThreadPoolExecutor
-size, seconds, cores = int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
-def rate(kind):
-    a = torch.rand(size, size).to(kind)
-    a @ a
-    best, end = float("inf"), time.perf_counter() + seconds
-    while best == float("inf") or time.perf_counter() < end:
-        start = time.thread_time()
-        a @ a
-        best = min(best, time.thread_time() - start or best)  # as in _best
-    return 2 * size**3 / best
-with ThreadPoolExecutor(cores) as pool:
-    for kind in (torch.float32, torch.bfloat16):
-        print(sum(pool.map(rate, [kind] * cores)))
-"""
+NOT_STARTED = "fp32 rate: torch did not start"
 
 
 @dataclass(frozen=True)
@@ -57,16 +45,17 @@ class Measurement:
     loopback_bytes_per_second: float  # TCP over 127.0.0.1, one direction
     load_average: float  # of the minute before; near or above the number of cores, the loopback is too slow
     fp32_method: str = "torch, one thread a core"
+    host: HostCosts | None = None  # None: without torch nothing is known
 
 
 def measure(budget_seconds: float = BUDGET_SECONDS) -> Measurement:
-    """Measure all four numbers; the torch child gets the budget that memory and loopback leave."""
+    """Measure everything; the torch child gets the budget that memory and loopback leave."""
     deadline = time.perf_counter() + budget_seconds
     load_average = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     part_seconds = min(PART_SECONDS, budget_seconds / 10)
     memory_bytes_per_second = measure_copy(part_seconds)
     loopback_bytes_per_second = measure_loopback(part_seconds)
-    flops, method = measure_torch(part_seconds, deadline - time.perf_counter())
+    flops, host, method = measure_torch(part_seconds, deadline - time.perf_counter())
     fp32_flops, fp32_method = (
         (flops[0], method) if flops else (measure_matrix_product(part_seconds), "numpy, all cores")
     )
@@ -78,14 +67,8 @@ def measure(budget_seconds: float = BUDGET_SECONDS) -> Measurement:
         memory_bytes_per_second=memory_bytes_per_second,
         loopback_bytes_per_second=loopback_bytes_per_second,
         load_average=load_average,
+        host=host,
     )
-
-
-def usable_cores() -> int:
-    """Return the number of cores this process may use; in a container often not all of them."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def measure_matrix_product(seconds: float) -> float:
@@ -124,10 +107,11 @@ def measure_loopback(seconds: float) -> float:
     return received / elapsed
 
 
-def measure_torch(seconds: float, allowed_seconds: float) -> tuple[tuple[float, float] | None, str]:
-    """Return FLOP/s of torch's fp32 and bf16 matmuls and the method; None and the reason if they cannot be measured."""
+def measure_torch(seconds: float, allowed_seconds: float) -> tuple[tuple[float, float] | None, HostCosts | None, str]:
+    """Return FLOP/s of torch's fp32 and bf16 matmuls, its costs per call, and the method; None, None and the reason if
+    they cannot be measured."""
     if importlib.util.find_spec("torch") is None:
-        return None, "fp32 rate: torch is not installed"
+        return None, None, "fp32 rate: torch is not installed"
     command = [sys.executable, "-c", TORCH_PROGRAM, str(MATRIX_SIZE), str(seconds), str(usable_cores())]
     try:
         child = subprocess.run(
@@ -139,17 +123,15 @@ def measure_torch(seconds: float, allowed_seconds: float) -> tuple[tuple[float, 
             env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
         )
     except subprocess.TimeoutExpired:
-        return (
-            None,
-            f"fp32 rate: torch did not start within {setting(allowed_seconds)}; measure again now that it is warm",
-        )
+        return None, None, f"{NOT_STARTED} within {setting(allowed_seconds)}; measure again now that it is warm"
     if child.returncode != 0:
         reason = (child.stderr.strip().splitlines() or [f"exit {child.returncode}"])[-1]
-        return None, f"fp32 rate: torch is installed but failed: {reason}"
-    fp32, bf16 = (float(line) for line in child.stdout.split())
-    assert 0 < fp32 < float("inf"), child.stdout
-    assert 0 < bf16 < float("inf"), child.stdout
-    return (fp32, bf16), "torch, one thread a core"
+        return None, None, f"fp32 rate: torch is installed but failed: {reason}"
+    found = json.loads(child.stdout.splitlines()[-1])
+    host = HostCosts(**{field.name: float(found["host"][field.name]) for field in fields(HostCosts)})
+    numbers = (found["fp32"], found["bf16"], *(getattr(host, field.name) for field in fields(host)))
+    assert all(0 < number < math.inf for number in numbers), child.stdout
+    return (found["fp32"], found["bf16"]), host, "torch, one thread a core"
 
 
 def _best(work: Callable[[], object], seconds: float, clock: Callable[[], float] = time.perf_counter) -> float:

@@ -7,14 +7,16 @@ import stat
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 from waiting import PATIENCE_SECONDS
 
-from craton.infrastructure import cache_path, local, local_machine, microbenchmark
-from craton.infrastructure.local import local_instance
+from craton.infrastructure import HostCosts, cache_path, local, local_machine, microbenchmark
+from craton.infrastructure.load import IDLE
+from craton.infrastructure.local import instance_of_machine, local_instance
 from craton.infrastructure.microbenchmark import Measurement
 
 START = datetime(2026, 11, 15, 12, 0, tzinfo=UTC)
@@ -47,7 +49,7 @@ def test_measured_once_then_remembered() -> None:
     assert first == second
     assert (second.measurement, second.measured_at) == (FAKE, START)
     assert second.age_days(START + timedelta(days=3, hours=5)) == 3
-    assert bench.said == ["measuring this machine (matmul, memory, loopback; up to 12 s, then cached) ..."]
+    assert bench.said == ["measuring this machine (matmul, operations, collectives; up to 30 s, then cached) ..."]
 
 
 def test_again_measures_and_remembers_the_new_date() -> None:
@@ -116,6 +118,25 @@ def test_an_unwritable_cache_is_said_and_not_fatal(tmp_path: Path) -> None:
     assert "XDG_CACHE_HOME" in bench.said[-1]
 
 
+def test_a_torch_that_started_too_slowly_is_measured_again() -> None:
+    bench = Bench(Measurement(1e9, 1e9, "fp32 rate: torch did not start within 30 s; measure again", 1e9, 1e9, 0.1))
+    bench.machine()
+    bench.machine()
+    assert bench.runs == 2
+
+
+COSTS = HostCosts(1e-5, 1e-5, 1e-9, 1e-9, 1e-5, 1e-4, 1e-4, 1e9)
+
+
+def test_costs_of_operations_are_remembered() -> None:
+    bench = Bench(replace(FAKE, host=COSTS))
+    bench.machine()
+    assert bench.machine().measurement.host == COSTS
+    cache_path().write_text(cache_path().read_text().replace('"loop_seconds": 0.0001', '"loop_seconds": -1.0'))
+    bench.machine()
+    assert bench.runs == 2, "a cost that is not positive is measured again"
+
+
 def test_falling_back_and_being_busy_are_said_aloud() -> None:
     bench = Bench(Measurement(1e9, 1e9, "fp32 rate: torch is not installed", 1e9, 1e9, 1e6))
     machine = bench.machine()
@@ -132,9 +153,23 @@ def test_the_cache_is_readable_json_and_nothing_is_left_beside_it() -> None:
     assert record["measurement"]["fp32_flops"] == 100e9
 
 
+def test_a_rank_gets_whole_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "usable_cores", lambda: 3)
+    machine = Bench(replace(FAKE, host=COSTS)).machine()
+    half = instance_of_machine(machine, 2)
+    assert half.gpu.cpu is not None
+    assert (half.gpu.cpu.threads, half.gpu.cpu.serial_slowdown) == (1, 1.0)
+    assert half.gpu.achievable_flops["fp32"] == pytest.approx(100e9 / 3)
+    assert half.gpu.operation_seconds == COSTS.operation_seconds
+    crowded = instance_of_machine(machine, 6)
+    assert crowded.gpu.cpu is not None
+    assert (crowded.gpu.cpu.threads, crowded.gpu.cpu.serial_slowdown) == (1, 2.0)
+
+
 def test_local_instance(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr(local, "local_machine", Bench().machine)
+    monkeypatch.setattr(local, "current_load", lambda: IDLE)
     node = local_instance()
     assert (node.name, node.num_gpus, node.nvlink_domain_gpus, node.efa_version) == ("local", 1, 1, 0)
     assert node.gpu.generation == "cpu"
@@ -195,6 +230,7 @@ def test_free_memory_of_a_batch_job(tmp_path: Path, own: str, limit: str, used: 
 
 def test_the_real_microbenchmark(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(microbenchmark, "MATRIX_SIZE", 256)
+    monkeypatch.setattr(microbenchmark, "PART_SECONDS", 0.1)
     monkeypatch.setattr(microbenchmark, "COPY_BYTES", 16 * 2**20)
     measured = microbenchmark.measure(budget_seconds=PATIENCE_SECONDS)  # torch may start slowly
     assert (measured.fp32_method, measured.bf16_method) == ("torch, one thread a core", "torch, one thread a core")
@@ -202,6 +238,12 @@ def test_the_real_microbenchmark(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 1e8 < measured.memory_bytes_per_second < 1e13
     assert 1e7 < measured.loopback_bytes_per_second < 1e12
     assert measured.bf16_flops > 0
+    host = measured.host
+    assert host is not None
+    assert 1e-7 < host.backward_operation_seconds < 1e-2
+    assert 1e-7 < host.operation_seconds < 1e-2
+    assert 1e-6 < host.collective_seconds < 1.0
+    assert 1e5 < host.collective_bytes_per_second < 1e12
 
 
 def test_a_clock_that_stands_still_is_read_again() -> None:
@@ -226,15 +268,15 @@ def torch_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, does: str) -> No
 
 def test_bf16_with_a_torch_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch_that(tmp_path, monkeypatch, "raise ImportError('libcudart.so.13: cannot open')")
-    flops, method = microbenchmark.measure_torch(0.1, 20.0)
-    assert flops is None
+    flops, host, method = microbenchmark.measure_torch(0.1, 20.0)
+    assert flops is host is None
     assert method == "fp32 rate: torch is installed but failed: ImportError: libcudart.so.13: cannot open"
 
 
 def test_bf16_with_a_torch_that_never_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch_that(tmp_path, monkeypatch, "import threading; threading.Event().wait()")
-    flops, method = microbenchmark.measure_torch(0.1, 0.5)
-    assert flops is None
+    flops, host, method = microbenchmark.measure_torch(0.1, 0.5)
+    assert flops is host is None
     assert "torch did not start within 500 ms" in method
 
 

@@ -339,10 +339,22 @@ def _local(measure: bool) -> tuple[Any, Parts]:
     grid.add("processor", machine.cpu, "", "")
     grid.add("cores", str(machine.cores), "", "usable by this process")
     grid.add("memory", f"{machine.memory_bytes / GIB:.1f}", "GiB", "of the machine or its container")
-    grid.add("fp32", f"{measured.fp32_flops / 1e9:,.0f}", "GFLOP/s", "best numpy matmul, all cores")
-    grid.add("bf16", f"{measured.bf16_flops / 1e9:,.0f}", "GFLOP/s", measured.bf16_method)
+    for name, flops, method in (
+        ("fp32", measured.fp32_flops, measured.fp32_method),
+        ("bf16", measured.bf16_flops, measured.bf16_method),
+    ):
+        grid.add(name, f"{flops / 1e9:,.{0 if flops >= 1e10 else 2}f}", "GFLOP/s", method)
     grid.add("memory copy", f"{measured.memory_bytes_per_second / 1e9:.1f}", "GB/s", "read and written, all cores")
     grid.add("loopback", f"{measured.loopback_bytes_per_second / 1e9:.2f}", "GB/s", "one TCP connection")
+    if (host := measured.host) is not None:
+        micro = 1e6
+        each = f"{host.operation_seconds * micro:.1f} and {host.backward_operation_seconds * micro:.1f}"
+        grid.add("operation", each, "µs", "on a tiny tensor, forward and backward")
+        grid.add("exponential", f"{host.exponential_seconds * 1e9:.2f}", "ns", "one element, one thread")
+        grid.add("optimizer", f"{host.tensor_seconds * micro:.1f}", "µs", "per tensor")
+        grid.add("loop", f"{host.loop_seconds * micro:.0f}", "µs", "rows of tokens and one record")
+        grid.add("collective", f"{host.collective_seconds * micro:.0f}", "µs", "gloo, 4 kB between two processes")
+        grid.add("collective", f"{host.collective_bytes_per_second / 1e9:.2f}", "GB/s", "gloo, sent by one process")
     load = f"{measured.load_average:.1f}"
     grid.add("load", load, "", "busy during the measurement: the rates are low" if machine.was_busy else "idle enough")
     grid.add("measured", f"{machine.measured_at:%Y-%m-%d %H:%M}", "UTC", f"{days} days ago" if days else "today")
