@@ -1,7 +1,7 @@
 """Plan a job: cluster, profile, layout, step, memory, storage, goodput, cost, and the reasons.
 
 The command line, notebooks and the launcher all call `plan`. It needs no network and no GPU; the same job, catalog and
-profile give the same plan.
+profile give the same plan. The exception is a local cluster of CPUs, whose plan depends on what else the machine runs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from datetime import date
 import numpy as np
 
 from craton import formatting
-from craton.infrastructure import CatalogError, Cluster, cluster_of, own_price, resolve_cluster
+from craton.infrastructure import CatalogError, Cluster, cluster_of, load_text, own_price, resolve_cluster
 from craton.infrastructure.catalog import instance
 from craton.job import Job
 from craton.planning.calibration import UNKNOWN, interval_factor, own_runs
@@ -43,6 +43,7 @@ from craton.planning.step import REAL_IMBALANCE, StepTimes, compose, flops_per_t
 
 logger = logging.getLogger(__name__)
 
+SLOW_PRECISION = 2.0  # times slower than fp32, from which a warning says so
 WORTH_SAYING = 0.03  # share of the step by which a layout must beat the user's to be reported
 SECONDS_PER_DAY = 86400.0
 
@@ -327,6 +328,7 @@ def _warnings(setting: Setting, candidate: Candidate) -> list[str]:
                 f"the profile {UNKNOWN} was measured on {largest} GPU{'s' if largest > 1 else ''}: its communication "
                 "constants come from other stacks"
             )
+    result += _cpu_warnings(setting, candidate)
     placement, leaf = setting.job.placement, setting.cluster.leaf_nodes
     if placement and placement.within == "leaf" and leaf and setting.cluster.num_nodes > leaf:
         result.append(
@@ -343,6 +345,25 @@ def _warnings(setting: Setting, candidate: Candidate) -> list[str]:
         result.append(
             f"assumes {share} expert imbalance; an untrained router is far worse, and published runs "
             "force balanced routing"
+        )
+    return result
+
+
+def _cpu_warnings(setting: Setting, candidate: Candidate) -> list[str]:
+    """Return what makes this machine's CPU slower than it could be: other processes, a precision without kernels."""
+    card = setting.machine.gpu
+    if card.cpu is None:
+        return []
+    result = []
+    if card.cpu.load.is_busy:
+        slower = card.cpu.parallel_slowdown
+        result.append(f"this machine is busy: {load_text(card.cpu.load)}; ranks are planned {slower:.1f} × slower")
+    precision = candidate.layout.precision
+    ratio = card.flops["fp32"] / card.peak_flops(precision)
+    if ratio > SLOW_PRECISION:
+        result.append(
+            f"{precision} matmuls of this CPU are {ratio:.0f} × slower than fp32, as measured; set train.precision: "
+            "fp32"
         )
     return result
 

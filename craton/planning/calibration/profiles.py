@@ -21,6 +21,7 @@ from craton.errors import CratonError
 from craton.infrastructure import Gpu
 from craton.job import Job
 from craton.nearest import did_you_mean
+from craton.planning.calibration.cpu_profile import cpu_profile
 from craton.planning.calibration.fitting import (
     EXPERT_NOISE,
     NOISE,
@@ -107,6 +108,8 @@ def find_profile(software: str, card: Gpu) -> SoftwareProfile:
         return load_profile(software)
     if software not in STACKS:
         raise _unknown(software)
+    if software == UNKNOWN and card.cpu is not None:
+        return cpu_profile(software, STACKS[UNKNOWN], card)
     entries = [entry for entry in _shipped() if entry.software == software]
     for match in (
         lambda entry: entry.gpu == card.name,

@@ -16,6 +16,13 @@ if TYPE_CHECKING:
         point_to_point_seconds,
         reduce_scatter_seconds,
     )
+    from craton.planning.rates.cpu import (
+        cpu_attention_seconds,
+        cpu_exponential_seconds,
+        cpu_matmul_seconds,
+        cpu_of,
+        cpu_pass_seconds,
+    )
     from craton.planning.rates.kernels import (
         OUTPUT_BYTES,
         GpuRates,

@@ -11,10 +11,12 @@ domains or less bandwidth never make a collective faster.
 from __future__ import annotations
 
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib import resources
 from math import sqrt
+
+from craton.infrastructure import CpuRank
 
 SWITCH_REDUCE_MIN_GPUS = 5  # NCCL uses NVLS from 5 (H200) or 6 (B200) GPUs on: stas00/ml-engineering network, 2026-08
 PCIE_BYTES_PER_SECOND = 20e9  # PCIe 4 x16 as NCCL achieves it; for GPUs without NVLink
@@ -91,6 +93,30 @@ def network(
         nvls=inside["switch_efficiency"] > 0,
         **{f"nvlink_{name}": value for name, value in inside.items()},
         **{f"network_{name}": value for name, value in across.items()},
+    )
+
+
+def gloo_network(links: Network, cpu: CpuRank) -> Network:
+    """Return the links between ranks of one machine as they were measured: a time per collective and a rate. A busy
+    machine delays both."""
+    slowdown = cpu.serial_slowdown
+    rate = cpu.costs.collective_bytes_per_second / slowdown
+    return replace(
+        links,
+        nvlink_bytes_per_second=rate,
+        nic_bytes_per_second=rate,
+        nvlink_efficiency=1.0,
+        nvlink_pair_efficiency=1.0,
+        nvlink_latency_seconds=0.0,
+        nvlink_ramp_seconds=0.0,
+        nvlink_launch_seconds=cpu.costs.collective_seconds * slowdown,
+        network_efficiency=1.0,
+        network_pair_efficiency=1.0,
+        network_tree_efficiency=1.0,
+        network_latency_seconds=0.0,
+        network_ramp_seconds=0.0,
+        network_tree_latency_seconds=0.0,
+        network_peer_latency_seconds=0.0,
     )
 
 

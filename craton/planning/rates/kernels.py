@@ -16,6 +16,8 @@ from functools import lru_cache
 from importlib import resources
 from typing import Literal
 
+from craton.infrastructure import CpuRank
+
 AttentionKernel = Literal["best", "flash2"]
 
 # Bytes per element of an operand with its share of the scales, and the catalog's names of its rate, nearest first.
@@ -81,6 +83,7 @@ class GpuRates:
     grouped_level: float
     grouped_memory: float
     attention: Mapping[str, AttentionRates]  # by kernel
+    cpu: CpuRank | None = None  # of a CPU whose operations were measured
 
 
 def gpu_rates(
@@ -88,6 +91,7 @@ def gpu_rates(
     flops: Mapping[str, float],
     achievable_flops: Mapping[str, float],
     memory_bytes_per_second: float,
+    cpu: CpuRank | None = None,
 ) -> GpuRates:
     """Combine a catalog's rates ("fp32", "fp16", "bf16", "fp8", "fp4") with the constants of a generation.
 
@@ -122,6 +126,7 @@ def gpu_rates(
         grouped_level=matrix["grouped_level"],
         grouped_memory=matrix["grouped_memory"],
         attention={kernel: _attention_rates(kernel, generation) for kernel in ("best", "flash2")},
+        cpu=cpu,
     )
 
 

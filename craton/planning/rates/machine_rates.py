@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from craton.infrastructure import Cluster, Gpu, Instance
 from craton.infrastructure.catalog import gpu as catalog_gpu
-from craton.planning.rates.collectives import Group, Network, all_reduce_seconds, network
+from craton.planning.rates.collectives import Group, Network, all_reduce_seconds, gloo_network, network
 from craton.planning.rates.kernels import GpuRates, gpu_rates
 
 
@@ -50,6 +50,8 @@ def machine_of(cluster: Cluster) -> MachineRates:
         cluster.leaf_nodes * instance.num_gpus,
         cluster.spine_oversubscription,
     )
+    if instance.gpu.cpu is not None:
+        links = gloo_network(links, instance.gpu.cpu)
     return MachineRates(
         instance.gpu,
         rates_of(instance.gpu),
@@ -66,7 +68,7 @@ _rates: dict[int, tuple[Gpu, GpuRates]] = {}
 def rates_of(card: Gpu) -> GpuRates:
     """Return the rates of a GPU, cached: rates are compared by identity."""
     if id(card) not in _rates:
-        rates = gpu_rates(card.generation, card.flops, card.achievable_flops, card.memory_bytes_per_second)
+        rates = gpu_rates(card.generation, card.flops, card.achievable_flops, card.memory_bytes_per_second, card.cpu)
         _rates[id(card)] = (card, rates)
     return _rates[id(card)][1]
 

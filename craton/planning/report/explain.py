@@ -155,6 +155,8 @@ def _advice(part: str, layout: Layout, machine: MachineRates) -> tuple[str, str,
         return "ml software", f"activation checkpointing (recompute {layout.recompute})", relief
     if part == "elementwise":
         return "ml software", "memory traffic of norms, activations and casts", "fused kernels (torch.compile)"
+    if part in ("host", "overhead") and machine.gpu.generation == "cpu":
+        return "ml software", "many operations on small tensors", "larger micro-batches, or fewer ranks"
     if part in ("host", "dispatch", "overhead"):
         relief = "CUDA graphs, larger micro-batches, fewer and larger kernels"
         return "ml software", "the host cannot launch kernels fast enough", relief

@@ -56,6 +56,7 @@ class StepTerms:
     exchange_far: float
     shard_far: float
     nodes_log2: float
+    head_launches: float = 0.0  # 1: launches of embedding, head and loss are exposed too, as on a CPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +183,9 @@ def compose(terms: StepTerms, constants: Array) -> StepTimes:
 
     head_f = head.gemm[0] / gemm_efficiency + head.elementwise[0] * elementwise_passes + head.tensor[0] * tensor_scale
     head_b = head.gemm[1] / gemm_efficiency + head.elementwise[1] * elementwise_passes + head.tensor[1] * tensor_scale
+
+    head_f = head_f + terms.head_launches * head.kernels[0] * launch_seconds
+    head_b = head_b + terms.head_launches * head.kernels[1] * launch_seconds
 
     layer_f = gemm_f + expert_f + attention_f + element_f + permute_f + host_f + dispatch_f
     layer_f = layer_f + tensor_f + context_f + exchange_f

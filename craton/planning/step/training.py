@@ -26,6 +26,7 @@ from craton.planning.software import INDEX, Traits
 from craton.planning.step.adapters import trained_share
 from craton.planning.step.composition import StepTerms
 from craton.planning.step.compute import LayerTerms, group_of, head_terms, layer_terms
+from craton.planning.step.cpu import cpu_head_terms, cpu_layer_terms, cpu_step_terms, num_tensors
 from craton.planning.step.operations import RECOMPUTED, Weight, boundary_bytes, layer_weights, repeated, table_weights
 from craton.planning.step.sharding import (
     copies_of,
@@ -168,7 +169,7 @@ class StepModel:
         trained = local * self.trained
         optimizer_seconds, offload_once, offload_layer = self._optimizer_and_offload(trained, layout)
         domain = network.nvlink_domain
-        return StepTerms(
+        terms = StepTerms(
             layer=layer,
             head=head,
             num_layers=layers,
@@ -205,33 +206,59 @@ class StepModel:
             shard_far=float(layout.tp * layout.cp * layout.data_parallel > domain),
             nodes_log2=math.log2(max(1.0, layout.world / network.node_gpus)),
         )
+        if self.gpu.cpu is None:
+            return terms
+        tensors = num_tensors(shape, layout, self._kinds(), self.lora_rank if self.lora else 0)
+        small = all_reduce_seconds(1.0, group_of(layout.world, 1, network), network)
+        return cpu_step_terms(terms, layout, self.gpu, traits, tensors=tensors, collective_seconds=small)
 
     def _operators_of(self, layout: Layout) -> tuple[LayerTerms, LayerTerms]:
         """Return (mean layer, head): the same for all layouts with the same operator split."""
         key = (layout.tp, layout.cp, layout.ep, layout.micro_batch, layout.precision, layout.pp > 1)
+        if self.gpu.cpu is not None:  # their operations depend on the whole layout
+            return self._cpu_operators_of(layout)
         if key not in self._operators:
             shape = self.shape
-            kinds = [
-                (
-                    layer_terms(
-                        shape,
-                        layout,
-                        self.sequence,
-                        self.gpu,
-                        self.network,
-                        self.traits,
-                        moe=moe,
-                        lora=self.lora,
-                        imbalance=self.imbalance,
-                        expert_stride=self._expert_stride(layout),
-                    ),
-                    count,
-                )
-                for moe, count in self._kinds()
-            ]
+            kinds = [(self._layer_terms(layout, moe), count) for moe, count in self._kinds()]
             head = head_terms(shape, layout, self.sequence, self.gpu, self.network, self.traits, lora=self.lora)
             self._operators[key] = (_mean(kinds), head)
         return self._operators[key]
+
+    def _layer_terms(self, layout: Layout, moe: bool) -> LayerTerms:
+        return layer_terms(
+            self.shape,
+            layout,
+            self.sequence,
+            self.gpu,
+            self.network,
+            self.traits,
+            moe=moe,
+            lora=self.lora,
+            imbalance=self.imbalance,
+            expert_stride=self._expert_stride(layout),
+        )
+
+    def _cpu_operators_of(self, layout: Layout) -> tuple[LayerTerms, LayerTerms]:
+        shape, gpu, traits = self.shape, self.gpu, self.traits
+        kinds = [
+            (
+                cpu_layer_terms(
+                    self._layer_terms(layout, moe),
+                    shape,
+                    layout,
+                    self.sequence,
+                    gpu,
+                    traits,
+                    moe=moe,
+                    lora_rank=self.lora_rank if self.lora else 0,
+                    imbalance=self.imbalance,
+                ),
+                count,
+            )
+            for moe, count in self._kinds()
+        ]
+        head = head_terms(shape, layout, self.sequence, gpu, self.network, traits, lora=self.lora)
+        return _mean(kinds), cpu_head_terms(head, shape, layout, self.sequence, gpu, traits, lora=self.lora)
 
     def _kinds(self) -> list[tuple[bool, int]]:
         """Return (has experts, number of layers)."""
