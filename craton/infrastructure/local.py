@@ -66,7 +66,8 @@ def local_instance(shares: int = 1, share_gpus: bool = False) -> Instance:
         return instance_of_shared_gpus(cards, shares, sharers)
     if cards:
         return instance_of_gpus(cards, shares)
-    return instance_of_machine(local_machine(), shares, current_load())
+    machine = local_machine()
+    return instance_of_machine(machine, shares, current_load() if machine.measurement.host else IDLE)
 
 
 def instance_of_gpus(cards: list[Accelerator], shares: int = 1) -> Instance:
