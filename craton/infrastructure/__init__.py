@@ -21,7 +21,7 @@ if TYPE_CHECKING:
         StorageTier,
         price_age_days,
     )
-    from craton.infrastructure.load import MachineLoad, load_text
+    from craton.infrastructure.load import MachineLoad, load_text, usable_cores
     from craton.infrastructure.local import cache_path, free_memory_bytes, local_machine
     from craton.infrastructure.sharing import MEMORY_FRACTION, memory_fraction, nodes_per_gpu
 else:

@@ -23,7 +23,7 @@ MAX_STEAL = 0.9
 class MachineLoad:
     """The load of the moment."""
 
-    runnable: float = 0.0  # others that run or could run, mean of the samples: sessions, or processes
+    runnable: float = 0.0  # others that run or could run, mean of the samples: sessions, or threads
     steal_share: float = 0.0  # of all CPU time: the hypervisor gave it to other machines
     is_per_session: bool = True  # cores are shared between sessions, not processes
 
@@ -49,11 +49,11 @@ class CpuTicks:
     steal: int
 
 
-def current_load(proc: Path = Path("/proc")) -> MachineLoad:
+def current_load(root: Path = Path("/")) -> MachineLoad:
     """Return the load of this machine; IDLE where /proc does not say."""
-    switch = proc / "sys" / "kernel" / "sched_autogroup_enabled"
+    proc = root / "proc"
     try:
-        is_per_session = switch.is_file() and switch.read_text().strip() == "1"
+        is_per_session = shares_by_session(root)
         before = cpu_ticks((proc / "stat").read_text())
         samples = []
         for _ in range(SAMPLES):
@@ -66,16 +66,32 @@ def current_load(proc: Path = Path("/proc")) -> MachineLoad:
     return MachineLoad(sum(samples) / SAMPLES, steal_share(before, after), is_per_session)
 
 
+def shares_by_session(root: Path) -> bool:
+    """Whether the kernel shares cores between sessions. A CPU cgroup other than the root overrides that (sched(7)):
+    containers and most services have one, and share between threads."""
+    switch = root / "proc" / "sys" / "kernel" / "sched_autogroup_enabled"
+    if not switch.is_file() or switch.read_text().strip() != "1":
+        return False
+    if (root / "sys" / "fs" / "cgroup" / "cpu.weight").exists():  # which the root has not: this is a container
+        return False
+    groups = [line.split(":", 2) for line in (root / "proc" / "self" / "cgroup").read_text().splitlines()]
+    of_cpu = [path for _, controllers, path in groups if not controllers or "cpu" in controllers.split(",")]
+    return all(path == "/" for path in of_cpu)
+
+
 def runnable_sessions(proc: Path) -> list[int]:
-    """Return the session of every runnable process except this one."""
+    """Return the session of every runnable thread except those of this process."""
     found = []
     for process in proc.glob("[0-9]*"):
-        try:
-            state, session = state_and_session((process / "stat").read_text())
-        except (OSError, ValueError):  # it has ended
+        if process.name == str(os.getpid()):
             continue
-        if state == "R" and session and process.name != str(os.getpid()):  # threads of the kernel have session 0
-            found.append(session)
+        for thread in process.glob("task/[0-9]*"):
+            try:
+                state, session = state_and_session((thread / "stat").read_text())
+            except (OSError, ValueError):  # it has ended
+                continue
+            if state == "R" and session:  # threads of the kernel have session 0
+                found.append(session)
     return found
 
 
@@ -102,7 +118,7 @@ def steal_share(before: CpuTicks, after: CpuTicks) -> float:
 
 def load_text(load: MachineLoad) -> str:
     steal = f", {percent(load.steal_share)} of the CPU time is stolen" if load.steal_share >= 0.005 else ""
-    return f"{load.runnable:.1f} other {'sessions' if load.is_per_session else 'processes'} run{steal}"
+    return f"{load.runnable:.1f} other {'sessions' if load.is_per_session else 'threads'} run{steal}"
 
 
 def usable_cores() -> int:

@@ -169,7 +169,7 @@ def instance_of_machine(machine: LocalMachine, shares: int = 1, load: MachineLoa
     cpu_rank = None
     if measured.host:
         cpu_rank = CpuRank(measured.host, machine.cores, threads, shares, load)
-    reached = shares * threads / machine.cores if cpu_rank else 1.0  # threads that divide no core, or share one
+    reached = shares * threads / machine.cores if cpu_rank else 1.0  # not 1 if cores are left over or shared
     cpu = Gpu(
         name=machine.cpu,
         generation="cpu",

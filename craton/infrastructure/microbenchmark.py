@@ -12,12 +12,14 @@ import importlib.util
 import json
 import math
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from threading import Thread
 
@@ -113,24 +115,28 @@ def measure_torch(seconds: float, allowed_seconds: float) -> tuple[tuple[float, 
     if importlib.util.find_spec("torch") is None:
         return None, None, "fp32 rate: torch is not installed"
     command = [sys.executable, "-c", TORCH_PROGRAM, str(MATRIX_SIZE), str(seconds), str(usable_cores())]
+    child = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # it forks a second rank, which must end with it
+        env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+    )
     try:
-        child = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=max(allowed_seconds, 0.1),
-            check=False,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
-        )
+        output, errors = child.communicate(timeout=max(allowed_seconds, 0.1))
     except subprocess.TimeoutExpired:
+        with suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.communicate()
         return None, None, f"{NOT_STARTED} within {setting(allowed_seconds)}; measure again now that it is warm"
     if child.returncode != 0:
-        reason = (child.stderr.strip().splitlines() or [f"exit {child.returncode}"])[-1]
+        reason = (errors.strip().splitlines() or [f"exit {child.returncode}"])[-1]
         return None, None, f"fp32 rate: torch is installed but failed: {reason}"
-    found = json.loads(child.stdout.splitlines()[-1])
+    found = json.loads(output.splitlines()[-1])
     host = HostCosts(**{field.name: float(found["host"][field.name]) for field in fields(HostCosts)})
     numbers = (found["fp32"], found["bf16"], *(getattr(host, field.name) for field in fields(host)))
-    assert all(0 < number < math.inf for number in numbers), child.stdout
+    assert all(0 < number < math.inf for number in numbers), output
     return (found["fp32"], found["bf16"]), host, "torch, one thread a core"
 
 

@@ -8,7 +8,7 @@ process delays some of them.
 from __future__ import annotations
 
 TORCH_PROGRAM = """
-import json, os, statistics, sys, tempfile, time, warnings
+import datetime, json, os, statistics, sys, tempfile, time, warnings
 from concurrent.futures import ThreadPoolExecutor
 import torch
 import torch.distributed as dist
@@ -115,7 +115,8 @@ def update():
 
 
 def collectives(rank, store):
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    timeout = datetime.timedelta(seconds=10)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timeout)
     found = {}
     for name, count, repeats in (("small", 1024, 30), ("large", 1 << 18, 8)):
         whole, half, quartiles = torch.rand(count), torch.rand(count // 2), []

@@ -21,9 +21,9 @@ from torch import Tensor
 from craton.job.layout import Layout
 from craton.job.model import ModelShape
 from craton.ml.data.sample import Sample
-from craton.ml.models import DecoderConfig
+from craton.ml.models import Decoder, DecoderConfig
 from craton.ml.models.config import RoutingConfig
-from craton.ml.training import Trainer
+from craton.ml.training import Trainer, graphs
 from craton.ml.training.batch import Batch
 from craton.ml.training.graphs import GraphError
 from craton.ml.training.objectives import CROSS_ENTROPY, Objective
@@ -78,7 +78,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def trained(
-    graphs: str,
+    mode: str,
     micro_batch: int,
     folder: Path | None = None,
     source: Any = None,
@@ -87,9 +87,10 @@ def trained(
     recompute: str = "none",
     validation: Any = None,
     steps: int | None = None,
+    every_steps: int | None = None,
     **train: Any,
 ) -> tuple[Trainer, Records]:
-    options = {"precision": "bf16", "learning_rate": "1e-3", "graphs": graphs, **train}
+    options = {"precision": "bf16", "learning_rate": "1e-3", "graphs": mode, **train}
     torch.compiler.reset()  # of blocks with experts: a process compiles a function a few times only
     job = tiny_job(STEPS, **options)
     layout = Layout(micro_batch=micro_batch, recompute=recompute, precision=job.precision)
@@ -100,6 +101,7 @@ def trained(
         source,
         objective,
         config or DecoderConfig(SHAPE),
+        every_steps=every_steps,
         validation=validation,
         steps=steps,
         device="cuda",
@@ -114,7 +116,7 @@ def events_of(records: Records) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_losses_are_those_of_eager_steps(case: str, summary: Callable[[str], None]) -> None:
-    runs = [trained(graphs, **CASES[case])[1] for graphs in ("off", "off", "on")]
+    runs = [trained(mode, **CASES[case])[1] for mode in ("off", "off", "on")]
     first, second, replayed = (records.losses for records in runs)
     assert not events_of(runs[0])
     assert [fields["is_on"] for fields in events_of(runs[2])] == [True]
@@ -136,28 +138,82 @@ def test_a_resumed_run_ends_with_the_same_weights(micro_batch: int, tmp_path: Pa
     assert list(later.losses) == list(range(8, STEPS + 1))
     assert later.losses == pytest.approx({step: records.losses[step] for step in later.losses}, rel=TOLERANCE)
     for name, weight in whole.parts.optimizer.master.items():
-        torch.testing.assert_close(weight, resumed.parts.optimizer.master[name], rtol=0.05, atol=0.01)
+        torch.testing.assert_close(weight, resumed.parts.optimizer.master[name], rtol=0.01, atol=5e-4)
 
 
-def test_auto_uses_graphs_where_launches_rule() -> None:
+def test_auto_uses_graphs_where_launches_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "LAUNCH_SHARE", 0.0)
     _, records = trained("auto", micro_batch=2)
     (fields,) = events_of(records)
     assert fields["is_on"]
     assert "launching kernels takes" in fields["reason"]
 
 
-def test_a_step_that_cannot_be_captured_stays_eager() -> None:
-    objective = Objective("waits", waits_for_the_device)
-    _, records = trained("auto", micro_batch=2, objective=objective)
+def test_auto_leaves_objectives_of_users_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "LAUNCH_SHARE", 0.0)
+    _, records = trained("auto", micro_batch=2, objective=Objective("own", entropy_of_labels))
+    assert not events_of(records)
+
+
+@pytest.mark.parametrize("micro_batch", [2, 8])
+def test_a_step_that_waits_for_the_device_stays_eager(micro_batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "LAUNCH_SHARE", 0.0)
+    forward = Decoder.forward
+
+    def waits(self: Decoder, *arguments: Any, **options: Any) -> Tensor:
+        hidden = forward(self, *arguments, **options)
+        assert hidden.sum().item() < 1e9
+        return hidden
+
+    monkeypatch.setattr(Decoder, "forward", waits)
+    stream = torch.cuda.current_stream()
+    _, records = trained("auto", micro_batch=micro_batch)
     (fields,) = events_of(records)
     assert not fields["is_on"]
-    _, eager = trained("off", micro_batch=2, objective=objective)
+    assert "synchroniz" in fields["reason"]
+    _, eager = trained("off", micro_batch=micro_batch)
+    assert records.losses == pytest.approx(eager.losses, rel=TOLERANCE)
+    assert torch.cuda.current_stream() == stream
+    assert torch.cuda.get_sync_debug_mode() == 0
+
+
+def test_a_capture_that_fails_leaves_the_device_usable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Something that only a capture refuses: another thread's stream is waited for without an event of the graph."""
+    monkeypatch.setattr(graphs, "LAUNCH_SHARE", 0.0)
+    forward = Decoder.forward
+
+    def refuses_capture(self: Decoder, *arguments: Any, **options: Any) -> Tensor:
+        if torch.cuda.is_current_stream_capturing():
+            torch.cuda.current_stream().synchronize()
+        return forward(self, *arguments, **options)
+
+    monkeypatch.setattr(Decoder, "forward", refuses_capture)
+    stream = torch.cuda.current_stream()
+    _, records = trained("auto", micro_batch=2)
+    (fields,) = events_of(records)
+    assert not fields["is_on"]
+    assert torch.cuda.current_stream() == stream
+    torch.cuda.empty_cache()
+    _, eager = trained("off", micro_batch=2)
     assert records.losses == pytest.approx(eager.losses, rel=TOLERANCE)
 
 
 def test_required_graphs_that_cannot_be_captured_are_an_error() -> None:
     with pytest.raises(GraphError, match="must not wait for the device"):
         trained("on", micro_batch=2, objective=Objective("waits", waits_for_the_device))
+
+
+def test_a_rollback_goes_on_with_graphs(tmp_path: Path) -> None:
+    class BadOnce(Text):
+        def sample(self, index: int) -> Sample:
+            sample = super().sample(index)
+            if index == 8 * GLOBAL_BATCH + 5:
+                sample.weight[3] = math.nan
+            return sample
+
+    _, records = trained("on", 4, tmp_path, BadOnce(), every_steps=3, on_nan="rollback")
+    assert [step for name, step, _ in records.events if name == "rolled_back"]
+    assert math.isfinite(records.losses[STEPS])
 
 
 def test_the_origin_of_a_bad_step_is_found() -> None:

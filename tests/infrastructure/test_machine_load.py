@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,16 +31,29 @@ btime 1794983468
 PROCESS = "{pid} ({name}) {state} 1 {group} {session} 0 -1 4194304 120 0 0 0 5 2 0 0 20 0 1 0 100 1000 10\n"
 
 
-def machine(tmp_path: Path, *processes: str, autogroup: str = "1\n", stat: str = STAT) -> Path:
-    (tmp_path / "stat").write_text(stat)
-    kernel = tmp_path / "sys" / "kernel"
+def machine(
+    root: Path,
+    *processes: str,
+    autogroup: str = "1\n",
+    stat: str = STAT,
+    cgroup: str = "0::/\n",
+    in_container: bool = False,
+) -> Path:
+    proc, kernel = root / "proc", root / "proc" / "sys" / "kernel"
     kernel.mkdir(parents=True)
+    (proc / "stat").write_text(stat)
     (kernel / "sched_autogroup_enabled").write_text(autogroup)
+    (proc / "self").mkdir()
+    (proc / "self" / "cgroup").write_text(cgroup)
+    if in_container:
+        (root / "sys" / "fs" / "cgroup").mkdir(parents=True)
+        (root / "sys" / "fs" / "cgroup" / "cpu.weight").write_text("100\n")
     for process in processes:
-        folder = tmp_path / process.partition(" ")[0]
-        folder.mkdir()
+        pid = process.partition(" ")[0]
+        folder = proc / pid / "task" / pid
+        folder.mkdir(parents=True)
         (folder / "stat").write_text(process)
-    return tmp_path
+    return root
 
 
 def process(pid: int, state: str, session: int, name: str = "python") -> str:
@@ -78,6 +92,19 @@ def test_sessions_or_processes_that_run(tmp_path: Path) -> None:
     assert current_load(machine(per_process, *others, autogroup="0\n")) == expected
 
 
+@pytest.mark.parametrize(
+    "where",
+    [
+        {"in_container": True},
+        {"cgroup": "0::/system.slice/agent.service\n"},
+        {"cgroup": "4:memory:/\n2:cpu,cpuacct:/job\n"},
+    ],
+)
+def test_in_a_cgroup_threads_count(tmp_path: Path, where: dict[str, Any]) -> None:
+    found = current_load(machine(tmp_path, process(100, "R", 7), process(101, "R", 7), **where))
+    assert found == MachineLoad(runnable=2.0, is_per_session=False)
+
+
 def test_a_quiet_machine(tmp_path: Path) -> None:
     quiet = current_load(machine(tmp_path, process(103, "S", 9)))
     assert quiet == IDLE
@@ -98,7 +125,7 @@ def test_a_busy_machine_shares_its_cores() -> None:
 def test_stolen_time_slows_down() -> None:
     stolen = MachineLoad(steal_share=0.2, is_per_session=False)
     assert stolen.slowdown(2, 1, 2) == pytest.approx(1.25)
-    assert load_text(stolen) == "0.0 other processes run, 20% of the CPU time is stolen"
+    assert load_text(stolen) == "0.0 other threads run, 20% of the CPU time is stolen"
 
 
 @pytest.mark.parametrize("stat", ["", "cpu 1 2 3\n"])

@@ -123,10 +123,9 @@ def test_more_work_or_load_takes_longer(larger: object) -> None:
 
 
 def test_a_small_step_is_mostly_operations() -> None:
-    base, dearer = step(), step(lora=4)
+    base = step()
     operations = 2 * 2 * (95 * 15e-6 + 126 * 10e-6)  # layers, micro-batches
     assert operations < base.seconds < 4 * operations
-    assert dearer.seconds != base.seconds
 
 
 def test_more_ranks_than_cores_are_slower() -> None:

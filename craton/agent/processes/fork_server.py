@@ -40,7 +40,7 @@ class ForkServer:
         ours, theirs = socket.socketpair(socket.AF_UNIX, KIND)
         log_path = run.path / "logs" / f"nursery-{node}.log"
         environment = {
-            **bytecode_environment({**os.environ, **launch.env}),
+            **({} if "PYTHONDONTWRITEBYTECODE" in launch.env else bytecode_environment({**os.environ, **launch.env})),
             **common_environment(run, launch, node),
             FORK_SERVER_VARIABLE: str(theirs.fileno()),
         }

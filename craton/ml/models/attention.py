@@ -25,6 +25,9 @@ class Attention(nn.Module):
         shape = config.shape
         self.heads, self.kv_heads, self.head_dim = shape.heads, shape.kv_heads, shape.head_dim
         self.window = window
+        # The norms of heads are fused with rope, for whole heads whose size is a power of two.
+        rotates_all = config.rope.rotary_dim(shape.head_dim) == shape.head_dim
+        self.has_own_kernels = not shape.qk_norm or (rotates_all and shape.head_dim & (shape.head_dim - 1) == 0)
         width = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
         self.qkv = Linear(shape.hidden, width, bias=config.qkv_bias, cut=0)
         self.output = Linear(shape.heads * shape.head_dim, shape.hidden, cut=1)

@@ -42,7 +42,7 @@ class Block(nn.Module):
     def has_own_kernels(self) -> bool:
         """Whether the fused kernels cover the whole block: grouped-query attention and a dense MLP. The routing of
         experts is plain PyTorch."""
-        return isinstance(self.attention, Attention) and isinstance(self.mlp, Mlp)
+        return isinstance(self.attention, Attention) and self.attention.has_own_kernels and isinstance(self.mlp, Mlp)
 
     def forward(
         self,

@@ -29,7 +29,7 @@ class Linear(nn.Linear):
         self.connections: Connections = ALONE
 
     def reset_parameters(self) -> None:
-        if not self.weight.is_meta:  # drawing numbers for no memory imports torch's compilers: seconds
+        if not self.weight.is_meta:  # there, torch would import its compilers, for seconds
             super().reset_parameters()
 
     @property

@@ -3,34 +3,38 @@
 A graph is captured for each shape of a micro-batch, and has fixed addresses. A batch is copied into the graph's inputs;
 the gradients lie in buffers that the optimizer reads. The kernels are those of the eager step, in the same order, so
 the numbers are the same. Document boundaries are padded to a power of two, so a few graphs serve all batches. A shape
-that was seen once, or too many shapes, run eagerly into the same buffers.
+that is seen for the first time runs eagerly into the same buffers, and shows whether it waits for the device, which a
+graph cannot; so do shapes beyond MAX_GRAPHS.
 
 `auto` measures the second and third step: if the host spends much of a forward pass launching kernels, graphs are used
-from then on.
+from then on, where there is room for them. What Python code does beside the tensors happens once, at the capture, so
+`auto` leaves objectives and models of users alone.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
 from craton.errors import CratonError
-from craton.formatting import duration, percent
+from craton.formatting import duration, memory, percent
 from craton.ml.training.batch import Batch, BatchShape
+from craton.ml.training.guard import is_out_of_memory
 from craton.ml.training.optimizer import AdamW
 from craton.ml.training.parallel import Ranks
 
 if TYPE_CHECKING:
     from torch.cuda import _POOL_HANDLE
 
-LAUNCH_SHARE = 0.5  # of a forward pass on the device: if launching takes longer, graphs are worth their capture
+LAUNCH_SHARE = 0.5  # of the device's time for a forward pass; if launching takes more, graphs are worth a capture
 MEASURED_STEPS = 2  # after the first one, which compiles
 MAX_GRAPHS = 8  # shapes; each graph holds the memory of its intermediate results
+ROOM_FACTOR = 2.0  # of the memory of a micro-step: once for the graph, once for what runs eagerly beside it
 
 Totals = dict[str, Tensor]
 MicroStep = Callable[[Batch, Tensor], Totals]  # forward and backward pass; returns the loss and the objective's sums
@@ -96,11 +100,15 @@ class MicroStepGraphs:
         launching = time.perf_counter() - began
         end.record()
         end.synchronize()
-        self._shares.append(launching * 1000 / max(begin.elapsed_time(end), 1e-6))
-        if len(self._shares) == MEASURED_STEPS:
-            self._decide(min(self._shares))
+        self.add_share(launching * 1000 / max(begin.elapsed_time(end), 1e-6))
 
-    def _decide(self, share: float) -> None:
+    def add_share(self, share: float) -> None:
+        """Take the share of a forward pass that was launching; after MEASURED_STEPS of them, decide. The smaller one
+        counts: a busy host only makes it larger."""
+        self._shares.append(share)
+        if len(self._shares) < MEASURED_STEPS:
+            return
+        share = min(self._shares)
         self.is_measuring, self.is_on = False, share >= LAUNCH_SHARE
         if self.is_on:
             self._reason = f"launching kernels takes {percent(min(share, 1.0))} of a forward pass"
@@ -109,7 +117,7 @@ class MicroStepGraphs:
         batch = batch.with_fixed_documents()
         graph = self._graph(batch, count, accumulates=False)
         if graph is None:
-            return self._micro_step(batch, count)
+            return self._run_eagerly(batch, count)
         graph.replay(batch, count)
         for name, parameter in self._optimizer.parameters.items():
             parameter.grad = self._gradients[name]
@@ -122,11 +130,14 @@ class MicroStepGraphs:
             batch = batch.with_fixed_documents()
             graph = self._graph(batch, count, accumulates=True)
             if graph is None:
-                self._add(self._micro_step(batch, count))
+                self._add(self._run_eagerly(batch, count))
             else:
                 graph.replay(batch, count)
         self._optimizer.use_sums(self._sums)
-        return self._totals
+        totals = self._totals
+        if not self.is_on:  # turned off in this step: later ones accumulate as eager steps do
+            self._sums, self._totals = {}, {}
+        return totals
 
     def _add(self, totals: Totals) -> None:
         """Add gradients and totals of a micro-step to those of the step."""
@@ -135,6 +146,23 @@ class MicroStepGraphs:
                 self._totals[name] = torch.zeros_like(value)
             self._totals[name] += value
         self._optimizer.move_gradients_into(self._sums)
+
+    def _run_eagerly(self, batch: Batch, count: Tensor) -> Totals:
+        """Run a micro-step; one that would be captured next must not wait for the device."""
+        if not self.is_on or not count.is_cuda or len(self._graphs) >= MAX_GRAPHS:
+            return self._micro_step(batch, count)
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return self._micro_step(batch, count)
+        except Exception as error:  # the same step without graphs raises what is not about them
+            if is_out_of_memory(error):
+                raise
+            self._drop_gradients()
+            self._turn_off(error)
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+        return self._micro_step(batch, count)
 
     def _graph(self, batch: Batch, count: Tensor, accumulates: bool) -> _Graph | None:
         """Return the graph of this shape, captured when the shape is seen for the second time."""
@@ -145,28 +173,43 @@ class MicroStepGraphs:
         return self._graphs.get(key)
 
     def _capture(self, key: tuple[BatchShape, bool], batch: Batch, count: Tensor) -> None:
+        if not self._graphs and not self._is_required and (problem := _lacks_room(count.device)):
+            self._turn_off(GraphError(problem))
+            return
         began = time.perf_counter()
-        self._optimizer.zero_grad()
+        self._drop_gradients()
         pool = next((graph.pool for graph in self._graphs.values()), None)
         try:
             graph = _Graph(batch, count, self._accumulating_step if key[1] else self._single_step, pool)
-        except Exception as error:
-            self._optimizer.zero_grad()
-            if self._is_required:
-                raise GraphError(
-                    f"train.graphs: on, but the step cannot be captured ({error}); the forward pass, the objective and "
-                    "the model must not wait for the device (item(), tolist(), print of a tensor). Write graphs: auto"
-                ) from error
-            self.is_on = False
-            self.note = f"off: the step cannot be captured ({str(error).splitlines()[0]})"
+        except Exception as error:  # noqa: BLE001 -- whatever it is, the step may work without a graph
+            self._drop_gradients()
+            self._turn_off(error)
             return
         self._graphs[key] = graph
         if not key[1] and not self._gradients:
             self._gradients = {name: _gradient_of(parameter) for name, parameter in self._optimizer.parameters.items()}
-        self._optimizer.zero_grad()
+        self._drop_gradients()
         if len(self._graphs) == 1:
             reason = f": {self._reason}" if self._reason else ""
             self.note = f"captured in {duration(time.perf_counter() - began)}{reason}"
+
+    def _turn_off(self, error: Exception) -> None:
+        """Run eagerly from here on, and release the memory of graphs."""
+        reason = first_reason(error)
+        if self._is_required:
+            if is_out_of_memory(error):
+                raise error
+            raise GraphError(
+                f"train.graphs: on, but the step cannot be captured ({reason}); the forward pass, the objective and "
+                "the model must not wait for the device (item(), tolist(), print of a tensor). Write graphs: auto"
+            ) from error
+        self.is_on, self.note = False, f"off: the step cannot be captured ({reason})"
+        self._graphs.clear()
+        self._gradients = {}
+
+    def _drop_gradients(self) -> None:
+        for parameter in self._optimizer.parameters.values():
+            parameter.grad = None
 
     def _accumulating_step(self, batch: Batch, count: Tensor) -> Totals:
         self._add(self._micro_step(batch, count))
@@ -186,18 +229,39 @@ class _Graph:
     def __init__(self, batch: Batch, count: Tensor, micro_step: MicroStep, pool: _POOL_HANDLE | None) -> None:
         self._batch, self._count = batch.clone(), count.clone()
         self._graph = torch.cuda.CUDAGraph()
-        # thread_local: threads that write checkpoints may use the device meanwhile
-        with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
-            self.totals = micro_step(self._batch, self._count)
-
-    @property
-    def pool(self) -> _POOL_HANDLE:
-        return self._graph.pool()
+        self.pool = torch.cuda.graph_pool_handle() if pool is None else pool
+        stream = torch.cuda.current_stream(count.device)
+        try:
+            # thread_local: threads that write checkpoints may use the device meanwhile
+            with torch.cuda.graph(self._graph, pool=self.pool, capture_error_mode="thread_local"):
+                self.totals = micro_step(self._batch, self._count)
+        except BaseException:
+            # torch leaves the stream of a failed capture current, and its allocator believes that it goes on
+            torch.cuda.set_stream(stream)
+            with suppress(RuntimeError, AttributeError):
+                torch._C._cuda_endAllocateToPool(count.device.index or 0, self.pool)
+            raise
 
     def replay(self, batch: Batch, count: Tensor) -> None:
         self._batch.copy_(batch)
         self._count.copy_(count)
         self._graph.replay()
+
+
+def first_reason(error: BaseException) -> str:
+    """Return the first line of the error that came first: the end of a broken capture raises another one."""
+    while error.__cause__ is not None or error.__context__ is not None:
+        error = error.__cause__ or error.__context__ or error
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _lacks_room(device: torch.device) -> str:
+    """Return what is missing for a graph, whose memory nothing else can use; empty if there is room."""
+    free, _ = torch.cuda.mem_get_info(device)
+    allocated = torch.cuda.memory_allocated(device)
+    available = free + torch.cuda.memory_reserved(device) - allocated
+    needed = ROOM_FACTOR * (torch.cuda.max_memory_allocated(device) - allocated)
+    return "" if needed <= available else f"it needs {memory(needed)} of GPU memory, {memory(available)} are free"
 
 
 def _gradient_of(parameter: Tensor) -> Tensor:

@@ -112,10 +112,13 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and ("can't allocate memory" in text or "not enough memory" in text)
 
 
-def describe_out_of_memory(phase: str, ranks: Ranks, train: Train, prediction: PlannedStep | None) -> OutOfMemoryError:
-    """Return one error that says where it happened and what to change, the cheapest change first."""
+def describe_out_of_memory(
+    phase: str, ranks: Ranks, train: Train, prediction: PlannedStep | None, has_graphs: bool = False
+) -> OutOfMemoryError:
+    """Return one error that says where it happened and what to change, the cheapest change first. `has_graphs`: CUDA
+    graphs hold memory that nothing else can use."""
     layout = ranks.layout
-    changes = []
+    changes = ["train.graphs off"] if has_graphs else []
     if phase in ("forward", "backward", "evaluation"):
         if layout.micro_batch > 1:
             changes.append(f"layout.micro_batch below {layout.micro_batch}")

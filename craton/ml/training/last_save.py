@@ -19,7 +19,8 @@ from craton.job.sections import RESCUE
 from craton.ml.training.checkpoint import CheckpointError
 from craton.ml.training.saves import Saves
 
-PROGRESS_SECONDS = 2.0  # between two reports of a save in progress
+PROGRESS_SECONDS = 2.0  # between two reports of a save in progress; longer in long saves
+FREQUENT_REPORTS = 15
 RETRY_SECONDS = 10.0
 LOOK_SECONDS = 0.5  # between two checks for free space, which also count as heartbeats
 REMIND_SECONDS = 600.0  # between two reports of the same failure
@@ -92,8 +93,9 @@ def _progress_shown(saves: Saves, step: int) -> Iterator[None]:
     done = threading.Event()
 
     def report() -> None:
-        began = time.monotonic()
-        while not done.wait(PROGRESS_SECONDS):
+        began, reports = time.monotonic(), 0
+        while not done.wait(PROGRESS_SECONDS * max(1, reports // FREQUENT_REPORTS)):
+            reports += 1
             for tier, written, total in saves.parts.checkpointer.progress():
                 text = progress_text(written, total, time.monotonic() - began)
                 saves.event("checkpoint_progress", step, tier=tier, reason=text)

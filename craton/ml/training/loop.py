@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from craton.ml.data import Loader
-from craton.ml.models import MoE
+from craton.ml.models import Decoder, MoE
 from craton.ml.training.batch import Batch
 from craton.ml.training.checkpoint.peer import PEER
 from craton.ml.training.evaluate import evaluate
@@ -122,8 +122,10 @@ class Trainer:
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            prediction = self.parts.meter.prediction
-            raise describe_out_of_memory(self._doing, self.parts.ranks, self.train, prediction) from error
+            prediction, has_graphs = self.parts.meter.prediction, self.graphs is not None and self.graphs.is_on
+            raise describe_out_of_memory(
+                self._doing, self.parts.ranks, self.train, prediction, has_graphs=has_graphs
+            ) from error
         finally:
             gc.enable()
             if self.loader is not None:
@@ -276,7 +278,11 @@ class Trainer:
         obstacle = graph_obstacle(parts.ranks)
         if mode == "on" and obstacle:
             raise GraphError(f"train.graphs: on is not possible: {obstacle}; write graphs: auto")
-        return None if obstacle or mode == "off" else MicroStepGraphs(mode, self._micro_step, parts.optimizer)
+        # what Python code of users does beside the tensors would happen once, at the capture
+        is_users = parts.objective.coefficients is None or not isinstance(parts.model, Decoder)
+        if obstacle or mode == "off" or (mode == "auto" and is_users):
+            return None
+        return MicroStepGraphs(mode, self._micro_step, parts.optimizer)
 
     def _replay(self, graphs: MicroStepGraphs, batches: list[Batch], count: Tensor) -> dict[str, Tensor] | None:
         """Run the micro-batches as CUDA graphs; return None if they are not in use."""

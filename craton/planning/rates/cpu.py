@@ -1,7 +1,7 @@
 """Time of the parts of an eager step on a CPU, from the costs that were measured on it and the load of the machine.
 
-Guarantees: pure functions of plain numbers; larger shapes are never faster. `gpu.cpu` must be known. Operations below
-`PARALLEL_ELEMENTS` and matmuls below `PARALLEL_VOLUME` run on one thread, as PyTorch and OpenBLAS run them.
+Pure functions of plain numbers. `gpu.cpu` must be known. Operations below `PARALLEL_ELEMENTS` and matmuls below
+`PARALLEL_VOLUME` run on one thread, as PyTorch and OpenBLAS run them; a matmul just above that takes less time.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 import torch
@@ -14,7 +12,7 @@ from craton.job.layout import Layout
 from craton.ml.kernels import Documents
 from craton.ml.training import AdamW, graphs
 from craton.ml.training.batch import Batch
-from craton.ml.training.graphs import GraphError, MicroStepGraphs
+from craton.ml.training.graphs import GraphError, MicroStepGraphs, first_reason
 
 
 def parameters(dtype: torch.dtype) -> dict[str, nn.Parameter]:
@@ -112,7 +110,15 @@ def test_graphs_need_a_gpu() -> None:
 def test_graphs_are_used_where_launching_takes_long(shares: tuple[float, float], is_on: bool) -> None:
     trainer, _ = make_trainer(tiny_job(2))
     found = MicroStepGraphs("auto", trainer._micro_step, trainer.parts.optimizer)
-    decide: Callable[[float], None] = found._decide
-    decide(min(shares))
+    for share in shares:
+        assert found.is_measuring
+        found.add_share(share)
     assert found.is_on is is_on
     assert not found.is_measuring
+
+
+def test_the_first_error_is_the_reason() -> None:
+    last = RuntimeError("operation failed due to a previous error during capture")
+    last.__context__ = ValueError("called a synchronizing operation\nand more")
+    assert first_reason(last) == "called a synchronizing operation"
+    assert first_reason(AssertionError()) == "AssertionError"

@@ -189,7 +189,7 @@ class Checkpointer:
 
     def progress(self) -> list[tuple[str, int, int]]:
         """Return the tiers that are being written, with this rank's bytes written so far and in all."""
-        under_way = [(name, *lane.written) for name, lane in self._lanes.items()]
+        under_way = [(name, *lane.written) for name, lane in tuple(self._lanes.items())]
         return [(name, written, total) for name, written, total in under_way if total]
 
     def places_with_room(self) -> frozenset[str]:
@@ -319,7 +319,7 @@ class Checkpointer:
         deadline = time.monotonic() + seconds
         users: list[TierLane | PeerMemory] = [*self._lanes.values(), *([self._peer] if self._peer else [])]
         ended = [user.abandon(max(0.0, deadline - time.monotonic())) for user in users]
-        return all(ended)
+        return self._staging.has_reserved(max(0.0, deadline - time.monotonic())) and all(ended)
 
     def close(self) -> None:
         """Wait for the last save, and release threads and memory."""
@@ -330,6 +330,7 @@ class Checkpointer:
                 self._peer.close()
             for lane in self._lanes.values():
                 lane.close()
+            self._staging.has_reserved(None)
             self._staging = Staging()
 
     @property

@@ -159,12 +159,8 @@ class TierLane:
         self._jobs.append(self._executor.submit(run))
 
     def _save_beside(self, save: Save) -> SaveReport:
-        self._is_saving = True
-        try:
-            with going_on("saving"):
-                return self._save(save)
-        finally:
-            self._is_saving = False
+        with going_on("saving"):
+            return self._save(save)
 
     def _save(self, save: Save) -> SaveReport:
         save.copied()
@@ -189,7 +185,11 @@ class TierLane:
         began = time.perf_counter()
         target = self.tier.write(save.step)
         self._writer.aim(target)
-        error = self._write_shards(target, save)
+        self._is_saving = True
+        try:
+            error = self._write_shards(target, save)
+        finally:
+            self._is_saving = False
         files: dict[str, FileSum] = {}
         for part in self._ranks.gather(self._writer.sums):
             files.update(part)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import threading
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from datetime import timedelta
@@ -76,6 +77,7 @@ class Staging:
         self._lock = threading.Lock()
         self._stream: torch.cuda.Stream | None = None
         self._under_way: torch.cuda.Event | None = None
+        self._reserving: threading.Thread | None = None
 
     def missing_bytes(self, local: Mapping[str, Tensor]) -> float:
         """Return the bytes that a copy needs beyond the free memory; 0 if there is room or a reusable set of
@@ -106,14 +108,24 @@ class Staging:
         if device is None:
             self._allocate(local, copies)
             return nothing
-        thread = threading.Thread(target=self._allocate, args=(local, copies, device), name="staging", daemon=True)
-        thread.start()
-        return thread.join
+        self._reserving = threading.Thread(target=self._allocate, args=(local, copies, device), name="staging")
+        self._reserving.daemon = True
+        self._reserving.start()
+        return self._reserving.join
+
+    def has_reserved(self, seconds: float | None) -> bool:
+        """Wait for memory being allocated, which holds the tensors; return whether that has ended."""
+        if self._reserving is not None:
+            self._reserving.join(seconds)
+        return self._reserving is None or not self._reserving.is_alive()
 
     def _allocate(self, local: Mapping[str, Tensor], copies: int, device: torch.device | None = None) -> None:
-        with nullcontext() if device is None else torch.cuda.device(device), self._lock:
-            while len(self._idle) < copies and not self._missing(local, {}):
-                self._idle.append(_buffers(local, {}))
+        try:
+            with nullcontext() if device is None else torch.cuda.device(device), self._lock:
+                while len(self._idle) < copies and not self._missing(local, {}):
+                    self._idle.append(_buffers(local, {}))
+        except RuntimeError as error:
+            warnings.warn(f"memory for checkpoints cannot be page-locked in advance: {error}", stacklevel=2)
 
     def finish_on_device(self) -> bool:
         """Make the device finish a copy in progress before it continues; return whether there was one."""

@@ -136,8 +136,8 @@ class PeerMemory:
         try:
             after()
             self._check_room()
-        except (KeeperError, RuntimeError) as error:
-            problem = str(error)
+        except Exception as error:  # noqa: BLE001 -- it turns the tier off on all ranks, which wait for this one
+            problem = _described(error)
         try:
             without_room = [text for text in self._agreeing.gather(problem) if text]
             if not without_room:
@@ -153,8 +153,8 @@ class PeerMemory:
             self._slots = [self._open(slot) for slot in slots]
             if device is not None:
                 self._register(device)
-        except (KeeperError, OSError, RuntimeError) as error:
-            return str(error)
+        except Exception as error:  # noqa: BLE001 -- as above
+            return _described(error)
         return None
 
     def _begin_reserve(self) -> None:
@@ -452,3 +452,7 @@ class PeerMemory:
 
     def _note(self, event: str, fields: dict[str, Any], text: str) -> None:
         self._notes.append(Note(event, self._last_step, fields, text))
+
+
+def _described(error: Exception) -> str:
+    return str(error) if isinstance(error, KeeperError) else f"{type(error).__name__}: {error}"

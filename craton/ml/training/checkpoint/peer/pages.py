@@ -9,12 +9,15 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+
+from craton.infrastructure import usable_cores
 
 MADV_POPULATE_WRITE = 23  # linux/mman.h, since Linux 5.14
 MAX_THREADS = 8
@@ -32,14 +35,14 @@ def map_pages(address: int, num_bytes: int) -> None:
         madvise(address + offset, min(PIECE_BYTES, num_bytes - offset), MADV_POPULATE_WRITE)
 
     local_world = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    threads = max(1, min(MAX_THREADS, len(os.sched_getaffinity(0)) // local_world // 2))
+    threads = max(1, min(MAX_THREADS, usable_cores() // local_world // 2))
     with ThreadPoolExecutor(threads, thread_name_prefix="map-pages") as pool:
         list(pool.map(populate, range(0, num_bytes, PIECE_BYTES)))
 
 
 def page_lock(address: int, num_bytes: int, device: torch.device) -> None:
-    """Page-lock memory, whose pages are mapped before: meanwhile this process launches nothing. RuntimeError if that is
-    not possible."""
+    """Map the pages and lock them; RuntimeError if that is not possible. No thread of this process can launch kernels
+    while they are locked."""
     map_pages(address, num_bytes)
     with torch.cuda.device(device):
         problem = int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0))
@@ -53,7 +56,8 @@ def page_locked(memory: Tensor, device: torch.device) -> Iterator[None]:
     address = memory.data_ptr()
     try:
         page_lock(address, memory.nbytes, device)
-    except RuntimeError:
+    except RuntimeError as error:
+        warnings.warn(f"{error}; the restore copies more slowly", stacklevel=3)
         yield
         return
     try:

@@ -220,14 +220,15 @@ def fill_from_slot(
     """Copy the chunks of a slot into the tensors while threads check its blocks; CheckpointError if one is wrong: then
     the tensors have to be filled from elsewhere."""
     slot = torch.frombuffer(files.map_slot(name), dtype=torch.uint8)
-    map_pages(slot.data_ptr(), slot.nbytes)
+    device = next((tensor.device for tensor in local.values() if tensor.is_cuda), None)
+    if device is None:  # page-locking maps them too
+        map_pages(slot.data_ptr(), slot.nbytes)
     data = slot[HEADER_BYTES:]
     blocks = data.numpy().data
 
     def check(begin: int) -> None:
         check_blocks(name, blocks[begin : begin + SPAN_BYTES], expected, begin)
 
-    device = next((tensor.device for tensor in local.values() if tensor.is_cuda), None)
     with ThreadPoolExecutor(READS_IN_FLIGHT, thread_name_prefix="check-slot") as pool:
         checks = [pool.submit(check, begin) for begin in range(0, expected.bytes, SPAN_BYTES)]
         with nullcontext() if device is None else page_locked(slot, device):
