@@ -339,7 +339,8 @@ def test_escape_leaves_the_search_in_a_log_and_a_stream_that_ended_is_said(
     for value in ("true", "false"):  # as if somebody looked at another tab, and came back
         tab.evaluate(hide % value + "document.dispatchEvent(new Event('visibilitychange'))")
     tab.wait_for("document.getElementById('live').textContent.includes('reload the page')")
-    tab.go("about:blank")  # the page asks for the log again and again
+    tab.call("Page.navigate", url="about:blank")  # the page asks for the log again and again
+    tab.wait_for("location.href === 'about:blank'")
     tab.errors.clear()  # the browser's own words about the 404
 
 
