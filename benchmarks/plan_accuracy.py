@@ -17,10 +17,12 @@ from craton.bench import bench_plan
 from craton.bench.planner import Bench, CaseResult, Statistics, decisions, family_median, statistics, tables
 from craton.job.layout import Layout
 from craton.job.model import ModelShape
-from craton.planning.calibration import Case, Fit, corpus, row_of
+from craton.planning.calibration import Case, corpus, row_of
 from craton.planning.calibration.cases import CaseMachine
 from craton.planning.calibration.published_rows import corpus_path
+from craton.planning.fitting import Fit
 from craton.planning.software import Traits
+from craton.planning.step import TRAINING_STEP, StepTerms
 
 DATA = Path(__file__).parent.parent / "data"
 # Rows of data/training_results.json on which Calculon, llm-analysis and SimuMax were run (published errors, percent).
@@ -112,7 +114,7 @@ def vtrain() -> None:
     """1,549 steps of Megatron-DeepSpeed on A100 (arXiv:2312.12391), outside every fit."""
     entries = json.loads((DATA / "vtrain_steps.json").read_text(encoding="utf-8"))
     cases = [vtrain_case(entry, f"vtrain-{index}") for index, entry in enumerate(entries)]
-    fit = Fit([row_of(case) for case in corpus()])
+    fit = Fit(TRAINING_STEP, [row_of(case) for case in corpus()])
     multi = [case for case in cases if case.machine.num_gpus > 8]
     single = [case for case in cases if case.machine.num_gpus <= 8]
     print("\n### vTrain\n")
@@ -120,7 +122,7 @@ def vtrain() -> None:
     for name, chosen in (("several nodes, uncalibrated", multi), ("one node, small models, uncalibrated", single)):
         print(line(name, statistics(_results(fit, chosen))))
     shuffled = random.Random(0).sample(multi, len(multi))
-    fitted = Fit([row_of(case) for case in (*corpus(), *shuffled[:40])])
+    fitted = Fit(TRAINING_STEP, [row_of(case) for case in (*corpus(), *shuffled[:40])])
     print(line("several nodes, 40 rows given, the others", statistics(_results(fitted, shuffled[40:]))))
     for name, chosen in (("several nodes", multi), ("one node", single)):
         losses = [_loss(members) for members in _same_job(_results(fit, chosen)) if len(members) >= 3]
@@ -181,7 +183,7 @@ def line(name: str, entry: Statistics | None) -> str:
     return f"| {name} | {entry.n} | {numbers} | {entry.width:.2f} |"
 
 
-def _results(fit: Fit, cases: list[Case]) -> list[CaseResult]:
+def _results(fit: Fit[StepTerms], cases: list[Case]) -> list[CaseResult]:
     rows = [(case, row_of(case)) for case in cases]
     return [CaseResult(case, fit.predict(row.terms, row.labels, row.prior_log, row.noise)) for case, row in rows]
 

@@ -37,8 +37,8 @@ from craton.job.sections import PLACEHOLDERS
 from craton.orchestration.local import AGENTS_FILE
 from craton.planning import CONSTANTS, plan
 from craton.planning.calibration import load_pins, load_runs
-from craton.planning.calibration.fitting import LEVELS, NOISE, SCALES
 from craton.planning.calibration.profiles import software_names
+from craton.planning.fitting import LEVELS, NOISE, SCALES
 from craton.planning.rates import machine
 from craton.planning.report import render_plan
 from craton.telemetry import MARKERS, METRICS, TWINS, RunDirectory, RunState

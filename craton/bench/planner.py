@@ -20,9 +20,7 @@ import numpy as np
 
 from craton.planning.calibration import (
     Case,
-    Fit,
     LoggedRun,
-    Prediction,
     Skipped,
     calibrate_from,
     case_machine,
@@ -34,6 +32,8 @@ from craton.planning.calibration import (
     profile_from_fit,
     row_of,
 )
+from craton.planning.fitting import Fit, Prediction
+from craton.planning.step import TRAINING_STEP, StepTerms
 
 Holdout = Literal["group", "family", "none"]
 Progress = Callable[[int, int], None]
@@ -112,7 +112,7 @@ def bench_plan(
     for done, (key, members) in enumerate(jobs.items()):
         repeated = {case.dup_group for case in members}
         rest = [case for case in corpus() if case.dup_group not in repeated and _holdout_key(case, holdout) != key]
-        fit = corpus_fit() if len(rest) == len(corpus()) else Fit([row_of(case) for case in rest])
+        fit = corpus_fit() if len(rest) == len(corpus()) else Fit(TRAINING_STEP, [row_of(case) for case in rest])
         predictions |= {case: _predict(fit, case) for case in members}
         if progress:
             progress(done + 1, len(jobs))
@@ -252,11 +252,11 @@ def _with_some_given(
     large = {
         key: members for key, members in clusters.items() if len(members) >= max(SMALLEST_CLUSTER, handed_runs + 1)
     }
-    fits: dict[str, Fit] = {}
+    fits: dict[str, Fit[StepTerms]] = {}
     results: list[CaseResult] = []
     for done, ((family, gpu), members) in enumerate(sorted(large.items())):
         if family not in fits:
-            fits[family] = Fit([row_of(case) for case in corpus() if case.family != family])
+            fits[family] = Fit(TRAINING_STEP, [row_of(case) for case in corpus() if case.family != family])
         generation = case_machine(members[0]).gpu.generation
         labels = effect_labels(family="", release="", gpu="", generation=generation)
         for seed in GIVEN_SEEDS:
@@ -282,7 +282,7 @@ def _holdout_key(case: Case, holdout: Holdout) -> Hashable:
     return case.group if holdout == "group" else case.family
 
 
-def _predict(fit: Fit, case: Case) -> Prediction:
+def _predict(fit: Fit[StepTerms], case: Case) -> Prediction:
     row = row_of(case)
     return fit.predict(row.terms, row.labels, row.prior_log, row.noise)
 

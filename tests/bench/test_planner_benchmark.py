@@ -20,9 +20,10 @@ from craton.bench import bench_json, bench_plan, summary
 from craton.bench import planner as bench
 from craton.bench.planner import GIVEN_SEEDS, Bench, CaseResult, decisions, family_median, statistics
 from craton.job.layout import Layout
-from craton.planning.calibration import Case, Fit, Prediction, corpus, row_of
-from craton.planning.calibration.fitting import FitRow
+from craton.planning.calibration import Case, corpus, row_of
 from craton.planning.calibration.published_rows import corpus_path
+from craton.planning.fitting import Composition, Fit, FitRow, Prediction
+from craton.planning.step import TRAINING_STEP, StepTerms
 
 ROWS: list[dict[str, Any]] = json.loads(Path(corpus_path()).read_text(encoding="utf-8"))["cases"]
 BY_ID = {row["id"]: row for row in ROWS}
@@ -51,7 +52,7 @@ def small_corpus(monkeypatch: pytest.MonkeyPatch) -> tuple[Case, ...]:
 
 def use_corpus(monkeypatch: pytest.MonkeyPatch, cases: tuple[Case, ...]) -> None:
     monkeypatch.setattr(bench, "corpus", lambda: cases)
-    monkeypatch.setattr(bench, "corpus_fit", cache(lambda: Fit([row_of(case) for case in cases])))
+    monkeypatch.setattr(bench, "corpus_fit", cache(lambda: Fit(TRAINING_STEP, [row_of(case) for case in cases])))
 
 
 def three_groups() -> list[str]:
@@ -72,7 +73,7 @@ def three_groups() -> list[str]:
 class Spy:
     """Stands in for a fit and remembers what it was given."""
 
-    def __init__(self, rows: Sequence[FitRow]) -> None:
+    def __init__(self, _: Composition[StepTerms], rows: Sequence[FitRow[StepTerms]]) -> None:
         self.rows = {id(row) for row in rows}
 
     def predict(self, *_: object) -> Prediction:
@@ -91,7 +92,7 @@ def predictions_made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Case, list[C
         return predict(fit, case)
 
     monkeypatch.setattr(bench, "Fit", Spy)
-    monkeypatch.setattr(bench, "corpus_fit", lambda: Spy([row_of(case) for case in corpus()]))
+    monkeypatch.setattr(bench, "corpus_fit", lambda: Spy(TRAINING_STEP, [row_of(case) for case in corpus()]))
     monkeypatch.setattr(bench, "_predict", remember)
     return made
 

@@ -13,8 +13,10 @@ import pytest
 
 from craton.bench import planner
 from craton.cli import main
-from craton.planning.calibration import Fit, corpus, row_of
+from craton.planning.calibration import corpus, row_of
 from craton.planning.calibration.published_rows import corpus_path
+from craton.planning.fitting import Fit
+from craton.planning.step import TRAINING_STEP
 
 ROWS: list[dict[str, Any]] = json.loads(Path(corpus_path()).read_text(encoding="utf-8"))["cases"]
 FAMILIES = ("torchtitan", "nanotron")
@@ -28,7 +30,7 @@ class Command:
         self.cases = folder / "cases.json"
         known = tuple(case for case in corpus() if case.family in FAMILIES)
         monkeypatch.setattr(planner, "corpus", lambda: known)
-        monkeypatch.setattr(planner, "corpus_fit", cache(lambda: Fit([row_of(case) for case in known])))
+        monkeypatch.setattr(planner, "corpus_fit", cache(lambda: Fit(TRAINING_STEP, [row_of(case) for case in known])))
         monkeypatch.setenv("COLUMNS", "120")
         wanted = [case.id for case in known if case.family == "torchtitan"][:4]
         wanted += [case.id for case in known if case.family == "nanotron"][:9]

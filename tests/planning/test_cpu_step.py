@@ -12,7 +12,8 @@ from craton.infrastructure.local import LocalMachine, instance_of_machine
 from craton.infrastructure.microbenchmark import Measurement
 from craton.job.layout import Layout
 from craton.job.model import ModelShape
-from craton.planning.calibration import Prediction, find_profile, predict
+from craton.planning.calibration import find_profile, predict
+from craton.planning.fitting import Prediction
 from craton.planning.rates import machine_of
 from craton.planning.step import StepModel
 from craton.planning.step.cpu import (

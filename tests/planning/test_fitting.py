@@ -12,11 +12,21 @@ import pytest
 from craton.infrastructure import cluster_of
 from craton.job.layout import Layout
 from craton.job.model import model_preset
-from craton.planning.calibration import Fit, Prediction, corpus, effect_labels, linearise, row_of
-from craton.planning.calibration.fitting import LEVELS, QUANTILE_80, SCALES, FitRow
+from craton.planning.calibration import corpus, effect_labels, row_of
+from craton.planning.fitting import (
+    LEVELS,
+    QUANTILE_80,
+    SCALES,
+    Array,
+    Composition,
+    Fit,
+    FitRow,
+    Prediction,
+    linearise,
+)
 from craton.planning.rates import machine_of
 from craton.planning.software import INDEX, NAMES, SPREAD, Traits, prior_log
-from craton.planning.step import StepModel, StepTerms, compose, stack
+from craton.planning.step import TRAINING_STEP, StepModel, StepTerms, compose, stack
 
 TRAITS = Traits()
 PLACES = {name: machine_of(cluster_of(name, 8)) for name in ("p5.48xlarge", "p4de.24xlarge")}
@@ -50,7 +60,7 @@ def seconds_of(terms: Sequence[StepTerms], log_constants: np.ndarray) -> np.ndar
 
 def rows_of(
     family: str, terms: Sequence[StepTerms], seconds: Sequence[float] | np.ndarray, generation: str = "hopper"
-) -> list[FitRow]:
+) -> list[FitRow[StepTerms]]:
     labels = effect_labels(family=family, release="1", gpu="H100-SXM", generation=generation, model="m", moe=False)
     return [
         FitRow(term, math.log(second), labels, prior_log(TRAITS)) for term, second in zip(terms, seconds, strict=True)
@@ -69,7 +79,7 @@ def test_a_fit_predicts_what_known_constants_made(h100_terms: list[StepTerms]) -
     true_seconds = seconds_of(h100_terms, truth)
     measured = true_seconds * np.exp(0.02 * random.standard_normal(len(true_seconds)))
     known, unknown = list(range(0, len(h100_terms), 2)), list(range(1, len(h100_terms), 2))
-    fit = Fit(rows_of("ours", [h100_terms[i] for i in known], measured[known]))
+    fit = Fit(TRAINING_STEP, rows_of("ours", [h100_terms[i] for i in known], measured[known]))
     labels = rows_of("ours", [h100_terms[0]], [1.0])[0].labels
     errors = [abs(fit.predict(h100_terms[i], labels, prior_log(TRAITS)).seconds / true_seconds[i] - 1) for i in unknown]
     untold = np.abs(
@@ -84,7 +94,7 @@ def test_constants_that_matter_most_are_found_again(h100_terms: list[StepTerms])
     truth = np.array(prior_log(TRAITS))
     truth[INDEX["gemm_efficiency"]] = math.log(0.75)
     truth[INDEX["bubble"]] = math.log(2.4)
-    fit = Fit(rows_of("ours", h100_terms, seconds_of(h100_terms, truth)))
+    fit = Fit(TRAINING_STEP, rows_of("ours", h100_terms, seconds_of(h100_terms, truth)))
     labels = rows_of("ours", [h100_terms[0]], [1.0])[0].labels
     found = np.exp(fit.constants(labels, prior_log(TRAITS)))
     assert found[INDEX["gemm_efficiency"]] == pytest.approx(0.75, rel=0.06)
@@ -109,7 +119,7 @@ def test_80_percent_intervals_hold_80_percent(h100_terms: list[StepTerms]) -> No
         noise = 0.035 * random.standard_normal(len(h100_terms))
         measured = seconds_of(h100_terms, constants) * np.exp(scale * random.standard_normal() + noise)
         chosen = random.permutation(len(h100_terms))
-        fit = Fit(rows_of("ours", [h100_terms[i] for i in chosen[:8]], measured[chosen[:8]]))
+        fit = Fit(TRAINING_STEP, rows_of("ours", [h100_terms[i] for i in chosen[:8]], measured[chosen[:8]]))
         for i in chosen[8:]:
             step = fit.predict(h100_terms[i], labels, prior_log(TRAITS))
             inside += step.low <= measured[i] <= step.high
@@ -118,7 +128,7 @@ def test_80_percent_intervals_hold_80_percent(h100_terms: list[StepTerms]) -> No
 
 
 def test_an_unknown_family_gets_a_wider_interval(h100_terms: list[StepTerms]) -> None:
-    fit = Fit(rows_of("ours", h100_terms[::2], seconds_of(h100_terms[::2], np.array(prior_log(TRAITS)))))
+    fit = Fit(TRAINING_STEP, rows_of("ours", h100_terms[::2], seconds_of(h100_terms[::2], np.array(prior_log(TRAITS)))))
     known = rows_of("ours", [h100_terms[1]], [1.0])[0].labels
     stranger = rows_of("theirs", [h100_terms[1]], [1.0])[0].labels
     other_card = rows_of("theirs", [h100_terms[1]], [1.0], generation="blackwell")[0].labels
@@ -133,7 +143,7 @@ def test_more_rows_make_the_interval_narrower(h100_terms: list[StepTerms]) -> No
     seconds = seconds_of(h100_terms, np.array(prior_log(TRAITS)))
     labels = rows_of("ours", [h100_terms[0]], [1.0])[0].labels
     widths = [
-        Fit(rows_of("ours", h100_terms[1:count], seconds[1:count]))
+        Fit(TRAINING_STEP, rows_of("ours", h100_terms[1:count], seconds[1:count]))
         .predict(h100_terms[0], labels, prior_log(TRAITS))
         .log_deviation
         for count in (3, 8, 40)
@@ -144,7 +154,7 @@ def test_more_rows_make_the_interval_narrower(h100_terms: list[StepTerms]) -> No
 def test_one_family_says_little_of_another(h100_terms: list[StepTerms]) -> None:
     """A slow stack drags a stranger's prediction a little, and its own fully."""
     slow = 1.5 * seconds_of(h100_terms, np.array(prior_log(TRAITS)))
-    fit = Fit(rows_of("ours", h100_terms[::2], slow[::2]))
+    fit = Fit(TRAINING_STEP, rows_of("ours", h100_terms[::2], slow[::2]))
     labels = [rows_of(family, [h100_terms[1]], [1.0])[0].labels for family in ("ours", "theirs")]
     ours, theirs = (fit.predict(h100_terms[1], label, prior_log(TRAITS)).seconds / slow[1] * 1.5 for label in labels)
     assert ours == pytest.approx(1.5, rel=0.05)
@@ -154,14 +164,14 @@ def test_one_family_says_little_of_another(h100_terms: list[StepTerms]) -> None:
 def test_an_empty_label_shares_nothing_with_another_empty_label(h100_terms: list[StepTerms]) -> None:
     """Two stacks that name no release, one twice as slow as the other, are not the same release."""
 
-    def unnamed(family: str, terms: Sequence[StepTerms], seconds: np.ndarray) -> list[FitRow]:
+    def unnamed(family: str, terms: Sequence[StepTerms], seconds: np.ndarray) -> list[FitRow[StepTerms]]:
         nothing = {"release": "", "release-kind": ""}
         return [replace(row, labels={**row.labels, **nothing}) for row in rows_of(family, terms, seconds)]
 
     seconds = seconds_of(h100_terms, np.array(prior_log(TRAITS)))
     slow = unnamed("slow", h100_terms[:20], 2.0 * seconds[:20])
     usual = unnamed("usual", h100_terms[20:40], seconds[20:40])
-    fit = Fit([*slow, *usual])
+    fit = Fit(TRAINING_STEP, [*slow, *usual])
     for rows, factor in ((slow, 2.0), (usual, 1.0)):
         step = fit.predict(h100_terms[44], rows[0].labels, prior_log(TRAITS))
         assert step.seconds == pytest.approx(factor * seconds[44], rel=0.05)
@@ -173,7 +183,9 @@ def test_one_wrong_row_does_not_drag_the_others(h100_terms: list[StepTerms]) -> 
     spoiled = seconds.copy()
     spoiled[10] *= 3.0
     clean, dirty = (
-        Fit(rows_of("ours", h100_terms[2:], values[2:])).predict(h100_terms[1], labels, prior_log(TRAITS)).seconds
+        Fit(TRAINING_STEP, rows_of("ours", h100_terms[2:], values[2:]))
+        .predict(h100_terms[1], labels, prior_log(TRAITS))
+        .seconds
         for values in (seconds, spoiled)
     )
     assert dirty == pytest.approx(clean, rel=0.03)
@@ -181,7 +193,7 @@ def test_one_wrong_row_does_not_drag_the_others(h100_terms: list[StepTerms]) -> 
 
 def test_order_does_not_matter() -> None:
     rows = [row_of(case) for case in corpus() if case.family in ("torchtitan", "nanotron", "fms-fsdp")]
-    forwards, backwards = Fit(rows), Fit(rows[::-1])
+    forwards, backwards = Fit(TRAINING_STEP, rows), Fit(TRAINING_STEP, rows[::-1])
     for row in rows[::8]:
         one, other = (fit.predict(row.terms, row.labels, row.prior_log) for fit in (forwards, backwards))
         assert one.seconds == pytest.approx(other.seconds, rel=1e-6)
@@ -190,8 +202,8 @@ def test_order_does_not_matter() -> None:
 
 def test_removing_a_family_changes_its_predictions() -> None:
     cases = [case for case in corpus() if case.family in ("torchtitan", "nanotron", "llm-foundry")]
-    everything = Fit([row_of(case) for case in cases])
-    without = Fit([row_of(case) for case in cases if case.family != "nanotron"])
+    everything = Fit(TRAINING_STEP, [row_of(case) for case in cases])
+    without = Fit(TRAINING_STEP, [row_of(case) for case in cases if case.family != "nanotron"])
     for case in [case for case in cases if case.family == "nanotron"][::5]:
         row = row_of(case)
         known, unknown = (fit.predict(row.terms, row.labels, row.prior_log) for fit in (everything, without))
@@ -203,10 +215,44 @@ def test_removing_a_family_changes_its_predictions() -> None:
 
 def test_the_derivative_is_the_derivative(h100_terms: list[StepTerms]) -> None:
     theta = np.tile(np.array(prior_log(TRAITS)), (len(h100_terms), 1))
-    value, jacobian = linearise(stack(h100_terms), theta)
+    value, jacobian = linearise(TRAINING_STEP, stack(h100_terms), theta)
     moved = theta + 1e-3
     expected = value + 1e-3 * jacobian.sum(axis=1)
     assert np.log(compose(stack(h100_terms), np.exp(moved.T)).step_seconds) == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_composition_other_than_a_training_step_is_fitted() -> None:
+    """Time to first token of two servers: seconds per prompt token and an overhead, seven prompt lengths measured."""
+    first_token: Composition[Array] = Composition(
+        stack=np.stack,
+        seconds=lambda prompt_tokens, constants: constants[0] * prompt_tokens + constants[1],
+        spread=(0.6, 0.8),
+    )
+    prior = (math.log(1e-4), math.log(0.02))
+    truth = {"fast": (6e-5, 0.03), "slow": (1.8e-4, 0.012)}
+    labels = {family: effect_labels(family=family, release="1", gpu="", generation="hopper") for family in truth}
+    measured, held_out = [2**power for power in range(3, 17, 2)], [2**power for power in range(4, 17, 2)]
+    random = np.random.default_rng(5)
+
+    def measure(family: str, prompt_tokens: float) -> float:
+        per_token, overhead = truth[family]
+        return float((per_token * prompt_tokens + overhead) * math.exp(0.02 * random.standard_normal()))
+
+    fit = Fit(
+        first_token,
+        [
+            FitRow(np.array(tokens), math.log(measure(family, tokens)), labels[family], prior)
+            for family in truth
+            for tokens in measured
+        ],
+    )
+    for family, constants in truth.items():
+        assert np.exp(fit.constants(labels[family], prior)) == pytest.approx(constants, rel=0.1)
+        for tokens in held_out:
+            prediction = fit.predict(np.array(tokens), labels[family], prior)
+            assert prediction.low < measure(family, tokens) < prediction.high
+            unknown = fit.predict(np.array(tokens), {}, prior)
+            assert prediction.log_deviation < 0.3 * unknown.log_deviation
 
 
 def test_an_interval_is_the_80_percent_of_a_normal_distribution() -> None:

@@ -10,10 +10,12 @@ import pytest
 
 from craton.infrastructure import resolve_cluster
 from craton.planning import plan
-from craton.planning.calibration import STACKS, Fit, corpus, effect_labels, own_runs, predict, profile_from_fit, row_of
+from craton.planning.calibration import STACKS, corpus, effect_labels, own_runs, predict, profile_from_fit, row_of
 from craton.planning.calibration.cases import CaseFileError
 from craton.planning.calibration.measured_steps import OwnRun, load_own_runs
+from craton.planning.fitting import Fit
 from craton.planning.setting import setting_of
+from craton.planning.step import TRAINING_STEP
 
 ROW = {
     "model": "llama-3.2-1b",
@@ -59,7 +61,7 @@ def test_rows_become_the_profile() -> None:
     ]
     settings = [setting_of(run.job(), resolve_cluster(run.job().cluster)) for run in jobs]
     terms = [setting.model.terms(run.case().layout) for setting, run in zip(settings, jobs, strict=True)]
-    priors = Fit([row_of(case) for case in corpus()])
+    priors = Fit(TRAINING_STEP, [row_of(case) for case in corpus()])
     labels = effect_labels(family="craton", release="", gpu="H200-SXM", generation="hopper")
     traits = STACKS["craton"]
     before = profile_from_fit(priors, "craton", "", labels, traits, 0, "")
@@ -70,7 +72,7 @@ def test_rows_become_the_profile() -> None:
         for run, term in zip(jobs, terms, strict=True)
     ]
     after = profile_from_fit(
-        Fit([row_of(case) for case in (*corpus(), *slower)]), "craton", "H200-SXM", labels, traits, 3, ""
+        Fit(TRAINING_STEP, [row_of(case) for case in (*corpus(), *slower)]), "craton", "H200-SXM", labels, traits, 3, ""
     )
     for term, case in zip(terms, slower, strict=True):
         assert predict(after, term).seconds == pytest.approx(case.measured_step_seconds, rel=0.05)

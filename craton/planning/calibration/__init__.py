@@ -16,7 +16,6 @@ if TYPE_CHECKING:
         load_pins,
         load_runs,
     )
-    from craton.planning.calibration.fitting import Fit, Prediction, linearise
     from craton.planning.calibration.measured_steps import own_runs
     from craton.planning.calibration.profiles import (
         STACKS,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from craton.infrastructure import CpuRank, Gpu
-from craton.planning.calibration.fitting import EXPERT_NOISE, NOISE, QUANTILE_80, TAIL_WIDTH, UNSHARED
+from craton.planning.fitting import EXPERT_NOISE, NOISE, QUANTILE_80, TAIL_WIDTH, UNSHARED
 from craton.planning.software import NAMES, SoftwareProfile, Traits
 
 MAX_RATIO = 2.0  # of the high to the low end of the interval: a wider one would not help anybody

@@ -23,9 +23,9 @@ from craton.job import LayoutError, load_job
 from craton.job.layout import LayoutSpec, check_layout
 from craton.nearest import did_you_mean
 from craton.planning.calibration.cases import CaseFileError, read_case
-from craton.planning.calibration.fitting import DAMPING, ITERATIONS, NOISE, UNSHARED, Array, linearise
 from craton.planning.calibration.profiles import find_profile
 from craton.planning.calibration.published_rows import case_machine, case_terms
+from craton.planning.fitting import DAMPING, ITERATIONS, NOISE, UNSHARED, Array, linearise
 from craton.planning.rates import (
     Group,
     MachineRates,
@@ -37,7 +37,7 @@ from craton.planning.rates import (
     reduce_scatter_seconds,
 )
 from craton.planning.software import CONSTANTS, INDEX, SPREAD, SoftwareProfile
-from craton.planning.step import REAL_IMBALANCE, StepModel, StepTerms, stack
+from craton.planning.step import REAL_IMBALANCE, TRAINING_STEP, StepModel, StepTerms, stack
 
 MIN_RUNS = 3
 NEW_CLUSTER = 0.5  # share of a constant's spread that a new cluster may add to a shipped profile
@@ -300,7 +300,7 @@ def _is_positive(value: object) -> bool:
 
 def _log_steps(terms: StepTerms, theta: Array, count: int) -> tuple[Array, Array]:
     """Return log(step) of every run and its derivative by the log-constants and the scale."""
-    value, jacobian = linearise(terms, np.tile(theta[:-1], (count, 1)))
+    value, jacobian = linearise(TRAINING_STEP, terms, np.tile(theta[:-1], (count, 1)))
     return value + theta[-1], np.hstack([jacobian, np.ones((count, 1))])
 
 

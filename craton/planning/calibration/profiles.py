@@ -22,7 +22,7 @@ from craton.infrastructure import Gpu
 from craton.job import Job
 from craton.nearest import did_you_mean
 from craton.planning.calibration.cpu_profile import cpu_profile
-from craton.planning.calibration.fitting import (
+from craton.planning.fitting import (
     EXPERT_NOISE,
     NOISE,
     QUANTILE_80,
@@ -33,7 +33,7 @@ from craton.planning.calibration.fitting import (
     linearise,
 )
 from craton.planning.software import NAMES, AttentionKernel, Dispatcher, Selective, SoftwareProfile, Traits, prior_log
-from craton.planning.step import StepTerms, stack
+from craton.planning.step import TRAINING_STEP, StepTerms, stack
 
 UNKNOWN = "craton"  # Craton's own stack: fitted to data/craton_runs.json if it has rows, else the priors of its traits
 OWN_CLUSTER = 0.07  # spread of log(step) between a publisher's cluster and a reader's with the same software
@@ -124,7 +124,7 @@ def find_profile(software: str, card: Gpu) -> SoftwareProfile:
 
 def predict(profile: SoftwareProfile, terms: StepTerms) -> Prediction:
     """A step's median and spread under a profile."""
-    value, jacobian = linearise(stack([terms]), np.array(profile.log_constants)[None, :])
+    value, jacobian = linearise(TRAINING_STEP, stack([terms]), np.array(profile.log_constants)[None, :])
     slope = np.append(jacobian[0], 1.0)  # the scale moves every step alike
     noise = TAIL_WIDTH * NOISE * (EXPERT_NOISE if terms.layer.dispatches[0] else 1.0)
     variance = float(slope @ np.array(profile.covariance) @ slope) + profile.own_cluster**2 + UNSHARED**2 + noise**2
@@ -136,7 +136,7 @@ def interval_factor(prediction: Prediction) -> float:
 
 
 def profile_from_fit(
-    fit: Fit, software: str, card: str, labels: dict[str, str], traits: Traits, rows: int, source: str
+    fit: Fit[StepTerms], software: str, card: str, labels: dict[str, str], traits: Traits, rows: int, source: str
 ) -> SoftwareProfile:
     """Return the profile of one stack on one GPU from a fit."""
     mean, covariance = fit.posterior(labels, prior_log(traits))

@@ -14,11 +14,11 @@ import numpy as np
 
 from craton.job.layout import Layout
 from craton.planning.calibration.cases import Case, data_folder, load_cases
-from craton.planning.calibration.fitting import EXPERT_NOISE, NOISE, OPEN_NOISE, Fit, FitRow
 from craton.planning.calibration.measured_steps import own_runs
+from craton.planning.fitting import EXPERT_NOISE, NOISE, OPEN_NOISE, Fit, FitRow
 from craton.planning.rates import MachineRates, machine
 from craton.planning.software import prior_log
-from craton.planning.step import StepTerms, Workload, compose, stack, step_terms
+from craton.planning.step import TRAINING_STEP, StepTerms, Workload, compose, stack, step_terms
 
 MICRO_BATCHES = (1, 2, 4, 8)
 EXPERT_PARALLEL = (1, 2, 4, 8, 16, 32, 64)
@@ -36,7 +36,7 @@ def corpus() -> tuple[Case, ...]:
 
 
 @lru_cache(maxsize=4096)
-def row_of(case: Case) -> FitRow:
+def row_of(case: Case) -> FitRow[StepTerms]:
     return FitRow(
         case_terms(case),
         math.log(case.measured_step_seconds),
@@ -53,9 +53,9 @@ def fitted_cases() -> tuple[Case, ...]:
 
 
 @lru_cache(maxsize=1)
-def corpus_fit() -> Fit:
+def corpus_fit() -> Fit[StepTerms]:
     """Return the posterior of all measured runs."""
-    return Fit([row_of(case) for case in fitted_cases()])
+    return Fit(TRAINING_STEP, [row_of(case) for case in fitted_cases()])
 
 
 def case_machine(case: Case) -> MachineRates:

@@ -10,10 +10,11 @@ import numpy as np
 
 from craton.infrastructure import Cluster, cluster_of
 from craton.infrastructure.catalog import instance
-from craton.planning.calibration import Prediction, predict
+from craton.planning.calibration import predict
 from craton.planning.economics.cost import billed_instances
 from craton.planning.economics.goodput import expected_goodput
 from craton.planning.economics.storage import checkpoint_bytes, data_bytes_per_token, storage_plan
+from craton.planning.fitting import Prediction
 from craton.planning.result import StoragePlan
 from craton.planning.search import Candidate, search
 from craton.planning.setting import Setting, setting_of

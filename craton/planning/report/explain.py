@@ -9,12 +9,12 @@ import numpy as np
 
 from craton.formatting import memory, percent
 from craton.job.layout import Layout
-from craton.planning.calibration import linearise
+from craton.planning.fitting import linearise
 from craton.planning.rates import MachineRates
 from craton.planning.result import Bottleneck, Sensitivity
 from craton.planning.search import Candidate
 from craton.planning.software import CONSTANTS, SoftwareProfile
-from craton.planning.step import StepModel, StepTimes, compose, stack
+from craton.planning.step import TRAINING_STEP, StepModel, StepTimes, compose, stack
 
 # Parts of a step (fields of StepTimes) by phase, with their display names.
 PARTS: dict[str, dict[str, str]] = {
@@ -233,7 +233,7 @@ def sensitivities(
         )
         seconds = float(compose(other.terms(candidate.layout), constants).step_seconds)
         effects.append(Sensitivity(name, f"−{percent(MOVE)}", seconds / base - 1.0))
-    _, jacobian = linearise(stack([candidate.terms]), np.array(profile.log_constants)[None, :])
+    _, jacobian = linearise(TRAINING_STEP, stack([candidate.terms]), np.array(profile.log_constants)[None, :])
     for index, constant in enumerate(CONSTANTS):
         deviation = math.sqrt(max(profile.covariance[index][index], 0.0))
         effect = abs(float(jacobian[0, index])) * deviation

@@ -11,11 +11,10 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from craton.planning.fitting import Array, Composition
+from craton.planning.software import SPREAD
 from craton.planning.step.compute import LayerTerms
-
-Array = NDArray[np.float64]
 
 EARLY_BACKWARD = 0.85  # share of the last backward pass behind which gradients can be reduced
 OVERLAP_SHARPNESS = 4.0
@@ -277,6 +276,13 @@ def stack(steps: Sequence[StepTerms]) -> StepTerms:
         values = [getattr(step, field.name) for step in steps]
         columns[field.name] = _stack_layers(values) if isinstance(values[0], LayerTerms) else _column(values)
     return StepTerms(**columns)
+
+
+def _step_seconds(terms: StepTerms, constants: Array) -> Array:
+    return np.asarray(compose(terms, constants).step_seconds)
+
+
+TRAINING_STEP = Composition(stack, _step_seconds, SPREAD)
 
 
 def _stack_layers(layers: list[LayerTerms]) -> LayerTerms:

@@ -1,8 +1,8 @@
-"""Fit software constants to measured steps, with uncertainties.
+"""Fit software constants to measured seconds, with uncertainties.
 
 A stack's constants are a sum of effects in logs: of all stacks, of a GPU generation, of a software family, of one
 release, and of that family on one GPU. Every effect has a normal prior; its width is the constant's spread times the
-level's share. Residuals are a scale per family, model and group, and noise. Given the derivative of log(step) by the
+level's share. Residuals are a scale per family, model and group, and noise. Given the derivative of log(seconds) by the
 constants this is one Gaussian system, solved at the posterior mode by repeated linearisation. A run of an unknown
 family gets the prior of its traits and a wide interval, a run of a fitted family a narrow one.
 """
@@ -12,18 +12,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Generic
 
 import numpy as np
-from numpy.typing import NDArray
 from threadpoolctl import ThreadpoolController
 
-from craton.planning.software import SPREAD
-from craton.planning.step import StepTerms, compose, stack
+from craton.planning.fitting.composition import Array, Composition, Terms, linearise
 
-Array = NDArray[np.float64]
 Labels = Mapping[str, str]
 
-# Share of a constant's spread that each level may explain, and standard deviations of log(step) that no constant
+# Share of a constant's spread that each level may explain, and standard deviations of log(seconds) that no constant
 # explains. Chosen once by the evidence of all rows and then rounded; docs/measurements.md shows the resulting accuracy.
 LEVELS: dict[str, float] = {"all": 0.4, "generation": 0.4, "family": 1.0, "release": 0.5, "family-gpu": 0.6}
 SCALES: dict[str, float] = {"family-scale": 0.05, "release-kind": 0.06, "model": 0.05, "group": 0.04}
@@ -34,7 +32,7 @@ EXPERT_NOISE = 1.5  # factor on the noise of mixture-of-experts models
 TAILS = 4.0  # degrees of freedom of the noise: published tables have outliers
 TAIL_WIDTH = 1.2  # factor of these tails on the spread of a new measurement
 ITERATIONS = 14
-DAMPING = (1.0, 0.7, 0.5, 0.4)  # full steps overshoot where overlap makes log(step) nonlinear
+DAMPING = (1.0, 0.7, 0.5, 0.4)  # full steps overshoot where overlap makes log(seconds) nonlinear
 QUANTILE_80 = 1.2816
 
 # For matrices of a few hundred rows thread synchronisation costs more than the compute: up to 40 times on a busy
@@ -43,10 +41,10 @@ _BLAS = ThreadpoolController()
 
 
 @dataclass(frozen=True)
-class FitRow:
-    """One measured step: its terms, the labels of the effects it shares with others, and where its constants start."""
+class FitRow(Generic[Terms]):
+    """One measurement: its terms, the labels of the effects it shares with others, and where its constants start."""
 
-    terms: StepTerms
+    terms: Terms
     log_measured: float
     labels: Labels
     prior_log: tuple[float, ...]
@@ -55,7 +53,7 @@ class FitRow:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The median of a step's seconds and the standard deviation of its logarithm."""
+    """The median of the seconds and the standard deviation of its logarithm."""
 
     seconds: float
     log_deviation: float
@@ -69,23 +67,24 @@ class Prediction:
         return self.seconds * math.exp(QUANTILE_80 * self.log_deviation)
 
 
-class Fit:
+class Fit(Generic[Terms]):
     """The posterior over all effects, given measured rows."""
 
-    def __init__(self, rows: Sequence[FitRow]) -> None:
-        self.variance = np.array(SPREAD) ** 2
+    def __init__(self, composition: Composition[Terms], rows: Sequence[FitRow[Terms]]) -> None:
+        self.composition = composition
+        self.variance = np.array(composition.spread) ** 2
         self.prior = np.array([row.prior_log for row in rows])
         self.labels = {name: np.array([row.labels.get(name, "") for row in rows]) for name in (*LEVELS, *SCALES)}
         self.levels = self._shared(LEVELS)
         self.scales = self._shared(SCALES)
-        terms = stack([row.terms for row in rows])
+        terms = composition.stack([row.terms for row in rows])
         target = np.array([row.log_measured for row in rows])
         theta = self.prior.copy()
         noise = np.array([row.noise for row in rows])
         weight = np.ones(len(rows))
         with _BLAS.limit(limits=1):
             for iteration in range(ITERATIONS):
-                value, self.jacobian = linearise(terms, theta)
+                value, self.jacobian = linearise(composition, terms, theta)
                 gap = target - value + np.einsum("ik,ik->i", self.jacobian, theta - self.prior)
                 covariance = self._covariance() + np.diag(noise**2 * weight)
                 self.alpha: Array = np.linalg.solve(covariance, gap)
@@ -96,9 +95,10 @@ class Fit:
             # whitens rows: w.T @ w is the inverse of their covariance
             self.whitener: Array = np.linalg.inv(np.linalg.cholesky(covariance))
 
-    def predict(self, terms: StepTerms, labels: Labels, prior_log: Sequence[float], noise: float = NOISE) -> Prediction:
-        """Predict the step of a run with these labels, measured or not."""
-        value, jacobian = linearise(stack([terms]), self.constants(labels, prior_log)[None, :])
+    def predict(self, terms: Terms, labels: Labels, prior_log: Sequence[float], noise: float = NOISE) -> Prediction:
+        """Predict the seconds of a run with these labels, measured or not."""
+        stacked = self.composition.stack([terms])
+        value, jacobian = linearise(self.composition, stacked, self.constants(labels, prior_log)[None, :])
         slope = jacobian[0]
         own = float(slope @ (self.variance * slope))
         link = self.jacobian @ (self.variance * slope)
@@ -120,7 +120,7 @@ class Fit:
 
     def posterior(self, labels: Labels, prior_log: Sequence[float]) -> tuple[Array, Array]:
         """Return mean and covariance of the log-constants of a stack with these labels, followed by its log-scale: the
-        residual on every step of the stack. UNSHARED are the effects that differ by release and model."""
+        residual on all seconds of the stack. UNSHARED are the effects that differ by release and model."""
         scale = SCALES["family-scale"] ** 2
         weights = np.vstack([self._weights(labels), scale * self._same("family-scale", labels)])
         prior = np.append(self.variance * sum(share**2 for share in LEVELS.values()), scale)
@@ -151,17 +151,3 @@ class Fit:
 
     def _effects(self) -> Array:
         return np.asarray(self.levels @ (self.jacobian * self.alpha[:, None] * self.variance))
-
-
-def linearise(terms: StepTerms, theta: Array) -> tuple[Array, Array]:
-    """Return log(step) of stacked steps and its derivative by the log-constants [steps, constants], by differences."""
-    constants = np.exp(theta.T)
-    value = np.log(compose(terms, constants).step_seconds)
-    jacobian = np.empty_like(theta)
-    step = 1e-5
-    for j in range(theta.shape[1]):
-        kept = constants[j].copy()
-        constants[j] = kept * (1.0 + step)
-        jacobian[:, j] = (np.log(compose(terms, constants).step_seconds) - value) / step
-        constants[j] = kept
-    return value, jacobian
