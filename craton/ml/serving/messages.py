@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Finish = Literal["stop", "length", "abort", "error"]
+SEEDS = 2**62  # seeds are taken modulo this number
 STEP_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # histogram buckets: tokens per step
 
 
@@ -34,7 +35,7 @@ class Sampling:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    seed: int | None = None  # None: random
+    seed: int | None = None  # None: random. Copy i of a request has seed + i
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     min_tokens: int = 0  # before which no stop token is chosen
     stop_tokens: tuple[int, ...] = ()  # in addition to the model's own
@@ -46,7 +47,10 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """A prompt, to be answered `copies` times; the copies share its KV cache blocks."""
+    """A prompt, to be answered `copies` times; the copies share its KV cache blocks.
+
+    `generated` continues an answer: all limits, penalties, grammar and seed count these tokens as generated, and the
+    output is what follows them. Each copy continues from the same tokens."""
 
     id: int
     prompt: tuple[int, ...]
@@ -54,6 +58,7 @@ class Submit:
     copies: int = 1
     priority: int = 0  # smaller is sooner
     adapter: str | None = None
+    generated: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,3 +169,7 @@ class Stats:
 
 Request = Submit | Abort | Control
 Reply = list[OutputDelta] | EngineReply | Ready | Failed | Stats
+
+
+def seed_of_copy(seed: int, index: int) -> int:
+    return (seed + index) % SEEDS

@@ -61,6 +61,7 @@ MESSAGES: list[Message] = [
     Stats(1, 2, steps=3, steps_by_tokens=(1, 2), step_seconds=0.5, state="asleep"),
     Submit(4, (1, 2, 3)),
     Submit(5, (), TUNED, 3, -1, "adapter"),
+    Submit(6, (1, 2), TUNED, generated=(3, 4, 5)),
     [],
     [
         OutputDelta(1, 0, [3], [-0.5], versions=[1]),

@@ -19,7 +19,17 @@ import numpy as np
 from craton.errors import CratonError
 from craton.ml.serving.device import MAX_DRAFTED, StepResult
 from craton.ml.serving.engine.measurements import Rates
-from craton.ml.serving.messages import Abort, Alternatives, Finish, OutputDelta, Sampling, Stats, Submit
+from craton.ml.serving.messages import (
+    SEEDS,
+    Abort,
+    Alternatives,
+    Finish,
+    OutputDelta,
+    Sampling,
+    Stats,
+    Submit,
+    seed_of_copy,
+)
 from craton.ml.serving.schedule import (
     BlockPool,
     Integers,
@@ -39,7 +49,6 @@ if TYPE_CHECKING:
     from craton.ml.serving.grammar import Grammars, GrammarState
 
 State = Literal["running", "paused", "asleep"]
-SEEDS = 2**62
 
 
 class Executor(Protocol):
@@ -122,7 +131,7 @@ class Engine:
         sequence = self._sequence(request, replace(sampling, max_tokens=limit))
         self._sequences[request.id] = [sequence]
         if sampling.grammar is None:
-            self.scheduler.add(sequence)
+            self._enqueue(sequence)
         else:
             assert self._grammars is not None
             self._compiling.append((self._grammars.start(sampling.grammar), sequence))
@@ -377,7 +386,8 @@ class Engine:
         else:
             sequence.in_flight -= 1
         if sequence.is_new:
-            piece.cached_tokens, piece.prompt_logprobs = sequence.cached_tokens, sequence.prompt_logprobs
+            piece.cached_tokens = min(sequence.cached_tokens, sequence.prompt_length)
+            piece.prompt_logprobs = sequence.prompt_logprobs
             piece.admitted = sequence.admitted
             sequence.is_new = False
         for token in tokens:
@@ -425,7 +435,7 @@ class Engine:
         sequence.finish = finish
         self._num_ended += 1
         # A request that ends at a stop string is aborted, too, when its text is complete.
-        self._num_aborted += finish == "abort" and len(sequence.tokens) <= sequence.prompt_length
+        self._num_aborted += finish == "abort" and len(sequence.tokens) <= sequence.prompt_length + sequence.carried
         self._num_failed += finish == "error"
         self.scheduler.finish(sequence)
         copies = self._sequences[sequence.id]
@@ -460,7 +470,8 @@ class Engine:
             )
         if sampling.max_tokens < 1:
             raise ServingError(f"max_tokens is {sampling.max_tokens}; it must be 1 or more")
-        outside = [token for token in request.prompt if not 0 <= token < self.vocabulary]
+        self._check_generated(request)
+        outside = [token for token in (*request.prompt, *request.generated) if not 0 <= token < self.vocabulary]
         outside += [token for token in sampling.logit_bias if not 0 <= token < self.vocabulary]
         if outside:
             raise ServingError(f"token {outside[0]} is not in the model's vocabulary of {self.vocabulary}")
@@ -474,11 +485,31 @@ class Engine:
         if self.state == "asleep":
             raise NotNowError("the engine is asleep; wake it first")
 
+    def _check_generated(self, request: Submit) -> None:
+        count = len(request.generated)
+        if count > request.sampling.max_tokens:
+            raise ServingError(
+                f"{count} generated tokens to continue from exceed max_tokens {request.sampling.max_tokens}, which "
+                "counts them; raise it"
+            )
+        if len(request.prompt) + count > self.max_length:
+            raise ServingError(
+                f"the prompt's {len(request.prompt)} tokens and {count} generated tokens exceed the {self.max_length} "
+                "that prompt and answer together may have"
+            )
+        stops = self._stops(request.sampling)
+        ends = [token for token in request.generated if token in stops]
+        if ends:
+            raise ServingError(
+                f"token {ends[0]} among the generated tokens ends an answer; continue from the tokens before it, or "
+                "set ignore_eos"
+            )
+
     def _sequence(self, request: Submit, sampling: Sampling, index: int = 0) -> Sequence:
         return Sequence(
             request.id,
             index,
-            list(request.prompt),
+            [*request.prompt, *request.generated],
             sampling,
             self._seed(sampling, index),
             len(request.prompt),
@@ -488,14 +519,27 @@ class Engine:
             adapter=request.adapter,
             copies=request.copies,
             adapter_slot=-1 if request.adapter is None else self.adapters[request.adapter],
+            carried=len(request.generated),
             prompt_logprobs=[None] if len(request.prompt) == 1 else None,
         )
+
+    def _enqueue(self, sequence: Sequence) -> None:
+        """Queue a sequence, or end it if the tokens that it carries complete its answer."""
+        if sequence.grammar is not None and sequence.carried:
+            sequence.grammar.accept_all(sequence.tokens[sequence.prompt_length :])
+            if sequence.grammar.is_finished:
+                self._ended += self._give_up(sequence, "stop")
+                return
+        if sequence.is_at_limit:
+            self._ended += self._give_up(sequence, "length")
+        else:
+            self.scheduler.add(sequence)
 
     def _stops(self, sampling: Sampling) -> frozenset[int]:
         return frozenset(sampling.stop_tokens) | (frozenset() if sampling.ignore_eos else self._stop_tokens)
 
     def _seed(self, sampling: Sampling, index: int) -> int:
-        return self._seeds.randrange(SEEDS) if sampling.seed is None else (sampling.seed + index) % SEEDS
+        return self._seeds.randrange(SEEDS) if sampling.seed is None else seed_of_copy(sampling.seed, index)
 
     def _copy(self, first: Sequence, step: ScheduledStep) -> None:
         """Fork the other copies of a request off its prompt's blocks."""
@@ -551,19 +595,22 @@ class Engine:
                 self._compiling.remove((compiled, sequence))
                 if (error := compiled.exception()) is not None:
                     self._ended += self._give_up(sequence, "error", str(error))
-                else:
-                    sequence.grammar = compiled.result()
-                    self.scheduler.add(sequence)
+                    continue
+                sequence.grammar = compiled.result()
+                try:
+                    self._enqueue(sequence)
+                except CratonError as refusal:  # of the tokens to continue from
+                    self._ended += self._give_up(sequence, "error", str(refusal))
 
     def _allowed(self, step: ScheduledStep) -> tuple[Integers | None, list[tuple[Sequence, str]]]:
         """Return the token bitmask of each sampled place (None: no grammar), and the sequences whose grammar exceeded a
         limit, with the reason."""
-        if not any(part.sequence.grammar is not None for part in step.parts):
+        sampled = [part.sequence for part in step.parts if part.samples for _ in range(1 + part.drafts)]
+        states = {row: sequence.grammar for row, sequence in enumerate(sampled) if sequence.grammar is not None}
+        if not states:
             return None, []
         assert self._grammars is not None
-        sampled = [part.sequence for part in step.parts if part.samples for _ in range(1 + part.drafts)]
         allowed = np.full((len(sampled), -(-self.vocabulary // 32)), -1, np.int32)
-        states = {row: sequence.grammar for row, sequence in enumerate(sampled) if sequence.grammar is not None}
         failed = self._grammars.fill(states, allowed)
         return allowed, [(sampled[row], error) for row, error in failed.items()]
 

@@ -263,6 +263,16 @@ class GrammarState:
             self.check()
             raise GrammarError(f"token {token} is not allowed by the grammar here")
 
+    def accept_all(self, tokens: Sequence[int]) -> None:
+        """Advance by the tokens that an answer already has; raise GrammarError if one is not allowed."""
+        accepted = self.matcher.try_consume_tokens(list(tokens))
+        if accepted < len(tokens):
+            self.check()
+            raise GrammarError(
+                f"the grammar does not allow token {tokens[accepted]}, number {accepted + 1} of the "
+                f"{len(tokens)} generated tokens to continue from"
+            )
+
     def rollback(self, count: int) -> None:
         """Undo the last `count` accepted tokens."""
         of_stops = min(count, self._stops)

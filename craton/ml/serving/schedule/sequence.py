@@ -45,6 +45,7 @@ class Sequence:
     nodes: list[PrefixNode] = field(default_factory=list)  # of the prefix tree, for the first of the blocks
     version: int = 0  # of the weights under which its first token was computed
     is_private: bool = False  # its blocks mix weight versions or were dropped from the prefix cache: do not share them
+    carried: int = 0  # generated tokens that it began with
     row: int = -1  # of the device's tables; -1: it is not running
     admitted: float = 0.0  # time of its first admission; 0: never
     adapter_slot: int = -1

@@ -62,7 +62,7 @@ async def _submit(service: HttpService, request: ChatRequest) -> ChatAnswers:
     has_reasoning = service.settings.reasoning_style == "think" and sampling.grammar is None
     answers = ChatAnswers(service, request, choice, schemas, has_reasoning, begins_inside(text))
     keep_special = choice.kind == "auto" and keeps_special_tokens(service.tool_style)
-    answers.submit(tuple(tokens), sampling, adapter, keep_special=keep_special)
+    await answers.submit(tuple(tokens), sampling, adapter, keep_special=keep_special)
     return answers
 
 
@@ -75,6 +75,7 @@ class ChatChoice(Choice):
         self.content: list[str] = []
         self.reasoning: list[str] = []
         self.calls: list[dict[str, Any]] = []
+        self.num_replayed_calls = 0  # of these, begun in the tokens that the answer continues from
         self.scores: list[Any] = []
 
 
@@ -108,6 +109,14 @@ class ChatAnswers(Answers[ChatChoice]):
     def text_fields(self, text: str) -> dict[str, Any]:
         return {"delta": {"content": text}}
 
+    def replay(self, choice: ChatChoice, text: str) -> None:
+        self._deltas(choice, choice.parser.feed(text))
+        choice.content.clear()
+        choice.reasoning.clear()
+        choice.num_replayed_calls = len(choice.calls)
+        for call in choice.calls:
+            call["function"]["arguments"] = ""
+
     def add(self, choice: ChatChoice, addition: Addition, events: list[str]) -> None:
         parsed_pieces = [choice.parser.feed(addition.text)] if addition.text else []
         if addition.finish is not None:
@@ -123,23 +132,30 @@ class ChatAnswers(Answers[ChatChoice]):
             return
         if not choice.has_begun:
             extra = {"prompt_token_ids": list(choice.prompt.tokens)} if self.request.return_token_ids else None
-            events.append(self._chunk(choice, {"role": "assistant", "content": ""}, extra=extra))
+            first = {"role": "assistant", "content": ""}
+            events.append(self._chunk(choice, first, fields={"seed": choice.seed}, extra=extra))
         self._stream(choice, deltas, addition, logprobs, events)
 
     def whole_choice(self, choice: ChatChoice) -> dict[str, Any]:
         content = "".join(choice.content)
-        message: dict[str, Any] = {"role": "assistant", "content": content or (None if choice.calls else "")}
+        calls = [
+            call
+            for index, call in enumerate(choice.calls)
+            if index >= choice.num_replayed_calls or call["function"]["arguments"]
+        ]
+        message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else "")}
         message["refusal"] = None
         if self._has_reasoning:
             message["reasoning_content"] = "".join(choice.reasoning) or None
-        if choice.calls:
-            message["tool_calls"] = choice.calls
+        if calls:
+            message["tool_calls"] = calls
         return {
             "index": choice.index,
             "message": message,
             "logprobs": {"content": choice.scores, "refusal": None} if self.request.logprobs else None,
             "finish_reason": choice.finish,
             "stop_reason": choice.reason,
+            "seed": choice.seed,
             **self.token_fields(choice.tokens, choice.versions),
         }
 

@@ -34,6 +34,12 @@ async def _submit(service: HttpService, request: CompletionRequest) -> Completio
         )
     if request.stream and request.prompt_logprobs is not None:
         raise BadRequestError("prompt_logprobs is not supported with stream: true", "prompt_logprobs")
+    if request.continue_from and (len(prompts) > 1 or request.echo):
+        raise BadRequestError(
+            f"continue_from continues the answer to one prompt, without echo; got {len(prompts)} prompts, echo "
+            f"{str(request.echo).lower()}",
+            "continue_from",
+        )
     grammar = request.grammar()
     scored = request.prompt_logprobs
     if request.echo and request.logprobs is not None:
@@ -51,7 +57,7 @@ async def _submit(service: HttpService, request: CompletionRequest) -> Completio
         ready.append((tuple(tokens), sampling, echo))
     answers = CompletionAnswers(service, request)
     for submitted, sampling, echo in ready:
-        answers.submit(submitted, sampling, adapter, echo)
+        await answers.submit(submitted, sampling, adapter, echo)
     return answers
 
 
@@ -84,7 +90,7 @@ class CompletionAnswers(Answers[CompletionChoice]):
             for key, values in (logprobs or {}).items():
                 choice.logprobs.setdefault(key, []).extend(values)
             return
-        if logprobs is None and addition.finish is None and not self.request.return_token_ids:
+        if logprobs is None and addition.finish is None and not self.request.return_token_ids and not is_first:
             if text:
                 events.append(choice.head + to_json(text) + choice.tail)
             return
@@ -105,7 +111,7 @@ class CompletionAnswers(Answers[CompletionChoice]):
         choice: CompletionChoice,
         text: str,
         logprobs: dict[str, Any] | None,
-        has_prompt: bool,
+        is_first: bool,
         addition: Addition,
     ) -> dict[str, Any]:
         fields = {
@@ -115,7 +121,9 @@ class CompletionAnswers(Answers[CompletionChoice]):
             "stop_reason": addition.reason,
             **self.token_fields(addition.tokens, addition.versions),
         }
-        if self.request.return_token_ids and has_prompt:
+        if is_first:
+            fields["seed"] = choice.seed
+        if self.request.return_token_ids and is_first:
             fields["prompt_token_ids"] = list(choice.prompt.tokens)
         return fields
 

@@ -12,13 +12,14 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 from fastapi import Request
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from craton.ml.serving.messages import Alternatives, OutputDelta, Sampling
+from craton.ml.serving.messages import Alternatives, OutputDelta, Sampling, seed_of_copy
 from craton.ml.serving.server.errors import ApiError, BadRequestError, BrokenError, ClientGoneError, UnavailableError
 from craton.ml.serving.server.http_service import HttpService
 from craton.ml.serving.server.metrics import ServerMeter
@@ -26,6 +27,7 @@ from craton.ml.serving.server.protocol import GenerationRequest
 from craton.ml.serving.server.text import Addition, AnswerReader, Detokenizer, TokenNumbers
 
 DONE = b"data: [DONE]\n\n"
+TOKEN_CHARACTERS = 4  # of a typical token
 
 to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
@@ -48,6 +50,7 @@ class Choice:
         self.index = index
         self.prompt = prompt
         self.reader = reader
+        self.seed = 0  # its own, with which it can be continued
         self.has_begun = False
         self.head = ""
         self.tail = ""
@@ -88,7 +91,7 @@ class Answers(ABC, Generic[AnyChoice]):
     def is_done(self) -> bool:
         return not self._num_open
 
-    def submit(
+    async def submit(
         self,
         tokens: tuple[int, ...],
         sampling: Sampling,
@@ -98,6 +101,8 @@ class Answers(ABC, Generic[AnyChoice]):
     ) -> None:
         """Send a prompt to the engine; its answers are the next `n` choices."""
         request = self.request
+        generated = tuple(request.continue_from)
+        assert sampling.seed is not None
         meter = self._service.metrics.meter(len(tokens), request.n, sampling.max_tokens)
         prompt = Prompt(tokens, meter, echo)
         choices = []
@@ -107,8 +112,16 @@ class Answers(ABC, Generic[AnyChoice]):
             reader = AnswerReader(detokenizer, request.stops(), request.min_tokens, sampling.logprobs is not None)
             choice = self.make_choice(len(self.choices) + copy, prompt, reader)
             choice.head, choice.tail = self._around(choice.index)
+            choice.seed = seed_of_copy(sampling.seed, copy)
             choices.append(choice)
-        number = self.exchange.submit(tokens, sampling, request.n, request.priority, adapter)
+        if generated:
+            (choice,) = choices
+            await self._service.aside(
+                len(generated) * TOKEN_CHARACTERS, lambda: self.replay(choice, choice.reader.replay(generated))
+            )
+            if choice.reader.is_stopped:  # the engine ends it at once
+                sampling = replace(sampling, max_tokens=len(generated))
+        number = self.exchange.submit(tokens, sampling, request.n, request.priority, adapter, generated)
         self._prompts[number] = prompt
         self.has_logprobs |= sampling.logprobs is not None or sampling.prompt_logprobs is not None
         self._num_open += request.n
@@ -164,6 +177,9 @@ class Answers(ABC, Generic[AnyChoice]):
     @abstractmethod
     def make_choice(self, index: int, prompt: Prompt, reader: AnswerReader) -> AnyChoice: ...
 
+    def replay(self, choice: AnyChoice, text: str) -> None:
+        """Take the text of the tokens that a choice continues from; it is not returned."""
+
     @abstractmethod
     def add(self, choice: AnyChoice, addition: Addition, events: list[str]) -> None:
         """Add a delta's text to a choice, and append the events that a stream sends for it."""
@@ -201,9 +217,12 @@ class Answers(ABC, Generic[AnyChoice]):
 
     def _usage(self) -> dict[str, Any]:
         prompt = sum(len(prompt.tokens) for prompt in self._prompts.values())
-        completion = sum(choice.reader.num_tokens for choice in self.choices.values())
+        readers = [choice.reader for choice in self.choices.values()]
+        completion = sum(reader.num_tokens - reader.num_replayed for reader in readers)
+        continued = {"continued_tokens": len(self.request.continue_from)} if self.request.continue_from else {}
         return {
             "prompt_tokens": prompt,
+            **continued,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": sum(item.cached_tokens for item in self._prompts.values())},

@@ -10,6 +10,7 @@ import asyncio
 import json
 import logging
 import math
+import random
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -40,9 +41,11 @@ TOOL_CHARACTERS, MESSAGE_CHARACTERS = 200, 20  # cost of rendering one, beside i
 TOO_LONG = "context_length_exceeded"
 MAX_PROMPT_LOGPROBS = 1 << 17  # values of one prompt
 MAX_RETRY_SECONDS = 60
+DRAWN_SEEDS = (1 << 53) - MAX_CHOICES  # below: every choice's seed is a whole number in JavaScript, too
 ADVISED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # of a generation_config.json
 
 logger = logging.getLogger("craton.serving")
+_SEEDS = random.SystemRandom()
 
 Result = TypeVar("Result")
 
@@ -152,7 +155,7 @@ class HttpService:
         vocabulary = self.texts("prompt")
         self._check_fits(len(text))
         limit = self.link.working().max_length if must_fit else None
-        return await self._aside(len(text), lambda: _encode(vocabulary, text, with_special_tokens, limit))
+        return await self.aside(len(text), lambda: _encode(vocabulary, text, with_special_tokens, limit))
 
     async def render(
         self,
@@ -178,7 +181,7 @@ class HttpService:
                 f"got {len(plain)} messages; the model's context is {length} tokens", "messages", TOO_LONG
             )
         size = characters + TOOL_CHARACTERS * len(plain_tools) + MESSAGE_CHARACTERS * len(plain)
-        return await self._aside(size, lambda: template.render(plain, plain_tools, add_generation_prompt, options))
+        return await self.aside(size, lambda: template.render(plain, plain_tools, add_generation_prompt, options))
 
     def texts(self, parameter: str) -> Vocabulary:
         if self.vocabulary is None:
@@ -234,6 +237,7 @@ class HttpService:
                 f"{MAX_PROMPT_LOGPROBS:,} values; request fewer, or shorten the prompt",
                 "prompt_logprobs",
             )
+        self._check_continued(request, prompt_tokens, max_tokens)
         if request.min_tokens > max_tokens:
             raise BadRequestError(f"min_tokens {request.min_tokens} exceeds max_tokens {max_tokens}", "min_tokens")
         stop_tokens = tuple(dict.fromkeys(request.stop_token_ids or ()))
@@ -248,7 +252,7 @@ class HttpService:
             presence_penalty=request.presence_penalty,
             frequency_penalty=request.frequency_penalty,
             repetition_penalty=chosen.get("repetition_penalty", request.repetition_penalty),
-            seed=request.seed,
+            seed=_SEEDS.randrange(DRAWN_SEEDS) if request.seed is None else request.seed,
             logit_bias=_logit_bias(request.logit_bias or {}, ready.vocabulary),
             min_tokens=request.min_tokens,
             stop_tokens=stop_tokens,
@@ -257,6 +261,31 @@ class HttpService:
             prompt_logprobs=prompt_logprobs,
             grammar=grammar,
         )
+
+    def _check_continued(self, request: GenerationRequest, prompt_tokens: int, max_tokens: int) -> None:
+        """Check the tokens that an answer continues from."""
+        count, length = len(request.continue_from), self.link.working().max_length
+        if not count:
+            return
+        if request.n > 1:
+            raise BadRequestError(
+                f"continue_from continues one answer, and n is {request.n}; send one request for each answer",
+                "continue_from",
+            )
+        self.check_tokens(request.continue_from, "continue_from")
+        if prompt_tokens + count > length:
+            raise BadRequestError(
+                f"the prompt's {prompt_tokens} tokens plus the {count} of continue_from exceed the model's context of "
+                f"{length} tokens",
+                "continue_from",
+                TOO_LONG,
+            )
+        if count > max_tokens:
+            raise BadRequestError(
+                f"continue_from has {count} tokens, and max_tokens, which counts them, is {max_tokens}; raise it to "
+                f"{count} or more",
+                "continue_from",
+            )
 
     def _check_fits(self, characters: int) -> None:
         """Raise for a text that cannot fit the context however it is tokenized, before tokenizing it."""
@@ -269,7 +298,7 @@ class HttpService:
                 TOO_LONG,
             )
 
-    async def _aside(self, characters: int, work: Callable[[], Result]) -> Result:
+    async def aside(self, characters: int, work: Callable[[], Result]) -> Result:
         """Run the work, for long texts on a thread, so that streams continue meanwhile."""
         if characters <= LONG_CHARACTERS:
             return work()

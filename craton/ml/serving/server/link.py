@@ -221,8 +221,10 @@ class Exchange:
         copies: int = 1,
         priority: int = 0,
         adapter: str | None = None,
+        generated: tuple[int, ...] = (),
     ) -> int:
         options = {"sampling": sampling, "copies": copies, "priority": priority, "adapter": adapter}
+        options["generated"] = generated
         number = self._link._submit(self, prompt, options)
         self._open[number] = set(range(copies))
         if adapter is not None:

@@ -90,6 +90,7 @@ class GenerationRequest(Body):
     prompt_logprobs: LogprobCount | None = None
     priority: int = Field(default=0, ge=-(1 << 31), lt=1 << 31)
     return_token_ids: bool = False
+    continue_from: TokenIds = []  # generated tokens of this answer, which the new ones follow
     response_format: ResponseFormat | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None

@@ -1,7 +1,7 @@
 """Serializes the messages between front end and engine; parsing checks every type.
 
-The output deltas of a step, sent every step, are two columns: integers and log-probabilities. A prompt is a column too.
-All else is JSON.
+The output deltas of a step, sent every step, are two columns: integers and log-probabilities. A prompt is a column too,
+followed by one for the generated tokens of a continued request. All else is JSON.
 """
 
 from __future__ import annotations
@@ -111,7 +111,8 @@ def encode(message: Message) -> bytes:
         return _encode_pieces(message)
     if isinstance(message, Submit):
         rest = [message.id, pack_sampling(message.sampling), message.copies, message.priority, message.adapter]
-        return pack(_SUBMIT, rest, [array("q", message.prompt)])
+        columns = [message.prompt, message.generated] if message.generated else [message.prompt]
+        return pack(_SUBMIT, rest, [array("q", tokens) for tokens in columns])
     kind, _ = _OTHERS[type(message)]
     return pack(kind, [getattr(message, field.name) for field in fields(message)])
 
@@ -121,11 +122,12 @@ def decode(data: bytes) -> Message:
     kind, values, columns = unpack(data)
     if kind == _PIECES and len(columns) == 2:
         return _decode_pieces(values, integers(columns[0]), reals(columns[1]))
-    if kind == _SUBMIT and len(columns) == 1:
+    if kind == _SUBMIT and len(columns) in (1, 2):
         number, sampling, copies, priority, adapter = expect(
             values, is_integer, is_anything, is_integer, is_integer, optional(is_text)
         )
-        return Submit(number, tuple(integers(columns[0])), unpack_sampling(sampling), copies, priority, adapter)
+        prompt, generated = (tuple(integers(column)) for column in (*columns, b"")[:2])
+        return Submit(number, prompt, unpack_sampling(sampling), copies, priority, adapter, generated)
     if kind not in _BY_KIND or columns:
         raise WireError(f"unknown message: kind {kind} with {len(columns)} columns")
     message, checks = _BY_KIND[kind]

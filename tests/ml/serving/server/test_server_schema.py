@@ -58,7 +58,8 @@ def test_what_is_sent(described: schemathesis.BaseSchema, fuzzed: Served, path: 
     assert requests.get(f"{fuzzed.url}/live", timeout=SECONDS).status_code == 200
 
 
-def test_what_is_asked_for(described: schemathesis.BaseSchema) -> None:
+def test_what_is_asked_for(described: schemathesis.BaseSchema, fuzzed: Served) -> None:
+    requests.post(f"{fuzzed.url}/wake_up", headers=ADMIN, timeout=SECONDS)  # a random request may have left it asleep
     described["/v1/models/{name}"]["GET"].Case(path_parameters={"name": "scripted"}).call_and_validate(
         checks=CHECKS, timeout=SECONDS, headers=ADMIN
     )

@@ -80,7 +80,8 @@ class AnswerReader:
         min_tokens: int = 0,
         has_scores: bool = False,
     ) -> None:
-        self.num_tokens = 0  # generated, including the stop token
+        self.num_tokens = 0  # generated, including the stop token and those of `replay`
+        self.num_replayed = 0
         self.is_complete = False
         self._detokenizer = detokenizer
         self._stops = StopStrings(stops) if stops else None
@@ -89,6 +90,26 @@ class AnswerReader:
         self._decoded = 0  # characters of text, held ones included
         self._released = 0  # characters returned
         self._scores: list[TokenScore] = []  # not returned yet
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a stop string was found."""
+        return self._stops is not None and self._stops.found is not None
+
+    def replay(self, tokens: Sequence[int]) -> str:
+        """Take the tokens that the answer already has, up to a stop string, and return the text that they released.
+
+        Text that they hold back (half a character, what may begin a stop string) comes with the next tokens."""
+        texts = []
+        for token in tokens:
+            self.num_tokens += 1
+            texts.append(self._check(self._detokenizer.feed(token)))
+            if self.is_stopped:
+                break
+        text = "".join(texts)
+        self.num_replayed = self.num_tokens
+        self._decoded -= len(text)  # offsets count from the first new character
+        return text
 
     def read(self, piece: OutputDelta) -> Addition:
         addition = Addition()
