@@ -62,6 +62,26 @@ class Submit:
 
 
 @dataclass(frozen=True, slots=True)
+class ForkBranch:
+    """A request that a fork starts. Its sampling has its own seed, and the parent's grammar."""
+
+    id: int
+    sampling: Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """Starts requests that continue a running copy from its present tokens and share its KV cache blocks.
+
+    The first output of a branch has the parent's tokens, `OutputDelta.generated`. A branch that cannot start, for
+    example because the parent has ended, ends alone, with an error as its last delta."""
+
+    id: int  # of the parent
+    branches: tuple[ForkBranch, ...]
+    index: int = 0  # of the parent's copy
+
+
+@dataclass(frozen=True, slots=True)
 class Abort:
     """Ends a request. `index` None: all its copies."""
 
@@ -103,6 +123,7 @@ class OutputDelta:
     stop_token: int | None = None  # the one that ended it; it is not among `tokens`
     error: str = ""
     is_ours: bool = False  # the error is the engine's: a retry of the same request may succeed
+    generated: list[int] = field(default_factory=list)  # in the first delta of a fork: the parent's tokens before it
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +188,7 @@ class Stats:
     refusal: str = ""  # why a running engine refuses requests: its weights are missing or mixed
 
 
-Request = Submit | Abort | Control
+Request = Submit | Fork | Abort | Control
 Reply = list[OutputDelta] | EngineReply | Ready | Failed | Stats
 
 

@@ -27,7 +27,7 @@ from craton.ml.serving.engine import build_runner, join_engine
 from craton.ml.serving.engine.build import bytes_of_block
 from craton.ml.serving.engine.engine import Engine
 from craton.ml.serving.grammar import Grammars
-from craton.ml.serving.messages import Abort, Grammar, OutputDelta, Sampling, Submit
+from craton.ml.serving.messages import Abort, Fork, ForkBranch, Grammar, OutputDelta, Sampling, Submit
 from craton.ml.serving.settings import EngineSettings
 
 VOCABULARY, MAX_LENGTH, MAX_STEPS = 320, 64, 5000
@@ -210,7 +210,7 @@ class Run:
         if case.action == "sibling":
             sampling = replace(sampling, seed=77)
         self._begin(100 + number, self.tokens(number), sampling)
-        self.engine.fork(number, 0, 100 + number, sampling)
+        self.engine.start_branches(Fork(number, (ForkBranch(100 + number, sampling),)))
 
 
 def expect_twins(engines: Engines, way: str, cases: list[Case]) -> None:
@@ -227,6 +227,8 @@ def expect_twins(engines: Engines, way: str, cases: list[Case]) -> None:
             continue
         expected = twin
         begun = run.begun[100 + number]
+        if case.action in ("fork", "sibling"):
+            assert run.pieces[100 + number][0].generated == list(begun), "a branch says where it began"
         if case.action == "sibling":
             rest = alone(engines.reference, case.submit(1, begun, run.samplings[100 + number]))
             expected = replace(rest, tokens=[*begun, *rest.tokens], logprobs=[0.0] * len(begun) + rest.logprobs)

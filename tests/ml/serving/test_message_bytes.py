@@ -22,6 +22,8 @@ from craton.ml.serving.messages import (
     Control,
     EngineReply,
     Failed,
+    Fork,
+    ForkBranch,
     Grammar,
     OutputDelta,
     Ready,
@@ -62,10 +64,12 @@ MESSAGES: list[Message] = [
     Submit(4, (1, 2, 3)),
     Submit(5, (), TUNED, 3, -1, "adapter"),
     Submit(6, (1, 2), TUNED, generated=(3, 4, 5)),
+    Fork(6, (ForkBranch(7, TUNED), ForkBranch(8, Sampling(seed=3))), 1),
     [],
     [
         OutputDelta(1, 0, [3], [-0.5], versions=[1]),
         OutputDelta(2, 1, finish="stop", stop_token=0, cached_tokens=8, admitted=12.5),
+        OutputDelta(4, 0, [3], [-0.5], versions=[1], generated=[7, 8]),
         OutputDelta(
             3,
             0,

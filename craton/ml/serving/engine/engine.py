@@ -24,6 +24,7 @@ from craton.ml.serving.messages import (
     Abort,
     Alternatives,
     Finish,
+    Fork,
     OutputDelta,
     Sampling,
     Stats,
@@ -148,6 +149,14 @@ class Engine:
                 if len(sequence.skipped) == sequence.copies:
                     self._end(sequence, "abort")
 
+    def start_branches(self, request: Fork) -> None:
+        """Start the branches of a fork. One that cannot start ends alone, with an error as its last delta."""
+        for branch in request.branches:
+            try:
+                self.fork(request.id, request.index, branch.id, branch.sampling)
+            except ServingError as error:
+                self._ended.append(OutputDelta(branch.id, finish="error", error=str(error)))
+
     def fork(self, id: int, index: int, new_id: int, sampling: Sampling | None = None) -> None:  # noqa: A002
         """Start a new request that continues from the present tokens of another one, with its own sampling."""
         parent = next((sequence for sequence in self._sequences.get(id, ()) if sequence.index == index), None)
@@ -158,6 +167,7 @@ class Engine:
         chosen = sampling or parent.sampling
         if chosen.grammar != parent.sampling.grammar or (chosen.grammar is not None and parent.grammar is None):
             raise ServingError("a fork must use its parent's grammar, and the parent's must be compiled first")
+        self._check_sampling(chosen)
         limit = min(chosen.max_tokens, self.max_length - parent.prompt_length)
         if limit <= len(parent.tokens) - parent.prompt_length:
             raise ServingError(f"request {id} has already generated {limit} tokens; give the fork a larger max_tokens")
@@ -166,10 +176,15 @@ class Engine:
             id=new_id,
             index=0,
             tokens=list(parent.tokens),
-            sampling=replace(chosen, max_tokens=limit),
+            sampling=replace(chosen, max_tokens=limit, prompt_logprobs=None),
             seed=self._seed(chosen, 0),
             stops=self._stops(chosen),
             is_plain=is_plain(chosen),
+            carried=len(parent.tokens) - parent.prompt_length,
+            is_fork=True,
+            skipped=set(),
+            prompt_found={},
+            prompt_logprobs=None,
             **_unstarted(),
             grammar=None if parent.grammar is None else parent.grammar.fork(),
             is_new=True,
@@ -389,6 +404,9 @@ class Engine:
             piece.cached_tokens = min(sequence.cached_tokens, sequence.prompt_length)
             piece.prompt_logprobs = sequence.prompt_logprobs
             piece.admitted = sequence.admitted
+            if sequence.is_fork:
+                begin = sequence.prompt_length
+                piece.generated = sequence.tokens[begin : begin + sequence.carried]
             sequence.is_new = False
         for token in tokens:
             if token < 0:
@@ -468,13 +486,9 @@ class Engine:
                 f"the prompt has {len(request.prompt)} tokens; prompt and answer together may have {self.max_length}; "
                 "shorten it"
             )
-        if sampling.max_tokens < 1:
-            raise ServingError(f"max_tokens is {sampling.max_tokens}; it must be 1 or more")
+        self._check_sampling(sampling)
         self._check_generated(request)
-        outside = [token for token in (*request.prompt, *request.generated) if not 0 <= token < self.vocabulary]
-        outside += [token for token in sampling.logit_bias if not 0 <= token < self.vocabulary]
-        if outside:
-            raise ServingError(f"token {outside[0]} is not in the model's vocabulary of {self.vocabulary}")
+        self._check_tokens((*request.prompt, *request.generated))
         if request.adapter is not None and request.adapter not in self.adapters:
             loaded = ", ".join(self.adapters) or "none"
             raise ServingError(f"adapter {request.adapter!r} is not loaded; loaded: {loaded}")
@@ -484,6 +498,16 @@ class Engine:
             raise NotNowError(self.refusal)
         if self.state == "asleep":
             raise NotNowError("the engine is asleep; wake it first")
+
+    def _check_sampling(self, sampling: Sampling) -> None:
+        if sampling.max_tokens < 1:
+            raise ServingError(f"max_tokens is {sampling.max_tokens}; it must be 1 or more")
+        self._check_tokens(sampling.logit_bias)
+
+    def _check_tokens(self, tokens: Iterable[int]) -> None:
+        outside = next((token for token in tokens if not 0 <= token < self.vocabulary), None)
+        if outside is not None:
+            raise ServingError(f"token {outside} is not in the model's vocabulary of {self.vocabulary}")
 
     def _check_generated(self, request: Submit) -> None:
         count = len(request.generated)

@@ -20,7 +20,7 @@ from craton.ml.serving.device import RECEIVE_SECONDS, MixedWeightsError, TensorP
 from craton.ml.serving.engine.engine import Engine, State
 from craton.ml.serving.engine.measurements import Latencies
 from craton.ml.serving.heartbeat import CONTROL_SECONDS, EngineHeartbeat
-from craton.ml.serving.messages import Abort, Control, EngineReply, Failed, Ready, Stats, Submit
+from craton.ml.serving.messages import Abort, Control, EngineReply, Failed, Fork, Ready, Stats, Submit
 from craton.ml.serving.settings import ServingError
 from craton.ml.serving.wire import MessageLine, WireError
 
@@ -144,6 +144,10 @@ class EngineProcess:
             if isinstance(message, Submit):
                 self._latencies.begin(message.id, time.monotonic())
                 engine.submit(message)
+            elif isinstance(message, Fork):
+                for branch in message.branches:
+                    self._latencies.begin(branch.id, time.monotonic())
+                engine.start_branches(message)
             elif isinstance(message, Abort):
                 engine.abort(message)
             elif isinstance(message, Control):

@@ -46,6 +46,7 @@ class Sequence:
     version: int = 0  # of the weights under which its first token was computed
     is_private: bool = False  # its blocks mix weight versions or were dropped from the prefix cache: do not share them
     carried: int = 0  # generated tokens that it began with
+    is_fork: bool = False  # its first delta has these tokens
     row: int = -1  # of the device's tables; -1: it is not running
     admitted: float = 0.0  # time of its first admission; 0: never
     adapter_slot: int = -1

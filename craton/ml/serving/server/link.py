@@ -11,7 +11,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 from queue import SimpleQueue
@@ -23,6 +23,8 @@ from craton.ml.serving.messages import (
     Control,
     EngineReply,
     Failed,
+    Fork,
+    ForkBranch,
     OutputDelta,
     Ready,
     Request,
@@ -135,6 +137,16 @@ class EngineLink:
         self._outbox.put(Submit(number, prompt, **options))
         return number
 
+    def _fork(self, exchange: Exchange, parent: int, index: int, samplings: Sequence[Sampling]) -> list[int]:
+        self.working()
+        branches = tuple(ForkBranch(next(self._ids), sampling) for sampling in samplings)
+        numbers = [branch.id for branch in branches]
+        if not self._exchanges:  # an idle engine need not have reported
+            self._heard = time.monotonic()
+        self._exchanges.update(dict.fromkeys(numbers, exchange))
+        self._outbox.put(Fork(parent, branches, index))
+        return numbers
+
     def _abort(self, number: int, index: int | None) -> None:
         if self.failure is None:
             self._outbox.put(Abort(number, index))
@@ -230,6 +242,14 @@ class Exchange:
         if adapter is not None:
             self.adapters.add(adapter)
         return number
+
+    def fork(self, parent: int, index: int, samplings: Sequence[Sampling]) -> list[int]:
+        """Fork a copy of one of these requests; return the id of a new request for each sampling.
+
+        Their deltas come with the others. If the copy has ended, they end with an error."""
+        numbers = self._link._fork(self, parent, index, samplings)
+        self._open.update({number: {0} for number in numbers})
+        return numbers
 
     async def pieces(self) -> list[OutputDelta]:
         """Wait for deltas; return those since the last call, at least one. Raise if there will be none."""

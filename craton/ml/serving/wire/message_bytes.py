@@ -19,6 +19,8 @@ from craton.ml.serving.messages import (
     EngineReply,
     Failed,
     Finish,
+    Fork,
+    ForkBranch,
     Grammar,
     OutputDelta,
     Ready,
@@ -49,7 +51,7 @@ from craton.ml.serving.wire.packing import (
 
 Message = Request | Reply
 
-_PIECES, _SUBMIT = 0, 1
+_PIECES, _SUBMIT, _FORK = 0, 1, 8
 _FINISHES: tuple[Finish, ...] = get_args(Finish)
 _GRAMMARS = ("json_schema", "json_object", "regex", "lark")
 _PIECE_HEAD = 8  # integers before the tokens of a delta
@@ -66,6 +68,7 @@ _SAMPLING: tuple[Check, ...] = (
     *(optional(is_integer),) * 2,  # logprobs, prompt_logprobs
     optional(list_of(is_text)),  # grammar
 )
+_RARE: tuple[Check, ...] = (list_of(is_anything), optional(list_of(is_anything)), is_text, is_flag)  # of a delta
 # The other messages, whose fields are sent in order.
 _OTHERS: dict[type, tuple[int, tuple[Check, ...]]] = {
     Abort: (2, (is_integer, optional(is_integer))),
@@ -113,6 +116,9 @@ def encode(message: Message) -> bytes:
         rest = [message.id, pack_sampling(message.sampling), message.copies, message.priority, message.adapter]
         columns = [message.prompt, message.generated] if message.generated else [message.prompt]
         return pack(_SUBMIT, rest, [array("q", tokens) for tokens in columns])
+    if isinstance(message, Fork):
+        branches = [[branch.id, pack_sampling(branch.sampling)] for branch in message.branches]
+        return pack(_FORK, [message.id, branches, message.index])
     kind, _ = _OTHERS[type(message)]
     return pack(kind, [getattr(message, field.name) for field in fields(message)])
 
@@ -128,6 +134,8 @@ def decode(data: bytes) -> Message:
         )
         prompt, generated = (tuple(integers(column)) for column in (*columns, b"")[:2])
         return Submit(number, prompt, unpack_sampling(sampling), copies, priority, adapter, generated)
+    if kind == _FORK and not columns:
+        return _decode_fork(values)
     if kind not in _BY_KIND or columns:
         raise WireError(f"unknown message: kind {kind} with {len(columns)} columns")
     message, checks = _BY_KIND[kind]
@@ -136,6 +144,12 @@ def decode(data: bytes) -> Message:
         values = [tuple(value) if type(value) is list else value for value in values]
     decoded: Message = message(*values)
     return decoded
+
+
+def _decode_fork(values: Any) -> Fork:
+    number, branches, index = expect(values, is_integer, list_of(is_anything), is_integer)
+    pairs = [expect(branch, is_integer, is_anything) for branch in branches]
+    return Fork(number, tuple(ForkBranch(branch, unpack_sampling(sampling)) for branch, sampling in pairs), index)
 
 
 def pack_sampling(sampling: Sampling) -> list[Any]:
@@ -193,13 +207,14 @@ def _encode_pieces(pieces: Sequence[OutputDelta]) -> bytes:
         numbers.extend(piece.versions)
         scores.append(piece.admitted)
         scores.extend(piece.logprobs)
-        if piece.alternatives or piece.prompt_logprobs is not None or piece.error or piece.is_ours:
+        if piece.alternatives or piece.prompt_logprobs is not None or piece.error or piece.is_ours or piece.generated:
             prompt = piece.prompt_logprobs
             rare[place] = [
                 [_pack_alternatives(alternative) for alternative in piece.alternatives],
                 None if prompt is None else [None if item is None else _pack_alternatives(item) for item in prompt],
                 piece.error,
                 piece.is_ours,
+                *([piece.generated] if piece.generated else []),
             ]
     return pack(_PIECES, list(rare.items()) if rare else None, [numbers, scores])
 
@@ -241,9 +256,9 @@ def _decode_pieces(values: Any, numbers: list[int], scores: list[float]) -> list
     for entry in values:
         place, rest = expect(entry, lambda place: is_integer(place) and 0 <= place < count, is_anything)
         piece = pieces[place]
-        alternatives, prompt, piece.error, piece.is_ours = expect(
-            rest, list_of(is_anything), optional(list_of(is_anything)), is_text, is_flag
-        )
+        if type(rest) is list and len(rest) == len(_RARE) + 1:
+            (piece.generated,) = expect([rest.pop()], list_of(is_integer))
+        alternatives, prompt, piece.error, piece.is_ours = expect(rest, *_RARE)
         piece.alternatives = [_unpack_alternatives(alternative) for alternative in alternatives]
         if prompt is not None:
             piece.prompt_logprobs = [None if item is None else _unpack_alternatives(item) for item in prompt]
