@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.tensor import DTensor
 
-from craton.infrastructure import free_memory_bytes
+from craton.infrastructure import free_memory_bytes, usable_cores
 
 FREE_SHARE = 0.9  # share of the free memory for copies; each rank has an equal part of it
 WRITE_TIMEOUT = timedelta(hours=2)  # how long one rank waits for another's files
@@ -137,7 +137,7 @@ class Staging:
 
     def _missing(self, local: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> float:
         needed = sum(_buffer_bytes(t) for name, t in local.items() if name not in held or not _alike(held[name], t))
-        return max(0.0, needed - FREE_SHARE * free_memory_bytes() / _local_world()) if needed else 0.0
+        return max(0.0, needed - FREE_SHARE * free_memory_bytes() / local_world()) if needed else 0.0
 
     def _give_back(self, buffers: dict[str, Tensor]) -> None:
         """Keep the buffers for the next save: freeing and allocating page-locked memory would block training for
@@ -198,8 +198,7 @@ class SavingRanks:
 
 def file_threads() -> int:
     """Return this rank's number of file threads: half of its share of the cores, because training runs meanwhile."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(4, cores // _local_world() // 2))
+    return max(1, min(4, usable_cores() // local_world() // 2))
 
 
 def _buffers(local: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -225,5 +224,6 @@ def _alike(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and one.dtype == other.dtype and one.is_pinned() == other.is_cuda
 
 
-def _local_world() -> int:
+def local_world() -> int:
+    """Return the number of ranks of this node."""
     return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import os
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from craton.infrastructure import usable_cores
+from craton.ml.training.checkpoint.staging import local_world
 
 MADV_POPULATE_WRITE = 23  # linux/mman.h, since Linux 5.14
 MAX_THREADS = 8
@@ -34,8 +34,7 @@ def map_pages(address: int, num_bytes: int) -> None:
     def populate(offset: int) -> None:
         madvise(address + offset, min(PIECE_BYTES, num_bytes - offset), MADV_POPULATE_WRITE)
 
-    local_world = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    threads = max(1, min(MAX_THREADS, usable_cores() // local_world // 2))
+    threads = max(1, min(MAX_THREADS, usable_cores() // local_world() // 2))
     with ThreadPoolExecutor(threads, thread_name_prefix="map-pages") as pool:
         list(pool.map(populate, range(0, num_bytes, PIECE_BYTES)))
 
