@@ -19,6 +19,7 @@ import numpy as np
 from craton.errors import CratonError
 from craton.ml.serving.device import MAX_DRAFTED, StepResult
 from craton.ml.serving.engine.measurements import Rates
+from craton.ml.serving.engine.request_limits import RequestLimits
 from craton.ml.serving.messages import (
     SEEDS,
     Abort,
@@ -92,7 +93,7 @@ class Engine:
         self.adapters: dict[str, int] = dict(adapters or {})
         self._executor = executor
         self._grammars = grammars
-        self._stop_tokens = frozenset(stop_tokens)
+        self._limits = RequestLimits(max_length, vocabulary, frozenset(stop_tokens))
         self._pool = BlockPool(blocks)
         self._host_pool = BlockPool(host_blocks) if host_blocks > 1 else None
         self._tree = PrefixTree(self._pool, settings.page, self._host_pool)
@@ -167,7 +168,7 @@ class Engine:
         chosen = sampling or parent.sampling
         if chosen.grammar != parent.sampling.grammar or (chosen.grammar is not None and parent.grammar is None):
             raise ServingError("a fork must use its parent's grammar, and the parent's must be compiled first")
-        self._check_sampling(chosen)
+        self._limits.check_sampling(chosen)
         limit = min(chosen.max_tokens, self.max_length - parent.prompt_length)
         if limit <= len(parent.tokens) - parent.prompt_length:
             raise ServingError(f"request {id} has already generated {limit} tokens; give the fork a larger max_tokens")
@@ -178,7 +179,7 @@ class Engine:
             tokens=list(parent.tokens),
             sampling=replace(chosen, max_tokens=limit, prompt_logprobs=None),
             seed=self._seed(chosen, 0),
-            stops=self._stops(chosen),
+            stops=self._limits.stops(chosen),
             is_plain=is_plain(chosen),
             carried=len(parent.tokens) - parent.prompt_length,
             is_fork=True,
@@ -476,58 +477,18 @@ class Engine:
     # -- what sequences need ------------------------------------------------------------------------------------------
 
     def _check(self, request: Submit) -> None:
-        sampling = request.sampling
         if request.id in self._sequences:
             raise ServingError(f"request {request.id} is already running")
-        if not request.prompt:
-            raise ServingError("the prompt has no tokens; give at least one")
-        if len(request.prompt) >= self.max_length:
-            raise ServingError(
-                f"the prompt has {len(request.prompt)} tokens; prompt and answer together may have {self.max_length}; "
-                "shorten it"
-            )
-        self._check_sampling(sampling)
-        self._check_generated(request)
-        self._check_tokens((*request.prompt, *request.generated))
+        self._limits.check(request)
         if request.adapter is not None and request.adapter not in self.adapters:
             loaded = ", ".join(self.adapters) or "none"
             raise ServingError(f"adapter {request.adapter!r} is not loaded; loaded: {loaded}")
-        if sampling.grammar is not None and self._grammars is None:
+        if request.sampling.grammar is not None and self._grammars is None:
             raise ServingError("structured output needs a tokenizer, and this engine has none")
         if self.refusal:
             raise NotNowError(self.refusal)
         if self.state == "asleep":
             raise NotNowError("the engine is asleep; wake it first")
-
-    def _check_sampling(self, sampling: Sampling) -> None:
-        if sampling.max_tokens < 1:
-            raise ServingError(f"max_tokens is {sampling.max_tokens}; it must be 1 or more")
-        self._check_tokens(sampling.logit_bias)
-
-    def _check_tokens(self, tokens: Iterable[int]) -> None:
-        outside = next((token for token in tokens if not 0 <= token < self.vocabulary), None)
-        if outside is not None:
-            raise ServingError(f"token {outside} is not in the model's vocabulary of {self.vocabulary}")
-
-    def _check_generated(self, request: Submit) -> None:
-        count = len(request.generated)
-        if count > request.sampling.max_tokens:
-            raise ServingError(
-                f"{count} generated tokens to continue from exceed max_tokens {request.sampling.max_tokens}, which "
-                "counts them; raise it"
-            )
-        if len(request.prompt) + count > self.max_length:
-            raise ServingError(
-                f"the prompt's {len(request.prompt)} tokens and {count} generated tokens exceed the {self.max_length} "
-                "that prompt and answer together may have"
-            )
-        stops = self._stops(request.sampling)
-        ends = [token for token in request.generated if token in stops]
-        if ends:
-            raise ServingError(
-                f"token {ends[0]} among the generated tokens ends an answer; continue from the tokens before it, or "
-                "set ignore_eos"
-            )
 
     def _sequence(self, request: Submit, sampling: Sampling, index: int = 0) -> Sequence:
         return Sequence(
@@ -537,7 +498,7 @@ class Engine:
             sampling,
             self._seed(sampling, index),
             len(request.prompt),
-            self._stops(sampling),
+            self._limits.stops(sampling),
             is_plain(sampling),
             priority=request.priority,
             adapter=request.adapter,
@@ -558,9 +519,6 @@ class Engine:
             self._ended += self._give_up(sequence, "length")
         else:
             self.scheduler.add(sequence)
-
-    def _stops(self, sampling: Sampling) -> frozenset[int]:
-        return frozenset(sampling.stop_tokens) | (frozenset() if sampling.ignore_eos else self._stop_tokens)
 
     def _seed(self, sampling: Sampling, index: int) -> int:
         return self._seeds.randrange(SEEDS) if sampling.seed is None else seed_of_copy(sampling.seed, index)
