@@ -14,6 +14,7 @@
     secret                                           authenticates the run's agents; readable by its owner only
     admin.key                                        authenticates admin requests to its server; owner only
     checkpoints/TIER/step-N/
+    members.json  members/NAME/                      runs that this run owns: `craton.telemetry.members`
     summary.json                                     cached summary of an ended run, for `ps`
     STOP  DONE  FATAL                                markers
 
@@ -36,6 +37,7 @@ from craton.telemetry.files import UnsafeFileError, append_regular, note_unread,
 Marker = Literal["STOP", "DONE", "FATAL"]
 MARKERS: tuple[Marker, ...] = get_args(Marker)
 FOLDERS = ("events", "metrics", "ledger", "logs", "traces", "heartbeat", "status", "checkpoints", "generations")
+MEMBERS_FOLDER = "members"
 MAX_NAME = 100  # characters; a job file allows 63, copies and restarts add some
 MAX_SHOWN_NAME = 60
 MAX_MARKER_BYTES = 1 << 20  # each node adds a few lines
@@ -207,10 +209,11 @@ def list_runs(root: str | os.PathLike[str] | None = None) -> list[RunDirectory]:
 
 
 def find_run(name_or_path: str | os.PathLike[str], root: str | os.PathLike[str] | None = None) -> RunDirectory:
-    """Return the run with this name under the root, else the run directory at this path."""
+    """Return the run with this name under the root (`RUN/NAME`: a member of a run), else the run directory at this
+    path."""
     wanted = os.fspath(name_or_path)
     folder = Path(root) if root is not None else runs_root()
-    candidates = [Path(wanted)] if os.sep in wanted else [folder / wanted, Path(wanted)]
+    candidates = [folder / wanted.replace(os.sep, f"{os.sep}{MEMBERS_FOLDER}{os.sep}"), Path(wanted)]
     for candidate in candidates:
         run = RunDirectory(candidate)
         if wanted and run.looks_like_a_run():

@@ -1,0 +1,171 @@
+"""Files of a run that owns runs.
+
+    members.json             which members it has, in which order they start; written when the run starts
+    members/NAME/            a whole run directory, with its own agent, generations, recovery, logs and metrics
+    members/status.json      what its member manager sees: state of each member, and what each waits for
+
+`RUN/NAME` names a member on the command line; members may own runs in turn. Both files are untrusted when they are
+read: a damaged file reads as no members, a damaged entry is left out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Literal, get_args
+
+from craton.schema import SCHEMA, schema_problem
+from craton.telemetry.files import names_in, replace_text
+from craton.telemetry.rundirectory import MEMBERS_FOLDER, RunDirectory, is_plain_name, read_json
+
+MEMBERS_FILE = "members.json"
+STATUS_FILE = "status.json"
+MAX_DEPTH = 4  # runs above a member: deeper folders are not members
+
+Need = Literal["done", "ready"]
+MemberState = Literal["waiting", "starting", "running", "ready", "restarting", "done", "failed", "stopped"]
+
+
+@dataclass(frozen=True)
+class MemberSpec:
+    """One member, as its owner wants it."""
+
+    name: str
+    needs: dict[str, Need] = field(default_factory=dict)  # other members → what they must be before this one starts
+    gate: Need | None = None  # what it must be before the ranks of its owner start; None: they do not wait for it
+    values: dict[str, Any] = field(default_factory=dict)  # of a sweep: key → value of this member
+    is_kept: bool = False  # its result is that of an earlier run, so it is not started
+
+
+@dataclass(frozen=True)
+class MembersSpec:
+    """All members of a run, in the order of their start."""
+
+    members: list[MemberSpec] = field(default_factory=list)
+    parallel: int = 0  # at most so many run at a time; 0: all
+    purpose: Literal["", "sweep", "weights"] = ""
+
+    def member(self, name: str) -> MemberSpec | None:
+        return next((member for member in self.members if member.name == name), None)
+
+
+@dataclass(frozen=True)
+class MemberStatus:
+    """One member, as its owner's member manager last saw it."""
+
+    state: MemberState = "waiting"
+    waits_for: str = ""  # for people: "member base: step 120 of 500", "a free place (2 of 2 in use)"
+    restarts: int = 0  # by the manager, after a member was lost
+    message: str = ""  # why it failed or restarts
+    since: float = 0.0  # epoch seconds of the last change of state
+
+
+@dataclass(frozen=True)
+class MembersStatus:
+    """What the member manager reports."""
+
+    members: dict[str, MemberStatus] = field(default_factory=dict)
+    is_open: bool = False  # the ranks of the owner may start
+    failure: str = ""  # why they never will
+    pid: int = 0  # of the manager
+    started: str = ""  # start time of its process, by the kernel's clock
+    host: str = ""
+
+
+def write_members(run: RunDirectory, spec: MembersSpec) -> None:
+    document = {"schema": SCHEMA, **asdict(spec)}
+    replace_text(run.path / MEMBERS_FILE, json.dumps(document, indent=1) + "\n")
+
+
+def read_members(run: RunDirectory) -> MembersSpec:
+    """Return the members that a run wants; none if it has no such file or a damaged one."""
+    document = read_json(run.path / MEMBERS_FILE)
+    if schema_problem(document.get("schema")):
+        return MembersSpec()
+    wanted = document.get("members")
+    entries = wanted if isinstance(wanted, list) else []
+    members = [_spec(entry) for entry in entries if isinstance(entry, dict) and _is_name(entry.get("name"))]
+    parallel, purpose = document.get("parallel"), document.get("purpose")
+    return MembersSpec(
+        members,
+        parallel if type(parallel) is int and parallel > 0 else 0,
+        purpose if purpose in ("sweep", "weights") else "",
+    )
+
+
+def write_members_status(run: RunDirectory, status: MembersStatus) -> None:
+    replace_text(run.path / MEMBERS_FOLDER / STATUS_FILE, json.dumps(asdict(status), indent=1) + "\n")
+
+
+def read_members_status(run: RunDirectory) -> MembersStatus:
+    """Return the last status of the member manager; an empty one if there is none."""
+    document = read_json(run.path / MEMBERS_FOLDER / STATUS_FILE)
+    entries = document.get("members")
+    members = {
+        name: MemberStatus(**_known(MemberStatus, entry))
+        for name, entry in (entries.items() if isinstance(entries, dict) else ())
+        if _is_name(name) and isinstance(entry, dict) and entry.get("state") in get_args(MemberState)
+    }
+    return MembersStatus(**{**_known(MembersStatus, document), "members": members})
+
+
+def member_runs(run: RunDirectory) -> list[RunDirectory]:
+    """Return the members of a run that have a run directory: in the order of members.json, others after them."""
+    names = [name for name in names_in(run.path / MEMBERS_FOLDER) if _is_name(name)]
+    if not names:
+        return []
+    order = {member.name: place for place, member in enumerate(read_members(run).members)}
+    names.sort(key=lambda name: (order.get(name, len(order)), name))
+    found = [RunDirectory(run.path / MEMBERS_FOLDER / name) for name in names]
+    return [member for member in found if member.looks_like_a_run()]
+
+
+def owner_of(run: RunDirectory) -> RunDirectory | None:
+    """Return the run that owns this one; None if it stands alone."""
+    folder = run.path.parent
+    if folder.name != MEMBERS_FOLDER:
+        return None
+    owner = RunDirectory(folder.parent)
+    return owner if owner.looks_like_a_run() else None
+
+
+def owners_of(run: RunDirectory) -> Iterator[RunDirectory]:
+    """Yield the owner of a run, its owner, and so on."""
+    for _ in range(MAX_DEPTH):
+        owner = owner_of(run)
+        if owner is None:
+            return
+        yield owner
+        run = owner
+
+
+def full_name(run: RunDirectory) -> str:
+    """Return the name by which every command finds a run: NAME, or OWNER/NAME of a member."""
+    return "/".join([*(owner.name for owner in reversed(list(owners_of(run)))), run.name])
+
+
+def _spec(entry: Mapping[str, Any]) -> MemberSpec:
+    needs, gate, values = entry.get("needs"), entry.get("gate"), entry.get("values")
+    return MemberSpec(
+        str(entry["name"]),
+        {str(name): need for name, need in needs.items() if need in get_args(Need)} if isinstance(needs, dict) else {},
+        gate if gate in get_args(Need) else None,
+        dict(values) if isinstance(values, dict) else {},
+        entry.get("is_kept") is True,
+    )
+
+
+def _known(kind: type[MemberStatus] | type[MembersStatus], document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries that a status has, as long as each has the type of its default."""
+    defaults = kind()
+    types = {item.name: type(getattr(defaults, item.name)) for item in fields(kind)}
+    return {
+        name: float(value) if types[name] is float else value
+        for name, value in document.items()
+        if name in types and isinstance(value, (int, float) if types[name] is float else types[name])
+    }
+
+
+def _is_name(name: object) -> bool:
+    return isinstance(name, str) and is_plain_name(name) and not name.startswith(".")
