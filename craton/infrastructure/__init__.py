@@ -8,7 +8,13 @@ from craton.lazy import lazy_names
 
 if TYPE_CHECKING:
     from craton.infrastructure.accelerators import visible_accelerators
-    from craton.infrastructure.cluster import cluster_of, own_price, resized_cluster, resolve_cluster
+    from craton.infrastructure.cluster import (
+        cluster_of,
+        own_price,
+        resized_cluster,
+        resolve_cluster,
+        with_measured_host,
+    )
     from craton.infrastructure.errors import CatalogError, ProvisionError, StorageError, TopologyError
     from craton.infrastructure.hardware import (
         STALE_PRICE_DAYS,

@@ -12,7 +12,7 @@ from typing import Any
 from craton.infrastructure.catalog import entry, gpu, instance
 from craton.infrastructure.errors import CatalogError
 from craton.infrastructure.hardware import Cluster, Gpu, Instance, Price, PurchaseKind
-from craton.infrastructure.local import local_instance
+from craton.infrastructure.local import host_operation_seconds, local_instance
 from craton.infrastructure.storage import tiers_of
 from craton.job.cluster import ClusterFile, ClusterRef, GpuNumbers, HardwareNumbers, PriceNumbers
 from craton.nearest import did_you_mean
@@ -81,6 +81,14 @@ def resized_cluster(cluster: Cluster, num_nodes: int, file: ClusterFile | None =
     node = cluster.instance
     name, tiers = cluster_name(node.name, num_nodes, file), tiers_of(node, num_nodes, file)
     return replace(cluster, name=name, num_nodes=num_nodes, min_nodes=0, tiers=tiers)
+
+
+def with_measured_host(cluster: Cluster) -> Cluster:
+    """Return the cluster with the cost of an operation on its host, if its GPUs are those of this machine."""
+    node = cluster.instance
+    if node.name != "local" or node.gpu.generation == "cpu":
+        return cluster
+    return replace(cluster, instance=replace(node, gpu=replace(node.gpu, operation_seconds=host_operation_seconds())))
 
 
 def choose_price(prices: tuple[Price, ...], purchase: PurchaseKind | None, machine: str) -> Price | None:

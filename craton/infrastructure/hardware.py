@@ -63,8 +63,7 @@ class Gpu:
     memory_bytes_per_second: float
     nvlink_bytes_per_second: float  # per GPU; 0: none
     power_watts: float
-    # Host time to issue one operation of an eager step, in seconds; 0: not measured, the software profile's
-    # launch_seconds holds.
+    # Host time to issue one operation of an eager step, in seconds, measured on a CPU tensor; 0: not measured.
     operation_seconds: float = 0.0
     cpu: CpuRank | None = None  # None: a GPU, or a CPU whose operations were not measured
 

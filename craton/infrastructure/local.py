@@ -25,7 +25,13 @@ from craton.infrastructure.catalog import entry
 from craton.infrastructure.errors import CatalogError
 from craton.infrastructure.hardware import CpuRank, Gpu, HostCosts, Instance
 from craton.infrastructure.load import IDLE, MachineLoad, current_load, load_text, usable_cores
-from craton.infrastructure.microbenchmark import BUDGET_SECONDS, NOT_STARTED, Measurement, measure
+from craton.infrastructure.microbenchmark import (
+    BUDGET_SECONDS,
+    NOT_STARTED,
+    Measurement,
+    measure,
+    measure_operation,
+)
 from craton.infrastructure.sharing import nodes_per_gpu
 
 BENCHMARK_VERSION = 3
@@ -71,7 +77,7 @@ def local_instance(shares: int = 1, share_gpus: bool = False) -> Instance:
 
 
 def instance_of_gpus(cards: list[Accelerator], shares: int = 1) -> Instance:
-    """Return an equal share of this machine's GPUs; nothing is measured, the numbers come from the catalog."""
+    """Return an equal share of this machine's GPUs, with the numbers of the catalog."""
     card = catalog_gpu(cards)
     if len(cards) % shares:
         sharing = "share GPUs with `run: {share_gpus: true}` or --share-gpus, " if shares > len(cards) else ""
@@ -149,13 +155,40 @@ def local_machine(
     if machine.was_busy:
         busy = f"load {machine.measurement.load_average:.1f} on {cores} cores"
         report(f"the machine was busy ({busy}), so rates may be low; run `craton catalog local --measure` when idle")
-    if machine.measurement.bf16_method.startswith(NOT_STARTED):
+    if NOT_STARTED in machine.measurement.bf16_method:
         return machine  # the next plan measures again
     try:
         write_records(cache, {**records, key: (machine.measured_at, machine.measurement)})
     except OSError as error:
         report(f"not cached: {cache}: {error.strerror}; set XDG_CACHE_HOME to a writable folder")
     return machine
+
+
+def host_operation_seconds(
+    measure: Callable[[], float | str] = measure_operation,
+    report: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
+) -> float:
+    """Return what an operation costs on the host of this machine's GPUs, measured once; 0 if it cannot be measured."""
+    cache = cache_path().with_name("host.json")
+    key = machine_key(cpu_model(), usable_cores(), machine_memory_bytes())
+    try:
+        known = json.loads(cache.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        known = {}
+    records = known if isinstance(known, dict) else {}
+    cached = records.get(key)
+    if isinstance(cached, float) and 0.0 < cached < 1.0:
+        return cached
+    report("measuring what an operation costs on the host of these GPUs (a few seconds, then cached) ...")
+    seconds = measure()
+    if isinstance(seconds, str):
+        report(f"not measured ({seconds}); plans assume the host of an H200")
+        return 0.0
+    try:
+        _replace_json(cache, {**records, key: seconds})
+    except OSError as error:
+        report(f"not cached: {cache}: {error.strerror}; set XDG_CACHE_HOME to a writable folder")
+    return seconds
 
 
 def instance_of_machine(machine: LocalMachine, shares: int = 1, load: MachineLoad = IDLE) -> Instance:
@@ -248,6 +281,10 @@ def write_records(path: Path, records: Mapping[str, tuple[datetime, Measurement]
             for key, (measured_at, measurement) in records.items()
         }
     }
+    _replace_json(path, document)
+
+
+def _replace_json(path: Path, document: Mapping[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{os.getpid()}")
     partial.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

@@ -22,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from threading import Thread
+from typing import Any
 
 import numpy
 
@@ -35,7 +36,7 @@ PART_SECONDS = 0.3  # of each measurement
 MATRIX_SIZE = 512  # large enough for every BLAS to reach its plateau, 3 to 20 ms on a laptop core
 COPY_BYTES = 128 * 2**20  # beyond the last-level cache of everything up to a large server
 MESSAGE_BYTES = 2**20
-NOT_STARTED = "fp32 rate: torch did not start"
+NOT_STARTED = "torch did not start"
 
 
 @dataclass(frozen=True)
@@ -112,9 +113,26 @@ def measure_loopback(seconds: float) -> float:
 def measure_torch(seconds: float, allowed_seconds: float) -> tuple[tuple[float, float] | None, HostCosts | None, str]:
     """Return FLOP/s of torch's fp32 and bf16 matmuls, its costs per call, and the method; None, None and the reason if
     they cannot be measured."""
+    found = _run_torch(seconds, allowed_seconds)
+    if isinstance(found, str):
+        return None, None, f"fp32 rate: {found}"
+    host = HostCosts(**{field.name: float(found["host"][field.name]) for field in fields(HostCosts)})
+    numbers = (found["fp32"], found["bf16"], *(getattr(host, field.name) for field in fields(host)))
+    assert all(0 < number < math.inf for number in numbers), found
+    return (found["fp32"], found["bf16"]), host, "torch, one thread a core"
+
+
+def measure_operation(allowed_seconds: float = BUDGET_SECONDS) -> float | str:
+    """Return the host's seconds per operation of an eager forward pass, or why they cannot be measured."""
+    found = _run_torch(PART_SECONDS, allowed_seconds, "operations")
+    return found if isinstance(found, str) else float(found["operation_seconds"])
+
+
+def _run_torch(seconds: float, allowed_seconds: float, *part: str) -> dict[str, Any] | str:
+    """Run TORCH_PROGRAM in a child process; return what it printed, or why it did not."""
     if importlib.util.find_spec("torch") is None:
-        return None, None, "fp32 rate: torch is not installed"
-    command = [sys.executable, "-c", TORCH_PROGRAM, str(MATRIX_SIZE), str(seconds), str(usable_cores())]
+        return "torch is not installed"
+    command = [sys.executable, "-c", TORCH_PROGRAM, str(MATRIX_SIZE), str(seconds), str(usable_cores()), *part]
     child = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -129,15 +147,12 @@ def measure_torch(seconds: float, allowed_seconds: float) -> tuple[tuple[float, 
         with suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
         child.communicate()
-        return None, None, f"{NOT_STARTED} within {setting(allowed_seconds)}; measure again now that it is warm"
+        return f"{NOT_STARTED} within {setting(allowed_seconds)}; measure again now that it is warm"
     if child.returncode != 0:
         reason = (errors.strip().splitlines() or [f"exit {child.returncode}"])[-1]
-        return None, None, f"fp32 rate: torch is installed but failed: {reason}"
-    found = json.loads(output.splitlines()[-1])
-    host = HostCosts(**{field.name: float(found["host"][field.name]) for field in fields(HostCosts)})
-    numbers = (found["fp32"], found["bf16"], *(getattr(host, field.name) for field in fields(host)))
-    assert all(0 < number < math.inf for number in numbers), output
-    return (found["fp32"], found["bf16"]), host, "torch, one thread a core"
+        return f"torch is installed but failed: {reason}"
+    result: dict[str, Any] = json.loads(output.splitlines()[-1])
+    return result
 
 
 def _best(work: Callable[[], object], seconds: float, clock: Callable[[], float] = time.perf_counter) -> float:

@@ -1,8 +1,8 @@
 """The program that measures torch on this machine's CPU; it runs in a child process, so that the caller stays light.
 
-It prints one JSON object: FLOP/s of matmuls by dtype, and the seconds that `microbenchmark.HostCosts` describes. All of
-it is CPU time of one thread, except the collectives between two processes: their lower quartile counts, because another
-process delays some of them.
+It prints one JSON object: FLOP/s of matmuls by dtype, and the seconds that `microbenchmark.HostCosts` describes; with
+the argument `operations` only the seconds of an operation, for the host of a GPU. All of it is CPU time of one thread,
+except the collectives between two processes: their lower quartile counts, because another process delays some of them.
 """
 
 from __future__ import annotations
@@ -138,6 +138,9 @@ def collectives(rank, store):
     return small, 0.5 * 4 * (1 << 18) / max(large - small, 1e-5)
 
 
+if sys.argv[4:] == ["operations"]:
+    print(json.dumps({"operation_seconds": operations()[0]}))
+    sys.exit()
 folder = tempfile.mkdtemp()
 store = os.path.join(folder, "store")
 other = os.fork()  # before torch has threads

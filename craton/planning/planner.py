@@ -15,7 +15,15 @@ from datetime import date
 import numpy as np
 
 from craton import formatting
-from craton.infrastructure import CatalogError, Cluster, cluster_of, load_text, own_price, resolve_cluster
+from craton.infrastructure import (
+    CatalogError,
+    Cluster,
+    cluster_of,
+    load_text,
+    own_price,
+    resolve_cluster,
+    with_measured_host,
+)
 from craton.infrastructure.catalog import instance
 from craton.job import Job
 from craton.planning.calibration import UNKNOWN, interval_factor, own_runs
@@ -61,6 +69,8 @@ def plan(
         cluster = cluster or resolve_cluster(job.cluster, job.price, share_gpus=job.run.share_gpus)
     except CatalogError as error:
         raise PlanError(f"{job.where('cluster')}cluster: {error}") from None
+    if cluster.num_gpus > 1 or (job.train and job.train.graphs == "off"):  # Python launches every kernel
+        cluster = with_measured_host(cluster)
     setting = setting_of(job, cluster)
     layouts = _search(setting, progress)
     chosen = chosen_layout(setting, layouts)

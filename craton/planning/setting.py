@@ -75,6 +75,7 @@ def setting_of(job: Job, cluster: Cluster) -> Setting:
         host_link_bytes_per_second=machine.host_link_bytes_per_second,
         weights=job.train.weights if job.train else "fp32",
         lora_rank=job.train.lora.rank if job.train and job.train.lora else 0,
+        graphs=job.train is None or job.train.graphs != "off",
     )
     return Setting(job, shape, cluster, machine, profile, model)
 

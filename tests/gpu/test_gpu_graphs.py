@@ -124,7 +124,7 @@ def test_losses_are_those_of_eager_steps(case: str, summary: Callable[[str], Non
     noise = max(abs(first[step] - second[step]) for step in first)
     apart = max(abs(first[step] - replayed[step]) for step in first)
     summary(f"{case}: two eager runs {noise:.2g} apart, eager and graphs {apart:.2g}")
-    if noise == 0:
+    if noise == 0 and case != "experts":  # whose blocks are compiled: other kernels for padded documents
         assert replayed == first
         assert repr(runs[2].norms) == repr(runs[0].norms)  # NaN without clipping
     assert replayed == pytest.approx(first, rel=TOLERANCE)

@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 from fake_gpus import H200_MIB, machine_with_h200s
 
-from craton.infrastructure import CatalogError, memory_fraction, nodes_per_gpu, resolve_cluster, visible_accelerators
+from craton.infrastructure import (
+    CatalogError,
+    memory_fraction,
+    nodes_per_gpu,
+    resolve_cluster,
+    visible_accelerators,
+    with_measured_host,
+)
 from craton.infrastructure.catalog import gpu
 from craton.infrastructure.local import SHARED_LOOPBACK_BYTES_PER_SECOND, local_instance
 from craton.infrastructure.sharing import RUNTIME_BYTES
@@ -34,6 +41,15 @@ def test_only_more_nodes_than_gpus_share(
     machine_with_h200s(tmp_path, monkeypatch, count=2)
     node = local_instance(num_nodes, share_gpus=True)
     assert (node.nodes_per_gpu, node.num_gpus) == (sharers, num_gpus)
+
+
+def test_the_host_is_that_of_the_gpus_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine_with_h200s(tmp_path, monkeypatch)
+    monkeypatch.setattr("craton.infrastructure.cluster.host_operation_seconds", lambda: 5e-6)
+    here = resolve_cluster(ClusterRef(instance="local", num_nodes=4), share_gpus=True)
+    assert with_measured_host(here).instance.gpu.operation_seconds == 5e-6
+    elsewhere = resolve_cluster(ClusterRef(instance="p5.48xlarge", num_nodes=1))
+    assert with_measured_host(elsewhere) is elsewhere
 
 
 def test_tensors_leave_room_for_cuda_and_nccl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -281,3 +281,32 @@ def test_bf16_with_a_torch_that_never_starts(tmp_path: Path, monkeypatch: pytest
 def test_the_light_core_never_imports_torch() -> None:
     program = "import sys, craton.infrastructure; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_the_host_of_gpus_is_measured_once() -> None:
+    said: list[str] = []
+    assert local.host_operation_seconds(lambda: 5e-6, said.append) == 5e-6
+    assert local.host_operation_seconds(lambda: pytest.fail("it is cached"), said.append) == 5e-6
+    assert len(said) == 1
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"key": "x"}', "null"])
+def test_a_damaged_record_of_the_host_is_measured_over(text: str) -> None:
+    cache = cache_path().with_name("host.json")
+    cache.parent.mkdir(parents=True, exist_ok=True)
+    cache.write_text(text)
+    assert local.host_operation_seconds(lambda: 5e-6, lambda line: None) == 5e-6
+    assert local.host_operation_seconds(lambda: 6e-6, lambda line: None) == 5e-6
+
+
+def test_a_host_that_cannot_be_measured_is_said_and_tried_again() -> None:
+    said: list[str] = []
+    assert local.host_operation_seconds(lambda: "torch is not installed", said.append) == 0.0
+    assert said[1] == "not measured (torch is not installed); plans assume the host of an H200"
+    assert local.host_operation_seconds(lambda: 5e-6, said.append) == 5e-6
+
+
+def test_the_cost_of_an_operation_is_measured_alone() -> None:
+    seconds = microbenchmark.measure_operation(PATIENCE_SECONDS)
+    assert isinstance(seconds, float), seconds
+    assert 1e-7 < seconds < 1e-2

@@ -3,8 +3,8 @@
 A graph is captured for each shape of a micro-batch, and has fixed addresses. A batch is copied into the graph's inputs;
 the gradients lie in buffers that the optimizer reads. The kernels are those of the eager step, in the same order, so
 the numbers are the same. Document boundaries are padded to a power of two, so a few graphs serve all batches. A shape
-that is seen for the first time runs eagerly into the same buffers, and shows whether it waits for the device, which a
-graph cannot; so do shapes beyond MAX_GRAPHS.
+runs eagerly into the same buffers twice before it is captured: the first time it may compile, the second time it shows
+whether it waits for the device, which a graph cannot. Shapes beyond MAX_GRAPHS always run eagerly.
 
 `auto` measures the second and third step: if the host spends much of a forward pass launching kernels, graphs are used
 from then on, where there is room for them. What Python code does beside the tensors happens once, at the capture, so
@@ -14,6 +14,7 @@ from then on, where there is room for them. What Python code does beside the ten
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Literal
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 LAUNCH_SHARE = 0.5  # of the device's time for a forward pass; if launching takes more, graphs are worth a capture
 MEASURED_STEPS = 2  # after the first one, which compiles
+EAGER_RUNS = 2  # of a shape before its capture
 MAX_GRAPHS = 8  # shapes; each graph holds the memory of its intermediate results
 ROOM_FACTOR = 2.0  # of the memory of a micro-step: once for the graph, once for what runs eagerly beside it
 
@@ -70,7 +72,7 @@ class MicroStepGraphs:
         self._is_required = mode == "on"
         self._micro_step, self._optimizer = micro_step, optimizer
         self._graphs: dict[tuple[BatchShape, bool], _Graph] = {}
-        self._seen: set[tuple[BatchShape, bool]] = set()
+        self._eager_runs: Counter[tuple[BatchShape, bool]] = Counter()
         self._shares: list[float] = []
         self._steps = 0
         self._sums: dict[str, Tensor] = {}
@@ -117,7 +119,7 @@ class MicroStepGraphs:
         batch = batch.with_fixed_documents()
         graph = self._graph(batch, count, accumulates=False)
         if graph is None:
-            return self._run_eagerly(batch, count)
+            return self._run_eagerly(batch, count, accumulates=False)
         graph.replay(batch, count)
         for name, parameter in self._optimizer.parameters.items():
             parameter.grad = self._gradients[name]
@@ -130,7 +132,7 @@ class MicroStepGraphs:
             batch = batch.with_fixed_documents()
             graph = self._graph(batch, count, accumulates=True)
             if graph is None:
-                self._add(self._run_eagerly(batch, count))
+                self._add(self._run_eagerly(batch, count, accumulates=True))
             else:
                 graph.replay(batch, count)
         self._optimizer.use_sums(self._sums)
@@ -147,9 +149,12 @@ class MicroStepGraphs:
             self._totals[name] += value
         self._optimizer.move_gradients_into(self._sums)
 
-    def _run_eagerly(self, batch: Batch, count: Tensor) -> Totals:
+    def _run_eagerly(self, batch: Batch, count: Tensor, accumulates: bool) -> Totals:
         """Run a micro-step; one that would be captured next must not wait for the device."""
-        if not self.is_on or not count.is_cuda or len(self._graphs) >= MAX_GRAPHS:
+        key = (batch.shape, accumulates)
+        self._eager_runs[key] += 1
+        is_probed = self.is_on and self._eager_runs[key] == EAGER_RUNS and len(self._graphs) < MAX_GRAPHS
+        if not is_probed or not count.is_cuda:
             return self._micro_step(batch, count)
         before = torch.cuda.get_sync_debug_mode()
         torch.cuda.set_sync_debug_mode("error")
@@ -165,11 +170,11 @@ class MicroStepGraphs:
         return self._micro_step(batch, count)
 
     def _graph(self, batch: Batch, count: Tensor, accumulates: bool) -> _Graph | None:
-        """Return the graph of this shape, captured when the shape is seen for the second time."""
+        """Return the graph of this shape, captured after EAGER_RUNS of it."""
         key = (batch.shape, accumulates)
-        if key not in self._graphs and key in self._seen and self.is_on and len(self._graphs) < MAX_GRAPHS:
+        is_known = key in self._graphs or self._eager_runs[key] < EAGER_RUNS
+        if not is_known and self.is_on and len(self._graphs) < MAX_GRAPHS:
             self._capture(key, batch, count)
-        self._seen.add(key)
         return self._graphs.get(key)
 
     def _capture(self, key: tuple[BatchShape, bool], batch: Batch, count: Tensor) -> None:

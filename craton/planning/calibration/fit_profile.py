@@ -274,6 +274,7 @@ def _run_of_job(entry: dict[str, Any], where: str, folder: Path, software: str) 
         host_link_bytes_per_second=machine.host_link_bytes_per_second,
         weights=job.train.weights,
         lora_rank=job.train.lora.rank if job.train.lora else 0,
+        graphs=job.train.graphs != "off",
     )
     name = str(entry.get("name") or f"{job.name}: {layout}")
     return LoggedRun(name, model.terms(layout), machine, float(statistics.median(steps)))

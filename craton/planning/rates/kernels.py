@@ -84,6 +84,7 @@ class GpuRates:
     grouped_memory: float
     attention: Mapping[str, AttentionRates]  # by kernel
     cpu: CpuRank | None = None  # of a CPU whose operations were measured
+    operation_seconds: float = 0.0  # host time to issue one operation; 0 of a CPU, whose `cpu` has it
 
 
 def gpu_rates(
@@ -92,6 +93,7 @@ def gpu_rates(
     achievable_flops: Mapping[str, float],
     memory_bytes_per_second: float,
     cpu: CpuRank | None = None,
+    operation_seconds: float = 0.0,
 ) -> GpuRates:
     """Combine a catalog's rates ("fp32", "fp16", "bf16", "fp8", "fp4") with the constants of a generation.
 
@@ -127,6 +129,7 @@ def gpu_rates(
         grouped_memory=matrix["grouped_memory"],
         attention={kernel: _attention_rates(kernel, generation) for kernel in ("best", "flash2")},
         cpu=cpu,
+        operation_seconds=operation_seconds,
     )
 
 

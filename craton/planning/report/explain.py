@@ -230,6 +230,7 @@ def sensitivities(
             model.weights,
             model.adjacent_experts,
             model.lora_rank,
+            model.graphs,
         )
         seconds = float(compose(other.terms(candidate.layout), constants).step_seconds)
         effects.append(Sensitivity(name, f"−{percent(MOVE)}", seconds / base - 1.0))

@@ -55,6 +55,7 @@ class StepTerms:
     exchange_far: float
     shard_far: float
     nodes_log2: float
+    host_seconds: float = 0.0  # per step: the host's time to launch it, which bounds the step; 0: no bound
     head_launches: float = 0.0  # 1: launches of embedding, head and loss are exposed too, as on a CPU
 
 
@@ -231,6 +232,7 @@ def compose(terms: StepTerms, constants: Array) -> StepTimes:
         optimizer = terms.optimizer_seconds * optimizer_passes
         base = repeat * (layer_f + layer_b) + count * (heads * (head_f + head_b) + shard)
         base = base + gradients + bubble + send + offload + optimizer + overhead
+        waiting = np.maximum(terms.host_seconds - base, 0.0)  # the device waits for launches
         return StepTimes(
             gemm=repeat * (gemm_f + gemm_b),
             experts=repeat * (expert_f + expert_b),
@@ -240,7 +242,7 @@ def compose(terms: StepTerms, constants: Array) -> StepTimes:
             dispatch=repeat * (dispatch_f + dispatch_b),
             head=count * heads * (head_f + head_b),
             recompute=repeat * again,
-            host=repeat * (host_f + host_b),
+            host=repeat * (host_f + host_b) + waiting,
             tensor=repeat * (tensor_f + tensor_b),
             context=repeat * (context_f + context_b),
             exchange=repeat * (exchange_f + exchange_b),

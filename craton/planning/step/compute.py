@@ -193,8 +193,9 @@ def head_terms(
         gemm=_sum(linear_seconds(product, precision, gpu, lora) for product in work.products),
         experts=zero,
         attention=zero,
-        # logits written, read and upcast by the softmax, its gradient written and read again: bytes at 16 bit
-        elementwise=(logits * 10.0 / rate, logits * 8.0 / rate),
+        # logits written, read and upcast by the softmax, its gradient written and read again: bytes at 16 bit. Craton's
+        # kernel reads them twice and writes the gradient in their place.
+        elementwise=(logits * 6.0 / rate, 0.0) if traits.own_layers else (logits * 10.0 / rate, logits * 8.0 / rate),
         permute=zero,
         kernels=(8.0, 10.0),
         tensor=(
