@@ -20,9 +20,17 @@ from craton.ml.serving.server.admin import admin_routes
 from craton.ml.serving.server.chat import chat
 from craton.ml.serving.server.completions import complete
 from craton.ml.serving.server.errors import ApiError, BadRequestError, ClientGoneError
+from craton.ml.serving.server.forks import abort_answers, fork_answer
 from craton.ml.serving.server.gate import Gate
 from craton.ml.serving.server.http_service import TOO_LONG, HttpService
-from craton.ml.serving.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from craton.ml.serving.server.protocol import (
+    AbortRequest,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    ForkRequest,
+    TokenizeRequest,
+)
 from craton.version import VERSION
 
 CLIENT_GONE = 499  # nginx's, for logs only
@@ -82,6 +90,16 @@ def _add_generation(app: FastAPI, service: HttpService) -> None:
     async def completions(http: Request, request: CompletionRequest) -> Response:
         return await complete(service, http, request)
 
+    @app.post("/v1/fork", responses=_GENERATED)
+    async def fork(http: Request, request: ForkRequest) -> Response:
+        """Start branches of a running completion; they share its KV cache and go on from its present tokens."""
+        return await fork_answer(service, http, request)
+
+    @app.post("/v1/abort")
+    async def abort(request: AbortRequest) -> dict[str, Any]:
+        """End one choice of a running request, or all of them."""
+        return {"id": request.id, "aborted": abort_answers(service, request)}
+
     @app.post("/tokenize")
     async def tokenize(request: TokenizeRequest) -> dict[str, Any]:
         ready = service.link.working()
@@ -122,7 +140,8 @@ def _add_information(app: FastAPI, service: HttpService) -> None:
         is_adapter = name != service.name
         of = {"root": name if is_adapter else ready.model, "parent": service.name if is_adapter else None}
         named = {"id": name, "object": "model", "created": started, "owned_by": "craton"}
-        return {**named, **of, "max_model_len": ready.max_length}
+        state = {"max_model_len": ready.max_length, "weights_version": service.link.stats.weights_version}
+        return {**named, **of, **state}
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:

@@ -123,9 +123,13 @@ class CompletionAnswers(Answers[CompletionChoice]):
         }
         if is_first:
             fields["seed"] = choice.seed
-        if self.request.return_token_ids and is_first:
-            fields["prompt_token_ids"] = list(choice.prompt.tokens)
+            if self.request.return_token_ids:
+                fields |= self.first_token_fields(choice)
         return fields
+
+    def first_token_fields(self, choice: CompletionChoice) -> dict[str, Any]:
+        """Return the token ids before the answer, for its first chunk."""
+        return {"prompt_token_ids": list(choice.prompt.tokens)}
 
     def _logprobs(self, choice: CompletionChoice, addition: Addition, is_first: bool) -> dict[str, list[Any]]:
         top = self.request.logprobs or 0

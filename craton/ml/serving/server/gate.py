@@ -17,7 +17,7 @@ from craton.ml.serving.server.access import AccessCheck
 from craton.ml.serving.server.errors import ApiError, BadRequestError, BusyError, TooLargeError
 
 MAX_DISCARDED_BYTES = 64 << 20
-GENERATION_PATHS = ("/v1/chat/completions", "/v1/completions")
+GENERATION_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/fork")
 
 
 @dataclass(frozen=True)

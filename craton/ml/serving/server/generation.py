@@ -35,8 +35,9 @@ to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 class Prompt:
     """A submitted prompt: its tokens, echo text, cached tokens and log-probs."""
 
-    def __init__(self, tokens: tuple[int, ...], meter: ServerMeter, echo: str) -> None:
+    def __init__(self, tokens: tuple[int, ...], sampling: Sampling, meter: ServerMeter, echo: str = "") -> None:
         self.tokens = tokens
+        self.sampling = sampling
         self.meter = meter
         self.echo = echo  # its text, if the answer begins with it
         self.cached_tokens = 0
@@ -88,8 +89,21 @@ class Answers(ABC, Generic[AnyChoice]):
         self._has_usage = request.stream_options is not None and request.stream_options.include_usage
 
     @property
+    def id(self) -> str:
+        """The id of the response, which a client needs to fork or abort it."""
+        return str(self._envelope["id"])
+
+    @property
     def is_done(self) -> bool:
         return not self._num_open
+
+    def begin(self) -> None:
+        """Let clients fork and abort it, until `close`."""
+        self._service.running[self.id] = self
+
+    def close(self) -> None:
+        self.exchange.close()
+        self._service.running.pop(self.id, None)
 
     async def submit(
         self,
@@ -104,15 +118,12 @@ class Answers(ABC, Generic[AnyChoice]):
         generated = tuple(request.continue_from)
         assert sampling.seed is not None
         meter = self._service.metrics.meter(len(tokens), request.n, sampling.max_tokens)
-        prompt = Prompt(tokens, meter, echo)
+        prompt = Prompt(tokens, sampling, meter, echo)
         choices = []
         for copy in range(request.n):
-            words = self.vocabulary
-            detokenizer = TokenNumbers() if words is None else Detokenizer(words, tokens, keep_special)
-            reader = AnswerReader(detokenizer, request.stops(), request.min_tokens, sampling.logprobs is not None)
+            reader = self._reader(tokens, sampling, keep_special)
             choice = self.make_choice(len(self.choices) + copy, prompt, reader)
-            choice.head, choice.tail = self._around(choice.index)
-            choice.seed = seed_of_copy(sampling.seed, copy)
+            self._prepare(choice, seed_of_copy(sampling.seed, copy))
             choices.append(choice)
         if generated:
             (choice,) = choices
@@ -122,10 +133,11 @@ class Answers(ABC, Generic[AnyChoice]):
             if choice.reader.is_stopped:  # the engine ends it at once
                 sampling = replace(sampling, max_tokens=len(generated))
         number = self.exchange.submit(tokens, sampling, request.n, request.priority, adapter, generated)
-        self._prompts[number] = prompt
-        self.has_logprobs |= sampling.logprobs is not None or sampling.prompt_logprobs is not None
-        self._num_open += request.n
-        self.choices.update({(number, copy): choice for copy, choice in enumerate(choices)})
+        self._open(number, prompt, choices)
+
+    async def pieces(self) -> list[OutputDelta]:
+        """Wait for deltas; return those since the last call, at least one."""
+        return await self.exchange.pieces()
 
     def read(self, pieces: list[OutputDelta]) -> bytes:
         """Process deltas; return the events that a stream sends for them. Raise if one ended with an error."""
@@ -202,6 +214,22 @@ class Answers(ABC, Generic[AnyChoice]):
         """Return the fields that `return_token_ids` adds to a choice."""
         return {"token_ids": tokens, "weights_versions": versions} if self.request.return_token_ids else {}
 
+    def _reader(self, prompt: tuple[int, ...], sampling: Sampling, keep_special: bool = False) -> AnswerReader:
+        words = self.vocabulary
+        detokenizer = TokenNumbers() if words is None else Detokenizer(words, prompt, keep_special)
+        return AnswerReader(detokenizer, self.request.stops(), sampling.min_tokens, sampling.logprobs is not None)
+
+    def _prepare(self, choice: AnyChoice, seed: int) -> None:
+        choice.head, choice.tail = self._around(choice.index)
+        choice.seed = seed
+
+    def _open(self, number: int, prompt: Prompt, choices: list[AnyChoice]) -> None:
+        """Expect the deltas of a request that was sent to the engine."""
+        self._prompts[number] = prompt
+        self.has_logprobs |= prompt.sampling.logprobs is not None or prompt.sampling.prompt_logprobs is not None
+        self._num_open += len(choices)
+        self.choices.update({(number, copy): choice for copy, choice in enumerate(choices)})
+
     def _around(self, index: int) -> tuple[str, str]:
         """Return the JSON before and after the text of a chunk: made once, used for every token."""
         mark = "\N{OBJECT REPLACEMENT CHARACTER}"
@@ -232,24 +260,24 @@ class Answers(ABC, Generic[AnyChoice]):
 async def respond(http: Request, answers: Answers[Any], ignored: list[str]) -> Response:
     """Return the answers as a body, or as a stream once the first of them begins. `ignored`: fields for
     X-Ignored-Fields."""
-    exchange = answers.exchange
     headers = {"X-Ignored-Fields": ", ".join(map(_header_text, ignored[:20]))} if ignored else {}
     watch = asyncio.create_task(_watch(http.receive, answers))
     is_handed_on = False
+    answers.begin()
     try:
-        events = answers.read(await exchange.pieces())
+        events = answers.read(await answers.pieces())
         if answers.request.stream:
             is_handed_on = True
             return EventStream(answers, events, watch, headers)
         while not answers.is_done:
-            answers.read(await exchange.pieces())
+            answers.read(await answers.pieces())
         # Log-probs of a long text are megabytes of JSON: keep them off the event loop.
         body = await asyncio.to_thread(answers.whole) if answers.has_logprobs else answers.whole()
         return Response(body, media_type="application/json", headers=headers)
     finally:
         if not is_handed_on:
             watch.cancel()
-            exchange.close()
+            answers.close()
 
 
 class EventStream(Response):
@@ -277,7 +305,7 @@ class EventStream(Response):
                         break
                     if events:
                         await send({"type": "http.response.body", "body": events, "more_body": True})
-                    events = answers.read(await answers.exchange.pieces())
+                    events = answers.read(await answers.pieces())
             except ApiError as error:
                 events = answers.unsent + b"data: " + error.encoded() + b"\n\n" + DONE
             await send({"type": "http.response.body", "body": events, "more_body": False})
@@ -285,7 +313,7 @@ class EventStream(Response):
             pass
         finally:
             self._watch.cancel()
-            answers.exchange.close()
+            answers.close()
 
 
 async def _watch(receive: Receive, answers: Answers[Any]) -> None:

@@ -73,6 +73,7 @@ class HttpService:
         self.link = link
         self.metrics = Metrics(link, settings.served_name)
         self.is_draining = False
+        self.running: dict[str, object] = {}  # `Answers` of open requests, by the id of their response
         self._num_preparing = 0
         self._encoders = ThreadPoolExecutor(ENCODERS, thread_name_prefix="encode")
         folder = settings.model_folder
@@ -252,8 +253,8 @@ class HttpService:
             presence_penalty=request.presence_penalty,
             frequency_penalty=request.frequency_penalty,
             repetition_penalty=chosen.get("repetition_penalty", request.repetition_penalty),
-            seed=_SEEDS.randrange(DRAWN_SEEDS) if request.seed is None else request.seed,
-            logit_bias=_logit_bias(request.logit_bias or {}, ready.vocabulary),
+            seed=draw_seed() if request.seed is None else request.seed,
+            logit_bias=logit_bias_of(request.logit_bias or {}, ready.vocabulary),
             min_tokens=request.min_tokens,
             stop_tokens=stop_tokens,
             ignore_eos=request.ignore_eos,
@@ -303,6 +304,10 @@ class HttpService:
         if characters <= LONG_CHARACTERS:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._encoders, work)
+
+
+def draw_seed() -> int:
+    return _SEEDS.randrange(DRAWN_SEEDS)
 
 
 def generation_defaults(folder: Path) -> dict[str, float]:
@@ -372,7 +377,7 @@ def _arguments(text: str) -> Any:
         return text  # pass the model's own text back unchanged
 
 
-def _logit_bias(bias: dict[str, float], vocabulary: int) -> dict[int, float]:
+def logit_bias_of(bias: dict[str, float], vocabulary: int) -> dict[int, float]:
     result = {}
     for token, value in bias.items():
         if not (token.isascii() and token.isdigit() and len(token) < 10 and int(token) < vocabulary):

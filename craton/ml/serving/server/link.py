@@ -184,6 +184,7 @@ class EngineLink:
                 future.set_result(reply)
         elif isinstance(reply, Ready):
             self.ready = reply
+            self.stats = replace(self.stats, weights_version=reply.weights_version)
             logger.info("ready: %s, up to %d tokens", reply.model, reply.max_length)
         elif isinstance(reply, Failed):
             self._end(reply.reason)
@@ -267,6 +268,12 @@ class Exchange:
         if index in self._open.get(number, ()):
             self._link._abort(number, index)
             self._ended(number, index)
+
+    def abort(self, number: int, index: int) -> None:
+        """Abort a copy; its last delta says so."""
+        if index in self._open.get(number, ()):
+            self._link._abort(number, index)
+            self.put(OutputDelta(number, index, finish="abort"))
 
     def client_gone(self) -> None:
         self.fail(ClientGoneError())

@@ -30,6 +30,7 @@ TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 LogprobCount = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+RequestId = Annotated[str, Field(min_length=1, max_length=128)]  # the `id` of a response
 
 
 class Body(BaseModel):
@@ -152,6 +153,41 @@ class CompletionRequest(GenerationRequest):
     echo: bool = False
     logprobs: LogprobCount | None = None
     add_special_tokens: bool = True
+
+
+class BranchSampling(Body):
+    """How a branch of a fork samples; what is not given is as in the request that is forked, except for the seed."""
+
+    max_tokens: int | None = Field(default=None, ge=1, lt=1 << 31)  # counts the tokens before the fork, too
+    temperature: float | None = Field(default=None, ge=0, le=100)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1, lt=1 << 31)
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(default=None, gt=0, le=100)
+    seed: int | None = Field(default=None, ge=-(1 << 63), lt=1 << 63)
+    logit_bias: Annotated[dict[str, Bias], Field(max_length=MAX_BIASED)] | None = None
+    stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_STOP_TOKENS)] | None = None
+    min_tokens: int | None = Field(default=None, ge=0, lt=1 << 31)
+    ignore_eos: bool | None = None
+
+
+class ForkRequest(Body):
+    """Branches of a running completion. Stop strings and grammar are those of the request."""
+
+    id: RequestId
+    index: int = Field(default=0, ge=0, lt=MAX_CHOICES)  # of the choice
+    branches: Annotated[list[BranchSampling], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
+    logprobs: LogprobCount | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool = False
+
+
+class AbortRequest(Body):
+    id: RequestId
+    index: int | None = Field(default=None, ge=0, lt=MAX_CHOICES)  # of a choice; default: all
 
 
 class FunctionCall(Body):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # so that tests with a real engine find its model
 sys.path.insert(0, str(Path(__file__).parent))  # so that the tests find the scripted engine
 
 from scripted_engine import Script, ScriptedEngine, Served, controlled, tokens_of

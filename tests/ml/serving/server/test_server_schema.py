@@ -19,8 +19,8 @@ from scripted_engine import ADMIN, SECONDS, Script, Served
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance]
 NUM_EXAMPLES = 5
 TAKING = [
-    "/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize", "/v1/load_lora_adapter",
-    "/v1/unload_lora_adapter", "/update_weights", "/pause", "/sleep", "/wake_up",
+    "/v1/chat/completions", "/v1/completions", "/v1/fork", "/v1/abort", "/tokenize", "/detokenize",
+    "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/update_weights", "/pause", "/sleep", "/wake_up",
 ]  # fmt: skip
 GIVING = [
     "/v1/models", "/live", "/health", "/ping", "/metrics", "/version", "/is_paused", "/is_sleeping", "/weights_version",
