@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import resource
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from craton.bench.load.answer import EMPTY, StreamedResponse
 from craton.bench.load.errors import EndpointError
 from craton.bench.load.requests import Ids, Request, Words, trial_prompt
 from craton.formatting import setting
+from craton.ml.serving.clients import error_message, model_cards, unreachable_reason
 from craton.nearest import did_you_mean
 
 # Uvicorn closes idle connections after 5 s. A request on a connection that is just being closed would fail without a
@@ -29,7 +29,6 @@ from craton.nearest import did_you_mean
 _IDLE_SECONDS = 2.0
 _TRIAL_TOKENS = 16
 _TRIAL_WORDS = (16, 144)
-_SHOWN_CHARACTERS = 200
 
 
 @dataclass(frozen=True)
@@ -126,7 +125,7 @@ class Endpoint:
             async with self._session.post(self._address, data=body) as response:
                 if response.status != 200:
                     answer.error = f"HTTP {response.status}"
-                    answer.error_detail = _message(await response.text(errors="replace"))
+                    answer.error_detail = error_message(await response.text(errors="replace"))
                     return
                 read = response.content.readany
                 while data := await read():
@@ -147,11 +146,11 @@ class Endpoint:
             async with self._session.post(self._address, data=self.encode(request)) as response:
                 self._check_key(response.status)
                 if response.status in (404, 405):
-                    message = _message(await response.text(errors="replace"))
+                    message = error_message(await response.text(errors="replace"))
                     raise self._error(f"returns HTTP {response.status} at {self.target.path} ({message})")
                 if response.status != 200:
                     answer.error = f"HTTP {response.status}"
-                    answer.error_detail = _message(await response.text(errors="replace"))
+                    answer.error_detail = error_message(await response.text(errors="replace"))
                     return answer
                 if response.content_type != "text/event-stream":
                     raise self._error(
@@ -201,29 +200,13 @@ def _allow_connections() -> None:
 
 
 def _unreachable(error: Exception) -> str:
-    if isinstance(error, aiohttp.InvalidURL):
-        return "not a valid URL"
-    if isinstance(error, aiohttp.ClientConnectorError):
-        code = error.os_error.errno
-        # asyncio's text for a refused connection is unclear; for an unknown host name the number is not an errno.
-        reason = os.strerror(code) if code and code > 0 else error.os_error.strerror or error
-        return f"cannot connect ({reason}); check that the server is running and the port is right"
     if isinstance(error, asyncio.TimeoutError):
         return "the server accepts connections but does not answer; see --timeout"
-    return f"the server does not speak HTTP correctly ({str(error) or type(error).__name__})"
+    return unreachable_reason(error)
 
 
 def _model_names(text: str) -> list[str]:
     try:
-        return [str(entry["id"]) for entry in json.loads(text)["data"]]
-    except (ValueError, TypeError, KeyError):
+        return [str(card["id"]) for card in model_cards(json.loads(text))]
+    except ValueError:
         return []
-
-
-def _message(text: str) -> str:
-    """Return the error message of a server's response, from its JSON if there is one."""
-    with contextlib.suppress(ValueError, TypeError, AttributeError):
-        document = json.loads(text)
-        document = document.get("error", document.get("detail", document))
-        text = document["message"] if isinstance(document, dict) and "message" in document else document
-    return " ".join(str(text).split())[:_SHOWN_CHARACTERS] or "no reason given"

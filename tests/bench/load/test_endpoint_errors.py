@@ -71,9 +71,12 @@ def test_an_address_without_a_host() -> None:
         drive("http://")
 
 
-@pytest.mark.parametrize("answer", [b"", b"SSH-2.0-OpenSSH_9.0\r\n"])
-def test_something_else_than_a_web_server(answer: bytes) -> None:
-    with speaks(answer) as url, pytest.raises(EndpointError, match="does not speak HTTP correctly"):
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [(b"", "closed the connection before it replied"), (b"SSH-2.0-OpenSSH_9.0\r\n", "does not speak HTTP correctly")],
+)
+def test_something_else_than_a_web_server(answer: bytes, message: str) -> None:
+    with speaks(answer) as url, pytest.raises(EndpointError, match=message):
         drive(url)
 
 

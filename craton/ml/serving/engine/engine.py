@@ -119,6 +119,10 @@ class Engine:
         has_started = self._in_flight or self.scheduler.running or self.scheduler.waiting
         return not self._ended and not has_started
 
+    @property
+    def has_grammars(self) -> bool:
+        return self._grammars is not None
+
     def submit(self, request: Submit) -> None:
         """Accept a request. An invalid one ends alone, with an error as its last delta."""
         try:
