@@ -132,7 +132,8 @@ test:
 #   killed and drained, a webhook receives an alert, 200 clients stream, a queued run survives an upgrade;
 # - scored benches: the diagnosis on all scenarios drawn from the date (`make test` has a sixth with a fixed seed), the
 #   planner on every published run, 200 random ways to serve a model (`make test` has every pair of options on one rank),
-#   plans of the largest examples, a plan for each of 15 clusters.
+#   plans of the largest examples, a plan for each of 15 clusters;
+# - inference clients against a foreign server (`transformers serve`), and with random interruptions.
 test-all:
 	@seed=$${SEED:-$$(date +%s)}; \
 	echo "property tests draw new cases with seed $$seed; 'make test-all SEED=$$seed' draws these again"; \

@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 import requests
 from live_server import make_model, serving
+from test_engine_client import is_finished
 from waiting import PATIENCE_SECONDS, wait_until
 
 from craton.agent.processes import free_port
@@ -51,7 +52,7 @@ from craton.ml.serving.settings import EngineSettings
 KINDS = ["engine", "server", "openai", pytest.param("foreign", marks=pytest.mark.slow)]
 TEXT = "The quick brown fox says"
 END = {0: -100.0, 2: -100.0}  # the tokens that end an answer, which is to have its length
-LONG = Sampling(max_tokens=200, temperature=1.0, logit_bias=END)
+LONG = Sampling(max_tokens=120, temperature=1.0, logit_bias=END)
 SHORT = replace(LONG, max_tokens=12)
 
 pytestmark = pytest.mark.xdist_group("client contract")
@@ -158,6 +159,7 @@ def run(endpoint: Endpoint, work: Callable[[InferenceClient], Awaitable[None]], 
         async with asyncio.timeout(PATIENCE_SECONDS), endpoint.open(random_seed=7, **options) as client:
             await work(client)
             await idle(client)
+            assert client._slots.taken == 0
 
     asyncio.run(inside())
     endpoint.expect_freed()
@@ -261,7 +263,7 @@ def test_branches_continue_a_running_answer(endpoint: Endpoint) -> None:
         branches: list[Answer] = []
         async for _ in client.stream(parent):
             if parent.text and not branches:
-                branches = await client.fork(parent, [parent.request.sampling, replace(LONG, max_tokens=150)])
+                branches = await client.fork(parent, [parent.request.sampling, replace(LONG, max_tokens=80)])
                 client.abort((await client.fork(parent, [LONG]))[0])
         same, other = branches
         for branch in branches:
@@ -270,11 +272,11 @@ def test_branches_continue_a_running_answer(endpoint: Endpoint) -> None:
         assert (parent.finish, same.finish, other.finish) == ("length", "length", "length")
         if capabilities.shared_forks:
             begun = len(same.generated)
-            assert 0 < begun < 200
+            assert 0 < begun < 120
             assert same.tokens == parent.tokens[begun:]
             twin = await complete(client, replace(other.request, generated=other.generated))
             assert twin[0].tokens == other.tokens
-            assert len(other.generated) + len(other.tokens) == 150
+            assert len(other.generated) + len(other.tokens) == 80
         else:
             assert str(same.request.prompt).startswith(TEXT)
             assert len(str(same.request.prompt)) > len(TEXT), "a fork is a longer prompt"
@@ -461,10 +463,8 @@ def interrupt_at_random(endpoint: Endpoint, num_rounds: int, seed: int) -> None:
                 (rest,) = await complete(client, answer.continuation())
                 assert [*answer.tokens, *rest.tokens] == twin.tokens
                 assert answer.text + rest.text == twin.text
-            for branch in branches[:1]:
-                async for _ in client.stream(branch):
-                    pass
-                assert [*branch.generated, *branch.tokens] == twin.tokens
+            if branches and await is_finished(client, branches[0]):
+                assert [*branches[0].generated, *branches[0].tokens] == twin.tokens
 
         for _ in range(num_rounds):
             samplings = [replace(LONG, max_tokens=40, seed=draw.randrange(1000), temperature=draw.choice([0.0, 1.0]))]
@@ -481,12 +481,12 @@ def interrupt_at_random(endpoint: Endpoint, num_rounds: int, seed: int) -> None:
     run(endpoint, work)
 
 
-@pytest.mark.parametrize("endpoint", ["engine", "server"], indirect=True)
+@pytest.mark.parametrize("endpoint", ["server"], indirect=True)
 def test_interrupted_answers_equal_their_twins(endpoint: Endpoint) -> None:
     interrupt_at_random(endpoint, 2, seed=3)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("endpoint", ["engine", "server"], indirect=True)
+@pytest.mark.parametrize("endpoint", ["server"], indirect=True)
 def test_many_interrupted_answers_equal_their_twins(endpoint: Endpoint) -> None:
     interrupt_at_random(endpoint, 60, seed=random.randrange(1 << 30))

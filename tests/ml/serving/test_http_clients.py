@@ -36,6 +36,7 @@ HASTY = Retries(max_tries=3, max_seconds=30.0, first_delay=0.001, max_delay=0.00
 ASK = InferenceRequest("Once", Sampling(max_tokens=4, temperature=0.0))
 STREAM = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n"
 CARD = {"id": "tiny", "owned_by": "someone"}
+STALL = b"nothing more, until the client leaves"
 OURS = {"id": "tiny", "owned_by": "craton", "weights_version": 3}
 
 Reply = bytes | list[bytes] | None  # None: nothing is ever sent
@@ -88,6 +89,9 @@ class RawServer:
                 await reader.read()
                 self.num_closed += 1
             for part in [reply] if isinstance(reply, bytes) else reply or []:
+                if part == STALL:
+                    await reader.read()
+                    break
                 writer.write(part)
                 await writer.drain()
                 await asyncio.sleep(0)
@@ -284,6 +288,47 @@ def test_copies_of_a_broken_stream_are_continued_one_by_one() -> None:
         (1, 11, (5,)),
         (1, 13, ()),
     ]
+
+
+def test_a_broken_branch_is_continued_with_its_tokens() -> None:
+    first = event(text="upon", token_ids=[5], weights_versions=[3])
+    branch = event(text=" a", token_ids=[6], weights_versions=[3], generated_token_ids=[5])
+    rest = event(text=" time", token_ids=[7], weights_versions=[3], finish_reason="length")
+    server = RawServer([STREAM + first, STALL], STREAM + branch, STREAM + rest, card=OURS)
+
+    async def work(client: InferenceClient) -> None:
+        (parent,) = await client.submit(InferenceRequest("Once", Sampling(max_tokens=4, seed=11)))
+        async for _ in client.stream(parent):
+            (branch,) = await client.fork(parent, [Sampling(max_tokens=3, seed=12)])
+            assert [delta.text async for delta in client.stream(branch)] == [" a", " time"]
+            assert (branch.generated, branch.tokens, branch.finish) == ((5,), [6, 7], "length")
+            client.abort(parent)
+            break
+
+    ask(server, work, ServerClient)
+    assert server.paths == ["/v1/completions", "/v1/fork", "/v1/completions"]
+    assert (server.bodies[1]["id"], server.bodies[1]["branches"][0]["seed"]) == ("cmpl-1", 12)
+    assert (server.bodies[2]["continue_from"], server.bodies[2]["seed"]) == ([5, 6], 12)
+
+
+def test_a_fork_of_a_busy_server_is_tried_again() -> None:
+    first = event(text="upon", token_ids=[5], weights_versions=[3])
+    last = event(text=" a", token_ids=[6], weights_versions=[3], generated_token_ids=[5], finish_reason="length")
+    busy, unknown = page("429 Busy", "later"), page("404 Not Found", '{"error": "choice 0 has ended"}')
+    server = RawServer([STREAM + first, STALL], busy, STREAM + last, unknown, card=OURS)
+
+    async def work(client: InferenceClient) -> None:
+        (parent,) = await client.submit(InferenceRequest("Once", Sampling(max_tokens=4)))
+        async for _ in client.stream(parent):
+            (branch,) = await client.fork(parent, [Sampling(max_tokens=3)])
+            assert [delta.text async for delta in client.stream(branch)] == [" a"]
+            (late,) = await client.fork(parent, [Sampling(max_tokens=3)])
+            with pytest.raises(RequestRefusedError, match="choice 0 has ended"):
+                [delta async for delta in client.stream(late)]
+            client.abort(parent)
+            break
+
+    ask(server, work, ServerClient)
 
 
 def test_a_foreign_server_is_no_server_of_ours() -> None:

@@ -105,6 +105,7 @@ class EngineClient(InferenceClient):
     async def _start(self, answers: list[Answer]) -> None:
         request = answers[0].request
         prompt = await self._call(lambda: self._tokens(request))
+        self._expect_open()
         number = next(_ids)
         sampling, generated = request.sampling, request.generated
         for answer in answers:
@@ -117,7 +118,12 @@ class EngineClient(InferenceClient):
         if all(answer.is_done for answer in answers):
             return
         submit = Submit(number, prompt, sampling, len(answers), request.priority, request.adapter, generated)
-        await self._call(lambda: self._engine.submit(submit))
+        submitted = self._call(lambda: self._engine.submit(submit))
+        for answer in answers:
+            if answer not in self._open:  # it was aborted while its prompt was tokenized
+                self._abort(answer)
+                self._forget(answer)
+        await submitted
         self._drive()
 
     async def _start_branches(self, parent: Answer, branches: list[Answer]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 from abc import abstractmethod
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from itertools import count
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -111,9 +111,22 @@ class HttpClient(InferenceClient):
         """Whether an answer that broke off can be continued exactly."""
 
     def _run(self, answers: list[Answer], tries: int = 0, began: float | None = None) -> None:
-        """Read answers in the background, with retries."""
-        task = self._spawn(self._try_answers(answers, tries, began))
+        """Read answers in the background, with retries: together if all are open, for their seeds follow each other."""
+        still_open = [answer for answer in answers if answer in self._open]
+        for group in [answers] if len(still_open) == len(answers) else [[answer] for answer in still_open]:
+            self._read_in_background(group, self._try_answers(group, tries, began))
+
+    def _read_in_background(self, answers: list[Answer], work: Coroutine[Any, Any, None]) -> None:
+        task = self._spawn(work)
         self._tasks.update(dict.fromkeys(answers, task))
+        task.add_done_callback(lambda _: self._check_ended(task, answers))
+
+    def _check_ended(self, task: asyncio.Task[None], answers: list[Answer]) -> None:
+        """Fail the answers of a task that ended by an unexpected exception: their readers must not wait for ever."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            for answer in answers:
+                if self._tasks.get(answer) is task:
+                    self._fail(answer, InferenceError(f"{self.endpoint}: {type(error).__name__}: {error}"))
 
     async def _try_answers(self, answers: list[Answer], tries: int, began: float | None) -> None:
         loop = asyncio.get_running_loop()
@@ -145,7 +158,7 @@ class HttpClient(InferenceClient):
                 answer.remote = None
             await asyncio.sleep(seconds)
             answers = [answer for answer in answers if not answer.is_done]
-            if len(answers) > 1 and (len(answers) < num_answers or any(answer.has_begun for answer in answers)):
+            if len(answers) < num_answers or any(answer.has_begun for answer in answers):
                 for answer in answers:  # each has its own tokens, and their seeds no longer follow each other
                     self._run([answer], tries, began)
                 return
@@ -258,6 +271,7 @@ class HttpClient(InferenceClient):
             raise self._unreachable(error) from None
 
     def _connect(self) -> aiohttp.ClientSession:
+        self._expect_open()
         if self._session is None:
             headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
             if self._key:

@@ -14,7 +14,7 @@ from urllib.parse import quote
 
 from craton.ml.serving.clients.answer import Answer, AnswerDelta
 from craton.ml.serving.clients.capabilities import Capabilities
-from craton.ml.serving.clients.errors import InferenceError, ProtocolError
+from craton.ml.serving.clients.errors import BrokenStreamError, InferenceError, ProtocolError
 from craton.ml.serving.clients.http_client import HttpClient
 from craton.ml.serving.messages import Finish, Sampling
 
@@ -70,8 +70,7 @@ class ServerClient(HttpClient):
             await parent.wait()
         if parent.is_done or parent.remote is None:
             raise self._ended_error()
-        task = self._spawn(self._read_branches(*parent.remote, branches))
-        self._tasks.update(dict.fromkeys(branches, task))
+        self._read_in_background(branches, self._read_branches(*parent.remote, branches))
 
     async def _read_branches(self, id: str, index: int, branches: list[Answer]) -> None:  # noqa: A002
         fields = [sampling_fields(branch.request.sampling) for branch in branches]
@@ -80,14 +79,16 @@ class ServerClient(HttpClient):
         common = ("logprobs", "structured_outputs")  # once for all branches, or as in the parent
         samplings = [{key: value for key, value in each.items() if key not in common} for each in fields]
         body = {"id": id, "index": index, "branches": samplings, "logprobs": logprobs}
+        error: InferenceError = BrokenStreamError(f"{self.endpoint}: the stream ended before its branches")
         try:
-            await self._read_stream(FORK, body, branches)
-        except InferenceError as error:
-            for branch in branches:
-                if branch.has_begun and not branch.is_done:
-                    self._run([branch], tries=1)
-                elif not branch.is_done:
-                    self._fail(branch, error)
+            await self._with_retries(lambda: self._read_stream(FORK, body, branches))
+        except InferenceError as failure:
+            error = failure
+        for branch in branches:
+            if branch.has_begun and isinstance(error, BrokenStreamError):
+                self._run([branch], tries=1)
+            elif not branch.is_done:
+                self._fail(branch, error)
 
     async def _read_answers(self, answers: list[Answer]) -> None:
         request = answers[0].request
