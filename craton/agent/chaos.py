@@ -29,6 +29,7 @@ from craton.job import InjectedFault, load_job, parse_fault
 from craton.job.sections import place_of
 from craton.telemetry import RunDirectory
 from craton.telemetry.files import paths_in, read_regular
+from craton.telemetry.node import read_heartbeat
 from craton.telemetry.rank import BESIDE
 
 LOOK_SECONDS = 0.5
@@ -57,7 +58,7 @@ class Chaos:
         coordinates: Callable[[], bool],
     ) -> None:
         self._run, self._node, self._records, self._processes = run, node, records, processes
-        self._coordinates = coordinates
+        self._coordinates, self._nodes = coordinates, launch.nodes
         self._has_traps = bool(launch.nursery)
         self._waiting: list[Armed] = []
         self._known: set[str] = set()
@@ -119,6 +120,9 @@ class Chaos:
         elif fault.target == "coordinator":
             if self._coordinates() and self._fire(armed):
                 os.kill(os.getpid(), signal.SIGKILL)
+        elif fault.target == "member":
+            if self._fire(armed):
+                self._kill_agents()
         elif fault.target in ("agent", "node"):
             if fault.node == self._node and self._fire(armed):
                 if fault.target == "node":
@@ -162,6 +166,14 @@ class Chaos:
         kind = "any" if beside else fault.during or "stepping"
         place.page.set_trap(action, kind, beside, fault.step or 0)
         self._say("chaos_armed", f"{fault.text} is armed", fault.text)
+
+    def _kill_agents(self) -> None:
+        """Kill all agents of the run on this machine, this one last; their ranks and keepers die with them."""
+        beats = [read_heartbeat(self._run, node) for node in self._nodes]
+        for pid in [beat.pid for beat in beats if beat and beat.is_alive_here and beat.pid != os.getpid()]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
 
     def _step(self) -> int:
         return max((place.page.step for _, place in self._processes.ranks), default=0)

@@ -55,6 +55,9 @@ class Launch:
     progress: dict[str, Any] = field(default_factory=dict)  # how the progress of a job's own command is read
     nodes_per_gpu: int = 1  # above 1: nodes of one machine share a GPU
     dollars_per_day: float | None = None  # price of its nodes, for display; None: unknown
+    members: list[str] = field(default_factory=list)  # argv of its member manager; []: it owns no runs
+    owner: str = ""  # directory of the run that owns this one; "": it stands alone
+    owner_seconds: float = 60.0  # how long a member runs on after the last process that looks after its owner
 
     def __post_init__(self) -> None:
         problems = [
@@ -210,4 +213,7 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "progress": (lambda value: isinstance(value, Mapping), "an object of progress settings"),
     "nodes_per_gpu": (_is_integer(1, 4096), "a whole number, 1 or more"),
     "dollars_per_day": (lambda value: value is None or _is_seconds(value), "dollars, 0 or more, or null"),
+    "members": (_is_text_list, "a list of arguments, the program first"),
+    "owner": (lambda value: isinstance(value, str), "the directory of a run"),
+    "owner_seconds": (_is_seconds, "seconds, 0 or more"),
 }

@@ -102,6 +102,7 @@ class Membership:
         self._resize_seen = 0.0
         self._seen_beats: dict[str, tuple[float, float]] = {}  # node → its last heartbeat, and when it changed here
         self.is_released = self.is_finished = False  # this node is no longer needed; the run is done
+        self.is_held = False  # no first generation yet: members of the run are not ready
         election.look()
 
     @property
@@ -137,6 +138,7 @@ class Membership:
         if self._unwritten is not None and not is_ending:
             self._act(self._unwritten)
         if self._coordinator is not None and self._unwritten is None and not is_ending:
+            self._coordinator.is_held = self.is_held
             for action in self._coordinator.tick(now, STEADY.now()):
                 if self._coordinator is not None:
                     self._act(action)

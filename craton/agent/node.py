@@ -245,6 +245,12 @@ class NodeProcesses:
                 if not place.is_running:
                     place.page.begin("waiting", self.broke_at)
 
+    def wait_for_members(self, is_held: bool) -> None:
+        """Book time before the first generation as `waiting` while the run waits for runs that it owns."""
+        for place in self.places:
+            if place.page.kind == ("start" if is_held else "waiting"):
+                place.page.switch("waiting" if is_held else "start")
+
     def wait_for_nodes(self) -> None:
         """Book time as `waiting`: the run cannot continue before another node joins."""
         for place in self.places:

@@ -14,6 +14,8 @@ sums to wall time.
   that does not leave the old generation within its grace period may be blocked forever: it is killed and restarted.
   The same holds for a planned generation, for which ranks first finish their step: a rank that dies before it has
   entered is a failure.
+- A run that owns runs: its first generation waits until they are ready; their ends never end one of its generations.
+  A member whose owner is gone saves and stops.
 - FATAL: the ranks are terminated. If the run directory is gone: the same, after they have saved to other tiers.
 - A full, read-only or failing disk under the run directory: the run continues, and writes wait (`state_writer`).
 """
@@ -35,8 +37,10 @@ from craton.agent.errors import LaunchError
 from craton.agent.generation import Generation, newest_generation
 from craton.agent.launch import Launch
 from craton.agent.lock import NodeLock
+from craton.agent.member_manager import MemberManager
 from craton.agent.membership import Membership
 from craton.agent.node import NodeProcesses
+from craton.agent.owner import OwnerWatch
 from craton.agent.processes import (
     EXIT_FINAL,
     ChildProcess,
@@ -101,6 +105,7 @@ class Supervisor:
         self._progress = CommandProgress(launch.progress, self._processes, self._records, self.warn)
         self._first_ranks = _first_ranks(launch, node, present)
         self._membership: Membership | None = None
+        self._members, self._owner = MemberManager(run, launch, self._records), OwnerWatch(launch)
         self._chaos = Chaos(run, launch, self._node, self._records, self._processes, self._coordinates)
         self._ending: str | None = None  # why the ranks were terminated
         self._is_failure = self._is_done = False
@@ -137,6 +142,7 @@ class Supervisor:
         else:
             self._face.address = election.address
             self._membership = Membership(self._run, self._launch, self._node, election, self._records, self)
+            self._membership.is_held = self._members.is_wanted
             self._face.beat("running")
         while not self._is_over:
             try:
@@ -220,9 +226,13 @@ class Supervisor:
             self.fail(f"{self._node} cannot start its processes: {explain(error)}")
 
     def _reap(self) -> None:
-        for child in reap([*self._processes.children, *self._face.sinks]):
+        managers = [self._members.child] if self._members.child else []
+        for child in reap([*self._processes.children, *self._face.sinks, *managers]):
             if isinstance(child, RankProcess):
                 self._on_rank_end(child)
+            elif (reason := self._members.ended(child)) is not None:
+                if reason:
+                    self.warn("manager_ended", f"{reason}; starting a new one")
             elif (helper := self._processes.helper_ended(child)) is not None:
                 self._on_helper_end(helper, child)
             elif child.code != 0:
@@ -260,6 +270,7 @@ class Supervisor:
             self._end_ranks("STOP", is_failure=False)
         if self._run.has("DONE"):
             self._is_done = True
+        self._look_after_members(now)
         if directory_identity(self._run) == self._directory:
             self._seen_directory = now
         elif now - self._seen_directory > GONE_SECONDS and not self._is_failure:
@@ -268,6 +279,24 @@ class Supervisor:
             self._end_ranks(reason, is_failure=True, grace_seconds=self._launch.stop_grace_seconds)
         if self._membership is not None:
             self._membership.look_for_wishes()
+
+    def _look_after_members(self, now: float) -> None:
+        """Keep the member manager of this run alive and wait for it; stop this run if its owner is gone."""
+        if self._membership is None or not self._coordinates():
+            return
+        try:
+            self._members.tend(now)
+        except OSError as error:
+            self.warn("manager_ended", f"{self._node} cannot start the member manager: {explain(error)}")
+        is_held = self._processes.generation is None and not self._members.is_open
+        if self._ending is None and is_held and self._members.failure:
+            self.fail(self._members.failure)
+        if is_held or self._membership.is_held:
+            self._processes.wait_for_members(is_held)
+        self._membership.is_held = is_held
+        if self._ending is None and (reason := self._owner.reason_to_stop(now)):
+            self.mark("STOP", reason)
+            self._end_ranks(reason, is_failure=False)
 
     # -- ranks ----------------------------------------------------------------------------------------------------
 
@@ -401,6 +430,8 @@ class Supervisor:
             self._put_off_stop(present)
         if self._ending is not None:
             return
+        if present is None and self._members.is_wanted:
+            self._started = time.monotonic()  # a command that fails now fails early, however long its members took
         try:
             self._processes.enter(generation, end)
         except OSError as error:

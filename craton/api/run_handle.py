@@ -75,7 +75,7 @@ class Run:
         `look` is called with every view of the run, including the last one.
         """
         from craton.formatting import setting
-        from craton.orchestration.watching import wait_for_agents
+        from craton.orchestration.watching import wait_for_agents, wait_for_members
 
         try:
             view = self.follow(lambda view: not view.is_moving, seconds, look, look_seconds, self._num_steps())
@@ -83,6 +83,7 @@ class Run:
             now = self.summary()
             raise TimeoutError(f"{self.name} is {now.state} after {setting(seconds)}, at step {now.step:,}") from None
         wait_for_agents(self.directory)
+        wait_for_members(self.directory)
         return view.summary
 
     def follow(
@@ -118,7 +119,7 @@ class Run:
         """
         from craton.orchestration import RunEndedError, UnsavedError
         from craton.orchestration.start import kill_run, stop_run
-        from craton.orchestration.watching import until_stopped, wait_for_agents
+        from craton.orchestration.watching import until_stopped, wait_for_agents, wait_for_members
         from craton.telemetry.files import noting_unread
 
         try:
@@ -133,6 +134,7 @@ class Run:
             if view.summary.unsaved:
                 raise UnsavedError(f"{self.name} is not stopped: {view.summary.unsaved}", view.summary)
         wait_for_agents(self.directory)
+        wait_for_members(self.directory)
         with noting_unread():  # it has stopped anyway
             return self.summary()
 

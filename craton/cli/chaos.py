@@ -25,7 +25,8 @@ def chaos(
     kill: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="WHAT", help="Kill a process: rank=3@step=40, agent=node-1, keeper=node-1 or coordinator."
+            metavar="WHAT",
+            help="Kill a process: rank=3@step=40, agent=node-1, keeper=node-1, coordinator; or a run: member=base.",
         ),
     ] = None,
     hang: Annotated[
@@ -167,7 +168,8 @@ def follow(run: RunDirectory, faults: list[InjectedFault], since: float, console
 def _awaited(faults: list[InjectedFault], fired: dict[str, float], view: View) -> bool:
     """Return whether the run has yet to recover from the last breaking fault. A rank that died before its first step
     is restarted without a recovery: then the run just makes progress."""
-    breaking = [fired[fault.text] for fault in faults if fault.kind in _BREAKING and fault.target != "keeper"]
+    own = [fault for fault in faults if fault.member is None]  # the run goes on while a member recovers
+    breaking = [fired[fault.text] for fault in own if fault.kind in _BREAKING and fault.target != "keeper"]
     if not breaking:
         return False
     if any(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from craton.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from craton.infrastructure.accelerators import visible_accelerators
+    from craton.infrastructure.accelerators import Accelerator, visible_accelerators
     from craton.infrastructure.cluster import (
         cluster_of,
         own_price,

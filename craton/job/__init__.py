@@ -9,7 +9,7 @@ from craton.lazy import lazy_names
 if TYPE_CHECKING:
     from craton.job.dump import dump_job
     from craton.job.errors import ContentError, FaultError, JobError, LayoutError, ModelError, SchemaError
-    from craton.job.faults import RANDOM_KINDS, InjectedFault, check_fault, parse_fault, random_faults
+    from craton.job.faults import RANDOM_KINDS, InjectedFault, check_fault, check_member, parse_fault, random_faults
     from craton.job.here import check_here, check_trackers
     from craton.job.jobfile import RUNNABLE_KINDS, TRAINING_KINDS, Job, Placement, load_job, make_job, parse_job
     from craton.job.sharing import sharing_problem

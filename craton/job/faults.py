@@ -16,7 +16,7 @@ from craton.nearest import did_you_mean
 
 # kind → possible targets; a node is named by a bare word, the others by key=value
 TARGETS: Mapping[str, tuple[str, ...]] = {
-    "kill": ("rank", "agent", "keeper", "coordinator"),
+    "kill": ("rank", "agent", "keeper", "coordinator", "member"),
     "hang": ("rank",),
     "fail": ("rank",),
     "corrupt": ("tier",),
@@ -29,6 +29,7 @@ DURING = ("staging", "checkpoint", "regroup", "restore", "evaluate", "data", "pr
 HANGS = ("stop", "spin")
 WHOSE = ("own", "copies", "all")
 TIERS = ("peer", "nvme", "shared")
+MAX_SHOWN_MEMBERS = 10
 EXAMPLES: Mapping[str, str] = {
     "kill": "rank=3@step=40",
     "hang": "rank=3@step=40,how=stop",
@@ -37,7 +38,7 @@ EXAMPLES: Mapping[str, str] = {
     "slow-disk": "tier=shared,seconds=0.5,for=20s@step=10",
     "lose-node": "node-1@step=40",
 }
-# kind → options besides the target and `step`
+# kind → options besides the target, `step` and `member`, the member run that the fault is for
 _OPTIONS: Mapping[str, tuple[str, ...]] = {
     "kill": ("during",),
     "hang": ("during", "how"),
@@ -54,7 +55,7 @@ class InjectedFault:
     that step on."""
 
     kind: str  # one of FAULT_KINDS
-    target: str  # rank, agent, keeper, coordinator, tier or node
+    target: str  # rank, agent, keeper, coordinator, member, tier or node
     text: str  # as written by the user
     rank: int | None = None
     node: str | None = None
@@ -64,6 +65,7 @@ class InjectedFault:
     seconds: float | None = None  # slow-disk: added duration of a write
     for_seconds: float | None = None  # slow-disk: how long the fault lasts; None: until the end
     how: str | None = None  # hang: one of HANGS; corrupt of peer memory: one of WHOSE
+    member: str | None = None  # the member run in which it happens; None: the run itself
 
     @property
     def needs_training(self) -> bool:
@@ -89,7 +91,7 @@ def parse_fault(text: str) -> InjectedFault:
         if key in settings:
             raise FaultError(f"{text!r} gives {key} twice; keep one")
         settings[key] = value
-    allowed = (*TARGETS[kind], "step", *_OPTIONS[kind])
+    allowed = tuple(dict.fromkeys((*TARGETS[kind], "step", *_OPTIONS[kind], "member")))
     for key in settings:
         if key not in allowed:
             raise FaultError(
@@ -97,6 +99,8 @@ def parse_fault(text: str) -> InjectedFault:
                 f"e.g. {kind} {EXAMPLES[kind]}"
             )
     targets = [key for key in settings if key in TARGETS[kind]]
+    if len(targets) > 1 and "member" in targets:
+        targets.remove("member")  # a process of that member, not the member as a whole
     if len(targets) != 1:
         raise FaultError(
             f"{text!r} names {' and '.join(targets) or 'nothing'} to {kind}; name one of {', '.join(TARGETS[kind])}, "
@@ -117,7 +121,8 @@ def check_fault(
     watched: int | None = None,
 ) -> None:
     """Raise FaultError for a fault that cannot happen in a run with these ranks, nodes and checkpoint tiers, at `step`
-    of `steps`. `watched` is the only rank whose steps are known, if not all are."""
+    of `steps`. `watched` is the only rank whose steps are known, if not all are. For a fault with a member, the
+    arguments are those of that member."""
     if fault.needs_training and not trains:
         raise FaultError(
             f"{fault.text!r} requires Craton's training loop, and this run is a command; use kill rank, agent or "
@@ -137,6 +142,17 @@ def check_fault(
         raise FaultError(f"{fault.text!r}: step {fault.step:,} is past, the run is at step {step:,}; give a later one")
     if fault.step is not None and steps is not None and fault.step > steps:
         raise FaultError(f"{fault.text!r}: the job ends after step {steps:,}; give an earlier one")
+
+
+def check_member(fault: InjectedFault, members: Sequence[str]) -> None:
+    """Raise FaultError for a fault in a member that the run does not have."""
+    if fault.member is None or fault.member in members:
+        return
+    if not members:
+        raise FaultError(f"{fault.text!r}: this run has no members; omit member=")
+    shown = ", ".join(members[:MAX_SHOWN_MEMBERS]) + (", ..." if len(members) > MAX_SHOWN_MEMBERS else "")
+    near = did_you_mean(fault.member, members)
+    raise FaultError(f"{fault.text!r}: there is no member {fault.member}; the members are {shown}{near}")
 
 
 def random_faults(
@@ -235,6 +251,9 @@ def _fault(kind: str, target: str, settings: Mapping[str, str], text: str) -> In
     node = settings[target] if target in ("agent", "keeper", "node") else None
     if target != "coordinator" and not settings[target]:
         raise FaultError(f"{text!r}: {target} has no value; write e.g. {kind} {EXAMPLES[kind]}")
+    member = settings.get("member")
+    if member == "":
+        raise FaultError(f"{text!r}: member has no value; write e.g. {kind} {EXAMPLES[kind]},member=base")
     tier = settings.get("tier")
     if tier is not None and (tier == "object" or tier.startswith("s3://")):
         raise FaultError(f"{text!r}: objects in S3 can be neither corrupted nor slowed down; use peer, nvme or shared")
@@ -266,6 +285,7 @@ def _fault(kind: str, target: str, settings: Mapping[str, str], text: str) -> In
         seconds=_seconds(settings, "seconds", text),
         for_seconds=_seconds(settings, "for", text),
         how=how,
+        member=member,
     )
 
 

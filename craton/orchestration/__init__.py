@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from craton.orchestration.errors import NoAnswerError, RunEndedError, RunStateError, StartError, UnsavedError
     from craton.orchestration.local import kill_agents, living_agents, start_agents, with_cards
     from craton.orchestration.node_maintenance import NodeService, ServiceNode
+    from craton.orchestration.process_commands import agent_command
     from craton.orchestration.run_files import stopped_by_scheduler, stopped_by_user
     from craton.orchestration.server import (
         READY,

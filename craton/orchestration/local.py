@@ -8,6 +8,7 @@ since is never taken for an agent, let alone killed.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import re
@@ -15,21 +16,26 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from craton.agent import Launch, write_launch
 from craton.agent.processes import open_log
 from craton.formatting import counted
 from craton.infrastructure import visible_accelerators
 from craton.orchestration.backend import Standing, Submission
-from craton.orchestration.draft import Draft, agent_command
 from craton.orchestration.errors import StartError
 from craton.orchestration.preflight import check_local
+from craton.orchestration.process_commands import agent_command
 from craton.telemetry import RunDirectory, read_json
 from craton.telemetry.files import STORAGE_ERRORS, UnsafeFileError, names_in, read_regular
+from craton.telemetry.members import MEMBERS_FOLDER, living_manager
 from craton.telemetry.node import Heartbeat, read_heartbeat, write_heartbeat
+
+if TYPE_CHECKING:
+    from craton.orchestration.draft import Draft
 
 AGENTS_FILE = "agents.json"
 KILL_SECONDS = 5.0  # a killed process is gone in milliseconds, unless it waits for a disk
@@ -163,6 +169,36 @@ def kill_agents(run: RunDirectory) -> list[AgentProcess]:
     return list(killed.values())
 
 
+def kill_manager(run: RunDirectory) -> None:
+    """Kill the member manager of a run on this machine, and wait for a start of a member that it has begun."""
+    manager = living_manager(run)
+    if manager is not None and manager.is_alive_here:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(manager.pid, signal.SIGKILL)
+    with contextlib.suppress(TimeoutError), starting_members(run, KILL_SECONDS):
+        pass
+
+
+@contextlib.contextmanager
+def starting_members(run: RunDirectory, seconds: float) -> Iterator[None]:
+    """Hold the lock under which members of a run are started; TimeoutError if another process keeps it this long."""
+    path = run.path / MEMBERS_FOLDER / ".start.lock"
+    if not path.parent.is_dir():
+        yield
+        return
+    deadline = time.monotonic() + seconds
+    with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+b") as lock:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"{path} is held by another process") from None
+                time.sleep(0.02)
+        yield
+
+
 def check_machine(launch: Launch) -> None:
     """Refuse a launch that needs more GPUs than this machine has, or more parts of them."""
     there = len(visible_accelerators()) if launch.gpus else 0
@@ -212,14 +248,15 @@ def _beating_agents(run: RunDirectory) -> list[AgentProcess]:
 
 
 def _families(run: RunDirectory, agents: Iterable[int]) -> list[int]:
-    """Return these agents, all agents and fork servers of the run by command line, and all descendants, ancestors
-    first, so that none can start another that is not yet listed. A process whose rank was just killed has lost its
-    parent: its environment names the run."""
+    """Return these agents, all agents, fork servers and member managers of the run by command line, and all
+    descendants, ancestors first, so that none can start another that is not yet listed. A process whose rank was just
+    killed has lost its parent: its environment names the run."""
     listed = subprocess.run(
         ["ps", "-A", "-ww", "-o", "pid=,ppid=,stat=,args="], capture_output=True, text=True, check=True
     ).stdout
     # Runs from before November 2026 have fork servers named nursery.
-    of_run = re.compile(rf"\S+ -m craton\.(agent|ml\.fork_server|ml\.nursery) {re.escape(str(run.path))}( --node \d+)?")
+    modules = r"agent|ml\.fork_server|ml\.nursery|orchestration\.members"
+    of_run = re.compile(rf"\S+ -m craton\.({modules}) {re.escape(str(run.path))}( --node \d+| --start \S+)?")
     family = list(agents)
     children: dict[int, list[int]] = {}
     for line in listed.splitlines():

@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeGuard, get_args
 
 from craton.formatting import counted, setting, whole_duration
 from craton.telemetry.files import paths_in, storage_problem, tail_lines
+from craton.telemetry.members import read_members_status
 from craton.telemetry.node import Heartbeat, NodeStatus, read_heartbeat, read_status
 from craton.telemetry.progress import UNKNOWN_PROGRESS, Progress, activities_of, assess_progress
 from craton.telemetry.rank import LedgerReader, monotonic_clock_id, spread
@@ -112,6 +113,9 @@ class Summarizer:
         if now is None:
             heartbeats = {node: beat and self._by_change(node, beat) for node, beat in heartbeats.items()}
         state, message = _state(self.run, started, heartbeats, recent.generation, now)
+        if state == "starting" and not message and launch.get("members"):
+            members = read_members_status(self.run)
+            message = members.waits_for if members.generation == started and not members.is_open else ""
         storage = _storage(self.run, state, started, heartbeats, now)
         ledger = self._ledger.totals()
         wall_seconds = sum(ledger.values())

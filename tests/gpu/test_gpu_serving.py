@@ -38,8 +38,7 @@ from craton.ml.data.tokenizer import train_bpe
 from craton.ml.models import Decoder, DecoderConfig, config_from_huggingface, load_weights, save_folder
 from craton.ml.serving.device.graphs import graph_sizes
 from craton.ml.serving.device.weights import send_weights
-from craton.orchestration import kill_agents, living_agents, start_agents
-from craton.orchestration.draft import agent_command
+from craton.orchestration import agent_command, kill_agents, living_agents, start_agents
 from craton.telemetry import RunDirectory
 
 RANK_PROGRAM = Path(__file__).with_name("observed_rank.py")

@@ -118,6 +118,7 @@ class Coordinator:
         self._resized: tuple[int, dict[str, Any] | None] | None = None
         self._avoided: frozenset[str] = frozenset()
         self._finished = False
+        self.is_held = False  # the first generation waits for the runs that this one owns
         self._clock = 0.0  # epoch seconds of the last tick
         self._ticked = now
         self._entered_at: int | None = None  # the step at which all ranks had entered the current generation
@@ -174,6 +175,8 @@ class Coordinator:
         if self._finished:
             return []
         self._drop_gone(now, clock)
+        if self.is_held and self.current is None:
+            return []
         if self.current is not None and not self._faults:
             if all(self._is_done(node) for node in self.current.nodes):
                 self._finished = True

@@ -17,8 +17,8 @@ from craton.agent.processes import free_port
 from craton.infrastructure import MEMORY_FRACTION, memory_fraction, nodes_per_gpu, visible_accelerators
 from craton.job import dump_job, parse_job
 from craton.job.layout import Layout
-from craton.orchestration import kill_agents, start_agents, with_cards
-from craton.orchestration.draft import agent_command, fork_server_command, rank_command
+from craton.orchestration import agent_command, kill_agents, start_agents, with_cards
+from craton.orchestration.draft import fork_server_command, rank_command
 from craton.telemetry import RunDirectory
 
 DENSE = "{layers: 4, hidden: 64, ffn_hidden: 128, heads: 4, kv_heads: 2, vocab: 64, tied_embeddings: true}"

@@ -1,7 +1,7 @@
 """Fault injection: check faults against a run, write the order for its agents, and report which faults fired.
 
-An order is RUN/chaos/ID.json, written atomically. The agents record `chaos_armed` when they have read it, and
-`chaos_fired` with the fault's text when they inject it.
+An order is RUN/chaos/ID.json, written atomically; a fault in a member goes to the member's own agents. The agents
+record `chaos_armed` when they have read it, and `chaos_fired` with the fault's text when they inject it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from craton.job import (
     InjectedFault,
     Job,
     check_fault,
+    check_member,
     load_job,
     parse_fault,
     random_faults,
@@ -32,6 +33,7 @@ from craton.orchestration.run_files import write_whole
 from craton.orchestration.watching import check_is_seen, check_running
 from craton.telemetry import RunDirectory, summarize
 from craton.telemetry.files import paths_in, read_lines
+from craton.telemetry.members import MEMBERS_FOLDER, member_runs, owner_of, read_members
 
 SOON_STEPS = 2  # minimum distance of the first random fault: an order takes half a second to arrive
 
@@ -42,12 +44,21 @@ def check_can_break(run: RunDirectory) -> None:
 
 
 def faults_for(run: RunDirectory, texts: Sequence[str]) -> list[InjectedFault]:
-    """Parse fault lines and check that each one is possible in this run now."""
+    """Parse fault lines and check that each one is possible now, in this run or in a member of it."""
     check_can_break(run)
+    faults = [parse_fault(text) for text in texts]
+    for fault in faults:
+        check_member(fault, _member_names(run))
+    for broken, theirs in _by_run(run, faults).items():
+        check_can_break(broken)
+        _check_faults(broken, theirs)
+    return faults
+
+
+def _check_faults(run: RunDirectory, faults: Sequence[InjectedFault]) -> None:
     job, launch = load_job(run.job_path), read_launch(run)
     world, nodes = _membership(run, launch)
     step = summarize(run).step
-    faults = [parse_fault(text) for text in texts]
     for fault in faults:
         check_fault(
             fault,
@@ -63,7 +74,6 @@ def faults_for(run: RunDirectory, texts: Sequence[str]) -> list[InjectedFault]:
             raise FaultError(
                 f"{fault.text!r}: this command reports no steps; write `progress:` in its job, or omit @step"
             )
-    return faults
 
 
 def random_faults_for(
@@ -80,19 +90,23 @@ def random_faults_for(
 
 
 def arm_faults(run: RunDirectory, faults: Sequence[InjectedFault]) -> Path:
-    """Write the order; the agents of the run execute it."""
+    """Write the order, and one for each member with faults; the agents of these runs execute them."""
     check_can_break(run)
-    path = run.chaos_folder / f"{time.time_ns()}-{os.getpid()}.json"
-    order = {"faults": [fault.text for fault in faults], "by": getpass.getuser(), "time": time.time()}
-    write_whole(path, json.dumps(order, indent=1) + "\n")
-    return path
+    name = f"{time.time_ns()}-{os.getpid()}.json"
+    for broken, theirs in _by_run(run, faults).items():
+        order = {"faults": [fault.text for fault in theirs], "by": getpass.getuser(), "time": time.time()}
+        write_whole(broken.chaos_folder / name, json.dumps(order, indent=1) + "\n")
+    return run.chaos_folder / name
 
 
 def fired_faults(run: RunDirectory, since: float = 0.0) -> dict[str, float]:
     """Return text → epoch seconds of every fault that fired since then, oldest first. A fault that every node injects
     itself, such as a flipped byte in its own memory, counts from the first node on."""
     result: dict[str, float] = {}
-    for event in sorted(_events(run), key=lambda event: float(event.get("time", 0.0))):
+    in_members = (
+        event for member in member_runs(run) for event in _events(member) if "member=" in str(event.get("fault"))
+    )
+    for event in sorted([*_events(run), *in_members], key=lambda event: float(event.get("time", 0.0))):
         moment = float(event.get("time", 0.0))
         if event.get("event") == "chaos_fired" and moment >= since:
             result.setdefault(str(event.get("fault")).partition(": ")[0], moment)  # the action follows the fault's text
@@ -131,6 +145,8 @@ def what_happens(fault: InjectedFault) -> str:
         when = f"at step {fault.step:,}"
     lasting = f" for {setting(fault.for_seconds)}" if fault.for_seconds else " to the end"
     target = f"rank {fault.rank}" if fault.target == "rank" else f"the {fault.target}"
+    if fault.target == "member":
+        target = f"member {fault.member} with its agents"
     if fault.target in ("agent", "keeper"):
         target = f"the {fault.target} of {fault.node}"
     effect = {
@@ -145,7 +161,23 @@ def what_happens(fault: InjectedFault) -> str:
         whose = {"own": "the ranks' own state", "copies": "the replicas on their peers", "all": "own and replicas"}
         of = "every rank" if fault.rank is None else f"rank {fault.rank}"
         effect = f"a byte of the newest step of {of} in peer memory is flipped ({whose[fault.how or 'all']})"
-    return f"{when}, {effect}"
+    inside = f" in member {fault.member}" if fault.member is not None and fault.target != "member" else ""
+    return f"{when}, {effect}{inside}"
+
+
+def _by_run(run: RunDirectory, faults: Sequence[InjectedFault]) -> dict[RunDirectory, list[InjectedFault]]:
+    """Return the run and its members that get faults, each with its own; the run itself always."""
+    result: dict[RunDirectory, list[InjectedFault]] = {run: []}
+    for fault in faults:
+        is_own = fault.member is None or (fault.member == run.name and not read_members(run).member(fault.member))
+        place = run if is_own else RunDirectory(run.path / MEMBERS_FOLDER / str(fault.member))
+        result.setdefault(place, []).append(fault)
+    return result
+
+
+def _member_names(run: RunDirectory) -> list[str]:
+    """Return the members that faults may name; a member may be named by itself."""
+    return [*(member.name for member in read_members(run).members), *([run.name] if owner_of(run) else [])]
 
 
 def _membership(run: RunDirectory, launch: Launch) -> tuple[int, list[str]]:

@@ -15,9 +15,10 @@ from craton.errors import CratonError
 from craton.job import load_job
 from craton.job.sections import place_of
 from craton.orchestration.errors import RunStateError
-from craton.orchestration.watching import check_not_running, launching
+from craton.orchestration.watching import GOES_ON, check_not_running, launching, living_members, standing_of
 from craton.telemetry import RunDirectory, summarize
 from craton.telemetry.files import noting_unread
+from craton.telemetry.members import full_name, living_manager, member_runs, owner_of
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,8 @@ def plan_removal(run: RunDirectory) -> Removal:
     for folder, folders, files in os.walk(run.path):
         num_checkpoints += sum(name.startswith("step-") for name in folders) if "checkpoints" in folder else 0
         size_bytes += sum(os.lstat(os.path.join(folder, name)).st_size for name in files)
-    return Removal(run, size_bytes, num_checkpoints, tuple(_places_elsewhere(run)))
+    places = [place for owned in [run, *member_runs(run)] for place in _places_elsewhere(owned)]
+    return Removal(run, size_bytes, num_checkpoints, tuple(dict.fromkeys(places)))
 
 
 def remove_run(run: RunDirectory) -> None:
@@ -57,12 +59,20 @@ def remove_run(run: RunDirectory) -> None:
 
 
 def _check_ended(run: RunDirectory) -> None:
+    owner = owner_of(run)
+    if owner is not None and (living_manager(owner) is not None or standing_of(owner).condition in GOES_ON):
+        raise RunStateError(
+            f"{full_name(run)} is not removed: its owner {full_name(owner)} runs and would start it again; "
+            f"`craton stop {full_name(owner)}` stops both"
+        )
     try:
         check_not_running(run)
     except RunStateError as error:
         raise RunStateError(f"{run.name} is not removed: {error}") from None
     with noting_unread():  # a run with unreadable files can be removed too
         state = summarize(run).state
+    if living_manager(run) is not None or living_members(run):
+        raise RunStateError(f"{run.name} is not removed: members of it run; `craton stop {run.name}` stops them")
     if state in ("running", "stopping"):  # by its heartbeat, on a machine that is not visible from here
         raise RunStateError(
             f"{run.name} is not removed: its agents report that it is {state}; `craton stop {run.name}` stops it"

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from craton.agent import Launch, launch_text
+from craton.errors import CratonError
 from craton.formatting import counted
 from craton.infrastructure import (
     MEMORY_FRACTION,
@@ -30,13 +31,16 @@ from craton.limits import cpu_quota
 from craton.orchestration.draft.check import check_job, check_packages
 from craton.orchestration.draft.choose_backend import backend_name, check_backend
 from craton.orchestration.draft.command import command_environment, command_fields, processes_of
-from craton.orchestration.draft.plan_job import Progress, plan_job
+from craton.orchestration.draft.members import Members, checked_members, report_launch
+from craton.orchestration.draft.plan_job import JobPlan, Progress, plan_job
 from craton.orchestration.draft.sizes import Size, elastic_sizes
 from craton.orchestration.errors import StartError
+from craton.orchestration.process_commands import agent_command, manager_command
 from craton.planning import Plan
 from craton.planning.economics import billed_instances
 from craton.planning.report import plan_to_json, serving_to_json
 from craton.planning.serving import ServePlan
+from craton.telemetry.members import MEMBERS_FOLDER
 
 IMAGE_PYTHON = "python3"  # the interpreter's name in images
 JOB_FOLDER = "CRATON_JOB_FOLDER"  # environment variable of the ranks: folder of the user's own functions
@@ -57,6 +61,7 @@ class Draft:
     sizes: list[Size] = field(default_factory=list)  # of an elastic job: all possible sizes, the largest last
     serving: ServePlan | None = None  # the plan of a server
     on: str = "local"  # the backend that starts it
+    members: Members | None = None  # the runs that it owns
 
     @property
     def num_ranks(self) -> int:
@@ -80,7 +85,7 @@ class Draft:
             texts["plan.json"] = json.dumps(serving_to_json(self.serving), indent=1) + "\n"
         texts |= {f"plans/{size.num_nodes}.json": plan_text(size.plan) for size in self.sizes if size.plan}
         texts["launch.json"] = launch_text(self.launch)
-        return texts
+        return {**texts, **(self.members.files() if self.members else {})}
 
 
 def plan_text(plan: Plan) -> str:
@@ -98,22 +103,33 @@ def draft_run(
     port: int = 29500,
     progress: Progress | None = None,
     is_dry: bool = False,
+    members: Members | None = None,
 ) -> Draft:
     """Plan the job and lay out its processes; StartError says why it cannot run as the directory `run`.
 
-    `job_folder` holds the user's own functions; `port` is the ranks' rendezvous port.
+    `job_folder` holds the user's own functions; `port` is the ranks' rendezvous port; the run will own `members`, which
+    are checked too.
     """
     backend = backend_name(job, on)
     check_backend(job, backend)
+    if members is not None:
+        job, members = checked_members(job, members)
+        check_members(members, backend, run, is_dry)
     if not is_dry:
         check_packages(job, backend, python_of(job, backend))
     check_job(job, backend, run, Path(job_folder), stop_at)
-    planned = plan_job(job, progress)
+    only_reports = members is not None and members.spec.purpose == "sweep"
+    planned = JobPlan(note="no plan: its members have one each") if only_reports else plan_job(job, progress)
     training, serving, note = planned.training, planned.serving, planned.note
     environment = {**job.run.env, JOB_FOLDER: str(Path(job_folder).absolute())}
     if stop_at is not None:
         environment[STOP_AT] = str(stop_at)
-    launch = launch_of(job, training or serving, run, generation, environment, port, backend)
+    if only_reports:
+        launch = report_launch(job, run, generation, environment, port)
+    else:
+        launch = launch_of(job, training or serving, run, generation, environment, port, backend)
+    if members is not None:
+        launch = replace(launch, members=manager_command(run))
     sizes: list[Size] = []
     if launch.min_nodes and job.kind in TRAINING_KINDS:
         sizes, refused = elastic_sizes(job, launch.ranks_per_node, training, progress)
@@ -127,13 +143,21 @@ def draft_run(
         note = "; ".join(filter(None, [note, f"planned as if the nodes of {backend} were this machine"]))
     if backend == "slurm":
         note = "; ".join(filter(None, [note, check_gres(job, launch)]))
-    return Draft(job, training, replace(launch, chaos=chaos_of(job, launch)), note, sizes, serving, backend)
+    return Draft(job, training, replace(launch, chaos=chaos_of(job, launch)), note, sizes, serving, backend, members)
 
 
-def agent_command(run: Path, node: int | None = None) -> list[str]:
-    """Return the command of a node's agent; without `node`, leave out the number at the end."""
-    number = [] if node is None else [str(node)]
-    return [sys.executable, "-m", "craton.agent", str(run), "--node", *number]
+def check_members(members: Members, backend: str, run: Path, is_dry: bool) -> None:
+    """Refuse members that cannot run, before anything starts; their memory is planned when each starts."""
+    if backend != "local":
+        raise StartError(f"a run with members cannot run on {backend} yet; start it with --on local")
+    for name, job in members.jobs.items():
+        try:
+            check_backend(job, backend_name(job, backend))
+            if not is_dry:
+                check_packages(job, backend, python_of(job, backend))
+            check_job(job, backend, run / MEMBERS_FOLDER / name, job.folder, None)
+        except CratonError as error:
+            raise StartError(f"member {name}: {error}") from None
 
 
 def rank_command(job: Job, run: Path, python: str = sys.executable) -> list[str]:

@@ -10,13 +10,14 @@ from craton.infrastructure.storage import open_store
 from craton.job import TRAINING_KINDS, Job
 from craton.job.sections import place_of
 from craton.orchestration.backend import read_submission
-from craton.orchestration.errors import StartError
+from craton.orchestration.errors import RunStateError, StartError
 from craton.orchestration.local import living_agents
 from craton.orchestration.server import check_port
 from craton.orchestration.start.saved_steps import newest_checkpoint
 from craton.orchestration.watching import GOES_ON, standing_of
 from craton.telemetry import RunDirectory, RunExistsError, summarize
 from craton.telemetry.files import names_in
+from craton.telemetry.members import full_name, living_manager, owner_of
 
 START_PRODUCTIVE_SECONDS = 1.0  # a command that fails at once counts as productive from its start
 CHECK_SECONDS = 20.0  # timeout for an object store that a run would write to
@@ -72,6 +73,17 @@ def check_places(job: Job, run: Path, on: str = "local") -> None:
             ) from None
         except StorageError as error:
             raise StartError(f"{job.where('checkpoint', 'tiers', number)}checkpoint tier {tier.to}: {error}") from None
+
+
+def check_owner(run: RunDirectory) -> None:
+    """Refuse to resume a member whose owner does not run: nothing would look after it."""
+    owner = owner_of(run)
+    if owner is None or standing_of(owner).condition in GOES_ON or living_manager(owner) is not None:
+        return
+    name = full_name(owner)
+    raise RunStateError(
+        f"{full_name(run)} is a member of {name}, which is not running; `craton resume {name}` resumes both"
+    )
 
 
 def check_server(job: Job) -> None:

@@ -14,8 +14,9 @@ from craton.agent.processes import free_port
 from craton.job import Job
 from craton.orchestration.backend import read_submission
 from craton.orchestration.backends import backend_of
-from craton.orchestration.draft import Draft, Progress, draft_run, named_job, stop_step, with_chaos
-from craton.orchestration.start.checks import check_name_is_free, check_places
+from craton.orchestration.draft import Draft, Members, Progress, draft_run, named_job, stop_step, with_chaos
+from craton.orchestration.machine_share import machine_share
+from craton.orchestration.start.checks import check_name_is_free, check_owner, check_places
 from craton.orchestration.start.copies import check_copies, copy_names, start_copies
 from craton.orchestration.start.prepare import prepare_data
 from craton.orchestration.start.roots import linking, root_of
@@ -59,8 +60,10 @@ def draft_start(
     root: Path | None = None,
     progress: Progress | None = None,
     is_dry: bool = False,
+    members: Members | None = None,
 ) -> RunStart:
-    """Resolve a job, choose its backend, check it, plan it and draft its processes. `is_dry`: its name may be taken."""
+    """Resolve a job, choose its backend, check it, plan it and draft its processes. `is_dry`: its name may be taken.
+    The run will own `members`."""
     wanted = with_chaos(named_job(job.with_shared_gpus(on) if share_gpus else job, name), chaos)
     folder = root if root is not None else root_of(wanted, on)
     if not is_dry:
@@ -75,6 +78,7 @@ def draft_start(
         port=free_port(),
         progress=progress,
         is_dry=is_dry,
+        members=members,
     )
     return RunStart(draft, RunDirectory(folder / wanted.name))
 
@@ -112,14 +116,17 @@ def draft_resumption(
     progress: Progress | None = None,
 ) -> RunStart:
     """Draft the next generation of a run, like a start."""
+    check_owner(run)
     job = resumed_job(run, cluster, steps)
     if share_gpus:
         job = job.with_shared_gpus(on or read_submission(run).on)
-    draft = draft_resume(run, job, on=on, stop_at=stop_step(stop_at, job), progress=progress)
-    return RunStart(draft, run, resumes=True)
+    with machine_share(run) as share:
+        draft = draft_resume(run, job, on=on, stop_at=stop_step(stop_at, job), progress=progress)
+    return RunStart(replace(draft, launch=share.divide(draft.launch)), run, resumes=True)
 
 
 def resume_start(start: RunStart) -> RunDirectory:
     """Start the next generation of an existing run."""
-    resume_run(start.run, start.draft)
+    with machine_share(start.run):
+        resume_run(start.run, start.draft)
     return start.run

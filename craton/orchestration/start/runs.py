@@ -21,27 +21,38 @@ from craton.orchestration.draft import (
     COPY,
     JOB_FOLDER,
     Draft,
+    Members,
     Progress,
     check_code,
     draft_run,
     with_chosen_layout,
     with_fitting_layout,
 )
-from craton.orchestration.errors import RunStateError
+from craton.orchestration.errors import RunEndedError, RunStateError
+from craton.orchestration.local import kill_manager
 from craton.orchestration.run_files import USER_STOP
 from craton.orchestration.start.checks import check_server
 from craton.orchestration.start.relaunch import last_launch
 from craton.orchestration.start.saved_steps import newest_checkpoint
 from craton.orchestration.start.submit import launch
-from craton.orchestration.watching import check_not_running, check_running, launching
+from craton.orchestration.watching import check_not_running, check_running, launching, living_members
 from craton.telemetry import RunDirectory, read_json
 from craton.telemetry.files import storage_problem
+from craton.telemetry.members import living_manager, owner_of, read_members
 
 
 def stop_run(run: RunDirectory) -> None:
     """Ask the ranks to save a checkpoint, or to finish running requests, and exit; return at once. A pending run is
-    removed from its queue."""
-    standing = check_running(run, may_wait=True)
+    removed from its queue. The member manager stops the runs that it owns; without one, they are stopped here."""
+    try:
+        standing = check_running(run, may_wait=True)
+    except RunEndedError:
+        left = living_members(run)
+        for member in reversed(left):
+            stop_run(member)
+        if left:
+            return
+        raise
     _mark_stop(run, USER_STOP)
     if not run.has("STOP"):
         raise RunStateError(
@@ -56,9 +67,20 @@ def stop_run(run: RunDirectory) -> None:
 
 
 def kill_run(run: RunDirectory) -> None:
-    """End every process of the run at once, without a checkpoint."""
-    check_running(run, may_wait=True)
-    _mark_stop(run, f"{USER_STOP} --now")  # first: an agent that starts now ends by itself
+    """End every process of the run and of the runs that it owns at once, without a checkpoint."""
+    has_members = living_manager(run) is not None or bool(living_members(run))
+    try:
+        check_running(run, may_wait=True)
+    except RunEndedError:
+        if not has_members:
+            raise
+    else:
+        _mark_stop(run, f"{USER_STOP} --now")  # first: an agent that starts now ends by itself
+    if has_members:
+        kill_manager(run)
+        for member in reversed(living_members(run)):
+            with suppress(RunEndedError):
+                kill_run(member)
     backend_of_run(run).kill(run)
 
 
@@ -144,10 +166,12 @@ def draft_resume(
         job_folder=last.env.get(JOB_FOLDER, "."),
         port=free_port(),
         progress=progress,
+        members=Members(spec) if (spec := read_members(run)).members else None,
     )
     left = faults_left(run, job, last, draft.launch, saved.step if saved else 0)
     copy = {COPY: last.env[COPY]} if COPY in last.env else {}
-    launch = replace(draft.launch, chaos=left, env={**draft.launch.env, **copy})
+    owner = owner_of(run)
+    launch = replace(draft.launch, chaos=left, env={**draft.launch.env, **copy}, owner=str(owner.path) if owner else "")
     return replace(draft, job=job, launch=launch, note="; ".join(filter(None, [rebuilt, draft.note])))
 
 

@@ -19,11 +19,13 @@ if TYPE_CHECKING:
         check_running,
         is_server,
         launching,
+        living_members,
         settled,
         settled_summaries,
         standing_of,
         standings_of,
         wait_for_agents,
+        wait_for_members,
     )
     from craton.orchestration.watching.summary_cache import glance
     from craton.orchestration.watching.watch import Follower, View, until_stopped

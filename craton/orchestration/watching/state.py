@@ -18,12 +18,14 @@ from craton.orchestration.backends import backend_of
 from craton.orchestration.errors import RunEndedError, RunStateError, SchedulerError, SilentSchedulerError
 from craton.telemetry import RunDirectory, RunState, RunSummary, read_json, summarize
 from craton.telemetry.files import append_regular, noting_unread
+from craton.telemetry.members import full_name, living_manager, member_runs
 
 MOVING: tuple[RunState, ...] = ("waiting", "starting", "running", "stopping")  # not ended
 GOES_ON = ("waiting", "running")
 NO_ANSWER = "no_answer"  # reason of an unknown state: the scheduler's controller does not respond
 LOOK_SECONDS = {"local": 0.02}  # between two checks while waiting for a run's end
 SCHEDULER_LOOK_SECONDS = 2.0  # the same with a scheduler, to limit its load
+MEMBERS_SECONDS = 600.0  # for the last checkpoints of members, one after the other
 
 
 def standing_of(run: RunDirectory) -> Standing:
@@ -103,6 +105,18 @@ def wait_for_agents(run: RunDirectory, seconds: float = 10.0) -> None:
         time.sleep(pause)
 
 
+def living_members(run: RunDirectory) -> list[RunDirectory]:
+    """Return the members of a run that run or wait for their nodes, in the order of their start."""
+    return [member for member in member_runs(run) if standing_of(member).condition in GOES_ON]
+
+
+def wait_for_members(run: RunDirectory, seconds: float = MEMBERS_SECONDS) -> None:
+    """Wait until the members of an ended run and their manager have ended too."""
+    deadline = time.monotonic() + seconds
+    while (living_manager(run) or living_members(run)) and time.monotonic() < deadline:
+        time.sleep(LOOK_SECONDS["local"])
+
+
 def check_is_seen(run: RunDirectory, instead: str) -> None:
     """Refuse to write requests into a run directory that the pods do not see."""
     if is_elsewhere(run):
@@ -115,15 +129,13 @@ def check_is_seen(run: RunDirectory, instead: str) -> None:
 
 def check_running(run: RunDirectory, action: str = "stop", may_wait: bool = False) -> Standing:
     """Refuse a verb for a run that does not run, or that is still pending unless it `may_wait`."""
-    standing = standing_of(run)
+    standing, name = standing_of(run), full_name(run)
     if standing.condition == "running" or (may_wait and standing.condition == "waiting"):
         return standing
     if standing.condition == "waiting":
-        raise RunStateError(
-            f"{run.name} is waiting for its nodes, so there is nothing to {action}: {standing.sentence}"
-        )
+        raise RunStateError(f"{name} is waiting for its nodes, so there is nothing to {action}: {standing.sentence}")
     if standing.condition == "unknown":
-        raise RunStateError(f"the state of {run.name} is unknown: {standing.sentence}")
+        raise RunStateError(f"the state of {name} is unknown: {standing.sentence}")
     with noting_unread():  # unreadable files do not prevent stopping or resizing
         summary = settled(summarize(run), standing)
     if summary.state in MOVING:
@@ -131,25 +143,25 @@ def check_running(run: RunDirectory, action: str = "stop", may_wait: bool = Fals
             summary, state="lost", message=summary.message or "none of its agents is running", eta_seconds=None
         )
     if summary.state == "done":
-        raise RunEndedError(f"{run.name} is already done: there is nothing to {action}", summary)
-    raise RunEndedError(f"{run.name} is not running ({summary.state}); `craton resume {run.name}` resumes it", summary)
+        raise RunEndedError(f"{name} is already done: there is nothing to {action}", summary)
+    raise RunEndedError(f"{name} is not running ({summary.state}); `craton resume {name}` resumes it", summary)
 
 
 def check_not_running(run: RunDirectory) -> None:
-    standing = standing_of(run)
+    standing, name = standing_of(run), full_name(run)
     if standing.is_leaving:
-        raise RunStateError(f"{run.name} is still stopping: {standing.sentence}; `craton stop {run.name}` waits for it")
+        raise RunStateError(f"{name} is still stopping: {standing.sentence}; `craton stop {name}` waits for it")
     if standing.condition == "running":
         raise RunStateError(
-            f"{run.name} is running ({', '.join(standing.nodes)}); `craton logs {run.name} -f` follows it, "
-            f"`craton stop {run.name}` stops it with a checkpoint"
+            f"{name} is running ({', '.join(standing.nodes)}); `craton logs {name} -f` follows it, "
+            f"`craton stop {name}` stops it with a checkpoint"
         )
     if standing.condition == "waiting":
         raise RunStateError(
-            f"{run.name} is waiting as job {standing.job}: {standing.sentence}; `craton stop {run.name}` cancels it"
+            f"{name} is waiting as job {standing.job}: {standing.sentence}; `craton stop {name}` cancels it"
         )
     if standing.condition == "unknown":
-        raise RunStateError(f"the state of {run.name} is unknown: {standing.sentence}")
+        raise RunStateError(f"the state of {name} is unknown: {standing.sentence}")
 
 
 @contextmanager

@@ -7,16 +7,23 @@ from typing import TYPE_CHECKING
 from craton.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from craton.telemetry.members.address_file import MemberAddress, member_addresses, write_member_addresses
+    from craton.telemetry.members.manager_life import ManagerProcess, living_manager, touch_manager_lock
     from craton.telemetry.members.member_files import (
+        JOBS_FOLDER,
+        LOCK_FILE,
         MEMBERS_FILE,
         MEMBERS_FOLDER,
+        RESERVED_NAMES,
         MemberSpec,
         MembersSpec,
         MembersStatus,
         MemberState,
         MemberStatus,
+        Need,
         full_name,
         member_runs,
+        members_text,
         owner_of,
         owners_of,
         read_members,

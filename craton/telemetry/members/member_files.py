@@ -1,8 +1,11 @@
 """Files of a run that owns runs.
 
     members.json             which members it has, in which order they start; written when the run starts
+    jobs/NAME.yaml           the job of each member
     members/NAME/            a whole run directory, with its own agent, generations, recovery, logs and metrics
     members/status.json      what its member manager sees: state of each member, and what each waits for
+    members/manager.lock     held by the member manager, which touches it every second
+    members/addresses.json   where the servers among the members answer, with their API keys; readable by its owner only
 
 `RUN/NAME` names a member on the command line; members may own runs in turn. Both files are untrusted when they are
 read: a damaged file reads as no members, a damaged entry is left out.
@@ -21,6 +24,10 @@ from craton.telemetry.rundirectory import MEMBERS_FOLDER, RunDirectory, is_plain
 
 MEMBERS_FILE = "members.json"
 STATUS_FILE = "status.json"
+LOCK_FILE = "manager.lock"
+JOBS_FOLDER = "jobs"
+ADDRESSES_FILE = "addresses.json"
+RESERVED_NAMES = (STATUS_FILE, LOCK_FILE, ADDRESSES_FILE)  # beside the members' directories
 MAX_DEPTH = 4  # runs above a member: deeper folders are not members
 
 Need = Literal["done", "ready"]
@@ -36,6 +43,7 @@ class MemberSpec:
     gate: Need | None = None  # what it must be before the ranks of its owner start; None: they do not wait for it
     values: dict[str, Any] = field(default_factory=dict)  # of a sweep: key → value of this member
     is_kept: bool = False  # its result is that of an earlier run, so it is not started
+    folder: str = ""  # of its job file: where the user's functions and the code of a command are
 
 
 @dataclass(frozen=True)
@@ -59,6 +67,10 @@ class MemberStatus:
     restarts: int = 0  # by the manager, after a member was lost
     message: str = ""  # why it failed or restarts
     since: float = 0.0  # epoch seconds of the last change of state
+    launch: int = -1  # generation of its owner's launch in which the manager last started it
+    tries: int = 0  # restarts in a row without a new step
+    step: int = 0  # at the last restart
+    slot: int = -1  # its share of this machine; -1: none yet
 
 
 @dataclass(frozen=True)
@@ -71,11 +83,17 @@ class MembersStatus:
     pid: int = 0  # of the manager
     started: str = ""  # start time of its process, by the kernel's clock
     host: str = ""
+    generation: int = -1  # of the owner's launch that this is about
+    waits_for: str = ""  # what the ranks of the owner wait for
 
 
 def write_members(run: RunDirectory, spec: MembersSpec) -> None:
-    document = {"schema": SCHEMA, **asdict(spec)}
-    replace_text(run.path / MEMBERS_FILE, json.dumps(document, indent=1) + "\n")
+    replace_text(run.path / MEMBERS_FILE, members_text(spec))
+
+
+def members_text(spec: MembersSpec) -> str:
+    """Return the text of a members.json."""
+    return json.dumps({"schema": SCHEMA, **asdict(spec)}, indent=1) + "\n"
 
 
 def read_members(run: RunDirectory) -> MembersSpec:
@@ -153,6 +171,7 @@ def _spec(entry: Mapping[str, Any]) -> MemberSpec:
         gate if gate in get_args(Need) else None,
         dict(values) if isinstance(values, dict) else {},
         entry.get("is_kept") is True,
+        folder if isinstance(folder := entry.get("folder"), str) else "",
     )
 
 

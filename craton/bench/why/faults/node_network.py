@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from craton.agent import Launch
-from craton.orchestration.draft import agent_command
+from craton.orchestration import agent_command
 
 WRAP = (sys.executable, "-m", "craton.bench.why.faults.node_network")
 BRIDGE, INTERFACE, PREFIX = "bridge0", "eth0", 24

@@ -1,0 +1,62 @@
+"""Owners with members of stand-in ranks: start them, wait for what they do, and see that nothing of them is left."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from counting import counting_job
+from waiting import wait_until
+
+from craton import run as start_run_of
+from craton.api import Run
+from craton.job import Job
+from craton.orchestration.draft import Members
+from craton.telemetry.members import MemberSpec, MembersSpec, MembersStatus, read_members_status
+
+LONG = {"STEPS": 100_000}
+
+
+def owned(*members: MemberSpec, owner: Job | None = None, parallel: int = 0, **jobs: Job) -> Run:
+    """Start a run that owns these members; one without a job counts for long."""
+    given = {item.name: jobs.get(item.name) or counting_job(1, item.name, **LONG) for item in members}
+    spec = MembersSpec(list(members), parallel)
+    return start_run_of(owner or counting_job(1, "owner", **LONG), members=Members(spec, given))
+
+
+def states(run: Run) -> dict[str, str]:
+    return {name: member.state for name, member in status(run).members.items()}
+
+
+def status(run: Run) -> MembersStatus:
+    return read_members_status(run.directory)
+
+
+def wait_for_members_in(run: Run, **wanted: str) -> None:
+    """Wait until each of these members is in its state."""
+    wait_until(
+        lambda: wanted.items() <= states(run).items(),
+        lambda: f"{wanted}; they are {status(run).members}; {(run.path / 'logs' / 'members.log').read_text()}",
+    )
+
+
+def member(run: Run, name: str) -> Run:
+    return Run(f"{run.name}/{name}")
+
+
+def processes_of(folder: Path) -> list[str]:
+    """Command lines of living processes that name this folder or have it in their environment."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            if path.joinpath("stat").read_text().rpartition(")")[2].split()[0] in "ZX":
+                continue
+            words = path.joinpath("cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            if str(folder) in words or f"CRATON_RUN={folder}".encode() in path.joinpath("environ").read_bytes():
+                found.append(f"{path.name} {words}")
+        except OSError:  # gone, or another user's
+            continue
+    return found
+
+
+def check_nothing_is_left(folder: Path) -> None:
+    wait_until(lambda: not processes_of(folder), lambda: f"left: {processes_of(folder)}")

@@ -1,0 +1,128 @@
+"""Runs that own runs, with real agents, managers and ranks: order, gate, parallel members, stop, resume, removal."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from secrets import token_hex
+
+import pytest
+from counting import counting_job
+from member_runs import check_nothing_is_left, member, owned, processes_of, states, wait_for_members_in
+from waiting import wait_until
+
+from craton.agent import newest_generation, read_launch
+from craton.api import preview
+from craton.orchestration import RunStateError, StartError
+from craton.orchestration.draft import Members
+from craton.telemetry import summarize
+from craton.telemetry.members import MemberSpec, MembersSpec
+
+
+def test_the_gate_waits_and_a_stop_and_a_resume_cover_all(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    secret = token_hex(16)
+    monkeypatch.setenv("PROBE_TOKEN", secret)
+    run = owned(
+        MemberSpec("base", gate="done"),
+        MemberSpec("side", {"base": "done"}),
+        base=counting_job(1, "base", STEPS=40),
+    )
+    wait_until(lambda: run.summary().message.startswith("waits for member base"), lambda: run.summary())
+    assert newest_generation(run.directory) is None
+    wait_for_members_in(run, base="done", side="running")
+    wait_until(lambda: run.summary().step > 0, lambda: run.summary())
+    began = [path.stat().st_mtime for path in (member(run, "base").path / "DONE", run.directory.generation_path(0))]
+    assert began == sorted(began)
+    assert read_launch(member(run, "side").directory).owner == str(run.path)
+    with pytest.raises(RunStateError, match="its owner owner runs and would start it again"):
+        member(run, "side").remove()
+
+    assert member(run, "side").stop().state == "stopped"
+    wait_for_members_in(run, side="stopped")
+    assert run.state == "running"
+    member(run, "side").resume()
+    wait_for_members_in(run, side="running")
+    check_secrecy(run.path, secret.encode())
+
+    assert run.stop().state == "stopped"
+    assert states(run) == {"base": "done", "side": "stopped"}
+    check_nothing_is_left(run.path)
+    with pytest.raises(RunStateError, match="a member of owner, which is not running"):
+        member(run, "side").resume()
+    saved = member(run, "side").checkpoint()
+    assert saved is not None
+
+    run.resume()
+    wait_for_members_in(run, base="done", side="running")
+    wait_until(lambda: summarize(member(run, "side").directory).step > saved.step)
+    assert len(list((member(run, "base").path / "generations").iterdir())) == 1, "what is done is not started again"
+    with pytest.raises(RunStateError, match="owner is not removed"):
+        run.remove()
+    run.stop(now=True)
+    check_nothing_is_left(run.path)
+    run.remove()
+    assert not run.path.exists()
+
+
+def check_secrecy(folder: Path, secret: bytes) -> None:
+    """No file of the run and no command line holds the secret; the processes of members inherit it."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            assert secret not in path.read_bytes(), path
+    pids = [line.split()[0] for line in processes_of(folder)]
+    assert len(pids) >= 5, "two agents, two ranks, one manager"
+    for pid in pids:
+        assert secret not in Path(f"/proc/{pid}/cmdline").read_bytes()
+        assert b"PROBE_TOKEN=" + secret in Path(f"/proc/{pid}/environ").read_bytes()
+
+
+def test_a_member_that_fails_before_the_gate_fails_its_owner(root: Path) -> None:
+    run = owned(
+        MemberSpec("bad", gate="done"),
+        MemberSpec("side"),
+        bad=counting_job(1, "bad", FAIL_RANK=0, STEP_SECONDS=0),
+        owner=counting_job(1, "owner", STEPS=1),
+    )
+    summary = run.wait()
+    assert summary.state == "failed"
+    assert summary.message.startswith("member bad failed: rank 0 on node-0 exited with code 1")
+    assert states(run) == {"bad": "failed", "side": "stopped"}
+    assert newest_generation(run.directory) is None, "none of its ranks has started"
+    check_nothing_is_left(run.path)
+
+
+def test_what_cannot_be_is_refused_in_one_line_before_anything_starts(root: Path) -> None:
+    def refused(*members: MemberSpec, chaos: list[str] | None = None) -> str:
+        given = {item.name: counting_job(1, "any") for item in members}
+        with pytest.raises(StartError) as caught:
+            preview(counting_job(1, "owner"), members=Members(MembersSpec(list(members)), given), chaos=chaos or ())
+        assert "\n" not in str(caught.value)
+        return str(caught.value)
+
+    assert "two members are called 'a' and 'A'" in refused(MemberSpec("a"), MemberSpec("A"))
+    assert "two members are called 'a' and 'a'" in refused(MemberSpec("a"), MemberSpec("a"))
+    assert "'../x' is not a name of a member" in refused(MemberSpec("../x"))
+    assert "cannot be the name of a member" in refused(MemberSpec("status.json"))
+    assert "is not a name of a member; use up to 40 letters" in refused(MemberSpec("x" * 41))
+    assert "a → b → a" in refused(MemberSpec("a", {"b": "done"}), MemberSpec("b", {"a": "done"}))
+    assert "member a needs itself" in refused(MemberSpec("a", {"a": "done"}))
+    assert "needs 'bsae', which is not a member; did you mean 'base'?" in refused(
+        MemberSpec("base"), MemberSpec("b", {"bsae": "done"})
+    )
+    assert "1,001 members are more" in refused(*(MemberSpec(f"m{number}") for number in range(1001)))
+    assert "there is no member bas; the members are base; did you mean 'base'?" in refused(
+        MemberSpec("base"), chaos=["kill member=bas@step=3"]
+    )
+    assert not root.exists()
+
+
+def test_a_preview_has_the_files_of_members_and_their_faults(root: Path) -> None:
+    members = Members(MembersSpec([MemberSpec("base", gate="done")]), {"base": counting_job(1, "x", STEPS=7)})
+    start = preview(counting_job(1, "owner"), members=members, chaos=["kill rank=0,member=base", "kill rank=0"])
+    files = start.draft.files()
+    assert json.loads(files["members.json"])["members"][0]["gate"] == "done"
+    assert "name: base" in files["jobs/base.yaml"]
+    assert "kill rank=0,member=base" in files["jobs/base.yaml"]
+    assert start.draft.launch.chaos == ["kill rank=0"]
+    assert start.draft.launch.members[1:] == ["-m", "craton.orchestration.members", str(start.run.path)]
+    assert not root.exists()
