@@ -169,6 +169,13 @@ def test_members_stop_in_reverse_order_and_after_the_ranks_that_use_them() -> No
     assert not manager.see(over, busy="base", **alive).is_over
 
 
+def test_without_a_readable_list_of_members_the_gate_stays_closed() -> None:
+    manager = Rehearsal()
+    manager.see()
+    assert not manager.status.is_open
+    assert manager.status.failure.startswith("its members.json is damaged")
+
+
 def test_a_kept_member_is_done_and_takes_no_place() -> None:
     manager = Rehearsal(MemberSpec("base", gate="done", is_kept=True), MemberSpec("a", {"base": "done"}), parallel=1)
     assert manager.see().actions == [StartMember("a")]

@@ -7,14 +7,14 @@ from pathlib import Path
 from secrets import token_hex
 
 import pytest
-from counting import counting_job
-from member_runs import check_nothing_is_left, member, owned, processes_of, states, wait_for_members_in
+from member_runs import check_nothing_is_left, counting, member, owned, processes_of, states, wait_for_members_in
 from waiting import wait_until
 
 from craton.agent import newest_generation, read_launch
 from craton.api import preview
 from craton.orchestration import RunStateError, StartError
 from craton.orchestration.draft import Members
+from craton.orchestration.start.checks import failed_at_start
 from craton.telemetry import summarize
 from craton.telemetry.members import MemberSpec, MembersSpec
 
@@ -25,7 +25,7 @@ def test_the_gate_waits_and_a_stop_and_a_resume_cover_all(root: Path, monkeypatc
     run = owned(
         MemberSpec("base", gate="done"),
         MemberSpec("side", {"base": "done"}),
-        base=counting_job(1, "base", STEPS=40),
+        base=counting("base", STEPS=40),
     )
     wait_until(lambda: run.summary().message.startswith("waits for member base"), lambda: run.summary())
     assert newest_generation(run.directory) is None
@@ -80,8 +80,8 @@ def test_a_member_that_fails_before_the_gate_fails_its_owner(root: Path) -> None
     run = owned(
         MemberSpec("bad", gate="done"),
         MemberSpec("side"),
-        bad=counting_job(1, "bad", FAIL_RANK=0, STEP_SECONDS=0),
-        owner=counting_job(1, "owner", STEPS=1),
+        bad=counting("bad", FAIL_RANK=0, STEP_SECONDS=0),
+        owner=counting("owner", STEPS=1),
     )
     summary = run.wait()
     assert summary.state == "failed"
@@ -89,13 +89,22 @@ def test_a_member_that_fails_before_the_gate_fails_its_owner(root: Path) -> None
     assert states(run) == {"bad": "failed", "side": "stopped"}
     assert newest_generation(run.directory) is None, "none of its ranks has started"
     check_nothing_is_left(run.path)
+    assert not failed_at_start(run.directory), "the work of a member is kept"
+
+
+def test_a_stop_while_members_start_leaves_nothing(root: Path) -> None:
+    run = owned(MemberSpec("a", gate="done"), MemberSpec("b"))
+    wait_until(lambda: states(run).get("a") == "starting", lambda: states(run))
+    assert run.stop().state == "stopped"
+    check_nothing_is_left(run.path)
+    assert set(states(run).values()) == {"stopped"}
 
 
 def test_what_cannot_be_is_refused_in_one_line_before_anything_starts(root: Path) -> None:
     def refused(*members: MemberSpec, chaos: list[str] | None = None) -> str:
-        given = {item.name: counting_job(1, "any") for item in members}
+        given = {item.name: counting("any") for item in members}
         with pytest.raises(StartError) as caught:
-            preview(counting_job(1, "owner"), members=Members(MembersSpec(list(members)), given), chaos=chaos or ())
+            preview(counting("owner"), members=Members(MembersSpec(list(members)), given), chaos=chaos or ())
         assert "\n" not in str(caught.value)
         return str(caught.value)
 
@@ -117,8 +126,8 @@ def test_what_cannot_be_is_refused_in_one_line_before_anything_starts(root: Path
 
 
 def test_a_preview_has_the_files_of_members_and_their_faults(root: Path) -> None:
-    members = Members(MembersSpec([MemberSpec("base", gate="done")]), {"base": counting_job(1, "x", STEPS=7)})
-    start = preview(counting_job(1, "owner"), members=members, chaos=["kill rank=0,member=base", "kill rank=0"])
+    members = Members(MembersSpec([MemberSpec("base", gate="done")]), {"base": counting("x", STEPS=7)})
+    start = preview(counting("owner"), members=members, chaos=["kill rank=0,member=base", "kill rank=0"])
     files = start.draft.files()
     assert json.loads(files["members.json"])["members"][0]["gate"] == "done"
     assert "name: base" in files["jobs/base.yaml"]

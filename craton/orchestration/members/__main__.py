@@ -1,7 +1,7 @@
 """`python -m craton.orchestration.members RUN`: the manager of the runs that RUN owns.
 
-`--start NAME` starts one member and exits; `--report` is the rank of a run that only reports on its members. Exit
-codes: 0 done, 1 failed, 2 refused; the reason of a refused start is the standard output.
+`--starter` is its helper, which starts members; `--report` is the rank of a run that only reports on its members. Exit
+codes: 0 done, 1 failed, 2 bad input, 3 no member has succeeded.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from craton.errors import CratonError
 from craton.log_levels import configure_logging
 from craton.telemetry import RunDirectory
 from craton.telemetry.files import protect_output
@@ -19,7 +18,7 @@ from craton.telemetry.files import protect_output
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m craton.orchestration.members", description="Manage member runs.")
     parser.add_argument("run", metavar="RUN", help="directory of the run that owns them")
-    parser.add_argument("--start", metavar="NAME", help="start or resume one member")
+    parser.add_argument("--starter", action="store_true", help="start the members whose names are on standard input")
     parser.add_argument("--report", action="store_true", help="report on the members until all have ended")
     options = parser.parse_args(arguments)
     configure_logging(is_strict=False)
@@ -27,8 +26,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not run.looks_like_a_run():
         print(f"craton members: {run.path} is not a run directory", file=sys.stderr)
         return 2
-    if options.start:
-        return _start(run, options.start)
+    if options.starter:
+        from craton.orchestration.members.starter import start_members
+
+        start_members(run)
+        return 0
     if options.report:
         from craton.orchestration.members.report import report
 
@@ -44,17 +46,6 @@ def _manage(run: RunDirectory) -> int:
             print("another member manager of this run is alive", flush=True)
             return 0
         Manager(run).manage()
-    return 0
-
-
-def _start(run: RunDirectory, name: str) -> int:
-    from craton.orchestration.members.starter import start_member
-
-    try:
-        start_member(run, name)
-    except CratonError as error:
-        print(" ".join(str(error).split("\n")), flush=True)
-        return 2
     return 0
 
 

@@ -95,6 +95,9 @@ def decide(
         actions += _starts(spec, states, seen, owner, busy, places, now)
     members = {name: _timed(known[name], state, now) for name, state in states.items()}
     is_open = (before.is_open and before.generation == owner.generation) or _is_gate_open(spec, members, seen)
+    if not spec.members:
+        damaged = "its members.json is damaged or names no members; restore it, or start the run again"
+        return NextMoves(replace(before, generation=owner.generation, failure=damaged), is_over=owner.is_over)
     failed = next((item.name for item in spec.members if item.gate and members[item.name].state == "failed"), None)
     status = replace(
         before,
@@ -135,8 +138,9 @@ def _stated(
     if view.refusal:
         return replace(plain, state="failed", launch=owner.generation, message=view.refusal)
     if owner.is_ending:
-        failed = view.condition == "failed" or known.state == "failed"
-        return replace(known, state="failed" if failed else "stopped", waits_for="")
+        if view.condition == "failed":
+            return replace(plain, state="failed", message=view.message)
+        return replace(known, state="failed" if known.state == "failed" else "stopped", waits_for="")
     if is_new or view.condition == "absent":
         if known.state == "failed" and not is_new:
             return known

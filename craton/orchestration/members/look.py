@@ -16,6 +16,7 @@ from craton.telemetry import RunDirectory, RunSummary, Summarizer, read_json
 from craton.telemetry.members import MEMBERS_FOLDER, MemberAddress
 
 SUMMARY_SECONDS = 1.0  # between two summaries of a member: they read its newest metrics
+START_SUMMARY_SECONDS = 0.3  # the same before its ranks run: others may wait for that
 READY_SECONDS = 0.5  # between two questions to a server
 
 
@@ -84,7 +85,8 @@ class MemberLook:
         if self._summary is None or now >= self._next_summary:
             self._summarizer = self._summarizer or Summarizer(self.run)
             self._summary = self._summarizer.summary()
-            self._next_summary = now + SUMMARY_SECONDS
+            has_begun = self._summary.state == "running"
+            self._next_summary = now + (SUMMARY_SECONDS if has_begun else START_SUMMARY_SECONDS)
         return self._summary
 
     def _is_ready(self) -> bool:

@@ -10,9 +10,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -24,7 +22,7 @@ from craton.orchestration.local import living_agents, start_agents
 from craton.orchestration.machine_share import num_shares
 from craton.orchestration.members.decision import MemberView, NextMoves, OwnerView, StartMember, decide
 from craton.orchestration.members.look import MemberLook, look_at_owner
-from craton.orchestration.process_commands import manager_command
+from craton.orchestration.members.starter_process import StarterProcess
 from craton.orchestration.watching import launching
 from craton.telemetry import RunDirectory
 from craton.telemetry.files import STORAGE_ERRORS
@@ -42,9 +40,11 @@ from craton.telemetry.members import (
 from craton.telemetry.node import process_start, read_heartbeat
 
 LOOK_SECONDS = 0.2
-LOOK_SHARE = 10.0  # with many members: a look may take at most one part in this many of the manager's time
+LOOK_SHARE = 30.0  # with many members: looks may take at most one part in this many of the manager's time
 TOUCH_SECONDS = 1.0
-OWNER_SECONDS = 1.0  # without an agent of the owner, before the manager starts them again
+OWNER_SECONDS = 1.0  # without an agent of the owner, before the manager starts them again; doubled each time
+MAX_OWNER_SECONDS = 30.0
+STEADY_SECONDS = 60.0  # agents that lived this long are started again without a longer pause
 MAX_CRASHES = 3  # of the process that starts a member, in a row
 STOP_PREFIX = "member manager:"  # of the STOP marker of a member whose owner ends
 
@@ -60,10 +60,11 @@ class Manager:
         self._status = replace(read_members_status(run), **me)  # type: ignore[arg-type]
         self._written = MembersStatus()
         self._addresses: dict[str, MemberAddress] | None = None
-        self._starting: tuple[str, subprocess.Popen[str]] | None = None
+        self._starter = StarterProcess(run)
         self._refused: dict[str, str] = {}
         self._crashes: dict[str, int] = {}
         self._owner_gone_since: float | None = None
+        self._owner_pause, self._owner_started = OWNER_SECONDS, 0.0
         self._touched = 0.0
 
     def manage(self) -> None:
@@ -84,23 +85,27 @@ class Manager:
         owner = look_at_owner(self._run)
         self._look_after_owner(owner)
         seen = {name: self._view(name, look) for name, look in self._looks.items()}
-        busy = self._starting[0] if self._starting else ""
-        decision = decide(self._spec, self._status, seen, owner, busy, num_shares(self._spec), time.time())
-        self._report(decision, seen)
+        decision = decide(
+            self._spec, self._status, seen, owner, self._starter.busy, num_shares(self._spec), time.time()
+        )
+        self._report(decision)
         for action in decision.actions:
             if isinstance(action, StartMember):
-                self._start(action.name)
+                self._refused.pop(action.name, None)
+                self._starter.start(action.name)
             else:
                 self._stop(action.name, action.reason)
-        if owner.is_ending and self._starting is not None:
-            self._starting[1].send_signal(signal.SIGTERM)  # it ends unless the member is about to start
+        if owner.is_ending:
+            self._starter.interrupt()
+        if decision.is_over:
+            self._starter.close()
         return decision.is_over
 
     def _view(self, name: str, look: MemberLook) -> MemberView:
         view = look.view()
         return replace(view, refusal=self._refused[name]) if name in self._refused else view
 
-    def _report(self, decision: NextMoves, seen: dict[str, MemberView]) -> None:
+    def _report(self, decision: NextMoves) -> None:
         """Write the status if it has changed, and the addresses of servers before others read that they are ready."""
         addresses = {name: address for name, look in self._looks.items() if (address := look.address) is not None}
         if addresses != self._addresses:
@@ -119,33 +124,22 @@ class Manager:
             self._touched = time.monotonic()
             touch_manager_lock(self._run)
 
-    def _start(self, name: str) -> None:
-        """Start a process that starts the member; it ends with the manager unless it is about to start agents."""
-        process = subprocess.Popen(
-            manager_command(self._run.path, "--start", name),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self._starting = (name, process)
-
     def _end_start(self) -> None:
-        """Notice the end of the process that started a member: it prints why it could not."""
-        if self._starting is None or self._starting[1].poll() is None:
+        """Note how the start of a member ended."""
+        outcome = self._starter.poll()
+        if outcome is None:
             return
-        (name, process), self._starting = self._starting, None
-        assert process.stdout is not None
-        with process.stdout:
-            message = process.stdout.read().strip()
+        name = outcome.name
         self._refused.pop(name, None)
-        if process.returncode == 0:
-            self._crashes.pop(name, None)
-        elif process.returncode == 2:
-            self._refused[name] = message or "it cannot be started"
-        elif process.returncode != -signal.SIGTERM:
+        if outcome.crash:
+            print(f"{time.strftime('%H:%M:%S')} {name}: the process that started it {outcome.crash}", flush=True)
             self._crashes[name] = self._crashes.get(name, 0) + 1
-            if self._crashes[name] >= MAX_CRASHES:
-                self._refused[name] = f"its start failed {MAX_CRASHES} times; see logs/members.log of {self._run.name}"
+        else:
+            self._crashes.pop(name, None)
+        if outcome.refusal:
+            self._refused[name] = outcome.refusal
+        elif self._crashes.get(name, 0) >= MAX_CRASHES:
+            self._refused[name] = f"its start failed {MAX_CRASHES} times; see logs/members.log of {self._run.name}"
 
     def _stop(self, name: str, reason: str) -> None:
         with contextlib.suppress(OSError):  # the next turn tries again
@@ -159,9 +153,12 @@ class Manager:
         now = time.monotonic()
         if self._owner_gone_since is None:
             self._owner_gone_since = now
-        if now - self._owner_gone_since < OWNER_SECONDS:
+            if now - self._owner_started > STEADY_SECONDS:
+                self._owner_pause = OWNER_SECONDS
+        if now - self._owner_gone_since < self._owner_pause:
             return
-        self._owner_gone_since = None
+        self._owner_gone_since, self._owner_started = None, now
+        self._owner_pause = min(MAX_OWNER_SECONDS, 2 * self._owner_pause)
         with contextlib.suppress(CratonError), launching(self._run):  # a command may be starting it
             try:
                 launch = read_launch(self._run)

@@ -1,13 +1,15 @@
-"""Start or resume one member, in a process of its own: `python -m craton.orchestration.members RUN --start NAME`.
+"""Start or resume members, one at a time, in a process of its own: `python -m craton.orchestration.members RUN
+--starter`.
 
-Planning takes memory and may fail, and preparing data may take minutes; the manager meanwhile watches the others. The
-process sees only the GPUs of the member's share. A start that was killed half-way leaves a directory without a launch,
+Planning takes memory and may fail, and preparing data may take minutes; the manager meanwhile watches the others. A
+start sees only the GPUs of the member's share. A start that was killed half-way leaves a directory without a launch,
 which is removed; a member with a launch is resumed from its newest checkpoint.
 """
 
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import secrets
 import shutil
@@ -16,6 +18,7 @@ import sys
 from dataclasses import replace
 
 from craton.agent.processes import free_port
+from craton.errors import CratonError
 from craton.job import load_job, parse_job
 from craton.orchestration.draft import draft_run
 from craton.orchestration.errors import StartError
@@ -39,9 +42,23 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 LOCK_SECONDS = 600.0  # that another start of a member may take
 
 
+def start_members(owner: RunDirectory) -> None:
+    """Start every member whose name is on standard input, until its end; answer each with a line of JSON."""
+    _end_with_manager()
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what a start prints goes to the manager's log
+    while name := sys.stdin.readline().strip():
+        refusal = ""
+        try:
+            start_member(owner, name)
+        except CratonError as error:
+            refusal = " ".join(str(error).split())
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        print(json.dumps({"refusal": refusal}), file=answers, flush=True)
+
+
 def start_member(owner: RunDirectory, name: str) -> None:
     """Start a member, or resume it where it was; StartError and RunError say why that is impossible."""
-    _end_with_manager()
     run = RunDirectory(owner.path / MEMBERS_FOLDER / name)
     with starting_members(owner, LOCK_SECONDS):
         if run.launch_path.exists() and run.job_path.exists():

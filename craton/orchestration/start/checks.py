@@ -17,7 +17,7 @@ from craton.orchestration.start.saved_steps import newest_checkpoint
 from craton.orchestration.watching import GOES_ON, standing_of
 from craton.telemetry import RunDirectory, RunExistsError, summarize
 from craton.telemetry.files import names_in
-from craton.telemetry.members import full_name, living_manager, owner_of
+from craton.telemetry.members import full_name, living_manager, member_runs, owner_of
 
 START_PRODUCTIVE_SECONDS = 1.0  # a command that fails at once counts as productive from its start
 CHECK_SECONDS = 20.0  # timeout for an object store that a run would write to
@@ -38,8 +38,8 @@ def check_name_is_free(root: Path, name: str) -> None:
 
 
 def failed_at_start(run: RunDirectory) -> bool:
-    """Whether a local run failed before it did anything: no step, no checkpoint, no productive second. Its name is
-    free, so that the fixed job can start again under the same name."""
+    """Whether a local run and its members failed before they did anything: no step, checkpoint, productive second. Its
+    name is free, so that the fixed job can start again under the same name."""
     if run.path.is_symlink() or not run.has("FATAL") or read_submission(run).on != "local":
         return False
     try:
@@ -48,7 +48,9 @@ def failed_at_start(run: RunDirectory) -> bool:
         return False
     did_something = summary.step > 0 or summary.ledger.get("productive", 0.0) > START_PRODUCTIVE_SECONDS
     has_saved = any(names_in(run.path / "checkpoints" / tier) for tier in names_in(run.path / "checkpoints", "[a-z]*"))
-    return summary.state == "failed" and not did_something and not has_saved and not living_agents(run)
+    if summary.state != "failed" or did_something or has_saved or living_agents(run):
+        return False
+    return living_manager(run) is None and all(failed_at_start(member) for member in member_runs(run))
 
 
 def check_places(job: Job, run: Path, on: str = "local") -> None:

@@ -2,25 +2,40 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
-from counting import counting_job
 from waiting import wait_until
 
 from craton import run as start_run_of
 from craton.api import Run
-from craton.job import Job
+from craton.job import Job, parse_job
 from craton.orchestration.draft import Members
 from craton.telemetry.members import MemberSpec, MembersSpec, MembersStatus, read_members_status
 
+RANK = Path(__file__).parent / "orchestration" / "rank.py"
 LONG = {"STEPS": 100_000}
+
+
+def counting(name: str, nodes: int = 1, **environment: object) -> Job:
+    """A job of ranks that count steps."""
+    env = ", ".join(f"{key}: '{value}'" for key, value in environment.items())
+    return parse_job(
+        f"name: {name}\nkind: command\ncommand: [{sys.executable}, {RANK}]\ncluster: local x {nodes}\n"
+        f"run: {{env: {{{env}}}}}\nworkdir: {RANK.parent / 'golden'}\n"
+    )
 
 
 def owned(*members: MemberSpec, owner: Job | None = None, parallel: int = 0, **jobs: Job) -> Run:
     """Start a run that owns these members; one without a job counts for long."""
-    given = {item.name: jobs.get(item.name) or counting_job(1, item.name, **LONG) for item in members}
+    given = {item.name: jobs.get(item.name) or counting(item.name, **LONG) for item in members}
     spec = MembersSpec(list(members), parallel)
-    return start_run_of(owner or counting_job(1, "owner", **LONG), members=Members(spec, given))
+    return start_run_of(owner or counting("owner", **LONG), members=Members(spec, given))
+
+
+def owned_report(owner: Job, spec: MembersSpec, jobs: dict[str, Job]) -> Run:
+    """Start a run that only reports on its members."""
+    return start_run_of(owner, members=Members(spec, jobs))
 
 
 def states(run: Run) -> dict[str, str]:
