@@ -28,6 +28,10 @@ UNDERSTOOD: dict[str, dict[str, object]] = {
     "slow-disk tier=/fsx/x,seconds=2": {"tier": "/fsx/x", "seconds": 2.0, "for_seconds": None},
     "lose-node node-1@step=40": {"kind": "lose-node", "target": "node", "node": "node-1", "step": 40},
     "lose-node  node=node-1 @ step=40": {"node": "node-1", "step": 40},
+    "kill member=rollout-0@step=4": {"target": "member", "member": "rollout-0", "step": 4},
+    "kill rank=1,member=base": {"target": "rank", "member": "base", "rank": 1},
+    "corrupt tier=shared,member=base": {"target": "tier", "member": "base"},
+    "lose-node node-1,member=base@step=4": {"target": "node", "member": "base", "node": "node-1"},
 }
 
 
@@ -56,6 +60,10 @@ REFUSED = {
     "kill rank=1@during=restor": ["did you mean 'restore'", "regroup"],
     "hang rank=1@step=3,how=stopp": ["stop, spin", "did you mean 'stop'"],
     "hang agent=node-1": ["'agent' is not known here"],
+    "hang member=base": ["names nothing to hang"],
+    "kill member=": ["member has no value"],
+    "kill rank=1,member=": ["member has no value"],
+    "kill member=a,member=b": ["gives member twice"],
     "corrupt tier=pear": ["did you mean 'peer'", "an absolute path"],
     "corrupt tier=shared,whose=own": ["apply only to tier=peer"],
     "corrupt tier=peer@during=saving": ["'during' is not known here"],

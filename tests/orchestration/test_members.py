@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from pathlib import Path
 from secrets import token_hex
 
@@ -11,12 +13,17 @@ from member_runs import check_nothing_is_left, counting, member, owned, processe
 from waiting import wait_until
 
 from craton.agent import newest_generation, read_launch
+from craton.agent.processes import free_port
 from craton.api import preview
+from craton.bench.recovery.rehearsal import Rehearsal
+from craton.job import parse_job
 from craton.orchestration import RunStateError, StartError
 from craton.orchestration.draft import Members
 from craton.orchestration.start.checks import failed_at_start
 from craton.telemetry import summarize
 from craton.telemetry.members import MemberSpec, MembersSpec
+
+TINY = "{name: tiny, layers: 2, hidden: 64, ffn_hidden: 128, heads: 4, kv_heads: 2, vocab: 512, max_sequence: 2048}"
 
 
 def test_the_gate_waits_and_a_stop_and_a_resume_cover_all(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,6 +107,43 @@ def test_a_stop_while_members_start_leaves_nothing(root: Path) -> None:
     assert set(states(run).values()) == {"stopped"}
 
 
+ASKING = """
+import os, urllib.request
+from craton.telemetry import RunDirectory
+from craton.telemetry.members import member_addresses
+server = member_addresses(RunDirectory(os.environ["CRATON_RUN"]))["judge"]
+request = urllib.request.Request(server.url + "/v1/models", headers={"Authorization": "Bearer " + server.api_key})
+print("answer:", urllib.request.urlopen(request).status)
+"""
+
+
+@pytest.mark.slow
+def test_a_training_and_a_server_are_members(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SERVE_KEYS", token_hex(16))
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "ask.py").write_text(ASKING)
+    server = f"serve: {{port: {free_port()}, initialize: random, api_keys: SERVE_KEYS}}\n"
+    run = owned(
+        MemberSpec("base", gate="done"),
+        MemberSpec("judge", {"base": "done"}, gate="ready"),
+        base=parse_job(Rehearsal("base", nodes=1, steps=4).job_text()),
+        judge=parse_job(f"name: judge\nkind: serve\nmodel: {TINY}\ncluster: local\n{server}"),
+        owner=parse_job(
+            f"name: owner\nkind: command\ncommand: [{sys.executable}, ask.py]\ncluster: local\n",
+            folder=tmp_path / "code",
+        ),
+    )
+    summary = run.wait()
+    assert summary.state == "done", summary.message
+    assert "answer: 200" in run.directory.log_path(0).read_text()
+    assert member(run, "base").summary().step == 4
+    assert states(run) == {"base": "done", "judge": "stopped"}
+    check_nothing_is_left(run.path)
+    for path in run.path.rglob("*"):
+        if path.is_file() and path.stat().st_mode & 0o077:
+            assert os.environ["SERVE_KEYS"].encode() not in path.read_bytes(), path
+
+
 def test_what_cannot_be_is_refused_in_one_line_before_anything_starts(root: Path) -> None:
     def refused(*members: MemberSpec, chaos: list[str] | None = None) -> str:
         given = {item.name: counting("any") for item in members}
@@ -122,6 +166,8 @@ def test_what_cannot_be_is_refused_in_one_line_before_anything_starts(root: Path
     assert "there is no member bas; the members are base; did you mean 'base'?" in refused(
         MemberSpec("base"), chaos=["kill member=bas@step=3"]
     )
+    with pytest.raises(StartError, match="'kill member=base': this run has no members; omit member="):
+        preview(counting("alone"), chaos=["kill member=base"])
     assert not root.exists()
 
 

@@ -62,12 +62,13 @@ class MemberLook:
                 message = _first_line(run.marker_text("STOP"))
                 return MemberView("stopped", by_user=stopped_by_user(run), step=step, message=message)
             return MemberView("lost", step=step)
-        self._was_alive = True
+        if not self._was_alive:  # a summary from before its start shows another end
+            self._next_summary, self._was_alive = 0.0, True
         summary = self._newest()
         serves = is_server(run)
         return MemberView(
             "alive",
-            has_begun=summary.state in ("running", "stopping"),
+            has_begun=summary.state not in ("waiting", "starting", "lost"),
             serves=serves,
             is_ready=serves and not is_stopping and self._is_ready(),
             is_stopping=is_stopping,
