@@ -31,6 +31,7 @@ from craton.orchestration.watching import is_server
 from craton.printable import printable_line
 from craton.telemetry import RunDirectory, list_runs, read_json
 from craton.telemetry.files import paths_in, read_lines
+from craton.telemetry.members import with_members
 from craton.telemetry.node import read_heartbeat
 
 ANSWER_SECONDS = 2.0  # a server that takes longer counts as not responding
@@ -151,7 +152,7 @@ def check_port(job: Job) -> None:
 
 def _run_at(port: int) -> RunDirectory | None:
     """Return the run whose server uses this port, or None."""
-    for run in list_runs():
+    for run in with_members(list_runs()):
         try:
             if is_server(run) and living_agents(run) and address_of(load_job(run.job_path)).port == port:
                 return run

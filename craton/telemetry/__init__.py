@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         RunDirectory,
         find_run,
         list_runs,
+        name_by_path,
         read_json,
         reporting_node,
         reporting_rank,

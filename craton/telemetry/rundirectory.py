@@ -27,12 +27,14 @@ import errno
 import json
 import os
 import re
-from collections.abc import Mapping
+import stat
+from collections.abc import Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from craton.telemetry.errors import RunError, RunExistsError, RunNotFoundError
-from craton.telemetry.files import UnsafeFileError, append_regular, note_unread, read_regular
+from craton.telemetry.files import UnsafeFileError, append_regular, names_in, note_unread, read_regular
 
 Marker = Literal["STOP", "DONE", "FATAL"]
 MARKERS: tuple[Marker, ...] = get_args(Marker)
@@ -40,7 +42,10 @@ FOLDERS = ("events", "metrics", "ledger", "logs", "traces", "heartbeat", "status
 MEMBERS_FOLDER = "members"
 MAX_NAME = 100  # characters; a job file allows 63, copies and restarts add some
 MAX_SHOWN_NAME = 60
+MAX_SHOWN_RUNS = 10
 MAX_MARKER_BYTES = 1 << 20  # each node adds a few lines
+MAX_DEPTH = 4  # runs above a member: deeper folders are not members
+MAX_MEMBERS = 2000  # of one run; twice the largest sweep
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -87,9 +92,27 @@ class RunDirectory:
     def __hash__(self) -> int:
         return hash(self.path)
 
-    @property
+    @cached_property
     def name(self) -> str:
-        return self.path.name
+        """The name by which every command finds the run: NAME, or OWNER/NAME of a member; `path.name` is its folder."""
+        return "/".join([*reversed([owner.path.name for owner in self.owners()]), self.path.name])
+
+    @property
+    def root(self) -> Path:
+        """The folder of runs that holds it, or the outermost of its owners."""
+        return [self, *self.owners()][-1].path.parent
+
+    def owners(self) -> Iterator[RunDirectory]:
+        """Yield the run that owns this one, the owner of that one, and so on."""
+        run = self
+        for _ in range(MAX_DEPTH):
+            folder = run.path.parent
+            if folder.name != MEMBERS_FOLDER:
+                return
+            run = RunDirectory(folder.parent)
+            if not run.looks_like_a_run():
+                return
+            yield run
 
     @property
     def job_path(self) -> Path:
@@ -213,24 +236,79 @@ def find_run(name_or_path: str | os.PathLike[str], root: str | os.PathLike[str] 
     path."""
     wanted = os.fspath(name_or_path)
     folder = Path(root) if root is not None else runs_root()
-    candidates = [folder / wanted.replace(os.sep, f"{os.sep}{MEMBERS_FOLDER}{os.sep}"), Path(wanted)]
-    for candidate in candidates:
+    for candidate in (_member_path(folder, wanted), Path(wanted)):
         run = RunDirectory(candidate)
         if wanted and run.looks_like_a_run():
             return run
+    owner, _, member = wanted.rpartition("/")
     if len(wanted) > MAX_SHOWN_NAME:
         wanted = f"{wanted[:MAX_SHOWN_NAME]}…"
+    above = RunDirectory(_member_path(folder, owner))
+    if all(map(is_member_name, (*owner.split("/"), member))) and above.looks_like_a_run():
+        raise RunNotFoundError(f"no run named {wanted!r}: {_nearest_member(above, member)}")
+    names = [run.name for run in list_runs(folder)]
+    advice = _nearest(wanted, names, "existing runs")
+    raise RunNotFoundError(
+        f"no run named {wanted!r}: {advice or f'there are no runs in {folder}; set CRATON_RUNS to use another folder'}"
+    )
+
+
+def name_by_path(path: Path) -> str:
+    """Return the name of the run at a path by the path alone, for readers that a hung file system must not block."""
+    words = [path.name]
+    while path.parent.name == MEMBERS_FOLDER and len(words) <= MAX_DEPTH:
+        path = path.parent.parent
+        words.append(path.name)
+    return "/".join(reversed(words))
+
+
+def member_names(run: RunDirectory) -> list[str]:
+    """Return the names of the folders in `members`, without links, at most MAX_MEMBERS. If it cannot be read, there are
+    none, and it is noted, so that `ps` names it."""
+    folder = run.path / MEMBERS_FOLDER
+    try:
+        names = [name for name in names_in(folder) if is_member_name(name) and _is_folder(folder / name)]
+    except OSError as error:
+        note_unread(folder, error)
+        return []
+    if len(names) > MAX_MEMBERS:
+        note_unread(folder, UnsafeFileError(folder, f"has more than {MAX_MEMBERS:,} folders; the others are left out"))
+    return names[:MAX_MEMBERS]
+
+
+def is_member_name(name: object) -> bool:
+    """Whether a name in a file that others may have written can be that of a member."""
+    return isinstance(name, str) and is_plain_name(name) and not name.startswith(".")
+
+
+def _member_path(root: Path, name: str) -> Path:
+    return root / name.replace(os.sep, f"{os.sep}{MEMBERS_FOLDER}{os.sep}")
+
+
+def _nearest_member(owner: RunDirectory, wanted: str) -> str:
+    folder = owner.path / MEMBERS_FOLDER
+    names = [name for name in member_names(owner) if RunDirectory(folder / name).looks_like_a_run()]
+    advice = _nearest(wanted, names, f"members of {owner.name}", f"{owner.name}/")
+    return advice or f"{owner.name} has no members"
+
+
+def _nearest(wanted: str, names: list[str], title: str, prefix: str = "") -> str:
+    """Return the nearest names, or all of them if none is near; "" if there is none."""
     from craton.nearest import nearest_names
 
-    names = [run.name for run in list_runs(folder)]
     near = nearest_names(wanted, names)
     if near:
-        advice = f"did you mean {' or '.join(map(repr, near))}?"
-    elif names:
-        advice = "existing runs: " + ", ".join(names[:10]) + (" ..." if len(names) > 10 else "")
-    else:
-        advice = f"there are no runs in {folder}; set CRATON_RUNS to use another folder"
-    raise RunNotFoundError(f"no run named {wanted!r}: {advice}")
+        return f"did you mean {' or '.join(repr(prefix + name) for name in near)}?"
+    shown = ", ".join(names[:MAX_SHOWN_RUNS]) + (" ..." if len(names) > MAX_SHOWN_RUNS else "")
+    return f"{title}: {shown}" if names else ""
+
+
+def _is_folder(path: Path) -> bool:
+    """Whether a path is a folder and not a link to one: a link could lead back to the owner."""
+    try:
+        return stat.S_ISDIR(os.lstat(path).st_mode)
+    except OSError:
+        return False
 
 
 def _made_at(run: RunDirectory) -> float:

@@ -10,10 +10,12 @@ from s3 import S3Server, bucket, s3_server
 
 from craton.infrastructure import StorageError
 from craton.job import Job, parse_job
+from craton.job.sections import place_of
 from craton.orchestration import StartError
 from craton.orchestration.start import newest_checkpoint
 from craton.orchestration.start.checks import check_places
 from craton.telemetry import RunDirectory
+from craton.telemetry.members import MEMBERS_FOLDER
 
 __all__ = ["bucket", "s3_server"]
 
@@ -91,3 +93,12 @@ def test_a_read_only_folder_is_refused_before_the_start(tmp_path: Path) -> None:
             check_places(job_with(str(disk)), tmp_path / "count")
     finally:
         subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_members_of_two_runs_share_no_place_in_a_tier(tmp_path: Path) -> None:
+    places = set()
+    for owner in ("one", "two"):
+        run = RunDirectory.create(RunDirectory.create(tmp_path, owner).path / MEMBERS_FOLDER, "base")
+        (tier,) = job_with("s3://bucket/saved").checkpoint.tiers
+        places.add(place_of(tier, None, run.path).place)
+    assert places == {"s3://bucket/saved/one/base", "s3://bucket/saved/two/base"}

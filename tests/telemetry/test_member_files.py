@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from craton.telemetry import RunDirectory, RunNotFoundError, find_run, list_runs
+from craton.telemetry import RunDirectory, RunNotFoundError, find_run, list_runs, name_by_path
+from craton.telemetry.files import noting_unread
 from craton.telemetry.members import (
     MEMBERS_FILE,
     MEMBERS_FOLDER,
@@ -21,9 +22,11 @@ from craton.telemetry.members import (
     owner_of,
     read_members,
     read_members_status,
+    with_members,
     write_members,
     write_members_status,
 )
+from craton.telemetry.rundirectory import MAX_MEMBERS
 
 
 @pytest.fixture
@@ -38,13 +41,37 @@ def owner(tmp_path: Path) -> RunDirectory:
 def test_members_are_found_by_the_name_of_their_owner(owner: RunDirectory, tmp_path: Path) -> None:
     inner = RunDirectory.create(owner.path / MEMBERS_FOLDER / "a" / MEMBERS_FOLDER, "deep")
     assert [run.name for run in list_runs(tmp_path)] == ["sweep"]
-    assert [run.name for run in member_runs(owner)] == ["c", "a", "b"]
+    assert [run.name for run in member_runs(owner)] == ["sweep/c", "sweep/a", "sweep/b"]
     for name in ("sweep", "sweep/a", "sweep/a/deep"):
-        assert full_name(find_run(name, tmp_path)) == name
+        run = find_run(name, tmp_path)
+        assert full_name(run) == run.name == name_by_path(run.path) == name
+    names = ["sweep", "sweep/c", "sweep/a", "sweep/a/deep", "sweep/b"]
+    assert [run.name for run in with_members(list_runs(tmp_path))] == names
     assert owner_of(inner) == find_run("sweep/a", tmp_path)
     assert owner_of(owner) is None
-    with pytest.raises(RunNotFoundError, match="no run named 'sweep/z'"):
-        find_run("sweep/z", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("sweep/z", "members of sweep: a, b, c"),
+        ("sweep/B", "did you mean 'sweep/b'"),
+        ("sweep/a/x", "sweep/a has no members"),
+        ("sweap/a", "did you mean 'sweep'"),
+        ("sweep/../x", "did you mean 'sweep'"),
+    ],
+)
+def test_an_unknown_member_is_answered_with_its_neighbours(
+    owner: RunDirectory, tmp_path: Path, name: str, advice: str
+) -> None:
+    with pytest.raises(RunNotFoundError, match=f"no run named.*{advice}"):
+        find_run(name, tmp_path)
+
+
+def test_a_root_called_members_owns_nothing(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path / MEMBERS_FOLDER, "alone")
+    assert run.name == "alone"
+    assert owner_of(run) is None
 
 
 def test_members_and_their_status_are_read_as_they_were_written(owner: RunDirectory) -> None:
@@ -73,8 +100,34 @@ def test_hostile_entries_are_left_out(owner: RunDirectory) -> None:
     assert read_members_status(owner) == MembersStatus({"b": MemberStatus("done")})
 
 
-def test_a_linked_folder_has_no_members(owner: RunDirectory, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["file", "link", "loop", "crowd"])
+def test_a_hostile_folder_has_no_members(owner: RunDirectory, tmp_path: Path, kind: str) -> None:
     other = RunDirectory.create(tmp_path, "other")
-    os.symlink(owner.path / MEMBERS_FOLDER, other.path / MEMBERS_FOLDER)
-    with pytest.raises(OSError, match="link"):
-        member_runs(other)
+    folder = other.path / MEMBERS_FOLDER
+    if kind == "file":
+        folder.write_text("x")
+    elif kind == "link":
+        os.symlink(owner.path / MEMBERS_FOLDER, folder)
+    elif kind == "loop":  # a member that is its owner
+        folder.mkdir()
+        os.symlink(other.path, folder / "self")
+    else:
+        folder.mkdir()
+        for number in range(MAX_MEMBERS + 5):
+            (folder / f"x{number}").mkdir()
+    with noting_unread() as unread:
+        assert list(with_members([other])) == [other]
+    assert bool(unread) == (kind != "loop")
+
+
+def test_members_beyond_the_maximum_are_left_out(owner: RunDirectory) -> None:
+    entries = [{"name": f"m{number}"} for number in range(MAX_MEMBERS + 5)]
+    (owner.path / MEMBERS_FILE).write_text(json.dumps({"members": entries}))
+    assert len(read_members(owner).members) == MAX_MEMBERS
+
+
+def test_times_that_no_clock_shows_are_left_out(owner: RunDirectory) -> None:
+    text = '{"members": {"a": {"state": "done", "since": %s}}}'
+    for since in ("1" + "0" * 400, "-1", "1e400", "NaN", "true"):
+        (owner.path / MEMBERS_FOLDER / "status.json").write_text(text % since)
+        assert read_members_status(owner).members["a"].since in (0.0, 1.0)

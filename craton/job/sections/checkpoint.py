@@ -14,6 +14,7 @@ from craton.job.document import KeyConflictError, Location, Seconds, Section, Si
 from craton.job.errors import JobError
 from craton.nearest import did_you_mean
 from craton.remote import is_url
+from craton.telemetry import RunDirectory
 
 RESCUE = "rescue"  # fallback for the last state if no persistent tier accepts it; not a tier of a job
 
@@ -124,7 +125,7 @@ def place_of(tier: CheckpointTier, storage: Storage | None, run: Path) -> TierPl
     numbers = named.get(tier.to)
     base = (numbers.path if numbers else None) if tier.to in ("nvme", "shared", "object") else tier.to
     if base is not None:
-        return TierPlace(f"{base.rstrip('/')}/{run.name}", is_local, False)
+        return TierPlace(f"{base.rstrip('/')}/{RunDirectory(run).name}", is_local, False)
     if tier.to == "object":
         raise JobError(
             "checkpoint tier object has no path: set storage.object.path to an s3:// prefix in the cluster file, or "

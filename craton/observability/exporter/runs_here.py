@@ -2,6 +2,7 @@
 
 Every node of a cluster scans the same folder of runs, usually on a shared file system, so a scan must stay cheap with
 many runs and nodes. A run without recent writes is not opened, and the older it is, the more rarely its age is checked.
+Members of a run are looked for as often as their owner.
 For an active run, each node's heartbeat is read once to find its host; after that, only files of this host's nodes.
 
 In a container an agent knows neither the host's name nor the host's PIDs. There, a process on this host whose
@@ -19,12 +20,14 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
 from craton.observability.exporter.collector import Collector
 from craton.observability.exporter.exposition import Sample
-from craton.telemetry import RunDirectory
+from craton.telemetry import RunDirectory, name_by_path
+from craton.telemetry.members import with_members
 from craton.telemetry.node import read_heartbeat, read_status
 
 LOOK_SECONDS = 10.0  # between two scans
@@ -100,15 +103,16 @@ class RunsHere:
             }
             places = set(self._nodes_told)
         runs = {*_folders(self._runs_folder), *reported}
+        runs |= {member for run in runs if self._due.get(run, now) <= now for member in _members(run)}
         # A process may see its run under another mount path than this exporter: the run's name is the same.
-        awake = {*reported, *(run for run in runs if any(run.name == name for name, _ in places))}
+        awake = {*reported, *(run for run in runs if any(name_by_path(run) == name for name, _ in places))}
         self._due = {run: due for run, due in self._due.items() if run in runs}
         live = [run for run in runs if (run in awake or self._due.get(run, now) <= now) and self._lives(run, now)]
         self._hosts = {run: self._hosts.get(run) or _Hosts() for run in live}
         ranks: dict[InNode, RankHere] = {}
         by_number: dict[int, RankHere] = {}
         for run in live:
-            also = {node for name, node in places if name == run.name}
+            also = {node for name, node in places if name == name_by_path(run)}
             for number, rank, is_ours in self._ranks_of(RunDirectory(run), self._hosts[run], also, now):
                 ranks[rank.run, rank.run_node, number] = rank
                 if is_ours:
@@ -151,7 +155,7 @@ class RunsHere:
                 continue
             status = read_status(run, node) if _age(run.status_path(node)) < FRESH_SECONDS else None
             for rank in status.ranks if status is not None else ():
-                yield rank.pid, RankHere(run.name, str(rank.rank), node), heartbeat.host == self._host
+                yield rank.pid, RankHere(name_by_path(run.path), str(rank.rank), node), heartbeat.host == self._host
 
     def _read_hosts(self, run: RunDirectory, hosts: _Hosts, now: float) -> None:
         folder = run.path / "heartbeat"
@@ -192,6 +196,11 @@ def _folders(runs_folder: Path) -> list[Path]:
             return [Path(entry.path) for entry in entries if entry.is_dir()]
     except OSError:
         return []
+
+
+def _members(run: Path) -> list[Path]:
+    """Return the folders of the members of a run, of their members, and so on."""
+    return [member.path for member in islice(with_members([RunDirectory(run)]), 1, None)]
 
 
 class RunsCollector(Collector):

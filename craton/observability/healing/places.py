@@ -25,6 +25,7 @@ from craton.orchestration.changes import come_back, hosts_of, plan_evacuation, w
 from craton.orchestration.watching import MOVING, settled_summaries
 from craton.telemetry import RunDirectory, RunSummary, list_runs, runs_root, summarize
 from craton.telemetry.files import open_regular, paths_in
+from craton.telemetry.members import with_members
 
 DEFAULT_MODE, DEFAULT_SHARE = "advise", 0.1
 MAX_REPORT_BYTES = 64 << 20  # of a `craton doctor` report on thousands of nodes
@@ -169,11 +170,11 @@ def _of_run(run: RunDirectory) -> HealingScope:
     runs = (run,) if moves else ()
     ended = () if moves else ((run, _ended_at(run, summary)),)
     if on == "local":
-        return _with_policy(HealingScope(run.name, RunService(run), runs, run.path.parent, ended=ended), file)
+        return _with_policy(HealingScope(run.name, RunService(run), runs, run.root, ended=ended), file)
     scheduler = file.scheduler if file is not None else None
     if scheduler is None or scheduler.kind != on:
         scheduler = SchedulerSettings(kind=on, **_own_keys(on, job.run))
-    root = ledger_root(file) if file is not None and file.runs else run.path.parent
+    root = ledger_root(file) if file is not None and file.runs else run.root
     return _with_policy(HealingScope(file.name if file else on, service_of(scheduler), runs, root, ended=ended), file)
 
 
@@ -190,7 +191,7 @@ def _with_policy(place: HealingScope, file: ClusterFile | None) -> HealingScope:
 
 def _in_time(root: Path, kind: str) -> tuple[list[RunDirectory], list[tuple[RunDirectory, float]]]:
     """Return the active runs, and those that failed or were lost recently."""
-    runs = [run for run in list_runs(root) if read_submission(run).on == kind]
+    runs = [run for run in with_members(list_runs(root)) if read_submission(run).on == kind]
     summaries = settled_summaries([summarize(run) for run in runs])
     moving, ended, oldest = [], [], time.time() - rules().ended_seconds
     for run, summary in zip(runs, summaries, strict=True):

@@ -59,6 +59,7 @@ from craton.observability.prometheus.targets import (
 from craton.orchestration import read_submission
 from craton.remote import is_url
 from craton.telemetry import RunDirectory, list_runs, runs_root
+from craton.telemetry.members import with_members
 from craton.yaml_text import to_yaml
 
 FOLDER = ".observe"
@@ -85,7 +86,7 @@ class ObserverSettings:
     def root(self) -> Path:
         """Folder of the run directories: from the runs given, from the cluster file, or the default one."""
         if self.runs:
-            return self.runs[0].path.parent
+            return self.runs[0].root
         return Path(self.cluster_runs).expanduser() if self.cluster_runs else runs_root()
 
     @property
@@ -142,7 +143,7 @@ class TargetKeeper:
         return f"{names} is not running: targets appear when it is resumed"
 
     def _look(self) -> None:
-        runs = list(self.settings.runs) or list_runs(self.settings.root)
+        runs = list(with_members(list(self.settings.runs) or list_runs(self.settings.root)))
         found_targets: FoundTargets = look_at(runs)
         self._ask_slurm()
         # Slurm's first: a node's address is then the same whether or not a run uses it.

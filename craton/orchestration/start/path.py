@@ -45,7 +45,7 @@ class RunStart:
     @property
     def runs(self) -> list[RunDirectory]:
         """The run, or all copies of it."""
-        names = copy_names(self.draft) if self.draft.job.run.copies > 1 and not self.resumes else [self.run.name]
+        names = copy_names(self.draft) if self.draft.job.run.copies > 1 and not self.resumes else [self.run.path.name]
         return [RunDirectory(self.root / name) for name in names]
 
     @property

@@ -38,9 +38,9 @@ def root_of(job: Job, on: str | None = None) -> Path:
 
 
 def link_run(run: RunDirectory) -> None:
-    """Link a run in another folder into the default root."""
+    """Link a run in another folder into the default root; a member is found through its owner."""
     root = runs_root()
-    if run.path.parent == root:
+    if run.path.parent == root or next(run.owners(), None) is not None:
         return
     root.mkdir(parents=True, exist_ok=True)
     link = root / run.name

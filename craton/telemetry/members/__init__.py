@@ -25,9 +25,9 @@ if TYPE_CHECKING:
         member_runs,
         members_text,
         owner_of,
-        owners_of,
         read_members,
         read_members_status,
+        with_members,
         write_members,
         write_members_status,
     )

@@ -14,13 +14,21 @@ read: a damaged file reads as no members, a damaged entry is left out.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, get_args
 
 from craton.schema import SCHEMA, schema_problem
-from craton.telemetry.files import names_in, replace_text
-from craton.telemetry.rundirectory import MEMBERS_FOLDER, RunDirectory, is_plain_name, read_json
+from craton.telemetry.files import replace_text
+from craton.telemetry.rundirectory import (
+    MAX_DEPTH,
+    MAX_MEMBERS,
+    MEMBERS_FOLDER,
+    RunDirectory,
+    is_member_name,
+    member_names,
+    read_json,
+)
 
 MEMBERS_FILE = "members.json"
 STATUS_FILE = "status.json"
@@ -28,7 +36,7 @@ LOCK_FILE = "manager.lock"
 JOBS_FOLDER = "jobs"
 ADDRESSES_FILE = "addresses.json"
 RESERVED_NAMES = (STATUS_FILE, LOCK_FILE, ADDRESSES_FILE)  # beside the members' directories
-MAX_DEPTH = 4  # runs above a member: deeper folders are not members
+MAX_SECONDS = 1e12  # of a plausible time
 
 Need = Literal["done", "ready"]
 MemberState = Literal["waiting", "starting", "running", "ready", "restarting", "done", "failed", "stopped"]
@@ -103,7 +111,8 @@ def read_members(run: RunDirectory) -> MembersSpec:
         return MembersSpec()
     wanted = document.get("members")
     entries = wanted if isinstance(wanted, list) else []
-    members = [_spec(entry) for entry in entries if isinstance(entry, dict) and _is_name(entry.get("name"))]
+    named = [entry for entry in entries if isinstance(entry, dict) and is_member_name(entry.get("name"))]
+    members = [_spec(entry) for entry in named[:MAX_MEMBERS]]
     parallel, purpose = document.get("parallel"), document.get("purpose")
     return MembersSpec(
         members,
@@ -123,14 +132,14 @@ def read_members_status(run: RunDirectory) -> MembersStatus:
     members = {
         name: MemberStatus(**_known(MemberStatus, entry))
         for name, entry in (entries.items() if isinstance(entries, dict) else ())
-        if _is_name(name) and isinstance(entry, dict) and entry.get("state") in get_args(MemberState)
+        if is_member_name(name) and isinstance(entry, dict) and entry.get("state") in get_args(MemberState)
     }
     return MembersStatus(**{**_known(MembersStatus, document), "members": members})
 
 
 def member_runs(run: RunDirectory) -> list[RunDirectory]:
     """Return the members of a run that have a run directory: in the order of members.json, others after them."""
-    names = [name for name in names_in(run.path / MEMBERS_FOLDER) if _is_name(name)]
+    names = member_names(run)
     if not names:
         return []
     order = {member.name: place for place, member in enumerate(read_members(run).members)}
@@ -139,28 +148,22 @@ def member_runs(run: RunDirectory) -> list[RunDirectory]:
     return [member for member in found if member.looks_like_a_run()]
 
 
+def with_members(runs: Iterable[RunDirectory]) -> Iterator[RunDirectory]:
+    """Yield runs, each followed by its members, their members, and so on."""
+    for run in runs:
+        yield run
+        if len(list(run.owners())) < MAX_DEPTH:
+            yield from with_members(member_runs(run))
+
+
 def owner_of(run: RunDirectory) -> RunDirectory | None:
     """Return the run that owns this one; None if it stands alone."""
-    folder = run.path.parent
-    if folder.name != MEMBERS_FOLDER:
-        return None
-    owner = RunDirectory(folder.parent)
-    return owner if owner.looks_like_a_run() else None
-
-
-def owners_of(run: RunDirectory) -> Iterator[RunDirectory]:
-    """Yield the owner of a run, its owner, and so on."""
-    for _ in range(MAX_DEPTH):
-        owner = owner_of(run)
-        if owner is None:
-            return
-        yield owner
-        run = owner
+    return next(run.owners(), None)
 
 
 def full_name(run: RunDirectory) -> str:
     """Return the name by which every command finds a run: NAME, or OWNER/NAME of a member."""
-    return "/".join([*(owner.name for owner in reversed(list(owners_of(run)))), run.name])
+    return run.name
 
 
 def _spec(entry: Mapping[str, Any]) -> MemberSpec:
@@ -179,12 +182,11 @@ def _known(kind: type[MemberStatus] | type[MembersStatus], document: Mapping[str
     """Return the entries that a status has, as long as each has the type of its default."""
     defaults = kind()
     types = {item.name: type(getattr(defaults, item.name)) for item in fields(kind)}
-    return {
-        name: float(value) if types[name] is float else value
-        for name, value in document.items()
-        if name in types and isinstance(value, (int, float) if types[name] is float else types[name])
+    known = {name: value for name, value in document.items() if name in types}
+    times = {
+        name: float(value)
+        for name, value in known.items()
+        if types[name] is float and isinstance(value, int | float) and 0 <= value < MAX_SECONDS
     }
-
-
-def _is_name(name: object) -> bool:
-    return isinstance(name, str) and is_plain_name(name) and not name.startswith(".")
+    others = {name: value for name, value in known.items() if types[name] is not float}
+    return times | {name: value for name, value in others.items() if isinstance(value, types[name])}

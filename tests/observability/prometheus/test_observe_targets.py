@@ -20,7 +20,8 @@ from craton.cli.views.observe import _picture, keep_targets
 from craton.job.cluster import load_cluster
 from craton.observability.prometheus import Observed, ObserverSettings, TargetKeeper, observer, targets
 from craton.observability.prometheus.targets import ScrapedMachine, SearchedExporters, look_at, merged, write_targets
-from craton.telemetry import list_runs
+from craton.telemetry import RunDirectory, list_runs
+from craton.telemetry.members import MEMBERS_FOLDER, member_runs
 
 JOB = """
 name: beta
@@ -39,6 +40,16 @@ def test_agents_of_a_run_that_goes_on(live_run: LiveRun) -> None:
     }
     assert {target.labels["run"] for target in found.targets} == {"alpha"}
     assert [machine.host for machine in found.machines] == ["127.0.0.1"]
+
+
+def test_agents_of_members_are_targets_named_after_their_owner(live_run: LiveRun, tmp_path: Path) -> None:
+    owner = RunDirectory.create(tmp_path, "fleet")
+    (owner.path / MEMBERS_FOLDER).mkdir()
+    live_run.run.path.rename(owner.path / MEMBERS_FOLDER / "worker-0")
+    keeper = TargetKeeper(ObserverSettings(runs=(owner,)), tmp_path / "targets", SearchedExporters({}))
+    keeper.refresh()
+    assert {target.labels["run"] for target in keeper.targets} == {"fleet/worker-0"}
+    assert ObserverSettings(runs=tuple(member_runs(owner))).root == tmp_path
 
 
 def test_a_run_that_ended_has_no_targets(live_run: LiveRun) -> None:

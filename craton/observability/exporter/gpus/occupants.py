@@ -19,6 +19,7 @@ from pathlib import Path
 
 from craton.infrastructure.probes import NodeRoot
 from craton.observability.exporter.runs_here import RunsHere
+from craton.telemetry import name_by_path
 
 GRACE_SECONDS = 60.0
 FIRST_LOOK_SECONDS = 1.0  # wait of the first query for a scan, so that series start with their labels
@@ -76,7 +77,7 @@ class Occupants:
     def _ask(self, pid: int, parent: int, now: float) -> Occupant:
         variables = self._environment(pid)
         run, node = variables.get("CRATON_RUN", ""), variables.get("CRATON_NODE", "")
-        name, job = Path(run).name if run else "", variables.get("SLURM_JOB_ID", "")
+        name, job = name_by_path(Path(run)) if run else "", variables.get("SLURM_JOB_ID", "")
         rank = variables.get("RANK") or variables.get("CRATON_RANK", "")
         if run and rank.isdecimal():
             return Occupant(name, rank, node, job)
