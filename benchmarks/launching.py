@@ -55,14 +55,14 @@ def main() -> None:
             lab.stop()
 
 
-def make_ended_run(root: Path, name: str) -> None:
+def make_ended_run(root: Path, name: str, steps: int = STEPS) -> None:
     """Write a run as the agent of one node leaves it: one metrics line per step, one ledger line per second."""
     run = RunDirectory.create(root, name)
-    begin = time.time() - STEPS
+    begin = time.time() - steps
     run.launch_path.write_text(json.dumps({"generation": 0, "nodes": ["node-0"], "ranks_per_node": 1}))
     run.plan_path.write_text(json.dumps(PLAN))
     metrics, ledger = [], []
-    for step in range(1, STEPS + 1):
+    for step in range(1, steps + 1):
         labels = {"time": begin + step, "step": step, "generation": 0, "node": "node-0", "rank": 0}
         measured = {"run_loss": 10.0 / step, "run_step_seconds": 1.0, "run_tokens_per_second": 8000.0}
         metrics.append(json.dumps({**labels, **measured}))
@@ -122,17 +122,19 @@ def submit(root: Path, code: Path, number: int) -> tuple[float, float]:
 def timed_ps(root: Path) -> str:
     """Return medians of wall time and CPU time, which depends less on other load, and the first time, when the ledgers
     of ended runs are summed up."""
+    first, *others = (ps_seconds(root) for _ in range(TIMES + 1))
+    clock, processors = (statistics.median(times) for times in zip(*others, strict=True))
+    return f"{clock:.2f} s ({processors:.2f} s of CPU time), the first time {first[0]:.2f} s"
+
+
+def ps_seconds(root: Path) -> tuple[float, float]:
+    """Return wall time and CPU time of one `craton ps`."""
     environment = {**os.environ, "CRATON_RUNS": str(root)}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed command has its bytecode
-    clock, processors = [], []
-    for _ in range(TIMES + 1):
-        used, begin = os.times(), time.perf_counter()
-        subprocess.run([sys.executable, "-m", "craton", "ps"], check=True, capture_output=True, env=environment)
-        clock.append(time.perf_counter() - begin)
-        now = os.times()
-        processors.append(now.children_user + now.children_system - used.children_user - used.children_system)
-    again = f"{statistics.median(clock[1:]):.2f} s ({statistics.median(processors[1:]):.2f} s of CPU time)"
-    return f"{again}, the first time {clock[0]:.2f} s"
+    used, begin = os.times(), time.perf_counter()
+    subprocess.run([sys.executable, "-m", "craton", "ps"], check=True, capture_output=True, env=environment)
+    clock, now = time.perf_counter() - begin, os.times()
+    return clock, now.children_user + now.children_system - used.children_user - used.children_system
 
 
 if __name__ == "__main__":

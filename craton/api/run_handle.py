@@ -51,11 +51,12 @@ class Run:
         return f"Run({str(self.path)!r}, {self.state})"
 
     def summary(self) -> RunSummary:
-        """Return state, step, loss, and measured and planned numbers, as `craton ps` shows them."""
-        from craton.orchestration.watching import settled_summaries
+        """Return state, step, loss, measured and planned numbers and the sum of its members, as in `craton ps`."""
+        from craton.orchestration.watching import glance_at_members, settled_summaries, with_members_sum
         from craton.telemetry import summarize
 
-        return settled_summaries([summarize(self.directory)])[0]
+        (own,) = settled_summaries([summarize(self.directory)])
+        return with_members_sum(self.directory, own, glance_at_members(self.directory))
 
     def checkpoint(self) -> SavedStep | None:
         """Return the newest checkpoint that is visible from here."""

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from craton.telemetry import RunDirectory
 
 FOLLOW_LINES = 20  # earlier lines printed first when following
+SHOWN_MEMBERS = 10
 
 
 def logs(
@@ -51,10 +52,12 @@ def logs(
     import sys
 
     from craton.api import Run
+    from craton.formatting import counted
     from craton.orchestration import is_elsewhere
     from craton.orchestration.watching import log_files, standing_of
     from craton.printable import printable, printable_line
     from craton.telemetry import RunError
+    from craton.telemetry.members import member_runs
 
     handle = Run(run)
     directory = handle.directory
@@ -85,6 +88,13 @@ def logs(
             print(
                 f"{directory.name} has no logs yet; `craton logs {directory.name} -f` waits for them", file=sys.stderr
             )
+    if not as_json and (names := [member.path.name for member in member_runs(directory)]):
+        shown = ", ".join(names[:SHOWN_MEMBERS]) + (" ..." if len(names) > SHOWN_MEMBERS else "")
+        print(
+            f"{directory.name} has {counted(len(names), 'member')}: {shown}; `craton logs {directory.name}/{names[0]}` "
+            "prints their logs",
+            file=sys.stderr,
+        )
     alone = not agent and len(ranks) == 1
     clock = _Clock(directory) if timestamps else None
     lines = handle.log_lines(ranks, agents=agent, follow=follow, last=last)

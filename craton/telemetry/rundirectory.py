@@ -267,7 +267,7 @@ def member_names(run: RunDirectory) -> list[str]:
     none, and it is noted, so that `ps` names it."""
     folder = run.path / MEMBERS_FOLDER
     try:
-        names = [name for name in names_in(folder) if is_member_name(name) and _is_folder(folder / name)]
+        names = [name for name in names_in(folder) if is_member_name(name) and _is_folder(f"{folder}/{name}")]
     except OSError as error:
         note_unread(folder, error)
         return []
@@ -303,7 +303,7 @@ def _nearest(wanted: str, names: list[str], title: str, prefix: str = "") -> str
     return f"{title}: {shown}" if names else ""
 
 
-def _is_folder(path: Path) -> bool:
+def _is_folder(path: str) -> bool:
     """Whether a path is a folder and not a link to one: a link could lead back to the owner."""
     try:
         return stat.S_ISDIR(os.lstat(path).st_mode)

@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeGuard, get_args
 
 from craton.formatting import counted, setting, whole_duration
 from craton.telemetry.files import paths_in, storage_problem, tail_lines
-from craton.telemetry.members import read_members_status
+from craton.telemetry.members import MembersSum, read_members_status
 from craton.telemetry.node import Heartbeat, NodeStatus, read_heartbeat, read_status
 from craton.telemetry.progress import UNKNOWN_PROGRESS, Progress, activities_of, assess_progress
 from craton.telemetry.rank import LedgerReader, monotonic_clock_id, spread
@@ -63,11 +63,29 @@ class RunSummary:
     unsaved: str = ""  # if its last state is on no disk yet: why, and what to do
     storage: str = ""  # what is or was wrong with the disk of its directory; "": nothing
     movement: Progress = UNKNOWN_PROGRESS  # whether its ranks make progress; unknown for a run that has ended
+    members: MembersSum | None = None  # of a run that owns runs; None: it has none, or they were not read
 
     @property
     def shown_state(self) -> str:
         """The state for users: a running run whose ranks make no progress is `stuck`."""
         return "stuck" if self.movement.is_stuck else self.state
+
+    @property
+    def node_seconds(self) -> float:
+        """Wall seconds times nodes, without members."""
+        return self.wall_seconds * self.nodes
+
+    @property
+    def total_node_seconds(self) -> float:
+        """Its own and its members' node-seconds."""
+        return self.node_seconds + (self.members.node_seconds if self.members else 0.0)
+
+    @property
+    def total_cost_dollars(self) -> float | None:
+        """What it and its members have cost until now."""
+        amounts = [self.cost_dollars, self.members.cost_dollars if self.members else None]
+        known = [amount for amount in amounts if amount is not None]
+        return sum(known) if known else None
 
     @property
     def progress(self) -> float | None:

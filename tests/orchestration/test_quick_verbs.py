@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from craton.cli.ps import _table, _waiting_lines
+from craton.cli.ps import _waiting_lines
+from craton.cli.views.run_table import run_cells, run_table
 from craton.orchestration import Standing
 from craton.orchestration.backend import Submission, write_submission
 from craton.orchestration.watching import Follower, glance, summary_cache
@@ -132,7 +133,7 @@ def test_the_table_of_a_narrow_terminal_keeps_names_whole(root: Path) -> None:
     run = make_run(root, "a-name-that-is-much-longer-than-its-column-may-be")
     run.mark("DONE")
     for width in (200, 80):
-        titles, _, *lines = [line.plain for line in _table([glance(run).summary], width)]
+        titles, _, *lines = [line.plain for line in run_table([run_cells(glance(run).summary)], width)]
         words = ["RUN", "STATE", "GEN", "STEP", "%", "ETA", "LOSS", "TOK/S", "vs", "PLAN", "GOODPUT", "$"]
         assert titles.split() == words
         assert max(map(len, lines)) < width

@@ -11,6 +11,7 @@ import pytest
 from craton.telemetry import RunDirectory, RunNotFoundError, find_run, list_runs, name_by_path
 from craton.telemetry.files import noting_unread
 from craton.telemetry.members import (
+    MAX_MEMBERS,
     MEMBERS_FILE,
     MEMBERS_FOLDER,
     MemberSpec,
@@ -26,7 +27,6 @@ from craton.telemetry.members import (
     write_members,
     write_members_status,
 )
-from craton.telemetry.rundirectory import MAX_MEMBERS
 
 
 @pytest.fixture

@@ -27,6 +27,9 @@ STATE_STYLES = {
     "waiting": "cyan",
     "starting": "cyan",
     "running": "green",
+    "ready": "green",  # these two of a member, by its owner
+    "restarting": "yellow",
+    "unreadable": "red",
     "stuck": "bold red",  # of summary.shown_state
     "stopping": "cyan",
     "stopped": "bold",  # as requested: neither a warning nor an error

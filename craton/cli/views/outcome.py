@@ -174,6 +174,9 @@ def summary_json(summary: RunSummary) -> dict[str, Any]:
     document = asdict(summary)
     document["path"] = str(summary.path)
     document["against_plan"] = summary.against_plan
+    document["node_seconds"] = summary.node_seconds
+    document["total_node_seconds"] = summary.total_node_seconds
+    document["total_cost_dollars"] = summary.total_cost_dollars
     loss = summary.loss
     document["loss"] = None if loss is None or loss != loss else loss
     return document

@@ -9,6 +9,14 @@ from craton.lazy import lazy_names
 if TYPE_CHECKING:
     from craton.orchestration.watching.comparison import compare
     from craton.orchestration.watching.logs import LogLine, log_files, log_lines
+    from craton.orchestration.watching.member_list import (
+        MemberRow,
+        SeenRun,
+        flat,
+        member_rows,
+        members_sign,
+        with_members_sum,
+    )
     from craton.orchestration.watching.recoveries import Recovery, read_recoveries
     from craton.orchestration.watching.state import (
         GOES_ON,
@@ -27,7 +35,7 @@ if TYPE_CHECKING:
         wait_for_agents,
         wait_for_members,
     )
-    from craton.orchestration.watching.summary_cache import glance
+    from craton.orchestration.watching.summary_cache import glance, glance_at_members
     from craton.orchestration.watching.watch import Follower, View, until_stopped
 else:
     __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from craton.telemetry.members.member_files import (
         JOBS_FOLDER,
         LOCK_FILE,
+        MAX_DEPTH,
+        MAX_MEMBERS,
         MEMBERS_FILE,
         MEMBERS_FOLDER,
         RESERVED_NAMES,
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
         MemberStatus,
         Need,
         full_name,
+        member_names,
         member_runs,
         members_text,
         owner_of,
@@ -31,5 +34,6 @@ if TYPE_CHECKING:
         write_members,
         write_members_status,
     )
+    from craton.telemetry.members.member_sums import MembersSum, members_sum_of
 else:
     __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

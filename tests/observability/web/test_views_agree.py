@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from simulated_runs import write_run
 
-from craton.cli.ps import _cells
+from craton.cli.views.run_table import run_cells
 from craton.formatting import UNKNOWN
 from craton.observability.diagnosis import diagnose
 from craton.observability.diagnosis.collect import take_snapshot
@@ -75,7 +75,7 @@ def test_no_view_contradicts_another(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert verdict.since == summary.movement.since
         if summary.movement.stands_out and len(summary.movement.ranks) == 1:
             assert verdict.rank == summary.movement.ranks[0]
-    cells = _cells(summary)
+    cells = run_cells(summary)
     assert (cells[1] == "stuck") == is_stuck
     assert not is_stuck or (cells[5], cells[7], cells[8]) == (UNKNOWN, UNKNOWN, UNKNOWN)
     look = TopView(run, examine=lambda run, prometheus: answer_of(verdict)).look(wait_for_verdict=True)
