@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,8 +19,9 @@ from craton.telemetry.members import (
     write_members,
     write_members_status,
 )
-from craton.telemetry.node import Heartbeat, write_heartbeat
+from craton.telemetry.node import Heartbeat, process_start, write_heartbeat
 
+MOMENT = time.time()  # of the last step of every run
 FRESH_SECONDS = 3600.0  # for which a heartbeat stays fresh, however slow the test
 PLAN = {"kind": "pretrain", "steps": 10, "step_seconds": 1.0, "tokens_per_second": 4000.0}
 
@@ -37,7 +39,7 @@ def make_member(
     run.job_path.write_text(f"name: {name}\nkind: command\ncommand: ['true']\ncluster: local x 1\n")
     run.log_path(0).write_text(f"hello from {name}\n")
     for step in range(1, steps + 1):
-        labels = {"time": 1e9 + step, "step": step, "generation": 0, "node": "node-0", "rank": 0}
+        labels = {"time": MOMENT - steps + step, "step": step, "generation": 0, "node": "node-0", "rank": 0}
         measured = {"run_loss": 1.0 / step, "run_step_seconds": 1.0, "run_tokens_per_second": 4000.0}
         with run.metrics_path("node-0").open("a") as metrics, run.ledger_path("node-0").open("a") as ledger:
             metrics.write(json.dumps({**labels, **measured}) + "\n")
@@ -51,6 +53,15 @@ def make_member(
     else:
         run.mark("DONE" if state == "done" else "STOP")
     return run
+
+
+def beat_here(run: RunDirectory) -> None:
+    """Make this process the agent of a run: `craton stop --now` would end it."""
+    pid = os.getpid()
+    beat = Heartbeat(0, "running", pid, 0, "127.0.0.1:1", socket.gethostname(), process_start(pid))
+    write_heartbeat(run, "node-0", beat)
+    moment = time.time() + FRESH_SECONDS
+    os.utime(run.heartbeat_path("node-0"), (moment, moment))
 
 
 def make_owner(

@@ -93,7 +93,7 @@ def test_the_members_of_a_run_that_has_ended_are_read_once(verbs: Verbs, monkeyp
     assert summary.members is not None
     assert summary.members.states == {"done": 2}
     with member.ledger_path("node-0").open("a") as ledger:
-        ledger.write('{"time": 1000000006, "rank": 0, "generation": 0, "seconds": {"productive": 7.0}}\n')
+        ledger.write('{"time": 4000000000, "rank": 0, "generation": 0, "seconds": {"productive": 7.0}}\n')
     summary = glance(owner).summary
     assert summary.members is not None
     assert summary.members.ledger["productive"] > 10.0

@@ -1,10 +1,10 @@
 """Root-cause analysis: from a snapshot to one verdict.
 
 The symptoms come first. Then the rules of each layer run in the order scheduler, devices, fabric, collectives,
-framework, training, storage, host, limits of processes, restarts. A finding is weighed by the quality of its evidence
-and by whether its victim matches the symptom. A finding that only says *where* gives way to one that says *why* for the
-same victim. Two faults are two findings: the more severe one first, the other in `others`. When nothing explains the
-condition, the verdict is "not enough evidence" (`cannot_tell`), with the evidence that is missing.
+framework, training, storage, host, limits of processes, restarts, members. A finding is weighed by the quality of its
+evidence and by whether its victim matches the symptom. A finding that only says *where* gives way to one that says
+*why* for the same victim. Two faults are two findings: the more severe one first, the other in `others`. When nothing
+explains the condition, the verdict is "not enough evidence" (`cannot_tell`), with the evidence that is missing.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from craton.observability.diagnosis.rules import (
     examine_fabric,
     examine_framework,
     examine_host,
+    examine_members,
     examine_resources,
     examine_restarts,
     examine_scheduler,
@@ -55,6 +56,7 @@ EXAMINATIONS: tuple[Callable[[Snapshot, Symptoms], list[Finding]], ...] = (
     examine_host,
     examine_resources,
     examine_restarts,
+    examine_members,
 )
 CANNOT_TELL = "cannot_tell"
 MIN_SCORE = 0.3  # a finding below this explains nothing

@@ -48,6 +48,7 @@ from sick_runs import (
     with_resources,
 )
 
+from craton.observability.diagnosis.member_facts import SnapshotMember
 from craton.observability.diagnosis.snapshot import (
     NodeWord,
     RankError,
@@ -60,6 +61,7 @@ from craton.observability.diagnosis.snapshot import (
     SnapshotStuckRank,
     SnapshotXid,
 )
+from craton.observability.diagnosis.tables import LAYERS
 from craton.telemetry.node import PeerTraffic, ProcessResources
 
 SLEEPS = ProcessResources(cpus=4, file_wait_share=1.0, idle_seconds=40.0)
@@ -89,6 +91,22 @@ def cases() -> Iterator[Case]:
     yield from connection_cases()
     yield from host_cases()
     yield from reported_cases()
+    yield from member_cases()
+
+
+def member_cases() -> Iterator[Case]:
+    """A member breaks its owner, keeps it from starting, or slows it down."""
+    lost = SnapshotMember("run/base", "failed", "done", True, True, message="exit code 3", condition="dead")
+    for layer in LAYERS:
+        member = replace(lost, layer=layer, because=f"a fault of the {layer}", action="fix it", confidence=0.9)
+        ended = with_run(replace(healthy(4), members=(member,)), state="failed", message="member base failed")
+        yield Case(f"member failed by {layer}", f"member_{layer}", "dead", ended, "", None)
+    waits = with_run(with_ranks(healthy(4), lambda rank: SnapshotRank(rank.rank, rank.node)), state="starting")
+    gated = replace(lost, is_named=False, because="the disk is full", layer="storage", action="fix it", confidence=0.9)
+    yield Case("gate", "member_storage", "starting", replace(waits, members=(gated,)), "", None)
+    silent = SnapshotMember("run/rollout-0", "lost", "ready", condition="dead", confidence=0.6)
+    late = replace(slowed_all(without_hardware(healthy(4)), 40.0, "data"), members=(silent,))
+    yield Case("no answers", "member_unexplained", "slow", late, "", None)
 
 
 def scheduler_cases() -> Iterator[Case]:

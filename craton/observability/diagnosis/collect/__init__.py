@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from craton.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from craton.observability.diagnosis.collect.file_systems import is_under, is_used
     from craton.observability.diagnosis.collect.prometheus import ask_prometheus, queries
     from craton.observability.diagnosis.collect.snapshot import chosen_run, read_snapshot, take_snapshot
 else:

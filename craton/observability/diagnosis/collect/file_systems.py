@@ -1,12 +1,7 @@
-"""File systems that a run uses: those of its directory, its data and its checkpoints.
-
-A full boot partition, or an unrelated mount that does not respond, does not affect the run. If the job does not name
-its data path, shared and large file systems count, and those of the operating system do not.
-"""
+"""File systems that a run uses: those of its directory, its data and its checkpoints."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,11 +9,9 @@ from pathlib import Path
 from craton.errors import CratonError
 from craton.job import load_job
 from craton.job.sections import place_of
-from craton.observability.diagnosis.snapshot import RunFacts, SnapshotMount
+from craton.observability.diagnosis.snapshot import SnapshotMount
+from craton.observability.diagnosis.used_mounts import is_under
 from craton.telemetry import RunDirectory
-
-OF_THE_SYSTEM = re.compile(r"/$|/(boot|dev|etc|proc|run|snap|sys|usr|var)(/|$)")
-SMALL_KINDS = re.compile(r"vfat|msdos|iso9660|squashfs|autofs|efivarfs|fuse\.(portal|gvfsd-fuse|snapfuse|sshfs)")
 
 
 def paths_of(run: RunDirectory, on: str) -> dict[str, tuple[str, ...]]:
@@ -49,16 +42,3 @@ def with_holders(mounts: Sequence[SnapshotMount], paths: Mapping[str, Sequence[s
     return tuple(
         replace(mount, holds=tuple(dict.fromkeys((*mount.holds, *holds.get(mount.path, ()))))) for mount in mounts
     )
-
-
-def is_used(mount: SnapshotMount, run: RunFacts) -> bool:
-    """Return whether the run uses this file system."""
-    if mount.holds or not mount.path.startswith("/"):  # a Lustre client whose mount point is not known
-        return True
-    if {"data", "checkpoints"} <= run.paths.keys():
-        return False
-    return not OF_THE_SYSTEM.match(mount.path) and not SMALL_KINDS.fullmatch(mount.kind)
-
-
-def is_under(path: str, mount: str) -> bool:
-    return path == mount or path.startswith(mount.rstrip("/") + "/")

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from craton.infrastructure.probes import NodeReport, NodeRoot, probe_node
-from craton.observability.diagnosis.collect.file_systems import is_under
 from craton.observability.diagnosis.snapshot import (
     SnapshotFabricDevice,
     SnapshotGpu,
@@ -22,6 +21,7 @@ from craton.observability.diagnosis.snapshot import (
     SnapshotNode,
     SnapshotXid,
 )
+from craton.observability.diagnosis.used_mounts import is_under
 from craton.telemetry import RunDirectory
 
 BETWEEN_SECONDS = 0.5

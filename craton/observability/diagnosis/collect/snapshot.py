@@ -23,6 +23,7 @@ from craton.observability.diagnosis.collect.clocks import beat_age, clock_offset
 from craton.observability.diagnosis.collect.collectives import read_collectives
 from craton.observability.diagnosis.collect.errors import read_errors, was_sent
 from craton.observability.diagnosis.collect.file_systems import paths_of
+from craton.observability.diagnosis.collect.members import read_snapshot_members
 from craton.observability.diagnosis.collect.metrics import Steps, collective_seconds, read_steps, series_of
 from craton.observability.diagnosis.collect.node import look_at_machine
 from craton.observability.diagnosis.collect.processes import look_at_process, stack_of, taken_stack, visible_cards
@@ -42,6 +43,7 @@ from craton.observability.diagnosis.collect.records import (
 )
 from craton.observability.diagnosis.collect.scheduler import scheduler_of
 from craton.observability.diagnosis.collect.training import read_bad_steps, training_facts
+from craton.observability.diagnosis.root_cause import diagnose
 from craton.observability.diagnosis.snapshot import (
     RunFacts,
     Serving,
@@ -182,7 +184,14 @@ def _taken(run: RunDirectory, prometheus: str | None, now: float | None, look_he
             collectives = replace(collectives, stuck=stuck)
         snapshot = replace(snapshot, collectives=collectives)
         notes += [note] if note else []
-    return _closer(run, replace(snapshot, notes=tuple(notes)), here if look_here else [])
+    snapshot = _closer(run, replace(snapshot, notes=tuple(notes)), here if look_here else [])
+    members = read_snapshot_members(
+        run,
+        symptoms_of(snapshot).condition,
+        facts.message,
+        lambda member: diagnose(take_snapshot(member, prometheus, now, look_here)),
+    )
+    return replace(snapshot, members=members)
 
 
 def chosen_run(name: str | None) -> RunDirectory:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from craton.observability.diagnosis.rules.fabric import examine_fabric
     from craton.observability.diagnosis.rules.framework import examine_framework
     from craton.observability.diagnosis.rules.host import examine_host
+    from craton.observability.diagnosis.rules.members import examine_members
     from craton.observability.diagnosis.rules.resources import examine_resources
     from craton.observability.diagnosis.rules.restarts import examine_restarts
     from craton.observability.diagnosis.rules.scheduler import examine_scheduler

@@ -6,10 +6,10 @@ import re
 from collections.abc import Callable
 
 from craton.formatting import counted, duration, percent, setting, whole_duration
-from craton.observability.diagnosis.collect import is_under, is_used
 from craton.observability.diagnosis.rules.findings import finding
 from craton.observability.diagnosis.snapshot import Snapshot, SnapshotMount, SnapshotNode, SnapshotTier
 from craton.observability.diagnosis.tables import threshold
+from craton.observability.diagnosis.used_mounts import is_under, is_used
 from craton.observability.diagnosis.verdict import UNSAVED, Finding, Symptom, Symptoms
 from craton.telemetry.node import WAITS_FOR_FILES
 

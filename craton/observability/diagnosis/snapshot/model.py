@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 
 from craton.errors import CratonError
+from craton.observability.diagnosis.member_facts import SnapshotMember
 from craton.observability.diagnosis.snapshot.json_values import made_from, plain_values
 from craton.telemetry.node import PeerTraffic, ProcessResources
 
@@ -523,6 +524,7 @@ class Snapshot:
     errors: tuple[RankError, ...] = ()  # since the run was last started, newest last
     training: TrainingFacts | None = None  # for a run of a training job that can be read
     bad_steps: tuple[SnapshotBadStep, ...] = ()  # the first of all, then the newest ones
+    members: tuple[SnapshotMember, ...] = ()  # those that the run depends on, or that its message names
 
     @cached_property
     def _node_of(self) -> dict[str, SnapshotNode]:

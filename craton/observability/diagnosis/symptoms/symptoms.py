@@ -6,7 +6,10 @@ the first steps, noisy steps, and steps that compile, save or evaluate are not s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from craton.formatting import counted
+from craton.observability.diagnosis.member_facts import SnapshotMember
 from craton.observability.diagnosis.snapshot import Serving, Snapshot
 from craton.observability.diagnosis.symptoms.ended import COMING_BACK, find_dead_ranks, symptom_by_state
 from craton.observability.diagnosis.symptoms.hung import find_hang, find_silent, progress_of
@@ -40,6 +43,9 @@ def symptoms_of(snapshot: Snapshot) -> Symptoms:
     noted = (note,) if note else ()
     if snapshot.serving is not None and snapshot.serving.is_loading:
         return Symptoms((Symptom("starting", "loads its model and is not ready for requests", noted),))
+    awaited = [member for member in snapshot.members if member.is_awaited]
+    if snapshot.run.state == "starting" and awaited:
+        return Symptoms((Symptom("starting", _waits_for(awaited)),))
     if snapshot.run.state == "starting":
         return Symptoms((Symptom("starting", f"waits: {note}" if note else "", noted),))
     back = [rank for rank in snapshot.ranks if rank.kind in COMING_BACK]
@@ -47,6 +53,14 @@ def symptoms_of(snapshot: Snapshot) -> Symptoms:
         text = f"is recovering from a failure (its ranks are in {back[0].kind})"
         return Symptoms((Symptom("starting", "; ".join((text, *noted)), noted),))
     return Symptoms((Symptom("healthy", note),))
+
+
+def _waits_for(members: Sequence[SnapshotMember]) -> str:
+    """Return `waits for member base (running, step 120 of 500) and 2 more`."""
+    first = members[0]
+    words = [first.state, first.progress, f"waits for {first.waits_for}" if first.waits_for else ""]
+    more = f" and {len(members) - 1:,} more" if len(members) > 1 else ""
+    return f"waits for member {first.short_name} ({', '.join(filter(None, words))}){more}"
 
 
 def _resting(serving: Serving) -> str:
