@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from craton.orchestration.watching import MemberRow, SeenRun
-    from craton.telemetry import RunDirectory, RunSummary
+    from craton.telemetry import RunDirectory
 
 BRANCH, LAST, PIPE, SPACE = "├ ", "└ ", "│ ", "  "
 
@@ -41,6 +41,7 @@ def shown_tree(tree: RunTree, width: int) -> Text:
     from rich.text import Text
 
     from craton.cli.views.run_table import notes_on, run_cells, run_table
+    from craton.orchestration.watching import account_lines
     from craton.printable import printable_line
 
     summary = tree.owner.summary
@@ -52,36 +53,6 @@ def shown_tree(tree: RunTree, width: int) -> Text:
     for _, row in branches:
         lines += [Text(f"{row.name}: skipped: {text}", style="red") for text in row.unread]
     return Text("\n").join(lines)
-
-
-def account_lines(summary: RunSummary) -> list[str]:
-    """Return the node time and the dollars of a run with members: the sum and its parts."""
-    members = summary.members
-    if members is None:
-        return []
-    lines = []
-    total = sum(members.ledger.values())
-    if total:
-        parts = [
-            f"{kind} {formatting.whole_duration(seconds)} ({formatting.percent(seconds / total)})"
-            for kind, seconds in members.ledger.items()
-            if seconds / total >= 0.005
-        ]
-        lines.append(f"time of its members: {' · '.join(parts)}")
-    own = formatting.whole_duration(summary.node_seconds)
-    if members.node_seconds:
-        both = (own, formatting.whole_duration(members.node_seconds))
-        lines.append(
-            f"node time {formatting.whole_duration(summary.total_node_seconds)}: {both[0]} of its own, {both[1]} of "
-            "its members"
-        )
-    else:
-        lines.append(f"node time {own}; its members use the same nodes")
-    if summary.total_cost_dollars is not None:
-        amounts = (summary.total_cost_dollars, summary.cost_dollars or 0.0, members.cost_dollars or 0.0)
-        whole, mine, theirs = map(formatting.dollars, amounts)
-        lines.append(f"cost {whole}: {mine} of its own, {theirs} of its members")
-    return lines
 
 
 def tree_json(tree: RunTree) -> dict[str, Any]:

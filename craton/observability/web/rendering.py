@@ -7,6 +7,7 @@ import time
 from functools import cache
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import jinja2
 
@@ -18,6 +19,8 @@ STATE_TONES = {
     "running": "good",
     "done": "good",
     "healthy": "good",
+    "ready": "good",
+    "restarting": "warn",
     "starting": "calm",
     "waiting": "calm",
     "reading": "calm",
@@ -30,6 +33,9 @@ STATE_TONES = {
     "unknown": "calm",
     "firing": "bad",
 }
+
+
+OF_MEMBER = ":"  # between the names of an owner and a member, in an address
 
 
 def render(template: str, **context: Any) -> str:
@@ -46,6 +52,7 @@ def _environment() -> jinja2.Environment:
         lstrip_blocks=True,
     )
     environment.filters |= {
+        "address": address,
         "amount": formatting.amount,
         "cause_first": cause_first,
         "ago": ago,
@@ -65,6 +72,11 @@ def _environment() -> jinja2.Environment:
     }
     environment.globals |= {"change": formatting.change, "duration_range": formatting.duration_range}
     return environment
+
+
+def address(name: str) -> str:
+    """Return the name of a run for an address of the page."""
+    return quote(name.replace("/", OF_MEMBER), safe=OF_MEMBER)
 
 
 def tone(state: str) -> str:

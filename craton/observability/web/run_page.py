@@ -52,7 +52,15 @@ from craton.observability.web.sources import (
 )
 from craton.observability.web.stragglers import finding, straggler
 from craton.orchestration import RunStateError, server_of
-from craton.orchestration.watching import MOVING, is_server, settled_summaries
+from craton.orchestration.watching import (
+    MOVING,
+    account_lines,
+    flat,
+    glance_at_members,
+    is_server,
+    settled_summaries,
+    with_members_sum,
+)
 from craton.telemetry import RunDirectory, RunSummary, Summarizer, event_fields, read_json
 from craton.telemetry.rank import LEDGER_KINDS
 
@@ -95,6 +103,7 @@ class RunPage:
         self._gpus: Background[dict[str, dict[str, float]]] = Background(
             self._read_gpus, GPU_SECONDS, {}, DEADLINE_SECONDS
         )
+        self._members = Cached(lambda: glance_at_members(run, asks_scheduler=False), SLOW_SECONDS)
         self.summary = Cached(self._summarize, QUICK_SECONDS)
         self.parts: dict[str, Cached[Shown]] = {"head": Cached(self._head, QUICK_SECONDS)}
         if self.serves:
@@ -102,6 +111,7 @@ class RunPage:
         else:
             self.parts["curves"] = Cached(self._curves, QUICK_SECONDS)
             self.parts["ranks"] = Cached(self._ranks, SLOW_SECONDS)
+        self.parts["members"] = Cached(self._show_members, SLOW_SECONDS)
         self.parts["records"] = Cached(self._show_records, SLOW_SECONDS)
         self.parts["nodes"] = Cached(self._show_nodes, SLOW_SECONDS)
         self.parts["verdict"] = Cached(self._show_verdict, QUICK_SECONDS)
@@ -117,7 +127,8 @@ class RunPage:
         return len(nodes) if isinstance(nodes, list) else 0
 
     def _summarize(self) -> RunSummary:
-        return settled_summaries([self._summarizer.summary()], self._schedulers.standings)[0]
+        (own,) = settled_summaries([self._summarizer.summary()], self._schedulers.standings)
+        return with_members_sum(self.run, own, self._members.get())
 
     def _read_table(self) -> RankTable:
         member = self._member.get()
@@ -145,12 +156,21 @@ class RunPage:
         fragments = {
             "state": render("parts/state.html", **about),
             "tiles": render("parts/tiles.html", **about),
-            "ledger": render("parts/ledger.html", kinds=_ledger_rows(summary), **about),
+            "ledger": render(
+                "parts/ledger.html", kinds=_ledger_rows(summary), accounts=account_lines(summary), **about
+            ),
         }
         has_phases = any(summary.measured.get(f"{phase}_seconds") for phase in PHASES)
         if not self.serves and (not self.is_command or has_phases):
             fragments["phases"] = render("parts/phases.html", rows=_phase_rows(summary), **about)
         return Shown(fragments)
+
+    def _show_members(self) -> Shown:
+        rows = list(flat(self._members.get()))
+        sums = self.summary.get().members
+        if not rows or sums is None:
+            return Shown()
+        return Shown({"members": render("parts/members.html", rows=rows, sums=sums)})
 
     def _show_verdict(self) -> Shown:
         """Show the verdict. It is requested after everything else was read: a wide run takes long to diagnose."""

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from craton.orchestration.watching.member_list import (
         MemberRow,
         SeenRun,
+        account_lines,
         flat,
         member_rows,
         members_sign,

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from craton import formatting
 from craton.orchestration.backend import read_submission
 from craton.orchestration.watching.recoveries import Recovery
 from craton.orchestration.watching.state import MOVING, settled_summaries, standings_of
@@ -29,6 +30,7 @@ from craton.telemetry.members import (
     read_members_status,
 )
 
+MIN_SHARE = 0.005  # of the members' time, below which a ledger kind is not named
 KEPT = "its result is that of an earlier run"
 
 
@@ -99,6 +101,36 @@ def with_members_sum(run: RunDirectory, own: RunSummary, rows: Sequence[MemberRo
         dollars += [theirs.cost_dollars, None if is_paid else summary.cost_dollars]
     known = [amount for amount in dollars if amount is not None]
     return replace(own, members=MembersSum(states, node_seconds, sum(known) if known else None, ledger))
+
+
+def account_lines(summary: RunSummary) -> list[str]:
+    """Return the node time and the dollars of a run with members: the sum and its parts."""
+    members = summary.members
+    if members is None:
+        return []
+    lines = []
+    total = sum(members.ledger.values())
+    if total:
+        parts = [
+            f"{kind} {formatting.whole_duration(seconds)} ({formatting.percent(seconds / total)})"
+            for kind, seconds in members.ledger.items()
+            if seconds / total >= MIN_SHARE
+        ]
+        lines.append(f"time of its members: {' · '.join(parts)}")
+    own = formatting.whole_duration(summary.node_seconds)
+    if members.node_seconds:
+        both = (own, formatting.whole_duration(members.node_seconds))
+        lines.append(
+            f"node time {formatting.whole_duration(summary.total_node_seconds)}: {both[0]} of its own, {both[1]} of "
+            "its members"
+        )
+    else:
+        lines.append(f"node time {own}; its members use the same nodes")
+    if summary.total_cost_dollars is not None:
+        amounts = (summary.total_cost_dollars, summary.cost_dollars or 0.0, members.cost_dollars or 0.0)
+        whole, mine, theirs = map(formatting.dollars, amounts)
+        lines.append(f"cost {whole}: {mine} of its own, {theirs} of its members")
+    return lines
 
 
 def shares_nodes(owner: RunDirectory, member: RunDirectory) -> bool:

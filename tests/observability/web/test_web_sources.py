@@ -190,9 +190,9 @@ def test_what_a_command_does_not_tell_of_is_not_shown(serve: Serve, tmp_path: Pa
     write_run(tmp_path / "runs", "llama", nodes=1, ranks_per_node=1, steps=0)
     server = serve()
     text = server.ask("GET", "/runs/count")[2]
-    # Sections for training, own metrics, a step, ranks and checkpoints, and the four charts of the first.
-    assert text.count("data-optional hidden") == text.count("data-optional") == 9
-    assert server.ask("GET", "/runs/llama")[2].count("data-optional") == 1  # of own metrics
+    # Sections for members, training, own metrics, a step, ranks and checkpoints, and the four charts of training.
+    assert text.count("data-optional hidden") == text.count("data-optional") == 10
+    assert server.ask("GET", "/runs/llama")[2].count("data-optional") == 2  # of members and own metrics
 
 
 def test_a_prometheus_that_does_not_answer_is_told_and_hides_nothing(serve: Serve, tmp_path: Path) -> None:

@@ -3,10 +3,12 @@
     GET  /                      the runs            GET  /events             their updates, as server-sent events
     GET  /runs/NAME             one run             GET  /runs/NAME/events   its updates
     GET  /runs/NAME/log         a chunk of a log    POST /runs/NAME/ACTION   stop, kill, resume or heal it
+    GET  /runs/NAME/members     rows of its members
     POST /login                 exchange the token for a cookie and a secret
 
-Only existing runs are read: a name in a URL is a folder among them, never a path. Pages load nothing from other sites,
-run no inline script or style, and cannot be framed.
+NAME of a member is OWNER:NAME: a slash would look like the rest of an address. Only existing runs are read: a name in a
+URL is a folder among them, never a path. Pages load nothing from other sites, run no inline script or style, and cannot
+be framed.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from craton.observability.web.http.access import Access
 from craton.observability.web.http.guard import RequestGuard, about_request, login, refuse
 from craton.observability.web.http.static_files import digest, static_file
 from craton.observability.web.readers import read_piece, sources
-from craton.observability.web.rendering import render
+from craton.observability.web.rendering import OF_MEMBER, render
 from craton.observability.web.run_page import RunPage, Shown
 from craton.observability.web.sources import (
     DEADLINE_SECONDS,
@@ -49,7 +51,9 @@ from craton.observability.web.sources import (
     Verdicts,
     examine,
 )
+from craton.orchestration.watching import flat, glance_at_members
 from craton.telemetry import RunDirectory
+from craton.telemetry.members import MAX_DEPTH, MEMBERS_FOLDER
 
 FIRST_SECONDS = 1.0  # parts read by then are in the page; the rest is streamed
 FIRST_WIDE_SECONDS = 0.15  # the same for a run with many nodes, whose ranks take too long to wait for
@@ -89,11 +93,15 @@ class PageSite:
     def find(self, name: str) -> RunDirectory | None:
         """Find a run by its name, never by a path. Other runs are not read: a page that follows a log asks every
         second."""
-        if name in ("", os.curdir, os.pardir) or os.sep in name:
+        words = name.split(OF_MEMBER)
+        if os.sep in name or len(words) > MAX_DEPTH + 1 or any(word in ("", os.curdir, os.pardir) for word in words):
             return None
-        run = RunDirectory(self.root / name)
+        found = [
+            RunDirectory(self.root / f"{os.sep}{MEMBERS_FOLDER}{os.sep}".join(words)),
+            RunDirectory(self.root / name),
+        ]
         try:
-            return run if run.looks_like_a_run() else None
+            return next((run for run in found if run.looks_like_a_run()), None)
         except OSError as error:
             if error.errno == errno.ENAMETOOLONG:
                 return None
@@ -160,6 +168,7 @@ def make_app(
         Route("/runs/{name}", _run),
         Route("/runs/{name}/events", _run_events),
         Route("/runs/{name}/log", _log),
+        Route("/runs/{name}/members", _members),
         Route("/runs/{name}/{action}", _change, methods=["POST"]),
     ]
     # A file system may fail for a while (a stale handle, a server restart): report it, do not crash.
@@ -265,6 +274,7 @@ async def _run(request: Request) -> Response:
     html = render(
         "run.html",
         name=page.run.name,
+        owners=[owner.name for owner in reversed(list(page.run.owners()))],
         mark=opened.mark,
         serves=page.serves,
         is_command=page.is_command,
@@ -361,6 +371,20 @@ def _stream(messages: AsyncIterator[dict[str, Any]]) -> Response:
                 silence = loop.time()
 
     return StreamingResponse(lines(), media_type="text/event-stream", headers={"x-accel-buffering": "no"})
+
+
+async def _members(request: Request) -> Response:
+    """Return the members of a run as rows of the list."""
+    site = _site(request)
+    run = await run_in_threadpool(site.find, request.path_params["name"])
+    if run is None:
+        return refuse(404, "no such run")
+
+    def html() -> str:
+        with site.summaries.aside():
+            return render("parts/member_rows.html", rows=list(flat(glance_at_members(run, asks_scheduler=False))))
+
+    return HTMLResponse(await run_in_threadpool(html))
 
 
 async def _log(request: Request) -> Response:

@@ -25,6 +25,7 @@ from craton.orchestration import Standing
 from craton.orchestration.watching import standings_of
 from craton.telemetry import RunDirectory, RunSummary
 from craton.telemetry.files import read_regular
+from craton.telemetry.members import members_sum_of
 
 T = TypeVar("T")
 MAX_SHARE = 0.1  # maximum share of time spent on computing one value
@@ -165,9 +166,10 @@ def _to_json(run: Remembered) -> dict[str, Any]:
 
 def _from_json(document: Mapping[str, Any]) -> Remembered:
     summary = document["summary"]
+    members = members_sum_of(summary["members"])
     return Remembered(
         key=tuple(document["key"]),
-        summary=RunSummary(**{**summary, "path": Path(summary["path"])}),
+        summary=RunSummary(**{**summary, "path": Path(summary["path"]), "members": members}),
         kind=document["kind"],
         planned_dollars=document["planned_dollars"],
     )

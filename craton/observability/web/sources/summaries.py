@@ -19,7 +19,7 @@ from typing import Any
 from craton.observability.web.sources.caches import Remembered, Schedulers, recall, remember
 from craton.observability.web.sources.verdicts import CachedVerdict, Verdicts, agreeing
 from craton.orchestration import read_submission
-from craton.orchestration.watching import MOVING, settled_summaries
+from craton.orchestration.watching import MOVING, glance_at_members, settled_summaries, with_members_sum
 from craton.telemetry import MARKERS, RunDirectory, RunSummary, Summarizer, list_runs, read_json
 from craton.telemetry.files import names_in
 
@@ -30,6 +30,7 @@ MAX_NODES = 16  # whose ledgers are read; all of a wide run would take minutes
 KEY_NODES = 8
 ASIDE_SECONDS = 0.5  # maximum wait of the next read for a page to be rendered
 LOST_AGAIN_SECONDS = 60.0  # refresh of a lost run, which shows the time since its last sign of life
+LIVE = {*MOVING, "ready", "restarting", "stuck"}  # states of members that change
 EXAMINED = (*MOVING, "failed", "lost")  # states that are diagnosed
 
 
@@ -214,7 +215,9 @@ def _to_remember(state: _Known) -> Remembered | None:
 def _read(run: RunDirectory, state: _Known) -> None:
     """Read a run that is active, or changed since the last read."""
     key = _key(run)
-    if state.raw is not None and state.raw.state not in MOVING and key == state.key:
+    # Members of a run that has ended may still go on.
+    has_live = state.raw is not None and state.raw.members is not None and set(state.raw.members.states) & LIVE
+    if state.raw is not None and state.raw.state not in MOVING and key == state.key and not has_live:
         is_fresh = time.monotonic() - state.read_at < LOST_AGAIN_SECONDS
         if state.raw.state != "lost" or is_fresh:
             return
@@ -228,7 +231,8 @@ def _read(run: RunDirectory, state: _Known) -> None:
             state.kind = job_kind(plan)
             state.planned_dollars = float(dollars) if isinstance(dollars, int | float) else None
         state.summarizer = state.summarizer or Summarizer(run, MAX_NODES)
-        state.raw, state.trouble = state.summarizer.summary(), ""
+        rows = glance_at_members(run, asks_scheduler=False)
+        state.raw, state.trouble = with_members_sum(run, state.summarizer.summary(), rows), ""
     except Exception as error:  # noqa: BLE001 - a broken folder must not hide other runs
         state.raw, state.trouble = None, f"cannot read {run.path}: {_why(error)}"
     state.key = key
@@ -251,7 +255,13 @@ def _is_local(run: RunDirectory) -> bool:
 
 def _key(run: RunDirectory) -> tuple[int, ...]:
     """Return a key that changes when an ended run is resumed."""
-    paths = [run.launch_path, run.plan_path, run.path / "generations", *(run.path / marker for marker in MARKERS)]
+    paths = [
+        run.path / "members" / "status.json",
+        run.launch_path,
+        run.plan_path,
+        run.path / "generations",
+        *(run.path / marker for marker in MARKERS),
+    ]
     try:
         nodes = names_in(run.path / "heartbeat")[:KEY_NODES]
     except OSError:

@@ -7,6 +7,7 @@ const filter = document.getElementById("filter");
 const chips = document.getElementById("chips");
 const NUMBERS = ["progress", "eta", "loss", "speed", "change", "goodput", "cost"];
 const rows = new Map([...body.rows].map((row) => [row.dataset.name, row]));
+const opened = new Map(); // name of an owner → rows of its members
 let order = [...rows.keys()];
 let sorting = { column: "", direction: 1 };
 let state = "";
@@ -36,7 +37,7 @@ function sorted() {
 // Put rows in order and move only those out of place: a page of 500 rows must not flicker.
 function arrange() {
   let place = body.firstElementChild;
-  for (const row of sorted()) {
+  for (const row of sorted().flatMap((each) => [each, ...(opened.get(each.dataset.name) ?? [])])) {
     if (row === place) place = place.nextElementSibling;
     else body.insertBefore(row, place);
   }
@@ -54,6 +55,7 @@ function sift() {
   for (const row of rows.values()) {
     const fits = matches(row, wanted);
     row.hidden = !fits;
+    for (const member of opened.get(row.dataset.name) ?? []) member.hidden = !fits;
     shown += fits;
     states.set(row.dataset.state, (states.get(row.dataset.state) ?? 0) + 1);
   }
@@ -90,6 +92,7 @@ function take(message) {
     holder.innerHTML = html;
     const fresh = holder.firstElementChild;
     const old = rows.get(name);
+    if (opened.has(name)) showMembers(fresh);
     if (old && old.outerHTML === fresh.outerHTML) continue;
     rows.set(name, fresh);
     if (!old) continue;
@@ -106,10 +109,34 @@ function take(message) {
   if (message.order) {
     order = message.order;
     const there = new Set(order);
-    for (const name of rows.keys()) if (!there.has(name)) rows.delete(name);
+    for (const name of rows.keys()) if (!there.has(name)) { rows.delete(name); opened.delete(name); }
   }
   if (message.order || sorting.column) arrange();
   sift();
+}
+
+// Show the rows of an owner's members below it, or refresh them.
+async function showMembers(row) {
+  const { name } = row.dataset;
+  const button = row.querySelector("[data-members]");
+  if (!opened.has(name)) opened.set(name, []);
+  button?.setAttribute("aria-expanded", "true");
+  const answer = await fetch(`${row.querySelector("a").getAttribute("href")}/members`).catch(() => null);
+  if (!opened.has(name) || !answer?.ok) return;
+  const holder = document.createElement("tbody");
+  holder.innerHTML = await answer.text();
+  const fresh = [...holder.rows];
+  if (fresh.map((each) => each.outerHTML).join() === opened.get(name).map((each) => each.outerHTML).join()) return;
+  opened.set(name, fresh);
+  arrange();
+  sift();
+}
+
+function toggleMembers(row) {
+  if (!opened.has(row.dataset.name)) { showMembers(row); return; }
+  opened.delete(row.dataset.name);
+  row.querySelector("[data-members]").setAttribute("aria-expanded", "false");
+  arrange();
 }
 
 function select(row, focus = true) {
@@ -117,7 +144,7 @@ function select(row, focus = true) {
   current = row;
   row?.classList.add("current");
   if (row && focus) {
-    row.querySelector("a").focus({ preventScroll: true });
+    row.querySelector("a")?.focus({ preventScroll: true });
     row.scrollIntoView({ block: "nearest" });
   }
 }
@@ -152,12 +179,14 @@ filter.addEventListener("keydown", (event) => {
 });
 body.addEventListener("focusin", (event) => select(event.target.closest("tr"), false));
 body.addEventListener("click", (event) => {
+  if (event.target.closest("[data-members]")) { toggleMembers(event.target.closest("tr")); return; }
   if (event.target.closest("a") || getSelection().toString()) return;
-  event.target.closest("tr")?.querySelector("a").click();
+  event.target.closest("tr")?.querySelector("a")?.click();
 });
 
 const columns = [...table.tHead.querySelectorAll("th")].map((head) => head.dataset.sort);
 addKeys({
+  m: () => { if (current?.querySelector("[data-members]")) toggleMembers(current); },
   j: () => move(1),
   k: () => move(-1),
   ArrowDown: () => move(1),
@@ -166,7 +195,7 @@ addKeys({
   s: () => sortBy(columns[(columns.indexOf(sorting.column) + 1) % columns.length]),
   Enter: (event) => {
     if (!current || event.target.closest("a, button")) return false;
-    current.querySelector("a").click();
+    current.querySelector("a")?.click();
     return true;
   },
   Escape: () => {
