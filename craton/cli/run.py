@@ -182,12 +182,12 @@ def follow(run: Run, draft: Draft, console: Console, *, detach: bool, as_json: b
             print(json.dumps(outcome_json(run.directory, run.summary())))
         else:
             status = "runs in the background" if draft.on == "local" else "starts once its nodes are allocated"
-            console.print(f"{name} {status}: {_way_back(draft.job)}")
+            console.print(f"{name} {status}: {_way_back(draft.job, name)}")
         return
     try:
         summary = watch(run, console, quiet=as_json)
     except KeyboardInterrupt:
-        console.print(f"\nleft the view; {name} continues. {_way_back(draft.job)}")
+        console.print(f"\nleft the view; {name} continues. {_way_back(draft.job, name)}")
         raise typer.Exit(130) from None
     if as_json:
         print(json.dumps(outcome_json(run.directory, summary)))
@@ -382,10 +382,10 @@ def _sharing(draft: Draft) -> str:
     return f"{draft.launch.nodes_per_gpu} nodes share each GPU; communication is a socket on loopback"
 
 
-def _way_back(job: Job) -> str:
+def _way_back(job: Job, name: str) -> str:
     from craton.job import TRAINING_KINDS
 
     stops = "drains and stops it" if job.serve else "stops it"
     if job.kind in TRAINING_KINDS:
         stops += " with a checkpoint"
-    return f"`craton logs {job.name} -f` follows it, `craton stop {job.name}` {stops}"
+    return f"`craton logs {name} -f` follows it, `craton stop {name}` {stops}"

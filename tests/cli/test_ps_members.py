@@ -8,10 +8,13 @@ from pathlib import Path
 import pytest
 from owned_runs import make_member, make_owner
 from run_verbs import Verbs
+from waiting import wait_until
 
+from craton.orchestration import living_agents
 from craton.orchestration.backend import Submission, write_submission
+from craton.orchestration.start import kill_run
 from craton.orchestration.watching import glance, summary_cache
-from craton.telemetry import RunDirectory
+from craton.telemetry import RunDirectory, summarize
 from craton.telemetry.members import MEMBERS_FOLDER, MemberStatus, member_runs
 
 STATES = {"a": "done", "b": "done", "c": "failed", "d": "running", "e": "waiting"}
@@ -149,7 +152,7 @@ def test_hostile_members_make_no_verb_fail(verbs: Verbs, kind: str, tmp_path: Pa
         inner = owner
         for number in range(8):
             inner = make_member(inner.path / MEMBERS_FOLDER, f"m{number}")
-    for arguments in (("ps",), ("ps", "owner"), ("ps", "owner", "--json"), ("why", "owner"), ("logs", "owner")):
+    for arguments in (("ps",), ("ps", "owner", "--json"), ("why", "owner"), ("logs", "owner")):
         said = verbs(*arguments)
         assert said.returncode == 0, said
     if kind in ("file", "link"):
@@ -162,3 +165,22 @@ def test_ps_of_one_run_refuses_options_of_lists(verbs: Verbs) -> None:
     make_member(verbs.root, "alone")
     said = verbs("ps", "alone", "-a")
     assert (said.returncode, "alone is one; omit them" in said.stderr) == (2, True)
+
+
+def test_a_real_member_is_started_found_and_stopped_by_its_full_name(verbs: Verbs) -> None:
+    owner = make_owner(verbs.root, "owner", {}, "done")
+    job = verbs.job(nodes=1, STEPS=100_000)
+    verbs.monkeypatch.setenv("CRATON_RUNS", str(owner.path / MEMBERS_FOLDER))
+    started = verbs("run", job, "--name", "base", "--detach")
+    assert "owner/base runs in the background: `craton logs owner/base -f` follows it" in started.stdout
+    verbs.monkeypatch.setenv("CRATON_RUNS", str(verbs.root))
+    member = RunDirectory(owner.path / MEMBERS_FOLDER / "base")
+    try:
+        wait_until(lambda: summarize(member).step > 1)
+        assert "owner: 1 of 1 member running" in verbs("ps", "owner").stdout
+        assert verbs("logs", "owner/base", "-n", "1").stdout.startswith("rank-00000  ")
+        assert "next: craton resume owner/base" in verbs("stop", "owner/base").stdout
+        assert "1 stopped" in verbs("ps", "owner").stdout
+    finally:
+        if living_agents(member):
+            kill_run(member)

@@ -91,7 +91,7 @@ def ready_json(job: Job, plan: ServePlan | None, stage: dict[str, Any], run: Run
     assert job.serve is not None
     has_file = job.serve.admin and job.serve.admin_key is None
     admin = {"admin_key_file": shown(run.admin_key_path)} if has_file else {}
-    named = {"name": job.name, "url": address_of(job).url, "model": job.served_name}
+    named = {"name": run.name, "url": address_of(job).url, "model": job.served_name}
     return {**named, **admin, **planned, **measured, **speeds}
 
 
@@ -102,7 +102,7 @@ def print_ready(job: Job, plan: ServePlan | None, ready: dict[str, Any], console
     from craton.cli.views.fields import print_field
 
     assert job.serve is not None
-    console.print(Text.assemble((job.name, "bold"), " serves at ", (ready["url"], "bold green")))
+    console.print(Text.assemble((ready["name"], "bold"), " serves at ", (ready["url"], "bold green")))
     print_field(console, "model", ", ".join([ready["model"], *job.serve.adapters]))
     if plan is not None:
         cache = f"{formatting.amount(ready['kv_tokens'])} tokens, maximum {ready['max_length']:,} per request"

@@ -60,11 +60,12 @@ class MemberRow:
 
 
 def member_rows(
-    run: RunDirectory, look: Callable[[RunDirectory], SeenRun], asks_scheduler: bool = True
+    run: RunDirectory, look: Callable[[RunDirectory], SeenRun], asks_scheduler: bool = True, is_deep: bool = True
 ) -> list[MemberRow]:
     """Return the members of a run in the order of their start, each with its own members. `look` reads a run. Without
-    `asks_scheduler`, the member manager's word counts instead: a list of many owners must not ask for each."""
-    rows = _rows(run, look)
+    `asks_scheduler`, the member manager's word counts instead: a list of many owners must not ask for each. Without
+    `is_deep`, members of members are only in the sums of their owners."""
+    rows = _rows(run, look, is_deep)
     summaries = [row.summary for row in flat(rows) if row.summary is not None]
     ask = standings_of if asks_scheduler else lambda runs: {}
     settled = {summary.path: summary for summary in settled_summaries(summaries, ask)}
@@ -162,7 +163,7 @@ def _sign_below(folder: str, depth: int) -> Iterator[str]:
             yield from _sign_below(f"{members}/{name}", depth + 1)
 
 
-def _rows(run: RunDirectory, look: Callable[[RunDirectory], SeenRun]) -> list[MemberRow]:
+def _rows(run: RunDirectory, look: Callable[[RunDirectory], SeenRun], is_deep: bool) -> list[MemberRow]:
     spec, status = read_members(run), read_members_status(run)
     there = {member.path.name: member for member in member_runs(run)}
     wanted = {member.name: member for member in spec.members}
@@ -181,7 +182,8 @@ def _rows(run: RunDirectory, look: Callable[[RunDirectory], SeenRun]) -> list[Me
             values=wanted[name].values if name in wanted else {},
         )
         if isinstance(seen, SeenRun):
-            below = _rows(there[name], look) if len(list(there[name].owners())) < MAX_DEPTH else []
+            is_owner = is_deep and len(list(there[name].owners())) < MAX_DEPTH
+            below = _rows(there[name], look, is_deep) if is_owner else []
             row = replace(row, summary=seen.summary, recoveries=seen.recoveries, unread=seen.unread, members=below)
         rows.append(row)
     return rows

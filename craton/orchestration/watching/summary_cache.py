@@ -20,7 +20,6 @@ from typing import Any
 from craton.orchestration.watching.member_list import (
     MemberRow,
     SeenRun,
-    flat,
     member_rows,
     members_sign,
     with_members_sum,
@@ -28,7 +27,7 @@ from craton.orchestration.watching.member_list import (
 from craton.orchestration.watching.recoveries import Recovery, read_recoveries
 from craton.telemetry import MARKERS, RunDirectory, RunState, RunSummary, read_json, summarize
 from craton.telemetry.files import noting_unread, replace_text
-from craton.telemetry.members import members_sum_of
+from craton.telemetry.members import MAX_DEPTH, members_sum_of
 from craton.version import VERSION
 
 KEPT_FILE = "summary.json"
@@ -45,14 +44,20 @@ def glance(run: RunDirectory) -> SeenRun:
     if kept is not None:
         return kept
     own = _looked(run, noted=unread)
-    rows = glance_at_members(run, asks_scheduler=False)
+    is_owner = len(list(run.owners())) < MAX_DEPTH
+    rows = member_rows(run, glance, asks_scheduler=False, is_deep=False) if is_owner else []
     result = replace(own, summary=with_members_sum(run, own.summary, rows))
-    have_ended = all(
-        row.state != "unreadable" if row.summary is None else row.summary.state in KEPT_STATES for row in flat(rows)
-    )
-    if result.summary.state in KEPT_STATES and have_ended and not result.unread:
+    if result.summary.state in KEPT_STATES and all(map(_has_ended, rows)) and not result.unread:
         _keep(run, sign, result)
     return result
+
+
+def _has_ended(row: MemberRow) -> bool:
+    """Whether a member and its members change no more without a change of their files."""
+    if row.summary is None:
+        return row.state != "unreadable"
+    below = row.summary.members.states if row.summary.members else ()
+    return row.summary.state in KEPT_STATES and set(below) <= {*KEPT_STATES, "waiting"}
 
 
 def glance_at_members(run: RunDirectory, asks_scheduler: bool = True) -> list[MemberRow]:
