@@ -11,7 +11,7 @@ from craton.agent.launch import Launch
 from craton.formatting import setting
 from craton.telemetry import RunDirectory, read_json
 from craton.telemetry.files import UnsafeFileError
-from craton.telemetry.members import full_name, living_manager
+from craton.telemetry.members import living_manager
 from craton.telemetry.node import read_heartbeat
 
 LOOK_SECONDS = 1.0
@@ -40,7 +40,7 @@ class OwnerWatch:
         ended = next((marker for marker in ("DONE", "FATAL", "STOP") if self._owner.has(marker)), "")
         if self._gone_seconds < (min(ENDED_SECONDS, self._patience_seconds) if ended else self._patience_seconds):
             return ""
-        name = full_name(self._owner)
+        name = self._owner.name
         if ended:
             state = {"DONE": "is done", "FATAL": "has failed", "STOP": "is stopped"}[ended]
             return f"{OWNER_STOP} {name} {state}; `craton resume {name}` resumes both"

@@ -62,7 +62,7 @@ def machine_share(run: RunDirectory) -> Iterator[MachineShare]:
     if owner is None:
         yield MachineShare()
         return
-    status = read_members_status(owner).members.get(run.name)
+    status = read_members_status(owner).members.get(run.path.name)
     share = share_of(num_shares(read_members(owner)), max(0, status.slot if status else 0), visible_accelerators())
     before = {name: os.environ.get(name) for name, _ in share.environment}
     os.environ.update(share.environment)

@@ -77,14 +77,14 @@ def kill_all_at_once(run: Run) -> None:
 
 # fault → what it does to an owner and one of its members
 FAULTS: dict[str, Callable[[Run, Run], object]] = {
-    "kill member": lambda run, hit: run.inject(run.draft_faults([f"kill member={hit.name}"])),
+    "kill member": lambda run, hit: run.inject(run.draft_faults([f"kill member={hit.path.name}"])),
     "kill manager": lambda run, hit: kill_manager(run),
     "kill agent of owner": lambda run, hit: kill_an_agent(run),
     "kill all": lambda run, hit: kill_all_at_once(run),
     "kill agent of member": lambda run, hit: kill_an_agent(hit),
     "kill rank of member": lambda run, hit: kill_rank(hit),
     "kill rank of owner": lambda run, hit: kill_rank(run),
-    "kill rank by order": lambda run, hit: run.inject(run.draft_faults([f"kill rank=0,member={hit.name}"])),
+    "kill rank by order": lambda run, hit: run.inject(run.draft_faults([f"kill rank=0,member={hit.path.name}"])),
     "kill agent and manager of owner": lambda run, hit: kill_both(run),
     "kill manager and member": lambda run, hit: (kill_manager(run), kill_an_agent(hit)),
     "kill agent of owner and member": lambda run, hit: (kill_an_agent(run), kill_an_agent(hit)),

@@ -18,7 +18,6 @@ from craton.telemetry.members import (
     MembersSpec,
     MembersStatus,
     MemberStatus,
-    full_name,
     member_runs,
     owner_of,
     read_members,
@@ -44,7 +43,7 @@ def test_members_are_found_by_the_name_of_their_owner(owner: RunDirectory, tmp_p
     assert [run.name for run in member_runs(owner)] == ["sweep/c", "sweep/a", "sweep/b"]
     for name in ("sweep", "sweep/a", "sweep/a/deep"):
         run = find_run(name, tmp_path)
-        assert full_name(run) == run.name == name_by_path(run.path) == name
+        assert run.name == name_by_path(run.path) == name
     names = ["sweep", "sweep/c", "sweep/a", "sweep/a/deep", "sweep/b"]
     assert [run.name for run in with_members(list_runs(tmp_path))] == names
     assert owner_of(inner) == find_run("sweep/a", tmp_path)

@@ -169,7 +169,7 @@ def _by_run(run: RunDirectory, faults: Sequence[InjectedFault]) -> dict[RunDirec
     """Return the run and its members that get faults, each with its own; the run itself always."""
     result: dict[RunDirectory, list[InjectedFault]] = {run: []}
     for fault in faults:
-        is_own = fault.member is None or (fault.member == run.name and not read_members(run).member(fault.member))
+        is_own = fault.member is None or (fault.member == run.path.name and not read_members(run).member(fault.member))
         place = run if is_own else RunDirectory(run.path / MEMBERS_FOLDER / str(fault.member))
         result.setdefault(place, []).append(fault)
     return result
@@ -177,7 +177,7 @@ def _by_run(run: RunDirectory, faults: Sequence[InjectedFault]) -> dict[RunDirec
 
 def _member_names(run: RunDirectory) -> list[str]:
     """Return the members that faults may name; a member may be named by itself."""
-    return [*(member.name for member in read_members(run).members), *([run.name] if owner_of(run) else [])]
+    return [*(member.name for member in read_members(run).members), *([run.path.name] if owner_of(run) else [])]
 
 
 def _membership(run: RunDirectory, launch: Launch) -> tuple[int, list[str]]:

@@ -18,7 +18,7 @@ from craton.orchestration.errors import RunStateError
 from craton.orchestration.watching import GOES_ON, check_not_running, launching, living_members, standing_of
 from craton.telemetry import RunDirectory, summarize
 from craton.telemetry.files import noting_unread
-from craton.telemetry.members import full_name, living_manager, member_runs, owner_of
+from craton.telemetry.members import living_manager, member_runs, owner_of
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,8 @@ def _check_ended(run: RunDirectory) -> None:
     owner = owner_of(run)
     if owner is not None and (living_manager(owner) is not None or standing_of(owner).condition in GOES_ON):
         raise RunStateError(
-            f"{full_name(run)} is not removed: its owner {full_name(owner)} runs and would start it again; "
-            f"`craton stop {full_name(owner)}` stops both"
+            f"{run.name} is not removed: its owner {owner.name} runs and would start it again; "
+            f"`craton stop {owner.name}` stops both"
         )
     try:
         check_not_running(run)

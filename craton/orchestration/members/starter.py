@@ -69,10 +69,10 @@ def start_member(owner: RunDirectory, name: str) -> None:
 
 
 def _start(owner: RunDirectory, run: RunDirectory) -> None:
-    spec = read_members(owner).member(run.name)
+    spec = read_members(owner).member(run.path.name)
     if spec is None:
-        raise StartError(f"{owner.name} has no member {run.name} in its members.json")
-    path = owner.path / JOBS_FOLDER / f"{run.name}.yaml"
+        raise StartError(f"{owner.name} has no member {run.path.name} in its members.json")
+    path = owner.path / JOBS_FOLDER / f"{run.path.name}.yaml"
     job = parse_job(read_regular_text(path), str(path), spec.folder or ".")
     with machine_share(run) as share:
         draft = draft_run(job, run.path, on="local", job_folder=spec.folder or ".", port=free_port())
@@ -109,6 +109,6 @@ def _must_end() -> None:
 
 def _remove_leftovers(run: RunDirectory) -> None:
     if run.path.exists():
-        aside = run.path.with_name(f".{run.name}.{secrets.token_hex(4)}")
+        aside = run.path.with_name(f".{run.path.name}.{secrets.token_hex(4)}")
         os.rename(run.path, aside)
         shutil.rmtree(aside)

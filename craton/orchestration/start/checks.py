@@ -17,7 +17,7 @@ from craton.orchestration.start.saved_steps import newest_checkpoint
 from craton.orchestration.watching import GOES_ON, standing_of
 from craton.telemetry import RunDirectory, RunExistsError, summarize
 from craton.telemetry.files import names_in
-from craton.telemetry.members import full_name, living_manager, member_runs, owner_of
+from craton.telemetry.members import living_manager, member_runs, owner_of
 
 START_PRODUCTIVE_SECONDS = 1.0  # a command that fails at once counts as productive from its start
 CHECK_SECONDS = 20.0  # timeout for an object store that a run would write to
@@ -91,10 +91,8 @@ def check_owner(run: RunDirectory) -> None:
     owner = owner_of(run)
     if owner is None or standing_of(owner).condition in GOES_ON or living_manager(owner) is not None:
         return
-    name = full_name(owner)
-    raise RunStateError(
-        f"{full_name(run)} is a member of {name}, which is not running; `craton resume {name}` resumes both"
-    )
+    name = owner.name
+    raise RunStateError(f"{run.name} is a member of {name}, which is not running; `craton resume {name}` resumes both")
 
 
 def check_server(job: Job) -> None:

@@ -18,7 +18,7 @@ from craton.orchestration.backends import backend_of
 from craton.orchestration.errors import RunEndedError, RunStateError, SchedulerError, SilentSchedulerError
 from craton.telemetry import RunDirectory, RunState, RunSummary, read_json, summarize
 from craton.telemetry.files import append_regular, noting_unread
-from craton.telemetry.members import full_name, living_manager, member_runs
+from craton.telemetry.members import living_manager, member_runs
 
 MOVING: tuple[RunState, ...] = ("waiting", "starting", "running", "stopping")  # not ended
 GOES_ON = ("waiting", "running")
@@ -129,7 +129,7 @@ def check_is_seen(run: RunDirectory, instead: str) -> None:
 
 def check_running(run: RunDirectory, action: str = "stop", may_wait: bool = False) -> Standing:
     """Refuse a verb for a run that does not run, or that is still pending unless it `may_wait`."""
-    standing, name = standing_of(run), full_name(run)
+    standing, name = standing_of(run), run.name
     if standing.condition == "running" or (may_wait and standing.condition == "waiting"):
         return standing
     if standing.condition == "waiting":
@@ -148,7 +148,7 @@ def check_running(run: RunDirectory, action: str = "stop", may_wait: bool = Fals
 
 
 def check_not_running(run: RunDirectory) -> None:
-    standing, name = standing_of(run), full_name(run)
+    standing, name = standing_of(run), run.name
     if standing.is_leaving:
         raise RunStateError(f"{name} is still stopping: {standing.sentence}; `craton stop {name}` waits for it")
     if standing.condition == "running":

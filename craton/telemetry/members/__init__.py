@@ -23,7 +23,6 @@ if TYPE_CHECKING:
         MemberState,
         MemberStatus,
         Need,
-        full_name,
         member_names,
         member_runs,
         members_text,

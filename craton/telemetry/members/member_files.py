@@ -161,11 +161,6 @@ def owner_of(run: RunDirectory) -> RunDirectory | None:
     return next(run.owners(), None)
 
 
-def full_name(run: RunDirectory) -> str:
-    """Return the name by which every command finds a run: NAME, or OWNER/NAME of a member."""
-    return run.name
-
-
 def _spec(entry: Mapping[str, Any]) -> MemberSpec:
     needs, gate, values = entry.get("needs"), entry.get("gate"), entry.get("values")
     return MemberSpec(
