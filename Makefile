@@ -16,7 +16,8 @@ TRAIN_STAMP := $(VENV)/.trains
 WORKERS ?= 3
 CRATON := $(VENV)/bin/craton
 PIP_INSTALL = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
-PLANNED_JOBS := $(filter-out $(wildcard examples/custom-*.yaml examples/command-*.yaml), $(wildcard examples/*.yaml))
+PLANNED_JOBS := $(filter-out $(wildcard examples/custom-*.yaml examples/command-*.yaml examples/sweep.yaml), \
+  $(wildcard examples/*.yaml))
 
 # Containers often set this variable. Without bytecode each of the suite's thousand processes compiles Craton again.
 unexport PYTHONDONTWRITEBYTECODE

@@ -6,6 +6,8 @@ inlined, and every default is written out, so that a later Craton with other def
 
 from __future__ import annotations
 
+from typing import Any
+
 from craton.job.document import reads_as_text
 from craton.job.jobfile import Job
 from craton.schema import SCHEMA
@@ -16,8 +18,17 @@ OTHER_LINE_ENDS = "\x85\u2028\u2029"
 
 def dump_job(job: Job) -> str:
     """Return the whole job as YAML, in the order of the job file's keys, with the schema first."""
-    data = {"schema": SCHEMA, **job.model_dump(mode="json", exclude_none=True)}
+    data = {"schema": SCHEMA, **job_data(job)}
     return to_yaml(data, indent_lists=False, allow_unicode=True, text_style=_text_style)
+
+
+def job_data(job: Job) -> dict[str, Any]:
+    """Return the whole job as plain data; the job that trains its weights is inlined, with the run that did so."""
+    data = job.model_dump(mode="json", exclude_none=True)
+    if job.weights_job is not None:
+        run = {} if job.trained_run is None else {"run": str(job.trained_run)}
+        data["model"] = {"job": job_data(job.weights_job), **run}
+    return data
 
 
 def _text_style(text: str) -> str | None:

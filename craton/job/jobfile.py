@@ -1,15 +1,12 @@
-"""The job file, checked before anything costs money.
+"""The job: the sections of a job file, checked against each other.
 
-`load_job` returns a frozen `Job` whose model is found, whose batch is a whole number of sequences and whose keys are
-all known. Otherwise it raises one JobError that lists every problem with its line. craton.infrastructure checks that
-the cluster exists, and `check_layout` that the layout fits it.
+A `Job` is frozen; its model is found, its batch is a whole number of sequences and its keys are all known.
+craton.infrastructure checks that the cluster exists, and `check_layout` that the layout fits it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -27,11 +24,8 @@ from craton.job.document import (
     Whole,
     is_credential,
     is_name,
-    parse_document,
-    parse_section,
-    read_document,
 )
-from craton.job.errors import ContentError, JobError, SchemaError
+from craton.job.errors import ContentError, JobError
 from craton.job.layout import Layout, LayoutSpec, Precision, parse_layout
 from craton.job.model import ModelNumbers, ModelShape, ModelSpec, is_function, model_shape, run_folder, weights_folder
 from craton.job.sections import (
@@ -47,6 +41,7 @@ from craton.job.sections import (
     ProgressSection,
     RecoverSection,
     Serve,
+    SweepSection,
     Train,
     WorkdirSpec,
     check_placeholders,
@@ -54,7 +49,6 @@ from craton.job.sections import (
 )
 from craton.job.sharing import sharing_problem
 from craton.remote import is_url
-from craton.schema import schema_problem
 
 Kind = Literal["pretrain", "sft", "dpo", "grpo", "serve", "command"]
 Tracker = Literal["tensorboard", "wandb", "mlflow"]
@@ -74,25 +68,6 @@ NOT_OF_A_COMMAND = {
 }
 
 _NO_SEQUENCE = "data.sequence is missing, and the model has no maximum sequence length; set data.sequence"
-
-
-def load_job(path: Path | str) -> Job:
-    """Read and check a job file."""
-    return _job(read_document(path))
-
-
-def parse_job(text: str, name: str = "job.yaml", folder: Path | str = ".") -> Job:
-    """Parse and check a job from a string; relative paths in it start at `folder`."""
-    return _job(parse_document(text, name, folder))
-
-
-def make_job(data: Mapping[str, object], folder: Path | str = ".") -> Job:
-    """Make a job from a mapping; errors name the key, without a line."""
-    document = _without_schema(Document(name="", folder=Path(folder), data=dict(data), lines={}))
-    try:
-        return parse_section(Job, document)
-    except ContentError as error:
-        raise ContentError([problem.removeprefix(":1: ") for problem in error.problems]) from None
 
 
 def _text(value: object) -> object:
@@ -187,6 +162,7 @@ class Job(Section):
     chaos: ChaosSpec = ()
     run: RunSection = RunSection()
     track: Annotated[tuple[Tracker, ...], BeforeValidator(_one_or_many)] = ()
+    sweep: SweepSection | None = None  # run the job several times, with other values of some keys
     command: Annotated[tuple[Text, ...], BeforeValidator(_one_or_many)] = ()  # a single string is run by the shell
     processes: ProcessesSpec = None  # of a command, per node; None: chosen by the command
     workdir: WorkdirSpec = None  # a command runs in a copy of this folder; None: the job file's folder
@@ -197,6 +173,8 @@ class Job(Section):
     price: PriceNumbers | None = None
 
     _document: Document | None = PrivateAttr(default=None)
+    _weights_job: Job | None = PrivateAttr(default=None)
+    _weights_run: Path | None = PrivateAttr(default=None)
 
     @model_validator(mode="before")
     @classmethod
@@ -231,6 +209,20 @@ class Job(Section):
             raise KeyConflictError(f"reward applies to kind grpo, not {self.kind}", ("reward",), ("kind",))
         if self.train and self.kind not in TRAINING_KINDS:
             raise KeyConflictError(f"kind {self.kind} does not train; remove `train:`", ("train",), ("kind",))
+        return self
+
+    @model_validator(mode="after")
+    def _sweep_goes_together(self) -> Self:
+        if self.sweep is None:
+            return self
+        if self.kind not in TRAINING_KINDS:
+            raise KeyConflictError(
+                f"sweep applies to the kinds {', '.join(TRAINING_KINDS)}, not {self.kind}", ("sweep",), ("kind",)
+            )
+        if self.run.copies > 1:
+            raise KeyConflictError(
+                "sweep: does not go with run.copies; remove one of them", ("sweep",), ("run", "copies")
+            )
         return self
 
     @model_validator(mode="after")
@@ -366,7 +358,11 @@ class Job(Section):
 
     def __eq__(self, other: object) -> bool:
         """Jobs with the same content are equal, whichever file they were read from."""
-        return isinstance(other, Job) and self.__dict__ == other.__dict__
+        return (
+            isinstance(other, Job)
+            and self.__dict__ == other.__dict__
+            and (self._weights_job, self._weights_run) == (other._weights_job, other._weights_run)
+        )
 
     @property
     def model_shape(self) -> ModelShape | None:
@@ -469,6 +465,8 @@ class Job(Section):
         """
         section = self.train or self.serve
         initialize = section.initialize if section else "auto"
+        if self.weights_job is not None:
+            return None
         folder = weights_folder(self.model) if isinstance(self.model, str) and initialize != "random" else None
         if folder is None and initialize == "weights":
             raise JobError(
@@ -488,8 +486,16 @@ class Job(Section):
         return folder
 
     @property
+    def weights_job(self) -> Job | None:
+        """The job of `model: {job: FILE}`, whose weights this job starts from or serves."""
+        return self._weights_job
+
+    @property
     def trained_run(self) -> Path | None:
-        """The directory of the run named by `model:`; None if it names no run."""
+        """The directory of the run whose weights the job starts from or serves; None if there is no such run, or if it
+        is not known yet where the job of `model: {job: FILE}` runs."""
+        if self.weights_job is not None:
+            return self._weights_run
         return run_folder(self.model) if isinstance(self.model, str) else None
 
     @property
@@ -511,6 +517,11 @@ class Job(Section):
         assert self.model is not None
         return Path(self.model).name if self.model.startswith("/") or is_url(self.model) else self.model
 
+    @property
+    def document(self) -> Document | None:
+        """The file that the job was read from."""
+        return self._document
+
     def where(self, *location: str | int) -> str:
         """Return `job.yaml:7: `, the prefix of a message about a key; empty for a job without a file."""
         return f"{self._document.name}:{self._document.line(location)}: " if self._document else ""
@@ -522,25 +533,18 @@ class Job(Section):
             raise ContentError([f"--share-gpus: {problem}"])
         return self.model_copy(update={"run": self.run.model_copy(update={"share_gpus": True})})
 
+    def with_weights_of(self, job: Job, run: Path | None = None) -> Self:
+        """Return this job with the weights of another one, and the run that trains them, if that is known."""
+        copy = self.model_copy()
+        copy._weights_job, copy._weights_run = job, run
+        return copy
+
+    def with_document(self, document: Document) -> Self:
+        """Return this job with the file that it was read from."""
+        copy = self.model_copy()
+        copy._document = document
+        return copy
+
     def fixed_layout(self, world: int) -> Layout | None:
         """Return the user's layout on `world` ranks; None for `auto`."""
         return self.layout.resolve(world, self.precision) if self.layout else None
-
-
-def _job(document: Document) -> Job:
-    job = parse_section(Job, _without_schema(document))
-    job._document = document
-    software = document.folder / Path(job.software).expanduser()
-    if "/" not in job.software and software.suffix not in (".toml", ".json"):
-        return job
-    if not software.is_file():
-        raise ContentError([f"{job.where('software')}software: profile file {job.software!r} does not exist"])
-    return job.model_copy(update={"software": str(software.resolve())})
-
-
-def _without_schema(document: Document) -> Document:
-    """Remove the schema key; SchemaError for an unsupported schema, before any error about its other keys."""
-    if problem := schema_problem(document.data.get("schema")):
-        where = f"{document.name}:{document.line(('schema',))}: " if document.name else ""
-        raise SchemaError([where + problem])
-    return replace(document, data={key: value for key, value in document.data.items() if key != "schema"})

@@ -73,7 +73,7 @@ def _problems(
 ) -> Iterator[tuple[int, str]]:
     """Yield (line, text) of each error; `prefix` is the section's location in the document."""
     misspelt = {
-        (*finding["loc"][:-1], nearest_name(str(finding["loc"][-1]), _allowed_keys(section, finding["loc"][:-1])))
+        (*finding["loc"][:-1], nearest_name(str(finding["loc"][-1]), allowed_keys(section, finding["loc"][:-1])))
         for finding in error.errors()
         if finding["type"] == "extra_forbidden"
     }
@@ -119,7 +119,7 @@ def _problem(
 
 def _unknown_key(root: type[Section], location: Location, prefix: Location) -> str:
     key = str(location[-1])
-    allowed = _allowed_keys(root, location[len(prefix) : -1])
+    allowed = allowed_keys(root, location[len(prefix) : -1])
     parent = dotted(location[:-1])
     under = f"under {parent}" if parent else "at the top"
     homes = [name for name, field in root.model_fields.items() if key in _fields(field.annotation)]
@@ -131,7 +131,8 @@ def _unknown_key(root: type[Section], location: Location, prefix: Location) -> s
     return f"key {key!r} is not known {under}; allowed: {', '.join(allowed)}{near}"
 
 
-def _allowed_keys(root: type[Section], location: Location) -> list[str]:
+def allowed_keys(root: type[Section], location: Location) -> list[str]:
+    """Return the keys that a section allows at a location; empty if there is no section."""
     section: type[Section] | None = root
     for part in location:
         if isinstance(part, str):

@@ -43,7 +43,7 @@ def parse_seconds(value: object) -> float:
     parts = re.findall(r"([0-9]+(?:\.[0-9]+)?)([a-z]*)", text)
     are_known = all(unit in _SECONDS for _, unit in parts)
     if not parts or not are_known or "".join(number + unit for number, unit in parts) != text:
-        raise ValueError(f"{_shown(value)} is not {how}")
+        raise ValueError(f"{shown_value(value)} is not {how}")
     return _positive(sum(float(number) * _SECONDS[unit] for number, unit in parts), value, how)
 
 
@@ -52,7 +52,7 @@ def parse_share(value: object) -> float:
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(%?)\s*", "" if isinstance(value, bool) else str(value))
     share = float(match[1]) / (100.0 if match[2] else 1.0) if match else 0.0
     if not 0.0 < share <= 1.0:
-        raise ValueError(f"{_shown(value)} is not a share; write e.g. 10% or 0.1, above 0 and at most 100%")
+        raise ValueError(f"{shown_value(value)} is not a share; write e.g. 10% or 0.1, above 0 and at most 100%")
     return share
 
 
@@ -95,9 +95,9 @@ def whole_number(at_least: int = 1, at_most: int | None = None) -> Callable[[obj
         if isinstance(value, float) and value.is_integer():
             number = int(value)
         if isinstance(number, bool) or not isinstance(number, int):
-            raise ValueError(f"{_shown(value)} is not {allowed}")
+            raise ValueError(f"{shown_value(value)} is not {allowed}")
         if number < at_least or (at_most is not None and number > at_most):
-            raise ValueError(f"{_shown(value)} is not {allowed}")
+            raise ValueError(f"{shown_value(value)} is not {allowed}")
         return number
 
     return parse
@@ -111,7 +111,7 @@ def _whole(value: object, scale: Mapping[str, float], description: str, examples
     how = f"{description}; write e.g. {examples}"
     number = _scaled(value, r"(?P<prefix>[kKmMbBgGtTpP]?)", scale, how)
     if abs(number - round(number)) > 1e-6:
-        raise ValueError(f"{_shown(value)} is {number:g}, not a whole number; write e.g. {examples}")
+        raise ValueError(f"{shown_value(value)} is {number:g}, not a whole number; write e.g. {examples}")
     return round(number)
 
 
@@ -120,10 +120,10 @@ def _scaled(value: object, suffix: str, scale: Mapping[str, float], how: str) ->
         return _positive(float(value), value, how)
     match = re.fullmatch(rf"{_NUMBER} ?{suffix}", str(value).strip()) if isinstance(value, str) else None
     if match is None:
-        raise ValueError(f"{_shown(value)} is not {how}")
+        raise ValueError(f"{shown_value(value)} is not {how}")
     prefix = match["prefix"] if match["prefix"] in scale else match["prefix"].lower()
     if prefix not in scale:
-        raise ValueError(f"{_shown(value)} is not {how}")
+        raise ValueError(f"{shown_value(value)} is not {how}")
     return _positive(_number(match) * scale[prefix], value, how)
 
 
@@ -133,13 +133,14 @@ def _number(match: re.Match[str]) -> float:
 
 def _positive(number: float, value: object, how: str) -> float:
     if math.isnan(number) or number <= 0:
-        raise ValueError(f"{_shown(value)} is not above zero, so it is not {how}")
+        raise ValueError(f"{shown_value(value)} is not above zero, so it is not {how}")
     if number > MAX_NUMBER:
-        raise ValueError(f"{_shown(value)} is too large (maximum {MAX_NUMBER:.0e}) to be {how}")
+        raise ValueError(f"{shown_value(value)} is too large (maximum {MAX_NUMBER:.0e}) to be {how}")
     return number
 
 
-def _shown(value: object) -> str:
+def shown_value(value: object) -> str:
+    """Return a value as messages show it: short, with quotes around a text."""
     if value is None:
         return "nothing"
     text = repr(value) if isinstance(value, str) else str(value)

@@ -173,6 +173,8 @@ def _shape_of_run(run: Path) -> ModelShape | None:
     """Return the shape of the model that a run trains, from its job file."""
     job = read_document(run / "job.yaml").data
     trained = job.get("model")
+    while isinstance(trained, dict) and isinstance(inner := trained.get("job"), dict):
+        trained = inner.get("model")  # a run of `model: {job: FILE}` trains the model of that job
     if "train" not in job or trained is None:
         raise ModelError(f"the run {run.name} has kind {job.get('kind')}, which trains no model; give a training run")
     if isinstance(trained, dict):

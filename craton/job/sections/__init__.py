@@ -1,4 +1,4 @@
-"""Sections of a job file: data, train, checkpoint, recover, serve, command."""
+"""Sections of a job file: data, train, checkpoint, recover, serve, command, sweep."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from craton.job.sections.data import MIN_BPE_VOCABULARY, STANDARD_LIBRARY, Data, Function
     from craton.job.sections.recover import ChaosSpec, RecoverSection, faults_of
     from craton.job.sections.serve import DEFAULT_LENGTH, NOT_OF_A_SERVER, Serve
+    from craton.job.sections.sweep import SweepEntry, SweepSection
     from craton.job.sections.train import FaultPolicy, Float8Recipe, LearningRateSchedule, Lora, Train, Weights
 else:
     __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)
