@@ -39,7 +39,10 @@ logger = logging.getLogger("craton.data")
 
 def prepare(job: Job, cache: Path | None = None, progress: Progress | None = None) -> dict[str, Path]:
     """Tokenize what is not tokenized yet. Returns the folder of shards for each path under `data:`, after checking that
-    all of them fit the job's model."""
+    all of them fit the job's model. A job that starts from the weights of another one shares its tokenizer, which may
+    be trained with the data of that one."""
+    if job.weights_job is not None and job.data.tokenizer is None and job.weights_job.data.mixture:
+        prepare(job.weights_job, cache, progress)
     places = _Places.of_job(job, cache or default_cache())
     if places.trains_tokenizer and not (places.tokenizer / TOKENIZER).is_file():
         raw = [places.local(path) for path in places.training if path in places.raw]
@@ -190,6 +193,8 @@ class _Places:
 
 def model_tokenizer(job: Job) -> Path | None:
     """Return the folder of the tokenizer beside the job's model, if there is one on this machine."""
+    if job.weights_job is not None:
+        return _tokenizer_of(job.weights_job)
     if not isinstance(job.model, str):
         return None
     if is_url(job.model):
@@ -205,6 +210,23 @@ def model_tokenizer(job: Job) -> Path | None:
 
     cached = try_to_load_from_cache(job.model, TOKENIZER)
     return Path(cached).parent if isinstance(cached, str) else None
+
+
+def prepared_folders(job: Job) -> dict[str, Path] | None:
+    """Return the folders of a job's tokens, as `prepare` would; None if they are not tokenized yet."""
+    try:
+        return _found(job)
+    except (DataError, OSError):
+        return None
+
+
+def _tokenizer_of(trained: Job) -> Path | None:
+    """Return the folder of the tokenizer with which a job trains; None if this machine does not have it."""
+    name = trained.data.tokenizer
+    if name is not None and not name.startswith("bpe:"):
+        return find_tokenizer(name)
+    folders = prepared_folders(trained) if trained.data.mixture else {}
+    return tokenizer_folder(trained, folders or {}) or model_tokenizer(trained)
 
 
 def _found(job: Job) -> dict[str, Path]:
@@ -235,7 +257,9 @@ def _check_tokenizers(job: Job, folders: Mapping[str, Path], places: _Places) ->
     shape = job.model_shape
     beside = model_tokenizer(job)
     # A model that starts from random weights may use any tokenizer that the job names.
-    must_match = beside is not None and (job.data.tokenizer is None or job.weights_folder is not None)
+    must_match = beside is not None and (
+        job.data.tokenizer is None or job.weights_job is not None or job.weights_folder is not None
+    )
     for shards in opened:
         mark, first = shards.index.tokenizer, opened[0].index.tokenizer
         if mark.fingerprint != first.fingerprint:

@@ -30,7 +30,7 @@ from craton.ml.functions import FunctionError, load_function, search_folder, use
 from craton.ml.kernels import check_device
 from craton.ml.models import Decoder, DecoderConfig, config_from_shape, load_weights
 from craton.ml.training import float8
-from craton.ml.training.checkpoint import OWNER, Checkpointer, TierFolder
+from craton.ml.training.checkpoint import OWNER, Checkpointer, TierFolder, read_together
 from craton.ml.training.checkpoint.peer import PeerSetup
 from craton.ml.training.guard import describe_out_of_memory, is_out_of_memory
 from craton.ml.training.lora import add_adapters, base_only, initialize_adapters
@@ -186,6 +186,8 @@ def build_model(job: Job, ranks: Ranks) -> nn.Module:
     """Build the job's model, distributed over the ranks, with random or published weights. A decoder is built on the
     meta device and filled once each rank holds only its own part; a user's model stays as built."""
     assert job.train is not None
+    if job.weights_job is not None and job.trained_run is None:
+        raise SetupError(f"the job does not state which run of {job.weights_job.name} has the weights to start from")
     shape = job.model_shape
     if shape is None:
         dtype = parameter_dtype(ranks.layout, job.train.weights)
@@ -201,7 +203,11 @@ def build_model(job: Job, ranks: Ranks) -> nn.Module:
                 raise FunctionError(f"{job.model} returned a model without `{name}`; see examples/custom_model.py")
         _adapt(model, job, ranks)
         initialize_adapters(model, job.train.seed)
-        return parallelize(model.to(ranks.device, dtype), ranks, compiles(model, job, ranks))
+        model = parallelize(model.to(ranks.device, dtype), ranks, compiles(model, job, ranks))
+        if job.trained_run is not None:
+            with base_only(model):
+                load_trained(model, job.trained_run, ranks)
+        return model
     return build_decoder(config_from_shape(shape), job, ranks)
 
 
@@ -218,12 +224,29 @@ def build_decoder(config: DecoderConfig, job: Job, ranks: Ranks) -> Decoder:
         for buffer in model.buffers():
             buffer.zero_()
     with base_only(model):
-        if weights is None:
+        if job.trained_run is not None:
+            load_trained(model, job.trained_run, ranks)
+        elif weights is None:
             model.initialize(job.train.seed)
         else:
             load_weights(model, weights)
     initialize_adapters(model, job.train.seed)
     return model
+
+
+def load_trained(model: nn.Module, trained: Path, ranks: Ranks) -> None:
+    """Fill the model of all ranks, without adapters, with the weights of the newest checkpoint of another run: neither
+    its optimizer nor its step."""
+    run = RunDirectory(trained)
+    buffers = dict(model.named_buffers())
+    persistent = {name: buffers[name] for name in model.state_dict() if name in buffers}
+    tensors = {
+        f"model.{name}": value.detach() for name, value in {**dict(model.named_parameters()), **persistent}.items()
+    }
+    try:
+        read_together(tier_folders(load_job(run.job_path), run), tensors, ranks.rank, ranks.layout.world)
+    except CratonError as error:
+        raise SetupError(f"the weights of the run {run.path} cannot be used: {error}") from None
 
 
 def build_optimizer(job: Job, ranks: Ranks, model: nn.Module) -> AdamW:

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from craton.ml.training.checkpoint.checkpointer import Checkpointer
     from craton.ml.training.checkpoint.checksums import CheckpointError
     from craton.ml.training.checkpoint.find import FoundStep, find_checkpoint, read_tensors
+    from craton.ml.training.checkpoint.restore import read_together
     from craton.ml.training.checkpoint.tiers import OWNER, TierFolder
 else:
     __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

@@ -20,13 +20,14 @@ from craton.ml.training.checkpoint.find import (
     different,
     joined_parts,
     metadata_bytes,
+    open_tier,
     some,
     steps_in_order,
 )
 from craton.ml.training.checkpoint.metadata import parse_metadata
 from craton.ml.training.checkpoint.read import CheckedReader
 from craton.ml.training.checkpoint.staging import SavingRanks
-from craton.ml.training.checkpoint.tiers import JoinedFiles, StepFiles, Tier
+from craton.ml.training.checkpoint.tiers import JoinedFiles, StepFiles, Tier, TierFolder
 from craton.ml.training.checkpoint.writer import ignore_single_process_warning
 
 
@@ -63,6 +64,27 @@ def open_together(ranks: SavingRanks, rank: int, tier: Tier, step: int) -> tuple
                 problem = str(error)
         problems.append(problem)
     return None, problems or [GONE]
+
+
+def read_together(folders: Sequence[TierFolder], tensors: Mapping[str, Tensor], rank: int, world: int) -> FoundStep:
+    """Fill the tensors of all ranks, resharded to their layout, from the newest usable step of another run, which may
+    hold more than these. CheckpointError if there is none."""
+    ranks = SavingRanks(world)
+    tiers = [open_tier(folder) for folder in folders]
+    steps, passed_over = find_together(ranks, rank, tiers)
+    for step, index in steps:
+        saved, problems = open_together(ranks, rank, tiers[index], step)
+        if saved is not None:
+            shapes = {name: shape for name, (shape, _) in saved.shapes.items()}
+            wrong = list(dict.fromkeys(line for lines in ranks.gather(different(shapes, tensors)) for line in lines))
+            if wrong:
+                raise DifferentModelError(f"{saved} belongs to another model: {some(wrong)}")
+            problems = load_together(ranks, tiers[index], saved, tensors)
+            if not problems:
+                return saved
+        passed_over.append(f"tier {tiers[index].folder.name}: step {step} cannot be used: {some(problems)}")
+    places = ", ".join(str(folder.path) for folder in folders)
+    raise CheckpointError("; ".join(passed_over) or f"there is no checkpoint in {places}")
 
 
 def check_names(ranks: SavingRanks, saved: FoundStep, tensors: Mapping[str, Tensor]) -> None:

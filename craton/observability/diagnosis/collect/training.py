@@ -77,7 +77,7 @@ def _is_new(job: Job) -> bool:
     if job.train.initialize != "auto":
         return job.train.initialize == "random"
     try:
-        return job.kind == "pretrain" and job.weights_folder is None
+        return job.kind == "pretrain" and job.weights_job is None and job.weights_folder is None
     except (CratonError, OSError):
         return False
 
