@@ -1,7 +1,7 @@
-"""The member manager: starts, watches, restarts and stops the runs that a run owns; torch-free.
+"""Runs that a run owns: which ones a job has, the manager that starts, watches and stops them, the result of a sweep.
 
-It is a process, `python -m craton.orchestration.members RUN`. `decide` is its whole logic, a pure function of what it
-sees; the other modules look and act.
+The manager is a process, `python -m craton.orchestration.members RUN`. `decide` is its whole logic, a pure function of
+what it sees; other modules look and act.
 """
 
 from __future__ import annotations
@@ -12,5 +12,17 @@ from craton.lazy import lazy_names
 
 if TYPE_CHECKING:
     from craton.orchestration.members.decision import MemberView, OwnerView, decide
+    from craton.orchestration.members.expand import Members, is_result_of, member_jobs
+    from craton.orchestration.members.sweep_report import sweep_plot_html, sweep_table, sweep_table_text, write_sweep
+    from craton.orchestration.members.result import (
+        SWEEP_FILE,
+        SWEEP_PAGE,
+        SweepResult,
+        SweepRow,
+        best_row,
+        read_sweep,
+        sweep_json,
+        sweep_rows,
+    )
 else:
     __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

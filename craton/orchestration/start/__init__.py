@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from craton.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from craton.orchestration.saved_steps import SavedStep, find_rescue, newest_checkpoint
     from craton.orchestration.start.checks import check_server
     from craton.orchestration.start.copies import first_copy
     from craton.orchestration.start.path import (
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     )
     from craton.orchestration.start.roots import sharing_doubt
     from craton.orchestration.start.runs import kill_run, release_run, stop_run
-    from craton.orchestration.start.saved_steps import SavedStep, find_rescue, newest_checkpoint
     from craton.orchestration.start.submit import start_run
 else:
     __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

@@ -12,8 +12,8 @@ from craton.job.sections import place_of
 from craton.orchestration.backend import read_submission
 from craton.orchestration.errors import RunStateError, StartError
 from craton.orchestration.local import living_agents
+from craton.orchestration.saved_steps import newest_checkpoint
 from craton.orchestration.server import check_port
-from craton.orchestration.start.saved_steps import newest_checkpoint
 from craton.orchestration.watching import GOES_ON, standing_of
 from craton.telemetry import RunDirectory, RunExistsError, summarize
 from craton.telemetry.files import names_in
@@ -96,11 +96,12 @@ def check_owner(run: RunDirectory) -> None:
 
 
 def check_server(job: Job) -> None:
-    """Refuse a server that would fail after loading its model; no check for other jobs."""
+    """Refuse a server that would fail after loading its model; no check for other jobs. With `model: {job: FILE}` the
+    server starts once that job is done."""
     if job.serve is None:
         return
     check_port(job)
-    trained = job.trained_run
+    trained = job.trained_run if job.weights_job is None else None
     if trained is not None and job.serve.initialize != "random" and newest_checkpoint(RunDirectory(trained)) is None:
         raise StartError(
             f"{job.where('model')}the run {trained.name} has no checkpoint yet, so there is nothing to serve; "

@@ -31,9 +31,9 @@ from craton.orchestration.draft import (
 from craton.orchestration.errors import RunEndedError, RunStateError
 from craton.orchestration.local import kill_manager
 from craton.orchestration.run_files import USER_STOP
+from craton.orchestration.saved_steps import newest_checkpoint
 from craton.orchestration.start.checks import check_server
 from craton.orchestration.start.relaunch import last_launch
-from craton.orchestration.start.saved_steps import newest_checkpoint
 from craton.orchestration.start.submit import launch
 from craton.orchestration.watching import check_not_running, check_running, launching, living_members
 from craton.telemetry import RunDirectory, read_json

@@ -52,6 +52,7 @@ class MemberSpec:
     values: dict[str, Any] = field(default_factory=dict)  # of a sweep: key → value of this member
     is_kept: bool = False  # its result is that of an earlier run, so it is not started
     folder: str = ""  # of its job file: where the user's functions and the code of a command are
+    result: str = ""  # of a kept member: the directory of that run
 
 
 @dataclass(frozen=True)
@@ -170,6 +171,7 @@ def _spec(entry: Mapping[str, Any]) -> MemberSpec:
         dict(values) if isinstance(values, dict) else {},
         entry.get("is_kept") is True,
         folder if isinstance(folder := entry.get("folder"), str) else "",
+        str(entry.get("result") or ""),
     )
 
 

@@ -1,0 +1,209 @@
+"""The result of a sweep, from the directories of its members: a row for each, its loss curve, and the best one.
+
+Pure functions over run directories, at any moment of a sweep. The best member has the smallest last evaluation loss if
+members are evaluated, else the smallest mean of its last losses. Only members that are done compete, so that one that
+was stopped early cannot win; a loss that is not finite never wins, and of equal ones the first wins.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any, TypeGuard
+
+from craton.errors import CratonError
+from craton.job import load_job
+from craton.schema import SCHEMA
+from craton.telemetry import RunDirectory, read_json, reporting_rank, summarize
+from craton.telemetry.files import paths_in, tail_lines
+from craton.telemetry.members import MEMBERS_FOLDER, MemberSpec, MemberStatus, read_members, read_members_status
+
+SWEEP_FILE = "sweep.json"
+SWEEP_PAGE = "sweep.html"
+LAST_LOSSES = 10  # whose mean is the final loss: single steps are noisy
+READ_BYTES = 4 << 20  # of a node's metrics: thousands of steps
+MAX_POINTS = 20_000  # of all curves together, about what a browser draws at once
+MAX_CURVE_POINTS = 300  # of one curve
+MIN_CURVE_POINTS = 8
+
+
+@dataclass(frozen=True)
+class SweepRow:
+    """One member of a sweep. Numbers that it does not have are None."""
+
+    name: str
+    values: dict[str, Any]
+    state: str  # of the run; `waiting` before it starts
+    step: int = 0
+    steps: int | None = None
+    loss: float | None = None  # mean of its last losses; NaN if one of them is no number
+    evaluation_loss: float | None = None  # the last one
+    tokens_per_second: float | None = None
+    seconds: float | None = None
+    dollars: float | None = None
+    message: str = ""  # one line: why it failed, was stopped, or waits
+
+
+@dataclass(frozen=True)
+class LossCurve:
+    """The losses of a member over the tokens that it had trained on."""
+
+    tokens: tuple[float, ...] = ()
+    losses: tuple[float | None, ...] = ()  # None where the loss was no number
+
+
+@dataclass(frozen=True)
+class SweepResult:
+    """All members of a sweep, in their order."""
+
+    name: str
+    keys: tuple[str, ...]
+    rows: tuple[SweepRow, ...]
+    curves: dict[str, LossCurve] = field(default_factory=dict)  # by the name of the member
+
+    @cached_property
+    def best(self) -> SweepRow | None:
+        return best_row(self.rows)
+
+    @cached_property
+    def is_evaluated(self) -> bool:
+        """Whether members are compared by their evaluation loss."""
+        return any(row.evaluation_loss is not None for row in self.rows)
+
+    def score(self, row: SweepRow) -> float | None:
+        """Return the loss by which members are compared."""
+        return row.evaluation_loss if self.is_evaluated else row.loss
+
+    @property
+    def ranked(self) -> list[SweepRow]:
+        """The rows by their result: members that are done from best to worst, then the others in their order."""
+
+        def place(row: SweepRow) -> tuple[bool, float]:
+            score = self.score(row)
+            return row.state != "done", score if row.state == "done" and _is_finite(score) else math.inf
+
+        return sorted(self.rows, key=place)
+
+
+def sweep_rows(run: RunDirectory) -> list[SweepRow]:
+    """Return a row for each member of a sweep."""
+    return list(read_sweep(run).rows)
+
+
+def best_row(rows: Sequence[SweepRow]) -> SweepRow | None:
+    """Return the best member; None if none is done with a finite loss."""
+    is_evaluated = any(row.evaluation_loss is not None for row in rows)
+    scores = {
+        row.name: score
+        for row in rows
+        if row.state == "done" and _is_finite(score := row.evaluation_loss if is_evaluated else row.loss)
+    }
+    return min((row for row in rows if row.name in scores), key=lambda row: scores[row.name], default=None)
+
+
+def read_sweep(run: RunDirectory) -> SweepResult:
+    """Read the members of a sweep; one that cannot be read is a row that says why."""
+    swept = [member for member in read_members(run).members if member.values]
+    status = read_members_status(run).members
+    num_points = max(MIN_CURVE_POINTS, min(MAX_CURVE_POINTS, MAX_POINTS // max(1, len(swept))))
+    rows, curves = [], {}
+    for member in swept:
+        place = RunDirectory(run.path / MEMBERS_FOLDER / member.name)
+        try:
+            row, curves[member.name] = _read_member(place, member, status.get(member.name), num_points)
+        except (CratonError, OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            row = SweepRow(member.name, member.values, "unreadable", message=_one_line(f"cannot be read: {error}"))
+        rows.append(row)
+    keys = tuple(dict.fromkeys(key for row in rows for key in row.values))
+    return SweepResult(run.name, keys, tuple(rows), curves)
+
+
+def sweep_json(sweep: SweepResult) -> dict[str, Any]:
+    """Return the result as plain data, without curves; a loss that is no number is None."""
+    rows = [{key: _finite_or_none(value) for key, value in asdict(row).items()} for row in sweep.rows]
+    best = sweep.best
+    return {
+        "schema": SCHEMA,
+        "name": sweep.name,
+        "keys": list(sweep.keys),
+        "compared_by": "evaluation_loss" if sweep.is_evaluated else "loss",
+        "best": best.name if best else None,
+        "members": rows,
+    }
+
+
+def _read_member(
+    run: RunDirectory, member: MemberSpec, status: MemberStatus | None, num_points: int
+) -> tuple[SweepRow, LossCurve]:
+    if not run.looks_like_a_run():
+        state = status.state if status else "waiting"
+        message = (status.message or status.waits_for) if status else ""
+        return SweepRow(member.name, member.values, state, message=_one_line(message)), LossCurve()
+    summary = summarize(run)
+    losses, evaluations = _losses(run)
+    last = [losses[step] for step in sorted(losses)[-LAST_LOSSES:]]
+    row = SweepRow(
+        member.name,
+        member.values,
+        summary.state,
+        summary.step,
+        summary.steps,
+        sum(last) / len(last) if last else None,
+        evaluations[max(evaluations)] if evaluations else None,
+        summary.tokens_per_second,
+        summary.wall_seconds or None,
+        summary.cost_dollars,
+        _one_line(summary.message or (status.message if status and summary.state != "done" else "")),
+    )
+    return row, _curve(losses, _tokens_per_step(run), num_points)
+
+
+def _losses(run: RunDirectory) -> tuple[dict[int, float], dict[int, float]]:
+    """Return step → loss and step → evaluation loss; of a step that was repeated, the newest."""
+    rank = reporting_rank(read_json(run.launch_path))
+    paths = paths_in(run.path / "metrics", "*.jsonl")
+    lines = [line for path in paths for line in tail_lines(path, READ_BYTES) if line.get("rank") == rank]
+    lines.sort(key=lambda line: line["generation"] if isinstance(line.get("generation"), int) else -1)
+    losses: dict[int, float] = {}
+    evaluations: dict[int, float] = {}
+    for line in lines:
+        step = line.get("step")
+        if not isinstance(step, int):
+            continue
+        for name, values in (("run_loss", losses), ("run_evaluation_loss", evaluations)):
+            if name in line:
+                values[step] = float(line[name]) if isinstance(line[name], int | float) else math.nan
+    return losses, evaluations
+
+
+def _tokens_per_step(run: RunDirectory) -> float:
+    """Return the tokens of a step from the plan, which is read faster than the job."""
+    plan = read_json(run.plan_path)
+    sequences, sequence = plan.get("global_batch_sequences"), plan.get("sequence")
+    if isinstance(sequences, int | float) and isinstance(sequence, int | float):
+        return float(sequences * sequence)
+    return float(load_job(run.job_path).global_batch_tokens)
+
+
+def _curve(losses: dict[int, float], tokens_per_step: float, num_points: int) -> LossCurve:
+    """Return at most `num_points` of the losses, evenly spread, with the first and the last."""
+    steps = sorted(losses)
+    if len(steps) > num_points:
+        steps = [steps[round(index * (len(steps) - 1) / (num_points - 1))] for index in range(num_points)]
+    return LossCurve(
+        tuple(step * tokens_per_step for step in steps), tuple(_finite_or_none(losses[step]) for step in steps)
+    )
+
+
+def _one_line(text: str) -> str:
+    return text.strip().splitlines()[0] if text.strip() else ""
+
+
+def _is_finite(value: float | None) -> TypeGuard[float]:
+    return value is not None and math.isfinite(value)
+
+
+def _finite_or_none(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
