@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    from craton.cli.views.member_plans import MemberPlan
     from craton.job import Job
     from craton.planning import Plan
 
@@ -55,6 +56,7 @@ def plan(
 
     from rich.console import Console
 
+    from craton.cli.views.member_plans import member_plans_json, render_member_plans
     from craton.cli.views.traced import render_trace, run_trace
     from craton.job import load_job
     from craton.planning.report import plan_html, plan_to_json, render_front, render_plan
@@ -68,6 +70,11 @@ def plan(
         options |= {"--budget": budget, "--html": html, "--trace": trace}
         _plan_server(wanted, [name for name, value in options.items() if value], as_json)
         return
+    if wanted.sweep:
+        options = {"--instances": instances, "--html": html, "--trace": trace, "--gpus": gpus, "--by": by}
+        _plan_sweep(wanted, [name for name, value in options.items() if value], as_json)
+        return
+    weights = _plan_members(wanted)
     result = _plan(wanted, instances, gpus, by, deadline, budget)
     traced = run_trace(job, result, chosen) if trace else None
     today = date.today()
@@ -75,9 +82,12 @@ def plan(
         html.parent.mkdir(parents=True, exist_ok=True)
         html.write_text(plan_html(result, today), encoding="utf-8")
     if as_json:
-        print(json.dumps({**plan_to_json(result), **(traced or {})}))
+        print(json.dumps({**plan_to_json(result), **(traced or {}), **(member_plans_json(weights) if weights else {})}))
         return
     console = Console()
+    if weights:
+        render_member_plans(weights, console)
+        console.print()
     render_plan(result, console, today)
     if instances:
         render_front(result, console)
@@ -85,6 +95,35 @@ def plan(
         render_trace(traced, console)
     if html:
         console.print(f"report: {html}", highlight=False)
+
+
+def _plan_members(job: Job) -> list[MemberPlan]:
+    """Plan the jobs that train the weights of this one, and the members of its sweep."""
+    from craton.cli.views.member_plans import plan_members
+    from craton.cli.views.progress import progress
+
+    if job.weights_job is None and job.sweep is None:
+        return []
+    with progress("members") as report:
+        return plan_members(job, report)
+
+
+def _plan_sweep(job: Job, options: list[str], as_json: bool) -> None:
+    import json
+
+    from rich.console import Console
+
+    from craton.cli.views.member_plans import member_plans_json, render_member_plans
+    from craton.planning import PlanError
+
+    if options:
+        raise PlanError(f"{options[0]} applies to a single job, and {job.name} is a sweep; remove it, or the sweep")
+    members = _plan_members(job)
+    if as_json:
+        print(json.dumps({"job": job.name, **member_plans_json(members)}))
+    else:
+        assert job.sweep is not None
+        render_member_plans(members, Console(), job.sweep.parallel or 1)
 
 
 def _plan_server(job: Job, options: list[str], as_json: bool) -> None:

@@ -27,9 +27,42 @@ def validate(
     check_software(checked)
     check_needs(checked)
     summary = check_job(checked, num_gpus=_num_gpus(checked))
-    print(json.dumps({"ok": True, **summary.as_dict()}) if as_json else f"ok: {summary}")
+    more = _check_members(checked)
+    print(json.dumps({"ok": True, **summary.as_dict(), **more}) if as_json else f"ok: {summary}{_members_text(more)}")
     if checked.kind not in RUNNABLE_KINDS:
         print(f"note: kind {checked.kind} can be planned, but not run yet", file=sys.stderr)
+
+
+def _check_members(job: Job) -> dict[str, object]:
+    """Check the job that trains the weights, and every member of the sweep, like jobs of their own."""
+    from craton.job import ContentError, check_job, sweep_jobs
+    from craton.orchestration.draft import check_needs
+
+    found: dict[str, object] = {}
+    if job.weights_job is not None:
+        check_needs(job.weights_job)
+        check_job(job.weights_job, num_gpus=_num_gpus(job.weights_job))
+        _check_members(job.weights_job)
+        found["weights_job"] = job.weights_job.name
+    if job.sweep is not None:
+        members = sweep_jobs(job)
+        for number, member in enumerate(members):
+            if number == 0 or any(key.startswith("data") for key in member.values):
+                check_needs(member.job)
+            try:
+                check_job(member.job, num_gpus=_num_gpus(member.job))
+            except ContentError as error:
+                raise ContentError([f"{problem} (member {member.name})" for problem in error.problems]) from None
+        found["members"] = [member.name for member in members]
+    return found
+
+
+def _members_text(found: dict[str, object]) -> str:
+    from craton.formatting import counted
+
+    members = found.get("members")
+    swept = f" · sweep of {counted(len(members), 'member')}" if isinstance(members, list) else ""
+    return f"{swept} · weights of {found['weights_job']}" if "weights_job" in found else swept
 
 
 def _num_gpus(job: Job) -> int:
