@@ -162,7 +162,7 @@ _VALUES: dict[str, st.SearchStrategy[Any]] = {
 }
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(st.data())
 def test_any_grid_has_unique_names_and_valid_jobs(draw: st.DataObject) -> None:
     keys = draw.draw(st.lists(st.sampled_from(sorted(_VALUES)), min_size=1, max_size=3, unique=True))
