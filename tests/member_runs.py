@@ -10,7 +10,7 @@ from waiting import wait_until
 from craton import run as start_run_of
 from craton.api import Run
 from craton.job import Job, parse_job
-from craton.orchestration.draft import Members
+from craton.orchestration.draft.members import Members
 from craton.telemetry.members import MemberSpec, MembersSpec, MembersStatus, read_members_status
 
 RANK = Path(__file__).parent / "orchestration" / "rank.py"

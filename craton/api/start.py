@@ -8,7 +8,8 @@ from pathlib import Path
 from craton.api.run_handle import Run
 from craton.api.start_steps import StartWatch, Unwatched, ready_start
 from craton.job import Job, load_job
-from craton.orchestration.draft import Members, Progress
+from craton.orchestration.draft import Progress
+from craton.orchestration.draft.members import Members
 from craton.orchestration.start import RunStart, draft_start, submit_start
 
 

@@ -18,7 +18,7 @@ from craton.api import preview
 from craton.bench.recovery.rehearsal import Rehearsal
 from craton.job import parse_job
 from craton.orchestration import RunStateError, StartError
-from craton.orchestration.draft import Members
+from craton.orchestration.draft.members import Members
 from craton.orchestration.start.checks import failed_at_start
 from craton.telemetry import summarize
 from craton.telemetry.members import MemberSpec, MembersSpec

@@ -13,12 +13,11 @@ from html_pages import HOSTILE, Reader, check_in_browser, needs_browser
 
 from craton.job import Job, dump_job, load_job, parse_job
 from craton.orchestration import StartError
+from craton.orchestration.draft.members import is_result_of, member_jobs
 from craton.orchestration.members import (
     SweepResult,
     SweepRow,
     best_row,
-    is_result_of,
-    member_jobs,
     read_sweep,
     sweep_json,
     sweep_plot_html,

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
         rank_command,
         tier_names,
     )
-    from craton.orchestration.draft.members import Members
     from craton.orchestration.draft.plan_job import Progress
     from craton.orchestration.draft.resolve import named_job, stop_step, with_chaos
     from craton.orchestration.draft.sizes import Size, nearest_sizes, plan_size, with_chosen_layout, with_fitting_layout

@@ -31,7 +31,13 @@ from craton.limits import cpu_quota
 from craton.orchestration.draft.check import check_job, check_packages
 from craton.orchestration.draft.choose_backend import backend_name, check_backend
 from craton.orchestration.draft.command import command_environment, command_fields, processes_of
-from craton.orchestration.draft.members import Members, checked_members, report_launch
+from craton.orchestration.draft.members import (
+    Members,
+    check_no_member_faults,
+    checked_members,
+    member_jobs,
+    report_launch,
+)
 from craton.orchestration.draft.plan_job import JobPlan, Progress, plan_job
 from craton.orchestration.draft.sizes import Size, elastic_sizes
 from craton.orchestration.errors import StartError
@@ -108,13 +114,18 @@ def draft_run(
     """Plan the job and lay out its processes; StartError says why it cannot run as the directory `run`.
 
     `job_folder` holds the user's own functions; `port` is the ranks' rendezvous port; the run will own `members`, which
-    are checked too.
+    are checked too; a first start owns those of its job file.
     """
     backend = backend_name(job, on)
     check_backend(job, backend)
+    if members is None and generation == 0:
+        members = member_jobs(job, run)
+        job = members.owner if members and members.owner else job
     if members is not None:
         job, members = checked_members(job, members)
         check_members(members, backend, run, is_dry)
+    else:
+        check_no_member_faults(job)
     if not is_dry:
         check_packages(job, backend, python_of(job, backend))
     check_job(job, backend, run, Path(job_folder), stop_at)

@@ -12,8 +12,6 @@ from craton.lazy import lazy_names
 
 if TYPE_CHECKING:
     from craton.orchestration.members.decision import MemberView, OwnerView, decide
-    from craton.orchestration.members.expand import Members, is_result_of, member_jobs
-    from craton.orchestration.members.sweep_report import sweep_plot_html, sweep_table, sweep_table_text, write_sweep
     from craton.orchestration.members.result import (
         SWEEP_FILE,
         SWEEP_PAGE,
@@ -24,5 +22,6 @@ if TYPE_CHECKING:
         sweep_json,
         sweep_rows,
     )
+    from craton.orchestration.members.sweep_report import sweep_plot_html, sweep_table, sweep_table_text, write_sweep
 else:
     __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

@@ -11,6 +11,8 @@ import threading
 from craton.agent.processes import EXIT_FINAL
 from craton.formatting import counted
 from craton.orchestration.members.decision import ENDED
+from craton.orchestration.members.result import SWEEP_PAGE
+from craton.orchestration.members.sweep_report import sweep_table_text, write_sweep
 from craton.telemetry import RunDirectory
 from craton.telemetry.members import MemberStatus, read_members, read_members_status
 from craton.telemetry.rank import LedgerClock, Recorder
@@ -41,6 +43,18 @@ def report(run: RunDirectory) -> int:
         if num_ended == len(names):
             done = sum(state == "done" for state in states.values())
             print(f"{done} of {counted(len(names), 'member')} done", flush=True)
+            _report_sweep(run)
             return 0 if done else EXIT_FINAL
+        clock.page.beat()  # it only waits: its agent must not take that for a hang
         told_to_end.wait(LOOK_SECONDS)
     return 0
+
+
+def _report_sweep(run: RunDirectory) -> None:
+    """Write and print the result; the members are done, so a full disk does not fail the run."""
+    try:
+        sweep = write_sweep(run)
+    except OSError as error:
+        print(f"the result is not written ({error}); `craton ps {run.name}` shows its members", flush=True)
+        return
+    print(f"\n{sweep_table_text(sweep)}\nplots: {run.path / SWEEP_PAGE}", flush=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from craton.infrastructure import StorageError
 from craton.infrastructure.storage import open_store
-from craton.job import TRAINING_KINDS, FaultError, Job, check_member, parse_fault
+from craton.job import TRAINING_KINDS, Job
 from craton.job.sections import place_of
 from craton.orchestration.backend import read_submission
 from craton.orchestration.errors import RunStateError, StartError
@@ -75,15 +75,6 @@ def check_places(job: Job, run: Path, on: str = "local") -> None:
             ) from None
         except StorageError as error:
             raise StartError(f"{job.where('checkpoint', 'tiers', number)}checkpoint tier {tier.to}: {error}") from None
-
-
-def check_no_member_faults(job: Job) -> None:
-    """Refuse faults in members of a job that has none."""
-    for text in job.chaos if isinstance(job.chaos, tuple) else ():
-        try:
-            check_member(parse_fault(text), ())
-        except FaultError as error:
-            raise StartError(f"{job.where('chaos')}{error}") from None
 
 
 def check_owner(run: RunDirectory) -> None:

@@ -14,11 +14,11 @@ from craton.agent.processes import free_port
 from craton.job import Job
 from craton.orchestration.backend import read_submission
 from craton.orchestration.backends import backend_of
-from craton.orchestration.draft import Draft, Members, Progress, draft_run, named_job, stop_step, with_chaos
+from craton.orchestration.draft import Draft, Progress, draft_run, named_job, stop_step, with_chaos
+from craton.orchestration.draft.members import Members
 from craton.orchestration.machine_share import machine_share
 from craton.orchestration.start.checks import (
     check_name_is_free,
-    check_no_member_faults,
     check_owner,
     check_places,
 )
@@ -70,8 +70,6 @@ def draft_start(
     """Resolve a job, choose its backend, check it, plan it and draft its processes. `is_dry`: its name may be taken.
     The run will own `members`."""
     wanted = with_chaos(named_job(job.with_shared_gpus(on) if share_gpus else job, name), chaos)
-    if members is None:
-        check_no_member_faults(wanted)
     folder = root if root is not None else root_of(wanted, on)
     if not is_dry:
         for place in (folder,) if root is not None else dict.fromkeys((folder, runs_root())):

@@ -18,7 +18,8 @@ def prepare_data(draft: Draft, progress: Progress | None = None) -> tuple[Draft,
     the prepared folders instead of the text, so that the run and its resumes read the same tokens even if the text
     changes, and the number of training tokens of each path."""
     job = draft.job
-    if job.kind not in TRAINING_KINDS or not job.data.mixture:
+    reports = draft.members is not None and draft.members.spec.purpose == "sweep"  # each member prepares its own
+    if job.kind not in TRAINING_KINDS or not job.data.mixture or reports:
         return draft, {}
     from craton.ml import data
 

@@ -21,13 +21,13 @@ from craton.orchestration.draft import (
     COPY,
     JOB_FOLDER,
     Draft,
-    Members,
     Progress,
     check_code,
     draft_run,
     with_chosen_layout,
     with_fitting_layout,
 )
+from craton.orchestration.draft.members import Members
 from craton.orchestration.errors import RunEndedError, RunStateError
 from craton.orchestration.local import kill_manager
 from craton.orchestration.run_files import USER_STOP

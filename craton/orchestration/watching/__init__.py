@@ -15,7 +15,6 @@ if TYPE_CHECKING:
         account_lines,
         flat,
         member_rows,
-        members_sign,
         with_members_sum,
     )
     from craton.orchestration.watching.recoveries import Recovery, read_recoveries

@@ -11,23 +11,14 @@ from pathlib import Path
 from craton.errors import CratonError
 from craton.job import Job, load_job, sweep_jobs
 from craton.job.sections import Data
+from craton.orchestration.draft.members.checked import MAX_MEMBER_NAME, Members
 from craton.orchestration.errors import StartError
 from craton.orchestration.saved_steps import newest_checkpoint
 from craton.remote import is_url
 from craton.telemetry import RunDirectory, runs_root
 from craton.telemetry.members import MEMBERS_FOLDER, MemberSpec, MembersSpec, Need
 
-MAX_NAME = 40  # characters of a member's name
 ONE_AT_A_TIME = 1  # a member takes all of the job's cluster
-
-
-@dataclass(frozen=True)
-class Members:
-    """The members of a run, and its own job."""
-
-    spec: MembersSpec
-    jobs: dict[str, Job]  # by the name of the member, in the order of their start; also of kept members
-    owner: Job  # the job, with the directory of the run that has its weights
 
 
 def member_jobs(job: Job, run: Path | None = None) -> Members | None:
@@ -79,7 +70,7 @@ def _weights_member(job: Job, run: Path) -> _WeightsMember | None:
     trained = job.weights_job
     if trained is None:
         return None
-    name = trained.name[:MAX_NAME].rstrip("-._")
+    name = trained.name[:MAX_MEMBER_NAME].rstrip("-._")
     own = run / MEMBERS_FOLDER / name
     if job.trained_run not in (None, own):
         return None

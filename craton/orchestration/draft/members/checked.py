@@ -28,6 +28,7 @@ class Members:
 
     spec: MembersSpec
     jobs: Mapping[str, Job] = field(default_factory=dict)  # by name; empty if their files are already written
+    owner: Job | None = None  # the job of the run itself, if its members change it
 
     def files(self) -> dict[str, str]:
         """Return name → text of the files that a launch writes for them."""
@@ -63,6 +64,15 @@ def checked_members(owner: Job, members: Members) -> tuple[Job, Members]:
             jobs[fault.member] = job.model_copy(update={"chaos": (*job.chaos, text)})
     named = {name: job.model_copy(update={"name": name}) for name, job in jobs.items()}
     return owner.model_copy(update={"chaos": tuple(own)}), replace(members, jobs=named)
+
+
+def check_no_member_faults(job: Job) -> None:
+    """Refuse faults in members of a job that has none."""
+    for text in job.chaos if isinstance(job.chaos, tuple) else ():
+        try:
+            check_member(parse_fault(text), ())
+        except FaultError as error:
+            raise StartError(f"{job.where('chaos')}{error}") from None
 
 
 def members_problem(members: Sequence[MemberSpec]) -> str:
