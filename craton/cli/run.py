@@ -214,6 +214,10 @@ def print_plan(draft: Draft, console: Console, begin: SavedStep | None = None) -
         console.print(Text(f"CHAOS: {text}", style="bold red"))
     if draft.launch.nodes_per_gpu > 1:
         print_field(console, "sharing", _sharing(draft))
+    if draft.members is not None:
+        from craton.cli.views.sweep import members_text
+
+        print_field(console, "members", members_text(draft.members))
     if serving is not None:
         print_serving(serving, console, job.run.copies)
     if job.kind in TRAINING_KINDS and (warning := job.checkpoint.end_only_warning):

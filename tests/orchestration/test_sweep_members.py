@@ -134,6 +134,14 @@ def test_a_result_is_kept_until_its_job_file_changes(root: Path, tmp_path: Path)
     assert not changed.spec.members[0].is_kept
 
 
+def test_the_result_of_a_member_elsewhere_is_kept(root: Path, tmp_path: Path) -> None:
+    RunDirectory.create(root, "other")
+    run = finished(root / "other" / "members", "base", load_job(tmp_path / "base.yaml"))
+    members = member_jobs(from_base(tmp_path))
+    assert members is not None
+    assert members.spec.members[0].result == str(run.path)
+
+
 def test_only_a_whole_result_is_kept(root: Path, tmp_path: Path) -> None:
     job = load_job(tmp_path / "base.yaml")
     assert not is_result_of(RunDirectory(root / "base"), job)

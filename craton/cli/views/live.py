@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from craton import formatting, terminal_marks
+from craton.cli.views.sweep import is_sweep, watch_sweep
 from craton.formatting import whole_duration
 from craton.printable import printable_line
 
@@ -55,6 +56,8 @@ def watch(run: Run, console: Console, quiet: bool = False) -> RunSummary:
 
     if quiet:
         return run.wait(look_seconds=LOOK_SECONDS)
+    if is_sweep(run.directory):
+        return watch_sweep(run, console)
     if not console.is_terminal:
         return run.wait(look=PlainLines(console).look, look_seconds=LOOK_SECONDS)
     with Live(console=console, auto_refresh=False) as live:
@@ -110,6 +113,8 @@ def panel(view: View, width: int) -> RenderableType:
         parts.insert(0, Text(printable_line(summary.movement.sentence), style=style))
     if summary.state == "waiting":
         parts.insert(0, Text(f"waits: {summary.message}", style="cyan"))
+    elif summary.state == "starting" and summary.message:
+        parts.insert(0, Text(printable_line(summary.message), style="cyan"))
     if summary.storage:
         parts.insert(0, Text(summary.storage, style="yellow"))
     if view.losses:
@@ -152,7 +157,8 @@ def line(view: View) -> str:
     if summary.movement.is_stuck:
         return printable_line(f"{summary.name}: {summary.movement.sentence}")
     if not summary.step or summary.state == "starting":
-        note = f": {summary.movement.sentence}" if summary.movement.sentence else ""
+        reason = summary.movement.sentence or (summary.message if summary.state == "starting" else "")
+        note = f": {reason}" if reason else ""
         return printable_line(f"{summary.name}: {summary.state}{note}")
     change = formatting.change(summary.step_seconds, summary.plan.get("step_seconds"))
     against = "" if change == formatting.UNKNOWN else f" ({change} against plan)"

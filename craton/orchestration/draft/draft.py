@@ -125,7 +125,7 @@ def draft_run(
         job, members = checked_members(job, members)
         check_members(members, backend, run, is_dry)
     else:
-        check_no_member_faults(job)
+        check_no_member_faults(job, run)
     if not is_dry:
         check_packages(job, backend, python_of(job, backend))
     check_job(job, backend, run, Path(job_folder), stop_at)

@@ -22,6 +22,12 @@ if TYPE_CHECKING:
         sweep_json,
         sweep_rows,
     )
-    from craton.orchestration.members.sweep_report import sweep_plot_html, sweep_table, sweep_table_text, write_sweep
+    from craton.orchestration.members.sweep_report import (
+        sweep_plot_html,
+        sweep_table,
+        sweep_table_text,
+        sweep_verdict,
+        write_sweep,
+    )
 else:
     __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

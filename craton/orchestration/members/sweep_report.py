@@ -62,10 +62,10 @@ def sweep_table_text(sweep: SweepResult, width: int = TABLE_WIDTH) -> str:
     left_out = len(sweep.rows) - MAX_TERMINAL_ROWS
     if left_out > 0:
         lines.append(f"and {formatting.counted(left_out, 'more member')}, in sweep.json and sweep.html")
-    return "\n".join([*lines, "", verdict(sweep)])
+    return "\n".join([*lines, "", sweep_verdict(sweep)])
 
 
-def verdict(sweep: SweepResult) -> str:
+def sweep_verdict(sweep: SweepResult) -> str:
     """Return the result in one sentence."""
     best = sweep.best
     what = "evaluation loss" if sweep.is_evaluated else "loss"
@@ -139,7 +139,7 @@ def _header(sweep: SweepResult) -> Markup:
     keys = ", ".join(sweep.keys) or "no keys"
     return Markup(
         f'<header><div class="eyebrow">Craton sweep</div><h1>{escape(sweep.name)}</h1>'
-        f'<p class="verdict">{escape(verdict(sweep).capitalize())}.</p>'
+        f'<p class="verdict">{escape(sweep_verdict(sweep).capitalize())}.</p>'
         f'<p class="facts">Swept: {escape(keys)}</p></header>\n'
     )
 

@@ -16,7 +16,15 @@ from craton.job.document import is_name
 from craton.nearest import did_you_mean
 from craton.orchestration.errors import StartError
 from craton.orchestration.process_commands import agent_command, manager_command
-from craton.telemetry.members import JOBS_FOLDER, MEMBERS_FILE, RESERVED_NAMES, MemberSpec, MembersSpec, members_text
+from craton.telemetry.members import (
+    JOBS_FOLDER,
+    MEMBERS_FILE,
+    MEMBERS_FOLDER,
+    RESERVED_NAMES,
+    MemberSpec,
+    MembersSpec,
+    members_text,
+)
 
 MAX_MEMBERS = 1000
 MAX_MEMBER_NAME = 40  # characters: names appear in tables, and in paths of sockets and jobs
@@ -66,11 +74,12 @@ def checked_members(owner: Job, members: Members) -> tuple[Job, Members]:
     return owner.model_copy(update={"chaos": tuple(own)}), replace(members, jobs=named)
 
 
-def check_no_member_faults(job: Job) -> None:
-    """Refuse faults in members of a job that has none."""
+def check_no_member_faults(job: Job, run: Path) -> None:
+    """Refuse faults in members of a run that has none; a member may name itself."""
+    itself = (run.name,) if run.parent.name == MEMBERS_FOLDER else ()
     for text in job.chaos if isinstance(job.chaos, tuple) else ():
         try:
-            check_member(parse_fault(text), ())
+            check_member(parse_fault(text), itself)
         except FaultError as error:
             raise StartError(f"{job.where('chaos')}{error}") from None
 

@@ -5,6 +5,7 @@ Nothing here starts or writes anything. Earlier runs are read only to find a res
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,9 +16,10 @@ from craton.orchestration.draft.members.checked import MAX_MEMBER_NAME, Members
 from craton.orchestration.errors import StartError
 from craton.orchestration.saved_steps import newest_checkpoint
 from craton.remote import is_url
-from craton.telemetry import RunDirectory, runs_root
+from craton.telemetry import RunDirectory, list_runs, runs_root
 from craton.telemetry.members import MEMBERS_FOLDER, MemberSpec, MembersSpec, Need
 
+MAX_EARLIER_RUNS = 1000  # the newest, in whose members a result is looked for
 ONE_AT_A_TIME = 1  # a member takes all of the job's cluster
 
 
@@ -75,10 +77,19 @@ def _weights_member(job: Job, run: Path) -> _WeightsMember | None:
     if job.trained_run not in (None, own):
         return None
     gate: Need | None = "done" if job.sweep is None else None
-    for earlier in dict.fromkeys((own, runs_root() / trained.name)):
+    for earlier in _earlier_runs(own, trained.name):
         if is_result_of(RunDirectory(earlier), trained):
             return _WeightsMember(MemberSpec(name, {}, gate, is_kept=True, result=str(earlier)), trained, earlier)
     return _WeightsMember(MemberSpec(name, {}, gate), trained.model_copy(update={"name": name}), own)
+
+
+def _earlier_runs(own: Path, name: str) -> Iterator[Path]:
+    """Yield where the result of a job may be: the member itself, a run of its name, a member of that name elsewhere."""
+    yield own
+    yield runs_root() / name
+    for run in list_runs()[:MAX_EARLIER_RUNS]:
+        if (member := run.path / MEMBERS_FOLDER / own.name) != own and member.is_dir():
+            yield member
 
 
 def _is_same(ran: Job, job: Job) -> bool:
