@@ -72,6 +72,7 @@ def plan(
         return
     if wanted.sweep:
         options = {"--instances": instances, "--html": html, "--trace": trace, "--gpus": gpus, "--by": by}
+        options |= {"--deadline": deadline, "--budget": budget}
         _plan_sweep(wanted, [name for name, value in options.items() if value], as_json)
         return
     weights = _plan_members(wanted)

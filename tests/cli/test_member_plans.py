@@ -56,6 +56,7 @@ def test_a_sweep_is_validated_and_planned_as_a_whole(tmp_path: Path, craton: Com
     assert planned["members"][0]["step_seconds"] < planned["members"][1]["step_seconds"]
     refused = craton("plan", file, "--html", str(tmp_path / "page.html"), code=2)
     assert "--html applies to a single job, and swept is a sweep" in refused
+    assert "--deadline applies to a single job" in craton("plan", file, "--deadline", "3d", code=2)
 
 
 def test_a_layout_that_one_combination_does_not_fit_is_refused(tmp_path: Path, craton: Command) -> None:

@@ -128,7 +128,8 @@ def log_files(run: RunDirectory, ranks: Sequence[int], agent: bool) -> list[Path
     """Return the existing log files; a requested rank without one may start later, or raises RunError."""
     folder = run.path / "logs"
     if agent:
-        return sorted([*paths_in(folder, "agent-*.log"), *paths_in(folder, "slurm-*.out")])
+        patterns = ("agent-*.log", "members.log", "slurm-*.out")
+        return sorted(path for pattern in patterns for path in paths_in(folder, pattern))
     there = paths_in(folder, "rank-*.log")
     if not ranks:
         return there
