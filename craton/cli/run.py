@@ -164,11 +164,12 @@ def follow(run: Run, draft: Draft, console: Console, *, detach: bool, as_json: b
         return
     from craton.cli.views.live import watch
     from craton.cli.views.outcome import exit_code, outcome_json, print_outcome
+    from craton.cli.views.sweep import is_sweep, print_sweep, sweep_outcome, watch_sweep
     from craton.orchestration import read_submission
     from craton.orchestration.draft import code_summary
     from craton.orchestration.preflight import sharing_found
 
-    name = run.name
+    name, sweeps = run.name, is_sweep(run.directory)
     if not as_json:
         print_field(console, "run", f"{shown(run.path)}, {_ranks(draft)}")
         if submitted := read_submission(run.directory).job:
@@ -185,12 +186,14 @@ def follow(run: Run, draft: Draft, console: Console, *, detach: bool, as_json: b
             console.print(f"{name} {status}: {_way_back(draft.job, name)}")
         return
     try:
-        summary = watch(run, console, quiet=as_json)
+        summary = watch_sweep(run, console) if sweeps and not as_json else watch(run, console, quiet=as_json)
     except KeyboardInterrupt:
         console.print(f"\nleft the view; {name} continues. {_way_back(draft.job, name)}")
         raise typer.Exit(130) from None
     if as_json:
-        print(json.dumps(outcome_json(run.directory, summary)))
+        print(json.dumps({**outcome_json(run.directory, summary), **(sweep_outcome(run.directory) if sweeps else {})}))
+    elif sweeps and run.path.is_dir():
+        print_sweep(run.directory, summary, console)
     else:
         print_outcome(run.directory, summary, console)
     raise typer.Exit(exit_code(summary))

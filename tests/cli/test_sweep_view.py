@@ -9,8 +9,7 @@ import pytest
 from rich.console import Console
 
 from craton.cli.views.console import SafeConsole
-from craton.cli.views.outcome import print_outcome
-from craton.cli.views.sweep import MemberLines, is_sweep, members_text
+from craton.cli.views.sweep import MemberLines, is_sweep, members_text, print_sweep
 from craton.orchestration.draft.members import Members
 from craton.orchestration.watching import Follower
 from craton.telemetry import RunDirectory, summarize
@@ -70,7 +69,7 @@ def test_each_change_of_a_member_is_a_line(owner: RunDirectory, console: Console
 def test_the_end_of_a_sweep_names_no_best_where_none_is_done(owner: RunDirectory, console: Console) -> None:
     assert is_sweep(owner)
     write_members_status(owner, MembersStatus({"seed-1": MemberStatus("failed", message="no loss today")}))
-    print_outcome(owner, summarize(owner), console)
+    print_sweep(owner, summarize(owner), console)
     text = printed(console)
     assert "no loss today" in text
     assert "no best member: none is done" in text

@@ -40,7 +40,7 @@ from craton.telemetry.members import (
 BASE = """\
 kind: pretrain
 model: {layers: 2, hidden: 64, ffn_hidden: 128, heads: 4, vocab: 512}
-data: {source: "samples:draw", sequence: 64}
+data: {source: "craton.ml.data.patterns:walks", sequence: 64}
 train: {global_batch_sequences: 8, steps: 10, precision: fp32}
 cluster: local
 """
@@ -134,6 +134,13 @@ def test_a_result_is_kept_until_its_job_file_changes(root: Path, tmp_path: Path)
     assert not changed.spec.members[0].is_kept
 
 
+def test_a_result_of_the_user_s_own_code_is_not_kept(root: Path, tmp_path: Path) -> None:
+    text = BASE.replace("craton.ml.data.patterns:walks", "samples:draw")
+    (tmp_path / "base.yaml").write_text(text)
+    job = load_job(tmp_path / "base.yaml")
+    assert not is_result_of(finished(root, "base", job), job), "samples.py may have changed"
+
+
 def test_the_result_of_a_member_elsewhere_is_kept(root: Path, tmp_path: Path) -> None:
     RunDirectory.create(root, "other")
     run = finished(root / "other" / "members", "base", load_job(tmp_path / "base.yaml"))
@@ -164,7 +171,7 @@ def test_a_result_of_text_is_found_by_the_tokens_made_of_it(
 
     monkeypatch.setenv("CRATON_CACHE", str(tmp_path / "cache"))
     (tmp_path / "text.txt").write_text("def add(a, b):\n    return a + b\n" * 50)
-    text = BASE.replace('source: "samples:draw"', 'path: text.txt, tokenizer: "bpe:300"')
+    text = BASE.replace('source: "craton.ml.data.patterns:walks"', 'path: text.txt, tokenizer: "bpe:300"')
     job = parse_job(text, folder=tmp_path)
     (folder,) = prepare(job).values()
     run = finished(root, "base", parse_job(text.replace("text.txt", str(folder)).replace(', tokenizer: "bpe:300"', "")))

@@ -10,7 +10,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from craton import formatting, terminal_marks
-from craton.cli.views.sweep import is_sweep, watch_sweep
 from craton.formatting import whole_duration
 from craton.printable import printable_line
 
@@ -56,8 +55,6 @@ def watch(run: Run, console: Console, quiet: bool = False) -> RunSummary:
 
     if quiet:
         return run.wait(look_seconds=LOOK_SECONDS)
-    if is_sweep(run.directory):
-        return watch_sweep(run, console)
     if not console.is_terminal:
         return run.wait(look=PlainLines(console).look, look_seconds=LOOK_SECONDS)
     with Live(console=console, auto_refresh=False) as live:

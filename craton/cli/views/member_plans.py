@@ -82,23 +82,26 @@ def render_member_plans(plans: list[MemberPlan], console: Console, parallel: int
     is_priced = any(item.plan and item.plan.cost for item in plans)
     unit = "CPU" if all(item.plan is None or _is_cpu(item.plan) for item in plans) else "GPU"
     titles = ["MEMBER", "STEP", "MEMORY", "FITS", "RUN", f"{unit} HOURS", *(["$"] if is_priced else [])]
-    for title in titles:
-        table.add_column(title, justify="left" if title == "MEMBER" else "right", no_wrap=True)
+    rows = []
     for item in plans[:MAX_ROWS]:
         name = f"{item.name} (weights)" if item.role == "weights" else item.name
         if item.plan is None:
-            table.add_row(name, *["–"] * (len(titles) - 1))
+            rows.append([name, *["–"] * (len(titles) - 1)])
             continue
         cost = [formatting.dollars(_dollars(item.plan))] if is_priced else []
-        table.add_row(
-            name,
+        numbers = [
             formatting.duration(item.plan.step_seconds),
             formatting.memory(item.plan.memory_bytes),
             "yes" if item.plan.fits else "no",
             formatting.whole_duration(item.plan.run_seconds),
             formatting.digits(_gpu_hours(item.plan)),
-            *cost,
-        )
+        ]
+        rows.append([name, *numbers, *cost])
+    for place, title in enumerate(titles):  # a narrow terminal cuts names, not numbers
+        width = max(len(row[place]) for row in [titles, *rows]) if place else None
+        table.add_column(title, justify="right" if place else "left", no_wrap=True, min_width=width)
+    for row in rows:
+        table.add_row(*row)
     console.print(table, highlight=False)
     if len(plans) > MAX_ROWS:
         console.print(f"and {len(plans) - MAX_ROWS:,} more; --json prints all", highlight=False)
@@ -107,6 +110,8 @@ def render_member_plans(plans: list[MemberPlan], console: Console, parallel: int
         total += f", {formatting.dollars(_sum(plans, _dollars))}"
     rounds = f", {parallel:,} at a time" if any(item.role == "member" for item in plans) else ""
     console.print(f"{formatting.counted(len(plans), 'member')}{rounds}: {total}", highlight=False)
+    if parallel > 1 and rounds:
+        console.print("planned as if each had the whole cluster; members that run at once divide it", highlight=False)
 
 
 def _without_unplanned(job: Job) -> Job:

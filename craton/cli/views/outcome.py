@@ -44,13 +44,8 @@ def print_outcome(run: RunDirectory, summary: RunSummary, console: Console) -> N
     """Print how the run ended, predicted against measured, and what to do next."""
     from rich.text import Text
 
-    from craton.cli.views.sweep import is_sweep, print_sweep
     from craton.orchestration.start import newest_checkpoint
     from craton.orchestration.watching import read_recoveries
-
-    if is_sweep(run) and run.path.is_dir():
-        print_sweep(run, summary, console)
-        return
 
     if summary.state in ("done", "stopped") and summary.step and summary.plan:
         print_comparison(run, summary, console)

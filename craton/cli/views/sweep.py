@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from craton.cli.views.members import look_at_tree, shown_tree
 from craton.formatting import counted
@@ -79,6 +79,14 @@ class MemberLines:
 
     def _print(self, text: str) -> None:
         self._console.print(printable_line(text), soft_wrap=True, markup=False)
+
+
+def sweep_outcome(run: RunDirectory) -> dict[str, Any]:
+    """Return the result of a sweep for `--json`: the best member, and every member with its values."""
+    from craton.orchestration.members import SWEEP_FILE, SWEEP_PAGE, read_sweep, sweep_json
+
+    files = {name: str(run.path / name) for name in (SWEEP_FILE, SWEEP_PAGE) if (run.path / name).exists()}
+    return {"sweep": sweep_json(read_sweep(run)), "files": files}
 
 
 def print_sweep(run: RunDirectory, summary: RunSummary, console: Console) -> None:

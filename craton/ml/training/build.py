@@ -39,7 +39,7 @@ from craton.ml.training.objectives import objective_of
 from craton.ml.training.optimizer import AdamW, Schedule
 from craton.ml.training.orders import Order, connect
 from craton.ml.training.parallel import Ranks, make_ranks, parallelize, parameter_dtype
-from craton.ml.training.parts import Parts
+from craton.ml.training.parts import MissingWeightsError, Parts
 from craton.telemetry import RunDirectory
 from craton.telemetry.files import read_regular, read_regular_text
 from craton.telemetry.rank import LedgerClock, Recorder
@@ -117,8 +117,15 @@ def build(
         folders, place.rank, place.world, peer_setup(job, order), rescue_folder(run), continues=continues
     )
     prediction = PlannedStep.read(run.plan_path)
+    missing_weights = ""
     try:
-        model = build_model(job, ranks)
+        try:
+            model = build_model(job, ranks)
+        except MissingWeightsError as error:
+            if job.train.lora:  # its checkpoints have no base weights
+                raise
+            missing_weights = str(error)  # a checkpoint of the run itself has them too
+            model = build_model(job, ranks, starts_at_random=True)
         optimizer = build_optimizer(job, ranks, model)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
@@ -142,6 +149,7 @@ def build(
         meter=Meter(recorder, ranks, schedule.steps, job.global_batch_tokens, prediction),
         shares_gpu=shares_gpu,
         directory=run,
+        missing_weights=missing_weights,
     )
 
 
@@ -182,7 +190,7 @@ def layout_of(job: Job, run: RunDirectory, world: int, fields: Mapping[str, Any]
     return job.fixed_layout(world) or Layout(fsdp=world, precision=job.precision)
 
 
-def build_model(job: Job, ranks: Ranks) -> nn.Module:
+def build_model(job: Job, ranks: Ranks, starts_at_random: bool = False) -> nn.Module:
     """Build the job's model, distributed over the ranks, with random or published weights. A decoder is built on the
     meta device and filled once each rank holds only its own part; a user's model stays as built."""
     assert job.train is not None
@@ -204,14 +212,14 @@ def build_model(job: Job, ranks: Ranks) -> nn.Module:
         _adapt(model, job, ranks)
         initialize_adapters(model, job.train.seed)
         model = parallelize(model.to(ranks.device, dtype), ranks, compiles(model, job, ranks))
-        if job.trained_run is not None:
+        if job.trained_run is not None and not starts_at_random:
             with base_only(model):
-                load_trained(model, job.trained_run, ranks)
+                load_trained(model, job, ranks)
         return model
-    return build_decoder(config_from_shape(shape), job, ranks)
+    return build_decoder(config_from_shape(shape), job, ranks, starts_at_random)
 
 
-def build_decoder(config: DecoderConfig, job: Job, ranks: Ranks) -> Decoder:
+def build_decoder(config: DecoderConfig, job: Job, ranks: Ranks, starts_at_random: bool = False) -> Decoder:
     """Build a decoder of this config as the job says, on the meta device until each rank holds only its own part."""
     assert job.train is not None
     weights = job.weights_folder
@@ -224,8 +232,8 @@ def build_decoder(config: DecoderConfig, job: Job, ranks: Ranks) -> Decoder:
         for buffer in model.buffers():
             buffer.zero_()
     with base_only(model):
-        if job.trained_run is not None:
-            load_trained(model, job.trained_run, ranks)
+        if job.trained_run is not None and not starts_at_random:
+            load_trained(model, job, ranks)
         elif weights is None:
             model.initialize(job.train.seed)
         else:
@@ -234,19 +242,24 @@ def build_decoder(config: DecoderConfig, job: Job, ranks: Ranks) -> Decoder:
     return model
 
 
-def load_trained(model: nn.Module, trained: Path, ranks: Ranks) -> None:
-    """Fill the model of all ranks, without adapters, with the weights of the newest checkpoint of another run: neither
-    its optimizer nor its step."""
-    run = RunDirectory(trained)
+def load_trained(model: nn.Module, job: Job, ranks: Ranks) -> None:
+    """Fill the model of all ranks, without adapters, with the last weights of the run that trained them: neither its
+    optimizer nor its step."""
+    assert job.trained_run is not None
+    run = RunDirectory(job.trained_run)
     buffers = dict(model.named_buffers())
     persistent = {name: buffers[name] for name in model.state_dict() if name in buffers}
     tensors = {
         f"model.{name}": value.detach() for name, value in {**dict(model.named_parameters()), **persistent}.items()
     }
     try:
-        read_together(tier_folders(load_job(run.job_path), run), tensors, ranks.rank, ranks.layout.world)
+        trained = load_job(run.job_path)
+        last = (job.weights_job or trained).steps
+        if last is None:
+            raise SetupError("its job does not say how long it trains")
+        read_together(tier_folders(trained, run), tensors, ranks.rank, ranks.layout.world, last)
     except CratonError as error:
-        raise SetupError(f"the weights of the run {run.path} cannot be used: {error}") from None
+        raise MissingWeightsError(f"the weights of the run {run.path} cannot be used: {error}") from None
 
 
 def build_optimizer(job: Job, ranks: Ranks, model: nn.Module) -> AdamW:

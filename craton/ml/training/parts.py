@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from craton.errors import CratonError
 from craton.job import Job
 from craton.ml.data import Loader, Source
 from craton.ml.training.checkpoint import Checkpointer
@@ -16,6 +17,10 @@ from craton.ml.training.optimizer import AdamW, Schedule
 from craton.ml.training.parallel import Ranks
 from craton.telemetry import RunDirectory
 from craton.telemetry.rank import LedgerClock, Recorder
+
+
+class MissingWeightsError(CratonError):
+    """The weights that a job starts from cannot be read."""
 
 
 @dataclass
@@ -36,3 +41,4 @@ class Parts:
     meter: Meter
     shares_gpu: bool = False  # with other ranks
     directory: RunDirectory | None = None  # has the metrics of earlier generations
+    missing_weights: str = ""  # why the model does not have the weights it starts from; a checkpoint has them

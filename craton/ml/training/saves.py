@@ -15,7 +15,7 @@ from torch import Tensor
 from craton.formatting import duration
 from craton.ml.training.checkpoint import CheckpointError
 from craton.ml.training.measure import record_missing
-from craton.ml.training.parts import Parts
+from craton.ml.training.parts import MissingWeightsError, Parts
 
 SAVE_EVENTS = {
     "saved": "checkpoint_saved",
@@ -71,6 +71,8 @@ class Saves:
         """Restore the newest usable checkpoint into model and optimizer; return its counters."""
         with self.parts.clock.kind("restore"):
             counters = self.parts.checkpointer.restore(self.tensors(), before, trust_peer, ("next_sample",))
+            if counters is None and self.parts.missing_weights:
+                raise MissingWeightsError(self.parts.missing_weights)
             if counters is not None:
                 self.parts.optimizer.loaded(counters["step"])
                 report = self.parts.checkpointer.restored

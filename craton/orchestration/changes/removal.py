@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,9 +17,9 @@ from craton.job import load_job
 from craton.job.sections import place_of
 from craton.orchestration.errors import RunStateError
 from craton.orchestration.watching import GOES_ON, check_not_running, launching, living_members, standing_of
-from craton.telemetry import RunDirectory, summarize
+from craton.telemetry import RunDirectory, list_runs, summarize
 from craton.telemetry.files import noting_unread
-from craton.telemetry.members import living_manager, member_runs, owner_of
+from craton.telemetry.members import living_manager, owner_of, read_members, with_members
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ def plan_removal(run: RunDirectory) -> Removal:
     for folder, folders, files in os.walk(run.path):
         num_checkpoints += sum(name.startswith("step-") for name in folders) if "checkpoints" in folder else 0
         size_bytes += sum(os.lstat(os.path.join(folder, name)).st_size for name in files)
-    places = [place for owned in [run, *member_runs(run)] for place in _places_elsewhere(owned)]
+    places = [place for owned in with_members([run]) for place in _places_elsewhere(owned)]
     return Removal(run, size_bytes, num_checkpoints, tuple(dict.fromkeys(places)))
 
 
@@ -71,12 +72,27 @@ def _check_ended(run: RunDirectory) -> None:
         raise RunStateError(f"{run.name} is not removed: {error}") from None
     with noting_unread():  # a run with unreadable files can be removed too
         state = summarize(run).state
-    if living_manager(run) is not None or living_members(run):
-        raise RunStateError(f"{run.name} is not removed: members of it run; `craton stop {run.name}` stops them")
+    for owned in with_members([run]):
+        if living_manager(owned) is not None or living_members(owned):
+            raise RunStateError(f"{run.name} is not removed: members of it run; `craton stop {run.name}` stops them")
+    for other in _runs_from(run):
+        raise RunStateError(
+            f"{run.name} is not removed: {other.name} runs and starts from its weights; `craton stop {other.name}` "
+            "stops it"
+        )
     if state in ("running", "stopping"):  # by its heartbeat, on a machine that is not visible from here
         raise RunStateError(
             f"{run.name} is not removed: its agents report that it is {state}; `craton stop {run.name}` stops it"
         )
+
+
+def _runs_from(run: RunDirectory) -> Iterator[RunDirectory]:
+    """Yield running runs that start from the weights of this one: after a lost node they may read them again."""
+    for other in list_runs(run.root):
+        kept = [item.result for item in read_members(other).members if item.is_kept]
+        uses = any(Path(result).is_relative_to(run.path) for result in kept)
+        if uses and other != run and standing_of(other).condition in GOES_ON:
+            yield other
 
 
 def _places_elsewhere(run: RunDirectory) -> list[str]:

@@ -130,6 +130,11 @@ def draft_run(
         check_packages(job, backend, python_of(job, backend))
     check_job(job, backend, run, Path(job_folder), stop_at)
     only_reports = members is not None and members.spec.purpose == "sweep"
+    if only_reports and stop_at is not None:
+        raise StartError(
+            f"{job.name} is a sweep, whose steps are those of its members; remove --stop-at, or stop a member: "
+            f"`craton stop {job.name}/NAME`"
+        )
     planned = JobPlan(note="no plan: its members have one each") if only_reports else plan_job(job, progress)
     training, serving, note = planned.training, planned.serving, planned.note
     environment = {**job.run.env, JOB_FOLDER: str(Path(job_folder).absolute())}

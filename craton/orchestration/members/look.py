@@ -21,7 +21,8 @@ READY_SECONDS = 0.5  # between two questions to a server
 
 
 def look_at_owner(run: RunDirectory) -> OwnerView:
-    generation = int(read_json(run.launch_path).get("generation") or 0)
+    launched = read_json(run.launch_path).get("generation")
+    generation = launched if type(launched) is int else 0
     ending = next((marker for marker in ("FATAL", "DONE", "STOP") if run.has(marker)), "")
     state = {"FATAL": "has failed", "DONE": "is done", "STOP": "stops", "": ""}[ending]
     is_over = bool(ending) and not living_agents(run)

@@ -61,6 +61,7 @@ class Manager:
         self._written = MembersStatus()
         self._addresses: dict[str, MemberAddress] | None = None
         self._starter = StarterProcess(run)
+        self._generation = -1
         self._refused: dict[str, str] = {}
         self._crashes: dict[str, int] = {}
         self._owner_gone_since: float | None = None
@@ -83,6 +84,10 @@ class Manager:
         """Look, decide and act once; True if nothing is left to do."""
         self._end_start()
         owner = look_at_owner(self._run)
+        if owner.generation != self._generation:  # a resume starts everything again that is not done
+            self._generation = owner.generation
+            self._refused.clear()
+            self._crashes.clear()
         self._look_after_owner(owner)
         seen = {name: self._view(name, look) for name, look in self._looks.items()}
         decision = decide(
@@ -103,6 +108,8 @@ class Manager:
 
     def _view(self, name: str, look: MemberLook) -> MemberView:
         view = look.view()
+        if view.condition == "alive":  # a user started it
+            self._refused.pop(name, None)
         return replace(view, refusal=self._refused[name]) if name in self._refused else view
 
     def _report(self, decision: NextMoves) -> None:

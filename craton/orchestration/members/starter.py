@@ -35,7 +35,7 @@ from craton.orchestration.start import (
 )
 from craton.orchestration.watching import standing_of
 from craton.telemetry import RunDirectory
-from craton.telemetry.files import read_regular_text
+from craton.telemetry.files import STORAGE_ERRORS, read_regular_text
 from craton.telemetry.members import JOBS_FOLDER, MEMBERS_FOLDER, read_members
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -51,7 +51,9 @@ def start_members(owner: RunDirectory) -> None:
         refusal = ""
         try:
             start_member(owner, name)
-        except CratonError as error:
+        except (CratonError, OSError) as error:
+            if isinstance(error, OSError) and error.errno in STORAGE_ERRORS:
+                raise  # a full disk may be free at the next try
             refusal = " ".join(str(error).split())
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         print(json.dumps({"refusal": refusal}), file=answers, flush=True)

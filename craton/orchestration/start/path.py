@@ -16,6 +16,7 @@ from craton.orchestration.backend import read_submission
 from craton.orchestration.backends import backend_of
 from craton.orchestration.draft import Draft, Progress, draft_run, named_job, stop_step, with_chaos
 from craton.orchestration.draft.members import Members
+from craton.orchestration.errors import RunStateError
 from craton.orchestration.machine_share import machine_share
 from craton.orchestration.start.checks import (
     check_name_is_free,
@@ -28,6 +29,7 @@ from craton.orchestration.start.roots import linking, root_of
 from craton.orchestration.start.runs import draft_resume, resume_run, resumed_job
 from craton.orchestration.start.submit import start_run
 from craton.telemetry import RunDirectory, runs_root
+from craton.telemetry.members import read_members
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,11 @@ def draft_resumption(
 ) -> RunStart:
     """Draft the next generation of a run, like a start."""
     check_owner(run)
+    if read_members(run).purpose == "sweep" and not (cluster is None and steps is None):
+        option = "--steps" if cluster is None else "--cluster"
+        raise RunStateError(
+            f"{run.name} is a sweep, and {option} is for one run; use it with a member: `craton resume {run.name}/NAME`"
+        )
     job = resumed_job(run, cluster, steps)
     if share_gpus:
         job = job.with_shared_gpus(on or read_submission(run).on)

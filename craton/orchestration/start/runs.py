@@ -47,6 +47,9 @@ def stop_run(run: RunDirectory) -> None:
     try:
         standing = check_running(run, may_wait=True)
     except RunEndedError:
+        if living_manager(run) is not None:  # which restarts agents that were killed, unless there is a STOP
+            _mark_stop(run, USER_STOP)
+            return
         left = living_members(run)
         for member in reversed(left):
             stop_run(member)
@@ -74,8 +77,7 @@ def kill_run(run: RunDirectory) -> None:
     except RunEndedError:
         if not has_members:
             raise
-    else:
-        _mark_stop(run, f"{USER_STOP} --now")  # first: an agent that starts now ends by itself
+    _mark_stop(run, f"{USER_STOP} --now")  # first: an agent that starts now ends by itself
     if has_members:
         kill_manager(run)
         for member in reversed(living_members(run)):

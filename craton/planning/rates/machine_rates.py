@@ -12,6 +12,7 @@ from craton.planning.rates.kernels import GpuRates, gpu_rates
 
 # Not measured: hosts of an H200 (Xeon, 16 cores, torch 2.11.0, Python 3.12) had 4.9 and 7.0 µs, 2026-11-18.
 HOST_OPERATION_SECONDS = 6.0e-6
+MAX_RATES = 256  # GPUs whose rates are kept: every plan of this machine's GPUs makes a new one
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,6 +76,8 @@ def rates_of(card: Gpu) -> GpuRates:
         rates = gpu_rates(
             card.generation, card.flops, card.achievable_flops, card.memory_bytes_per_second, card.cpu, operation
         )
+        if len(_rates) >= MAX_RATES:
+            _rates.pop(next(iter(_rates)))
         _rates[id(card)] = (card, rates)
     return _rates[id(card)][1]
 

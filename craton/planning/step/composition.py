@@ -56,6 +56,7 @@ class StepTerms:
     shard_far: float
     nodes_log2: float
     host_seconds: float = 0.0  # per step: the host's time to launch it, which bounds the step; 0: no bound
+    host_forward_seconds: float = 0.0  # the same of the forward pass of one micro-batch
     head_launches: float = 0.0  # 1: launches of embedding, head and loss are exposed too, as on a CPU
 
 

@@ -30,6 +30,11 @@ def launches_eagerly(layout: Layout, traits: Traits, graphs: bool) -> bool:
     return traits.own_layers and (layout.world > 1 or not graphs)
 
 
+def forward_seconds(num_layers: float, operation_seconds: float) -> float:
+    """Return the host time of the forward pass of one micro-batch."""
+    return (num_layers * LAYER_FORWARD + ENDS * FORWARD_SHARE) * operation_seconds
+
+
 def host_seconds(
     shape: ModelShape, layout: Layout, num_layers: float, micro_batches: float, *, lora: bool, operation_seconds: float
 ) -> float:

@@ -27,7 +27,7 @@ from craton.planning.step.adapters import trained_share
 from craton.planning.step.composition import StepTerms
 from craton.planning.step.compute import LayerTerms, group_of, head_terms, layer_terms
 from craton.planning.step.cpu import cpu_head_terms, cpu_layer_terms, cpu_step_terms, num_tensors
-from craton.planning.step.host import FORWARD_SHARE, host_seconds, launches_eagerly
+from craton.planning.step.host import forward_seconds, host_seconds, launches_eagerly
 from craton.planning.step.operations import RECOMPUTED, Weight, boundary_bytes, layer_weights, repeated, table_weights
 from craton.planning.step.sharding import (
     copies_of,
@@ -208,20 +208,20 @@ class StepModel:
             exchange_far=float(layout.ep * self._expert_stride(layout) > domain),
             shard_far=float(layout.tp * layout.cp * layout.data_parallel > domain),
             nodes_log2=math.log2(max(1.0, layout.world / network.node_gpus)),
-            host_seconds=self._host_seconds(layout, float(full_layers), float(micro_batches)),
         )
+        if self._launches_eagerly(layout):
+            operation = self.gpu.operation_seconds
+            whole = host_seconds(shape, layout, full_layers, micro_batches, lora=self.lora, operation_seconds=operation)
+            terms = replace(terms, host_seconds=whole, host_forward_seconds=forward_seconds(full_layers, operation))
         if self.gpu.cpu is None:
             return terms
         tensors = num_tensors(shape, layout, self._kinds(), self.lora_rank if self.lora else 0)
         small = all_reduce_seconds(1.0, group_of(layout.world, 1, network), network)
         return cpu_step_terms(terms, layout, self.gpu, traits, tensors=tensors, collective_seconds=small)
 
-    def _host_seconds(self, layout: Layout, num_layers: float, micro_batches: float) -> float:
-        """Return the time that the host needs for a step at least; 0: the device launches its kernels itself."""
-        if not self.gpu.operation_seconds or not launches_eagerly(layout, self.traits, self.graphs):
-            return 0.0
-        operation = self.gpu.operation_seconds
-        return host_seconds(self.shape, layout, num_layers, micro_batches, lora=self.lora, operation_seconds=operation)
+    def _launches_eagerly(self, layout: Layout) -> bool:
+        """Whether the host launches every kernel, so that a step is not faster than it."""
+        return self.gpu.operation_seconds > 0 and launches_eagerly(layout, self.traits, self.graphs)
 
     def _operators_of(self, layout: Layout) -> tuple[LayerTerms, LayerTerms]:
         """Return (mean layer, head): the same for all layouts with the same operator split."""
@@ -393,7 +393,7 @@ def evaluation_terms(terms: StepTerms, layout: Layout, sequences: int) -> StepTe
         once_reduce_seconds=0.0,
         optimizer_seconds=0.0,
         offload_once_seconds=0.0,
-        host_seconds=terms.host_seconds * FORWARD_SHARE * count / terms.micro_batches,
+        host_seconds=count * terms.host_forward_seconds,
         repeated=RECOMPUTED["none"],
     )
 

@@ -113,7 +113,9 @@ def read_members(run: RunDirectory) -> MembersSpec:
     wanted = document.get("members")
     entries = wanted if isinstance(wanted, list) else []
     named = [entry for entry in entries if isinstance(entry, dict) and is_member_name(entry.get("name"))]
-    members = [_spec(entry) for entry in named[:MAX_MEMBERS]]
+    members = list({entry["name"]: _spec(entry) for entry in named[:MAX_MEMBERS]}.values())
+    if any(need not in {member.name for member in members} for member in members for need in member.needs):
+        members = []  # which of them may start is not known
     parallel, purpose = document.get("parallel"), document.get("purpose")
     return MembersSpec(
         members,

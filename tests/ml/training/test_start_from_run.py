@@ -17,6 +17,7 @@ from craton.ml.training import build_model
 from craton.ml.training.build import SetupError
 from craton.ml.training.checkpoint import Checkpointer, TierFolder
 from craton.ml.training.parallel import make_ranks
+from craton.ml.training.parts import MissingWeightsError
 from craton.telemetry import RunDirectory
 
 BASE = """\
@@ -99,7 +100,9 @@ def test_a_run_without_weights_is_named(job: Job, tmp_path: Path) -> None:
     assert job.weights_job is not None
     empty = RunDirectory.create(tmp_path, "empty")
     empty.job_path.write_text(BASE)
-    with pytest.raises(SetupError, match=r"the weights of the run .*/empty cannot be used: there is no checkpoint"):
+    with pytest.raises(
+        MissingWeightsError, match=r"the weights of the run .*/empty cannot be used: there is no checkpoint"
+    ):
         largest_difference(job.with_weights_of(job.weights_job, empty.path))
     with pytest.raises(SetupError, match="does not state which run of base has the weights"):
         largest_difference(job.with_weights_of(job.weights_job))
@@ -107,7 +110,7 @@ def test_a_run_without_weights_is_named(job: Job, tmp_path: Path) -> None:
     (tmp_path / "base.yaml").write_text(other)
     wider = load_job(tmp_path / "next.yaml")
     assert wider.weights_job is not None
-    with pytest.raises(SetupError, match="belongs to another model"):
+    with pytest.raises(MissingWeightsError, match="belongs to another model"):
         largest_difference(wider.with_weights_of(wider.weights_job, tmp_path / "base"))
 
 

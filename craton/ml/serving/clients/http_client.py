@@ -133,11 +133,14 @@ class HttpClient(InferenceClient):
         began = loop.time() if began is None else began
         while True:
             tries += 1
+            received = sum(answer.num_deltas for answer in answers)
             try:
                 await self._read_answers(answers)
                 error: InferenceError = BrokenStreamError(f"{self.endpoint}: the stream ended before the answer")
             except InferenceError as failure:
                 error = failure
+            if sum(answer.num_deltas for answer in answers) > received:  # limits are for tries without any progress
+                tries, began = 1, loop.time()
             num_answers = len(answers)
             answers = [answer for answer in answers if not answer.is_done]
             can_retry = isinstance(error, EndpointUnavailableError | BrokenStreamError)

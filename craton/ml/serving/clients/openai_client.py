@@ -31,6 +31,7 @@ from craton.ml.serving.messages import Finish
 CHAT = "/v1/chat/completions"
 TRIAL_PROMPT = "Once upon a time"
 TRIAL_TOKENS = [1, 2, 3]
+MAX_TRIAL_CHARACTERS = 100_000
 SEEDED_TOKENS = 8  # of a trial with a seed, at a high temperature
 FINISHES: dict[str, Finish] = {"stop": "stop", "length": "length", "tool_calls": "stop", "content_filter": "stop"}
 
@@ -178,11 +179,14 @@ class OpenAIClient(HttpClient):
         try:
             async with asyncio.timeout(self.timeouts.first_token or None), aclosing(self._events(path, body)) as events:
                 async for event in events:
-                    for choice in event.get("choices") or ():
+                    choices = event.get("choices") or []
+                    for choice in choices if isinstance(choices, list) else []:
                         delta = self._parse(path, choice)
                         whole.text += delta.text
                         whole.tokens += delta.tokens
                         whole.logprobs += delta.logprobs
+                    if len(whole.text) > MAX_TRIAL_CHARACTERS:
+                        raise ProtocolError(f"{self.endpoint}: the answer to a trial request does not end")
         except TimeoutError:
             raise AnswerTimeoutError(f"{self.endpoint}: no answer to a trial request in time") from None
         return whole

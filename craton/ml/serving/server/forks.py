@@ -37,8 +37,11 @@ async def fork_answer(service: HttpService, http: Request, request: ForkRequest)
             )
         number, copy = _open_choice(parent, request.id, request.index)
         prompt = parent.choices[number, copy].prompt
-        samplings = [_sampling(service, prompt, branch, request.logprobs) for branch in request.branches]
-        answers = ForkAnswers(service, parent, request, prompt.tokens)
+        tokens = parent.prompt_tokens if isinstance(parent, ForkAnswers) else prompt.tokens
+        samplings = [
+            _sampling(service, prompt.sampling, len(tokens), branch, request.logprobs) for branch in request.branches
+        ]
+        answers = ForkAnswers(service, parent, request, tokens)
         answers.start(number, copy, samplings)
     return await respond(http, answers, ignored)
 
@@ -67,7 +70,7 @@ class ForkAnswers(CompletionAnswers):
             chosen["logprobs"] = request.logprobs
         others: dict[str, Any] = {"n": len(request.branches), "max_tokens": None, "continue_from": [], "echo": False}
         super().__init__(service, parent.request.model_copy(update={**chosen, **others, "prompt_logprobs": None}))
-        self._prompt_tokens = prompt
+        self.prompt_tokens = prompt  # of the request that was forked first
         self._generated: dict[int, list[int]] = {}  # before the fork, by choice
 
     def start(self, parent: int, copy: int, samplings: list[Sampling]) -> None:
@@ -75,7 +78,7 @@ class ForkAnswers(CompletionAnswers):
             assert sampling.seed is not None
             # The prompt is in the usage of the request that is forked.
             prompt = Prompt((), sampling, self._service.metrics.meter(0, 1, sampling.max_tokens))
-            choice = self.make_choice(len(self.choices), prompt, self._reader(self._prompt_tokens, sampling))
+            choice = self.make_choice(len(self.choices), prompt, self._reader(self.prompt_tokens, sampling))
             self._prepare(choice, sampling.seed)
             self._open(number, prompt, [choice])
 
@@ -117,14 +120,16 @@ def _open_choice(answers: Answers[Any], id: str, index: int) -> tuple[int, int]:
     raise BadRequestError(f"{id!r} has {len(answers.choices)} choices, and index is {index}", "index")
 
 
-def _sampling(service: HttpService, prompt: Prompt, branch: BranchSampling, logprobs: int | None) -> Sampling:
+def _sampling(
+    service: HttpService, parent: Sampling, num_prompt_tokens: int, branch: BranchSampling, logprobs: int | None
+) -> Sampling:
     """Return the sampling of a branch: what it gives, and the parent's otherwise."""
     branch.ignored()
     ready = service.link.working()
-    room = ready.max_length - len(prompt.tokens)
+    room = ready.max_length - num_prompt_tokens
     if branch.max_tokens is not None and branch.max_tokens > room:
         raise BadRequestError(
-            f"the prompt's {len(prompt.tokens)} tokens plus max_tokens {branch.max_tokens} exceed the model's context "
+            f"the prompt's {num_prompt_tokens} tokens plus max_tokens {branch.max_tokens} exceed the model's context "
             f"of {ready.max_length} tokens; lower max_tokens to {room} or less",
             "branches",
             TOO_LONG,
@@ -140,7 +145,7 @@ def _sampling(service: HttpService, prompt: Prompt, branch: BranchSampling, logp
     if logprobs is not None:
         chosen["logprobs"] = logprobs
     seed = draw_seed() if branch.seed is None else branch.seed
-    sampling = replace(prompt.sampling, seed=seed, prompt_logprobs=None, **chosen)
+    sampling = replace(parent, seed=seed, prompt_logprobs=None, **chosen)
     if sampling.min_tokens > sampling.max_tokens:
         raise BadRequestError(f"min_tokens {sampling.min_tokens} exceeds max_tokens {sampling.max_tokens}", "branches")
     return sampling

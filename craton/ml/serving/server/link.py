@@ -144,6 +144,7 @@ class EngineLink:
         if not self._exchanges:  # an idle engine need not have reported
             self._heard = time.monotonic()
         self._exchanges.update(dict.fromkeys(numbers, exchange))
+        self._waiting.add(exchange)
         self._outbox.put(Fork(parent, branches, index))
         return numbers
 

@@ -66,13 +66,17 @@ def open_together(ranks: SavingRanks, rank: int, tier: Tier, step: int) -> tuple
     return None, problems or [GONE]
 
 
-def read_together(folders: Sequence[TierFolder], tensors: Mapping[str, Tensor], rank: int, world: int) -> FoundStep:
-    """Fill the tensors of all ranks, resharded to their layout, from the newest usable step of another run, which may
-    hold more than these. CheckpointError if there is none."""
+def read_together(
+    folders: Sequence[TierFolder], tensors: Mapping[str, Tensor], rank: int, world: int, wanted: int
+) -> FoundStep:
+    """Fill the tensors of all ranks, resharded to their layout, from a step of another run, which may hold more than
+    these. CheckpointError if no tier has it whole: an older step would be another model."""
     ranks = SavingRanks(world)
     tiers = [open_tier(folder) for folder in folders]
     steps, passed_over = find_together(ranks, rank, tiers)
     for step, index in steps:
+        if step != wanted:
+            continue
         saved, problems = open_together(ranks, rank, tiers[index], step)
         if saved is not None:
             shapes = {name: shape for name, (shape, _) in saved.shapes.items()}
@@ -84,7 +88,7 @@ def read_together(folders: Sequence[TierFolder], tensors: Mapping[str, Tensor], 
                 return saved
         passed_over.append(f"tier {tiers[index].folder.name}: step {step} cannot be used: {some(problems)}")
     places = ", ".join(str(folder.path) for folder in folders)
-    raise CheckpointError("; ".join(passed_over) or f"there is no checkpoint in {places}")
+    raise CheckpointError("; ".join(passed_over) or f"there is no checkpoint of step {wanted} in {places}")
 
 
 def check_names(ranks: SavingRanks, saved: FoundStep, tensors: Mapping[str, Tensor]) -> None:

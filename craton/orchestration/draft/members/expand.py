@@ -49,8 +49,8 @@ def member_jobs(job: Job, run: Path | None = None) -> Members | None:
 
 def is_result_of(run: RunDirectory, job: Job) -> bool:
     """Return whether a run has the result of this job: it is done, its last checkpoint is there, and its job and data
-    are the same, under any name."""
-    if not run.looks_like_a_run() or not run.has("DONE"):
+    are the same, under any name. A job with functions of the user has none: their code may have changed."""
+    if not run.looks_like_a_run() or not run.has("DONE") or _uses_own_code(job):
         return False
     try:
         ran = load_job(run.job_path)
@@ -90,6 +90,15 @@ def _earlier_runs(own: Path, name: str) -> Iterator[Path]:
     for run in list_runs()[:MAX_EARLIER_RUNS]:
         if (member := run.path / MEMBERS_FOLDER / own.name) != own and member.is_dir():
             yield member
+
+
+def _uses_own_code(job: Job | None) -> bool:
+    """Return whether the user's functions take part, of which another version may have trained an earlier run."""
+    if job is None:
+        return False
+    names = [job.objective, job.reward, job.data.source]
+    is_own = any(name is not None and not str(name).startswith("craton.") for name in names)
+    return is_own or (job.model_shape is None and job.weights_job is None) or _uses_own_code(job.weights_job)
 
 
 def _is_same(ran: Job, job: Job) -> bool:
