@@ -50,8 +50,13 @@ def wait_for_members_in(run: Run, **wanted: str) -> None:
     """Wait until each of these members is in its state."""
     wait_until(
         lambda: wanted.items() <= states(run).items(),
-        lambda: f"{wanted}; they are {status(run).members}; {(run.path / 'logs' / 'members.log').read_text()}",
+        lambda: f"{wanted}; they are {status(run).members}; {manager_log(run)}",
     )
+
+
+def manager_log(run: Run) -> str:
+    path = run.path / "logs" / "members.log"
+    return path.read_text() if path.exists() else "its manager has not begun"
 
 
 def member(run: Run, name: str) -> Run:

@@ -15,5 +15,6 @@ if TYPE_CHECKING:
     from craton.agent.errors import KeeperError, LaunchError, LaunchSchemaError
     from craton.agent.generation import Generation, newest_generation, next_number
     from craton.agent.launch import Launch, launch_text, parse_launch, read_launch, write_launch
+    from craton.agent.owner import has_agents
 else:
     __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

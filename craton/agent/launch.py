@@ -56,6 +56,7 @@ class Launch:
     nodes_per_gpu: int = 1  # above 1: nodes of one machine share a GPU
     dollars_per_day: float | None = None  # price of its nodes, for display; None: unknown
     members: list[str] = field(default_factory=list)  # argv of its member manager; []: it owns no runs
+    starts_manager: bool = True  # its agents start that; False: a program of its scheduler does
     owner: str = ""  # directory of the run that owns this one; "": it stands alone
     owner_seconds: float = 60.0  # how long a member runs on after the last process that looks after its owner
 
@@ -214,6 +215,7 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "nodes_per_gpu": (_is_integer(1, 4096), "a whole number, 1 or more"),
     "dollars_per_day": (lambda value: value is None or _is_seconds(value), "dollars, 0 or more, or null"),
     "members": (_is_text_list, "a list of arguments, the program first"),
+    "starts_manager": (lambda value: isinstance(value, bool), "true or false"),
     "owner": (lambda value: isinstance(value, str), "the directory of a run"),
     "owner_seconds": (_is_seconds, "seconds, 0 or more"),
 }

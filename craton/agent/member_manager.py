@@ -1,8 +1,9 @@
 """The member manager of a run that owns runs, seen from the agent that coordinates the run.
 
-The agent starts it (`Launch.members`), restarts it when it dies, and waits for it before the first generation. The
-manager is in a session of its own and outlives the agent: an agent that replaces a killed one finds it by its status
-and starts no second one. It is no rank: its end never ends a generation.
+The agent starts it (`Launch.members`), restarts it when it dies, and waits for it before the first generation. On
+Slurm the batch program starts and restarts it instead (`Launch.starts_manager`). The manager is in a session of its own
+and outlives the agent: an agent that replaces a killed one finds it by its status and starts no second one. It is no
+rank: its end never ends a generation.
 """
 
 from __future__ import annotations
@@ -53,11 +54,13 @@ class MemberManager:
         return self._status.generation == self._launch.generation
 
     def tend(self, now: float) -> None:
-        """Start the manager where none lives, and record what it reports."""
+        """Start the manager where none lives, unless a scheduler's program does, and record what it reports."""
         if not self.is_wanted:
             return
         self._look()
-        if self._has_ended or self.child is not None or now < self._next_start or living_manager(self._run):
+        if not self._launch.starts_manager or self._has_ended or self.child is not None:
+            return
+        if now < self._next_start or living_manager(self._run):
             return
         self._start(now)
 

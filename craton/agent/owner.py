@@ -52,8 +52,11 @@ class OwnerWatch:
 
 def lives(run: RunDirectory) -> bool:
     """Whether an agent or the member manager of a run lives."""
-    if living_manager(run) is not None:
-        return True
+    return living_manager(run) is not None or has_agents(run)
+
+
+def has_agents(run: RunDirectory) -> bool:
+    """Whether an agent of a run lives: by its process on this machine, by its heartbeat on others."""
     nodes = read_json(run.launch_path).get("nodes")
     for node in nodes if isinstance(nodes, list) else ():
         try:

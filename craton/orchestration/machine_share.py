@@ -13,9 +13,11 @@ from dataclasses import dataclass, replace
 
 from craton.agent import Launch
 from craton.infrastructure import MEMORY_FRACTION, Accelerator, CatalogError, memory_fraction, visible_accelerators
+from craton.orchestration.backend import read_submission
 from craton.orchestration.errors import StartError
+from craton.orchestration.member_nodes import num_shares
 from craton.telemetry import RunDirectory
-from craton.telemetry.members import MembersSpec, owner_of, read_members, read_members_status
+from craton.telemetry.members import owner_of, read_members, read_members_status
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -30,12 +32,6 @@ class MachineShare:
     def divide(self, launch: Launch) -> Launch:
         """Return the launch with its part of the cores."""
         return replace(launch, threads_per_rank=max(1, launch.threads_per_rank // self.parts))
-
-
-def num_shares(spec: MembersSpec) -> int:
-    """Return how many members may run at a time."""
-    startable = sum(not member.is_kept for member in spec.members)
-    return max(1, min(spec.parallel or startable, startable))
 
 
 def share_of(parts: int, slot: int, cards: Sequence[Accelerator]) -> MachineShare:
@@ -57,9 +53,10 @@ def share_of(parts: int, slot: int, cards: Sequence[Accelerator]) -> MachineShar
 
 @contextmanager
 def machine_share(run: RunDirectory) -> Iterator[MachineShare]:
-    """Let this process, and those that it starts, see only the GPUs of a member's share; all for other runs."""
+    """Let this process, and those that it starts, see only the GPUs of a member's share; all for other
+    runs, and for members that have nodes of their own."""
     owner = owner_of(run)
-    if owner is None:
+    if owner is None or read_submission(owner).on != "local":
         yield MachineShare()
         return
     status = read_members_status(owner).members.get(run.path.name)

@@ -12,6 +12,6 @@ def agent_command(run: Path, node: int | None = None) -> list[str]:
     return [sys.executable, "-m", "craton.agent", str(run), "--node", *number]
 
 
-def manager_command(run: Path, *options: str) -> list[str]:
+def manager_command(run: Path, *options: str, python: str = sys.executable) -> list[str]:
     """Return the command of the member manager of a run."""
-    return [sys.executable, "-m", "craton.orchestration.members", str(run), *options]
+    return [python, "-m", "craton.orchestration.members", str(run), *options]

@@ -20,7 +20,9 @@ from craton.infrastructure import MEMORY_FRACTION, Accelerator
 from craton.job import parse_job
 from craton.orchestration import StartError, living_agents
 from craton.orchestration.draft import Draft, draft, draft_run
-from craton.orchestration.machine_share import machine_share, num_shares, share_of
+from craton.orchestration.machine_share import machine_share, share_of
+from craton.orchestration.member_nodes import num_shares
+from craton.orchestration.member_places import LocalPlace
 from craton.orchestration.members.look import MemberLook
 from craton.orchestration.start import start_run, stop_run
 from craton.telemetry import RunDirectory, RunError
@@ -125,7 +127,7 @@ def test_a_server_is_ready_when_it_answers_and_its_key_is_for_its_owner_only(
         f"serve: {{port: {port}, initialize: random, api_keys: SERVE_KEYS}}\n"
     )
     run = start_member_of(owner, draft_run(job, owner.path / MEMBERS_FOLDER / "served", port=free_port()))
-    look = MemberLook.of(owner, "served")
+    look = MemberLook.of(owner, "served", LocalPlace())
     view = wait_until(lambda: (seen := look.view()).is_ready and seen)
     assert (view.condition, view.serves) == ("alive", True)
     assert look.address is not None

@@ -14,7 +14,7 @@ from craton.job import Job, parse_job
 from craton.orchestration.backend import Submission, write_submission
 from craton.orchestration.changes.resize import among_nodes
 from craton.orchestration.draft import draft_run
-from craton.orchestration.slurm import batch
+from craton.orchestration.slurm import batch, life
 from craton.orchestration.slurm.batch import SlurmBatch
 from craton.orchestration.slurm.checks import check_seconds
 from craton.orchestration.slurm.records import JobRecord
@@ -266,7 +266,7 @@ def test_nodes_are_avoided_for_silence_only_where_others_were_heard(
 ) -> None:
     """An image that no node has yet is not the nodes' fault."""
     stage = Stage(root, chain_job("chain", 2), monkeypatch)
-    monkeypatch.setattr(batch, "FIRST_SECONDS", 0.0)
+    monkeypatch.setattr(life, "FIRST_SECONDS", 0.0)
     monkeypatch.setattr(batch, "SLURM_SEES_SECONDS", 0.0)
     monkeypatch.setattr(batch, "_excluded", lambda number: "")
 
@@ -287,13 +287,13 @@ def test_with_an_image_nodes_have_long_to_come_and_agents_wait_as_long(
     inside = Stage(root, chain_job("inside", 1, run="image: /fsx/train.sqsh"), monkeypatch)
     limits: list[float] = []
     for stage in (plain, inside):
-        stage.start(works=lambda start: limits.append(start._first_seconds(read_launch(start._run))))
-    assert limits == [batch.FIRST_SECONDS, batch.FIRST_SECONDS + batch.IMAGE_SECONDS]
+        stage.start(works=lambda start: limits.append(life.first_seconds(start._has_image(read_launch(start._run)))))
+    assert limits == [life.FIRST_SECONDS, life.FIRST_SECONDS + life.IMAGE_SECONDS]
     assert limits[1] > 7 * 60, "what unpacking a large one takes"
     assert read_launch(plain.run).give_up_seconds == 600
     assert read_launch(inside.run).give_up_seconds > limits[1], "or a late node would be the run's end"
     quick, slow = (check_seconds(SlurmStep(stage.run.path, "python", image), True) for image in ("", "/fsx/a.sqsh"))
-    assert slow == quick + batch.IMAGE_SECONDS
+    assert slow == quick + life.IMAGE_SECONDS
 
 
 def test_a_run_that_was_resized_needs_fewer_of_its_nodes(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,18 +41,20 @@ from craton.orchestration.draft.members import (
 from craton.orchestration.draft.plan_job import JobPlan, Progress, plan_job
 from craton.orchestration.draft.sizes import Size, elastic_sizes
 from craton.orchestration.errors import StartError
+from craton.orchestration.member_nodes import node_zones
 from craton.orchestration.process_commands import agent_command, manager_command
 from craton.planning import Plan
 from craton.planning.economics import billed_instances
 from craton.planning.report import plan_to_json, serving_to_json
 from craton.planning.serving import ServePlan
-from craton.telemetry.members import MEMBERS_FOLDER
+from craton.telemetry.members import MEMBERS_FOLDER, MemberSpec
 
 IMAGE_PYTHON = "python3"  # the interpreter's name in images
 JOB_FOLDER = "CRATON_JOB_FOLDER"  # environment variable of the ranks: folder of the user's own functions
 END_SECONDS = 15.0  # from the last response of a draining server to the end of its ranks
 JAX_MEMORY_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # the same for JAX
 COPY = "CRATON_COPY"  # likewise: the number of this copy in a job with run.copies
+MEMBER_BACKENDS = ("local", "slurm")  # that start members
 STOP_AT = "CRATON_STOP_AT"  # likewise: the step after which the loop saves, sets the STOP marker and ends
 
 
@@ -78,9 +80,15 @@ class Draft:
         return len(self.launch.nodes) - self.launch.working_nodes
 
     @property
+    def scheduled_nodes(self) -> int:
+        """Nodes that its scheduler's job has: its own, spares included, and those of its members."""
+        own = len(self.launch.nodes)
+        return own if self.members is None or self.on == "local" else node_zones(self.members.spec, own).total
+
+    @property
     def dollars_per_hour(self) -> float | None:
         """Price of all nodes, spares included; None if unknown."""
-        return hourly_price(self.job, len(self.launch.nodes))
+        return hourly_price(self.job, self.scheduled_nodes)
 
     def files(self) -> dict[str, str]:
         """Return name → text of every file that a launch writes into the run directory."""
@@ -124,6 +132,7 @@ def draft_run(
     if members is not None:
         job, members = checked_members(job, members)
         check_members(members, backend, run, is_dry)
+        members = with_needs(members, backend)
     else:
         check_no_member_faults(job, run)
     if not is_dry:
@@ -141,11 +150,11 @@ def draft_run(
     if stop_at is not None:
         environment[STOP_AT] = str(stop_at)
     if only_reports:
-        launch = report_launch(job, run, generation, environment, port)
+        launch = report_launch(job, run, generation, environment, port, backend, python_of(job, backend))
     else:
         launch = launch_of(job, training or serving, run, generation, environment, port, backend)
     if members is not None:
-        launch = replace(launch, members=manager_command(run))
+        launch = replace(launch, members=manager_command(run), starts_manager=backend == "local")
     sizes: list[Size] = []
     if launch.min_nodes and job.kind in TRAINING_KINDS:
         sizes, refused = elastic_sizes(job, launch.ranks_per_node, training, progress)
@@ -159,21 +168,56 @@ def draft_run(
         note = "; ".join(filter(None, [note, f"planned as if the nodes of {backend} were this machine"]))
     if backend == "slurm":
         note = "; ".join(filter(None, [note, check_gres(job, launch)]))
-    return Draft(job, training, replace(launch, chaos=chaos_of(job, launch)), note, sizes, serving, backend, members)
+    launch = replace(launch, chaos=chaos_of(job, launch))
+    draft = Draft(job, training, launch, note, sizes, serving, backend, members)
+    if draft.scheduled_nodes > len(launch.nodes) and (hourly := draft.dollars_per_hour) is not None:
+        draft = replace(draft, launch=replace(launch, dollars_per_day=24.0 * hourly))
+    return draft
 
 
 def check_members(members: Members, backend: str, run: Path, is_dry: bool) -> None:
     """Refuse members that cannot run, before anything starts; their memory is planned when each starts."""
-    if backend != "local":
-        raise StartError(f"a run with members cannot run on {backend} yet; start it with --on local")
+    if backend not in MEMBER_BACKENDS:
+        raise StartError(
+            f"a run with members cannot run on {backend} yet; start it with --on {' or --on '.join(MEMBER_BACKENDS)}"
+        )
     for name, job in members.jobs.items():
         try:
             check_backend(job, backend_name(job, backend))
             if not is_dry:
                 check_packages(job, backend, python_of(job, backend))
             check_job(job, backend, run / MEMBERS_FOLDER / name, job.folder, None)
+            if backend != "local" and member_jobs(job, run / MEMBERS_FOLDER / name) is not None:
+                raise StartError(
+                    f"it would own runs itself, which {backend} cannot do yet; run its `model: {{job: FILE}}` first, "
+                    "as a run of its own, whose result is then used"
+                )
         except CratonError as error:
             raise StartError(f"member {name}: {error}") from None
+
+
+def with_needs(members: Members, backend: str) -> Members:
+    """Return members that say how many nodes, GPUs and cores each takes of its owner's job; on this machine they share
+    what there is."""
+    if backend == "local" or not members.jobs:
+        return members
+    spec = members.spec
+    sized = [_with_need(item, members.jobs[item.name], backend) for item in spec.members if item.name in members.jobs]
+    others = [item for item in spec.members if item.name not in members.jobs]
+    by_name = {item.name: item for item in [*sized, *others]}
+    return replace(members, spec=replace(spec, members=[by_name[item.name] for item in spec.members]))
+
+
+def _with_need(item: MemberSpec, job: Job, backend: str) -> MemberSpec:
+    num_nodes, gpus_per_node, has_gpus = ranks_of(job, None, backend)
+    processes = max(processes_of(job, gpus_per_node), gpus_per_node)
+    threads = threads_of(job, None, num_nodes, processes, backend)
+    return replace(
+        item,
+        nodes=1 if job.serve else num_nodes + job.spares,
+        gpus=gpus_per_node if has_gpus else 0,
+        cpus=processes * threads,
+    )
 
 
 def rank_command(job: Job, run: Path, python: str = sys.executable) -> list[str]:

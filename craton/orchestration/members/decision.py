@@ -40,6 +40,7 @@ class MemberView:
     steps: int | None = None
     message: str = ""  # why it failed or stopped
     refusal: str = ""  # why it cannot be started, however often it is tried
+    is_asked: bool = False  # its user wants it started again, whatever became of it
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,8 @@ def _stated(
         return replace(plain, state="done")
     if view.refusal:
         return replace(plain, state="failed", launch=owner.generation, message=view.refusal)
+    if view.is_asked and not owner.is_ending:
+        return replace(plain, state="waiting", tries=0)
     if owner.is_ending:
         if view.condition == "failed":
             return replace(plain, state="failed", message=view.message)

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass, field
 
 from craton.errors import CratonError
-from craton.orchestration.local import living_agents
+from craton.orchestration.member_places import MemberPlace
 from craton.orchestration.members.decision import MemberView, OwnerView
 from craton.orchestration.run_files import stopped_by_user
 from craton.orchestration.watching import is_server
@@ -20,12 +20,12 @@ START_SUMMARY_SECONDS = 0.3  # the same before its ranks run: others may wait fo
 READY_SECONDS = 0.5  # between two questions to a server
 
 
-def look_at_owner(run: RunDirectory) -> OwnerView:
+def look_at_owner(run: RunDirectory, place: MemberPlace) -> OwnerView:
     launched = read_json(run.launch_path).get("generation")
     generation = launched if type(launched) is int else 0
     ending = next((marker for marker in ("FATAL", "DONE", "STOP") if run.has(marker)), "")
     state = {"FATAL": "has failed", "DONE": "is done", "STOP": "stops", "": ""}[ending]
-    is_over = bool(ending) and not living_agents(run)
+    is_over = bool(ending) and not place.owner_lives(run)
     return OwnerView(generation, bool(ending), is_over, f"its owner {run.name} {state}")
 
 
@@ -34,6 +34,7 @@ class MemberLook:
     """Looks at one member; expensive looks happen at most once in a while."""
 
     run: RunDirectory
+    place: MemberPlace
     _summary: RunSummary | None = None
     _summarizer: Summarizer | None = None
     _next_summary: float = 0.0
@@ -41,14 +42,14 @@ class MemberLook:
     _was_alive: bool = field(default=False)
 
     @classmethod
-    def of(cls, owner: RunDirectory, name: str) -> MemberLook:
-        return cls(RunDirectory(owner.path / MEMBERS_FOLDER / name))
+    def of(cls, owner: RunDirectory, name: str, place: MemberPlace) -> MemberLook:
+        return cls(RunDirectory(owner.path / MEMBERS_FOLDER / name), place)
 
     def view(self) -> MemberView:
         run = self.run
         if not run.launch_path.exists():
             return MemberView()
-        is_alive = bool(living_agents(run))
+        is_alive = self.place.member_lives(run)
         is_stopping = run.has("STOP")
         if not is_alive:
             self._end_server()
@@ -62,7 +63,7 @@ class MemberLook:
             if is_stopping:
                 message = _first_line(run.marker_text("STOP"))
                 return MemberView("stopped", by_user=stopped_by_user(run), step=step, message=message)
-            return MemberView("lost", step=step)
+            return MemberView("lost", step=step, is_asked=self.place.is_asked(run))
         if not self._was_alive:  # a summary from before its start shows another end
             self._next_summary, self._was_alive = 0.0, True
         summary = self._newest()

@@ -18,8 +18,9 @@ from dataclasses import replace
 
 from craton.agent import LaunchError, read_launch
 from craton.errors import CratonError
-from craton.orchestration.local import living_agents, start_agents
-from craton.orchestration.machine_share import num_shares
+from craton.orchestration.local import start_agents
+from craton.orchestration.member_nodes import num_shares
+from craton.orchestration.member_places import member_place
 from craton.orchestration.members.decision import MemberView, NextMoves, OwnerView, StartMember, decide
 from craton.orchestration.members.look import MemberLook, look_at_owner
 from craton.orchestration.members.starter_process import StarterProcess
@@ -55,7 +56,8 @@ class Manager:
     def __init__(self, run: RunDirectory) -> None:
         self._run = run
         self._spec = read_members(run)
-        self._looks = {item.name: MemberLook.of(run, item.name) for item in self._spec.members}
+        self._place = member_place(run)
+        self._looks = {item.name: MemberLook.of(run, item.name, self._place) for item in self._spec.members}
         me = {"pid": os.getpid(), "started": process_start(os.getpid()), "host": socket.gethostname()}
         self._status = replace(read_members_status(run), **me)  # type: ignore[arg-type]
         self._written = MembersStatus()
@@ -83,7 +85,7 @@ class Manager:
     def _turn(self) -> bool:
         """Look, decide and act once; True if nothing is left to do."""
         self._end_start()
-        owner = look_at_owner(self._run)
+        owner = look_at_owner(self._run, self._place)
         if owner.generation != self._generation:  # a resume starts everything again that is not done
             self._generation = owner.generation
             self._refused.clear()
@@ -154,7 +156,7 @@ class Manager:
 
     def _look_after_owner(self, owner: OwnerView) -> None:
         """Start the owner's agents again if all of them were killed. Agents elsewhere are their scheduler's."""
-        if owner.is_ending or living_agents(self._run):
+        if owner.is_ending or self._place.owner_lives(self._run):
             self._owner_gone_since = None
             return
         now = time.monotonic()
@@ -181,7 +183,7 @@ class Manager:
                 and beat.is_gone_here
                 and not (self._run.path / "heartbeat" / f".{node}.lost").exists()
             ]
-            if launch.agent_command and killed and not look_at_owner(self._run).is_ending:
+            if launch.agent_command and killed and not look_at_owner(self._run, self._place).is_ending:
                 nodes = ", ".join(launch.nodes[number] for number in killed)
                 print(f"{time.strftime('%H:%M:%S')} the agents of {nodes} are gone: starting them again", flush=True)
                 start_agents(self._run, launch, killed)

@@ -179,12 +179,14 @@ def _losses(run: RunDirectory) -> tuple[dict[int, float], dict[int, float]]:
 
 
 def _tokens_per_step(run: RunDirectory) -> float:
-    """Return the tokens of a step from the plan, which is read faster than the job."""
+    """Return the tokens of a step from the plan, which is read faster than the job; 1 for a command, which has steps
+    only."""
     plan = read_json(run.plan_path)
     sequences, sequence = plan.get("global_batch_sequences"), plan.get("sequence")
     if isinstance(sequences, int | float) and isinstance(sequence, int | float):
         return float(sequences * sequence)
-    return float(load_job(run.job_path).global_batch_tokens)
+    job = load_job(run.job_path)
+    return 1.0 if job.train is None else float(job.global_batch_tokens)
 
 
 def _curve(losses: dict[int, float], tokens_per_step: float, num_points: int) -> LossCurve:

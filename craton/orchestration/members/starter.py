@@ -24,6 +24,7 @@ from craton.orchestration.draft import draft_run
 from craton.orchestration.errors import StartError
 from craton.orchestration.local import starting_members
 from craton.orchestration.machine_share import machine_share
+from craton.orchestration.member_places import member_place
 from craton.orchestration.start import (
     RunStart,
     check_start,
@@ -77,7 +78,7 @@ def _start(owner: RunDirectory, run: RunDirectory) -> None:
     path = owner.path / JOBS_FOLDER / f"{run.path.name}.yaml"
     job = parse_job(read_regular_text(path), str(path), spec.folder or ".")
     with machine_share(run) as share:
-        draft = draft_run(job, run.path, on="local", job_folder=spec.folder or ".", port=free_port())
+        draft = draft_run(job, run.path, on=member_place(owner).on, job_folder=spec.folder or ".", port=free_port())
         start = RunStart(replace(draft, launch=replace(share.divide(draft.launch), owner=str(owner.path))), run)
         check_start(start)
         start, _ = prepare_start(start)

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from craton.orchestration.slurm.allocation import read_allocation
     from craton.orchestration.slurm.backend import SlurmBackend, release_held, submit_array
     from craton.orchestration.slurm.doctor import diagnose_nodes
+    from craton.orchestration.slurm.member_steps import SlurmPlace
     from craton.orchestration.slurm.node_maintenance import SlurmService
     from craton.orchestration.slurm.script import SCRIPT_FILE, ScriptOptions, sbatch_script
     from craton.orchestration.slurm.tools import warn

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,10 +39,21 @@ class Allocation:
     job: str
     restarts: int
     nodes: tuple[AllocatedHost, ...]  # in the order of ranks
+    others: tuple[AllocatedHost, ...] = ()  # further nodes of the job, for members of the run
 
     @property
     def hosts(self) -> list[str]:
         return [node.host for node in self.nodes]
+
+    @property
+    def all_hosts(self) -> list[str]:
+        return [node.host for node in (*self.nodes, *self.others)]
+
+    def part(self, names: Sequence[str], hosts: Sequence[str]) -> Allocation:
+        """Return the allocation of a member: its nodes have these names, on these hosts."""
+        places = {node.host: node for node in (*self.nodes, *self.others)}
+        nodes = tuple(replace(places[host], name=name) for name, host in zip(names, hosts, strict=True))
+        return Allocation(self.job, self.restarts, nodes)
 
     @property
     def leaves(self) -> dict[str, str]:
@@ -66,14 +77,18 @@ def allocate(
     paths = switch_paths(switches)
     ordered = order_nodes({host: paths.get(host, ()) for host in hosts}, layout, ranks_per_node)
     assert len(ordered) >= len(names), f"{len(names)} nodes are needed, {len(ordered)} were given"
-    return Allocation(
-        job,
-        restarts,
-        tuple(
-            AllocatedHost(name, host, addresses.get(host, host), (paths.get(host) or ("",))[-1], paths.get(host, ()))
-            for name, host in zip(names, ordered, strict=False)
-        ),
+    further = [f"node-{number}" for number in range(len(names), len(ordered))]
+    placed = tuple(
+        AllocatedHost(name, host, addresses.get(host, host), (paths.get(host) or ("",))[-1], paths.get(host, ()))
+        for name, host in zip([*names, *further], ordered, strict=True)
     )
+    return Allocation(job, restarts, placed[: len(names)], placed[len(names) :])
+
+
+def job_number(environment: Mapping[str, str]) -> str:
+    """Return the ID of the Slurm job that this process belongs to."""
+    array, task = environment.get("SLURM_ARRAY_JOB_ID"), environment.get("SLURM_ARRAY_TASK_ID")
+    return f"{array}_{task}" if array and task else environment["SLURM_JOB_ID"]
 
 
 def switch_paths(switches: Iterable[SwitchRecord]) -> dict[str, tuple[str, ...]]:
@@ -96,7 +111,10 @@ def read_allocation(run: RunDirectory) -> Allocation | None:
     """Read allocation.json; None before the first start of the run."""
     document = read_json(Path(run.path) / ALLOCATION_FILE)
     try:
-        nodes = tuple(AllocatedHost(**{**node, "path": tuple(node.get("path", ()))}) for node in document["nodes"])
-        return Allocation(str(document["job"]), int(document["restarts"]), nodes)
+        nodes, others = (
+            tuple(AllocatedHost(**{**node, "path": tuple(node.get("path", ()))}) for node in listed)
+            for listed in (document["nodes"], document.get("others", ()))
+        )
+        return Allocation(str(document["job"]), int(document["restarts"]), nodes, others)
     except (KeyError, TypeError, ValueError):
         return None

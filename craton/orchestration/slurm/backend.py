@@ -14,6 +14,7 @@ from craton.orchestration.backend import Standing, Submission, read_submission, 
 from craton.orchestration.errors import SchedulerError, StartError
 from craton.orchestration.slurm.allocation import read_allocation
 from craton.orchestration.slurm.handover import NEVER, RELEASED, RESTARTS, hand_over, is_fresh, unheard_numbers
+from craton.orchestration.slurm.member_steps import is_member, kill_member, member_standing, submit_member
 from craton.orchestration.slurm.mounts import image_of, mounts_of
 from craton.orchestration.slurm.records import CONFIGURING, RUNNING, JobRecord, job_of
 from craton.orchestration.slurm.script import SCRIPT_FILE, ScriptOptions, copies_stem, sbatch_script
@@ -34,7 +35,9 @@ class SlurmBackend:
     name = "slurm"
 
     def check(self, draft: Draft, run: RunDirectory) -> None:
-        """Refuse a job that sbatch would refuse, and a machine without sbatch."""
+        """Refuse a job that sbatch would refuse, and a machine without sbatch; a member needs neither."""
+        if draft.launch.owner:
+            return
         if shutil.which("sbatch") is None:
             raise StartError(
                 "sbatch is not installed here; run this on a login node of the cluster, or use `--on local` to run on "
@@ -45,29 +48,40 @@ class SlurmBackend:
             mounts_of(draft.job, run, draft.launch)
 
     def files(self, draft: Draft, run: RunDirectory) -> dict[str, str]:
-        return {SCRIPT_FILE: sbatch_script(draft, run)}
+        return {} if draft.launch.owner else {SCRIPT_FILE: sbatch_script(draft, run)}
 
     def command(self, draft: Draft, run: RunDirectory) -> list[list[str]]:
         return [["sbatch", "--parsable", str(run.path / SCRIPT_FILE)]]
 
     def submit(self, draft: Draft, run: RunDirectory) -> Submission:
+        if draft.launch.owner:
+            return submit_member(draft, run)
         return hand_over([run], draft.job.run.restarts)[0]
 
     def look(self, runs: Iterable[RunDirectory]) -> dict[str, Standing]:
         """Query the state of runs. Runs without a job ID are found by their nonce; jobs that Slurm holds after a failed
         launch are released."""
         submissions = {run: read_submission(run) for run in runs}
-        submissions |= unheard_numbers(submissions)
-        listed = {job.id: job for job in read_jobs([item.job for item in submissions.values() if item.job])}
+        submissions |= unheard_numbers({run: item for run, item in submissions.items() if not is_member(item)})
+        numbers = dict.fromkeys(item.job for item in submissions.values() if item.job)
+        listed = {job.id: job for job in read_jobs(list(numbers))}
         jobs = {run: job_of(listed, submission.job) for run, submission in submissions.items()}
         cluster = read_snapshot() if any(job and job.is_pending for job in jobs.values()) else SlurmState()
-        return {run.name: _standing(jobs[run], submission, cluster, run) for run, submission in submissions.items()}
+        return {
+            run.name: member_standing(jobs[run], submission, run)
+            if is_member(submission)
+            else _standing(jobs[run], submission, cluster, run)
+            for run, submission in submissions.items()
+        }
 
     def stop(self, run: RunDirectory) -> None:
         """Do nothing: the agents see the STOP marker."""
 
     def kill(self, run: RunDirectory) -> None:
         submission = read_submission(run)
+        if is_member(submission):
+            kill_member(submission)
+            return
         record = {run: submission, **unheard_numbers({run: submission})}[run]
         if record.job:
             cancel(record.job)

@@ -26,7 +26,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from types import FrameType
 
 from craton.agent import Launch, LaunchError, next_number, read_launch, write_launch
@@ -39,24 +38,27 @@ from craton.job import Job, load_job
 from craton.orchestration.errors import SchedulerError
 from craton.orchestration.placement import Audit, audit, layout_of
 from craton.orchestration.run_files import SCHEDULER_STOP, stopped_by_user, write_whole
-from craton.orchestration.slurm.allocation import Allocation, allocate, write_allocation
+from craton.orchestration.slurm.allocation import Allocation, allocate, job_number, write_allocation
 from craton.orchestration.slurm.checks import failed_hosts, gang_in_words, software_failure
 from craton.orchestration.slurm.handover import claim
-from craton.orchestration.slurm.life import FIRST_SECONDS, SignsOfLife
-from craton.orchestration.slurm.mounts import image_of, mounts_of
+from craton.orchestration.slurm.life import SignsOfLife, first_seconds, give_up_seconds
+from craton.orchestration.slurm.manager_process import ManagerOfBatch
+from craton.orchestration.slurm.mounts import image_of
 from craton.orchestration.slurm.records import job_of
 from craton.orchestration.slurm.script import signal_seconds
 from craton.orchestration.slurm.starts import may_start_again, next_start, read_starts, write_starts
-from craton.orchestration.slurm.step import HYPERPOD, IMAGE_SECONDS, SlurmStep, agents_command, complaint_of, end_step
+from craton.orchestration.slurm.step import agents_command, complaint_of, end_step, slurm_step
 from craton.orchestration.slurm.tools import ask, patiently, read_jobs, read_nodes, read_switches
-from craton.telemetry import RunDirectory, read_json, summarize
+from craton.telemetry import MARKERS, RunDirectory, read_json, summarize
 from craton.telemetry.files import LineWriter, read_regular
+from craton.telemetry.members import member_runs, read_members
 
 LOOK_SECONDS = 0.5
 SPARED_SECONDS = 20.0  # before the time limit: the job must be requeued by then, saved or not
 SLURM_SEES_SECONDS = 330.0  # Slurm marks a node down after five minutes by default (SlurmdTimeout)
 SLURM_ENDS_SECONDS = 10.0  # from marking a node down to ending its jobs
 REQUEUE_SECONDS = 120.0  # from the requeue to the end of this process by Slurm
+MEMBERS_SECONDS = 600.0  # for the last checkpoints of members, one after the other
 MAX_EXCLUDED = 32  # hosts that a job excludes; more is a problem of the cluster, not of nodes
 EXIT_DONE, EXIT_FAILED, EXIT_WRONG = 0, 1, 2
 
@@ -87,7 +89,7 @@ class SlurmBatch:
     def __init__(self, run: RunDirectory, nonce: str, environment: Mapping[str, str]) -> None:
         self._run, self._environment = run, environment
         self._job_id = job_number(environment)
-        self._starts = next_start(read_starts(run), nonce, summarize(run).step)
+        self._starts = next_start(read_starts(run), nonce, _progress(run))
         self._restarts = int(environment.get("SLURM_RESTART_COUNT") or 0)
         self._events = LineWriter(run.events_path("slurm"))
         self._generation = 0
@@ -112,7 +114,12 @@ class SlurmBatch:
         if verdict is not None:
             return verdict
         self._begin(launch, allocation)
-        lost = self._watch(launch, allocation)
+        members = ManagerOfBatch(self._run, launch.members)
+        try:
+            lost = self._watch(launch, allocation, members)
+            self._wait_for_members(members)
+        finally:
+            members.end()
         return self._verdict_after(lost)
 
     # -- before ---------------------------------------------------------------------------------------------------
@@ -160,10 +167,12 @@ class SlurmBatch:
     def _unfit(self, launch: Launch, allocation: Allocation) -> dict[str, str]:
         """Return host → why its pre-flight failed. Local clusters without GPUs have nothing to check."""
         asked = self._job.run.preflight
-        if self._job.cluster.is_local and not launch.gpus and asked != "compute":
+        has_gpus = launch.gpus or any(member.gpus for member in read_members(self._run).members)
+        if self._job.cluster.is_local and not has_gpus and asked != "compute":
             return {}
-        compute = asked == "compute" or (asked == "auto" and launch.gpus)
-        bad = failed_hosts(self._step(launch), allocation.hosts, self._run, compute, job=self._job_id)
+        compute = asked == "compute" or (asked == "auto" and has_gpus)
+        step = slurm_step(self._job, self._run, launch)
+        bad = failed_hosts(step, allocation.all_hosts, self._run, compute, job=self._job_id)
         if words := gang_in_words(self._run):
             self._record("preflight", words)
         return bad
@@ -183,12 +192,14 @@ class SlurmBatch:
                 leaves=allocation.leaves,
                 # Longer than until this job exits: a save that is not done by then is aborted, and not a failure.
                 stop_grace_seconds=max(launch.stop_grace_seconds, signal_seconds(self._job)),
-                give_up_seconds=self._give_up_seconds(launch),
+                give_up_seconds=give_up_seconds(launch, self._has_image(launch)),
             ),
         )
         self._forget_left_over()  # not earlier: until here the STOP marker keeps the run from looking done
         self._has_begun = True
         hosts = ", ".join(f"{node.name} is {node.host}" for node in allocation.nodes)
+        if allocation.others:
+            hosts += f"; for members: {', '.join(node.host for node in allocation.others)}"
         self._record("allocated", f"job {self._job_id}, start {self._restarts + 1}: {hosts}")
         self._record("placed", "; ".join(self._audit(launch, allocation).sentences()))
 
@@ -215,34 +226,25 @@ class SlurmBatch:
             cluster=None if job.cluster.is_local or layout is None else resolve_cluster(job.cluster, job.price),
         )
 
-    def _step(self, launch: Launch) -> SlurmStep:
-        job = self._job
-        image = image_of(job, launch)
-        gpus = launch.gpus_per_node or launch.ranks_per_node
-        return SlurmStep(
-            run=self._run.path,
-            python=sys.executable,
-            image=image,
-            # Paths missing on this node cannot be mounted; the ranks report what they lack.
-            mounts=tuple(path for path in mounts_of(job, self._run, launch) if Path(path).exists()) if image else (),
-            gpus=launch.gpus,
-            cpus_per_task=0 if job.run.exclusive else gpus * launch.threads_per_rank,
-            auto_resume=HYPERPOD.exists(),
-        )
-
     # -- while it runs --------------------------------------------------------------------------------------------
 
-    def _watch(self, launch: Launch, allocation: Allocation) -> list[str]:
-        """Wait until the agents have ended. Return the lost hosts if too few others are left to continue; empty if no
-        host ever sent a heartbeat, because then no host is to blame."""
-        first_seconds = self._first_seconds(launch)
-        life = SignsOfLife(self._run, launch, self._generation, first_seconds)
+    def _watch(self, launch: Launch, allocation: Allocation, members: ManagerOfBatch) -> list[str]:
+        """Wait until the agents have ended, and keep the member manager alive. Return the lost hosts if too few others
+        are left to continue; empty if no host ever sent a heartbeat, because then no host is to blame."""
+        seconds = first_seconds(self._has_image(launch))
+        life = SignsOfLife(self._run, launch, self._generation, seconds)
         begin = len(self._printed())
-        step = subprocess.Popen(agents_command(self._step(launch), allocation.hosts), stdin=subprocess.DEVNULL)
+        step = subprocess.Popen(
+            agents_command(slurm_step(self._job, self._run, launch), allocation.hosts), stdin=subprocess.DEVNULL
+        )
         hosts = {node.name: node.host for node in allocation.nodes}
         while step.poll() is None:
             time.sleep(LOOK_SECONDS)
             now = time.monotonic()
+            if self._is_ended:
+                members.end()  # Slurm ends the steps of members too: none may come back
+            elif trouble := members.tend():
+                self._record("manager_ended", trouble)
             if self._is_asked:
                 self._excuse()  # immediately: Slurm may end this process before the ranks have saved
             if now > self._leave_by:
@@ -257,15 +259,24 @@ class SlurmBatch:
                 have_begun = self._have_begun(life, begin)
                 names = ", ".join(f"{node} ({hosts[node]})" for node in lost)
                 why = (
-                    "too few nodes are left"
-                    if have_begun
-                    else f"no heartbeat from any node within {setting(first_seconds)}"
+                    "too few nodes are left" if have_begun else f"no heartbeat from any node within {setting(seconds)}"
                 )
                 self._record("nodes_lost", f"{names}: {why}")
                 end_step(step)
                 return [hosts[node] for node in lost] if have_begun else []
         self._have_begun(life, begin)
         return []
+
+    def _wait_for_members(self, members: ManagerOfBatch) -> None:
+        """Wait until the manager has stopped the members of an ended run. A run without a marker is requeued: Slurm
+        tells its members to save and exit."""
+        if self._is_ended or not any(self._run.has(marker) for marker in MARKERS):
+            return
+        if not members.wait(min(self._leave_by, time.monotonic() + MEMBERS_SECONDS)):
+            self._record("leaves", "the time for members to save is over")
+
+    def _has_image(self, launch: Launch) -> bool:
+        return bool(image_of(self._job, launch))
 
     def _have_begun(self, life: SignsOfLife, begin: int) -> bool:
         """Whether any agent sent a heartbeat. If none did, only the step's output says why."""
@@ -286,16 +297,6 @@ class SlurmBatch:
         with contextlib.suppress(LaunchError):
             launch = read_launch(self._run)
         return launch.min_nodes or launch.working_nodes
-
-    def _first_seconds(self, launch: Launch) -> float:
-        """Return the time limit for the first heartbeats."""
-        return FIRST_SECONDS + (IMAGE_SECONDS if image_of(self._job, launch) else 0.0)
-
-    def _give_up_seconds(self, launch: Launch) -> float:
-        """Return how long agents wait for missing nodes. With an image this exceeds the limit for the first heartbeats:
-        the first agents must not fail the run while others still pull it."""
-        seconds = launch.give_up_seconds
-        return max(seconds, 2 * self._first_seconds(launch)) if image_of(self._job, launch) else seconds
 
     def _on_warning(self, number: int, frame: FrameType | None) -> None:
         """Set the STOP marker, from which the agents of all nodes learn of the warning."""
@@ -373,7 +374,7 @@ class SlurmBatch:
 
     def _again(self, why: str, exclude: Sequence[str] = ()) -> int:
         """Requeue the job, and wait for Slurm to end this process."""
-        spent = self._starts.spent(summarize(self._run).step)
+        spent = self._starts.spent(_progress(self._run))
         if not may_start_again(spent, self._job.run.restarts):
             return self._give_up(why, spent)
         self._record("requeued", why)
@@ -431,10 +432,9 @@ class SlurmBatch:
         self._events.append([json.dumps(line).encode()])
 
 
-def job_number(environment: Mapping[str, str]) -> str:
-    """Return the ID of the Slurm job that this process belongs to."""
-    array, task = environment.get("SLURM_ARRAY_JOB_ID"), environment.get("SLURM_ARRAY_TASK_ID")
-    return f"{array}_{task}" if array and task else environment["SLURM_JOB_ID"]
+def _progress(run: RunDirectory) -> int:
+    """Return the steps of a run and of its members."""
+    return sum(summarize(item).step for item in [run, *member_runs(run)])
 
 
 def _asked_by_itself(run: RunDirectory) -> bool:

@@ -18,8 +18,9 @@ from typing import Any
 from craton.formatting import setting
 from craton.orchestration.errors import SchedulerError
 from craton.orchestration.preflight import COMPUTE_SECONDS, PreflightFinding, check_compute
+from craton.orchestration.slurm.life import IMAGE_SECONDS
 from craton.orchestration.slurm.script import SCRIPT_FILE
-from craton.orchestration.slurm.step import IMAGE_SECONDS, SlurmStep, doctor_command, end_step
+from craton.orchestration.slurm.step import SlurmStep, doctor_command, end_step
 from craton.orchestration.slurm.tools import cancel_steps
 from craton.telemetry import RunDirectory
 from craton.telemetry.files import paths_in, read_regular

@@ -9,7 +9,21 @@ from craton.telemetry import RunDirectory
 from craton.telemetry.node import LOST_SECONDS, read_heartbeat
 
 FIRST_SECONDS = 180.0  # from the start of the step to a node's first heartbeat, besides pulling an image
+# Time limit for getting an image onto a node. Unpacking a large one took seven minutes (NVIDIA/pyxis#24), plus the pull
+# from a registry by all nodes at once.
+IMAGE_SECONDS = 1800.0
 LEAVE_SECONDS = 5.0  # from an agent's last heartbeat to the end of its process
+
+
+def first_seconds(has_image: bool) -> float:
+    """Return the time limit for the first heartbeats."""
+    return FIRST_SECONDS + (IMAGE_SECONDS if has_image else 0.0)
+
+
+def give_up_seconds(launch: Launch, has_image: bool) -> float:
+    """Return how long agents wait for missing nodes. With an image this exceeds the limit for the first heartbeats:
+    the first agents must not fail the run while others still pull it."""
+    return max(launch.give_up_seconds, 2 * first_seconds(True)) if has_image else launch.give_up_seconds
 
 
 class SignsOfLife:

@@ -77,7 +77,7 @@ def _paths(job: Job, run: RunDirectory, launch: Launch) -> Iterable[str]:
     from craton.job.sections import place_of
     from craton.orchestration.draft import JOB_FOLDER
 
-    yield str(run.path.parent)
+    yield str(run.root)  # a member also reads the files of its owner
     storage = job.cluster.file.storage if job.cluster.file else None
     for place in (storage.nvme, storage.shared) if storage else ():
         if place and place.path:

@@ -85,7 +85,9 @@ def directives_of(draft: Draft, run: RunDirectory, options: ScriptOptions) -> di
     """Return option → value; an empty value is a flag."""
     job, launch = draft.job, draft.launch
     wanted, scheduler = job.run, job.cluster.file.scheduler if job.cluster.file else None
-    gpus = launch.gpus_per_node or launch.ranks_per_node
+    members = [member for member in draft.members.spec.members if not member.is_kept] if draft.members else []
+    gpus = max([launch.node_gpus if launch.gpus else 0, *(member.gpus for member in members)])
+    cores = max([launch.node_gpus * launch.threads_per_rank, *(member.cpus for member in members)])
     folder, number = str(run.path), "%j"
     if options.copies > 1:
         folder, number = f"{copies_stem(run)}-%a", "%A"
@@ -95,12 +97,12 @@ def directives_of(draft: Draft, run: RunDirectory, options: ScriptOptions) -> di
         "partition": wanted.partition or (scheduler.partition if scheduler else None),
         "account": wanted.account or (scheduler.account if scheduler else None),
         "qos": wanted.qos or (scheduler.qos if scheduler else None),
-        "nodes": str(len(launch.nodes)),
+        "nodes": str(draft.scheduled_nodes),
         "ntasks-per-node": "1",
-        "gres": wanted.gres or (f"gpu:{launch.node_gpus}" if launch.gpus else None),
+        "gres": wanted.gres or (f"gpu:{gpus}" if gpus else None),
         "exclusive": "" if wanted.exclusive else None,
         "mem": "0" if wanted.exclusive else None,
-        "cpus-per-task": None if wanted.exclusive else str(gpus * launch.threads_per_rank),
+        "cpus-per-task": None if wanted.exclusive else str(cores),
         "time": None if wanted.time_limit is None else duration(wanted.time_limit),
         "signal": f"B:USR1@{signal_seconds(job)}",
         "requeue": "",
@@ -120,7 +122,7 @@ def directives_of(draft: Draft, run: RunDirectory, options: ScriptOptions) -> di
 
 def placement_of(draft: Draft) -> dict[str, str]:
     """Return `--switches` for a tree topology, `--segment` for blocks; empty without a constraint."""
-    job, num_nodes = draft.job, len(draft.launch.nodes)
+    job, num_nodes = draft.job, draft.scheduled_nodes
     if job.placement is None or num_nodes == 1 or job.placement.within == "zone":
         return {}
     within, where = job.placement.within, job.where("placement", "within")

@@ -11,18 +11,23 @@ import contextlib
 import re
 import signal
 import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import craton.orchestration.slurm.node as node_program
 from craton.orchestration.draft import IMAGE_PYTHON
+from craton.orchestration.slurm.mounts import image_of, mounts_of
+from craton.telemetry import RunDirectory
+
+if TYPE_CHECKING:
+    from craton.agent import Launch
+    from craton.job import Job
 
 APPTAINER = ("library://", "oras://", "docker-archive://", "oci-archive://", "shub://")
 NODE = "craton.orchestration.slurm.node"
-# Time limit for getting an image onto a node. Unpacking a large one took seven minutes (NVIDIA/pyxis#24), plus the pull
-# from a registry by all nodes at once.
-IMAGE_SECONDS = 1800.0
 HYPERPOD = Path("/opt/sagemaker_cluster")  # exists on the nodes of a SageMaker HyperPod cluster
 COMPLAINT_LETTERS = 300
 # Lines of srun, slurmstepd and pyxis that follow the cause or are unrelated (NVIDIA/pyxis#61, #127, #168).
@@ -43,6 +48,24 @@ class SlurmStep:
     gpus: bool = False
     cpus_per_task: int = 0  # 0: the whole node
     auto_resume: bool = False  # HyperPod replaces a node that fails during the step
+    name: str = ""  # of a member's step, which may share its nodes with the step of its owner
+
+
+def slurm_step(job: Job, run: RunDirectory, launch: Launch, name: str = "") -> SlurmStep:
+    """Return the settings of a run's steps on this node."""
+    image = image_of(job, launch)
+    gpus = launch.gpus_per_node or launch.ranks_per_node
+    return SlurmStep(
+        run=run.path,
+        python=sys.executable,
+        image=image,
+        # Paths missing on this node cannot be mounted; the ranks report what they lack.
+        mounts=tuple(path for path in mounts_of(job, run, launch) if Path(path).exists()) if image else (),
+        gpus=launch.gpus,
+        cpus_per_task=0 if job.run.exclusive else gpus * launch.threads_per_rank,
+        auto_resume=HYPERPOD.exists() and not name,
+        name=name,
+    )
 
 
 def agents_command(step: SlurmStep, hosts: Sequence[str]) -> list[str]:
@@ -50,6 +73,7 @@ def agents_command(step: SlurmStep, hosts: Sequence[str]) -> list[str]:
     program = [IMAGE_PYTHON, "-m", NODE] if step.image else [step.python, node_program.__file__]
     resume = ["--auto-resume=1"] if step.auto_resume else []
     keep = ["--no-kill", "--kill-on-bad-exit=0", "--wait=0"]
+    keep += ["--overlap", f"--job-name={step.name}"] if step.name else []
     return [*_srun(step, hosts, [*resume, *keep]), *_inside(step, [*program, str(step.run)])]
 
 

@@ -248,6 +248,13 @@ def cancel_steps(number: str) -> None:
         ask("scancel", "--quiet", *started)
 
 
+def end_step_named(number: str, name: str) -> None:
+    """Kill the processes of the steps of a job that have this name."""
+    listed = ask("squeue", "--steps", f"--jobs={number}", "--noheader", "--format=%i %j").splitlines()
+    if steps := [words[0] for line in listed if len(words := line.split()) == 2 and words[1] == name]:
+        ask("scancel", "--quiet", "--signal=KILL", *steps)
+
+
 def warn(number: str) -> None:
     """Send SIGUSR1, as Slurm does before a time limit: the job saves, exits and is requeued."""
     ask("scancel", "--quiet", "--batch", "--signal=USR1", number)

@@ -61,7 +61,8 @@ def settled(summary: RunSummary, standing: Standing) -> RunSummary:
         state: RunState = "running" if summary.state == "lost" else summary.state
         return replace(summary, state=state, message=standing.sentence, eta_seconds=None)
     if standing.condition == "running" and summary.state in ("starting", "lost", "stopped", "done"):
-        return replace(summary, state="starting", message=standing.sentence)  # why not all of it runs yet
+        own = summary.message if summary.state == "starting" else ""  # which member it waits for
+        return replace(summary, state="starting", message=standing.sentence or own)  # why not all of it runs yet
     if standing.condition == "ended" and summary.state in (*MOVING, "lost"):
         if (summary.path / "STOP").exists():
             return replace(summary, state="stopped", eta_seconds=None)

@@ -37,6 +37,7 @@ JOBS_FOLDER = "jobs"
 ADDRESSES_FILE = "addresses.json"
 RESERVED_NAMES = (STATUS_FILE, LOCK_FILE, ADDRESSES_FILE)  # beside the members' directories
 MAX_SECONDS = 1e12  # of a plausible time
+MAX_COUNT = 1 << 20  # of plausible nodes, GPUs and cores
 
 Need = Literal["done", "ready"]
 MemberState = Literal["waiting", "starting", "running", "ready", "restarting", "done", "failed", "stopped"]
@@ -53,6 +54,9 @@ class MemberSpec:
     is_kept: bool = False  # its result is that of an earlier run, so it is not started
     folder: str = ""  # of its job file: where the user's functions and the code of a command are
     result: str = ""  # of a kept member: the directory of that run
+    nodes: int = 1  # that it takes of its owner's scheduler job
+    gpus: int = 0  # per node, likewise
+    cpus: int = 1  # per node, likewise
 
 
 @dataclass(frozen=True)
@@ -174,7 +178,14 @@ def _spec(entry: Mapping[str, Any]) -> MemberSpec:
         entry.get("is_kept") is True,
         folder if isinstance(folder := entry.get("folder"), str) else "",
         str(entry.get("result") or ""),
+        _count(entry.get("nodes"), 1),
+        _count(entry.get("gpus"), 0),
+        _count(entry.get("cpus"), 1),
     )
+
+
+def _count(value: Any, default: int) -> int:
+    return value if type(value) is int and default <= value < MAX_COUNT else default
 
 
 def _known(kind: type[MemberStatus] | type[MembersStatus], document: Mapping[str, Any]) -> dict[str, Any]:

@@ -113,18 +113,20 @@ def members_problem(members: Sequence[MemberSpec]) -> str:
     return ""
 
 
-def report_launch(job: Job, run: Path, generation: int, environment: Mapping[str, str], port: int) -> Launch:
-    """Return the launch of a run that only reports on its members: one rank, without torch and GPUs."""
+def report_launch(
+    job: Job, run: Path, generation: int, environment: Mapping[str, str], port: int, backend: str, python: str
+) -> Launch:
+    """Return the launch of a run that only reports on its members: one rank of this Python, without torch and GPUs."""
     return Launch(
         generation=generation,
         nodes=["node-0"],
         ranks_per_node=1,
-        command=manager_command(run, "--report"),
+        command=manager_command(run, "--report", python=python),
         env=dict(environment),
         master_port=port,
         early_seconds=0.0,
         tries=job.recover.tries,
-        agent_command=agent_command(run),
+        agent_command=agent_command(run) if backend == "local" else [],  # elsewhere the node restarts it
     )
 
 
