@@ -377,7 +377,9 @@ def _ranks(draft: Draft) -> str:
     ranks, nodes = counted(draft.num_ranks, "rank"), counted(count, "node")
     threads = f"{launch.threads_per_rank} thread{'s' if launch.threads_per_rank > 1 else ''} each"
     beside = f" and {spares} spare{'s' if spares > 1 else ''}" if spares else ""
-    return f"{ranks if draft.num_ranks > 1 else '1 rank'} on {nodes if count > 1 else '1 node'}{beside}, {threads}"
+    members = draft.scheduled_nodes - len(launch.nodes)
+    job = f"; its job has {counted(draft.scheduled_nodes, 'node')} with those of its members" if members else ""
+    return f"{ranks if draft.num_ranks > 1 else '1 rank'} on {nodes if count > 1 else '1 node'}{beside}, {threads}{job}"
 
 
 def _sharing(draft: Draft) -> str:

@@ -118,6 +118,15 @@ def test_what_failed_or_was_stopped_stays_so_until_the_owner_is_resumed(view: Me
     assert manager.see(resumed, a=replace(view, refusal="")).actions == [StartMember("a")]
 
 
+def test_a_member_that_its_user_wants_again_is_started_whatever_became_of_it() -> None:
+    manager = Rehearsal(MemberSpec("a"))
+    manager.see()
+    manager.see(a=MemberView("failed", message="no data"))
+    asked = MemberView("lost", is_asked=True)
+    assert manager.see(a=asked).actions == [StartMember("a")]
+    assert manager.see(ENDING, a=asked).actions == []
+
+
 def test_a_member_that_stopped_because_its_owner_was_away_is_resumed() -> None:
     manager = Rehearsal(MemberSpec("a"))
     manager.see()

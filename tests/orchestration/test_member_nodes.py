@@ -9,15 +9,16 @@ from member_runs import counting
 
 from craton.api import preview
 from craton.job import Job, parse_job
-from craton.orchestration import StartError
+from craton.orchestration import RunStateError, StartError
 from craton.orchestration.draft.members import Members
 from craton.orchestration.member_nodes import NodeZones, choose_hosts, node_zones
 from craton.orchestration.slurm import sbatch_script
 from craton.orchestration.slurm.allocation import AllocatedHost, Allocation, read_allocation, write_allocation
 from craton.orchestration.slurm.member_steps import submit_member
 from craton.orchestration.slurm.step import SlurmStep, agents_command
+from craton.orchestration.start.runs import draft_resume
 from craton.telemetry import RunDirectory
-from craton.telemetry.members import MemberSpec, MembersSpec
+from craton.telemetry.members import MemberSpec, MembersSpec, write_members
 
 BASE = """\
 kind: pretrain
@@ -103,6 +104,16 @@ def test_what_a_scheduler_cannot_do_is_refused(root: Path, tmp_path: Path) -> No
     nested = Members(MembersSpec([MemberSpec("next")]), {"next": parse_job(text, folder=tmp_path)})
     with pytest.raises(StartError, match=r"member next: it would own runs itself, which slurm cannot do yet"):
         preview(counting("owner"), on="slurm", members=nested)
+
+
+def test_members_that_were_planned_for_this_machine_stay_there(root: Path) -> None:
+    run = RunDirectory.create(root, "owner")
+    job = counting("owner")
+    for name, text in preview(job).draft.files().items():
+        (run.path / name).write_text(text)
+    write_members(run, MembersSpec([MemberSpec("a")]))
+    with pytest.raises(RunStateError, match="planned for this machine, so it cannot be resumed on slurm"):
+        draft_resume(run, job, on="slurm")
 
 
 def test_outside_the_job_the_start_of_a_member_is_left_to_its_manager(

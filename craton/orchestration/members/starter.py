@@ -65,7 +65,7 @@ def start_member(owner: RunDirectory, name: str) -> None:
     run = RunDirectory(owner.path / MEMBERS_FOLDER / name)
     with starting_members(owner, LOCK_SECONDS):
         if run.launch_path.exists() and run.job_path.exists():
-            _resume(run)
+            _resume(run, member_place(owner).on)
         else:
             _remove_leftovers(run)
             _start(owner, run)
@@ -86,7 +86,7 @@ def _start(owner: RunDirectory, run: RunDirectory) -> None:
         start_run(start.draft, run.path.parent)
 
 
-def _resume(run: RunDirectory) -> None:
+def _resume(run: RunDirectory, on: str) -> None:
     if standing_of(run).condition == "running":  # another command was faster
         return
     job = load_job(run.job_path)
@@ -94,7 +94,7 @@ def _resume(run: RunDirectory) -> None:
     if saved is not None and job.steps is not None and saved.step >= job.steps:
         run.mark("DONE")  # its agents were lost after the last save
         return
-    start, _ = prepare_start(draft_resumption(run))
+    start, _ = prepare_start(draft_resumption(run, on=on))
     _must_end()
     resume_start(start)
 

@@ -158,17 +158,23 @@ def draft_resume(
         raise RunStateError(f"{run.name} is done; `craton run` with another --name starts its command again")
     check_code(run)
     check_secret(run)
+    spec, present = read_members(run), read_submission(run).on
+    if spec.members and present == "local" and on not in (None, "local"):
+        raise RunStateError(
+            f"the members of {run.name} were planned for this machine, so it cannot be resumed on {on}; `craton run` "
+            f"with --on {on} and another --name starts it there"
+        )
     last, rebuilt = last_launch(run, job)
     draft = draft_run(
         job.model_copy(update={"chaos": ()}),
         run.path,
-        on=on or read_submission(run).on,
+        on=on or present,
         generation=max(next_number(run), last.generation + 1),
         stop_at=stop_at,
         job_folder=last.env.get(JOB_FOLDER, "."),
         port=free_port(),
         progress=progress,
-        members=Members(spec) if (spec := read_members(run)).members else None,
+        members=Members(spec) if spec.members else None,
     )
     left = faults_left(run, job, last, draft.launch, saved.step if saved else 0)
     copy = {COPY: last.env[COPY]} if COPY in last.env else {}
