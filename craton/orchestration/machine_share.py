@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 
 from craton.agent import Launch
 from craton.infrastructure import MEMORY_FRACTION, Accelerator, CatalogError, memory_fraction, visible_accelerators
-from craton.orchestration.backend import read_submission
 from craton.orchestration.errors import StartError
 from craton.orchestration.member_nodes import num_shares
+from craton.orchestration.member_places import member_place
 from craton.telemetry import RunDirectory
 from craton.telemetry.members import owner_of, read_members, read_members_status
 
@@ -54,9 +54,9 @@ def share_of(parts: int, slot: int, cards: Sequence[Accelerator]) -> MachineShar
 @contextmanager
 def machine_share(run: RunDirectory) -> Iterator[MachineShare]:
     """Let this process, and those that it starts, see only the GPUs of a member's share; all for other
-    runs, and for members that have nodes of their own."""
+    runs, and for members that have nodes or pods of their own."""
     owner = owner_of(run)
-    if owner is None or read_submission(owner).on != "local":
+    if owner is None or member_place(owner).on != "local":
         yield MachineShare()
         return
     status = read_members_status(owner).members.get(run.path.name)

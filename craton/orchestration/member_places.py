@@ -1,4 +1,5 @@
-"""Where the members of a run start, seen from their manager: on this machine, or as steps of the owner's Slurm job.
+"""Where the members of a run start, seen from their manager: on this machine, as steps of the owner's Slurm job, or in
+pods of its JobSet.
 
 A backend of the same name starts a member (`Launch.owner` is set); a place says which processes live.
 """
@@ -49,4 +50,10 @@ def member_place(owner: RunDirectory) -> MemberPlace:
         from craton.orchestration.slurm import SlurmPlace
 
         return SlurmPlace()
+    from craton.orchestration.kubernetes.members import SLOTS_FILE
+
+    if (owner.path / SLOTS_FILE).exists():
+        from craton.orchestration.kubernetes.members import SlotPlace
+
+        return SlotPlace()
     return LocalPlace()

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         STOP_AT,
         Draft,
         chaos_of,
+        draft_nodes,
         draft_run,
         fork_server_command,
         gres_gpus,

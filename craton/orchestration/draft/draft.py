@@ -54,7 +54,6 @@ JOB_FOLDER = "CRATON_JOB_FOLDER"  # environment variable of the ranks: folder of
 END_SECONDS = 15.0  # from the last response of a draining server to the end of its ranks
 JAX_MEMORY_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # the same for JAX
 COPY = "CRATON_COPY"  # likewise: the number of this copy in a job with run.copies
-MEMBER_BACKENDS = ("local", "slurm")  # that start members
 STOP_AT = "CRATON_STOP_AT"  # likewise: the step after which the loop saves, sets the STOP marker and ends
 
 
@@ -175,12 +174,17 @@ def draft_run(
     return draft
 
 
+def draft_nodes(job: Job, run: Path, backend: str) -> Draft:
+    """Draft a job only as far as its nodes and their GPUs: for members, which are planned when their turn comes. For a
+    server that takes its plan, which chooses how many GPUs of a node it has."""
+    serving = plan_job(job).serving if job.serve else None
+    environment = {JOB_FOLDER: str(job.folder.absolute())}
+    launch = launch_of(job, serving, run, 0, environment, Launch.master_port, backend)
+    return Draft(job, None, launch, serving=serving, on=backend)
+
+
 def check_members(members: Members, backend: str, run: Path, is_dry: bool) -> None:
     """Refuse members that cannot run, before anything starts; their memory is planned when each starts."""
-    if backend not in MEMBER_BACKENDS:
-        raise StartError(
-            f"a run with members cannot run on {backend} yet; start it with --on {' or --on '.join(MEMBER_BACKENDS)}"
-        )
     for name, job in members.jobs.items():
         try:
             check_backend(job, backend_name(job, backend))

@@ -12,6 +12,7 @@ import secrets
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -33,6 +34,18 @@ from craton.orchestration.kubernetes.handover import (
     is_pending,
 )
 from craton.orchestration.kubernetes.logs import read_logs
+from craton.orchestration.kubernetes.members import (
+    SLOTS_FILE,
+    check_owner,
+    hand_member,
+    kill_member,
+    member_standing,
+    owner_target,
+    owner_with_slots,
+    slots_layout,
+    slots_of,
+    slots_text,
+)
 from craton.orchestration.kubernetes.objects import OURS, seen_of
 from craton.orchestration.kubernetes.pods import INSTANCE, Manifest
 from craton.orchestration.kubernetes.standing import GONE, is_running, leaving_of, living, standing_of
@@ -50,16 +63,28 @@ class KubernetesBackend:
     name = "kubernetes"
 
     def check(self, draft: Draft, run: RunDirectory) -> None:
-        load_kr8s()
-        self.target(draft, run.path)
+        if owner_with_slots(run) is None:
+            load_kr8s()
+            slots_of(draft, run.path, self.target(draft, run.path))
 
     def files(self, draft: Draft, run: RunDirectory) -> Mapping[str, str]:
-        return {MANIFEST_FILE: to_yaml(manifests(self.target(draft, run.path)))}
+        if owner_with_slots(run) is not None:  # its pods are in the JobSet of its owner
+            return {}
+        target = self.target(draft, run.path)
+        slots = slots_of(draft, run.path, target, os.environ.keys())
+        if not slots:
+            return {MANIFEST_FILE: to_yaml(manifests(target))}
+        layout = slots_text(slots_layout(target, slots))
+        if target.files:
+            target = replace(target, files={**target.files, SLOTS_FILE: layout})
+        return {MANIFEST_FILE: to_yaml(manifests(target, slots)), SLOTS_FILE: layout}
 
     def command(self, draft: Draft, run: RunDirectory) -> list[list[str]]:
         return [["kubectl", "create", "--validate=strict", "-f", str(run.path / MANIFEST_FILE)]]
 
     def submit(self, draft: Draft, run: RunDirectory) -> Submission:
+        if owner_with_slots(run) is not None:
+            return hand_member(draft, run)
         documents, record = read_manifests(run), HandoverRecord(run)
         try:
             return ask(lambda connection: hand_over(connection, record, draft.job, documents, os.environ))
@@ -68,22 +93,33 @@ class KubernetesBackend:
             raise
 
     def look(self, runs: Iterable[RunDirectory]) -> dict[str, Standing]:
-        listed = list(runs)
+        everything = list(runs)
+        members = {run.name: member_standing(run) for run in everything if owner_with_slots(run) is not None}
+        listed = [run for run in everything if run.name not in members]
+        if not listed:
+            return members
         submissions = {run.name: read_submission(run) for run in listed}
         try:
             standings = ask(lambda connection: _look(connection, submissions))
         except SchedulerError as error:  # `ps` still shows the run directories, and this error
-            return {name: Standing("unknown", item.job, sentence=str(error)) for name, item in submissions.items()}
-        return {run.name: _settled(run, submissions[run.name], standings[run.name]) for run in listed}
+            unknown = {name: Standing("unknown", item.job, sentence=str(error)) for name, item in submissions.items()}
+            return members | unknown
+        return members | {run.name: _settled(run, submissions[run.name], standings[run.name]) for run in listed}
 
     def kill(self, run: RunDirectory) -> None:
-        """Delete the pods without their grace period, and so without a checkpoint."""
-        self._end(run, KILL_SECONDS)
+        """Delete the pods without their grace period, and so without a checkpoint; those of a member stay, for the
+        next."""
+        if owner_with_slots(run) is not None:
+            kill_member(run)
+        else:
+            self._end(run, KILL_SECONDS)
 
     def stop(self, run: RunDirectory) -> None:
         """Delete the run's owner where its pods do not see the STOP marker; they get SIGTERM and their grace period to
         save. Always for a server: its owner would restart pods that exit by themselves. A resume submits the run
         again."""
+        if owner_with_slots(run) is not None:
+            return
         if is_elsewhere(run) or read_submission(run).job.startswith("LeaderWorkerSet/"):
             self._end(run, None)
 
@@ -110,7 +146,8 @@ class KubernetesBackend:
         outcome.result(timeout=0)
 
     def target(self, draft: Draft, run: Path) -> KubernetesTarget:
-        return target_of(
+        check_owner(draft, run)
+        target = target_of(
             draft,
             run,
             submission=secrets.token_hex(8),
@@ -118,6 +155,7 @@ class KubernetesBackend:
             user=(os.getuid(), os.getgid()),
             code=pack_code(run),
         )
+        return owner_target(draft, target)
 
     def _end(self, run: RunDirectory, grace_seconds: int | None) -> None:
         submission = read_submission(run)

@@ -4,18 +4,26 @@ Every kind gives the same guarantees. Pods are gang-scheduled if there is a gang
 under the same index, up to `run.restarts` times, while the others live: their agents recover the run around it, from
 peer memory. A FATAL run (exit code 77) fails at once. Pods that the scheduler ends (a drained node, a preempted job)
 exit with code 75, which is not counted.
+
+A run with members is one JobSet for every scheduler, with a replicated job for each group of slots. It ends as its own
+replicated job does.
 """
 
 from __future__ import annotations
 
 import base64
+from collections.abc import Sequence
 
 from craton import yaml_text
+from craton.orchestration.kubernetes.members import SlotTarget
+from craton.orchestration.kubernetes.names import label_value
 from craton.orchestration.kubernetes.pods import (
     CONTAINER,
     EXIT_AGAIN,
     EXIT_FATAL,
     INSTANCE,
+    MEMBER_LABEL,
+    SLOT_LABEL,
     Manifest,
     config_key,
     metadata_of,
@@ -24,14 +32,16 @@ from craton.orchestration.kubernetes.pods import (
 from craton.orchestration.kubernetes.target import CODE_FILE, METRICS_PORT, KubernetesTarget
 
 EVICTIONS = 3  # that a Volcano Job with `restarts: 0` survives
+NO_LIMIT = 2**31 - 1
+VOLCANO_GROUP = "scheduling.k8s.io/group-name"  # annotation of pods: the PodGroup that they belong to
 KEPT_SECONDS = 7 * 86400  # ended objects stay for a week, for `ps`; then Kubernetes deletes them
 
 
-def manifests(target: KubernetesTarget) -> list[Manifest]:
-    """Return all objects of a run, the owner of the others first."""
-    owner = owner_of(target)
+def manifests(target: KubernetesTarget, slots: Sequence[SlotTarget] = ()) -> list[Manifest]:
+    """Return all objects of a run, with slots for its members, the owner of the others first."""
+    owner = jobset_with_slots(target, slots) if target.has_slots else owner_of(target)
     around: list[Manifest] = []
-    if target.own_secrets:
+    if target.own_secrets or any(item.target.own_secrets for item in slots):
         around.append(secret(target))
     if target.files:
         around.append(config_map(target))
@@ -39,7 +49,9 @@ def manifests(target: KubernetesTarget) -> list[Manifest]:
         around.append(code_map(target))
     if target.is_ordered:
         around.append(nodes_map(target))
-    if target.gang == "none" and target.kind != "serve":
+    if target.has_slots and target.gang == "volcano":
+        around.append(volcano_group(target, slots))
+    if target.gang == "none" and target.kind != "serve" and not target.has_slots:
         around.append(headless_service(target))
     if target.is_open:
         around.append(server_service(target))
@@ -71,7 +83,44 @@ def jobset_kai(target: KubernetesTarget) -> Manifest:
         metadata["labels"]["priorityClassName"] = target.priority
     metadata["annotations"] |= _kai_annotations(target)
     spec = _job_spec(target, pod_template(target, scheduler="kai-scheduler"))
-    return _jobset(metadata, spec, {"kai.scheduler/batch-min-member": str(target.gang_pods)})
+    return _jobset(metadata, spec, _kai_minimum(target))
+
+
+def jobset_with_slots(target: KubernetesTarget, slots: Sequence[SlotTarget]) -> Manifest:
+    """Return the JobSet of a run with members. Its outcome is that of the run's own pods: those of slots never fail
+    their Job, and it is not waited for."""
+    metadata = metadata_of(target)
+    if target.gang == "kueue":
+        metadata["labels"] |= _kueue_labels(target)
+    if target.gang == "kai":
+        metadata["labels"] |= {"kai.scheduler/queue": target.queue}
+        metadata["labels"] |= {"priorityClassName": target.priority} if target.priority else {}
+    jobset = _jobset(metadata, _job_spec(target, _template_with_slots(target, 1)), _kai_minimum(target))
+    jobset["spec"]["successPolicy"] = {"operator": "All", "targetReplicatedJobs": [CONTAINER]}
+    for item in slots:
+        labels = {SLOT_LABEL: item.target.slot}
+        labels |= {MEMBER_LABEL: label_value(item.members[0])} if len(item.members) == 1 else {}
+        spec = _slot_spec(item.target, _template_with_slots(item.target, item.num_slots, labels))
+        jobset["spec"]["replicatedJobs"].append(
+            _replicated_job(item.target.slot, item.num_slots, spec, _kai_minimum(item.target))
+        )
+    return jobset
+
+
+def volcano_group(target: KubernetesTarget, slots: Sequence[SlotTarget]) -> Manifest:
+    """Return the PodGroup that makes all pods of a JobSet one gang; Volcano itself makes one for each Job."""
+    num_pods = target.gang_pods + sum(item.num_slots * item.target.gang_pods for item in slots)
+    spec: Manifest = {"minMember": num_pods}
+    if target.queue:
+        spec["queue"] = target.queue
+    if target.priority:
+        spec["priorityClassName"] = target.priority
+    return {
+        "apiVersion": "scheduling.volcano.sh/v1beta1",
+        "kind": "PodGroup",
+        "metadata": metadata_of(target),
+        "spec": spec,
+    }
 
 
 def volcano_job(target: KubernetesTarget) -> Manifest:
@@ -212,16 +261,54 @@ def network_policy(target: KubernetesTarget) -> Manifest:
 
 
 def _jobset(metadata: Manifest, job_spec: Manifest, job_annotations: dict[str, str] | None = None) -> Manifest:
-    template: Manifest = {"metadata": {"annotations": job_annotations}} if job_annotations else {}
-    template["spec"] = job_spec
     spec = {
         "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
         "ttlSecondsAfterFinished": KEPT_SECONDS,
         # The inner Job recreates its pods one by one; when it fails, the JobSet fails.
         "failurePolicy": {"maxRestarts": 0},
-        "replicatedJobs": [{"name": CONTAINER, "replicas": 1, "template": template}],
+        "replicatedJobs": [_replicated_job(CONTAINER, 1, job_spec, job_annotations)],
     }
     return {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": metadata, "spec": spec}
+
+
+def _replicated_job(
+    name: str, replicas: int, job_spec: Manifest, job_annotations: dict[str, str] | None = None
+) -> Manifest:
+    template: Manifest = {"metadata": {"annotations": job_annotations}} if job_annotations else {}
+    template["spec"] = job_spec
+    return {"name": name, "replicas": replicas, "template": template}
+
+
+def _template_with_slots(target: KubernetesTarget, num_slots: int, labels: dict[str, str] | None = None) -> Manifest:
+    annotations = _kueue_annotations(target, num_slots) if target.gang == "kueue" else {}
+    if target.gang == "volcano":
+        annotations = {VOLCANO_GROUP: target.name}
+    return pod_template(
+        target,
+        scheduler={"kai": "kai-scheduler", "volcano": "volcano"}.get(target.gang, ""),
+        annotations=annotations,
+        priority_class=target.priority if target.gang in ("none", "volcano") else "",
+        labels=labels,
+    )
+
+
+def _slot_spec(target: KubernetesTarget, template: Manifest) -> Manifest:
+    """Return a Job that never fails, whatever its pods do: their member has its own limits, and a failed Job would fail
+    the JobSet. (`RestartJob` of a JobSet's failure policy is behind a feature gate, off by default in 0.12.)"""
+    return {
+        "parallelism": target.num_pods,
+        "completions": target.num_pods,
+        "completionMode": "Indexed",
+        "backoffLimit": NO_LIMIT,
+        "podReplacementPolicy": "Failed",
+        "podFailurePolicy": {
+            "rules": [
+                {"action": "Ignore", "onExitCodes": {"containerName": CONTAINER, "operator": "NotIn", "values": [0]}},
+                {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+            ]
+        },
+        "template": template,
+    }
 
 
 def _job_spec(target: KubernetesTarget, template: Manifest) -> Manifest:
@@ -260,12 +347,21 @@ def _kueue_labels(target: KubernetesTarget) -> dict[str, str]:
     return labels | ({"kueue.x-k8s.io/priority-class": target.priority} if target.priority else {})
 
 
-def _kueue_annotations(target: KubernetesTarget) -> dict[str, str]:
+def _kueue_annotations(target: KubernetesTarget, num_slots: int = 1) -> dict[str, str]:
+    if target.near is not None and target.near.is_required and num_slots > 1:  # each slot by itself
+        return {
+            "kueue.x-k8s.io/podset-slice-required-topology": target.near.label,
+            "kueue.x-k8s.io/podset-slice-size": str(target.num_pods),
+        }
     if target.near is not None:
         how = "required" if target.near.is_required else "preferred"
         return {f"kueue.x-k8s.io/podset-{how}-topology": target.near.label}
     # Without it a quota of 8 GPUs may be 4 each on two nodes, and an admitted pod never finds a node.
     return {"kueue.x-k8s.io/podset-unconstrained-topology": "true"} if target.topology else {}
+
+
+def _kai_minimum(target: KubernetesTarget) -> dict[str, str]:
+    return {"kai.scheduler/batch-min-member": str(target.gang_pods)} if target.gang == "kai" else {}
 
 
 def _kai_annotations(target: KubernetesTarget) -> dict[str, str]:

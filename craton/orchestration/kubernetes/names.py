@@ -11,9 +11,10 @@ import re
 
 from craton.orchestration.errors import StartError
 
-# The longest derived name is a JobSet's pod, NAME-node-0-1023-xxxxx, which must fit a label's 63 characters.
+# The longest derived name is that of a member's pod, NAME-slot999-999-1023-xxxxx: a label has up to 63 characters.
 MAX_LETTERS = 40
 HASH_LETTERS = 8
+MAX_LABEL = 63
 
 _LABEL_NAME = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")  # DNS-1035, which services need: begins with a letter
 _SUBDOMAIN = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*")
@@ -32,6 +33,14 @@ def object_name(run: str) -> str:
     return f"{plain[: MAX_LETTERS - HASH_LETTERS - 1].rstrip('-')}-{_hash(run)}"
 
 
+def label_value(text: str) -> str:
+    """Return a label value for any text: the text itself if possible, else what is possible of it and a hash."""
+    if _LABEL_VALUE.fullmatch(text) and len(text) <= MAX_LABEL:
+        return text
+    plain = re.sub(r"[^A-Za-z0-9._-]+", ".", text).strip("-._")
+    return f"{plain[: MAX_LABEL - HASH_LETTERS - 1].rstrip('-._')}-{_hash(text)}".strip("-")
+
+
 def check_name(value: str, key: str, where: str = "") -> str:
     """Check the name of an existing object."""
     if not _SUBDOMAIN.fullmatch(value) or len(value) > 253:
@@ -43,7 +52,7 @@ def check_name(value: str, key: str, where: str = "") -> str:
 
 def check_label_value(value: str, key: str, where: str = "") -> str:
     """Check a name that becomes a label value, such as a queue."""
-    if not value or not _LABEL_VALUE.fullmatch(value) or len(value) > 63:
+    if not value or not _LABEL_VALUE.fullmatch(value) or len(value) > MAX_LABEL:
         raise StartError(
             f"{where}{key} is {value!r}, not a valid label value: use up to 63 letters, digits, '.', '_' and '-'"
         )
@@ -54,7 +63,7 @@ def check_label_key(value: str, key: str) -> str:
     """Check a label key: `topology.k8s.aws/network-node-layer-3`, `kubernetes.io/hostname`, `rack`."""
     prefix, separator, name = value.rpartition("/")
     is_prefix = not separator or (_SUBDOMAIN.fullmatch(prefix) is not None and len(prefix) <= 253)
-    if not is_prefix or not name or not _LABEL_VALUE.fullmatch(name) or len(name) > 63:
+    if not is_prefix or not name or not _LABEL_VALUE.fullmatch(name) or len(name) > MAX_LABEL:
         raise StartError(
             f"the cluster file's {key} is {value!r}, not a valid label or taint key of a node; `kubectl get nodes "
             "--show-labels` lists the labels"

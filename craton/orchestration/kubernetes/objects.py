@@ -64,14 +64,23 @@ def is_about(event: Manifest, owner: Manifest, parts: Sequence[Manifest]) -> boo
     if about.get("uid") in {part["metadata"]["uid"] for part in parts}:
         return True
     name = owner["metadata"]["name"]
-    between = {
-        "JobSet": {("Job", f"{name}-{CONTAINER}-0")},
+    between: dict[str, set[tuple[str, str]]] = {
+        "JobSet": {("Job", job) for job in _jobs_of(owner)},
         "LeaderWorkerSet": {("StatefulSet", name), ("StatefulSet", f"{name}-0")},
     }
     if (about.get("kind"), about.get("name")) not in between.get(owner["kind"], set()):
         return False
     moment = str(event.get("lastTimestamp") or event.get("eventTime") or "")
     return moment[:SECONDS_LETTERS] >= str(owner["metadata"].get("creationTimestamp") or "")[:SECONDS_LETTERS]
+
+
+def _jobs_of(jobset: Manifest) -> list[str]:
+    replicated = (jobset.get("spec") or {}).get("replicatedJobs") or [{"name": CONTAINER}]
+    return [
+        f"{jobset['metadata']['name']}-{job['name']}-{number}"
+        for job in replicated
+        for number in range(int(job.get("replicas", 1)))
+    ]
 
 
 async def _workloads(

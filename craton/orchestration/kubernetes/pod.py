@@ -23,6 +23,7 @@ if __name__ == "__main__":
         signal.signal(number, lambda *_: os._exit(os.EX_TEMPFAIL))  # EXIT_AGAIN
 
 import argparse
+import contextlib
 import secrets
 import subprocess
 import sys
@@ -51,6 +52,7 @@ from craton.orchestration.placement import layout_of
 from craton.orchestration.preflight import preflight
 from craton.orchestration.run_files import disarm
 from craton.telemetry import MARKERS, RunDirectory, RunError, read_json
+from craton.telemetry.members import living_manager
 from craton.telemetry.node import read_heartbeat
 
 UNFIT_FOLDER = "unfit"  # of the run directory: a file for every pod whose node failed pre-flight
@@ -284,9 +286,9 @@ def adapted(launch: Launch, run: RunDirectory, pod: Pod) -> Launch:
     """Adapt a launch that was drafted elsewhere to this image's Python and this run directory."""
 
     def here(words: list[str]) -> list[str]:
-        if len(words) != 4 or words[1] != "-m" or not words[2].startswith("craton."):
+        if len(words) < 4 or words[1] != "-m" or not words[2].startswith("craton."):
             return words  # a user's own command
-        return [sys.executable, *words[1:3], str(run.path)]
+        return [sys.executable, *words[1:3], str(run.path), *words[4:]]
 
     workdir = launch.workdir
     if pod.drafted_at and (workdir + "/").startswith(pod.drafted_at + "/"):
@@ -296,6 +298,7 @@ def adapted(launch: Launch, run: RunDirectory, pod: Pod) -> Launch:
         generation=max(launch.generation, next_number(run)),
         command=here(launch.command),
         nursery=here(launch.nursery),
+        members=here(launch.members),
         agent_command=[],  # Kubernetes restarts a dead agent
         workdir=workdir,
         master_address=pod.first,
@@ -322,7 +325,19 @@ def supervise(pod: Pod, signals: Signals) -> int:
         if signals.received is not None:  # between the check above and now
             signals.agent.send_signal(signals.received)
         code = signals.agent.wait()
+        if verdict(run) is not None:
+            wait_for_manager(run)
     return exit_code(run, launch, code, was_signalled=signals.received is not None)
+
+
+def wait_for_manager(run: RunDirectory) -> None:
+    """Wait until the member manager in this pod has stopped the members of a run that has ended."""
+    waiting = PodWaiting()
+    while (manager := living_manager(run)) is not None and manager.is_alive_here:
+        waiting.say("waiting for the members of the run to end")
+        with contextlib.suppress(ChildProcessError):  # a container's first process inherits what its agent left
+            os.waitpid(-1, os.WNOHANG)
+        time.sleep(LOOK_SECONDS)
 
 
 def exit_code(run: RunDirectory, launch: Launch, agent_code: int, was_signalled: bool) -> int:

@@ -13,6 +13,7 @@ from typing import TextIO
 from craton.agent import newest_generation
 from craton.telemetry import RunDirectory
 from craton.telemetry.files import open_regular, paths_in
+from craton.telemetry.members import owner_of
 
 TURN_SECONDS = 0.5
 MAX_BYTES = 1 << 20  # read from a log in one turn
@@ -23,6 +24,7 @@ class LogCopier:
 
     def __init__(self, run: RunDirectory, node: str, out: TextIO) -> None:
         self._run, self._node, self._out = run, node, out
+        self._member = f"{run.path.name} " if owner_of(run) else ""
         self._offsets = {path: path.lstat().st_size for path in paths_in(run.path / "logs", "rank-*.log")}
         self._rests: dict[Path, bytes] = {}
         self._closing = threading.Event()
@@ -66,4 +68,4 @@ class LogCopier:
 
     def _print(self, path: Path, line: bytes) -> None:
         rank = int(path.stem.removeprefix("rank-"))
-        self._out.write(f"[rank {rank}] {line.decode(errors='replace')}\n")
+        self._out.write(f"[{self._member}rank {rank}] {line.decode(errors='replace')}\n")

@@ -28,10 +28,14 @@ MANAGED_BY = "app.kubernetes.io/managed-by"
 INSTANCE = "app.kubernetes.io/instance"
 COMPONENT = "app.kubernetes.io/component"
 RUN_ANNOTATION = "craton/run"  # also a label of pods, which gives metrics the run's name
+SLOT_LABEL, MEMBER_LABEL = "craton/slot", "craton/member"  # of pods for members; the second if they run only one
 SUBMISSION_ANNOTATION = "craton/submission"
 DIRECTORY_ANNOTATION = "craton/directory"  # the run directory in the pods
 WITHIN_ANNOTATION = "craton/within"  # the topology level of the job's placement, for people
 MODULE = "craton.orchestration.kubernetes.pod"
+SLOT_MODULE = "craton.orchestration.kubernetes.members.slot_pod"
+SLOT_NUMBER = "CRATON_SLOT_NUMBER"
+JOB_INDEX = "jobset.sigs.k8s.io/job-index"  # label that JobSet gives the pods of a replica
 # Kubernetes evicts pods from an unreachable node after five minutes by default. Agents notice it in seconds, but a
 # replacement pod comes only after the eviction. Kubernetes itself needs most of a minute to taint such a node.
 AWAY_SECONDS = 60
@@ -75,6 +79,7 @@ def pod_template(
     annotations: dict[str, str] | None = None,
     has_affinity: bool = False,
     priority_class: str = "",
+    labels: dict[str, str] | None = None,
 ) -> Manifest:
     """Return the pod template. `has_affinity`: request placement from the default scheduler, by pod affinity."""
     noted = dict(annotations or {})
@@ -102,7 +107,7 @@ def pod_template(
         spec["nodeSelector"] = {"karpenter.sh/nodepool": target.node_pool}
     if affinity := _affinity(target, has_affinity):
         spec["affinity"] = affinity
-    metadata: Manifest = {"labels": {**labels_of(target), RUN_ANNOTATION: target.run}}
+    metadata: Manifest = {"labels": {**labels_of(target), RUN_ANNOTATION: target.run, **(labels or {})}}
     if noted:
         metadata["annotations"] = noted
     return {"metadata": metadata, "spec": spec}
@@ -115,7 +120,7 @@ def _container(target: KubernetesTarget) -> Manifest:
     container: Manifest = {
         "name": CONTAINER,
         "image": target.image,
-        "command": [IMAGE_PYTHON, "-m", MODULE, literal(target.directory)],
+        "command": [IMAGE_PYTHON, "-m", SLOT_MODULE if target.slot else MODULE, literal(target.directory)],
         "env": _environment(target),
         "ports": ports,
         "resources": {"requests": target.resources, "limits": target.limits}
@@ -133,8 +138,9 @@ def _container(target: KubernetesTarget) -> Manifest:
 def _environment(target: KubernetesTarget) -> list[Manifest]:
     pod_ip = {"name": "CRATON_ADDRESS", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
     node = {"name": "CRATON_HOST_NAME", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}}
+    number = {"name": SLOT_NUMBER, "valueFrom": {"fieldRef": {"fieldPath": f"metadata.labels['{JOB_INDEX}']"}}}
     plain = [{"name": name, "value": literal(value)} for name, value in settled_env(target).items()]
-    return [pod_ip, node, *plain]
+    return [pod_ip, node, *([number] if target.slot else []), *plain]
 
 
 def _pod_security(target: KubernetesTarget) -> Manifest:

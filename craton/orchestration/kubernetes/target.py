@@ -40,6 +40,7 @@ HUGE_PAGES = "5120Mi"  # AWS's own manifests for EFA request as much (EKS user g
 MAX_FILE_BYTES = 900_000  # of a ConfigMap, which etcd limits to 1 MiB
 METRICS_PORT = 29400
 SUBMISSION_VARIABLE = "CRATON_SUBMISSION"  # the pod's submission ID
+SLOT_VARIABLE = "CRATON_SLOT"  # the group of the pod's slot, for a member
 KILL_MARGIN_SECONDS = 30  # after the ranks' grace period, for the agent's last records
 WAIT_FOR_NODE_SECONDS = 3600.0  # replacing or repairing a node takes 15 minutes and more
 DEFAULT_LABELS = {"node": "kubernetes.io/hostname", "zone": "topology.kubernetes.io/zone"}
@@ -106,11 +107,14 @@ class KubernetesTarget:
     is_open: bool = False  # the server listens beyond its own pod
     user: tuple[int, int] | None = None  # None: the image's user
     is_non_root: bool = False  # the cluster file declares that the user is not root
+    has_slots: bool = False  # for its members, in the same JobSet
+    slot: str = ""  # of a slot for members: the name of its replicated job; all else is of the run that owns them
 
     @property
     def is_ordered(self) -> bool:
-        """Whether the pods are ordered by topology. A server's pods are not: its first pod takes the requests."""
-        return self.num_pods > 1 and self.kind != "serve"
+        """Whether the pods are ordered by topology. A server's pods are not: its first pod takes the requests. Nor are
+        those of members, which start later."""
+        return self.num_pods > 1 and self.kind != "serve" and not self.slot
 
     @property
     def nodes_map(self) -> str:
@@ -472,7 +476,8 @@ def first_host(target: KubernetesTarget) -> str:
     """Return the DNS name of the first pod, which stays the same when the pod is replaced."""
     if target.kind == "serve":
         return f"{target.name}-0.{target.name}"
-    infix = {"kueue": "-node-0", "kai": "-node-0", "volcano": "-node", "none": ""}[target.gang]
+    of_gang = {"kueue": "-node-0", "kai": "-node-0", "volcano": "-node", "none": ""}
+    infix = "-node-0" if target.has_slots else of_gang[target.gang]
     return f"{target.name}{infix}-0.{target.name}"
 
 
@@ -480,7 +485,7 @@ def settled_env(target: KubernetesTarget) -> Mapping[str, str]:
     """Return the container's environment without secrets; the job's own variables take precedence."""
     names = {
         SUBMISSION_VARIABLE: target.submission,
-        "CRATON_FIRST_POD": first_host(target),
+        **({SLOT_VARIABLE: target.slot} if target.slot else {"CRATON_FIRST_POD": first_host(target)}),
         "CRATON_GIVE_UP_SECONDS": f"{target.give_up_seconds:g}",
         "CRATON_RUNS": os.path.dirname(target.directory),
         "CRATON_METRICS_PORT": str(METRICS_PORT),

@@ -22,6 +22,7 @@ from craton.errors import CratonError
 from craton.job import load_job, parse_job
 from craton.orchestration.draft import draft_run
 from craton.orchestration.errors import StartError
+from craton.orchestration.kubernetes.members import share_cache
 from craton.orchestration.local import starting_members
 from craton.orchestration.machine_share import machine_share
 from craton.orchestration.member_places import member_place
@@ -34,7 +35,7 @@ from craton.orchestration.start import (
     resume_start,
     start_run,
 )
-from craton.orchestration.watching import standing_of
+from craton.orchestration.watching import GOES_ON, standing_of
 from craton.telemetry import RunDirectory
 from craton.telemetry.files import STORAGE_ERRORS, read_regular_text
 from craton.telemetry.members import JOBS_FOLDER, MEMBERS_FOLDER, read_members
@@ -46,6 +47,7 @@ LOCK_SECONDS = 600.0  # that another start of a member may take
 def start_members(owner: RunDirectory) -> None:
     """Start every member whose name is on standard input, until its end; answer each with a line of JSON."""
     _end_with_manager()
+    share_cache(owner)
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what a start prints goes to the manager's log
     while name := sys.stdin.readline().strip():
@@ -87,7 +89,7 @@ def _start(owner: RunDirectory, run: RunDirectory) -> None:
 
 
 def _resume(run: RunDirectory, on: str) -> None:
-    if standing_of(run).condition == "running":  # another command was faster
+    if standing_of(run).condition in GOES_ON:  # another command was faster
         return
     job = load_job(run.job_path)
     saved = newest_checkpoint(run, job)

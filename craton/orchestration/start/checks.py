@@ -80,7 +80,7 @@ def check_places(job: Job, run: Path, on: str = "local") -> None:
 def check_owner(run: RunDirectory) -> None:
     """Refuse to resume a member whose owner does not run: nothing would look after it."""
     owner = owner_of(run)
-    if owner is None or standing_of(owner).condition in GOES_ON or living_manager(owner) is not None:
+    if owner is None or living_manager(owner) is not None or standing_of(owner).condition in GOES_ON:
         return
     name = owner.name
     raise RunStateError(f"{run.name} is a member of {name}, which is not running; `craton resume {name}` resumes both")
