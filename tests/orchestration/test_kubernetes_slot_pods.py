@@ -187,6 +187,8 @@ def test_a_slot_is_given_to_one_member_at_a_time_and_only_in_its_submission(tmp_
     assert member_standing(b).condition == "waiting"
     assert read_launch(b).master_address == "127.0.0.1"
     assert not is_in_slot(owner)
+    kept = RunDirectory.create(owner.path / "members", "kept")  # has no slot, because it is not started
+    assert (member_standing(kept).condition, is_in_slot(kept)) == ("ended", False)
 
 
 def test_text_of_members_is_tokenized_where_all_pods_see_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -141,9 +141,11 @@ def _free_slot(owner: RunDirectory, group: SlotGroup, member: str) -> SlotName:
 
 
 def _slot_of(run: RunDirectory) -> str:
-    """Return the slot that was handed a member which has not ended; "" if none."""
-    owner, _, group = _group_of(run)
-    if any(run.has(marker) or owner.has(marker) for marker in MARKERS):
+    """Return the slot that was handed a member which has not ended; "" if none, as for a member that is kept."""
+    owner = owner_with_slots(run)
+    slots = read_slots(owner) if owner is not None else None
+    group = slots.group_of(run.path.name) if slots is not None else None
+    if owner is None or group is None or any(run.has(marker) or owner.has(marker) for marker in MARKERS):
         return ""
     submission = submission_of(owner)
     return next(
