@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 Condition = Literal["waiting", "running", "ended", "unknown"]
 Outcome = Literal["", "done", "failed"]
 BACKEND_FILE = "backend.json"
+SLOTS_FILE = "slots.json"
 
 
 @dataclass(frozen=True)

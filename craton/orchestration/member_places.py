@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from craton.orchestration.backend import read_submission
+from craton.orchestration.backend import SLOTS_FILE, read_submission
 from craton.orchestration.local import living_agents
 from craton.telemetry import RunDirectory
 
@@ -50,8 +50,6 @@ def member_place(owner: RunDirectory) -> MemberPlace:
         from craton.orchestration.slurm import SlurmPlace
 
         return SlurmPlace()
-    from craton.orchestration.kubernetes.members import SLOTS_FILE
-
     if (owner.path / SLOTS_FILE).exists():
         from craton.orchestration.kubernetes.members import SlotPlace
 

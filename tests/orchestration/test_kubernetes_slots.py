@@ -66,7 +66,7 @@ def emitted(wanted: Job, root: Path = SHARED, members: Members | None = None) ->
     assert owned is not None
     made = replace(draft(owned.owner or wanted, run), members=owned)
     if owned.spec.purpose == "sweep":
-        made = replace(made, launch=report_launch(wanted, run, 0, {}, 29500))
+        made = replace(made, launch=report_launch(wanted, run, 0, {}, 29500, "kubernetes", "python3"))
     check_owner(made, run)
     shell = {"HF_TOKEN"}
     plain = target_of(made, run, submission="0123456789abcdef", shell_variables=shell, user=(1000, 1000))

@@ -94,11 +94,6 @@ def test_the_step_of_a_member_shares_its_nodes_and_has_its_options() -> None:
 
 
 def test_what_a_scheduler_cannot_do_is_refused(root: Path, tmp_path: Path) -> None:
-    members = Members(MembersSpec([MemberSpec("a")]), {"a": counting("a")})
-    with pytest.raises(
-        StartError, match=r"with members cannot run on kubernetes yet; start it with --on local or --on"
-    ):
-        preview(counting("owner"), on="kubernetes", members=members)
     (tmp_path / "base.yaml").write_text(f"{BASE}cluster: local\n")
     text = f"name: next\n{BASE}cluster: local\n".replace(BASE.splitlines()[1], "model: {job: base.yaml}")
     nested = Members(MembersSpec([MemberSpec("next")]), {"next": parse_job(text, folder=tmp_path)})

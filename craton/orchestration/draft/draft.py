@@ -153,7 +153,7 @@ def draft_run(
     else:
         launch = launch_of(job, training or serving, run, generation, environment, port, backend)
     if members is not None:
-        launch = replace(launch, members=manager_command(run), starts_manager=backend == "local")
+        launch = replace(launch, members=manager_command(run), starts_manager=backend != "slurm")
     sizes: list[Size] = []
     if launch.min_nodes and job.kind in TRAINING_KINDS:
         sizes, refused = elastic_sizes(job, launch.ranks_per_node, training, progress)

@@ -18,7 +18,14 @@ from queue import SimpleQueue
 
 import yaml
 
-from craton.orchestration.backend import Standing, Submission, is_elsewhere, read_submission, write_submission
+from craton.orchestration.backend import (
+    SLOTS_FILE,
+    Standing,
+    Submission,
+    is_elsewhere,
+    read_submission,
+    write_submission,
+)
 from craton.orchestration.draft import Draft
 from craton.orchestration.errors import RunStateError, SchedulerError
 from craton.orchestration.kubernetes.api import Connection, ask, load_kr8s
@@ -35,7 +42,6 @@ from craton.orchestration.kubernetes.handover import (
 )
 from craton.orchestration.kubernetes.logs import read_logs
 from craton.orchestration.kubernetes.members import (
-    SLOTS_FILE,
     check_owner,
     hand_member,
     kill_member,

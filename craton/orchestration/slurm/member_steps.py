@@ -15,7 +15,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from craton.agent import has_agents, read_launch, write_launch
-from craton.agent.processes import open_log
 from craton.formatting import counted
 from craton.orchestration.backend import BACKEND_FILE, Standing, Submission, read_submission, write_submission
 from craton.orchestration.errors import StartError
@@ -23,7 +22,6 @@ from craton.orchestration.member_nodes import choose_hosts
 from craton.orchestration.slurm.allocation import job_number, read_allocation, write_allocation
 from craton.orchestration.slurm.life import FIRST_SECONDS, give_up_seconds
 from craton.orchestration.slurm.mounts import image_of
-from craton.orchestration.slurm.step import agents_command, slurm_step
 from craton.orchestration.slurm.tools import end_step_named
 from craton.telemetry import RunDirectory, read_json
 from craton.telemetry.members import member_runs, owner_of, read_members
@@ -59,6 +57,9 @@ def is_member(submission: Submission) -> bool:
 
 def submit_member(draft: Draft, run: RunDirectory) -> Submission:
     """Start the step of a member, from inside its owner's job. From outside, ask the member manager to do so."""
+    from craton.agent.processes import open_log  # these import jobs and the planner, which `ps` avoids
+    from craton.orchestration.slurm.step import agents_command, slurm_step
+
     owner = owner_of(run)
     assert owner is not None, run.path
     before = read_submission(run)

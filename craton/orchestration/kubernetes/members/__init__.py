@@ -20,7 +20,7 @@ if TYPE_CHECKING:
         member_standing,
         share_cache,
     )
-    from craton.orchestration.kubernetes.members.slot_files import SLOTS_FILE, owner_with_slots, read_slots, slots_text
+    from craton.orchestration.kubernetes.members.slot_files import owner_with_slots, read_slots, slots_text
     from craton.orchestration.kubernetes.members.slot_targets import (
         SlotTarget,
         check_owner,

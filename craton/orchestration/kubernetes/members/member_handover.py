@@ -12,11 +12,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from craton.agent import Launch, write_launch
-from craton.orchestration.backend import Standing, Submission, read_submission
+from craton.orchestration.backend import SLOTS_FILE, Standing, Submission, read_submission
 from craton.orchestration.errors import RunStateError
-from craton.orchestration.local import living_agents
 from craton.orchestration.kubernetes.members.slot_files import (
-    SLOTS_FILE,
     Hand,
     MemberSlots,
     SlotGroup,
@@ -27,6 +25,7 @@ from craton.orchestration.kubernetes.members.slot_files import (
     write_hand,
 )
 from craton.orchestration.kubernetes.podfile import submission_of
+from craton.orchestration.local import living_agents
 from craton.telemetry import MARKERS, RunDirectory, read_json
 from craton.telemetry.files import UnsafeFileError
 from craton.telemetry.members import MemberState, read_members_status

@@ -15,11 +15,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from craton.orchestration.backend import SLOTS_FILE
 from craton.orchestration.kubernetes.podfile import write_whole
 from craton.telemetry import RunDirectory, read_json
 from craton.telemetry.members import owner_of
 
-SLOTS_FILE = "slots.json"
 HANDS_FOLDER = "slots"
 
 
