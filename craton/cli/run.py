@@ -115,7 +115,7 @@ class StartView:
         saved = Run(start.run).checkpoint() if start.resumes and not job.serve else None
         if not self._as_json:
             print_plan(start.draft, self._console, saved)
-            if start.resumes and not job.serve:
+            if start.resumes and not job.serve and not job.sweep:  # each member says where it continues
                 print_field(self._console, "from", _beginning(job, saved))
         warn_of_place(start.draft, start.root, self._console)
         confirm(start.draft, self._yes, saved)

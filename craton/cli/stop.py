@@ -32,6 +32,7 @@ def stop(
     from craton.api import Run
     from craton.cli.views.live import StopStatus, make_console
     from craton.cli.views.outcome import not_in_tier, outcome_json, shown
+    from craton.cli.views.sweep import is_sweep
     from craton.job import load_job
     from craton.job.sections import RESCUE
     from craton.orchestration import RunEndedError, UnsavedError, is_elsewhere
@@ -82,6 +83,11 @@ def stop(
         _report_ended(handle, summary, console, as_json)
     if serves:
         console.print(f"{directory.name} stopped")
+        console.print(f"next: craton resume {directory.name}", style="dim")
+        return
+    if is_sweep(directory):
+        members = f": {summary.members.text}" if summary.members else ""
+        console.print(f"{directory.name} stopped{members}; each member continues from its newest checkpoint")
         console.print(f"next: craton resume {directory.name}", style="dim")
         return
     saved = handle.checkpoint()

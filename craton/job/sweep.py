@@ -23,6 +23,7 @@ from craton.job.errors import ContentError
 from craton.job.jobfile import TRAINING_KINDS, Job
 from craton.job.sections import SweepEntry, SweepSection
 from craton.nearest import did_you_mean, nearest_names
+from craton.telemetry.members import RESERVED_NAMES
 
 MAX_MEMBER_NAME = 40  # characters
 # Keys that may differ between the members of a sweep; the others say where and how the whole sweep runs.
@@ -239,10 +240,16 @@ def _check_written_names(document: Document, entries: Sequence[SweepEntry]) -> N
         if entry.name is None:
             continue
         place = ("list", number, "name")
+        if not isinstance(entry.name, str):
+            raise _problem(document, place, f"sweep.list[{number}].name: {entry.name!r} is not a text; quote it")
         try:
-            name = check_name(str(entry.name))
+            name = check_name(entry.name)
         except ValueError as error:
             raise _problem(document, place, f"sweep.list[{number}].name: {error}") from None
+        if name in RESERVED_NAMES:
+            raise _problem(
+                document, place, f"sweep.list[{number}].name: a file of the run is called {name!r}; rename it"
+            )
         if len(name) > MAX_MEMBER_NAME:
             raise _problem(
                 document, place, f"sweep.list[{number}].name: {name!r} is longer than {MAX_MEMBER_NAME} characters"

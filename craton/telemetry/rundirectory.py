@@ -287,6 +287,9 @@ def _member_path(root: Path, name: str) -> Path:
 
 def _nearest_member(owner: RunDirectory, wanted: str) -> str:
     folder = owner.path / MEMBERS_FOLDER
+    entries = read_json(owner.path / "members.json").get("members")
+    if any(isinstance(entry, dict) and entry.get("name") == wanted for entry in entries or ()):
+        return f"this member has no run of its own yet; `craton ps {owner.name}` shows what it waits for, or why"
     names = [name for name in member_names(owner) if RunDirectory(folder / name).looks_like_a_run()]
     advice = _nearest(wanted, names, f"members of {owner.name}", f"{owner.name}/")
     return advice or f"{owner.name} has no members"

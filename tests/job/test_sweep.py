@@ -113,6 +113,8 @@ MISTAKES = [
     ("{list: [{train.seed: 1}, {train.seed: 1}]}", "sweep: list: {'train.seed': 1} is given twice; remove one"),
     ("{list: [{name: a, train.seed: 1}, {name: A, train.seed: 2}]}", "entries 0 and 1 have the same name 'A'"),
     ("{list: [{name: a/b, train.seed: 1}]}", "'a/b' is not a name"),
+    ("{list: [{name: 7, train.seed: 1}]}", "sweep.list[0].name: 7 is not a text; quote it"),
+    ("{list: [{name: status.json, train.seed: 1}]}", "sweep.list[0].name: a file of the run is called 'status.json'"),
     ("{model: [{job: base.yaml}]}", "a sweep cannot choose between jobs"),
     (f"{{train.seed: {list(range(1001))}}}", "has 1,001 combinations; at most 1,000 are allowed"),
 ]

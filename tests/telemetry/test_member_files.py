@@ -33,7 +33,8 @@ def owner(tmp_path: Path) -> RunDirectory:
     run = RunDirectory.create(tmp_path, "sweep")
     for name in ("b", "a", "c"):
         RunDirectory.create(run.path / MEMBERS_FOLDER, name)
-    write_members(run, MembersSpec([MemberSpec("c"), MemberSpec("a", {"c": "done"}, "ready", {"x": 1})], 2, "sweep"))
+    first, last = MemberSpec("c"), MemberSpec("later", {"a": "done"})
+    write_members(run, MembersSpec([first, MemberSpec("a", {"c": "done"}, "ready", {"x": 1}), last], 2, "sweep"))
     return run
 
 
@@ -54,6 +55,7 @@ def test_members_are_found_by_the_name_of_their_owner(owner: RunDirectory, tmp_p
     ("name", "advice"),
     [
         ("sweep/z", "members of sweep: a, b, c"),
+        ("sweep/later", "has no run of its own yet; `craton ps sweep` shows what it waits for"),
         ("sweep/B", "did you mean 'sweep/b'"),
         ("sweep/a/x", "sweep/a has no members"),
         ("sweap/a", "did you mean 'sweep'"),

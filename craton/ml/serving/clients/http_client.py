@@ -59,7 +59,8 @@ class HttpClient(InferenceClient):
         base = url.rstrip("/").removesuffix("/v1")
         parts = urlsplit(base)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise RequestRefusedError(f"{parts.scheme}:…: not a URL; it must begin with http:// or https://")
+            shown = base.rpartition("@")[2].partition("?")[0]  # without a password or a key
+            raise RequestRefusedError(f"{shown!r} is not a URL; it must begin with http:// or https://")
         if parts.username or parts.password:
             raise RequestRefusedError(f"the URL of {parts.hostname} has a user name or password; give a key as api_key")
         super().__init__(base, timeouts, max_in_flight, random_seed)
