@@ -12,7 +12,8 @@ import pytest
 from html_pages import HOSTILE, Reader, check_in_browser, needs_browser
 
 from craton.job import Job, dump_job, load_job, parse_job
-from craton.orchestration import StartError
+from craton.orchestration import RunStateError, StartError
+from craton.orchestration.draft import draft_run
 from craton.orchestration.draft.members import is_result_of, member_jobs
 from craton.orchestration.members import (
     SweepResult,
@@ -26,6 +27,7 @@ from craton.orchestration.members import (
     write_sweep,
 )
 from craton.orchestration.members.result import LossCurve
+from craton.orchestration.start import draft_resumption
 from craton.telemetry import RunDirectory
 from craton.telemetry.members import (
     MemberSpec,
@@ -147,6 +149,17 @@ def test_the_result_of_a_member_elsewhere_is_kept(root: Path, tmp_path: Path) ->
     members = member_jobs(from_base(tmp_path))
     assert members is not None
     assert members.spec.members[0].result == str(run.path)
+
+
+def test_steps_of_a_sweep_are_those_of_its_members(root: Path, tmp_path: Path) -> None:
+    sweep = parse_job(f"{BASE}sweep: {{train.seed: [1, 2]}}")
+    with pytest.raises(StartError, match=r"is a sweep, whose steps are those of its members; remove --stop-at"):
+        draft_run(sweep, root / "swept", stop_at=3)
+    run = RunDirectory.create(root, "swept")
+    write_members(run, MembersSpec([MemberSpec("seed-1")], purpose="sweep"))
+    for option, given in (("--steps", {"steps": 20}), ("--cluster", {"cluster": "local x 2"})):
+        with pytest.raises(RunStateError, match=f"swept is a sweep, and {option} is for one run"):
+            draft_resumption(run, **given)
 
 
 def test_only_a_whole_result_is_kept(root: Path, tmp_path: Path) -> None:

@@ -269,6 +269,18 @@ def test_a_broken_stream_of_our_server_is_continued_with_its_tokens() -> None:
     assert {body["seed"] for body in server.bodies} == {11}
 
 
+def test_a_stream_that_breaks_often_is_continued_as_long_as_it_gets_on() -> None:
+    parts = [event(text=str(number), token_ids=[number], weights_versions=[0]) for number in range(3 * HASTY.max_tries)]
+    last = event(text="", finish_reason="length", stop_reason=None)
+    server = RawServer(*(STREAM + part for part in parts), STREAM + last, card=OURS)
+
+    async def work(client: InferenceClient) -> None:
+        (answer,) = await complete(client, InferenceRequest("Once", Sampling(max_tokens=99, seed=11)))
+        assert answer.tokens == list(range(len(parts)))
+
+    ask(server, work, ServerClient)
+
+
 def test_copies_of_a_broken_stream_are_continued_one_by_one() -> None:
     def chunk(index: int, **fields: Any) -> bytes:
         return event(index=index, weights_versions=[], **fields)

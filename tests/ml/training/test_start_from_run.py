@@ -114,6 +114,14 @@ def test_a_run_without_weights_is_named(job: Job, tmp_path: Path) -> None:
         largest_difference(wider.with_weights_of(wider.weights_job, tmp_path / "base"))
 
 
+def test_an_older_step_is_not_taken_for_the_last(job: Job, tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text(BASE.replace("steps: 4", "steps: 8"))
+    longer = load_job(tmp_path / "next.yaml")
+    assert longer.weights_job is not None
+    with pytest.raises(MissingWeightsError, match="there is no checkpoint of step 8"):
+        largest_difference(longer.with_weights_of(longer.weights_job, tmp_path / "base"))
+
+
 def test_data_gets_the_tokenizer_that_the_weights_were_trained_with(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
