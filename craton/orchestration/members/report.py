@@ -44,6 +44,10 @@ def report(run: RunDirectory) -> int:
             done = sum(state == "done" for state in states.values())
             print(f"{done} of {counted(len(names), 'member')} done", flush=True)
             _report_sweep(run)
+            if not done:
+                failed = next((name for name in names if states[name] == "failed"), None)
+                reason = f": member {failed} failed: {members[failed].message}" if failed else ""
+                print(f"error: no member is done{reason}", flush=True)
             return 0 if done else EXIT_FINAL
         clock.page.beat()  # it only waits: its agent must not take that for a hang
         told_to_end.wait(LOOK_SECONDS)
