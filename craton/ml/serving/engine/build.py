@@ -12,7 +12,8 @@ import torch
 from craton.ml.collectives import Peers
 from craton.ml.models import Decoder
 from craton.ml.serving.device import Adapters, Runner, block_shape
-from craton.ml.serving.engine.engine import Engine, Executor
+from craton.ml.serving.engine.engine import Engine
+from craton.ml.serving.engine.execution import Executor
 from craton.ml.serving.engine.measurements import Rates
 from craton.ml.serving.settings import EngineSettings, ServingError
 from craton.planning.serving import CPU_KV_BYTES, GPU_RESERVE_BYTES, passing_bytes

@@ -11,13 +11,14 @@ import random
 from collections import deque
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from craton.errors import CratonError
-from craton.ml.serving.device import MAX_DRAFTED, StepResult
+from craton.ml.serving.device import MAX_DRAFTED
+from craton.ml.serving.engine.execution import Executor, InFlightStep
 from craton.ml.serving.engine.measurements import Rates
 from craton.ml.serving.engine.request_limits import RequestLimits
 from craton.ml.serving.messages import (
@@ -40,7 +41,6 @@ from craton.ml.serving.schedule import (
     ScheduledStep,
     Scheduler,
     Sequence,
-    StepInput,
     is_plain,
     ngram_drafts,
     pack,
@@ -51,22 +51,6 @@ if TYPE_CHECKING:
     from craton.ml.serving.grammar import Grammars, GrammarState
 
 State = Literal["running", "paused", "asleep"]
-
-
-class Executor(Protocol):
-    """Runs steps: one device, or a tensor-parallel group."""
-
-    def execute(self, work: StepInput) -> StepResult: ...
-
-
-@dataclass(slots=True)
-class InFlightStep:
-    """A step that was started and not yet read back."""
-
-    step: ScheduledStep
-    work: StepInput
-    result: StepResult
-    version: int
 
 
 class Engine:
@@ -176,22 +160,16 @@ class Engine:
         limit = min(chosen.max_tokens, self.max_length - parent.prompt_length)
         if limit <= len(parent.tokens) - parent.prompt_length:
             raise ServingError(f"request {id} has already generated {limit} tokens; give the fork a larger max_tokens")
-        child = replace(
-            parent,
+        child = parent.forked(
             id=new_id,
             index=0,
-            tokens=list(parent.tokens),
             sampling=replace(chosen, max_tokens=limit, prompt_logprobs=None),
             seed=self._seed(chosen, 0),
             stops=self._limits.stops(chosen),
             is_plain=is_plain(chosen),
             carried=len(parent.tokens) - parent.prompt_length,
             is_fork=True,
-            skipped=set(),
-            prompt_found={},
             prompt_logprobs=None,
-            **_unstarted(),
-            grammar=None if parent.grammar is None else parent.grammar.fork(),
             is_new=True,
             admitted=0.0,
         )
@@ -535,16 +513,10 @@ class Engine:
             if first not in step.started:  # the device has the seed of its former index
                 step.started.append(first)
         for index in indexes[1:]:
-            child = replace(
-                first,
+            child = first.forked(
                 index=index,
-                tokens=list(first.tokens),
                 seed=self._seed(first.sampling, index),
                 copies=1,
-                skipped=set(),
-                **_unstarted(),
-                grammar=None if first.grammar is None else first.grammar.fork(),
-                prompt_found={},
                 sampling=replace(first.sampling, prompt_logprobs=None),
             )
             self._sequences[first.id].append(child)
@@ -603,8 +575,3 @@ class Engine:
     def _expect(self, state: State) -> None:
         if self.state != state:
             raise ServingError(f"the engine is {self.state}; this requires state {state}")
-
-
-def _unstarted() -> dict[str, Any]:
-    """Return the fields of a sequence without any computed tokens."""
-    return {"in_flight": 0, "drafts": [], "blocks": [], "nodes": [], "row": -1, "computed": 0}

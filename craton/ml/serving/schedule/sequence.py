@@ -9,8 +9,8 @@ answer.
 from __future__ import annotations
 
 from collections.abc import Sequence as Several
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from craton.ml.serving.messages import Alternatives, Finish, Sampling
 
@@ -56,6 +56,13 @@ class Sequence:
     prompt_found: dict[int, Alternatives] = field(default_factory=dict)  # position → log-probabilities there
     prompt_logprobs: list[Alternatives | None] | None = None  # set when complete
     finish: Finish | None = None
+
+    def forked(self, **changes: Any) -> Sequence:
+        """Return another sequence with the same tokens, of which none is computed, and with these changes."""
+        uncomputed = {"in_flight": 0, "drafts": [], "blocks": [], "nodes": [], "row": -1, "computed": 0}
+        grammar = None if self.grammar is None else self.grammar.fork()
+        own: dict[str, Any] = {"tokens": list(self.tokens), "skipped": set(), "prompt_found": {}, "grammar": grammar}
+        return replace(self, **{**uncomputed, **own, **changes})
 
     @property
     def length(self) -> int:
