@@ -12,10 +12,13 @@ import os
 import re
 import secrets
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from craton.telemetry import RunDirectory, read_json
 from craton.telemetry.files import names_in
+
+if TYPE_CHECKING:
+    from craton.agent.launch import Launch
 
 _FILE = re.compile(r"(\d{6,})\.json")
 
@@ -111,3 +114,13 @@ def _numbers(run: RunDirectory) -> list[int]:
     except OSError:
         return []
     return [int(match[1]) for name in names if (match := _FILE.fullmatch(name))]
+
+
+def first_ranks(launch: Launch, node: int, present: Generation | None) -> range:
+    """Return the ranks whose ledger the agent of a node starts: its ranks in the current generation, or in the first
+    one."""
+    if present is not None and present.number >= launch.generation:
+        return present.ranks_of(launch.nodes[node])
+    if node >= launch.working_nodes:
+        return range(0)
+    return range(node * launch.ranks_per_node, (node + 1) * launch.ranks_per_node)

@@ -279,7 +279,7 @@ class NodeProcesses:
     def ended(self, rank: RankProcess) -> RankSlot:
         """Read the last records of a rank that ended, and return its slot."""
         place = next(place for place in self.places if place.process is rank)
-        while self._records.read(rank) and _has_more(rank.records):
+        while self._records.read(rank) and rank.has_records:
             pass
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(rank.records)
@@ -592,10 +592,3 @@ class NodeProcesses:
         for child in (self.keeper, self.fork_server.child if self.fork_server else None):
             if child is not None:
                 child.send(signal.SIGKILL)
-
-
-def _has_more(descriptor: int) -> bool:
-    """Whether the pipe of a dead rank still holds data."""
-    with selectors.DefaultSelector() as one:
-        one.register(descriptor, selectors.EVENT_READ)
-        return bool(one.select(0))

@@ -32,9 +32,9 @@ from types import FrameType
 from typing import Any
 
 from craton.agent.chaos import Chaos
-from craton.agent.coordination import LeaderElection, RankFailure, check_secret, run_secret
+from craton.agent.coordination import LeaderElection, RankFailure, check_secret, own_address, run_secret
 from craton.agent.errors import LaunchError
-from craton.agent.generation import Generation, newest_generation
+from craton.agent.generation import Generation, first_ranks, newest_generation
 from craton.agent.launch import Launch
 from craton.agent.lock import NodeLock
 from craton.agent.member_manager import MemberManager
@@ -45,7 +45,6 @@ from craton.agent.processes import (
     EXIT_FINAL,
     ChildProcess,
     RankProcess,
-    address_towards,
     adopt_orphans,
     down_interface,
     failure_text,
@@ -90,7 +89,7 @@ class Supervisor:
         self._directory = directory_identity(run)
         check_secret(run)  # refuse to start a run that a stranger could join
         self._node, self._index = launch.nodes[node], node
-        self._host = os.environ.get("CRATON_ADDRESS") or _host_of(launch)
+        self._host = os.environ.get("CRATON_ADDRESS") or own_address(launch.master_address, launch.master_port)
         self._interface = None if is_loopback(self._host) else interface_of(self._host)
         pin_interfaces(self._host, os.environ, launch.env)  # all processes of the node inherit them
         endpoint = MetricsEndpoint(run.name, self._node, launch.leaves.get(self._node, ""))
@@ -103,7 +102,7 @@ class Supervisor:
         self._selector = selectors.DefaultSelector()
         self._processes = NodeProcesses(run, launch, self._node, self._host, self._records, self._selector)
         self._progress = CommandProgress(launch.progress, self._processes, self._records, self.warn)
-        self._first_ranks = _first_ranks(launch, node, present)
+        self._first_ranks = first_ranks(launch, node, present)
         self._membership: Membership | None = None
         self._members, self._owner = MemberManager(run, launch, self._records), OwnerWatch(launch)
         self._chaos = Chaos(run, launch, self._node, self._records, self._processes, self._coordinates)
@@ -590,25 +589,3 @@ class Supervisor:
         self._processes.end_helpers()
         helpers = [child for child in self._processes.children if not isinstance(child, RankProcess)]
         self._face.wait_for(helpers, 0.0)
-
-
-def _first_ranks(launch: Launch, node: int, present: Generation | None) -> range:
-    """Return the ranks whose ledger this agent starts: its ranks in the current generation, or in the first one."""
-    if present is not None and present.number >= launch.generation:
-        return present.ranks_of(launch.nodes[node])
-    if node >= launch.working_nodes:
-        return range(0)
-    return range(node * launch.ranks_per_node, (node + 1) * launch.ranks_per_node)
-
-
-def _host_of(launch: Launch) -> str:
-    """Return the address at which other nodes reach this one; loopback if all nodes are on this machine."""
-    if launch.master_address in ("127.0.0.1", "localhost", "::1"):
-        return "127.0.0.1"
-    try:
-        return address_towards(launch.master_address, launch.master_port)
-    except OSError as error:
-        raise LaunchError(
-            f"cannot reach {launch.master_address} ({error.strerror}); set CRATON_ADDRESS to the address at which the "
-            "other nodes reach this one"
-        ) from error

@@ -27,6 +27,6 @@ if TYPE_CHECKING:
     )
     from craton.agent.coordination.hangs import HANG_STEPS, RankProgress
     from craton.agent.coordination.leader_election import Claimed, Followed, Heard, LeaderElection
-    from craton.agent.coordination.wire import Link, Message, Strangers, check_secret, run_secret
+    from craton.agent.coordination.wire import Link, Message, Strangers, check_secret, own_address, run_secret
 else:
     __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

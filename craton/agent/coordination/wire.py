@@ -22,6 +22,7 @@ from collections.abc import Callable
 from typing import Any
 
 from craton.agent.errors import LaunchError
+from craton.agent.processes import address_towards
 from craton.limits import explain
 from craton.telemetry import RunDirectory
 from craton.telemetry.files import read_regular
@@ -48,6 +49,19 @@ def run_secret(run: RunDirectory) -> bytes:
     if secret is None:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(run.secret_path))
     return secret
+
+
+def own_address(master_address: str, master_port: int) -> str:
+    """Return the address at which other nodes reach this one; loopback if all nodes are on this machine."""
+    if master_address in ("127.0.0.1", "localhost", "::1"):
+        return "127.0.0.1"
+    try:
+        return address_towards(master_address, master_port)
+    except OSError as error:
+        raise LaunchError(
+            f"cannot reach {master_address} ({error.strerror}); set CRATON_ADDRESS to the address at which the other "
+            "nodes reach this one"
+        ) from error
 
 
 def check_secret(run: RunDirectory) -> bytes | None:

@@ -12,6 +12,7 @@ import fcntl
 import json
 import os
 import re
+import selectors
 import signal
 import subprocess
 import sys
@@ -145,6 +146,13 @@ class RankProcess(ChildProcess):
         """Whether a fault of `craton chaos` ended it."""
         is_trapped = self.page is not None and self.page.traps_sprung > self.traps_before
         return self.code == -signal.SIGKILL and (is_trapped or self.is_killed_by_chaos)
+
+    @property
+    def has_records(self) -> bool:
+        """Whether its pipe still holds records, also after its end."""
+        with selectors.DefaultSelector() as one:
+            one.register(self.records, selectors.EVENT_READ)
+            return bool(one.select(0))
 
     def read_end(self) -> ErrorReport | None:
         """Return why it ended: as it reported itself, else as its output shows; None if it ended well, or for a signal
