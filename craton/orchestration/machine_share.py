@@ -17,7 +17,7 @@ from craton.orchestration.errors import StartError
 from craton.orchestration.member_nodes import num_shares
 from craton.orchestration.member_places import member_place
 from craton.telemetry import RunDirectory
-from craton.telemetry.members import owner_of, read_members, read_members_status
+from craton.telemetry.members import ACTIVE_STATES, owner_of, read_members, read_members_status
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -59,8 +59,7 @@ def machine_share(run: RunDirectory) -> Iterator[MachineShare]:
     if owner is None or member_place(owner).on != "local":
         yield MachineShare()
         return
-    status = read_members_status(owner).members.get(run.path.name)
-    share = share_of(num_shares(read_members(owner)), max(0, status.slot if status else 0), visible_accelerators())
+    share = share_of(num_shares(read_members(owner)), _slot(owner, run.path.name), visible_accelerators())
     before = {name: os.environ.get(name) for name, _ in share.environment}
     os.environ.update(share.environment)
     try:
@@ -71,3 +70,16 @@ def machine_share(run: RunDirectory) -> Iterator[MachineShare]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+def _slot(owner: RunDirectory, name: str) -> int:
+    """Return the number of a member's share; StartError if another member has it now."""
+    members = read_members_status(owner).members
+    slot = max(0, members[name].slot if name in members else 0)
+    for other, status in members.items():
+        if other != name and status.state in ACTIVE_STATES and status.slot == slot:
+            raise StartError(
+                f"member {other} runs on the share of this machine that {name} had; stop it first: "
+                f"`craton stop {owner.name}/{other}`"
+            )
+    return slot

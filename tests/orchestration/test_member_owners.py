@@ -179,6 +179,14 @@ def test_members_divide_the_cores_and_their_share_is_undone(
     assert "CUDA_VISIBLE_DEVICES" not in os.environ
     with machine_share(owner) as share:
         assert share.divide(launch) == launch
+    write_members_status(
+        owner, MembersStatus({"b": MemberStatus("stopped", slot=1), "c": MemberStatus("running", slot=1)})
+    )
+    with (
+        pytest.raises(StartError, match=r"member c runs on the share .* that b had; stop it first"),
+        machine_share(RunDirectory(owner.path / MEMBERS_FOLDER / "b")),
+    ):
+        pass
     assert num_shares(MembersSpec([MemberSpec("a"), MemberSpec("b", is_kept=True)])) == 1
     with pytest.raises(StartError, match="9 members at a time are too many for the GPUs here"):
         share_of(9, 0, cards(1, 4.0))

@@ -14,7 +14,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from craton.telemetry.members import MemberSpec, MembersSpec, MembersStatus, MemberState, MemberStatus, Need
+from craton.telemetry.members import (
+    ACTIVE_STATES,
+    MemberSpec,
+    MembersSpec,
+    MembersStatus,
+    MemberState,
+    MemberStatus,
+    Need,
+)
 
 MAX_TRIES = 5  # restarts in a row without a new step
 FIRST_PAUSE_SECONDS = 0.2  # before the first restart; doubled for each further one
@@ -22,7 +30,6 @@ MAX_PAUSE_SECONDS = 30.0
 STEADY_SECONDS = 60.0  # a member that ran this long has made progress, whether or not it reports steps
 
 Condition = Literal["absent", "alive", "lost", "stopped", "failed", "done"]
-ACTIVE: tuple[MemberState, ...] = ("starting", "running", "ready", "restarting")
 ENDED: tuple[MemberState, ...] = ("done", "failed", "stopped")
 
 
@@ -171,7 +178,7 @@ def _starts(
     now: float,
 ) -> list[StartMember | StopMember]:
     """Return the next start, if one is due; note in `states` what the others wait for."""
-    in_use = sum(state.state in ACTIVE for state in states.values())
+    in_use = sum(state.state in ACTIVE_STATES for state in states.values())
     actions: list[StartMember | StopMember] = []
     for item in spec.members:
         name, state, view = item.name, states[item.name], seen[item.name]
@@ -257,7 +264,7 @@ def _timed(known: MemberStatus, state: MemberStatus, now: float) -> MemberStatus
 
 def _slot(name: str, states: Mapping[str, MemberStatus], places: int) -> int:
     """Return the share of the machine for a member: its own if it is free, else the first free one."""
-    taken = {state.slot for other, state in states.items() if other != name and state.state in ACTIVE}
+    taken = {state.slot for other, state in states.items() if other != name and state.state in ACTIVE_STATES}
     own = states[name].slot
     if 0 <= own < places and own not in taken:
         return own

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from craton.telemetry.members.address_file import MemberAddress, member_addresses, write_member_addresses
     from craton.telemetry.members.manager_life import ManagerProcess, living_manager, touch_manager_lock
     from craton.telemetry.members.member_files import (
+        ACTIVE_STATES,
         JOBS_FOLDER,
         LOCK_FILE,
         MAX_DEPTH,

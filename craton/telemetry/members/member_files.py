@@ -41,6 +41,7 @@ MAX_COUNT = 1 << 20  # of plausible nodes, GPUs and cores
 
 Need = Literal["done", "ready"]
 MemberState = Literal["waiting", "starting", "running", "ready", "restarting", "done", "failed", "stopped"]
+ACTIVE_STATES: tuple[MemberState, ...] = ("starting", "running", "ready", "restarting")  # in which it has a share
 
 
 @dataclass(frozen=True)

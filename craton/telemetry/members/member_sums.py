@@ -9,7 +9,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
-FORWARD = ("done", "ready", "running", "stopping", "starting", "restarting", "waiting")  # the first is told as N of M
+FORWARD = (
+    "done",
+    "ready",
+    "running",
+    "stopping",
+    "starting",
+    "restarting",
+    "waiting",
+)  # the first that occurs is shown as N of M
 TROUBLE = ("failed", "lost", "stuck", "stopped", "unreadable")
 
 
