@@ -108,7 +108,7 @@ def test_members_run_one_after_the_other_in_a_slot_and_its_pod_ends_with_them(tm
     wait_until(lambda: (base.path / "heartbeat" / "node-0").exists() and summarize(base).step > 2)
     assert member_standing(base).condition == "running"
     pod_is_lost(slot)
-    slot = pods(SLOT)  # which the Job controller makes; it is handed nothing anew
+    slot = pods(SLOT)  # which the Job controller makes; it gets no further member
     assert slot.wait(PATIENCE_SECONDS) == 0, log_of(tmp_path, "slot_pod-0-0")
     assert first.wait(PATIENCE_SECONDS) == 0, log_of(tmp_path, "pod-0-0")
     assert owner.has("DONE")

@@ -1,7 +1,7 @@
 """The `sweep:` section: the same job several times, with other values of some keys.
 
 A mapping of dotted keys to lists of values is a grid; `list:` names the combinations one by one. The section checks its
-form and the number of members; `craton.job.loader` checks keys and values, which are those of the whole job file.
+form and the number of members; `craton.job.loader` checks keys and values as it checks those of any job file.
 """
 
 from __future__ import annotations
