@@ -69,6 +69,15 @@ def test_an_owner_that_a_member_ended_blames_it_with_its_own_root_cause(tmp_path
     assert "tune/base" in own.sentence
 
 
+def test_a_sweep_whose_members_all_failed_blames_the_one_it_names(tmp_path: Path) -> None:
+    owner = make_owner(tmp_path, "tune", {"base": "failed"}, "failed")
+    write_members(owner, MembersSpec([MemberSpec("base")], purpose="sweep"))
+    member = RunDirectory(owner.path / MEMBERS_FOLDER / "base")
+    report_error(member, "[Errno 28] No space left on device")
+    report_error(owner, "no member is done: member base failed: no space left")
+    assert why(owner).because.startswith("member base failed: "), "not the rank that reports it"
+
+
 @pytest.mark.parametrize("state", ["running", "waiting"])
 def test_an_owner_at_its_gate_says_what_it_waits_for(tmp_path: Path, state: str) -> None:
     verdict = why(gated(tmp_path, state, "running"))

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import PurePath
 
 from craton.observability.diagnosis.first_hand import first_error, repeated_error
+from craton.observability.diagnosis.member_facts import BROKEN
 from craton.observability.diagnosis.rules.findings import CRASHES, finding, named
 from craton.observability.diagnosis.snapshot import RankError, Snapshot
 from craton.observability.diagnosis.symptoms import reported_losses
@@ -51,6 +52,8 @@ def examine_errors(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
         error, times = found
     if error is None or error.is_echo:
         return _broken_connections(snapshot, symptoms)
+    if any(f"member {member.short_name} " in error.message for member in snapshot.members if member.state in BROKEN):
+        return []  # it reports the end of a member, which has its own rule
     explained = _explained(error, snapshot)
     if explained is None:
         return []
