@@ -183,8 +183,8 @@ def test_bad_input_is_refused_and_the_request_goes_on(
 
 def test_an_ended_choice_and_a_chat_cannot_be_forked(front: Served, engine: ThreadedEngine) -> None:
     engine.hold()
-    chat = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 40, "ignore_eos": True}
-    parent = Stream(front, "/v1/chat/completions", **chat).read(2)
+    chat = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 40, "seed": 3, "ignore_eos": True}
+    parent = Stream(front, "/v1/chat/completions", **chat).read(1)
     answer = post(front, "/v1/fork", id=parent.id, branches=[{}])
     assert (answer.status_code, "only completions can be forked" in answer.text) == (400, True)
     assert post(front, "/v1/abort", id=parent.id).status_code == 200
