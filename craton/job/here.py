@@ -16,7 +16,6 @@ from pathlib import Path
 from craton.extras import MODULES, install_command, install_package_command
 from craton.job.errors import ContentError
 from craton.job.jobfile import Job
-from craton.job.model import is_function
 from craton.job.sections import STANDARD_LIBRARY
 from craton.nearest import did_you_mean
 from craton.remote import is_url
@@ -73,11 +72,9 @@ def _trackers(job: Job) -> Iterator[str]:
 
 
 def _functions(job: Job, folder: Path) -> Iterator[str]:
-    model = job.model if isinstance(job.model, str) and is_function(job.model) else None
-    named = {("model",): model, ("data", "source"): job.data.source, ("objective",): job.objective}
-    for location, function in {**named, ("reward",): job.reward}.items():
-        if function is not None and (problem := _function_problem(function, folder)):
-            yield f"{job.where(*location)}{'.'.join(location)}: {problem}"
+    for location, function in job.functions.items():
+        if problem := _function_problem(function, folder):
+            yield f"{job.where(*location)}{'.'.join(str(part) for part in location)}: {problem}"
 
 
 def _function_problem(function: str, folder: Path) -> str:

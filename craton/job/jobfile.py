@@ -10,24 +10,21 @@ import math
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, PrivateAttr, ValidationInfo, model_validator
+from pydantic import BeforeValidator, PrivateAttr, ValidationInfo, model_validator
 
-from craton.job.cluster import ClusterSpec, PriceNumbers, SchedulerKind
+from craton.job.cluster import ClusterSpec, PriceNumbers
 from craton.job.document import (
     Document,
     KeyConflictError,
     Name,
-    Seconds,
     Section,
-    Size,
-    Variable,
-    Whole,
-    is_credential,
     is_name,
 )
 from craton.job.errors import ContentError, JobError
 from craton.job.layout import Layout, LayoutSpec, Precision, parse_layout
 from craton.job.model import ModelNumbers, ModelShape, ModelSpec, is_function, model_shape, run_folder, weights_folder
+from craton.job.rollouts import check_rollouts
+from craton.job.run_section import Placement, RunSection, Text
 from craton.job.sections import (
     DEFAULT_LENGTH,
     MIN_BPE_VOCABULARY,
@@ -47,17 +44,23 @@ from craton.job.sections import (
     check_placeholders,
     check_processes,
 )
+from craton.job.sections.posttraining import ApiEndpoint, Policy, Preference, RewardSpec, Rollout, VerifySection
 from craton.job.sharing import sharing_problem
 from craton.remote import is_url
 
 Kind = Literal["pretrain", "sft", "dpo", "grpo", "serve", "command"]
 Tracker = Literal["tensorboard", "wandb", "mlflow"]
 TRAINING_KINDS = ("pretrain", "sft", "dpo", "grpo")
-RUNNABLE_KINDS = ("pretrain", "sft", "serve", "command")  # the others can be planned
+TUNING_KINDS = ("sft", "dpo", "grpo")  # start from trained weights
+RUNNABLE_KINDS = ("pretrain", "sft", "dpo", "grpo", "serve", "command")
 DEFAULT_SEQUENCE = 8192  # also for models with a longer context: users request long contexts explicitly
 DEFAULT_LEARNING_RATES: dict[str, float] = {"pretrain": 3e-4, "sft": 2e-5, "dpo": 1e-6, "grpo": 1e-6}
 FINAL_LEARNING_RATE_SHARE = 0.1
 MAX_WARMUP_STEPS = 2000
+
+SECTIONS_OF_KINDS = {"serve": ("serve",), "dpo": ("preference",), "grpo": ("policy", "rollout", "verify")}
+
+OF_ONE_KIND = {"preference": "dpo", "policy": "grpo", "rollout": "grpo", "verify": "grpo", "reward": "grpo"}
 
 NOT_OF_A_COMMAND = {
     "model": "the command has its own model",
@@ -70,79 +73,8 @@ NOT_OF_A_COMMAND = {
 _NO_SEQUENCE = "data.sequence is missing, and the model has no maximum sequence length; set data.sequence"
 
 
-def _text(value: object) -> object:
-    """Convert numbers and booleans of an environment to text, as YAML writes them."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    return str(value) if isinstance(value, int | float) else value
-
-
 def _one_or_many(value: object) -> object:
     return [value] if isinstance(value, str) else value
-
-
-Text = Annotated[str, BeforeValidator(_text)]
-
-
-class Placement(Section):
-    """How close together the nodes must be."""
-
-    within: Literal["node", "leaf", "spine", "zone"]
-    wait: Seconds | None = None  # how long to wait for such a placement before accepting any other; None: forever
-
-
-# Checks of a node's equipment. Compute results are not among them: a wrong result can never be ignored.
-PreflightCheck = Literal[
-    "gpu_driver", "gpu_count", "gpu_model", "gpu_recovery", "gpu_memory", "gpu_row_remap", "gpu_throttle", "gpu_pcie",
-    "nvlink", "nvlink_fabric", "xid", "efa_count", "efa_foreign_devices", "libfabric", "nccl_plugin", "infiniband",
-    "gpudirect_rdma", "locked_memory", "environment", "nvme", "storage_nvme", "storage_shared", "lustre_network",
-    "shared_memory", "known_bad", "torch",
-]  # fmt: skip
-
-
-class RunSection(Section):
-    """Where and how the job is started; the cluster file supplies defaults."""
-
-    on: SchedulerKind | None = None
-    partition: str | None = None  # Slurm
-    account: str | None = None  # Slurm
-    qos: str | None = None  # Slurm
-    gres: str | None = None  # Slurm: per node; default: gpu:N
-    exclusive: bool = True  # Slurm: no other job on the nodes
-    constraint: str | None = None  # Slurm: features that nodes must have
-    reservation: str | None = None  # Slurm
-    exclude: tuple[str, ...] = ()  # nodes to avoid
-    queue: str | None = None  # Kueue, Volcano or KAI
-    namespace: str | None = None  # Kubernetes
-    priority: str | None = None  # Kubernetes: a priority class
-    time_limit: Seconds | None = None
-    save_before: Seconds = 600.0  # time before the time limit at which the job saves a checkpoint and is requeued
-    restarts: Whole = 10  # restarts of the whole job that fail or make no progress; 0: never restart
-    preflight: Literal["auto", "quick", "compute"] = (
-        "auto"  # Slurm: compute adds a self-test of every device; auto: of GPUs
-    )
-    preflight_ignore: tuple[PreflightCheck, ...] = ()  # checks whose `fail` becomes a `warn`
-    share_gpus: bool = False  # local: nodes share the GPUs of this machine if it has fewer GPUs than nodes
-    copies: Size = 1  # runs of the same job, each with its own name and its number in CRATON_COPY; a job array on Slurm
-    image: str | None = None
-    env: dict[Variable, Text] = Field(default_factory=dict)
-    secrets: tuple[Variable, ...] = ()  # names only; values come from the caller's environment, or the cluster's secret
-
-    @model_validator(mode="after")
-    def _secrets_are_not_written_down(self) -> Self:
-        for name in self.secrets:
-            if name in self.env:
-                raise KeyConflictError(
-                    f"run: {name} is both a secret and in env; remove it from env", ("env", name), ("secrets",)
-                )
-        for name, value in self.env.items():
-            if is_credential(name, value):
-                raise KeyConflictError(
-                    f"run.env: {name} looks like a secret, but the job file is copied into every run, where others may "
-                    f"read it; remove it, `export {name}=...` and write run: {{secrets: [{name}]}}",
-                    ("env", name),
-                )
-        return self
 
 
 class Job(Section):
@@ -169,7 +101,11 @@ class Job(Section):
     progress: ProgressSection | None = None  # of a command: how to read its progress
     software: str = "craton"  # software profile for the prediction: a name, or the path of a profile file
     objective: Function | None = None
-    reward: Function | None = None
+    preference: Preference | None = None  # always set for kind dpo, never for others
+    policy: Policy | None = None  # always set for kind grpo, never for others; so are rollout and verify
+    rollout: Rollout | None = None
+    verify: VerifySection | None = None
+    reward: RewardSpec = ()
     price: PriceNumbers | None = None
 
     _document: Document | None = PrivateAttr(default=None)
@@ -187,10 +123,11 @@ class Job(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _server_has_its_section(cls, value: Any) -> Any:
-        if isinstance(value, dict) and value.get("kind") == "serve" and value.get("serve") is None:
-            return {**value, "serve": {}}
-        return value
+    def _kind_has_its_sections(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        names = SECTIONS_OF_KINDS.get(value.get("kind", ""), ())
+        return {**value, **{name: {} for name in names if value.get(name) is None}}
 
     @model_validator(mode="after")
     def _kind_has_what_it_needs(self) -> Self:
@@ -198,15 +135,16 @@ class Job(Section):
             "pretrain": ("model", "train"),
             "sft": ("model", "train", "data"),
             "dpo": ("model", "train", "data"),
-            "grpo": ("model", "train", "data", "reward"),
+            "grpo": ("model", "train", "data"),
             "serve": ("model",),
             "command": ("command",),
         }[self.kind]
         missing = [key for key in needed if key not in self.model_fields_set or not getattr(self, key)]
         if missing:
             raise KeyConflictError(f"kind {self.kind} needs {' and '.join(f'`{key}:`' for key in missing)}", ("kind",))
-        if self.reward and self.kind != "grpo":
-            raise KeyConflictError(f"reward applies to kind grpo, not {self.kind}", ("reward",), ("kind",))
+        for key, kind in OF_ONE_KIND.items():
+            if getattr(self, key) and self.kind != kind:
+                raise KeyConflictError(f"{key} applies to kind {kind}, not {self.kind}", (key,), ("kind",))
         if self.train and self.kind not in TRAINING_KINDS:
             raise KeyConflictError(f"kind {self.kind} does not train; remove `train:`", ("train",), ("kind",))
         return self
@@ -240,8 +178,39 @@ class Job(Section):
         return self
 
     @model_validator(mode="after")
+    def _rollouts_go_together(self) -> Self:
+        if self.rollout is not None and self.policy is not None and self.train is not None:
+            check_rollouts(self.policy, self.rollout, self.train, self.reward)
+            try:
+                sequence = self.sequence
+            except JobError as error:
+                raise KeyConflictError(str(error), ("data",)) from None
+            if self.max_completion_tokens >= sequence:
+                raise KeyConflictError(
+                    f"rollout: max_tokens {self.max_completion_tokens:,} leaves no room for a prompt in data.sequence "
+                    f"{sequence:,}; lower it, or raise data.sequence",
+                    ("rollout", "max_tokens"),
+                )
+        for place, endpoint in self.endpoints.items():
+            if endpoint.key is not None and endpoint.key not in self.run.secrets:
+                raise KeyConflictError(
+                    f"{'.'.join(str(key) for key in place)}: the ranks get {endpoint.key} only as a secret; write run: "
+                    f"{{secrets: [{endpoint.key}]}}",
+                    (*place, "key"),
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _columns_are_read(self) -> Self:
+        if self.data.columns and self.kind not in ("dpo", "grpo"):
+            raise KeyConflictError(
+                f"data: columns applies to the kinds dpo and grpo, not {self.kind}", ("data", "columns"), ("kind",)
+            )
+        return self
+
+    @model_validator(mode="after")
     def _batch_is_whole(self) -> Self:
-        if self.train is None:
+        if self.train is None or self.rollout is not None:
             return self
         if self.train.global_batch_tokens is None and self.train.global_batch_sequences is None:
             raise KeyConflictError("train: give global_batch_tokens or global_batch_sequences", ("train",))
@@ -381,8 +350,10 @@ class Job(Section):
 
     @property
     def global_batch_sequences(self) -> int:
-        """Sequences per step, over all ranks."""
+        """Sequences per step, over all ranks. Those of rollouts are packed into fewer rows."""
         assert self.train is not None, f"kind {self.kind} has no batch"
+        if self.rollout is not None:
+            return self.rollout.samples
         if self.train.global_batch_sequences is not None:
             return self.train.global_batch_sequences
         assert self.train.global_batch_tokens is not None
@@ -391,6 +362,35 @@ class Job(Section):
     @property
     def global_batch_tokens(self) -> int:
         return self.global_batch_sequences * self.sequence
+
+    @property
+    def max_completion_tokens(self) -> int:
+        """Maximum tokens of a rollout's completion."""
+        assert self.rollout is not None, f"kind {self.kind} has no rollouts"
+        return self.rollout.max_tokens or self.sequence // 2
+
+    @property
+    def endpoints(self) -> dict[tuple[str | int, ...], ApiEndpoint]:
+        """The servers that the job asks, by the place of their keys."""
+        places: dict[tuple[str | int, ...], ApiEndpoint | None] = {
+            ("rollout", "endpoint"): self.rollout.endpoint if self.rollout else None,
+            **{("reward", index, "endpoint"): term.endpoint for index, term in enumerate(self.reward)},
+        }
+        if self.policy is not None and isinstance(self.policy.teacher, ApiEndpoint):
+            places["policy", "teacher"] = self.policy.teacher
+        return {place: endpoint for place, endpoint in places.items() if endpoint is not None}
+
+    @property
+    def functions(self) -> dict[tuple[str | int, ...], str]:
+        """The user's functions that the job names, by the place of their keys."""
+        named: dict[tuple[str | int, ...], str | None] = {
+            ("model",): self.model if isinstance(self.model, str) and is_function(self.model) else None,
+            ("data", "source"): self.data.source,
+            ("objective",): self.objective,
+            ("rollout", "environment"): self.rollout.environment if self.rollout else None,
+            **{("reward", index, "python"): term.python for index, term in enumerate(self.reward)},
+        }
+        return {place: function for place, function in named.items() if function is not None}
 
     @property
     def steps(self) -> int | None:
@@ -461,7 +461,7 @@ class Job(Section):
     def weights_folder(self) -> Path | None:
         """The folder with the weights to start from or to serve; None if they are random or a run's.
 
-        JobError if weights are required and missing; sft and serve require them unless `initialize` is random.
+        JobError if weights are required and missing; tuning and serve require them unless `initialize` is random.
         """
         section = self.train or self.serve
         initialize = section.initialize if section else "auto"
@@ -473,10 +473,10 @@ class Job(Section):
                 f"{self.where('train', 'initialize')}train.initialize is weights, but no weights of the model were "
                 "found here; give a folder or a Hub id in the local cache with *.safetensors, or initialize: random"
             )
-        if folder is None and self.kind == "sft" and initialize != "random" and self.model_shape is not None:
+        if folder is None and self.kind in TUNING_KINDS and initialize != "random" and self.model_shape is not None:
             raise JobError(
-                f"{self.where('model')}kind sft starts from a trained model, but {self.model_shape.name} has no "
-                "weights here; give a folder or a Hub id that is in the local cache, or train.initialize: random"
+                f"{self.where('model')}kind {self.kind} starts from a trained model, but {self.model_shape.name} has "
+                "no weights here; give a folder or a Hub id that is in the local cache, or train.initialize: random"
             )
         if folder is None and self.kind == "serve" and initialize != "random" and self.trained_run is None:
             raise JobError(

@@ -27,7 +27,20 @@ from craton.telemetry.members import RESERVED_NAMES
 
 MAX_MEMBER_NAME = 40  # characters
 # Keys that may differ between the members of a sweep; the others say where and how the whole sweep runs.
-SWEPT_KEYS = ("model", "data", "train", "layout", "checkpoint", "recover", "objective", "reward")
+SWEPT_KEYS = (
+    "model",
+    "data",
+    "train",
+    "layout",
+    "checkpoint",
+    "recover",
+    "objective",
+    "reward",
+    "preference",
+    "policy",
+    "rollout",
+    "verify",
+)
 _NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9._-]+")
 
 

@@ -94,7 +94,10 @@ def test_examples_load_and_mean_the_same_after_a_round_trip(file: Path) -> None:
     [
         ("sft", {"data": "{path: /d, sequence: 8192}", "train": "{global_batch_sequences: 8, lora: {rank: 16}}"}),
         ("dpo", {"data": "{path: /d}"}),
-        ("grpo", {"data": "{path: /d}", "reward": "my.rewards:exact", "objective": "my.losses:gspo"}),
+        (
+            "grpo",
+            {"data": "{path: /d}", "reward": "my.rewards:exact", "objective": "my.losses:gspo", "train": "{steps: 10}"},
+        ),
         ("serve", {"train": "", "data": ""}),
         ("command", {"train": "", "data": "", "model": "", "command": "[python, train.py, --steps, 10]"}),
     ],
@@ -319,9 +322,17 @@ MISTAKES: list[tuple[dict[str, str], int, str]] = [
     ({"data": "{sequence: 8, path: [{path: x, weight: 0}]}"}, 3, "weight: 0 is not allowed; give a number above 0"),
     ({"checkpoint": "{peer: never}"}, 6, "checkpoint.peer: 'never' is not allowed; write auto, off, a duration"),
     ({"name": "a b"}, 6, "name: 'a b' is not a name"),
-    ({"reward": "exact"}, 6, "reward: 'exact' is not a function; write package.module:function"),
+    (
+        {"reward": "exakt"},
+        6,
+        "verifier: 'exakt' is not a verifier; allowed: exact, regex, json_schema, math, code, judge",
+    ),
     ({"reward": "a:b"}, 1, "reward applies to kind grpo, not pretrain (lines 1 and 6)"),
-    ({"kind": "grpo", "data": "{path: /d, sequence: 8}"}, 1, "kind grpo needs `reward:`"),
+    (
+        {"kind": "grpo", "data": "{path: /d, sequence: 8}", "train": "{steps: 1}"},
+        1,
+        "kind grpo needs `reward:`, or an environment that gives it",
+    ),
     ({"kind": "command"}, 1, "kind command needs `command:`"),
     ({"kind": "serve"}, 1, "kind serve does not train; remove `train:` (lines 1 and 4)"),
     ({"placement": "{within: rack}"}, 6, "placement.within: 'rack' is not allowed; allowed: node, leaf, spine, zone"),

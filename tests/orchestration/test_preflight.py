@@ -20,7 +20,7 @@ from craton.infrastructure.catalog import instance
 from craton.infrastructure.probes import HEALTH_ACTIONS, NodeRoot, bad_pairs, counter_facts, traps, xid_facts
 from craton.job import JobError, parse_job
 from craton.job.cluster import load_cluster
-from craton.job.jobfile import PreflightCheck
+from craton.job.run_section import PreflightCheck
 from craton.orchestration.preflight import PreflightFinding, diagnose, host, preflight, read_nccl_log
 from craton.orchestration.preflight.finding import SEVERITIES, Expected, worst
 from craton.orchestration.preflight.gpus import is_model

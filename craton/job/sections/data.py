@@ -30,7 +30,8 @@ def check_function(value: str) -> str:
     return value
 
 
-def _absolute(text: str, info: ValidationInfo) -> str:
+def absolute_path(text: str, info: ValidationInfo) -> str:
+    """Return a path of a job file, relative to the file's folder, as an absolute one."""
     # Not resolve(): a link may point elsewhere on the machine that reads the data.
     return os.path.abspath(Path((info.context or {}).get("folder", ".")) / Path(text).expanduser())
 
@@ -39,7 +40,7 @@ def _parse_path(value: object, info: ValidationInfo) -> str:
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"{value!r} is not a path; write a file, a folder, an s3:// prefix or {STANDARD_LIBRARY}")
     text = value.strip()
-    return text if text == STANDARD_LIBRARY or is_url(text) else _absolute(text, info)
+    return text if text == STANDARD_LIBRARY or is_url(text) else absolute_path(text, info)
 
 
 def _parse_tokenizer(value: object, info: ValidationInfo) -> str:
@@ -56,7 +57,7 @@ def _parse_tokenizer(value: object, info: ValidationInfo) -> str:
         return text
     if is_url(text):
         return text
-    path = _absolute(text, info)
+    path = absolute_path(text, info)
     return path if looks_like_path(text) or Path(path).exists() else text
 
 
@@ -103,6 +104,7 @@ class Data(Section):
     )
     sequence: TokenCount | None = None
     source: Function | None = None
+    columns: dict[str, str] = Field(default_factory=dict)  # dpo, grpo: which columns of the rows hold prompt, chosen, …
     pack: bool = True  # pack several documents into a sequence; attention stays within each document
 
     @property

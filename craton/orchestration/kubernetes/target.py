@@ -287,16 +287,13 @@ def check_functions(job: Job, folder: str, mounts: tuple[PodMount, ...]) -> None
     mounted = [mount.path for mount in mounts]
     if not folder or any(_is_inside(folder, place) for place in mounted):
         return
-    model = job.model if isinstance(job.model, str) and job.model_shape is None else None
-    named = {"model": model, "objective": job.objective, "reward": job.reward, "data.source": job.data.source}
-    for key, function in named.items():
-        if function is None:
-            continue
+    for location, function in job.functions.items():
+        key = ".".join(str(part) for part in location)
         module = Path(folder, *function.partition(":")[0].split(".")[:1])
         if module.is_dir() or module.with_suffix(".py").is_file():
             places = f"below {' or '.join(mounted)}" if mounted else "on storage that the cluster file mounts"
             raise StartError(
-                f"{job.where(*key.split('.'))}{key}: {function} is in {folder}, which is not visible in the pods; keep "
+                f"{job.where(*location)}{key}: {function} is in {folder}, which is not visible in the pods; keep "
                 f"the job file and its functions {places}, or install them in the image"
             )
 

@@ -96,8 +96,7 @@ def _uses_own_code(job: Job | None) -> bool:
     """Return whether the user's functions take part, of which another version may have trained an earlier run."""
     if job is None:
         return False
-    names = [job.objective, job.reward, job.data.source]
-    is_own = any(name is not None and not str(name).startswith("craton.") for name in names)
+    is_own = any(not function.startswith("craton.") for function in job.functions.values())
     return is_own or (job.model_shape is None and job.weights_job is None) or _uses_own_code(job.weights_job)
 
 
