@@ -25,10 +25,10 @@ def _parse_clip(value: object) -> object:
     if value is None:
         return None
     pair = list(value) if isinstance(value, list | tuple) else [value, value]
-    is_number = all(isinstance(item, int | float) and not isinstance(item, bool) and item > 0 for item in pair)
-    if len(pair) != 2 or not is_number:
+    numbers = [float(item) for item in pair if isinstance(item, int | float) and not isinstance(item, bool)]
+    if len(pair) != 2 or len(numbers) != 2 or min(numbers) <= 0:
         raise ValueError(f"{value!r} is not a clip range; write one number or two, e.g. 0.2 or [0.2, 0.28]")
-    return tuple(float(item) for item in pair)
+    return tuple(numbers)
 
 
 def _parse_reference(value: str, info: ValidationInfo) -> str:
