@@ -147,6 +147,42 @@ def exchange(x: Tensor, received: Sequence[int], sent: Sequence[int], peers: Pee
     return out
 
 
+def gather_copies(x: Tensor, peers: Peers) -> Tensor:
+    """All-gather rows for a computation that every rank repeats: the gradient is this rank's rows of its own."""
+    out: Tensor = _GatherCopies.apply(x, peers)
+    return out
+
+
+def sum_over(x: Tensor, peers: Peers | None) -> Tensor:
+    """Sum over ranks; the gradient is summed too. Each rank then counts its share of what it computes from the sum."""
+    if peers is None:
+        return x
+    out: Tensor = _Sum.apply(x, peers)
+    return out
+
+
+class _GatherCopies(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, peers: Peers) -> Tensor:
+        ctx.peers = peers
+        return peers.gather(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient.chunk(ctx.peers.size)[ctx.peers.rank], None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, peers: Peers) -> Tensor:
+        ctx.peers = peers
+        return peers.sum(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.peers.sum(gradient), None
+
+
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, peers: Peers) -> Tensor:

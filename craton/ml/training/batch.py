@@ -32,15 +32,15 @@ class Batch:
     positions: Tensor  # int64 [rows, sequence], from 0 in every document
     weight: Tensor  # float32 [rows, sequence], loss weight of each label (the loss mask)
     documents: Documents | None = None
-    extra: dict[str, Tensor] = field(default_factory=dict)  # passed from a user's data source to a user's objective
+    extra: dict[str, Tensor] = field(default_factory=dict)  # passed from a data source to its objective
+    context: Peers | None = None  # the ranks with the other pieces of these rows
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, np.ndarray]) -> Batch:
         """Build from the arrays of one micro-batch; unknown names become `extra`."""
         tensors = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
-        own = {name: tensors.pop(name) for name in ("tokens", "labels", "positions", "weight")}
-        documents = Documents.of(tensors.pop("documents", None))
-        return cls(**own, documents=documents, extra=tensors)
+        tokens, labels, positions, weight = (tensors.pop(name) for name in ("tokens", "labels", "positions", "weight"))
+        return cls(tokens, labels, positions, weight, Documents.of(tensors.pop("documents", None)), tensors)
 
     @property
     def count(self) -> Tensor:
@@ -66,6 +66,7 @@ class Batch:
             self.weight.clone(),
             None if self.documents is None else self.documents.clone(),
             {name: tensor.clone() for name, tensor in self.extra.items()},
+            self.context,
         )
 
     def copy_(self, other: Batch) -> None:
@@ -97,6 +98,7 @@ class Batch:
                 name: place.cut(tensor) if tensor.shape[:2] == self.tokens.shape else tensor
                 for name, tensor in self.extra.items()
             },
+            context,
         )
 
     def to(self, device: torch.device | str) -> Batch:
@@ -112,6 +114,7 @@ class Batch:
             move(self.weight),
             None if self.documents is None else self.documents.to(device),
             {name: move(tensor) for name, tensor in self.extra.items()},
+            self.context,
         )
 
     def pin(self) -> Batch:
@@ -123,4 +126,5 @@ class Batch:
             self.weight.pin_memory(),
             None if self.documents is None else self.documents.pin(),
             {name: tensor.pin_memory() for name, tensor in self.extra.items()},
+            self.context,
         )

@@ -7,12 +7,12 @@ from dataclasses import replace
 from itertools import islice
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from craton.ml.data import Source, collate
 from craton.ml.training.batch import Batch
-from craton.ml.training.objectives import Objective, batch_loss
+from craton.ml.training.objectives import Objective, batch_loss, divide_means
 from craton.ml.training.parallel import Pipeline, Ranks
 
 
@@ -24,34 +24,44 @@ def evaluate(
     ranks: Ranks,
     sequences: int,
     pipeline: Pipeline | None = None,
-) -> float:
-    """Return the loss per label of the first `sequences` samples. All ranks call it and get the same number."""
+) -> dict[str, float]:
+    """Return the loss of the first `sequences` samples, divided by the objective's count, and the objective's report.
+    All ranks call it and get the same numbers."""
     one = torch.ones((), device=ranks.device)
-    totals = torch.zeros(2, dtype=torch.float64, device=ranks.device)  # loss, weight
+    totals: dict[str, Tensor] = {}
     model.eval()
     batches = _batches(source, ranks, sequences)
     while together := list(islice(batches, ranks.layout.pp)):
         if pipeline is None:
-            loss, _ = batch_loss(model, together[0], objective, one)
+            loss, report = batch_loss(model, together[0], objective, one)
+            sums = {"loss": loss, **report}
         else:
-            loss = pipeline.forward(together, one)
-        count = torch.stack([batch.count for batch in together]).sum()
-        totals += torch.stack((loss, count)).double() * ranks.counts_loss
+            sums = pipeline.forward(together, one)
+        sums["count"] = torch.stack([objective.count(batch) for batch in together]).sum()
+        for name, value in sums.items():
+            share = value.double() * ranks.counts_loss
+            totals[name] = totals[name] + share if name in totals else share
     model.train()
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # without a backward pass nothing else frees gathered parameters
-    total, weight = ranks.sum(totals).tolist()
-    return float(total / max(weight, 1.0))
+    summed = dict(zip(totals, ranks.sum(torch.stack(list(totals.values()))), strict=True))
+    count = summed.pop("count").clamp(min=1.0)
+    return {name: float(value) for name, value in divide_means(summed, count).items()}
 
 
 def _batches(source: Source, ranks: Ranks, sequences: int) -> Iterator[Batch]:
-    """Yield the same number of batches on every rank, since each forward pass is a collective; padding rows have no
-    weight."""
+    """Yield the same number of batches on every rank, since each forward pass is a collective. Padding rows have no
+    weight, and zeros in what an objective counts."""
     micro_batch = ranks.layout.micro_batch
     for first in range(0, sequences, ranks.data_world * micro_batch):
         begin = first + ranks.data_rank * micro_batch
         indices = range(begin, begin + micro_batch)
         batch = Batch.from_arrays(collate([source.sample(index % sequences) for index in indices]))
         inside = torch.tensor([index < sequences for index in indices]).unsqueeze(1)
-        yield replace(batch, weight=batch.weight * inside).cut(ranks.connections.context).to(ranks.device)
+        extra = {
+            name: tensor * inside if tensor.is_floating_point() and tensor.shape == batch.tokens.shape else tensor
+            for name, tensor in batch.extra.items()
+        }
+        padded = replace(batch, weight=batch.weight * inside, extra=extra)
+        yield padded.cut(ranks.connections.context).to(ranks.device)

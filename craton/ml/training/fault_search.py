@@ -17,10 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from craton.ml.collectives import ALONE, local
+from craton.ml.collectives import local
 from craton.ml.training.batch import Batch
-from craton.ml.training.head import log_probs
-from craton.ml.training.objectives import Objective
+from craton.ml.training.objectives import Objective, Readings
 from craton.ml.training.parallel import Pipeline, Ranks
 
 MAX_SEARCHES = 3  # in one generation: the first bad steps say it all
@@ -105,7 +104,7 @@ class FaultSearch:
                 one = torch.ones((), device=self._ranks.device)
                 size = self._ranks.layout.pp
                 losses = [self._pipeline.forward(batches[at : at + size], one) for at in range(0, len(batches), size)]
-                if not all(bool(loss.isfinite()) for loss in losses):
+                if not all(bool(sums["loss"].isfinite()) for sums in losses):
                     hit = _Hit(3, self._head(), None)
             else:
                 for number, batch in enumerate(batches):
@@ -125,14 +124,13 @@ class FaultSearch:
     def _of_head(self, batch: Batch, first_sample: int) -> _Hit | None:
         """Return whether the log-probabilities of a micro-batch are bad, and of which sample, or only the objective."""
         hidden = self._model(batch.tokens, batch.positions, batch.documents)
-        head: Any = self._model.head_weight
-        tensor = getattr(self._model, "connections", ALONE).tensor
-        values = log_probs(hidden.flatten(0, -2), head, batch.labels.flatten(), peers=tensor).view_as(batch.labels)
-        rows = ((~values.isfinite()) & (batch.weight != 0)).any(dim=1)
+        read = Readings.of(self._model, hidden, batch, self._objective)
+        bad = torch.stack([~values.isfinite() for values in (read.log_probs, read.scores) if values is not None])
+        rows = (bad & (batch.weight != 0)).any(dim=2).any(dim=0)
         if bool(rows.any()):
             return _Hit(3, "activations:the output head", first_sample + int(rows.int().argmax()))
         if self._objective.coefficients is None:
-            total, _ = self._objective.function(values, batch)
+            total, _ = self._objective.function(*read.arguments(batch))
             if not bool(total.isfinite()):
                 return _Hit(3, self._head(), None)
         return None

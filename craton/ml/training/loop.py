@@ -30,7 +30,7 @@ from craton.ml.training.graphs import GraphError, MicroStepGraphs, graph_obstacl
 from craton.ml.training.guard import BadStep, StepGuard, TrainingStoppedError, describe_out_of_memory, is_out_of_memory
 from craton.ml.training.last_save import save_for_good
 from craton.ml.training.measure import BatchStatistics, HostCopy, Readout, StepRecords, StepTimer
-from craton.ml.training.objectives import batch_loss
+from craton.ml.training.objectives import batch_loss, divide_means, label_weight
 from craton.ml.training.parallel import Pipeline, accumulate_gradients, sum_uncut_gradients
 from craton.ml.training.parts import Parts
 from craton.ml.training.saves import Saves
@@ -216,15 +216,19 @@ class Trainer:
         return batches
 
     def _agree(self, batches: list[Batch]) -> tuple[Tensor, HostCopy]:
-        """Return the weight of all labels of the step, for the loss. For the host: how many ranks were asked to stop or
-        to leave, and up to which step rank 0's agent has written its records."""
-        count = torch.stack([batch.count for batch in batches]).double().sum() * self.parts.ranks.counts_labels
-        recorded = self.parts.clock.page.recorded_step if self.parts.ranks.rank == 0 else 0
+        """Return the objective's count of the step, which divides the loss. For the host: the weight of all labels, how
+        many ranks were asked to stop or to leave, and up to which step rank 0's agent has written its records."""
+        ranks, objective = self.parts.ranks, self.parts.objective
+        count, labels = (
+            torch.stack([number(batch) for batch in batches]).double().sum() * ranks.counts_labels
+            for number in (objective.count, label_weight)
+        )
+        recorded = self.parts.clock.page.recorded_step if ranks.rank == 0 else 0
         asked = (float(self._stop_asked), float(self._leaving), float(recorded))
-        numbers = torch.stack((count, *(torch.full_like(count, number) for number in asked)))
+        numbers = torch.stack((labels, *(torch.full_like(count, number) for number in asked), count))
         with self.timer.waiting():
             self.parts.ranks.sum(numbers)
-        return numbers[0].clamp(min=1.0).float(), HostCopy(numbers)
+        return numbers[-1].clamp(min=1.0).float(), HostCopy(numbers[:-1])
 
     def _forward_backward(
         self, batches: list[Batch], count: Tensor, is_eager: bool = False
@@ -244,7 +248,7 @@ class Trainer:
         with self.timer.waiting():
             parts.ranks.sum(sums)
         summed = dict(zip(totals, sums, strict=True))
-        return summed.pop("loss"), summed
+        return summed.pop("loss"), divide_means(summed)
 
     def _run_micro_batches(self, batches: list[Batch], count: Tensor) -> dict[str, Tensor]:
         parts = self.parts
@@ -279,7 +283,7 @@ class Trainer:
         if mode == "on" and obstacle:
             raise GraphError(f"train.graphs: on is not possible: {obstacle}; write graphs: auto")
         # what Python code of users does beside the tensors would happen once, at the capture
-        is_users = parts.objective.coefficients is None or not isinstance(parts.model, Decoder)
+        is_users = not parts.objective.has_own_slope or not isinstance(parts.model, Decoder)
         if obstacle or mode == "off" or (mode == "auto" and is_users):
             return None
         return MicroStepGraphs(mode, self._micro_step, parts.optimizer)
@@ -296,14 +300,15 @@ class Trainer:
         return totals
 
     def _weigh_auxiliary(self, batch: Batch, count: Tensor) -> None:
-        """Weigh the load-balancing losses. They are means over the tokens of a micro-batch, so each has the weight of
-        the labels of these tokens, including those on other ranks."""
+        """Weigh the load-balancing losses. They are means over the tokens of a micro-batch, so each has the share of
+        these tokens in the objective's count, including those on other ranks."""
         if not self._auxiliary:
             return
         context = self.parts.ranks.connections.context
-        labels = batch.count if context is None else context.sum(batch.count)
+        own = self.parts.objective.count(batch)
+        share = (own if context is None else context.sum(own)) / count
         for module in self._auxiliary:
-            module.aux_weight = labels / count
+            module.aux_weight = share
 
     def _update(self, rate: float, loss: Tensor, report: dict[str, Tensor]) -> HostCopy:
         """Run one optimizer step, which the device skips if the loss or the gradient is bad; return the step's
@@ -464,9 +469,9 @@ class Trainer:
         self._doing = "evaluation"
         parts = self.parts
         with parts.clock.kind("evaluate"):
-            loss = evaluate(parts.model, source, parts.objective, parts.ranks, wanted.sequences, self.pipeline)
+            found = evaluate(parts.model, source, parts.objective, parts.ranks, wanted.sequences, self.pipeline)
         self.check()
-        parts.meter.evaluation(self.step, loss)
+        parts.meter.evaluation(self.step, found.pop("loss"), found)
         self.timer.begin()
 
     def _kind_of_step(self) -> str:

@@ -117,7 +117,7 @@ def curve(
     ranks = trainer.parts.ranks
     with silenced(ranks.connections.tensor, removed) if removed else nullcontext():
         trainer.fit()
-    evaluated = evaluate(trainer.parts.model, Text(), objective, ranks, 3)
+    evaluated = evaluate(trainer.parts.model, Text(), objective, ranks, 3)["loss"]
     found = {step: (loss, records.norms[step]) for step, loss in records.losses.items()}
     return found | {0: (evaluated, 0.0)}
 

@@ -10,6 +10,7 @@ import resource
 import time
 import warnings
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -69,7 +70,7 @@ class Meter:
         self._recorder, self._ranks = recorder, ranks
         self._steps, self._tokens_per_step = steps, tokens_per_step
         self._measured: deque[dict[str, float]] = deque(maxlen=SUMMARY_STEPS)
-        self._evaluations: dict[int, float] = {}
+        self._evaluations: dict[int, dict[str, float]] = {}
         self._recorded = 0.0  # seconds spent recording until the last step
         self._printed = 0.0
         self._first = True
@@ -97,18 +98,20 @@ class Meter:
             self._print(step, measured, shared)
             measured = {**measured, **shared, "tokens": step * self._tokens_per_step}
             if step in self._evaluations:
-                measured["evaluation_loss"] = self._evaluations.pop(step)
+                measured |= self._evaluations.pop(step)
         recorded = self._recorder.recording_seconds
         measured["rank_gradient_norm"] = rank_gradient_norm
         measured["recording_share"] = (recorded - self._recorded) / seconds
         self._recorded = recorded
         self._recorder.metrics(step, **{f"run_{name}": value for name, value in measured.items()})
 
-    def evaluation(self, step: int, loss: float) -> None:
+    def evaluation(self, step: int, loss: float, report: Mapping[str, float]) -> None:
         """Recorded with the other numbers of this step, which come later."""
-        self._evaluations[step] = loss
+        named = {f"validation_{name}": value for name, value in report.items()}
+        self._evaluations[step] = {"evaluation_loss": loss, **named}
         if self._ranks.rank == 0:
-            print(f"step {step}  evaluation loss {loss:.4f}", flush=True)
+            words = "".join(f"  {name.replace('_', ' ')} {value:.4g}" for name, value in report.items())
+            print(f"step {step}  evaluation loss {loss:.4f}{words}", flush=True)
 
     def summary(self, step: int, outcome: str) -> None:
         """Record predicted against measured: the median of the newest steps, without the first one."""

@@ -111,8 +111,8 @@ class Pipeline:
         return self._complete(step)
 
     @torch.no_grad()
-    def forward(self, batches: Sequence[Batch], count: Tensor) -> Tensor:
-        """Return the loss of these micro-batches, zero except on the last stage."""
+    def forward(self, batches: Sequence[Batch], count: Tensor) -> dict[str, Tensor]:
+        """Return the loss of these micro-batches and the objective's report, zeros except on the last stage."""
         order = forward_actions(self.pp, self.vpp, len(batches))
         step = _Step(batches, count)
         ahead = self._receives_ahead("forward")
@@ -122,7 +122,7 @@ class Pipeline:
             step.passed.clear()
         for message in step.sent:
             message.wait()
-        return step.totals.get("loss", torch.zeros((), device=self.ranks.device))
+        return self._complete(step)
 
     def _order(self, micro_batches: int) -> list[Action]:
         if micro_batches not in self._orders:
@@ -285,8 +285,7 @@ class Pipeline:
         local(gradient).add_(theirs)
 
     def _complete(self, step: _Step) -> dict[str, Tensor]:
-        """Return the totals under names that all ranks know; only the last stage knows the names of a user's
-        objective."""
+        """Return the totals under names that all ranks know; only the last stage knows the names of a report."""
         if self._report_names is None:
             names: list[Any] = [list(step.totals)]
             if self.objective.coefficients is None:
