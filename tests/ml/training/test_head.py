@@ -104,7 +104,7 @@ def test_slopes_and_entropies_have_the_gradients_of_autograd(
             torch.autograd.grad(3 * wanted, (hidden, weight), retain_graph=True),
             strict=True,
         ):
-            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=5e-5)
     with torch.no_grad():
         values, zero, _ = sloped_log_probs(hidden, weight, labels, slope, None, chunk)
         torch.testing.assert_close(values, plain)
