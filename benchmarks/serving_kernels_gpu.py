@@ -138,7 +138,7 @@ def check_all() -> None:
     logits, temperature = normal(64, VOCABULARY) * 3, torch.rand(64, device="cuda")
     temperature[::2] = 0
     seeds = torch.randint(-(2**62), 2**62, (64,), device="cuda")
-    check("choose", lambda: paged.choose(logits, temperature, seeds, seeds >> 30))
+    check("choose", lambda: paged.choose(logits, temperature, seeds, seeds >> 30, temperature))
     check("gumbel", lambda: (paged.gumbel(seeds, seeds >> 30, VOCABULARY),))
     check_early_launch()
 
@@ -347,7 +347,7 @@ def choose() -> None:
 def choose_call(requests: int, temperature: float) -> Callable[[int], tuple[Tensor, Tensor]]:
     ring = [normal(requests, VOCABULARY) for _ in range(2 + int(L2_BYTES / (2 * requests * VOCABULARY)))]
     temperatures, counter = torch.full((requests,), temperature, device="cuda"), torch.arange(requests, device="cuda")
-    return lambda index: paged.choose(ring[index % len(ring)], temperatures, counter, counter)
+    return lambda index: paged.choose(ring[index % len(ring)], temperatures, counter, counter, temperatures)
 
 
 def store() -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Finish = Literal["stop", "length", "abort", "error"]
+LogprobsMode = Literal["model", "sampled"]
 SEEDS = 2**62  # seeds are taken modulo this number
 STEP_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # histogram buckets: tokens per step
 
@@ -43,6 +44,9 @@ class Sampling:
     logprobs: int | None = None  # number of likeliest tokens beside the sampled one; None: no log-probabilities
     prompt_logprobs: int | None = None
     grammar: Grammar | None = None
+    # Whose log-probabilities are returned: the model's, or those of the distribution that was sampled, after
+    # temperature, penalties, bias, masks and truncation. At temperature 0, and of the prompt, always the model's.
+    logprobs_mode: LogprobsMode = "model"
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +125,8 @@ class OutputDelta:
     admitted: float = 0.0  # in the first delta: when its prefill began, on the monotonic clock of the machine
     finish: Finish | None = None
     stop_token: int | None = None  # the one that ended it; it is not among `tokens`
+    stop_logprob: float = 0.0  # of the stop token
+    stop_version: int = 0  # of the weights that sampled the stop token
     error: str = ""
     is_ours: bool = False  # the error is the engine's: a retry of the same request may succeed
     generated: list[int] = field(default_factory=list)  # in the first delta of a fork: the parent's tokens before it

@@ -37,12 +37,38 @@ def temperatures(*values: float) -> Tensor:
     return torch.tensor(values, dtype=torch.float32, device=DEVICE)
 
 
+def choose(
+    logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, logprob_temperature: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    model = torch.zeros_like(temperature)
+    return paged.choose(
+        logits, temperature, seeds, positions, model if logprob_temperature is None else logprob_temperature
+    )
+
+
+@pytest.mark.usefixtures("_fused")
+def test_log_probability_of_the_scaled_distribution() -> None:
+    logits = torch.randn(4, 2500, device=DEVICE) * 3
+    logits[3, 1] = torch.nan
+    temperature = temperatures(0.7, 0.7, 1.6, 1.6)
+    asked = temperatures(0, 0.7, 1.6, 1.6)
+    token, logprob = choose(logits, temperature, numbers(1, 1, 2, 3), numbers(4, 4, 5, 6), asked)
+    plain, model = choose(logits, temperature, numbers(1, 1, 2, 3), numbers(4, 4, 5, 6))
+    assert torch.equal(token, plain)
+    scaled = logits.double() / torch.tensor([1.0, 0.7, 1.6, 1.6], device=DEVICE)[:, None]
+    expected = scaled[:3].log_softmax(-1)[torch.arange(3), token[:3]]
+    torch.testing.assert_close(logprob[:3].double(), expected, rtol=1e-5, atol=1e-5)
+    assert logprob[0] == model[0]
+    assert token[3] == -1
+    assert logprob[3].isnan()
+
+
 @pytest.mark.usefixtures("_fused")
 def test_without_temperature_the_first_of_the_largest_logits() -> None:
     logits = torch.randn(3, 3000, device=DEVICE)
     logits[0, 2999] = logits[1, 0] = logits[1, 1500] = 50.0
     logits[2, 700] = logits[2, 701] = logits[2, 1100] = logits[2, 700 + 1024] = 9.0
-    token, logprob = paged.choose(logits, temperatures(0, 0, 1e-6), numbers(1, 2, 3), numbers(0, 0, 0))
+    token, logprob = choose(logits, temperatures(0, 0, 1e-6), numbers(1, 2, 3), numbers(0, 0, 0))
     assert token.tolist() == [2999, 0, 700]
     expected = logits.double().log_softmax(-1)[torch.arange(3), token]
     torch.testing.assert_close(logprob.double(), expected, rtol=1e-5, atol=1e-5)
@@ -58,7 +84,7 @@ def test_logits_that_are_none_give_no_token_and_leave_the_other_rows_alone() -> 
     logits[4, 1000:] = -torch.inf
     seeds, positions = torch.arange(6, device=DEVICE), torch.full((6,), 7, device=DEVICE)
     for temperature in (0.0, 0.8):
-        token, logprob = paged.choose(logits, torch.full((6,), temperature, device=DEVICE), seeds, positions)
+        token, logprob = choose(logits, torch.full((6,), temperature, device=DEVICE), seeds, positions)
         assert token[:4].tolist() == [-1, -1, -1, 2499]
         assert logprob[:3].isnan().all()
         assert logprob[3] == 0
@@ -75,7 +101,7 @@ def test_both_twins_choose_the_same_token(monkeypatch: pytest.MonkeyPatch) -> No
     for fused in (False, True):
         use_triton(monkeypatch, fused)
         temperature = torch.linspace(0, 2, 16, device=DEVICE)
-        results.append((*paged.choose(logits, temperature, seeds, positions), paged.gumbel(seeds, positions, 2100)))
+        results.append((*choose(logits, temperature, seeds, positions), paged.gumbel(seeds, positions, 2100)))
     (token, logprob, noise), (their_token, their_logprob, their_noise) = results
     assert torch.equal(token, their_token)
     torch.testing.assert_close(logprob, their_logprob, rtol=1e-5, atol=1e-5)
@@ -86,8 +112,8 @@ def test_both_twins_choose_the_same_token(monkeypatch: pytest.MonkeyPatch) -> No
 def test_logits_in_half_precision_that_do_not_lie_together() -> None:
     wide = torch.randn(3, 2000, device=DEVICE).half()
     logits, seeds = wide[:, :1200], numbers(1, 2, 3)
-    token, logprob = paged.choose(logits, temperatures(0, 0.5, 1), seeds, seeds)
-    again, _ = paged.choose(logits.float().contiguous(), temperatures(0, 0.5, 1), seeds, seeds)
+    token, logprob = choose(logits, temperatures(0, 0.5, 1), seeds, seeds)
+    again, _ = choose(logits.float().contiguous(), temperatures(0, 0.5, 1), seeds, seeds)
     assert torch.equal(token, again)
     expected = logits.double().log_softmax(-1)[torch.arange(3), token]
     torch.testing.assert_close(logprob.double(), expected, rtol=1e-4, atol=1e-4)
@@ -102,7 +128,7 @@ def test_samples_are_distributed_as_the_softmax(temperature: float) -> None:
     count = 20_000
     rows = logits.expand(count, 16)
     positions = torch.arange(count)
-    token, _ = paged.choose(rows, torch.full((count,), temperature), torch.full((count,), 11), positions)
+    token, _ = choose(rows, torch.full((count,), temperature), torch.full((count,), 11), positions)
     seen = torch.bincount(token, minlength=16)
     expected = (logits / temperature).softmax(-1) * count
     allowed = expected > 0

@@ -234,6 +234,41 @@ def test_log_probs_are_given_or_refused(endpoint: Endpoint) -> None:
     run(endpoint, work)
 
 
+def test_log_probs_of_the_sampled_distribution_are_given_or_refused(endpoint: Endpoint) -> None:
+    async def work(client: InferenceClient) -> None:
+        sampling = replace(SHORT, logprobs=0, temperature=0.01, logprobs_mode="sampled")
+        if not (await client.capabilities()).sampled_logprobs:
+            with pytest.raises(MissingCapabilityError, match=r"does not give (logprobs, )?sampled logprobs; s"):
+                await one(client, sampling)
+            return
+        sampled = await one(client, sampling)
+        model = await one(client, replace(sampling, logprobs_mode="model"))
+        assert sampled.text == model.text
+        assert len(sampled.logprobs) == len(model.logprobs) == 12
+        assert min(sampled.logprobs) > -0.7, "the likeliest token is nearly certain"
+        assert max(model.logprobs) < -1
+
+    run(endpoint, work)
+
+
+def test_a_stop_token_has_its_log_prob(endpoint: Endpoint) -> None:
+    async def work(client: InferenceClient) -> None:
+        if endpoint.kind == "foreign":
+            return
+        await client.require("token_ids", "logprobs")
+        sampling = replace(SHORT, max_tokens=4, logprobs=0, seed=3, logprobs_mode="sampled", logit_bias={0: 100.0})
+        plain = replace(sampling, temperature=0.7)
+        answer = await one(client, plain)
+        assert (answer.tokens, answer.finish, answer.stop_token) == ([], "stop", 0)
+        assert answer.sampled_tokens == [0]
+        assert answer.sampled_versions == [0]
+        assert answer.sampled_logprobs == pytest.approx([0.0], abs=1e-6)
+        model = await one(client, replace(plain, logprobs_mode="model"))
+        assert model.sampled_logprobs[0] < -1
+
+    run(endpoint, work)
+
+
 def test_token_ids_and_versions_are_given_or_refused(endpoint: Endpoint) -> None:
     async def work(client: InferenceClient) -> None:
         capabilities = await client.capabilities()

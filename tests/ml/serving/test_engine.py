@@ -7,6 +7,7 @@ import gc
 import re
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,26 @@ def test_log_probabilities_of_prompt_and_alternatives() -> None:
         torch.testing.assert_close(torch.tensor(given.logprobs[1:]), best.values, atol=1e-4, rtol=0)
     for place, (token, given) in enumerate(zip(found.tokens, found.alternatives, strict=True), len(prompt)):
         assert given.tokens == (token, *expected[place - 1].topk(3).indices.tolist())
+
+
+@pytest.mark.parametrize("settings", [{}, {"draft_tokens": 3}, {"graphs": "always", "overlap": False}])
+def test_log_probabilities_of_the_sampled_distribution(settings: dict[str, Any]) -> None:
+    theirs = pair("llama")[0]
+    prompt = (5, 6, 7, 8) * 5  # repeats itself, for drafts
+    sampling = Sampling(max_tokens=24, temperature=0.6, seed=5, logprobs_mode="sampled")
+    stop = answer(engine_of(**settings), prompt, sampling).tokens[-1]
+    found = answer(engine_of(**settings), prompt, replace(sampling, stop_tokens=(stop,)))
+    assert found.last is not None
+    assert found.last.stop_token == stop
+    text = [*prompt, *found.tokens, stop]
+    expected = (their_logprobs(theirs, text) / 0.6).log_softmax(-1)[len(prompt) - 1 : -1]
+    expected = expected.gather(-1, torch.tensor(text[len(prompt) :]).unsqueeze(-1)).squeeze(-1)
+    logprobs = torch.tensor([*found.logprobs, found.last.stop_logprob])
+    torch.testing.assert_close(logprobs, expected, atol=1e-4, rtol=0)
+    model = answer(engine_of(**settings), prompt, replace(sampling, logprobs_mode="model"))
+    unscaled = their_logprobs(theirs, [*prompt, *model.tokens])[len(prompt) - 1 : -1]
+    unscaled = unscaled.gather(-1, torch.tensor(model.tokens).unsqueeze(-1)).squeeze(-1)
+    torch.testing.assert_close(torch.tensor(model.logprobs), unscaled, atol=1e-4, rtol=0)
 
 
 def test_a_seed_decides_whatever_else_is_computed() -> None:

@@ -416,3 +416,49 @@ def test_slots_are_given_in_order_and_not_lost() -> None:
         assert slots.taken == 1
 
     asyncio.run(work())
+
+
+def scored(logprob: float, **more: Any) -> bytes:
+    """A whole answer as vLLM streams it: the token that ends it is among the token ids."""
+    scores = {"token_logprobs": [logprob, -0.5]}
+    return (
+        STREAM
+        + event(text="upon", logprobs=scores, token_ids=[7, 2], finish_reason="stop", stop_reason=None, **more)
+        + b"data: [DONE]\n\n"
+    )
+
+
+def test_log_probs_that_ignore_the_temperature_are_refused_where_it_matters() -> None:
+    sampling = Sampling(max_tokens=4, temperature=0.6, logprobs=0, logprobs_mode="sampled")
+
+    async def work(client: InferenceClient) -> None:
+        await client.require("token_ids", "logprobs", "token_prompts")
+        with pytest.raises(MissingCapabilityError, match=r"sampled logprobs; sample from .* processed_logprobs"):
+            await complete(client, InferenceRequest([1, 2], sampling))
+        (answer,) = await complete(client, InferenceRequest([1, 2], Sampling(logprobs=0, logprobs_mode="sampled")))
+        assert (answer.sampled_tokens, answer.sampled_logprobs) == ([7, 2], [-1.5, -0.5])
+
+    ask(RawServer(scored(-1.5)), work)
+
+
+def test_log_probs_that_follow_the_temperature_are_found() -> None:
+    trials = [scored(-1.5)] * 3  # completion, chat, prompt of token ids
+    refused = page("400 Bad Request", json.dumps({"error": {"message": "unknown field logprobs_mode"}}))
+    server = RawServer(*trials, refused, scored(-0.01))
+
+    async def work(client: InferenceClient) -> None:
+        await client.require("sampled_logprobs")
+        sampling = Sampling(max_tokens=4, temperature=0.6, logprobs=0, logprobs_mode="sampled")
+        await complete(client, InferenceRequest([1, 2], sampling))
+        assert "logprobs_mode" not in server.bodies[-1]
+        assert server.bodies[-1]["return_token_ids"]
+
+    ask(server, work)
+
+
+def test_an_endpoint_without_log_probs_is_refused_before_anything_starts() -> None:
+    async def work(client: InferenceClient) -> None:
+        with pytest.raises(MissingCapabilityError, match=r"^http://127\S+ does not give token ids, logprobs; use a C"):
+            await client.require("token_ids", "logprobs")
+
+    ask(RawServer(GOOD), work)

@@ -51,6 +51,7 @@ TUNED = Sampling(
     logprobs=2,
     prompt_logprobs=0,
     grammar=Grammar("regex", "a\ud800+"),
+    logprobs_mode="sampled",
 )
 MESSAGES: list[Message] = [
     Abort(1),
@@ -68,7 +69,7 @@ MESSAGES: list[Message] = [
     [],
     [
         OutputDelta(1, 0, [3], [-0.5], versions=[1]),
-        OutputDelta(2, 1, finish="stop", stop_token=0, cached_tokens=8, admitted=12.5),
+        OutputDelta(2, 1, finish="stop", stop_token=0, stop_logprob=-0.5, stop_version=3, admitted=12.5),
         OutputDelta(4, 0, [3], [-0.5], versions=[1], generated=[7, 8]),
         OutputDelta(
             3,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from scipy.stats import chisquare
@@ -19,7 +21,14 @@ def logits() -> Tensor:
 def draw(row: Tensor, temperature: float, tuning: Tuning | None) -> Tensor:
     """How often each token was chosen in many draws, each at another place of a text."""
     rows = row.expand(DRAWS, -1)
-    found = sample(rows, torch.full((DRAWS,), temperature), torch.full((DRAWS,), 11), torch.arange(DRAWS), tuning)
+    found = sample(
+        rows,
+        torch.full((DRAWS,), temperature),
+        torch.full((DRAWS,), 11),
+        torch.arange(DRAWS),
+        torch.zeros(DRAWS),
+        tuning,
+    )
     return torch.bincount(found.tokens, minlength=VOCABULARY)
 
 
@@ -74,7 +83,7 @@ def test_rows_of_one_batch_do_not_disturb_each_other() -> None:
     temperature = torch.tensor([0.0, 1.0, 0.5, 1.0])
     seeds, positions = torch.tensor([1, 2, 3, 4]), torch.tensor([9, 8, 7, 6])
     tuning = Tuning(top_k=torch.tensor([0, 3, 0, 1]), top_p=torch.tensor([1.0, 1.0, 0.3, 1.0]))
-    together = sample(rows, temperature, seeds, positions, tuning)
+    together = sample(rows, temperature, seeds, positions, torch.zeros(len(rows)), tuning)
     for row in range(4):
         one = slice(row, row + 1)
         assert tuning.top_k is not None
@@ -84,6 +93,7 @@ def test_rows_of_one_batch_do_not_disturb_each_other() -> None:
             temperature[one],
             seeds[one],
             positions[one],
+            torch.zeros(1),
             Tuning(top_k=tuning.top_k[one], top_p=tuning.top_p[one]),
         )
         assert int(alone.tokens) == int(together.tokens[row])
@@ -95,6 +105,48 @@ def test_rows_of_one_batch_do_not_disturb_each_other() -> None:
 def test_logits_that_are_not_numbers_choose_nothing(tuning: Tuning | None) -> None:
     rows = torch.randn(3, VOCABULARY)
     rows[1, 4] = torch.nan
-    found = sample(rows, torch.ones(3), torch.ones(3).long(), torch.arange(3), tuning)
+    found = sample(rows, torch.ones(3), torch.ones(3).long(), torch.arange(3), torch.zeros(3), tuning)
     assert (found.tokens >= 0).tolist() == [True, False, True]
     assert found.logprobs.isnan().tolist() == [False, True, False]
+
+
+TEMPERATURE = 0.6
+BITS = torch.tensor([[0b1010_0000_0001_1101]], dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    "tuning",
+    [
+        None,
+        Tuning(top_k=torch.tensor([4])),
+        Tuning(top_p=torch.tensor([0.7])),
+        Tuning(min_p=torch.tensor([0.2])),
+        Tuning(allowed=BITS),
+        Tuning(added=(torch.tensor([0]), torch.tensor([3]), torch.tensor([2.0]))),
+        Tuning(repetition=torch.tensor([1.7]), seen=torch.arange(VOCABULARY)[None] % 3 == 0),
+        Tuning(presence=torch.tensor([0.5]), frequency=torch.tensor([0.3]), written=torch.arange(VOCABULARY)[None] % 3),
+    ],
+)
+def test_log_probabilities_of_the_sampled_distribution_are_those_of_the_draws(tuning: Tuning | None) -> None:
+    row, modes = logits(), torch.tensor([TEMPERATURE])
+    found = sample(row[None], modes, torch.tensor([1]), torch.tensor([2]), modes, tuning, VOCABULARY)
+    assert found.alternatives is not None
+    (tokens,), (values,) = found.alternatives
+    claimed = torch.empty(VOCABULARY).scatter(0, tokens, values)
+    assert found.logprobs.item() == pytest.approx(claimed[found.tokens].item(), abs=1e-6)
+    expect_distribution(draw(row, TEMPERATURE, _repeated(tuning)), claimed.exp())
+    model = sample(row[None], modes, torch.tensor([1]), torch.tensor([2]), torch.zeros(1), tuning, VOCABULARY)
+    assert model.tokens.tolist() == found.tokens.tolist()
+    assert model.logprobs.item() == pytest.approx(row.log_softmax(0)[model.tokens].item(), abs=1e-6)
+
+
+def _repeated(tuning: Tuning | None) -> Tuning | None:
+    """The same for many rows."""
+    if tuning is None:
+        return None
+    values = {name: value for name, value in vars(tuning).items() if isinstance(value, Tensor)}
+    repeated: dict[str, Any] = {name: value.expand(DRAWS, *value.shape[1:]) for name, value in values.items()}
+    if tuning.added is not None:
+        _, token, bias = tuning.added
+        repeated["added"] = (torch.arange(DRAWS), token.expand(DRAWS), bias.expand(DRAWS))
+    return Tuning(**repeated)

@@ -236,23 +236,28 @@ def add_adapters(
     return out.addmm_(narrow.flatten(1), b.t())
 
 
-def choose(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+def choose(
+    logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, logprob_temperature: Tensor
+) -> tuple[Tensor, Tensor]:
     """Sample: (token [rows] int64, its log-probability [rows] fp32) for logits [rows, vocabulary].
 
     At temperature 0 the first of the largest logits; above, a sample of softmax(logits / temperature), always the same
-    for the same seed and position. The log-probability is that of the unscaled logits. A row with a NaN, or whose
-    largest logit is not finite, gives token -1 and log-probability NaN.
+    for the same seed and position. The log-probability is that of softmax(logits / logprob_temperature); a
+    logprob_temperature of 0 leaves the logits as they are. A row with a NaN, or whose largest logit is not finite,
+    gives token -1 and log-probability NaN.
     """
     if elementwise.is_fused(logits):
         from craton.ml.kernels.triton import choose as triton_choose
 
-        return triton_choose.choose(logits, temperature, seeds, positions)
+        return triton_choose.choose(logits, temperature, seeds, positions, logprob_temperature)
     logits = logits.float()
     hot = (temperature >= MIN_TEMPERATURE)[:, None]
     coolness = 1.0 / torch.where(hot, temperature[:, None], 1.0)
     noise = torch.where(hot, gumbel(seeds, positions, logits.shape[1]), 0.0)
     token = (logits * coolness + noise).argmax(-1)
-    logprob = logits.log_softmax(-1).gather(-1, token[:, None]).squeeze(-1)
+    is_sampled = logprob_temperature >= MIN_TEMPERATURE
+    scale = 1.0 / torch.where(is_sampled, logprob_temperature, 1.0)
+    logprob = (logits * scale[:, None]).log_softmax(-1).gather(-1, token[:, None]).squeeze(-1)
     sound = logits.amax(-1).isfinite() & ~logits.isnan().any(-1)
     return torch.where(sound, token, -1), torch.where(sound, logprob, torch.nan)
 

@@ -57,10 +57,21 @@ def _noise(token, first_key, second_key, FAST: tl.constexpr):
     return -_log(exponential, FAST)
 
 
-@triton.jit(do_not_specialize=["part_tiles"], do_not_specialize_on_alignment=["temperatures", "seeds", "positions"])
+@triton.jit
+def _inverse(temperatures, row):
+    """Return 1 / temperature of a row; 1 for one that is too small to divide by."""
+    temperature = tl.load(temperatures + row)
+    return 1.0 / tl.where(temperature >= MIN_TEMPERATURE, temperature, 1.0)
+
+
+@triton.jit(
+    do_not_specialize=["part_tiles"],
+    do_not_specialize_on_alignment=["temperatures", "logprob_temperatures", "seeds", "positions"],
+)
 def _choose_part(
     logits,
     temperatures,
+    logprob_temperatures,
     seeds,
     positions,
     scores,
@@ -74,16 +85,17 @@ def _choose_part(
     FAST: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Per part: the best score with its token; the largest logit and Σ exp(logit - largest).
+    """Per part: the best score with its token; the largest scaled logit and Σ exp(scaled logit - largest), scaled for
+    the log-probability.
 
     Each lane keeps its own values until the end, so threads exchange nothing on the way.
     """
     wait_for_inputs(EARLY)
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
-    temperature = tl.load(temperatures + row)
-    hot = temperature >= MIN_TEMPERATURE
-    coolness = 1.0 / tl.where(hot, temperature, 1.0)
+    hot = tl.load(temperatures + row) >= MIN_TEMPERATURE
+    coolness = _inverse(temperatures, row)
+    scale = _inverse(logprob_temperatures, row)
     seed = tl.load(seeds + row)
     position = tl.load(positions + row)
     first_key = _row_key(seed, position, FIRST_KEY)
@@ -96,9 +108,10 @@ def _choose_part(
     for tile in range(part * part_tiles, (part + 1) * part_tiles):
         token = tile * (LANES * WIDTH) + lane
         logit = tl.load(logits + row * stride + token, mask=token < vocabulary, other=float("-inf")).to(tl.float32)
-        new_largest = tl.maximum(largest, tl.max(logit, 1))
+        scaled = logit * scale
+        new_largest = tl.maximum(largest, tl.max(scaled, 1))
         shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
-        summed = summed * tl.exp(largest - shift) + tl.sum(tl.exp(logit - shift[:, None]), 1)
+        summed = summed * tl.exp(largest - shift) + tl.sum(tl.exp(scaled - shift[:, None]), 1)
         largest = new_largest
         score = logit * coolness
         if hot:
@@ -117,9 +130,10 @@ def _choose_part(
     tl.store(sums + 2 * entry + 1, tl.sum(summed * tl.exp(largest - shift), 0))
 
 
-@triton.jit(do_not_specialize=["parts"])
+@triton.jit(do_not_specialize=["parts"], do_not_specialize_on_alignment=["logprob_temperatures"])
 def _choose(
     logits,
+    logprob_temperatures,
     scores,
     tokens,
     sums,
@@ -143,7 +157,8 @@ def _choose(
     best_token = tl.sum(tl.where(part == winner, token, 0), 0)
     largest = tl.max(theirs, 0)
     total = tl.sum(summed * tl.exp(theirs - largest), 0)  # NaN if a logit is NaN or the largest is not finite
-    logprob = tl.load(logits + row * stride + best_token).to(tl.float32) - largest - tl.log(total)
+    scaled = tl.load(logits + row * stride + best_token).to(tl.float32) * _inverse(logprob_temperatures, row)
+    logprob = scaled - largest - tl.log(total)
     sound = total == total
     tl.store(chosen + row, tl.where(sound, best_token, -1).to(tl.int64))
     tl.store(logprobs + row, tl.where(sound, logprob, float("nan")))
@@ -160,7 +175,9 @@ def _gumbel(seeds, positions, out, vocabulary, TILE: tl.constexpr, FAST: tl.cons
     tl.store(out + row * vocabulary + token, noise, mask=token < vocabulary)
 
 
-def choose(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+def choose(
+    logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, logprob_temperature: Tensor
+) -> tuple[Tensor, Tensor]:
     rows, vocabulary = logits.shape
     assert logits.stride(1) == 1
     tiles = triton.cdiv(vocabulary, LANES * WIDTH)
@@ -176,6 +193,7 @@ def choose(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor
     _choose_part[(rows, parts)](
         logits,
         temperature,
+        logprob_temperature,
         seeds,
         positions,
         scores,
@@ -192,6 +210,7 @@ def choose(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor
     )
     _choose[(rows,)](
         logits,
+        logprob_temperature,
         scores,
         tokens,
         sums,

@@ -50,6 +50,8 @@ class AnswerDelta:
     versions: list[int] = field(default_factory=list)  # of the weights that sampled each token
     finish: Finish | None = None
     stop_reason: int | str | None = None  # the stop token or stop string that ended it
+    stop_logprob: float | None = None  # of the stop token, which is not among `tokens`
+    stop_version: int | None = None  # of the weights that sampled the stop token
 
 
 class Answer:
@@ -68,6 +70,8 @@ class Answer:
         self.prompt_logprobs: list[Alternatives | None] | None = None
         self.finish: Finish | None = None
         self.stop_reason: int | str | None = None
+        self.stop_logprob: float | None = None
+        self.stop_version: int | None = None
         self.failure: InferenceError | None = None
         self.started_at = 0.0  # by the event loop's clock
         self.heard_at: float | None = None  # when the newest token came, by the event loop's clock
@@ -95,6 +99,27 @@ class Answer:
     def num_tokens(self) -> int:
         """The number of new tokens; where the endpoint gives neither ids nor log-probabilities, of deltas."""
         return len(self.tokens) or len(self.logprobs) or self.num_deltas
+
+    @property
+    def stop_token(self) -> int | None:
+        """The stop token that ended it, which is not among `tokens`. Foreign endpoints have theirs among `tokens`."""
+        return self.stop_reason if isinstance(self.stop_reason, int) and self.stop_logprob is not None else None
+
+    @property
+    def sampled_tokens(self) -> list[int]:
+        """All tokens that were sampled, the stop token included."""
+        return self.tokens if self.stop_token is None else [*self.tokens, self.stop_token]
+
+    @property
+    def sampled_logprobs(self) -> list[float]:
+        """The log-probabilities of `sampled_tokens`; empty if none were requested."""
+        is_given = len(self.logprobs) == len(self.tokens)
+        return [*self.logprobs, self.stop_logprob] if is_given and self.stop_logprob is not None else self.logprobs
+
+    @property
+    def sampled_versions(self) -> list[int]:
+        """The versions of the weights that sampled `sampled_tokens`, if the endpoint gives them."""
+        return self.versions if self.stop_version is None else [*self.versions, self.stop_version]
 
     def continuation(self, **sampling: Any) -> InferenceRequest:
         """Return the request that continues this answer from all its tokens, on any endpoint with the same model.
@@ -137,6 +162,7 @@ class Answer:
         self.alternatives += delta.alternatives
         self.versions += delta.versions
         self.finish, self.stop_reason = delta.finish, delta.stop_reason
+        self.stop_logprob, self.stop_version = delta.stop_logprob, delta.stop_version
         self.wake()
 
     def fail(self, error: InferenceError) -> None:
@@ -159,4 +185,14 @@ class Answer:
         self._num_read = [len(items) for items in lists]
         self._is_end_read = self.finish is not None
         texts, tokens, logprobs, alternatives, versions = unread
-        return AnswerDelta("".join(texts), tokens, logprobs, alternatives, versions, self.finish, self.stop_reason)
+        return AnswerDelta(
+            "".join(texts),
+            tokens,
+            logprobs,
+            alternatives,
+            versions,
+            self.finish,
+            self.stop_reason,
+            self.stop_logprob,
+            self.stop_version,
+        )

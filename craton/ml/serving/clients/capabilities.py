@@ -25,7 +25,8 @@ class Capabilities:
     chat_prompts: bool = False
     token_prompts: bool = False
     token_ids: bool = False  # of the answer
-    logprobs: bool = False  # of the sampled tokens, under the model: before temperature and penalties
+    logprobs: bool = False  # of the sampled tokens
+    sampled_logprobs: bool = False  # those of the distribution that was sampled, after temperature and penalties
     alternatives: bool = False  # log-probabilities of other tokens
     prompt_logprobs: bool = False
     seeds: bool = False  # the same request with the same seed gives the same answer
@@ -47,6 +48,10 @@ REMEDIES = {
     "token_prompts": "send the prompt as text",
     "token_ids": f"{USE_OURS}, vLLM or SGLang",
     "logprobs": f"set sampling.logprobs to None, or {USE_OURS}",
+    "sampled_logprobs": (
+        "sample from the model's own distribution (temperature 1, no penalties, no truncation), start vLLM with "
+        f"--logprobs-mode processed_logprobs, or {USE_OURS}"
+    ),
     "alternatives": "set sampling.logprobs to 0, or use an engine in this process (EngineClient)",
     "prompt_logprobs": "set sampling.prompt_logprobs to None, or use an engine in this process (EngineClient)",
     "seeds": f"set sampling.seed to None, or {USE_OURS}",
@@ -67,6 +72,9 @@ def needs_of(request: InferenceRequest) -> set[str]:
     needs = {f"{request.prompt_kind}_prompts"}
     asked = {
         "logprobs": sampling.logprobs is not None,
+        "sampled_logprobs": sampling.logprobs is not None
+        and sampling.logprobs_mode == "sampled"
+        and changes_distribution(sampling),
         "alternatives": bool(sampling.logprobs),
         "prompt_logprobs": sampling.prompt_logprobs is not None,
         "seeds": sampling.seed is not None,
@@ -78,6 +86,16 @@ def needs_of(request: InferenceRequest) -> set[str]:
         "continued_requests": bool(request.generated),
     }
     return needs | {name for name, is_asked in asked.items() if is_asked}
+
+
+def changes_distribution(sampling: Sampling) -> bool:
+    """Whether tokens are samples of another distribution than the model's own. (At temperature 0 both modes of
+    log-probabilities are the model's.)"""
+    plain = Sampling()
+    names = ("top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens")
+    is_changed = any(getattr(sampling, name) != getattr(plain, name) for name in names)
+    is_changed |= bool(sampling.logit_bias) or sampling.grammar is not None or sampling.temperature != 1.0
+    return sampling.temperature > 0 and is_changed
 
 
 def check_capabilities(endpoint: str, capabilities: Capabilities, names: set[str]) -> None:

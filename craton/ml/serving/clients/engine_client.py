@@ -80,6 +80,7 @@ class EngineClient(InferenceClient):
             token_prompts=True,
             token_ids=True,
             logprobs=True,
+            sampled_logprobs=True,
             alternatives=True,
             prompt_logprobs=True,
             seeds=True,
@@ -224,6 +225,8 @@ class EngineClient(InferenceClient):
         added = AnswerDelta(
             "", delta.tokens, delta.logprobs, delta.alternatives, delta.versions, delta.finish, delta.stop_token
         )
+        if delta.stop_token is not None:
+            added.stop_logprob, added.stop_version = delta.stop_logprob, delta.stop_version
         if (reader := self._readers.get(answer)) is not None:
             if delta.generated:
                 reader.replay(delta.generated)
@@ -237,6 +240,7 @@ class EngineClient(InferenceClient):
             added.alternatives = delta.alternatives[:num_tokens]
             if reader.is_stopped:
                 added.finish, added.stop_reason = "stop", addition.reason
+                added.stop_logprob = added.stop_version = None
                 if delta.finish is None:
                     self._abort(answer)
         self._add(answer, added)

@@ -33,6 +33,10 @@ TRIAL_PROMPT = "Once upon a time"
 TRIAL_TOKENS = [1, 2, 3]
 MAX_TRIAL_CHARACTERS = 100_000
 SEEDED_TOKENS = 8  # of a trial with a seed, at a high temperature
+# Of a trial that shows whether log-probabilities follow the temperature. The likeliest token becomes nearly certain;
+# vLLM raises lower temperatures to this one.
+LOW_TEMPERATURE, MIN_CHANGE = 0.01, 1e-3
+SAMPLED_MODE = {"logprobs_mode": "sampled"}  # a field of our own server
 FINISHES: dict[str, Finish] = {"stop": "stop", "length": "length", "tool_calls": "stop", "content_filter": "stop"}
 
 
@@ -40,6 +44,7 @@ class OpenAIClient(HttpClient):
     """A text or chat without further wishes is sent without trials."""
 
     assumed = frozenset({"text_prompts", "chat_prompts", "stop_strings"})
+    _takes_mode = False  # whether the endpoint takes SAMPLED_MODE
 
     async def weights_version(self) -> int:
         raise MissingCapabilityError(
@@ -87,7 +92,7 @@ class OpenAIClient(HttpClient):
                     return  # usage and [DONE] may follow
 
     def _request(self, answer: Answer) -> tuple[str, dict[str, Any]]:
-        """Return path and body, with OpenAI's fields only."""
+        """Return path and body, with OpenAI's fields and those that the endpoint was found to take."""
         request, sampling = answer.request, answer.request.sampling
         body: dict[str, Any] = {"model": self.model, "max_tokens": sampling.max_tokens, "stream": True}
         body |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "seed": sampling.seed}
@@ -100,6 +105,8 @@ class OpenAIClient(HttpClient):
             body["stop"] = list(request.stop)
         if self._capabilities is not None and self._capabilities.token_ids:
             body["return_token_ids"] = True
+        if self._takes_mode and sampling.logprobs is not None:
+            body["logprobs_mode"] = sampling.logprobs_mode
         if request.prompt_kind == "chat":
             body["messages"] = list(request.prompt)
             body |= {"logprobs": True} if sampling.logprobs is not None else {}
@@ -144,9 +151,25 @@ class OpenAIClient(HttpClient):
             token_prompts=by_tokens is not None,
             token_ids=bool(completion and completion.tokens),
             logprobs=bool(given.logprobs),
+            sampled_logprobs=bool(given.logprobs) and await self._has_sampled_logprobs(given, completion is None),
             seeds=await self._has_seeds(CHAT if completion is None else COMPLETIONS),
             stop_strings=True,
         )
+
+    async def _has_sampled_logprobs(self, greedy: AnswerDelta, is_chat: bool) -> bool:
+        """Whether log-probabilities are those of the distribution that is sampled: then one at a low temperature is
+        larger than that of the model's likeliest token."""
+        body: dict[str, Any] = {"prompt": TRIAL_PROMPT, "logprobs": 1}
+        if is_chat:
+            body = {"messages": [{"role": "user", "content": TRIAL_PROMPT}], "logprobs": True}
+        body |= {"max_tokens": 2, "temperature": LOW_TEMPERATURE}
+        path = CHAT if is_chat else COMPLETIONS
+        for extra in (SAMPLED_MODE, {}):
+            answer, _ = await self._first_success(path, body, [extra])
+            if answer is not None and answer.logprobs and answer.logprobs[0] > greedy.logprobs[0] + MIN_CHANGE:
+                self._takes_mode = bool(extra)
+                return True
+        return False
 
     async def _has_seeds(self, path: str) -> bool:
         """Whether a seed gives the same text twice, and another seed another one: then the server uses it. One after
@@ -217,6 +240,8 @@ def _delta(choice: Mapping[str, Any]) -> AnswerDelta:
         _logprobs(choice.get("logprobs")),
         finish=finish,
         stop_reason=choice.get("stop_reason"),
+        stop_logprob=choice.get("stop_logprob"),
+        stop_version=choice.get("stop_weights_version"),
     )
 
 

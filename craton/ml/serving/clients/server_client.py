@@ -35,6 +35,7 @@ class ServerClient(HttpClient):
             token_prompts=True,
             token_ids=True,
             logprobs=True,
+            sampled_logprobs=True,
             seeds=True,
             stop_strings=True,
             extended_sampling=True,
@@ -134,6 +135,8 @@ class ServerClient(HttpClient):
             versions=_integers(choice.get("weights_versions")),
             finish=finish,
             stop_reason=reason,
+            stop_logprob=choice.get("stop_logprob"),
+            stop_version=choice.get("stop_weights_version"),
         )
         self._add(answer, delta)
 
@@ -170,6 +173,7 @@ def sampling_fields(sampling: Sampling) -> dict[str, Any]:
         "stop_token_ids": list(sampling.stop_tokens),
         "ignore_eos": sampling.ignore_eos,
         "logprobs": sampling.logprobs,
+        "logprobs_mode": sampling.logprobs_mode,
     }
     grammar = sampling.grammar
     if grammar is not None:

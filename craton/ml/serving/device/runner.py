@@ -32,7 +32,15 @@ if TYPE_CHECKING:
 
 PADDING = 16  # on a GPU the tokens of a step are a multiple of it, so that kernels are not compiled for each count
 # sampling parameters of a row, with the values that change nothing
-NUMBERS = {"temperature": 0.0, "top_p": 1.0, "min_p": 0.0, "presence": 0.0, "frequency": 0.0, "repetition": 1.0}
+NUMBERS = {
+    "temperature": 0.0,
+    "logprob_temperature": 0.0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "presence": 0.0,
+    "frequency": 0.0,
+    "repetition": 1.0,
+}
 WARM_REQUESTS, WARM_TOKENS = (1, 33, 257), (2, 256)
 PROMPT_ROWS = 256  # of logits computed at once for prompt log-probabilities
 
@@ -106,6 +114,7 @@ class RowTable:
             sampling, row = start.sampling, start.row
             self._host[:, row] = (
                 sampling.temperature,
+                sampling.temperature if sampling.logprobs_mode == "sampled" else 0.0,
                 sampling.top_p,
                 sampling.min_p,
                 sampling.presence_penalty,
@@ -242,6 +251,7 @@ class Runner:
                 self.table.numbers["temperature"][rows],
                 self.table.seeds[rows],
                 positions,
+                self.table.numbers["logprob_temperature"][rows],
                 tuning,
                 work.alternatives,
             )
@@ -299,7 +309,10 @@ class Runner:
         else:
             logits.copy_(self.logits(hidden))
         positions = positions + 1
-        chosen = sample(logits, self.table.numbers["temperature"][places], self.table.seeds[places], positions)
+        numbers, seeds = self.table.numbers, self.table.seeds[places]
+        chosen = sample(
+            logits, numbers["temperature"][places], seeds, positions, numbers["logprob_temperature"][places]
+        )
         if queries == 1:
             self.table.next_token[places] = chosen.tokens.clamp(min=0)
         return chosen.tokens, chosen.logprobs, positions

@@ -2,7 +2,7 @@
 
 Random numbers are a function of the request's seed, the position and the token. So an answer does not depend on the
 rest of its batch, and speculative decoding gives the same tokens as plain decode. Log-probabilities are those of the
-model, before temperature, penalties and masks.
+model, before temperature, penalties and masks, or those of the distribution that is sampled, as each row asks.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from craton.ml.kernels.sampling_hash import MIN_TEMPERATURE
 from craton.ml.kernels.serving import choose, gumbel
 
 
@@ -45,18 +46,27 @@ def sample(
     temperature: Tensor,
     seeds: Tensor,
     positions: Tensor,
+    logprob_temperature: Tensor,
     tuning: Tuning | None = None,
     alternatives: int = 0,
 ) -> Chosen:
-    """Sample from logits [rows, vocabulary]; `positions` are those of the tokens to sample."""
+    """Sample from logits [rows, vocabulary]; `positions` are those of the tokens to sample.
+
+    `logprob_temperature` fp32 [rows]: 0 for log-probabilities of the model, else the temperature itself, for those of
+    the distribution that is sampled."""
     if tuning is None:
-        tokens, logprobs = choose(logits, temperature, seeds, positions)
+        tokens, logprobs = choose(logits, temperature, seeds, positions, logprob_temperature)
+        if not alternatives:
+            return Chosen(tokens, logprobs)
+        is_sampled = logprob_temperature >= MIN_TEMPERATURE
+        scored = logits.float() / torch.where(is_sampled, logprob_temperature, 1.0).unsqueeze(-1)
     else:
-        tokens = _choose_tuned(logits.float(), temperature, seeds, positions, tuning)
-        logprobs = logprobs_of(logits, tokens)
-    if not alternatives:
-        return Chosen(tokens, logprobs)
-    best, likeliest = logits.float().log_softmax(-1).topk(alternatives)
+        tokens, scored = _choose_tuned(logits.float(), temperature, seeds, positions, tuning)
+        scored = torch.where((logprob_temperature > 0).unsqueeze(-1), scored, logits.float())
+        logprobs = logprobs_of(scored, tokens)
+        if not alternatives:
+            return Chosen(tokens, logprobs)
+    best, likeliest = scored.log_softmax(-1).topk(alternatives)
     return Chosen(tokens, logprobs, (likeliest, best))
 
 
@@ -67,7 +77,10 @@ def logprobs_of(logits: Tensor, tokens: Tensor) -> Tensor:
     return logprobs.masked_fill(tokens < 0, torch.nan)
 
 
-def _choose_tuned(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, tuning: Tuning) -> Tensor:
+def _choose_tuned(
+    logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, tuning: Tuning
+) -> tuple[Tensor, Tensor]:
+    """Return the tokens [rows], and the logits of the distributions that they are samples of [rows, vocabulary]."""
     is_number = logits.max(-1).values.isfinite() & ~logits.isnan().any(-1)
     logits = _penalize(logits, tuning)
     if tuning.added is not None:
@@ -80,7 +93,7 @@ def _choose_tuned(logits: Tensor, temperature: Tensor, seeds: Tensor, positions:
     scaled = _truncate(scaled, tuning)
     noise = gumbel(seeds, positions, logits.shape[-1])
     tokens = torch.where(is_random.unsqueeze(-1), scaled + noise, logits).argmax(-1)
-    return tokens.masked_fill(~is_number, -1)
+    return tokens.masked_fill(~is_number, -1), scaled
 
 
 def _penalize(logits: Tensor, tuning: Tuning) -> Tensor:

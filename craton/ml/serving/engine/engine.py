@@ -358,6 +358,8 @@ class Engine:
                 count = len(piece.tokens)
                 piece.logprobs = logprobs[begin : begin + count]
                 piece.versions = [in_flight.version] * count
+                if piece.stop_token is not None:
+                    piece.stop_logprob, piece.stop_version = logprobs[begin + count], in_flight.version
                 if likeliest is not None and sequence.sampling.logprobs is not None:
                     wanted = sequence.sampling.logprobs
                     piece.alternatives = [

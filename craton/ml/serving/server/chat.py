@@ -157,6 +157,7 @@ class ChatAnswers(Answers[ChatChoice]):
             "stop_reason": choice.reason,
             "seed": choice.seed,
             **self.token_fields(choice.tokens, choice.versions),
+            **self.stop_fields(choice),
         }
 
     def whole_extra(self) -> dict[str, Any]:
@@ -185,7 +186,7 @@ class ChatAnswers(Answers[ChatChoice]):
                 events.append(self._chunk(choice, delta, logprobs, tokens))
             logprobs, tokens = None, {}
         if addition.finish is not None:
-            ending = {"finish_reason": choice.finish, "stop_reason": choice.reason}
+            ending = {"finish_reason": choice.finish, "stop_reason": choice.reason, **self.stop_fields(choice)}
             events.append(self._chunk(choice, {}, fields=ending))
 
     def _chunk(

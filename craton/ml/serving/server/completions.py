@@ -120,6 +120,7 @@ class CompletionAnswers(Answers[CompletionChoice]):
             "finish_reason": addition.finish,
             "stop_reason": addition.reason,
             **self.token_fields(addition.tokens, addition.versions),
+            **self.stop_fields(choice),
         }
         if is_first:
             fields["seed"] = choice.seed

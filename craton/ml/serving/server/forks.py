@@ -21,7 +21,7 @@ from craton.ml.serving.server.protocol import AbortRequest, BranchSampling, Fork
 
 PLAIN_FIELDS = (
     *("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
-    *("min_tokens", "ignore_eos", "max_tokens"),
+    *("min_tokens", "ignore_eos", "max_tokens", "logprobs_mode"),
 )
 
 

@@ -59,6 +59,7 @@ class Choice:
         self.versions: list[int] = []
         self.finish: str | None = None
         self.reason: str | int | None = None
+        self.stop: tuple[float, int] | None = None  # log-probability and weights version of the stop token
 
 
 AnyChoice = TypeVar("AnyChoice", bound=Choice)
@@ -168,7 +169,7 @@ class Answers(ABC, Generic[AnyChoice]):
             choice.prompt.meter.note(piece, now, addition.finish)
             choice.tokens += addition.tokens
             choice.versions += addition.versions
-            choice.finish, choice.reason = addition.finish, addition.reason
+            choice.finish, choice.reason, choice.stop = addition.finish, addition.reason, addition.stop
             self.add(choice, addition, events)
             choice.has_begun = True
         return "".join(events).encode() if self.request.stream else b""
@@ -213,6 +214,13 @@ class Answers(ABC, Generic[AnyChoice]):
     def token_fields(self, tokens: list[int], versions: list[int]) -> dict[str, Any]:
         """Return the fields that `return_token_ids` adds to a choice."""
         return {"token_ids": tokens, "weights_versions": versions} if self.request.return_token_ids else {}
+
+    def stop_fields(self, choice: AnyChoice) -> dict[str, Any]:
+        """Return the fields that `return_token_ids` adds to a choice that a stop token ended."""
+        if choice.stop is None or not self.request.return_token_ids:
+            return {}
+        logprob, version = choice.stop
+        return {"stop_logprob": logprob, "stop_weights_version": version}
 
     def _reader(self, prompt: tuple[int, ...], sampling: Sampling, keep_special: bool = False) -> AnswerReader:
         words = self.vocabulary

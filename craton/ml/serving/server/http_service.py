@@ -261,6 +261,7 @@ class HttpService:
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             grammar=grammar,
+            logprobs_mode=request.logprobs_mode,
         )
 
     def _check_continued(self, request: GenerationRequest, prompt_tokens: int, max_tokens: int) -> None:

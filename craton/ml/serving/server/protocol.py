@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from craton.ml.serving.grammar import GrammarError, check_size
-from craton.ml.serving.messages import Grammar
+from craton.ml.serving.messages import Grammar, LogprobsMode
 from craton.ml.serving.server.errors import BadRequestError
 from craton.ml.serving.server.fields import unknown_fields
 
@@ -89,6 +89,7 @@ class GenerationRequest(Body):
     min_tokens: int = Field(default=0, ge=0, lt=1 << 31)
     ignore_eos: bool = False
     prompt_logprobs: LogprobCount | None = None
+    logprobs_mode: LogprobsMode = "model"
     priority: int = Field(default=0, ge=-(1 << 31), lt=1 << 31)
     return_token_ids: bool = False
     continue_from: TokenIds = []  # generated tokens of this answer, which the new ones follow
@@ -171,6 +172,7 @@ class BranchSampling(Body):
     stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_STOP_TOKENS)] | None = None
     min_tokens: int | None = Field(default=None, ge=0, lt=1 << 31)
     ignore_eos: bool | None = None
+    logprobs_mode: LogprobsMode | None = None
 
 
 class ForkRequest(Body):

@@ -22,6 +22,7 @@ from craton.ml.serving.messages import (
     Fork,
     ForkBranch,
     Grammar,
+    LogprobsMode,
     OutputDelta,
     Ready,
     Reply,
@@ -54,7 +55,8 @@ Message = Request | Reply
 _PIECES, _SUBMIT, _FORK = 0, 1, 8
 _FINISHES: tuple[Finish, ...] = get_args(Finish)
 _GRAMMARS = ("json_schema", "json_object", "regex", "lark")
-_PIECE_HEAD = 8  # integers before the tokens of a delta
+_PIECE_HEAD = 9  # integers before the tokens of a delta
+_PIECE_SCORES = 2  # numbers before the log-probabilities of a delta
 _SAMPLING: tuple[Check, ...] = (
     is_integer,  # max_tokens
     is_real,  # temperature
@@ -67,6 +69,7 @@ _SAMPLING: tuple[Check, ...] = (
     is_flag,  # ignore_eos
     *(optional(is_integer),) * 2,  # logprobs, prompt_logprobs
     optional(list_of(is_text)),  # grammar
+    lambda mode: mode in get_args(LogprobsMode),  # logprobs_mode
 )
 _RARE: tuple[Check, ...] = (list_of(is_anything), optional(list_of(is_anything)), is_text, is_flag)  # of a delta
 # The other messages, whose fields are sent in order.
@@ -172,6 +175,7 @@ def pack_sampling(sampling: Sampling) -> list[Any]:
         sampling.logprobs,
         sampling.prompt_logprobs,
         None if grammar is None else [grammar.kind, grammar.text],
+        sampling.logprobs_mode,
     ]
 
 
@@ -201,11 +205,12 @@ def _encode_pieces(pieces: Sequence[OutputDelta]) -> bytes:
                 piece.cached_tokens,
                 0 if piece.finish is None else 1 + _FINISHES.index(piece.finish),
                 -1 if piece.stop_token is None else piece.stop_token,
+                piece.stop_version,
             )
         )
         numbers.extend(piece.tokens)
         numbers.extend(piece.versions)
-        scores.append(piece.admitted)
+        scores.extend((piece.admitted, piece.stop_logprob))
         scores.extend(piece.logprobs)
         if piece.alternatives or piece.prompt_logprobs is not None or piece.error or piece.is_ours or piece.generated:
             prompt = piece.prompt_logprobs
@@ -228,22 +233,26 @@ def _decode_pieces(values: Any, numbers: list[int], scores: list[float]) -> list
         head = numbers[at : at + _PIECE_HEAD]
         if len(head) < _PIECE_HEAD or min(head[2:5]) < 0 or not 0 <= head[6] <= len(_FINISHES):
             raise WireError("an output delta is truncated, or has an unknown finish reason")
-        number, index, num_tokens, num_scores, num_versions, cached, finish, stop = head
+        number, index, num_tokens, num_scores, num_versions, cached, finish, stop, stop_version = head
         tokens_end = at + _PIECE_HEAD + num_tokens
-        scores_end = score + 1 + num_scores
+        scores_end = score + _PIECE_SCORES + num_scores
+        if scores_end > len(scores):
+            raise WireError("an output delta has fewer log-probabilities than its header states")
         pieces.append(
             OutputDelta(
                 number,
                 index,
                 numbers[at + _PIECE_HEAD : tokens_end],
-                scores[score + 1 : scores_end],
+                scores[score + _PIECE_SCORES : scores_end],
                 [],
                 numbers[tokens_end : tokens_end + num_versions],
                 None,
                 cached,
-                scores[score] if score < len(scores) else 0.0,
+                scores[score],
                 _FINISHES[finish - 1] if finish else None,
                 None if stop < 0 else stop,
+                scores[score + 1],
+                stop_version,
             )
         )
         at, score = tokens_end + num_versions, scores_end

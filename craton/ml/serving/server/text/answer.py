@@ -33,6 +33,7 @@ class Addition:
     scores: list[TokenScore] = field(default_factory=list)
     finish: str | None = None
     reason: str | int | None = None
+    stop: tuple[float, int] | None = None  # log-probability of the stop token, and the version that sampled it
 
 
 class StopStrings:
@@ -146,6 +147,8 @@ class AnswerReader:
         # stop_reason distinguishes them.
         if piece.finish == "stop":
             self._complete(addition, "stop", piece.stop_token)
+            if piece.stop_token is not None:
+                addition.stop = (piece.stop_logprob, piece.stop_version)
         else:
             self._complete(addition, "length", "abort" if piece.finish == "abort" else None)
 
