@@ -1,0 +1,1 @@
+"""Post-training: preference learning and RL on the training loop and the serving engine."""
