@@ -51,6 +51,13 @@ def loss(value: float | None) -> str:
     return digits(value)
 
 
+def score(value: float | None) -> str:
+    """A reward, accuracy or divergence, with two decimals: 0.12, 0.70, −1.50; NaN and infinity like a loss."""
+    if value is None or not math.isfinite(value) or abs(value) >= 99.995:
+        return loss(value)
+    return f"{value:.2f}".replace("-", "−")
+
+
 def amount(value: float | None) -> str:
     """A measured number: 1.46M, 4.59k, 850."""
     return UNKNOWN if value is None or not math.isfinite(value) else _scaled(value, _THOUSANDS)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from craton.telemetry.errors import RunError, RunExistsError, RunNotFoundError
     from craton.telemetry.event_text import event_fields
     from craton.telemetry.metric_table import read_table
+    from craton.telemetry.results import result_details, result_words
     from craton.telemetry.rundirectory import (
         MARKERS,
         Marker,
@@ -30,6 +31,14 @@ if TYPE_CHECKING:
         runs_root,
     )
     from craton.telemetry.summary import RUN_STATES, RunState, RunSummary, Summarizer, summarize
-    from craton.telemetry.vocabulary import METRICS, TWINS, plan_checkpoint_intervals, plan_twins
+    from craton.telemetry.vocabulary import (
+        METRICS,
+        PHASES,
+        ROLLOUT_PHASES,
+        TWINS,
+        plan_checkpoint_intervals,
+        plan_twins,
+        step_phases,
+    )
 else:
     __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

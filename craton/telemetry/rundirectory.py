@@ -135,6 +135,9 @@ class RunDirectory:
     def ledger_path(self, node: str) -> Path:
         return self.path / "ledger" / f"{_plain(node)}.jsonl"
 
+    def samples_path(self, node: str) -> Path:
+        return self.path / "samples" / f"{_plain(node)}.jsonl"
+
     def heartbeat_path(self, node: str) -> Path:
         return self.path / "heartbeat" / _plain(node)
 

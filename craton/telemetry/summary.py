@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeGuard, get_args
 
@@ -19,9 +19,9 @@ from craton.telemetry.files import paths_in, storage_problem, tail_lines
 from craton.telemetry.members import MembersSum, read_members_status
 from craton.telemetry.node import Heartbeat, NodeStatus, read_heartbeat, read_status
 from craton.telemetry.progress import UNKNOWN_PROGRESS, Progress, activities_of, assess_progress
-from craton.telemetry.rank import LedgerReader, monotonic_clock_id, spread
+from craton.telemetry.rank import PRODUCTIVE_KINDS, LedgerReader, monotonic_clock_id, spread
 from craton.telemetry.rundirectory import RunDirectory, is_plain_name, read_json, reporting_node, reporting_rank
-from craton.telemetry.vocabulary import TWINS, plan_twins
+from craton.telemetry.vocabulary import METRICS, TWINS, plan_twins
 
 # waiting: for its nodes, which only its scheduler knows
 RunState = Literal["waiting", "starting", "running", "stopping", "stopped", "done", "failed", "lost"]
@@ -31,6 +31,7 @@ START_SECONDS = 30.0  # from launch.json to the first heartbeat; after that the 
 TAIL_BYTES = 64 << 10
 MAX_TAIL_BYTES = 4 << 20
 SECONDS_PER_DAY = 86400.0
+_RESULTS = tuple(name for name, metric in METRICS.items() if metric.group and name.removeprefix("run_") not in TWINS)
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ class RunSummary:
     metrics_ports: dict[str, int]  # node → port of its Prometheus endpoint
     unsaved: str = ""  # if its last state is on no disk yet: why, and what to do
     storage: str = ""  # what is or was wrong with the disk of its directory; "": nothing
+    results: dict[str, float] = field(default_factory=dict)  # X → newest run_X of post-training, such as reward
     movement: Progress = UNKNOWN_PROGRESS  # whether its ranks make progress; unknown for a run that has ended
     members: MembersSum | None = None  # of a run that owns runs; None: it has none, or they were not read
 
@@ -143,7 +145,7 @@ class Summarizer:
         if wall_seconds > 0 and dollars_per_day is not None:
             measured["cost_dollars"] = dollars_per_day / SECONDS_PER_DAY * wall_seconds
         if wall_seconds > 0 and (recent.step or not launch.get("workdir")):  # a command without steps may do nothing
-            measured["goodput"] = ledger.get("productive", 0.0) / wall_seconds
+            measured["goodput"] = sum(ledger.get(kind, 0.0) for kind in PRODUCTIVE_KINDS) / wall_seconds
         step_seconds = measured.get("step_seconds")
         is_moving = state in ("starting", "running", "stopping")
         will_go_on = is_moving and state != "stopping"
@@ -182,6 +184,7 @@ class Summarizer:
             metrics_ports={node: beat.metrics_port for node, beat in heartbeats.items() if beat and beat.metrics_port},
             unsaved=unsaved,
             storage=storage,
+            results=recent.results(),
             movement=movement,
         )
 
@@ -233,6 +236,13 @@ class _Recent:
                 value = line["run_loss"]
                 return float(value) if _is_number(value) else math.nan
         return None
+
+    def results(self) -> dict[str, float]:
+        """Return X → newest run_X, for the metrics of post-training."""
+        newest: dict[str, float] = {}
+        for line in self._lines:
+            newest |= {name: float(line[name]) for name in _RESULTS if _is_number(line.get(name))}
+        return {name.removeprefix("run_"): newest[name] for name in _RESULTS if name in newest}
 
     def medians(self) -> dict[str, float]:
         """Return X → median of run_X over the last steps of the newest generation."""
@@ -380,7 +390,9 @@ def _storage(
 def _is_productive(run: RunDirectory, first_node: str, generation: int) -> bool:
     """Whether a rank is productive: a command that reports no progress never records a step."""
     status = read_status(run, first_node)
-    return bool(status and status.generation >= generation and any(rank.kind == "productive" for rank in status.ranks))
+    return bool(
+        status and status.generation >= generation and any(rank.kind in PRODUCTIVE_KINDS for rank in status.ranks)
+    )
 
 
 def _daily_price(launch: dict[str, Any], plan: dict[str, Any]) -> float | None:

@@ -1,18 +1,22 @@
 """The metric vocabulary: names, units and meanings, read from metrics.toml.
 
 `METRICS` maps every name to its `Metric`. For each X in `TWINS` there are `plan_X` (predicted) and `run_X` (measured).
+`PHASES` are the parts of every step; a step of reinforcement learning also has `ROLLOUT_PHASES`.
 """
 
 from __future__ import annotations
 
 import math
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 PREFIX = "craton_"
+VALIDATION = "validation_"
+PHASES = ("data", "compute", "communication", "optimizer", "checkpoint")
+ROLLOUT_PHASES = ("rollout", "reward", "sync")  # in the order of a step, before PHASES
 
 
 @dataclass(frozen=True)
@@ -23,11 +27,17 @@ class Metric:
     kind: Literal["gauge", "counter"]
     scope: Literal["run", "rank"]
     label: str = ""  # additional label, besides run, node, leaf and rank
+    group: Literal["", "rl", "preference"] = ""  # recorded by these runs only
 
     @property
     def prometheus_name(self) -> str:
         """The name of its samples on the endpoint."""
         return f"{PREFIX}{self.name}_total" if self.kind == "counter" else f"{PREFIX}{self.name}"
+
+
+def step_phases(known: Container[str]) -> tuple[str, ...]:
+    """Return the phases of a step, in its order: PHASES, after those of ROLLOUT_PHASES that are `known`."""
+    return (*(phase for phase in ROLLOUT_PHASES if phase in known), *PHASES)
 
 
 def plan_twins(plan: Mapping[str, Any]) -> dict[str, float]:
@@ -54,11 +64,14 @@ def _read() -> tuple[dict[str, Metric], tuple[str, ...]]:
     table = tomllib.loads(Path(__file__).with_name("metrics.toml").read_text(encoding="utf-8"))
     metrics, twins = [], []
     for name, row in table.items():
-        is_twin = row.pop("twin", False)
+        is_twin, is_validated = row.pop("twin", False), row.pop("validated", False)
         if is_twin:
             twins.append(name)
         names = (f"plan_{name}", f"run_{name}") if is_twin else (name,)
         metrics += [Metric(name=item, **row) for item in names]
+        if is_validated:
+            on_validation = {**row, "help": f"{row['help']}, on data.validation"}
+            metrics.append(Metric(name=f"run_{VALIDATION}{name.removeprefix('run_')}", **on_validation))
     return {metric.name: metric for metric in metrics}, tuple(twins)
 
 

@@ -254,3 +254,22 @@ def test_a_trap_waits_for_its_step_and_for_what_goes_on_beside() -> None:
     with pytest.raises(TrapError):
         page.spring()
     assert not page.has_trap
+
+
+def test_repeated_rollouts_are_redone_work_and_no_pace_of_a_step() -> None:
+    page = RankPage.make()
+    page.begin("start", 0.0)
+    page.begin_step(1, 1.0)
+    page.switch("rollout", 1.0)
+    page.switch("reward", 31.0)
+    page.switch("data", 41.0)
+    page.repeat_rollouts()
+    page.switch("redo", 41.0)
+    page.begin_step(2, 43.0)
+    totals = page.totals(43.0)
+    assert (totals["rollout"], totals["reward"], totals["redo"]) == (0.0, 0.0, 42.0)
+    assert page.slowest_seconds == 2.0
+    page.switch("rollout", 43.0)
+    page.break_off("regroup", 53.0, 53.0)
+    assert page.totals(53.0)["redo"] == 52.0
+    assert sum(page.totals(53.0).values()) == 53.0

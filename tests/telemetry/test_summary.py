@@ -166,3 +166,14 @@ def test_a_long_run_is_summarized_fast(run: RunDirectory) -> None:
     assert (first.step, first.wall_seconds) == (5000, pytest.approx(10_000.0))
     assert calls_of_first.number < 50 * 15_000  # 20 for each line
     assert calls_of_second.number < calls_of_first.number / 10, "what was read is not read again"
+
+
+def test_rollouts_count_as_productive_and_rewards_show(run: RunDirectory) -> None:
+    record(run, "x", 0, 1, run_loss=1.0, run_reward=0.1, run_rollout_seconds=3.0, run_validation_reward=0.4)
+    record(run, "x", 0, 2, run_loss=1.0, run_reward=0.12, run_rollout_seconds=4.0, run_kl=float("nan"))
+    seconds = {"start": 10.0, "productive": 10.0, "rollout": 15.0, "reward": 3.0, "sync": 2.0}
+    Recorder("x", 0, 1, run=run).ledger(2, seconds)
+    summary = summarize(run)
+    assert summary.goodput == 0.75
+    assert summary.results == {"reward": 0.12, "validation_reward": 0.4}
+    assert summary.measured["rollout_seconds"] == 3.5

@@ -6,12 +6,15 @@ import dataclasses
 import re
 
 from craton.planning import Plan
-from craton.telemetry import METRICS, TWINS, plan_twins
+from craton.telemetry import METRICS, PHASES, ROLLOUT_PHASES, TWINS, plan_twins, step_phases
 
 
 def test_every_prediction_has_its_twin() -> None:
     assert set(TWINS) == {
         "step_seconds",
+        "rollout_seconds",
+        "reward_seconds",
+        "sync_seconds",
         "data_seconds",
         "compute_seconds",
         "communication_seconds",
@@ -48,10 +51,22 @@ def test_every_metric_says_its_unit_and_meaning() -> None:
 def test_the_planner_predicts_what_the_table_names() -> None:
     """plan.json holds each twin under its own name or in its phases; the names must not drift apart."""
     fields = {field.name for field in dataclasses.fields(Plan)}
-    phases = {"data", "compute", "communication", "optimizer", "checkpoint"}
+    phases = {*ROLLOUT_PHASES, *PHASES}
     # goodput and cost_dollars are put at the top level of plan.json beside their details.
     for name in TWINS:
         assert name in fields | {"cost_dollars"} or name.removesuffix("_seconds") in phases
+
+
+def test_only_reinforcement_learning_has_the_phases_of_rollouts() -> None:
+    assert step_phases({}) == PHASES == ("data", "compute", "communication", "optimizer", "checkpoint")
+    assert step_phases({"reward": 0.0, "rollout": 1.0, "data": 2.0}) == ("rollout", "reward", *PHASES)
+
+
+def test_what_is_measured_on_validation_data_has_the_same_unit() -> None:
+    validated = {name for name in METRICS if name.startswith("run_validation_")}
+    assert {"run_validation_reward", "run_validation_reward_accuracy"} <= validated
+    for name in validated:
+        assert METRICS[name].unit == METRICS[name.replace("validation_", "")].unit
 
 
 def test_what_a_plan_does_not_know_is_left_out() -> None:

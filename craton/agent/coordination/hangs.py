@@ -29,6 +29,9 @@ LIMITS = {  # maximum seconds without progress, by what a rank is doing
     "data": 300.0,
     "checkpoint": 900.0,
     "evaluate": 900.0,
+    "rollout": 900.0,
+    "reward": 900.0,
+    "sync": 900.0,
     "detect": 60.0,
     "regroup": 120.0,
     "restore": 900.0,
@@ -40,6 +43,7 @@ KNOWN_FIRST_SECONDS = 30.0  # the same for a first step: code that is compiled a
 KNOWN_STAYS = 10.0  # multiples of the longest recent stay in a phase
 DATA_STEPS, PLANNED_STEPS = 100.0, 60.0  # loading data or a first step, in recent and in planned steps
 STEPPING = ("productive", "redo")
+LOADING = ("data", "rollout", "reward", "sync")  # before the first collective of a step
 MAX_DOUBLINGS = 4  # of a step's limit, one per failure without a new step
 
 
@@ -74,7 +78,7 @@ class RankProgress:
         pace = max(self.step_seconds, self.slowest_seconds)
         if self.is_stepping and pace:
             return max(HANG_SECONDS, HANG_STEPS * pace)
-        if self.kind == "data" or self.is_stepping or self.kind == "compile":
+        if self.kind in LOADING or self.is_stepping or self.kind == "compile":
             return self._known_limit(pace) or self._first_limit()
         return max(LIMITS.get(self.kind, LIMITS["start"]), KNOWN_STAYS * self.stay_seconds)
 
@@ -83,15 +87,15 @@ class RankProgress:
         return self.kind in STEPPING
 
     def _known_limit(self, pace: float) -> float:
-        """Return the limit of loading data or of a first step by the run's own history; 0 if there is none."""
+        """Return the limit of loading data, rollouts or a first step by the run's own history; 0 if there is none."""
         if not (self.stay_seconds or (pace and self.kind == "data")):
             return 0.0
         planned = PLANNED_STEPS * self.plan_step_seconds
-        least = KNOWN_SECONDS if self.kind == "data" else KNOWN_FIRST_SECONDS
+        least = KNOWN_SECONDS if self.kind in LOADING else KNOWN_FIRST_SECONDS
         return max(least, DATA_STEPS * pace, KNOWN_STAYS * self.stay_seconds, planned)
 
     def _first_limit(self) -> float:
-        kind = "data" if self.kind == "data" else "compile"
+        kind = self.kind if self.kind in LOADING else "compile"
         limit = EAGER_SECONDS if kind == "compile" and self.is_eager else LIMITS[kind]
         return max(limit, PLANNED_STEPS * self.plan_step_seconds)
 
@@ -160,7 +164,7 @@ def _waits_for(suspect: RankProgress, other: RankProgress) -> bool:
     """Whether the suspect is ahead of another rank, and so most likely waits for it."""
     if not suspect.is_stepping or suspect.patience or not other.step:
         return False
-    return other.step < suspect.step or (other.step == suspect.step and other.kind == "data")
+    return other.step < suspect.step or (other.step == suspect.step and other.kind in LOADING)
 
 
 def _still_seconds(suspect: RankProgress, others: Sequence[RankProgress]) -> float:

@@ -8,9 +8,9 @@ starts at `state` resumes exactly where another one stopped, whatever its world 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from queue import Empty, Full, Queue
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Self
 
 from numpy.typing import NDArray
@@ -26,6 +26,9 @@ Arrays = dict[str, NDArray]
 class Loader:
     """`next(n)` returns the rank's next n micro-batches; `state` is the first global sample of the next unfinished
     step."""
+
+    phase_seconds: Mapping[str, float] = MappingProxyType({})  # of the last `next`, what is not data loading
+    metrics: Mapping[str, float] = MappingProxyType({})  # of the last `next`, for the step's record
 
     def __init__(
         self, source: Source, global_batch: int, rank: int, world: int, micro_batch: int, start: int = 0, ahead: int = 4

@@ -170,7 +170,10 @@ class Trainer:
         clock.begin_step(self.step)
         clock.switch("data")
         batches = self._load()
-        self.timer.mark("data")
+        assert self.loader is not None
+        self.timer.mark("data", self.loader.phase_seconds)
+        if self.step <= self._redo_until:
+            clock.page.repeat_rollouts()
 
         clock.switch(self._kind_of_step())
         count, agreed = self._agree(batches)
@@ -189,7 +192,6 @@ class Trainer:
             self._checkpoint()
         self.timer.mark("checkpoint")
 
-        assert self.loader is not None
         times, kept = self.timer.finish(), self.search.kept(batches)
         sample, metrics = self.loader.state, self._batch_metrics
         self._record_previous_step(
@@ -209,7 +211,8 @@ class Trainer:
         assert self.loader is not None
         context = self.parts.ranks.connections.context
         loaded = self.loader.next()
-        self._batch_metrics = self._batch_statistics.add(loaded) if self.parts.ranks.rank == 0 else {}
+        is_first = self.parts.ranks.rank == 0
+        self._batch_metrics = {**self._batch_statistics.add(loaded), **self.loader.metrics} if is_first else {}
         batches = [Batch.from_arrays(arrays).cut(context) for arrays in loaded]
         if self.parts.ranks.device.type == "cuda":
             batches = [batch.pin().to(self.parts.ranks.device) for batch in batches]

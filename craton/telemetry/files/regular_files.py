@@ -26,7 +26,7 @@ MAX_NAMES = 200_000  # in one folder: twice the logs of a run with 100,000 ranks
 # Folders of a run whose files are opened by path: below these and below the run itself no link is followed.
 RUN_FOLDERS = frozenset(
     {"events", "metrics", "ledger", "logs", "traces", "heartbeat", "status", "generations", "plans", "chaos", "track"}
-    | {"hosts", "preflight", "unfit", "members"}
+    | {"hosts", "preflight", "unfit", "members", "samples"}
 )
 _FILE_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
 _FOLDER_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY | os.O_CLOEXEC

@@ -18,6 +18,9 @@ FIRST_SECONDS = {  # without any history, by phase
     "data": 60.0,
     "checkpoint": 600.0,  # of a large model to a shared file system
     "evaluate": 900.0,
+    "rollout": 900.0,  # without a new token
+    "reward": 600.0,
+    "sync": 600.0,
     "detect": 60.0,
     "regroup": 120.0,
     "restore": 600.0,

@@ -9,10 +9,12 @@ from craton.lazy import lazy_names
 if TYPE_CHECKING:
     from craton.telemetry.rank.ledger import LedgerClock, LedgerReader, spread
     from craton.telemetry.rank.recorder import Recorder
+    from craton.telemetry.rank.samples import SampleRecorder, read_samples
     from craton.telemetry.rank.shared_memory import (
         BESIDE,
         FORGET_SHARE,
         LEDGER_KINDS,
+        PRODUCTIVE_KINDS,
         RankPage,
         going_on,
         monotonic_of,

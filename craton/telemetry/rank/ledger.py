@@ -4,8 +4,8 @@ In a rank a `LedgerClock` is always in one kind. On disk a line has the seconds 
 until its time, which is of a clock that does not jump (`steady_clock`). A negative number moves seconds to another kind
 (an interrupted step must be redone). `LedgerReader` adds up a run: at every moment the mean over the ranks whose ledger
 covers it. A gap that no rank covers is `idle` if the previous generation failed or vanished (the run should have run
-but did not), and is not counted after a requested stop. Wall time is the sum of all kinds; goodput is the productive
-share.
+but did not), and is not counted after a requested stop. Wall time is the sum of all kinds; goodput is the share of the
+productive ones (PRODUCTIVE_KINDS).
 
 A day of eight ranks is 700,000 lines. So the coordinating agent keeps its totals in `ledger/.books.json`, with the
 offsets it has read, and every reader continues from there. Without that file, the files of all nodes are read in

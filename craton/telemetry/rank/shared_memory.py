@@ -31,13 +31,18 @@ LEDGER_KINDS = (
     "data",
     "checkpoint",
     "evaluate",
+    "rollout",
+    "reward",
+    "sync",
     "detect",
     "regroup",
     "restore",
     "redo",
     "idle",
 )
-LOST_WITH_A_STEP = ("compile", "productive", "data")
+ROLLOUT_KINDS = ("rollout", "reward", "sync")  # parts of a step of reinforcement learning
+PRODUCTIVE_KINDS = ("productive", *ROLLOUT_KINDS)  # their share is the goodput
+LOST_WITH_A_STEP = ("compile", *PRODUCTIVE_KINDS, "data")
 # Background activities: a copy into shared memory, writing files of a tier, a last state that is not on disk yet
 BESIDE = ("staging", "saving", "unsaved")
 ACTIONS = ("none", "kill", "stop", "spin", "fail")  # of a trap; stop: SIGSTOP, spin: hang while the process runs
@@ -223,6 +228,18 @@ class RankPage:
                 fields.seconds[index] = fields.marked[index]
         fields.marked[:] = [0.0] * len(LEDGER_KINDS)
         self.switch(kind, now)
+
+    def repeat_rollouts(self) -> None:
+        """Book the rollouts of the step in progress as `redo`: an earlier generation did this step already. They do not
+        count as the step's own work, by whose pace a hang is found."""
+        fields = self._fields
+        redo = LEDGER_KINDS.index("redo")
+        for kind in ROLLOUT_KINDS:
+            index = LEDGER_KINDS.index(kind)
+            seconds = fields.seconds[index] - fields.marked[index]
+            fields.seconds[index] = fields.marked[index]
+            fields.seconds[redo] += seconds
+            fields.marked[redo] += seconds
 
     def totals(self, now: float) -> dict[str, float]:
         """Return the seconds by kind since the page was created, including the open interval."""

@@ -20,7 +20,7 @@ import torch
 
 from craton.formatting import duration, percent, rate
 from craton.ml.training.parallel import Ranks
-from craton.telemetry import plan_twins, read_json
+from craton.telemetry import plan_twins, read_json, result_words
 from craton.telemetry.rank import Recorder
 
 LOG_SECONDS = 5.0  # between two lines in the log of rank 0
@@ -88,7 +88,8 @@ class Meter:
             "memory_bytes": float(peak_memory_bytes(self._ranks.device)),
         }
         if self._ranks.rank == 0:
-            measured["tokens_per_second"] = self._tokens_per_step / seconds
+            tokens = shared.get("step_tokens", float(self._tokens_per_step))  # of rollouts, as many as were generated
+            measured["tokens_per_second"] = tokens / seconds
             if self.prediction is not None:
                 flops = self.prediction.flops_per_token * measured["tokens_per_second"]
                 measured["mfu"] = flops / (self.prediction.peak_flops * self._ranks.world)
@@ -96,7 +97,9 @@ class Meter:
                 self._measured.append(measured)
             self._first = False
             self._print(step, measured, shared)
-            measured = {**measured, **shared, "tokens": step * self._tokens_per_step}
+            measured |= shared
+            if "step_tokens" not in shared:
+                measured["tokens"] = step * self._tokens_per_step
             if step in self._evaluations:
                 measured |= self._evaluations.pop(step)
         recorded = self._recorder.recording_seconds
@@ -133,6 +136,7 @@ class Meter:
         parts: list[Any] = [
             f"step {step}/{self._steps}",
             f"loss {shared['loss']:.4f}",
+            *result_words(shared),
             f"norm {shared['gradient_norm']:.3g}",
             f"lr {shared['learning_rate']:.3g}",
             duration(measured["step_seconds"]),

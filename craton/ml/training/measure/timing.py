@@ -10,7 +10,7 @@ the backward pass. A reduction that delays the middle of a backward pass on a GP
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,8 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
 from craton.ml.collectives import Peers
-
-PHASES = ("data", "compute", "communication", "optimizer", "checkpoint")
+from craton.telemetry import PHASES
 
 Stamp = Any  # float seconds on a CPU, torch.cuda.Event on a GPU
 
@@ -37,6 +36,7 @@ class MeasuredStepTimes:
     start: Stamp
     marks: list[tuple[str, Stamp]] = field(default_factory=list)
     waits: list[tuple[int, Stamp, Stamp]] = field(default_factory=list)  # first: index of the mark that ends the phase
+    parts: list[tuple[str, str, float]] = field(default_factory=list)  # phase, another phase, seconds that belong to it
 
     def seconds(self) -> dict[str, float]:
         """Return the seconds of every phase; they add up to the step."""
@@ -53,6 +53,10 @@ class MeasuredStepTimes:
             waited = min(_between(begin, end), phases[phase])
             phases[phase] -= waited
             phases["communication"] += waited
+        for phase, part, seconds in self.parts:
+            moved = min(seconds, phases[phase])
+            phases[phase] -= moved
+            phases[part] = phases.get(part, 0.0) + moved
         return phases
 
 
@@ -74,8 +78,10 @@ class StepTimer:
         """The time between the last step and this call belongs to neither."""
         self._times = MeasuredStepTimes(self.stamp())
 
-    def mark(self, phase: str) -> None:
+    def mark(self, phase: str, parts: Mapping[str, float] | None = None) -> None:
+        """End a phase; `parts`: phase → seconds of it that belong to another one, by the host's clock."""
         self._times.marks.append((phase, self.stamp()))
+        self._times.parts += [(phase, part, seconds) for part, seconds in (parts or {}).items()]
 
     def finish(self) -> MeasuredStepTimes:
         """Return the step's times; the next step begins where they end."""

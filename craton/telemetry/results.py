@@ -1,0 +1,32 @@
+"""The results of post-training in a few words, the same in logs, tables, the live view and the summary of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from craton.formatting import amount, percent, score
+
+_SCORES = {"reward": "reward", "reward_accuracy": "accuracy", "reward_margin": "margin"}
+_DETAILS = {  # title and how its number is written
+    "completion_tokens": ("length", amount),
+    "kl": ("KL", score),
+    "entropy": ("entropy", score),
+    "staleness": ("staleness", score),
+    "rollout_tokens_per_second": ("rollout tokens/s", amount),
+    "rollout_idle_share": ("rollouts idle", percent),
+    "trainer_idle_share": ("trainer idle", percent),
+    "verifier_failure_share": ("verifier failures", percent),
+}
+
+
+def result_words(results: Mapping[str, float]) -> list[str]:
+    """Return what the run learns: `reward 0.12`, or `accuracy 0.71` and `margin 0.30`; nothing for other kinds. Names
+    are those of the metrics, without `run_`."""
+    words = [f"{title} {score(results[name])}" for name, title in _SCORES.items() if name in results]
+    validated = [(f"validation_{name}", title) for name, title in _SCORES.items() if name != "reward_margin"]
+    return words + [f"validation {title} {score(results[name])}" for name, title in validated if name in results]
+
+
+def result_details(results: Mapping[str, float]) -> list[tuple[str, str]]:
+    """Return the other numbers of a run of reinforcement learning, as title and text."""
+    return [(title, write(results[name])) for name, (title, write) in _DETAILS.items() if name in results]
