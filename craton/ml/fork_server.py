@@ -1,5 +1,5 @@
-"""`python -m craton.ml.fork_server RUN`: the fork server of a node. Imports torch and the training code once, then
-forks a rank or a keeper whenever the node's agent requests one.
+"""`python -m craton.ml.fork_server RUN`: the fork server of a node. Imports torch and the training code once (with
+`--posttraining` also that of kinds dpo and grpo), then forks a rank or a keeper whenever the node's agent requests one.
 
 Nothing here may start a thread or touch a GPU before the fork: neither survives it.
 """
@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from craton.agent.coordination import run_secret
@@ -26,14 +27,21 @@ from craton.telemetry.files import protect_output
 
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15  # linux/prctl.h
 ADOPTION_SECONDS = 5.0
+POSTTRAINING = "--posttraining"
 
 
 def main(arguments: list[str]) -> int:
     """Serve requests until the agent exits. Returns only in a forked process, with its exit code."""
-    if len(arguments) != 1:
-        print("usage: python -m craton.ml.fork_server RUN", file=sys.stderr)
+    run, *options = arguments or [""]
+    if not run or options not in ([], [POSTTRAINING]):
+        print(f"usage: python -m craton.ml.fork_server RUN [{POSTTRAINING}]", file=sys.stderr)
         return 2
     session.import_everything()
+    train: Callable[[list[str]], int] = session.main
+    if options:
+        from craton.ml import posttraining
+
+        train = posttraining.main
     gc.collect()
     gc.freeze()  # imported objects are never collected, so their pages stay shared between all ranks
     connection = socket.socket(fileno=int(os.environ.pop(FORK_SERVER_VARIABLE)))
@@ -41,8 +49,8 @@ def main(arguments: list[str]) -> int:
     os.environ.update(environment)
     _become_a_child_of(agent, log, f"craton-{kind}-{environment.get('RANK', '')}".rstrip("-"))
     if kind == "keeper":
-        return _keep(RunDirectory(arguments[0]))
-    return session.main(arguments)
+        return _keep(RunDirectory(run))
+    return train([run])
 
 
 def _become_a_child_of(agent: int, log: str, name: str) -> None:

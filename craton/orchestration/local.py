@@ -256,7 +256,8 @@ def _families(run: RunDirectory, agents: Iterable[int]) -> list[int]:
     ).stdout
     # Runs from before November 2026 have fork servers named nursery.
     modules = r"agent|ml\.fork_server|ml\.nursery|orchestration\.members"
-    of_run = re.compile(rf"\S+ -m craton\.({modules}) {re.escape(str(run.path))}( --node \d+| --starter)?")
+    options = r"--node \d+|--starter|--posttraining"
+    of_run = re.compile(rf"\S+ -m craton\.({modules}) {re.escape(str(run.path))}( ({options}))?")
     family = list(agents)
     children: dict[int, list[int]] = {}
     for line in listed.splitlines():

@@ -1,1 +1,15 @@
-"""Post-training: preference learning and RL on the training loop and the serving engine."""
+"""Post-training: preference learning and RL on the training loop and the serving engine.
+
+`python -m craton.ml.posttraining RUN` is one rank of kind dpo or grpo.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from craton.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from craton.ml.posttraining.build import main
+else:
+    __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

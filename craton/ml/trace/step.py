@@ -70,7 +70,7 @@ def make_trainer(job: Job, ranks: Ranks, model: nn.Module) -> Trainer:
             objective=objective_of(job),
             schedule=Schedule.of(job),
             open_loader=absent,
-            validation=None,
+            evaluate=None,
             checkpointer=absent,
             recorder=absent,
             clock=LedgerClock(),

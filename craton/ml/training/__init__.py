@@ -11,11 +11,19 @@ from craton.lazy import lazy_names
 
 if TYPE_CHECKING:
     from craton.ml.training.batch import Batch
-    from craton.ml.training.build import build_decoder, build_model, build_optimizer, tier_folders
+    from craton.ml.training.build import (
+        RankIdentity,
+        SetupError,
+        build_decoder,
+        build_model,
+        build_optimizer,
+        tier_folders,
+    )
     from craton.ml.training.loop import Trainer
     from craton.ml.training.lora import merge_adapters
     from craton.ml.training.objectives import objective_of
     from craton.ml.training.optimizer import AdamW, Schedule
-    from craton.ml.training.parts import Parts
+    from craton.ml.training.orders import Order
+    from craton.ml.training.parts import Evaluation, Parts, Recipe, StepLoader, TrainingInputs, TrainingSetup
 else:
     __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

@@ -25,21 +25,22 @@ from craton.infrastructure import MEMORY_FRACTION
 from craton.job import Job, load_job
 from craton.job.layout import Layout
 from craton.job.sections import RESCUE, place_of, rescue_place
-from craton.ml.data import Loader, Source, open_source
+from craton.ml.data import Loader, open_source
 from craton.ml.functions import FunctionError, load_function, search_folder, user_code
 from craton.ml.kernels import check_device
 from craton.ml.models import Decoder, DecoderConfig, config_from_shape, load_weights
 from craton.ml.training import float8
 from craton.ml.training.checkpoint import OWNER, Checkpointer, TierFolder, read_together
 from craton.ml.training.checkpoint.peer import PeerSetup
+from craton.ml.training.evaluate import evaluate
 from craton.ml.training.guard import describe_out_of_memory, is_out_of_memory
 from craton.ml.training.lora import add_adapters, base_only, initialize_adapters
 from craton.ml.training.measure import Meter, PlannedStep
 from craton.ml.training.objectives import objective_of
 from craton.ml.training.optimizer import AdamW, Schedule
 from craton.ml.training.orders import Order, connect
-from craton.ml.training.parallel import Ranks, make_ranks, parallelize, parameter_dtype
-from craton.ml.training.parts import MissingWeightsError, Parts
+from craton.ml.training.parallel import Pipeline, Ranks, make_ranks, parallelize, parameter_dtype
+from craton.ml.training.parts import Evaluation, MissingWeightsError, Parts, Recipe, TrainingInputs, TrainingSetup
 from craton.telemetry import RunDirectory
 from craton.telemetry.files import read_regular, read_regular_text
 from craton.telemetry.rank import LedgerClock, Recorder
@@ -90,8 +91,42 @@ class RankIdentity:
         return torch.device("cuda", self.local_rank) if torch.cuda.is_available() else torch.device("cpu")
 
 
+def inputs_from_source(setup: TrainingSetup) -> TrainingInputs:
+    """Open the samples of the job's data, and its validation data."""
+    job, ranks = setup.job, setup.ranks
+    source = open_source(job, vocab=setup.vocabulary)
+
+    def open_loader(start: int) -> Loader:
+        sequences, micro_batch = job.global_batch_sequences, ranks.layout.micro_batch
+        return Loader(source, sequences, ranks.data_rank, ranks.data_world, micro_batch, start)
+
+    return TrainingInputs(open_loader, evaluation_from_source(setup))
+
+
+def evaluation_from_source(setup: TrainingSetup) -> Evaluation | None:
+    """Return the objective's loss on the job's validation data; None if the job does not evaluate."""
+    assert setup.job.train is not None
+    wanted = setup.job.train.evaluate
+    if wanted is None:
+        return None
+    source = open_source(setup.job, "validation", vocab=setup.vocabulary)
+
+    def evaluate_source(pipeline: Pipeline | None) -> dict[str, float]:
+        return evaluate(setup.model, source, setup.objective, setup.ranks, wanted.sequences, pipeline)
+
+    return evaluate_source
+
+
+PRETRAINING = Recipe(objective_of, inputs_from_source)  # and supervised fine-tuning
+
+
 def build(
-    run: RunDirectory, place: RankIdentity, recorder: Recorder, clock: LedgerClock, order: Order | None = None
+    run: RunDirectory,
+    place: RankIdentity,
+    recorder: Recorder,
+    clock: LedgerClock,
+    order: Order | None = None,
+    recipe: Recipe = PRETRAINING,
 ) -> Parts:
     """Build everything that `Trainer` needs. Starts the process group if there is more than one rank."""
     job = load_job(run.job_path)
@@ -99,7 +134,7 @@ def build(
         raise SetupError(f"{run.job_path}: kind {job.kind} does not train")
     search_folder(place.job_folder)
     schedule = Schedule.of(job)
-    objective = objective_of(job)
+    objective = recipe.objective(job)
     device = place.device
     shares_gpu = device.type == "cuda" and use_gpu(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -133,7 +168,8 @@ def build(
         raise describe_out_of_memory("start", ranks, job.train, prediction) from error
     # not every pipeline stage has the head
     vocabulary = model.config.shape.vocab if isinstance(model, Decoder) else cast("Tensor", model.head_weight).shape[0]
-    source = open_source(job, vocab=vocabulary)
+    setup = TrainingSetup(job, run, ranks, model, objective, vocabulary, recorder, clock, missing_weights)
+    inputs = recipe.open_inputs(setup)
     return Parts(
         job=job,
         ranks=ranks,
@@ -141,8 +177,8 @@ def build(
         optimizer=optimizer,
         objective=objective,
         schedule=schedule,
-        open_loader=lambda start: _loader(job, source, ranks, start),
-        validation=open_source(job, "validation", vocab=vocabulary) if job.train.evaluate else None,
+        open_loader=inputs.open_loader,
+        evaluate=inputs.evaluate,
         checkpointer=checkpointer,
         recorder=recorder,
         clock=clock,
@@ -350,9 +386,3 @@ def _adapt(model: nn.Module, job: Job, ranks: Ranks) -> None:
     if job.fp8:
         check_device(ranks.device)
         float8.convert(model, job.fp8)
-
-
-def _loader(job: Job, source: Source, ranks: Ranks, start: int) -> Loader:
-    return Loader(
-        source, job.global_batch_sequences, ranks.data_rank, ranks.data_world, ranks.layout.micro_batch, start
-    )

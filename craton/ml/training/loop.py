@@ -20,11 +20,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from craton.ml.data import Loader
 from craton.ml.models import Decoder, MoE
 from craton.ml.training.batch import Batch
 from craton.ml.training.checkpoint.peer import PEER
-from craton.ml.training.evaluate import evaluate
 from craton.ml.training.fault_search import FaultSearch, Origin
 from craton.ml.training.graphs import GraphError, MicroStepGraphs, graph_obstacle
 from craton.ml.training.guard import BadStep, StepGuard, TrainingStoppedError, describe_out_of_memory, is_out_of_memory
@@ -32,7 +30,7 @@ from craton.ml.training.last_save import save_for_good
 from craton.ml.training.measure import BatchStatistics, HostCopy, Readout, StepRecords, StepTimer
 from craton.ml.training.objectives import batch_loss, divide_means, label_weight
 from craton.ml.training.parallel import Pipeline, accumulate_gradients, sum_uncut_gradients
-from craton.ml.training.parts import Parts
+from craton.ml.training.parts import Parts, StepLoader
 from craton.ml.training.saves import Saves
 
 DISTRUST_STEPS = 5  # after a restore from peer memory, in which a non-finite loss is attributed to it
@@ -55,7 +53,7 @@ class Trainer:
         self.train = parts.job.train
         self.last_step = min(parts.schedule.steps, stop_at or parts.schedule.steps)
         self.step = 0  # the last step begun
-        self.loader: Loader | None = None
+        self.loader: StepLoader | None = None
         self.guard = StepGuard(self.train)
         self.timer = StepTimer(parts.ranks.device)
         self.timer.watch(parts.model, parts.ranks.peers)
@@ -464,15 +462,15 @@ class Trainer:
             self.parts.recorder.ledger(self.step, self.parts.clock.take())
 
     def _evaluate_when_due(self) -> None:
-        wanted, source = self.train.evaluate, self.parts.validation
-        if wanted is None or source is None:
+        wanted, evaluate = self.train.evaluate, self.parts.evaluate
+        if wanted is None or evaluate is None:
             return
         if self.step % wanted.every_steps and self.step != self.last_step:
             return
         self._doing = "evaluation"
         parts = self.parts
         with parts.clock.kind("evaluate"):
-            found = evaluate(parts.model, source, parts.objective, parts.ranks, wanted.sequences, self.pipeline)
+            found = evaluate(self.pipeline)
         self.check()
         parts.meter.evaluation(self.step, found.pop("loss"), found)
         self.timer.begin()

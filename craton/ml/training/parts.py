@@ -1,26 +1,77 @@
-"""The components of a training, passed to the loop and to the code that saves its state."""
+"""The components of a training, passed to the loop and to the code that saves its state; and the recipe of a kind of
+training: what is built otherwise than for the others."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
+from numpy.typing import NDArray
 from torch import nn
 
 from craton.errors import CratonError
 from craton.job import Job
-from craton.ml.data import Loader, Source
 from craton.ml.training.checkpoint import Checkpointer
 from craton.ml.training.measure import Meter
 from craton.ml.training.objectives import Objective
 from craton.ml.training.optimizer import AdamW, Schedule
-from craton.ml.training.parallel import Ranks
+from craton.ml.training.parallel import Pipeline, Ranks
 from craton.telemetry import RunDirectory
 from craton.telemetry.rank import LedgerClock, Recorder
 
 
 class MissingWeightsError(CratonError):
     """The weights that a job starts from cannot be read."""
+
+
+class StepLoader(Protocol):
+    """Gives the micro-batches of one step after another; every rank gets the same number of them."""
+
+    @property
+    def state(self) -> int:
+        """The first global sample of the next step; a loader that is opened there continues exactly."""
+
+    def next(self) -> Sequence[Mapping[str, NDArray]]:
+        """Return the micro-batches of the next step on this rank."""
+
+    def close(self) -> None:
+        """End what the loader has started."""
+
+
+Evaluation = Callable[[Pipeline | None], dict[str, float]]  # called by all ranks, which get the same numbers
+
+
+@dataclass(frozen=True)
+class TrainingSetup:
+    """What a rank has before its data is opened. The model has the weights that training starts from, whatever a
+    checkpoint of the run has: it is restored later."""
+
+    job: Job
+    directory: RunDirectory
+    ranks: Ranks
+    model: nn.Module
+    objective: Objective
+    vocabulary: int
+    recorder: Recorder
+    clock: LedgerClock
+    missing_weights: str = ""  # why the model does not have the weights it starts from
+
+
+@dataclass(frozen=True)
+class TrainingInputs:
+    """Where the batches of a training come from, and how it is evaluated."""
+
+    open_loader: Callable[[int], StepLoader]  # from a global sample index on
+    evaluate: Evaluation | None  # None: the job does not ask for it
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What differs by kind of training."""
+
+    objective: Callable[[Job], Objective]
+    open_inputs: Callable[[TrainingSetup], TrainingInputs]  # called by all ranks
 
 
 @dataclass
@@ -33,8 +84,8 @@ class Parts:
     optimizer: AdamW
     objective: Objective
     schedule: Schedule
-    open_loader: Callable[[int], Loader]  # from a global sample index on
-    validation: Source | None
+    open_loader: Callable[[int], StepLoader]  # from a global sample index on
+    evaluate: Evaluation | None
     checkpointer: Checkpointer
     recorder: Recorder
     clock: LedgerClock

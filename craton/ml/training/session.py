@@ -29,6 +29,7 @@ from craton.ml.meshes import forget_meshes
 from craton.ml.training.build import RankIdentity, build
 from craton.ml.training.loop import Trainer
 from craton.ml.training.orders import Order, Orders, RegroupError
+from craton.ml.training.parts import Parts
 from craton.telemetry import RunDirectory, summarize
 from craton.telemetry.error_reports import ErrorReport, report_exception
 from craton.telemetry.rank import LedgerClock, Recorder, answer_stack_requests
@@ -40,13 +41,15 @@ LOOK_SECONDS = 0.2
 MAX_REASON = 600  # characters of an error in an event
 WRITING_SECONDS = 10.0  # for files of the previous generation that are still being written
 
+Build = Callable[[RunDirectory, RankIdentity, Recorder, LedgerClock, Order | None], Parts]
 
-def main(arguments: list[str]) -> int:
+
+def main(arguments: list[str], program: str = "craton.ml.training", build: Build = build) -> int:
     """Train the run named on the command line; return the exit code."""
     if len(arguments) != 1:
-        print("usage: python -m craton.ml.training RUN", file=sys.stderr)
+        print(f"usage: python -m {program} RUN", file=sys.stderr)
         return 2
-    return RankSession(RunDirectory(arguments[0])).run()
+    return RankSession(RunDirectory(arguments[0]), build).run()
 
 
 def import_everything() -> None:
@@ -66,8 +69,11 @@ def import_everything() -> None:
 
 
 class RankSession:
-    def __init__(self, directory: RunDirectory) -> None:
+    """`build` makes what each generation trains with; it differs by kind of training."""
+
+    def __init__(self, directory: RunDirectory, build: Build = build) -> None:
         self.directory = directory
+        self.build = build
         self.clock = LedgerClock()
         self.recorder = Recorder.from_environment(directory)
         self.orders = Orders.from_environment()
@@ -131,7 +137,7 @@ class RankSession:
             return self._broken(error)
 
     def _train(self, place: RankIdentity) -> int | None:
-        parts = build(self.directory, place, self.recorder, self.clock, self.order)
+        parts = self.build(self.directory, place, self.recorder, self.clock, self.order)
         reached = summarize(self.directory).step
         broke_at = 0.0
         if self.order is not None:

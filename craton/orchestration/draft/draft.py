@@ -50,6 +50,7 @@ from craton.planning.serving import ServePlan
 from craton.telemetry.members import MEMBERS_FOLDER, MemberSpec
 
 IMAGE_PYTHON = "python3"  # the interpreter's name in images
+RANK_MODULES = {"serve": "craton.ml.serving", "dpo": "craton.ml.posttraining", "grpo": "craton.ml.posttraining"}
 JOB_FOLDER = "CRATON_JOB_FOLDER"  # environment variable of the ranks: folder of the user's own functions
 END_SECONDS = 15.0  # from the last response of a draining server to the end of its ranks
 JAX_MEMORY_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # the same for JAX
@@ -227,14 +228,16 @@ def _with_need(item: MemberSpec, job: Job, backend: str) -> MemberSpec:
 def rank_command(job: Job, run: Path, python: str = sys.executable) -> list[str]:
     """Return the job's own command (a single string goes to the shell), else the training loop or serving engine."""
     if job.kind != "command":
-        module = "craton.ml.serving" if job.kind == "serve" else "craton.ml.training"
-        return [python, "-m", module, str(run)]
+        return [python, "-m", RANK_MODULES.get(job.kind, "craton.ml.training"), str(run)]
     return ["/bin/sh", "-c", job.command[0]] if len(job.command) == 1 else list(job.command)
 
 
 def fork_server_command(job: Job, run: Path, python: str = sys.executable) -> list[str]:
     """Return the fork server's command, which imports the training loop once; empty for servers and commands."""
-    return [python, "-m", "craton.ml.fork_server", str(run)] if job.kind in TRAINING_KINDS else []
+    if job.kind not in TRAINING_KINDS:
+        return []
+    options = ["--posttraining"] if job.kind in RANK_MODULES else []
+    return [python, "-m", "craton.ml.fork_server", str(run), *options]
 
 
 def python_of(job: Job, backend: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,6 +25,7 @@ from craton.ml.models.config import RoutingConfig
 from craton.ml.training import Parts, Schedule, Trainer, build_decoder, build_optimizer
 from craton.ml.training.checkpoint import Checkpointer, TierFolder
 from craton.ml.training.checkpoint.peer import PeerSetup
+from craton.ml.training.evaluate import evaluate
 from craton.ml.training.measure import Meter
 from craton.ml.training.objectives import CROSS_ENTROPY, Objective
 from craton.ml.training.parallel import make_ranks, parallelize, parameter_dtype
@@ -137,6 +139,7 @@ def make_trainer(
     def open_loader(start: int) -> Loader:
         return Loader(source, GLOBAL_BATCH, ranks.data_rank, ranks.data_world, layout.micro_batch, start)
 
+    wanted = job.train.evaluate
     schedule = Schedule.of(job)
     tiers = [TierFolder("shared", folder, every_steps=every_steps)] if folder else []
     parts = Parts(
@@ -147,7 +150,7 @@ def make_trainer(
         objective=objective,
         schedule=schedule,
         open_loader=open_loader,
-        validation=validation,
+        evaluate=partial(evaluate, model, validation, objective, ranks, wanted.sequences) if wanted else None,
         checkpointer=Checkpointer(tiers, rank, world, peer),
         recorder=records,  # type: ignore[arg-type]
         clock=LedgerClock(),

@@ -1,0 +1,30 @@
+"""Build what a rank of a post-training job trains with: the training loop's parts, by the recipe of its kind."""
+
+from __future__ import annotations
+
+from craton.job import load_job
+from craton.ml.training import Order, Parts, RankIdentity, Recipe, SetupError, session
+from craton.ml.training import build as training
+from craton.telemetry import RunDirectory
+from craton.telemetry.rank import LedgerClock, Recorder
+
+RECIPES: dict[str, Recipe] = {}
+
+
+def main(arguments: list[str]) -> int:
+    """Train the run named on the command line; return the exit code."""
+    return session.main(arguments, "craton.ml.posttraining", build)
+
+
+def build(
+    run: RunDirectory,
+    place: RankIdentity,
+    recorder: Recorder,
+    clock: LedgerClock,
+    order: Order | None = None,
+) -> Parts:
+    """Build everything that the loop needs for one generation of the run."""
+    job = load_job(run.job_path)
+    if job.kind not in RECIPES:
+        raise SetupError(f"{run.job_path}: kind {job.kind} is not post-training")
+    return training.build(run, place, recorder, clock, order, RECIPES[job.kind])
