@@ -97,7 +97,7 @@ class Meter:
                 self._measured.append(measured)
             self._first = False
             self._print(step, measured, shared)
-            measured |= shared
+            measured = measured | shared
             if "step_tokens" not in shared:
                 measured["tokens"] = step * self._tokens_per_step
             if step in self._evaluations:
