@@ -29,6 +29,14 @@ class StepLoader(Protocol):
     """Gives the micro-batches of one step after another; every rank gets the same number of them."""
 
     @property
+    def phase_seconds(self) -> Mapping[str, float]:
+        """Seconds of the last `next` that are not data loading, by phase."""
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """Numbers of the last `next`, for the record of its step."""
+
+    @property
     def state(self) -> int:
         """The first global sample of the next step; a loader that is opened there continues exactly."""
 
