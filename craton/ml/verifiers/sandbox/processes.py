@@ -1,0 +1,65 @@
+"""The processes below one: what they use, and how to end all of them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from pathlib import Path
+
+STOP_SECONDS = 0.2
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+def children(pid: int) -> list[int]:
+    """Return the direct children of a single-threaded process."""
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_bytes().split()]
+    except (OSError, ValueError):
+        return []
+
+
+def descendants(pid: int) -> list[int]:
+    """Return all processes below one, those that its threads started included."""
+    found: list[int] = []
+    waiting = [pid]
+    while waiting:
+        parent = waiting.pop()
+        try:
+            threads = os.listdir(f"/proc/{parent}/task")
+        except OSError:
+            continue
+        for thread in threads:
+            with contextlib.suppress(OSError, ValueError):
+                below = [int(child) for child in Path(f"/proc/{parent}/task/{thread}/children").read_bytes().split()]
+                found += below
+                waiting += below
+    return found
+
+
+def private_bytes(pid: int) -> int:
+    """Return the memory that a process does not share with files; 0 for one that has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/statm").read_bytes().split()
+        return (int(fields[1]) - int(fields[2])) * PAGE_BYTES
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def kill_descendants(pid: int) -> None:
+    """End everything below a process. Each is stopped before any is killed, so that none can start another meanwhile."""
+    deadline = time.monotonic() + STOP_SECONDS
+    stopped: set[int] = set()
+    while (new := set(descendants(pid)) - stopped) and time.monotonic() < deadline:
+        for descendant in new:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(descendant, signal.SIGSTOP)
+        stopped |= new
+    for descendant in stopped | set(descendants(pid)):
+        kill(descendant)
