@@ -19,10 +19,9 @@ from craton.ml.verifiers.sandbox import kernel
 from craton.ml.verifiers.sandbox.bubblewrap import bubblewrap_command
 from craton.ml.verifiers.sandbox.confinement import ENVIRONMENT, FOLDER, Confinement, Isolation
 from craton.ml.verifiers.sandbox.limits import set_resource_limits
-from craton.ml.verifiers.sandbox.namespaces import confine
-from craton.ml.verifiers.sandbox.processes import children, descendants, kill, kill_descendants, private_bytes
+from craton.ml.verifiers.sandbox.namespaces import NOT_STARTED, confine
+from craton.ml.verifiers.sandbox.processes import children, descendants, kill, kill_descendants, memory_bytes
 
-NOT_STARTED = 125  # exit status of a sandbox that could not be set up; the reason is on its standard error
 END_SECONDS = 2.0
 UNCONFINED_PREFIX = "craton-verify-"
 
@@ -55,7 +54,7 @@ class ConfinedProcess:
             kill_descendants(self.pid)
             kill(self.pid)
             return
-        # The init of the pid namespace first: once the waiting process has ended too, nothing is left.
+        # The init of the pid namespace, or what a guard waits for: the process that waits ends when all have ended.
         inits = children(self.pid)
         for init in inits:
             kill(init)
@@ -68,6 +67,7 @@ class ConfinedProcess:
         self.kill()
         while self.poll() is None:
             if time.monotonic() > deadline:
+                kill_descendants(self.pid)
                 kill(self.pid)
                 with contextlib.suppress(ChildProcessError):
                     self._ended(os.waitpid(self.pid, 0)[1])
@@ -76,8 +76,8 @@ class ConfinedProcess:
 
     def usage(self) -> tuple[int, int]:
         """Return (memory in bytes, processes) of everything inside."""
-        inside = [pid for child in children(self.pid) for pid in descendants(child)]
-        return sum(private_bytes(pid) for pid in inside), len(inside)
+        inside = descendants(self.pid)
+        return sum(memory_bytes(pid) for pid in inside), len(inside)
 
     def _ended(self, status: int) -> None:
         code = os.waitstatus_to_exitcode(status)

@@ -7,6 +7,7 @@ pid namespace when its init ends, also processes in other sessions.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import select
@@ -19,6 +20,7 @@ from craton.ml.verifiers.sandbox.landlock import landlock_version, restrict_file
 from craton.ml.verifiers.sandbox.limits import set_limit
 
 NEW_ROOT = "/tmp"  # where the new root is mounted, in the new mount namespace only
+NOT_STARTED = 125  # exit status of a sandbox that could not be set up; the reason is on its standard error
 DEVICES = ("null", "zero", "full", "random", "urandom")
 ISOLATED = (
     kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
@@ -50,12 +52,22 @@ def become_init(flags: int, prepare: Callable[[], None], body: Callable[[], None
         os._exit(125)
     os.close(alive)
     kernel.prctl(kernel.PR_SET_DUMPABLE, 0)  # its memory is a copy of the parent's: not for the confined process
-    prepare()
+    _or_exit(prepare)
     child = os.fork()
     if child == 0:
-        body()
+        _or_exit(body)
         os._exit(0)
     _exit_like(child)
+
+
+def _or_exit(action: Callable[[], None]) -> None:
+    """Do something; where it fails, write the reason to standard error and exit."""
+    try:
+        action()
+    except BaseException as error:  # noqa: BLE001 (a forked copy must never return into the caller's code)
+        with contextlib.suppress(OSError):
+            os.write(2, f"{error}\n".encode())
+        os._exit(NOT_STARTED)
 
 
 def _exit_like(child: int) -> None:

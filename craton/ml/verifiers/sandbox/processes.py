@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 
 STOP_SECONDS = 0.2
-PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 def children(pid: int) -> list[int]:
@@ -38,11 +37,11 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-def private_bytes(pid: int) -> int:
-    """Return the memory that a process does not share with files; 0 for one that has ended."""
+def memory_bytes(pid: int) -> int:
+    """Return the memory of a process that no file backs; 0 for one that has ended."""
     try:
-        fields = Path(f"/proc/{pid}/statm").read_bytes().split()
-        return (int(fields[1]) - int(fields[2])) * PAGE_BYTES
+        lines = Path(f"/proc/{pid}/status").read_bytes().splitlines()
+        return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith((b"RssAnon:", b"RssShmem:")))
     except (OSError, ValueError, IndexError):
         return 0
 
