@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 from craton.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from craton.ml.posttraining.advantages import completion_advantages, generalized_advantages, has_verdict, whiten
     from craton.ml.posttraining.build import main
+    from craton.ml.posttraining.objectives import policy_objective, preference_objective
 else:
     __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)
