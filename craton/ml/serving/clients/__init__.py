@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from craton.ml.serving.clients.capabilities import Capabilities
     from craton.ml.serving.clients.client import InferenceClient, complete, complete_all, complete_blocking
     from craton.ml.serving.clients.engine_client import EngineClient
+    from craton.ml.serving.clients.engine_texts import EngineTexts
     from craton.ml.serving.clients.errors import (
         AnswerTimeoutError,
         BrokenStreamError,
@@ -26,5 +27,6 @@ if TYPE_CHECKING:
     from craton.ml.serving.clients.http_replies import error_message, model_cards, unreachable_reason
     from craton.ml.serving.clients.openai_client import OpenAIClient, connect
     from craton.ml.serving.clients.server_client import ServerClient
+    from craton.ml.serving.clients.synchronous import generate
 else:
     __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

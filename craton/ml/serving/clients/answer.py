@@ -147,13 +147,13 @@ class Answer:
 
     # -- for clients ----------------------------------------------------------------------------------------------
 
-    def add(self, delta: AnswerDelta) -> None:
-        """Add what came from the endpoint, unless the answer has ended."""
+    def add(self, delta: AnswerDelta, now: float | None = None) -> None:
+        """Add what came from the endpoint, unless the answer has ended. `now`: by default the event loop's clock."""
         if self.is_done:
             return
         if delta.text or delta.tokens:
             self.num_deltas += 1
-            self.heard_at = asyncio.get_running_loop().time()
+            self.heard_at = asyncio.get_running_loop().time() if now is None else now
         if delta.text:
             self._texts.append(delta.text)
             self.num_characters += len(delta.text)

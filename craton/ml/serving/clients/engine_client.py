@@ -8,24 +8,24 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
-from craton.ml.serving.clients.answer import Answer, AnswerDelta, InferenceRequest
+from craton.ml.serving.clients.answer import Answer, AnswerDelta
 from craton.ml.serving.clients.bounds import Timeouts
 from craton.ml.serving.clients.capabilities import Capabilities
 from craton.ml.serving.clients.client import MAX_IN_FLIGHT, InferenceClient
+from craton.ml.serving.clients.engine_texts import ENDPOINT, EngineTexts, answer_delta
 from craton.ml.serving.clients.errors import EndpointUnavailableError, InferenceError, RequestRefusedError
 from craton.ml.serving.messages import Abort, Fork, ForkBranch, OutputDelta, Submit
-from craton.ml.serving.server.text import AnswerReader, Detokenizer, Vocabulary, load_template
-from craton.ml.serving.settings import ServingError
+from craton.ml.serving.server.text import AnswerReader
 
 STILL_SECONDS = 0.002  # pause when there is nothing to compute: grammars compile, or the engine is paused
 
-_ids = count(1)  # of all clients: deltas of one that was closed must not reach another
+request_numbers = count(1)  # of all clients: deltas of one that was closed must not reach another
 
 Result = TypeVar("Result")
 
@@ -61,10 +61,9 @@ class EngineClient(InferenceClient):
         max_in_flight: int = MAX_IN_FLIGHT,
         random_seed: int | None = None,
     ) -> None:
-        super().__init__("the engine in this process", timeouts, max_in_flight, random_seed)
+        super().__init__(ENDPOINT, timeouts, max_in_flight, random_seed)
         self._engine = engine
-        self._vocabulary = None if tokenizer_folder is None else Vocabulary(tokenizer_folder)
-        self._template = None if tokenizer_folder is None else load_template(tokenizer_folder)
+        self._texts = EngineTexts(tokenizer_folder)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
         self._numbers: dict[Answer, tuple[int, int]] = {}  # engine's request and copy
         self._answers: dict[tuple[int, int], Answer] = {}
@@ -73,10 +72,9 @@ class EngineClient(InferenceClient):
         self._driver: asyncio.Task[None] | None = None
 
     async def capabilities(self) -> Capabilities:
-        has_text = self._vocabulary is not None
         return Capabilities(
-            text_prompts=has_text,
-            chat_prompts=self._template is not None,
+            text_prompts=self._texts.has_texts,
+            chat_prompts=self._texts.has_chats,
             token_prompts=True,
             token_ids=True,
             logprobs=True,
@@ -84,7 +82,7 @@ class EngineClient(InferenceClient):
             alternatives=True,
             prompt_logprobs=True,
             seeds=True,
-            stop_strings=has_text,
+            stop_strings=self._texts.has_texts,
             extended_sampling=True,
             grammars=self._engine.has_grammars,
             adapters=True,
@@ -105,9 +103,9 @@ class EngineClient(InferenceClient):
 
     async def _start(self, answers: list[Answer]) -> None:
         request = answers[0].request
-        prompt = await self._call(lambda: self._tokens(request))
+        prompt = await self._call(lambda: self._texts.tokens(request))
         self._expect_open()
-        number = next(_ids)
+        number = next(request_numbers)
         sampling, generated = request.sampling, request.generated
         for answer in answers:
             self._open_answer(answer, number, answer.index, prompt)
@@ -132,7 +130,7 @@ class EngineClient(InferenceClient):
         prompt = self._prompts[parent]
         started = []
         for branch in branches:
-            branch_number = next(_ids)
+            branch_number = next(request_numbers)
             self._open_answer(branch, branch_number, 0, prompt)
             started.append(ForkBranch(branch_number, branch.request.sampling))
         fork = Fork(number, tuple(started), copy)
@@ -160,24 +158,8 @@ class EngineClient(InferenceClient):
         self._numbers[answer] = (number, copy)
         self._answers[number, copy] = answer
         self._prompts[answer] = prompt
-        if self._vocabulary is not None:
-            sampling = answer.request.sampling
-            detokenizer = Detokenizer(self._vocabulary, prompt)
-            self._readers[answer] = AnswerReader(detokenizer, answer.request.stop, sampling.min_tokens)
-
-    def _tokens(self, request: InferenceRequest) -> tuple[int, ...]:
-        prompt: Any = request.prompt
-        if request.prompt_kind == "token":
-            return tuple(prompt)
-        assert self._vocabulary is not None
-        try:
-            if request.prompt_kind == "chat":
-                assert self._template is not None
-                text = self._template.render(_messages(prompt))
-                return tuple(self._vocabulary.encode(text, with_special_tokens=False))
-            return tuple(self._vocabulary.encode(prompt, with_special_tokens=True))
-        except (ServingError, UnicodeEncodeError, TypeError) as error:
-            raise RequestRefusedError(f"{self.endpoint}: {error}") from None
+        if (reader := self._texts.reader(answer.request, prompt)) is not None:
+            self._readers[answer] = reader
 
     def _call(self, action: Callable[[], Result]) -> asyncio.Future[Result]:
         """Run an action on the engine's thread, after those before it."""
@@ -222,29 +204,13 @@ class EngineClient(InferenceClient):
         if delta.generated:
             answer.generated = tuple(delta.generated)
         answer.prompt_logprobs = delta.prompt_logprobs or answer.prompt_logprobs
-        added = AnswerDelta(
-            "", delta.tokens, delta.logprobs, delta.alternatives, delta.versions, delta.finish, delta.stop_token
-        )
-        if delta.stop_token is not None:
-            added.stop_logprob, added.stop_version = delta.stop_logprob, delta.stop_version
-        if (reader := self._readers.get(answer)) is not None:
-            if delta.generated:
-                reader.replay(delta.generated)
-                if reader.is_stopped:  # before the parent could be aborted
-                    self.abort(answer)
-                    return
-            addition = reader.read(delta)
-            num_tokens = len(addition.tokens)
-            added.text, added.tokens = addition.text, addition.tokens
-            added.logprobs, added.versions = delta.logprobs[:num_tokens], delta.versions[:num_tokens]
-            added.alternatives = delta.alternatives[:num_tokens]
-            if reader.is_stopped:
-                added.finish, added.stop_reason = "stop", addition.reason
-                added.stop_logprob = added.stop_version = None
-                if delta.finish is None:
-                    self._abort(answer)
+        reader = self._readers.get(answer)
+        if reader is not None and delta.generated:
+            reader.replay(delta.generated)
+            if reader.is_stopped:  # before the parent could be aborted
+                self.abort(answer)
+                return
+        added = answer_delta(delta, reader)
+        if added.finish is not None and delta.finish is None:
+            self._abort(answer)
         self._add(answer, added)
-
-
-def _messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    return [dict(message) for message in messages]

@@ -242,6 +242,11 @@ class Engine:
         """Empty the prefix cache; blocks in use are freed when their requests end."""
         self.scheduler.forget(lambda root: True)
 
+    def reset(self) -> None:
+        """Forget all earlier requests: the steps of the next ones depend on nothing before them. It must be idle."""
+        assert self.is_idle
+        self.scheduler.reset()
+
     def change_version(self, version: int | None = None, recompute: bool = False) -> list[OutputDelta]:
         """Switch to another version of the weights. `recompute`: also recompute the KV cache of running requests."""
         pieces = self._read_all()

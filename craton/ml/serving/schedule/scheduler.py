@@ -189,6 +189,13 @@ class Scheduler:
         self.version = version
         self.forget(lambda root: True)
 
+    def reset(self) -> None:
+        """Schedule the next requests as if there had been none before: without prefix cache and known lengths."""
+        assert not self.running
+        assert not self._waiting
+        self.forget(lambda root: True)
+        self._outputs, self._ended = FIRST_OUTPUTS, 0
+
     def forget(self, chosen: Callable[[Root], bool]) -> None:
         """Drop some roots from the prefix cache; running sequences below them keep their blocks as private ones."""
         for sequence in self.running:
