@@ -6,6 +6,9 @@ import math
 from itertools import pairwise
 
 PHASE_STYLES = {  # terminal colours by their names in rich
+    "rollout": "bright_green",
+    "reward": "bright_magenta",
+    "sync": "bright_yellow",
     "data": "cyan",
     "compute": "blue",
     "communication": "yellow",

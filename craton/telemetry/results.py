@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from craton.formatting import amount, percent, score
+from craton.formatting import amount, digits, percent, score
 
 _SCORES = {"reward": "reward", "reward_accuracy": "accuracy", "reward_margin": "margin"}
 _DETAILS = {  # title and how its number is written
     "completion_tokens": ("length", amount),
-    "kl": ("KL", score),
+    "kl": ("KL", digits),
     "entropy": ("entropy", score),
     "staleness": ("staleness", score),
     "rollout_tokens_per_second": ("rollout tokens/s", amount),

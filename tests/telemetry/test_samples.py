@@ -18,7 +18,7 @@ def run(tmp_path: Path) -> RunDirectory:
 
 def test_a_step_has_a_few_samples_with_their_verdicts(run: RunDirectory) -> None:
     recorder = SampleRecorder(run, "node-0", generation=2, per_step=2)
-    for copy in range(3):
+    for _copy in range(3):
         recorder.record(1, "1+1=", "2", 1.0, {"math": 1.0}, tokens=3, versions=[4, 4, 5])
     assert recorder.is_full(1)
     chat = [{"role": "user", "content": "hello"}]

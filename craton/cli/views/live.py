@@ -116,6 +116,8 @@ def panel(view: View, width: int) -> RenderableType:
         parts.insert(0, Text(summary.storage, style="yellow"))
     if view.losses:
         parts.append(_loss(view, inner))
+    if view.summary.results:
+        parts += _results(view, inner)
     if (
         summary.step_seconds and summary.state != "starting"
     ):  # until then the numbers are those of the previous generation
@@ -157,11 +159,14 @@ def line(view: View) -> str:
         reason = summary.movement.sentence or (summary.message if summary.state == "starting" else "")
         note = f": {reason}" if reason else ""
         return printable_line(f"{summary.name}: {summary.state}{note}")
+    from craton.telemetry import result_words
+
     change = formatting.change(summary.step_seconds, summary.plan.get("step_seconds"))
     against = "" if change == formatting.UNKNOWN else f" ({change} against plan)"
     parts = [
         f"step {summary.step:,}/{summary.steps:,}" if summary.steps else f"step {summary.step:,}",
         f"loss {formatting.digits(summary.loss)}",
+        *result_words(summary.results),
         f"{formatting.amount(summary.tokens_per_second)} tokens/s",
         f"MFU {formatting.percent(summary.mfu)}",
         f"step {formatting.duration(summary.step_seconds)}{against}",
@@ -246,6 +251,24 @@ def _loss(view: View, width: int) -> Text:
     return Text.assemble(("loss ", "bold"), (curve, "cyan"), "  ", (end, "bold cyan"), (evaluated, "dim"))
 
 
+def _results(view: View, width: int) -> list[Text]:
+    """Return what post-training improves as a curve, and the numbers to judge it by."""
+    from rich.text import Text
+
+    from craton.telemetry import result_details, result_words
+
+    words = result_words(view.summary.results)
+    lines = []
+    if words:
+        title, _, end = words[0].partition(" ")
+        more = "".join(f"  {word}" for word in words[1:])
+        curve = terminal_marks.sparkline(view.scores, width - len(title) - len(end) - len(more) - 3)
+        lines.append(Text.assemble((f"{title} ", "bold"), (curve, "green"), "  ", (end, "bold green"), (more, "dim")))
+    details = " · ".join(f"{title} {text}" for title, text in result_details(view.summary.results))
+    lines += [Text(details, style="dim", no_wrap=True, overflow="ellipsis")] if details else []
+    return lines
+
+
 def _measured_and_planned(view: View) -> RenderableType:
     """Return the measured next to the planned numbers."""
     from rich.table import Table
@@ -298,6 +321,8 @@ def _phases(view: View, width: int) -> RenderableType:
     from rich.table import Table
     from rich.text import Text
 
+    from craton.telemetry import step_phases
+
     sides = [("measured", view.phases)]
     if view.planned_phases:
         sides.append(("plan", view.planned_phases))
@@ -309,7 +334,8 @@ def _phases(view: View, width: int) -> RenderableType:
     for title, _ in sides:
         grid.add_column(Text(title, style="dim"), justify="right", no_wrap=True, min_width=8)
         grid.add_column("", no_wrap=True, min_width=room + 1)
-    for phase, style in terminal_marks.PHASE_STYLES.items():
+    for phase in step_phases({**view.phases, **view.planned_phases}):
+        style = terminal_marks.PHASE_STYLES[phase]
         cells = [Text(phase, style="dim")]
         for _, phases in sides:
             seconds = phases.get(phase)

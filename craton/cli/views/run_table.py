@@ -82,7 +82,7 @@ def notes_on(summary: RunSummary, back: list[Recovery], unread: Sequence[str], h
     """Return the notes on one run: ledger, recoveries, warnings, reason of a failure."""
     from rich.text import Text
 
-    from craton.cli.views.outcome import goodput_text, ledger_text, recoveries_text
+    from craton.cli.views.outcome import goodput_text, ledger_text, recoveries_text, results_text
     from craton.orchestration import stopped_by_user
     from craton.orchestration.watching import MOVING
     from craton.printable import printable_line
@@ -91,6 +91,8 @@ def notes_on(summary: RunSummary, back: list[Recovery], unread: Sequence[str], h
     name, lines = summary.name, []
     if summary.members is not None:
         lines.append(Text(f"{name}: {summary.members.text}" + ("" if has_tree else f"; `craton ps {name}` shows them")))
+    if summary.results:
+        lines.append(Text(f"{name}: {results_text(summary)}"))
     if summary.ledger and (back or summary.state in MOVING):
         lines.append(Text(f"{name}: {ledger_text(summary)} · {goodput_text(summary)}"))
     if summary.state in ("starting", "running", "stopping"):

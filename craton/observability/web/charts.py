@@ -11,7 +11,71 @@ from craton.observability.web.sources import LATENCIES
 
 Chart = dict[str, Any]
 OWN = "own "  # prefix of the names of charts of custom metrics
+LOOKS: dict[str, Chart] = {
+    "first": {},
+    "second": {"color": "warm"},
+    "third": {"color": "phase-optimizer"},
+    "validation": {"color": "warm", "points": True},
+}
+# Of post-training: name → title, unit, and for each line its name, its metric and how it looks.
+RESULT_CHARTS: dict[str, tuple[str, str, tuple[tuple[str, str, str], ...]]] = {
+    "reward": (
+        "Reward",
+        "score",
+        (("mean", "reward", "first"), ("validation", "validation_reward", "validation")),
+    ),
+    "accuracy": (
+        "Accuracy on the pairs",
+        "share",
+        (("training", "reward_accuracy", "first"), ("validation", "validation_reward_accuracy", "validation")),
+    ),
+    "margin": (
+        "Reward margin",
+        "score",
+        (("training", "reward_margin", "first"), ("validation", "validation_reward_margin", "validation")),
+    ),
+    "pair": (
+        "Reward of the answers",
+        "score",
+        (("chosen", "chosen_reward", "first"), ("rejected", "rejected_reward", "second")),
+    ),
+    "length": (
+        "Generated tokens per sample",
+        "",
+        (("mean", "completion_tokens", "first"), ("longest", "longest_completion_tokens", "second")),
+    ),
+    "kl": ("KL divergence from the reference", "", (("KL", "kl", "first"),)),
+    "entropy": ("Entropy of the policy", "score", (("entropy", "entropy", "first"),)),
+    "staleness": ("Staleness of the samples, in steps", "score", (("mean", "staleness", "first"),)),
+    "rollouts": ("Rollout tokens per second", "tokens/s", (("generated", "rollout_tokens_per_second", "first"),)),
+    "idle": (
+        "Idle share of the step",
+        "share",
+        (("trainer", "trainer_idle_share", "first"), ("rollouts", "rollout_idle_share", "second")),
+    ),
+    "mismatch": (
+        "Rollout against trainer",
+        "",
+        (("|Δ log p|", "logprob_gap", "first"), ("k3", "logprob_k3", "second")),
+    ),
+    "clipped": (
+        "Clipped and corrected tokens",
+        "share",
+        (("clipped", "clipped_share", "first"), ("corrected", "corrected_share", "second")),
+    ),
+    "samples": (
+        "Samples without signal",
+        "share",
+        (
+            ("truncated", "truncated_share", "first"),
+            ("no verdict", "verifier_failure_share", "second"),
+            ("advantage 0", "advantage_zero_share", "third"),
+        ),
+    ),
+    "value": ("Loss of the value head", "", (("value loss", "value_loss", "first"),)),
+}
 WRITERS = {
+    "score": formatting.score,
     "seconds": formatting.duration,
     "share": formatting.percent,
     "tokens/s": formatting.amount,
@@ -20,7 +84,8 @@ WRITERS = {
 
 
 def training_charts(curves: Curves, plan: Mapping[str, Any]) -> dict[str, Chart]:
-    """Return the charts with data: loss, throughput, step time and gradient norm over steps, and custom metrics."""
+    """Return the charts with data: loss, throughput, step time and gradient norm over steps, those of post-training, and
+    custom metrics."""
     charts: dict[str, Chart] = {}
 
     def series(name: str, key: str, **more: Any) -> list[Chart]:
@@ -40,6 +105,9 @@ def training_charts(curves: Curves, plan: Mapping[str, Any]) -> dict[str, Chart]
     band = [low, high] if low and high else None
     add("step", series("measured", "run_step_seconds"), plan=middle, band=band, unit="seconds")
     add("gradient", series("gradient norm", "run_gradient_norm"))
+    for chart, (_, unit, lines) in RESULT_CHARTS.items():
+        drawn = [line for name, key, look in lines for line in series(name, f"run_{key}", **LOOKS[look])]
+        add(chart, drawn, unit=unit, **({"low": 0} if unit == "share" else {}))
     for name, (steps, values) in curves.own.items():
         line = {"name": name, "values": values, "color": "accent"}
         charts[f"{OWN}{name}"] = {"x": steps, "series": [line], "unit": "", "title": name}

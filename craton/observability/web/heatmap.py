@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from craton.observability.web.readers import PHASES, RankTable
+from craton.telemetry import step_phases
 
 MAX_COLUMNS = 400
 MIN_SCALE, MAX_SCALE = 0.1, 0.3  # share of a step with full colour; small differences stay pale
@@ -28,7 +29,9 @@ def heat_map(table: RankTable) -> dict[str, Any]:
     edges = [round(index * len(table) / columns) for index in range(columns + 1)]
     cells: list[list[float]] = []
     furthest: list[list[int]] = []
-    for phase in range(len(PHASES)):
+    measured = {name for phase, name in enumerate(PHASES) if np.isfinite(table.phase_seconds[:, phase]).any()}
+    phases = [PHASES.index(name) for name in step_phases(measured)]
+    for phase in phases:
         row, which = [], []
         for low, high in pairwise(edges):
             index = low + int(np.argmax(np.abs(shares[low:high, phase])))
@@ -40,14 +43,14 @@ def heat_map(table: RankTable) -> dict[str, Any]:
     place = {index: number for number, index in enumerate(shown)}
     scale = min(MAX_SCALE, max(MIN_SCALE, float(np.abs(shares).max())))
     return {
-        "phases": list(PHASES),
+        "phases": [PHASES[phase] for phase in phases],
         "edges": [table.ranks[low] for low in edges[:-1]] + [table.ranks[-1] + 1],
         "cells": cells,
         "furthest": [[place[index] for index in which] for which in furthest],
         "ranks": [table.ranks[index] for index in shown],
         "nodes": [table.nodes[index] for index in shown],
-        "seconds": [[_rounded(value) for value in table.phase_seconds[index]] for index in shown],
-        "medians": [_rounded(value) for value in _medians(table.phase_seconds)],
+        "seconds": [[_rounded(table.phase_seconds[index, phase]) for phase in phases] for index in shown],
+        "medians": [_rounded(value) for value in _medians(table.phase_seconds[:, phases])],
         "scale": round(scale, 4),
         "step_seconds": round(step_seconds, 6),
     }

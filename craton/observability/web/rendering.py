@@ -65,6 +65,7 @@ def _environment() -> jinja2.Environment:
         "loss": formatting.loss,
         "moment": formatting.moment,
         "percent": formatting.percent,
+        "score": formatting.score,
         "whole_duration": formatting.whole_duration,
         "stored": formatting.stored,
         "sortable": sortable,

@@ -61,12 +61,23 @@ from craton.orchestration.watching import (
     settled_summaries,
     with_members_sum,
 )
-from craton.telemetry import RunDirectory, RunSummary, Summarizer, event_fields, read_json
-from craton.telemetry.rank import LEDGER_KINDS
+from craton.telemetry import (
+    RunDirectory,
+    RunSummary,
+    Summarizer,
+    event_fields,
+    read_json,
+    result_details,
+    result_words,
+    step_phases,
+)
+from craton.telemetry.files import paths_in
+from craton.telemetry.rank import LEDGER_KINDS, read_samples, spread
 
 QUICK_SECONDS, SLOW_SECONDS = 1.0, 2.0
 GPU_SECONDS = 10.0
 SHOWN_NODES = 12  # in the table of nodes with problems
+SHOWN_SAMPLES, MAX_SAMPLE_FILES = 12, 8
 
 
 @dataclass(frozen=True)
@@ -111,6 +122,7 @@ class RunPage:
         else:
             self.parts["curves"] = Cached(self._curves, QUICK_SECONDS)
             self.parts["ranks"] = Cached(self._ranks, SLOW_SECONDS)
+            self.parts["samples"] = Cached(self._samples, SLOW_SECONDS)
         self.parts["members"] = Cached(self._show_members, SLOW_SECONDS)
         self.parts["records"] = Cached(self._show_records, SLOW_SECONDS)
         self.parts["nodes"] = Cached(self._show_nodes, SLOW_SECONDS)
@@ -152,6 +164,8 @@ class RunPage:
             "is_moving": summary.state in MOVING,
             "dollars_per_day": summary.dollars_per_day,
             "layout": _layout_text(plan),
+            "results": [*(word.rsplit(" ", 1) for word in result_words(summary.results))],
+            "details": result_details(summary.results),
         }
         fragments = {
             "state": render("parts/state.html", **about),
@@ -190,6 +204,11 @@ class RunPage:
         more = render("parts/own.html", num_shown=len(curves.own), num_hidden=curves.num_hidden)
         fragments = {"own": more} if curves.num_hidden else {}
         return Shown(fragments, training_charts(curves, read_json(self.run.plan_path)))
+
+    def _samples(self) -> Shown:
+        paths = spread(paths_in(self.run.path / "samples", "*.jsonl"), MAX_SAMPLE_FILES)
+        samples = read_samples(paths, SHOWN_SAMPLES)
+        return Shown({"samples": render("parts/samples.html", samples=samples)} if samples else {})
 
     def _ranks(self) -> Shown:
         table = self._table.get()
@@ -298,7 +317,8 @@ def _phase_rows(summary: RunSummary) -> list[dict[str, Any]]:
     rows = []
     sides = {side: getattr(summary, side) for side in ("plan", "measured")}
     longest = max([1e-9, *(sides[side].get(f"{phase}_seconds") or 0.0 for side in sides for phase in PHASES)])
-    for phase in PHASES:
+    known = {phase for phase in PHASES for side in sides.values() if f"{phase}_seconds" in side}
+    for phase in step_phases(known):
         planned, measured = (sides[side].get(f"{phase}_seconds") for side in ("plan", "measured"))
         rows.append(
             {

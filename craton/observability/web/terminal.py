@@ -51,7 +51,7 @@ from craton.observability.web.stragglers import finding, straggler
 from craton.orchestration import Standing
 from craton.orchestration.watching import MOVING, is_server, settled_summaries, standings_of
 from craton.printable import printable_line
-from craton.telemetry import RunDirectory, RunSummary, Summarizer
+from craton.telemetry import RunDirectory, RunSummary, Summarizer, result_details, result_words, step_phases
 from craton.telemetry.files import noting_unread
 from craton.telemetry.node import RankStatus
 
@@ -64,7 +64,16 @@ MAX_SHARE = 0.5  # maximum share of time spent on reading
 SCHEDULER_SECONDS = 5.0  # limits the load on schedulers
 GPU_SECONDS = 10.0
 BAR_WIDTH = 28
-PHASE_LETTERS = {"data": "d", "compute": "c", "communication": "m", "optimizer": "o", "checkpoint": "k"}
+PHASE_LETTERS = {
+    "rollout": "r",
+    "reward": "v",
+    "sync": "s",
+    "data": "d",
+    "compute": "c",
+    "communication": "m",
+    "optimizer": "o",
+    "checkpoint": "k",
+}
 TONES = {
     "healthy": "green",
     "done": "green",
@@ -244,7 +253,9 @@ def ordered(look: TopLook, sort: str) -> list[RankLine]:
     """Return the ranks in the given order; `health` puts those with problems first."""
     keys: dict[str, Callable[[RankLine], Any]] = {
         "rank": lambda line: line.rank,
-        "step time": lambda line: -sum(line.phases.get(phase, 0.0) for phase in ("data", "compute", "optimizer")),
+        "step time": lambda line: (
+            -sum(line.phases.get(phase, 0.0) for phase in ("data", "compute", "optimizer", "rollout"))
+        ),
         "progress": lambda line: -(line.progress_age_seconds or 0.0),
         "health": lambda line: (line.health not in BAD, line.rank),
     }
@@ -257,7 +268,8 @@ def phase_bar(line: RankLine, longest: float, width: int, has_color: bool = True
 
     text = Text()
     begin = 0.0
-    for phase, style in terminal_marks.PHASE_STYLES.items():
+    for phase in step_phases(line.phases):
+        style = terminal_marks.PHASE_STYLES[phase]
         end = begin + line.phases.get(phase, 0.0) / longest * width
         mark = "█" if has_color else PHASE_LETTERS[phase]
         text.append(mark * (round(end) - round(begin)), style=style)
@@ -276,6 +288,7 @@ def frame_json(look: TopLook) -> dict[str, Any]:
         "steps": summary.steps,
         "eta_seconds": summary.eta_seconds,
         "loss": summary.loss if summary.loss is not None and math.isfinite(summary.loss) else None,
+        "results": summary.results,
         "own_metrics": look.own_metrics,
         "tokens_per_second": summary.tokens_per_second,
         "plan": summary.plan,
@@ -438,8 +451,11 @@ def _above(look: TopLook) -> list[Text]:
 
     spares = [view for view in look.nodes if view.is_spare and view.health in BAD]
     own = " · ".join(f"{name} {formatting.amount(value)}" for name, value in look.own_metrics.items())
+    results = look.summary.results
+    reached = [*result_words(results), *(f"{title} {text}" for title, text in result_details(results))]
     return [
         _title(look.summary),
+        *([Text(" · ".join(reached), no_wrap=True, overflow="ellipsis")] if reached else []),
         *([Text(own, style="dim", no_wrap=True, overflow="ellipsis")] if own else []),
         *([Text(look.summary.storage, style="yellow")] if look.summary.storage else []),
         *_verdict_lines(look),
@@ -452,7 +468,8 @@ def _below(look: TopLook, has_color: bool = True) -> list[Text]:
     from rich.text import Text
 
     legend = Text("phases: ", style="dim")
-    for phase, style in terminal_marks.PHASE_STYLES.items():
+    for phase in step_phases({phase for line in look.ranks for phase in line.phases}):
+        style = terminal_marks.PHASE_STYLES[phase]
         legend.append("█ " if has_color else f"{PHASE_LETTERS[phase]} ", style=style).append(f"{phase}  ", style="dim")
     troubles = [*([look.trouble] if look.trouble else []), *map(printable_line, look.unread)]
     return [*(Text(trouble, style="red") for trouble in troubles), legend]

@@ -17,10 +17,10 @@ from craton.orchestration.backend import Standing, read_submission
 from craton.orchestration.local import AgentProcess, living_agents, read_agents
 from craton.orchestration.watching.recoveries import Recoveries, Recovery, under_way
 from craton.orchestration.watching.state import MOVING, SCHEDULER_LOOK_SECONDS, settled, standing_of
-from craton.telemetry import RunDirectory, RunSummary, Summarizer
+from craton.telemetry import PHASES, ROLLOUT_PHASES, RunDirectory, RunSummary, Summarizer
 from craton.telemetry.files import open_regular, paths_in, read_lines, storage_problem
 
-PHASES = ("data", "compute", "communication", "optimizer", "checkpoint")
+SCORES = ("run_reward", "run_reward_accuracy")  # what post-training improves, of kind grpo and dpo
 RECENT_LINES = 20  # a phase is the mean of this number of recent measurements
 MAX_POINTS = 4096  # of the loss curve; a longer one keeps every second point
 SHOWN_EVENTS = 6
@@ -43,6 +43,7 @@ class View:
     events: list[dict[str, Any]]  # the newest, oldest first
     recoveries: list[Recovery] = field(default_factory=list)  # oldest first
     recovering: Recovery | None = None  # the recovery in progress
+    scores: list[float] = field(default_factory=list)  # rewards or accuracies over the steps, thinned
 
     @property
     def is_moving(self) -> bool:
@@ -52,7 +53,7 @@ class View:
     @property
     def planned_phases(self) -> dict[str, float]:
         plan = self.summary.plan
-        return {phase: plan[key] for phase in PHASES if (key := f"{phase}_seconds") in plan}
+        return {phase: plan[key] for phase in (*ROLLOUT_PHASES, *PHASES) if (key := f"{phase}_seconds") in plan}
 
 
 class Follower:
@@ -65,6 +66,7 @@ class Follower:
         self._recoveries = Recoveries(run)
         self._offsets: dict[Path, int] = {}
         self._losses: dict[int, float] = {}
+        self._scores: dict[int, float] = {}
         self._evaluation_loss: float | None = None
         self._recent: deque[dict[str, Any]] = deque(maxlen=RECENT_LINES)
         self._events: deque[dict[str, Any]] = deque(maxlen=SHOWN_EVENTS)
@@ -81,13 +83,14 @@ class Follower:
         events = sorted(self._new_lines("events"), key=lambda line: float(line.get("time", 0.0)))
         self._events.extend(line for line in events if _is_news(line))
         self._has_news = self._has_news or bool(events)
-        losses = [self._losses[step] for step in sorted(self._losses)]
+        losses, scores = ([curve[step] for step in sorted(curve)] for curve in (self._losses, self._scores))
         summary = self._of_this_machine() if self._is_local else self._of_a_scheduler()
         if summary.steps is None:
             summary = replace(summary, steps=self._steps)
         recoveries = self._recoveries.all()
         recovering = under_way(recoveries) if summary.state in MOVING else None
-        return View(summary, losses, self._evaluation_loss, self._phases(), list(self._events), recoveries, recovering)
+        events = list(self._events)
+        return View(summary, losses, self._evaluation_loss, self._phases(), events, recoveries, recovering, scores)
 
     def _of_this_machine(self) -> RunSummary:
         summary = self._summarizer.summary()
@@ -143,10 +146,12 @@ class Follower:
     def _take(self, line: dict[str, Any]) -> None:
         if line.get("rank", 0) != 0:
             return
-        if isinstance(loss := line.get("run_loss"), int | float):
-            self._losses[int(line.get("step", 0))] = float(loss)
-            if len(self._losses) > MAX_POINTS:
-                self._losses = {step: self._losses[step] for step in sorted(self._losses)[::2]}
+        for name, curve in (("run_loss", self._losses), *((name, self._scores) for name in SCORES)):
+            if isinstance(value := line.get(name), int | float):
+                curve[int(line.get("step", 0))] = float(value)
+                if len(curve) > MAX_POINTS:
+                    for step in sorted(curve)[1::2]:
+                        del curve[step]
         if isinstance(loss := line.get("run_evaluation_loss"), int | float):
             self._evaluation_loss = float(loss)
         if "run_step_seconds" in line:
@@ -156,7 +161,7 @@ class Follower:
 
     def _phases(self) -> dict[str, float]:
         result = {}
-        for phase in PHASES:
+        for phase in (*ROLLOUT_PHASES, *PHASES):
             values = [
                 line[key] for line in self._recent if isinstance(line.get(key := f"run_{phase}_seconds"), int | float)
             ]

@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from craton.telemetry import RunDirectory
+from craton.telemetry.rank import SampleRecorder
 
 PHASES = {"data": 0.01, "compute": 0.72, "communication": 0.2, "optimizer": 0.06, "checkpoint": 0.01}  # of a step
+ROLLOUT_STEP = {"rollout": 0.5, "reward": 0.08, "sync": 0.02} | {name: 0.4 * share for name, share in PHASES.items()}
 STEP_SECONDS = 2.0
 TOKENS_PER_STEP = 4_194_304
 STATES = ("done", "done", "done", "stopped", "failed", "lost", "running")
@@ -35,6 +37,7 @@ def write_run(
     leaf_nodes: int = 16,
     seed: int = 0,
     now: float | None = None,
+    kind: str = "pretrain",
 ) -> RunDirectory:
     """One run that has just done its newest step; `slow_rank` computes for half as long again, so that all others
     wait for it."""
@@ -43,7 +46,7 @@ def write_run(
     run = RunDirectory.create(root, name)
     names = [f"node-{number}" for number in range(nodes)]
     leaves = {node: f"leaf-{number // leaf_nodes}" for number, node in enumerate(names)}
-    _write_json(run.plan_path, plan_document(name, planned_steps))
+    _write_json(run.plan_path, plan_document(name, planned_steps, kind))
     run.job_path.write_text(f"name: {name}\nkind: command\ncommand: [sleep, '1']\ncluster: local\n", encoding="utf-8")
     launch = {"generation": 0, "nodes": names, "num_nodes": nodes, "ranks_per_node": ranks_per_node, "leaves": leaves}
     _write_json(run.launch_path, {**launch, "command": ["sleep", "1"], "metrics_port": 0})
@@ -55,13 +58,15 @@ def write_run(
         lines, books = [], []
         for step in range(1, steps + 1):
             moment = began + step * STEP_SECONDS
-            lines += [metrics_line(step, rank, node, moment, chance, slow_rank) for rank in ranks]
+            lines += [metrics_line(step, rank, node, moment, chance, slow_rank, kind) for rank in ranks]
             books += [ledger_line(step, rank, node, moment) for rank in ranks]
         run.metrics_path(node).write_text("".join(lines), encoding="utf-8")
         run.ledger_path(node).write_text("".join(books), encoding="utf-8")
         _write_status(run, node, ranks, steps, now)
         _write_heartbeat(run, node, state, now)
     _write_events(run, names[0], began, steps)
+    if kind == "grpo":
+        write_samples(run, names[0], steps)
     for rank in range(min(nodes * ranks_per_node, 64)):
         run.log_path(rank).write_text(f"rank {rank} began\n<b>step 1</b> & more\n", encoding="utf-8")
     if state in ("done", "stopped", "failed"):
@@ -78,9 +83,16 @@ def write_runs(root: Path, count: int, steps: int = 40) -> None:
 
 
 def metrics_line(
-    step: int, rank: int, node: str, moment: float, chance: random.Random, slow_rank: int | None = None
+    step: int,
+    rank: int,
+    node: str,
+    moment: float,
+    chance: random.Random,
+    slow_rank: int | None = None,
+    kind: str = "pretrain",
 ) -> str:
-    parts = {phase: STEP_SECONDS * share * chance.gauss(1.0, 0.01) for phase, share in PHASES.items()}
+    shares = ROLLOUT_STEP if kind == "grpo" else PHASES
+    parts = {phase: STEP_SECONDS * share * chance.gauss(1.0, 0.01) for phase, share in shares.items()}
     if slow_rank is not None:
         late = 0.5 * parts["compute"]
         parts["compute" if rank == slow_rank else "communication"] += late
@@ -100,7 +112,56 @@ def metrics_line(
         line |= {"run_tokens": step * TOKENS_PER_STEP}
         if step % 20 == 0:
             line["run_evaluation_loss"] = loss + 0.1
+        line |= results_of(kind, step, chance)
     return json.dumps({**line, "node": node, "rank": rank}, separators=(",", ":")) + "\n"
+
+
+def results_of(kind: str, step: int, chance: random.Random) -> dict[str, float]:
+    """What rank 0 of a run of this kind records of post-training."""
+    learnt = 1.0 - 1.0 / (1 + 0.02 * step)
+    noise = chance.gauss(0.0, 0.02)
+    if kind == "dpo":
+        values = {"chosen_reward": learnt + noise, "rejected_reward": -learnt, "reward_margin": 2 * learnt + noise}
+        values["reward_accuracy"] = 0.5 + 0.4 * learnt + noise
+        if step % 20 == 0:
+            values |= {"validation_reward_accuracy": 0.5 + 0.35 * learnt, "validation_reward_margin": 1.5 * learnt}
+    elif kind == "grpo":
+        values = {
+            "reward": 0.1 + 0.7 * learnt + noise,
+            "reward_std": 0.4 - 0.2 * learnt,
+            "completion_tokens": 140.0 + 80.0 * learnt + 5 * noise,
+            "longest_completion_tokens": 512.0,
+            "truncated_share": 0.04,
+            "kl": 0.02 * learnt,
+            "entropy": 1.8 - 0.9 * learnt + noise,
+            "logprob_gap": 0.004 + abs(noise) / 50,
+            "logprob_k3": 0.0001,
+            "clipped_share": 0.01,
+            "corrected_share": 0.002,
+            "staleness": 1.0,
+            "rollout_tokens_per_second": 24800.0 * (1 + noise),
+            "rollout_idle_share": 0.12,
+            "rollout_tail_share": 0.2,
+            "trainer_idle_share": 0.31,
+            "verifier_failure_share": 0.01,
+            "advantage_zero_share": 0.25,
+            "step_tokens": 110000.0,
+        }
+        if step % 20 == 0:
+            values["validation_reward"] = 0.1 + 0.6 * learnt
+    else:
+        values = {}
+    return {f"run_{name}": value for name, value in values.items()}
+
+
+def write_samples(run: RunDirectory, node: str, step: int) -> None:
+    """Texts as a model may write them: markup, long ones, and one without a verdict."""
+    recorder = SampleRecorder(run, node, generation=0)
+    recorder.record(step - 1, "What is 12 + 30?", "12 + 30 = 42", 1.0, {"math": 1.0}, tokens=9, versions=[step - 2])
+    recorder.record(step, "Write <b>bold</b>", "<script>alert(1)</script> & more", 0.0, {"regex": 0.0}, tokens=12)
+    chat = [{"role": "system", "content": "Answer briefly."}, {"role": "user", "content": "Sort [3, 1, 2] in Python."}]
+    recorder.record(step, chat, "Let me think. " * 900, None, {"code": None}, error="timeout after 10 s", tokens=4096)
+    recorder.close()
 
 
 def ledger_line(step: int, rank: int, node: str, moment: float) -> str:
@@ -109,13 +170,14 @@ def ledger_line(step: int, rank: int, node: str, moment: float) -> str:
     return json.dumps({**stamp, "seconds": seconds}, separators=(",", ":")) + "\n"
 
 
-def plan_document(name: str, steps: int) -> dict[str, Any]:
-    share = {phase: STEP_SECONDS * part for phase, part in PHASES.items()}
+def plan_document(name: str, steps: int, kind: str = "pretrain") -> dict[str, Any]:
+    shares = ROLLOUT_STEP if kind == "grpo" else PHASES
+    share = {phase: STEP_SECONDS * part for phase, part in shares.items()}
     tokens_per_second = TOKENS_PER_STEP / STEP_SECONDS
     return {
         "schema": 1,
         "job": name,
-        "kind": "pretrain",
+        "kind": kind,
         "steps": steps,
         "step_seconds": STEP_SECONDS,
         "step_seconds_low": 0.9 * STEP_SECONDS,

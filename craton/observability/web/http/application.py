@@ -34,7 +34,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from craton.observability.web.actions import ACTIONS, act
-from craton.observability.web.charts import OWN
+from craton.observability.web.charts import OWN, RESULT_CHARTS
 from craton.observability.web.http.access import Access
 from craton.observability.web.http.guard import RequestGuard, about_request, login, refuse
 from craton.observability.web.http.static_files import digest, static_file
@@ -282,6 +282,7 @@ async def _run(request: Request) -> Response:
         newest={key: data.get("newest", "") for key, data in charts.items()},
         own=[key for key in charts if key.startswith(OWN)],
         own_prefix=OWN,
+        result_charts=RESULT_CHARTS,
         parts=list(page.parts),
         unread=[part for part in page.parts if part not in shown],
         # Escaped as JSON, "<" cannot end the script element.

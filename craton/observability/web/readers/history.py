@@ -25,7 +25,9 @@ KEPT_EVALUATIONS = 2 * MAX_EVALUATIONS
 MAX_OWN_METRICS = 24  # drawn; the number of the others is shown
 MAX_COUNTED_METRICS = 1000  # a job with a new name at every step must not fill the memory
 MAX_NAME_CHARACTERS = 100
-CURVES = ("run_loss", "run_evaluation_loss", "run_tokens_per_second", "run_step_seconds", "run_gradient_norm")
+RESULTS = tuple(name for name, metric in METRICS.items() if metric.group and name.startswith("run_"))
+CURVES = ("run_loss", "run_evaluation_loss", "run_tokens_per_second", "run_step_seconds", "run_gradient_norm", *RESULTS)
+RARE = ("run_evaluation_loss", *(name for name in RESULTS if name.startswith("run_validation_")))
 STAMP = ("time", "step", "generation", "node", "rank")  # keys of every line
 _RANK_MARKS = ('"rank":{}}}', '"rank":{},', '"rank": {}}}', '"rank": {},')
 
@@ -131,7 +133,7 @@ class History:
         if len(self._points) <= KEPT_POINTS:
             return
         kept = set(on_grid(self._points, KEPT_POINTS // 2))
-        for name in ("run_evaluation_loss", *self._own):  # may be recorded rarely
+        for name in (*RARE, *self._own):  # may be recorded rarely
             kept.update(on_grid(self._steps_of(name), KEPT_EVALUATIONS))
         self._points = {step: values for step, values in self._points.items() if step in kept}
 
@@ -139,7 +141,7 @@ class History:
         return [step for step, values in self._points.items() if name in values]
 
     def _curves(self) -> Curves:
-        evaluated = on_grid(self._steps_of("run_evaluation_loss"), MAX_EVALUATIONS)
+        evaluated = on_grid({step for name in RARE for step in self._steps_of(name)}, MAX_EVALUATIONS)
         shown = sorted({*on_grid(self._points, MAX_POINTS), *evaluated})
         values: dict[str, list[float | None]] = {}
         for name in CURVES:

@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from craton.telemetry import RunDirectory
+from craton.telemetry import PHASES as STEP_PHASES
+from craton.telemetry import ROLLOUT_PHASES, RunDirectory
 from craton.telemetry.files import open_regular, parse_line
 
-PHASES = ("data", "compute", "communication", "optimizer", "checkpoint")
+PHASES = (*STEP_PHASES, *ROLLOUT_PHASES)  # those of rollouts are measured by reinforcement learning only
 COLUMNS = (
     *(f"run_{phase}_seconds" for phase in PHASES),
     "run_step_seconds",
@@ -30,6 +31,7 @@ MEAN_LINES = 8
 # why` ignores those too.
 KEPT_LINES = MEAN_LINES + 5
 LINE_BYTES = 1024  # longer than a line of a rank
+FIRST_LINE_BYTES = 3072  # longer than a line of rank 0, which also has what all ranks share
 NAN = float("nan")
 
 Line = tuple[int, int, list[float]]  # rank, step, values of COLUMNS
@@ -128,7 +130,7 @@ class RankTails:
     def _last_lines(self, path: str, size: int, depth: int) -> tuple[list[Line], int]:
         """Return each rank's last lines of the generation, oldest first, read from the file's end; and its end."""
         ranks = self._ranks_per_node
-        data, end = _between(path, max(0, size - ranks * depth * LINE_BYTES), size)
+        data, end = _between(path, max(0, size - depth * (ranks * LINE_BYTES + FIRST_LINE_BYTES)), size)
         counts: dict[int, int] = {}
         lines: list[Line] = []
         complete = 0
