@@ -29,6 +29,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "parquet": ("pyarrow",),
     "s3": ("obstore",),
     "tensorboard": ("tensorboard",),
+    "verify": ("jsonschema", "latex2sympy2_extended", "math_verify", "sympy"),
 }
 
 

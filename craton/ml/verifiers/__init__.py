@@ -1,0 +1,16 @@
+"""Verifiers: what a completion is worth, decided in processes that cannot harm the run; torch-free."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from craton.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from craton.ml.verifiers.environment import Environment, Turn
+    from craton.ml.verifiers.errors import IsolationError, VerifierError
+    from craton.ml.verifiers.pool import Episode, VerifierPool
+    from craton.ml.verifiers.sandbox import Isolation, IsolationReport, probe_isolation, require_isolation
+    from craton.ml.verifiers.verdict import Verdict, VerifierSample, judge_failures
+else:
+    __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

@@ -1,7 +1,7 @@
 """Verifiers that compare a completion with the answer of its row: exact, regex, json_schema.
 
-Each gets (completion, reference, options) and returns 1.0 or 0.0. A reference that cannot be read is the data's mistake, not
-the model's: it raises UnreadableReferenceError, and the sample gets no verdict.
+Each gets (completion, reference, options) and returns 1.0 or 0.0. A reference that cannot be read is the data's
+mistake, not the model's: it raises UnreadableReferenceError, and the sample gets no verdict.
 """
 
 from __future__ import annotations

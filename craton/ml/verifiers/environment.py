@@ -49,7 +49,9 @@ def reset_reply(environment: Environment, name: str, row: Mapping[str, Any]) -> 
     text = environment.reset(row)
     if text is None or isinstance(text, str) or _are_messages(text):
         return {"text": text}
-    raise RewardValueError(f"{name}.reset returned {shortened(text)}; return a text, messages [{{role, content}}] or None")
+    raise RewardValueError(
+        f"{name}.reset returned {shortened(text)}; return a text, messages [{{role, content}}] or None"
+    )
 
 
 def step_reply(environment: Environment, name: str, completion: str) -> dict[str, Any]:

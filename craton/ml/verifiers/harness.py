@@ -10,6 +10,7 @@ import os
 import struct
 import subprocess
 import sys
+from typing import Any
 
 OUTPUT_BYTES = 1 << 20
 
@@ -30,7 +31,7 @@ def main() -> None:
     os._exit(0)
 
 
-def run_tests(request: dict) -> dict:
+def run_tests(request: dict[str, Any]) -> dict[str, Any]:
     """Return which tests pass. A program that ends the interpreter fails them all."""
     names = {"__name__": "__program__", "__builtins__": __builtins__}
     passed = [False] * len(request["tests"])
@@ -41,17 +42,17 @@ def run_tests(request: dict) -> dict:
     return {"passed": passed}
 
 
-def completes(source: str, file: str, names: dict) -> bool:
+def completes(source: str, file: str, names: dict[str, Any]) -> bool:
     try:
         exec(compile(source, file, "exec"), names)
     except MemoryError:
         raise
-    except BaseException:
+    except BaseException:  # noqa: BLE001 (also SystemExit: an early end is no success)
         return False
     return True
 
 
-def run_inputs(request: dict) -> dict:
+def run_inputs(request: dict[str, Any]) -> dict[str, Any]:
     """Return the output for each input; None for a program that fails or prints too much."""
     with open("program.py", "w") as file:
         file.write(request["program"])
@@ -67,7 +68,9 @@ def run_inputs(request: dict) -> dict:
     return {"outputs": outputs}
 
 
-def output_of(process: subprocess.Popen, text: str) -> "str | None":
+def output_of(process: subprocess.Popen[bytes], text: str) -> str | None:
+    assert process.stdin is not None
+    assert process.stdout is not None
     if os.fork() == 0:  # a second process writes, so that neither pipe can fill up and block both
         process.stdout.close()
         try:
@@ -86,15 +89,16 @@ def output_of(process: subprocess.Popen, text: str) -> "str | None":
     return found.decode(errors="replace")
 
 
-def send(channel: int, message: dict) -> None:
+def send(channel: int, message: dict[str, Any]) -> None:
     data = json.dumps(message).encode()
     data = struct.pack("!I", len(data)) + data
     while data:
         data = data[os.write(channel, data) :]
 
 
-def receive(channel: int) -> dict:
-    return json.loads(read(channel, struct.unpack("!I", read(channel, 4))[0]))
+def receive(channel: int) -> dict[str, Any]:
+    request: dict[str, Any] = json.loads(read(channel, struct.unpack("!I", read(channel, 4))[0]))
+    return request
 
 
 def read(channel: int, length: int) -> bytes:

@@ -18,10 +18,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from craton.ml.verifiers.sandbox.confinement import FIRST_USER, NUM_USERS, Confinement, Isolation
-from craton.ml.verifiers.sandbox.launch import ConfinedProcess, launch
-from craton.ml.verifiers.sandbox.limits import OUTPUT_BYTES, ProcessLimits
-from craton.ml.verifiers.sandbox.readable import own_package
+from craton.ml.verifiers.sandbox import (
+    OUTPUT_BYTES,
+    ConfinedProcess,
+    Confinement,
+    Isolation,
+    ProcessLimits,
+    launch,
+    own_package,
+    sandbox_user,
+)
 from craton.ml.verifiers.wire import Channel
 
 PACKAGE_INSIDE = "/packages"
@@ -92,9 +98,9 @@ class Worker:
 class Starter:
     """Starts processes of each group with the settings of the pool."""
 
-    def __init__(self, settings: Mapping[str, Any]) -> None:
+    def __init__(self, settings: Mapping[str, Any], isolation: Isolation) -> None:
         self._settings = settings
-        self._isolation = Isolation(settings["isolation"])
+        self._isolation = isolation
         self._num_started = 0
         self._template: socket.socket | None = None
         self._template_process: subprocess.Popen[bytes] | None = None
@@ -116,8 +122,7 @@ class Starter:
         if not is_program:
             limits = ProcessLimits(self._settings["memory_bytes"], processes=SEALED_PROCESSES)
         self._num_started += 1
-        user = FIRST_USER + self._num_started % NUM_USERS
-        confinement = Confinement(self._isolation, limits, readable, user)
+        confinement = Confinement(self._isolation, limits, readable, sandbox_user(self._num_started))
         ours, theirs, reading, writing = _connections()
         try:
             process = launch(command, confinement, theirs.fileno(), writing)

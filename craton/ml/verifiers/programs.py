@@ -6,9 +6,11 @@ of {input, output}: the program then reads its standard input and prints.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import secrets
+from collections.abc import Mapping
 from typing import Any
 
 from craton.ml.verifiers.answers import UnreadableReferenceError, shortened
@@ -32,7 +34,7 @@ def program_request(completion: str, reference: Any) -> dict[str, Any]:
     return {**request, "inputs": [pair["input"] for pair in tests]}
 
 
-def program_value(reply: dict[str, Any], request: dict[str, Any], reference: Any) -> float:
+def program_value(reply: Mapping[str, Any], request: Mapping[str, Any], reference: Any) -> float:
     """1 if the program passed all tests; 0 if it failed one, or ended before the last."""
     if reply.get("nonce") != request["nonce"]:
         return 0.0
@@ -47,10 +49,8 @@ def program_value(reply: dict[str, Any], request: dict[str, Any], reference: Any
 
 def _tests(reference: Any) -> list[Any]:
     if isinstance(reference, str) and reference.lstrip().startswith(("[", "{")):
-        try:
+        with contextlib.suppress(ValueError):  # Python statements may start with a bracket too
             reference = json.loads(reference)
-        except ValueError:
-            pass  # Python statements may start with a bracket too
     tests = reference if isinstance(reference, list) else [reference]
     if tests and all(isinstance(test, str) and test.strip() for test in tests):
         return tests

@@ -20,11 +20,18 @@ from typing import Any
 
 from craton.formatting import memory, setting
 from craton.ml.verifiers.episodes import Episode
+from craton.ml.verifiers.errors import IsolationError
 from craton.ml.verifiers.members import Starter, Task, Worker
-from craton.ml.verifiers.sandbox import kernel
-from craton.ml.verifiers.sandbox.limits import OUTPUT_BYTES
-from craton.ml.verifiers.sandbox.namespaces import NOT_STARTED
-from craton.ml.verifiers.sandbox.processes import children, kill
+from craton.ml.verifiers.sandbox import (
+    NOT_STARTED,
+    OUTPUT_BYTES,
+    Isolation,
+    adopt_orphans,
+    children,
+    find_isolation,
+    isolation_of,
+    kill,
+)
 from craton.ml.verifiers.wire import Channel, MessageTooLongError
 
 ATTEMPTS = 2  # of a sample whose worker died without our doing
@@ -40,7 +47,7 @@ SPARES = {"sealed": 1, "open": 1}  # ready to take the place of a worker that wa
 def start(descriptor: int, trainer: int) -> None:
     """Run until the trainer closes the connection or ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's, which closes the pool
-    kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
+    adopt_orphans()
     connection = socket.socket(fileno=descriptor)
     connection.set_inheritable(False)
     Supervisor(connection, trainer).run()
@@ -85,7 +92,7 @@ class Supervisor:
             if now - last_look > LOOK_SECONDS:
                 last_look = now
                 self._look_at_usage()
-                self._is_closing = self._is_closing or os.getppid() != self._trainer
+                self._is_closing |= os.getppid() != self._trainer
             if self._starter is not None:
                 self._start_workers()
                 self._hand_out()
@@ -105,12 +112,27 @@ class Supervisor:
 
     def _on_settings(self, settings: dict[str, Any]) -> None:
         self._settings = settings
-        self._starter = Starter(settings)
+        isolation = Isolation.OFF
+        if settings["sandbox"] != "off" and {"sealed", "program"} & set(settings["groups"]):
+            try:
+                isolation = isolation_of(find_isolation())
+            except IsolationError as error:
+                self._send("given_up", "", str(error), True)
+                return
+        self._starter = Starter(settings, isolation)
+        if "program" in settings["groups"]:
+            self._send("ready", "program")
         if "open" in settings["groups"]:
             try:
                 self._starter.load_template()
             except RuntimeError as error:
                 self._give_up("open", str(error))
+            else:
+                self._send("ready", "open")
+
+    def _on_restore_episode(self, episode: int, messages: list[bytes], replies: list[dict[str, Any]]) -> None:
+        """Take over an episode of a supervisor that died; it is replayed at its next step."""
+        self._episodes[episode] = Episode(episode, messages, [-1] * len(messages), replies)
 
     def _on_task(self, number: int, group: str, message: bytes) -> None:
         if group in self._given_up:
@@ -449,6 +471,8 @@ class Supervisor:
             return 0.002
         is_sending = self._pool.has_unsent or any(worker.channel.has_unsent for worker in self._workers)
         if is_sending or any(worker.is_busy for worker in self._workers):
-            left = min(worker.deadline for worker in self._workers) - time.monotonic() if self._workers else LOOK_SECONDS
+            left = (
+                min(worker.deadline for worker in self._workers) - time.monotonic() if self._workers else LOOK_SECONDS
+            )
             return max(0.0, min(left, LOOK_SECONDS))
         return 1.0

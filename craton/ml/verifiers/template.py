@@ -6,14 +6,12 @@ each is in a pid namespace of its own where the machine has them, so that killin
 
 from __future__ import annotations
 
-import contextlib
+import inspect
 import json
 import os
 import pickle
-import resource
 import socket
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,29 +19,31 @@ from typing import Any
 from craton.errors import CratonError
 from craton.ml.functions import load_function, search_folder, user_code
 from craton.ml.verifiers.environment import Environment, reset_reply, step_reply
+from craton.ml.verifiers.errors import VerifierError
 from craton.ml.verifiers.judge import judge
 from craton.ml.verifiers.rewards import as_reward
-from craton.ml.verifiers.sandbox import kernel
-from craton.ml.verifiers.sandbox.limits import set_limit
-from craton.ml.verifiers.sandbox.namespaces import become_init
-from craton.ml.verifiers.sandbox.processes import kill_descendants
+from craton.ml.verifiers.sandbox import follow_parent, limit_further_memory, run_in_own_processes
 from craton.ml.verifiers.wire import BlockingChannel
 
-ADOPTION_SECONDS = 5.0
+CHANNEL = 3  # descriptor of a worker's connection
 REQUEST_BYTES = 1 << 16
 SETTINGS_BYTES = 1 << 20
 
 
 def start(descriptor: int, supervisor: int) -> None:
     """Load what the settings name, then fork on request until the supervisor is gone. Never returns."""
-    kernel.die_with_parent(supervisor)
+    follow_parent(supervisor)
     connection = socket.socket(fileno=descriptor)
     settings = json.loads(connection.recv(SETTINGS_BYTES))
     if settings["folder"]:
         search_folder(Path(settings["folder"]))
     try:
         functions = {name: load_function(name) for name in settings["functions"]}
+        for name, function in functions.items():
+            _check_signature(name, function)
         environment = load_function(settings["environment"]) if settings["environment"] else None
+        if environment is not None:
+            _check_environment(settings["environment"], environment)
     except CratonError as error:
         connection.sendall(json.dumps({"error": str(error)[:4000]}).encode())
         os._exit(1)
@@ -81,7 +81,9 @@ class OpenWorker:
         self._make_environment = environment
         self._environment: Environment | None = None
 
-    def serve(self, channel: BlockingChannel) -> None:
+    def serve(self) -> None:
+        limit_further_memory(self._settings["memory_bytes"])
+        channel = BlockingChannel(CHANNEL)
         channel.send(b'{"ready": true}')
         while (message := channel.receive()) is not None:
             channel.send(json.dumps(self._reply(pickle.loads(message))).encode())
@@ -114,70 +116,40 @@ class OpenWorker:
             return step_reply(self._environment, name, request["completion"])
 
 
+def _check_signature(name: str, function: Callable[..., Any]) -> None:
+    """Refuse a function that cannot be called with (prompt, completion, row, transcript)."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return  # some built-in functions have none
+    try:
+        signature.bind("", "", {}, [])
+    except TypeError:
+        raise VerifierError(
+            f"{name}{signature} cannot be called with a sample; a reward takes (prompt, completion, row, transcript)"
+        ) from None
+
+
+def _check_environment(name: str, environment: Any) -> None:
+    missing = [
+        method for method in ("reset", "step") if inspect.isclass(environment) and not hasattr(environment, method)
+    ]
+    if missing:
+        raise VerifierError(f"{name} has no method {' and '.join(missing)}; an environment has reset and step")
+
+
 def _fork_worker(worker: OpenWorker, descriptors: Sequence[int], supervisor: int) -> None:
-    """Become a worker: own session, output and pid namespace; adopted by the supervisor, and dies with it."""
+    """Become a worker with a session and output of its own; adopted by the supervisor, and dies with it."""
     try:
         os.setsid()
-        _wait_for_parent(supervisor)
-        kernel.die_with_parent(supervisor)
+        follow_parent(supervisor)
         nothing = os.open(os.devnull, os.O_RDONLY)
-        channel = 3
         placed = [os.dup(descriptor) for descriptor in (nothing, descriptors[1], descriptors[1], descriptors[0])]
         for target, source in enumerate(placed):
-            os.dup2(source, target, inheritable=target < channel)
-        os.closerange(channel + 1, 1 << 20)
-        own = kernel.CLONE_NEWPID | kernel.CLONE_NEWNS | (0 if os.geteuid() == 0 else kernel.CLONE_NEWUSER)
-
-        def serve() -> None:
-            kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
-            _limit_data(worker._settings["memory_bytes"])
-            worker.serve(BlockingChannel(channel))
-
-        try:
-            become_init(own, _mount_processes, serve)
-        except OSError:
-            _guard(serve)
+            os.dup2(source, target, inheritable=target != CHANNEL)
+        os.closerange(CHANNEL + 1, 1 << 20)
+        run_in_own_processes(worker.serve)
     except BaseException as error:  # noqa: BLE001 (a forked copy must never return into the template's loop)
         print(f"a verifier's worker could not start: {error}", file=sys.stderr, flush=True)
     finally:
         os._exit(1)
-
-
-def _wait_for_parent(parent: int) -> None:
-    deadline = time.monotonic() + ADOPTION_SECONDS
-    while os.getppid() != parent:  # until the process between has ended
-        if time.monotonic() > deadline:
-            os._exit(1)
-        time.sleep(0.0005)
-
-
-def _mount_processes() -> None:
-    """Show the processes of the namespace in /proc, which libraries read about themselves; some machines forbid it."""
-    with contextlib.suppress(OSError):
-        kernel.mount("none", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
-        kernel.mount("proc", "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
-
-
-def _guard(serve: Callable[[], None]) -> None:
-    """Without pid namespaces: adopt what the worker leaves behind, and end it."""
-    kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
-    guard = os.getpid()
-    child = os.fork()
-    if child == 0:
-        os.setsid()
-        kernel.die_with_parent(guard)
-        serve()
-        os._exit(0)
-    os.close(3)
-    while os.waitpid(-1, 0)[0] != child:
-        pass
-    kill_descendants(guard)
-    os._exit(0)
-
-
-def _limit_data(memory_bytes: int) -> None:
-    """Limit memory to what the loaded modules have taken already and `verify.memory` more."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmData:"):
-            set_limit(resource.RLIMIT_DATA, int(line.split()[1]) * 1024 + memory_bytes)
-    set_limit(resource.RLIMIT_CORE, 0)

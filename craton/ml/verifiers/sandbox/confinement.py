@@ -27,6 +27,11 @@ ENVIRONMENT = {
 FIRST_USER, NUM_USERS = 50_000, 10_000
 
 
+def sandbox_user(number: int) -> int:
+    """Return the user of the N-th confined process; only root can change to it."""
+    return FIRST_USER + number % NUM_USERS
+
+
 class Isolation(StrEnum):
     """How code that a model wrote is kept away from the machine."""
 

@@ -7,14 +7,15 @@ import os
 import select
 import shutil
 import socket
+import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from craton.ml.verifiers.errors import IsolationError
+from craton.ml.verifiers.sandbox.confined import launch
 from craton.ml.verifiers.sandbox.confinement import Confinement, Isolation
 from craton.ml.verifiers.sandbox.landlock import landlock_version
-from craton.ml.verifiers.sandbox.launch import launch
 
 TRIAL_SECONDS = 20.0
 INSTALL = "install bubblewrap (Debian, Ubuntu: apt-get install bubblewrap), or allow user namespaces on this machine"
@@ -29,12 +30,13 @@ def fails(action):
     return False
 s = socket.socket(fileno=0)
 report = {
-    "network": fails(lambda: socket.create_connection(("127.0.0.1", int(PORT)), 1)),
-    "processes": not os.path.exists("/proc/" + str(PID) + "/status") or len([p for p in os.listdir("/proc") if p.isdigit()]) < 9,
-    "files": fails(lambda: os.listdir("/home")) and fails(lambda: open("/etc/passwd")) and fails(lambda: open("/usr/lib/x", "w")),
+    "network": fails(lambda: socket.create_connection(("127.0.0.1", PORT), 1)),
+    "processes": len([name for name in os.listdir("/proc") if name.isdigit()]) < 9,
+    "files": all(fails(lambda: open(path)) for path in ("/etc/passwd", "/etc/hostname", "/proc/1/environ")),
+    "libraries": fails(lambda: open("/usr/lib/x", "w")),
     "folder": not fails(lambda: open("/sandbox/x", "w")),
     "user": os.geteuid() != 0,
-    "environment": "PROBED_SECRET" not in os.environ,
+    "environment": len(os.environ) < 16,
 }
 s.sendall(json.dumps(report).encode())
 """
@@ -74,13 +76,36 @@ def find_isolation() -> IsolationReport:
 
 def require_isolation() -> Isolation:
     """Return the isolation of this machine; IsolationError says what is missing and how to get it."""
-    report = find_isolation()
+    return isolation_of(probe_isolation())
+
+
+def isolation_of(report: IsolationReport) -> Isolation:
+    """Return what a report found; IsolationError if it found nothing."""
     if report.isolation is None:
         raise IsolationError(
             f"this machine cannot confine code that a model wrote ({report.describe()}); {INSTALL}, or set "
             "`verify: {sandbox: off}` to run it with all rights of this user"
         )
     return report.isolation
+
+
+def probe_isolation() -> IsolationReport:
+    """Call `find_isolation` in a process of its own, for it forks; safe in one with threads or torch."""
+    code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import print_report; print_report()"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    try:
+        found = json.loads(result.stdout)
+    except ValueError:
+        reason = (result.stderr.strip().splitlines() or ["the trial did not start"])[-1]
+        return IsolationReport(None, dict.fromkeys(Isolation, reason), landlock_version())
+    isolation = Isolation(found["isolation"]) if found["isolation"] else None
+    return IsolationReport(
+        isolation, {Isolation(name): text for name, text in found["reasons"].items()}, found["landlock"]
+    )
+
+
+def print_report() -> None:
+    print(json.dumps(asdict(find_isolation())))
 
 
 def try_isolation(isolation: Isolation) -> str:
@@ -92,7 +117,7 @@ def try_isolation(isolation: Isolation) -> str:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         ours, theirs = socket.socketpair()
         reading, writing = os.pipe()
-        source = f"PORT, PID = {listener.getsockname()[1]}, {os.getpid()}\n{TRIAL}"
+        source = f"PORT = {listener.getsockname()[1]}\n{TRIAL}"
         process = launch([sys.executable, "-I", "-S", "-c", source], Confinement(isolation), theirs.fileno(), writing)
         theirs.close()
         os.close(writing)

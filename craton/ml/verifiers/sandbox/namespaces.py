@@ -1,8 +1,8 @@
 """The sandbox without bubblewrap: own user, pid, network, mount, ipc and host-name namespaces, then Landlock.
 
-`confine` is called in a forked, single-threaded process and never returns. Of the three processes that result, the first waits,
-the second is the init of the new pid namespace, and the third executes the command. The kernel kills everything in a
-pid namespace when its init ends, also processes in other sessions.
+`confine` is called in a forked, single-threaded process and never returns. Of the three processes that result, the
+first waits, the second is the init of the new pid namespace, and the third executes the command. The kernel kills
+everything in a pid namespace when its init ends, also processes in other sessions.
 """
 
 from __future__ import annotations
@@ -22,9 +22,7 @@ from craton.ml.verifiers.sandbox.limits import set_limit
 NEW_ROOT = "/tmp"  # where the new root is mounted, in the new mount namespace only
 NOT_STARTED = 125  # exit status of a sandbox that could not be set up; the reason is on its standard error
 DEVICES = ("null", "zero", "full", "random", "urandom")
-ISOLATED = (
-    kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
-)
+ISOLATED = kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
 
 
 def confine(command: Sequence[str], confinement: Confinement) -> None:
@@ -91,8 +89,11 @@ def _set_up_root(confinement: Confinement) -> None:
     # A mount may lie below the folder over which the new root is mounted: hold all of them open before.
     mounts = confinement.mounts()
     devices = {f"/dev/{name}": f"/dev/{name}" for name in DEVICES}
-    opened = {inside: os.open(outside, os.O_PATH) for inside, outside in {**mounts, **devices}.items()
-              if not os.path.islink(outside)}
+    opened = {
+        inside: os.open(outside, os.O_PATH)
+        for inside, outside in {**mounts, **devices}.items()
+        if not os.path.islink(outside)
+    }
     _mount_memory(NEW_ROOT, confinement.limits.folder_bytes)
     for inside, outside in mounts.items():
         target = NEW_ROOT + inside

@@ -52,7 +52,7 @@ def kill(pid: int) -> None:
 
 
 def kill_descendants(pid: int) -> None:
-    """End everything below a process. Each is stopped before any is killed, so that none can start another meanwhile."""
+    """End everything below a process. Each is stopped before any is killed, so that none can start another."""
     deadline = time.monotonic() + STOP_SECONDS
     stopped: set[int] = set()
     while (new := set(descendants(pid)) - stopped) and time.monotonic() < deadline:

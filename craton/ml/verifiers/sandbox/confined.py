@@ -18,6 +18,7 @@ from pathlib import Path
 from craton.ml.verifiers.sandbox import kernel
 from craton.ml.verifiers.sandbox.bubblewrap import bubblewrap_command
 from craton.ml.verifiers.sandbox.confinement import ENVIRONMENT, FOLDER, Confinement, Isolation
+from craton.ml.verifiers.sandbox.guard import run_below_guard
 from craton.ml.verifiers.sandbox.limits import set_resource_limits
 from craton.ml.verifiers.sandbox.namespaces import NOT_STARTED, confine
 from craton.ml.verifiers.sandbox.processes import children, descendants, kill, kill_descendants, memory_bytes
@@ -126,26 +127,9 @@ def _become(
         confine(command, confinement)
     else:
         assert folder is not None
-        _guard_unconfined(command, folder)
-
-
-def _guard_unconfined(command: Sequence[str], folder: Path) -> None:
-    """Run a command without isolation; its orphans become children of this process, which ends them."""
-    kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
-    guard = os.getpid()
-    child = os.fork()
-    if child == 0:
-        os.setsid()
-        kernel.die_with_parent(guard)
-        os.chdir(folder)
         values = {name: str(folder) if value == FOLDER else value for name, value in ENVIRONMENT.items()}
-        os.execve(command[0], list(command), values)
-    while True:
-        pid, status = os.waitpid(-1, 0)
-        if pid == child:
-            kill_descendants(guard)
-            code = os.waitstatus_to_exitcode(status)
-            os._exit(code if code >= 0 else 128 - code)
+        os.chdir(folder)
+        run_below_guard(lambda: os.execve(command[0], list(command), values))
 
 
 def _remove(folder: Path) -> None:
