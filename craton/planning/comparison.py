@@ -13,7 +13,7 @@ from craton.planning.economics import RunOutcome, outcome_of
 from craton.planning.report import why_lost
 from craton.planning.result import Alternative, ScalingPoint
 from craton.planning.search import Candidate, Search
-from craton.planning.setting import Setting
+from craton.planning.setting import Setting, tokens_of_step
 from craton.planning.step import compose
 
 TOP = 5
@@ -94,7 +94,7 @@ def scaling_points(outcomes: Sequence[RunOutcome]) -> list[ScalingPoint]:
         ScalingPoint(
             num_gpus=outcome.setting.world,
             step_seconds=outcome.step_seconds,
-            tokens_per_second=outcome.setting.job.global_batch_tokens / outcome.step_seconds,
+            tokens_per_second=tokens_of_step(outcome.setting.job) / outcome.step_seconds,
             run_seconds=outcome.run_seconds,
             cost_dollars=outcome.cost_dollars,
             layout=outcome.candidate.layout,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import date
 
 import numpy as np
@@ -45,9 +45,19 @@ from craton.planning.economics import (
 from craton.planning.memory import memory
 from craton.planning.report import PARTS, bottleneck, sensitivities
 from craton.planning.result import Alternative, Plan
+from craton.planning.rollouts import step_extras
 from craton.planning.search import SAFE_SHARE, Candidate, Search, search
-from craton.planning.setting import PlanError, Setting, check_plannable, chosen_layout, nothing_fits, setting_of
+from craton.planning.setting import (
+    PlanError,
+    Setting,
+    check_plannable,
+    chosen_layout,
+    nothing_fits,
+    setting_of,
+    tokens_of_step,
+)
 from craton.planning.step import REAL_IMBALANCE, StepTimes, compose, flops_per_token
+from craton.telemetry import ROLLOUT_PHASES
 
 logger = logging.getLogger(__name__)
 
@@ -213,7 +223,8 @@ def _plan(
     scale = prediction.seconds / float(times.step_seconds)
     storage = storage_of(setting, candidate, prediction.seconds)
     data, blocked = stalls(setting, storage, prediction.seconds)
-    productive = prediction.seconds + data
+    extras = step_extras(setting, candidate, prediction.seconds)
+    productive = prediction.seconds + data + extras.seconds
     steps = job.steps or 1
     goodput = goodput_plan(
         cluster,
@@ -225,11 +236,11 @@ def _plan(
         replicate=layout.replicate,
     )
     evaluate = evaluate_seconds(setting, candidate, prediction.seconds)
-    run_seconds = steps * (productive + evaluate) / goodput.goodput
+    run_seconds = (steps * (productive + evaluate) + extras.once_seconds) / goodput.goodput
     spread = interval_factor(prediction)
     low_factor = math.exp(math.hypot(math.log(spread), math.log(goodput.goodput_high / goodput.goodput)))
     high_factor = math.exp(math.hypot(math.log(spread), math.log(goodput.goodput / max(goodput.goodput_low, 1e-9))))
-    tokens = job.total_tokens or 0.0
+    tokens = steps * tokens_of_step(job) if job.rollout else job.total_tokens or 0.0
     cost, cost_warnings = cost_plan(
         cluster.price,
         billed_instances(cluster.instance, cluster.num_nodes + job.spares),
@@ -241,10 +252,10 @@ def _plan(
     )
     traits = setting.profile.traits
     need = memory(setting.model.workload(layout), traits, setting.machine.node_gpus)
-    parts = _parts(times, scale, data, blocked)
+    parts = _parts(times, scale, data, blocked, extras.parts)
     step_seconds = sum(sum(entries.values()) for entries in parts.values())
     flops = flops_per_token(shape, job.sequence, setting.model.lora)
-    tokens_per_second = job.global_batch_tokens / step_seconds
+    tokens_per_second = tokens_of_step(job) / step_seconds
     peak = cluster.instance.gpu.peak_flops(layout.precision)
     limit = setting.machine.gpu.memory_bytes
     return Plan(
@@ -268,10 +279,10 @@ def _plan(
         tokens_per_second=tokens_per_second,
         mfu=tokens_per_second * flops / (peak * cluster.num_gpus),
         flops_per_token=flops,
-        memory_bytes=need.total_bytes,
+        memory_bytes=need.total_bytes + extras.memory_bytes,
         memory_limit_bytes=limit,
-        memory_parts=need.parts,
-        memory_instants=need.instants,
+        memory_parts={**need.parts, **extras.memory_parts},
+        memory_instants={name: size + extras.memory_bytes for name, size in need.instants.items()},
         storage=storage,
         goodput=goodput,
         cost=cost,
@@ -282,10 +293,11 @@ def _plan(
             times,
             layout,
             setting.machine,
-            need.total_bytes / limit,
+            (need.total_bytes + extras.memory_bytes) / limit,
             goodput.goodput,
             data / step_seconds,
             blocked / step_seconds,
+            {phase: sum(extras.parts.get(phase, {}).values()) / step_seconds for phase in ROLLOUT_PHASES},
         ),
         alternatives=layout_alternatives(setting, candidate, layouts, constants),
         runner_up=runner_up,
@@ -294,8 +306,10 @@ def _plan(
         sensitivities=sensitivities(setting.model, setting.machine, setting.profile, candidate),
         layouts_evaluated=layouts.evaluated,
         evaluate_seconds=evaluate,
+        rollout=extras.rollout,
         warnings=[
             *_warnings(setting, candidate),
+            *extras.warnings,
             *_better_layout(candidate, layouts),
             *storage.warnings,
             *goodput.warnings,
@@ -305,12 +319,15 @@ def _plan(
     )
 
 
-def _parts(times: StepTimes, scale: float, data: float, blocked: float) -> dict[str, dict[str, float]]:
+def _parts(
+    times: StepTimes, scale: float, data: float, blocked: float, extras: Mapping[str, Mapping[str, float]]
+) -> dict[str, dict[str, float]]:
     """Phase → part → seconds, without parts that take no time."""
-    parts: dict[str, dict[str, float]] = {"data": {"waiting for data": data} if data > 0 else {}}
+    parts: dict[str, dict[str, float]] = {phase: dict(extras[phase]) for phase in ROLLOUT_PHASES if phase in extras}
+    parts["data"] = {"waiting for data": data} if data > 0 else {}
     for phase, names in PARTS.items():
         seconds = {text: float(getattr(times, name)) * scale for name, text in names.items()}
-        parts[phase] = {text: value for text, value in seconds.items() if value > 0}
+        parts[phase] = {text: value for text, value in seconds.items() if value > 0} | dict(extras.get(phase, {}))
     parts["checkpoint"] = {"blocked by saves": blocked} if blocked > 0 else {}
     return parts
 

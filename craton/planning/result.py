@@ -11,7 +11,6 @@ from craton.infrastructure import Cluster
 from craton.job.layout import Layout
 from craton.job.model import ModelShape
 
-PHASES = ("data", "compute", "communication", "optimizer", "checkpoint")
 LAYERS = ("infrastructure", "orchestration", "ml software", "observability")
 INTERVAL_LEVEL = 0.8  # share of measurements that every `_low`..`_high` should contain
 
@@ -21,7 +20,7 @@ class Bottleneck:
     """The bottleneck: its layer, the part of the step, that part's share, and how to relieve it."""
 
     layer: str  # one of LAYERS
-    phase: str  # one of PHASES
+    phase: str
     part: str  # "tensor parallel", "matmul", "pipeline bubble", ...
     share: float  # of step_seconds
     text: str  # one sentence
@@ -133,6 +132,22 @@ class CostPlan:
 
 
 @dataclass(frozen=True)
+class RolloutPlan:
+    """The rollouts of a step of reinforcement learning."""
+
+    mode: str  # sync, overlap, separate
+    prompts: int
+    group: int
+    prompt_tokens: float  # mean, assumed
+    completion_tokens: float  # mean, assumed
+    engines: int  # that share the samples
+    running: int  # samples of an engine at once
+    seconds: float  # of generation, also where training hides it
+    tokens_per_second: float  # generated, of all engines
+    kv_bytes: float  # per rank
+
+
+@dataclass(frozen=True)
 class Plan:
     job: str
     kind: str
@@ -148,7 +163,7 @@ class Plan:
     step_seconds: float
     step_seconds_low: float  # 80% interval
     step_seconds_high: float
-    phases: dict[str, float]  # exposed seconds per step, keys PHASES, adds up to step_seconds
+    phases: dict[str, float]  # exposed seconds per step, adds up to step_seconds
     parts: dict[str, dict[str, float]]  # phase → part → seconds; parts add up to their phase
     hidden_communication_seconds: float  # overlapped with compute, not in the phases
     tokens_per_second: float
@@ -172,6 +187,7 @@ class Plan:
     sensitivities: list[Sensitivity] = field(default_factory=list)
     layouts_evaluated: int = 0
     evaluate_seconds: float = 0.0  # mean per step, on top of step_seconds: part of the run, not of the step
+    rollout: RolloutPlan | None = None
     warnings: list[str] = field(default_factory=list)
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from craton.errors import CratonError
@@ -16,7 +17,7 @@ from craton.planning.search import Candidate, Search, evaluate
 from craton.planning.software import SoftwareProfile
 from craton.planning.step import REAL_IMBALANCE, StepModel
 
-PLANNED_KINDS = ("pretrain", "sft")
+PLANNED_KINDS = ("pretrain", "sft", "dpo", "grpo")
 
 
 class PlanError(CratonError):
@@ -66,7 +67,7 @@ def setting_of(job: Job, cluster: Cluster) -> Setting:
     model = StepModel(
         shape,
         job.sequence,
-        job.global_batch_sequences,
+        rows_of_step(job, cluster.num_gpus),
         machine.rates,
         machine.network,
         profile.traits,
@@ -78,6 +79,24 @@ def setting_of(job: Job, cluster: Cluster) -> Setting:
         graphs=job.train is None or job.train.graphs != "off",
     )
     return Setting(job, shape, cluster, machine, profile, model)
+
+
+def mean_sample_tokens(job: Job) -> tuple[float, float]:
+    """Return the assumed mean tokens of a rollout's prompt and completion: half of what each may have."""
+    longest = job.max_completion_tokens
+    return (job.sequence - longest) / 2, longest / 2
+
+
+def tokens_of_step(job: Job) -> float:
+    """Return the tokens that a step trains on."""
+    return float(job.global_batch_tokens) if job.rollout is None else job.rollout.samples * sum(mean_sample_tokens(job))
+
+
+def rows_of_step(job: Job, world: int) -> int:
+    """Return the rows of a step. Samples of rollouts are packed into rows, the same number on every rank."""
+    if job.rollout is None:
+        return job.global_batch_sequences
+    return -(-math.ceil(tokens_of_step(job) / job.sequence) // world) * world
 
 
 def placed_step_seconds(job: Job, cluster: Cluster, layout: Layout, leaf_nodes: int) -> float:

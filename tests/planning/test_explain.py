@@ -18,9 +18,10 @@ from craton.planning import plan
 from craton.planning.calibration import find_profile
 from craton.planning.rates import machine_of
 from craton.planning.report import PARTS, bottleneck, sensitivities, why_lost
-from craton.planning.result import LAYERS, PHASES, Bottleneck, Sensitivity
+from craton.planning.result import LAYERS, Bottleneck, Sensitivity
 from craton.planning.search import Candidate, evaluate
 from craton.planning.step import StepModel, StepTimes, compose
+from craton.telemetry import PHASES
 
 EIGHT_B = model_preset("llama-3.1-8b")
 P5 = cluster_of("p5.48xlarge", 16)

@@ -320,7 +320,6 @@ def test_a_fixed_layout_that_does_not_fit_is_planned_with_a_warning() -> None:
             "kind serve does not train; plan it with `plan_serving`",
         ),
         ("kind: command\ncommand: ls\ncluster: p5.48xlarge x 1\n", "kind command cannot be planned"),
-        (JOB.replace("pretrain", "dpo"), "kind dpo cannot be planned"),
         (JOB.replace("llama-3.1-8b", "my.models:build"), "the model is a Python function"),
         (JOB.replace(", tokens: 100B", ""), "set train.tokens or train.steps"),
         (JOB + "layout: {tp: 3}\n", "a multiple of 3 ranks, but the cluster has 16 GPUs"),

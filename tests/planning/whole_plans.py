@@ -13,7 +13,8 @@ from craton.job import parse_job
 from craton.job.layout import layout_is_valid
 from craton.planning import Plan, plan
 from craton.planning.report import plan_to_json
-from craton.planning.result import LAYERS, PHASES
+from craton.planning.result import LAYERS
+from craton.telemetry import PHASES
 
 TODAY = date(2026, 11, 15)
 JOB = """\

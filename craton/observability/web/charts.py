@@ -84,8 +84,8 @@ WRITERS = {
 
 
 def training_charts(curves: Curves, plan: Mapping[str, Any]) -> dict[str, Chart]:
-    """Return the charts with data: loss, throughput, step time and gradient norm over steps, those of post-training, and
-    custom metrics."""
+    """Return the charts with data: loss, throughput, step time and gradient norm over steps, those of post-training,
+    and custom metrics."""
     charts: dict[str, Chart] = {}
 
     def series(name: str, key: str, **more: Any) -> list[Chart]:

@@ -16,8 +16,9 @@ from craton.planning.economics.goodput import expected_goodput
 from craton.planning.economics.storage import checkpoint_bytes, data_bytes_per_token, storage_plan
 from craton.planning.fitting import Prediction
 from craton.planning.result import StoragePlan
+from craton.planning.rollouts import step_extras
 from craton.planning.search import Candidate, search
-from craton.planning.setting import Setting, setting_of
+from craton.planning.setting import Setting, setting_of, tokens_of_step
 from craton.planning.step import adapter_parameters, compose, evaluation_terms
 
 OTHER_HARDWARE = ("p5.48xlarge", "p5en.48xlarge", "p6-b200.48xlarge", "p6-b300.48xlarge")
@@ -44,7 +45,8 @@ def outcome_of(setting: Setting, candidate: Candidate) -> RunOutcome:
     storage = storage_of(setting, candidate, prediction.seconds)
     data, blocked = stalls(setting, storage, prediction.seconds)
     steps = setting.job.steps or 1
-    productive = prediction.seconds + data
+    extras = step_extras(setting, candidate, prediction.seconds)
+    productive = prediction.seconds + data + extras.seconds
     evaluate = evaluate_seconds(setting, candidate, prediction.seconds)
     share = expected_goodput(
         setting.cluster,
@@ -55,7 +57,7 @@ def outcome_of(setting: Setting, candidate: Candidate) -> RunOutcome:
         peer=setting.job.checkpoint.peer != "off",
         replicate=candidate.layout.replicate,
     )
-    run_seconds = steps * (productive + evaluate) / max(share, 1e-6)
+    run_seconds = (steps * (productive + evaluate) + extras.once_seconds) / max(share, 1e-6)
     cost = None
     if setting.cluster.price:
         count = billed_instances(setting.cluster.instance, setting.cluster.num_nodes + setting.job.spares)
@@ -101,7 +103,7 @@ def storage_of(setting: Setting, candidate: Candidate, step_seconds: float) -> S
             both_widths=setting.profile.traits.saves_both_widths,
         ),
         cadence,
-        tokens_per_second=job.global_batch_tokens / step_seconds,
+        tokens_per_second=tokens_of_step(job) / step_seconds,
         bytes_per_token=data_bytes_per_token(shape.vocab),
         data_tier="object" if streamed and "object" in cluster.tiers else "",
         peer=job.checkpoint.peer != "off",

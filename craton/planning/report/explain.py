@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 import numpy as np
 
@@ -42,6 +44,19 @@ PARTS: dict[str, dict[str, str]] = {
     },
     "optimizer": {"optimizer": "optimizer step", "overhead": "host overhead"},
 }
+ROLLOUT_ADVICE = {  # phase → part, what is slow, how to relieve it
+    "rollout": (
+        "generation",
+        "The trainer waits for generated samples longer than for any part of training.",
+        "rollout.mode separate with more workers, a lower rollout.max_tokens, or more GPUs",
+    ),
+    "reward": ("verdicts", "The verifiers take longer than training.", "more verify.workers, or a faster verifier"),
+    "sync": (
+        "weights for the rollouts",
+        "Sending weights takes longer than training.",
+        "LoRA, or fewer rollout servers",
+    ),
+}
 USEFUL = ("gemm", "experts", "attention", "head")  # the model's own compute
 LARGE = 0.08  # share of the step from which a part other than useful compute is the bottleneck
 MOVE = 0.10  # sensitivity: inputs get worse by this share
@@ -56,11 +71,13 @@ def bottleneck(
     goodput: float,
     data_share: float,
     blocked_share: float = 0.0,
+    rollout_shares: Mapping[str, float] = MappingProxyType({}),
 ) -> Bottleneck:
     """Return the largest avoidable part of the step, else the largest part of the model's own compute; data or failures
     if they cost more. Shares are of the whole step, including data stalls and time blocked by checkpoints."""
     shares = {
-        name: (1.0 - data_share - blocked_share) * float(getattr(times, name) / times.step_seconds)
+        name: (1.0 - data_share - blocked_share - sum(rollout_shares.values()))
+        * float(getattr(times, name) / times.step_seconds)
         for phase in PARTS.values()
         for name in phase
     }
@@ -74,6 +91,10 @@ def bottleneck(
             f"The job does not fit: it needs {percent(memory_share)} of the GPU's memory.",
             "more GPUs, GPUs with more memory, more sharding (fsdp, pp, tp) or a smaller micro-batch",
         )
+    around = max(rollout_shares, key=lambda phase: rollout_shares[phase], default="")
+    if around and rollout_shares[around] > max(LARGE, *shares.values()):
+        part, text, relief = ROLLOUT_ADVICE[around]
+        return Bottleneck("ml software", around, part, rollout_shares[around], text, relief)
     if data_share > max(shares[worst], LARGE):
         return Bottleneck(
             "infrastructure",

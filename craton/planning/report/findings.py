@@ -13,7 +13,6 @@ from craton.job.layout import Layout
 from craton.planning.economics import billed_instances
 from craton.planning.result import (
     INTERVAL_LEVEL,
-    PHASES,
     Alternative,
     Plan,
     RecoveryPlan,
@@ -70,8 +69,30 @@ def sharing_text(cluster: Cluster) -> str:
 
 
 def batch_text(plan: Plan) -> str:
+    if plan.rollout is not None:
+        return f"{formatting.count(plan.steps)} steps of {step_size_text(plan)}"
     tokens = formatting.count(plan.global_batch_sequences * plan.sequence)
     return f"{formatting.count(plan.steps)} steps of {tokens} tokens"
+
+
+def step_size_text(plan: Plan) -> str:
+    """Return what a step trains on."""
+    if plan.rollout is None:
+        return f"{plan.global_batch_sequences:,} sequences of {plan.sequence:,} tokens"
+    return f"{plan.rollout.prompts:,} prompts x {plan.rollout.group:,} samples"
+
+
+def rollout_text(plan: Plan) -> str:
+    """Return how the samples of a step are generated; "" without rollouts."""
+    rollout = plan.rollout
+    if rollout is None:
+        return ""
+    engines = formatting.counted(rollout.engines, "engine")
+    return (
+        f"{step_size_text(plan)} of {formatting.count(round(rollout.completion_tokens))} tokens in "
+        f"{formatting.duration(rollout.seconds)}: {formatting.rate(rollout.tokens_per_second, 'tokens')} on {engines}, "
+        f"{rollout.running:,} samples each at once; mode {rollout.mode}"
+    )
 
 
 def end_days(plan: Plan, start: date) -> tuple[date, date, date] | None:
@@ -124,7 +145,7 @@ def bottleneck_text(plan: Plan) -> str:
 
 def step_text(plan: Plan) -> str:
     """Return the share of each phase in the step, and the communication hidden behind compute."""
-    largest = sorted(PHASES, key=lambda phase: -plan.phases.get(phase, 0.0))
+    largest = sorted(plan.phases, key=lambda phase: -plan.phases.get(phase, 0.0))
     shares = [
         f"{'exposed ' if phase == 'communication' else ''}{phase} {formatting.percent(_share(plan, phase))}"
         for phase in largest[:2]

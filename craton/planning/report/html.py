@@ -14,7 +14,8 @@ from importlib.resources import files
 from craton import formatting, html_report
 from craton.html_report import Figure, Markup
 from craton.planning.report import findings, plots
-from craton.planning.result import INTERVAL_LEVEL, PHASES, Plan
+from craton.planning.result import INTERVAL_LEVEL, Plan
+from craton.telemetry import step_phases
 
 
 def plan_html(plan: Plan, start: date | None = None) -> str:
@@ -114,7 +115,7 @@ def _bottleneck(plan: Plan) -> Markup:
 def _step_section(plan: Plan, figures: dict[str, Figure]) -> Markup:
     figures["plot-step"] = plots.step_figure(plan)
     rows: list[tuple[str, list[str]]] = []
-    for phase in PHASES:
+    for phase in step_phases(plan.phases):
         seconds = plan.phases.get(phase, 0.0)
         parts = findings.shown_parts(plan, phase)
         share = formatting.percent(seconds / plan.step_seconds)
@@ -126,7 +127,11 @@ def _step_section(plan: Plan, figures: dict[str, Figure]) -> Markup:
             rows.append(("part", [label, formatting.duration(part_seconds), share]))
     rows.append(("total", ["step", formatting.duration(plan.step_seconds), "100%"]))
     table = html_report.table(["phase", ">time", ">share"], rows)
-    return html_report.plot_section("Step", _sentence(findings.step_text(plan)), "plot-step", table)
+    sentences = [
+        _sentence(findings.step_text(plan)),
+        *([f"Rollouts: {findings.rollout_text(plan)}."] if plan.rollout else []),
+    ]
+    return html_report.plot_section("Step", " ".join(sentences), "plot-step", table)
 
 
 def _memory_section(plan: Plan, figures: dict[str, Figure]) -> Markup:
@@ -261,7 +266,7 @@ def _basis_section(plan: Plan) -> Markup:
     facts = [
         ("model", findings.model_name(plan)),
         ("shape", f"{model.layers} layers, hidden {model.hidden:,}, {model.heads} heads, vocabulary {model.vocab:,}"),
-        ("batch", f"{plan.global_batch_sequences:,} sequences of {plan.sequence:,} tokens"),
+        ("batch", findings.step_size_text(plan)),
         ("work", f"{formatting.count(plan.flops_per_token)} FLOPs per token"),
         ("cluster", findings.cluster_name(plan)),
         ("network", f"{network} per node, NVLink domain of {instance.nvlink_domain_gpus} GPUs"),

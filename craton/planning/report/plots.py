@@ -12,7 +12,8 @@ from typing import Any
 from craton import formatting
 from craton.html_report import Figure, axis_name, axis_title, label, log_axis, log_range, plain_layout, vertical_line
 from craton.planning.report import findings
-from craton.planning.result import PHASES, Plan
+from craton.planning.result import Plan
+from craton.telemetry import step_phases
 
 NUM_MEMORY_COLORS = 8
 _TINTS = (100, 70, 50, 36, 26)
@@ -23,7 +24,7 @@ _ROW_PIXELS = 46
 def step_figure(plan: Plan) -> Figure:
     """Return one row per phase, stacked by part, and below them the communication hidden behind compute."""
     scale, unit = (1.0, "seconds") if plan.step_seconds >= 0.1 else (1e3, "milliseconds")
-    rows = [phase for phase in PHASES if plan.phases.get(phase, 0.0) > 0]
+    rows = [phase for phase in step_phases(plan.phases) if plan.phases.get(phase, 0.0) > 0]
     hidden = plan.hidden_communication_seconds
     traces, labels = [], []
     for row, phase in enumerate(rows):

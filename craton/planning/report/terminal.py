@@ -14,9 +14,10 @@ from rich.text import Text
 
 from craton import formatting
 from craton.planning.report import findings
-from craton.planning.result import PHASES, Plan
+from craton.planning.result import Plan
+from craton.telemetry import step_phases
+from craton.terminal_marks import PHASE_STYLES
 
-_PHASE_STYLES = dict(zip(PHASES, ("cyan", "blue", "yellow", "magenta", "green"), strict=True))
 _PHASE_NOTES = {"communication": "exposed", "checkpoint": "blocked"}
 _MEMORY_STYLES = ("blue", "cyan", "magenta", "yellow", "green", "red", "white")
 _MEMORY_GLYPHS = "█▓▒"  # neighbours differ without colour too
@@ -121,7 +122,7 @@ def _print_step(plan: Plan, console: Console) -> None:
     bar_width = max(10, min(48, console.width - 62))
     longest = max(plan.phases.values())
     table = _table("", f">{unit}", ">share", "")
-    for phase in PHASES:
+    for phase in step_phases(plan.phases):
         seconds = plan.phases.get(phase, 0.0)
         parts = findings.shown_parts(plan, phase)
         note = f" ({_PHASE_NOTES[phase]})" if phase in _PHASE_NOTES else ""
@@ -131,7 +132,7 @@ def _print_step(plan: Plan, console: Console) -> None:
             Text.assemble((phase, "bold"), (note + only, "dim")),
             f"{seconds * scale:.3f}",
             formatting.percent(seconds / plan.step_seconds),
-            Text(_bar(seconds / longest, bar_width), style=_PHASE_STYLES[phase]),
+            Text(_bar(seconds / longest, bar_width), style=PHASE_STYLES[phase]),
         )
         for name, part_seconds in parts if len(parts) > 1 else ():
             _add_row(
@@ -139,9 +140,11 @@ def _print_step(plan: Plan, console: Console) -> None:
                 Text(f"  {name}", style="dim"),
                 Text(f"{part_seconds * scale:.3f}", style="dim"),
                 Text(formatting.percent(part_seconds / plan.step_seconds), style="dim"),
-                Text(_thin_bar(part_seconds / longest, bar_width), style=f"dim {_PHASE_STYLES[phase]}"),
+                Text(_thin_bar(part_seconds / longest, bar_width), style=f"dim {PHASE_STYLES[phase]}"),
             )
     _print_indented(console, table)
+    if rollouts := findings.rollout_text(plan):
+        _print_heading(console, "Rollouts", rollouts)
 
 
 def _print_memory(plan: Plan, console: Console) -> None:

@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING
 from craton.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from craton.planning.serving.planner import CPU_KV_BYTES, GPU_RESERVE_BYTES, ServePlan, passing_bytes, plan_serving
-    from craton.planning.serving.step import DevicePeaks, Roofline, ServedModel
+    from craton.planning.serving.planner import (
+        CPU_KV_BYTES,
+        GPU_RESERVE_BYTES,
+        ServePlan,
+        decode_overhead_seconds,
+        passing_bytes,
+        plan_serving,
+        serving_efficiency,
+    )
+    from craton.planning.serving.step import BLOCK_BYTES, PLAIN_BYTES, DevicePeaks, Roofline, ServedModel, peaks_of
 else:
     __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

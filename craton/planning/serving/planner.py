@@ -180,7 +180,7 @@ class _Candidate:
         assert job.serve is not None
         serve, model = job.serve, self.model
         roofline = Roofline(model, self.roofs)
-        efficiency = CPU_EFFICIENCY if self.machine.gpu.generation == "cpu" else EFFICIENCY
+        efficiency = serving_efficiency(self.machine)
         max_length = serve.max_length or min(job.served_length, max(self.kv_tokens, self.needed_tokens))
         context = min(MEAN_CONTEXT, max_length)
         batch = max(1, min(serve.running, self.kv_tokens // context))
@@ -247,9 +247,7 @@ class _Candidate:
 
     @property
     def _overhead_seconds(self) -> float:
-        if self.machine.gpu.generation == "cpu":
-            return CPU_STEP_SECONDS
-        return KERNELS_PER_LAYER * self.model.shape.layers * self.machine.rates.kernel_launch_seconds
+        return decode_overhead_seconds(self.machine, self.model.shape)
 
     def _idle_seconds(self, tokens: int) -> float:
         """Return the step time beyond the roofline: gaps between kernels, and collective latency."""
@@ -274,6 +272,18 @@ class _Candidate:
         if shape.mla is not None:
             result.append("latent attention (MLA): the KV cache holds every head's keys and values, not the latents")
         return result
+
+
+def serving_efficiency(machine: MachineRates) -> float:
+    """Return the assumed share of the roofline that a step reaches."""
+    return CPU_EFFICIENCY if machine.gpu.generation == "cpu" else EFFICIENCY
+
+
+def decode_overhead_seconds(machine: MachineRates, shape: ModelShape) -> float:
+    """Return the step time beyond the roofline on one rank: gaps between kernels, on a CPU Python."""
+    if machine.gpu.generation == "cpu":
+        return CPU_STEP_SECONDS
+    return KERNELS_PER_LAYER * shape.layers * machine.rates.kernel_launch_seconds
 
 
 def _bound(roofline: Roofline, batch: int, context: int) -> str:

@@ -9,6 +9,7 @@ from craton.lazy import lazy_names
 if TYPE_CHECKING:
     from craton.planning.step.adapters import adapter_parameters, adapter_weights, trained_share
     from craton.planning.step.composition import TRAINING_STEP, StepTerms, StepTimes, compose, stack
+    from craton.planning.step.compute import group_of
     from craton.planning.step.operations import (
         HEAD_CHUNK_BYTES,
         Weight,
