@@ -11,7 +11,16 @@ if TYPE_CHECKING:
     from craton.ml.data.documents import check_text
     from craton.ml.data.errors import DataError
     from craton.ml.data.loader import Loader
-    from craton.ml.data.preparing import model_tokenizer, open_source, prepare, prepared_folders, tokenizer_folder
+    from craton.ml.data.preparing import (
+        has_data,
+        model_tokenizer,
+        open_prompts,
+        open_source,
+        prepare,
+        prepared_folders,
+        tokenizer_folder,
+    )
+    from craton.ml.data.prompts import Prompt, PromptEncoder, PromptSource
     from craton.ml.data.sample import Source, collate
     from craton.ml.data.shards import Shards, is_shard_folder
     from craton.ml.data.tokenizer import end_of_document, find_tokenizer, load_tokenizer

@@ -81,11 +81,11 @@ def find_files(inputs: Sequence[str | Path]) -> list[InputFile]:
     return input_files
 
 
-def check_text(path: Path, is_chat: bool = False) -> None:
-    """Raise DataError if the data does not start with text (or chats): checks a file's first LOOK_BYTES, or a folder's
+def check_text(path: Path, has_rows: bool = False) -> None:
+    """Raise DataError if the data does not start with text (or rows, such as chats): checks a file's first LOOK_BYTES, or a folder's
     first LOOK_FILES. One text file in a folder is enough, because files that are not UTF-8 are skipped."""
     files = list(islice(_some_files(path), LOOK_FILES)) if path.is_dir() else _files_of(path)
-    problems = [problem for file in files if (problem := _problem_of(file, is_chat))]
+    problems = [problem for file in files if (problem := _problem_of(file, has_rows))]
     if not any(file.size for file in files):
         problems = [f"{path}: contains no text"]
     if problems and len(problems) >= len(files):
@@ -205,8 +205,10 @@ def _some_files(root: Path) -> Iterator[InputFile]:
             yield InputFile(path, kind, path.stat().st_size)
 
 
-def _problem_of(file: InputFile, is_chat: bool) -> str:
+def _problem_of(file: InputFile, has_rows: bool) -> str:
     """Return why the beginning of a file cannot be used; "" if it can, or if its first line is too long to check."""
+    if file.kind == "parquet" and has_rows:
+        return ""
     if file.kind == "parquet":
         try:
             next(_row_groups(file, "text"), None)
@@ -231,7 +233,7 @@ def _problem_of(file: InputFile, is_chat: bool) -> str:
         return ""
     first = DocumentChunk("jsonl", str(file.path), 0, line, number=1)
     try:
-        list(records(first)) if is_chat else texts_of(first, "text")
+        list(records(first)) if has_rows else texts_of(first, "text")
     except DataError as error:
         return str(error)
     return ""

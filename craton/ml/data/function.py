@@ -1,8 +1,8 @@
 """A user's own data source: `data.source: package.module:function`.
 
 `function(job)` returns a callable that gives the sample of a global index: a `Sample`, a mapping of arrays with
-`tokens` and others, or up to `sequence` + 1 token ids. A function with a `split` parameter is also called for
-"validation". Errors name the function and the index.
+`tokens` and others, up to `sequence` + 1 token ids, or a text, if the job has a tokenizer. A function with a `split`
+parameter is also called for "validation". Errors name the function and the index.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import traceback
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 from craton.job import Job
 from craton.ml.data.errors import DataError
 from craton.ml.data.sample import IGNORED, Sample
+from craton.ml.data.tokenizer import end_of_document, load_tokenizer
 from craton.ml.functions import load_function
 
 _OWN = {"tokens": np.int64, "labels": np.int64, "positions": np.int64, "weight": np.float32, "documents": np.int32}
@@ -28,12 +30,21 @@ class FunctionSource:
 
     epoch_samples = None
 
-    def __init__(self, name: str, give: Callable[[int], Any], sequence: int, vocab: int | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        give: Callable[[int], Any],
+        sequence: int,
+        vocab: int | None = None,
+        tokenizer: Path | None = None,
+    ) -> None:
         self.name, self.sequence = name, sequence
         self._give, self._vocab = give, vocab
+        self._tokenizer = None if tokenizer is None else load_tokenizer(tokenizer)
+        self._end = None if tokenizer is None else end_of_document(tokenizer, load_tokenizer(tokenizer))
 
     @classmethod
-    def of_job(cls, job: Job, split: str, vocab: int | None) -> FunctionSource:
+    def of_job(cls, job: Job, split: str, vocab: int | None, tokenizer: Path | None = None) -> FunctionSource:
         name = job.data.source
         assert name is not None
         function = load_function(name)
@@ -52,7 +63,7 @@ class FunctionSource:
                 f"data.source {name} returned {type(give).__name__}; it must return a callable that takes a sample's "
                 "index, e.g. `return lambda index: rows[index % len(rows)]`"
             )
-        return cls(name, give, job.sequence, vocab)
+        return cls(name, give, job.sequence, vocab, tokenizer)
 
     def sample(self, index: int) -> Sample:
         try:
@@ -69,6 +80,8 @@ class FunctionSource:
     def _sample(self, answer: Any) -> Sample:
         if isinstance(answer, Sample):
             return answer
+        if isinstance(answer, str):
+            return self._from_ids(self._encoded(answer), {})
         if not isinstance(answer, Mapping):
             return self._from_ids(_ids(answer), {})
         arrays = {str(name): np.asarray(value) for name, value in answer.items()}
@@ -83,6 +96,13 @@ class FunctionSource:
         own_arrays.setdefault("positions", np.arange(self.sequence))
         own_arrays.setdefault("weight", (own_arrays["labels"] != IGNORED).astype(np.float32))
         return Sample(**own_arrays, extra=extra)
+
+    def _encoded(self, text: str) -> NDArray[np.int64]:
+        """Return the ids of a text, as a document: with the end-of-text token."""
+        if self._tokenizer is None:
+            raise TypeError("is a text; set data.tokenizer: a folder, a Hub id, or bpe:259, which has only bytes")
+        ids = self._tokenizer.encode(text).ids
+        return np.array(ids if self._end is None else [*ids, self._end], np.int64)
 
     def _from_ids(self, ids: NDArray[np.int64], extra: Mapping[str, NDArray]) -> Sample:
         """Split ids into tokens and labels; pad a short row with positions without loss."""

@@ -18,11 +18,13 @@ from pathlib import Path
 from typing import Literal
 
 from craton.job import Job
+from craton.job.sections import MIN_BPE_VOCABULARY
 from craton.ml.data.conversations import ChatSource
 from craton.ml.data.documents import STANDARD_LIBRARY, find_files
 from craton.ml.data.errors import DataError
 from craton.ml.data.function import FunctionSource
 from craton.ml.data.order import key_of
+from craton.ml.data.prompts import PromptEncoder, PromptFunction, PromptMixture, PromptRows, PromptSource, write_prompts
 from craton.ml.data.sample import Source
 from craton.ml.data.shards import FORMAT, INDEX, SHARD_SUFFIXES, ShardKind, Shards, is_shard_folder
 from craton.ml.data.tokenizer import TOKENIZER, check_same_tokenizer, find_tokenizer, mark_of, mirror_tokenizer
@@ -41,7 +43,7 @@ def prepare(job: Job, cache: Path | None = None, progress: Progress | None = Non
     """Tokenize what is not tokenized yet. Returns the folder of shards for each path under `data:`, after checking that
     all of them fit the job's model. A job that starts from the weights of another one shares its tokenizer, which may
     be trained with the data of that one."""
-    if job.weights_job is not None and job.data.tokenizer is None and job.weights_job.data.mixture:
+    if job.weights_job is not None and job.data.tokenizer is None and has_data(job.weights_job):
         prepare(job.weights_job, cache, progress)
     places = _Places.of_job(job, cache or default_cache())
     if places.trains_tokenizer and not (places.tokenizer / TOKENIZER).is_file():
@@ -55,6 +57,9 @@ def prepare(job: Job, cache: Path | None = None, progress: Progress | None = Non
         if shape is not None:
             _check_vocabulary_before(places.tokenizer, shape.vocab)
         share = HELD_OUT_SHARE if path in places.held_out else 0.0
+        if job.kind == "grpo":
+            write_prompts(places.local(path), folder, places.tokenizer, job.data.columns, share)
+            continue
         done = tokenize(
             [places.local(path)],
             folder,
@@ -68,11 +73,17 @@ def prepare(job: Job, cache: Path | None = None, progress: Progress | None = Non
     _check_tokenizers(job, folders, places)
     if places.kind == "chat":
         _say_rows(job, folders)
+    open_data = open_prompts if job.kind == "grpo" else open_source
     if places.training:  # report errors before the ranks start
-        open_source(job, "train", folders)
+        open_data(job, "train", folders)
     if places.validation and job.train is not None and job.train.evaluate:
-        open_source(job, "validation", folders)
+        open_data(job, "validation", folders)
     return folders
+
+
+def has_data(job: Job) -> bool:
+    """Whether the job names data, files or a function; else it cannot be prepared."""
+    return bool(job.data.mixture) or job.data.source is not None
 
 
 def open_source(
@@ -84,7 +95,7 @@ def open_source(
     vocab = vocab or (shape.vocab if shape else None)
     parts = job.data.mixture if split == "train" else job.data.validation_mixture
     if job.data.source and not parts:
-        return FunctionSource.of_job(job, split, vocab)
+        return FunctionSource.of_job(job, split, vocab, tokenizer_folder(job))
     if not parts:
         raise DataError(f"the job has no data.{'path' if split == 'train' else 'validation'}; set it")
     assert job.train is not None, f"kind {job.kind} does not train"
@@ -101,8 +112,43 @@ def open_source(
     return Mixture(sources, [weight for _, weight in parts])
 
 
+def open_prompts(
+    job: Job, split: Split = "train", paths: Mapping[str, Path] | None = None, vocab: int | None = None
+) -> PromptSource:
+    """Open the prompts of a job of kind grpo, like `open_source`. Prompts without room for a completion are left
+    out."""
+    shape = job.model_shape
+    vocab = vocab or (shape.vocab if shape else None)
+    parts = job.data.mixture if split == "train" else job.data.validation_mixture
+    max_tokens = job.sequence - job.max_completion_tokens
+    if job.data.source and not parts:
+        folder = tokenizer_folder(job)
+        if folder is None:
+            raise DataError(f"data.source {job.data.source} gives texts; set data.tokenizer to the model's tokenizer")
+        return PromptFunction.of_job(job, split, PromptEncoder(folder), max_tokens)
+    if not parts:
+        raise DataError(f"the job has no data.{'path' if split == 'train' else 'validation'}; set it")
+    assert job.train is not None, f"kind {job.kind} does not train"
+    folders = paths if paths is not None else _found(job)
+    sources: list[PromptSource] = []
+    for number, (path, _) in enumerate(parts):
+        folder = Path(folders[path])
+        if split == "validation" and path in dict(job.data.mixture):
+            folder = _held_out(folder, path)
+        rows = PromptRows(folder, key_of(job.train.seed, number), max_tokens, vocab)
+        if rows.left_out and paths is not None:  # said once, before the ranks start
+            logger.warning("%s: %d prompts are longer than %d tokens and left out", path, rows.left_out, max_tokens)
+        sources.append(rows)
+    return sources[0] if len(sources) == 1 else PromptMixture(sources, [weight for _, weight in parts])
+
+
 def tokenizer_folder(job: Job, paths: Mapping[str, Path] | None = None) -> Path | None:
-    """Return the folder of the tokenizer of a job's data; None for a user's own source."""
+    """Return the folder of the tokenizer of a job's data. For a user's own source, the one that the job names, else the
+    model's, if there is one."""
+    if job.data.source is not None and not job.data.mixture:
+        places = _Places.of_job(job, default_cache())
+        named = places.tokenizer if places.tokenizer_name else None
+        return named if named is not None and (named / TOKENIZER).is_file() else None
     folders = paths if paths is not None else _found(job) if job.data.mixture else {}
     return next((Path(folder) for folder in folders.values() if (Path(folder) / TOKENIZER).is_file()), None)
 
@@ -144,14 +190,20 @@ class _Places:
                 f"{next(iter(raw))}: is raw text, but no tokenizer is set; set data.tokenizer to a folder with a "
                 f"{TOKENIZER}, a Hub id, or bpe:4096 to train one on the text"
             )
-        if name and name.startswith("bpe:") and not any(path in raw for path in training):
+        is_bytes = job.data.source is not None and not training and name == f"bpe:{MIN_BPE_VOCABULARY}"
+        if name and name.startswith("bpe:") and not is_bytes and not any(path in raw for path in training):
+            if job.data.source is not None:
+                raise DataError(
+                    f"data.tokenizer {name} would be trained on text, but data.source gives its texts later; write "
+                    f"bpe:{MIN_BPE_VOCABULARY}, which has only bytes, or give a folder"
+                )
             raise DataError(
                 f"data.tokenizer {name} would be trained on raw text, but data.path holds token shards; remove it: the "
                 "shards include their tokenizer"
             )
-        if name and name.startswith("bpe:") and kind == "chat":
+        if name and name.startswith("bpe:") and (kind == "chat" or job.kind == "grpo"):
             raise DataError(
-                f"data.tokenizer {name}: sft needs the tokenizer of the model it fine-tunes; give its folder"
+                f"data.tokenizer {name}: {job.kind} needs the tokenizer of the model it fine-tunes; give its folder"
             )
         return cls(cache, kind, training, validation, raw, name, mirrors)
 

@@ -97,7 +97,7 @@ def check_data(job: Job) -> None:
             if path == STANDARD_LIBRARY or is_url(path) or data.is_shard_folder(Path(path)):
                 continue
             try:
-                data.check_text(Path(path), is_chat=job.kind == "sft")
+                data.check_text(Path(path), has_rows=job.kind != "pretrain")
             except data.DataError as error:
                 problems.append(f"{job.where('data', key)}data.{key}: {error}")
     if problems:

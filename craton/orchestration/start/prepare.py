@@ -19,16 +19,18 @@ def prepare_data(draft: Draft, progress: Progress | None = None) -> tuple[Draft,
     changes, and the number of training tokens of each path."""
     job = draft.job
     reports = draft.members is not None and draft.members.spec.purpose == "sweep"  # each member prepares its own
-    if job.kind not in TRAINING_KINDS or not job.data.mixture or reports:
+    if job.kind not in TRAINING_KINDS or reports:
         return draft, {}
     from craton.ml import data
 
+    if not data.has_data(job):
+        return draft, {}
     folders = data.prepare(job, progress=progress)
     tokens = {path: data.Shards(folders[path]).tokens for path, _ in job.data.mixture}
-    return replace(draft, job=_with_prepared_data(job, folders)), tokens
+    return replace(draft, job=_with_prepared_data(job, folders, data.tokenizer_folder(job, folders))), tokens
 
 
-def _with_prepared_data(job: Job, folders: Mapping[str, Path]) -> Job:
+def _with_prepared_data(job: Job, folders: Mapping[str, Path], tokenizer: Path | None) -> Job:
     document = yaml.safe_load(dump_job(job))
     section = document["data"]
     for key in ("path", "validation"):
@@ -39,6 +41,8 @@ def _with_prepared_data(job: Job, folders: Mapping[str, Path]) -> Job:
             part["path"] = _place(part["path"], folders[part["path"]])
     if str(section.get("tokenizer", "")).startswith("bpe:"):
         del section["tokenizer"]  # the trained tokenizer is beside the tokens
+        if not job.data.mixture:
+            section["tokenizer"] = str(tokenizer)
     return parse_job(yaml.safe_dump(document, sort_keys=False), f"{job.name}/job.yaml")
 
 

@@ -182,7 +182,7 @@ def test_a_users_function_gives_samples() -> None:
         ("refuses", 0, "own_sources:refuses raised RuntimeError: no data today"),
         ("nothing", 0, "returned int; it must return a callable"),
         ("absent", 0, "has no function 'absent'"),
-        ("wrong", 0, "sample 0 is str"),
+        ("wrong", 0, "sample 0 is a text; set data.tokenizer"),
         ("wrong", 1, "sample 1 has 99 token ids; allowed: 2 to 17"),
         ("wrong", 2, "sample 2 has token id 5000 among its labels, outside the vocabulary of 512"),
         ("wrong", 3, "sample 3 has no 'tokens'"),
