@@ -166,6 +166,35 @@ class Trainer:
         self.check()
         self.step += 1
         clock.begin_step(self.step)
+        assert self.loader is not None
+        first_sample, rate = self.loader.state, parts.schedule.learning_rate(self.step)
+        updates: list[Tensor] = []
+        while not updates or not self.loader.is_step_done:
+            batches, agreed, numbers, names = self._train_update(rate)
+            updates.append(numbers)
+        copied = HostCopy(_averaged(updates))
+        self.records.add(self.step, rate, copied, names)
+
+        if parts.checkpointer.due(self.step, last=self.step == self.last_step):
+            self._checkpoint()
+        self.timer.mark("checkpoint")
+
+        times, kept = self.timer.finish(), self.search.kept(batches)
+        samples, metrics = range(first_sample, self.loader.state), self._batch_metrics
+        self._record_previous_step(Readout(self.step, samples, rate, copied, names, times, agreed, metrics, kept))
+        self.saves.report_recovery(self.step, self.check)
+        self._evaluate_when_due()
+        self._run_periodic_work()
+        _, stops, leaves, recorded = agreed.read()
+        self.check()
+        self.records.written(int(recorded))
+        self._leaves = bool(leaves) and not stops
+        return bool(stops or leaves)
+
+    def _train_update(self, rate: float) -> tuple[list[Batch], HostCopy, Tensor, list[str]]:
+        """Run one optimizer update, of which a step usually has one; return its batches, what ranks agreed on, and its
+        numbers with the names of those that the objective reports."""
+        parts, clock = self.parts, self.parts.clock
         clock.switch("data")
         batches = self._load()
         assert self.loader is not None
@@ -181,28 +210,9 @@ class Trainer:
         if parts.checkpointer.finish_copy():
             self.timer.mark("checkpoint")
         self.check()
-        rate = parts.schedule.learning_rate(self.step)
         numbers = self._update(rate, loss, report)
-        self.records.add(self.step, rate, numbers, list(report))
         self.timer.mark("optimizer")
-
-        if parts.checkpointer.due(self.step, last=self.step == self.last_step):
-            self._checkpoint()
-        self.timer.mark("checkpoint")
-
-        times, kept = self.timer.finish(), self.search.kept(batches)
-        sample, metrics = self.loader.state, self._batch_metrics
-        self._record_previous_step(
-            Readout(self.step, sample, rate, numbers, list(report), times, agreed, metrics, kept)
-        )
-        self.saves.report_recovery(self.step, self.check)
-        self._evaluate_when_due()
-        self._run_periodic_work()
-        _, stops, leaves, recorded = agreed.read()
-        self.check()
-        self.records.written(int(recorded))
-        self._leaves = bool(leaves) and not stops
-        return bool(stops or leaves)
+        return batches, agreed, numbers, list(report)
 
     def _load(self) -> list[Batch]:
         self._doing = "data"
@@ -311,9 +321,9 @@ class Trainer:
         for module in self._auxiliary:
             module.aux_weight = share
 
-    def _update(self, rate: float, loss: Tensor, report: dict[str, Tensor]) -> HostCopy:
-        """Run one optimizer step, which the device skips if the loss or the gradient is bad; return the step's
-        numbers."""
+    def _update(self, rate: float, loss: Tensor, report: dict[str, Tensor]) -> Tensor:
+        """Run one optimizer step, which the device skips if the loss or the gradient is bad; return its numbers: loss,
+        gradient norm, this rank's norm, whether the step counted, then the report."""
         self._doing = "optimizer"
         parts = self.parts
         good = loss < self.guard.highest_loss
@@ -324,7 +334,7 @@ class Trainer:
         for module in self._balanced:
             module.update_bias()
         own_norm = parts.optimizer.rank_gradient_norm
-        return HostCopy(torch.stack((loss, norm, own_norm, good.float(), *report.values())))
+        return torch.stack((loss, norm, own_norm, good.float(), *report.values()))
 
     def _expert_metrics(self) -> dict[str, Tensor]:
         """Return how this rank's tokens are spread over the experts of its layers, on the device."""
@@ -358,14 +368,14 @@ class Trainer:
             return
         if fault is not None:
             origin = None if fault.is_finite else self._find_origin(late)
-            self._apply_policy(fault, late.next_sample, origin)
+            self._apply_policy(fault, late.samples, origin)
 
     def _find_origin(self, late: Readout) -> Origin | None:
         """Return where a step that is not finite went bad. All ranks come here together, after its gradients are gone:
         the search computes them again."""
         parts = self.parts
-        share = parts.job.global_batch_sequences // parts.ranks.data_world
-        own = late.next_sample - parts.job.global_batch_sequences + parts.ranks.data_rank * share
+        share = len(late.samples) // parts.ranks.data_world
+        own = late.samples.start + parts.ranks.data_rank * share
         with parts.clock.kind("redo"):
             origin = self.search.find(late.kept, own, parts.optimizer.parameters, self._repeat_backward)
         parts.optimizer.zero_grad()
@@ -380,14 +390,14 @@ class Trainer:
         self._forward_backward(list(batches), count, is_eager=True)
         sum_uncut_gradients(self.parts.optimizer.parameters.values(), self.parts.ranks)
 
-    def _apply_policy(self, fault: BadStep, next_sample: int, origin: Origin | None) -> None:
-        samples = {"first_sample": next_sample - self.parts.job.global_batch_sequences, "last_sample": next_sample - 1}
-        found = {} if origin is None else origin.fields()
-        self.saves.event("bad_step", fault.step, reason=fault.reason, policy=fault.policy, **samples, **found)
+    def _apply_policy(self, fault: BadStep, samples: range, origin: Origin | None) -> None:
+        found = {"first_sample": samples.start, "last_sample": samples.stop - 1}
+        found |= {} if origin is None else origin.fields()
+        self.saves.event("bad_step", fault.step, reason=fault.reason, policy=fault.policy, **found)
         where = f" ({origin})" if origin is not None else ""
         self.saves.say(f"step {fault.step}: {fault.reason}{where}; policy: {fault.policy}")
         if fault.policy == "rollback":
-            self._roll_back(fault, next_sample)
+            self._roll_back(fault, samples.stop)
         elif fault.policy == "stop":
             advice = "`craton resume` starts from the last checkpoint before it"
             if not fault.counted:  # the weights are still those before the bad step
@@ -442,6 +452,7 @@ class Trainer:
         self.records.begin(counters)
         self.step = counters["step"] if counters else 0
         self.loader = self.parts.open_loader(counters["next_sample"] if counters else 0)
+        self.loader.check = self.check
 
     def _checkpoint(self) -> None:
         self._doing = "checkpoint"
@@ -483,6 +494,16 @@ class Trainer:
     def counters(self) -> dict[str, Any]:
         assert self.loader is not None
         return {"step": self.step, "next_sample": self.loader.state, "records": self.records.later()}
+
+
+def _averaged(updates: Sequence[Tensor]) -> Tensor:
+    """Return the numbers of a step of several updates: their means; it counts only if all of its updates do."""
+    if len(updates) == 1:
+        return updates[0]
+    numbers = torch.stack(tuple(updates))
+    mean = numbers.mean(dim=0)
+    mean[3] = numbers[:, 3].amin()
+    return mean
 
 
 def _nothing() -> None:

@@ -236,7 +236,7 @@ class Readout:
     """What is known of a step once the device has finished it."""
 
     step: int
-    next_sample: int
+    samples: range  # global indices
     learning_rate: float
     numbers: HostCopy
     report_names: list[str]
