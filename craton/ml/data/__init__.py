@@ -8,6 +8,7 @@ from craton.lazy import lazy_names
 
 if TYPE_CHECKING:
     from craton.ml.data.chat import end_of_turn, token_after_answer
+    from craton.ml.data.conversations import best_fit
     from craton.ml.data.documents import check_text
     from craton.ml.data.errors import DataError
     from craton.ml.data.loader import Loader
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
         tokenizer_folder,
     )
     from craton.ml.data.prompts import Prompt, PromptEncoder, PromptSource
-    from craton.ml.data.sample import Source, collate
+    from craton.ml.data.sample import Sample, Source, collate
     from craton.ml.data.shards import Shards, is_shard_folder
     from craton.ml.data.tokenizer import end_of_document, find_tokenizer, load_tokenizer
     from craton.ml.data.tokenizing import Tokenized, tokenize

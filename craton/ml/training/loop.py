@@ -483,7 +483,7 @@ class Trainer:
         with parts.clock.kind("evaluate"):
             found = evaluate(self.pipeline)
         self.check()
-        parts.meter.evaluation(self.step, found.pop("loss"), found)
+        parts.meter.evaluation(self.step, found)
         self.timer.begin()
 
     def _kind_of_step(self) -> str:

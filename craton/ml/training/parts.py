@@ -28,6 +28,8 @@ class MissingWeightsError(CratonError):
 class StepLoader(Protocol):
     """Gives the micro-batches of one step after another; every rank gets the same number of them."""
 
+    check: Callable[[], None]  # set by the loop; raises when the generation is over, for waits that may be long
+
     @property
     def phase_seconds(self) -> Mapping[str, float]:
         """Seconds of the last `next` that are not data loading, by phase."""
@@ -40,8 +42,20 @@ class StepLoader(Protocol):
     def state(self) -> int:
         """The first global sample of the next step; a loader that is opened there continues exactly."""
 
+    @property
+    def is_step_done(self) -> bool:
+        """Whether the last `next` gave the micro-batches of the step's last optimizer update."""
+
+    @property
+    def phase_seconds(self) -> Mapping[str, float]:
+        """Seconds of the last `next` that were not data loading, by phase."""
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """Metrics of the last `next`, for the step's record."""
+
     def next(self) -> Sequence[Mapping[str, NDArray]]:
-        """Return the micro-batches of the next step on this rank."""
+        """Return the micro-batches of the next optimizer update on this rank; a step has one or more."""
 
     def close(self) -> None:
         """End what the loader has started."""

@@ -108,13 +108,13 @@ class Meter:
         self._recorded = recorded
         self._recorder.metrics(step, **{f"run_{name}": value for name, value in measured.items()})
 
-    def evaluation(self, step: int, loss: float, report: Mapping[str, float]) -> None:
-        """Recorded with the other numbers of this step, which come later."""
-        named = {f"validation_{name}": value for name, value in report.items()}
-        self._evaluations[step] = {"evaluation_loss": loss, **named}
+    def evaluation(self, step: int, report: Mapping[str, float]) -> None:
+        """Recorded with the other numbers of this step, which come later. Rollouts have no loss."""
+        names = {name: "evaluation_loss" if name == "loss" else f"validation_{name}" for name in report}
+        self._evaluations[step] = {names[name]: value for name, value in report.items()}
         if self._ranks.rank == 0:
-            words = "".join(f"  {name.replace('_', ' ')} {value:.4g}" for name, value in report.items())
-            print(f"step {step}  evaluation loss {loss:.4f}{words}", flush=True)
+            words = [f"{names[name].replace('_', ' ')} {value:.4g}" for name, value in report.items()]
+            print(f"step {step}  {'  '.join(words)}", flush=True)
 
     def summary(self, step: int, outcome: str) -> None:
         """Record predicted against measured: the median of the newest steps, without the first one."""
