@@ -539,6 +539,12 @@ class Job(Section):
         copy._weights_job, copy._weights_run = job, run
         return copy
 
+    def with_model(self, folder: str) -> Self:
+        """Return this job with the model of a folder and its weights: a reference, a teacher or a reward model."""
+        copy = self.model_copy(update={"model": folder})
+        copy._weights_job = copy._weights_run = None
+        return copy
+
     def with_document(self, document: Document) -> Self:
         """Return this job with the file that it was read from."""
         copy = self.model_copy()

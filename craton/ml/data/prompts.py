@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from craton.ml.data.chat import ensure_template
+from craton.ml.data.chat import end_of_turn, ensure_template
 from craton.ml.data.documents import InputFile, find_files, pieces_of, records
 from craton.ml.data.errors import DataError, first_problems
 from craton.ml.data.order import Turns, key_of, shuffled
 from craton.ml.data.shards import Shards
-from craton.ml.data.tokenizer import copy_tokenizer, load_tokenizer, mark_of
+from craton.ml.data.tokenizer import copy_tokenizer, end_of_document, load_tokenizer, mark_of
 from craton.ml.data.writer import ShardWriter, new_folder
 from craton.ml.functions import load_function
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 PROMPT = "prompt"
 HELD_OUT = "validation"  # prompts held out for validation: a folder inside the folder
+_ANSWER = "fortytwo"  # an answer, to find what the template writes after one
 ROWS, ROW_ENDS = "rows.jsonl", "rows.ends"
 
 Row = Mapping[str, Any]
@@ -92,6 +93,33 @@ class PromptEncoder:
         except Exception as error:  # noqa: BLE001  (a template is a program: it may raise anything)
             raise DataError(f"the chat template rejects it: {type(error).__name__}: {error}") from None
         return list(self._tokenizer.encode(str(text), add_special_tokens=False).ids)
+
+    def next_turn(self, text: str, is_chat: bool, last: int) -> list[int]:
+        """Return the tokens between a completion that ended with the token `last` and the next one: the text as it is,
+        or as the message of a user, with what the chat template writes around it."""
+        if not is_chat:
+            return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        messages = [
+            {"role": "user", "content": "?"},
+            {"role": "assistant", "content": _ANSWER},
+            {"role": "user", "content": text},
+        ]
+        try:
+            whole = str(self.chat.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        except Exception as error:  # noqa: BLE001  (a template is a program: it may raise anything)
+            raise DataError(f"the chat template rejects a turn: {type(error).__name__}: {error}") from None
+        tokens = list(self._tokenizer.encode(whole.partition(_ANSWER)[2], add_special_tokens=False).ids)
+        return tokens[1:] if tokens and tokens[0] == last else tokens
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """Return the text of sampled tokens, without special ones."""
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+    @property
+    def stop_tokens(self) -> tuple[int, ...]:
+        """The tokens that end a completion: the end of a text, and that of a turn in a chat."""
+        ends = (end_of_document(self._folder, self._tokenizer), end_of_turn(self._folder))
+        return tuple(dict.fromkeys(token for token in ends if token is not None))
 
     @property
     def chat(self) -> PreTrainedTokenizerFast:

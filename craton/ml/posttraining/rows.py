@@ -63,10 +63,16 @@ class RowPlan:
 
 
 def micro_batches(
-    plan: RowPlan, sequences: Sequence[TrainedSequence], rank: int, layout: Layout, capacity: int, slots: int
+    plan: RowPlan,
+    sequences: Sequence[TrainedSequence],
+    names: Sequence[str],
+    rank: int,
+    layout: Layout,
+    capacity: int,
+    slots: int,
 ) -> list[Arrays]:
-    """Return the micro-batches of one data-parallel rank. Each row has room for `slots` sequences."""
-    names = list(sequences[0].values) if sequences else []
+    """Return the micro-batches of one data-parallel rank, with the values of these names. Each row has room for `slots`
+    sequences."""
     rows = [
         row_sample([] if row < 0 else [sequences[index] for index in plan.rows[row]], names, capacity, slots)
         for row in plan.shares[rank]

@@ -11,7 +11,7 @@ where merged weights would round small adapters away; the frozen weights are sha
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -95,10 +95,16 @@ class RolloutEngine:
             self._copy()
         return pieces + self.engine.change_version(step)
 
-    def generate(self, requests: Sequence[InferenceRequest], keeps_cache: bool = False) -> list[list[Answer]]:
+    def generate(
+        self,
+        requests: Sequence[InferenceRequest],
+        keeps_cache: bool = False,
+        check: Callable[[], None] | None = None,
+    ) -> list[list[Answer]]:
         """Return the answers to each request. The steps, and on a CPU every bit, are a function of weights and requests.
-        `keeps_cache`: also of the earlier calls since `refresh`, whose prefix cache is reused."""
-        return generate(self.engine, requests, self._texts, keeps_cache)
+        `keeps_cache`: also of the earlier calls since `refresh`, whose prefix cache is reused. `check` is called before
+        every step, and may raise."""
+        return generate(self.engine, requests, self._texts, keeps_cache, check)
 
     def client(self, max_in_flight: int = 1 << 20) -> EngineClient:
         """Return a client for generation beside training; its event loop and thread are the caller's."""

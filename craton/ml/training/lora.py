@@ -110,6 +110,20 @@ def base_only(model: nn.Module) -> Iterator[None]:
             module._parameters.update(parameters)
 
 
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """Compute as the base model does inside the context; the adapters keep their values."""
+    adapted = [module for module in model.modules() if isinstance(module, LoraLinear)]
+    scales = [module.scale for module in adapted]
+    try:
+        for module in adapted:
+            module.scale = 0.0
+        yield
+    finally:
+        for module, scale in zip(adapted, scales, strict=True):
+            module.scale = scale
+
+
 @torch.no_grad()
 def initialize_adapters(model: nn.Module, seed: int) -> None:
     """A normal, B zero: training starts from the model as it was."""

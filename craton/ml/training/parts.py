@@ -46,14 +46,6 @@ class StepLoader(Protocol):
     def is_step_done(self) -> bool:
         """Whether the last `next` gave the micro-batches of the step's last optimizer update."""
 
-    @property
-    def phase_seconds(self) -> Mapping[str, float]:
-        """Seconds of the last `next` that were not data loading, by phase."""
-
-    @property
-    def metrics(self) -> Mapping[str, float]:
-        """Metrics of the last `next`, for the step's record."""
-
     def next(self) -> Sequence[Mapping[str, NDArray]]:
         """Return the micro-batches of the next optimizer update on this rank; a step has one or more."""
 

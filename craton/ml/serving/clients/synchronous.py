@@ -7,7 +7,7 @@ every step, and on a CPU every bit, is a function of weights and requests alone.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -28,12 +28,17 @@ class ResettableEngine(DrivenEngine, Protocol):
 
 
 def generate(
-    engine: ResettableEngine, requests: Sequence[InferenceRequest], texts: EngineTexts, keeps_cache: bool = False
+    engine: ResettableEngine,
+    requests: Sequence[InferenceRequest],
+    texts: EngineTexts,
+    keeps_cache: bool = False,
+    check: Callable[[], None] | None = None,
 ) -> list[list[Answer]]:
     """Return the finished answers to each request, in their order; the first error ends all of them.
 
     `keeps_cache`: reuse the prefix cache of earlier calls, for the next turns of a conversation. The steps then depend
-    on these calls, too. The weights' versions still differ, so nothing of older weights is used."""
+    on these calls, too. The weights' versions still differ, so nothing of older weights is used. `check` is called
+    before every step; what it raises ends all requests."""
     if not engine.is_idle:
         raise RequestRefusedError(f"{ENDPOINT} has open requests; wait until they have ended")
     if engine.state != "running":
@@ -47,6 +52,8 @@ def generate(
             if submit is not None:
                 engine.submit(submit)
         while not engine.is_idle and work.failure is None:
+            if check is not None:
+                check()
             work.take(engine.step())
     finally:
         for submit in submits:

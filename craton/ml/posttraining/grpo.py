@@ -1,0 +1,215 @@
+"""The recipe of kind grpo: policies that learn from their own rollouts.
+
+All ranks build it together: the engine over the trained weights, the verifiers' pool, the models that score samples, and
+the loader. `train.evaluate` gives the mean reward of one completion for each of the first `sequences` prompts of
+data.validation, sampled at the job's temperature with seeds that are the same in every evaluation.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import nn
+
+from craton.job import Job
+from craton.ml.data import DataError, PromptEncoder, open_prompts, tokenizer_folder
+from craton.ml.data.order import key_of
+from craton.ml.posttraining.loader import RolloutLoader, Scorers, Values
+from craton.ml.posttraining.objectives import policy_objective
+from craton.ml.posttraining.rollouts import Rollouts
+from craton.ml.posttraining.rows import TrainedSequence
+from craton.ml.posttraining.samples import StepSamples
+from craton.ml.posttraining.shared import RolloutEngine
+from craton.ml.posttraining.synchronous import SynchronousSamples, reward_metrics
+from craton.ml.posttraining.token_reader import TokenReader
+from craton.ml.posttraining.verdicts import Rewards, open_pool
+from craton.ml.serving.settings import EngineSettings
+from craton.ml.training import (
+    Objective,
+    Recipe,
+    SetupError,
+    TrainingInputs,
+    TrainingSetup,
+    build_model,
+    without_adapters,
+)
+from craton.ml.training.parallel import Pipeline
+from craton.telemetry.rank import SampleRecorder
+
+MAX_RUNNING = 256  # requests of one rank in a batch
+VALIDATION = 1  # mixed into the seed of evaluations
+
+
+def grpo_objective(job: Job) -> Objective:
+    assert job.policy is not None
+    assert job.rollout is not None
+    return policy_objective(job.policy, job.rollout, job.max_completion_tokens)
+
+
+def open_rollouts(setup: TrainingSetup) -> TrainingInputs:
+    """Open everything that makes batches of rollouts."""
+    assert setup.job.train is not None
+    inputs = _RolloutInputs(setup)
+    return TrainingInputs(inputs.open_loader, inputs.evaluate if setup.job.train.evaluate else None)
+
+
+GRPO = Recipe(grpo_objective, open_rollouts)
+
+
+class _RolloutInputs:
+    """What lives as long as a generation of the run."""
+
+    def __init__(self, setup: TrainingSetup) -> None:
+        job, ranks = setup.job, setup.ranks
+        assert job.train is not None
+        assert job.policy is not None
+        assert job.rollout is not None
+        if job.rollout.mode != "sync":
+            raise SetupError(f"rollout.mode {job.rollout.mode} cannot run yet; use mode sync")
+        self._setup = setup
+        self._seed = job.train.seed
+        folder = tokenizer_folder(job)
+        if folder is None:
+            raise DataError("the rollouts need a tokenizer; set data.tokenizer to the model's")
+        encoder = PromptEncoder(folder)
+        prompts = open_prompts(job, vocab=setup.vocabulary)
+        self._validation = open_prompts(job, "validation", vocab=setup.vocabulary) if job.train.evaluate else None
+        has_pool = bool(job.reward) or job.rollout.environment is not None
+        job_folder = Path(os.environ.get("CRATON_JOB_FOLDER") or ".").absolute()
+        pool = open_pool(job, job_folder) if has_pool else None
+        own_samples = -(-job.rollout.prompts // ranks.world) * job.rollout.group
+        self._engine = RolloutEngine(
+            setup.model,
+            ranks,
+            EngineSettings(max_length=job.sequence, max_running=min(MAX_RUNNING, own_samples)),
+            encoder.stop_tokens,
+        )
+        rollouts = Rollouts(
+            self._engine,
+            encoder,
+            job.rollout.temperature,
+            job.max_completion_tokens,
+            job.sequence - job.max_completion_tokens,
+            pool,
+            job.rollout.max_turns if job.rollout.environment else 0,
+        )
+        self._samples = SynchronousSamples(
+            self._engine,
+            prompts,
+            rollouts,
+            Rewards(pool, _reward_models(setup)),
+            job.rollout,
+            self._seed,
+            ranks,
+            setup.clock,
+        )
+        self._scorers = _scorers(setup)
+        local_ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+        self._recorder = None
+        if ranks.rank % local_ranks == 0:
+            self._recorder = SampleRecorder(setup.directory, setup.recorder.node, setup.recorder.generation)
+        self._loader: RolloutLoader | None = None
+
+    def open_loader(self, start: int) -> RolloutLoader:
+        setup = self._setup
+        self._loader = RolloutLoader(setup.job, setup.ranks, self._samples, self._scorers, start, self._observe)
+        return self._loader
+
+    def evaluate(self, _pipeline: Pipeline | None) -> dict[str, float]:
+        """Return the reward of validation prompts, and the length of their completions."""
+        assert self._validation is not None
+        assert self._loader is not None
+        assert self._setup.job.train is not None
+        wanted = self._setup.job.train.evaluate
+        assert wanted is not None
+        self._engine.refresh(self._setup.clock.page.step)
+        seed, indices = key_of(self._seed, VALIDATION), range(wanted.sequences)
+        samples = self._samples.sample(self._validation, indices, 1, seed, self._loader.check, {})
+        return reward_metrics(samples)
+
+    def _observe(self, step: StepSamples) -> None:
+        """Record a few samples of this rank, and a warning about verifiers."""
+        number, ranks = self._setup.clock.page.step, self._setup.ranks
+        if step.warning and ranks.rank == 0:
+            self._setup.recorder.event("verifier_failures", step=number, reason=step.warning)
+            print(f"step {number}: {step.warning}", flush=True)
+        for sample in step.samples if self._recorder is not None else ():
+            if self._recorder.is_full(number):  # type: ignore[union-attr]
+                return
+            if sample.prompt.index % ranks.world != ranks.rank:
+                continue
+            verdict = sample.verdict
+            self._recorder.record(  # type: ignore[union-attr]
+                number,
+                sample.prompt.content,
+                sample.completion,
+                verdict.reward if verdict else None,
+                verdict.parts if verdict else None,
+                verdict.error if verdict else "",
+                sample.num_generated,
+                sample.versions,
+            )
+
+
+def _scorers(setup: TrainingSetup) -> Scorers:
+    """Return the readers that the job's loss needs."""
+    job = setup.job
+    assert job.policy is not None
+    assert job.rollout is not None
+    policy, temperature = job.policy, job.rollout.temperature
+
+    def reader(model: nn.Module, what: str = "log_probs") -> TokenReader:
+        return TokenReader(model, setup.ranks, job.sequence, what, temperature)  # type: ignore[arg-type]
+
+    return Scorers(
+        old=reader(setup.model) if policy.updates > 1 else None,
+        values=reader(setup.model, "scores") if policy.loss == "ppo" else None,
+        reference=_reference(setup, reader) if policy.kl else None,
+        teacher=_teacher(setup, reader) if policy.loss == "distill" else None,
+    )
+
+
+def _reference(setup: TrainingSetup, reader: Callable[[nn.Module], TokenReader]) -> Values:
+    """Return the log-probabilities of the weights that training starts from, or of a folder's. With adapters the
+    former are those of the model without them; otherwise a second, frozen model has them."""
+    policy, train = setup.job.policy, setup.job.train
+    assert policy is not None
+    assert train is not None
+    if policy.reference == "start" and train.lora:
+        with_adapters = reader(setup.model)
+
+        def read(sequences: Sequence[TrainedSequence]) -> list[NDArray[np.float32]]:
+            with without_adapters(setup.model):
+                return with_adapters.read(sequences)
+
+        return read
+    if policy.reference == "start" and setup.missing_weights:
+        raise SetupError(f"policy.kl compares with the weights that training starts from: {setup.missing_weights}")
+    return reader(frozen_model(setup, None if policy.reference == "start" else policy.reference)).read
+
+
+def _teacher(setup: TrainingSetup, reader: Callable[[nn.Module], TokenReader]) -> Values:
+    policy = setup.job.policy
+    assert policy is not None
+    assert isinstance(policy.teacher, str), "an endpoint is asked by the ranks that generate"
+    return reader(frozen_model(setup, policy.teacher)).read
+
+
+def frozen_model(setup: TrainingSetup, folder: str | None) -> nn.Module:
+    """Build a second model in the job's layout, without gradients: of a folder, or with the weights that training
+    starts from."""
+    job, train = setup.job if folder is None else setup.job.with_model(folder), setup.job.train
+    assert train is not None
+    plain = job.model_copy(update={"train": train.model_copy(update={"lora": None})})
+    shape = plain.model_shape
+    if shape is not None and shape.vocab < setup.vocabulary:
+        raise SetupError(f"{folder}: has a vocabulary of {shape.vocab:,}, and the policy's is {setup.vocabulary:,}")
+    return build_model(plain, setup.ranks).requires_grad_(False)
+
+
+def _reward_models(setup: TrainingSetup) -> list[tuple[str, float, TokenReader]]:
+    return []
