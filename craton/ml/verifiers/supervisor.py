@@ -40,6 +40,7 @@ START_FAILURES = 3  # in a row, after which a group is given up
 LOOK_SECONDS = 0.02  # between looks at memory, processes and the trainer
 END_SECONDS = 0.3  # that a kill may take before the verdict is sent all the same
 OPEN_PROCESSES = 1024
+SHOWN_BYTES = 1 << 14  # of what a user's function prints for one sample; the rest is not in the log
 PERSISTENT = ("sealed", "open")
 SPARES = {"sealed": 1, "open": 1}  # ready to take the place of a worker that was killed
 
@@ -79,6 +80,8 @@ class Supervisor:
             for key, _ in self._selector.select(self._timeout()):
                 if key.data is None:
                     self._hear_pool()
+                elif key.data in self._ending:
+                    continue  # ended by an event of the same round
                 elif key.fd == key.data.output:
                     self._read_output(key.data)
                 else:
@@ -256,7 +259,7 @@ class Supervisor:
         if data is None:
             self._selector.unregister(worker.output)
             return
-        if worker.group == "open" and worker.printed_bytes <= OUTPUT_BYTES:
+        if worker.group == "open" and worker.printed_bytes <= SHOWN_BYTES:
             sys.stderr.buffer.write(data)
             sys.stderr.buffer.flush()
         if worker.printed_bytes > OUTPUT_BYTES:
