@@ -28,10 +28,11 @@ from craton.job.sections import place_of
 from craton.ml.export_adapters import CONFIG as ADAPTER_CONFIG
 from craton.ml.export_adapters import save_adapters
 from craton.ml.models import (
+    SCORE,
     Decoder,
     DecoderConfig,
     config_from_huggingface,
-    config_from_shape,
+    config_of_job,
     load_weights,
     model_folder,
     save_folder,
@@ -60,12 +61,12 @@ class RunModel:
 
     @property
     def config(self) -> DecoderConfig:
-        if (shape := self.job.model_shape) is None:
+        if self.job.model_shape is None:
             raise ExportError(
                 f"run {self.run.name} trains {self.job.model}, which is not a Hugging Face decoder; its "
                 f"weights are in {self.checkpoint}; read them with torch.distributed.checkpoint"
             )
-        return config_from_shape(shape)
+        return config_of_job(self.job)
 
     def weights(self) -> Mapping[str, Tensor]:
         """Every weight by its name in the decoder, read on access."""
@@ -75,14 +76,15 @@ class RunModel:
         return _SavedWeights(self.checkpoint)
 
     def adapters(self) -> dict[str, Tensor]:
-        """The LoRA weights, by their names in the decoder."""
+        """The LoRA weights, by their names in the decoder, and the head of a reward model."""
         assert self.job.train is not None
         if not self.job.train.lora:
             raise ExportError(
                 f"run {self.run.name} trains all weights, not adapters; export the model without --adapters"
             )
         saved = _SavedWeights(self.checkpoint)
-        return {name: saved[name] for name in saved if name.endswith((".lora_a", ".lora_b"))}
+        scored = () if self.config.has_token_head else (SCORE,)  # values of a policy are not published
+        return {name: saved[name] for name in saved if name.endswith((".lora_a", ".lora_b")) or name in scored}
 
     def model(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
         """The trained model, in one process."""

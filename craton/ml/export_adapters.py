@@ -16,7 +16,7 @@ from torch import Tensor
 
 from craton.errors import CratonError
 from craton.job.sections import Lora
-from craton.ml.models import DecoderConfig, save_tensors, weight_entries
+from craton.ml.models import SCORE, DecoderConfig, save_tensors, weight_entries
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -29,7 +29,7 @@ def save_adapters(
     state: dict[str, Tensor], config: DecoderConfig, lora: Lora, base: str, folder: str | Path, dtype: torch.dtype
 ) -> Path:
     """Write the folder; it appears only when complete. `state` has lora_a and lora_b of every adapted layer under the
-    decoder's names."""
+    decoder's names, and the whole scalar head of a reward model."""
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise AdapterExportError(f"{folder} exists and is not an empty folder; choose another name, or remove it")
@@ -43,13 +43,17 @@ def save_adapters(
             module = f"base_model.model.{name.removesuffix('.weight')}"
             tensors[f"{module}.lora_A.weight"] = a.clone()  # in one file no two tensors may share memory
             tensors[f"{module}.lora_B.weight"] = part
+    targets = sorted({name.split(".")[-3] for name in tensors})
+    if SCORE in state:
+        tensors[f"base_model.model.{SCORE}"] = state[SCORE].to(dtype)
     fields = {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": "SEQ_CLS" if SCORE in state else "CAUSAL_LM",
+        "modules_to_save": ["score"] if SCORE in state else None,
         "base_model_name_or_path": base,
         "r": lora.rank,
         "lora_alpha": lora.alpha or lora.rank,
-        "target_modules": sorted({name.split(".")[-3] for name in tensors}),
+        "target_modules": targets,
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,

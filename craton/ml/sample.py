@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from craton.errors import CratonError
 from craton.ml.functions import user_code
+from craton.ml.models import Decoder
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -124,6 +125,8 @@ def _check(model: nn.Module, rows: Sequence[Sequence[int]], max_tokens: int, tem
 
 
 def _head(model: nn.Module) -> Tensor:
+    if isinstance(model, Decoder) and not model.config.has_token_head:
+        raise SampleError("the model is a reward model: it scores texts and cannot generate any")
     weight = model.head_weight  # [vocabulary, hidden]
     assert isinstance(weight, Tensor)
     return weight

@@ -9,9 +9,9 @@ from craton.lazy import lazy_names
 if TYPE_CHECKING:
     from craton.ml.models.attention import Attention
     from craton.ml.models.config import DecoderConfig
-    from craton.ml.models.decoder import Decoder, Stage, fill_normal
+    from craton.ml.models.decoder import SCORE, Decoder, Stage, fill_normal
     from craton.ml.models.dispatch import rows_per_expert
-    from craton.ml.models.huggingface import config_from_huggingface, config_from_shape, model_folder
+    from craton.ml.models.huggingface import config_from_huggingface, config_from_shape, config_of_job, model_folder
     from craton.ml.models.linear import Linear, Mlp
     from craton.ml.models.mla import LatentAttention
     from craton.ml.models.moe import Experts, MoE, cut_experts

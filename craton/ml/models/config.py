@@ -22,9 +22,12 @@ class RoutingConfig:
     bias_update: float = 0.0  # step of the balancing bias (arXiv:2408.15664); 0: off
 
 
+Heads = Literal["tokens", "score", "both"]
+
+
 @dataclass(frozen=True)
 class DecoderConfig:
-    """One decoder. Every count (parameters, FLOPs, bytes) follows from `shape` alone."""
+    """One decoder. Every count (parameters, FLOPs, bytes) follows from `shape` alone, but for that of a scalar head."""
 
     shape: ModelShape
     rope: RopeConfig = field(default_factory=RopeConfig)
@@ -32,3 +35,17 @@ class DecoderConfig:
     qkv_bias: bool = False
     routing: RoutingConfig = field(default_factory=RoutingConfig)
     initializer_range: float = 0.02
+    heads: Heads = "tokens"  # score: one number per token, of a reward model; both: a policy with its values
+
+    @property
+    def has_token_head(self) -> bool:
+        return self.heads != "score"
+
+    @property
+    def has_score(self) -> bool:
+        return self.heads != "tokens"
+
+    @property
+    def has_tied_head(self) -> bool:
+        """Whether the embedding is the token head too."""
+        return self.shape.tied_embeddings and self.has_token_head

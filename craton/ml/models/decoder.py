@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from craton.ml.collectives import ALONE, Connections, local, own_part, own_slices
+from craton.ml.collectives import ALONE, Connections, gather_copies, local, own_part, own_slices
 from craton.ml.kernels import Documents, add_norm
 from craton.ml.kernels.serving import Past
 from craton.ml.models.attention import Attention
@@ -22,6 +22,8 @@ from craton.ml.models.linear import Embedding, Linear, Mlp, Norm
 from craton.ml.models.mla import LatentAttention
 from craton.ml.models.moe import MoE
 from craton.ml.models.rope import rope_tables
+
+SCORE = "score.weight"
 
 
 class Block(nn.Module):
@@ -67,7 +69,8 @@ class Stage:
 
 
 class Decoder(nn.Module):
-    """tokens → the hidden state after the last norm; `head_weight` turns it into logits."""
+    """tokens → the hidden state after the last norm; `head_weight` turns it into logits, `scores` into one number per
+    token."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -77,7 +80,9 @@ class Decoder(nn.Module):
         self.embedding = Embedding(shape.vocab, shape.hidden)
         self.blocks = nn.ModuleList(Block(config, index) for index in range(shape.layers))
         self.norm = Norm(shape.hidden, eps=config.norm_epsilon)
-        self.head = None if shape.tied_embeddings else Linear(shape.hidden, shape.vocab, cut=0)
+        has_own_head = config.has_token_head and not shape.tied_embeddings
+        self.head = Linear(shape.hidden, shape.vocab, cut=0) if has_own_head else None
+        self.score = Linear(shape.hidden, 1) if config.has_score else None
         self.stages: tuple[Stage, ...] = (Stage(range(shape.layers)),)
 
     def keep_stages(self, stages: Sequence[Stage]) -> None:
@@ -88,16 +93,16 @@ class Decoder(nn.Module):
             if int(name) not in kept:
                 delattr(self.blocks, name)
         has_first, has_last = any(stage.is_first for stage in stages), any(stage.is_last for stage in stages)
-        if not (has_first or (has_last and self.head is None)):
+        if not (has_first or (has_last and self.config.has_tied_head)):
             del self.embedding
         if not has_last:
             del self.norm
-            self.head = None
+            self.head = self.score = None
 
     @property
     def copies(self) -> frozenset[str]:
         """Parameters that another stage also keeps and counts: the tied embedding where it is only the head."""
-        is_copy = self.config.shape.tied_embeddings and not any(stage.is_first for stage in self.stages)
+        is_copy = self.config.has_tied_head and not any(stage.is_first for stage in self.stages)
         return frozenset(("embedding.weight",)) if is_copy and self.stages[-1].is_last else frozenset()
 
     def keeps(self, name: str) -> bool:
@@ -111,7 +116,15 @@ class Decoder(nn.Module):
     @property
     def head_weight(self) -> Tensor:
         """[vocabulary, hidden]; the embedding itself if the two are tied."""
+        assert self.config.has_token_head, "a reward model has no logits"
         return self.embedding.weight if self.head is None else self.head.weight
+
+    def scores(self, hidden: Tensor) -> Tensor:
+        """Final hidden states, or this tensor-parallel rank's share of them → fp32 scores of all tokens, [tokens]."""
+        assert self.score is not None, "the decoder has no scalar head"
+        own = (hidden.flatten(0, -2).float() @ own_part(self.score.weight).float().t()).squeeze(-1)
+        tensor = self.connections.tensor
+        return own if tensor is None else gather_copies(own, tensor)
 
     def forward(
         self,
@@ -147,15 +160,15 @@ class Decoder(nn.Module):
     @torch.no_grad()
     def initialize(self, seed: int = 0) -> None:
         """Initialize normal weights with the config's standard deviation; layers that write to the residual stream are
-        narrower by √(2 · layers) (GPT-2, section 2.3); norms one, biases zero. The same for every sharding on one
-        device type."""
+        narrower by √(2 · layers) (GPT-2, section 2.3); norms one, biases and the scalar head zero. The same for every
+        sharding on one device type."""
         width = self.config.initializer_range
         narrow = width / (2 * self.config.shape.layers) ** 0.5
         indices = self._indices()
         for name, parameter in self.named_parameters():
             if name.endswith("norm.weight"):
                 local(parameter).fill_(1.0)
-            elif name.endswith("bias"):
+            elif name.endswith("bias") or name == SCORE:
                 local(parameter).zero_()
             else:
                 writes_residual = name.endswith(("output.weight", "down.weight", "experts.down"))

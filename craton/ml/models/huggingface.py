@@ -16,9 +16,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from craton.job import ModelError
+from craton.job import Job, ModelError
 from craton.job.model import ModelShape, load_config, model_from_config
-from craton.ml.models.config import DecoderConfig, RoutingConfig
+from craton.ml.models.config import DecoderConfig, Heads, RoutingConfig
 from craton.ml.models.rope import RopeConfig
 from craton.remote import is_url
 
@@ -35,6 +35,7 @@ _ARCHITECTURES = {
     "mixtral": "MixtralForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
 }
+_SCORED = "ForSequenceClassification"  # ends the architecture of a reward model
 _BIAS_UPDATE_KEY = "router_bias_update"  # ours; transformers keeps unknown fields
 _HUB_FILES = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
 
@@ -64,6 +65,18 @@ def config_from_shape(shape: ModelShape) -> DecoderConfig:
         return DecoderConfig(shape, rope=RopeConfig(interleaved=True), norm_epsilon=1e-6, routing=routing)
     # without load balancing some experts get no tokens
     return DecoderConfig(shape, routing=RoutingConfig(auxiliary_loss=0.001 if shape.is_moe else 0.0))
+
+
+def config_of_job(job: Job) -> DecoderConfig:
+    """Return the decoder that a job trains: reward models have a scalar head instead of the token head, policies of
+    loss ppo both."""
+    assert job.model_shape is not None
+    heads: Heads = "tokens"
+    if job.preference is not None and job.preference.loss == "reward":
+        heads = "score"
+    elif job.policy is not None and job.policy.loss == "ppo":
+        heads = "both"
+    return replace(config_from_shape(job.model_shape), heads=heads)
 
 
 def config_to_huggingface(config: DecoderConfig) -> dict[str, Any]:
@@ -98,6 +111,10 @@ def config_to_huggingface(config: DecoderConfig) -> dict[str, Any]:
     }
     if family != "qwen2":
         fields["attention_bias"] = False
+    if not config.has_token_head:
+        architecture = _ARCHITECTURES[family].replace("ForCausalLM", _SCORED)
+        labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}, "num_labels": 1}
+        fields |= {"architectures": [architecture], "problem_type": "regression", **labels}
     fields |= _window_fields(shape, family)
     fields |= _expert_fields(config, family)
     return fields
@@ -219,7 +236,18 @@ def _read(config: Mapping[str, Any], source: str, name: str) -> DecoderConfig:
         qkv_bias=family == "qwen2",
         routing=_routing(fields, family) if shape.is_moe else RoutingConfig(),
         initializer_range=float(fields.get("initializer_range") or 0.02),
+        heads=_heads(fields, source),
     )
+
+
+def _heads(config: Mapping[str, Any], source: str) -> Heads:
+    """Return the head of the class that wrote the folder; a classifier must have one label."""
+    if not any(str(name).endswith(_SCORED) for name in config.get("architectures") or ()):
+        return "tokens"
+    labels = config.get("num_labels") or len(config.get("id2label") or range(2))  # transformers' default is 2
+    if labels != 1:
+        raise ModelError(f"{source}: a classifier with {labels} labels is not a reward model; allowed: one label")
+    return "score"
 
 
 def _routing(config: Mapping[str, Any], family: str) -> RoutingConfig:

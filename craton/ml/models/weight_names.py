@@ -86,7 +86,7 @@ class WeightEntry:
 
 
 def weight_entries(config: DecoderConfig, experts: ExpertNames = "each") -> list[WeightEntry]:
-    """Return every tensor of the decoder, the head last."""
+    """Return every tensor of the decoder, the heads last."""
     shape = config.shape
     entries = [_whole("embedding.weight", "model.embed_tokens.weight", shape.vocab, shape.hidden)]
     for index in range(shape.layers):
@@ -100,8 +100,10 @@ def weight_entries(config: DecoderConfig, experts: ExpertNames = "each") -> list
         else:
             entries += _mlp(ours + "mlp.", theirs + "mlp.", shape.hidden, shape.ffn_hidden)
     entries.append(_whole("norm.weight", "model.norm.weight", shape.hidden))
-    if not shape.tied_embeddings:
+    if config.has_token_head and not shape.tied_embeddings:
         entries.append(_whole("head.weight", "lm_head.weight", shape.vocab, shape.hidden))
+    if config.has_score:
+        entries.append(_whole("score.weight", "score.weight", 1, shape.hidden))
     return entries
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from craton.formatting import stored
 from craton.ml.collectives import local, own_slices
 from craton.ml.data import end_of_turn
 from craton.ml.models.config import DecoderConfig
-from craton.ml.models.decoder import Decoder
+from craton.ml.models.decoder import SCORE, Decoder
 from craton.ml.models.huggingface import INDEX, config_to_huggingface, huggingface_family
 from craton.ml.models.weight_names import WeightEntry, experts_named, their_shapes, weight_entries
 
@@ -52,7 +53,8 @@ class WeightsError(CratonError):
 
 @torch.no_grad()
 def load_weights(model: nn.Module, folder: str | Path, config: DecoderConfig | None = None) -> tuple[str, ...]:
-    """Fill a decoder's parameters, sharded or not, from a folder; return the names of unused tensors in the folder.
+    """Fill a decoder's parameters, sharded or not, from a folder; return the names of unused tensors in the folder. A
+    scalar head that the folder does not have starts at zero.
 
     `config` is needed if a wrapper hides `model.config`.
     """
@@ -62,8 +64,12 @@ def load_weights(model: nn.Module, folder: str | Path, config: DecoderConfig | N
     with ExitStack() as stack:
         files = _open(Path(folder), stack)
         entries = weight_entries(config, experts_named(files))
-        unused = _check(files, entries, config, str(folder))
         targets = _targets(model, entries)
+        if config.has_score and SCORE not in files:
+            entries = [entry for entry in entries if entry.ours != SCORE]
+            if SCORE in targets:
+                local(targets[SCORE]).zero_()
+        unused = _check(files, entries, config, str(folder))
 
         def part(name: str, slices: tuple[slice, ...]) -> Tensor:
             rows: Tensor = files[name].get_slice(name)[slices]
@@ -84,7 +90,8 @@ def save_folder(
     dtype: torch.dtype = torch.bfloat16,
     max_shard_bytes: int = 5_000_000_000,
 ) -> Path:
-    """Write whole tensors under the decoder's names as a folder that transformers loads.
+    """Write whole tensors under the decoder's names as a folder that transformers loads. The values of a policy with
+    both heads are left out: transformers has no such class.
 
     Accesses `state` one tensor at a time, so it may read them lazily; one file's worth is held in memory.
     """
@@ -93,6 +100,9 @@ def save_folder(
         raise WeightsError(f"weights cannot be saved as {dtype}; allowed: {', '.join(_DTYPES.values())}")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise WeightsError(f"{folder} exists and is not an empty folder; choose another name, or remove it")
+    if config.heads == "both":
+        config = replace(config, heads="tokens")
+        state = _Without(state, SCORE)
     names = "mixtral" if huggingface_family(config) == "mixtral" else "each"
     entries = weight_entries(config, names)  # type: ignore[arg-type]
     _check_state(state, entries)
@@ -115,6 +125,22 @@ def save_folder(
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return folder
+
+
+class _Without(Mapping[str, Tensor]):
+    """A mapping without one of its names; tensors are still read on access."""
+
+    def __init__(self, state: Mapping[str, Tensor], name: str) -> None:
+        self._state, self._names = state, [key for key in state if key != name]
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._state[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 def _fetch(folder: Path) -> None:
@@ -188,12 +214,12 @@ def _check(
 
 
 def _is_unused(name: str, config: DecoderConfig) -> bool:
-    """Whether an unused tensor is harmless: an old rotary table, a copy of a tied head, or a multi-token prediction
-    layer."""
+    """Whether an unused tensor is harmless: an old rotary table, a copy of a tied head, the token head that a reward
+    model does not have, or a multi-token prediction layer."""
     if name.endswith("rotary_emb.inv_freq"):
         return True
     if name == "lm_head.weight":
-        return config.shape.tied_embeddings
+        return config.shape.tied_embeddings or not config.has_token_head
     layer = re.match(r"model\.layers\.(\d+)\.", name)
     first = config.shape.layers
     return layer is not None and first <= int(layer[1]) < first + config.shape.mtp_layers

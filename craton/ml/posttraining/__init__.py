@@ -13,5 +13,6 @@ if TYPE_CHECKING:
     from craton.ml.posttraining.advantages import completion_advantages, generalized_advantages, has_verdict, whiten
     from craton.ml.posttraining.build import main
     from craton.ml.posttraining.objectives import policy_objective, preference_objective
+    from craton.ml.posttraining.reward_model import RewardModel, RewardModelError
 else:
     __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

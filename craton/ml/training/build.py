@@ -25,10 +25,11 @@ from craton.infrastructure import MEMORY_FRACTION
 from craton.job import Job, load_job
 from craton.job.layout import Layout
 from craton.job.sections import RESCUE, place_of, rescue_place
+from craton.ml.collectives import local
 from craton.ml.data import Loader, open_source
 from craton.ml.functions import FunctionError, load_function, search_folder, user_code
 from craton.ml.kernels import check_device
-from craton.ml.models import Decoder, DecoderConfig, config_from_shape, load_weights
+from craton.ml.models import SCORE, Decoder, DecoderConfig, config_of_job, load_weights
 from craton.ml.training import float8
 from craton.ml.training.checkpoint import OWNER, Checkpointer, TierFolder, read_together
 from craton.ml.training.checkpoint.peer import PeerSetup
@@ -252,7 +253,7 @@ def build_model(job: Job, ranks: Ranks, starts_at_random: bool = False) -> nn.Mo
             with base_only(model):
                 load_trained(model, job, ranks)
         return model
-    return build_decoder(config_from_shape(shape), job, ranks, starts_at_random)
+    return build_decoder(config_of_job(job), job, ranks, starts_at_random)
 
 
 def build_decoder(config: DecoderConfig, job: Job, ranks: Ranks, starts_at_random: bool = False) -> Decoder:
@@ -280,7 +281,7 @@ def build_decoder(config: DecoderConfig, job: Job, ranks: Ranks, starts_at_rando
 
 def load_trained(model: nn.Module, job: Job, ranks: Ranks) -> None:
     """Fill the model of all ranks, without adapters, with the last weights of the run that trained them: neither its
-    optimizer nor its step."""
+    optimizer nor its step. A scalar head that the run did not train starts at zero."""
     assert job.trained_run is not None
     run = RunDirectory(job.trained_run)
     buffers = dict(model.named_buffers())
@@ -290,6 +291,9 @@ def load_trained(model: nn.Module, job: Job, ranks: Ranks) -> None:
     }
     try:
         trained = load_job(run.job_path)
+        has_score = trained.model_shape is not None and config_of_job(trained).has_score
+        if not has_score and (score := tensors.pop(f"model.{SCORE}", None)) is not None:
+            local(score).zero_()
         last = (job.weights_job or trained).steps
         if last is None:
             raise SetupError("its job does not say how long it trains")

@@ -80,9 +80,12 @@ class LoraMlp(Mlp):
 
 
 def add_adapters(model: nn.Module, lora: Lora) -> None:
-    """Freeze the model and add adapters to the linear layers of its blocks that the job names."""
+    """Freeze the model and add adapters to the linear layers of its blocks that the job names. A scalar head is trained
+    whole: it starts at zero, so it has nothing to adapt."""
     names = {name for target, group in TARGETS.items() if lora.targets in (target, "all") for name in group}
     model.requires_grad_(False)
+    if isinstance(score := getattr(model, "score", None), nn.Module):
+        score.requires_grad_(True)
     scale = (lora.alpha or lora.rank) / lora.rank
     adapted = 0
     for parent in list(model.modules()):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -58,14 +58,21 @@ def load_served(job: Job, device: torch.device) -> Served:
 
 def _config(job: Job, opened: RunModel | None, folder: Path | None) -> DecoderConfig:
     if opened is not None:
-        return opened.config
+        return _generating(opened.config, job)
     if folder is not None:
-        return config_from_huggingface(folder)
+        return _generating(config_from_huggingface(folder), job)
     if job.model_shape is None:
         raise ServingError(
             f"model {job.model} is a custom function; only models of Craton's own decoder families can be served"
         )
     return config_from_shape(job.model_shape)
+
+
+def _generating(config: DecoderConfig, job: Job) -> DecoderConfig:
+    """Return the config without a scalar head."""
+    if not config.has_token_head:
+        raise ServingError(f"model {job.model} is a reward model: it scores texts and cannot generate any")
+    return replace(config, heads="tokens")
 
 
 @torch.no_grad()

@@ -205,7 +205,8 @@ def _shard(model: nn.Module, blocks: list[nn.Module], layout: Layout, meshes: Me
             block, mesh=mesh, mp_policy=policy, reshard_after_forward=keep_sharded, shard_placement_fn=cut_of_block
         )
     # The head runs after the model's forward and uses the root's parameters: they stay gathered until the backward.
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    cut_of_root = partial(_root_cut, mesh["shard"].size())
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False, shard_placement_fn=cut_of_root)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -223,6 +224,11 @@ def _expert_cut(ep: int, ranks: int, parameter: nn.Parameter) -> Shard:
         return Shard(0)
     experts, *inner = parameter.shape
     return next((Shard(axis) for axis, size in enumerate((experts // ep, *inner)) if size % ranks == 0), Shard(0))
+
+
+def _root_cut(ranks: int, parameter: nn.Parameter) -> Shard:
+    """Shard by rows, a scalar head by columns: it has one row, and most ranks would hold nothing of it."""
+    return Shard(1) if parameter.ndim == 2 and parameter.shape[0] == 1 and parameter.shape[1] % ranks == 0 else Shard(0)
 
 
 def _shard_mesh(mesh: DeviceMesh) -> DeviceMesh:

@@ -216,7 +216,7 @@ class Pipeline:
         for link in range(self.pp if self.vpp > 1 else self.pp - 1):
             target = (link + 1) % self.pp
             messages += [(link, target, self._lane(link, True)), (target, link, self._lane(link, False))]
-        if self.model.config.shape.tied_embeddings:
+        if self.model.config.has_tied_head:
             forward, backward = (lanes[0] for lanes in self.ranks.lanes)
             messages += [(0, self.pp - 1, forward), (self.pp - 1, 0, backward)]
         number = torch.zeros(1, device=self._device)
@@ -268,7 +268,7 @@ class Pipeline:
     def _sum_tied_gradients(self) -> None:
         """Sum the gradients of a tied embedding on the first and the last rank, which both hold it."""
         first, last = self.rank == 0, self.rank == self.pp - 1
-        if not self.model.config.shape.tied_embeddings or not (first or last):
+        if not self.model.config.has_tied_head or not (first or last):
             return
         gradient = self.model.embedding.weight.grad
         if gradient is None:
