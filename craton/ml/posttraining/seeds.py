@@ -6,7 +6,7 @@ between their copies, so seeds of prompts are multiples of a stride that is larg
 
 from __future__ import annotations
 
-from craton.ml.serving.messages import SEEDS
+from craton.ml.serving import SEEDS
 
 STRIDE_BITS = 20  # a group has at most 2^20 copies
 STRIDE = 1 << STRIDE_BITS

@@ -25,10 +25,9 @@ from craton.errors import CratonError
 from craton.job.layout import stage_layers
 from craton.job.sections import Lora
 from craton.ml.models import Decoder
+from craton.ml.serving import EngineSettings, OutputDelta
 from craton.ml.serving.clients import Answer, EngineClient, EngineTexts, InferenceRequest, generate
 from craton.ml.serving.engine import build_runner, bytes_of_block, join_engine
-from craton.ml.serving.messages import OutputDelta
-from craton.ml.serving.settings import EngineSettings
 from craton.ml.training import LoraLinear, add_adapters
 from craton.ml.training.parallel import Ranks
 from craton.planning.serving import CPU_KV_BYTES
@@ -54,8 +53,8 @@ class RolloutEngine:
         tokenizer_folder: Path | None = None,
         kv_bytes: int = 0,
     ) -> None:
-        """`kv_bytes` bounds the KV cache, unless `settings.blocks` does; 0: what `max_running` requests can use, at most
-        KV_SHARE of the free memory of a GPU. It is allocated here and does not change."""
+        """`kv_bytes` bounds the KV cache, unless `settings.blocks` does; 0: what `max_running` requests can use, at
+        most KV_SHARE of the free memory of a GPU. It is allocated here and does not change."""
         if not isinstance(model, Decoder):
             raise RolloutError(
                 "rollouts in the trainer's process need a model of Craton's own decoder families; use mode separate, "
@@ -101,9 +100,9 @@ class RolloutEngine:
         keeps_cache: bool = False,
         check: Callable[[], None] | None = None,
     ) -> list[list[Answer]]:
-        """Return the answers to each request. The steps, and on a CPU every bit, are a function of weights and requests.
-        `keeps_cache`: also of the earlier calls since `refresh`, whose prefix cache is reused. `check` is called before
-        every step, and may raise."""
+        """Return the answers to each request. The steps, and on a CPU every bit, are a function of weights and
+        requests. `keeps_cache`: also of the earlier calls since `refresh`, whose prefix cache is reused. `check` is
+        called before every step, and may raise."""
         return generate(self.engine, requests, self._texts, keeps_cache, check)
 
     def client(self, max_in_flight: int = 1 << 20) -> EngineClient:

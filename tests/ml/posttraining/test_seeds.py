@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -22,7 +23,7 @@ def test_no_two_copies_share_a_seed(seed: int) -> None:
 
 def test_the_largest_groups_do_not_reach_the_next_prompt() -> None:
     starts = sorted(rollout_seed(3, index) for index in range(20_000))
-    assert min(after - before for before, after in zip(starts, starts[1:], strict=False)) >= STRIDE
+    assert min(after - before for before, after in itertools.pairwise(starts)) >= STRIDE
     assert max(starts) + STRIDE <= SEEDS
 
 

@@ -16,8 +16,8 @@ ENDPOINT = "the engine in this process"  # its name in errors
 
 
 class EngineTexts:
-    """The tokenizer and chat template of an engine's model. Without a folder, prompts are token ids, and answers have no
-    text."""
+    """The tokenizer and chat template of an engine's model. Without a folder, prompts are token ids, and answers have
+    no text."""
 
     def __init__(self, tokenizer_folder: Path | None) -> None:
         self._vocabulary = None if tokenizer_folder is None else Vocabulary(tokenizer_folder)
@@ -56,8 +56,8 @@ class EngineTexts:
 
 
 def answer_delta(delta: OutputDelta, reader: AnswerReader | None) -> AnswerDelta:
-    """Return what an output delta adds to its answer. If a stop string ends the answer, it has `finish`, and the engine's
-    request may still run."""
+    """Return what an output delta adds to its answer. If a stop string ends the answer, it has `finish`, and the
+    engine's request may still run."""
     added = AnswerDelta(
         "", delta.tokens, delta.logprobs, delta.alternatives, delta.versions, delta.finish, delta.stop_token
     )

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from craton.ml.kernels.sampling_hash import MIN_TEMPERATURE
-from craton.ml.kernels.serving import choose, gumbel
+from craton.ml.kernels.serving import MIN_TEMPERATURE, choose, gumbel
 
 
 @dataclass(frozen=True)
