@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any
 
 from craton.observability.diagnosis.snapshot import (
-    PHASES,
     Collectives,
     Communicator,
     LogMatch,
@@ -212,7 +211,7 @@ def slowed_all(snapshot: Snapshot, factor: float, phase: str, *, since_start: bo
 
     def changed(rank: SnapshotRank) -> SnapshotRank:
         recent = {**rank.recent, phase: rank.recent[phase] * factor}
-        recent["step"] = sum(recent[item] for item in PHASES)
+        recent["step"] = sum(seconds for item, seconds in recent.items() if item != "step")
         earlier = dict(recent) if since_start else rank.earlier
         return replace(rank, recent=recent, earlier=earlier, step_seconds=recent["step"])
 
@@ -257,7 +256,7 @@ def _rank(
     number: int, node: str, gpu: int, step: int, seconds: Mapping[str, float], jitter: float, dice: random.Random
 ) -> SnapshotRank:
     def noisy() -> dict[str, float]:
-        return {phase: seconds[phase] * max(0.1, 1 + dice.gauss(0.0, jitter)) for phase in PHASES}
+        return {phase: value * max(0.1, 1 + dice.gauss(0.0, jitter)) for phase, value in seconds.items()}
 
     return SnapshotRank(
         rank=number,
@@ -286,7 +285,10 @@ def _in_step(ranks: list[SnapshotRank]) -> list[SnapshotRank]:
     found = []
     for name in ("recent", "earlier"):
         work = {
-            rank.rank: sum(getattr(rank, name)[phase] for phase in PHASES if phase != "communication") for rank in ranks
+            rank.rank: sum(
+                seconds for phase, seconds in getattr(rank, name).items() if phase not in ("communication", "step")
+            )
+            for rank in ranks
         }
         least = min(getattr(rank, name)["communication"] for rank in ranks)
         slowest = max(work.values()) + least
@@ -302,8 +304,8 @@ def _in_step(ranks: list[SnapshotRank]) -> list[SnapshotRank]:
     return [
         replace(
             rank,
-            recent={**recent, "step": sum(recent[phase] for phase in PHASES)},
-            earlier={**earlier, "step": sum(earlier[phase] for phase in PHASES)},
+            recent={**recent, "step": sum(value for phase, value in recent.items() if phase != "step")},
+            earlier={**earlier, "step": sum(value for phase, value in earlier.items() if phase != "step")},
         )
         for rank, recent, earlier in lasting
     ]

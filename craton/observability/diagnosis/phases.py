@@ -13,10 +13,10 @@ import statistics
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from craton.observability.diagnosis.snapshot import PHASES, Snapshot, SnapshotRank
+from craton.observability.diagnosis.snapshot import STEP_PHASES, Snapshot, SnapshotRank
 from craton.observability.diagnosis.tables import threshold
 
-WORK = tuple(phase for phase in PHASES if phase != "communication")
+WORK = tuple(phase for phase in STEP_PHASES if phase != "communication")
 FAST_SHARE = 0.25  # of the ranks; all ranks are compared with this quantile
 FEW_RANKS, FEW_RANKS_MARGIN = 9, 0.07  # few ranks may differ for good reasons, and say little about their spread
 BETWEEN_QUANTILES = 1.03  # standard deviations between the 10% and the 40% quantile of a normal distribution
@@ -133,7 +133,7 @@ def find_slowness(snapshot: Snapshot, before: Collection[str] = ()) -> list[Slow
         ratio = _ratio("slower_ratio_cpu" if on_processors else "slower_ratio", "earlier" in before)
         if now["step"] > past["step"] * ratio:
             result += _owned(now, past, "earlier")
-    plan = {phase: snapshot.run.plan.get(f"{phase}_seconds") for phase in (*PHASES, "step")}
+    plan = {phase: snapshot.run.plan.get(f"{phase}_seconds") for phase in (*STEP_PHASES, "step")}
     high = snapshot.run.step_seconds_high
     if high is not None and plan["step"]:
         limit = high * _ratio("plan_ratio_cpu" if on_processors else "plan_ratio", "plan" in before)
@@ -257,7 +257,7 @@ def _typical(
 ) -> dict[str, float]:
     """Return phase → seconds: medians, but for communication the minimum wait of any rank, step by step where known."""
     result = {}
-    for phase in (*PHASES, "step"):
+    for phase in (*STEP_PHASES, "step"):
         seconds = [values(rank)[phase] for rank in ranks if phase in values(rank)]
         if seconds:
             result[phase] = statistics.median(seconds) if phase != "communication" else collective or min(seconds)
@@ -266,9 +266,9 @@ def _typical(
 
 def _owned(now: dict[str, float], reference: dict[str, float], against: str) -> list[Slowness]:
     """Return the phase that grew most, and every other that grew much: two faults may slow two phases."""
-    grown = {phase: now.get(phase, 0.0) - reference.get(phase, 0.0) for phase in PHASES}
+    grown = {phase: now.get(phase, 0.0) - reference.get(phase, 0.0) for phase in STEP_PHASES}
     first = max(grown, key=lambda item: grown[item])
-    chosen = [first, *(phase for phase in PHASES if phase != first and grown[phase] > ALSO_SHARE * now["step"])]
+    chosen = [first, *(phase for phase in STEP_PHASES if phase != first and grown[phase] > ALSO_SHARE * now["step"])]
     return [
         Slowness(
             now["step"],

@@ -1,10 +1,10 @@
 """Root-cause analysis: from a snapshot to one verdict.
 
 The symptoms come first. Then the rules of each layer run in the order scheduler, devices, fabric, collectives,
-framework, training, storage, host, limits of processes, restarts, members. A finding is weighed by the quality of its
-evidence and by whether its victim matches the symptom. A finding that only says *where* gives way to one that says
-*why* for the same victim. Two faults are two findings: the more severe one first, the other in `others`. When nothing
-explains the condition, the verdict is "not enough evidence" (`cannot_tell`), with the evidence that is missing.
+framework, training, rollouts, storage, host, limits of processes, restarts, members. A finding is weighed by the
+quality of its evidence and by whether its victim matches the symptom. A finding that only says *where* gives way to one
+that says *why* for the same victim. Two faults are two findings: the more severe one first, the other in `others`. When
+nothing explains the condition, the verdict is "not enough evidence" (`cannot_tell`), with the evidence that is missing.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from craton.observability.diagnosis.rules import (
     examine_members,
     examine_resources,
     examine_restarts,
+    examine_rollouts,
     examine_scheduler,
     examine_storage,
     examine_training,
@@ -52,6 +53,7 @@ EXAMINATIONS: tuple[Callable[[Snapshot, Symptoms], list[Finding]], ...] = (
     examine_collectives,
     examine_framework,
     examine_training,
+    examine_rollouts,
     examine_storage,
     examine_host,
     examine_resources,

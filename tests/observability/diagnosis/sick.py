@@ -30,6 +30,7 @@ from fake_snapshots import (
     with_tier,
     without_hardware,
 )
+from sick_rollouts import rollout_faults, rollout_run
 from sick_runs import (
     FUNCTION,
     GPU,
@@ -92,6 +93,15 @@ def cases() -> Iterator[Case]:
     yield from host_cases()
     yield from reported_cases()
     yield from member_cases()
+    yield from rollout_cases()
+
+
+def rollout_cases() -> Iterator[Case]:
+    """Post-training: samples and rewards that are wrong, a side that waits for the other, a rank that hangs in one."""
+    for name, cause, condition, snapshot in rollout_faults():
+        yield Case(name, cause, condition, snapshot, "", None)
+    for kind, cause in (("rollout", "rollout_hung"), ("reward", "verifier_hung"), ("sync", "weight_sync_hung")):
+        yield Case(f"in {kind}", cause, "hung", hung(rollout_run(), {RANK: kind}, seconds=7200.0))
 
 
 def member_cases() -> Iterator[Case]:

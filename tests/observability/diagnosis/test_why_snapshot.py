@@ -11,8 +11,9 @@ from fake_snapshots import asked_ras, healthy, hung, slowed, with_gpu
 from sick_runs import with_losses
 
 from craton.observability.diagnosis import diagnose
-from craton.observability.diagnosis.snapshot import PHASES, Snapshot, SnapshotError, SnapshotXid
+from craton.observability.diagnosis.snapshot import Snapshot, SnapshotError, SnapshotXid
 from craton.observability.diagnosis.snapshot.model import SCHEMA
+from craton.telemetry import PHASES
 
 
 def test_what_is_saved_is_read_again() -> None:

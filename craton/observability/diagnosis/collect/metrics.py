@@ -16,8 +16,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from craton.observability.diagnosis.snapshot import PHASES, Series, StepWindow
-from craton.telemetry import RunDirectory, read_json, reporting_node, reporting_rank
+from craton.observability.diagnosis.snapshot import STEP_PHASES, Series, StepWindow
+from craton.telemetry import METRICS, RunDirectory, read_json, reporting_node, reporting_rank
 from craton.telemetry.files import paths_in, read_lines, tail_lines
 
 RECENT_STEPS, EARLIER_STEPS, WARM_STEPS = 20, 100, 5  # numbers of steps; the recent ones also take RECENT_SECONDS
@@ -45,6 +45,7 @@ SERIES = (
     "idle_expert_share",
     "expert_load_ratio",
 )
+RESULTS = tuple(name for name, metric in METRICS.items() if metric.group and name.startswith("run_"))
 
 
 @dataclass
@@ -141,7 +142,7 @@ def _step_seconds(line: Mapping[str, Any]) -> float:
 def _medians(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Return phase (and "step") → median seconds."""
     medians = {}
-    for phase in (*PHASES, "step"):
+    for phase in (*STEP_PHASES, "step"):
         values = [value for line in lines if (value := number(line.get(f"run_{phase}_seconds"))) is not None]
         if values:
             medians[phase] = statistics.median(values)
@@ -215,7 +216,8 @@ def series_of(run: RunDirectory, nodes: Sequence[str]) -> Series:
         values = {int(line.get("step") or 0): value for line in lines if (value := _recorded(line, name)) is not None}
         return thinned(sorted(values.items()))
 
-    return Series(**{name: points(f"run_{name}") for name in SERIES})
+    results = {name.removeprefix("run_"): found for name in RESULTS if (found := points(name))}
+    return Series(**{name: points(f"run_{name}") for name in SERIES}, results=results)
 
 
 def _past_and_newest(path: Path) -> list[dict[str, Any]]:

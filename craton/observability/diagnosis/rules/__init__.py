@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from craton.observability.diagnosis.rules.members import examine_members
     from craton.observability.diagnosis.rules.resources import examine_resources
     from craton.observability.diagnosis.rules.restarts import examine_restarts
+    from craton.observability.diagnosis.rules.rollouts import examine_rollouts
     from craton.observability.diagnosis.rules.scheduler import examine_scheduler
     from craton.observability.diagnosis.rules.storage import examine_storage
     from craton.observability.diagnosis.rules.training_health import examine_training

@@ -42,7 +42,23 @@ FRAMES = (
     (re.compile(r"checkpoint|torch/serialization|fsync|\bsave\b", re.IGNORECASE), "checkpoint_hung"),
     (re.compile(r"dataloader|_next_data|loader|\bdata\b.*\b(read|next|get)\b", re.IGNORECASE), "data_hung"),
 )
-HANGS_IN = {"compile": "compile_hung", "data": "data_hung", "checkpoint": "checkpoint_hung"}
+HANGS_IN = {
+    "compile": "compile_hung",
+    "data": "data_hung",
+    "checkpoint": "checkpoint_hung",
+    "rollout": "rollout_hung",
+    "reward": "verifier_hung",
+    "sync": "weight_sync_hung",
+}
+DOING = {
+    "data": "loading data",
+    "checkpoint": "saving",
+    "compile": "compiling",
+    "evaluate": "evaluating",
+    "rollout": "generating samples",
+    "reward": "verifying samples",
+    "sync": "sending weights to the rollouts",
+}
 SLOW_PHASES = {
     "compute": "compute_slow",
     "optimizer": "optimizer_slow",
@@ -363,8 +379,7 @@ def _them(ranks: list[SnapshotRank]) -> str:
 
 def _stalled(ranks: list[SnapshotRank], snapshot: Snapshot) -> str:
     first = ranks[0]
-    doing = {"data": "loading data", "checkpoint": "saving", "compile": "compiling", "evaluate": "evaluating"}
-    words = doing.get(first.kind, f"in phase {first.kind}" if first.kind else "in an unknown phase")
+    words = DOING.get(first.kind, f"in phase {first.kind}" if first.kind else "in an unknown phase")
     newest = max((rank.step for rank in snapshot.ranks if rank.step is not None), default=None)
     step = f" at step {first.step}" if first.step is not None else ""
     if newest is not None and first.step is not None and first.step < newest:

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from craton.observability.diagnosis.snapshot.cards import CardOccupant, with_occupants, with_visible_cards
     from craton.observability.diagnosis.snapshot.json_values import hints_of
     from craton.observability.diagnosis.snapshot.model import (
-        PHASES,
+        STEP_PHASES,
         Collectives,
         Communicator,
         Event,

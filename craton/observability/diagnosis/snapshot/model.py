@@ -16,11 +16,12 @@ from functools import cached_property
 from craton.errors import CratonError
 from craton.observability.diagnosis.member_facts import SnapshotMember
 from craton.observability.diagnosis.snapshot.json_values import made_from, plain_values
+from craton.telemetry import PHASES, ROLLOUT_PHASES
 from craton.telemetry.node import PeerTraffic, ProcessResources
 
 SCHEMA = 1
 NOT_FINITE = re.compile(r"\bis -?(nan|inf)\b")  # in the reason of a bad step
-PHASES: tuple[str, ...] = ("data", "compute", "communication", "optimizer", "checkpoint")
+STEP_PHASES: tuple[str, ...] = (*PHASES, *ROLLOUT_PHASES)
 
 
 class SnapshotError(CratonError):
@@ -396,6 +397,7 @@ class Series:
     copied_label_share: tuple[tuple[int, float], ...] = ()  # labels of such a row that equal the token at their place
     idle_expert_share: tuple[tuple[int, float], ...] = ()  # of the experts, without a token in the step
     expert_load_ratio: tuple[tuple[int, float], ...] = ()  # tokens of the busiest expert over the mean
+    results: dict[str, tuple[tuple[int, float], ...]] = field(default_factory=dict)  # of post-training, by name
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,10 @@ from craton.observability.diagnosis.phases import (
 from craton.observability.diagnosis.restart_history import find_loop
 from craton.observability.diagnosis.snapshot import Serving, Snapshot, SnapshotRank
 from craton.observability.diagnosis.symptoms.naming import nodes_of, who
+from craton.observability.diagnosis.symptoms.rewards import find_waiting_sides
 from craton.observability.diagnosis.tables import threshold
 from craton.observability.diagnosis.verdict import ABANDONED, OVERLOAD, RESTARTS, Symptom
+from craton.telemetry.rank import PRODUCTIVE_KINDS
 
 FIRST_STEPS = 5  # of a run, which may compile, connect and fill caches
 NEWEST_STEPS = 60  # recorded ones, among which there must be a pause
@@ -55,6 +57,7 @@ def find_slow(snapshot: Snapshot) -> list[Symptom]:
         symptoms += _blocked_by_saves(snapshot)
     if not any(symptom.phase == "data" for symptom in symptoms):
         symptoms += _pauses_for_data(snapshot)
+    symptoms += find_waiting_sides(snapshot, {symptom.phase for symptom in symptoms})
     symptoms += _evaluates(snapshot)
     symptoms += [*_breaks_again(snapshot), *_overloaded(snapshot), *_abandoned(snapshot), *_serves_slowly(snapshot)]
     symptoms = symptoms or _throttled(snapshot)
@@ -108,7 +111,7 @@ def _blocked_by_saves(snapshot: Snapshot) -> list[Symptom]:
     """Return the time blocked by checkpoints, by the ledger: medians of steps do not show rare long saves."""
     ledger, plan = snapshot.run.ledger, snapshot.run.plan
     saving = ledger.get("checkpoint", 0.0)
-    wall = saving + sum(ledger.get(kind, 0.0) for kind in ("productive", "data"))
+    wall = saving + sum(ledger.get(kind, 0.0) for kind in (*PRODUCTIVE_KINDS, "data"))
     if wall < threshold("checkpoint_share_seconds"):
         return []
     planned = plan.get("checkpoint_seconds", 0.0) / plan["step_seconds"] if plan.get("step_seconds") else 0.0
@@ -141,7 +144,7 @@ def _evaluates(snapshot: Snapshot) -> list[Symptom]:
     """Return evaluation that takes most of the time, by the ledger."""
     ledger = snapshot.run.ledger
     evaluating = ledger.get("evaluate", 0.0)
-    wall = evaluating + sum(ledger.get(kind, 0.0) for kind in ("productive", "data", "checkpoint"))
+    wall = evaluating + sum(ledger.get(kind, 0.0) for kind in (*PRODUCTIVE_KINDS, "data", "checkpoint"))
     if wall < threshold("evaluation_seconds") or evaluating / wall < threshold("evaluation_share"):
         return []
     text = f"spends {percent(evaluating / wall)} of its time on evaluation"

@@ -24,6 +24,7 @@ from craton.observability.diagnosis.symptoms.losses import (
     find_overfitting,
 )
 from craton.observability.diagnosis.symptoms.naming import nodes_of
+from craton.observability.diagnosis.symptoms.rewards import find_bad_rewards
 from craton.observability.diagnosis.tables import threshold
 from craton.observability.diagnosis.verdict import FAILING, Symptom
 
@@ -58,6 +59,9 @@ def find_wrong(snapshot: Snapshot) -> list[Symptom]:
     bad = find_not_a_number(snapshot)
     if bad is not None:
         return [*result, bad]
+    rewards = find_bad_rewards(snapshot)
+    if rewards:  # without a signal the loss is 0, and so are its gradients
+        return [*result, *rewards]
     # Masked labels and repeated rows explain what the loss does: they come first, and alone.
     data = [finder(snapshot) for finder in (find_labels, find_repeats, find_constant_tokens, find_learning_rate)]
     if not any(data):  # rows of one token, too, have labels that equal it
@@ -67,6 +71,8 @@ def find_wrong(snapshot: Snapshot) -> list[Symptom]:
         return [*result, *of_data]
     finders = (find_loss_trouble, find_dead_experts, find_overfitting, find_bad_evaluation)
     curves = [finder(snapshot) for finder in finders]
+    if "reward" in snapshot.series.results:  # the loss of a policy has no level to come down to
+        curves[0] = None
     if curves[0] is None:
         curves[:1] = [find_gradient_explosion(snapshot), find_skipped_steps(snapshot)]
     return [*result, *(symptom for symptom in curves if symptom is not None)]
