@@ -102,6 +102,8 @@ def rollout_cases() -> Iterator[Case]:
         yield Case(name, cause, condition, snapshot, "", None)
     for kind, cause in (("rollout", "rollout_hung"), ("reward", "verifier_hung"), ("sync", "weight_sync_hung")):
         yield Case(f"in {kind}", cause, "hung", hung(rollout_run(), {RANK: kind}, seconds=7200.0))
+        all_wait = hung(rollout_run(), dict.fromkeys(range(16), kind), seconds=7200.0)
+        yield Case(f"all in {kind}", cause, "hung", all_wait, "", None)
 
 
 def member_cases() -> Iterator[Case]:

@@ -52,7 +52,8 @@ ONLY_WITH = {
     r"mine:rows": ["function"],
     r"\biperf3\b": ["slurm|kubernetes"],
 }
-NEVER = re.compile(r"(?<!rollout.)(?<!verify.)\bworkers\b|NVMe|\{(?!within)")  # there is no such key, or a name was not filled in
+# There is no such key, or a name was not filled in.
+NEVER = re.compile(r"(?<!rollout\.)(?<!verify\.)\bworkers\b|NVMe|\{(?!within)")
 TOOLS = {
     "py-spy dump",
     "py-spy dump --pid",

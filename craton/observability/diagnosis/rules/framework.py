@@ -33,6 +33,7 @@ from craton.observability.diagnosis.verdict import (
     Symptom,
     Symptoms,
 )
+from craton.telemetry import ROLLOUT_PHASES
 from craton.telemetry.node import FROZEN, WAITS_FOR_FILES, WAITS_FOR_LOCK, WAITS_FOR_MEMORY, sleeps_for
 
 # Timers and pipes: the program or one of its libraries caused them, and nothing handled them.
@@ -266,6 +267,11 @@ def _hangs(snapshot: Snapshot, symptoms: Symptoms) -> list[Finding]:
         elif not symptom.ranks and snapshot.run.kind == "command" and len(snapshot.ranks) > 1 and not symptom.sign:
             text = f"none of the {len(snapshot.ranks)} processes of the command reports a new step"
             findings += finding(symptoms, "collective_stuck", text, ("hung",), base=0.7)
+        kinds = {rank.kind for rank in snapshot.ranks}
+        if not symptom.ranks and len(kinds) == 1 and kinds <= set(ROLLOUT_PHASES):
+            (kind,) = kinds
+            text = f"all ranks stopped making progress while {DOING[kind]}"
+            findings += finding(symptoms, HANGS_IN[kind], text, ("hung",), base=0.9)
         findings += _locked(snapshot, symptoms)
         if not culprits:
             continue
