@@ -12,9 +12,11 @@ if TYPE_CHECKING:
     from craton.ml.data.documents import check_text
     from craton.ml.data.errors import DataError
     from craton.ml.data.loader import Loader
+    from craton.ml.data.pairs import PairedSource
     from craton.ml.data.preparing import (
         has_data,
         model_tokenizer,
+        open_pairs,
         open_prompts,
         open_source,
         prepare,
@@ -26,5 +28,6 @@ if TYPE_CHECKING:
     from craton.ml.data.shards import Shards, is_shard_folder
     from craton.ml.data.tokenizer import end_of_document, find_tokenizer, load_tokenizer
     from craton.ml.data.tokenizing import Tokenized, tokenize
+    from craton.ml.data.tokens import Mixture
 else:
     __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

@@ -48,9 +48,17 @@ Messages = list[dict[str, Any]]
 logger = logging.getLogger("craton.data")
 
 
+def template_of(folder: Path) -> str:
+    """Return a tokenizer's chat template, or its templates as JSON; "" without one."""
+    if (folder / TEMPLATE).is_file():
+        return (folder / TEMPLATE).read_text(encoding="utf-8")
+    written = _config(folder).get("chat_template") or ""
+    return written if isinstance(written, str) else json.dumps(written)
+
+
 def ensure_template(folder: Path) -> None:
     """Give a tokenizer without a chat template the default one, with a warning."""
-    if (folder / TEMPLATE).is_file() or _config(folder).get("chat_template"):
+    if template_of(folder):
         return
     (folder / TEMPLATE).write_text(DEFAULT_TEMPLATE, encoding="utf-8")
     logger.warning(
@@ -63,7 +71,7 @@ def ensure_template(folder: Path) -> None:
 def end_of_turn(folder: Path) -> int | None:
     """Return the special token after an assistant's message in the chat template; None without one. A model that was
     fine-tuned on chats ends its answers with it, not with the end-of-text token."""
-    if not (folder / TEMPLATE).is_file() and not _config(folder).get("chat_template"):
+    if not template_of(folder):
         return None
     from transformers import PreTrainedTokenizerFast
 
@@ -114,6 +122,15 @@ class ChatEncoder:
         if problems:
             raise first_problems(problems, pieces[0].name)
         return Encoded(np.array(ids, np.uint32), np.array(ends, np.int64), text_bytes, np.array(loss, np.uint8))
+
+    def prompt_ids(self, messages: Messages, tools: Any = None) -> list[int]:
+        """Return the ids of messages that an answer follows."""
+        options: dict[str, Any] = {"tools": tools} if tools else {}
+        try:
+            text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
+        except Exception as error:  # noqa: BLE001  (a template is a program: it may raise anything)
+            raise DataError(f"the chat template rejects it: {type(error).__name__}: {error}") from None
+        return list(self._tokenizer(str(text), add_special_tokens=False)["input_ids"])
 
     def encode(self, record: dict[str, Any]) -> Iterator[tuple[list[int], list[int]]]:
         """Yield (ids, loss mask) of each sample of a conversation; usually one."""

@@ -22,7 +22,7 @@ from craton.ml.data.shards import Shards
 
 @dataclass(frozen=True)
 class Rows:
-    """Which conversations share a row: those of row r are `order[starts[r] : starts[r + 1]]`."""
+    """Which conversations (or pairs) share a row: those of row r are `order[starts[r] : starts[r + 1]]`."""
 
     order: Integers
     starts: Integers
@@ -75,8 +75,8 @@ class ChatSource:
 def plan_rows(shards: Shards, sequence: int, pack: bool = True) -> Rows:
     """Plan the rows for one length; cached beside the shards if that folder is writable."""
     cache = shards.folder / f"rows-{sequence}{'' if pack else '-single'}.npz"
-    mark = np.array([crc for shard in shards.index.shards for crc in shard.crc32.values()], np.uint64)
-    if (result := _remembered(cache, mark)) is not None:
+    mark = shards.mark
+    if (result := remembered_rows(cache, mark)) is not None:
         return result
     ends = shards.document_ends()
     starts = np.concatenate(([0], ends[:-1]))
@@ -91,7 +91,7 @@ def plan_rows(shards: Shards, sequence: int, pack: bool = True) -> Rows:
     lengths = (stops - starts)[kept] - 1
     order, row_starts = best_fit(lengths, sequence) if pack else (np.arange(len(kept)), np.arange(len(kept) + 1))
     rows = Rows(kept[order], row_starts, truncated, len(ends) - len(kept))
-    _remember(cache, rows, mark)
+    remember_rows(cache, rows, mark)
     return rows
 
 
@@ -121,7 +121,8 @@ def best_fit(lengths: Integers, capacity: int) -> tuple[Integers, Integers]:
     return order, starts
 
 
-def _remembered(cache: Path, mark: NDArray[np.uint64]) -> Rows | None:
+def remembered_rows(cache: Path, mark: NDArray[np.uint64]) -> Rows | None:
+    """Return the rows in a file, if they are of the shards with this mark."""
     try:
         with np.load(cache) as stored:
             if not np.array_equal(stored["mark"], mark):
@@ -131,7 +132,8 @@ def _remembered(cache: Path, mark: NDArray[np.uint64]) -> Rows | None:
         return None
 
 
-def _remember(cache: Path, rows: Rows, mark: NDArray[np.uint64]) -> None:
+def remember_rows(cache: Path, rows: Rows, mark: NDArray[np.uint64]) -> None:
+    """Write the rows to a file, if its folder is writable."""
     own = cache.with_name(f".{cache.name}.{os.getpid()}")
     try:
         with own.open("wb") as file:

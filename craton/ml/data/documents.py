@@ -82,8 +82,9 @@ def find_files(inputs: Sequence[str | Path]) -> list[InputFile]:
 
 
 def check_text(path: Path, has_rows: bool = False) -> None:
-    """Raise DataError if the data does not start with text (or rows, such as chats): checks a file's first LOOK_BYTES, or a folder's
-    first LOOK_FILES. One text file in a folder is enough, because files that are not UTF-8 are skipped."""
+    """Raise DataError if the data does not start with text (or rows, such as chats): checks a file's first LOOK_BYTES,
+    or a folder's first LOOK_FILES. One text file in a folder is enough, because files that are not UTF-8 are
+    skipped."""
     files = list(islice(_some_files(path), LOOK_FILES)) if path.is_dir() else _files_of(path)
     problems = [problem for file in files if (problem := _problem_of(file, has_rows))]
     if not any(file.size for file in files):
@@ -92,8 +93,8 @@ def check_text(path: Path, has_rows: bool = False) -> None:
         raise DataError(f"{problems[0]}; allowed: {EXPECTED}")
 
 
-def pieces_of(files: Iterable[InputFile], field: str) -> Iterator[DocumentChunk]:
-    """Split the files into pieces."""
+def pieces_of(files: Iterable[InputFile], field: str = "") -> Iterator[DocumentChunk]:
+    """Split the files into pieces. `field` is the column of Parquet that must exist; "": any."""
     for file in files:
         if file.kind == "parquet":
             yield from _row_groups(file, field)
@@ -116,7 +117,11 @@ def tasks_of(pieces: Iterable[DocumentChunk]) -> Iterator[list[DocumentChunk]]:
 
 
 def records(piece: DocumentChunk) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (`file:line`, object) for each line of a JSONL piece. Reads all lines before it reports the bad ones."""
+    """Yield (`file:line`, object) for each line of a JSONL piece or row of a Parquet piece, numbered from 1. Reads all
+    lines before it reports the bad ones."""
+    if piece.kind == "parquet":
+        yield from _rows(piece)
+        return
     problems: list[str] = []
     for number, line in enumerate(piece.data.split(b"\n"), piece.number):
         if not line.strip():
@@ -310,11 +315,24 @@ def _row_groups(file: InputFile, field: str) -> Iterator[DocumentChunk]:
         groups, columns = opened.num_row_groups, opened.schema_arrow.names
     except (ArrowException, OSError) as error:
         raise DataError(f"{file.path}: cannot be read as Parquet: {error}") from None
-    if field not in columns:
+    if field and field not in columns:
         raise DataError(f"{file.path}: has no column {field!r}; its columns are {columns}: {OTHER_FIELD}")
     for number in range(groups):
         took = file.size * (number + 1) // groups - file.size * number // groups
         yield DocumentChunk("parquet", str(file.path), took, number=number)
+
+
+def _rows(piece: DocumentChunk) -> Iterator[tuple[str, dict[str, Any]]]:
+    from pyarrow import ArrowException, parquet
+
+    try:
+        opened = parquet.ParquetFile(piece.name)
+        first = sum(opened.metadata.row_group(number).num_rows for number in range(piece.number))
+        rows = opened.read_row_group(piece.number).to_pylist()
+    except (ArrowException, OSError) as error:
+        raise DataError(f"{piece.name}: cannot be read as Parquet: {error}") from None
+    for number, row in enumerate(rows, first + 1):
+        yield f"{piece.name}:{number}", row
 
 
 def _column(piece: DocumentChunk, field: str) -> list[str]:

@@ -20,8 +20,9 @@ class Encoded:
     tokens: NDArray[np.uint32]
     ends: NDArray[np.int64]  # of the documents that end here; the rest continues in the next task
     text_bytes: int
-    loss: NDArray[np.uint8] | None = None  # loss mask of chats: 1 where a token is learnt
+    loss: NDArray[np.uint8] | None = None  # loss mask of chats and pairs: 1 where a token is learnt
     left_out: tuple[str, ...] = ()  # skipped files that are not UTF-8
+    dropped: tuple[str, ...] = ()  # skipped rows of pairs: `file:line: why`
 
 
 class TextEncoder:

@@ -12,18 +12,22 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from craton.formatting import counted
 from craton.job import Job
 from craton.job.sections import MIN_BPE_VOCABULARY
+from craton.ml.data.chat import template_of
 from craton.ml.data.conversations import ChatSource
 from craton.ml.data.documents import STANDARD_LIBRARY, find_files
 from craton.ml.data.errors import DataError
 from craton.ml.data.function import FunctionSource
 from craton.ml.data.order import key_of
+from craton.ml.data.pair_rows import PairEncoder, check_columns
+from craton.ml.data.pairs import PairedSource, PairFunction, PairSource
 from craton.ml.data.prompts import PromptEncoder, PromptFunction, PromptMixture, PromptRows, PromptSource, write_prompts
 from craton.ml.data.sample import Source
 from craton.ml.data.shards import FORMAT, INDEX, SHARD_SUFFIXES, ShardKind, Shards, is_shard_folder
@@ -33,6 +37,8 @@ from craton.ml.data.tokens import Mixture, TokenSource
 from craton.remote import is_url
 
 HELD_OUT_SHARE = 0.01
+
+SHARD_KINDS: dict[str, ShardKind] = {"sft": "chat", "dpo": "pair"}  # by the kind of the job; others: text
 
 Split = Literal["train", "validation"]
 
@@ -67,17 +73,20 @@ def prepare(job: Job, cache: Path | None = None, progress: Progress | None = Non
             validation=share,
             progress=progress,
             kind=places.kind,
+            columns=job.data.columns,
         )
         _say_left_out(path, done)
     folders = {path: places.folder(path) for path in (*places.training, *places.validation)}
     _check_tokenizers(job, folders, places)
-    if places.kind == "chat":
+    if places.kind != "text":
         _say_rows(job, folders)
     open_data = open_prompts if job.kind == "grpo" else open_source
     if places.training:  # report errors before the ranks start
         open_data(job, "train", folders)
     if places.validation and job.train is not None and job.train.evaluate:
         open_data(job, "validation", folders)
+    if job.kind == "dpo" and not places.training:
+        open_source(job).sample(0)
     return folders
 
 
@@ -94,22 +103,33 @@ def open_source(
     shape = job.model_shape
     vocab = vocab or (shape.vocab if shape else None)
     parts = job.data.mixture if split == "train" else job.data.validation_mixture
+    if job.kind == "dpo":
+        pairs, weights = open_pairs(job, split, paths, vocab)
+        return pairs[0] if len(pairs) == 1 else Mixture(pairs, weights)
     if job.data.source and not parts:
         return FunctionSource.of_job(job, split, vocab, tokenizer_folder(job))
-    if not parts:
-        raise DataError(f"the job has no data.{'path' if split == 'train' else 'validation'}; set it")
-    assert job.train is not None, f"kind {job.kind} does not train"
-    folders = paths if paths is not None else _found(job)
     make = ChatSource if job.kind == "sft" else TokenSource
-    sources: list[Source] = []
-    for number, (path, _) in enumerate(parts):
-        folder = Path(folders[path])
-        if split == "validation" and path in dict(job.data.mixture):
-            folder = _held_out(folder, path)
-        sources.append(make(Shards(folder), job.sequence, key_of(job.train.seed, number), job.data.pack, vocab))
+    sources: list[Source] = [make(*opened, job.data.pack, vocab) for opened in _open_parts(job, split, paths)]
     if len(sources) == 1:
         return sources[0]
     return Mixture(sources, [weight for _, weight in parts])
+
+
+def open_pairs(
+    job: Job, split: Split = "train", paths: Mapping[str, Path] | None = None, vocab: int | None = None
+) -> tuple[list[PairedSource], list[float]]:
+    """Open the pairs of a job of kind dpo, like `open_source`: each source of the mixture, and its weight."""
+    parts = job.data.mixture if split == "train" else job.data.validation_mixture
+    if job.data.source and not parts:
+        folder = tokenizer_folder(job)
+        if folder is None:
+            raise DataError(f"data.source {job.data.source} gives texts; set data.tokenizer to the model's tokenizer")
+        return [PairFunction.of_job(job, split, PairEncoder(folder, job.data.columns), vocab)], [1.0]
+    sources = [PairSource(*opened, job.data.pack, vocab) for opened in _open_parts(job, split, paths)]
+    slots = max(source.slots for source in sources)
+    for source in sources:
+        source.slots = slots  # rows of one batch have the same shapes
+    return list(sources), [weight for _, weight in parts]
 
 
 def open_prompts(
@@ -142,6 +162,20 @@ def open_prompts(
     return sources[0] if len(sources) == 1 else PromptMixture(sources, [weight for _, weight in parts])
 
 
+def _open_parts(job: Job, split: Split, paths: Mapping[str, Path] | None) -> Iterator[tuple[Shards, int, int]]:
+    """Yield the shards, the sequence length and the seed of each part of the mixture."""
+    parts = job.data.mixture if split == "train" else job.data.validation_mixture
+    if not parts:
+        raise DataError(f"the job has no data.{'path' if split == 'train' else 'validation'}; set it")
+    assert job.train is not None, f"kind {job.kind} does not train"
+    folders = paths if paths is not None else _found(job)
+    for number, (path, _) in enumerate(parts):
+        folder = Path(folders[path])
+        if split == "validation" and path in dict(job.data.mixture):
+            folder = _held_out(folder, path)
+        yield Shards(folder), job.sequence, key_of(job.train.seed, number)
+
+
 def tokenizer_folder(job: Job, paths: Mapping[str, Path] | None = None) -> Path | None:
     """Return the folder of the tokenizer of a job's data. For a user's own source, the one that the job names, else the
     model's, if there is one."""
@@ -171,6 +205,7 @@ class _Places:
     raw: Mapping[str, str]  # path -> key of its files
     tokenizer_name: str | None
     mirrors: Mapping[str, str]  # URL -> the local folder that mirrors it
+    columns: Mapping[str, str]  # field of a row -> its name in the files
 
     @classmethod
     def of_job(cls, job: Job, cache: Path) -> _Places:
@@ -182,7 +217,9 @@ class _Places:
             for path in dict.fromkeys((*training, *validation))
             if not _is_shards(mirrors.get(path, path))
         }
-        kind: ShardKind = "chat" if job.kind == "sft" else "text"
+        kind = SHARD_KINDS.get(job.kind, "text")
+        if kind == "pair":
+            check_columns(job.data.columns)
         folder = model_tokenizer(job)
         name = job.data.tokenizer or (str(folder) if folder else None)
         if raw and name is None:
@@ -201,11 +238,11 @@ class _Places:
                 f"data.tokenizer {name} would be trained on raw text, but data.path holds token shards; remove it: the "
                 "shards include their tokenizer"
             )
-        if name and name.startswith("bpe:") and (kind == "chat" or job.kind == "grpo"):
+        if name and name.startswith("bpe:") and (kind != "text" or job.kind == "grpo"):
             raise DataError(
                 f"data.tokenizer {name}: {job.kind} needs the tokenizer of the model it fine-tunes; give its folder"
             )
-        return cls(cache, kind, training, validation, raw, name, mirrors)
+        return cls(cache, kind, training, validation, raw, name, mirrors, job.data.columns)
 
     @property
     def held_out(self) -> tuple[str, ...]:
@@ -239,7 +276,10 @@ class _Places:
             tokenizer = self.tokenizer.name
         else:
             tokenizer = hashlib.sha256((self.tokenizer / TOKENIZER).read_bytes()).hexdigest()
-        key = _key(FORMAT, self.kind, self.raw[path], tokenizer, path in self.held_out)
+        more: list[object] = [dict(self.columns)] if self.columns else []
+        if self.kind == "pair":  # texts with a prompt are rendered if there is a template
+            more += [template_of(self.tokenizer)]
+        key = _key(FORMAT, self.kind, self.raw[path], tokenizer, path in self.held_out, *more)
         return self.cache / f"{Path(path).name.split('.')[0]}-{key}"
 
 
@@ -338,17 +378,20 @@ def _check_vocabulary_before(tokenizer: Path, vocab: int) -> None:
 
 
 def _say_left_out(path: str, done: Tokenized) -> None:
+    if done.dropped:
+        logger.warning("%s: left out %s, e.g. %s", path, counted(done.dropped, "row"), done.first_dropped)
     if done.left_out and path != STANDARD_LIBRARY:
         logger.warning("%s: skipped %d files that are not UTF-8, e.g. %s", path, len(done.left_out), done.left_out[0])
 
 
 def _say_rows(job: Job, folders: Mapping[str, Path]) -> None:
-    """Plan the packed rows for every rank, and warn about conversations that do not fit."""
+    """Plan the packed rows for every rank, and warn about conversations and pairs that do not fit."""
+    make, noun = (PairSource, "pairs") if job.kind == "dpo" else (ChatSource, "conversations")
     for path, folder in folders.items():
-        rows = ChatSource(Shards(folder), job.sequence, 0, job.data.pack).rows
+        rows = make(Shards(folder), job.sequence, 0, job.data.pack).rows
         for count, outcome in ((rows.truncated, "truncated to"), (rows.dropped, "dropped: nothing to learn within")):
             if count:
-                logger.warning("%s: %d conversations %s data.sequence %d", path, count, outcome, job.sequence)
+                logger.warning("%s: %d %s %s data.sequence %d", path, count, noun, outcome, job.sequence)
 
 
 def _mirror(url: str) -> str:

@@ -288,35 +288,15 @@ class _PromptWriter:
 
 def _rows(files: Sequence[InputFile]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (`file:line`, row) of every row."""
-    for file in files:
-        if file.kind == "parquet":
-            yield from _parquet_rows(file)
-        elif file.kind == "jsonl":
-            for piece in pieces_of([file], ""):
-                yield from records(piece)
-        else:
-            raise DataError(f"{file.path}: prompts are rows of JSONL (.jsonl) or Parquet (.parquet), not text")
-
-
-def _parquet_rows(file: InputFile) -> Iterator[tuple[str, dict[str, Any]]]:
-    from craton.extras import require_extra
-
-    require_extra("parquet", str(file.path))
-    from pyarrow import ArrowException, parquet
-
-    try:
-        opened = parquet.ParquetFile(file.path)
-        number = 0
-        for batch in opened.iter_batches():
-            for row in batch.to_pylist():
-                number += 1
-                yield f"{file.path}: row {number}", row
-    except (ArrowException, OSError) as error:
-        raise DataError(f"{file.path}: cannot be read as Parquet: {error}") from None
+    for piece in pieces_of(files):
+        if piece.kind == "text":
+            raise DataError(f"{piece.name}: prompts are rows of JSONL (.jsonl) or Parquet (.parquet), not text")
+        yield from records(piece)
 
 
 def _renamed(row: dict[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
-    """Return the row with its columns under the names that are read: {prompt: question} makes `prompt` of `question`."""
+    """Return the row with its columns under the names that are read: {prompt: question} makes `prompt` of
+    `question`."""
     missing = [written for written in columns.values() if written not in row]
     if missing:
         raise DataError(f"has no field {missing[0]!r} that data.columns names; it has {', '.join(map(repr, row))}")

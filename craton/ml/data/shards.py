@@ -3,8 +3,10 @@
 FOLDER/index.json         what is there (below), written last
 FOLDER/shard-00000.tokens     token ids, uint16 or uint32, documents one after another
 FOLDER/shard-00000.documents  uint64, where each document of the shard ends
-FOLDER/shard-00000.loss       uint8, the loss mask: 1 where a token is learnt (chat only)
+FOLDER/shard-00000.loss       uint8, the loss mask: 1 where a token is learnt (chat and pair only)
 FOLDER/tokenizer.json …       the tokenizer that made them
+
+Of kind pair, document 2k is the chosen and 2k + 1 the rejected sequence of a pair, each with its prompt.
 
 A folder that opens has files of exactly the sizes in its index and a format that this version reads. Token ids are
 checked whenever they are read. Files are memory-mapped: opening a terabyte takes no memory. If the folder mirrors one
@@ -37,7 +39,8 @@ INDEX = "index.json"
 SHARD_SUFFIXES = (".tokens", ".documents", ".loss")
 _CHUNK_BYTES = 1 << 24
 
-ShardKind = Literal["text", "chat"]
+ShardKind = Literal["text", "chat", "pair"]
+KINDS_WITH_LOSS = ("chat", "pair")
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,7 @@ class Shards:
         self.folder = Path(folder)
         self.index = _read_index(self.folder)
         self._cached = _behind(self.folder)
-        self._suffixes = SHARD_SUFFIXES if self.index.kind == "chat" else SHARD_SUFFIXES[:2]
+        self._suffixes = SHARD_SUFFIXES if self.index.kind in KINDS_WITH_LOSS else SHARD_SUFFIXES[:2]
         for shard in self.index.shards:
             self._check_sizes(shard)
         self._starts = list(accumulate((shard.tokens for shard in self.index.shards), initial=0))
@@ -105,6 +108,11 @@ class Shards:
     @property
     def tokens(self) -> int:
         return self._starts[-1]
+
+    @property
+    def mark(self) -> NDArray[np.uint64]:
+        """The checksums of all files: other tokens have another mark."""
+        return np.array([crc for shard in self.index.shards for crc in shard.crc32.values()], np.uint64)
 
     def check_vocabulary(self, vocab: int, model: str = "the model") -> None:
         """Check that the model's vocabulary covers every id of the tokenizer that made these shards."""
@@ -145,7 +153,7 @@ class Shards:
         return np.concatenate(parts)
 
     def learnt(self, start: int, stop: int) -> NDArray[np.bool_]:
-        """Return the loss mask of tokens [start, stop) (chat shards)."""
+        """Return the loss mask of tokens [start, stop) (of kinds with one)."""
         parts = [np.asarray(self._map(number, ".loss")[a:b]) for number, a, b in self._pieces(start, stop)]
         return np.concatenate(parts).astype(bool)
 
@@ -280,7 +288,7 @@ def _read_index(folder: Path) -> Index:
             tokenizer=TokenizerMark(**document["tokenizer"]),
             shards=tuple(Shard(**shard) for shard in document["shards"]),
         )
-        is_known = index.kind in ("text", "chat") and index.dtype in ("uint16", "uint32")
+        is_known = index.kind in ("text", *KINDS_WITH_LOSS) and index.dtype in ("uint16", "uint32")
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"{path}: {error!r} is missing or wrong; copy the folder again, or tokenize again") from None
     if not is_known or not index.tokens:

@@ -16,23 +16,26 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from multiprocessing.connection import wait
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
 
-from craton.formatting import amount
+from craton.formatting import amount, counted, percent
 from craton.ml.data.chat import ChatEncoder, ensure_template
-from craton.ml.data.documents import DocumentChunk, InputFile, find_files, pieces_of, tasks_of, texts_of
+from craton.ml.data.documents import DocumentChunk, InputFile, find_files, pieces_of, records, tasks_of, texts_of
 from craton.ml.data.encoding import Encoded, TextEncoder
 from craton.ml.data.errors import DataError
 from craton.ml.data.order import key_of
+from craton.ml.data.pair_rows import PairEncoder, has_messages
 from craton.ml.data.shards import INDEX, ShardKind
 from craton.ml.data.tokenizer import copy_tokenizer, find_tokenizer, mark_of, train_bpe
 from craton.ml.data.writer import SHARD_TOKENS, ShardWriter, new_folder
@@ -40,6 +43,7 @@ from craton.remote import is_url
 
 VALIDATION = "validation"  # the held-out documents: a folder of shards inside the folder of shards
 BPE_TRAINING_BYTES_PER_ID = 2048  # of text; more hardly changes the merges, and training time grows with the text
+MAX_DROPPED_SHARE = 0.05  # of rows of pairs that cannot be used
 
 Progress = Callable[[int, int, str], None]  # bytes done, bytes in total, current action
 Encoder = Callable[[Sequence[DocumentChunk]], Encoded]
@@ -61,6 +65,8 @@ class Tokenized:
     seconds: float  # total
     tokenizing_seconds: float  # without finding the input and training a tokenizer
     left_out: tuple[str, ...] = ()  # skipped files that are not UTF-8
+    dropped: int = 0  # skipped rows of pairs
+    first_dropped: str = ""  # the first of them: `file:line: why`
 
     @property
     def bytes_per_token(self) -> float:
@@ -82,9 +88,10 @@ def tokenize(
     progress: Progress | None = None,
     shard_tokens: int = SHARD_TOKENS,
     kind: ShardKind = "text",
+    columns: Mapping[str, str] = MappingProxyType({}),
 ) -> Tokenized:
     """Write `to`, a folder of shards made from the inputs, with a tokenizer or with a BPE trained on them. At an s3://
-    URL the folder appears only when it is complete: index.json is written last."""
+    URL the folder appears only when it is complete: index.json is written last. `columns` names fields of pairs."""
     if (tokenizer is None) == (bpe_vocabulary is None):
         raise DataError("give either a tokenizer (folder or Hub id) or --train-bpe 4096 to train one")
     if not 0 <= validation <= 0.5:
@@ -105,19 +112,25 @@ def tokenize(
             name = str(tokenizer)
         mark = mark_of(folder, name)
         tokenizing = time.monotonic()
-        if kind == "chat":
+        if kind == "chat" or (kind == "pair" and _first_has_messages(files, columns)):
             ensure_template(folder)
         train = ShardWriter(folder, mark, kind, shard_tokens)
         held_out = ShardWriter(folder / VALIDATION, mark, kind, shard_tokens) if validation else None
         text_bytes = 0
         left_out: list[str] = []
-        split = _Split(train, held_out, validation)
-        make = _encoder_maker(kind, folder, field)
-        for encoded, took in _encode_all(tasks_of(pieces_of(files, field)), make, workers or usable_cores(), files):
+        dropped, first_dropped = 0, ""
+        split = _Split(train, held_out, validation, kind)
+        make = _encoder_maker(kind, folder, field, columns)
+        pieces = pieces_of(files, field if kind == "text" else "")
+        for encoded, took in _encode_all(tasks_of(pieces), make, workers or usable_cores(), files):
             split.append(encoded)
             text_bytes += encoded.text_bytes
             left_out += encoded.left_out
+            dropped += len(encoded.dropped)
+            first_dropped = first_dropped or next(iter(encoded.dropped), "")
             report.add(took, len(encoded.tokens))
+        if dropped:
+            _check_dropped(dropped, (train.documents + (held_out.documents if held_out else 0)) // 2, first_dropped)
         if not train.tokens:
             if left_out:
                 raise DataError(f"{left_out[0]}: is not UTF-8, and no other file has text; convert it, e.g. with iconv")
@@ -139,6 +152,8 @@ def tokenize(
         time.monotonic() - started,
         time.monotonic() - tokenizing,
         tuple(left_out),
+        dropped,
+        first_dropped,
     )
 
 
@@ -182,6 +197,21 @@ def _send(url: str) -> None:
     shutil.rmtree(folder)
 
 
+def _first_has_messages(files: Sequence[InputFile], columns: Mapping[str, str]) -> bool:
+    pieces = (piece for piece in pieces_of(files) if piece.kind != "text")
+    return any(has_messages(row, columns) for piece in islice(pieces, 1) for _, row in islice(records(piece), 1))
+
+
+def _check_dropped(dropped: int, kept: int, first: str) -> None:
+    """Refuse data of which many rows cannot be used: more likely a mistake than a few bad rows."""
+    total = kept + dropped
+    if dropped > MAX_DROPPED_SHARE * total:
+        whole = "all" if not kept else f"{dropped:,} of"
+        raise DataError(
+            f"{first} ({whole} {counted(total, 'row')} cannot be used; up to {percent(MAX_DROPPED_SHARE)} are left out)"
+        )
+
+
 def usable_cores() -> int:
     """Return the number of cores this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -191,8 +221,9 @@ class _Split:
     """Splits documents into training and validation by a hash of their first tokens. A text that occurs twice is on one
     side only, and on the same side whatever else is tokenized with it."""
 
-    def __init__(self, train: ShardWriter, held_out: ShardWriter | None, share: float) -> None:
+    def __init__(self, train: ShardWriter, held_out: ShardWriter | None, share: float, kind: ShardKind) -> None:
         self._train, self._held_out, self._share = train, held_out, share
+        self._is_pair = kind == "pair"  # two documents that stay together, on the side of their prompt
         self._open: ShardWriter | None = None  # of a document that continues in the next task
 
     def append(self, encoded: Encoded) -> None:
@@ -204,8 +235,13 @@ class _Split:
             stops.append(len(encoded.tokens))
         heaps: dict[int, list[tuple[int, int, bool]]] = {0: [], 1: []}
         start = 0
+        writer = self._train
         for number, stop in enumerate(stops):
-            writer = self._open or self._side(encoded.tokens[start:stop])
+            if not self._is_pair:
+                writer = self._open or self._side(encoded.tokens[start:stop])
+            elif number % 2 == 0:
+                assert encoded.loss is not None
+                writer = self._side(encoded.tokens[start : start + int(np.argmax(encoded.loss[start:stop]))])
             ended = number < len(encoded.ends)
             heaps[int(writer is self._held_out)].append((start, stop, ended))
             self._open = None if ended else writer
@@ -268,9 +304,11 @@ def _sampled_texts(files: Sequence[InputFile], field: str, vocabulary: int) -> I
             yield from texts_of(piece, field)
 
 
-def _encoder_maker(kind: ShardKind, folder: Path, field: str) -> Callable[[], Encoder]:
+def _encoder_maker(kind: ShardKind, folder: Path, field: str, columns: Mapping[str, str]) -> Callable[[], Encoder]:
     if kind == "chat":
         return partial(ChatEncoder, folder)
+    if kind == "pair":
+        return partial(PairEncoder, folder, dict(columns))
     return partial(TextEncoder, folder, field)
 
 

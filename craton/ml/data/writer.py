@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from craton.formatting import stored
 from craton.ml.data.errors import DataError, DiskFullError
-from craton.ml.data.shards import INDEX, Index, Shard, ShardKind, TokenizerMark
+from craton.ml.data.shards import INDEX, KINDS_WITH_LOSS, Index, Shard, ShardKind, TokenizerMark
 
 SHARD_TOKENS = 1 << 28
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -83,8 +83,8 @@ class ShardWriter:
             self._max_id = max(self._max_id, int(tokens.max()))
         self._files[".tokens"].write(tokens.astype(self._dtype))
         self._files[".documents"].write((ends + self._in_shard).astype(np.uint64))
-        if self._kind == "chat":
-            assert loss is not None, "chat shards need a loss mask"
+        if self._kind in KINDS_WITH_LOSS:
+            assert loss is not None, f"{self._kind} shards need a loss mask"
             self._files[".loss"].write(loss.astype(np.uint8))
         if len(ends):
             self._ended = self._in_shard + int(ends[-1])
@@ -106,7 +106,7 @@ class ShardWriter:
     def _next_shard(self) -> None:
         self._finish_shard()
         name = f"shard-{len(self._shards):05d}"
-        suffixes = (".tokens", ".documents", *((".loss",) if self._kind == "chat" else ()))
+        suffixes = (".tokens", ".documents", *((".loss",) if self._kind in KINDS_WITH_LOSS else ()))
         self._files = {suffix: _File(self.folder / f"{name}{suffix}") for suffix in suffixes}
         self._in_shard = self._ended = self._shard_documents = 0
 
