@@ -1,0 +1,14 @@
+"""Asynchronous rollouts: generation beside training with bounded staleness, and a journal that loses no sample."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from craton.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from craton.ml.posttraining.asynchronous.groups import Generation, Group
+    from craton.ml.posttraining.asynchronous.journal import Journal, JournalEntry, JournalError
+    from craton.ml.posttraining.asynchronous.selection import Frontier, GroupState, choose_batch
+else:
+    __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

@@ -1,0 +1,268 @@
+"""The journal of a run with asynchronous rollouts: RUN/journal/step-N, written before step N is trained.
+
+An entry has the groups that step N trains, complete, and all that is pending after it: finished groups, unfinished
+generations with tokens, log-probabilities and weight versions, and indices that have not begun. A run that resumes at
+the checkpoint of step N continues from entry N. If later entries exist, it repeats their batches.
+
+A file is replaced as a whole. Its first line has the length and the crc32 of the rest: a line of JSON and the numbers
+of all tokens. A file that is cut off or changed is refused. Its contents are data only: nothing is executed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from craton.errors import CratonError
+from craton.ml.posttraining.asynchronous.groups import Generation, Group
+from craton.ml.posttraining.asynchronous.selection import Frontier
+from craton.ml.serving.messages import Finish
+from craton.ml.verifiers.verdict import Verdict
+from craton.telemetry.files import read_regular, replace_bytes
+
+JOURNAL_FOLDER = "journal"
+FORMAT = b"craton-journal-1"
+MAX_BYTES = 4 << 30
+FINISHES: tuple[Finish, ...] = ("stop", "length")
+_NAME = re.compile(r"step-(\d{1,12})")
+_COLUMNS: tuple[tuple[str, str], ...] = (("tokens", "<i4"), ("logprobs", "<f4"), ("versions", "<i4"))
+
+
+class JournalError(CratonError):
+    """A file of the journal cannot be used."""
+
+
+@dataclass(frozen=True)
+class JournalEntry:
+    """What step `step` trains, and what is pending after it."""
+
+    step: int
+    next_index: int
+    batch: tuple[Group, ...] = ()
+    filtered: tuple[int, ...] = ()  # indices that were settled without training, since the entry before
+    pending: tuple[Group, ...] = ()
+
+    @property
+    def settled(self) -> list[int]:
+        return [*(group.index for group in self.batch), *self.filtered]
+
+    @property
+    def frontier(self) -> Frontier:
+        return Frontier(self.next_index, tuple(sorted(group.index for group in self.pending)))
+
+
+class Journal:
+    """The entries of one run. One process writes them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def write(self, entry: JournalEntry) -> Path:
+        """Write an entry; it is complete or not there at all. OSError if the disk does not take it."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.path(entry.step)
+        replace_bytes(path, to_bytes(entry))
+        return path
+
+    def read(self, step: int) -> JournalEntry | None:
+        """Return the entry of a step, None if there is none; JournalError if it is damaged."""
+        path = self.path(step)
+        try:
+            data = read_regular(path, MAX_BYTES)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise JournalError(f"{path}: {error.strerror or error}") from None
+        try:
+            entry = from_bytes(data)
+        except JournalError as error:
+            raise JournalError(f"{path}: {error}") from None
+        if entry.step != step:
+            raise JournalError(f"{path}: it is the entry of step {entry.step}")
+        return entry
+
+    def steps(self) -> list[int]:
+        """Return the steps that have an entry, in order."""
+        try:
+            names = os.listdir(self.folder)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        return sorted(int(match[1]) for name in names if (match := _NAME.fullmatch(name)))
+
+    def remove(self, steps: Iterable[int]) -> None:
+        for step in steps:
+            self.path(step).unlink(missing_ok=True)
+
+    def path(self, step: int) -> Path:
+        return self.folder / f"step-{step}"
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """Where a run goes on: entries whose batches are trained again, then what is pending."""
+
+    repeated: tuple[JournalEntry, ...]
+    frontier: Frontier  # at the beginning, before the repeated entries
+    pending: tuple[Group, ...]  # after the repeated entries; an index without its group is generated again
+    problems: tuple[str, ...] = ()
+
+    @property
+    def frontier_after(self) -> Frontier:
+        return self.repeated[-1].frontier if self.repeated else self.frontier
+
+
+def continue_from(journal: Journal, step: int, saved: Frontier) -> Continuation:
+    """Return where to go on at the checkpoint of `step`, whose counters say which indices were pending then.
+
+    Entries that cannot be used are removed, with all later ones: what they had is generated again from its seeds."""
+    problems: list[str] = []
+    base = _usable(journal, step, problems)
+    frontier, pending = (saved, ()) if base is None else (base.frontier, base.pending)
+    repeated: list[JournalEntry] = []
+    before = frontier
+    for number in count(step + 1):
+        entry = _usable(journal, number, problems)
+        if entry is None:
+            break
+        if not before.can_become(entry.frontier, entry.settled):
+            problems.append(f"{journal.path(number)}: it does not continue the entry before it")
+            break
+        repeated.append(entry)
+        before, pending = entry.frontier, entry.pending
+    last = step + len(repeated)
+    journal.remove(number for number in journal.steps() if number > last)
+    return Continuation(tuple(repeated), frontier, tuple(pending), tuple(problems))
+
+
+def _usable(journal: Journal, step: int, problems: list[str]) -> JournalEntry | None:
+    try:
+        return journal.read(step)
+    except JournalError as error:
+        problems.append(str(error))
+        return None
+
+
+def to_bytes(entry: JournalEntry) -> bytes:
+    groups = (*entry.batch, *entry.pending)
+    copies = [copy for group in groups for copy in group.copies]
+    document = {
+        "step": entry.step,
+        "next_index": entry.next_index,
+        "filtered": list(entry.filtered),
+        "batch": [_group_document(group) for group in entry.batch],
+        "pending": [_group_document(group) for group in entry.pending],
+    }
+    parts = [json.dumps(document, separators=(",", ":"), allow_nan=False).encode() + b"\n"]
+    for name, kind in _COLUMNS:
+        parts += [np.asarray(getattr(copy, name), kind).tobytes() for copy in copies]
+    body = b"".join(parts)
+    return b"%s %d %08x\n" % (FORMAT, len(body), zlib.crc32(body)) + body
+
+
+def from_bytes(data: bytes) -> JournalEntry:
+    """Return the entry in the bytes of a file; JournalError if it is not exactly as it was written."""
+    head, _, body = data.partition(b"\n")
+    words = head.split(b" ")
+    if len(words) != 3 or words[0] != FORMAT:
+        raise JournalError(f"it does not begin with {FORMAT.decode()}")
+    if words[1] != b"%d" % len(body):
+        raise JournalError(f"it is cut off: {len(body):,} bytes follow its first line")
+    if words[2] != b"%08x" % zlib.crc32(body):
+        raise JournalError("its checksum is wrong: bytes of it have changed")
+    text, _, numbers = body.partition(b"\n")
+    try:
+        document = json.loads(text)
+        batch = [_read_group(item) for item in document["batch"]]
+        pending = [_read_group(item) for item in document["pending"]]
+        _fill_columns([copy for group, lengths in (*batch, *pending) for copy in _sized(group, lengths)], numbers)
+        entry = JournalEntry(
+            _whole(document["step"]),
+            _whole(document["next_index"]),
+            tuple(group for group, _ in batch),
+            tuple(_whole(index) for index in document["filtered"]),
+            tuple(group for group, _ in pending),
+        )
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise JournalError(f"it has another form ({type(error).__name__}: {error})") from None
+    return entry
+
+
+def _group_document(group: Group) -> dict[str, Any]:
+    return {"index": group.index, "begun": group.begun, "copies": [_copy_document(copy) for copy in group.copies]}
+
+
+def _copy_document(copy: Generation) -> dict[str, Any]:
+    assert len(copy.tokens) == len(copy.logprobs) == len(copy.versions)
+    document: dict[str, Any] = {"length": len(copy.tokens)}
+    if copy.finish is not None:
+        document |= {"finish": copy.finish, "text": copy.text}
+    if (verdict := copy.verdict) is not None:
+        parts = {name: _finite(value) for name, value in verdict.parts.items()}
+        document["verdict"] = [_finite(verdict.reward), parts, verdict.error, verdict.seconds]
+    return document
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _read_group(document: Any) -> tuple[Group, list[int]]:
+    """Return a group whose copies have no tokens yet, and how many each has."""
+    begun = document["begun"]
+    copies, lengths = [], []
+    for item in document["copies"]:
+        finish = item.get("finish")
+        if finish is not None and finish not in FINISHES:
+            raise ValueError(f"finish {finish!r}")
+        copies.append(Generation(finish=finish, text=str(item.get("text", "")), verdict=_read_verdict(item)))
+        lengths.append(_whole(item["length"]))
+    return Group(_whole(document["index"]), copies, None if begun is None else _whole(begun)), lengths
+
+
+def _read_verdict(document: Any) -> Verdict | None:
+    if "verdict" not in document:
+        return None
+    reward, parts, error, seconds = document["verdict"]
+    return Verdict(
+        _number(reward), {str(name): _number(value) for name, value in parts.items()}, str(error), float(seconds)
+    )
+
+
+def _number(value: Any) -> float | None:
+    return None if value is None else float(value)
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r} is not a whole number")
+    return value
+
+
+def _sized(group: Group, lengths: Sequence[int]) -> list[tuple[Generation, int]]:
+    return list(zip(group.copies, lengths, strict=True))
+
+
+def _fill_columns(copies: Sequence[tuple[Generation, int]], data: bytes) -> None:
+    """Give the copies their tokens: for each column, those of one copy after the other."""
+    total = sum(length for _, length in copies)
+    if len(data) != sum(np.dtype(kind).itemsize for _, kind in _COLUMNS) * total:
+        raise ValueError(f"{len(data):,} bytes of numbers for {total:,} tokens")
+    offset = 0
+    for name, kind in _COLUMNS:
+        values: NDArray = np.frombuffer(data, kind, total, offset)
+        offset += values.nbytes
+        begin = 0
+        for copy, length in copies:
+            setattr(copy, name, values[begin : begin + length].tolist())
+            begin += length

@@ -1,0 +1,149 @@
+"""The journal: what is read is what was written, and a damaged file costs generations, never samples."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from craton.ml.posttraining.asynchronous.groups import Generation, Group
+from craton.ml.posttraining.asynchronous.journal import (
+    Continuation,
+    Journal,
+    JournalEntry,
+    JournalError,
+    continue_from,
+    from_bytes,
+    to_bytes,
+)
+from craton.ml.posttraining.asynchronous.selection import Frontier
+from craton.ml.verifiers.verdict import Verdict
+
+
+def finished_group(index: int, version: int = 0) -> Group:
+    verdict = Verdict(0.5, {"exact": 1.0, "judge": None}, "", 0.25)
+    lost = Verdict(None, {}, "the verifier took longer than 10s")
+    first = Generation([7, 8, 2], [-0.5, -1.25, -0.125], [version] * 3, "stop", "ab\n“é”", verdict)
+    return Group(index, [first, Generation([9], [-3.0], [version], "length", "", lost)], version)
+
+
+def partial_group(index: int, version: int = 0) -> Group:
+    return Group(index, [Generation([5, 6], [-1.0, -2.0], [version, version + 1]), Generation()], version)
+
+
+def entry_of(step: int) -> JournalEntry:
+    """Step N trains indices 2N - 2 and 2N - 1; one finished, one partial and two new groups are pending after it."""
+    after = 2 * step
+    batch = (finished_group(after - 2, step - 1), finished_group(after - 1, step - 1))
+    pending = (finished_group(after, step - 1), partial_group(after + 1, step - 1), Group(after + 2), Group(after + 3))
+    return JournalEntry(step, after + 4, batch, (), pending)
+
+
+def test_an_entry_is_read_as_it_was_written(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal")
+    entry = JournalEntry(3, 20, (finished_group(4),), (5, 6), (partial_group(7), Group(8, begun=2), Group(9)))
+    journal.write(entry)
+    assert journal.read(3) == entry
+    assert journal.read(4) is None
+    assert journal.steps() == [3]
+    assert sorted(os.listdir(journal.folder)) == ["step-3"]
+
+
+GENERATIONS = st.lists(
+    st.tuples(st.integers(0, 2**31 - 1), st.floats(-100, 0, width=32), st.integers(0, 2**31 - 1)), max_size=5
+)
+
+
+@given(st.lists(st.lists(GENERATIONS, max_size=3), max_size=4), st.integers(0, 10**12))
+def test_any_numbers_come_back(groups: list[list[list[tuple[int, float, int]]]], step: int) -> None:
+    pending = tuple(
+        Group(index, [Generation(*map(list, zip(*copy, strict=True))) if copy else Generation() for copy in copies])
+        for index, copies in enumerate(groups)
+    )
+    entry = JournalEntry(step, len(groups), (), (), pending)
+    assert from_bytes(to_bytes(entry)) == entry
+
+
+@given(st.data())
+def test_no_damaged_file_is_taken_for_an_entry(data: st.DataObject) -> None:
+    written = to_bytes(entry_of(2))
+    position = data.draw(st.integers(0, len(written) - 1))
+    damaged = bytearray(written)
+    if data.draw(st.booleans()):
+        damaged[position] ^= data.draw(st.integers(1, 255))
+    else:
+        del damaged[position:]
+    with pytest.raises(JournalError):
+        from_bytes(bytes(damaged))
+
+
+def test_a_file_of_another_step_is_refused(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    journal.write(entry_of(2)).rename(journal.path(3))
+    with pytest.raises(JournalError, match="it is the entry of step 2"):
+        journal.read(3)
+
+
+def settled(continuation: Continuation) -> list[int]:
+    return [index for entry in continuation.repeated for index in entry.settled]
+
+
+SAVED = Frontier(6, (2, 3, 4, 5))  # what the checkpoint of step 1 has in its counters
+
+
+@pytest.mark.parametrize(
+    ("damaged", "repeats", "pending"),
+    [
+        ((), [2, 3, 4], [8, 9, 10, 11]),
+        ((4,), [2, 3], [6, 7, 8, 9]),
+        ((3,), [2], [4, 5, 6, 7]),
+        ((2,), [], [2, 3, 4, 5]),
+        ((1,), [2, 3, 4], [8, 9, 10, 11]),
+        ((1, 2), [], []),
+    ],
+)
+def test_a_run_goes_on_after_the_last_entry_that_follows(
+    tmp_path: Path, damaged: tuple[int, ...], repeats: list[int], pending: list[int]
+) -> None:
+    journal = Journal(tmp_path)
+    for step in range(1, 5):
+        journal.write(entry_of(step))
+    for step in damaged:
+        data = bytearray(journal.path(step).read_bytes())
+        data[len(data) // 2] ^= 1
+        journal.path(step).write_bytes(data)
+    found = continue_from(journal, 1, SAVED)
+    assert [entry.step for entry in found.repeated] == repeats
+    assert [group.index for group in found.pending] == pending
+    assert len(found.problems) == len(damaged)
+    assert all("its checksum is wrong" in problem for problem in found.problems)
+    assert max(journal.steps()) == 1 + len(repeats), "entries of steps that will be trained otherwise are gone"
+    assert SAVED.can_become(found.frontier_after, settled(found)), "none is lost, none is trained twice"
+
+
+def test_an_entry_that_does_not_follow_is_not_repeated(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    journal.write(entry_of(1))
+    journal.write(JournalEntry(2, 8, (finished_group(0), finished_group(3)), (), (Group(6), Group(7))))
+    found = continue_from(journal, 1, SAVED)
+    assert found.repeated == ()
+    assert found.frontier_after == SAVED
+    assert "does not continue the entry before it" in found.problems[0]
+
+
+def test_without_a_journal_all_that_was_pending_is_generated_again(tmp_path: Path) -> None:
+    found = continue_from(Journal(tmp_path / "none"), 7, Frontier(30, (27, 29)))
+    assert found == Continuation((), Frontier(30, (27, 29)), ())
+
+
+def test_the_age_of_a_group_is_that_of_its_oldest_token() -> None:
+    assert Group(0).oldest is None
+    assert Group(0, [Generation(), Generation()], begun=4).oldest == 4
+    assert partial_group(0, version=3).oldest == 3, "its second copy may get tokens of the version of its submission"
+    both = Group(0, [Generation([1], [-1.0], [6]), Generation([1, 2], [-1.0, -1.0], [5, 7])], begun=4)
+    assert both.oldest == 5
+    assert not both.is_finished
+    assert finished_group(0).is_finished
