@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from craton.ml.posttraining.asynchronous.groups import Generation, Group
+from craton.ml.posttraining.asynchronous.groups import ENVIRONMENT, Generation, Group
 from craton.ml.posttraining.asynchronous.journal import (
     Continuation,
     Journal,
@@ -20,14 +21,18 @@ from craton.ml.posttraining.asynchronous.journal import (
     to_bytes,
 )
 from craton.ml.posttraining.asynchronous.selection import Frontier
-from craton.ml.verifiers.verdict import Verdict
+from craton.ml.verifiers import Verdict
 
 
 def finished_group(index: int, version: int = 0) -> Group:
     verdict = Verdict(0.5, {"exact": 1.0, "judge": None}, "", 0.25)
     lost = Verdict(None, {}, "the verifier took longer than 10s")
-    first = Generation([7, 8, 2], [-0.5, -1.25, -0.125], [version] * 3, "stop", "ab\n“é”", verdict)
-    return Group(index, [first, Generation([9], [-3.0], [version], "length", "", lost)], version)
+    first = Generation(
+        [7, 8, 3, 2], [-0.5, -1.25, 0.0, -0.125], [version, version, ENVIRONMENT, version], "ab\n“é”", verdict=verdict
+    )
+    first.transcript, first.content, first.prompt = [{"role": "assistant", "content": "ab"}], "the other", [1, 2]
+    copies = [first, Generation([9], [-3.0], [version], is_truncated=True, verdict=lost, seconds=0.5)]
+    return Group(index, [replace(copy, is_complete=True) for copy in copies], version)
 
 
 def partial_group(index: int, version: int = 0) -> Group:

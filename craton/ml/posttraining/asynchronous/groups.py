@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Self
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from craton.ml.serving.clients import Answer
-from craton.ml.serving.messages import Finish
-from craton.ml.verifiers.verdict import Verdict
+from craton.ml.data import Prompt
+from craton.ml.posttraining.asynchronous.selection import GroupState
+from craton.ml.posttraining.samples import RolloutSample
+from craton.ml.verifiers import Verdict
 
-FOREIGN_VERSION = 0  # of all tokens of an endpoint that keeps its own weights
+ENVIRONMENT = -1  # in place of a version: the environment wrote this token
 
 
 @dataclass
@@ -17,26 +19,56 @@ class Generation:
     """One copy of a prompt: its tokens so far, and its verdict once it has one.
 
     `tokens`, `logprobs` and `versions` have the same length: a token, its log-probability in the distribution that was
-    sampled, and the version of the weights that sampled it. A stop token is among them."""
+    sampled, and the version of the weights that sampled it. Stop tokens are among them."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    finish: Finish | None = None
-    text: str = ""  # of a finished completion, as the verifier reads it
+    completion: str = ""  # text of the last turn
+    is_truncated: bool = False
+    is_complete: bool = False  # there is nothing more to generate or to verify
+    seconds: float = 0.0  # of its generation
     verdict: Verdict | None = None
+    transcript: list[dict[str, Any]] = field(default_factory=list)  # of an environment: role and content
+    content: Any = None  # the prompt that an environment gave instead of the row's
+    prompt: list[int] = field(default_factory=list)  # its tokens
 
-    def extended(self, answer: Answer) -> Self:
-        """Return this generation with the tokens of an answer that continues it. Of an unfinished one only what has
-        come completely; a failed answer is unfinished."""
-        tokens, logprobs = answer.sampled_tokens, answer.sampled_logprobs
-        versions = answer.sampled_versions or [FOREIGN_VERSION] * len(tokens)
+    @property
+    def oldest(self) -> int | None:
+        """The oldest version of a token; None: it has none."""
+        return min((version for version in self.versions if version != ENVIRONMENT), default=None)
+
+    def add(self, tokens: Sequence[int], logprobs: Sequence[float], versions: Sequence[int]) -> None:
+        """Add what came completely: as many tokens as have all three numbers."""
         count = min(len(tokens), len(logprobs), len(versions))
-        return type(self)(
-            [*self.tokens, *tokens[:count]],
-            [*self.logprobs, *logprobs[:count]],
-            [*self.versions, *versions[:count]],
-            answer.finish if answer.failure is None else None,
+        self.tokens += tokens[:count]
+        self.logprobs += logprobs[:count]
+        self.versions += versions[:count]
+
+    def snapshot(self) -> Generation:
+        """Return a copy that does not change. Episodes begin again, because their environments are not kept."""
+        if not self.is_complete and (self.transcript or self.prompt):
+            return Generation()
+        return replace(self, tokens=list(self.tokens), logprobs=list(self.logprobs), versions=list(self.versions))
+
+    def sample(self, prompt: Prompt, copy: int) -> RolloutSample:
+        """Return the sample that this generation of a prompt is."""
+        if self.content is not None:
+            row = {**prompt.row, "prompt": self.content}
+            prompt = replace(prompt, tokens=tuple(self.prompt), row=row)
+        return RolloutSample(
+            prompt,
+            copy,
+            [*prompt.tokens, *self.tokens],
+            len(prompt.tokens),
+            [version != ENVIRONMENT for version in self.versions],
+            list(self.logprobs),
+            [version for version in self.versions if version != ENVIRONMENT],
+            self.completion,
+            list(self.transcript),
+            self.is_truncated,
+            self.seconds,
+            self.verdict,
         )
 
 
@@ -50,14 +82,23 @@ class Group:
 
     @property
     def is_finished(self) -> bool:
-        """Whether every copy has a verdict."""
-        return bool(self.copies) and all(copy.verdict is not None for copy in self.copies)
+        return bool(self.copies) and all(copy.is_complete for copy in self.copies)
 
     @property
     def oldest(self) -> int | None:
         """The oldest version that sampled a token, or may be about to: that of the submission until every copy has
         begun. None: it has not begun."""
-        versions = [copy.versions[0] for copy in self.copies if copy.versions]
-        if len(versions) < len(self.copies) or not self.copies:
-            return self.begun
-        return min(versions)
+        versions = [copy.oldest for copy in self.copies if copy.is_complete or copy.versions]
+        known = [version for version in versions if version is not None]
+        is_all = len(versions) == len(self.copies) and bool(known)
+        return min(known) if is_all else self.begun
+
+    @property
+    def state(self) -> GroupState:
+        return GroupState(self.index, self.oldest, self.is_finished)
+
+    def snapshot(self) -> Group:
+        """Return a copy that does not change."""
+        copies = [copy.snapshot() for copy in self.copies]
+        has_begun = any(copy.versions or copy.is_complete for copy in copies)
+        return Group(self.index, copies, self.begun) if has_begun else Group(self.index)

@@ -27,14 +27,23 @@ from numpy.typing import NDArray
 from craton.errors import CratonError
 from craton.ml.posttraining.asynchronous.groups import Generation, Group
 from craton.ml.posttraining.asynchronous.selection import Frontier
-from craton.ml.serving.messages import Finish
-from craton.ml.verifiers.verdict import Verdict
+from craton.ml.verifiers import Verdict
 from craton.telemetry.files import read_regular, replace_bytes
 
 JOURNAL_FOLDER = "journal"
 FORMAT = b"craton-journal-1"
 MAX_BYTES = 4 << 30
-FINISHES: tuple[Finish, ...] = ("stop", "length")
+# What is in the JSON of a generation where it is not empty, and its type.
+_FIELDS: dict[str, type | tuple[type, ...]] = {
+    "completion": str,
+    "is_truncated": bool,
+    "is_complete": bool,
+    "seconds": (int, float),
+    "transcript": list,
+    "content": (str, list),
+    "prompt": list,
+}
+_EMPTY = Generation()
 _NAME = re.compile(r"step-(\d{1,12})")
 _COLUMNS: tuple[tuple[str, str], ...] = (("tokens", "<i4"), ("logprobs", "<f4"), ("versions", "<i4"))
 
@@ -205,8 +214,7 @@ def _group_document(group: Group) -> dict[str, Any]:
 def _copy_document(copy: Generation) -> dict[str, Any]:
     assert len(copy.tokens) == len(copy.logprobs) == len(copy.versions)
     document: dict[str, Any] = {"length": len(copy.tokens)}
-    if copy.finish is not None:
-        document |= {"finish": copy.finish, "text": copy.text}
+    document |= {name: value for name in _FIELDS if (value := getattr(copy, name)) != getattr(_EMPTY, name)}
     if (verdict := copy.verdict) is not None:
         parts = {name: _finite(value) for name, value in verdict.parts.items()}
         document["verdict"] = [_finite(verdict.reward), parts, verdict.error, verdict.seconds]
@@ -222,10 +230,11 @@ def _read_group(document: Any) -> tuple[Group, list[int]]:
     begun = document["begun"]
     copies, lengths = [], []
     for item in document["copies"]:
-        finish = item.get("finish")
-        if finish is not None and finish not in FINISHES:
-            raise ValueError(f"finish {finish!r}")
-        copies.append(Generation(finish=finish, text=str(item.get("text", "")), verdict=_read_verdict(item)))
+        fields = {name: item[name] for name in _FIELDS if name in item}
+        for name, value in fields.items():
+            if not isinstance(value, _FIELDS[name]):
+                raise ValueError(f"{name} is {value!r}")
+        copies.append(Generation(**fields, verdict=_read_verdict(item)))
         lengths.append(_whole(item["length"]))
     return Group(_whole(document["index"]), copies, None if begun is None else _whole(begun)), lengths
 

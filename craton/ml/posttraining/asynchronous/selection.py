@@ -3,7 +3,7 @@
 A group has a deadline. The batch of the step that makes version t + 1 is trained on weights of version t, so a group
 whose oldest token is of version o has a staleness of t - o there, and must be trained while t <= o + staleness.
 
-`choose_batch` takes the finished groups with the earliest deadlines, and waits while it could not meet a later deadline.
+`choose_batch` takes the finished groups with the earliest deadlines, and waits while a later deadline could not be met.
 With at most `capacity` groups under way this is always possible. The P = `prompts` groups with the earliest deadlines,
 finished or not, leave at most (d - t) P groups with deadlines up to d, if there were at most (d - t + 1) P before. No
 deadline is after t + staleness, where capacity itself is the bound. So no batch waits for a group that has time left,
@@ -73,7 +73,7 @@ def choose_batch(
     chosen = finished[:prompts]
     if staleness is not None:
         left = Counter(group.oldest for group in known if group.oldest is not None)
-        left.subtract(group.oldest for group in chosen)
+        left.subtract(group.oldest for group in chosen if group.oldest is not None)
         count = 0
         for oldest in sorted(left):
             count += left[oldest]
