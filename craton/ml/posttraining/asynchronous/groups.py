@@ -26,6 +26,7 @@ class Generation:
     versions: list[int] = field(default_factory=list)
     completion: str = ""  # text of the last turn
     is_truncated: bool = False
+    has_ended: bool = False  # all its tokens are there
     is_complete: bool = False  # there is nothing more to generate or to verify
     seconds: float = 0.0  # of its generation
     verdict: Verdict | None = None
@@ -45,11 +46,14 @@ class Generation:
         self.logprobs += logprobs[:count]
         self.versions += versions[:count]
 
-    def snapshot(self) -> Generation:
-        """Return a copy that does not change. Episodes begin again, because their environments are not kept."""
+    def snapshot(self, received: tuple[list[int], list[float], list[int]] = ([], [], [])) -> Generation:
+        """Return a copy that does not change, with what else has come. An unfinished episode begins again, because its
+        environment is not kept."""
         if not self.is_complete and (self.transcript or self.prompt):
             return Generation()
-        return replace(self, tokens=list(self.tokens), logprobs=list(self.logprobs), versions=list(self.versions))
+        kept = replace(self, tokens=list(self.tokens), logprobs=list(self.logprobs), versions=list(self.versions))
+        kept.add(*received)
+        return kept
 
     def sample(self, prompt: Prompt, copy: int) -> RolloutSample:
         """Return the sample that this generation of a prompt is."""
@@ -96,9 +100,3 @@ class Group:
     @property
     def state(self) -> GroupState:
         return GroupState(self.index, self.oldest, self.is_finished)
-
-    def snapshot(self) -> Group:
-        """Return a copy that does not change."""
-        copies = [copy.snapshot() for copy in self.copies]
-        has_begun = any(copy.versions or copy.is_complete for copy in copies)
-        return Group(self.index, copies, self.begun) if has_begun else Group(self.index)

@@ -37,6 +37,7 @@ MAX_BYTES = 4 << 30
 _FIELDS: dict[str, type | tuple[type, ...]] = {
     "completion": str,
     "is_truncated": bool,
+    "has_ended": bool,
     "is_complete": bool,
     "seconds": (int, float),
     "transcript": list,
