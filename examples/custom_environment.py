@@ -3,8 +3,8 @@
     rollout: {environment: custom_environment:Calculator, turns: 4}
     reward: [{verifier: math}]
 
-The model writes `<calculate>12 * 7</calculate>` and reads `<result>84</result>` as its next turn. A completion without a
-call ends the episode; the job's `reward` then compares it with the row's answer.
+The model writes `<calculate>12 * 7</calculate>` and reads `<result>84</result>` as its next turn. A completion without
+a call ends the episode; the job's `reward` then compares it with the row's answer.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ class Episode:
     replies: list[dict[str, Any]] = field(default_factory=list)
     position: int = 0  # messages that the present process has answered
     worker: Worker | None = None
+    is_running: bool = False  # counts against the number of workers; others wait for the model
     deaths: int = 0
     error: str = ""  # not empty: the episode is lost
 

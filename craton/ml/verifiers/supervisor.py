@@ -39,7 +39,7 @@ START_SECONDS = 120.0
 START_FAILURES = 3  # in a row, after which a group is given up
 LOOK_SECONDS = 0.02  # between looks at memory, processes and the trainer
 END_SECONDS = 0.3  # that a kill may take before the verdict is sent all the same
-OPEN_PROCESSES = 1024
+OPEN_PROCESSES = 256
 SHOWN_BYTES = 1 << 14  # of what a user's function prints for one sample; the rest is not in the log
 PERSISTENT = ("sealed", "open")
 SPARES = {"sealed": 1, "open": 1}  # ready to take the place of a worker that was killed
@@ -394,11 +394,14 @@ class Supervisor:
     # Episodes
 
     def _step_episodes(self) -> None:
-        active = sum(episode.is_waited_for and episode.worker is not None for episode in self._episodes.values())
-        while self._episode_steps and active < self._limit_of("open"):
+        if not self._episode_steps:
+            return
+        running = sum(episode.is_running for episode in self._episodes.values())
+        while self._episode_steps and running < self._limit_of("open"):
             episode = self._episodes.get(self._episode_steps.popleft())
             if episode is not None:
-                active += 1
+                running += 1
+                episode.is_running = True
                 self._continue(episode)
 
     def _continue(self, episode: Episode) -> None:
@@ -413,7 +416,9 @@ class Supervisor:
                 self._lose(episode, "its process could not be started")
             else:
                 episode.worker.episode = episode.number
-        elif episode.worker.is_ready and not episode.worker.is_busy and episode.position < len(episode.messages):
+        elif episode.position == len(episode.messages):
+            episode.is_running = False
+        elif episode.worker.is_ready and not episode.worker.is_busy:
             position = episode.position
             self._give(episode.worker, Task(episode.tasks[position], "open", episode.messages[position]))
 
@@ -442,12 +447,13 @@ class Supervisor:
             self._lose(episode, worker.reason)
         elif episode.deaths >= ATTEMPTS:
             self._lose(episode, f"its process died {episode.deaths} times")
-        elif episode.is_waited_for:
+        elif episode.is_running:
             self._continue(episode)
 
     def _lose(self, episode: Episode, error: str) -> None:
         """End an episode without a verdict."""
         episode.error = error
+        episode.is_running = False
         while episode.is_waited_for:
             task = episode.tasks[len(episode.replies)]
             episode.replies.append({"error": error})

@@ -57,7 +57,7 @@ HOSTILE: dict[str, tuple[str, tuple[float | None, ...]]] = {
         (NOTHING,),
     ),
     "eats shared memory": (
-        "import mmap, time\nx = []\nwhile True:\n    m = mmap.mmap(-1, 1 << 26); m.write(b'x' * (1 << 26)); x.append(m)",
+        "import mmap\nx = []\nwhile True:\n    m = mmap.mmap(-1, 1 << 26); m.write(b'x' * (1 << 26)); x.append(m)",
         EITHER,
     ),
     "fills its folder": ("with open('big', 'wb') as f:\n    while True: f.write(bytes(1 << 20))", (WRONG,)),
@@ -66,7 +66,8 @@ HOSTILE: dict[str, tuple[str, tuple[float | None, ...]]] = {
     # output
     "prints without end": ("while True: print('x' * 100000)", (NOTHING,)),
     "writes to all descriptors": (
-        "import os\nwhile True:\n    for d in range(100):\n        try: os.write(d, b'x' * 10000)\n        except OSError: pass",
+        "import os\nwhile True:\n    for d in range(100):\n"
+        "        try: os.write(d, b'x' * 10000)\n        except OSError: pass",
         EITHER,
     ),
     # reading and writing outside

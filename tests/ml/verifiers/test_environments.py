@@ -62,16 +62,16 @@ def without_seconds(turn: Turn) -> tuple[object, ...]:
 
 
 def test_the_calculator_example() -> None:
-    with open_pool(folder=EXAMPLES, environment="custom_environment:Calculator") as pool:
-        with pool.start_episode() as episode:
-            first = episode.reset({"prompt": "What is 12 * 7 + 1?", "answer": "85"}).result()
-            assert isinstance(first.text, str)
-            assert first.text.startswith("What is 12 * 7 + 1?\nUse <calculate>")
-            turn = episode.step("Let me see: <calculate>12 * 7 + 1</calculate>").result()
-            assert without_seconds(turn) == ("\n<result>85</result>\n", None, False, "")
-            wrong = episode.step("<calculate>__import__('os')</calculate>").result()
-            assert str(wrong.text).startswith("\n<result>error: ")
-            assert without_seconds(episode.step("It is 85.").result()) == (None, None, True, "")
+    opened = open_pool(folder=EXAMPLES, environment="custom_environment:Calculator")
+    with opened as pool, pool.start_episode() as episode:
+        first = episode.reset({"prompt": "What is 12 * 7 + 1?", "answer": "85"}).result()
+        assert isinstance(first.text, str)
+        assert first.text.startswith("What is 12 * 7 + 1?\nUse <calculate>")
+        turn = episode.step("Let me see: <calculate>12 * 7 + 1</calculate>").result()
+        assert without_seconds(turn) == ("\n<result>85</result>\n", None, False, "")
+        wrong = episode.step("<calculate>__import__('os')</calculate>").result()
+        assert str(wrong.text).startswith("\n<result>error: ")
+        assert without_seconds(episode.step("It is 85.").result()) == (None, None, True, "")
 
 
 def test_episodes_keep_their_own_state(folder: Path) -> None:
@@ -113,6 +113,7 @@ def test_an_episode_is_replayed_when_its_process_dies(folder: Path) -> None:
         assert episode.step("go").result().text == "turn 1, process 0"
         (pid,) = wait_until(lambda: pool.worker_pids, "the process of the episode")
         os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: pid not in pool.worker_pids, "its end")
         assert episode.step("go").result().text == "turn 2, process 0"
         os.kill(pool.supervisor_pid, signal.SIGKILL)
         assert episode.step("go").result().text == "turn 3, process 0"
@@ -124,6 +125,7 @@ def test_an_environment_that_replays_differently_ends_its_episode(folder: Path) 
         episode.step("go").result()
         (pid,) = wait_until(lambda: pool.worker_pids, "the process of the episode")
         os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: pid not in pool.worker_pids, "its end")
         turn = episode.step("go").result()
         assert turn.is_last
         assert "wrote something else when it was replayed" in turn.error

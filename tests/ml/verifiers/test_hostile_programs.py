@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -18,11 +19,16 @@ from verifier_pools import (
     processes_with,
     sample,
 )
+from waiting import wait_until
 
-from craton.ml.verifiers import IsolationError, VerifierSample
+from craton.ml.verifiers import IsolationError, Verdict, VerifierSample
 from craton.ml.verifiers.sandbox import Isolation, IsolationReport, isolation_of
 
 MEMORY = "256MiB"
+
+
+def is_alone(pid: int) -> bool:
+    return not processes_below(pid)
 
 
 def placed(source: str, mark: str, file: Path, port: int) -> VerifierSample:
@@ -46,7 +52,7 @@ def test_a_hostile_program_costs_its_own_sample(
         named.listen()
         named.setblocking(False)
         port = listener.getsockname()[1]
-        verdicts, left = {}, []
+        verdicts: dict[str, Verdict] = {}
         # A short limit for those that may need all of it; a long one where a slow machine must not change the verdict.
         for limit in (1, 60):
             samples = {
@@ -56,14 +62,13 @@ def test_a_hostile_program_costs_its_own_sample(
             }
             with open_pool({"verifier": "code"}, limit=limit, memory=MEMORY, workers=8) as pool:
                 verdicts.update(zip(samples, pool.verify(list(samples.values())), strict=True))
-                left += [process.cmdline() for process in processes_below(pool.supervisor_pid)]
+                wait_until(partial(is_alone, pool.supervisor_pid), "processes were left behind")
         for server in (listener, named):
             with pytest.raises(BlockingIOError):
                 server.accept()
     wrong = {name: verdicts[name] for name, (_, allowed) in HOSTILE.items() if verdicts[name].reward not in allowed}
     assert not wrong
     assert all(verdict.error for verdict in verdicts.values() if verdict.reward is None)
-    assert not left
     assert not processes_with(mark)
     assert not outside.exists()
 

@@ -51,8 +51,8 @@ def processes_below(pid: int) -> list[psutil.Process]:
 
 def processes_with(word: str) -> list[int]:
     """Processes of this machine whose command line has a word."""
-    found = []
-    for process in psutil.process_iter(["cmdline"]):
-        if any(word in part for part in process.info["cmdline"] or []):
-            found.append(process.pid)
-    return found
+    return [
+        process.pid
+        for process in psutil.process_iter(["cmdline"])
+        if any(word in part for part in process.info["cmdline"] or [])
+    ]
