@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
+import psutil
 import pytest
 from verifier_pools import needs_isolation, open_pool, sample
 
@@ -130,3 +133,20 @@ def test_an_answer_that_math_cannot_parse_gives_no_verdict(expressions: Verifier
         (verdict,) = expressions.verify([sample("1", **row)])
         assert verdict.reward is None
         assert verdict.error.startswith("math: ")
+
+
+@needs_isolation
+def test_expressions_are_parsed_in_a_sandbox(expressions: VerifierPool, tmp_path: Path) -> None:
+    """SymPy's parser evaluates Python: what gets through has nothing to reach."""
+    outside = tmp_path / "written"
+    attack = f"__import__('os').system('touch {outside}')"
+    (verdict,) = expressions.verify([sample(attack, answer=attack)])
+    assert verdict.reward in (None, 0.0, 1.0)
+    assert not outside.exists()
+    workers = [psutil.Process(pid) for pid in expressions.worker_pids]
+    inside = [process for worker in workers for process in worker.children(recursive=True)]
+    assert inside
+    assert {process.environ().get("HOME", "/sandbox") for process in inside if process.cmdline()[1:2] == ["-I"]} == {
+        "/sandbox"
+    }
+    assert os.getuid() or all(process.uids().real for process in inside if process.cmdline()[1:2] == ["-I"])

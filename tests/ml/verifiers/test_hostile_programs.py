@@ -7,7 +7,6 @@ import tempfile
 from functools import partial
 from pathlib import Path
 
-import psutil
 import pytest
 from hostile_programs import HOSTILE
 from verifier_pools import (
@@ -73,7 +72,8 @@ def test_a_hostile_program_costs_its_own_sample(
     assert not outside.exists()
 
 
-@pytest.mark.parametrize("isolation", ISOLATIONS)
+@needs_isolation
+@pytest.mark.parametrize("isolation", ["first found", pytest.param("namespaces", marks=pytest.mark.slow)])
 def test_programs_read_input_and_print(isolation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     choose_isolation(isolation, monkeypatch)
     pairs = [{"input": "1 2\n", "output": "3"}, {"input": "x" * 200_000, "output": "long"}]
@@ -86,13 +86,15 @@ def test_programs_read_input_and_print(isolation: str, monkeypatch: pytest.Monke
     assert [verdict.reward for verdict in verdicts] == [1.0, 0.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize("isolation", ISOLATIONS)
+@needs_isolation
+@pytest.mark.parametrize("isolation", ["first found", pytest.param("namespaces", marks=pytest.mark.slow)])
 def test_programs_may_use_what_is_installed(isolation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     choose_isolation(isolation, monkeypatch)
     uses = [
         "import numpy; f = lambda: int(numpy.ones(3).sum() - 2)",
         "import tempfile\ndef f():\n    with tempfile.TemporaryFile() as file: return file.write(b'x')",
-        "from multiprocessing import Lock, Process\nl = Lock()\ndef g(): pass\np = Process(target=g); p.start(); p.join(); f = lambda: 1",
+        "from multiprocessing import Lock, Process\nl = Lock()\ndef g(): pass\n"
+        "p = Process(target=g); p.start(); p.join(); f = lambda: 1",
         "import subprocess, sys\ndef f(): return int(subprocess.check_output([sys.executable, '-c', 'print(1)']))",
     ]
     with open_pool({"verifier": "code"}) as pool:
@@ -109,7 +111,7 @@ def test_without_isolation_processes_and_folders_are_still_removed(tmp_path: Pat
         answer="assert f() == 1",
     )
     before = set(Path(tempfile.gettempdir()).glob("craton-verify-*"))
-    with open_pool({"verifier": "code"}, limit=3, memory=MEMORY, workers=4, sandbox="off") as pool:
+    with open_pool({"verifier": "code"}, limit=2, memory=MEMORY, workers=4, sandbox="off") as pool:
         verdicts = pool.verify([*samples, writes])
     assert all(verdict.reward in HOSTILE[name][1] for name, verdict in zip(names, verdicts, strict=False))
     assert verdicts[-1].reward == 1.0
@@ -125,20 +127,6 @@ def test_regex_and_schemas_of_the_data_cannot_hang_the_pool() -> None:
     with open_pool(*terms, limit=1) as pool:
         verdicts = pool.verify([slow, fine, slow, fine, fine])
     assert [verdict.reward for verdict in verdicts] == [None, 1.0, None, 1.0, 1.0]
-
-
-@needs_isolation
-def test_expressions_are_parsed_in_a_sandbox(tmp_path: Path) -> None:
-    """SymPy's parser evaluates Python: what gets through has nothing to reach."""
-    outside = tmp_path / "written"
-    attack = f"__import__('os').system('touch {outside}')"
-    with open_pool({"verifier": "math"}, limit=5) as pool:
-        (verdict,) = pool.verify([sample(attack, answer=attack)])
-        workers = [psutil.Process(pid) for pid in pool.worker_pids]
-        environments = [process.environ() for worker in workers for process in worker.children(recursive=True)]
-    assert not outside.exists()
-    assert verdict.reward in (None, 0.0, 1.0)
-    assert all("PWD" not in environment or environment["PWD"] == "/sandbox" for environment in environments)
 
 
 def test_no_isolation_is_refused_with_what_to_do() -> None:
