@@ -22,7 +22,7 @@ PLANNED_JOBS := $(filter-out $(wildcard examples/custom-*.yaml examples/command-
 # Containers often set this variable. Without bytecode each of the suite's thousand processes compiles Craton again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install browser slurm observers validators demo plans test test-all test-gpu chaos bench bench-why clean
+.PHONY: install browser slurm observers sandbox validators demo plans test test-all test-gpu chaos bench bench-why clean
 
 install: $(STAMP)
 	@echo "Craton is installed in $(VENV): try $(CRATON) --help"
@@ -78,6 +78,15 @@ slurm:
 	    || echo "Slurm could not be installed: its tests will be skipped"; \
 	fi
 
+# Code of models is confined by bubblewrap; where it cannot be had, its tests are skipped and say so. PyPI's package of that
+# name is empty.
+sandbox:
+	@if ! command -v bwrap >/dev/null && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	  echo "installing bubblewrap"; \
+	  { apt-get update -qq && apt-get install -y -qq --no-install-recommends bubblewrap >/dev/null; } \
+	    || echo "bubblewrap could not be installed: its tests will be skipped"; \
+	fi
+
 # Rules and alerts are tested with real Prometheus and Alertmanager; where they cannot be had, those tests are skipped and
 # say so. Debian starts both as services when they are installed, which nobody asked for here.
 OBSERVER_PACKAGES := prometheus prometheus-alertmanager
@@ -116,7 +125,7 @@ plans: $(TRAIN_STAMP)
 	@echo; echo "reports: $$(ls reports/*.html | tr '\n' ' ')"
 
 test:
-	@start=$$(date +%s); $(MAKE) --no-print-directory install browser slurm observers validators || exit 1; \
+	@start=$$(date +%s); $(MAKE) --no-print-directory install browser slurm observers sandbox validators || exit 1; \
 	installed=$$(date +%s); echo "set-up took $$((installed - start)) s"; \
 	set -x; \
 	$(VENV)/bin/ruff check --quiet . && $(VENV)/bin/ruff format --quiet --check . && \

@@ -10,7 +10,13 @@ if TYPE_CHECKING:
     from craton.ml.verifiers.environment import Environment, Turn
     from craton.ml.verifiers.errors import IsolationError, VerifierError
     from craton.ml.verifiers.pool import Episode, VerifierPool
-    from craton.ml.verifiers.sandbox import Isolation, IsolationReport, probe_isolation, require_isolation
+    from craton.ml.verifiers.sandbox import (
+        INSTALL_ISOLATION,
+        Isolation,
+        IsolationReport,
+        probe_isolation,
+        require_isolation,
+    )
     from craton.ml.verifiers.verdict import Verdict, VerifierSample, judge_failures
 else:
     __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

@@ -23,6 +23,7 @@ from craton.infrastructure.catalog import instance
 from craton.infrastructure.probes import NodeReport, NodeRoot, probe_node, report_json
 from craton.job import Job, load_job
 from craton.job.cluster import ClusterFile, ClusterRef, StorageNumbers, load_cluster
+from craton.ml.verifiers import probe_isolation
 from craton.orchestration.errors import StartError
 from craton.orchestration.preflight.finding import Expected, PreflightFinding, for_job, ordered, worst
 from craton.orchestration.preflight.gpus import check_gpus
@@ -30,7 +31,7 @@ from craton.orchestration.preflight.host import check_host
 from craton.orchestration.preflight.network import check_network
 from craton.orchestration.preflight.selftest import run_bandwidth, run_compute
 from craton.orchestration.preflight.several_nodes import check_bandwidth, check_compute
-from craton.orchestration.preflight.software import check_software
+from craton.orchestration.preflight.software import check_isolation, check_software
 from craton.planning.rates import pair_bytes_per_second
 from craton.telemetry import RunDirectory
 from craton.telemetry.files import LineWriter
@@ -202,6 +203,8 @@ def diagnose(
     wanted = expected_by(job, launch) if job is not None and launch is not None else expected_of(cluster)
     environment = {**place.environment, **(launch.env if launch is not None else {})}
     report, findings = examine(place, wanted, environment)
+    if root is None:
+        findings += check_isolation(probe_isolation())
     name = node_name(report, place)
     machine = wanted.instance if wanted is not None else instance_of(report)
     devices: list[dict[str, Any]] = []

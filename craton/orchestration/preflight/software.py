@@ -6,6 +6,7 @@ from craton.extras import install_command
 from craton.formatting import counted
 from craton.infrastructure.catalog import gpus
 from craton.infrastructure.probes import NodeReport, bad_pairs
+from craton.ml.verifiers import INSTALL_ISOLATION, IsolationReport
 from craton.orchestration.preflight.finding import Expected, PreflightFinding, Severity
 from craton.orchestration.preflight.gpus import is_model
 
@@ -46,6 +47,13 @@ def check_torch(report: NodeReport) -> list[PreflightFinding]:
             )
         ]
     return [_finding("torch", "ok", f"torch {version}")]
+
+
+def check_isolation(report: IsolationReport) -> list[PreflightFinding]:
+    """Check how verifiers can confine code that a model wrote; only RL jobs with such verifiers need it."""
+    if report.isolation is not None:
+        return [_finding("isolation", "ok", report.describe())]
+    return [_finding("isolation", "note", report.describe(), INSTALL_ISOLATION)]
 
 
 def check_libraries(report: NodeReport) -> list[PreflightFinding]:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         run_in_own_processes,
     )
     from craton.ml.verifiers.sandbox.isolation import (
+        INSTALL_ISOLATION,
         IsolationReport,
         find_isolation,
         isolation_of,

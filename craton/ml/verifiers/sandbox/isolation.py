@@ -18,7 +18,7 @@ from craton.ml.verifiers.sandbox.confinement import Confinement, Isolation
 from craton.ml.verifiers.sandbox.landlock import landlock_version
 
 TRIAL_SECONDS = 20.0
-INSTALL = "install bubblewrap (Debian, Ubuntu: apt-get install bubblewrap), or allow user namespaces on this machine"
+INSTALL_ISOLATION = "install bubblewrap (Debian, Ubuntu: apt-get install bubblewrap), or allow user namespaces on this machine"
 # Runs confined: reports whether the network, other processes and other files are out of reach.
 TRIAL = """
 import json, os, socket
@@ -83,7 +83,7 @@ def isolation_of(report: IsolationReport) -> Isolation:
     """Return what a report found; IsolationError if it found nothing."""
     if report.isolation is None:
         raise IsolationError(
-            f"this machine cannot confine code that a model wrote ({report.describe()}); {INSTALL}, or set "
+            f"this machine cannot confine code that a model wrote ({report.describe()}); {INSTALL_ISOLATION}, or set "
             "`verify: {sandbox: off}` to run it with all rights of this user"
         )
     return report.isolation
