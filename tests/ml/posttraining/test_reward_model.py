@@ -9,10 +9,20 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 
-from craton.job import ModelError
+from craton.job import ModelError, parse_job
 from craton.job.model import ModelShape
-from craton.ml.models import Decoder, DecoderConfig, config_from_huggingface, load_weights, save_folder
+from craton.job.sections import Lora
+from craton.ml.export_adapters import save_adapters
+from craton.ml.models import (
+    Decoder,
+    DecoderConfig,
+    config_from_huggingface,
+    config_of_job,
+    load_weights,
+    save_folder,
+)
 from craton.ml.posttraining import RewardModel, RewardModelError
 
 VOCABULARY = 64
@@ -90,3 +100,36 @@ def test_what_cannot_be_scored_is_said(tmp_path: Path) -> None:
     config |= {"num_labels": 3, "id2label": {"0": "a", "1": "b", "2": "c"}}
     with pytest.raises(ModelError, match="3 labels"):
         config_from_huggingface(config)
+
+
+@pytest.mark.parametrize(
+    ("text", "heads"),
+    [
+        ("kind: dpo\npreference: {loss: reward}", "score"),
+        ("kind: dpo", "tokens"),
+        ("kind: grpo\npolicy: {loss: ppo}\nreward: [{verifier: math}]", "both"),
+        ("kind: grpo\nreward: [{verifier: math}]", "tokens"),
+    ],
+)
+def test_the_loss_of_a_job_decides_its_heads(text: str, heads: str) -> None:
+    model = "model: {layers: 1, hidden: 16, ffn_hidden: 16, heads: 2, kv_heads: 2, vocab: 64}"
+    batch = "" if "grpo" in text else ", global_batch_sequences: 4"
+    job = parse_job(
+        f"name: a\n{text}\n{model}\ndata: {{sequence: 32, path: data}}\ntrain: {{steps: 2{batch}}}\ncluster: local\n"
+    )
+    assert config_of_job(job).heads == heads
+
+
+def test_adapters_of_a_reward_model_bring_its_head(tmp_path: Path) -> None:
+    config = DecoderConfig(SHAPES["llama"], heads="score")
+    state = {
+        "blocks.0.attention.output.lora_a": torch.randn(2, 32),
+        "blocks.0.attention.output.lora_b": torch.randn(32, 2),
+        "score.weight": torch.randn(1, 32),
+    }
+    folder = save_adapters(state, config, Lora(rank=2), "base", tmp_path / "adapters", torch.float32)
+    fields = json.loads((folder / "adapter_config.json").read_text())
+    assert (fields["task_type"], fields["modules_to_save"]) == ("SEQ_CLS", ["score"])
+    assert fields["target_modules"] == ["o_proj"]
+    saved = load_file(folder / "adapter_model.safetensors")
+    assert torch.equal(saved["base_model.model.score.weight"], state["score.weight"])

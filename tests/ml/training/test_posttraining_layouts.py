@@ -122,13 +122,13 @@ def expected(objective: str, adapted: bool) -> dict[int, dict[str, float]]:
 
 CASES = [
     Case("dapo", {"tp": 2}),  # slope and exact entropies
-    Case("gspo", {"cp": 2}),  # differentiable sums over the context group
-    Case("dpo", {"cp": 2, "pp": 2}),
+    Case("dpo", {"cp": 2, "pp": 2}),  # differentiable sums over the context group
     Case("ppo", {"pp": 2, "tp": 2}),
     Case("reward", {"fsdp": 2, "tp": 2}, LORA),
 ]
 RARE = [
     Case("dapo", {"cp": 2, "fsdp": 2}),
+    Case("gspo", {"cp": 2}),
     Case("gspo", {"fsdp": 2, "tp": 2}),
     Case("grpo", {"pp": 2, "fsdp": 2, "schedule": "zero-bubble"}),
     Case("dpo", {"fsdp": 4}),
