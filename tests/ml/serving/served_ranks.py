@@ -14,6 +14,7 @@ from craton.ml.collectives import Connections, Peers, local
 from craton.ml.models import Decoder, DecoderConfig, config_from_huggingface, load_weights, save_folder
 from craton.ml.serving.device import Adapters
 from craton.ml.serving.device.float8 import quantize_model
+from craton.ml.serving.device.weight_deltas import HeldWeights
 from craton.ml.serving.device.weights import WeightsReceiver, named_targets, update_from_folder, update_from_state
 from craton.ml.training.parallel import cut_parameters
 
@@ -87,6 +88,19 @@ def receive_part(folder: str, key: bytes, addresses: str, tokens: Tensor, fp8: b
         version = receiver.receive(model, wait_seconds=60)
     stayed = places == [local(tensor).data_ptr() for tensor in named_targets(model).values()]
     return version, hidden(model, tokens), stayed
+
+
+def receive_parts(folder: str, key: bytes, addresses: str, updates: int) -> list[int]:
+    """Takes one update after the other for its part, each from an address in a file; their versions."""
+    model, held = load_part(folder), HeldWeights()
+    versions = []
+    for number in range(1, updates + 1):
+        with WeightsReceiver("127.0.0.1:0", key) as receiver:
+            draft = Path(addresses) / f"{dist.get_rank()}-{number}.draft"
+            draft.write_text(receiver.address)
+            draft.rename(draft.with_suffix(""))
+            versions.append(receiver.receive(model, 60, held))
+    return versions
 
 
 def take_parts_from_memory(folder: str, other: str, tokens: Tensor) -> tuple[Tensor, Tensor]:

@@ -249,6 +249,10 @@ class Sender:
     def head(self, name: str, tensor: Tensor) -> Any:
         return self.ask(name=name, dtype="float32", shape=list(tensor.shape))
 
+    def send_tensor(self, tensor: Tensor) -> None:
+        data = tensor.numpy().tobytes()
+        self.send(data, zlib.crc32(data))
+
     def send(self, data: bytes, crc32: int) -> None:
         self.connection.send_bytes(json.dumps({"crc32": crc32}).encode())
         self.connection.send_bytes(data)

@@ -13,6 +13,13 @@ if TYPE_CHECKING:
     from craton.ml.serving.device.rank import EngineRank
     from craton.ml.serving.device.runner import Runner, StepResult, block_shape
     from craton.ml.serving.device.tensor_parallel_group import TensorParallelGroup, follow
-    from craton.ml.serving.device.weights import RECEIVE_SECONDS, MixedWeightsError
+    from craton.ml.serving.device.weight_deltas import SentWeights
+    from craton.ml.serving.device.weights import (
+        RECEIVE_SECONDS,
+        MixedWeightsError,
+        WeightsTransfer,
+        named_targets,
+        send_weights,
+    )
 else:
     __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

@@ -12,6 +12,7 @@ from torch import Tensor
 from craton.ml.collectives import local
 from craton.ml.models import Decoder
 from craton.ml.serving.device.runner import Runner, StepResult
+from craton.ml.serving.device.weight_deltas import HeldWeights
 from craton.ml.serving.device.weights import WeightsReceiver, named_targets, update_from_folder
 from craton.ml.serving.schedule import StepInput
 from craton.ml.serving.settings import ServingError
@@ -31,6 +32,7 @@ class EngineRank:
         self._kept: dict[str, Tensor] = {}  # weights of a sleeping rank, in host memory
         self._sizes: dict[str, int] = {}
         self._has_weights = self._has_cache = True
+        self._held = HeldWeights()  # what a trainer sent last, the base of a delta
 
     @property
     def model(self) -> Decoder:
@@ -48,6 +50,7 @@ class EngineRank:
         self._adapters.unload(name)
 
     def update_from_folder(self, folder: str) -> None:
+        self._held.forget()
         update_from_folder(self.model, Path(folder))
 
     def receive_weights(self, address: str, wait_seconds: float) -> int:
@@ -56,13 +59,15 @@ class EngineRank:
         if not host or not port.isdigit():
             raise ServingError(f"{address!r} is not an address; write host:port")
         with WeightsReceiver(f"{host}:{int(port) + self._number}", self._secret) as receiver:
-            return receiver.receive(self.model, wait_seconds)
+            return receiver.receive(self.model, wait_seconds, self._held)
 
     @torch.no_grad()
     def sleep(self, level: int) -> None:
         """Free the device memory of KV cache and weights. Level 1 keeps the weights in host memory; level 2 discards
         them, so they must be sent again."""
         sent = named_targets(self.model)
+        if level == 2:
+            self._held.forget()
         for name, part in self._tensors():
             if level == 1 or name not in sent:  # adapters are small, and an update does not include them
                 self._kept[name] = part.to("cpu", copy=True)

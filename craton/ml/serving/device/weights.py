@@ -9,6 +9,10 @@ Over the network both sides prove that they know the key (HMAC, as multiprocessi
 checked for corruption but not encrypted. Messages are JSON; tensors are raw bytes in chunks. A receiver requests its
 shard of each tensor, so every rank of a tensor-parallel engine gets its own. The sender commits the update once all
 receivers have all of it.
+
+A sender that keeps what it sent last (`SentWeights`) sends only what changed since then, to receivers that have just
+these weights. The checksum of each tensor is that of the whole result: a receiver whose result differs asks for the
+whole tensor. Any other receiver gets all weights: a new one, or one whose last update failed.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from multiprocessing import AuthenticationError, BufferTooShort
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from pathlib import Path
@@ -33,6 +38,7 @@ from craton.formatting import setting
 from craton.ml.collectives import local, own_slices
 from craton.ml.models import Decoder, Stage, WeightsError, load_weights
 from craton.ml.serving.device.float8 import Float8Experts, ServedFloat8Linear
+from craton.ml.serving.device.weight_deltas import HeldWeights, SentWeights, Slices, WeightsDelta, cut
 
 CHUNK = 16 << 20  # bytes of a tensor in one message
 RECEIVE_SECONDS = 600.0  # how long to wait for a sender
@@ -81,24 +87,49 @@ def update_from_folder(model: Decoder, folder: str | Path) -> None:
             raise
 
 
+@dataclass
+class WeightsTransfer:
+    """What an update cost: bytes of tensors sent to all receivers, and how many tensors went whole and as deltas."""
+
+    num_bytes: int = 0
+    num_whole: int = 0
+    num_deltas: int = 0
+
+
 def send_weights(
-    addresses: str | Sequence[str], key: bytes, tensors: Iterable[tuple[str, Tensor]], version: int
-) -> None:
-    """Send whole tensors by our names to one receiver, or to those of all ranks of an engine, with their version.
+    addresses: str | Sequence[str],
+    key: bytes,
+    tensors: Iterable[tuple[str, Tensor]],
+    version: int,
+    base: SentWeights | None = None,
+) -> WeightsTransfer:
+    """Send whole tensors by our names to one receiver, or to those of all ranks of engines, with their version. With
+    `base`, what was sent last, receivers that have it get only the changes; it becomes what is sent now.
 
     Return when all receivers have committed the update; WeightsError names the one that did not, and why."""
+    is_kept = base is not None
+    base = base or SentWeights()
+    transfer = WeightsTransfer()
+    before = base.begin()
     with ExitStack() as stack:
         receivers = [addresses] if isinstance(addresses, str) else addresses
         lines = [_Line.to(address, key, stack) for address in receivers]
-        _ask(lines, {"version": version})
+        hello = {"version": version, "token": base.token}
+        for line, reply in zip(lines, _ask(lines, hello), strict=True):
+            line.takes_deltas = before.version is not None and reply.get("held") == [before.version, before.token]
         for name, tensor in tensors:
             if isinstance(tensor, DTensor):
                 raise WeightsError(f"{name} is sharded; gather it before sending")
-            header = {"name": name, "dtype": _dtype_name(tensor.dtype), "shape": list(tensor.shape)}
-            for line, reply in zip(lines, _ask(lines, header), strict=True):
-                line.send_tensor(tensor.detach()[tuple(slice(start, stop) for start, stop in reply["slices"])])
-        _ask(lines, {"end": True})
+            whole = tensor.detach().cpu()
+            _send_tensor(lines, name, whole, base, transfer)
+            if is_kept:
+                base.keep(name, whole)
+        for line in lines:
+            line.send({"end": True, "checksum": line.checksum})
+        _replies(lines)
         _ask(lines, {"commit": version})
+    base.version = version
+    return transfer
 
 
 class WeightsReceiver:
@@ -116,10 +147,11 @@ class WeightsReceiver:
             raise WeightsError(f"cannot listen for weights at {address}: {error}") from None
         self.address = f"{address.rpartition(':')[0]}:{self._socket.getsockname()[1]}"
 
-    def receive(self, model: Decoder, wait_seconds: float = RECEIVE_SECONDS) -> int:
-        """Wait for a sender and receive all its weights; return their version."""
+    def receive(self, model: Decoder, wait_seconds: float = RECEIVE_SECONDS, held: HeldWeights | None = None) -> int:
+        """Wait for a sender and receive all its weights; return their version. `held` says which weights the model has,
+        and is changed with them; without it, the sender sends no delta."""
         line = self._accept(wait_seconds)
-        update = _Update(model)
+        update = _Update(model, held)
         try:
             with update.explaining_failure(f"weights from {line.other}"):
                 version = _receive(line, update)
@@ -164,8 +196,9 @@ class WeightsReceiver:
 class _Update:
     """The state of an update: targets, missing tensors, and whether anything was written."""
 
-    def __init__(self, model: Decoder) -> None:
+    def __init__(self, model: Decoder, held: HeldWeights | None = None) -> None:
         self.model = model
+        self.held = held or HeldWeights()
         self.targets = named_targets(model)
         self.missing = dict.fromkeys(self.targets)
         self.has_written = False
@@ -200,14 +233,29 @@ class _Update:
     @torch.no_grad()
     def write(self, name: str, part: Tensor) -> None:
         """Copy this rank's shard into place."""
-        path, _, own = name.rpartition(".")
-        module = self.model.get_submodule(path)
         self.has_written = True
-        if isinstance(module, ServedFloat8Linear | Float8Experts) and hasattr(module, f"{own}_scale"):
-            module.fill(own, part)
+        self.held.forget()
+        if (module := self._quantized(name)) is not None:
+            module.fill(name.rpartition(".")[2], part)
         else:
             local(self.targets[name]).copy_(part)
         del self.missing[name]
+
+    def takes_delta(self, name: str, dtype: str) -> bool:
+        """Whether the model has the tensor with the values that were sent: not quantized or in another precision."""
+        return self._quantized(name) is None and _dtype_name(self.targets[name].dtype) == dtype
+
+    @torch.no_grad()
+    def changed(self, name: str, delta: WeightsDelta, crc32: Any) -> Tensor | None:
+        """Return this rank's shard with a delta applied, on the host; None if it is not what the sender has."""
+        shard = local(self.targets[name]).detach().to("cpu", copy=True).contiguous()
+        return shard if delta.apply(shard) and _crc32(shard) == crc32 else None
+
+    def _quantized(self, name: str) -> ServedFloat8Linear | Float8Experts | None:
+        path, _, own = name.rpartition(".")
+        module = self.model.get_submodule(path)
+        is_quantized = isinstance(module, ServedFloat8Linear | Float8Experts) and hasattr(module, f"{own}_scale")
+        return module if is_quantized else None  # type: ignore[return-value]
 
     def finish(self) -> None:
         """Raise unless every tensor was written."""
@@ -222,6 +270,8 @@ class _Line:
 
     def __init__(self, connected: socket.socket, other: str) -> None:
         self.other = other
+        self.takes_deltas = False
+        self.checksum = 0  # of the names and checksums of all tensors so far
         connected.settimeout(None)
         limit = struct.pack("ll", int(SILENCE_SECONDS), 0)
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
@@ -254,15 +304,12 @@ class _Line:
             raise WeightsError(f"{self.other} sent {message!r}; expected a JSON object")
         return message
 
-    def send_tensor(self, part: Tensor) -> None:
-        data = part.contiguous().cpu().view(-1).view(torch.uint8).numpy().data
-        self.send({"crc32": zlib.crc32(data)})
+    def send_bytes(self, data: memoryview) -> None:
         for start in range(0, len(data), CHUNK):
             self._send(data[start : start + CHUNK])
 
-    def receive_tensor(self, staging: Tensor) -> None:
+    def receive_bytes(self, staging: Tensor) -> None:
         """Fill `staging`, uint8 [bytes]."""
-        crc32 = self.receive().get("crc32")
         data = staging.numpy().data
         filled = 0
         while filled < len(data):
@@ -270,8 +317,10 @@ class _Line:
             if not received:
                 raise WeightsError("received an empty message instead of tensor bytes")
             filled += received
-        if zlib.crc32(data) != crc32:
-            raise WeightsError("checksum mismatch: the tensor was corrupted in transit")
+
+    def count(self, name: str, crc32: int) -> None:
+        """Add a tensor to the checksum of the update."""
+        self.checksum = zlib.crc32(f"{name} {crc32}\n".encode(), self.checksum)
 
     def refuse(self, reason: str) -> None:
         """Send the reason, then read until the other side closes: closing first could lose the reason."""
@@ -298,31 +347,108 @@ class _Line:
         return ""
 
 
+@dataclass(frozen=True)
+class _Shard:
+    """One shard of a tensor to send, whole and, if that is smaller, as a delta."""
+
+    whole: Tensor
+    delta: WeightsDelta | None
+    crc32: int
+
+
+def _send_tensor(
+    lines: Sequence[_Line], name: str, tensor: Tensor, base: SentWeights, transfer: WeightsTransfer
+) -> None:
+    """Send every receiver its shard of a tensor."""
+    header = {"name": name, "dtype": _dtype_name(tensor.dtype), "shape": list(tensor.shape)}
+    shards: dict[tuple[Slices, bool], _Shard] = {}  # engines of the same layout request the same ones
+    asked: list[tuple[_Line, _Shard]] = []
+    for line, reply in zip(lines, _ask(lines, header), strict=True):
+        slices = tuple((int(start), int(stop)) for start, stop in reply["slices"])
+        is_delta = line.takes_deltas and bool(reply.get("delta"))
+        if (shard := shards.get((slices, is_delta))) is None:
+            part, before = cut(tensor, slices), base.part(name, slices) if is_delta else None
+            delta = None if before is None else WeightsDelta.between(before, part)
+            shard = shards[slices, is_delta] = _Shard(part, delta, _crc32(part))
+        line.count(name, shard.crc32)
+        if shard.delta is None:
+            _send_whole(line, shard, transfer)
+        else:
+            data = shard.delta.to_bytes()
+            line.send({"crc32": shard.crc32, "changed": len(shard.delta.positions)})
+            line.send_bytes(data.numpy().data)
+            transfer.num_bytes += len(data)
+            asked.append((line, shard))
+    for (line, shard), reply in zip(asked, _replies([line for line, _ in asked]), strict=True):
+        if reply.get("whole"):
+            _send_whole(line, shard, transfer)
+        else:
+            transfer.num_deltas += 1
+
+
+def _send_whole(line: _Line, shard: _Shard, transfer: WeightsTransfer) -> None:
+    line.send({"crc32": shard.crc32})
+    line.send_bytes(shard.whole.view(-1).view(torch.uint8).numpy().data)
+    transfer.num_bytes += shard.whole.nbytes
+    transfer.num_whole += 1
+
+
 def _receive(line: _Line, update: _Update) -> int:
-    version = line.receive().get("version")
+    hello = line.receive()
+    version, token = hello.get("version"), hello.get("token")
     if not isinstance(version, int):
         raise WeightsError(f"the version of the weights is {version!r}; it must be an integer")
-    line.send({})
+    line.send({"held": [update.held.version, update.held.token]})
     staging = _Staging(any(local(target).is_cuda for target in update.targets.values()))
     while not (header := line.receive()).get("end"):
         name, dtype, shape = header.get("name"), header.get("dtype"), header.get("shape")
         if not isinstance(name, str) or not isinstance(dtype, str) or not isinstance(shape, list):
             raise WeightsError(f"tensor header {header} needs name, dtype and shape")
         slices = update.expect(name, dtype, tuple(shape))
-        line.send({"slices": [[own.start, own.stop] for own in slices]})
-        sizes = [own.stop - own.start for own in slices]
-        part = staging.of(_DTYPES[dtype], sizes)
+        line.send({"slices": [[own.start, own.stop] for own in slices], "delta": update.takes_delta(name, dtype)})
         try:
-            line.receive_tensor(part.view(-1).view(torch.uint8))
+            part = _receive_shard(line, update, staging, name, [own.stop - own.start for own in slices], dtype)
         except (WeightsError, EOFError, OSError, BufferTooShort) as error:
             raise WeightsError(f"{name}: {_reason(error)}") from error
         update.write(name, part)
     update.finish()
+    if header.get("checksum", line.checksum) != line.checksum:
+        raise WeightsError("the checksums of all tensors differ from the sender's")
     line.send({})
     if line.receive().get("commit") != version:
         raise WeightsError("weights received, but the sender never confirmed the commit")
+    if isinstance(token, str):
+        update.held.version, update.held.token = version, token
     line.send({})
     return version
+
+
+def _receive_shard(
+    line: _Line, update: _Update, staging: _Staging, name: str, sizes: Sequence[int], dtype: str
+) -> Tensor:
+    """Return this rank's shard of a tensor, checked, on the host."""
+    message = line.receive()
+    if (changed := message.get("changed")) is not None:
+        part = staging.of(_DTYPES[dtype], sizes)
+        if type(changed) is not int or not 0 <= WeightsDelta.num_bytes(changed, part.dtype) < max(1, part.nbytes):
+            raise WeightsError(f"a delta has {changed!r} changes of {part.numel():,} values; it must be smaller")
+        data = torch.empty(WeightsDelta.num_bytes(changed, part.dtype), dtype=torch.uint8)
+        line.receive_bytes(data)
+        if update.takes_delta(name, dtype):
+            delta = WeightsDelta.from_bytes(data, changed, part.dtype)
+            shard = update.changed(name, delta, message.get("crc32"))
+            if shard is not None:
+                line.count(name, message["crc32"])
+                line.send({})
+                return shard
+        line.send({"whole": True})
+        message = line.receive()
+    part = staging.of(_DTYPES[dtype], sizes)
+    line.receive_bytes(part.view(-1).view(torch.uint8))
+    if _crc32(part) != message.get("crc32"):
+        raise WeightsError("checksum mismatch: the tensor was corrupted in transit")
+    line.count(name, message["crc32"])
+    return part
 
 
 class _Staging:
@@ -343,6 +469,10 @@ def _ask(lines: Sequence[_Line], message: Mapping[str, Any]) -> list[dict[str, A
     """Send a message to all receivers; return their replies."""
     for line in lines:
         line.send(message)
+    return _replies(lines)
+
+
+def _replies(lines: Sequence[_Line]) -> list[dict[str, Any]]:
     replies = [line.receive() for line in lines]
     for line, reply in zip(lines, replies, strict=True):
         if "error" in reply:
@@ -375,6 +505,11 @@ def _parse(address: str) -> tuple[str, int]:
 
 def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def _crc32(tensor: Tensor) -> int:
+    """Return the checksum of a tensor's bytes, on the host."""
+    return zlib.crc32(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
 def _reason(error: BaseException) -> str:
