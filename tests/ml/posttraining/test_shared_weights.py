@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from craton.ml.models import Decoder
 from craton.ml.models.moe import MoE
+from craton.ml.posttraining.gathering import TrainedWeights
 from craton.ml.posttraining.shared import RolloutEngine, RolloutError
 from craton.ml.serving.clients import InferenceRequest, RequestRefusedError, complete_all
 from craton.ml.serving.messages import Sampling
@@ -87,14 +88,23 @@ def test_adapters_have_the_trainers_log_probabilities() -> None:
     merge_adapters(plain)
     merged = rollouts(RolloutEngine(plain, ranks, SETTINGS))
     assert [tokens for tokens, _ in merged] == [tokens for tokens, _ in found]
+    sent = dict(TrainedWeights(model, ranks).merged())
+    assert sent.keys() == plain.state_dict().keys()
+    for name, tensor in plain.named_parameters():
+        assert torch.equal(sent[name], tensor)
 
 
 def test_a_scalar_head_is_not_part_of_the_twin() -> None:
     model, _, ranks = trained_model("llama")
-    model.score = torch.nn.Linear(32, 1, bias=False)
-    engine = RolloutEngine(model, ranks, SETTINGS)
-    assert not hasattr(engine.twin, "score")
-    assert rollouts(engine)
+    expected = rollouts(RolloutEngine(model, ranks, SETTINGS))
+    both = Decoder(replace(model.config, heads="both"))
+    both.load_state_dict({**both.state_dict(), **model.state_dict()})
+    engine = RolloutEngine(both, ranks, SETTINGS)
+    assert engine.is_shared
+    assert engine.twin.score is None
+    assert rollouts(engine) == expected
+    with pytest.raises(RolloutError, match="scores texts and cannot generate"):
+        RolloutEngine(Decoder(replace(model.config, heads="score")), ranks, SETTINGS)
 
 
 def test_steps_depend_on_weights_and_requests_alone() -> None:
@@ -181,8 +191,11 @@ def shifted(tensor: Tensor) -> None:
     tensor.mul_(1.0 + 0.1 * tensor.dim()).add_(0.03)
 
 
-def on_ranks(family: str, sizes: dict[str, Any], lora: str | None) -> tuple[bool, Found, Found, bool]:
-    """Whether the twin is shared, rollouts before and after an update, and whether FSDP still shards the model."""
+def on_ranks(
+    family: str, sizes: dict[str, Any], lora: str | None
+) -> tuple[bool, Found, Found, bool, dict[str, Tensor]]:
+    """Whether the twin is shared, rollouts before and after an update, whether FSDP still shards the model, and the
+    weights to send."""
     model, _, ranks = trained_model(family, sizes, lora)
     engine = RolloutEngine(model, ranks, SETTINGS)
     before = rollouts(engine)
@@ -195,7 +208,8 @@ def on_ranks(family: str, sizes: dict[str, Any], lora: str | None) -> tuple[bool
     engine.refresh(1)
     expect_trainable(model)
     is_sharded = all(isinstance(parameter, DTensor) for parameter in model.parameters())
-    return engine.is_shared, before, rollouts(engine), is_sharded
+    sent = {name: tensor.clone() for name, tensor in TrainedWeights(model, ranks).merged()}
+    return engine.is_shared, before, rollouts(engine), is_sharded, sent
 
 
 @pytest.mark.parametrize(
@@ -203,13 +217,17 @@ def on_ranks(family: str, sizes: dict[str, Any], lora: str | None) -> tuple[bool
 )
 def test_every_rank_has_the_weights_of_one_process(gang: Gang, name: str) -> None:
     family, sizes, lora = LAYOUTS[name]
-    _, before, after, _ = on_ranks(family, {}, lora)
+    _, before, after, _, sent = on_ranks(family, {}, lora)
     assert before != after
     world = 1
     for key, size in sizes.items():
         world *= size if key != "ep" else 1
-    for is_shared, theirs_before, theirs_after, is_sharded in gang.run(on_ranks, family, sizes, lora, ranks=world):
+    assert not any("lora" in weight for weight in sent)
+    results = gang.run(on_ranks, family, sizes, lora, ranks=world)
+    for is_shared, theirs_before, theirs_after, is_sharded, theirs_sent in results:
         assert is_shared == (name == "replicate 2")
         assert is_sharded
         assert theirs_before == before
         assert theirs_after == after
+        assert list(theirs_sent) == list(sent)
+        assert all(torch.equal(tensor, theirs_sent[weight]) for weight, tensor in sent.items())
