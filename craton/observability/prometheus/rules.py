@@ -32,7 +32,7 @@ SEVERITIES: tuple[Severity, ...] = get_args(Severity)
 LAYERS: tuple[Layer, ...] = get_args(Layer)
 # The health actions, and those of other alerts: run `craton why`, check, repair, free space, add servers.
 ACTIONS = (*HEALTH_ACTIONS, "diagnose", "check", "repair", "free", "scale")
-FILES = ("device", "fabric", "storage", "host", "framework", "serving", "scheduler")
+FILES = ("device", "fabric", "storage", "host", "framework", "posttraining", "serving", "scheduler")
 RUNBOOKS = "docs/runbooks"
 SEVERAL_HOSTS = "u-"  # name prefix of the catalog's multi-host units (UltraServers): a node is one host of them
 EXPECTED_GPUS = "craton:node_gpus_expected"

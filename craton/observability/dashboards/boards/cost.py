@@ -83,8 +83,8 @@ GOODPUT = PanelRow(
             "Detect and regroup: reduce faults. Data: check storage.",
             (
                 PanelQuery(
-                    "sum by (run, kind) ("
-                    f'increase(craton_run_ledger_seconds_total{{{OF_RUN}, kind!="productive"}}[1h]))',
+                    "sum by (run, kind) (increase(craton_run_ledger_seconds_total"
+                    f'{{{OF_RUN}, kind!~"productive|rollout|reward|sync"}}[1h]))',
                     "{{run}} {{kind}}",
                 ),
             ),

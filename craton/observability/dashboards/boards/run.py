@@ -9,11 +9,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from craton.observability.dashboards.boards.run_places import MACHINES, RANKS
+from craton.observability.dashboards.boards.run_results import RESULTS
 from craton.observability.dashboards.boards.twins import RUN_HERE, twin
 from craton.observability.dashboards.model import RUN, Board, Panel, PanelQuery, PanelRow
+from craton.telemetry import ROLLOUT_PHASES
 
 OF_RUN = 'run=~"$run"'
-PHASES = ("compute", "communication", "data", "optimizer", "checkpoint")
+PHASES = ("compute", "communication", "data", "optimizer", "checkpoint", *ROLLOUT_PHASES)
 
 NOW = PanelRow(
     "Now",
@@ -109,7 +111,7 @@ STEP = PanelRow(
         ),
         Panel(
             "Step by phase, measured",
-            "Medians of the five phases, stacked; they add up to the step. The next panel has the plan.",
+            "Medians of the phases, stacked; they add up to the step. The next panel has the plan.",
             tuple(
                 PanelQuery(f"quantile by (run) (0.5, craton_run_{phase}_seconds{{{RUN_HERE}}})", f"{{{{run}}}} {phase}")
                 for phase in PHASES
@@ -237,7 +239,7 @@ LIFE = PanelRow(
         ),
         Panel(
             "Time by ledger kind",
-            "Share of all ranks' time. Everything except productive time lowers goodput.",
+            "Share of all ranks' time. Everything but productive, rollout, reward and sync lowers goodput.",
             (
                 PanelQuery(
                     f"sum by (run, kind) (rate(craton_run_ledger_seconds_total{{{OF_RUN}}}[$__rate_interval]))"
@@ -280,5 +282,5 @@ RUN_BOARD = Board(
     "Run",
     "One run, or several side by side: each phase against its plan, ranks, loss, checkpoints, GPUs and nodes.",
     (replace(RUN, has_all=False),),
-    (NOW, STEP, RANKS, LEARNING, LIFE, MACHINES),
+    (NOW, STEP, RANKS, LEARNING, RESULTS, LIFE, MACHINES),
 )
