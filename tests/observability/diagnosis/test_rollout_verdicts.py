@@ -39,6 +39,7 @@ def noisy(level: float, spread: float, seed: int) -> dict[int, float]:
         ("negative rewards", {"reward": lambda step: -2.0 + 0.01 * step}),
         ("many solved prompts", {"advantage_zero_share": 0.85, "reward": lambda step: 0.6 + 0.003 * step}),
         ("a few failing verdicts", {"verifier_failure_share": 0.03}),
+        ("sides that take turns", {"trainer_idle_share": 0.6, "rollout_idle_share": 0.45}),
         ("a bf16 engine", {"logprob_gap": 0.03, "corrected_share": 0.05}),
     ],
 )

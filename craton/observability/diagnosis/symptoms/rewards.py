@@ -19,6 +19,7 @@ from craton.telemetry import ROLLOUT_PHASES
 LEVEL_STEPS = 10  # of a level
 SEEN_STEPS = 2 * LEVEL_STEPS  # before a level is compared with an earlier one
 SCALE = 1.4826  # standard deviations of a normal distribution in a median absolute deviation
+ALTERNATING_SHARE = 0.95  # idle shares of two sides that take turns on the same devices add up to 1
 WAITS = {  # phase → what a step waits for
     "rollout": "generated samples",
     "reward": "verdicts on its samples",
@@ -57,12 +58,13 @@ def find_waiting_sides(snapshot: Snapshot, phases: set[str]) -> list[Symptom]:
         if tail >= threshold("rollout_tail_share") and lost >= threshold("rollout_tail_step_share"):
             text = f"spends {percent(lost)} of every step on the last tenth of its samples"
             symptoms.append(Symptom("slow", text, (text,), phase="rollout", lost_share=lost))
-    idle = _level(snapshot, "rollout_idle_share")
-    if idle is not None and idle >= threshold("idle_side_share") and not symptoms and not phases:
+    idle, waits = _level(snapshot, "rollout_idle_share"), _level(snapshot, "trainer_idle_share")
+    if symptoms or phases or (idle or 0.0) + (waits or 0.0) >= ALTERNATING_SHARE:
+        return symptoms
+    if idle is not None and idle >= threshold("idle_side_share"):
         text = f"leaves its rollouts idle {percent(idle)} of the time"
         symptoms.append(Symptom("slow", text, (text,), phase="compute", lost_share=idle, sign="rollouts_idle"))
-    waits = _level(snapshot, "trainer_idle_share")
-    if waits is not None and waits >= threshold("idle_side_share") and not symptoms and not phases:
+    elif waits is not None and waits >= threshold("idle_side_share"):
         phase = max(ROLLOUT_PHASES, key=lambda item: shares[item] or 0.0)
         text = f"leaves its trainer idle {percent(waits)} of the time, mostly for {WAITS[phase]}"
         symptoms.append(Symptom("slow", text, (text,), phase=phase, lost_share=waits))
