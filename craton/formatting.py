@@ -41,7 +41,8 @@ def digits(value: float | None) -> str:
     if size >= 99.95:
         return f"{value:,.0f}"
     decimals = 1 if size >= 9.995 else 2 if size >= 0.9995 else 2 - math.floor(math.log10(size))
-    return f"{value:.{min(decimals, 6)}f}"
+    text = f"{value:.{min(decimals, 6)}f}"
+    return text if float(text) else "0"
 
 
 def loss(value: float | None) -> str:

@@ -94,6 +94,7 @@ class _Engine:
     roofline: Roofline
     efficiency: float
     overhead_seconds: float  # of a step
+    slowdown: float  # by other processes, of a CPU
     engines: int
     samples: int  # of a step, of this engine
     group: int
@@ -133,6 +134,7 @@ class _Engine:
             Roofline(model, peaks_of(machine.gpu, precision, link)),
             serving_efficiency(machine),
             decode_overhead_seconds(machine, setting.shape),
+            machine.gpu.cpu.serial_slowdown if machine.gpu.cpu is not None else 1.0,
             engines,
             samples,
             rollout.group,
@@ -153,7 +155,7 @@ class _Engine:
         steps = max(float(self.max_tokens), tokens / self.running + self.max_tokens / 2)
         context = self.prompt_tokens + self.completion_tokens / 2
         decode = self.roofline.decode_seconds(max(1, round(tokens / steps)), context) / self.efficiency
-        return prefill + steps * (decode + self.overhead_seconds)
+        return self.slowdown * (prefill + steps * (decode + self.overhead_seconds))
 
     def plan(self, job: Job) -> RolloutPlan:
         assert job.rollout is not None

@@ -16,6 +16,7 @@ from craton.agent import Generation
 from craton.api import Run
 from craton.cli.views.live import describe, line, make_console, panel, watch
 from craton.cli.views.outcome import outcome_json, print_outcome
+from craton.cli.views.run_table import notes_on
 from craton.orchestration.watching import Follower
 from craton.telemetry import RunDirectory
 from craton.telemetry.node import Heartbeat, write_heartbeat
@@ -184,3 +185,44 @@ def test_curves_and_bars() -> None:
     assert terminal_marks.sparkline([1.0], 10) == ""
     assert terminal_marks.bar(0.5, 4) == "██"
     assert terminal_marks.bar(1e-9, 4) == "▏"
+
+
+@pytest.mark.parametrize(
+    ("results", "words"),
+    [
+        ({"reward": 0.123, "completion_tokens": 143.2, "kl": 0.0123, "staleness": 1.0}, ["reward 0.12"]),
+        ({"reward_accuracy": 0.712, "reward_margin": 0.3}, ["accuracy 0.71", "margin 0.30"]),
+    ],
+)
+def test_what_post_training_improves_shows_everywhere(
+    run: RunDirectory, results: dict[str, float], words: list[str]
+) -> None:
+    recorder = Recorder("node-0", 0, generation=0, run=run)
+    for step in (41, 42):
+        values = {f"run_{name}": value for name, value in results.items()}
+        recorder.metrics(step, run_loss=1.0, run_step_seconds=0.55, run_rollout_seconds=0.2, **values)
+    recorder.close()
+    view = Follower(run).look()
+    assert "  ".join(words) in line(view)
+    text = shown(panel(view, 100), 100)
+    assert all(word.split()[-1] in text for word in words)
+    assert "rollout" in text
+    for width in (80, 100):
+        assert max(map(len, shown(panel(view, width), width).splitlines())) <= width
+    run.mark("DONE")
+    for node in ("node-0", "node-1"):
+        write_heartbeat(run, node, Heartbeat(0, "done", pid=1, metrics_port=0))
+    console = Console(file=io.StringIO(), width=200, highlight=False)
+    summary = Follower(run).look().summary
+    print_outcome(run, summary, console)
+    printed = console.file.getvalue()  # type: ignore[attr-defined]
+    assert " · ".join(words) in printed
+    assert outcome_json(run, summary)["results"] == pytest.approx(results)
+    notes = "\n".join(note.plain for note in notes_on(summary, [], ()))
+    assert f"demo: {' · '.join(words)}" in notes
+
+
+def test_other_runs_show_no_results(run: RunDirectory) -> None:
+    view = Follower(run).look()
+    assert "rollout" not in shown(panel(view, 100), 100)
+    assert view.summary.results == {}
