@@ -42,6 +42,7 @@ NAMESPACES = {
     "craton.ml.kernels.triton.swiglu": "kernels that share names with their plain twins",
     "craton.ml.models.dispatch": "the trace replaces a function in it",
     "craton.ml.training.build": "the trace replaces functions in it",
+    "craton.ml.training.evaluate": "its function has its name",
     "craton.ml.training.loop": "the trace replaces a class in it",
     "craton.ml.training.session": "the fork server calls the program's own entry point",
 }

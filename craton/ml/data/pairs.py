@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -45,6 +46,13 @@ class PairedSource(Protocol):
     def mark(self) -> NDArray[np.uint64]:
         """Differs where the tokens of a pair may differ."""
 
+    @property
+    def cache_folder(self) -> Path | None:
+        """Where values of the pairs may be kept."""
+
+    def num_pairs(self, samples: int) -> int:
+        """Return how many numbers the pairs of these samples have at most."""
+
     def sample(self, index: int) -> Sample: ...
 
     def pair_numbers(self, index: int) -> Integers:
@@ -75,7 +83,10 @@ class PairSource:
         return np.append(self.shards.mark, np.uint64(self.sequence))
 
     @property
-    def num_pairs(self) -> int:
+    def cache_folder(self) -> Path | None:
+        return self.shards.folder
+
+    def num_pairs(self, _samples: int = 0) -> int:
         return len(self._ends) // 2
 
     def pair_numbers(self, index: int) -> Integers:
@@ -85,8 +96,7 @@ class PairSource:
     def sample(self, index: int) -> Sample:
         numbers = self.pair_numbers(index)
         sequences = [item for number in numbers.tolist() for item in self._read(number)]
-        reference = None if self.reference is None else self.reference[numbers]
-        return pack_pairs(sequences, self.sequence, self.slots, reference)
+        return pack_pairs(sequences, self.sequence, self.slots, _values_of(self.reference, numbers))
 
     def _read(self, number: int) -> Sequences:
         starts = [int(self._ends[2 * number - 1]) if number else 0, int(self._ends[2 * number])]
@@ -104,7 +114,7 @@ class PairFunction:
     sample. A function with a `split` parameter is also called for "validation"."""
 
     slots = 1
-    epoch_samples = None
+    epoch_samples = cache_folder = None
 
     def __init__(
         self, name: str, give: Callable[[int], Any], encode: PairEncoder, sequence: int, vocab: int | None = None
@@ -136,6 +146,9 @@ class PairFunction:
     def mark(self) -> NDArray[np.uint64]:
         return np.array([self.sequence], np.uint64)
 
+    def num_pairs(self, samples: int) -> int:
+        return samples
+
     def pair_numbers(self, index: int) -> Integers:
         return np.array([index])
 
@@ -153,8 +166,7 @@ class PairFunction:
             raise DataError(f"{where}: {error}") from None
         sequences = [(np.array(ids, np.int64), np.array(learnt, bool)) for ids, learnt in sides]
         self._check(where, sequences)
-        reference = None if self.reference is None else self.reference[[index]]
-        return pack_pairs(sequences, self.sequence, self.slots, reference)
+        return pack_pairs(sequences, self.sequence, self.slots, _values_of(self.reference, self.pair_numbers(index)))
 
     def _check(self, where: str, sequences: Sequences) -> None:
         length = sum(len(ids) for ids, _ in sequences)
@@ -233,3 +245,15 @@ def pack_pairs(sequences: Sequences, length: int, slots: int, reference: NDArray
         kept[: len(reference)] = reference
     extra: dict[str, NDArray] = {"pair": pair, "side": side, "pair_start": pair_start, "last": last, "reference": kept}
     return Sample(tokens, labels, positions, (labels != IGNORED).astype(np.float32), documents, extra)
+
+
+def _values_of(reference: NDArray[np.float32] | None, numbers: Integers) -> NDArray[np.float32] | None:
+    if reference is None:
+        return None
+    values = reference[numbers] if numbers.max() < len(reference) else np.array([np.nan])
+    if np.isnan(values).any():
+        raise DataError(
+            f"pair {int(numbers[0])} has no reference log-probability: the run has left out more samples than it has "
+            "steps for; start it again, with train.on_nan: skip"
+        )
+    return values

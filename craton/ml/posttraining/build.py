@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from craton.job import load_job
 from craton.ml.posttraining.grpo import GRPO
+from craton.ml.posttraining.preference import DPO
 from craton.ml.training import Order, Parts, RankIdentity, Recipe, SetupError, session
 from craton.ml.training import build as training
 from craton.telemetry import RunDirectory
 from craton.telemetry.rank import LedgerClock, Recorder
 
-RECIPES: dict[str, Recipe] = {"grpo": GRPO}
+RECIPES: dict[str, Recipe] = {"dpo": DPO, "grpo": GRPO}
 
 
 def main(arguments: list[str]) -> int:

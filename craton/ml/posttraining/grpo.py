@@ -18,6 +18,7 @@ from torch import nn
 from craton.job import Job
 from craton.ml.data import DataError, PromptEncoder, open_prompts, tokenizer_folder
 from craton.ml.data.order import key_of
+from craton.ml.posttraining.frozen import frozen_model
 from craton.ml.posttraining.loader import RolloutLoader, Scorers, Values
 from craton.ml.posttraining.objectives import policy_objective
 from craton.ml.posttraining.rollouts import Rollouts
@@ -34,7 +35,6 @@ from craton.ml.training import (
     SetupError,
     TrainingInputs,
     TrainingSetup,
-    build_model,
     without_adapters,
 )
 from craton.ml.training.parallel import Pipeline
@@ -197,18 +197,6 @@ def _teacher(setup: TrainingSetup, reader: Callable[[nn.Module], TokenReader]) -
     assert policy is not None
     assert isinstance(policy.teacher, str), "an endpoint is asked by the ranks that generate"
     return reader(frozen_model(setup, policy.teacher)).read
-
-
-def frozen_model(setup: TrainingSetup, folder: str | None) -> nn.Module:
-    """Build a second model in the job's layout, without gradients: of a folder, or with the weights that training
-    starts from."""
-    job, train = setup.job if folder is None else setup.job.with_model(folder), setup.job.train
-    assert train is not None
-    plain = job.model_copy(update={"train": train.model_copy(update={"lora": None})})
-    shape = plain.model_shape
-    if shape is not None and shape.vocab < setup.vocabulary:
-        raise SetupError(f"{folder}: has a vocabulary of {shape.vocab:,}, and the policy's is {setup.vocabulary:,}")
-    return build_model(plain, setup.ranks).requires_grad_(False)
 
 
 def _reward_models(setup: TrainingSetup) -> list[tuple[str, float, TokenReader]]:

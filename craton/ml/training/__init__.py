@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         build_decoder,
         build_model,
         build_optimizer,
+        inputs_of,
         tier_folders,
     )
     from craton.ml.training.loop import Trainer

@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,7 +27,7 @@ from craton.job import Job, load_job
 from craton.job.layout import Layout
 from craton.job.sections import RESCUE, place_of, rescue_place
 from craton.ml.collectives import local
-from craton.ml.data import Loader, open_source
+from craton.ml.data import Loader, Source, open_source
 from craton.ml.functions import FunctionError, load_function, search_folder, user_code
 from craton.ml.kernels import check_device
 from craton.ml.models import SCORE, Decoder, DecoderConfig, config_of_job, load_weights
@@ -40,8 +41,8 @@ from craton.ml.training.measure import Meter, PlannedStep
 from craton.ml.training.objectives import objective_of
 from craton.ml.training.optimizer import AdamW, Schedule
 from craton.ml.training.orders import Order, connect
-from craton.ml.training.parallel import Pipeline, Ranks, make_ranks, parallelize, parameter_dtype
-from craton.ml.training.parts import Evaluation, MissingWeightsError, Parts, Recipe, TrainingInputs, TrainingSetup
+from craton.ml.training.parallel import Ranks, make_ranks, parallelize, parameter_dtype
+from craton.ml.training.parts import MissingWeightsError, Parts, Recipe, TrainingInputs, TrainingSetup
 from craton.telemetry import RunDirectory
 from craton.telemetry.files import read_regular, read_regular_text
 from craton.telemetry.rank import LedgerClock, Recorder
@@ -93,29 +94,28 @@ class RankIdentity:
 
 
 def inputs_from_source(setup: TrainingSetup) -> TrainingInputs:
-    """Open the samples of the job's data, and its validation data."""
+    """Open the samples of the job's data, and its validation data if it evaluates."""
+    job = setup.job
+    assert job.train is not None
+    validation = open_source(job, "validation", vocab=setup.vocabulary) if job.train.evaluate else None
+    return inputs_of(setup, open_source(job, vocab=setup.vocabulary), validation)
+
+
+def inputs_of(setup: TrainingSetup, source: Source, validation: Source | None) -> TrainingInputs:
+    """Return a loader of these samples, and the objective's evaluation of the first of `validation`."""
     job, ranks = setup.job, setup.ranks
-    source = open_source(job, vocab=setup.vocabulary)
+    assert job.train is not None
+    wanted = job.train.evaluate
 
     def open_loader(start: int) -> Loader:
         sequences, micro_batch = job.global_batch_sequences, ranks.layout.micro_batch
         return Loader(source, sequences, ranks.data_rank, ranks.data_world, micro_batch, start)
 
-    return TrainingInputs(open_loader, evaluation_from_source(setup))
-
-
-def evaluation_from_source(setup: TrainingSetup) -> Evaluation | None:
-    """Return the objective's loss on the job's validation data; None if the job does not evaluate."""
-    assert setup.job.train is not None
-    wanted = setup.job.train.evaluate
-    if wanted is None:
-        return None
-    source = open_source(setup.job, "validation", vocab=setup.vocabulary)
-
-    def evaluate_source(pipeline: Pipeline | None) -> dict[str, float]:
-        return evaluate(setup.model, source, setup.objective, setup.ranks, wanted.sequences, pipeline)
-
-    return evaluate_source
+    if wanted is None or validation is None:
+        return TrainingInputs(open_loader, None)
+    return TrainingInputs(
+        open_loader, partial(evaluate, setup.model, validation, setup.objective, ranks, wanted.sequences)
+    )
 
 
 PRETRAINING = Recipe(objective_of, inputs_from_source)  # and supervised fine-tuning

@@ -167,7 +167,7 @@ def test_held_out_pairs_stay_whole_and_have_other_prompts(bytes_only: Path, tmp_
     for folder in (tmp_path / "shards", tmp_path / "shards" / "validation"):
         source = PairSource(Shards(folder), 64, 0)
         found = set()
-        for number in range(source.num_pairs):
+        for number in range(source.num_pairs()):
             chosen, rejected = source._read(number)
             shared = int(np.argmax(chosen[1]))
             assert np.array_equal(chosen[0][:shared], rejected[0][:shared])
