@@ -10,6 +10,7 @@ from pathlib import Path
 from craton.extras import require_extra
 from craton.http_guard import is_loopback
 from craton.job import TRAINING_KINDS, ContentError, Job, JobError, check_here, check_trackers
+from craton.job.model import weights_folder
 from craton.job.sections import STANDARD_LIBRARY, place_of
 from craton.ml import TRAINED_PRECISIONS
 from craton.orchestration.draft.choose_backend import backend_name
@@ -62,6 +63,22 @@ def check_weights(job: Job) -> None:
     """Check that the initial weights are on this machine, before data is prepared."""
     if job.kind in TRAINING_KINDS or job.serve:
         _ = job.weights_folder
+    for place, folder in reference_folders(job).items():
+        if weights_folder(folder) is None:
+            raise StartError(
+                f"{job.where(*place)}{'.'.join(place)}: {folder} has no weights; give a folder with a config.json and "
+                "*.safetensors"
+            )
+
+
+def reference_folders(job: Job) -> dict[tuple[str, str], str]:
+    """Return the folders of models beside the trained one, by their keys in the job file."""
+    named = {
+        ("preference", "reference"): job.preference.reference_model if job.preference else None,
+        ("policy", "reference"): job.policy.reference if job.policy else None,
+        ("policy", "teacher"): job.policy.teacher if job.policy else None,
+    }
+    return {place: folder for place, folder in named.items() if isinstance(folder, str) and folder != "start"}
 
 
 def check_tiers(job: Job, run: Path) -> None:
