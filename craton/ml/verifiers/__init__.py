@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         probe_isolation,
         require_isolation,
     )
-    from craton.ml.verifiers.verdict import Verdict, VerifierSample, judge_failures
+    from craton.ml.verifiers.verdict import SampleVerdict as Verdict
+    from craton.ml.verifiers.verdict import VerifierSample, judge_failures
 else:
     __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from craton.ml.verifiers.members import Worker
+from craton.ml.verifiers.members import PoolWorker
 
 
 @dataclass(eq=False)
-class Episode:
+class EpisodeRecord:
     """The messages of an episode so far, the replies to them, and the process that holds the environment."""
 
     number: int
@@ -17,7 +17,7 @@ class Episode:
     tasks: list[int] = field(default_factory=list)  # of the pool, one for each message
     replies: list[dict[str, Any]] = field(default_factory=list)
     position: int = 0  # messages that the present process has answered
-    worker: Worker | None = None
+    worker: PoolWorker | None = None
     is_running: bool = False  # counts against the number of workers; others wait for the model
     deaths: int = 0
     error: str = ""  # not empty: the episode is lost

@@ -19,7 +19,7 @@ from craton.ml.verifiers.errors import VerifierError
 
 INSTRUCTION = """Rate the answer to a task with a number between 0 (wrong or useless) and 1 (right and complete).
 
-Task:
+VerifierTask:
 {prompt}
 
 Reference answer (may be empty):

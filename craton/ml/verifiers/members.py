@@ -23,7 +23,7 @@ from craton.ml.verifiers.sandbox import (
     ConfinedProcess,
     Confinement,
     Isolation,
-    ProcessLimits,
+    SandboxLimits,
     launch,
     own_package,
     sandbox_user,
@@ -39,7 +39,7 @@ TEMPLATE_SECONDS = 300.0  # users' modules may import a whole framework
 
 
 @dataclass
-class Task:
+class VerifierTask:
     """One verification: a message for a worker of a group, and how often it was tried."""
 
     number: int
@@ -50,14 +50,14 @@ class Task:
 
 
 @dataclass(eq=False)
-class Worker:
+class PoolWorker:
     """A process with its connection and its standard error."""
 
     group: str
     process: ConfinedProcess
     channel: Channel
     output: int
-    task: Task | None = None
+    task: VerifierTask | None = None
     episode: int | None = None
     is_ready: bool = False
     deadline: float = 0.0
@@ -105,7 +105,7 @@ class Starter:
         self._template: socket.socket | None = None
         self._template_process: subprocess.Popen[bytes] | None = None
 
-    def start(self, group: str) -> Worker:
+    def start(self, group: str) -> PoolWorker:
         if group == "open":
             return self._fork_open()
         is_program = group == "program"
@@ -118,9 +118,9 @@ class Starter:
             path = str(Path(package).parent) if off else PACKAGE_INSIDE
             call = f"from craton.ml.verifiers.worker import main; main({self._settings['verifiers']!r})"
             command = [sys.executable, "-I", "-c", f"import sys; sys.path.insert(0, {path!r}); {call}"]
-        limits = ProcessLimits(self._settings["memory_bytes"])
+        limits = SandboxLimits(self._settings["memory_bytes"])
         if not is_program:
-            limits = ProcessLimits(self._settings["memory_bytes"], processes=SEALED_PROCESSES)
+            limits = SandboxLimits(self._settings["memory_bytes"], processes=SEALED_PROCESSES)
         self._num_started += 1
         confinement = Confinement(self._isolation, limits, readable, sandbox_user(self._num_started))
         ours, theirs, reading, writing = _connections()
@@ -129,7 +129,7 @@ class Starter:
         finally:
             theirs.close()
             os.close(writing)
-        return Worker(group, process, Channel(ours, OUTPUT_BYTES * 2), reading)
+        return PoolWorker(group, process, Channel(ours, OUTPUT_BYTES * 2), reading)
 
     def load_template(self) -> None:
         """Start the template of open workers; RuntimeError with its message if the user's code cannot be loaded."""
@@ -164,7 +164,7 @@ class Starter:
             self._template_process.wait()
             self._template_process = None
 
-    def _fork_open(self) -> Worker:
+    def _fork_open(self) -> PoolWorker:
         for attempt in range(2):
             if self._template is None:
                 self.load_template()
@@ -174,7 +174,7 @@ class Starter:
                 socket.send_fds(self._template, [b"fork"], [theirs.fileno(), writing])
                 pid = int(self._template.recv(64))
                 process = ConfinedProcess(pid, Isolation.NAMESPACES)
-                return Worker("open", process, Channel(ours, OUTPUT_BYTES * 2), reading)
+                return PoolWorker("open", process, Channel(ours, OUTPUT_BYTES * 2), reading)
             except (OSError, ValueError):
                 ours.close()
                 os.close(reading)

@@ -25,7 +25,7 @@ from craton.ml.verifiers.environment import Turn
 from craton.ml.verifiers.errors import IsolationError, VerifierError
 from craton.ml.verifiers.members import python_command
 from craton.ml.verifiers.terms import TermCall, call_of, check_terms, group_of, term_names, weighted_sum
-from craton.ml.verifiers.verdict import Verdict, VerifierSample
+from craton.ml.verifiers.verdict import SampleVerdict, VerifierSample
 from craton.ml.verifiers.wire import READ_BYTES, Inbox, framed
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class _Sample:
     """A sample whose terms are being verified."""
 
     calls: list[TermCall]
-    future: Future[Verdict] = field(default_factory=Future)
+    future: Future[SampleVerdict] = field(default_factory=Future)
     values: dict[str, float | None] = field(default_factory=dict)
     errors: list[str] = field(default_factory=list)
     seconds: float = 0.0
@@ -69,7 +69,7 @@ class _Sample:
             if reward is None and not self.errors:
                 self.errors.append("the weighted sum of the rewards is not finite")
             parts = {call.name: self.values[call.name] for call in self.calls}
-            self.future.set_result(Verdict(reward, parts, "; ".join(self.errors), self.seconds))
+            self.future.set_result(SampleVerdict(reward, parts, "; ".join(self.errors), self.seconds))
 
 
 class Episode:
@@ -150,19 +150,19 @@ class VerifierPool:
             self.close()
             raise self._failure
 
-    def verify(self, samples: Sequence[VerifierSample]) -> list[Verdict]:
+    def verify(self, samples: Sequence[VerifierSample]) -> list[SampleVerdict]:
         """Verify samples, as many at a time as there are workers; in their order."""
         return [future.result() for future in [self.submit(sample) for sample in samples]]
 
-    def submit(self, sample: VerifierSample) -> Future[Verdict]:
+    def submit(self, sample: VerifierSample) -> Future[SampleVerdict]:
         """Verify a sample in the background. The future has a verdict whatever the sample does."""
         try:
             calls = [call_of(term, name, sample) for term, name in zip(self._terms, self._names, strict=True)]
         except UnreadableReferenceError as error:
-            return _decided(Verdict(None, dict.fromkeys(self._names), str(error)))
+            return _decided(SampleVerdict(None, dict.fromkeys(self._names), str(error)))
         owner = _Sample(calls)
         if not calls:
-            return _decided(Verdict(0.0))
+            return _decided(SampleVerdict(0.0))
         with self._lock:
             for call in calls:
                 number = next(self._numbers)
@@ -337,7 +337,7 @@ def _settings(
     }
 
 
-def _decided(verdict: Verdict) -> Future[Verdict]:
-    future: Future[Verdict] = Future()
+def _decided(verdict: SampleVerdict) -> Future[SampleVerdict]:
+    future: Future[SampleVerdict] = Future()
     future.set_result(verdict)
     return future

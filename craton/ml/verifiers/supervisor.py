@@ -19,9 +19,9 @@ from collections import Counter, deque
 from typing import Any
 
 from craton.formatting import memory, setting
-from craton.ml.verifiers.episodes import Episode
+from craton.ml.verifiers.episodes import EpisodeRecord
 from craton.ml.verifiers.errors import IsolationError
-from craton.ml.verifiers.members import Starter, Task, Worker
+from craton.ml.verifiers.members import PoolWorker, Starter, VerifierTask
 from craton.ml.verifiers.sandbox import (
     NOT_STARTED,
     OUTPUT_BYTES,
@@ -51,10 +51,10 @@ def start(descriptor: int, trainer: int) -> None:
     adopt_orphans()
     connection = socket.socket(fileno=descriptor)
     connection.set_inheritable(False)
-    Supervisor(connection, trainer).run()
+    PoolSupervisor(connection, trainer).run()
 
 
-class Supervisor:
+class PoolSupervisor:
     """State: tasks that wait by group, workers, and episodes of environments."""
 
     def __init__(self, connection: socket.socket, trainer: int) -> None:
@@ -62,10 +62,10 @@ class Supervisor:
         self._pool = Channel(connection)
         self._selector = selectors.DefaultSelector()
         self._selector.register(connection, selectors.EVENT_READ, None)
-        self._waiting: dict[str, deque[Task]] = {"sealed": deque(), "open": deque(), "program": deque()}
-        self._workers: list[Worker] = []
-        self._ending: dict[Worker, float] = {}  # worker → when its end is no longer waited for
-        self._episodes: dict[int, Episode] = {}
+        self._waiting: dict[str, deque[VerifierTask]] = {"sealed": deque(), "open": deque(), "program": deque()}
+        self._workers: list[PoolWorker] = []
+        self._ending: dict[PoolWorker, float] = {}  # worker → when its end is no longer waited for
+        self._episodes: dict[int, EpisodeRecord] = {}
         self._episode_steps: deque[int] = deque()
         self._start_failures: Counter[str] = Counter()
         self._given_up: dict[str, str] = {}
@@ -135,17 +135,17 @@ class Supervisor:
 
     def _on_restore_episode(self, episode: int, messages: list[bytes], replies: list[dict[str, Any]]) -> None:
         """Take over an episode of a supervisor that died; it is replayed at its next step."""
-        self._episodes[episode] = Episode(episode, messages, [-1] * len(messages), replies)
+        self._episodes[episode] = EpisodeRecord(episode, messages, [-1] * len(messages), replies)
 
     def _on_task(self, number: int, group: str, message: bytes) -> None:
         if group in self._given_up:
             self._send("result", number, {"error": self._given_up[group]}, 0.0)
         else:
-            self._waiting[group].append(Task(number, group, message))
+            self._waiting[group].append(VerifierTask(number, group, message))
 
     def _on_episode(self, number: int, episode: int, message: bytes) -> None:
         """Begin an episode, or take its next step."""
-        known = self._episodes.setdefault(episode, Episode(episode))
+        known = self._episodes.setdefault(episode, EpisodeRecord(episode))
         known.ask(number, message)
         self._episode_steps.append(episode)
 
@@ -169,10 +169,10 @@ class Supervisor:
             for _ in range(missing if not self._start_failures[group] else min(missing, 1)):
                 self._start(group)
 
-    def _members(self, group: str) -> list[Worker]:
+    def _members(self, group: str) -> list[PoolWorker]:
         return [worker for worker in self._workers if worker.group == group and worker.episode is None]
 
-    def _start(self, group: str) -> Worker | None:
+    def _start(self, group: str) -> PoolWorker | None:
         assert self._starter is not None
         try:
             worker = self._starter.start(group)
@@ -201,14 +201,14 @@ class Supervisor:
             self._give(program, task)
         self._step_episodes()
 
-    def _give(self, worker: Worker, task: Task) -> None:
+    def _give(self, worker: PoolWorker, task: VerifierTask) -> None:
         worker.task = task
         worker.begun = time.monotonic()
         worker.deadline = worker.begun + self._settings["limit"]
         worker.printed_bytes = 0
         worker.channel.send(task.message)
 
-    def _hear_worker(self, worker: Worker) -> None:
+    def _hear_worker(self, worker: PoolWorker) -> None:
         try:
             messages = worker.channel.receive()
         except MessageTooLongError:
@@ -227,7 +227,7 @@ class Supervisor:
                 return
             self._take_reply(worker, reply)
 
-    def _take_reply(self, worker: Worker, reply: dict[str, Any]) -> None:
+    def _take_reply(self, worker: PoolWorker, reply: dict[str, Any]) -> None:
         if not worker.is_ready:
             worker.is_ready = True
             worker.base_bytes = worker.process.usage()[0] if worker.group == "open" else 0
@@ -254,7 +254,7 @@ class Supervisor:
         elif worker.episode in self._episodes:
             self._advance(self._episodes[worker.episode], reply, task.seconds)
 
-    def _read_output(self, worker: Worker) -> None:
+    def _read_output(self, worker: PoolWorker) -> None:
         data = worker.read_output()
         if data is None:
             self._selector.unregister(worker.output)
@@ -286,7 +286,7 @@ class Supervisor:
             elif worker.group == "open" and processes > OPEN_PROCESSES:
                 self._end(worker, f"started more than {OPEN_PROCESSES} processes")
 
-    def _end(self, worker: Worker, reason: str, reply: dict[str, Any] | None = None) -> None:
+    def _end(self, worker: PoolWorker, reason: str, reply: dict[str, Any] | None = None) -> None:
         """End a worker that has a reason to be killed or has sent its last reply; or wait for one that closed its
         connection. Its task is settled once it has ended."""
         if worker in self._ending:
@@ -319,7 +319,7 @@ class Supervisor:
                 worker.close()
                 self._end_strays()
 
-    def _settle(self, worker: Worker, status: int | None) -> None:
+    def _settle(self, worker: PoolWorker, status: int | None) -> None:
         """Send the result of what a worker did when it ended, or let another one try."""
         worker.read_output()
         task, worker.task = worker.task, None
@@ -341,7 +341,7 @@ class Supervisor:
         else:
             self._try_again(worker, task, status)
 
-    def _try_again(self, worker: Worker, task: Task, status: int | None) -> None:
+    def _try_again(self, worker: PoolWorker, task: VerifierTask, status: int | None) -> None:
         """A worker died, and perhaps not by the sample's doing: from outside, or for lack of the machine's memory."""
         task.attempts += 1
         if task.attempts < ATTEMPTS:
@@ -354,7 +354,7 @@ class Supervisor:
         line = worker.last_line()
         self._fail(task, f"{what}: {line}" if line else what, worker)
 
-    def _fail(self, task: Task, error: str, worker: Worker | None = None) -> None:
+    def _fail(self, task: VerifierTask, error: str, worker: PoolWorker | None = None) -> None:
         self._send("result", task.number, {"error": error}, time.monotonic() - worker.begun if worker else 0.0)
 
     def _count_start_failure(self, group: str, reason: str) -> None:
@@ -404,7 +404,7 @@ class Supervisor:
                 episode.is_running = True
                 self._continue(episode)
 
-    def _continue(self, episode: Episode) -> None:
+    def _continue(self, episode: EpisodeRecord) -> None:
         """Send the next message to the process of an episode; start one where there is none."""
         if "open" in self._given_up:
             episode.error = episode.error or self._given_up["open"]
@@ -420,9 +420,9 @@ class Supervisor:
             episode.is_running = False
         elif episode.worker.is_ready and not episode.worker.is_busy:
             position = episode.position
-            self._give(episode.worker, Task(episode.tasks[position], "open", episode.messages[position]))
+            self._give(episode.worker, VerifierTask(episode.tasks[position], "open", episode.messages[position]))
 
-    def _advance(self, episode: Episode, reply: dict[str, Any], seconds: float) -> None:
+    def _advance(self, episode: EpisodeRecord, reply: dict[str, Any], seconds: float) -> None:
         if episode.is_replaying:
             if reply != episode.replies[episode.position]:
                 self._lose(episode, "its process died, and the environment wrote something else when it was replayed")
@@ -436,7 +436,7 @@ class Supervisor:
         else:
             self._continue(episode)
 
-    def _settle_episode(self, worker: Worker, task: Task | None) -> None:
+    def _settle_episode(self, worker: PoolWorker, task: VerifierTask | None) -> None:
         episode = self._episodes.get(worker.episode if worker.episode is not None else -1)
         if episode is None or episode.worker is not worker:
             return
@@ -450,7 +450,7 @@ class Supervisor:
         elif episode.is_running:
             self._continue(episode)
 
-    def _lose(self, episode: Episode, error: str) -> None:
+    def _lose(self, episode: EpisodeRecord, error: str) -> None:
         """End an episode without a verdict."""
         episode.error = error
         episode.is_running = False

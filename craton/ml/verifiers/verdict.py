@@ -25,7 +25,7 @@ class VerifierSample:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class SampleVerdict:
     """A reward, or None with the error: a crash, a timeout or an unreadable answer is no 0."""
 
     reward: float | None
@@ -34,7 +34,7 @@ class Verdict:
     seconds: float = 0.0
 
 
-def judge_failures(verdicts: Sequence[Verdict]) -> str:
+def judge_failures(verdicts: Sequence[SampleVerdict]) -> str:
     """Return a warning if more than 5% of a step's samples have no verdict, else an empty text; VerifierError if more
     than half have none."""
     errors = [verdict.error for verdict in verdicts if verdict.reward is None]

@@ -14,7 +14,7 @@ def bubblewrap_command(command: Sequence[str], confinement: Confinement) -> list
     """Return the command that runs another one confined."""
     arguments = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
     arguments += ["--die-with-parent", "--new-session", "--hostname", "sandbox", "--cap-drop", "ALL"]
-    # Root keeps its namespace of users and changes to another user: see ProcessLimits.processes.
+    # Root keeps its namespace of users and changes to another user: see SandboxLimits.processes.
     if confinement.is_root:
         arguments += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     else:

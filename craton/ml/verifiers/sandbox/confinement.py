@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from craton.ml.verifiers.sandbox.limits import ProcessLimits
+from craton.ml.verifiers.sandbox.limits import SandboxLimits
 from craton.ml.verifiers.sandbox.readable import readable_paths
 
 FOLDER = "/sandbox"  # the process's own folder: in memory, writable, gone with the process
@@ -45,7 +45,7 @@ class Confinement:
     """One confined process: how, with which limits, and which folders it sees under which other name."""
 
     isolation: Isolation
-    limits: ProcessLimits = field(default_factory=ProcessLimits)
+    limits: SandboxLimits = field(default_factory=SandboxLimits)
     also_readable: Mapping[str, str] = field(default_factory=dict)  # path inside → path of this machine
     user: int = FIRST_USER  # as root only
 

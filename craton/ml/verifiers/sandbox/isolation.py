@@ -18,7 +18,9 @@ from craton.ml.verifiers.sandbox.confinement import Confinement, Isolation
 from craton.ml.verifiers.sandbox.landlock import landlock_version
 
 TRIAL_SECONDS = 20.0
-INSTALL_ISOLATION = "install bubblewrap (Debian, Ubuntu: apt-get install bubblewrap), or allow user namespaces on this machine"
+INSTALL_ISOLATION = (
+    "install bubblewrap (Debian, Ubuntu: apt-get install bubblewrap), or allow user namespaces on this machine"
+)
 # Runs confined: reports whether the network, other processes and other files are out of reach.
 TRIAL = """
 import json, os, socket

@@ -9,7 +9,7 @@ OUTPUT_BYTES = 1 << 20  # what a sample may print or return before it is ended
 
 
 @dataclass(frozen=True)
-class ProcessLimits:
+class SandboxLimits:
     """Limits of one confined process and of everything that it starts."""
 
     memory_bytes: int = 1 << 30
@@ -18,7 +18,7 @@ class ProcessLimits:
     open_files: int = 256
 
 
-def set_resource_limits(limits: ProcessLimits) -> None:
+def set_resource_limits(limits: SandboxLimits) -> None:
     """Limit this process and its descendants. The number of processes is not limited here: the kernel counts all
     processes of the user, so that limit is set after the user has changed."""
     set_limit(resource.RLIMIT_AS, limits.memory_bytes)
