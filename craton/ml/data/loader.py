@@ -8,7 +8,7 @@ starts at `state` resumes exactly where another one stopped, whatever its world 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from queue import Empty, Full, Queue
 from types import MappingProxyType, TracebackType
 from typing import Self
@@ -31,6 +31,7 @@ class Loader:
     metrics: Mapping[str, float] = MappingProxyType({})  # of the last `next`, for the step's record
     is_step_done = True  # whether the last `next` gave the micro-batches of the step's last optimizer update
     check: Callable[[], None] = staticmethod(lambda: None)  # raises when the generation is over; for long waits
+    pending: Sequence[int] = ()  # samples are trained in order
 
     def __init__(
         self, source: Source, global_batch: int, rank: int, world: int, micro_batch: int, start: int = 0, ahead: int = 4

@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 from torch import nn
 
 from craton.job import Job
-from craton.ml.data import DataError, PromptEncoder, open_prompts, tokenizer_folder
+from craton.ml.data import DataError, PromptEncoder, PromptSource, open_prompts, tokenizer_folder
 from craton.ml.data.order import key_of
+from craton.ml.posttraining.asynchronous import AsynchronousSamples, open_asynchronous
 from craton.ml.posttraining.frozen import frozen_model
 from craton.ml.posttraining.loader import RolloutLoader, Scorers, Values
 from craton.ml.posttraining.objectives import policy_objective
@@ -38,6 +39,7 @@ from craton.ml.training import (
     without_adapters,
 )
 from craton.ml.training.parallel import Pipeline
+from craton.ml.verifiers import VerifierPool
 from craton.telemetry.rank import SampleRecorder
 
 MAX_RUNNING = 256  # requests of one rank in a batch
@@ -68,8 +70,6 @@ class _RolloutInputs:
         assert job.train is not None
         assert job.policy is not None
         assert job.rollout is not None
-        if job.rollout.mode != "sync":
-            raise SetupError(f"rollout.mode {job.rollout.mode} cannot run yet; use mode sync")
         self._setup = setup
         self._seed = job.train.seed
         folder = tokenizer_folder(job)
@@ -81,32 +81,13 @@ class _RolloutInputs:
         has_pool = bool(job.reward) or job.rollout.environment is not None
         job_folder = Path(os.environ.get("CRATON_JOB_FOLDER") or ".").absolute()
         pool = open_pool(job, job_folder) if has_pool else None
-        own_samples = -(-job.rollout.prompts // ranks.world) * job.rollout.group
-        self._engine = RolloutEngine(
-            setup.model,
-            ranks,
-            EngineSettings(max_length=job.sequence, max_running=min(MAX_RUNNING, own_samples)),
-            encoder.stop_tokens,
-        )
-        rollouts = Rollouts(
-            self._engine,
-            encoder,
-            job.rollout.temperature,
-            job.max_completion_tokens,
-            job.sequence - job.max_completion_tokens,
-            pool,
-            job.rollout.max_turns if job.rollout.environment else 0,
-        )
-        self._samples = SynchronousSamples(
-            self._engine,
-            prompts,
-            rollouts,
-            Rewards(pool, _reward_models(setup)),
-            job.rollout,
-            self._seed,
-            ranks,
-            setup.clock,
-        )
+        rewards = Rewards(pool, _reward_models(setup))
+        if job.rollout.mode == "sync":
+            self._samples: SynchronousSamples | AsynchronousSamples = _synchronous(
+                setup, prompts, encoder, pool, rewards
+            )
+        else:
+            self._samples = open_asynchronous(setup, prompts, encoder, pool, rewards)
         self._scorers = _scorers(setup)
         local_ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
         self._recorder = None
@@ -126,10 +107,9 @@ class _RolloutInputs:
         assert self._setup.job.train is not None
         wanted = self._setup.job.train.evaluate
         assert wanted is not None
-        self._engine.refresh(self._setup.clock.page.step)
         seed, indices = key_of(self._seed, VALIDATION), range(wanted.sequences)
-        samples = self._samples.sample(self._validation, indices, 1, seed, self._loader.check, {})
-        return reward_metrics(samples)
+        version, check = self._setup.clock.page.step, self._loader.check
+        return reward_metrics(self._samples.complete(self._validation, indices, seed, version, check))
 
     def _observe(self, step: StepSamples) -> None:
         """Record a few samples of this rank, and a warning about verifiers."""
@@ -153,6 +133,27 @@ class _RolloutInputs:
                 sample.num_generated,
                 sample.versions,
             )
+
+
+def _synchronous(
+    setup: TrainingSetup, prompts: PromptSource, encoder: PromptEncoder, pool: VerifierPool | None, rewards: Rewards
+) -> SynchronousSamples:
+    job, ranks = setup.job, setup.ranks
+    assert job.rollout is not None
+    assert job.train is not None
+    own_samples = -(-job.rollout.prompts // ranks.world) * job.rollout.group
+    settings = EngineSettings(max_length=job.sequence, max_running=min(MAX_RUNNING, own_samples))
+    engine = RolloutEngine(setup.model, ranks, settings, encoder.stop_tokens)
+    rollouts = Rollouts(
+        engine,
+        encoder,
+        job.rollout.temperature,
+        job.max_completion_tokens,
+        job.sequence - job.max_completion_tokens,
+        pool,
+        job.rollout.max_turns if job.rollout.environment else 0,
+    )
+    return SynchronousSamples(engine, prompts, rollouts, rewards, job.rollout, job.train.seed, ranks, setup.clock)
 
 
 def _scorers(setup: TrainingSetup) -> Scorers:

@@ -30,7 +30,11 @@ Values = Callable[[Sequence[TrainedSequence]], list[NDArray[np.float32]]]
 class SampleDrawer(Protocol):
     """Where the samples of a step come from; see `SynchronousSamples`."""
 
+    pending: Sequence[int]  # prompts before the next one of the last draw that later steps train
+
     def draw(self, first: int, check: Callable[[], None]) -> StepSamples: ...
+
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,14 @@ class RolloutLoader:
         return self._next_prompt
 
     @property
+    def pending(self) -> Sequence[int]:
+        return self._samples.pending
+
+    @pending.setter
+    def pending(self, indices: Sequence[int]) -> None:
+        self._samples.pending = indices
+
+    @property
     def is_step_done(self) -> bool:
         return not self._left
 
@@ -91,6 +103,7 @@ class RolloutLoader:
 
     def close(self) -> None:
         self._updates, self._left = iter(()), 0
+        self._samples.close()
 
     def _begin_step(self) -> None:
         trained = time.perf_counter() - self._ended_at if self._ended_at else 0.0
@@ -107,7 +120,7 @@ class RolloutLoader:
         if trained:
             waited = sum(step.phase_seconds.values())
             metrics["trainer_idle_share"] = waited / (waited + trained)
-            metrics["rollout_idle_share"] = 1 - step.phase_seconds["rollout"] / (waited + trained)
+            metrics.setdefault("rollout_idle_share", 1 - step.phase_seconds["rollout"] / (waited + trained))
         self.metrics = metrics
         self._updates = self._minibatches(sequences, self._next_prompt)
         self._left = self._policy.updates

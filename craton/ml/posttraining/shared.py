@@ -47,9 +47,11 @@ class RolloutEngine:
         stop_tokens: Iterable[int] = (),
         tokenizer_folder: Path | None = None,
         kv_bytes: int = 0,
+        shares: bool = True,
     ) -> None:
-        """`kv_bytes` bounds the KV cache, unless `settings.blocks` does; 0: what `max_running` requests can use, at
-        most KV_SHARE of the free memory of a GPU. It is allocated here and does not change."""
+        """`shares`: use the trained weights' memory where possible; otherwise generation can go on while they change.
+        `kv_bytes` bounds the KV cache, unless `settings.blocks` does; 0: what `max_running` requests can use, at most
+        KV_SHARE of the free memory of a GPU. It is allocated here and does not change."""
         if not isinstance(model, Decoder):
             raise RolloutError(
                 "rollouts in the trainer's process need a model of Craton's own decoder families; use mode separate, "
@@ -61,7 +63,7 @@ class RolloutEngine:
         self._weights = TrainedWeights(model, ranks)
         self.twin = self._weights.new_twin()
         self._has_frozen = False  # the copy has the weights that are not trained
-        self.is_shared = self._can_share()
+        self.is_shared = shares and self._can_share()
         if self.is_shared:
             self._share()
         else:

@@ -49,6 +49,10 @@ class SynchronousSamples:
     ) -> None:
         self._engine, self._prompts, self._rollouts, self._rewards = engine, prompts, rollouts, rewards
         self._rollout, self._seed, self._ranks, self._clock = rollout, seed, ranks, clock
+        self.pending: Sequence[int] = ()  # prompts are trained in order
+
+    def close(self) -> None:
+        """There is nothing to end: `draw` leaves no request behind."""
 
     def draw(self, first: int, check: Callable[[], None]) -> StepSamples:
         """Return the samples of the step that begins with prompt `first`."""
@@ -74,7 +78,14 @@ class SynchronousSamples:
                     f"rewards, and a step needs {wanted:,}; use prompts that are neither too easy nor too hard, a "
                     "larger rollout.group, or filter: none"
                 )
-        return StepSamples(kept, group, following, seconds, _metrics(drawn, group, seconds), warning)
+        return StepSamples(kept, group, following, seconds, step_metrics(drawn, group, seconds), warning)
+
+    def complete(
+        self, prompts: PromptSource, indices: Sequence[int], seed: int, version: int, check: Callable[[], None]
+    ) -> list[RolloutSample]:
+        """Return one verified sample of each of these prompts, from all ranks, from the newest weights."""
+        self._engine.refresh(version)
+        return self.sample(prompts, indices, 1, seed, check, {})
 
     def sample(
         self,
@@ -139,7 +150,7 @@ def reward_metrics(samples: Sequence[RolloutSample]) -> dict[str, float]:
     return metrics
 
 
-def _metrics(samples: Sequence[RolloutSample], group: int, seconds: dict[str, float]) -> dict[str, float]:
+def step_metrics(samples: Sequence[RolloutSample], group: int, seconds: dict[str, float]) -> dict[str, float]:
     """Return the metrics of all samples that a step drew, also of groups that it left out."""
     metrics = reward_metrics(samples)
     generated = [sample.num_generated for sample in samples]

@@ -43,6 +43,10 @@ class Rewards:
         """`models`: name, weight and reader of each reward model. Without a pool, samples have no rewards (distill)."""
         self._pool, self._models = pool, models
 
+    @property
+    def has_models(self) -> bool:
+        return bool(self._models)
+
     def verify(self, samples: Sequence[RolloutSample], check: Callable[[], None]) -> None:
         """Verify this rank's samples, except those that an environment has judged."""
         if self._pool is None:

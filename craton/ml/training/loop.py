@@ -181,7 +181,9 @@ class Trainer:
 
         times, kept = self.timer.finish(), self.search.kept(batches)
         samples, metrics = range(first_sample, self.loader.state), self._batch_metrics
-        self._record_previous_step(Readout(self.step, samples, rate, copied, names, times, agreed, metrics, kept))
+        self._record_previous_step(
+            Readout(self.step, samples, rate, copied, names, times, agreed, metrics, kept, tuple(self.loader.pending))
+        )
         self.saves.report_recovery(self.step, self.check)
         self._evaluate_when_due()
         self._run_periodic_work()
@@ -368,7 +370,7 @@ class Trainer:
             return
         if fault is not None:
             origin = None if fault.is_finite else self._find_origin(late)
-            self._apply_policy(fault, late.samples, origin)
+            self._apply_policy(fault, late, origin)
 
     def _find_origin(self, late: Readout) -> Origin | None:
         """Return where a step that is not finite went bad. All ranks come here together, after its gradients are gone:
@@ -390,14 +392,14 @@ class Trainer:
         self._forward_backward(list(batches), count, is_eager=True)
         sum_uncut_gradients(self.parts.optimizer.parameters.values(), self.parts.ranks)
 
-    def _apply_policy(self, fault: BadStep, samples: range, origin: Origin | None) -> None:
-        found = {"first_sample": samples.start, "last_sample": samples.stop - 1}
+    def _apply_policy(self, fault: BadStep, late: Readout, origin: Origin | None) -> None:
+        found = {"first_sample": late.samples.start, "last_sample": late.samples.stop - 1}
         found |= {} if origin is None else origin.fields()
         self.saves.event("bad_step", fault.step, reason=fault.reason, policy=fault.policy, **found)
         where = f" ({origin})" if origin is not None else ""
         self.saves.say(f"step {fault.step}: {fault.reason}{where}; policy: {fault.policy}")
         if fault.policy == "rollback":
-            self._roll_back(fault, samples.stop)
+            self._roll_back(fault, late)
         elif fault.policy == "stop":
             advice = "`craton resume` starts from the last checkpoint before it"
             if not fault.counted:  # the weights are still those before the bad step
@@ -405,7 +407,7 @@ class Trainer:
                 advice = f"the weights before it are saved as step {self.step}"
             raise TrainingStoppedError(f"step {fault.step}: {fault.reason}{where}, and the policy is stop; {advice}")
 
-    def _roll_back(self, fault: BadStep, next_sample: int) -> None:
+    def _roll_back(self, fault: BadStep, late: Readout) -> None:
         """Roll back to the last checkpoint and continue after the samples of the bad step."""
         reached = self.step
         with self.parts.clock.kind("restore"):
@@ -414,7 +416,7 @@ class Trainer:
             self.saves.say(f"step {fault.step}: there is no checkpoint to roll back to yet; training continues")
             return
         self.guard.rolled_back(counters["step"], fault)
-        self._return_to({**counters, "next_sample": next_sample}, reached)
+        self._return_to({**counters, "next_sample": late.samples.stop, "pending": late.pending}, reached)
         self.saves.event("rolled_back", self.step, reached=reached, reason=fault.reason)
 
     def _distrust_memory(self, step: int, loss: float) -> bool:
@@ -453,6 +455,7 @@ class Trainer:
         self.step = counters["step"] if counters else 0
         self.loader = self.parts.open_loader(counters["next_sample"] if counters else 0)
         self.loader.check = self.check
+        self.loader.pending = tuple(counters.get("pending") or ()) if counters else ()
 
     def _checkpoint(self) -> None:
         self._doing = "checkpoint"
@@ -493,7 +496,8 @@ class Trainer:
 
     def counters(self) -> dict[str, Any]:
         assert self.loader is not None
-        return {"step": self.step, "next_sample": self.loader.state, "records": self.records.later()}
+        pending = {"pending": list(self.loader.pending)} if self.loader.pending else {}
+        return {"step": self.step, "next_sample": self.loader.state, **pending, "records": self.records.later()}
 
 
 def _averaged(updates: Sequence[Tensor]) -> Tensor:

@@ -29,6 +29,7 @@ class StepLoader(Protocol):
     """Gives the micro-batches of one step after another; every rank gets the same number of them."""
 
     check: Callable[[], None]  # set by the loop; raises when the generation is over, for waits that may be long
+    pending: Sequence[int]  # samples before `state` that later steps train; set by the loop where training resumes
 
     @property
     def phase_seconds(self) -> Mapping[str, float]:

@@ -227,14 +227,14 @@ def test_an_error_while_opening_is_raised_in_the_trainer() -> None:
 
 
 def test_waiting_for_an_endpoint_ends_with_the_generation() -> None:
-    class Over(Exception):
+    class OverError(Exception):
         pass
 
     def over() -> None:
-        raise Over
+        raise OverError
 
     with bench() as made:
         made.producer.begin([Group(0), Group(1, [Generation() for _ in range(GROUP)], begun=0)], nothing)
-        with pytest.raises(Over):
+        with pytest.raises(OverError):
             made.producer.call(lambda: asyncio.sleep(1000), over)
         assert [state.index for state in made.producer.states(nothing)] == [0, 1]

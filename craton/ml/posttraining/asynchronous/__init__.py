@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from craton.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from craton.ml.posttraining.asynchronous.groups import Generation, Group
     from craton.ml.posttraining.asynchronous.journal import Journal, JournalEntry, JournalError
-    from craton.ml.posttraining.asynchronous.selection import Frontier, GroupState, choose_batch
+    from craton.ml.posttraining.asynchronous.open import open_asynchronous
+    from craton.ml.posttraining.asynchronous.samples import AsynchronousSamples
 else:
     __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

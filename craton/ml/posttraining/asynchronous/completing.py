@@ -40,7 +40,8 @@ class CompletionSettings:
     max_tokens: int  # of all turns, including what an environment writes
     temperature: float = 1.0
     seed: int = 0
-    max_turns: int = 1
+    max_prompt_tokens: int = 1 << 30  # that an environment may write
+    max_turns: int = 0  # of an environment; 0: there is none
     stop_tokens: tuple[int, ...] = ()
 
 
@@ -69,7 +70,7 @@ class Completions:
             group.copies = [Generation() for _ in range(self.settings.group)]
         answers: Sequence[_Running | None] = [None] * len(group.copies)
         is_new = not any(copy.tokens or copy.is_complete for copy in group.copies)
-        if is_new and self.settings.max_turns == 1:
+        if is_new and not self.settings.max_turns:
             answers = await self._start_together(group, prompt)
         async with asyncio.TaskGroup() as tasks:
             for number, copy in enumerate(group.copies):
@@ -89,7 +90,7 @@ class Completions:
         """Generate and verify one copy."""
         copy = group.copies[number]
         began = time.monotonic()
-        if self.settings.max_turns > 1:
+        if self.settings.max_turns:
             await self._play(group, prompt, number)
         elif not copy.has_ended:
             await self._generate(group, number, copy, prompt.tokens, self.settings.max_tokens, running)
@@ -109,7 +110,7 @@ class Completions:
         finally:
             self.verifying -= 1
 
-    # -- turns of an environment ------------------------------------------------------------------------------------------
+    # -- turns of an environment --------------------------------------------------------------------------------------
 
     async def _play(self, group: Group, prompt: Prompt, number: int) -> None:
         assert self._pool is not None
@@ -124,6 +125,11 @@ class Completions:
             if turn.text is not None:
                 tokens = self._encoder({**prompt.row, "prompt": turn.text})
             copy.prompt = tokens
+            if len(tokens) > self.settings.max_prompt_tokens:
+                allowed = f"allowed: {self.settings.max_prompt_tokens:,}"
+                problem = f"the environment's prompt has {len(tokens):,} tokens; {allowed}"
+                copy.verdict = Verdict(None, {}, problem)
+                return
             for turns in range(1, self.settings.max_turns + 1):
                 if not await self._play_turn(group, number, episode, is_last=turns == self.settings.max_turns):
                     return
@@ -156,7 +162,7 @@ class Completions:
         copy.add(tokens, [0.0] * len(tokens), [ENVIRONMENT] * len(tokens))
         return True
 
-    # -- tokens -----------------------------------------------------------------------------------------------------------
+    # -- tokens -------------------------------------------------------------------------------------------------------
 
     async def _start_together(self, group: Group, prompt: Prompt) -> list[_Running | None]:
         """Submit all copies as one request, so that they share the KV cache of their prompt."""

@@ -138,9 +138,13 @@ def continue_from(journal: Journal, step: int, saved: Frontier) -> Continuation:
     Entries that cannot be used are removed, with all later ones: what they had is generated again from its seeds."""
     problems: list[str] = []
     base = _usable(journal, step, problems)
-    frontier, pending = (saved, ()) if base is None else (base.frontier, base.pending)
+    pending: tuple[Group, ...] = ()
+    if base is not None and base.frontier == saved:
+        pending = base.pending
+    elif base is not None:
+        problems.append(f"{journal.path(step)}: other samples are pending in it than in the checkpoint")
     repeated: list[JournalEntry] = []
-    before = frontier
+    before = saved
     for number in count(step + 1):
         entry = _usable(journal, number, problems)
         if entry is None:
@@ -152,7 +156,7 @@ def continue_from(journal: Journal, step: int, saved: Frontier) -> Continuation:
         before, pending = entry.frontier, entry.pending
     last = step + len(repeated)
     journal.remove(number for number in journal.steps() if number > last)
-    return Continuation(tuple(repeated), frontier, tuple(pending), tuple(problems))
+    return Continuation(tuple(repeated), saved, pending, tuple(problems))
 
 
 def _usable(journal: Journal, step: int, problems: list[str]) -> JournalEntry | None:

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TypeVar
 
 from craton.ml.posttraining.asynchronous.completing import Completions
+from craton.ml.posttraining.asynchronous.endpoints import Endpoints
 from craton.ml.posttraining.asynchronous.groups import Group
 from craton.ml.posttraining.asynchronous.selection import GroupState
 
@@ -84,16 +85,50 @@ class RolloutProducer:
 
         return self.call(copy, check)
 
-    def numbers(self, check: Check) -> tuple[int, float, int]:
-        """Return the tokens generated so far, the seconds in which there was nothing to generate, and the samples that
-        are being verified."""
+    def finished(self, check: Check) -> list[Group]:
+        """Return the groups that have finished; they are still ours."""
 
-        async def look() -> tuple[int, float, int]:
+        async def look() -> list[Group]:
+            return [group for group in self._groups.values() if group.is_finished]
+
+        return self.call(look, check)
+
+    def complete(
+        self, groups: Sequence[Group], open_completions: Callable[[Endpoints], Completions], check: Check
+    ) -> None:
+        """Complete other groups, and wait for them."""
+
+        async def work() -> None:
+            assert self._completions is not None
+            completions = open_completions(self._completions.endpoints)
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    for group in groups:
+                        tasks.create_task(completions.finish(group))
+            except BaseExceptionGroup as errors:
+                raise _first(errors) from None
+
+        self.call(work, check)
+
+    def waits_for(self, check: Check) -> str:
+        """Return what unfinished groups wait for: rollout, or only reward."""
+
+        async def look() -> str:
+            assert self._completions is not None
+            is_generating = any(endpoint.in_flight for endpoint in self._completions.endpoints.endpoints)
+            return "reward" if self._completions.verifying and not is_generating else "rollout"
+
+        return self.call(look, check)
+
+    def numbers(self, check: Check) -> tuple[int, float]:
+        """Return the tokens generated so far, and the seconds in which there was nothing to generate."""
+
+        async def look() -> tuple[int, float]:
             assert self._completions is not None
             idle = self._idle_seconds
             if self._idle_since is not None:
                 idle += time.monotonic() - self._idle_since
-            return self._completions.num_tokens, idle, self._completions.verifying
+            return self._completions.num_tokens, idle
 
         return self.call(look, check)
 
@@ -123,7 +158,7 @@ class RolloutProducer:
             self._loop.call_soon_threadsafe(self._stop)
             self._thread.join(CLOSE_SECONDS)
 
-    # -- on the event loop ------------------------------------------------------------------------------------------------
+    # -- on the event loop --------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)

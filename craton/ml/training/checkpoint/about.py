@@ -14,6 +14,7 @@ MAX_WORLD = 10**7  # ranks
 MAX_NUMBER = 2**63 - 1  # samples and bytes
 MAX_NAME_LETTERS = 4096  # a tier may be named by its path
 MAX_TIERS = 64
+MAX_PENDING = 10**6  # samples that are generated ahead
 
 
 def check_about(about: Mapping[str, Any], step: int) -> None:
@@ -43,6 +44,11 @@ def _check_counters(counters: Any, step: int) -> None:
         raise ValueError("its counters belong to another step")
     if "next_sample" in counters:
         _whole("next_sample", counters["next_sample"], 0, MAX_NUMBER)
+    pending = counters.get("pending") or []
+    if type(pending) is not list or len(pending) > MAX_PENDING:
+        raise ValueError(f"its pending samples are not a list of at most {MAX_PENDING:,}")
+    for index in pending:
+        _whole("pending sample", index, 0, MAX_NUMBER)
     records = counters.get("records") or []
     if type(records) is not list or not all(type(record) is dict for record in records):
         raise ValueError("its records are not a list of JSON objects")

@@ -244,3 +244,4 @@ class Readout:
     agreed: HostCopy  # weight of all labels of the step, then what ranks agreed on
     batch: dict[str, float] = field(default_factory=dict)  # metrics of its batches, on rank 0
     kept: Any = None  # the batches themselves, in case the step turns out to be bad
+    pending: tuple[int, ...] = ()  # global indices before the end of `samples` that later steps train
