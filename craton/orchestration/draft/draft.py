@@ -127,7 +127,7 @@ def draft_run(
     backend = backend_name(job, on)
     check_backend(job, backend)
     if members is None and generation == 0:
-        members = member_jobs(job, run)
+        members = member_jobs(job, run, backend)
         job = members.owner if members and members.owner else job
     if members is not None:
         job, members = checked_members(job, members)

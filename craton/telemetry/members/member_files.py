@@ -66,7 +66,7 @@ class MembersSpec:
 
     members: list[MemberSpec] = field(default_factory=list)
     parallel: int = 0  # at most so many run at a time; 0: all
-    purpose: Literal["", "sweep", "weights"] = ""
+    purpose: Literal["", "sweep", "weights", "rollouts"] = ""
 
     def member(self, name: str) -> MemberSpec | None:
         return next((member for member in self.members if member.name == name), None)
@@ -125,7 +125,7 @@ def read_members(run: RunDirectory) -> MembersSpec:
     return MembersSpec(
         members,
         parallel if type(parallel) is int and parallel > 0 else 0,
-        purpose if purpose in ("sweep", "weights") else "",
+        purpose if purpose in ("sweep", "weights", "rollouts") else "",
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -41,12 +41,17 @@ class _Waiting:
 
 
 class Endpoints:
-    """`when_lost` is called when requests of an endpoint fail, with the reason; it may make it ready again later."""
+    """`when_lost` is called when requests of an endpoint fail; who restores it later is its own affair. `when_closed` is
+    awaited before the clients are closed."""
 
-    def __init__(self, when_lost: Callable[[Endpoint], None] | None = None) -> None:
+    def __init__(
+        self,
+        when_lost: Callable[[Endpoint], None] | None = None,
+        when_closed: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
         self.endpoints: list[Endpoint] = []
         self.num_lost = 0  # requests that were continued after an endpoint was lost
-        self._when_lost = when_lost
+        self._when_lost, self._when_closed = when_lost, when_closed
         self._waiting: list[_Waiting] = []
         self._numbers = count()
 
@@ -105,6 +110,8 @@ class Endpoints:
             first.future.set_result(chosen)
 
     async def close(self) -> None:
+        if self._when_closed is not None:
+            await self._when_closed()
         for waiting in self._waiting:
             waiting.future.cancel()
         for endpoint in self.endpoints:

@@ -62,6 +62,9 @@ class EngineBackend:
             copied.set()
         producer.call(release, check)
 
+    def report(self) -> None:
+        """There is nothing to report: an engine that fails ends the generation."""
+
 
 def _stop(endpoint: Endpoint) -> None:
     """There is no other engine to go on with."""

@@ -55,6 +55,9 @@ class RolloutBackend(Protocol):
     def update(self, version: int, producer: RolloutProducer, check: Check) -> None:
         """Give new weights to all endpoints. All ranks call it together; it returns once requests have them."""
 
+    def report(self) -> None:
+        """Record what happened, from the trainer's thread; raise if generation will never go on."""
+
 
 class AsynchronousSamples:
     """Draws the samples of one step after another. All ranks call `draw` together."""
@@ -197,6 +200,7 @@ class AsynchronousSamples:
                 if chosen is not None:
                     break
                 producer.wait(WAIT_SECONDS)
+                self._backend.report()
                 check()
         with self._phase("rollout", seconds):
             own = producer.take([index for index in chosen if self._is_own(index)], check)

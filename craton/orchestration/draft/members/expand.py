@@ -1,4 +1,5 @@
-"""From a job to the members that its run owns: one for each combination of a sweep, one for `model: {job: FILE}`.
+"""From a job to the members that its run owns: one for each combination of a sweep, one for `model: {job: FILE}`, and
+the servers of `rollout: {mode: separate}`.
 
 Nothing here starts or writes anything. Earlier runs are read only to find a result that can be kept.
 """
@@ -13,6 +14,7 @@ from craton.errors import CratonError
 from craton.job import Job, load_job, sweep_jobs
 from craton.job.sections import Data
 from craton.orchestration.draft.members.checked import MAX_MEMBER_NAME, Members
+from craton.orchestration.draft.members.rollout_servers import rollout_servers
 from craton.orchestration.errors import StartError
 from craton.orchestration.saved_steps import newest_checkpoint
 from craton.remote import is_url
@@ -23,19 +25,23 @@ MAX_EARLIER_RUNS = 1000  # the newest, in whose members a result is looked for
 ONE_AT_A_TIME = 1  # a member takes all of the job's cluster
 
 
-def member_jobs(job: Job, run: Path | None = None) -> Members | None:
+def member_jobs(job: Job, run: Path | None = None, backend: str = "local") -> Members | None:
     """Return the members of the job's run in the directory `run`, default: its name in the root of runs; None for a job
     without members. A member of a sweep that starts from the weights of another job waits for that job."""
     run = runs_root() / job.name if run is None else run
     weights = _weights_member(job, run)
     owner = job if weights is None else job.with_weights_of(weights.job, weights.run)
-    if job.sweep is None and weights is None:
+    servers = rollout_servers(job, backend) if job.sweep is None else {}
+    if job.sweep is None and weights is None and not servers:
         return None
     members = [] if weights is None else [weights.spec]
     jobs = {} if weights is None else {weights.spec.name: weights.job}
+    needs: dict[str, Need] = {} if weights is None or weights.spec.is_kept else {weights.spec.name: "done"}
+    if job.sweep is None and servers:
+        members += [MemberSpec(name, dict(needs), "ready") for name in servers]
+        return Members(MembersSpec(members, purpose="rollouts"), {**jobs, **servers}, owner)
     if job.sweep is None:
         return Members(MembersSpec(members, purpose="weights"), jobs, owner)
-    needs: dict[str, Need] = {} if weights is None or weights.spec.is_kept else {weights.spec.name: "done"}
     for swept in sweep_jobs(owner):
         if swept.name in jobs:
             raise StartError(

@@ -1,0 +1,63 @@
+"""The servers of `rollout: {mode: separate}`: members `rollout-0` … of kind serve, with the model that is trained.
+
+They begin with random weights, and get the trained ones before the first request. On this machine they listen on
+127.0.0.1; elsewhere on all interfaces, with the API key in ROLLOUT_KEY.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+from craton.agent.processes import free_port
+from craton.job import Job, dump_job, parse_job
+from craton.job.rollouts import rollout_names
+
+API_KEY_VARIABLE = "ROLLOUT_KEY"
+FIRST_PORT = 8100  # of servers on nodes of their own
+LOCAL_MEMORY = 0.4  # of a GPU that the trainer uses, too
+
+
+def rollout_servers(job: Job, backend: str) -> dict[str, Job]:
+    """Return name → job of the servers that a job's rollouts need; none unless its mode is separate."""
+    if job.rollout is None or not job.rollout.num_workers:
+        return {}
+    return {
+        name: _server_job(job, backend, name, number)
+        for number, name in enumerate(rollout_names(job.rollout.num_workers))
+    }
+
+
+def _server_job(job: Job, backend: str, name: str, number: int) -> Job:
+    assert job.rollout is not None
+    assert job.train is not None
+    document = yaml.safe_load(dump_job(job))
+    model = yaml.safe_load(dump_job(job.weights_job))["model"] if job.weights_job is not None else document["model"]
+    is_local = backend == "local"
+    serve: dict[str, Any] = {
+        "host": "127.0.0.1" if is_local else "0.0.0.0",
+        "port": free_port() if is_local else FIRST_PORT + number,
+        "precision": "fp32" if job.train.precision == "fp32" else "bf16",
+        "max_length": job.sequence,
+        "admin": True,
+        "initialize": "random",
+        **({"memory": LOCAL_MEMORY} if is_local else {"api_keys": API_KEY_VARIABLE}),
+    }
+    server = {
+        "name": name,
+        "kind": "serve",
+        "model": model,
+        "serve": serve,
+        "cluster": "local" if job.cluster.is_local else _one_node(document["cluster"]),
+        "run": {**document["run"], "copies": 1},
+        "recover": document["recover"],
+    }
+    if job.rollout.layout is not None:
+        server["layout"] = job.rollout.layout.model_dump(exclude_none=True)
+    return parse_job(yaml.safe_dump(server, sort_keys=False), f"{name}.yaml").model_copy(update={"folder": job.folder})
+
+
+def _one_node(cluster: Any) -> Any:
+    """Return a cluster of the same nodes, of which a server needs one."""
+    return f"{cluster.rpartition(' x ')[0]} x 1" if isinstance(cluster, str) and " x " in cluster else cluster
