@@ -41,7 +41,7 @@ class _Waiting:
 
 
 class Endpoints:
-    """`when_lost` is called when requests of an endpoint fail; who restores it later is its own affair. `when_closed` is
+    """`when_lost` is called when requests of an endpoint fail, and may have it restored later. `when_closed` is
     awaited before the clients are closed."""
 
     def __init__(

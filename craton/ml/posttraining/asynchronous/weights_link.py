@@ -1,6 +1,6 @@
 """Sends versions of the trained weights to rollout servers, full or as changes, and knows which server has which.
 
-A server gets weights before it gets requests. One that restarted has lost them: it reports version 0, and the weights of
+A server gets weights before it gets requests. One that restarted has lost them: it reports version 0, and weights of
 version v are sent as v + 1, so the two are never confused. A transfer that fails leaves the server without requests
 until another one succeeds.
 """
