@@ -3,8 +3,13 @@ nothing of Craton.
 
 Tests are Python statements, executed after the program in the same interpreter; or inputs, for each of which the
 program runs once and its output is returned. The expected outputs never enter the sandbox.
+
+A program may try to pass without solving its task. The tests, and the number without which no reply counts, are sent
+once the program has been executed. What runs the tests was bound before it, in local names, so that a replaced builtin
+or module has no effect.
 """
 
+import builtins
 import json
 import os
 import struct
@@ -21,43 +26,60 @@ def main() -> None:
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(nothing, descriptor)
-    send(channel, {"started": True})
-    request = receive(channel)
-    try:
-        reply = run_inputs(request) if "inputs" in request else run_tests(request)
-    except MemoryError:
-        reply = {"error": "the program needs more memory than verify.memory"}
-    send(channel, {**reply, "nonce": request["nonce"]})
+    send(channel, b'{"started": true}')
+    request = json.loads(receive(channel))
+    if request["inputs"] is None:
+        run_tests(channel, request["program"])
+    else:
+        run_inputs(channel, request["program"], request["inputs"])
     os._exit(0)
 
 
-def run_tests(request: dict[str, Any]) -> dict[str, Any]:
-    """Return which tests pass. A program that ends the interpreter fails them all."""
-    names = {"__name__": "__program__", "__builtins__": __builtins__}
-    passed = [False] * len(request["tests"])
-    if not completes(request["program"], "program.py", names):
-        return {"passed": passed}
-    for index, test in enumerate(request["tests"]):
-        passed[index] = completes(test, "test.py", names)
-    return {"passed": passed}
-
-
-def completes(source: str, file: str, names: dict[str, Any]) -> bool:
+def run_tests(
+    channel: int,
+    program: str,
+    execute: Any = exec,
+    compiled: Any = compile,
+    tell: Any = None,
+    hear: Any = None,
+    parsed: Any = json.loads,
+    stop_tracing: Any = (sys.settrace, sys.setprofile),
+) -> None:
+    """Reply with the number if all tests pass. A program that ends the interpreter gets no further."""
+    tell, hear = tell or send, hear or receive
+    pristine = dict(vars(builtins))
+    exhausted, anything = MemoryError, BaseException
+    names = {"__name__": "__program__", "__builtins__": builtins}
+    sys.modules["__main__"] = type(sys)("__main__")  # so that a program cannot replace these functions
     try:
-        exec(compile(source, file, "exec"), names)
-    except MemoryError:
-        raise
-    except BaseException:  # noqa: BLE001 (also SystemExit: an early end is no success)
-        return False
-    return True
+        execute(compiled(program, "program.py", "exec"), names)
+    except exhausted:
+        tell(channel, b'{"error": "the program needs more memory than verify.memory"}')
+        return
+    except anything:  # also SystemExit: an early end is no success
+        return
+    for stop in stop_tracing:
+        stop(None)
+    names["__builtins__"] = pristine
+    tell(channel, b'{"loaded": true}')
+    request = parsed(hear(channel))
+    try:
+        for test in request["tests"]:
+            execute(compiled(test, "test.py", "exec"), names)
+    except exhausted:
+        tell(channel, b'{"error": "the program needs more memory than verify.memory"}')
+    except anything:
+        return
+    else:
+        tell(channel, b'{"passed": "' + request["nonce"].encode() + b'"}')
 
 
-def run_inputs(request: dict[str, Any]) -> dict[str, Any]:
-    """Return the output for each input; None for a program that fails or prints too much."""
+def run_inputs(channel: int, program: str, inputs: list[str]) -> None:
+    """Reply with the output for each input; None for a program that fails or prints too much."""
     with open("program.py", "w") as file:
-        file.write(request["program"])
+        file.write(program)
     outputs = []
-    for text in request["inputs"]:
+    for text in inputs:
         process = subprocess.Popen(
             [sys.executable, "-I", "program.py"],
             stdin=subprocess.PIPE,
@@ -65,7 +87,7 @@ def run_inputs(request: dict[str, Any]) -> dict[str, Any]:
             stderr=subprocess.DEVNULL,
         )
         outputs.append(output_of(process, text))
-    return {"outputs": outputs}
+    send(channel, json.dumps({"outputs": outputs}).encode())
 
 
 def output_of(process: subprocess.Popen[bytes], text: str) -> str | None:
@@ -86,28 +108,27 @@ def output_of(process: subprocess.Popen[bytes], text: str) -> str | None:
     process.stdout.close()
     if process.wait() != 0 or len(found) > OUTPUT_BYTES:
         return None
-    return found.decode(errors="replace")
+    return str(found, errors="replace")
 
 
-def send(channel: int, message: dict[str, Any]) -> None:
-    data = json.dumps(message).encode()
-    data = struct.pack("!I", len(data)) + data
+def send(channel: int, message: bytes, write: Any = os.write, pack: Any = struct.pack, size: Any = len) -> None:
+    data = pack("!I", size(message)) + message
     while data:
-        data = data[os.write(channel, data) :]
+        data = data[write(channel, data) :]
 
 
-def receive(channel: int) -> dict[str, Any]:
-    request: dict[str, Any] = json.loads(read(channel, struct.unpack("!I", read(channel, 4))[0]))
-    return request
-
-
-def read(channel: int, length: int) -> bytes:
-    found = b""
-    while len(found) < length:
-        data = os.read(channel, length - len(found))
+def receive(
+    channel: int, read: Any = os.read, unpack: Any = struct.unpack, size: Any = len, leave: Any = os._exit
+) -> bytes:
+    wanted, found = 4, b""
+    is_header = True
+    while size(found) < wanted:
+        data = read(channel, wanted - size(found))
         if not data:
-            os._exit(1)
+            leave(1)
         found += data
+        if is_header and size(found) == wanted:
+            wanted, found, is_header = unpack("!I", found)[0], b"", False
     return found
 
 

@@ -45,6 +45,7 @@ class VerifierTask:
     number: int
     group: str
     message: bytes
+    follow_up: bytes = b""  # sent when the process asks for it
     attempts: int = 0
     seconds: float = 0.0
 

@@ -166,7 +166,7 @@ class VerifierPool:
         with self._lock:
             for call in calls:
                 number = next(self._numbers)
-                self._ask(number, _Pending(("task", number, call.group, call.message), owner, call))
+                self._ask(number, _Pending(("task", number, call.group, call.message, call.follow_up), owner, call))
         return owner.future
 
     def start_episode(self) -> Episode:

@@ -11,6 +11,7 @@ import json
 import re
 import secrets
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from craton.ml.verifiers.answers import UnreadableReferenceError, shortened
@@ -25,26 +26,43 @@ def program_of(completion: str) -> str:
     return blocks[-1] if blocks else completion
 
 
-def program_request(completion: str, reference: Any) -> dict[str, Any]:
-    """Return what the sandbox gets: the program with its tests or inputs, and a number that only they see."""
-    request: dict[str, Any] = {"program": program_of(completion), "nonce": secrets.token_hex(16)}
-    tests = _tests(reference)
+@dataclass(frozen=True)
+class ProgramTest:
+    """A program with its tests, or with inputs and the outputs that are expected."""
+
+    program: str
+    tests: tuple[str, ...] = ()
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()  # stay outside the sandbox
+    nonce: str = field(default_factory=lambda: secrets.token_hex(16))
+
+    @property
+    def request(self) -> bytes:
+        """What the sandbox gets first: the program, and the inputs it is to read."""
+        return json.dumps({"program": self.program, "inputs": self.inputs if not self.tests else None}).encode()
+
+    @property
+    def follow_up(self) -> bytes:
+        """What the sandbox gets once the program has been executed: the tests, and what a reply must contain."""
+        return json.dumps({"tests": self.tests, "nonce": self.nonce}).encode()
+
+    def value(self, reply: Mapping[str, Any]) -> float:
+        """1 if the program passed all tests; 0 if it failed one, or ended before the last."""
+        if self.tests:
+            return float(reply.get("passed") == self.nonce)
+        outputs = reply.get("outputs")
+        if not isinstance(outputs, list) or len(outputs) != len(self.outputs):
+            return 0.0
+        return float(all(_same_lines(*both) for both in zip(outputs, self.outputs, strict=True)))
+
+
+def program_test(completion: str, reference: Any) -> ProgramTest:
+    """Return the test of a completion; UnreadableReferenceError if the reference has no tests."""
+    program, tests = program_of(completion), _tests(reference)
     if isinstance(tests[0], str):
-        return {**request, "tests": tests}
-    return {**request, "inputs": [pair["input"] for pair in tests]}
-
-
-def program_value(reply: Mapping[str, Any], request: Mapping[str, Any], reference: Any) -> float:
-    """1 if the program passed all tests; 0 if it failed one, or ended before the last."""
-    if reply.get("nonce") != request["nonce"]:
-        return 0.0
-    if "tests" in request:
-        return float(reply.get("passed") == [True] * len(request["tests"]))
-    outputs = reply.get("outputs")
-    expected = [pair["output"] for pair in _tests(reference)]
-    if not isinstance(outputs, list) or len(outputs) != len(expected):
-        return 0.0
-    return float(all(_same_lines(*both) for both in zip(outputs, expected, strict=True)))
+        return ProgramTest(program, tests=tuple(tests))
+    inputs, outputs = (tuple(pair[key] for pair in tests) for key in ("input", "output"))
+    return ProgramTest(program, inputs=inputs, outputs=outputs)
 
 
 def _tests(reference: Any) -> list[Any]:

@@ -137,11 +137,11 @@ class PoolSupervisor:
         """Take over an episode of a supervisor that died; it is replayed at its next step."""
         self._episodes[episode] = EpisodeRecord(episode, messages, [-1] * len(messages), replies)
 
-    def _on_task(self, number: int, group: str, message: bytes) -> None:
+    def _on_task(self, number: int, group: str, message: bytes, follow_up: bytes) -> None:
         if group in self._given_up:
             self._send("result", number, {"error": self._given_up[group]}, 0.0)
         else:
-            self._waiting[group].append(VerifierTask(number, group, message))
+            self._waiting[group].append(VerifierTask(number, group, message, follow_up))
 
     def _on_episode(self, number: int, episode: int, message: bytes) -> None:
         """Begin an episode, or take its next step."""
@@ -242,6 +242,9 @@ class PoolSupervisor:
         task = worker.task
         if task is None:  # nothing was asked: no honest worker does this
             self._end(worker, "")
+            return
+        if reply.get("loaded") and task.follow_up:
+            worker.channel.send(task.follow_up)
             return
         task.seconds = time.monotonic() - worker.begun
         if worker.group == "program" or reply.get("exhausted"):  # the memory of an exhausted one is in pieces

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from craton.extras import require_extra
 from craton.ml.verifiers.answers import UnreadableReferenceError
 from craton.ml.verifiers.errors import VerifierError
-from craton.ml.verifiers.programs import program_request, program_value
+from craton.ml.verifiers.programs import ProgramTest, program_test
 from craton.ml.verifiers.verdict import VerifierSample
 
 if TYPE_CHECKING:
@@ -25,21 +25,25 @@ PACKAGES = {"math": ("math_verify", "latex2sympy2_extended", "sympy"), "json_sch
 
 @dataclass(frozen=True)
 class TermCall:
-    """One term for one sample: the message for a process of its group, and what a program is compared with."""
+    """One term for one sample: the message for a process of its group, and the test of a program."""
 
     name: str
     weight: float
     group: str
     message: bytes
-    program: Mapping[str, Any] | None = None
-    reference: Any = None
+    program: ProgramTest | None = None
+
+    @property
+    def follow_up(self) -> bytes:
+        """The second message, which a process asks for."""
+        return self.program.follow_up if self.program is not None else b""
 
     def value(self, reply: Mapping[str, Any]) -> tuple[float | None, str]:
         """Return (value, error) of a reply. Replies of sandboxed processes are not trusted."""
         if reply.get("error"):
             return None, f"{self.name}: {reply['error']}"
         if self.program is not None:
-            return (0.0 if "ended" in reply else program_value(reply, self.program, self.reference)), ""
+            return self.program.value(reply), ""
         value = reply.get("value")
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             return None, f"{self.name}: the worker returned no number"
@@ -87,8 +91,8 @@ def call_of(term: RewardTerm, name: str, sample: VerifierSample) -> TermCall:
         return TermCall(name, term.weight, group, pickle.dumps(request))
     reference = _reference(term, sample.row)
     if term.verifier == "code":
-        program = program_request(sample.completion, reference)
-        return TermCall(name, term.weight, group, json.dumps(program).encode(), program, reference)
+        program = program_test(sample.completion, reference)
+        return TermCall(name, term.weight, group, program.request, program)
     if term.verifier == "judge":
         assert term.endpoint is not None
         endpoint = {"url": term.endpoint.url, "model": term.endpoint.model, "key": term.endpoint.key}

@@ -105,8 +105,27 @@ HOSTILE: dict[str, tuple[str, tuple[float | None, ...]]] = {
     # cheating
     "exits early": ("import os; os._exit(0)", (WRONG,)),
     "raises SystemExit": ("import sys; sys.exit(0)", (WRONG,)),
-    "equals everything": (
-        "import os, sys\nsys.stdout.write('passed'); os.write(1, b'{\"passed\": [true]}')\ndef f(): return 2",
+    "prints success": ("print('passed')\ndef f(): return 2", (WRONG,)),
+    "replaces builtins": (
+        "import builtins\nbuiltins.exec = builtins.compile = builtins.len = lambda *_: None\ndef f(): return 2",
+        (WRONG,),
+    ),
+    "replaces modules": (
+        "import json, os, sys\njson.dumps = lambda *_: '{\"passed\": true}'\nos._exit = sys.exit\n"
+        "for name in list(vars(sys.modules['__main__'])): setattr(sys.modules['__main__'], name, lambda *_: True)\n"
+        "def f(): return 2",
+        (WRONG,),
+    ),
+    "searches frames": (
+        "import os, sys\nframe, found = sys._getframe(), []\nwhile frame:\n"
+        "    found += [v for v in frame.f_locals.values() if isinstance(v, dict) and 'nonce' in v]\n"
+        "    frame = frame.f_back\n"
+        "def f(): return 2 if not found else 1",
+        (WRONG,),
+    ),
+    "traces the tests": (
+        "import sys\ndef trace(frame, *_):\n    frame.f_globals['f'] = lambda: 1\n    return trace\n"
+        "sys.settrace(trace)\ndef f(): return 2",
         (WRONG,),
     ),
     "does not compile": ("def f(:", (WRONG,)),

@@ -12,7 +12,7 @@ from verifier_pools import needs_isolation, open_pool, sample
 
 from craton.ml.verifiers import VerifierPool
 from craton.ml.verifiers.answers import UnreadableReferenceError, exact, json_schema, regex
-from craton.ml.verifiers.programs import program_of, program_request, program_value
+from craton.ml.verifiers.programs import program_of, program_test
 from craton.ml.verifiers.rewards import RewardValueError, as_reward
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -77,18 +77,24 @@ def test_the_program_is_the_last_block() -> None:
 
 
 def test_expected_outputs_stay_outside() -> None:
-    pairs = [{"input": "1\n", "output": "expected 2\n"}]
-    request = program_request("print(2)", pairs)
-    assert "expected" not in str(request)
-    assert program_value({"outputs": ["expected 2  \n\n"], "nonce": request["nonce"]}, request, pairs) == 1.0
-    assert program_value({"outputs": ["3"], "nonce": request["nonce"]}, request, pairs) == 0.0
-    assert program_value({"outputs": ["expected 2"], "nonce": "other"}, request, pairs) == 0.0
+    test = program_test("print(2)", [{"input": "1\n", "output": "expected 2\n"}])
+    assert b"expected" not in test.request + test.follow_up
+    assert test.value({"outputs": ["expected 2  \n\n"]}) == 1.0
+    assert test.value({"outputs": ["3"]}) == test.value({"outputs": []}) == test.value({"ended": 0}) == 0.0
+
+
+def test_a_reply_needs_what_was_sent_with_the_tests() -> None:
+    test = program_test("x = 1", ["assert x == 1"])
+    assert b"assert" not in test.request
+    assert test.nonce.encode() not in test.request
+    assert test.value({"passed": test.nonce}) == 1.0
+    assert test.value({"passed": True}) == test.value({"passed": program_test("x", "y").nonce}) == 0.0
 
 
 @pytest.mark.parametrize("tests", [None, [], 3, "", [{"input": 1}], ["assert f()", {"input": "", "output": ""}]])
 def test_tests_that_cannot_be_read_give_no_verdict(tests: object) -> None:
     with pytest.raises(UnreadableReferenceError, match="no test of a program"):
-        program_request("x", tests)
+        program_test("x", tests)
 
 
 @pytest.mark.parametrize(
