@@ -169,16 +169,18 @@ class _NumberedPairs:
 
 
 def read_first(files: Sequence[Path], size: int, mark: NDArray[np.uint64]) -> Values:
-    """Return the values of the first sound file; all unknown if there is none."""
+    """Return the values of the first sound file, which may have fewer; all unknown if there is none."""
+    result = np.full((size, 2), np.nan, np.float32)
     for path in files:
         with suppress(OSError, ValueError, KeyError, TypeError):
             header, _, data = path.read_bytes().partition(b"\n")
             about = json.loads(header)
             is_sound = about["crc32"] == zlib.crc32(data) and about["mark"] == mark.tolist()
             values = np.frombuffer(data, "<f4").reshape(-1, 2)
-            if is_sound and about["format"] == FORMAT and len(values) >= size:
-                return values[:size].astype(np.float32)
-    return np.full((size, 2), np.nan, np.float32)
+            if is_sound and about["format"] == FORMAT:
+                result[: len(values)] = values[:size]
+                break
+    return result
 
 
 def write_values(path: Path, values: Values, mark: NDArray[np.uint64]) -> None:
