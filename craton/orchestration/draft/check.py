@@ -28,6 +28,10 @@ def check_job(job: Job, backend: str, run: Path, job_folder: Path, stop_at: int 
     check_is_closed(job)
     if backend != "kubernetes":  # the cluster may hold secrets that this shell does not have
         check_secrets(job, os.environ)
+    if job.rollout is not None and job.rollout.endpoint is not None:
+        from craton.orchestration.draft.rollout_endpoint import check_rollout_endpoint  # imports an HTTP client
+
+        check_rollout_endpoint(job, is_here=backend == "local")
     if stop_at is not None:
         check_stop(job, stop_at)
 

@@ -13,10 +13,9 @@ from collections.abc import Callable
 from craton.job.sections.posttraining import ApiEndpoint
 from craton.ml.posttraining.asynchronous.endpoints import Endpoint, Endpoints
 from craton.ml.posttraining.asynchronous.producer import Check, RolloutProducer
-from craton.ml.serving.clients import InferenceError, connect
+from craton.ml.serving.clients import InferenceError, connect, rollout_capabilities
 
 LOOK_SECONDS = 1.0
-NEEDED = ("token_prompts", "token_ids", "logprobs")  # text is never tokenized again
 
 
 class EndpointBackend:
@@ -42,7 +41,7 @@ class EndpointBackend:
         key = os.environ.get(wanted.key, "") if wanted.key else ""
         client = await connect(wanted.url, model=wanted.model, api_key=key or None, max_in_flight=1 << 20)
         try:
-            await client.require(*needed_capabilities(self._temperature))
+            await client.require(*rollout_capabilities(self._temperature))
             capabilities = await client.capabilities()
         except BaseException:
             await client.close()
@@ -99,8 +98,3 @@ class EndpointBackend:
         for task in self._healing:
             task.cancel()
         await asyncio.gather(*self._healing, return_exceptions=True)
-
-
-def needed_capabilities(temperature: float) -> tuple[str, ...]:
-    """Return what an endpoint must give for rollouts at this temperature."""
-    return NEEDED if temperature == 1 else (*NEEDED, "sampled_logprobs")

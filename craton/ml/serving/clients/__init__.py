@@ -9,7 +9,7 @@ from craton.lazy import lazy_names
 if TYPE_CHECKING:
     from craton.ml.serving.clients.answer import Answer, AnswerDelta, InferenceRequest
     from craton.ml.serving.clients.bounds import Retries, Timeouts
-    from craton.ml.serving.clients.capabilities import Capabilities
+    from craton.ml.serving.clients.capabilities import Capabilities, rollout_capabilities
     from craton.ml.serving.clients.client import InferenceClient, complete, complete_all, complete_blocking
     from craton.ml.serving.clients.engine_client import EngineClient
     from craton.ml.serving.clients.engine_texts import EngineTexts

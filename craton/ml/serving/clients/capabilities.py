@@ -88,6 +88,12 @@ def needs_of(request: InferenceRequest) -> set[str]:
     return needs | {name for name, is_asked in asked.items() if is_asked}
 
 
+def rollout_capabilities(temperature: float) -> tuple[str, ...]:
+    """Return what an endpoint must give if its answers are trained on: text is never tokenized again."""
+    needed = ("token_prompts", "token_ids", "logprobs")
+    return needed if temperature == 1 else (*needed, "sampled_logprobs")
+
+
 def changes_distribution(sampling: Sampling) -> bool:
     """Whether tokens are samples of another distribution than the model's own. (At temperature 0 both modes of
     log-probabilities are the model's.)"""
