@@ -27,11 +27,14 @@ def main() -> None:
     for descriptor in (0, 1, 2):
         os.dup2(nothing, descriptor)
     send(channel, b'{"started": true}')
-    request = json.loads(receive(channel))
-    if request["inputs"] is None:
-        run_tests(channel, request["program"])
-    else:
-        run_inputs(channel, request["program"], request["inputs"])
+    try:
+        request = json.loads(receive(channel))
+        if request["inputs"] is None:
+            run_tests(channel, request["program"])
+        else:
+            run_inputs(channel, request["program"], request["inputs"])
+    except Exception as error:  # noqa: BLE001 (not the program's fault: no verdict, instead of a 0)
+        send(channel, json.dumps({"error": f"the tests could not be run: {error!r}"}).encode())
     os._exit(0)
 
 

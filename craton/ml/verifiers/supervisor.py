@@ -7,6 +7,7 @@ copy), and a limit has to hold all the same. It ends with the trainer, and all w
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
@@ -34,6 +35,7 @@ from craton.ml.verifiers.sandbox import (
 )
 from craton.ml.verifiers.wire import Channel, MessageTooLongError
 
+PRIORITY = -5
 ATTEMPTS = 2  # of a sample whose worker died without our doing
 START_SECONDS = 120.0
 START_FAILURES = 3  # in a row, after which a group is given up
@@ -49,6 +51,8 @@ def start(descriptor: int, trainer: int) -> None:
     """Run until the trainer closes the connection or ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's, which closes the pool
     adopt_orphans()
+    with contextlib.suppress(OSError):  # root only: a limit holds also where samples use all cores
+        os.setpriority(os.PRIO_PROCESS, 0, PRIORITY)
     connection = socket.socket(fileno=descriptor)
     connection.set_inheritable(False)
     PoolSupervisor(connection, trainer).run()

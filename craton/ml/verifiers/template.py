@@ -33,6 +33,7 @@ SETTINGS_BYTES = 1 << 20
 def start(descriptor: int, supervisor: int) -> None:
     """Load what the settings name, then fork on request until the supervisor is gone. Never returns."""
     follow_parent(supervisor)
+    os.setpriority(os.PRIO_PROCESS, 0, max(0, os.getpriority(os.PRIO_PROCESS, 0)))
     connection = socket.socket(fileno=descriptor)
     settings = json.loads(connection.recv(SETTINGS_BYTES))
     if settings["folder"]:

@@ -111,6 +111,7 @@ def _become(
 ) -> None:
     os.setsid()
     kernel.die_with_parent(parent)
+    os.setpriority(os.PRIO_PROCESS, 0, max(0, os.getpriority(os.PRIO_PROCESS, 0)))
     for number in range(1, signal.NSIG):
         with contextlib.suppress(OSError, ValueError):
             signal.signal(number, signal.SIG_DFL)
