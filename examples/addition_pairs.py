@@ -1,7 +1,7 @@
 """Preference pairs: `data.source: addition_pairs:pairs` in examples/dpo.yaml.
 
-`pairs(job, split)` returns a function of the index: a row with a prompt, a chosen and a rejected completion, as it would
-stand in a line of JSONL. Here: sums with the right answer, and one in which a digit is wrong.
+`pairs(job, split)` returns a function of the index: a row with a prompt, a chosen and a rejected completion, as it
+would stand in a line of JSONL. Here: sums with the right answer, and one in which a digit is wrong.
 """
 
 from __future__ import annotations

@@ -486,6 +486,16 @@ class Job(Section):
         return folder
 
     @property
+    def reference_folders(self) -> dict[tuple[str, str], str]:
+        """The folders of models beside the trained one, references and teachers, by their keys in the job file."""
+        named = {
+            ("preference", "reference"): self.preference.reference_model if self.preference else None,
+            ("policy", "reference"): self.policy.reference if self.policy else None,
+            ("policy", "teacher"): self.policy.teacher if self.policy else None,
+        }
+        return {key: folder for key, folder in named.items() if isinstance(folder, str) and folder != "start"}
+
+    @property
     def weights_job(self) -> Job | None:
         """The job of `model: {job: FILE}`, whose weights this job starts from or serves."""
         return self._weights_job

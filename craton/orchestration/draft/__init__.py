@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from craton.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from craton.orchestration.draft.check import check_needs, reference_folders
+    from craton.orchestration.draft.check import check_needs
     from craton.orchestration.draft.choose_backend import BACKENDS, backend_name
     from craton.orchestration.draft.code_archive import (
         check_code,

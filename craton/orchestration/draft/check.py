@@ -67,22 +67,12 @@ def check_weights(job: Job) -> None:
     """Check that the initial weights are on this machine, before data is prepared."""
     if job.kind in TRAINING_KINDS or job.serve:
         _ = job.weights_folder
-    for place, folder in reference_folders(job).items():
+    for place, folder in job.reference_folders.items():
         if weights_folder(folder) is None:
             raise StartError(
                 f"{job.where(*place)}{'.'.join(place)}: {folder} has no weights; give a folder with a config.json and "
                 "*.safetensors"
             )
-
-
-def reference_folders(job: Job) -> dict[tuple[str, str], str]:
-    """Return the folders of models beside the trained one, by their keys in the job file."""
-    named = {
-        ("preference", "reference"): job.preference.reference_model if job.preference else None,
-        ("policy", "reference"): job.policy.reference if job.policy else None,
-        ("policy", "teacher"): job.policy.teacher if job.policy else None,
-    }
-    return {place: folder for place, folder in named.items() if isinstance(folder, str) and folder != "start"}
 
 
 def check_tiers(job: Job, run: Path) -> None:

@@ -75,7 +75,7 @@ def _paths(job: Job, run: RunDirectory, launch: Launch) -> Iterable[str]:
     from craton.infrastructure.storage import cache_root
     from craton.job import TRAINING_KINDS
     from craton.job.sections import place_of
-    from craton.orchestration.draft import JOB_FOLDER, reference_folders
+    from craton.orchestration.draft import JOB_FOLDER
 
     yield str(run.root)  # a member also reads the files of its owner
     storage = job.cluster.file.storage if job.cluster.file else None
@@ -93,7 +93,7 @@ def _paths(job: Job, run: RunDirectory, launch: Launch) -> Iterable[str]:
             yield str(_whole_snapshot(weights))
         if (trained := job.trained_run) is not None:
             yield str(trained)
-    yield from reference_folders(job).values()
+    yield from job.reference_folders.values()
     if any(map(is_url, data)) or (isinstance(job.model, str) and is_url(job.model)):
         yield str(cache_root())  # remote data is cached there
     for tier in job.checkpoint.places if job.kind in TRAINING_KINDS else ():
