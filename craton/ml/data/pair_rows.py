@@ -209,11 +209,14 @@ def _content(row: Row, name: str, columns: Mapping[str, str]) -> str | Messages 
 
 
 def _message(item: dict[str, Any], name: str) -> dict[str, Any]:
-    if "role" not in item and isinstance(item.get("from"), str):
+    if item.get("role") is None and isinstance(item.get("from"), str):
         item = {"role": ROLES.get(item["from"], item["from"]), "content": item.get("value")}
     if not isinstance(item.get("role"), str):
         raise DataError(f"a message of `{name}` has no role; each message needs `role` and `content`")
     content = item.get("content")
+    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+        content = "".join(str(part.get("text", "")) for part in content)
+        item = {**item, "content": content}
     if not isinstance(content, str) and not (content is None and item.get("tool_calls")):
         raise DataError(f"a message of `{name}` has content of type {type(content).__name__}; it must be a text")
     return {key: value for key, value in item.items() if value is not None}

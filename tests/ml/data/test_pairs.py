@@ -40,6 +40,32 @@ CHATS: dict[str, tuple[dict[str, Any], dict[str, str], str, str, str]] = {
         "blue<|im_end|>\n",
         "green<|im_end|>\n",
     ),
+    "ultrafeedback_binarized, whose prompt is repeated": (
+        {"prompt": ASKS["content"], "chosen": [ASKS, BLUE], "rejected": [ASKS, GREEN], "score_chosen": 8.0},
+        {},
+        "<|im_start|>user\nWhat color is the sky?<|im_end|>\n<|im_start|>assistant\n",
+        "It is blue.<|im_end|>\n",
+        "It is green.<|im_end|>\n",
+    ),
+    "several turns, of which only the last differs": (
+        {"chosen": [ASKS, GREEN, ASKS, BLUE], "rejected": [ASKS, GREEN, ASKS, GREEN]},
+        {},
+        "<|im_start|>user\nWhat color is the sky?<|im_end|>\n<|im_start|>assistant\nIt is green.<|im_end|>\n"
+        "<|im_start|>user\nWhat color is the sky?<|im_end|>\n<|im_start|>assistant\n",
+        "It is blue.<|im_end|>\n",
+        "It is green.<|im_end|>\n",
+    ),
+    "from and value, with parts and fields that are null": (
+        {
+            "asked": [{"from": "human", "value": "Which?", "role": None}],
+            "chosen": {"from": "gpt", "value": "blue"},
+            "rejected": {"role": "assistant", "content": [{"type": "text", "text": "green"}], "tool_calls": None},
+        },
+        {"prompt": "asked"},
+        "<|im_start|>user\nWhich?<|im_end|>\n<|im_start|>assistant\n",
+        "blue<|im_end|>\n",
+        "green<|im_end|>\n",
+    ),
     "hh-rlhf, whose text is rendered already": (
         {"chosen": f"{HUMAN} blue", "rejected": f"{HUMAN} green"},
         {},
