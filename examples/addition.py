@@ -1,7 +1,7 @@
-"""Sums with the digits of the answer reversed, as texts and as prompts: 17+25= is answered with 24, which is 42 reversed.
+"""Sums as texts and as prompts, with the digits of the answer reversed: 47+5= is answered with 25, for 52.
 
-Reversed, each digit of the answer follows from two digits of the sum and a carry, so a small model can learn it. Data of
-this kind needs no file: every sum is a function of its index. Sums of one kind of `split` are never in another.
+Reversed, each digit of the answer follows from two digits of the sum and a carry, so a small model can learn it. Such
+data needs no file: every sum is a function of its index. A sum of one split is never in another.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from craton.job import Job
 SPLITS = {"base": 0, "train": 1, "validation": 2}  # a sum belongs to one of three parts
 
 
-def texts(job: Job) -> Callable[[int], str]:
-    """Texts to pretrain on: whole sums."""
-    return lambda index: "{question}{answer}".format(**sum_of(index, "base"))
+def texts(job: Job) -> Callable[[int], dict[str, str]]:
+    """Sums to start with; only the answers are learnt."""
+    return lambda index: {"prompt": sum_of(index, "base")["question"], "completion": sum_of(index, "base")["answer"]}
 
 
 def prompts(job: Job, split: str = "train") -> Callable[[int], dict[str, str]]:
@@ -28,6 +28,6 @@ def sum_of(index: int, split: str) -> dict[str, str]:
     """Return the sum of an index: the first of its random ones that belongs to the split."""
     draw = random.Random(index)
     while True:
-        first, second = draw.randrange(10, 100), draw.randrange(10, 100)
-        if (first * 100 + second) % 7 % len(SPLITS) == SPLITS[split]:
+        first, second = draw.randrange(10, 100), draw.randrange(10)
+        if (first * 10 + second) % 7 % len(SPLITS) == SPLITS[split]:
             return {"question": f"{first}+{second}=", "answer": str(first + second)[::-1]}

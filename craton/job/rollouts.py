@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from craton.job.document import KeyConflictError
 from craton.job.sections import Train
-from craton.job.sections.posttraining import GROUP_LOSSES, Policy, RewardTerm, Rollout
+from craton.job.sections.posttraining import GROUP_LOSSES, ApiEndpoint, Policy, RewardTerm, Rollout
 
 BATCH_KEYS = ("global_batch_tokens", "global_batch_sequences", "tokens")
 
@@ -26,6 +26,19 @@ def check_rollouts(policy: Policy, rollout: Rollout, train: Train, rewards: Sequ
                 ("train", key),
                 ("kind",),
             )
+    if train.on_spike is not None:
+        raise KeyConflictError(
+            "train: on_spike compares losses, and those of kind grpo say little about a step; remove it",
+            ("train", "on_spike"),
+            ("kind",),
+        )
+    if isinstance(policy.teacher, ApiEndpoint) and rollout.temperature != 1.0:
+        raise KeyConflictError(
+            f"policy: the endpoint of a teacher has log-probabilities at temperature 1, and rollout.temperature is "
+            f"{rollout.temperature:g}; use temperature 1, or the teacher's folder",
+            ("policy", "teacher"),
+            ("rollout", "temperature"),
+        )
     if train.steps is None:
         raise KeyConflictError("train: kind grpo needs steps", ("train",))
     if not rewards and policy.loss != "distill" and rollout.environment is None:

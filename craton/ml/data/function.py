@@ -1,8 +1,9 @@
 """A user's own data source: `data.source: package.module:function`.
 
 `function(job)` returns a callable that gives the sample of a global index: a `Sample`, a mapping of arrays with
-`tokens` and others, up to `sequence` + 1 token ids, or a text, if the job has a tokenizer. A function with a `split`
-parameter is also called for "validation". Errors name the function and the index.
+`tokens` and others, or up to `sequence` + 1 token ids. If the job has a tokenizer, also a text, or a mapping of `prompt`
+and `completion`, of which only the completion is learnt. A function with a `split` parameter is also called for
+"validation". Errors name the function and the index.
 """
 
 from __future__ import annotations
@@ -82,6 +83,8 @@ class FunctionSource:
             return answer
         if isinstance(answer, str):
             return self._from_ids(self._encoded(answer), {})
+        if isinstance(answer, Mapping) and set(answer) == {"prompt", "completion"}:
+            return self._completion(str(answer["prompt"]), str(answer["completion"]))
         if not isinstance(answer, Mapping):
             return self._from_ids(_ids(answer), {})
         arrays = {str(name): np.asarray(value) for name, value in answer.items()}
@@ -97,12 +100,20 @@ class FunctionSource:
         own_arrays.setdefault("weight", (own_arrays["labels"] != IGNORED).astype(np.float32))
         return Sample(**own_arrays, extra=extra)
 
-    def _encoded(self, text: str) -> NDArray[np.int64]:
-        """Return the ids of a text, as a document: with the end-of-text token."""
+    def _completion(self, prompt: str, completion: str) -> Sample:
+        """Return the sample of a prompt with its completion, which alone is learnt."""
+        before, after = self._encoded(prompt, is_whole=False), self._encoded(completion, begins=False)
+        sample = self._from_ids(np.concatenate((before, after)), {})
+        sample.labels[: len(before) - 1] = IGNORED
+        sample.weight[: len(before) - 1] = 0.0
+        return sample
+
+    def _encoded(self, text: str, begins: bool = True, is_whole: bool = True) -> NDArray[np.int64]:
+        """Return the ids of a text: `begins` a document, and `is_whole` to its end, with the end-of-text token."""
         if self._tokenizer is None:
             raise TypeError("is a text; set data.tokenizer: a folder, a Hub id, or bpe:259, which has only bytes")
-        ids = self._tokenizer.encode(text).ids
-        return np.array(ids if self._end is None else [*ids, self._end], np.int64)
+        ids = self._tokenizer.encode(text, add_special_tokens=begins).ids
+        return np.array([*ids, self._end] if is_whole and self._end is not None else ids, np.int64)
 
     def _from_ids(self, ids: NDArray[np.int64], extra: Mapping[str, NDArray]) -> Sample:
         """Split ids into tokens and labels; pad a short row with positions without loss."""

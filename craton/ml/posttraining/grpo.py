@@ -1,7 +1,7 @@
 """The recipe of kind grpo: policies that learn from their own rollouts.
 
-All ranks build it together: the engine over the trained weights, the verifiers' pool, the models that score samples, and
-the loader. `train.evaluate` gives the mean reward of one completion for each of the first `sequences` prompts of
+All ranks build it together: the engine over the trained weights, the verifiers' pool, the models that score samples,
+and the loader. `train.evaluate` gives the mean reward of one completion for each of the first `sequences` prompts of
 data.validation, sampled at the job's temperature with seeds that are the same in every evaluation.
 """
 
@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import nn
 
@@ -22,13 +23,15 @@ from craton.ml.posttraining.asynchronous import AsynchronousSamples, open_asynch
 from craton.ml.posttraining.frozen import frozen_model
 from craton.ml.posttraining.loader import RolloutLoader, Scorers, Values
 from craton.ml.posttraining.objectives import policy_objective
+from craton.ml.posttraining.reward_model import RewardModel
 from craton.ml.posttraining.rollouts import Rollouts
 from craton.ml.posttraining.rows import TrainedSequence
 from craton.ml.posttraining.samples import StepSamples
 from craton.ml.posttraining.shared import RolloutEngine
 from craton.ml.posttraining.synchronous import SynchronousSamples, reward_metrics
+from craton.ml.posttraining.teacher import TeacherEndpoint
 from craton.ml.posttraining.token_reader import TokenReader
-from craton.ml.posttraining.verdicts import Rewards, open_pool
+from craton.ml.posttraining.verdicts import Rewards, RewardScores, gather_objects, open_pool
 from craton.ml.serving.settings import EngineSettings
 from craton.ml.training import (
     Objective,
@@ -81,19 +84,19 @@ class _RolloutInputs:
         has_pool = bool(job.reward) or job.rollout.environment is not None
         job_folder = Path(os.environ.get("CRATON_JOB_FOLDER") or ".").absolute()
         pool = open_pool(job, job_folder) if has_pool else None
-        rewards = Rewards(pool, _reward_models(setup))
+        rewards = Rewards(pool, ranks, _reward_models(setup))
         if job.rollout.mode == "sync":
             self._samples: SynchronousSamples | AsynchronousSamples = _synchronous(
                 setup, prompts, encoder, pool, rewards
             )
         else:
             self._samples = open_asynchronous(setup, prompts, encoder, pool, rewards)
-        self._scorers = _scorers(setup)
+        self._loader: RolloutLoader | None = None
+        self._scorers = _scorers(setup, self._check)
         local_ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
         self._recorder = None
         if ranks.rank % local_ranks == 0:
             self._recorder = SampleRecorder(setup.directory, setup.recorder.node, setup.recorder.generation)
-        self._loader: RolloutLoader | None = None
 
     def open_loader(self, start: int) -> RolloutLoader:
         setup = self._setup
@@ -103,13 +106,17 @@ class _RolloutInputs:
     def evaluate(self, _pipeline: Pipeline | None) -> dict[str, float]:
         """Return the reward of validation prompts, and the length of their completions."""
         assert self._validation is not None
-        assert self._loader is not None
         assert self._setup.job.train is not None
         wanted = self._setup.job.train.evaluate
         assert wanted is not None
         seed, indices = key_of(self._seed, VALIDATION), range(wanted.sequences)
-        version, check = self._setup.clock.page.step, self._loader.check
-        return reward_metrics(self._samples.complete(self._validation, indices, seed, version, check))
+        version = self._setup.clock.page.step
+        return reward_metrics(self._samples.complete(self._validation, indices, seed, version, self._check))
+
+    def _check(self) -> None:
+        """Raise if the generation is over."""
+        if self._loader is not None:
+            self._loader.check()
 
     def _observe(self, step: StepSamples) -> None:
         """Record a few samples of this rank, and a warning about verifiers."""
@@ -156,7 +163,7 @@ def _synchronous(
     return SynchronousSamples(engine, prompts, rollouts, rewards, job.rollout, job.train.seed, ranks, setup.clock)
 
 
-def _scorers(setup: TrainingSetup) -> Scorers:
+def _scorers(setup: TrainingSetup, check: Callable[[], None]) -> Scorers:
     """Return the readers that the job's loss needs."""
     job = setup.job
     assert job.policy is not None
@@ -170,7 +177,7 @@ def _scorers(setup: TrainingSetup) -> Scorers:
         old=reader(setup.model) if policy.updates > 1 else None,
         values=reader(setup.model, "scores") if policy.loss == "ppo" else None,
         reference=_reference(setup, reader) if policy.kl else None,
-        teacher=_teacher(setup, reader) if policy.loss == "distill" else None,
+        teacher=_teacher(setup, reader, check) if policy.loss == "distill" else None,
     )
 
 
@@ -193,12 +200,27 @@ def _reference(setup: TrainingSetup, reader: Callable[[nn.Module], TokenReader])
     return reader(frozen_model(setup, None if policy.reference == "start" else policy.reference)).read
 
 
-def _teacher(setup: TrainingSetup, reader: Callable[[nn.Module], TokenReader]) -> Values:
-    policy = setup.job.policy
+def _teacher(setup: TrainingSetup, reader: Callable[[nn.Module], TokenReader], check: Callable[[], None]) -> Values:
+    """Return the log-probabilities of the teacher: a folder's model in the job's layout, or an endpoint, which each
+    rank asks about its share of the samples."""
+    policy, ranks = setup.job.policy, setup.ranks
     assert policy is not None
-    assert isinstance(policy.teacher, str), "an endpoint is asked by the ranks that generate"
-    return reader(frozen_model(setup, policy.teacher)).read
+    if isinstance(policy.teacher, str):
+        return reader(frozen_model(setup, policy.teacher)).read
+    assert policy.teacher is not None
+    endpoint = TeacherEndpoint(policy.teacher)
+
+    def read(sequences: Sequence[TrainedSequence]) -> list[NDArray[np.float32]]:
+        own = range(ranks.rank, len(sequences), ranks.world)
+        values = endpoint.read([sequences[index].tokens.tolist() for index in own], check)
+        found = dict(gather_objects(list(zip(own, values, strict=True)), ranks))
+        return [found[index] for index in range(len(sequences))]
+
+    return read
 
 
-def _reward_models(setup: TrainingSetup) -> list[tuple[str, float, TokenReader]]:
-    return []
+def _reward_models(setup: TrainingSetup) -> list[RewardScores]:
+    """Return the job's reward models, whole on every rank."""
+    dtype = torch.float32 if setup.ranks.layout.precision == "fp32" else torch.bfloat16
+    terms = [term for term in setup.job.reward if term.model is not None]
+    return [(term.name, term.weight, RewardModel(str(term.model), setup.ranks.device, dtype).score) for term in terms]

@@ -1,8 +1,8 @@
 """The loader of rollouts: it makes the micro-batches of a step's optimizer updates from the step's samples.
 
 Every rank has all samples and computes the same advantages, minibatches and rows; it trains on its share. The state is
-the first prompt of the next step: a loader opened there continues exactly, with any number of ranks. A sample is trained
-if its prompt lies before the state, so none is trained twice, and none is lost.
+the first prompt of the next step: a loader opened there continues exactly, with any number of ranks. A sample is
+trained if its prompt lies before the state, so none is trained twice, and none is lost.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Completions of prompts from the engine in this process; with an environment, turn by turn.
 
 A synchronous rollout is a function of (weights, seed, prompt, copy): all prompts of a call are submitted at once, all
-answers of a turn come before any environment answers, and nothing depends on a clock. Prompts and completions stay token
-ids; only what an environment wrote is tokenized.
+answers of a turn come before any environment answers, and nothing depends on a clock. Prompts and completions stay
+token ids; only what an environment wrote is tokenized.
 """
 
 from __future__ import annotations
@@ -83,7 +83,9 @@ class Rollouts:
             if turn.text is not None:
                 tokens = self._encoder({**sample.prompt.row, "prompt": turn.text})
                 if len(tokens) > self._max_prompt_tokens:
-                    problem = f"the environment's prompt has {len(tokens):,} tokens; allowed: {self._max_prompt_tokens:,}"
+                    problem = (
+                        f"the environment's prompt has {len(tokens):,} tokens; allowed: {self._max_prompt_tokens:,}"
+                    )
                     sample.verdict = Verdict(None, {}, problem)
                     continue
                 sample.prompt = replace(sample.prompt, row={**sample.prompt.row, "prompt": turn.text})
@@ -123,9 +125,7 @@ class Rollouts:
         sample.logprobs += [0.0] * len(tokens)
         return False
 
-    def _answer(
-        self, samples: Sequence[RolloutSample], seed: int, check: Check, began: float, is_first: bool
-    ) -> None:
+    def _answer(self, samples: Sequence[RolloutSample], seed: int, check: Check, began: float, is_first: bool) -> None:
         """Generate the next turn of samples. Copies of one prompt are one request, so that they share its KV cache."""
         requests: list[InferenceRequest] = []
         members: list[list[RolloutSample]] = []

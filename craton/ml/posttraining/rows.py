@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,7 +49,7 @@ class RowPlan:
         places = np.array(lengths, np.int64)
         if packs and len(places):
             order, starts = best_fit(places, capacity)
-            rows = [order[begin:end].tolist() for begin, end in zip(starts[:-1], starts[1:], strict=True)]
+            rows = [order[begin:end].tolist() for begin, end in pairwise(starts.tolist())]
         else:
             rows = [[index] for index in range(len(places))]
         ranks = layout.data_parallel

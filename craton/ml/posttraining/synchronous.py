@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
-import torch.distributed as dist
 
 from craton.errors import CratonError
 from craton.job.sections.posttraining import Rollout
@@ -20,7 +19,7 @@ from craton.ml.data import PromptSource
 from craton.ml.posttraining.rollouts import Rollouts
 from craton.ml.posttraining.samples import RolloutSample, StepSamples, has_unequal_rewards
 from craton.ml.posttraining.shared import RolloutEngine
-from craton.ml.posttraining.verdicts import Rewards
+from craton.ml.posttraining.verdicts import Rewards, gather_objects
 from craton.ml.training.parallel import Ranks
 from craton.ml.verifiers import Verdict, judge_failures
 from craton.telemetry.rank import LedgerClock
@@ -108,7 +107,7 @@ class SynchronousSamples:
         with self._phase("reward", seconds):
             self._rewards.verify(samples, check_and_beat)
         with self._phase("rollout", seconds):  # waits for the slowest rank
-            gathered = gather(samples, self._ranks)
+            gathered = gather_objects(samples, self._ranks)
         gathered.sort(key=lambda sample: (sample.prompt.index, sample.copy))
         with self._phase("reward", seconds):
             self._rewards.add_model_rewards(gathered)
@@ -122,15 +121,6 @@ class SynchronousSamples:
             self._clock.switch(name)
         yield
         seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - began
-
-
-def gather(samples: list[RolloutSample], ranks: Ranks) -> list[RolloutSample]:
-    """Return the samples of all ranks."""
-    if ranks.world == 1:
-        return list(samples)
-    shares: list[list[RolloutSample]] = [[] for _ in range(ranks.world)]
-    dist.all_gather_object(shares, samples)
-    return [sample for share in shares for sample in share]
 
 
 def verdicts_of(samples: Sequence[RolloutSample]) -> list[Verdict]:

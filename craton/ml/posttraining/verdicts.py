@@ -1,4 +1,4 @@
-"""Verdicts on samples: the verifiers' pool of this rank, and reward models, which all ranks score together."""
+"""Verdicts on samples: of the verifiers' pool of this rank, and of reward models, of which every rank scores a share."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
-import numpy as np
+import torch.distributed as dist
 
 from craton.job import Job
 from craton.ml.posttraining.rollouts import wait_for
-from craton.ml.posttraining.rows import TrainedSequence
 from craton.ml.posttraining.samples import RolloutSample
+from craton.ml.training.parallel import Ranks
 from craton.ml.verifiers import Verdict, VerifierPool, VerifierSample
 
-if TYPE_CHECKING:
-    from craton.ml.posttraining.token_reader import TokenReader
+Item = TypeVar("Item")
+RewardScores = tuple[str, float, Callable[[Sequence[Sequence[int]]], list[float]]]  # name, weight, scores of token ids
 
 _kept: dict[str, VerifierPool] = {}  # of this process: a generation that breaks does not end its workers
 
@@ -39,9 +39,9 @@ def open_pool(job: Job, folder: Path) -> VerifierPool:
 class Rewards:
     """Gives samples their verdicts."""
 
-    def __init__(self, pool: VerifierPool | None, models: Sequence[tuple[str, float, TokenReader]] = ()) -> None:
-        """`models`: name, weight and reader of each reward model. Without a pool, samples have no rewards (distill)."""
-        self._pool, self._models = pool, models
+    def __init__(self, pool: VerifierPool | None, ranks: Ranks, models: Sequence[RewardScores] = ()) -> None:
+        """Without a pool and models, samples have no rewards (distill)."""
+        self._pool, self._ranks, self._models = pool, ranks, models
 
     @property
     def has_models(self) -> bool:
@@ -62,16 +62,20 @@ class Rewards:
             sample.verdict = verdict
 
     def add_model_rewards(self, samples: Sequence[RolloutSample]) -> None:
-        """Add the scores of reward models, read at the last token. All ranks call it with the same samples."""
-        for name, weight, reader in self._models:
-            for sample, values in zip(samples, reader.read([_scored(sample) for sample in samples]), strict=True):
-                score = float(values[-1])
-                verdict = sample.verdict or Verdict(0.0)
-                reward = None if verdict.reward is None else verdict.reward + weight * score
-                sample.verdict = replace(verdict, reward=reward, parts={**verdict.parts, name: score})
+        """Add the scores of reward models. All ranks call it with the same samples, and each scores its share."""
+        own = range(self._ranks.rank, len(samples), self._ranks.world)
+        for name, weight, score in self._models:
+            scores = score([samples[index].tokens for index in own])
+            for index, value in gather_objects(list(zip(own, scores, strict=True)), self._ranks):
+                verdict = samples[index].verdict or Verdict(0.0)
+                reward = None if verdict.reward is None else verdict.reward + weight * value
+                samples[index].verdict = replace(verdict, reward=reward, parts={**verdict.parts, name: value})
 
 
-def _scored(sample: RolloutSample) -> TrainedSequence:
-    """Return the sequence with a token behind it, so that the model reads its last one."""
-    tokens = np.array([*sample.tokens, 0], np.int64)
-    return TrainedSequence(tokens, np.zeros(len(sample.tokens), np.float32))
+def gather_objects(items: list[Item], ranks: Ranks) -> list[Item]:
+    """Return the items of all ranks, in order of rank."""
+    if ranks.world == 1:
+        return list(items)
+    shares: list[list[Item]] = [[] for _ in range(ranks.world)]
+    dist.all_gather_object(shares, items)
+    return [item for share in shares for item in share]

@@ -26,6 +26,10 @@ def prepare_data(draft: Draft, progress: Progress | None = None) -> tuple[Draft,
     if not data.has_data(job):
         return draft, {}
     folders = data.prepare(job, progress=progress)
+    if job.kind == "grpo" and draft.on == "local":  # elsewhere the nodes have other secrets and isolation
+        from craton.ml import posttraining
+
+        posttraining.check_rollout_job(job, job.folder)
     tokens = {path: data.Shards(folders[path]).tokens for path, _ in job.data.mixture}
     return replace(draft, job=_with_prepared_data(job, folders, data.tokenizer_folder(job, folders))), tokens
 

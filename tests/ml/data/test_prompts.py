@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -105,6 +106,13 @@ def test_a_text_source_is_tokenized_as_documents(tmp_path: Path, monkeypatch: py
     assert load_tokenizer(folder).decode(sample.tokens[:3].tolist()) == "5+1"
     assert sample.labels[2] == load_tokenizer(folder).token_to_id("<|endoftext|>")
     assert sample.weight.sum() == 3
+    (tmp_path / "text_source_here.py").write_text(
+        "def texts(job):\n    return lambda index: {'prompt': f'{index}+1=', 'completion': '7'}\n"
+    )
+    monkeypatch.delitem(sys.modules, "text_source_here")
+    sample = open_source(job).sample(5)
+    assert load_tokenizer(folder).decode(sample.tokens[:5].tolist()) == "5+1=7"
+    assert sample.weight.tolist() == [0, 0, 0, 1, 1, 0, 0, 0]
 
 
 @pytest.mark.parametrize(

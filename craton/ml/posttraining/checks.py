@@ -1,0 +1,39 @@
+"""Checks of a grpo job before its ranks start; torch-free. The first rewards are computed, the teacher is asked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from craton.job import Job
+from craton.job.sections.posttraining import ApiEndpoint
+from craton.ml.data import open_prompts
+from craton.ml.posttraining.teacher import TeacherEndpoint
+from craton.ml.verifiers import VerifierError, VerifierPool, VerifierSample
+
+TRIED = 2  # prompts
+
+
+def check_rollout_job(job: Job, folder: Path) -> None:
+    """Raise CratonError if a reward fails on each of the first prompts, answered with what the row says is right; if a
+    teacher does not return log-probabilities; or if this machine cannot isolate what needs isolation. `folder` is
+    searched for users' functions first."""
+    assert job.rollout is not None
+    assert job.policy is not None
+    assert job.verify is not None
+    if isinstance(job.policy.teacher, ApiEndpoint):
+        TeacherEndpoint(job.policy.teacher).check()
+    terms = [term for term in job.reward if term.model is None]
+    if not terms and job.rollout.environment is None:
+        return
+    verify = job.verify.model_copy(update={"workers": 1})
+    with VerifierPool(job.reward, verify, folder, environment=job.rollout.environment) as pool:
+        if job.rollout.environment is not None or not job.data.mixture:
+            return  # prompts of a user's function are made in the ranks
+        prompts = open_prompts(job)
+        samples = [prompts.prompt(index) for index in range(TRIED)]
+        field = next((term.answer_field for term in terms), "")
+        verdicts = pool.verify(
+            [VerifierSample(prompt.content, str(prompt.row.get(field, "")), prompt.row) for prompt in samples]
+        )
+    if all(verdict.reward is None for verdict in verdicts):
+        raise VerifierError(f"{job.where('reward')}the first prompts get no reward: {verdicts[0].error}")
