@@ -10,14 +10,13 @@ from typing import Any
 
 from waiting import wait_until
 
-from craton.agent.processes import free_port
-from craton.job import Job, parse_job
+from craton import run as start_run_of
+from craton.job import Job, load_job
 from craton.ml.data.tokenizer import train_bpe
 from craton.ml.posttraining.asynchronous.journal import Journal
 from craton.ml.posttraining.asynchronous.selection import Frontier
 from craton.orchestration import living_agents
-from craton.orchestration.draft import draft_run
-from craton.orchestration.start import kill_run, start_run
+from craton.orchestration.start import kill_run
 from craton.telemetry import RunDirectory
 from craton.telemetry.files import read_lines
 
@@ -34,7 +33,8 @@ def rollout_job(folder: Path, name: str, rollout: str, steps: int = 8, more: str
         (folder / "length_reward.py").write_text(
             "def score(prompt, completion, row, transcript):\n    return float(len(completion))\n"
         )
-    return parse_job(
+    file = folder / f"{name}.yaml"
+    file.write_text(
         f"""
         name: {name}
         kind: grpo
@@ -51,13 +51,13 @@ def rollout_job(folder: Path, name: str, rollout: str, steps: int = 8, more: str
         {more}
         """
     )
+    return load_job(file)
 
 
 @contextmanager
-def running(job: Job, root: Path, job_folder: Path) -> Iterator[RunDirectory]:
+def running(job: Job) -> Iterator[RunDirectory]:
     """Start a run; kill what is left of it."""
-    draft = draft_run(job, root / job.name, port=free_port(), job_folder=job_folder)
-    run = start_run(draft, root)
+    run = start_run_of(job).directory
     try:
         yield run
     finally:
