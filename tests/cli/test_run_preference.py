@@ -75,6 +75,20 @@ def test_bad_pairs_are_refused_in_one_line(
     assert not list((verbs.root / "prefer").glob("events/*.jsonl"))
 
 
+def test_pairs_of_a_function_are_found_beside_the_job_file(verbs: Verbs, write: Any) -> None:
+    """From another folder, and refused like those of files."""
+    beside = verbs.folder / "beside"
+    beside.mkdir()
+    text = write([]).read_text().replace("path: pairs.jsonl", "source: 'equal_pairs:pairs'").replace("./", "../")
+    (beside / "prefer.yaml").write_text(text)
+    (beside / "equal_pairs.py").write_text(
+        "def pairs(job):\n    return lambda index: {'prompt': 'a', 'chosen': 'b', 'rejected': 'b'}\n"
+    )
+    refused = verbs("run", "beside/prefer.yaml", "--yes")
+    assert refused.returncode == 2
+    assert "data.source equal_pairs:pairs: pair 0: `chosen` equals `rejected`" in " ".join(refused.stderr.split())
+
+
 def losses(started: RunDirectory) -> dict[int, float]:
     lines = [line for path in (started.path / "metrics").glob("*.jsonl") for line in read_lines(path)[0]]
     return {line["step"]: line["run_loss"] for line in lines if "run_loss" in line}

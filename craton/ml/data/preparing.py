@@ -34,6 +34,7 @@ from craton.ml.data.shards import FORMAT, INDEX, SHARD_SUFFIXES, ShardKind, Shar
 from craton.ml.data.tokenizer import TOKENIZER, check_same_tokenizer, find_tokenizer, mark_of, mirror_tokenizer
 from craton.ml.data.tokenizing import VALIDATION, Progress, Tokenized, tokenize, train_tokenizer
 from craton.ml.data.tokens import Mixture, TokenSource
+from craton.ml.functions import search_folder
 from craton.remote import is_url
 
 HELD_OUT_SHARE = 0.01
@@ -86,6 +87,7 @@ def prepare(job: Job, cache: Path | None = None, progress: Progress | None = Non
     if places.validation and job.train is not None and job.train.evaluate:
         open_data(job, "validation", folders)
     if job.kind == "dpo" and not places.training:
+        search_folder(job.folder)
         open_source(job).sample(0)
     return folders
 
