@@ -29,12 +29,14 @@ def main() -> None:
     send(channel, b'{"started": true}')
     try:
         request = json.loads(receive(channel))
-        if request["inputs"] is None:
-            run_tests(channel, request["program"])
-        else:
-            run_inputs(channel, request["program"], request["inputs"])
-    except Exception as error:  # noqa: BLE001 (not the program's fault: no verdict, instead of a 0)
-        send(channel, json.dumps({"error": f"the tests could not be run: {error!r}"}).encode())
+        program, inputs = request["program"], request["inputs"]
+    except Exception as error:  # noqa: BLE001 (before the program runs it is not its fault: no verdict, instead of a 0)
+        send(channel, json.dumps({"error": f"the program could not be read: {error!r}"}).encode())
+        os._exit(0)
+    if inputs is None:
+        run_tests(channel, program)
+    else:
+        run_inputs(channel, program, inputs)
     os._exit(0)
 
 
@@ -63,6 +65,7 @@ def run_tests(
         return
     for stop in stop_tracing:
         stop(None)
+    vars(builtins).update(pristine)
     names["__builtins__"] = pristine
     tell(channel, b'{"loaded": true}')
     request = parsed(hear(channel))
