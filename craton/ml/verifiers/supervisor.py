@@ -174,7 +174,12 @@ class PoolSupervisor:
                 self._start(group)
 
     def _members(self, group: str) -> list[PoolWorker]:
-        return [worker for worker in self._workers if worker.group == group and worker.episode is None]
+        """Return the workers of a group that may get a sample, now or later: not those that are being ended."""
+        return [
+            worker
+            for worker in self._workers
+            if worker.group == group and worker.episode is None and worker not in self._ending
+        ]
 
     def _start(self, group: str) -> PoolWorker | None:
         assert self._starter is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,11 @@ import pytest
 from verifier_pools import needs_isolation, open_pool, processes_below, processes_with, sample
 from waiting import wait_until
 
-from craton.ml.verifiers import Verdict, VerifierError, judge_failures
+from craton.ml.verifiers import Isolation, Verdict, VerifierError, judge_failures
+from craton.ml.verifiers.members import PoolWorker
+from craton.ml.verifiers.sandbox import ConfinedProcess
+from craton.ml.verifiers.supervisor import PoolSupervisor
+from craton.ml.verifiers.wire import Channel
 
 REWARDS = """
 import os, signal, subprocess, sys, time
@@ -165,6 +170,29 @@ def test_a_supervisor_that_is_killed_costs_no_sample(folder: Path) -> None:
         futures += [pool.submit(sample("x" * number)) for number in range(20, 40)]
         assert [future.result().reward for future in futures] == [float(number) for number in range(40)]
         assert pool.supervisor_pid != first
+
+
+def test_a_worker_that_is_being_ended_gets_no_further_sample() -> None:
+    """A process may take longer to end than its verdict waits for; the next sample must not share its fate."""
+    pool_side, supervisor_side = socket.socketpair()
+    worker_side, _ = pair = socket.socketpair()
+    reading, writing = os.pipe()
+    supervisor = PoolSupervisor(supervisor_side, os.getpid())
+    supervisor._settings = {"groups": ["open"], "limit": 60.0, "workers": 1, "open_workers": 1}
+    worker = PoolWorker("open", ConfinedProcess(-1, Isolation.NAMESPACES), Channel(worker_side), reading, is_ready=True)
+    supervisor._workers.append(worker)
+    supervisor._ending[worker] = 0.0
+    supervisor._on_task(1, "open", b"sample", b"")
+    supervisor._hand_out()
+    assert not worker.is_busy
+    assert len(supervisor._waiting["open"]) == 1
+    del supervisor._ending[worker]
+    supervisor._hand_out()
+    assert worker.is_busy
+    for connection in (pool_side, supervisor_side, *pair):
+        connection.close()
+    for descriptor in (reading, writing):
+        os.close(descriptor)
 
 
 def test_workers_have_one_thread(folder: Path) -> None:
