@@ -37,7 +37,7 @@ def rare_reward(prompt: str, completion: str, row: Mapping[str, Any], transcript
 
 def failing_reward(prompt: str, completion: str, row: Mapping[str, Any], transcript: Sequence[Any]) -> float:
     """Fails for about an eighth of the completions."""
-    if sum(map(ord, completion)) % 8 == 0:
+    if sum(map(ord, completion)) % 8 == 3:
         raise ValueError("no reward today")
     return byte_reward(prompt, completion, row, transcript)
 

@@ -364,6 +364,11 @@ class Job(Section):
         return self.global_batch_sequences * self.sequence
 
     @property
+    def updates_per_step(self) -> int:
+        """Optimizer updates in a step."""
+        return 1 if self.policy is None else self.policy.updates
+
+    @property
     def max_completion_tokens(self) -> int:
         """Maximum tokens of a rollout's completion."""
         assert self.rollout is not None, f"kind {self.kind} has no rollouts"

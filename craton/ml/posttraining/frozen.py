@@ -12,7 +12,8 @@ def frozen_model(setup: TrainingSetup, folder: str | None) -> nn.Module:
     starts from."""
     job, train = setup.job if folder is None else setup.job.with_model(folder), setup.job.train
     assert train is not None
-    plain = job.model_copy(update={"train": train.model_copy(update={"lora": None})})
+    changed = {"lora": None} if folder is None else {"lora": None, "initialize": "weights"}
+    plain = job.model_copy(update={"train": train.model_copy(update=changed)})
     shape = plain.model_shape
     if shape is not None and shape.vocab < setup.vocabulary:
         raise SetupError(f"{folder}: has a vocabulary of {shape.vocab:,}, and the policy's is {setup.vocabulary:,}")

@@ -1,4 +1,4 @@
-"""Verdicts on samples: of the verifiers' pool of this rank, and of reward models, of which every rank scores a share."""
+"""Verdicts on samples: of the verifiers of this rank, and of reward models, of which every rank scores a share."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class Saves:
             if counters is None and self.parts.missing_weights:
                 raise MissingWeightsError(self.parts.missing_weights)
             if counters is not None:
-                self.parts.optimizer.loaded(counters["step"])
+                self.parts.optimizer.loaded(counters["step"] * self.parts.job.updates_per_step)
                 report = self.parts.checkpointer.restored
                 for reason in report.passed_over if report else ():
                     self.event("checkpoint_passed_over", counters["step"], reason=reason)

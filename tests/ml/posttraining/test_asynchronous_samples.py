@@ -68,7 +68,7 @@ class Course:
             Prompts(),
             Letters(),  # type: ignore[arg-type]
             FirstToken(),  # type: ignore[arg-type]
-            Rewards(None),
+            Rewards(None, ranks),
             rollout,
             STEPS,
             self.journal,

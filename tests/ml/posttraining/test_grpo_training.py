@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,8 @@ import torch
 from rollout_jobs import FOLDER, PROMPT_TOKENS, byte_tokenizer, job_text, rollout_run
 from torch import Tensor
 
+from craton.ml.data import PromptEncoder
+from craton.ml.models import save_folder
 from craton.ml.posttraining import build as posttraining
 from craton.ml.posttraining.synchronous import EqualRewardsError
 from craton.ml.training import RankIdentity, Trainer
@@ -29,8 +30,10 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def job_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+def functions_and_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The functions of the jobs are found, and a quarter of the tokens end a completion of an untrained model."""
     monkeypatch.setenv("CRATON_JOB_FOLDER", str(FOLDER))
+    monkeypatch.setattr(PromptEncoder, "stop_tokens", tuple(range(0, 259, 4)))
 
 
 def trainer_of(run: RunDirectory, stop_at: int | None = None) -> Trainer:
@@ -132,20 +135,21 @@ def test_every_kind_of_loss_trains(tmp_path: Path, tokenizer: Path, policy: str,
     assert last["run_logprob_gap"] < 1e-5
 
 
-def test_distillation_brings_the_policy_closer_to_its_teacher(tmp_path: Path, tokenizer: Path) -> None:
-    from craton.ml.models import save_folder
-
-    teacher_run = rollout_run(tmp_path, "teacher", job_text(tokenizer, train="seed: 5"))
-    teacher = trainer_of(teacher_run).parts.model
+@pytest.mark.parametrize(("sharper", "low", "high"), [(1, -1e-5, 1e-5), (8, 0.3, 1.5)])
+def test_distillation_compares_with_the_teacher(
+    tmp_path: Path, tokenizer: Path, sharper: float, low: float, high: float
+) -> None:
+    model = trainer_of(rollout_run(tmp_path, "teacher", job_text(tokenizer))).parts.model
+    state = dict(model.state_dict())
+    state["norm.weight"] = sharper * state["norm.weight"]  # the policy before training, but more certain
     folder = tmp_path / "teacher-model"
-    save_folder(teacher.state_dict(), teacher.config, folder, torch.float32)  # type: ignore[arg-type]
-    shutil.copy(tokenizer / "tokenizer.json", folder)
+    save_folder(state, model.config, folder, dtype=torch.float32)  # type: ignore[arg-type]
     policy = f"{{loss: distill, teacher: {folder}}}"
-    run = rollout_run(tmp_path, "student", job_text(tokenizer, steps=6, policy=policy, reward=""))
+    run = rollout_run(tmp_path, "student", job_text(tokenizer, steps=1, policy=policy, reward=""))
     trained(run)
-    steps = metrics_of(run)
-    assert "run_reward" not in steps[1]
-    assert steps[6]["run_kl"] < steps[1]["run_kl"]
+    numbers = metrics_of(run)[1]
+    assert low < numbers["run_kl"] < high
+    assert "run_reward" not in numbers
 
 
 def test_a_failing_verifier_costs_its_samples_only(tmp_path: Path, tokenizer: Path) -> None:
@@ -190,4 +194,4 @@ def test_an_environment_plays_several_turns(tmp_path: Path, tokenizer: Path) -> 
         assert sequence.weight.sum() == sample.num_generated == len(sample.versions)
         assert all(value == 0 for value, own in zip(sample.logprobs, sample.is_generated, strict=True) if not own)
     rewarded = [sample for sample in samples if sample.verdict is not None and sample.verdict.reward is not None]
-    assert all(3 <= sample.reward < 4 for sample in rewarded)
+    assert all((sample.is_truncated and sample.reward == 0) or 3 <= sample.reward < 4 for sample in rewarded)
