@@ -1,4 +1,4 @@
-"""Checks of the sections of kind grpo against each other, and the names of its member runs."""
+"""Checks of the sections of kind grpo against each other."""
 
 from __future__ import annotations
 
@@ -9,11 +9,6 @@ from craton.job.sections import Train
 from craton.job.sections.posttraining import GROUP_LOSSES, ApiEndpoint, Policy, RewardTerm, Rollout
 
 BATCH_KEYS = ("global_batch_tokens", "global_batch_sequences", "tokens")
-
-
-def rollout_names(count: int) -> list[str]:
-    """Return the names of the member runs that generate rollouts."""
-    return [f"rollout-{number}" for number in range(count)]
 
 
 def check_rollouts(policy: Policy, rollout: Rollout, train: Train, rewards: Sequence[RewardTerm]) -> None:

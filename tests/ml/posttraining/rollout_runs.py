@@ -13,7 +13,7 @@ from waiting import wait_until
 from craton import run as start_run_of
 from craton.job import Job, load_job
 from craton.ml.data.tokenizer import train_bpe
-from craton.ml.posttraining.asynchronous.journal import Journal
+from craton.ml.posttraining.asynchronous.journal import RolloutJournal
 from craton.ml.posttraining.asynchronous.selection import Frontier
 from craton.orchestration import living_agents
 from craton.orchestration.start import kill_run
@@ -94,7 +94,7 @@ def events(run: RunDirectory, name: str) -> list[dict[str, Any]]:
 
 def check_journal(run: RunDirectory, steps: int, staleness: int | None = STALENESS) -> None:
     """Check that every prompt index was trained exactly once, and by which weights its tokens were sampled."""
-    journal = Journal(run.path / "journal")
+    journal = RolloutJournal(run.path / "journal")
     before, trained = Frontier(), []
     for step in range(1, steps + 1):
         entry = journal.read(step)

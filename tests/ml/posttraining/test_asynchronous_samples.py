@@ -16,14 +16,14 @@ from craton.ml.data import Prompt
 from craton.ml.models import Decoder
 from craton.ml.posttraining.asynchronous.completing import CompletionSettings
 from craton.ml.posttraining.asynchronous.engine_backend import EngineBackend
-from craton.ml.posttraining.asynchronous.journal import Journal
+from craton.ml.posttraining.asynchronous.journal import RolloutJournal
 from craton.ml.posttraining.asynchronous.samples import AsynchronousSamples
 from craton.ml.posttraining.asynchronous.selection import Frontier
 from craton.ml.posttraining.samples import StepSamples
 from craton.ml.posttraining.shared import RolloutEngine
 from craton.ml.posttraining.synchronous import EqualRewardsError
 from craton.ml.posttraining.verdicts import Rewards
-from craton.ml.serving.settings import EngineSettings
+from craton.ml.serving import EngineSettings
 from craton.ml.training import AdamW
 from craton.ml.training.parallel import Ranks
 from craton.ml.verifiers import Verdict, VerifierSample
@@ -61,7 +61,7 @@ class Course:
         self.model, self.optimizer, ranks = model
         engine = RolloutEngine(self.model, ranks, EngineSettings(page=4, max_length=16), shares=False)
         self.clock, self.notes = LedgerClock(), list[tuple[str, str]]()
-        self.journal = Journal(folder / "journal")
+        self.journal = RolloutJournal(folder / "journal")
         self.samples = AsynchronousSamples(
             EngineBackend(engine, max_running=4),
             CompletionSettings(GROUP, MAX_TOKENS, stop_tokens=(1, 2, 3)),
@@ -113,7 +113,7 @@ def tokens(step: StepSamples) -> list[list[int]]:
     return [sample.tokens for sample in step.samples]
 
 
-def check_course(journal: Journal, last: int = STEPS) -> list[int]:
+def check_course(journal: RolloutJournal, last: int = STEPS) -> list[int]:
     """Check all entries of a journal: each follows the one before, and no token is too old; return what was trained."""
     before, trained = Frontier(), []
     for step in range(1, last + 1):

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from craton.ml.posttraining.asynchronous.groups import ENVIRONMENT, Generation, Group
+from craton.ml.posttraining.asynchronous.groups import ENVIRONMENT, RolloutCopy, RolloutGroup
 from craton.ml.posttraining.asynchronous.journal import (
     Continuation,
-    Journal,
     JournalEntry,
     JournalError,
+    RolloutJournal,
     continue_from,
     from_bytes,
     to_bytes,
@@ -24,32 +24,39 @@ from craton.ml.posttraining.asynchronous.selection import Frontier
 from craton.ml.verifiers import Verdict
 
 
-def finished_group(index: int, version: int = 0) -> Group:
+def finished_group(index: int, version: int = 0) -> RolloutGroup:
     verdict = Verdict(0.5, {"exact": 1.0, "judge": None}, "", 0.25)
     lost = Verdict(None, {}, "the verifier took longer than 10s")
-    first = Generation(
+    first = RolloutCopy(
         [7, 8, 3, 2], [-0.5, -1.25, 0.0, -0.125], [version, version, ENVIRONMENT, version], "ab\n“é”", verdict=verdict
     )
     first.transcript, first.content, first.prompt = [{"role": "assistant", "content": "ab"}], "the other", [1, 2]
-    copies = [first, Generation([9], [-3.0], [version], is_truncated=True, verdict=lost, seconds=0.5)]
-    return Group(index, [replace(copy, is_complete=True) for copy in copies], version)
+    copies = [first, RolloutCopy([9], [-3.0], [version], is_truncated=True, verdict=lost, seconds=0.5)]
+    return RolloutGroup(index, [replace(copy, is_complete=True) for copy in copies], version)
 
 
-def partial_group(index: int, version: int = 0) -> Group:
-    return Group(index, [Generation([5, 6], [-1.0, -2.0], [version, version + 1]), Generation()], version)
+def partial_group(index: int, version: int = 0) -> RolloutGroup:
+    return RolloutGroup(index, [RolloutCopy([5, 6], [-1.0, -2.0], [version, version + 1]), RolloutCopy()], version)
 
 
 def entry_of(step: int) -> JournalEntry:
     """Step N trains indices 2N - 2 and 2N - 1; one finished, one partial and two new groups are pending after it."""
     after = 2 * step
     batch = (finished_group(after - 2, step - 1), finished_group(after - 1, step - 1))
-    pending = (finished_group(after, step - 1), partial_group(after + 1, step - 1), Group(after + 2), Group(after + 3))
+    pending = (
+        finished_group(after, step - 1),
+        partial_group(after + 1, step - 1),
+        RolloutGroup(after + 2),
+        RolloutGroup(after + 3),
+    )
     return JournalEntry(step, after + 4, batch, (), pending)
 
 
 def test_an_entry_is_read_as_it_was_written(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "journal")
-    entry = JournalEntry(3, 20, (finished_group(4),), (5, 6), (partial_group(7), Group(8, begun=2), Group(9)))
+    journal = RolloutJournal(tmp_path / "journal")
+    entry = JournalEntry(
+        3, 20, (finished_group(4),), (5, 6), (partial_group(7), RolloutGroup(8, begun=2), RolloutGroup(9))
+    )
     journal.write(entry)
     assert journal.read(3) == entry
     assert journal.read(4) is None
@@ -65,7 +72,9 @@ GENERATIONS = st.lists(
 @given(st.lists(st.lists(GENERATIONS, max_size=3), max_size=4), st.integers(0, 10**12))
 def test_any_numbers_come_back(groups: list[list[list[tuple[int, float, int]]]], step: int) -> None:
     pending = tuple(
-        Group(index, [Generation(*map(list, zip(*copy, strict=True))) if copy else Generation() for copy in copies])
+        RolloutGroup(
+            index, [RolloutCopy(*map(list, zip(*copy, strict=True))) if copy else RolloutCopy() for copy in copies]
+        )
         for index, copies in enumerate(groups)
     )
     entry = JournalEntry(step, len(groups), (), (), pending)
@@ -86,7 +95,7 @@ def test_no_damaged_file_is_taken_for_an_entry(data: st.DataObject) -> None:
 
 
 def test_a_file_of_another_step_is_refused(tmp_path: Path) -> None:
-    journal = Journal(tmp_path)
+    journal = RolloutJournal(tmp_path)
     journal.write(entry_of(2)).rename(journal.path(3))
     with pytest.raises(JournalError, match="it is the entry of step 2"):
         journal.read(3)
@@ -113,7 +122,7 @@ SAVED = Frontier(6, (2, 3, 4, 5))  # what the checkpoint of step 1 has in its co
 def test_a_run_goes_on_after_the_last_entry_that_follows(
     tmp_path: Path, damaged: tuple[int, ...], repeats: list[int], pending: list[int]
 ) -> None:
-    journal = Journal(tmp_path)
+    journal = RolloutJournal(tmp_path)
     for step in range(1, 5):
         journal.write(entry_of(step))
     for step in damaged:
@@ -130,9 +139,9 @@ def test_a_run_goes_on_after_the_last_entry_that_follows(
 
 
 def test_an_entry_that_does_not_follow_is_not_repeated(tmp_path: Path) -> None:
-    journal = Journal(tmp_path)
+    journal = RolloutJournal(tmp_path)
     journal.write(entry_of(1))
-    journal.write(JournalEntry(2, 8, (finished_group(0), finished_group(3)), (), (Group(6), Group(7))))
+    journal.write(JournalEntry(2, 8, (finished_group(0), finished_group(3)), (), (RolloutGroup(6), RolloutGroup(7))))
     found = continue_from(journal, 1, SAVED)
     assert found.repeated == ()
     assert found.frontier_after == SAVED
@@ -140,15 +149,15 @@ def test_an_entry_that_does_not_follow_is_not_repeated(tmp_path: Path) -> None:
 
 
 def test_without_a_journal_all_that_was_pending_is_generated_again(tmp_path: Path) -> None:
-    found = continue_from(Journal(tmp_path / "none"), 7, Frontier(30, (27, 29)))
+    found = continue_from(RolloutJournal(tmp_path / "none"), 7, Frontier(30, (27, 29)))
     assert found == Continuation((), Frontier(30, (27, 29)), ())
 
 
 def test_the_age_of_a_group_is_that_of_its_oldest_token() -> None:
-    assert Group(0).oldest is None
-    assert Group(0, [Generation(), Generation()], begun=4).oldest == 4
+    assert RolloutGroup(0).oldest is None
+    assert RolloutGroup(0, [RolloutCopy(), RolloutCopy()], begun=4).oldest == 4
     assert partial_group(0, version=3).oldest == 3, "its second copy may get tokens of the version of its submission"
-    both = Group(0, [Generation([1], [-1.0], [6]), Generation([1, 2], [-1.0, -1.0], [5, 7])], begun=4)
+    both = RolloutGroup(0, [RolloutCopy([1], [-1.0], [6]), RolloutCopy([1, 2], [-1.0, -1.0], [5, 7])], begun=4)
     assert both.oldest == 5
     assert not both.is_finished
     assert finished_group(0).is_finished

@@ -16,13 +16,13 @@ from craton.job.model import ModelShape
 from craton.ml.data import Prompt
 from craton.ml.models import Decoder, DecoderConfig
 from craton.ml.posttraining.asynchronous.completing import Completions, CompletionSettings
-from craton.ml.posttraining.asynchronous.endpoints import Endpoint, Endpoints
-from craton.ml.posttraining.asynchronous.groups import Generation, Group
+from craton.ml.posttraining.asynchronous.endpoints import Endpoints, RolloutEndpoint
+from craton.ml.posttraining.asynchronous.groups import RolloutCopy, RolloutGroup
 from craton.ml.posttraining.asynchronous.producer import RolloutProducer
+from craton.ml.serving import EngineSettings
 from craton.ml.serving.clients import EngineClient, RequestRefusedError
 from craton.ml.serving.engine import build_runner, join_engine
 from craton.ml.serving.engine.engine import Engine
-from craton.ml.serving.settings import EngineSettings
 from craton.ml.verifiers import Verdict, VerifierSample
 
 VOCABULARY, MAX_LENGTH, MAX_TOKENS, GROUP = 96, 64, 12, 3
@@ -68,12 +68,12 @@ class Bench:
         async def open_completions() -> Completions:
             for number, engine in enumerate(engines):
                 self.clients.append(EngineClient(engine))
-                self.endpoints.add(Endpoint(f"engine {number}", self.clients[-1], limit, version_offset=offset))
+                self.endpoints.add(RolloutEndpoint(f"engine {number}", self.clients[-1], limit, version_offset=offset))
             return Completions(self.endpoints, SETTINGS, Prompts(), Letters(), Counted())  # type: ignore[arg-type]
 
         self.producer = RolloutProducer(open_completions)
 
-    def finish(self, *groups: Group) -> list[Group]:
+    def finish(self, *groups: RolloutGroup) -> list[RolloutGroup]:
         self.producer.begin(groups, nothing)
         indices = [group.index for group in groups]
         wait_until(lambda: all(state.is_finished for state in self.producer.states(nothing)), "groups finish")
@@ -107,18 +107,18 @@ def engine() -> Engine:
 
 
 @pytest.fixture(scope="module")
-def calm(engine: Engine) -> list[Group]:
+def calm(engine: Engine) -> list[RolloutGroup]:
     """Groups that nothing happened to."""
     engine.change_version(0)
     with bench(engine) as made:
-        return made.finish(*(Group(index) for index in range(8)))
+        return made.finish(*(RolloutGroup(index) for index in range(8)))
 
 
-def tokens_of(groups: Sequence[Group]) -> list[list[list[int]]]:
+def tokens_of(groups: Sequence[RolloutGroup]) -> list[list[list[int]]]:
     return [[copy.tokens for copy in group.copies] for group in sorted(groups, key=lambda group: group.index)]
 
 
-def test_every_copy_is_generated_and_verified(calm: list[Group]) -> None:
+def test_every_copy_is_generated_and_verified(calm: list[RolloutGroup]) -> None:
     copies = [copy for group in calm for copy in group.copies]
     assert len(copies) == 8 * GROUP
     assert len({tuple(copy.tokens) for copy in copies}) > 20, "every copy has its own noise"
@@ -133,15 +133,15 @@ def test_every_copy_is_generated_and_verified(calm: list[Group]) -> None:
     assert all(sample.num_generated == len(copy.tokens) for sample, copy in zip(samples, calm[1].copies, strict=True))
 
 
-def test_few_places_change_nothing_but_the_order(engine: Engine, calm: list[Group]) -> None:
+def test_few_places_change_nothing_but_the_order(engine: Engine, calm: list[RolloutGroup]) -> None:
     with bench(engine, limit=GROUP) as made:
-        assert tokens_of(made.finish(*(Group(index) for index in range(8)))) == tokens_of(calm)
+        assert tokens_of(made.finish(*(RolloutGroup(index) for index in range(8)))) == tokens_of(calm)
 
 
-def test_what_has_come_goes_on_in_another_producer(engine: Engine, calm: list[Group]) -> None:
+def test_what_has_come_goes_on_in_another_producer(engine: Engine, calm: list[RolloutGroup]) -> None:
     """Whatever the moment of the snapshot: tokens, log-probabilities and versions are those of an undisturbed run."""
     with bench(engine, limit=6) as made:
-        made.producer.begin([Group(index) for index in range(8)], nothing)
+        made.producer.begin([RolloutGroup(index) for index in range(8)], nothing)
         wait_until(lambda: made.producer.numbers(nothing)[0] > 20, "tokens")
         kept = made.producer.pending(nothing)
     partial = [copy for group in kept for copy in group.copies if copy.tokens and not copy.is_complete]
@@ -160,9 +160,9 @@ def test_what_has_come_goes_on_in_another_producer(engine: Engine, calm: list[Gr
             )
 
 
-def test_a_lost_endpoint_costs_no_sample(engine: Engine, calm: list[Group]) -> None:
+def test_a_lost_endpoint_costs_no_sample(engine: Engine, calm: list[RolloutGroup]) -> None:
     with bench(engine, make_engine(), limit=9) as made:
-        made.producer.begin([Group(index) for index in range(8)], nothing)
+        made.producer.begin([RolloutGroup(index) for index in range(8)], nothing)
         wait_until(lambda: made.producer.numbers(nothing)[0] > 10, "tokens")
         made.call(lambda: made.clients[1].close())
         wait_until(lambda: all(state.is_finished for state in made.producer.states(nothing)), "groups finish")
@@ -174,7 +174,7 @@ def test_a_lost_endpoint_costs_no_sample(engine: Engine, calm: list[Group]) -> N
 
 def test_tokens_know_the_weights_that_sampled_them(engine: Engine) -> None:
     with bench(engine, limit=GROUP) as made:
-        made.producer.begin([Group(index) for index in range(4)], nothing)
+        made.producer.begin([RolloutGroup(index) for index in range(4)], nothing)
         wait_until(lambda: made.producer.numbers(nothing)[0] > 4, "tokens")
 
         async def change() -> None:
@@ -195,12 +195,12 @@ def test_tokens_know_the_weights_that_sampled_them(engine: Engine) -> None:
 def test_tokens_of_other_weights_are_not_taken(engine: Engine) -> None:
     """A server that restarted has the weights it began with: its versions are below those that it is known to have."""
     with bench(engine, offset=1) as made:
-        made.producer.begin([Group(0)], nothing)
+        made.producer.begin([RolloutGroup(0)], nothing)
         wait_until(lambda: made.endpoints.num_lost, "it is noticed")
         endpoint = made.endpoints.endpoints[0]
         wait_until(lambda: not endpoint.in_flight, "its requests end")
         assert "has other weights" in endpoint.reason
-        assert made.producer.pending(nothing) == [Group(0)]
+        assert made.producer.pending(nothing) == [RolloutGroup(0)]
         engine.change_version(1)
         made.call(lambda: made.endpoints.restore(endpoint, 0))
         wait_until(lambda: made.producer.states(nothing)[0].is_finished, "it goes on")
@@ -211,7 +211,7 @@ def test_tokens_of_other_weights_are_not_taken(engine: Engine) -> None:
 
 def test_a_refused_prompt_ends_the_run(engine: Engine) -> None:
     with bench(engine) as made:
-        made.producer.begin([Group(99)], nothing)
+        made.producer.begin([RolloutGroup(99)], nothing)
         with pytest.raises(RequestRefusedError, match="64"):
             wait_until(lambda: made.producer.states(nothing)[0].is_finished, "it fails")
 
@@ -234,7 +234,7 @@ def test_waiting_for_an_endpoint_ends_with_the_generation() -> None:
         raise OverError
 
     with bench() as made:
-        made.producer.begin([Group(0), Group(1, [Generation() for _ in range(GROUP)], begun=0)], nothing)
+        made.producer.begin([RolloutGroup(0), RolloutGroup(1, [RolloutCopy() for _ in range(GROUP)], begun=0)], nothing)
         with pytest.raises(OverError):
             made.producer.call(lambda: asyncio.sleep(1000), over)
         assert [state.index for state in made.producer.states(nothing)] == [0, 1]

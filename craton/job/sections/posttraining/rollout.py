@@ -87,5 +87,10 @@ class Rollout(Section):
         return 0 if self.mode != "separate" or self.endpoint is not None else self.workers or 1
 
     @property
+    def worker_names(self) -> list[str]:
+        """Names of the member runs that are these servers."""
+        return [f"rollout-{number}" for number in range(self.num_workers)]
+
+    @property
     def max_turns(self) -> int:
         return 1 if self.environment is None else self.turns or DEFAULT_TURNS

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from craton.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from craton.ml.posttraining.asynchronous.journal import Journal, JournalEntry, JournalError
+    from craton.ml.posttraining.asynchronous.journal import JournalEntry, JournalError, RolloutJournal
     from craton.ml.posttraining.asynchronous.open import open_asynchronous
     from craton.ml.posttraining.asynchronous.samples import AsynchronousSamples
 else:

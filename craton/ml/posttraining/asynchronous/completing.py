@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 
 from craton.errors import CratonError
 from craton.ml.data import Prompt, PromptEncoder, PromptSource
-from craton.ml.posttraining.asynchronous.endpoints import Endpoint, Endpoints
-from craton.ml.posttraining.asynchronous.groups import ENVIRONMENT, Generation, Group
+from craton.ml.posttraining.asynchronous.endpoints import Endpoints, RolloutEndpoint
+from craton.ml.posttraining.asynchronous.groups import ENVIRONMENT, RolloutCopy, RolloutGroup
 from craton.ml.posttraining.seeds import rollout_seed
+from craton.ml.serving import Sampling, seed_of_copy
 from craton.ml.serving.clients import (
     Answer,
     EndpointUnavailableError,
@@ -21,7 +22,6 @@ from craton.ml.serving.clients import (
     MissingCapabilityError,
     RequestRefusedError,
 )
-from craton.ml.serving.messages import Sampling, seed_of_copy
 from craton.ml.verifiers import Episode, Turn, Verdict, VerifierPool, VerifierSample
 
 MAX_FAILURES = 8  # of one copy in a row, without a new token, at endpoints that are otherwise ready
@@ -63,11 +63,11 @@ class Completions:
         self.num_tokens = 0  # that were generated
         self.verifying = 0  # samples
 
-    async def finish(self, group: Group) -> None:
+    async def finish(self, group: RolloutGroup) -> None:
         """Generate and verify what a group lacks."""
         prompt = self._source.prompt(group.index)
         if not group.copies:
-            group.copies = [Generation() for _ in range(self.settings.group)]
+            group.copies = [RolloutCopy() for _ in range(self.settings.group)]
         answers: Sequence[_Running | None] = [None] * len(group.copies)
         is_new = not any(copy.tokens or copy.is_complete for copy in group.copies)
         if is_new and not self.settings.max_turns:
@@ -77,16 +77,16 @@ class Completions:
                 if not copy.is_complete:
                     tasks.create_task(self._complete(group, prompt, number, answers[number]))
 
-    def snapshot(self, group: Group) -> Group:
+    def snapshot(self, group: RolloutGroup) -> RolloutGroup:
         """Return a group with all tokens that have come, also of answers that have not ended."""
         copies = [
             copy.snapshot(running.unfinished()) if (running := self._running.get(id(copy))) else copy.snapshot()
             for copy in group.copies
         ]
         has_begun = any(copy.tokens or copy.is_complete for copy in copies)
-        return Group(group.index, copies, group.begun) if has_begun else Group(group.index)
+        return RolloutGroup(group.index, copies, group.begun) if has_begun else RolloutGroup(group.index)
 
-    async def _complete(self, group: Group, prompt: Prompt, number: int, running: _Running | None) -> None:
+    async def _complete(self, group: RolloutGroup, prompt: Prompt, number: int, running: _Running | None) -> None:
         """Generate and verify one copy."""
         copy = group.copies[number]
         began = time.monotonic()
@@ -100,7 +100,7 @@ class Completions:
             await self._verify(copy, prompt)
         copy.is_complete = True
 
-    async def _verify(self, copy: Generation, prompt: Prompt) -> None:
+    async def _verify(self, copy: RolloutCopy, prompt: Prompt) -> None:
         assert self._pool is not None
         sample = copy.sample(prompt, 0)
         self.verifying += 1
@@ -112,9 +112,9 @@ class Completions:
 
     # -- turns of an environment --------------------------------------------------------------------------------------
 
-    async def _play(self, group: Group, prompt: Prompt, number: int) -> None:
+    async def _play(self, group: RolloutGroup, prompt: Prompt, number: int) -> None:
         assert self._pool is not None
-        copy = group.copies[number] = Generation()  # an unfinished episode begins again
+        copy = group.copies[number] = RolloutCopy()  # an unfinished episode begins again
         with self._pool.start_episode() as episode:
             turn = await asyncio.wrap_future(episode.reset(prompt.row))
             if turn.error:
@@ -134,11 +134,11 @@ class Completions:
                 if not await self._play_turn(group, number, episode, is_last=turns == self.settings.max_turns):
                     return
 
-    async def _play_turn(self, group: Group, number: int, episode: Episode, is_last: bool) -> bool:
+    async def _play_turn(self, group: RolloutGroup, number: int, episode: Episode, is_last: bool) -> bool:
         """Generate a turn and let the environment answer; return whether the episode goes on."""
         copy = group.copies[number]
         left = self.settings.max_tokens - len(copy.tokens)
-        turn_tokens = Generation()
+        turn_tokens = RolloutCopy()
         await self._generate(group, number, turn_tokens, (*copy.prompt, *copy.tokens), left, None)
         copy.add(turn_tokens.tokens, turn_tokens.logprobs, turn_tokens.versions)
         copy.completion, copy.is_truncated = turn_tokens.completion, turn_tokens.is_truncated
@@ -164,11 +164,11 @@ class Completions:
 
     # -- tokens -------------------------------------------------------------------------------------------------------
 
-    async def _start_together(self, group: Group, prompt: Prompt) -> list[_Running | None]:
+    async def _start_together(self, group: RolloutGroup, prompt: Prompt) -> list[_Running | None]:
         """Submit all copies as one request, so that they share the KV cache of their prompt."""
         endpoint = await self.endpoints.take(group.index, len(group.copies))
         try:
-            request = self._request(endpoint, group, 0, prompt.tokens, self.settings.max_tokens, Generation())
+            request = self._request(endpoint, group, 0, prompt.tokens, self.settings.max_tokens, RolloutCopy())
             group.begun = endpoint.version
             answers = await endpoint.client.submit(replace(request, copies=len(group.copies)))
         except BaseException as error:
@@ -186,9 +186,9 @@ class Completions:
 
     async def _generate(
         self,
-        group: Group,
+        group: RolloutGroup,
         number: int,
-        copy: Generation,
+        copy: RolloutCopy,
         prompt: Sequence[int],
         max_tokens: int,
         running: _Running | None,
@@ -227,7 +227,7 @@ class Completions:
             running = None
 
     async def _start(
-        self, group: Group, number: int, copy: Generation, prompt: Sequence[int], max_tokens: int
+        self, group: RolloutGroup, number: int, copy: RolloutCopy, prompt: Sequence[int], max_tokens: int
     ) -> _Running:
         endpoint = await self.endpoints.take(group.index)
         try:
@@ -246,12 +246,12 @@ class Completions:
 
     def _request(
         self,
-        endpoint: Endpoint,
-        group: Group,
+        endpoint: RolloutEndpoint,
+        group: RolloutGroup,
         number: int,
         prompt: Sequence[int],
         max_tokens: int,
-        copy: Generation,
+        copy: RolloutCopy,
     ) -> InferenceRequest:
         settings = self.settings
         seed = seed_of_copy(rollout_seed(settings.seed, group.index), number)
@@ -286,12 +286,12 @@ class Completions:
         if any(not math.isfinite(value) for value in answer.logprobs):
             raise GenerationError(f"{endpoint.name}: a log-probability is not finite")
 
-    def _end(self, copy: Generation, running: _Running) -> None:
+    def _end(self, copy: RolloutCopy, running: _Running) -> None:
         running.endpoint.client.abort(running.answer)
         if self._running.pop(id(copy), None) is not None:
             self.endpoints.give(running.endpoint)
 
-    def _note_failure(self, endpoint: Endpoint, error: InferenceError) -> None:
+    def _note_failure(self, endpoint: RolloutEndpoint, error: InferenceError) -> None:
         """Take an endpoint for lost, unless the request is at fault, which ends the run."""
         if isinstance(error, RequestRefusedError | MissingCapabilityError):
             raise error
@@ -301,7 +301,7 @@ class Completions:
 class _Running:
     """An answer on its way."""
 
-    def __init__(self, endpoint: Endpoint, answer: Answer) -> None:
+    def __init__(self, endpoint: RolloutEndpoint, answer: Answer) -> None:
         self.endpoint, self.answer = endpoint, answer
         self.version = endpoint.version  # tokens of older weights are none of ours
 
@@ -322,5 +322,5 @@ class _Running:
         return tokens[:count], logprobs[:count], versions[:count]
 
 
-def _without_stop(copy: Generation, answer: Answer) -> list[int]:
+def _without_stop(copy: RolloutCopy, answer: Answer) -> list[int]:
     return copy.tokens if answer.stop_token is None else copy.tokens[:-1]

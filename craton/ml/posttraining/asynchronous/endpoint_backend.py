@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 
 from craton.job.sections.posttraining import ApiEndpoint
-from craton.ml.posttraining.asynchronous.endpoints import Endpoint, Endpoints
+from craton.ml.posttraining.asynchronous.endpoints import Endpoints, RolloutEndpoint
 from craton.ml.posttraining.asynchronous.producer import Check, RolloutProducer
 from craton.ml.serving.clients import InferenceError, connect, rollout_capabilities
 
@@ -48,7 +48,7 @@ class EndpointBackend:
             raise
         self._endpoints = Endpoints(self._lost, self._close)
         self._endpoints.add(
-            Endpoint(
+            RolloutEndpoint(
                 wanted.url,
                 client,
                 self._limit,
@@ -73,13 +73,13 @@ class EndpointBackend:
         while self._notes:
             self._note(*self._notes.popleft())
 
-    def _lost(self, endpoint: Endpoint) -> None:
+    def _lost(self, endpoint: RolloutEndpoint) -> None:
         self._notes.append(("rollout_server_lost", f"{endpoint.name}: {endpoint.reason}"))
         task = asyncio.get_running_loop().create_task(self._heal(endpoint))
         self._healing.add(task)
         task.add_done_callback(self._healing.discard)
 
-    async def _heal(self, endpoint: Endpoint) -> None:
+    async def _heal(self, endpoint: RolloutEndpoint) -> None:
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             key = os.environ.get(self._wanted.key, "") if self._wanted.key else ""

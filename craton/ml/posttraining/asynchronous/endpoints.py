@@ -16,7 +16,7 @@ from craton.ml.serving.clients import InferenceClient
 
 
 @dataclass(eq=False)
-class Endpoint:
+class RolloutEndpoint:
     """One endpoint. `version` is that of the weights which it is known to have: it may have newer ones."""
 
     name: str
@@ -37,7 +37,7 @@ class _Waiting:
     index: int
     number: int
     copies: int = field(compare=False)
-    future: asyncio.Future[Endpoint] = field(compare=False)
+    future: asyncio.Future[RolloutEndpoint] = field(compare=False)
 
 
 class Endpoints:
@@ -46,22 +46,22 @@ class Endpoints:
 
     def __init__(
         self,
-        when_lost: Callable[[Endpoint], None] | None = None,
+        when_lost: Callable[[RolloutEndpoint], None] | None = None,
         when_closed: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        self.endpoints: list[Endpoint] = []
+        self.endpoints: list[RolloutEndpoint] = []
         self.num_lost = 0  # requests that were continued after an endpoint was lost
         self._when_lost, self._when_closed = when_lost, when_closed
         self._waiting: list[_Waiting] = []
         self._numbers = count()
 
-    def add(self, endpoint: Endpoint) -> None:
+    def add(self, endpoint: RolloutEndpoint) -> None:
         self.endpoints.append(endpoint)
         self.serve()
 
-    async def take(self, index: int, copies: int = 1) -> Endpoint:
+    async def take(self, index: int, copies: int = 1) -> RolloutEndpoint:
         """Wait for an endpoint with room for the copies of a prompt index, and take it."""
-        future: asyncio.Future[Endpoint] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[RolloutEndpoint] = asyncio.get_running_loop().create_future()
         waiting = _Waiting(index, next(self._numbers), copies, future)
         heapq.heappush(self._waiting, waiting)
         self.serve()
@@ -75,12 +75,12 @@ class Endpoints:
                 heapq.heapify(self._waiting)
             raise
 
-    def give(self, endpoint: Endpoint, copies: int = 1) -> None:
+    def give(self, endpoint: RolloutEndpoint, copies: int = 1) -> None:
         """Give back what was taken."""
         endpoint.in_flight -= copies
         self.serve()
 
-    def lose(self, endpoint: Endpoint, reason: str) -> None:
+    def lose(self, endpoint: RolloutEndpoint, reason: str) -> None:
         """Send no further requests to an endpoint until it is ready again."""
         self.num_lost += 1
         if endpoint.is_ready:
@@ -88,7 +88,7 @@ class Endpoints:
             if self._when_lost is not None:
                 self._when_lost(endpoint)
 
-    def restore(self, endpoint: Endpoint, version: int) -> None:
+    def restore(self, endpoint: RolloutEndpoint, version: int) -> None:
         """Use an endpoint that has the weights of this version."""
         endpoint.is_ready, endpoint.version, endpoint.reason = True, version, ""
         self.serve()
@@ -118,5 +118,5 @@ class Endpoints:
             await endpoint.client.close()
 
 
-def _has_room(endpoint: Endpoint, copies: int) -> bool:
+def _has_room(endpoint: RolloutEndpoint, copies: int) -> bool:
     return not endpoint.in_flight or endpoint.in_flight + copies <= endpoint.limit

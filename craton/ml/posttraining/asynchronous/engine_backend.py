@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import threading
 
-from craton.ml.posttraining.asynchronous.endpoints import Endpoint, Endpoints
+from craton.ml.posttraining.asynchronous.endpoints import Endpoints, RolloutEndpoint
 from craton.ml.posttraining.asynchronous.producer import Check, RolloutProducer
 from craton.ml.posttraining.shared import RolloutEngine
+from craton.ml.serving import OutputDelta
 from craton.ml.serving.clients import EngineClient
-from craton.ml.serving.messages import OutputDelta
 
 ENGINE = "the engine in this process"
 
@@ -23,12 +23,12 @@ class EngineBackend:
         assert not engine.is_shared
         self._engine, self._max_running = engine, max_running
         self._client: EngineClient | None = None
-        self._endpoint: Endpoint | None = None
+        self._endpoint: RolloutEndpoint | None = None
         self._endpoints: Endpoints | None = None
 
     async def open(self) -> Endpoints:
         self._client = self._engine.client()
-        self._endpoint = Endpoint(ENGINE, self._client, self._max_running)
+        self._endpoint = RolloutEndpoint(ENGINE, self._client, self._max_running)
         self._endpoints = Endpoints(_stop)
         self._endpoints.add(self._endpoint)
         return self._endpoints
@@ -66,6 +66,6 @@ class EngineBackend:
         """There is nothing to report: an engine that fails ends the generation."""
 
 
-def _stop(endpoint: Endpoint) -> None:
+def _stop(endpoint: RolloutEndpoint) -> None:
     """There is no other engine to go on with."""
     raise RuntimeError(f"rollouts cannot go on: {endpoint.reason}")

@@ -15,7 +15,7 @@ ENVIRONMENT = -1  # in place of a version: the environment wrote this token
 
 
 @dataclass
-class Generation:
+class RolloutCopy:
     """One copy of a prompt: its tokens so far, and its verdict once it has one.
 
     `tokens`, `logprobs` and `versions` have the same length: a token, its log-probability in the distribution that was
@@ -46,11 +46,11 @@ class Generation:
         self.logprobs += logprobs[:count]
         self.versions += versions[:count]
 
-    def snapshot(self, received: tuple[list[int], list[float], list[int]] = ([], [], [])) -> Generation:
+    def snapshot(self, received: tuple[list[int], list[float], list[int]] = ([], [], [])) -> RolloutCopy:
         """Return a copy that does not change, with what else has come. An unfinished episode begins again, because its
         environment is not kept."""
         if not self.is_complete and (self.transcript or self.prompt):
-            return Generation()
+            return RolloutCopy()
         kept = replace(self, tokens=list(self.tokens), logprobs=list(self.logprobs), versions=list(self.versions))
         kept.add(*received)
         return kept
@@ -77,11 +77,11 @@ class Generation:
 
 
 @dataclass
-class Group:
+class RolloutGroup:
     """The copies of one prompt index; none if it has not begun."""
 
     index: int
-    copies: list[Generation] = field(default_factory=list)
+    copies: list[RolloutCopy] = field(default_factory=list)
     begun: int | None = None  # the version of the weights when it was first submitted
 
     @property

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from craton.errors import CratonError
-from craton.ml.posttraining.asynchronous.groups import Generation, Group
+from craton.ml.posttraining.asynchronous.groups import RolloutCopy, RolloutGroup
 from craton.ml.posttraining.asynchronous.selection import Frontier
 from craton.ml.verifiers import Verdict
 from craton.telemetry.files import read_regular, replace_bytes
@@ -44,7 +44,7 @@ _FIELDS: dict[str, type | tuple[type, ...]] = {
     "content": (str, list),
     "prompt": list,
 }
-_EMPTY = Generation()
+_EMPTY = RolloutCopy()
 _NAME = re.compile(r"step-(\d{1,12})")
 _COLUMNS: tuple[tuple[str, str], ...] = (("tokens", "<i4"), ("logprobs", "<f4"), ("versions", "<i4"))
 
@@ -59,9 +59,9 @@ class JournalEntry:
 
     step: int
     next_index: int
-    batch: tuple[Group, ...] = ()
+    batch: tuple[RolloutGroup, ...] = ()
     filtered: tuple[int, ...] = ()  # indices that were settled without training, since the entry before
-    pending: tuple[Group, ...] = ()
+    pending: tuple[RolloutGroup, ...] = ()
 
     @property
     def settled(self) -> list[int]:
@@ -72,7 +72,7 @@ class JournalEntry:
         return Frontier(self.next_index, tuple(sorted(group.index for group in self.pending)))
 
 
-class Journal:
+class RolloutJournal:
     """The entries of one run. One process writes them."""
 
     def __init__(self, folder: Path) -> None:
@@ -124,7 +124,7 @@ class Continuation:
 
     repeated: tuple[JournalEntry, ...]
     frontier: Frontier  # at the beginning, before the repeated entries
-    pending: tuple[Group, ...]  # after the repeated entries; an index without its group is generated again
+    pending: tuple[RolloutGroup, ...]  # after the repeated entries; an index without its group is generated again
     problems: tuple[str, ...] = ()
 
     @property
@@ -132,13 +132,13 @@ class Continuation:
         return self.repeated[-1].frontier if self.repeated else self.frontier
 
 
-def continue_from(journal: Journal, step: int, saved: Frontier) -> Continuation:
+def continue_from(journal: RolloutJournal, step: int, saved: Frontier) -> Continuation:
     """Return where to go on at the checkpoint of `step`, whose counters say which indices were pending then.
 
     Entries that cannot be used are removed, with all later ones: what they had is generated again from its seeds."""
     problems: list[str] = []
     base = _usable(journal, step, problems)
-    pending: tuple[Group, ...] = ()
+    pending: tuple[RolloutGroup, ...] = ()
     if base is not None and base.frontier == saved:
         pending = base.pending
     elif base is not None:
@@ -159,7 +159,7 @@ def continue_from(journal: Journal, step: int, saved: Frontier) -> Continuation:
     return Continuation(tuple(repeated), saved, pending, tuple(problems))
 
 
-def _usable(journal: Journal, step: int, problems: list[str]) -> JournalEntry | None:
+def _usable(journal: RolloutJournal, step: int, problems: list[str]) -> JournalEntry | None:
     try:
         return journal.read(step)
     except JournalError as error:
@@ -212,11 +212,11 @@ def from_bytes(data: bytes) -> JournalEntry:
     return entry
 
 
-def _group_document(group: Group) -> dict[str, Any]:
+def _group_document(group: RolloutGroup) -> dict[str, Any]:
     return {"index": group.index, "begun": group.begun, "copies": [_copy_document(copy) for copy in group.copies]}
 
 
-def _copy_document(copy: Generation) -> dict[str, Any]:
+def _copy_document(copy: RolloutCopy) -> dict[str, Any]:
     assert len(copy.tokens) == len(copy.logprobs) == len(copy.versions)
     document: dict[str, Any] = {"length": len(copy.tokens)}
     document |= {name: value for name in _FIELDS if (value := getattr(copy, name)) != getattr(_EMPTY, name)}
@@ -230,7 +230,7 @@ def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def _read_group(document: Any) -> tuple[Group, list[int]]:
+def _read_group(document: Any) -> tuple[RolloutGroup, list[int]]:
     """Return a group whose copies have no tokens yet, and how many each has."""
     begun = document["begun"]
     copies, lengths = [], []
@@ -239,9 +239,9 @@ def _read_group(document: Any) -> tuple[Group, list[int]]:
         for name, value in fields.items():
             if not isinstance(value, _FIELDS[name]):
                 raise ValueError(f"{name} is {value!r}")
-        copies.append(Generation(**fields, verdict=_read_verdict(item)))
+        copies.append(RolloutCopy(**fields, verdict=_read_verdict(item)))
         lengths.append(_whole(item["length"]))
-    return Group(_whole(document["index"]), copies, None if begun is None else _whole(begun)), lengths
+    return RolloutGroup(_whole(document["index"]), copies, None if begun is None else _whole(begun)), lengths
 
 
 def _read_verdict(document: Any) -> Verdict | None:
@@ -263,11 +263,11 @@ def _whole(value: Any) -> int:
     return value
 
 
-def _sized(group: Group, lengths: Sequence[int]) -> list[tuple[Generation, int]]:
+def _sized(group: RolloutGroup, lengths: Sequence[int]) -> list[tuple[RolloutCopy, int]]:
     return list(zip(group.copies, lengths, strict=True))
 
 
-def _fill_columns(copies: Sequence[tuple[Generation, int]], data: bytes) -> None:
+def _fill_columns(copies: Sequence[tuple[RolloutCopy, int]], data: bytes) -> None:
     """Give the copies their tokens: for each column, those of one copy after the other."""
     total = sum(length for _, length in copies)
     if len(data) != sum(np.dtype(kind).itemsize for _, kind in _COLUMNS) * total:

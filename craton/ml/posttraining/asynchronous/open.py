@@ -7,19 +7,18 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from craton.job.rollouts import rollout_names
 from craton.ml.data import PromptEncoder, PromptSource
 from craton.ml.models import Decoder
 from craton.ml.posttraining.asynchronous.completing import CompletionSettings
 from craton.ml.posttraining.asynchronous.endpoint_backend import EndpointBackend
 from craton.ml.posttraining.asynchronous.engine_backend import EngineBackend
-from craton.ml.posttraining.asynchronous.journal import JOURNAL_FOLDER, Journal
+from craton.ml.posttraining.asynchronous.journal import JOURNAL_FOLDER, RolloutJournal
 from craton.ml.posttraining.asynchronous.samples import AsynchronousSamples, RolloutBackend
 from craton.ml.posttraining.asynchronous.server_backend import ServersBackend
 from craton.ml.posttraining.gathering import TrainedWeights
 from craton.ml.posttraining.shared import RolloutEngine
 from craton.ml.posttraining.verdicts import Rewards
-from craton.ml.serving.settings import EngineSettings
+from craton.ml.serving import EngineSettings
 from craton.ml.training import SetupError, TrainingSetup, tier_folders
 from craton.ml.verifiers import VerifierPool
 
@@ -59,7 +58,7 @@ def open_asynchronous(
         rewards,
         job.rollout,
         job.steps,
-        Journal(setup.directory.path / JOURNAL_FOLDER),
+        RolloutJournal(setup.directory.path / JOURNAL_FOLDER),
         setup.ranks,
         setup.clock,
         note,
@@ -76,11 +75,10 @@ def _backend(setup: TrainingSetup, encoder: PromptEncoder, note: Callable[[str, 
     if job.rollout.mode == "separate":
         if not isinstance(setup.model, Decoder):
             raise SetupError("rollout servers need a model of Craton's own decoder families; use rollout.endpoint")
-        names = rollout_names(job.rollout.num_workers)
         limit = max(1, min(MAX_RUNNING, under_way) // ranks.world)
         weights = TrainedWeights(setup.model, ranks)
         num_ranks = job.rollout.layout.tp or 1 if job.rollout.layout else 1
-        return ServersBackend(setup.directory, names, weights, ranks, limit, num_ranks, note)
+        return ServersBackend(setup.directory, job.rollout.worker_names, weights, ranks, limit, num_ranks, note)
     max_running = min(MAX_RUNNING, under_way)
     settings = EngineSettings(max_length=job.sequence, max_running=max_running)
     engine = RolloutEngine(setup.model, ranks, settings, encoder.stop_tokens, shares=False)

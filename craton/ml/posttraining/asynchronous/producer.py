@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from craton.ml.posttraining.asynchronous.completing import Completions
 from craton.ml.posttraining.asynchronous.endpoints import Endpoints
-from craton.ml.posttraining.asynchronous.groups import Group
+from craton.ml.posttraining.asynchronous.groups import RolloutGroup
 from craton.ml.posttraining.asynchronous.selection import GroupState
 
 CLOSE_SECONDS = 30.0
@@ -31,7 +31,7 @@ class RolloutProducer:
     def __init__(self, open_completions: Callable[[], Awaitable[Completions]]) -> None:
         self._open_completions = open_completions
         self._completions: Completions | None = None
-        self._groups: dict[int, Group] = {}
+        self._groups: dict[int, RolloutGroup] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._failure: BaseException | None = None
         self._opened, self._stopped = asyncio.Event(), asyncio.Event()
@@ -42,7 +42,7 @@ class RolloutProducer:
         self._thread = threading.Thread(target=self._run, name="craton-rollouts", daemon=True)
         self._thread.start()
 
-    def begin(self, groups: Iterable[Group], check: Check) -> None:
+    def begin(self, groups: Iterable[RolloutGroup], check: Check) -> None:
         """Generate what these groups lack."""
         wanted = list(groups)
 
@@ -67,34 +67,34 @@ class RolloutProducer:
         """Wait until a group has finished since the last `states`, or something failed."""
         self._changed.wait(seconds)
 
-    def take(self, indices: Sequence[int], check: Check) -> list[Group]:
+    def take(self, indices: Sequence[int], check: Check) -> list[RolloutGroup]:
         """Return finished groups, which are then no longer ours."""
 
-        async def give() -> list[Group]:
+        async def give() -> list[RolloutGroup]:
             assert all(self._groups[index].is_finished for index in indices)
             return [self._groups.pop(index) for index in indices]
 
         return self.call(give, check)
 
-    def pending(self, check: Check) -> list[Group]:
+    def pending(self, check: Check) -> list[RolloutGroup]:
         """Return copies of all groups, with what has come of unfinished ones."""
 
-        async def copy() -> list[Group]:
+        async def copy() -> list[RolloutGroup]:
             assert self._completions is not None
             return [self._completions.snapshot(group) for group in self._groups.values()]
 
         return self.call(copy, check)
 
-    def finished(self, check: Check) -> list[Group]:
+    def finished(self, check: Check) -> list[RolloutGroup]:
         """Return the groups that have finished; they are still ours."""
 
-        async def look() -> list[Group]:
+        async def look() -> list[RolloutGroup]:
             return [group for group in self._groups.values() if group.is_finished]
 
         return self.call(look, check)
 
     def complete(
-        self, groups: Sequence[Group], open_completions: Callable[[Endpoints], Completions], check: Check
+        self, groups: Sequence[RolloutGroup], open_completions: Callable[[Endpoints], Completions], check: Check
     ) -> None:
         """Complete other groups, and wait for them."""
 
@@ -191,7 +191,7 @@ class RolloutProducer:
         await self._opened.wait()
         return await work()
 
-    async def _finish(self, group: Group) -> None:
+    async def _finish(self, group: RolloutGroup) -> None:
         assert self._completions is not None
         try:
             await self._completions.finish(group)

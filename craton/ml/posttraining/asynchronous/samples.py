@@ -21,8 +21,8 @@ from craton.job.sections.posttraining import Rollout
 from craton.ml.data import PromptEncoder, PromptSource
 from craton.ml.posttraining.asynchronous.completing import Completions, CompletionSettings
 from craton.ml.posttraining.asynchronous.endpoints import Endpoints
-from craton.ml.posttraining.asynchronous.groups import ENVIRONMENT, Group
-from craton.ml.posttraining.asynchronous.journal import Continuation, Journal, JournalEntry, continue_from
+from craton.ml.posttraining.asynchronous.groups import ENVIRONMENT, RolloutGroup
+from craton.ml.posttraining.asynchronous.journal import Continuation, JournalEntry, RolloutJournal, continue_from
 from craton.ml.posttraining.asynchronous.producer import Check, RolloutProducer
 from craton.ml.posttraining.asynchronous.selection import (
     Frontier,
@@ -72,7 +72,7 @@ class AsynchronousSamples:
         rewards: Rewards,
         rollout: Rollout,
         steps: int,
-        journal: Journal,
+        journal: RolloutJournal,
         ranks: Ranks,
         clock: LedgerClock,
         note: Callable[[str, str], None] = lambda name, reason: None,
@@ -118,7 +118,7 @@ class AsynchronousSamples:
         producer, settings = self._producer, replace(self._settings, group=1, seed=seed)
         self._backend.update(version, producer, self._beating(check))
         self._version = version
-        own = [Group(index) for index in indices[self._ranks.rank :: self._ranks.world]]
+        own = [RolloutGroup(index) for index in indices[self._ranks.rank :: self._ranks.world]]
         producer.complete(own, lambda endpoints: self._completions(endpoints, settings, prompts), self._beating(check))
         groups = [group for share in self._gather(own) for group in share]
         samples = [group.copies[0].sample(prompts.prompt(group.index), 0) for group in groups]
@@ -145,14 +145,14 @@ class AsynchronousSamples:
         self._continuation = found[0]
         self._frontier = saved
 
-    def _start(self, version: int, kept: Iterable[Group], seconds: dict[str, float], check: Check) -> None:
+    def _start(self, version: int, kept: Iterable[RolloutGroup], seconds: dict[str, float], check: Check) -> None:
         """Generate what is pending after step `version`."""
         groups = {group.index: group for group in kept}
-        pending = [groups.get(index, Group(index)) for index in self._frontier.pending]
+        pending = [groups.get(index, RolloutGroup(index)) for index in self._frontier.pending]
         if self._backend.has_versions:
             states = [group.state for group in pending]
             again = set(overdue(states, version, self._rollout.prompts, self._rollout.max_staleness))
-            pending = [Group(group.index) if group.index in again else group for group in pending]
+            pending = [RolloutGroup(group.index) if group.index in again else group for group in pending]
 
         async def open_completions() -> Completions:
             return self._completions(await self._backend.open(), self._settings, self._prompts)
@@ -172,7 +172,7 @@ class AsynchronousSamples:
     def _completions(self, endpoints: Endpoints, settings: CompletionSettings, prompts: PromptSource) -> Completions:
         return Completions(endpoints, settings, prompts, self._encoder, self._pool)
 
-    def _begin(self, groups: Iterable[Group], check: Check) -> None:
+    def _begin(self, groups: Iterable[RolloutGroup], check: Check) -> None:
         assert self._producer is not None
         ranks = self._ranks
         self._producer.begin([group for group in groups if group.index % ranks.world == ranks.rank], check)
@@ -223,7 +223,7 @@ class AsynchronousSamples:
         before = self._frontier
         bound = self._rollout.max_staleness
         self._frontier = before.filled(capacity_of(step - 1, self._rollout.prompts, bound, self._steps))
-        self._begin((Group(index) for index in range(before.next_index, self._frontier.next_index)), check)
+        self._begin((RolloutGroup(index) for index in range(before.next_index, self._frontier.next_index)), check)
 
     def _all_states(self, check: Check) -> tuple[list[GroupState], list[int]]:
         """Return the groups of all ranks, and the finished ones that the job filters out."""
@@ -271,7 +271,7 @@ class AsynchronousSamples:
         metrics = step_metrics(samples, self._rollout.group, seconds) | self._numbers(entry, check)
         return StepSamples(samples, self._rollout.group, entry.next_index, seconds, metrics, warning)
 
-    def _samples_of(self, group: Group) -> list[RolloutSample]:
+    def _samples_of(self, group: RolloutGroup) -> list[RolloutSample]:
         prompt = self._prompts.prompt(group.index)
         return [copy.sample(prompt, number) for number, copy in enumerate(group.copies)]
 

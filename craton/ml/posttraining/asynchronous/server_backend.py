@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from craton.errors import CratonError
 from craton.ml.models import WeightsError
-from craton.ml.posttraining.asynchronous.endpoints import Endpoint, Endpoints
+from craton.ml.posttraining.asynchronous.endpoints import Endpoints, RolloutEndpoint
 from craton.ml.posttraining.asynchronous.producer import Check, RolloutProducer
 from craton.ml.posttraining.asynchronous.weights_link import VERSION_OFFSET, ServerLink, WeightsVersion
 from craton.ml.posttraining.gathering import TrainedWeights
@@ -127,12 +127,12 @@ class ServersBackend:
             client = _client(address)
             known = self._endpoint(name)
             if known is None:
-                new = Endpoint(name, client, self._limit, version_offset=VERSION_OFFSET, is_ready=False)
+                new = RolloutEndpoint(name, client, self._limit, version_offset=VERSION_OFFSET, is_ready=False)
                 self._endpoints.add(new)
             else:
                 known.client, known.is_ready = client, False
 
-    def _endpoint(self, name: str) -> Endpoint | None:
+    def _endpoint(self, name: str) -> RolloutEndpoint | None:
         return next((endpoint for endpoint in self._endpoints.endpoints if endpoint.name == name), None)
 
     async def _send_all(self, weights: WeightsVersion | None) -> list[str]:
@@ -173,7 +173,7 @@ class ServersBackend:
             elif await self._has_newest(link):
                 self._endpoints.restore(endpoint, self._version)
 
-    async def _check_alive(self, endpoint: Endpoint) -> None:
+    async def _check_alive(self, endpoint: RolloutEndpoint) -> None:
         """Take a server for lost that does not answer: its generations go on elsewhere."""
         await asyncio.sleep(ALIVE_SECONDS)
         client = endpoint.client
@@ -193,7 +193,7 @@ class ServersBackend:
                 del self._links[endpoint.name]
             await client.close()
 
-    async def _heal(self, endpoint: Endpoint) -> None:
+    async def _heal(self, endpoint: RolloutEndpoint) -> None:
         """Send the newest weights to a server that answers again, all of them: it may have restarted."""
         weights, link = self._newest, self._links[endpoint.name]
         if weights is None or link.sent is weights or self._locks[endpoint.name].locked():
@@ -214,7 +214,7 @@ class ServersBackend:
         except WeightsError:
             return False
 
-    def _lost(self, endpoint: Endpoint) -> None:
+    def _lost(self, endpoint: RolloutEndpoint) -> None:
         if (link := self._links.get(endpoint.name)) is not None:
             link.sent = None  # it may restart
         self._notes.append(("rollout_server_lost", f"{endpoint.name}: {endpoint.reason}"))

@@ -12,7 +12,6 @@ import yaml
 
 from craton.agent.processes import free_port
 from craton.job import Job, dump_job, parse_job
-from craton.job.rollouts import rollout_names
 
 API_KEY_VARIABLE = "ROLLOUT_KEY"
 FIRST_PORT = 8100  # of servers on nodes of their own
@@ -21,12 +20,8 @@ LOCAL_MEMORY = 0.4  # of a GPU that the trainer uses, too
 
 def rollout_servers(job: Job, backend: str) -> dict[str, Job]:
     """Return name → job of the servers that a job's rollouts need; none unless its mode is separate."""
-    if job.rollout is None or not job.rollout.num_workers:
-        return {}
-    return {
-        name: _server_job(job, backend, name, number)
-        for number, name in enumerate(rollout_names(job.rollout.num_workers))
-    }
+    names = job.rollout.worker_names if job.rollout is not None else []
+    return {name: _server_job(job, backend, name, number) for number, name in enumerate(names)}
 
 
 def _server_job(job: Job, backend: str, name: str, number: int) -> Job:
