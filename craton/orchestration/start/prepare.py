@@ -10,7 +10,7 @@ import yaml
 
 from craton.infrastructure.storage import CachedFolder
 from craton.job import TRAINING_KINDS, Job, dump_job, parse_job
-from craton.orchestration.draft import Draft, Progress
+from craton.orchestration.draft import JOB_FOLDER, Draft, Progress
 
 
 def prepare_data(draft: Draft, progress: Progress | None = None) -> tuple[Draft, dict[str, int]]:
@@ -29,7 +29,8 @@ def prepare_data(draft: Draft, progress: Progress | None = None) -> tuple[Draft,
     if job.kind == "grpo" and draft.on == "local":  # elsewhere the nodes have other secrets and isolation
         from craton.ml import posttraining
 
-        posttraining.check_rollout_job(job, job.folder)
+        # where functions are: a resumed job is read from the run directory
+        posttraining.check_rollout_job(job, Path(draft.launch.env.get(JOB_FOLDER, job.folder)))
     tokens = {path: data.Shards(folders[path]).tokens for path, _ in job.data.mixture}
     return replace(draft, job=_with_prepared_data(job, folders, data.tokenizer_folder(job, folders))), tokens
 
