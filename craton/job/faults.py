@@ -25,7 +25,12 @@ TARGETS: Mapping[str, tuple[str, ...]] = {
 }
 FAULT_KINDS = tuple(TARGETS)
 RANDOM_KINDS = ("kill", "hang", "fail", "corrupt", "slow-disk")  # faults a run recovers from without new nodes
-DURING = ("staging", "checkpoint", "regroup", "restore", "evaluate", "data", "productive", "saving")
+# fmt: off
+DURING = (
+    "staging", "checkpoint", "regroup", "restore", "evaluate", "data", "productive", "saving", "rollout", "reward",
+    "sync",
+)
+# fmt: on
 HANGS = ("stop", "spin")
 WHOSE = ("own", "copies", "all")
 TIERS = ("peer", "nvme", "shared")

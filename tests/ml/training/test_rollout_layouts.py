@@ -39,7 +39,7 @@ def policy_job(loss: str, adapters: bool) -> Job:
         kind: grpo
         model: {{layers: 4, hidden: 32, ffn_hidden: 64, heads: 4, kv_heads: 2, vocab: {VOCABULARY}}}
         data: {{sequence: {SEQUENCE}, path: none}}
-        policy: {{loss: {loss}, epochs: 2, minibatches: 2, kl: 0.1, entropy: 0.01}}
+        policy: {{loss: {loss}, clip: 0.2, epochs: 2, minibatches: 2, kl: 0.1, entropy: 0.01}}
         rollout: {{prompts: {PROMPTS}, group: {GROUP}, max_tokens: 12, temperature: 0.8, truncated: mask}}
         reward: {{verifier: exact}}
         train: {{steps: {STEPS}, precision: fp32, initialize: random, learning_rate: 1e-2{lora}}}
