@@ -192,10 +192,11 @@ def test_options_on_the_pages_exist() -> None:
     assert not sorted((page, option) for page, option in named if option not in known)
 
 
-# Options of sbatch, srun, pytest, pip, torchrun, vllm, Prometheus and of our own programs that are not verbs.
+# Options of sbatch, srun, pytest, pip, torchrun, vllm, docker, Prometheus and of our own programs that are not verbs.
 OTHER_TOOLS = """
 --array --auto-resume --cpus-per-task --exclusive --gres --no-kill --nodes --segment --signal --switches --time
 --durations --update-golden --force-conflicts --headless --kubernetes-enable-pod-labels --max-restarts --cases --fault
+--cap-add --logprobs-mode
 """
 
 

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from craton.ml.data.documents import check_text
     from craton.ml.data.errors import DataError
     from craton.ml.data.loader import Loader
+    from craton.ml.data.order import key_of, permute
     from craton.ml.data.pairs import PairedSource
     from craton.ml.data.preparing import (
         has_data,

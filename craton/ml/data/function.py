@@ -1,9 +1,9 @@
 """A user's own data source: `data.source: package.module:function`.
 
 `function(job)` returns a callable that gives the sample of a global index: a `Sample`, a mapping of arrays with
-`tokens` and others, or up to `sequence` + 1 token ids. If the job has a tokenizer, also a text, or a mapping of `prompt`
-and `completion`, of which only the completion is learnt. A function with a `split` parameter is also called for
-"validation". Errors name the function and the index.
+`tokens` and others, or up to `sequence` + 1 token ids. If the job has a tokenizer, also a text, or a mapping of
+`prompt` and `completion`, of which only the completion is learnt. A function with a `split` parameter is also called
+for "validation". Errors name the function and the index.
 """
 
 from __future__ import annotations

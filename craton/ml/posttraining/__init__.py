@@ -12,7 +12,6 @@ from craton.lazy import lazy_names
 if TYPE_CHECKING:
     from craton.ml.posttraining.advantages import completion_advantages, generalized_advantages, has_verdict, whiten
     from craton.ml.posttraining.build import main
-    from craton.ml.posttraining.checks import check_rollout_job
     from craton.ml.posttraining.objectives import policy_objective, preference_objective
     from craton.ml.posttraining.reward_model import RewardModel, RewardModelError
 else:

@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from craton.job import Job
-from craton.ml.data import DataError, PromptEncoder, PromptSource, open_prompts, tokenizer_folder
-from craton.ml.data.order import key_of
+from craton.ml.data import DataError, PromptEncoder, PromptSource, key_of, open_prompts, tokenizer_folder
 from craton.ml.posttraining.asynchronous import AsynchronousSamples, open_asynchronous
 from craton.ml.posttraining.frozen import frozen_model
 from craton.ml.posttraining.loader import RolloutLoader, Scorers, Values
@@ -29,10 +28,10 @@ from craton.ml.posttraining.rows import TrainedSequence
 from craton.ml.posttraining.samples import StepSamples
 from craton.ml.posttraining.shared import RolloutEngine
 from craton.ml.posttraining.synchronous import SynchronousSamples, reward_metrics
-from craton.ml.posttraining.teacher import TeacherEndpoint
 from craton.ml.posttraining.token_reader import TokenReader
 from craton.ml.posttraining.verdicts import Rewards, RewardScores, gather_objects, open_pool
-from craton.ml.serving.settings import EngineSettings
+from craton.ml.serving import EngineSettings
+from craton.ml.serving.clients import TeacherEndpoint
 from craton.ml.training import (
     Objective,
     Recipe,

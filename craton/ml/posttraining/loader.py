@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from craton.job import Job
-from craton.ml.data.order import key_of, permute
+from craton.ml.data import key_of, permute
 from craton.ml.posttraining.advantages import completion_advantages, generalized_advantages, whiten
 from craton.ml.posttraining.rows import Arrays, RowPlan, TrainedSequence, micro_batches, num_slots
 from craton.ml.posttraining.samples import RolloutSample, StepSamples

@@ -16,8 +16,8 @@ from typing import Any, Protocol, TypeVar
 from craton.ml.data import Prompt, PromptEncoder
 from craton.ml.posttraining.samples import RolloutSample
 from craton.ml.posttraining.seeds import rollout_seed
+from craton.ml.serving import Sampling, seed_of_copy
 from craton.ml.serving.clients import Answer, InferenceRequest
-from craton.ml.serving.messages import Sampling, seed_of_copy
 from craton.ml.verifiers import Episode, Turn, Verdict, VerifierPool
 
 WAIT_SECONDS = 0.1  # between two checks whether the generation is over

@@ -18,8 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from craton.ml.kernels import ContextSlice
 from craton.ml.posttraining.rows import RowPlan, TrainedSequence, micro_batches, num_slots, unpacked
-from craton.ml.training import Batch, Objective
-from craton.ml.training.objectives import Readings
+from craton.ml.training import Batch, Objective, Readings
 from craton.ml.training.parallel import Pipeline, Ranks
 
 What = Literal["log_probs", "scores"]

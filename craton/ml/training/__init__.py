@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     )
     from craton.ml.training.loop import Trainer
     from craton.ml.training.lora import LoraLinear, add_adapters, merge_adapters, without_adapters
-    from craton.ml.training.objectives import Mean, Objective, objective_of, token_slope
+    from craton.ml.training.objectives import Mean, Objective, Readings, objective_of, token_slope
     from craton.ml.training.optimizer import AdamW, Schedule
     from craton.ml.training.orders import Order
     from craton.ml.training.parts import Evaluation, Parts, Recipe, StepLoader, TrainingInputs, TrainingSetup

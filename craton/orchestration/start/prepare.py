@@ -27,10 +27,10 @@ def prepare_data(draft: Draft, progress: Progress | None = None) -> tuple[Draft,
         return draft, {}
     folders = data.prepare(job, progress=progress)
     if job.kind == "grpo" and draft.on == "local":  # elsewhere the nodes have other secrets and isolation
-        from craton.ml import posttraining
+        from craton.orchestration.start.rollout_rewards import check_rollout_job  # imports an HTTP client
 
         # where functions are: a resumed job is read from the run directory
-        posttraining.check_rollout_job(job, Path(draft.launch.env.get(JOB_FOLDER, job.folder)))
+        check_rollout_job(job, Path(draft.launch.env.get(JOB_FOLDER, job.folder)))
     tokens = {path: data.Shards(folders[path]).tokens for path, _ in job.data.mixture}
     return replace(draft, job=_with_prepared_data(job, folders, data.tokenizer_folder(job, folders))), tokens
 

@@ -1,4 +1,4 @@
-"""Every layout trains on given rollouts as one process does: packing, minibatches, and the passes that score samples."""
+"""Every layout trains on given rollouts as one process does: packing, minibatches, passes that score samples."""
 
 from __future__ import annotations
 

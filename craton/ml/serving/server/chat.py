@@ -10,7 +10,7 @@ from fastapi.responses import Response
 
 from craton.ml.serving.messages import Grammar
 from craton.ml.serving.server.errors import BadRequestError
-from craton.ml.serving.server.generation import Answers, Choice, Prompt, respond, to_json
+from craton.ml.serving.server.generation import Answers, Choice, SubmittedPrompt, respond, to_json
 from craton.ml.serving.server.http_service import HttpService
 from craton.ml.serving.server.protocol import ChatRequest, NamedTool, check_grammar
 from craton.ml.serving.server.text import Addition, AnswerReader, chat_logprobs, prompt_logprobs
@@ -69,7 +69,7 @@ async def _submit(service: HttpService, request: ChatRequest) -> ChatAnswers:
 class ChatChoice(Choice):
     """One message of the assistant, so far."""
 
-    def __init__(self, index: int, prompt: Prompt, reader: AnswerReader, parser: Parser) -> None:
+    def __init__(self, index: int, prompt: SubmittedPrompt, reader: AnswerReader, parser: Parser) -> None:
         super().__init__(index, prompt, reader)
         self.parser = parser
         self.content: list[str] = []
@@ -100,7 +100,7 @@ class ChatAnswers(Answers[ChatChoice]):
         self._has_reasoning = has_reasoning
         self._is_inside = is_inside  # the prompt has opened the reasoning
 
-    def make_choice(self, index: int, prompt: Prompt, reader: AnswerReader) -> ChatChoice:
+    def make_choice(self, index: int, prompt: SubmittedPrompt, reader: AnswerReader) -> ChatChoice:
         parser = make_parser(self._service.tool_style, self._schemas, self._tool_choice)
         if self._has_reasoning:
             parser = ReasoningParser(parser, self._is_inside)

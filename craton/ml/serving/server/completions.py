@@ -8,7 +8,7 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from craton.ml.serving.server.errors import BadRequestError
-from craton.ml.serving.server.generation import Answers, Choice, Prompt, respond, to_json
+from craton.ml.serving.server.generation import Answers, Choice, SubmittedPrompt, respond, to_json
 from craton.ml.serving.server.http_service import HttpService
 from craton.ml.serving.server.protocol import MAX_CHOICES, CompletionRequest
 from craton.ml.serving.server.text import Addition, AnswerReader, completion_logprobs, echoed_logprobs, prompt_logprobs
@@ -64,7 +64,7 @@ async def _submit(service: HttpService, request: CompletionRequest) -> Completio
 class CompletionChoice(Choice):
     """Also collects the text and log-probs of a response that is not streamed."""
 
-    def __init__(self, index: int, prompt: Prompt, reader: AnswerReader) -> None:
+    def __init__(self, index: int, prompt: SubmittedPrompt, reader: AnswerReader) -> None:
         super().__init__(index, prompt, reader)
         self.texts: list[str] = []
         self.logprobs: dict[str, list[Any]] = {}
@@ -75,7 +75,7 @@ class CompletionAnswers(Answers[CompletionChoice]):
     whole_kind = chunk_kind = "text_completion"
     request: CompletionRequest
 
-    def make_choice(self, index: int, prompt: Prompt, reader: AnswerReader) -> CompletionChoice:
+    def make_choice(self, index: int, prompt: SubmittedPrompt, reader: AnswerReader) -> CompletionChoice:
         return CompletionChoice(index, prompt, reader)
 
     def text_fields(self, text: str) -> dict[str, Any]:

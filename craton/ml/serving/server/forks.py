@@ -15,7 +15,7 @@ from fastapi.responses import Response
 from craton.ml.serving.messages import OutputDelta, Sampling
 from craton.ml.serving.server.completions import CompletionAnswers, CompletionChoice
 from craton.ml.serving.server.errors import BadRequestError, NotFoundError
-from craton.ml.serving.server.generation import TOKEN_CHARACTERS, Answers, Prompt, respond
+from craton.ml.serving.server.generation import TOKEN_CHARACTERS, Answers, SubmittedPrompt, respond
 from craton.ml.serving.server.http_service import TOO_LONG, HttpService, draw_seed, logit_bias_of
 from craton.ml.serving.server.protocol import AbortRequest, BranchSampling, ForkRequest
 
@@ -77,7 +77,7 @@ class ForkAnswers(CompletionAnswers):
         for number, sampling in zip(self.exchange.fork(parent, copy, samplings), samplings, strict=True):
             assert sampling.seed is not None
             # The prompt is in the usage of the request that is forked.
-            prompt = Prompt((), sampling, self._service.metrics.meter(0, 1, sampling.max_tokens))
+            prompt = SubmittedPrompt((), sampling, self._service.metrics.meter(0, 1, sampling.max_tokens))
             choice = self.make_choice(len(self.choices), prompt, self._reader(self.prompt_tokens, sampling))
             self._prepare(choice, sampling.seed)
             self._open(number, prompt, [choice])

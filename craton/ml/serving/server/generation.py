@@ -32,7 +32,7 @@ TOKEN_CHARACTERS = 4  # of a typical token
 to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
-class Prompt:
+class SubmittedPrompt:
     """A submitted prompt: its tokens, echo text, cached tokens and log-probs."""
 
     def __init__(self, tokens: tuple[int, ...], sampling: Sampling, meter: ServerMeter, echo: str = "") -> None:
@@ -47,7 +47,7 @@ class Prompt:
 class Choice:
     """One answer. `head` and `tail` are the JSON around the text of each of its chunks."""
 
-    def __init__(self, index: int, prompt: Prompt, reader: AnswerReader) -> None:
+    def __init__(self, index: int, prompt: SubmittedPrompt, reader: AnswerReader) -> None:
         self.index = index
         self.prompt = prompt
         self.reader = reader
@@ -78,7 +78,7 @@ class Answers(ABC, Generic[AnyChoice]):
         self.request = request
         self.choices: dict[tuple[int, int], AnyChoice] = {}
         self._service = service
-        self._prompts: dict[int, Prompt] = {}
+        self._prompts: dict[int, SubmittedPrompt] = {}
         self._num_open = 0
         self.has_logprobs = False
         self.unsent = b""  # events that a stream still sends before its error
@@ -119,7 +119,7 @@ class Answers(ABC, Generic[AnyChoice]):
         generated = tuple(request.continue_from)
         assert sampling.seed is not None
         meter = self._service.metrics.meter(len(tokens), request.n, sampling.max_tokens)
-        prompt = Prompt(tokens, sampling, meter, echo)
+        prompt = SubmittedPrompt(tokens, sampling, meter, echo)
         choices = []
         for copy in range(request.n):
             reader = self._reader(tokens, sampling, keep_special)
@@ -188,7 +188,7 @@ class Answers(ABC, Generic[AnyChoice]):
         return to_json({**body, **self.whole_extra()}).encode()
 
     @abstractmethod
-    def make_choice(self, index: int, prompt: Prompt, reader: AnswerReader) -> AnyChoice: ...
+    def make_choice(self, index: int, prompt: SubmittedPrompt, reader: AnswerReader) -> AnyChoice: ...
 
     def replay(self, choice: AnyChoice, text: str) -> None:
         """Take the text of the tokens that a choice continues from; it is not returned."""
@@ -231,7 +231,7 @@ class Answers(ABC, Generic[AnyChoice]):
         choice.head, choice.tail = self._around(choice.index)
         choice.seed = seed
 
-    def _open(self, number: int, prompt: Prompt, choices: list[AnyChoice]) -> None:
+    def _open(self, number: int, prompt: SubmittedPrompt, choices: list[AnyChoice]) -> None:
         """Expect the deltas of a request that was sent to the engine."""
         self._prompts[number] = prompt
         self.has_logprobs |= prompt.sampling.logprobs is not None or prompt.sampling.prompt_logprobs is not None

@@ -1,4 +1,4 @@
-"""Checks of a grpo job before its ranks start; torch-free. The first rewards are computed, the teacher is asked."""
+"""Checks of a grpo job before its ranks start. The first rewards are computed, the teacher is asked."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from craton.job import Job
 from craton.job.sections.posttraining import ApiEndpoint
 from craton.ml.data import open_prompts
-from craton.ml.posttraining.teacher import TeacherEndpoint
+from craton.ml.serving.clients import TeacherEndpoint
 from craton.ml.verifiers import VerifierError, VerifierPool, VerifierSample
 
 TRIED = 2  # prompts
