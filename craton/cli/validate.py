@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,7 +18,7 @@ def validate(
     """Check a job file: keys, model, cluster, batch and layout."""
     import json
 
-    from craton.job import RUNNABLE_KINDS, check_job, load_job
+    from craton.job import check_job, load_job
     from craton.orchestration.draft import check_needs
     from craton.planning.calibration import check_software
 
@@ -29,8 +28,6 @@ def validate(
     summary = check_job(checked, num_gpus=_num_gpus(checked))
     more = _check_members(checked)
     print(json.dumps({"ok": True, **summary.as_dict(), **more}) if as_json else f"ok: {summary}{_members_text(more)}")
-    if checked.kind not in RUNNABLE_KINDS:
-        print(f"note: kind {checked.kind} can be planned, but not run yet", file=sys.stderr)
 
 
 def _check_members(job: Job) -> dict[str, object]:

@@ -52,7 +52,6 @@ Kind = Literal["pretrain", "sft", "dpo", "grpo", "serve", "command"]
 Tracker = Literal["tensorboard", "wandb", "mlflow"]
 TRAINING_KINDS = ("pretrain", "sft", "dpo", "grpo")
 TUNING_KINDS = ("sft", "dpo", "grpo")  # start from trained weights
-RUNNABLE_KINDS = ("pretrain", "sft", "dpo", "grpo", "serve", "command")
 DEFAULT_SEQUENCE = 8192  # also for models with a longer context: users request long contexts explicitly
 DEFAULT_LEARNING_RATES: dict[str, float] = {"pretrain": 3e-4, "sft": 2e-5, "dpo": 1e-6, "grpo": 1e-6}
 FINAL_LEARNING_RATE_SHARE = 0.1

@@ -102,11 +102,6 @@ REFUSED = {
         ["job.yaml:7", "storage.object.path", "to: s3://bucket/checkpoints"],
     ),
     "offload": (TRAIN + "layout: {offload: optimizer}\n", {}, ["job.yaml:7", "not trained yet", "offload: none"]),
-    "a kind for later": (
-        TRAIN.replace("pretrain", "dpo").replace("{sequence", "{path: /d, sequence"),
-        {},
-        ["kind dpo cannot be run yet; pretrain, sft, serve, command can"],
-    ),
     "too little memory": (
         TRAIN.replace("llama-3.2-1b", "llama-3.1-405b"),
         {},

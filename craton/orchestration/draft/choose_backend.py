@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from craton.job import RUNNABLE_KINDS, Job, sharing_problem
+from craton.job import Job, sharing_problem
 from craton.nearest import did_you_mean
 from craton.orchestration.errors import StartError
 
@@ -20,9 +20,7 @@ def backend_name(job: Job, on: str | None) -> str:
 
 
 def check_backend(job: Job, backend: str) -> None:
-    """Refuse kinds that no backend runs yet, clusters larger than the machine on `local`, and GPUs shared elsewhere."""
-    if job.kind not in RUNNABLE_KINDS:
-        raise StartError(f"{job.where('kind')}kind {job.kind} cannot be run yet; {', '.join(RUNNABLE_KINDS)} can")
+    """Refuse clusters larger than the machine on `local`, and GPUs shared elsewhere."""
     if backend == "local" and not job.cluster.is_local and job.cluster.num_nodes > 1:
         raise StartError(
             f"{job.where('cluster')}{job.cluster} is more than this machine has; run it on a cluster with `--on slurm` "

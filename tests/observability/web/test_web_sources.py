@@ -26,6 +26,7 @@ from craton.observability.exporter.gpus.cards import Card, CardProcess
 from craton.observability.web import TopView
 from craton.observability.web import actions as actions_module
 from craton.observability.web.actions import act, healed
+from craton.observability.web.charts import RESULT_CHARTS
 from craton.observability.web.http import serve as serve_module
 from craton.observability.web.run_page import RunPage
 from craton.observability.web.sources import (
@@ -190,9 +191,11 @@ def test_what_a_command_does_not_tell_of_is_not_shown(serve: Serve, tmp_path: Pa
     write_run(tmp_path / "runs", "llama", nodes=1, ranks_per_node=1, steps=0)
     server = serve()
     text = server.ask("GET", "/runs/count")[2]
-    # Sections for members, training, own metrics, a step, ranks and checkpoints, and the four charts of training.
-    assert text.count("data-optional hidden") == text.count("data-optional") == 10
-    assert server.ask("GET", "/runs/llama")[2].count("data-optional") == 2  # of members and own metrics
+    # Sections for members, training, own metrics, a step, ranks and checkpoints, the four charts of training, and what
+    # only post-training has: two sections and its charts.
+    posttraining = 2 + len(RESULT_CHARTS)
+    assert text.count("data-optional hidden") == text.count("data-optional") == 10 + posttraining
+    assert server.ask("GET", "/runs/llama")[2].count("data-optional") == 2 + posttraining  # of members and own metrics
 
 
 def test_a_prometheus_that_does_not_answer_is_told_and_hides_nothing(serve: Serve, tmp_path: Path) -> None:
