@@ -99,6 +99,7 @@ class PoolSupervisor:
             if now - last_look > LOOK_SECONDS:
                 last_look = now
                 self._look_at_usage()
+                self._end_strays()
                 self._is_closing |= os.getppid() != self._trainer
             if self._starter is not None:
                 self._start_workers()
@@ -329,7 +330,6 @@ class PoolSupervisor:
                 del self._ending[worker]
                 self._workers.remove(worker)
                 worker.close()
-                self._end_strays()
 
     def _settle(self, worker: PoolWorker, status: int | None) -> None:
         """Send the result of what a worker did when it ended, or let another one try."""
@@ -382,7 +382,8 @@ class PoolSupervisor:
             self._fail(self._waiting[group].popleft(), reason)
 
     def _end_strays(self) -> None:
-        """End processes that have lost their parent and became children of this one."""
+        """End processes that have lost their parent and became children of this one. They may arrive after the worker
+        that started them has ended, so this is done at every look."""
         known = {worker.process.pid for worker in self._workers}
         if self._starter is not None:
             known.add(self._starter.template_pid)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 from verifier_pools import needs_isolation, open_pool, processes_below, processes_with, sample
 from waiting import wait_until
@@ -193,6 +194,20 @@ def test_a_worker_that_is_being_ended_gets_no_further_sample() -> None:
         connection.close()
     for descriptor in (reading, writing):
         os.close(descriptor)
+
+
+def test_an_orphan_that_arrives_late_is_reaped(folder: Path) -> None:
+    """A process whose parent died becomes the supervisor's child, also when no worker ends afterwards."""
+    with open_pool({"python": "own_rewards:length"}, folder=folder) as pool:
+        wait_until(lambda: len(pool.worker_pids) == 3, "two workers and a spare")
+        worker = psutil.Process(pool.worker_pids[0])
+        orphans = worker.children()
+        worker.kill()  # the process between the supervisor and the worker's init
+        wait_until(lambda: not any(orphan.is_running() for orphan in orphans), lambda: str(orphans))
+        wait_until(
+            lambda: all(process.status() != psutil.STATUS_ZOMBIE for process in processes_below(pool.supervisor_pid)),
+            "zombies were left",
+        )
 
 
 def test_workers_have_one_thread(folder: Path) -> None:
