@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from craton.ml.data.order import key_of, permute
     from craton.ml.data.pairs import PairedSource
     from craton.ml.data.preparing import (
+        check_other_model,
         has_data,
         model_tokenizer,
         open_pairs,

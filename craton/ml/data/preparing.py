@@ -306,6 +306,16 @@ def model_tokenizer(job: Job) -> Path | None:
     return Path(cached).parent if isinstance(cached, str) else None
 
 
+def check_other_model(job: Job, folder: str, key: str) -> None:
+    """Raise DataError if a folder has no model, or one with another tokenizer than the job's data: a teacher, a
+    reference or a reward model reads the policy's token ids."""
+    if not (Path(folder) / "config.json").is_file():
+        raise DataError(f"{key}: {folder} has no config.json; give the folder of a model in Hugging Face format")
+    own = tokenizer_folder(job)
+    if own is not None and (Path(folder) / TOKENIZER).is_file():
+        check_same_tokenizer(mark_of(own), own, Path(folder), f"that of {key}")
+
+
 def prepared_folders(job: Job) -> dict[str, Path] | None:
     """Return the folders of a job's tokens, as `prepare` would; None if they are not tokenized yet."""
     try:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from craton.job import Job
 from craton.job.sections.posttraining import ApiEndpoint
-from craton.ml.data import open_prompts
+from craton.ml.data import check_other_model, open_prompts
+from craton.ml.functions import search_folder
 from craton.ml.serving.clients import TeacherEndpoint
 from craton.ml.verifiers import VerifierError, VerifierPool, VerifierSample
 
@@ -22,13 +23,16 @@ def check_rollout_job(job: Job, folder: Path) -> None:
     assert job.verify is not None
     if isinstance(job.policy.teacher, ApiEndpoint):
         TeacherEndpoint(job.policy.teacher).check()
+    search_folder(folder)
+    for key, place in _other_models(job).items():
+        check_other_model(job, place, key)
     terms = [term for term in job.reward if term.model is None]
     if not terms and job.rollout.environment is None:
         return
     verify = job.verify.model_copy(update={"workers": 1})
     with VerifierPool(job.reward, verify, folder, environment=job.rollout.environment) as pool:
-        if job.rollout.environment is not None or not job.data.mixture:
-            return  # prompts of a user's function are made in the ranks
+        if job.rollout.environment is not None:
+            return
         prompts = open_prompts(job)
         samples = [prompts.prompt(index) for index in range(TRIED)]
         field = next((term.answer_field for term in terms), "")
@@ -37,3 +41,13 @@ def check_rollout_job(job: Job, folder: Path) -> None:
         )
     if all(verdict.reward is None for verdict in verdicts):
         raise VerifierError(f"{job.where('reward')}the first prompts get no reward: {verdicts[0].error}")
+
+
+def _other_models(job: Job) -> dict[str, str]:
+    """Return the folders of models beside the policy, by their keys."""
+    assert job.policy is not None
+    policy = job.policy
+    folders = {f"reward.{number}.model": term.model for number, term in enumerate(job.reward)}
+    folders["policy.reference"] = None if policy.reference == "start" else policy.reference
+    folders["policy.teacher"] = policy.teacher if isinstance(policy.teacher, str) else None
+    return {key: folder for key, folder in folders.items() if folder is not None}
