@@ -6,8 +6,8 @@ from pathlib import Path
 
 from craton.job import Job
 from craton.job.sections.posttraining import ApiEndpoint
+from craton.ml import search_folder
 from craton.ml.data import check_other_model, open_prompts
-from craton.ml.functions import search_folder
 from craton.ml.serving.clients import TeacherEndpoint
 from craton.ml.verifiers import VerifierError, VerifierPool, VerifierSample
 
