@@ -14,9 +14,18 @@ from craton.job import Job
 SPLITS = {"base": 0, "train": 1, "validation": 2}  # a sum belongs to one of three parts
 
 
+MISTAKES = 0.4  # share of the texts to start with whose answer is wrong by one
+
+
 def texts(job: Job) -> Callable[[int], dict[str, str]]:
-    """Sums to start with; only the answers are learnt."""
-    return lambda index: {"prompt": sum_of(index, "base")["question"], "completion": sum_of(index, "base")["answer"]}
+    """Sums to start with, some of them wrong, so that there is something to improve; only the answers are learnt."""
+
+    def text(index: int) -> dict[str, str]:
+        question, answer = sum_of(index, "base").values()
+        is_wrong = random.Random(index + 1).random() < MISTAKES
+        return {"prompt": question, "completion": str(int(answer[::-1]) + is_wrong)[::-1]}
+
+    return text
 
 
 def prompts(job: Job, split: str = "train") -> Callable[[int], dict[str, str]]:
