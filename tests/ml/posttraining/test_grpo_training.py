@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +151,25 @@ def test_distillation_compares_with_the_teacher(
     numbers = metrics_of(run)[1]
     assert low < numbers["run_kl"] < high
     assert "run_reward" not in numbers
+
+
+def test_a_reward_model_adds_its_weighted_score(tmp_path: Path, tokenizer: Path) -> None:
+    model = trainer_of(rollout_run(tmp_path, "scorer", job_text(tokenizer))).parts.model
+    state = {**model.state_dict(), "score.weight": torch.ones(1, 32)}
+    folder = tmp_path / "reward-model"
+    save_folder(state, replace(model.config, heads="score"), folder, dtype=torch.float32)  # type: ignore[arg-type]
+    text = job_text(tokenizer, steps=1, reward="").replace(
+        "train:", f'reward: [{{python: "rollout_jobs:byte_reward"}}, {{model: {folder}, weight: -0.5}}]\ntrain:'
+    )
+    run = rollout_run(tmp_path, "modelled", text)
+    trained(run)
+    lines = read_lines(run.samples_path("node-0"))[0]
+    assert lines
+    for line in lines:
+        parts = line["parts"]
+        score = parts[f"model {folder}"]
+        assert score != 0
+        assert line["reward"] == pytest.approx(parts["rollout_jobs:byte_reward"] - 0.5 * score)
 
 
 def test_a_failing_verifier_costs_its_samples_only(tmp_path: Path, tokenizer: Path) -> None:
