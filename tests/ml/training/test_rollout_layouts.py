@@ -32,6 +32,7 @@ NAMES = ("loss", "gradient_norm", "kl", "clipped_share", "logprob_gap", "value_l
 
 
 def policy_job(loss: str, adapters: bool) -> Job:
+    """With a large epsilon, so that Adam does not blow up what rounding does to gradients near 0."""
     lora = ", lora: {rank: 4, targets: all}" if adapters else ""
     return parse_job(
         f"""
@@ -42,7 +43,7 @@ def policy_job(loss: str, adapters: bool) -> Job:
         policy: {{loss: {loss}, clip: 0.2, epochs: 2, minibatches: 2, kl: 0.1, entropy: 0.01}}
         rollout: {{prompts: {PROMPTS}, group: {GROUP}, max_tokens: 12, temperature: 0.8, truncated: mask}}
         reward: {{verifier: exact}}
-        train: {{steps: {STEPS}, precision: fp32, initialize: random, learning_rate: 1e-2{lora}}}
+        train: {{steps: {STEPS}, precision: fp32, initialize: random, learning_rate: 1e-2, epsilon: 1e-3{lora}}}
         cluster: local
         """
     )
