@@ -8,9 +8,7 @@ for "validation". Errors name the function and the index.
 
 from __future__ import annotations
 
-import inspect
-import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +17,9 @@ from numpy.typing import NDArray
 
 from craton.job import Job
 from craton.ml.data.errors import DataError
+from craton.ml.data.indexed_function import IndexedFunction
 from craton.ml.data.sample import IGNORED, Sample
 from craton.ml.data.tokenizer import end_of_document, load_tokenizer
-from craton.ml.functions import load_function
 
 _OWN = {"tokens": np.int64, "labels": np.int64, "positions": np.int64, "weight": np.float32, "documents": np.int32}
 
@@ -33,49 +31,28 @@ class FunctionSource:
 
     def __init__(
         self,
-        name: str,
-        give: Callable[[int], Any],
+        function: IndexedFunction,
         sequence: int,
         vocab: int | None = None,
         tokenizer: Path | None = None,
     ) -> None:
-        self.name, self.sequence = name, sequence
-        self._give, self._vocab = give, vocab
+        self.sequence = sequence
+        self._function, self._vocab = function, vocab
         self._tokenizer = None if tokenizer is None else load_tokenizer(tokenizer)
         self._end = None if tokenizer is None else end_of_document(tokenizer, load_tokenizer(tokenizer))
 
     @classmethod
     def of_job(cls, job: Job, split: str, vocab: int | None, tokenizer: Path | None = None) -> FunctionSource:
-        name = job.data.source
-        assert name is not None
-        function = load_function(name)
-        takes_split = "split" in inspect.signature(function).parameters
-        if split != "train" and not takes_split:
-            raise DataError(
-                f"data.source {name} provides training data only; write `def {name.partition(':')[2]}(job, split)` and "
-                'return other samples for split "validation", or set data.validation'
-            )
-        try:
-            give = function(job, split=split) if takes_split else function(job)
-        except Exception as error:
-            raise DataError(f"data.source {name} raised {_described(error)}") from error
-        if not callable(give):
-            raise DataError(
-                f"data.source {name} returned {type(give).__name__}; it must return a callable that takes a sample's "
-                "index, e.g. `return lambda index: rows[index % len(rows)]`"
-            )
-        return cls(name, give, job.sequence, vocab, tokenizer)
+        function = IndexedFunction.of_job(job, split, "sample", "lambda index: rows[index % len(rows)]")
+        return cls(function, job.sequence, vocab, tokenizer)
 
     def sample(self, index: int) -> Sample:
-        try:
-            answer = self._give(index)
-        except Exception as error:
-            raise DataError(f"data.source {self.name}: sample {index} raised {_described(error)}") from error
+        answer = self._function(index)
         try:
             sample = self._sample(answer)
             self._check(sample)
         except (ValueError, TypeError, OverflowError) as error:
-            raise DataError(f"data.source {self.name}: sample {index} {error}") from error
+            raise DataError(f"{self._function.place(index)} {error}") from error
         return sample
 
     def _sample(self, answer: Any) -> Sample:
@@ -152,9 +129,3 @@ def _ids(answer: Any) -> NDArray[np.int64]:
             "'tokens', or a flat sequence of token ids"
         )
     return array.astype(np.int64)
-
-
-def _described(error: Exception) -> str:
-    """Return `ValueError: text (file.py:12)`, with the line that raised it."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return f"{type(error).__name__}: {error} ({frames[-1].filename}:{frames[-1].lineno})"

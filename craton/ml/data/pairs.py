@@ -12,10 +12,9 @@ of each sequence. `reference` [pairs, 2] holds the reference log-probabilities o
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,11 +22,11 @@ from numpy.typing import NDArray
 from craton.job import Job
 from craton.ml.data.conversations import Rows, best_fit, remember_rows, remembered_rows
 from craton.ml.data.errors import DataError
+from craton.ml.data.indexed_function import IndexedFunction
 from craton.ml.data.order import shuffled
 from craton.ml.data.pair_rows import PairEncoder
 from craton.ml.data.sample import IGNORED, Integers, Sample
 from craton.ml.data.shards import Shards
-from craton.ml.functions import load_function
 
 Sequences = Sequence[tuple[Integers, NDArray[np.bool_]]]  # token ids and loss masks: chosen, rejected, chosen, …
 
@@ -110,37 +109,20 @@ class PairSource:
 
 
 class PairFunction:
-    """Pairs of a user's function: `function(job)` returns a callable that gives the row of an index, one pair to a
-    sample. A function with a `split` parameter is also called for "validation"."""
+    """Pairs of a user's function, which gives the row of an index; one pair to a sample."""
 
     slots = 1
     epoch_samples = cache_folder = None
 
-    def __init__(
-        self, name: str, give: Callable[[int], Any], encode: PairEncoder, sequence: int, vocab: int | None = None
-    ) -> None:
-        self.name, self.sequence = name, sequence
+    def __init__(self, function: IndexedFunction, encode: PairEncoder, sequence: int, vocab: int | None = None) -> None:
+        self.sequence = sequence
         self.reference: NDArray[np.float32] | None = None
-        self._give, self._encode, self._vocab = give, encode, vocab
+        self._function, self._encode, self._vocab = function, encode, vocab
 
     @classmethod
     def of_job(cls, job: Job, split: str, encode: PairEncoder, vocab: int | None) -> PairFunction:
-        name = job.data.source
-        assert name is not None
-        function = load_function(name)
-        takes_split = "split" in inspect.signature(function).parameters
-        if split != "train" and not takes_split:
-            raise DataError(f"data.source {name} provides training pairs only; write `def …(job, split)`")
-        try:
-            give = function(job, split=split) if takes_split else function(job)
-        except Exception as error:
-            raise DataError(f"data.source {name} raised {type(error).__name__}: {error}") from error
-        if not callable(give):
-            raise DataError(
-                f"data.source {name} returned {type(give).__name__}; it must return a callable that takes a pair's "
-                "index and returns its row, e.g. {'prompt': …, 'chosen': …, 'rejected': …}"
-            )
-        return cls(name, give, encode, job.sequence, vocab)
+        example = "lambda index: {'prompt': …, 'chosen': …, 'rejected': …}"
+        return cls(IndexedFunction.of_job(job, split, "pair", example), encode, job.sequence, vocab)
 
     @property
     def mark(self) -> NDArray[np.uint64]:
@@ -153,11 +135,7 @@ class PairFunction:
         return np.array([index])
 
     def sample(self, index: int) -> Sample:
-        where = f"data.source {self.name}: pair {index}"
-        try:
-            row = self._give(index)
-        except Exception as error:
-            raise DataError(f"{where} raised {type(error).__name__}: {error}") from error
+        where, row = self._function.place(index), self._function(index)
         if not isinstance(row, Mapping):
             raise DataError(f"{where} is {type(row).__name__}; needed: a row with prompt, chosen and rejected")
         try:

@@ -8,11 +8,10 @@ longer than the job allows are left out and counted.
 
 from __future__ import annotations
 
-import inspect
 import json
 import logging
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -22,11 +21,11 @@ import numpy as np
 from craton.ml.data.chat import end_of_turn, ensure_template
 from craton.ml.data.documents import InputFile, find_files, pieces_of, records
 from craton.ml.data.errors import DataError, first_problems
+from craton.ml.data.indexed_function import IndexedFunction
 from craton.ml.data.order import Turns, key_of, shuffled
 from craton.ml.data.shards import Shards
 from craton.ml.data.tokenizer import copy_tokenizer, end_of_document, load_tokenizer, mark_of
 from craton.ml.data.writer import ShardWriter, new_folder
-from craton.ml.functions import load_function
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -214,51 +213,28 @@ class PromptMixture:
 
 
 class PromptFunction:
-    """Prompts of a user's function: `function(job)` returns a callable that gives the row of an index. A function with
-    a `split` parameter is also called for "validation"."""
+    """Prompts of a user's function, which gives the row of an index."""
 
-    def __init__(self, name: str, give: Callable[[int], Any], encode: PromptEncoder, max_tokens: int) -> None:
-        self.name = name
-        self._give, self._encode, self._max_tokens = give, encode, max_tokens
+    def __init__(self, function: IndexedFunction, encode: PromptEncoder, max_tokens: int) -> None:
+        self._function, self._encode, self._max_tokens = function, encode, max_tokens
 
     @classmethod
     def of_job(cls, job: Any, split: str, encode: PromptEncoder, max_tokens: int) -> PromptFunction:
-        name = job.data.source
-        function = load_function(name)
-        takes_split = "split" in inspect.signature(function).parameters
-        if split != "train" and not takes_split:
-            raise DataError(f"data.source {name} provides training prompts only; write `def …(job, split)`")
-        try:
-            give = function(job, split=split) if takes_split else function(job)
-        except Exception as error:
-            raise DataError(f"data.source {name} raised {type(error).__name__}: {error}") from error
-        if not callable(give):
-            raise DataError(
-                f"data.source {name} returned {type(give).__name__}; it must return a callable that takes a prompt's "
-                "index and returns its row, e.g. {'prompt': …, 'answer': …}"
-            )
-        return cls(name, give, encode, max_tokens)
+        example = "lambda index: {'prompt': …, 'answer': …}"
+        return cls(IndexedFunction.of_job(job, split, "prompt", example), encode, max_tokens)
 
     def prompt(self, index: int) -> Prompt:
-        try:
-            row = self._give(index)
-        except Exception as error:
-            raise DataError(
-                f"data.source {self.name}: prompt {index} raised {type(error).__name__}: {error}"
-            ) from error
+        where, row = self._function.place(index), self._function(index)
         if not isinstance(row, Mapping):
-            raise DataError(
-                f"data.source {self.name}: prompt {index} is {type(row).__name__}; needed: a row such as "
-                "{'prompt': …, 'answer': …}"
-            )
+            raise DataError(f"{where} is {type(row).__name__}; needed: a row such as {{'prompt': …, 'answer': …}}")
         try:
             tokens = self._encode(row)
         except DataError as error:
-            raise DataError(f"data.source {self.name}: prompt {index}: {error}") from None
+            raise DataError(f"{where}: {error}") from None
         if len(tokens) > self._max_tokens:
             raise DataError(
-                f"data.source {self.name}: prompt {index} has {len(tokens):,} tokens; allowed: {self._max_tokens:,}, "
-                "which is what rollout.max_tokens leaves of data.sequence"
+                f"{where} has {len(tokens):,} tokens; allowed: {self._max_tokens:,}, which is what rollout.max_tokens "
+                "leaves of data.sequence"
             )
         return Prompt(index, tuple(tokens), row)
 
