@@ -28,7 +28,7 @@ from craton.ml.posttraining.rows import TrainedSequence
 from craton.ml.posttraining.samples import StepSamples
 from craton.ml.posttraining.shared import RolloutEngine
 from craton.ml.posttraining.synchronous import SynchronousSamples, reward_metrics
-from craton.ml.posttraining.token_reader import TokenReader
+from craton.ml.posttraining.token_reader import TokenReader, TokenValues
 from craton.ml.posttraining.verdicts import Rewards, RewardScores, gather_objects, open_pool
 from craton.ml.serving import EngineSettings
 from craton.ml.serving.clients import TeacherEndpoint
@@ -119,17 +119,17 @@ class _RolloutInputs:
 
     def _observe(self, step: StepSamples) -> None:
         """Record a few samples of this rank, and a warning about verifiers."""
-        number, ranks = self._setup.clock.page.step, self._setup.ranks
+        number, ranks, recorder = self._setup.clock.page.step, self._setup.ranks, self._recorder
         if step.warning and ranks.rank == 0:
             self._setup.recorder.event("verifier_failures", step=number, reason=step.warning)
             print(f"step {number}: {step.warning}", flush=True)
-        for sample in step.samples if self._recorder is not None else ():
-            if self._recorder.is_full(number):  # type: ignore[union-attr]
+        for sample in step.samples:
+            if recorder is None or recorder.is_full(number):
                 return
             if sample.prompt.index % ranks.world != ranks.rank:
                 continue
             verdict = sample.verdict
-            self._recorder.record(  # type: ignore[union-attr]
+            recorder.record(
                 number,
                 sample.prompt.content,
                 sample.completion,
@@ -169,8 +169,8 @@ def _scorers(setup: TrainingSetup, check: Callable[[], None]) -> Scorers:
     assert job.rollout is not None
     policy, temperature = job.policy, job.rollout.temperature
 
-    def reader(model: nn.Module, what: str = "log_probs") -> TokenReader:
-        return TokenReader(model, setup.ranks, job.sequence, what, temperature)  # type: ignore[arg-type]
+    def reader(model: nn.Module, what: TokenValues = "log_probs") -> TokenReader:
+        return TokenReader(model, setup.ranks, job.sequence, what, temperature)
 
     return Scorers(
         old=reader(setup.model) if policy.updates > 1 else None,

@@ -117,8 +117,7 @@ def preference_objective(preference: Preference) -> Objective:
         }
         return (share * losses).sum(), report
 
-    reads = "scores" if reads_scores else "log_probs"
-    return Objective(preference.loss, function, count=_pair_count, reads=reads)  # type: ignore[arg-type]
+    return Objective(preference.loss, function, count=_pair_count, reads="scores" if reads_scores else "log_probs")
 
 
 def _pair_count(batch: Batch) -> Tensor:

@@ -21,14 +21,14 @@ from craton.ml.posttraining.rows import RowPlan, TrainedSequence, micro_batches,
 from craton.ml.training import Batch, Objective, Readings
 from craton.ml.training.parallel import Pipeline, Ranks
 
-What = Literal["log_probs", "scores"]
+TokenValues = Literal["log_probs", "scores"]
 
 
 class TokenReader:
     """Reads from one model. All ranks call `read` together, with the same sequences."""
 
     def __init__(
-        self, model: nn.Module, ranks: Ranks, capacity: int, what: What = "log_probs", temperature: float = 1.0
+        self, model: nn.Module, ranks: Ranks, capacity: int, what: TokenValues = "log_probs", temperature: float = 1.0
     ) -> None:
         """`capacity`: places of a row."""
         self._model, self._ranks, self._capacity, self._what = model, ranks, capacity, what
