@@ -61,7 +61,10 @@ def step_reply(environment: Environment, name: str, completion: str) -> dict[str
         return {"text": answer}
     if answer is None:
         return {"is_last": True}
-    return {"is_last": True, "reward": as_reward(answer, f"{name}.step")}
+    try:
+        return {"is_last": True, "reward": as_reward(answer, f"{name}.step")}
+    except RewardValueError as error:
+        raise RewardValueError(f"{error} as the reward, a text as the next turn, or None at the end") from None
 
 
 def _are_messages(value: object) -> bool:

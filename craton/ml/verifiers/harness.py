@@ -6,7 +6,7 @@ program runs once and its output is returned. The expected outputs never enter t
 
 A program may try to pass without solving its task. The tests, and the number without which no reply counts, are sent
 once the program has been executed. What runs the tests was bound before it, in local names, so that a replaced builtin
-or module has no effect.
+has no effect. This stops simple cheats only: the program shares the interpreter, and can change what a name means.
 """
 
 import builtins

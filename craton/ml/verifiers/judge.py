@@ -67,10 +67,11 @@ def judge(prompt: object, completion: str, answer: object, options: Mapping[str,
     try:
         text = reply["choices"][0]["message"]["content"] or ""
     except (KeyError, IndexError, TypeError):
-        raise JudgeError(f"the judge at {endpoint['url']} sent no message: {json.dumps(reply)[:200]}") from None
+        shown = without_key(json.dumps(reply), endpoint)[:200]
+        raise JudgeError(f"the judge at {endpoint['url']} sent no message: {shown}") from None
     numbers = [float(number) for number in _NUMBER.findall(text)]
     if not numbers or not math.isfinite(numbers[-1]):
-        raise JudgeError(f"the judge's reply has no number: {text[-200:]!r}")
+        raise JudgeError(f"the judge's reply has no number: {without_key(text, endpoint)[-200:]!r}")
     return numbers[-1]
 
 
@@ -109,5 +110,10 @@ def _call(endpoint: Mapping[str, Any], path: str, body: Mapping[str, Any] | None
         reason = f"{error.code} {error.read(300).decode(errors='replace')}"
     except (OSError, ValueError) as error:
         reason = str(getattr(error, "reason", error))
-    reason = reason.replace(key, "***") if key else reason
-    raise JudgeError(f"the judge at {address} failed: {reason}")
+    raise JudgeError(f"the judge at {address} failed: {without_key(reason, endpoint)}")
+
+
+def without_key(text: str, endpoint: Mapping[str, Any]) -> str:
+    """Return a text in which the key is hidden: what a judge sends may repeat it."""
+    key = os.environ.get(endpoint["key"], "") if endpoint["key"] else ""
+    return text.replace(key, "***") if key else text

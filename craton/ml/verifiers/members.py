@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import socket
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from craton.ml.verifiers.sandbox import (
+    NUM_USERS,
     OUTPUT_BYTES,
     ConfinedProcess,
     Confinement,
@@ -26,6 +28,7 @@ from craton.ml.verifiers.sandbox import (
     SandboxLimits,
     launch,
     own_package,
+    package_folders,
     sandbox_user,
 )
 from craton.ml.verifiers.wire import Channel
@@ -47,6 +50,7 @@ class VerifierTask:
     message: bytes
     follow_up: bytes = b""  # sent when the process asks for it
     attempts: int = 0
+    not_before: float = 0.0  # monotonic: when it may be tried again
     seconds: float = 0.0
 
 
@@ -66,6 +70,7 @@ class PoolWorker:
     reason: str = ""  # why it was killed
     reply: dict[str, Any] | None = None  # its last one
     is_killed: bool = False
+    has_follow_up: bool = False
     base_bytes: int = 0
     printed_bytes: int = 0
     tail: bytes = b""
@@ -102,7 +107,7 @@ class Starter:
     def __init__(self, settings: Mapping[str, Any], isolation: Isolation) -> None:
         self._settings = settings
         self._isolation = isolation
-        self._num_started = 0
+        self._num_started = secrets.randbelow(NUM_USERS)  # so that pools of one machine share no users
         self._template: socket.socket | None = None
         self._template_process: subprocess.Popen[bytes] | None = None
 
@@ -118,7 +123,9 @@ class Starter:
         else:
             path = str(Path(package).parent) if off else PACKAGE_INSIDE
             call = f"from craton.ml.verifiers.worker import main; main({self._settings['verifiers']!r})"
-            command = [sys.executable, "-I", "-c", f"import sys; sys.path.insert(0, {path!r}); {call}"]
+            # Without the environment the interpreter does not search folders that PYTHONPATH names.
+            search = f"import sys; sys.path[:0] = [{path!r}]; sys.path += {package_folders()!r}"
+            command = [sys.executable, "-I", "-c", f"{search}; {call}"]
         limits = SandboxLimits(self._settings["memory_bytes"])
         if not is_program:
             limits = SandboxLimits(self._settings["memory_bytes"], processes=SEALED_PROCESSES)

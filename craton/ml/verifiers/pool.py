@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import os
 import pickle
+import select
 import socket
 import subprocess
 import threading
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from craton.job.sections.posttraining import RewardTerm, VerifySection
 
 JUDGE_WORKERS = 16  # at least, where a judge is asked: they wait for a server and need no core
+SILENT_SECONDS = 60.0  # a supervisor says every few seconds that it works; one that does not is replaced
 ATTEMPTS = 2  # of a sample whose supervisor died
 DEATHS = 5  # of the supervisor without a result between them, after which the pool gives up
 CLOSE_SECONDS = 10.0
@@ -53,7 +55,7 @@ class _Sample:
     """A sample whose terms are being verified."""
 
     calls: list[TermCall]
-    future: Future[SampleVerdict] = field(default_factory=Future)
+    future: Future[SampleVerdict] = field(default_factory=lambda: _promised())
     values: dict[str, float | None] = field(default_factory=dict)
     errors: list[str] = field(default_factory=list)
     seconds: float = 0.0
@@ -81,7 +83,7 @@ class Episode:
         self.number = number
         self.messages: list[bytes] = []
         self.replies: list[Mapping[str, Any]] = []
-        self._future: Future[Turn] = Future()
+        self._future: Future[Turn] = _promised()
 
     def reset(self, row: Mapping[str, Any]) -> Future[Turn]:
         """Begin: the turn has the prompt, None where the row's own is meant."""
@@ -103,7 +105,7 @@ class Episode:
 
     def _ask(self, request: Mapping[str, Any]) -> Future[Turn]:
         assert len(self.messages) == len(self.replies), "one step of an episode at a time"
-        self._future = Future()
+        self._future = _promised()
         self._pool._step_episode(self, pickle.dumps(request))
         return self._future
 
@@ -154,12 +156,15 @@ class VerifierPool:
         """Verify samples, as many at a time as there are workers; in their order."""
         return [future.result() for future in [self.submit(sample) for sample in samples]]
 
-    def submit(self, sample: VerifierSample) -> Future[SampleVerdict]:
-        """Verify a sample in the background. The future has a verdict whatever the sample does."""
+    def submit(self, sample: VerifierSample, only: int | None = None) -> Future[SampleVerdict]:
+        """Verify a sample in the background, by all terms or by `only` one of them. The future has a verdict whatever
+        the sample does."""
+        chosen = slice(None) if only is None else slice(only, only + 1)
+        terms, names = self._terms[chosen], self._names[chosen]
         try:
-            calls = [call_of(term, name, sample) for term, name in zip(self._terms, self._names, strict=True)]
+            calls = [call_of(term, name, sample) for term, name in zip(terms, names, strict=True)]
         except UnreadableReferenceError as error:
-            return _decided(SampleVerdict(None, dict.fromkeys(self._names), str(error)))
+            return _decided(SampleVerdict(None, dict.fromkeys(names), str(error)))
         owner = _Sample(calls)
         if not calls:
             return _decided(SampleVerdict(0.0))
@@ -168,6 +173,14 @@ class VerifierPool:
                 number = next(self._numbers)
                 self._ask(number, _Pending(("task", number, call.group, call.message, call.follow_up), owner, call))
         return owner.future
+
+    def refusal(self, row: Mapping[str, Any], only: int) -> str:
+        """Return why one of the terms cannot compare anything with a row; empty: it can."""
+        try:
+            call_of(self._terms[only], self._names[only], VerifierSample("", "", row))
+        except UnreadableReferenceError as error:
+            return str(error)
+        return ""
 
     def start_episode(self) -> Episode:
         """Return a new episode of the environment that the pool was made with."""
@@ -249,8 +262,10 @@ class VerifierPool:
         inbox = Inbox()
         while True:
             try:
+                if not select.select([self._connection], [], [], SILENT_SECONDS)[0]:
+                    self._process.kill()  # it is stopped, or hangs: another one takes over
                 data = self._connection.recv(READ_BYTES)
-            except OSError:
+            except (OSError, ValueError):
                 data = b""
             for message in inbox.take(data):
                 what, *arguments = pickle.loads(message)
@@ -301,6 +316,9 @@ class VerifierPool:
         if pending is not None:
             pending.owner.take(pending.call, reply, seconds)
 
+    def _on_alive(self) -> None:
+        """It says so every few seconds, and nothing else about itself."""
+
     def _on_ready(self, group: str) -> None:
         self._missing.discard(group)
         if not self._missing:
@@ -335,6 +353,14 @@ def _settings(
         "open_workers": max(workers, JUDGE_WORKERS) if has_judge and verify.workers is None else workers,
         "sandbox": verify.sandbox,
     }
+
+
+def _promised() -> Future[Any]:
+    """Return a future that cannot be cancelled. A generation that breaks off cancels everything that it awaits, and the
+    pool's thread must still be able to set the result."""
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()
+    return future
 
 
 def _decided(verdict: SampleVerdict) -> Future[SampleVerdict]:

@@ -10,6 +10,7 @@ import contextlib
 import json
 import re
 import secrets
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -67,14 +68,26 @@ def program_test(completion: str, reference: Any) -> ProgramTest:
 
 def _tests(reference: Any) -> list[Any]:
     if isinstance(reference, str) and reference.lstrip().startswith(("[", "{")):
-        with contextlib.suppress(ValueError):  # Python statements may start with a bracket too
+        with contextlib.suppress(ValueError, RecursionError):  # Python statements may start with a bracket too
             reference = json.loads(reference)
     tests = reference if isinstance(reference, list) else [reference]
     if tests and all(isinstance(test, str) and test.strip() for test in tests):
+        for test in tests:
+            _check_statements(test)
         return tests
     if tests and all(isinstance(test, dict) and _is_text(test, "input") and _is_text(test, "output") for test in tests):
         return tests
     raise UnreadableReferenceError(f"{shortened(reference)} is no test of a program; {_HOW}")
+
+
+def _check_statements(test: str) -> None:
+    """Raise UnreadableReferenceError if a test is not Python: that is no fault of the program."""
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            compile(test, "tests", "exec")
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        what = f"{type(error).__name__}: {error}"
+        raise UnreadableReferenceError(f"the test {shortened(test)} is not Python ({what}); {_HOW}") from None
 
 
 def _is_text(test: dict[str, Any], key: str) -> bool:

@@ -32,11 +32,14 @@ from craton.ml.verifiers.sandbox import (
     find_isolation,
     isolation_of,
     kill,
+    own_package,
 )
 from craton.ml.verifiers.wire import Channel, MessageTooLongError
 
 PRIORITY = -5
+ALIVE_SECONDS = 5.0  # between messages that say that it works
 ATTEMPTS = 2  # of a sample whose worker died without our doing
+AGAIN_SECONDS = 0.05  # after which it is tried again: what killed its worker may kill others, and they must not get it
 START_SECONDS = 120.0
 START_FAILURES = 3  # in a row, after which a group is given up
 LOOK_SECONDS = 0.02  # between looks at memory, processes and the trainer
@@ -56,6 +59,14 @@ def start(descriptor: int, trainer: int) -> None:
     connection = socket.socket(fileno=descriptor)
     connection.set_inheritable(False)
     PoolSupervisor(connection, trainer).run()
+
+
+def signal_name(number: int) -> str:
+    """SIGTERM; `signal 40` for one without a name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 class PoolSupervisor:
@@ -79,7 +90,7 @@ class PoolSupervisor:
         self._is_closing = False
 
     def run(self) -> None:
-        last_look = 0.0
+        last_look = last_sign = 0.0
         while not self._is_closing:
             for key, _ in self._selector.select(self._timeout()):
                 if key.data is None:
@@ -101,6 +112,9 @@ class PoolSupervisor:
                 self._look_at_usage()
                 self._end_strays()
                 self._is_closing |= os.getppid() != self._trainer
+            if now - last_sign > ALIVE_SECONDS:
+                last_sign = now
+                self._send("alive")
             if self._starter is not None:
                 self._start_workers()
                 self._hand_out()
@@ -124,6 +138,7 @@ class PoolSupervisor:
         if settings["sandbox"] != "off" and {"sealed", "program"} & set(settings["groups"]):
             try:
                 isolation = isolation_of(find_isolation())
+                own_package()
             except IsolationError as error:
                 self._send("given_up", "", str(error), True)
                 return
@@ -198,9 +213,13 @@ class PoolSupervisor:
     def _hand_out(self) -> None:
         for group in PERSISTENT:
             idle = [worker for worker in self._members(group) if worker.is_ready and not worker.is_busy]
+            for worker in idle:
+                if worker.process.poll() is not None:  # it has died, and its connection has not told yet
+                    self._end(worker, "")
+            idle = [worker for worker in idle if worker not in self._ending]
             free = self._limit_of(group) - sum(worker.is_busy for worker in self._members(group))
             for worker in idle[: max(0, free)]:
-                if self._waiting[group]:
+                if self._waiting[group] and self._waiting[group][0].not_before <= time.monotonic():
                     self._give(worker, self._waiting[group].popleft())
         while self._waiting["program"] and len(self._members("program")) < self._limit_of("program"):
             task = self._waiting["program"].popleft()
@@ -230,7 +249,7 @@ class PoolSupervisor:
         for message in messages:
             try:
                 reply = json.loads(message)
-            except ValueError:
+            except (ValueError, RecursionError):
                 reply = None
             if not isinstance(reply, dict):
                 self._end(worker, "returned something that is not JSON")
@@ -254,6 +273,10 @@ class PoolSupervisor:
             self._end(worker, "")
             return
         if reply.get("loaded") and task.follow_up:
+            if worker.has_follow_up:  # no honest worker asks twice
+                self._end(worker, "asked for its tests twice")
+                return
+            worker.has_follow_up = True
             worker.channel.send(task.follow_up)
             return
         task.seconds = time.monotonic() - worker.begun
@@ -347,7 +370,7 @@ class PoolSupervisor:
             self._fail(task, worker.reason, worker)
         elif worker.group == "program" and worker.is_ready and status is not None and status != -signal.SIGKILL:
             if status < 0:
-                self._fail(task, f"the program was ended by {signal.Signals(-status).name}", worker)
+                self._fail(task, f"the program was ended by {signal_name(-status)}", worker)
             else:
                 self._send("result", task.number, {"ended": status}, time.monotonic() - worker.begun)
         else:
@@ -357,9 +380,10 @@ class PoolSupervisor:
         """A worker died, and perhaps not by the sample's doing: from outside, or for lack of the machine's memory."""
         task.attempts += 1
         if task.attempts < ATTEMPTS:
+            task.not_before = time.monotonic() + AGAIN_SECONDS
             self._waiting[task.group].appendleft(task)
             return
-        ended = f"by {signal.Signals(-status).name}" if status is not None and status < 0 else f"with status {status}"
+        ended = f"by {signal_name(-status)}" if status is not None and status < 0 else f"with status {status}"
         what = f"its process ended {ended} in {task.attempts} attempts"
         if not worker.is_ready and status is not None and 0 < status <= NOT_STARTED:
             what = "the sandbox could not be started"
@@ -492,7 +516,8 @@ class PoolSupervisor:
         if self._ending:
             return 0.002
         is_sending = self._pool.has_unsent or any(worker.channel.has_unsent for worker in self._workers)
-        if is_sending or any(worker.is_busy for worker in self._workers):
+        is_waiting = any(self._waiting.values())
+        if is_sending or is_waiting or any(worker.is_busy for worker in self._workers):
             left = (
                 min(worker.deadline for worker in self._workers) - time.monotonic() if self._workers else LOOK_SECONDS
             )

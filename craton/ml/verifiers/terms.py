@@ -41,7 +41,8 @@ class TermCall:
     def value(self, reply: Mapping[str, Any]) -> tuple[float | None, str]:
         """Return (value, error) of a reply. Replies of sandboxed processes are not trusted."""
         if reply.get("error"):
-            return None, f"{self.name}: {reply['error']}"
+            error = str(reply["error"])
+            return None, error if error.startswith(f"{self.name} ") else f"{self.name}: {error}"
         if self.program is not None:
             return self.program.value(reply), ""
         value = reply.get("value")

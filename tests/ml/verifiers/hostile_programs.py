@@ -32,6 +32,27 @@ HOSTILE: dict[str, tuple[str, tuple[float | None, ...]]] = {
         EITHER,
     ),
     "crashes": ("import ctypes; ctypes.string_at(0)", (NOTHING,)),
+    "ends with the number of no signal": ("import os; os._exit(255)", (WRONG,)),
+    "ends by a signal without a name": ("import os; os.kill(os.getpid(), 40)", (NOTHING,)),
+    "asks for its tests without end": (
+        "import os, struct\n"
+        "for number in range(3, 20):\n"
+        "    for _ in range(99):\n"
+        "        text = b'{\"loaded\": true}'\n"
+        "        try: os.write(number, struct.pack('>I', len(text)) + text)\n"
+        "        except OSError: break\n"
+        "f = lambda: 2",
+        EITHER,
+    ),
+    "sends JSON that is too deep": (
+        "import os, struct\n"
+        "text = b'[' * 200_000\n"
+        "for number in range(3, 20):\n"
+        "    try: os.write(number, struct.pack('>I', len(text)) + text)\n"
+        "    except OSError: pass\n"
+        "f = lambda: 2",
+        EITHER,
+    ),
     # processes
     "forks without end": ("import os\nwhile True:\n    try: os.fork()\n    except OSError: pass", (NOTHING,)),
     "threads without end": (
@@ -51,6 +72,15 @@ HOSTILE: dict[str, tuple[str, tuple[float | None, ...]]] = {
         (1.0,),
     ),
     # memory and disk
+    "holds memory that is not mapped": (
+        "import ctypes, os\n"
+        "call = ctypes.CDLL(None)\n"
+        "def denied():\n"
+        "    try: os.memfd_create('x')\n"
+        "    except OSError: return call.shmget(0, 1 << 20, 0o1600) < 0 and call.unshare(0x10000000) < 0\n"
+        "f = lambda: int(bool(denied()))",
+        (1.0,),
+    ),
     "eats memory": ("x = []\nwhile True: x.append(bytearray(1 << 24))", (NOTHING,)),
     "eats memory in children": (
         "import os, time\nfor _ in range(40):\n    if os.fork() == 0: break\nx = bytearray(1 << 26)\ntime.sleep(1000)",

@@ -32,6 +32,8 @@ class Counting:
             raise RuntimeError("broken")
         if completion == "nan":
             return float("nan")
+        if completion == "gym":
+            return "x", 1.0, True
         if completion == "end":
             return None
         if completion == "reward":
@@ -93,7 +95,7 @@ def test_episodes_keep_their_own_state(folder: Path) -> None:
 
 def test_a_bad_step_costs_its_own_episode(folder: Path) -> None:
     with open_pool(folder=folder, environment="own_environments:Counting", limit=2) as pool:
-        episodes = {name: pool.start_episode() for name in ("hang", "raise", "nan", "end", "fine")}
+        episodes = {name: pool.start_episode() for name in ("hang", "raise", "nan", "gym", "end", "fine")}
         for episode in episodes.values():
             assert episode.reset({}).result().text is None
         steps = {name: episode.step(name) for name, episode in episodes.items()}
@@ -101,7 +103,9 @@ def test_a_bad_step_costs_its_own_episode(folder: Path) -> None:
         assert "exceeded verify.limit of 2 s" in turns["hang"].error
         assert "RuntimeError: broken" in turns["raise"].error
         assert "returned nan" in turns["nan"].error
-        assert all(turns[name].is_last for name in ("hang", "raise", "nan", "end"))
+        told = turns["gym"].error
+        assert "returned ('x', 1.0, True) (tuple); return a finite number as the reward, a text as the next" in told
+        assert all(turns[name].is_last for name in ("hang", "raise", "nan", "gym", "end"))
         assert without_seconds(turns["end"]) == (None, None, True, "")
         assert turns["fine"].text == "turn 1, process 0"
         assert "exceeded verify.limit" in episodes["hang"].step("more").result().error

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
+import subprocess
+import sys
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -20,10 +23,12 @@ from verifier_pools import (
 )
 from waiting import wait_until
 
+import craton
 from craton.ml.verifiers import IsolationError, Verdict, VerifierSample
 from craton.ml.verifiers.sandbox import Isolation, IsolationReport, isolation_of
 
 MEMORY = "256MiB"
+PACKAGE = Path(craton.__path__[0])
 
 
 def is_alone(pid: int) -> bool:
@@ -117,6 +122,37 @@ def test_without_isolation_processes_and_folders_are_still_removed(tmp_path: Pat
     assert verdicts[-1].reward == 1.0
     assert not processes_with(mark)
     assert not set(Path(tempfile.gettempdir()).glob("craton-verify-*")) - before
+
+
+@needs_isolation
+@pytest.mark.parametrize("isolation", ["namespaces", pytest.param("first found", marks=pytest.mark.slow)])
+def test_answers_are_verified_by_a_package_that_is_not_installed(
+    isolation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a container whose PYTHONPATH names the sources and a folder that pip has installed into."""
+    choose_isolation(isolation, monkeypatch)
+    shutil.copytree(PACKAGE, tmp_path / "sources" / "craton", ignore=shutil.ignore_patterns("__pycache__"))
+    program = (
+        f"import sys; sys.path[:0] = [{str(tmp_path / 'sources')!r}, {str(Path(__file__).parent)!r}, "
+        f"{str(Path(__file__).parents[2])!r}]\n"
+        "import craton\n"
+        "from verifier_pools import open_pool, sample\n"
+        "with open_pool({'verifier': 'exact'}, {'verifier': 'math'}) as pool:\n"
+        "    print(craton.__path__[0], pool.verify([sample('4', answer='4')])[0].reward)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert result.stdout == f"{tmp_path / 'sources' / 'craton'} 2.0\n", result.stderr
+
+
+@needs_isolation
+def test_tests_that_are_not_python_are_no_fault_of_the_program() -> None:
+    with open_pool({"verifier": "code"}) as pool:
+        broken, torn, deep, fine = pool.verify(
+            [sample("def f(): return 1", answer=text) for text in ("assert f( == 1", '["assert', "[" * 100_000)]
+            + [sample("def f(): return 1", answer="assert f() == 1")]
+        )
+    assert [verdict.reward for verdict in (broken, torn, deep, fine)] == [None, None, None, 1.0]
+    assert "is not Python" in broken.error
 
 
 @needs_isolation

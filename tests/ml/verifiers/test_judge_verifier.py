@@ -93,6 +93,21 @@ def test_errors_do_not_show_the_key_and_redirects_do_not_get_it(
     assert KEY not in str(caught.value)
 
 
+@pytest.mark.parametrize("reply", [f"the key is {KEY}", None])
+def test_a_judge_that_repeats_the_key_does_not_make_it_public(
+    server: JudgeServer, monkeypatch: pytest.MonkeyPatch, reply: str | None
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    if reply is None:
+        monkeypatch.setattr(Handler, "do_POST", lambda handler: handler._send({"headers": f"Bearer {KEY}"}))
+    else:
+        server.reply = reply
+    options = {"endpoint": {"url": server.url, "model": "m", "key": "JUDGE_KEY"}, "instruction": None}
+    with pytest.raises(JudgeError, match=r"\*\*\*") as caught:
+        judge("hi", "x", "y", options, 10)
+    assert KEY not in str(caught.value)
+
+
 def test_a_reply_without_a_number_is_no_verdict(server: JudgeServer) -> None:
     server.reply = "I cannot say"
     options = {"endpoint": {"url": server.url, "model": "m", "key": None}, "instruction": None}

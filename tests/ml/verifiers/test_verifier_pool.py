@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -15,7 +17,8 @@ from verifier_pools import needs_isolation, open_pool, processes_below, processe
 from waiting import wait_until
 
 from craton.ml.verifiers import Isolation, Verdict, VerifierError, judge_failures
-from craton.ml.verifiers.members import PoolWorker
+from craton.ml.verifiers import pool as pool_module
+from craton.ml.verifiers.members import PoolWorker, Starter
 from craton.ml.verifiers.sandbox import ConfinedProcess
 from craton.ml.verifiers.supervisor import PoolSupervisor
 from craton.ml.verifiers.wire import Channel
@@ -62,6 +65,9 @@ def misbehave(prompt, completion, row, transcript):
     if completion == "prints":
         while True:
             print("x" * 10_000)
+    if completion == "slow":
+        time.sleep(0.3)
+        return 1.0
     if completion == "exits":
         os._exit(0)
     if completion == "crashes":
@@ -109,7 +115,7 @@ def test_a_function_that_returns_no_number_is_named(folder: Path) -> None:
     with open_pool({"python": "own_rewards:wrong"}, folder=folder) as pool:
         verdicts = pool.verify([sample(text) for text in ("float('nan')", "'yes'", "None", "1.5", "True", "1/0")])
     assert [verdict.reward for verdict in verdicts] == [None, None, None, 1.5, 1.0, None]
-    assert "own_rewards:wrong returned 'yes' (str); return a finite number" in verdicts[1].error
+    assert verdicts[1].error == "own_rewards:wrong returned 'yes' (str); return a finite number", "named once"
     assert "own_rewards:wrong raised ZeroDivisionError" in verdicts[5].error
     assert "own_rewards.py:8" in verdicts[5].error
     with pytest.raises(VerifierError, match=r"4 of 6 samples \(67%\) got no verdict.*returned nan.*returned 'yes'"):
@@ -152,6 +158,33 @@ def test_hostile_functions_cost_one_sample_each(folder: Path, tmp_path: Path) ->
     assert not processes_with(mark)
 
 
+def test_whoever_gives_up_a_sample_does_not_break_the_pool(folder: Path) -> None:
+    """A trainer whose generation breaks off cancels what it awaits, and uses the same pool in the next one."""
+    with open_pool({"python": "own_rewards:length"}, folder=folder) as pool:
+
+        async def give_up() -> None:
+            waiting = [asyncio.ensure_future(asyncio.wrap_future(pool.submit(sample("x")))) for _ in range(8)]
+            await asyncio.sleep(0)
+            for task in waiting:
+                task.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+
+        asyncio.run(give_up())
+        assert [verdict.reward for verdict in pool.verify([sample("four")] * 4)] == [4.0] * 4
+
+
+def test_workers_that_are_all_killed_at_once_cost_no_sample(folder: Path) -> None:
+    """Also the process that forks them: no sample goes to one that is dead but not known to be, as its last attempt."""
+    with open_pool({"python": "own_rewards:misbehave"}, folder=folder, workers=1) as pool:
+        for _ in range(4):
+            wait_until(lambda: len(pool.worker_pids) >= 2, "a worker and a spare")
+            verdicts = [pool.submit(sample("slow")) for _ in range(2)]
+            wait_until(lambda: len(psutil.Process(pool.supervisor_pid).children()) >= 3, "all processes")
+            for process in psutil.Process(pool.supervisor_pid).children():
+                process.kill()
+            assert [verdict.result().reward for verdict in verdicts] == [1.0, 1.0]
+
+
 def test_a_worker_that_is_killed_from_outside_costs_no_sample(folder: Path, tmp_path: Path) -> None:
     with open_pool({"python": "own_rewards:misbehave"}, folder=folder) as pool:
         (verdict,) = pool.verify([sample("once", mark=str(tmp_path / "mark"))])
@@ -173,6 +206,33 @@ def test_a_supervisor_that_is_killed_costs_no_sample(folder: Path) -> None:
         assert pool.supervisor_pid != first
 
 
+def test_a_supervisor_that_is_stopped_is_replaced(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pool gives it up at once here, not after the minute that a busy machine may take for a living one."""
+    stopped: list[int] = []
+
+    def wait(readers: list[socket.socket], writers: list[int], errors: list[int], seconds: float) -> object:
+        while not (found := real_select(readers, writers, errors, 0.1))[0]:
+            if pool.supervisor_pid in stopped:
+                break
+        return found
+
+    real_select = select.select
+    with open_pool({"python": "own_rewards:length"}, folder=folder) as pool:
+        monkeypatch.setattr(pool_module.select, "select", wait)
+        assert pool.submit(sample("a")).result().reward == 1.0  # from now on the pool waits as above
+        stopped.append(pool.supervisor_pid)
+        os.kill(stopped[0], signal.SIGSTOP)
+        verdict = pool.submit(sample("abc"))
+        assert verdict.result().reward == 3.0
+        assert pool.supervisor_pid != stopped[0]
+
+
+def test_pools_share_no_users() -> None:
+    """The kernel counts processes by user: a fork bomb of one pool must not take those of another."""
+    starters = [Starter({}, Isolation.NAMESPACES) for _ in range(4)]
+    assert len({starter._num_started for starter in starters}) == len(starters)
+
+
 def test_a_worker_that_is_being_ended_gets_no_further_sample() -> None:
     """A process may take longer to end than its verdict waits for; the next sample must not share its fate."""
     pool_side, supervisor_side = socket.socketpair()
@@ -180,7 +240,9 @@ def test_a_worker_that_is_being_ended_gets_no_further_sample() -> None:
     reading, writing = os.pipe()
     supervisor = PoolSupervisor(supervisor_side, os.getpid())
     supervisor._settings = {"groups": ["open"], "limit": 60.0, "workers": 1, "open_workers": 1}
-    worker = PoolWorker("open", ConfinedProcess(-1, Isolation.NAMESPACES), Channel(worker_side), reading, is_ready=True)
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    confined = ConfinedProcess(process.pid, Isolation.NAMESPACES)
+    worker = PoolWorker("open", confined, Channel(worker_side), reading, is_ready=True)
     supervisor._workers.append(worker)
     supervisor._ending[worker] = 0.0
     supervisor._on_task(1, "open", b"sample", b"")
@@ -190,6 +252,7 @@ def test_a_worker_that_is_being_ended_gets_no_further_sample() -> None:
     del supervisor._ending[worker]
     supervisor._hand_out()
     assert worker.is_busy
+    process.communicate(b"\n")
     for connection in (pool_side, supervisor_side, *pair):
         connection.close()
     for descriptor in (reading, writing):

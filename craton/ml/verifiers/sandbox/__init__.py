@@ -8,7 +8,7 @@ from craton.lazy import lazy_names
 
 if TYPE_CHECKING:
     from craton.ml.verifiers.sandbox.confined import ConfinedProcess, launch
-    from craton.ml.verifiers.sandbox.confinement import Confinement, Isolation, sandbox_user
+    from craton.ml.verifiers.sandbox.confinement import NUM_USERS, Confinement, Isolation, sandbox_user
     from craton.ml.verifiers.sandbox.guard import (
         adopt_orphans,
         follow_parent,
@@ -27,6 +27,6 @@ if TYPE_CHECKING:
     from craton.ml.verifiers.sandbox.limits import OUTPUT_BYTES, SandboxLimits
     from craton.ml.verifiers.sandbox.namespaces import NOT_STARTED
     from craton.ml.verifiers.sandbox.processes import children, kill
-    from craton.ml.verifiers.sandbox.readable import own_package
+    from craton.ml.verifiers.sandbox.readable import own_package, package_folders
 else:
     __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

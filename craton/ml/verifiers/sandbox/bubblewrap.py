@@ -8,10 +8,12 @@ from collections.abc import Sequence
 from pathlib import PurePosixPath
 
 from craton.ml.verifiers.sandbox.confinement import FOLDER, SHARED_MEMORY_BYTES, Confinement
+from craton.ml.verifiers.sandbox.seccomp import filter_descriptor
 
 
 def bubblewrap_command(command: Sequence[str], confinement: Confinement) -> list[str]:
-    """Return the command that runs another one confined."""
+    """Return the command that runs another one confined. It reads the filter of system calls from a descriptor that
+    this opens."""
     arguments = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
     arguments += ["--die-with-parent", "--new-session", "--hostname", "sandbox", "--cap-drop", "ALL"]
     # Root keeps its namespace of users and changes to another user: see SandboxLimits.processes.
@@ -31,7 +33,12 @@ def bubblewrap_command(command: Sequence[str], confinement: Confinement) -> list
     arguments += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
     arguments += _memory_folder("/dev/shm", SHARED_MEMORY_BYTES)
     arguments += _memory_folder(FOLDER, confinement.limits.folder_bytes)
-    arguments += ["--symlink", FOLDER, "/tmp", "--remount-ro", "/", "--chdir", FOLDER, "--"]
+    if confinement.links_tmp:
+        arguments += ["--symlink", FOLDER, "/tmp"]
+    arguments += ["--remount-ro", "/", "--chdir", FOLDER]
+    if (descriptor := filter_descriptor()) is not None:
+        arguments += ["--seccomp", str(descriptor)]
+    arguments.append("--")
     return ["bwrap", *arguments, *_changed_user(confinement), *command]
 
 

@@ -82,7 +82,8 @@ class ConfinedProcess:
 
     def _ended(self, status: int) -> None:
         code = os.waitstatus_to_exitcode(status)
-        self.status = code if code <= 128 else 128 - code
+        # A wrapper exits with 128 + N after signal N; other numbers are what the program chose.
+        self.status = 128 - code if code > 128 and code - 128 in signal.valid_signals() else code
         if self.folder is not None:
             _remove(self.folder)
 

@@ -53,6 +53,11 @@ class Confinement:
     def is_root(self) -> bool:
         return os.geteuid() == 0
 
+    @property
+    def links_tmp(self) -> bool:
+        """Whether /tmp is the process's own folder. It is not where the interpreter or libraries lie below it."""
+        return not any(path.startswith("/tmp/") for path in self.mounts())
+
     def mounts(self) -> dict[str, str]:
         """Path inside → path of this machine, read-only."""
         return {**{path: path for path in readable_paths()}, **self.also_readable}

@@ -41,10 +41,10 @@ def syscall(number: int, *arguments: object) -> int:
     return int(_library.syscall(ctypes.c_long(number), *arguments))
 
 
-def prctl(option: int, first: int = 0) -> int:
+def prctl(option: int, first: int = 0, second: int = 0) -> int:
     if _library is None:
         raise OSError(f"prctl exists on Linux only, not on {sys.platform}")
-    return int(_library.prctl(option, ctypes.c_ulong(first), 0, 0, 0))
+    return int(_library.prctl(option, ctypes.c_ulong(first), ctypes.c_ulong(second), 0, 0))
 
 
 def unshare(flags: int) -> None:

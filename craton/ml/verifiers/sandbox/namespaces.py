@@ -12,12 +12,14 @@ import os
 import resource
 import select
 import signal
+import stat
 from collections.abc import Callable, Sequence
 
 from craton.ml.verifiers.sandbox import kernel
 from craton.ml.verifiers.sandbox.confinement import ENVIRONMENT, FOLDER, SHARED_MEMORY_BYTES, Confinement
 from craton.ml.verifiers.sandbox.landlock import landlock_version, restrict_files
 from craton.ml.verifiers.sandbox.limits import set_limit
+from craton.ml.verifiers.sandbox.seccomp import apply_filter
 
 NEW_ROOT = "/tmp"  # where the new root is mounted, in the new mount namespace only
 NOT_STARTED = 125  # exit status of a sandbox that could not be set up; the reason is on its standard error
@@ -89,22 +91,22 @@ def _set_up_root(confinement: Confinement) -> None:
     # A mount may lie below the folder over which the new root is mounted: hold all of them open before.
     mounts = confinement.mounts()
     devices = {f"/dev/{name}": f"/dev/{name}" for name in DEVICES}
+    links = {inside: os.readlink(outside) for inside, outside in mounts.items() if os.path.islink(outside)}
     opened = {
-        inside: os.open(outside, os.O_PATH)
-        for inside, outside in {**mounts, **devices}.items()
-        if not os.path.islink(outside)
+        inside: os.open(outside, os.O_PATH) for inside, outside in {**mounts, **devices}.items() if inside not in links
     }
     _mount_memory(NEW_ROOT, confinement.limits.folder_bytes)
-    for inside, outside in mounts.items():
+    for inside in mounts:
         target = NEW_ROOT + inside
         os.makedirs(os.path.dirname(target), mode=0o755, exist_ok=True)
-        if os.path.islink(outside):
-            os.symlink(os.readlink(outside), target)
+        if inside in links:
+            os.symlink(links[inside], target)
         else:
-            _bind(opened[inside], target, os.path.isdir(outside))
+            _bind(opened[inside], target, stat.S_ISDIR(os.fstat(opened[inside]).st_mode))
     for path in ("/proc", "/dev", "/dev/shm", FOLDER):
         os.makedirs(NEW_ROOT + path, mode=0o755, exist_ok=True)
-    os.symlink(FOLDER, f"{NEW_ROOT}/tmp")
+    if confinement.links_tmp:
+        os.symlink(FOLDER, f"{NEW_ROOT}/tmp")
     kernel.mount("proc", f"{NEW_ROOT}/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
     for path in devices:
         _bind(opened[path], NEW_ROOT + path, is_folder=False, flags=0)
@@ -157,5 +159,8 @@ def _execute(command: Sequence[str], confinement: Confinement) -> None:
     os.chdir(FOLDER)
     if landlock_version():
         readable = [path for path in confinement.mounts() if os.path.exists(path)]
-        restrict_files([*readable, "/proc"], [FOLDER, "/dev"])
+        # An import lists the folder above a package too; it holds nothing else.
+        above = {os.path.dirname(path) for path in confinement.also_readable}
+        restrict_files([*readable, *above, "/proc"], [FOLDER, "/dev"])
+    apply_filter()
     os.execve(command[0], list(command), ENVIRONMENT)

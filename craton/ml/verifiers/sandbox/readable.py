@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 import sys
 from functools import cache
 from pathlib import Path
+
+from craton.ml.verifiers.errors import IsolationError
 
 SYSTEM_LIBRARIES = ("/lib", "/lib32", "/lib64", "/usr/lib", "/usr/lib32", "/usr/lib64")
 LOADER_FILES = ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d")
@@ -34,14 +37,25 @@ def readable_paths() -> tuple[str, ...]:
 
 
 def package_folders() -> list[str]:
-    """Return the folders of installed packages that this interpreter searches."""
+    """Return the folders of installed packages that this interpreter searches: those of its own, and those on
+    PYTHONPATH into which pip has installed."""
     names = ("site-packages", "dist-packages")
-    return [path for path in sys.path if Path(path).name in names and os.path.isdir(path)]
+    return [
+        path
+        for path in sys.path
+        if os.path.isdir(path) and (Path(path).name in names or any(Path(path).glob("*.dist-info")))
+    ]
 
 
 def own_package() -> str:
-    """Return the folder of the package `craton`, which need not be an installed one."""
-    return str(Path(__file__).resolve().parents[3])
+    """Return the folder of the package `craton`, which need not be an installed one. IsolationError where root is the
+    only user who may read it, for confined processes are other users then."""
+    package = Path(__file__).resolve().parents[3]
+    if os.geteuid() == 0 and not package.stat().st_mode & stat.S_IROTH:
+        raise IsolationError(
+            f"only root may read {package}, and confined verifiers run as another user: call `chmod -R a+rX {package}`"
+        )
+    return str(package)
 
 
 def _executables() -> list[Path]:
