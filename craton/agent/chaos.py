@@ -35,6 +35,7 @@ from craton.telemetry.rank import BESIDE
 LOOK_SECONDS = 0.5
 QUICK_SECONDS = 0.02  # polling interval while a fault waits for a step
 TRAPS = {"kill": "kill", "fail": "fail"}
+SUPERVISOR = b"craton.ml.verifiers.supervisor"  # in the command of the process that starts verifiers
 
 
 @dataclass
@@ -70,7 +71,8 @@ class Chaos:
     def turn_seconds(self, usual: float) -> float:
         """Return how long the agent may wait for the next event."""
         waits = any(
-            armed.fault.step is not None and (armed.fault.target != "rank" or not self._has_traps)
+            (armed.fault.step is not None or armed.fault.during is not None)
+            and (armed.fault.target != "rank" or not self._has_traps)
             for armed in self._waiting
         )
         return QUICK_SECONDS if waits else usual
@@ -115,7 +117,7 @@ class Chaos:
         fault = armed.fault
         if fault.target == "rank":
             self._try_rank(armed)
-        elif fault.step is not None and self._step() < fault.step:
+        elif not self._is_due(fault):
             return
         elif fault.target == "coordinator":
             if self._coordinates() and self._fire(armed):
@@ -132,6 +134,14 @@ class Chaos:
         elif fault.target == "keeper":
             if fault.node == self._node and self._processes.keeper is not None and self._fire(armed):
                 self._processes.keeper.send(signal.SIGKILL)
+        elif fault.target == "verifier":
+            self._kill_verifiers(armed)
+        elif fault.target == "weights":
+            if (first := dict(self._processes.ranks).get(0)) is not None and self._fire(armed):
+                first.page.corrupt_weights()
+        elif fault.target == "journal":
+            if self._coordinates() and (text := damage_journal(self._run.journal_folder, fault.how == "cut")):
+                self._fire(armed, text)
         elif fault.kind == "slow-disk" and self._processes.places:
             if self._fire(armed):
                 self._slow(fault.seconds or 0.0, fault.tier or "")
@@ -152,10 +162,11 @@ class Chaos:
             return
         assert place.process is not None
         action = TRAPS.get(fault.kind) or fault.how or "stop"
-        if not self._has_traps and place.page.step < (fault.step or 0):
+        has_traps = self._has_traps or fault.during == "transfer"  # a server's rank triggers that one
+        if not has_traps and place.page.step < (fault.step or 0):
             return
         is_at_once = fault.step is None and fault.during is None and action in ("kill", "stop")
-        if is_at_once or not self._has_traps:
+        if is_at_once or not has_traps:
             if self._fire(armed):
                 place.process.send(signal.SIGKILL if action == "kill" else signal.SIGSTOP)
                 place.process.sent.clear()  # the fault must count as a failure, not as a signal of ours
@@ -174,6 +185,25 @@ class Chaos:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)
+
+    def _kill_verifiers(self, armed: Armed) -> None:
+        """Kill the workers of a rank's verifiers, and the process that forks them, but not their supervisor."""
+        place = dict(self._processes.ranks).get(armed.fault.rank if armed.fault.rank is not None else -1)
+        if place is None or place.process is None or not place.is_running:
+            return
+        pids = verifier_workers(place.process.pid)
+        if pids and self._fire(armed, f"killed {', '.join(map(str, pids))}"):
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+    def _is_due(self, fault: InjectedFault) -> bool:
+        """Whether a fault of something else than a rank happens now, by step and phase of this node's ranks."""
+        if fault.step is not None and self._step() < fault.step:
+            return False
+        return fault.during is None or any(
+            fault.during in (place.page.kind, *place.page.beside) for _, place in self._processes.ranks
+        )
 
     def _step(self) -> int:
         return max((place.page.step for _, place in self._processes.ranks), default=0)
@@ -218,11 +248,7 @@ class Chaos:
         file = max(
             (path for path in steps[-1].iterdir() if path.suffix == ".distcp"), key=lambda path: path.stat().st_size
         )
-        with open(file, "r+b") as handle:
-            handle.seek(file.stat().st_size // 2)
-            byte = handle.read(1)
-            handle.seek(-1, os.SEEK_CUR)
-            handle.write(bytes([byte[0] ^ 1]))
+        flip_bit(file)
         return f"flipped a bit of {file}"
 
     def _fire(self, armed: Armed, text: str = "") -> bool:
@@ -246,3 +272,44 @@ class Chaos:
     def _say(self, event: str, text: str, fault: str = "") -> None:
         print(f"craton chaos: {event.removeprefix('chaos_')}: {text}", file=sys.stderr, flush=True)
         self._records.event(event, message=text, fault=fault or None)
+
+
+def verifier_workers(rank: int, proc: Path = Path("/proc")) -> list[int]:
+    """Return the processes that verify for a rank with this PID: those that its verifiers' supervisor started."""
+    result: list[int] = []
+    for child in _children(rank, proc):
+        with contextlib.suppress(OSError):  # it has ended
+            if SUPERVISOR in (proc / str(child) / "cmdline").read_bytes():
+                result += _children(child, proc)
+    return result
+
+
+def _children(pid: int, proc: Path) -> list[int]:
+    """Return the processes that any thread of a process has started."""
+    result: list[int] = []
+    with contextlib.suppress(OSError):  # it has ended
+        for thread in os.listdir(proc / f"{pid}/task"):
+            result += [int(child) for child in (proc / f"{pid}/task/{thread}/children").read_text().split()]
+    return result
+
+
+def damage_journal(folder: Path, cuts: bool) -> str:
+    """Flip a bit in the newest entry of a journal, or cut it off; return what was done, "" while there is none."""
+    entries = {int(path.name[5:]): path for path in paths_in(folder, "step-*") if path.name[5:].isdecimal()}
+    if not entries:
+        return ""
+    newest = entries[max(entries)]
+    if cuts:
+        os.truncate(newest, newest.stat().st_size * 2 // 3)
+        return f"cut off {newest}"
+    flip_bit(newest)
+    return f"flipped a bit of {newest}"
+
+
+def flip_bit(file: Path) -> None:
+    """Flip a bit in the middle of a file."""
+    with open(file, "r+b") as handle:
+        handle.seek(file.stat().st_size // 2)
+        byte = handle.read(1)
+        handle.seek(-1, os.SEEK_CUR)
+        handle.write(bytes([byte[0] ^ 1]))

@@ -44,6 +44,7 @@ class Launch:
     min_nodes: int = 0  # minimum for an elastic run; 0: not elastic
     layouts: dict[str, Any] = field(default_factory=dict)  # number of nodes → layout, if not the plan's
     nursery: list[str] = field(default_factory=list)  # argv of the fork server; []: `command` starts each rank
+    standby: list[str] = field(default_factory=list)  # argv of a fork server that replaces dead ranks of `command`
     tries: int = 3  # consecutive restarts without a new step; 0: the first failure ends the run
     spare_seconds: float = 30.0  # how long to wait for a lost node before the run continues with fewer
     give_up_seconds: float = 600.0  # how long a run waits that cannot continue with fewer nodes
@@ -203,6 +204,7 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "min_nodes": (_is_integer(0, 2**31), "a whole number, 0 or more"),
     "layouts": (lambda value: isinstance(value, Mapping), "an object of layouts by number of nodes"),
     "nursery": (_is_text_list, "a list of arguments, the program first"),
+    "standby": (_is_text_list, "a list of arguments, the program first"),
     "tries": (_is_integer(0, 2**31), "a whole number, 0 or more"),
     "spare_seconds": (_is_seconds, "seconds, 0 or more"),
     "give_up_seconds": (_is_seconds, "seconds, 0 or more"),

@@ -73,6 +73,7 @@ class NodeProcesses:
         self.keeper_name = ""  # abstract address of the keeper's socket for processes of this node
         self.keeper_address = self.store_address = ""
         self._fork_server_by = float("inf")
+        self.keeps_standby = False  # a fork server for ranks of a command that die, once the first ones work
         self._plan_step_seconds = self._planned_step()
         self._stacks = StackTaker(run, records.event)
         self._connections = None if is_loopback(host) else ConnectionReader()
@@ -126,15 +127,17 @@ class NodeProcesses:
 
     def tend(self) -> None:
         """Start the fork server and the keeper where they are missing, and read their messages."""
-        if not self._launch.nursery:
+        if not self._launch.nursery and not self.keeps_standby:
             return
         if self.fork_server is None:
-            self.fork_server = ForkServer(self._run, self._launch, self._node)
+            self.fork_server = ForkServer(
+                self._run, self._launch, self._node, lambda pid: self._records.event("fork_server_ready", pid=pid)
+            )
             self._selector.register(self.fork_server.connection, selectors.EVENT_READ, self.fork_server.hear)
             self._fork_server_by = time.monotonic() + FORK_SERVER_SECONDS
         if not self.fork_server.is_ready and time.monotonic() > self._fork_server_by:
             self.fork_server.child.send(signal.SIGKILL)
-        if self.fork_server.is_ready and self.keeper is None:
+        if self.fork_server.is_ready and self.keeper is None and self._launch.nursery:
             self._start_keeper()
 
     def helper_ended(self, child: ChildProcess) -> str | None:
@@ -311,9 +314,9 @@ class NodeProcesses:
             place.mute_at = place.page.progress
             # The agent cannot see what it does unless it reports its ledger or its steps.
             place.page.switch("start" if self._launch.progress.get("has_steps") else "productive")
-            place.process = start_rank(
-                self._run, self._launch, self.generation, self._node, rank, place.page.descriptor
-            )
+            given = (self._run, self._launch, self.generation, self._node, rank, place.page.descriptor)
+            forked = self.fork_server.fork_command(*given) if self.fork_server is not None else None
+            place.process = forked or start_rank(*given)
         else:
             place.process = self._fork_rank(rank, place)
         if place.process is not None:

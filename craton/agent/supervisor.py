@@ -305,6 +305,8 @@ class Supervisor:
             self._face.saved(str(line.get("tier", "")), float(line["time"]))
             if isinstance(line.get("seconds"), int | float):
                 self._processes.saved(float(line["seconds"]))
+        if line["event"] == "serving" and line.get("stage") == "ready":
+            self._processes.keeps_standby = bool(self._launch.standby)
         if line["event"] == "stopped":  # it could not set the marker itself
             self.mark("STOP", str(line.get("reason", "")))
         if line["event"] == "failed":
@@ -408,6 +410,10 @@ class Supervisor:
         message = "; ".join([*child.last_lines(3), *([hint] if hint else [])])
         if helper == "unready fork server":
             self._failed_fork_servers += 1
+            if self._failed_fork_servers >= MAX_FORK_SERVERS and self._launch.standby:
+                self.warn("nursery_failed", f"{child.name} {how_ended(child.code)}: {message}; going on without it")
+                self._processes.keeps_standby = False
+                return
             if self._failed_fork_servers >= MAX_FORK_SERVERS and self._ending is None:
                 self.fail(f"{child.name} {how_ended(child.code)} before it was ready: {message}")
                 return

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from craton.job.document import parse_seconds
@@ -16,10 +16,10 @@ from craton.nearest import did_you_mean
 
 # kind → possible targets; a node is named by a bare word, the others by key=value
 TARGETS: Mapping[str, tuple[str, ...]] = {
-    "kill": ("rank", "agent", "keeper", "coordinator", "member"),
+    "kill": ("rank", "agent", "keeper", "coordinator", "member", "verifier"),
     "hang": ("rank",),
     "fail": ("rank",),
-    "corrupt": ("tier",),
+    "corrupt": ("tier", "journal", "weights"),
     "slow-disk": ("tier",),
     "lose-node": ("node",),
 }
@@ -28,11 +28,13 @@ RANDOM_KINDS = ("kill", "hang", "fail", "corrupt", "slow-disk")  # faults a run 
 # fmt: off
 DURING = (
     "staging", "checkpoint", "regroup", "restore", "evaluate", "data", "productive", "saving", "rollout", "reward",
-    "sync",
+    "sync", "transfer",
 )
 # fmt: on
 HANGS = ("stop", "spin")
 WHOSE = ("own", "copies", "all")
+DAMAGES = ("flip", "cut")  # of a file of the journal
+BARE_TARGETS = {"kill": ("coordinator",), "corrupt": ("journal", "weights")}
 TIERS = ("peer", "nvme", "shared")
 MAX_SHOWN_MEMBERS = 10
 EXAMPLES: Mapping[str, str] = {
@@ -48,7 +50,7 @@ _OPTIONS: Mapping[str, tuple[str, ...]] = {
     "kill": ("during",),
     "hang": ("during", "how"),
     "fail": ("during",),
-    "corrupt": ("rank", "whose"),
+    "corrupt": ("rank", "whose", "how"),
     "slow-disk": ("seconds", "for"),
     "lose-node": (),
 }
@@ -60,23 +62,32 @@ class InjectedFault:
     that step on."""
 
     kind: str  # one of FAULT_KINDS
-    target: str  # rank, agent, keeper, coordinator, member, tier or node
+    target: str  # rank, agent, keeper, coordinator, member, verifier, tier, journal, weights or node
     text: str  # as written by the user
-    rank: int | None = None
+    rank: int | None = None  # of a verifier: the rank whose workers they are
     node: str | None = None
     tier: str | None = None
     step: int | None = None
     during: str | None = None  # one of DURING
     seconds: float | None = None  # slow-disk: added duration of a write
     for_seconds: float | None = None  # slow-disk: how long the fault lasts; None: until the end
-    how: str | None = None  # hang: one of HANGS; corrupt of peer memory: one of WHOSE
+    how: str | None = None  # hang: one of HANGS; corrupt of peer memory: one of WHOSE, of the journal: one of DAMAGES
     member: str | None = None  # the member run in which it happens; None: the run itself
 
     @property
     def needs_training(self) -> bool:
         """Whether the fault requires Craton's own training loop."""
+        if self.during == "transfer" and self.kind == "kill":  # a server receives weights
+            return False
         is_inside = self.kind in ("fail", "corrupt", "slow-disk") or self.during is not None or self.how == "spin"
-        return is_inside or self.target == "keeper"
+        return is_inside or self.target in ("keeper", "verifier")
+
+    @property
+    def part(self) -> str | None:
+        """The part of post-training that the run needs for this fault to happen: see `Job.fault_parts`."""
+        if self.during == "transfer":
+            return "weights"
+        return self.target if self.target in ("verifier", "journal", "weights") else None
 
 
 def parse_fault(text: str) -> InjectedFault:
@@ -124,15 +135,23 @@ def check_fault(
     steps: int | None = None,
     trains: bool = True,
     watched: int | None = None,
+    parts: Collection[str] = (),
 ) -> None:
-    """Raise FaultError for a fault that cannot happen in a run with these ranks, nodes and checkpoint tiers, at `step`
-    of `steps`. `watched` is the only rank whose steps are known, if not all are. For a fault with a member, the
-    arguments are those of that member."""
+    """Raise FaultError for a fault that cannot happen in a run with these ranks, nodes, checkpoint tiers and parts of
+    post-training, at `step` of `steps`. `watched` is the only rank whose steps are known, if not all are. For a fault
+    with a member, the arguments are those of that member."""
     if fault.needs_training and not trains:
         raise FaultError(
             f"{fault.text!r} requires Craton's training loop, and this run is a command; use kill rank, agent or "
             "coordinator, hang with how=stop, or lose-node"
         )
+    if fault.part is not None and fault.part not in parts:
+        needed = {
+            "verifier": "verifiers: it needs kind grpo with a reward",
+            "journal": "journal: it needs kind grpo with rollout.mode overlap or separate",
+            "weights": "weight transfer: it needs kind grpo with rollout.mode separate, or a server of such a run",
+        }
+        raise FaultError(f"{fault.text!r}: this run has no {needed[fault.part]}")
     if fault.rank is not None and fault.rank >= world:
         raise FaultError(f"{fault.text!r}: there is no rank {fault.rank}; the ranks are 0 to {world - 1}")
     if fault.step is not None and watched is not None and fault.rank not in (None, watched):
@@ -241,9 +260,9 @@ def _no_fault(kind: str) -> str:
 
 
 def _bare_word(kind: str, word: str, position: int, text: str) -> tuple[str, str]:
-    """Return (key, value) of a word without `=`: `coordinator`, or the name of a node to lose."""
-    if position == 0 and kind == "kill" and word == "coordinator":
-        return "coordinator", ""
+    """Return (key, value) of a word without `=`: a target of which there is one, or the name of a node to lose."""
+    if position == 0 and word in BARE_TARGETS.get(kind, ()):
+        return word, ""
     if position == 0 and kind == "lose-node":
         return "node", word
     allowed = (*TARGETS[kind], "step", *_OPTIONS[kind])
@@ -254,7 +273,7 @@ def _bare_word(kind: str, word: str, position: int, text: str) -> tuple[str, str
 
 def _fault(kind: str, target: str, settings: Mapping[str, str], text: str) -> InjectedFault:
     node = settings[target] if target in ("agent", "keeper", "node") else None
-    if target != "coordinator" and not settings[target]:
+    if target not in BARE_TARGETS.get(kind, ()) and not settings[target]:
         raise FaultError(f"{text!r}: {target} has no value; write e.g. {kind} {EXAMPLES[kind]}")
     member = settings.get("member")
     if member == "":
@@ -271,6 +290,8 @@ def _fault(kind: str, target: str, settings: Mapping[str, str], text: str) -> In
         raise FaultError(f"{text!r}: {tier} is not on a disk; use nvme or shared")
     if kind == "slow-disk" and "seconds" not in settings:
         raise FaultError(f"{text!r} lacks seconds=, the delay per write; write e.g. {kind} {EXAMPLES[kind]}")
+    if kind == "corrupt" and target != "journal" and "how" in settings:
+        raise FaultError(f"{text!r}: how applies only to the journal")
     if tier != "peer" and ("whose" in settings or "rank" in settings) and kind == "corrupt":
         raise FaultError(f"{text!r}: rank and whose apply only to tier=peer, where every rank has its own memory")
     how = None
@@ -278,11 +299,13 @@ def _fault(kind: str, target: str, settings: Mapping[str, str], text: str) -> In
         how = _one_of(settings.get("how", "stop"), "how", HANGS, text)
     elif kind == "corrupt" and tier == "peer":
         how = _one_of(settings.get("whose", "all"), "whose", WHOSE, text)
+    elif target == "journal":
+        how = _one_of(settings.get("how", "flip"), "how", DAMAGES, text)
     return InjectedFault(
         kind=kind,
         target=target,
         text=text,
-        rank=_number(settings, "rank", 0, text),
+        rank=_number(settings, "verifier" if target == "verifier" else "rank", 0, text),
         node=node,
         tier=tier,
         step=_number(settings, "step", 1, text),

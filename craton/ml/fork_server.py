@@ -1,5 +1,6 @@
 """`python -m craton.ml.fork_server RUN`: the fork server of a node. Imports torch and the training code once (with
-`--posttraining` also that of kinds dpo and grpo), then forks a rank or a keeper whenever the node's agent requests one.
+`--posttraining` also that of kinds dpo and grpo, with `--serving` that of servers instead), then forks a rank or a
+keeper whenever the node's agent requests one.
 
 Nothing here may start a thread or touch a GPU before the fork: neither survives it.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import importlib
 import json
 import os
 import signal
@@ -27,21 +29,25 @@ from craton.telemetry.files import protect_output
 
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15  # linux/prctl.h
 ADOPTION_SECONDS = 5.0
-POSTTRAINING = "--posttraining"
+POSTTRAINING, SERVING = "--posttraining", "--serving"
 
 
 def main(arguments: list[str]) -> int:
     """Serve requests until the agent exits. Returns only in a forked process, with its exit code."""
     run, *options = arguments or [""]
-    if not run or options not in ([], [POSTTRAINING]):
-        print(f"usage: python -m craton.ml.fork_server RUN [{POSTTRAINING}]", file=sys.stderr)
+    if not run or options not in ([], [POSTTRAINING], [SERVING]):
+        print(f"usage: python -m craton.ml.fork_server RUN [{POSTTRAINING} | {SERVING}]", file=sys.stderr)
         return 2
-    session.import_everything()
-    train: Callable[[list[str]], int] = session.main
-    if options:
+    work: Callable[[list[str]], int] = session.main
+    if options == [SERVING]:
+        importlib.import_module("craton.ml.serving.server.front")  # a forked rank forks its front end
+        work = importlib.import_module("craton.ml.serving.__main__").main
+    else:
+        session.import_everything()
+    if options == [POSTTRAINING]:
         from craton.ml import posttraining
 
-        train = posttraining.main
+        work = posttraining.main
     gc.collect()
     gc.freeze()  # imported objects are never collected, so their pages stay shared between all ranks
     connection = socket.socket(fileno=int(os.environ.pop(FORK_SERVER_VARIABLE)))
@@ -50,7 +56,7 @@ def main(arguments: list[str]) -> int:
     _become_a_child_of(agent, log, f"craton-{kind}-{environment.get('RANK', '')}".rstrip("-"))
     if kind == "keeper":
         return _keep(RunDirectory(run))
-    return train([run])
+    return work([run])
 
 
 def _become_a_child_of(agent: int, log: str, name: str) -> None:

@@ -28,6 +28,11 @@ UNDERSTOOD: dict[str, dict[str, object]] = {
     "slow-disk tier=/fsx/x,seconds=2": {"tier": "/fsx/x", "seconds": 2.0, "for_seconds": None},
     "lose-node node-1@step=40": {"kind": "lose-node", "target": "node", "node": "node-1", "step": 40},
     "lose-node  node=node-1 @ step=40": {"node": "node-1", "step": 40},
+    "kill rank=0@during=transfer,step=4": {"rank": 0, "during": "transfer", "part": "weights"},
+    "kill verifier=1@during=reward,step=4": {"target": "verifier", "rank": 1, "during": "reward", "part": "verifier"},
+    "corrupt journal@step=4": {"target": "journal", "how": "flip", "part": "journal"},
+    "corrupt journal,how=cut": {"target": "journal", "how": "cut", "step": None},
+    "corrupt weights@step=4": {"target": "weights", "how": None, "part": "weights"},
     "kill member=rollout-0@step=4": {"target": "member", "member": "rollout-0", "step": 4},
     "kill rank=1,member=base": {"target": "rank", "member": "base", "rank": 1},
     "corrupt tier=shared,member=base": {"target": "tier", "member": "base"},
@@ -66,6 +71,11 @@ REFUSED = {
     "kill member=a,member=b": ["gives member twice"],
     "corrupt tier=pear": ["did you mean 'peer'", "an absolute path"],
     "corrupt tier=shared,whose=own": ["apply only to tier=peer"],
+    "corrupt journal,how=torn": ["how is 'torn'", "flip, cut"],
+    "corrupt weights,how=cut": ["how applies only to the journal"],
+    "corrupt journal,weights": ["'weights' has no value"],
+    "kill verifier": ["'verifier' has no value"],
+    "kill verifier=one": ["verifier is 'one', not a whole number from 0"],
     "corrupt tier=peer@during=saving": ["'during' is not known here"],
     "corrupt tier=s3://bucket/x": ["objects in S3"],
     "slow-disk tier=object,seconds=1": ["objects in S3"],
@@ -104,6 +114,26 @@ def test_what_cannot_happen_in_a_run_is_told() -> None:
     for text, words in refused.items():
         with pytest.raises(FaultError, match=words):
             check(text)
+
+
+def test_parts_of_post_training_are_broken_only_where_they_are() -> None:
+    for text, part in {
+        "kill verifier=0": "verifier",
+        "corrupt journal": "journal",
+        "corrupt weights": "weights",
+        "kill rank=0@during=transfer": "weights",
+    }.items():
+        check(text, parts=[part])
+        with pytest.raises(FaultError, match="this run has no"):
+            check(text)
+    check("kill rank=0@during=transfer", trains=False, parts=["weights"])
+    modes = {"sync": {"verifier"}, "overlap": {"verifier", "journal"}, "separate": {"verifier", "journal", "weights"}}
+    for mode, parts in modes.items():
+        job = parse_job(
+            "kind: grpo\nmodel: llama-3.1-8b\ndata: {path: x.jsonl}\nreward: {verifier: exact}\n"
+            f"rollout: {{mode: {mode}}}\ntrain: {{steps: 3}}\ncluster: local\n"
+        )
+        assert job.fault_parts == parts
 
 
 def test_a_command_can_only_lose_what_it_has() -> None:

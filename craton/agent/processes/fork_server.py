@@ -13,12 +13,20 @@ import select
 import signal
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from craton.agent.generation import Generation
 from craton.agent.launch import Launch
 from craton.agent.processes.bytecode import bytecode_environment
-from craton.agent.processes.process import ChildProcess, common_environment, start
+from craton.agent.processes.process import (
+    ChildProcess,
+    RankProcess,
+    command_environment,
+    common_environment,
+    pipe,
+    start,
+)
 from craton.formatting import setting
 from craton.telemetry import RunDirectory
 from craton.telemetry.rank import STEADY
@@ -36,7 +44,10 @@ class ForkServerError(OSError):
 class ForkServer:
     """One fork server process; `child` must be reaped like any other."""
 
-    def __init__(self, run: RunDirectory, launch: Launch, node: str) -> None:
+    def __init__(
+        self, run: RunDirectory, launch: Launch, node: str, when_ready: Callable[[int], None] = lambda pid: None
+    ) -> None:
+        """`when_ready` is called with its PID."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, KIND)
         log_path = run.path / "logs" / f"nursery-{node}.log"
         environment = {
@@ -45,7 +56,7 @@ class ForkServer:
             FORK_SERVER_VARIABLE: str(theirs.fileno()),
         }
         try:
-            process, offset = start(launch.nursery, environment, log_path, (theirs.fileno(),))
+            process, offset = start(launch.nursery or launch.standby, environment, log_path, (theirs.fileno(),))
         except OSError:
             ours.close()
             raise
@@ -54,16 +65,19 @@ class ForkServer:
         self.connection = ours
         self.child = ChildProcess(f"fork server of {node}", process.pid, log_path, offset, STEADY.now())
         self.is_ready = False
+        self._when_ready = when_ready
 
     def hear(self) -> None:
-        """Read its ready message."""
+        """Read its ready message, and tell that it is ready."""
         try:
             message = self.connection.recv(MESSAGE_BYTES, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return
         except OSError:
             message = b""
-        self.is_ready = self.is_ready or message == b"ready"
+        if message == b"ready":
+            self.is_ready = True
+            self._when_ready(self.child.pid)
 
     def fork(self, kind: str, environment: Mapping[str, str], log_path: Path, descriptors: Mapping[str, int]) -> int:
         """Fork a rank or keeper whose environment names these descriptors, and return its PID."""
@@ -83,6 +97,27 @@ class ForkServer:
             self.child.send(signal.SIGKILL)
             raise ForkServerError(f"{self.child.name} is gone or cannot fork")
         return int(answer)
+
+    def fork_command(
+        self, run: RunDirectory, launch: Launch, generation: Generation, node: str, rank: int, page: int
+    ) -> RankProcess | None:
+        """Fork a rank of a command, as `start_rank` starts it; None if it must be started: there is no fork server that
+        is ready."""
+        if not self.is_ready:
+            return None
+        reading, writing = pipe()
+        started, log_path = STEADY.now(), run.log_path(rank)
+        log_offset = log_path.stat().st_size if log_path.exists() else 0
+        environment = command_environment(run, launch, generation, node, rank)
+        try:
+            pid = self.fork("rank", environment, log_path, {"CRATON_RECORDS": writing, "CRATON_PAGE": page})
+        except ForkServerError as error:
+            print(f"craton agent: {error}; starting {node}'s rank {rank} without it", file=sys.stderr, flush=True)
+            os.close(reading)
+            return None
+        finally:
+            os.close(writing)
+        return RankProcess(f"rank {rank}", pid, log_path, log_offset, started, rank=rank, records=reading)
 
     def close(self) -> None:
         self.connection.close()

@@ -267,6 +267,19 @@ def pipe() -> tuple[int, int]:
     return reading, writing
 
 
+def command_environment(
+    run: RunDirectory, launch: Launch, generation: Generation, node: str, rank: int
+) -> dict[str, str]:
+    """Return the environment of a rank of a command, without the descriptors that only it has."""
+    values = placeholder_values(run, launch, generation, node, rank)
+    common = {"PATH": search_path(), **common_environment(run, launch, node)}
+    return {
+        **{name: fill(value, values) for name, value in common.items()},
+        **rank_environment(launch, generation, node, rank),
+        **{f"CRATON_{name.upper()}": value for name, value in values.items()},
+    }
+
+
 def start_rank(
     run: RunDirectory, launch: Launch, generation: Generation, node: str, rank: int, page: int
 ) -> RankProcess:
@@ -274,11 +287,8 @@ def start_rank(
     reading, writing = pipe()
     started = STEADY.now()
     values = placeholder_values(run, launch, generation, node, rank)
-    common = {"PATH": search_path(), **common_environment(run, launch, node)}
     environment = {
-        **{name: fill(value, values) for name, value in common.items()},
-        **rank_environment(launch, generation, node, rank),
-        **{f"CRATON_{name.upper()}": value for name, value in values.items()},
+        **command_environment(run, launch, generation, node, rank),
         "CRATON_RECORDS": str(writing),
         "CRATON_PAGE": str(page),
     }

@@ -132,12 +132,23 @@ def records(piece: DocumentChunk) -> Iterator[tuple[str, dict[str, Any]]]:
         except ValueError as error:
             problems.append(f"{where}: is not JSON: {error}; write one JSON object per line")
             continue
+        except RecursionError:
+            problems.append(f"{where}: is nested too deeply; write one JSON object per line")
+            continue
         if isinstance(value, dict):
             yield where, value
         else:
             problems.append(f"{where}: is {_json_name(value)}, not a JSON object")
     if problems:
         raise first_problems(problems, piece.name)
+
+
+def rows_of(files: Iterable[InputFile]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (`file:line`, row) of every row; DataError for text."""
+    for piece in pieces_of(files):
+        if piece.kind == "text":
+            raise DataError(f"{piece.name}: prompts are rows of JSONL (.jsonl) or Parquet (.parquet), not text")
+        yield from records(piece)
 
 
 def texts_of(piece: DocumentChunk, field: str) -> list[str]:

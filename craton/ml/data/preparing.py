@@ -157,7 +157,7 @@ def open_prompts(
         folder = Path(folders[path])
         if split == "validation" and path in dict(job.data.mixture):
             folder = _held_out(folder, path)
-        rows = PromptRows(folder, key_of(job.train.seed, number), max_tokens, vocab)
+        rows = PromptRows(folder, key_of(job.train.seed, number), max_tokens, vocab, source=path)
         if rows.left_out and paths is not None:  # said once, before the ranks start
             logger.warning("%s: %d prompts are longer than %d tokens and left out", path, rows.left_out, max_tokens)
         sources.append(rows)

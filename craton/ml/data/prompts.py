@@ -11,15 +11,16 @@ from __future__ import annotations
 import json
 import logging
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from craton.formatting import counted
 from craton.ml.data.chat import end_of_turn, ensure_template
-from craton.ml.data.documents import InputFile, find_files, pieces_of, records
+from craton.ml.data.documents import find_files, rows_of
 from craton.ml.data.errors import DataError, first_problems
 from craton.ml.data.indexed_function import IndexedFunction
 from craton.ml.data.order import Turns, key_of, shuffled
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 PROMPT = "prompt"
 HELD_OUT = "validation"  # prompts held out for validation: a folder inside the folder
 _ANSWER = "fortytwo"  # an answer, to find what the template writes after one
+_NO_TEXT = "has half of a surrogate pair, such as \\ud83d alone, which is no character; remove it"
 ROWS, ROW_ENDS = "rows.jsonl", "rows.ends"
 
 Row = Mapping[str, Any]
@@ -71,7 +73,7 @@ class PromptEncoder:
     def __call__(self, row: Row) -> list[int]:
         content = row.get(PROMPT)
         if isinstance(content, str):
-            tokens = self._tokenizer.encode(content).ids
+            tokens = self._ids(content, add_special_tokens=True)
         elif isinstance(content, list) and content:
             tokens = self._render(content, row)
         else:
@@ -91,13 +93,13 @@ class PromptEncoder:
             text = self.chat.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
         except Exception as error:  # noqa: BLE001  (a template is a program: it may raise anything)
             raise DataError(f"the chat template rejects it: {type(error).__name__}: {error}") from None
-        return list(self._tokenizer.encode(str(text), add_special_tokens=False).ids)
+        return self._ids(str(text))
 
     def next_turn(self, text: str, is_chat: bool, last: int) -> list[int]:
         """Return the tokens between a completion that ended with the token `last` and the next one: the text as it is,
         or as the message of a user, with what the chat template writes around it."""
         if not is_chat:
-            return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+            return self._ids(text)
         messages = [
             {"role": "user", "content": "?"},
             {"role": "assistant", "content": _ANSWER},
@@ -107,8 +109,14 @@ class PromptEncoder:
             whole = str(self.chat.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
         except Exception as error:  # noqa: BLE001  (a template is a program: it may raise anything)
             raise DataError(f"the chat template rejects a turn: {type(error).__name__}: {error}") from None
-        tokens = list(self._tokenizer.encode(whole.partition(_ANSWER)[2], add_special_tokens=False).ids)
+        tokens = self._ids(whole.partition(_ANSWER)[2])
         return tokens[1:] if tokens and tokens[0] == last else tokens
+
+    def _ids(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        try:
+            return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+        except TypeError:  # of a str that is no Unicode text
+            raise DataError(f"`{PROMPT}` {_NO_TEXT}") from None
 
     def text(self, tokens: Sequence[int]) -> str:
         """Return the text of sampled tokens, without special ones."""
@@ -142,20 +150,21 @@ def write_prompts(
         encode = PromptEncoder(folder)
         writers = [_PromptWriter(folder, ShardWriter(folder, mark))]
         if held_out_share:
+            (folder / HELD_OUT).mkdir()
             copy_tokenizer(folder, folder / HELD_OUT)
             writers.append(_PromptWriter(folder / HELD_OUT, ShardWriter(folder / HELD_OUT, mark)))
-        problems: list[str] = []
-        for where, written in _rows(files):
+        problems: dict[str, list[str]] = {}  # where each of them occurs
+        for where, written in rows_of(files):
             try:
                 row = _renamed(written, columns)
-                tokens = np.array(encode(row), np.uint32)
+                tokens, line = np.array(encode(row), np.uint32), _line_of(row)
             except DataError as error:
-                problems.append(f"{where}: {error}")
+                problems.setdefault(str(error), []).append(where)
                 continue
             is_held_out = key_of(zlib.crc32(tokens.tobytes())) / 2**64 < held_out_share
-            writers[int(is_held_out)].append(tokens, row)
+            writers[int(is_held_out)].append(tokens, line)
         if problems:
-            raise first_problems(problems, str(path))
+            raise first_problems([_said_once(problem, places) for problem, places in problems.items()], str(path))
         if not all(writer.count for writer in writers):
             raise DataError(f"{path}: has too few prompts; give a file with more rows, or other data for validation")
         for writer in writers:
@@ -165,7 +174,10 @@ def write_prompts(
 class PromptRows:
     """The prompts of a folder, in an order that is a function of the seed; at most `max_tokens` long."""
 
-    def __init__(self, folder: Path, seed: int, max_tokens: int, vocab: int | None = None) -> None:
+    def __init__(
+        self, folder: Path, seed: int, max_tokens: int, vocab: int | None = None, source: str | None = None
+    ) -> None:
+        """`source`: what the user named, for error messages; default: the folder."""
         self.shards = Shards(folder)
         if not (folder / ROWS).is_file():
             raise DataError(
@@ -179,8 +191,8 @@ class PromptRows:
         self.left_out = len(lengths) - len(self._usable)
         if not len(self._usable):
             raise DataError(
-                f"{folder}: all {len(lengths):,} prompts are longer than {max_tokens:,} tokens, which is what "
-                f"rollout.max_tokens leaves of data.sequence (the shortest has {int(lengths.min()):,}); raise "
+                f"{source or folder}: all {len(lengths):,} prompts are longer than {max_tokens:,} tokens, which is "
+                f"what rollout.max_tokens leaves of data.sequence (the shortest has {int(lengths.min()):,}); raise "
                 "data.sequence, or lower rollout.max_tokens"
             )
         self._seed = seed
@@ -251,9 +263,9 @@ class _PromptWriter:
     def count(self) -> int:
         return len(self._ends)
 
-    def append(self, tokens: Any, row: Row) -> None:
+    def append(self, tokens: Any, line: bytes) -> None:
         self._shards.append(tokens, np.array([len(tokens)], np.int64))
-        self._rows.write(json.dumps(row, ensure_ascii=False, default=str).encode() + b"\n")
+        self._rows.write(line)
         self._ends.append(self._rows.tell())
 
     def close(self) -> None:
@@ -262,12 +274,27 @@ class _PromptWriter:
         self._shards.close()
 
 
-def _rows(files: Sequence[InputFile]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (`file:line`, row) of every row."""
-    for piece in pieces_of(files):
-        if piece.kind == "text":
-            raise DataError(f"{piece.name}: prompts are rows of JSONL (.jsonl) or Parquet (.parquet), not text")
-        yield from records(piece)
+def _line_of(row: Row) -> bytes:
+    """Return a row as it is kept."""
+    try:
+        return json.dumps(row, ensure_ascii=False, default=str).encode() + b"\n"
+    except RecursionError:
+        raise DataError("is nested too deeply") from None
+    except UnicodeEncodeError:
+        raise DataError(f"field {next(name for name in row if not _is_text(name, row[name]))!r} {_NO_TEXT}") from None
+
+
+def _is_text(*values: Any) -> bool:
+    try:
+        json.dumps(values, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _said_once(problem: str, places: Sequence[str]) -> str:
+    others = f" (and so {counted(len(places) - 1, 'other row')})" if len(places) > 1 else ""
+    return f"{places[0]}: {problem}{others}"
 
 
 def _renamed(row: dict[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:

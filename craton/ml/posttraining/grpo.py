@@ -8,6 +8,7 @@ data.validation, sampled at the job's temperature with seeds that are the same i
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -123,7 +124,9 @@ class _RolloutInputs:
         if step.warning and ranks.rank == 0:
             self._setup.recorder.event("verifier_failures", step=number, reason=step.warning)
             print(f"step {number}: {step.warning}", flush=True)
-        for sample in step.samples:
+        if recorder is not None and ranks.rank == 0:
+            recorder.record_trained(number, Counter(sample.prompt.index for sample in step.samples))
+        for sample in sorted(step.samples, key=lambda sample: sample.copy):  # of different prompts first
             if recorder is None or recorder.is_full(number):
                 return
             if sample.prompt.index % ranks.world != ranks.rank:

@@ -120,7 +120,8 @@ class RolloutLoader:
         if trained:
             waited = sum(step.phase_seconds.values())
             metrics["trainer_idle_share"] = waited / (waited + trained)
-            metrics.setdefault("rollout_idle_share", 1 - step.phase_seconds["rollout"] / (waited + trained))
+            if "rollout_tokens_per_second" in metrics:
+                metrics.setdefault("rollout_idle_share", 1 - step.phase_seconds["rollout"] / (waited + trained))
         self.metrics = metrics
         self._updates = self._minibatches(sequences, self._next_prompt)
         self._left = self._policy.updates

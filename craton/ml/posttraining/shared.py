@@ -77,7 +77,7 @@ class RolloutEngine:
         self._runner, settings, max_length = build_runner(self.twin, settings)
         self.engine = join_engine(self._runner, self._runner, settings, max_length, stop_tokens)
         self._tokenizer_folder = tokenizer_folder
-        self._texts = EngineTexts(tokenizer_folder)
+        self._texts = EngineTexts.of_folder(tokenizer_folder)
 
     def refresh(self, step: int) -> list[OutputDelta]:
         """Use the trained weights of this step, and no KV cache of older ones for new requests. Call it after every

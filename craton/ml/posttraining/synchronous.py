@@ -77,7 +77,10 @@ class SynchronousSamples:
                     f"rewards, and a step needs {wanted:,}; use prompts that are neither too easy nor too hard, a "
                     "larger rollout.group, or filter: none"
                 )
-        return StepSamples(kept, group, following, seconds, step_metrics(drawn, group, seconds), warning)
+        metrics = step_metrics(drawn, group)
+        tokens = sum(sample.num_generated for sample in drawn)
+        metrics["rollout_tokens_per_second"] = tokens / max(seconds["rollout"], 1e-9)
+        return StepSamples(kept, group, following, seconds, metrics, warning)
 
     def complete(
         self, prompts: PromptSource, indices: Sequence[int], seed: int, version: int, check: Callable[[], None]
@@ -140,12 +143,10 @@ def reward_metrics(samples: Sequence[RolloutSample]) -> dict[str, float]:
     return metrics
 
 
-def step_metrics(samples: Sequence[RolloutSample], group: int, seconds: dict[str, float]) -> dict[str, float]:
+def step_metrics(samples: Sequence[RolloutSample], group: int) -> dict[str, float]:
     """Return the metrics of all samples that a step drew, also of groups that it left out."""
     metrics = reward_metrics(samples)
-    generated = [sample.num_generated for sample in samples]
-    metrics["longest_completion_tokens"] = float(max(generated))
-    metrics["rollout_tokens_per_second"] = sum(generated) / max(seconds["rollout"], 1e-9)
+    metrics["longest_completion_tokens"] = float(max(sample.num_generated for sample in samples))
     ends = np.sort([sample.seconds for sample in samples])
     tail = ends[-1] - ends[max(0, int(np.ceil((1 - TAIL_SHARE) * len(ends))) - 1)]
     metrics["rollout_tail_share"] = float(tail / max(ends[-1], 1e-9))

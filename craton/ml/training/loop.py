@@ -173,7 +173,7 @@ class Trainer:
             batches, agreed, numbers, names = self._train_update(rate)
             updates.append(numbers)
         copied = HostCopy(_averaged(updates))
-        self.records.add(self.step, rate, copied, names)
+        self.records.add(self.step, rate, copied, names, dict(self.loader.metrics))
 
         if parts.checkpointer.due(self.step, last=self.step == self.last_step):
             self._checkpoint()

@@ -69,6 +69,7 @@ def _check_faults(run: RunDirectory, faults: Sequence[InjectedFault]) -> None:
             steps=job.steps,
             trains=job.kind in TRAINING_KINDS,
             watched=launch.watched_rank,
+            parts=job.fault_parts,
         )
         if fault.step is not None and not (launch.nursery or launch.progress.get("has_steps") or step):
             raise FaultError(
@@ -128,6 +129,7 @@ def faults_left(run: RunDirectory, job: Job, before: Launch, launch: Launch, ste
                 steps=job.steps,
                 trains=job.kind in TRAINING_KINDS,
                 watched=launch.watched_rank,
+                parts=job.fault_parts,
             )
         except FaultError:
             continue
@@ -147,6 +149,8 @@ def what_happens(fault: InjectedFault) -> str:
     target = f"rank {fault.rank}" if fault.target == "rank" else f"the {fault.target}"
     if fault.target == "member":
         target = f"member {fault.member} with its agents"
+    if fault.target == "verifier":
+        target = f"every verifier worker of rank {fault.rank}"
     if fault.target in ("agent", "keeper"):
         target = f"the {fault.target} of {fault.node}"
     effect = {
@@ -161,6 +165,10 @@ def what_happens(fault: InjectedFault) -> str:
         whose = {"own": "the ranks' own state", "copies": "the replicas on their peers", "all": "own and replicas"}
         of = "every rank" if fault.rank is None else f"rank {fault.rank}"
         effect = f"a byte of the newest step of {of} in peer memory is flipped ({whose[fault.how or 'all']})"
+    if fault.target == "journal":
+        effect = f"the newest entry of the rollout journal is {'cut off' if fault.how == 'cut' else 'changed by a bit'}"
+    if fault.target == "weights":
+        effect = "a bit of the next weights for the rollout servers is flipped on the way"
     inside = f" in member {fault.member}" if fault.member is not None and fault.target != "member" else ""
     return f"{when}, {effect}{inside}"
 

@@ -20,7 +20,7 @@ from craton.telemetry.rundirectory import MEMBERS_FOLDER, RunDirectory, read_jso
 
 @dataclass(frozen=True)
 class MemberAddress:
-    """A server that is ready."""
+    """A server that is loaded."""
 
     url: str  # http://127.0.0.1:8000
     api_key: str = ""  # "": it needs none
@@ -30,7 +30,7 @@ class MemberAddress:
 
 
 def member_addresses(run: RunDirectory) -> dict[str, MemberAddress]:
-    """Return member → address of the servers that are ready; RunError if others could read the keys."""
+    """Return member → address of servers that are ready or lack only weights; RunError if others could read keys."""
     path = _path(run)
     with contextlib.suppress(FileNotFoundError):
         if path.stat(follow_symlinks=False).st_mode & 0o077:

@@ -1,7 +1,8 @@
 """A few sample texts of every step with their verdicts, for people to read: RUN/samples/NODE.jsonl.
 
-One process per node writes them. Recording never blocks or raises; lines wait in bounded memory while the disk is full.
-Texts are shortened, and the file keeps the newest half once it has MAX_BYTES.
+One process per node writes them; that of rank 0 also writes which samples each step trains. Recording never blocks or
+raises; lines wait in bounded memory while the disk is full. Texts are shortened, and the file keeps the
+newest half once it has MAX_BYTES.
 """
 
 from __future__ import annotations
@@ -72,6 +73,17 @@ class SampleRecorder:
             "error": shortened(error, MAX_ERROR),
             "tokens": int(tokens),
             "versions": known[-MAX_VERSIONS:],
+        }
+        self._shrink()
+        self._writer.append([json.dumps(line, separators=(",", ":")).encode()])
+
+    def record_trained(self, step: int, samples: Mapping[int, int]) -> None:
+        """Record which samples a step trains: prompt index → copies. The newest line of a step counts."""
+        line = {
+            "time": time.time(),
+            "step": step,
+            "generation": self._generation,
+            "trained": {str(index): copies for index, copies in samples.items()},
         }
         self._shrink()
         self._writer.append([json.dumps(line, separators=(",", ":")).encode()])

@@ -5,7 +5,7 @@ it until the next process takes over. So the seconds of a rank's slot sum to wal
 Times are of CLOCK_MONOTONIC, which all processes of a machine share.
 
 The page also carries faults for the rank's own code: a trap, which `craton chaos` sets and the rank triggers at the
-exact moment, and a delay for every write to disk.
+exact moment, a delay for every write to disk, and a bit to flip in the next weights that it sends.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ LEDGER_KINDS = (
 ROLLOUT_KINDS = ("rollout", "reward", "sync")  # parts of a step of reinforcement learning
 PRODUCTIVE_KINDS = ("productive", *ROLLOUT_KINDS)  # their share is the goodput
 LOST_WITH_A_STEP = ("compile", *PRODUCTIVE_KINDS, "data")
-# Background activities: a copy into shared memory, writing files of a tier, a last state that is not on disk yet
-BESIDE = ("staging", "saving", "unsaved")
+# Background activities: a copy into shared memory, writing files of a tier, a last state that is not on disk yet, new
+# weights that a rollout server has but has not been told to use
+BESIDE = ("staging", "saving", "unsaved", "transfer")
 ACTIONS = ("none", "kill", "stop", "spin", "fail")  # of a trap; stop: SIGSTOP, spin: hang while the process runs
 VARIABLE = "CRATON_PAGE"  # environment of a rank: the descriptor of its page
 PAGE_BYTES = 4096
@@ -81,6 +82,7 @@ class _Fields(ctypes.Structure):
         ("first_stays", ctypes.c_double * len(LEDGER_KINDS)),
         ("is_eager", ctypes.c_int64),
         ("base", ctypes.c_double),  # the moment at which no seconds were booked
+        ("corrupts_weights", ctypes.c_int64),
     )
 
     generation: int
@@ -108,6 +110,7 @@ class _Fields(ctypes.Structure):
     stays: Any
     first_stays: Any
     is_eager: int
+    corrupts_weights: int
 
 
 class TrapError(RuntimeError):
@@ -353,6 +356,15 @@ class RankPage:
 
     def write_delay(self, tier: str) -> float:
         return self._fields.write_delay if self._fields.slow_tier == tier.encode()[:63] else 0.0
+
+    def corrupt_weights(self) -> None:
+        """Flip a bit of the next weights that this rank sends."""
+        self._fields.corrupts_weights = 1
+
+    def take_weights_corruption(self) -> bool:
+        """Return whether to flip a bit of the weights that are sent now; each time once."""
+        is_due, self._fields.corrupts_weights = bool(self._fields.corrupts_weights), 0
+        return is_due
 
     # -- traps ----------------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ import pytest
 
 from craton.job import Job, parse_job
 from craton.ml.data import DataError, open_prompts, prepare, tokenizer_folder
+from craton.ml.data.prompts import HELD_OUT, PromptRows, write_prompts
 from craton.ml.data.tokenizer import load_tokenizer, train_bpe
 
 
@@ -115,6 +116,20 @@ def test_a_text_source_is_tokenized_as_documents(tmp_path: Path, monkeypatch: py
     assert sample.weight.tolist() == [0, 0, 0, 1, 1, 0, 0, 0]
 
 
+def test_held_out_prompts_are_not_trained(tmp_path: Path) -> None:
+    train_bpe([], 259, tmp_path / "tokenizer")
+    data = write_rows(tmp_path / "sums.jsonl", rows_of(200))
+    columns = {"prompt": "question"}
+    write_prompts(data, tmp_path / "prompts", tmp_path / "tokenizer", columns, held_out_share=0.1)
+    folders = [tmp_path / "prompts", tmp_path / "prompts" / HELD_OUT]
+    parts = [PromptRows(folder, seed=1, max_tokens=16) for folder in folders]
+    answers = [{part.prompt(index).row["answer"] for index in range(len(part))} for part in parts]
+    assert len(answers[0]) + len(answers[1]) == 200
+    assert 5 <= len(answers[1]) <= 40
+    assert not answers[0] & answers[1]
+    assert [load_tokenizer(folder).get_vocab_size() for folder in folders] == [259, 259]
+
+
 @pytest.mark.parametrize(
     ("rows", "columns", "message"),
     [
@@ -123,6 +138,19 @@ def test_a_text_source_is_tokenized_as_documents(tmp_path: Path, monkeypatch: py
         ([{"question": "1"}], "{prompt: quest}", "has no field 'quest' that data.columns names"),
         ([{"question": 7}], "{prompt: question}", "`prompt` is neither a text nor a list of messages"),
         ([{"question": ""}], "{prompt: question}", "`prompt` is empty"),
+        (
+            rows_of(200),
+            "{prompt: quest}",
+            "bad.jsonl:1: has no field 'quest' that data.columns names; it has 'question'",
+        ),
+        (rows_of(200), "{}", ": data.columns: {prompt: NAME} renames one (and so 199 other rows)"),
+        ([*rows_of(2), {"question": "1\ud83d"}], "{prompt: question}", "bad.jsonl:3: `prompt` has half of a surrogate"),
+        ([{"question": "1", "x": ["\ud83d"]}], "{prompt: question}", "bad.jsonl:1: field 'x' has half of a surrogate"),
+        (
+            [{"question": "1", "\ud83d": 1}],
+            "{prompt: question}",
+            "bad.jsonl:1: field '\\ud83d' has half of a surrogate",
+        ),
     ],
 )
 def test_bad_rows_are_one_line(tmp_path: Path, rows: list[dict[str, object]], columns: str, message: str) -> None:
@@ -131,3 +159,12 @@ def test_bad_rows_are_one_line(tmp_path: Path, rows: list[dict[str, object]], co
         prepare(job)
     assert message in str(raised.value)
     assert len(str(raised.value).splitlines()) == 1
+
+
+def test_messages_without_characters_and_deep_rows_are_one_line_each(tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "bad.jsonl", [{"prompt": [{"role": "user", "content": "\ud83d"}]}])
+    with pytest.raises(DataError, match=r"^\S+bad.jsonl:1: `prompt` has half of a surrogate pair[^\n]+$"):
+        prepare(prompt_job(tmp_path, data, "{}"))
+    data.write_text('{"prompt": "1", "x": ' + "[" * 100_000 + "]" * 100_000 + "}\n")
+    with pytest.raises(DataError, match=r"^\S+bad.jsonl:1: is nested too deeply[^\n]*$"):
+        prepare(prompt_job(tmp_path, data, "{}"))

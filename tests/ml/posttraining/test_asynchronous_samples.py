@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 from rollout_models import VOCABULARY, trained_model, update
+from waiting import wait_until
 
 from craton.job.sections.posttraining import Rollout
 from craton.ml.data import Prompt
@@ -37,6 +38,15 @@ class Prompts:
     def prompt(self, index: int) -> Prompt:
         tokens = tuple((index * 5 + place) % VOCABULARY for place in range(2 + index % 3))
         return Prompt(index, tokens, {"prompt": str(index)})
+
+
+class OtherPrompts:
+    """The same, but every prompt has another row or, if its index is even, other tokens."""
+
+    def prompt(self, index: int) -> Prompt:
+        found = Prompts().prompt(index)
+        other = tuple(reversed(found.tokens)) if index % 2 == 0 else found.tokens
+        return Prompt(index, other, {**found.row, "answer": "new"})
 
 
 class Letters:
@@ -78,13 +88,14 @@ class Course:
         )
         self.counters: dict[int, Frontier] = {0: Frontier()}  # of the checkpoint of every step
 
-    def train(self, first: int, last: int) -> list[StepSamples]:
-        """Resume at the checkpoint before step `first`, and train to step `last`."""
+    def train(self, first: int, last: int, before: Callable[[int], None] = lambda _: None) -> list[StepSamples]:
+        """Resume at the checkpoint before step `first`, and train to step `last`; call `before` each step."""
         self.samples.close()
         saved = self.counters[first - 1]
         self.samples.pending, following = saved.pending, saved.next_index
         drawn = []
         for step in range(first, last + 1):
+            before(step)
             self.clock.begin_step(step)
             drawn.append(self.samples.draw(following, lambda: None))
             following = drawn[-1].next_prompt
@@ -135,11 +146,27 @@ def test_every_prompt_is_trained_once_within_the_bound(course: Course) -> None:
     assert course.samples.pending == ()
     for number, step in enumerate(steps, 1):
         assert [sample.copy for sample in step.samples] == list(range(GROUP)) * PROMPTS
-        assert step.metrics["max_staleness"] <= STALENESS
+        assert step.metrics["max_staleness"] <= step.metrics["staleness_bound"] == STALENESS
         assert 0 <= step.metrics["staleness"] <= step.metrics["max_staleness"]
-        assert {"rollout_idle_share", "rollout_tokens_per_second"} <= set(step.metrics)
+        told = {"rollout_idle_share", "rollout_tokens_per_second"} & set(step.metrics)
+        assert len(told) == 2 or (number == STEPS and not told), "the last step may have nothing left to generate"
         assert step.phase_seconds.keys() == {"sync", "rollout", "reward"}, number
     assert steps[-1].metrics["staleness"] > 0, "samples of the last step were generated beside earlier ones"
+
+
+def test_rollouts_with_nothing_left_to_generate_are_not_idle(course: Course) -> None:
+    """Before the last two steps all their samples are generated, so the last one has no throughput."""
+
+    def wait(step: int) -> None:
+        if step == STEPS - 1:
+            producer = course.samples._producer
+            assert producer is not None
+            wait_until(lambda: len(producer.finished(lambda: None)) == 2 * PROMPTS)
+
+    *_, before, last = course.train(1, STEPS, wait)
+    assert before.metrics["rollout_tokens_per_second"] > 0
+    assert not {"rollout_tokens_per_second", "rollout_idle_share"} & set(last.metrics)
+    assert last.metrics["staleness"] > 0
 
 
 @pytest.mark.parametrize("lost", [2, STEPS])
@@ -149,6 +176,7 @@ def test_a_crash_at_any_step_repeats_the_same_batches(course: Course, lost: int)
     for first in range(1, lost + 1):
         again = course.train(first, lost)
         assert [tokens(step) for step in again] == [tokens(step) for step in steps[first - 1 :]]
+        assert all("rollout_tokens_per_second" not in step.metrics for step in again[:-1]), "none is generated"
         check_course(course.journal, lost)
     course.train(lost + 1, STEPS)
     check_course(course.journal)
@@ -170,6 +198,24 @@ def test_a_damaged_entry_costs_generations_and_no_sample(course: Course, damaged
     entries = [course.journal.read(step) for step in range(3, STEPS + 1)]
     settled = [index for entry in entries if entry is not None for index in entry.settled]
     assert course.counters[2].can_become(course.counters[STEPS], settled)
+
+
+@pytest.mark.parametrize("what", ["prompts", "rules"])
+def test_no_sample_of_another_job_is_trained(course: Course, what: str) -> None:
+    """The run dies in step 4, its job is changed, and it resumes at the checkpoint of step 2."""
+    course.train(1, 4)
+    course.samples._prompts = OtherPrompts() if what == "prompts" else Prompts()
+    course.journal.rules = "" if what == "prompts" else "another reward"
+    again = course.train(3, STEPS)
+    check_course(course.journal)
+    ((name, reason),) = course.notes
+    assert name == "journal_outdated"
+    assert ("another prompt or row" if what == "prompts" else "another reward") in reason
+    versions = [version for step in again for sample in step.samples for version in sample.versions]
+    assert min(versions) == 2, "all were generated after the change"
+    course.notes.clear()
+    assert [tokens(step) for step in course.train(5, STEPS)] == [tokens(step) for step in again[2:]]
+    assert not course.notes, "what was generated since is not outdated"
 
 
 def test_unfinished_generations_go_on_where_they_were(course: Course) -> None:

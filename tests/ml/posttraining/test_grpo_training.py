@@ -86,8 +86,9 @@ def test_it_records_what_a_step_did(tmp_path: Path, tokenizer: Path) -> None:
         for phase in ("rollout", "reward", "sync", "compute"):
             assert numbers[f"run_{phase}_seconds"] >= 0
     assert "run_validation_reward" in steps[2]
-    samples = read_lines(run.samples_path("node-0"))[0]
+    samples = [line for line in read_lines(run.samples_path("node-0"))[0] if "trained" not in line]
     assert {line["step"] for line in samples} == {1, 2, 3}
+    assert len({line["prompt"] for line in samples if line["step"] == 1}) > 1, "not one group only"
     assert all(line["parts"] == {"rollout_jobs:byte_reward": line["reward"]} for line in samples)
 
 
@@ -111,6 +112,25 @@ def test_a_resumed_run_ends_with_the_weights_of_a_calm_one(tmp_path: Path, token
     assert [drawn[step]["run_reward"] for step in drawn] == [
         metrics_of(broken)[step]["run_reward"] for step in sorted(drawn)
     ]
+
+
+@pytest.mark.slow
+def test_a_step_whose_line_was_lost_gets_its_reward_from_the_checkpoint(tmp_path: Path, tokenizer: Path) -> None:
+    text = job_text(tokenizer, steps=4, policy="{loss: grpo, kl: 0.1}")
+    calm = rollout_run(tmp_path, "calm-records", text)
+    trained(calm)
+    broken = rollout_run(tmp_path, "broken-records", text)
+    trainer = trainer_of(broken, stop_at=2)
+    trainer.parts.clock.is_shared = True  # as under an agent, which has written no step yet
+    trainer.fit()
+    (broken.path / "STOP").unlink(missing_ok=True)
+    lines = broken.metrics_path("node-0").read_text().splitlines(keepends=True)
+    broken.metrics_path("node-0").write_text(lines[0])
+    trained(broken)
+    expected, found = metrics_of(calm)[2], metrics_of(broken)[2]
+    for name in ("loss", "reward", "reward_std", "kl", "entropy", "completion_tokens", "truncated_share", "staleness"):
+        assert found[f"run_{name}"] == expected[f"run_{name}"], name
+    assert "run_step_seconds" not in found, "its line was lost"
 
 
 def tmp_path_run(root: Path, name: str) -> RunDirectory:
@@ -153,6 +173,22 @@ def test_distillation_compares_with_the_teacher(
     assert "run_reward" not in numbers
 
 
+def test_with_adapters_the_reference_is_the_model_without_them(tmp_path: Path, tokenizer: Path) -> None:
+    """The divergence is 0 before the first update, then that from a frozen copy of the first weights."""
+    model = trainer_of(rollout_run(tmp_path, "whole", job_text(tokenizer))).parts.model
+    folder = tmp_path / "first-weights"
+    save_folder(dict(model.state_dict()), model.config, folder, dtype=torch.float32)  # type: ignore[arg-type]
+    found = {}
+    for name in ("start", str(folder)):
+        text = job_text(tokenizer, policy=f"{{loss: grpo, kl: 0.05, reference: {name}}}", train="lora: {rank: 4}")
+        run = rollout_run(tmp_path, f"adapted-{len(found)}", text)
+        trained(run)
+        found[name] = [metrics_of(run)[step]["run_kl"] for step in (1, 2, 3)]
+    assert found["start"][0] == pytest.approx(0, abs=1e-6)
+    assert min(found["start"][1:]) > 1e-5
+    assert found["start"] == pytest.approx(found[str(folder)], rel=1e-3, abs=1e-6)
+
+
 def test_a_reward_model_adds_its_weighted_score(tmp_path: Path, tokenizer: Path) -> None:
     model = trainer_of(rollout_run(tmp_path, "scorer", job_text(tokenizer))).parts.model
     state = {**model.state_dict(), "score.weight": torch.ones(1, 32)}
@@ -163,7 +199,7 @@ def test_a_reward_model_adds_its_weighted_score(tmp_path: Path, tokenizer: Path)
     )
     run = rollout_run(tmp_path, "modelled", text)
     trained(run)
-    lines = read_lines(run.samples_path("node-0"))[0]
+    lines = [line for line in read_lines(run.samples_path("node-0"))[0] if "trained" not in line]
     assert lines
     for line in lines:
         parts = line["parts"]

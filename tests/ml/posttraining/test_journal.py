@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from craton.job import parse_job
 from craton.ml.posttraining.asynchronous.groups import ENVIRONMENT, RolloutCopy, RolloutGroup
 from craton.ml.posttraining.asynchronous.journal import (
     Continuation,
@@ -20,6 +21,7 @@ from craton.ml.posttraining.asynchronous.journal import (
     from_bytes,
     to_bytes,
 )
+from craton.ml.posttraining.asynchronous.open import rules_of
 from craton.ml.posttraining.asynchronous.selection import Frontier
 from craton.ml.verifiers import Verdict
 
@@ -153,6 +155,62 @@ def test_without_a_journal_all_that_was_pending_is_generated_again(tmp_path: Pat
     assert found == Continuation((), Frontier(30, (27, 29)), ())
 
 
+def marked(entry: JournalEntry, rules: str = "now") -> JournalEntry:
+    """Return an entry whose groups have the fingerprints of their prompts, `prompt N`."""
+    batch, pending = (
+        tuple(replace(group, fingerprint=f"prompt {group.index}") if group.copies else group for group in groups)
+        for groups in (entry.batch, entry.pending)
+    )
+    return replace(entry, batch=batch, pending=pending, rules=rules)
+
+
+@pytest.mark.parametrize(
+    ("changed", "repeats", "pending", "count"),
+    [
+        ((), [2, 3, 4], [8, 9, 10, 11], 0),
+        ((100,), [2, 3, 4], [8, 9, 10, 11], 0),
+        ((9,), [2, 3, 4], [8, 10, 11], 1),
+        ((5,), [2], [4, 6, 7], 1),
+        ((3, 8, 9), [], [2, 4, 5], 3),
+        (range(100), [], [4, 5], 8),
+    ],
+)
+def test_samples_of_other_prompts_are_generated_again(
+    tmp_path: Path, changed: tuple[int, ...], repeats: list[int], pending: list[int], count: int
+) -> None:
+    journal = RolloutJournal(tmp_path, "now")
+    for step in range(1, 5):
+        journal.write(marked(entry_of(step)))
+    found = continue_from(journal, 1, SAVED, lambda index: "another" if index in changed else f"prompt {index}")
+    assert [entry.step for entry in found.repeated] == repeats
+    assert [group.index for group in found.pending] == pending
+    assert found.problems == ()
+    assert max(journal.steps()) == 1 + len(repeats)
+    assert SAVED.can_become(found.frontier_after, settled(found)), "none is lost, none is trained twice"
+    if not count:
+        assert found.outdated == ()
+    else:
+        noun = "1 prompt index" if count == 1 else f"{count} prompt indices"
+        (reason,) = found.outdated
+        assert f"samples of {noun} in the journal had another prompt or row" in reason
+
+
+def test_samples_under_other_rules_are_generated_again(tmp_path: Path) -> None:
+    """Entries 1 and 2 are of the job as it was, and the run goes back to the checkpoint of step 1."""
+    journal = RolloutJournal(tmp_path, "now")
+    for step in range(1, 3):
+        journal.write(marked(entry_of(step), "before"))
+    found = continue_from(journal, 1, SAVED, lambda index: f"prompt {index}")
+    assert found.repeated == ()
+    assert [group.index for group in found.pending] == [4, 5], "those that have not begun"
+    assert journal.steps() == [1]
+    assert "samples of 4 prompt indices in the journal had another reward" in found.outdated[0]
+    journal.write(marked(entry_of(2)))
+    again = continue_from(journal, 1, SAVED, lambda index: f"prompt {index}")
+    assert [entry.step for entry in again.repeated] == [2]
+    assert again.outdated == (), "what was generated since is of the job as it is"
+
+
 def test_the_age_of_a_group_is_that_of_its_oldest_token() -> None:
     assert RolloutGroup(0).oldest is None
     assert RolloutGroup(0, [RolloutCopy(), RolloutCopy()], begun=4).oldest == 4
@@ -161,3 +219,31 @@ def test_the_age_of_a_group_is_that_of_its_oldest_token() -> None:
     assert both.oldest == 5
     assert not both.is_finished
     assert finished_group(0).is_finished
+
+
+def test_the_rules_of_a_job_are_its_rewards_and_its_sampling() -> None:
+    def rules(reward: str = "{verifier: exact}", rollout: str = "group: 2", steps: int = 2) -> str:
+        return rules_of(
+            parse_job(f"""
+            name: sums
+            kind: grpo
+            model: {{layers: 2, hidden: 32, ffn_hidden: 64, heads: 4, kv_heads: 2, vocab: 259}}
+            data: {{source: "some:prompts", tokenizer: "bpe:259", sequence: 16}}
+            train: {{steps: {steps}, precision: fp32, initialize: random}}
+            rollout: {{prompts: 4, mode: overlap, {rollout}}}
+            reward: {reward}
+            cluster: local
+            """)
+        )
+
+    judges = [f"{{verifier: judge, endpoint: {{url: 'http://{host}:8000'}}}}" for host in ("here", "there")]
+    assert rules() == rules(steps=9) == rules(rollout="group: 2, staleness: 3")
+    others = [
+        rules(reward="{verifier: math}"),
+        rules(reward="{verifier: exact, weight: 2}"),
+        rules(rollout="group: 4"),
+        rules(rollout="group: 2, temperature: 0.5"),
+        rules(judges[0]),
+    ]
+    assert len({rules(), *others}) == 6
+    assert rules(judges[0]) == rules(judges[1]), "a judge that moved judges alike"

@@ -123,10 +123,19 @@ def test_a_stopped_run_goes_on_to_the_bit_without_a_second_reference(place: Plac
         assert torn.read_bytes() == whole
 
 
+@pytest.mark.slow
 def test_the_reference_is_the_start_another_model_or_none(place: Place) -> None:
     adapted = fit(place.run("adapted", more=", lora: {rank: 4}"))
     assert adapted.column("loss")[1] == pytest.approx(math.log(2), abs=1e-6)
     assert adapted.column("loss")[STEPS] < adapted.column("loss")[1]
+    again = place.run("adapted-again", more=", lora: {rank: 4}")
+    before = fit(again, stop_at=4)
+    for path in (place.folder / "cache", again.path):
+        for values in path.rglob("*.values"):
+            values.unlink()
+    after = fit(again)
+    assert "reference" in after.events, "it is computed again, and is the same"
+    assert before.column("loss") | after.column("loss") == pytest.approx(adapted.column("loss"), abs=1e-6)
     other = fit(place.run("other-reference", "{reference: other}"))
     assert abs(other.column("loss")[1] - math.log(2)) > 1e-3
     free = place.run("free", "{reference: none}")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,18 +17,18 @@ from waiting import wait_until
 from craton.job.model import ModelShape
 from craton.ml.data import Prompt
 from craton.ml.models import Decoder, DecoderConfig
-from craton.ml.posttraining.asynchronous.completing import Completions, CompletionSettings
+from craton.ml.posttraining.asynchronous.completing import Completions, CompletionSettings, GenerationError
 from craton.ml.posttraining.asynchronous.endpoints import Endpoints, RolloutEndpoint
 from craton.ml.posttraining.asynchronous.groups import RolloutCopy, RolloutGroup
 from craton.ml.posttraining.asynchronous.producer import RolloutProducer
 from craton.ml.serving import EngineSettings
-from craton.ml.serving.clients import EngineClient, RequestRefusedError
+from craton.ml.serving.clients import Answer, AnswerDelta, EngineClient, RequestRefusedError
 from craton.ml.serving.engine import build_runner, join_engine
 from craton.ml.serving.engine.engine import Engine
 from craton.ml.verifiers import Verdict, VerifierSample
 
 VOCABULARY, MAX_LENGTH, MAX_TOKENS, GROUP = 96, 64, 12, 3
-SETTINGS = CompletionSettings(GROUP, MAX_TOKENS, temperature=0.8, seed=4, stop_tokens=(7, 8, 9))
+SETTINGS = CompletionSettings(GROUP, MAX_TOKENS, temperature=0.8, seed=4, stop_tokens=(7, 8, 9), vocabulary=VOCABULARY)
 
 
 class Prompts:
@@ -214,6 +216,35 @@ def test_a_refused_prompt_ends_the_run(engine: Engine) -> None:
         made.producer.begin([RolloutGroup(99)], nothing)
         with pytest.raises(RequestRefusedError, match="64"):
             wait_until(lambda: made.producer.states(nothing)[0].is_finished, "it fails")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "logprobs", "message"),
+    [
+        ([999_999], [], "engine 0 returned the token id 999999, outside the vocabulary of"),
+        ([-5], [], "engine 0 returned the token id -5, outside the vocabulary of"),
+        ([], [0.5], "engine 0 returned 0.5 as a log-probability; it must be finite and <= 0"),
+        ([], [math.nan], "engine 0 returned nan as a log-probability"),
+        ([], [-math.inf], "engine 0 returned -inf as a log-probability"),
+    ],
+)
+def test_numbers_of_another_model_end_the_run(
+    engine: Engine, tokens: list[int], logprobs: list[float], message: str
+) -> None:
+    with bench(engine) as made:
+        made.call(lambda: None)
+        client = made.clients[0]
+        stream = client.stream
+
+        async def wrong(answer: Answer) -> AsyncIterator[AnswerDelta]:
+            async for delta in stream(answer):
+                yield replace(delta, tokens=tokens or delta.tokens, logprobs=logprobs or delta.logprobs)
+
+        client.stream = wrong  # type: ignore[assignment, method-assign]
+        made.producer.begin([RolloutGroup(0)], nothing)
+        with pytest.raises(GenerationError, match=message):
+            wait_until(lambda: made.producer.states(nothing)[0].is_finished, "it fails")
+        assert not made.endpoints.num_lost, "nothing is tried again"
 
 
 def test_an_error_while_opening_is_raised_in_the_trainer() -> None:

@@ -76,15 +76,21 @@ def test_a_run_that_was_killed_resumes_from_its_journal(tmp_path: Path, damaged:
 @pytest.mark.slow
 def test_rollout_servers_may_die(tmp_path: Path) -> None:
     """Of two servers one is killed, then the other: generation goes on, with the weights of the trainer."""
-    job = rollout_job(tmp_path, "separated", "mode: separate, workers: 2, staleness: 2", 30)
+    job = rollout_job(tmp_path, "separated", "mode: separate, workers: 2, staleness: 2", 200)
     with running(job) as run:
         wait_for_step(run, 2)
         assert set(member_addresses(run)) == {"rollout-0", "rollout-1"}
-        for number, after in ((0, 8), (1, 14)):
-            os.kill(engine_pid(RunDirectory(run.path / "members" / f"rollout-{number}")), signal.SIGKILL)
+        for number, after in ((0, 60), (1, 80)):
+            server = RunDirectory(run.path / "members" / f"rollout-{number}")
+            wait_until(lambda server=server: events(server, "fork_server_ready"), "its fork server is ready")
+            killed = engine_pid(server)
+            os.kill(killed, signal.SIGKILL)
+            wait_until(lambda server=server, killed=killed: engine_pid(server) != killed, "it is replaced")
+            command = Path(f"/proc/{engine_pid(server)}/cmdline").read_bytes()
+            assert b"craton.ml.fork_server" in command, "forked, not started"
             wait_for_step(run, after)
         wait_for_end(run)
-        check_journal(run, 30)
+        check_journal(run, 200)
         assert events(run, "rollout_server_lost")
         assert not [line for line in events(run, "generation_started") if line.get("reached")], "no rank restarted"
 

@@ -54,11 +54,10 @@ class AdminServer:
             return receiver.receive(self.model, 30.0, self.held)
 
     def _cut(self, address: str) -> int:
-        """Take the connections of the sender, and close each at once."""
+        """Take the connection of the sender, and close it at once."""
         host, _, port = address.rpartition(":")
         with socket.create_server((host, int(port))) as listener:
-            for _ in range(2):
-                listener.accept()[0].close()
+            listener.accept()[0].close()
         raise WeightsError("lost the connection")
 
 

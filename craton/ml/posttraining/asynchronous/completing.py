@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from craton.errors import CratonError
 from craton.ml.data import Prompt, PromptEncoder, PromptSource
 from craton.ml.posttraining.asynchronous.endpoints import Endpoints, RolloutEndpoint
-from craton.ml.posttraining.asynchronous.groups import ENVIRONMENT, RolloutCopy, RolloutGroup
+from craton.ml.posttraining.asynchronous.groups import ENVIRONMENT, RolloutCopy, RolloutGroup, fingerprint_of
 from craton.ml.posttraining.seeds import rollout_seed
 from craton.ml.serving import Sampling, seed_of_copy
 from craton.ml.serving.clients import (
@@ -25,6 +25,7 @@ from craton.ml.serving.clients import (
 from craton.ml.verifiers import Episode, Turn, Verdict, VerifierPool, VerifierSample
 
 MAX_FAILURES = 8  # of one copy in a row, without a new token, at endpoints that are otherwise ready
+MAX_LOGPROB = 1e-3  # 0, but for rounding
 CONTINUED_SEEDS = 1 << 10  # of an endpoint that cannot continue a request: distance of the seeds of its parts
 
 
@@ -43,6 +44,7 @@ class CompletionSettings:
     max_prompt_tokens: int = 1 << 30  # that an environment may write
     max_turns: int = 0  # of an environment; 0: there is none
     stop_tokens: tuple[int, ...] = ()
+    vocabulary: int = 1 << 31  # of the model that is trained
 
 
 class Completions:
@@ -67,6 +69,7 @@ class Completions:
         """Generate and verify what a group lacks."""
         prompt = self._source.prompt(group.index)
         if not group.copies:
+            group.fingerprint = fingerprint_of(prompt)
             group.copies = [RolloutCopy() for _ in range(self.settings.group)]
         answers: Sequence[_Running | None] = [None] * len(group.copies)
         is_new = not any(copy.tokens or copy.is_complete for copy in group.copies)
@@ -84,7 +87,7 @@ class Completions:
             for copy in group.copies
         ]
         has_begun = any(copy.tokens or copy.is_complete for copy in copies)
-        return RolloutGroup(group.index, copies, group.begun) if has_begun else RolloutGroup(group.index)
+        return replace(group, copies=copies) if has_begun else RolloutGroup(group.index)
 
     async def _complete(self, group: RolloutGroup, prompt: Prompt, number: int, running: _Running | None) -> None:
         """Generate and verify one copy."""
@@ -277,14 +280,25 @@ class Completions:
         answer, endpoint = running.answer, running.endpoint
         async for delta in endpoint.client.stream(answer):
             self.num_tokens += len(delta.tokens)
+            self._check(endpoint, delta.tokens, delta.logprobs)
             if endpoint.has_versions and any(
                 version - endpoint.version_offset < running.version for version in delta.versions
             ):
                 raise InferenceError(f"{endpoint.name} has other weights than those that were sent: it restarted")
         if answer.finish not in ("stop", "length"):
             raise InferenceError(f"{endpoint.name}: the answer ended with {answer.finish}")
-        if any(not math.isfinite(value) for value in answer.logprobs):
-            raise GenerationError(f"{endpoint.name}: a log-probability is not finite")
+        self._check(endpoint, answer.sampled_tokens[-1:], answer.sampled_logprobs[-1:])  # the stop token is in no delta
+
+    def _check(self, endpoint: RolloutEndpoint, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+        """Raise if these cannot come from the model that is trained."""
+        size = self.settings.vocabulary
+        if (token := next((token for token in tokens if not 0 <= token < size), None)) is not None:
+            raise GenerationError(
+                f"{endpoint.name} returned the token id {token}, outside the vocabulary of {size:,} of the model that "
+                "is trained; it must serve a model with the same tokenizer"
+            )
+        if (value := next((value for value in logprobs if not -math.inf < value <= MAX_LOGPROB), None)) is not None:
+            raise GenerationError(f"{endpoint.name} returned {value} as a log-probability; it must be finite and <= 0")
 
     def _end(self, copy: RolloutCopy, running: _Running) -> None:
         running.endpoint.client.abort(running.answer)

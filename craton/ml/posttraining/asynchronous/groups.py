@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -83,6 +85,7 @@ class RolloutGroup:
     index: int
     copies: list[RolloutCopy] = field(default_factory=list)
     begun: int | None = None  # the version of the weights when it was first submitted
+    fingerprint: str = ""  # of the prompt that it continues; empty: it has not begun
 
     @property
     def is_finished(self) -> bool:
@@ -100,3 +103,13 @@ class RolloutGroup:
     @property
     def state(self) -> GroupState:
         return GroupState(self.index, self.oldest, self.is_finished)
+
+
+def fingerprint_of(prompt: Prompt) -> str:
+    """Return what tells a prompt from others: its tokens, and its row as far as it is JSON, which verifiers read."""
+    row = json.dumps(dict(prompt.row), skipkeys=True, default=lambda value: type(value).__name__)
+    return digest(json.dumps(prompt.tokens), row)
+
+
+def digest(*texts: str) -> str:
+    return hashlib.blake2b("\n".join(texts).encode(), digest_size=8).hexdigest()

@@ -6,6 +6,9 @@ the checkpoint of step N continues from entry N. If later entries exist, it repe
 
 A file is replaced as a whole. Its first line has the length and the crc32 of the rest: a line of JSON and the numbers
 of all tokens. A file that is cut off or changed is refused. Its contents are data only: nothing is executed.
+
+A run may resume with another job: other prompts, or other rules of generating and rewarding. Each group has the
+fingerprint of its prompt, and each entry that of the rules. What no longer fits is generated again.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import math
 import os
 import re
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -25,13 +28,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from craton.errors import CratonError
+from craton.formatting import counted
 from craton.ml.posttraining.asynchronous.groups import RolloutCopy, RolloutGroup
 from craton.ml.posttraining.asynchronous.selection import Frontier
 from craton.ml.verifiers import Verdict
 from craton.telemetry.files import read_regular, replace_bytes
 
-JOURNAL_FOLDER = "journal"
-FORMAT = b"craton-journal-1"
+FORMAT = b"craton-journal-2"
 MAX_BYTES = 4 << 30
 # What is in the JSON of a generation where it is not empty, and its type.
 _FIELDS: dict[str, type | tuple[type, ...]] = {
@@ -62,6 +65,7 @@ class JournalEntry:
     batch: tuple[RolloutGroup, ...] = ()
     filtered: tuple[int, ...] = ()  # indices that were settled without training, since the entry before
     pending: tuple[RolloutGroup, ...] = ()
+    rules: str = ""  # fingerprint of what the job says of completions and rewards
 
     @property
     def settled(self) -> list[int]:
@@ -73,10 +77,10 @@ class JournalEntry:
 
 
 class RolloutJournal:
-    """The entries of one run. One process writes them."""
+    """The entries of one run. One process writes them. `rules`: those of the job as it is."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, rules: str = "") -> None:
+        self.folder, self.rules = folder, rules
 
     def write(self, entry: JournalEntry) -> Path:
         """Write an entry; it is complete or not there at all. OSError if the disk does not take it."""
@@ -126,19 +130,25 @@ class Continuation:
     frontier: Frontier  # at the beginning, before the repeated entries
     pending: tuple[RolloutGroup, ...]  # after the repeated entries; an index without its group is generated again
     problems: tuple[str, ...] = ()
+    outdated: tuple[str, ...] = ()  # what no longer fits the job, and why
 
     @property
     def frontier_after(self) -> Frontier:
         return self.repeated[-1].frontier if self.repeated else self.frontier
 
 
-def continue_from(journal: RolloutJournal, step: int, saved: Frontier) -> Continuation:
+def continue_from(
+    journal: RolloutJournal, step: int, saved: Frontier, fingerprint: Callable[[int], str] | None = None
+) -> Continuation:
     """Return where to go on at the checkpoint of `step`, whose counters say which indices were pending then.
+    `fingerprint` gives that of the prompt of an index; without it, all groups are taken for groups of these prompts.
 
     Entries that cannot be used are removed, with all later ones: what they had is generated again from its seeds."""
     problems: list[str] = []
+    fit = _Fit(journal.rules, fingerprint)
     base = _usable(journal, step, problems)
     pending: tuple[RolloutGroup, ...] = ()
+    latest = base
     if base is not None and base.frontier == saved:
         pending = base.pending
     elif base is not None:
@@ -152,11 +162,51 @@ def continue_from(journal: RolloutJournal, step: int, saved: Frontier) -> Contin
         if not before.can_become(entry.frontier, entry.settled):
             problems.append(f"{journal.path(number)}: it does not continue the entry before it")
             break
+        if not fit.check(entry, entry.batch):
+            for later in (later for step in journal.steps() if step >= number if (later := _usable(journal, step, []))):
+                fit.check(later, (*later.batch, *later.pending))
+            break
         repeated.append(entry)
-        before, pending = entry.frontier, entry.pending
+        before, pending, latest = entry.frontier, entry.pending, entry
     last = step + len(repeated)
     journal.remove(number for number in journal.steps() if number > last)
-    return Continuation(tuple(repeated), saved, pending, tuple(problems))
+    if latest is not None:
+        pending = tuple(group for group in pending if fit.check(latest, [group]))
+    return Continuation(tuple(repeated), saved, pending, tuple(problems), fit.reasons())
+
+
+class _Fit:
+    """Finds groups of other prompts or rules than those of the job, and counts them."""
+
+    def __init__(self, rules: str, fingerprint: Callable[[int], str] | None) -> None:
+        self._rules, self._fingerprint = rules, fingerprint
+        self._of_other_rules: set[int] = set()
+        self._of_other_prompts: set[int] = set()
+
+    def check(self, entry: JournalEntry, groups: Iterable[RolloutGroup]) -> bool:
+        """Return whether all these groups of an entry can be trained."""
+        begun = [group for group in groups if group.copies]
+        if entry.rules != self._rules:
+            self._of_other_rules |= {group.index for group in begun}
+            return not begun
+        changed = {group.index for group in begun if not self._has_same_prompt(group)}
+        self._of_other_prompts |= changed
+        return not changed
+
+    def _has_same_prompt(self, group: RolloutGroup) -> bool:
+        return self._fingerprint is None or self._fingerprint(group.index) == group.fingerprint
+
+    def reasons(self) -> tuple[str, ...]:
+        found = []
+        if self._of_other_prompts:
+            found.append(f"{_samples_of(self._of_other_prompts)} had another prompt or row; the data have changed")
+        if self._of_other_rules:
+            found.append(f"{_samples_of(self._of_other_rules)} had another reward or other settings of rollout")
+        return tuple(found)
+
+
+def _samples_of(indices: Iterable[int]) -> str:
+    return f"the samples of {counted(len(list(indices)), 'prompt index', 'prompt indices')} in the journal"
 
 
 def _usable(journal: RolloutJournal, step: int, problems: list[str]) -> JournalEntry | None:
@@ -173,6 +223,7 @@ def to_bytes(entry: JournalEntry) -> bytes:
     document = {
         "step": entry.step,
         "next_index": entry.next_index,
+        "rules": entry.rules,
         "filtered": list(entry.filtered),
         "batch": [_group_document(group) for group in entry.batch],
         "pending": [_group_document(group) for group in entry.pending],
@@ -206,6 +257,7 @@ def from_bytes(data: bytes) -> JournalEntry:
             tuple(group for group, _ in batch),
             tuple(_whole(index) for index in document["filtered"]),
             tuple(group for group, _ in pending),
+            str(document["rules"]),
         )
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise JournalError(f"it has another form ({type(error).__name__}: {error})") from None
@@ -213,7 +265,10 @@ def from_bytes(data: bytes) -> JournalEntry:
 
 
 def _group_document(group: RolloutGroup) -> dict[str, Any]:
-    return {"index": group.index, "begun": group.begun, "copies": [_copy_document(copy) for copy in group.copies]}
+    document: dict[str, Any] = {"index": group.index, "begun": group.begun}
+    if group.fingerprint:
+        document["fingerprint"] = group.fingerprint
+    return document | {"copies": [_copy_document(copy) for copy in group.copies]}
 
 
 def _copy_document(copy: RolloutCopy) -> dict[str, Any]:
@@ -241,7 +296,8 @@ def _read_group(document: Any) -> tuple[RolloutGroup, list[int]]:
                 raise ValueError(f"{name} is {value!r}")
         copies.append(RolloutCopy(**fields, verdict=_read_verdict(item)))
         lengths.append(_whole(item["length"]))
-    return RolloutGroup(_whole(document["index"]), copies, None if begun is None else _whole(begun)), lengths
+    begun = None if begun is None else _whole(begun)
+    return RolloutGroup(_whole(document["index"]), copies, begun, str(document.get("fingerprint", ""))), lengths
 
 
 def _read_verdict(document: Any) -> Verdict | None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from craton.job import Job
 from craton.ml.data import PromptEncoder, PromptSource
 from craton.ml.models import Decoder
 from craton.ml.posttraining.asynchronous.completing import CompletionSettings
 from craton.ml.posttraining.asynchronous.endpoint_backend import EndpointBackend
 from craton.ml.posttraining.asynchronous.engine_backend import EngineBackend
-from craton.ml.posttraining.asynchronous.journal import JOURNAL_FOLDER, RolloutJournal
+from craton.ml.posttraining.asynchronous.groups import digest
+from craton.ml.posttraining.asynchronous.journal import RolloutJournal
 from craton.ml.posttraining.asynchronous.samples import AsynchronousSamples, RolloutBackend
 from craton.ml.posttraining.asynchronous.server_backend import ServersBackend
 from craton.ml.posttraining.gathering import TrainedWeights
@@ -42,6 +45,7 @@ def open_asynchronous(
         job.sequence - job.max_completion_tokens,
         job.rollout.max_turns if job.rollout.environment else 0,
         encoder.stop_tokens,
+        setup.vocabulary,
     )
 
     def note(name: str, reason: str) -> None:
@@ -58,12 +62,20 @@ def open_asynchronous(
         rewards,
         job.rollout,
         job.steps,
-        RolloutJournal(setup.directory.path / JOURNAL_FOLDER),
+        RolloutJournal(setup.directory.journal_folder, rules_of(job)),
         setup.ranks,
         setup.clock,
         note,
         lambda: _oldest_checkpoint(setup),
     )
+
+
+def rules_of(job: Job) -> str:
+    """Return a fingerprint of all that makes a sample of a prompt, except its weights and where a judge is served."""
+    assert job.rollout is not None
+    terms = [term.model_dump(mode="json", exclude={"endpoint": {"url", "key"}}) for term in job.reward]
+    settings = job.rollout.model_dump(mode="json", include={"group", "temperature", "environment", "turns"})
+    return digest(json.dumps([terms, settings, job.max_completion_tokens], sort_keys=True))
 
 
 def _backend(setup: TrainingSetup, encoder: PromptEncoder, note: Callable[[str, str], None]) -> RolloutBackend:

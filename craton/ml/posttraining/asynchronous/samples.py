@@ -21,7 +21,7 @@ from craton.job.sections.posttraining import Rollout
 from craton.ml.data import PromptEncoder, PromptSource
 from craton.ml.posttraining.asynchronous.completing import Completions, CompletionSettings
 from craton.ml.posttraining.asynchronous.endpoints import Endpoints
-from craton.ml.posttraining.asynchronous.groups import ENVIRONMENT, RolloutGroup
+from craton.ml.posttraining.asynchronous.groups import ENVIRONMENT, RolloutGroup, fingerprint_of
 from craton.ml.posttraining.asynchronous.journal import Continuation, JournalEntry, RolloutJournal, continue_from
 from craton.ml.posttraining.asynchronous.producer import Check, RolloutProducer
 from craton.ml.posttraining.asynchronous.selection import (
@@ -137,13 +137,18 @@ class AsynchronousSamples:
     def _resume(self, step: int, saved: Frontier) -> None:
         found: list[Any] = [None]
         if self._ranks.rank == 0:
-            found = [continue_from(self._journal, step, saved)]
+            found = [continue_from(self._journal, step, saved, self._fingerprint)]
             for problem in found[0].problems:
                 self._note("journal_damaged", f"{problem}; what it had is generated again")
+            if found[0].outdated:
+                self._note("journal_outdated", f"{'; '.join(found[0].outdated)}: they are generated again")
         if self._ranks.world > 1:
             dist.broadcast_object_list(found, src=0)
         self._continuation = found[0]
         self._frontier = saved
+
+    def _fingerprint(self, index: int) -> str:
+        return fingerprint_of(self._prompts.prompt(index))
 
     def _start(self, version: int, kept: Iterable[RolloutGroup], seconds: dict[str, float], check: Check) -> None:
         """Generate what is pending after step `version`."""
@@ -213,6 +218,7 @@ class AsynchronousSamples:
             tuple(batch),
             tuple(filtered),
             tuple(sorted(pending, key=lambda group: group.index)),
+            self._journal.rules,
         )
         assert entry.frontier == self._frontier
         self._write(entry)
@@ -268,7 +274,7 @@ class AsynchronousSamples:
         with self._phase("reward", seconds):
             self._rewards.add_model_rewards(samples)
         warning = judge_failures(verdicts_of(samples))
-        metrics = step_metrics(samples, self._rollout.group, seconds) | self._numbers(entry, check)
+        metrics = step_metrics(samples, self._rollout.group) | self._numbers(entry, check)
         return StepSamples(samples, self._rollout.group, entry.next_index, seconds, metrics, warning)
 
     def _samples_of(self, group: RolloutGroup) -> list[RolloutSample]:
@@ -276,7 +282,8 @@ class AsynchronousSamples:
         return [copy.sample(prompt, number) for number, copy in enumerate(group.copies)]
 
     def _numbers(self, entry: JournalEntry, check: Check) -> dict[str, float]:
-        """Return the metrics of generation beside training, since the last step."""
+        """Return the metrics of generation beside training, since the last step. A step of the journal has no
+        throughput, and neither has one after everything was generated."""
         ages = [
             entry.step - 1 - version
             for group in entry.batch
@@ -285,6 +292,8 @@ class AsynchronousSamples:
             if version != ENVIRONMENT
         ]
         numbers = {"staleness": sum(ages) / max(1, len(ages)), "max_staleness": float(max(ages, default=0))}
+        if self._backend.has_versions:
+            numbers["staleness_bound"] = float(self._rollout.max_staleness)
         if self._producer is None:
             return numbers
         tokens, idle = self._producer.numbers(check)
@@ -293,7 +302,10 @@ class AsynchronousSamples:
         self._looked = (tokens, idle, now)
         elapsed = max(now - since, 1e-9)
         shares = self._gather(((tokens - before) / elapsed, (idle - idle_before) / elapsed))
-        numbers["rollout_tokens_per_second"] = sum(throughput for throughput, _ in shares)
+        throughput = sum(own for own, _ in shares)
+        if not throughput and not entry.frontier.pending:  # all is generated: the rollouts wait for nothing
+            return numbers
+        numbers["rollout_tokens_per_second"] = throughput
         numbers["rollout_idle_share"] = min(1.0, sum(idle for _, idle in shares) / len(shares))
         return numbers
 

@@ -103,13 +103,18 @@ class ServerLink:
     def _send(self, address: str, weights: WeightsVersion, stop: threading.Event) -> None:
         host, _, port = address.rpartition(":")
         addresses = [f"{host}:{int(port) + rank}" for rank in range(self.num_ranks)]
-        for receiver in addresses:
-            _wait_for_listener(receiver, stop)
         self.base.tensors = dict(self.sent.tensors) if self.sent is not None else {}
         if self.sent is None:
             self.base.version = None
         wire = weights.version + VERSION_OFFSET
-        transfer = send_weights(addresses, run_secret(self.member), weights.tensors.items(), wire, self.base)
+        transfer = send_weights(
+            addresses,
+            run_secret(self.member),
+            weights.tensors.items(),
+            wire,
+            self.base,
+            lambda receiver: _connect_to_listener(receiver, stop),
+        )
         self.num_bytes = transfer.num_bytes
 
     async def _request(
@@ -129,16 +134,16 @@ class ServerLink:
         return document
 
 
-def _wait_for_listener(address: str, stop: threading.Event) -> None:
-    """Wait until a server listens. The connection is closed at once: the receiver waits for the next one."""
+def _connect_to_listener(address: str, stop: threading.Event) -> socket.socket:
+    """Return a connection to a server once it listens. The server gets weights by this connection, so from here on it
+    notices the end of this process."""
     host, _, port = address.rpartition(":")
     deadline = time.monotonic() + LISTEN_SECONDS
     while True:
         if stop.is_set():
             raise WeightsError("the server refused to listen for weights")
         try:
-            with socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS):
-                return
+            return socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS)
         except OSError as error:
             if time.monotonic() > deadline:
                 raise WeightsError(f"{address} does not listen for weights: {error}") from None

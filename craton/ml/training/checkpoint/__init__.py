@@ -9,7 +9,7 @@ from craton.lazy import lazy_names
 if TYPE_CHECKING:
     from craton.ml.training.checkpoint.checkpointer import Checkpointer
     from craton.ml.training.checkpoint.checksums import CheckpointError
-    from craton.ml.training.checkpoint.find import FoundStep, find_checkpoint, read_tensors
+    from craton.ml.training.checkpoint.find import FoundStep, find_checkpoint, read_tensors, saved_steps
     from craton.ml.training.checkpoint.restore import read_together
     from craton.ml.training.checkpoint.tiers import OWNER, TierFolder
 else:

@@ -80,6 +80,14 @@ def find_checkpoint(tiers: Sequence[TierFolder], step: int | None = None) -> Fou
     raise CheckpointError(f"there is no checkpoint yet in {', '.join(str(tier.path) for tier in tiers)}")
 
 
+def saved_steps(tiers: Sequence[TierFolder]) -> list[int]:
+    """Return the steps of all checkpoints, in order, whether or not they are intact."""
+    there, problems = steps_in_order([open_tier(folder) for folder in tiers])
+    if problems and not there:
+        raise CheckpointError("; ".join(problems))
+    return sorted({step for step, _ in there})
+
+
 def read_tensors(saved: FoundStep, tensors: dict[str, Tensor]) -> None:
     """Fill tensors from a checkpoint without ranks; the checkpoint may hold more than these."""
     shapes = saved.shapes

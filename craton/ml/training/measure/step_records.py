@@ -22,7 +22,7 @@ from craton.telemetry.rank import Recorder
 MAX_RECORDS = 256  # carried by a checkpoint: an agent that hangs for longer is replaced
 SEARCHED_BYTES = 4 << 20  # of each node's metrics, to find the newest steps
 
-Record = dict[str, Any]  # step, loss, gradient_norm, learning_rate and what the objective reports
+Record = dict[str, Any]  # step, loss, gradient_norm, learning_rate, what objective and loader report
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,13 @@ class _Step:
     learning_rate: float
     numbers: HostCopy  # loss, gradient norm, this rank's own norm, whether the step counted, then the report
     report_names: tuple[str, ...]
+    loaded: Mapping[str, float]  # metrics of its batches, such as the reward of rollouts
 
     @cached_property
     def record(self) -> Record:
         loss, norm, _, _, *report = self.numbers.read()
         values = {"loss": loss, "gradient_norm": norm, "learning_rate": self.learning_rate}
-        values |= dict(zip(self.report_names, report, strict=True))
+        values |= {**dict(zip(self.report_names, report, strict=True)), **self.loaded}
         return {"step": self.step, **{name: value if math.isfinite(value) else None for name, value in values.items()}}
 
 
@@ -49,13 +50,15 @@ class _Carried:
 
 
 class StepRecords:
-    """Created by every rank, with the same input on all of them."""
+    """Created by every rank, with the same input on all of them, except for times that a rank measured."""
 
     def __init__(self) -> None:
         self._steps: deque[_Step | _Carried] = deque(maxlen=MAX_RECORDS)
 
-    def add(self, step: int, learning_rate: float, numbers: HostCopy, report_names: list[str]) -> None:
-        self._steps.append(_Step(step, learning_rate, numbers, tuple(report_names)))
+    def add(
+        self, step: int, learning_rate: float, numbers: HostCopy, report_names: list[str], loaded: Mapping[str, float]
+    ) -> None:
+        self._steps.append(_Step(step, learning_rate, numbers, tuple(report_names), loaded))
 
     def written(self, step: int) -> None:
         """Mark the records up to this step as written to disk."""

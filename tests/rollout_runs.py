@@ -24,7 +24,9 @@ PROMPTS, GROUP, STALENESS = 4, 4, 2
 MODEL = "{name: adder, layers: 2, hidden: 32, ffn_hidden: 64, heads: 4, vocab: 259, tied_embeddings: true}"
 
 
-def rollout_job(folder: Path, name: str, rollout: str, steps: int = 8, more: str = "", nodes: int = 1) -> Job:
+def rollout_job(
+    folder: Path, name: str, rollout: str, steps: int = 8, more: str = "", nodes: int = 1, cluster: str = "local"
+) -> Job:
     """A job whose completions are rewarded for their length; every checkpoint is kept."""
     if not (folder / "tokenizer").exists():
         train_bpe([], 259, folder / "tokenizer")
@@ -45,7 +47,7 @@ def rollout_job(folder: Path, name: str, rollout: str, steps: int = 8, more: str
         reward: "length_reward:score"
         verify: {{workers: 1, sandbox: "off"}}
         train: {{steps: {steps}, precision: fp32, learning_rate: 1e-3, initialize: random}}
-        cluster: local x {nodes}
+        cluster: {cluster} x {nodes}
         layout: {{micro_batch: 4}}
         checkpoint: {{tiers: [{{to: shared, every_steps: 1}}]}}
         {more}
