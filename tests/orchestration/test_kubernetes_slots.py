@@ -62,15 +62,15 @@ def sweep(gang: str = "kueue", **more: Any) -> Job:
 def emitted(wanted: Job, root: Path = SHARED, members: Members | None = None) -> tuple[KubernetesTarget, Any]:
     """The target and the slots of a job, without a plan, which changes nothing that is emitted."""
     run = root / wanted.name
-    owned = members or member_jobs(wanted, run)
+    owned = members or member_jobs(wanted, run, "kubernetes")
     assert owned is not None
     made = replace(draft(owned.owner or wanted, run), members=owned)
     if owned.spec.purpose == "sweep":
         made = replace(made, launch=report_launch(wanted, run, 0, {}, 29500, "kubernetes", "python3"))
     check_owner(made, run)
-    shell = {"HF_TOKEN"}
+    shell = {"HF_TOKEN", "ROLLOUT_KEY"}
     plain = target_of(made, run, submission="0123456789abcdef", shell_variables=shell, user=(1000, 1000))
-    target = owner_target(made, plain)
+    target = owner_target(made, run, plain, shell)
     return target, slots_of(made, run, target, shell)
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ from member_runs import (
     LONG,
     check_nothing_is_left,
     counting,
+    kill_member,
     member,
     owned_report,
     states,
@@ -45,20 +44,6 @@ def steps_of(slurm: SlurmLab, run: Run) -> dict[str, str]:
     number = read_submission(run.directory).job
     listed = slurm("squeue", "--steps", f"--jobs={number}", "--noheader", "--format=%j %i").splitlines()
     return dict(line.split() for line in listed)
-
-
-def kill_member(run: Run, name: str) -> None:
-    """Kill every process of a member's step at once, as a crash of its nodes would."""
-    folder = str(run.path / "members" / name)
-    for _ in range(2):  # the second time those that the first ones were just starting
-        for path in Path("/proc").glob("[0-9]*"):
-            try:
-                words = (path / "cmdline").read_bytes().decode(errors="replace").split("\0")
-                environment = (path / "environ").read_bytes().decode(errors="replace").split("\0")
-            except OSError:
-                continue
-            if folder in words or f"CRATON_RUN={folder}" in environment:
-                os.kill(int(path.name), signal.SIGKILL)
 
 
 @pytest.mark.parametrize("num_members", [3, pytest.param(6, marks=pytest.mark.slow)])

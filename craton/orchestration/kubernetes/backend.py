@@ -161,7 +161,7 @@ class KubernetesBackend:
             user=(os.getuid(), os.getgid()),
             code=pack_code(run),
         )
-        return owner_target(draft, target)
+        return owner_target(draft, run, target, os.environ.keys())
 
     def _end(self, run: RunDirectory, grace_seconds: int | None) -> None:
         submission = read_submission(run)

@@ -298,6 +298,7 @@ def adapted(launch: Launch, run: RunDirectory, pod: Pod) -> Launch:
         generation=max(launch.generation, next_number(run)),
         command=here(launch.command),
         nursery=here(launch.nursery),
+        standby=here(launch.standby),
         members=here(launch.members),
         agent_command=[],  # Kubernetes restarts a dead agent
         workdir=workdir,

@@ -449,7 +449,8 @@ def _paths(job: Job) -> list[str]:
     """Return the local paths that the ranks would read or write."""
     written = [path for path, _ in (*job.data.mixture, *job.data.validation_mixture)]
     written += [entry for entry in (job.data.tokenizer, job.model) if isinstance(entry, str)]
-    written += list(job.serve.adapters.values()) if job.serve else []
+    if job.serve:
+        written += [*job.serve.adapters.values(), *([job.serve.draft_model] if job.serve.draft_model else [])]
     if job.kind in TRAINING_KINDS:
         storage = job.cluster.file.storage if job.cluster.file else None
         located = [place_of(tier, storage, Path(SCRATCH, job.name)) for tier in job.checkpoint.tiers]

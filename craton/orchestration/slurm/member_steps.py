@@ -121,7 +121,7 @@ def member_standing(job: JobRecord | None, submission: Submission, run: RunDirec
     if job is None or job.has_ended:
         return Standing("ended", number, reason="" if job is None else job.state)
     if job.is_pending:
-        return Standing("waiting", number, reason=job.reason, sentence="the job of its owner waits for its nodes")
+        return Standing("waiting", number, reason=job.reason, sentence="the nodes of its owner's job")
     allocation = read_allocation(run)
     nodes = tuple(f"{node.name} on {node.host}" for node in allocation.nodes) if allocation else ()
     if not _step_lives(run, submission):

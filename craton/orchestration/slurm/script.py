@@ -63,16 +63,22 @@ class ScriptOptions:
 def sbatch_script(draft: Draft, run: RunDirectory, options: ScriptOptions | None = None) -> str:
     """Return the script of a run; StartError for a value that Slurm cannot take."""
     options = options or ScriptOptions()
-    job = draft.job
     directives = [_directive(name, value) for name, value in directives_of(draft, run, options).items()]
     lines = ["#!/bin/sh", *directives]
-    if job.run.secrets:
-        lines.append(f"# from the environment of the submitting shell: {', '.join(job.run.secrets)}")
+    if secrets := _secrets_of(draft):
+        lines.append(f"# from the environment of the submitting shell: {', '.join(secrets)}")
     command = shlex.join([options.python, "-m", BATCH])
     target = shlex.quote(str(run.path))
     if options.copies > 1:
         target = f'{shlex.quote(copies_stem(run))}-"$SLURM_ARRAY_TASK_ID"'
     return "\n".join([*lines, f"exec {command} {target} {shlex.quote(options.nonce)}", ""])
+
+
+def _secrets_of(draft: Draft) -> list[str]:
+    """Return the variables that the run and its members take from the submitting shell."""
+    jobs = [draft.job, *(draft.members.jobs.values() if draft.members is not None else ())]
+    of_servers = [key for job in jobs if job.serve for key in (job.serve.api_keys, job.serve.admin_key) if key]
+    return list(dict.fromkeys([*(name for job in jobs for name in job.run.secrets), *of_servers]))
 
 
 def nonce_of(script: str) -> str:

@@ -83,10 +83,12 @@ def _copy(draft: Draft, root: Path, number: int, name: str) -> Draft:
     job = named_job(draft.job, name)
     job = job.model_copy(update={"run": job.run.model_copy(update={"copies": 1})})
     run, python = root / name, python_of(job, draft.on)
+    fork_server = fork_server_command(job, run, python)
     launch = replace(
         draft.launch,
         command=rank_command(job, run, python),
-        nursery=fork_server_command(job, run, python),
+        nursery=fork_server if draft.launch.nursery else [],
+        standby=fork_server if draft.launch.standby else [],
         env={**draft.launch.env, COPY: str(number)},
         workdir=str(code_folder(run)) if draft.launch.workdir else "",
         master_port=free_port(),

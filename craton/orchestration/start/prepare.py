@@ -9,8 +9,9 @@ from pathlib import Path
 import yaml
 
 from craton.infrastructure.storage import CachedFolder
-from craton.job import TRAINING_KINDS, Job, dump_job, parse_job
+from craton.job import TRAINING_KINDS, TUNING_KINDS, Job, dump_job, parse_job
 from craton.orchestration.draft import JOB_FOLDER, Draft, Progress
+from craton.orchestration.errors import StartError
 
 
 def prepare_data(draft: Draft, progress: Progress | None = None) -> tuple[Draft, dict[str, int]]:
@@ -24,6 +25,11 @@ def prepare_data(draft: Draft, progress: Progress | None = None) -> tuple[Draft,
     from craton.ml import data
 
     if not data.has_data(job):
+        if job.kind in TUNING_KINDS:
+            raise StartError(
+                f"{job.where('data')}data: kind {job.kind} needs path or source; give a file of rows, or source: "
+                "module:function"
+            )
         return draft, {}
     folders = data.prepare(job, progress=progress)
     if job.kind == "grpo" and draft.on == "local":  # elsewhere the nodes have other secrets and isolation

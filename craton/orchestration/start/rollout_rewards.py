@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from craton.job import Job
+from craton.job.model import is_reward_model, load_config
 from craton.job.sections.posttraining import ApiEndpoint
 from craton.ml import search_folder
 from craton.ml.data import check_other_model, open_prompts
@@ -26,6 +27,13 @@ def check_rollout_job(job: Job, folder: Path) -> None:
     search_folder(folder)
     for key, place in _other_models(job).items():
         check_other_model(job, place, key)
+    for number, term in enumerate(job.reward):
+        if term.model is not None and not is_reward_model(load_config(Path(term.model))[0]):
+            raise VerifierError(
+                f"{job.where('reward')}reward.{number}.model: {term.model} is a language model without a scalar head; "
+                "give an export of `kind: dpo` with `preference: {loss: reward}`, or another folder for sequence "
+                "classification with one label"
+            )
     terms = [term for term in job.reward if term.model is None]
     if not terms and job.rollout.environment is None:
         return

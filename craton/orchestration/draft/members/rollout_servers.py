@@ -12,8 +12,8 @@ import yaml
 
 from craton.agent.processes import free_port
 from craton.job import Job, dump_job, parse_job
+from craton.job.sections.posttraining import ROLLOUT_KEY_VARIABLE
 
-API_KEY_VARIABLE = "ROLLOUT_KEY"
 FIRST_PORT = 8100  # of servers on nodes of their own
 LOCAL_MEMORY = 0.4  # of a GPU that the trainer uses, too
 
@@ -37,15 +37,16 @@ def _server_job(job: Job, backend: str, name: str, number: int) -> Job:
         "max_length": job.sequence,
         "admin": True,
         "initialize": "random",
-        **({"memory": LOCAL_MEMORY} if is_local else {"api_keys": API_KEY_VARIABLE}),
+        "standby": True,
+        **({"memory": LOCAL_MEMORY} if is_local else {"api_keys": ROLLOUT_KEY_VARIABLE}),
     }
     server = {
         "name": name,
         "kind": "serve",
         "model": model,
         "serve": serve,
-        "cluster": "local" if job.cluster.is_local else _one_node(document["cluster"]),
-        "run": {**document["run"], "copies": 1},
+        "cluster": "local" if is_local else _one_node(document["cluster"]),
+        "run": {**document["run"], "copies": 1, "share_gpus": False},  # it is one node
         "recover": document["recover"],
     }
     if job.rollout.layout is not None:
@@ -53,6 +54,8 @@ def _server_job(job: Job, backend: str, name: str, number: int) -> Job:
     return parse_job(yaml.safe_dump(server, sort_keys=False), f"{name}.yaml").model_copy(update={"folder": job.folder})
 
 
-def _one_node(cluster: Any) -> Any:
-    """Return a cluster of the same nodes, of which a server needs one."""
-    return f"{cluster.rpartition(' x ')[0]} x 1" if isinstance(cluster, str) and " x " in cluster else cluster
+def _one_node(cluster: str | dict[str, Any]) -> str | dict[str, Any]:
+    """Return one node of the same cluster, a reference or a cluster file."""
+    if isinstance(cluster, dict):
+        return {**cluster, "take": "1", "spares": 0}
+    return f"{cluster.partition(' x ')[0]} x 1"

@@ -96,7 +96,7 @@ def member_standing(run: RunDirectory) -> Standing:
     if nodes := _living_nodes(run):
         return Standing("running", job, nodes)
     if slot := _slot_of(run):
-        return Standing("waiting", job, sentence=f"the pods of {slot} have not started it yet")
+        return Standing("waiting", job, sentence=f"the pods of {slot} to start it")
     return Standing("ended", job)
 
 

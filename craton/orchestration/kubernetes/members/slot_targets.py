@@ -15,9 +15,16 @@ from craton.job import Job, parse_job
 from craton.orchestration.draft import Draft, draft_nodes
 from craton.orchestration.errors import StartError
 from craton.orchestration.kubernetes.members.slot_files import MemberSlots, SlotGroup
-from craton.orchestration.kubernetes.target import METRICS_PORT, KubernetesTarget, mounts_of, target_of
+from craton.orchestration.kubernetes.target import (
+    CLUSTER_SECRET,
+    METRICS_PORT,
+    KubernetesTarget,
+    mounts_of,
+    secrets_of,
+    target_of,
+)
 from craton.telemetry.files import read_regular_text
-from craton.telemetry.members import JOBS_FOLDER, MEMBERS_FOLDER, MemberSpec
+from craton.telemetry.members import JOBS_FOLDER, MEMBERS_FOLDER, MemberSpec, MembersSpec
 
 MAX_KUEUE_POD_SETS = 18  # of a Workload, by its schema (Kueue 0.19)
 # A run that only reports on its members needs no GPU. Its pod also plans and starts them, which takes memory.
@@ -53,10 +60,18 @@ def check_owner(draft: Draft, run: Path) -> None:
         raise StartError(f"{job.where('kind')}a server on Kubernetes cannot own members; start it with --on local")
 
 
-def owner_target(draft: Draft, target: KubernetesTarget) -> KubernetesTarget:
-    """Return the target of a run's own pods in a JobSet with slots for its members; unchanged without members."""
+def owner_target(
+    draft: Draft, run: Path, target: KubernetesTarget, shell_variables: Collection[str] = ()
+) -> KubernetesTarget:
+    """Return the target of a run's own pods in a JobSet with slots for its members; unchanged without members. Its pods
+    get the secrets of all members: the member manager checks them, and asks servers with their API keys."""
     if draft.members is None:
         return target
+    secrets = dict(target.secrets)
+    for item in _startable(draft.members.spec):
+        for name, secret in secrets_of(_job_of(draft, run, item), shell_variables).items():
+            secrets.setdefault(name, secret if secret == CLUSTER_SECRET else target.own_secret)
+    target = replace(target, secrets=secrets)
     if draft.members.spec.purpose == "sweep":
         target = replace(
             target, resources=REPORT_RESOURCES, limits={}, shared_memory_bytes=0, instance_types=(), near=None
@@ -71,7 +86,7 @@ def slots_of(
     """Return the slots for the members of a run; empty for a run without. `owner` is its `owner_target`."""
     if draft.members is None:
         return ()
-    startable = [item for item in draft.members.spec.members if not item.is_kept]
+    startable = _startable(draft.members.spec)
     kinds: list[tuple[KubernetesTarget, list[str]]] = []
     for item in startable:
         try:
@@ -108,6 +123,10 @@ def check_placement(job: Job, target: KubernetesTarget) -> None:
             f"{job.where('placement')}placement within {target.near.level}: only Kueue can place each member of a run "
             "by itself; remove `placement:`, or use a cluster file with `gang: kueue`"
         )
+
+
+def _startable(spec: MembersSpec) -> list[MemberSpec]:
+    return [item for item in spec.members if not item.is_kept]
 
 
 def _job_of(draft: Draft, run: Path, item: MemberSpec) -> Job:
