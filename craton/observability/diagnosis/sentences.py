@@ -29,6 +29,7 @@ def paragraph(snapshot: Snapshot, symptoms: Symptoms, verdict: Verdict) -> str:
     if condition in ("done", "stopped"):
         reason = f": {run.message.splitlines()[0]}" if run.message else ""
         text = f"{run.name} is {condition}{reason}" + (f"; {run.rescued}" if run.rescued else "")
+        text += _unverified(snapshot)
         if verdict.cause:
             return f"{text}. {_cause(verdict)} {_sentence(verdict.action)}"
         if not verdict.others:
@@ -49,6 +50,16 @@ def paragraph(snapshot: Snapshot, symptoms: Symptoms, verdict: Verdict) -> str:
     if verdict.cost_dollars_per_day is not None and verdict.cost_dollars_per_day >= MIN_DOLLARS:
         parts.append(f"It costs {dollars(verdict.cost_dollars_per_day)} a day.")
     return " ".join(parts) + _also(verdict)
+
+
+def _unverified(snapshot: Snapshot) -> str:
+    """Return how the verifiers failed in the worst step of a run that is over; "" if no step had a warning."""
+    step, worst = max(
+        snapshot.series.results.get("verifier_failure_share", ()), key=lambda point: point[1], default=(0, 0.0)
+    )
+    if worst < threshold("verifier_failure_share"):
+        return ""
+    return f"; its verifiers failed, in step {step} on {percent(worst)} of the samples"
 
 
 def _also(verdict: Verdict) -> str:

@@ -13,7 +13,8 @@ TRAINING_KINDS = ("pretrain", "sft", "dpo", "grpo")
 KINDS = (*TRAINING_KINDS, "serve", "command")
 DATA = ("function", "files")
 STOPS = "stops"  # at the first step that is not finite (`train.on_nan`)
-TRAITS = (*HARDWARE, *SCHEDULERS, *KINDS, "training", *DATA, STOPS)
+ADAPTERS = "adapters"  # are trained, not the whole model (`train.lora`)
+TRAITS = (*HARDWARE, *SCHEDULERS, *KINDS, "training", *DATA, STOPS, ADAPTERS)
 
 
 def traits_of(snapshot: Snapshot) -> frozenset[str]:
@@ -27,6 +28,8 @@ def traits_of(snapshot: Snapshot) -> frozenset[str]:
         traits.add("files")
     if training is not None and training.policy == "stop":
         traits.add(STOPS)
+    if training is not None and training.has_adapters:
+        traits.add(ADAPTERS)
     return frozenset(traits)
 
 

@@ -432,10 +432,11 @@ def _title(summary: RunSummary) -> Text:
     change = formatting.change(summary.tokens_per_second, summary.plan.get("tokens_per_second"))
     steps = f"step {summary.step:,}" + (f"/{summary.steps:,}" if summary.steps else "")
     speed = f"{formatting.amount(summary.tokens_per_second)} tokens/s ({change} against plan)"
+    has_loss = summary.loss is not None and "reward" not in summary.results  # that of rewards is about 0
     words = [
         steps,
         *([] if summary.movement.is_stuck else [f"ETA {formatting.whole_duration(summary.eta_seconds)}"]),
-        *([f"loss {formatting.loss(summary.loss)}"] if summary.loss is not None else []),
+        *([f"loss {formatting.loss(summary.loss)}"] if has_loss else []),
         *([summary.movement.text] if summary.movement.is_stuck else [speed]),
         f"goodput {formatting.percent(summary.goodput)}",
         formatting.dollars(summary.cost_dollars),

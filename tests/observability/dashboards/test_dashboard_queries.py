@@ -17,8 +17,9 @@ from craton.observability.dashboards.boards import BOARDS
 from craton.observability.dashboards.model import Board, Panel, PanelQuery
 
 # Served by what this machine can neither have nor simulate honestly: an FSx file system, Slurm 25.11, Kueue, NCCL's
-# inspector. Prometheus takes the queries; that they find something is not shown here.
-UNSEEN = re.compile(r"\b(?:aws_fsx_|slurm_|kueue_|nccl_)")
+# inspector; nor by this server, which has no draft model. Prometheus takes the queries; that they find something is not
+# shown here.
+UNSEEN = re.compile(r"\b(?:aws_fsx_|slurm_|kueue_|nccl_|craton_serve_draft_speedup)")
 # Of InfiniBand's ports, which the lab's node alone has.
 OF_LAB = re.compile(r"\bnode_infiniband_(?:port|symbol|link)_")
 

@@ -20,6 +20,7 @@ from craton.job import Job
 from craton.observability.diagnosis.sentences import chosen_action
 from craton.observability.diagnosis.tables import Cause, causes
 from craton.observability.diagnosis.traits import (
+    ADAPTERS,
     DATA,
     HARDWARE,
     KINDS,
@@ -84,8 +85,8 @@ def combinations() -> Iterator[frozenset[str]]:
     for hardware, on, kind in product(HARDWARE, SCHEDULERS, KINDS):
         for data in (*DATA, ""):
             if kind in TRAINING_KINDS:
-                for policy in (STOPS, ""):
-                    yield frozenset({hardware, on, kind, "training", data, policy} - {""})
+                for policy, adapters in product((STOPS, ""), (ADAPTERS, "")):
+                    yield frozenset({hardware, on, kind, "training", data, policy, adapters} - {""})
         if kind not in TRAINING_KINDS:
             yield frozenset({hardware, on, kind})
 

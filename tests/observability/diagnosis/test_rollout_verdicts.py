@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
 from fake_snapshots import slowed_all, with_run
 from sick_rollouts import ROLLOUT_STEP, rollout_faults, rollout_run
 
+from craton.formatting import percent
 from craton.observability.diagnosis import diagnose
 from craton.observability.diagnosis.collect.metrics import series_of
-from craton.observability.diagnosis.snapshot import Snapshot
+from craton.observability.diagnosis.snapshot import Snapshot, TrainingFacts
 from craton.telemetry import RunDirectory
 from craton.telemetry.rank import Recorder
 
@@ -51,6 +54,14 @@ def test_what_looks_like_a_fault_is_not(name: str, results: dict[str, object], s
     assert (verdict.condition, verdict.cause) == ("healthy", ""), (name, verdict.sentence)
 
 
+def test_a_finished_run_tells_of_failed_verifiers() -> None:
+    failing = rollout_run(verifier_failure_share=lambda step: 0.25 if step == 40 else 0.0)
+    sentence = diagnose(with_run(failing, state="done")).sentence
+    worst = dict(failing.series.results["verifier_failure_share"])[40]
+    assert sentence.endswith(f"; its verifiers failed, in step 40 on {percent(worst)} of the samples")
+    assert "verifiers" not in diagnose(with_run(rollout_run(), state="done")).sentence
+
+
 def test_rollouts_may_take_most_of_a_step_if_planned() -> None:
     long = with_run(rollout_run({"rollout": 40.0}), plan={"step_seconds": 44.0, "rollout_seconds": 40.0})
     assert diagnose(long).condition == "healthy"
@@ -67,6 +78,17 @@ def test_an_interrupted_phase_is_named_with_its_seconds() -> None:
     assert "verify.workers" in verdict.action
     slower = diagnose(slowed_all(rollout_run(), 40.0, "sync"))
     assert (slower.condition, slower.cause) == ("slow", "weight_sync_slow"), slower.sentence
+
+
+def test_the_remedy_of_slow_transfers_fits_the_place_and_what_is_trained() -> None:
+    """One machine has no network in the way, and who trains adapters needs no advice to do so."""
+    for on, has_adapters in product(("local", "slurm"), (False, True)):
+        snapshot = with_run(rollout_run({"sync": 5.0}), on=on)
+        verdict = diagnose(replace(snapshot, training=TrainingFacts(has_adapters=has_adapters)))
+        assert verdict.cause == "weight_sync_slow"
+        assert ("network" in verdict.action) == (on != "local"), verdict.action
+        assert ("one machine" in verdict.action) == (on == "local"), verdict.action
+        assert ("LoRA" in verdict.action) != has_adapters, verdict.action
 
 
 def test_every_fault_survives_a_saved_snapshot() -> None:

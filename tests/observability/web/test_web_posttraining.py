@@ -64,6 +64,7 @@ def test_top_shows_the_results_and_the_phases_of_rollouts(tmp_path: Path) -> Non
     console.print(frame(look, 160, rows=None, has_color=False))
     text = console.export_text()
     assert "reward 0." in text
+    assert "· loss " not in text
     assert "staleness 1.00" in text
     assert "trainer idle 31%" in text
     assert "r rollout" in text
@@ -76,7 +77,9 @@ def test_top_of_another_run_has_no_rollouts(tmp_path: Path) -> None:
     console = Console(width=200, record=True)
     look = TopView(run, examine=lambda run, prometheus: None).look()  # type: ignore[arg-type, return-value]
     console.print(frame(look, 160, rows=None, has_color=False))
-    assert "rollout" not in console.export_text()
+    text = console.export_text()
+    assert "rollout" not in text
+    assert "· loss " in text
 
 
 def test_curves_of_validation_data_stay_in_a_long_run(tmp_path: Path) -> None:

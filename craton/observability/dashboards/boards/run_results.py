@@ -84,7 +84,12 @@ RESULTS = PanelRow(
             "percentunit",
             ("TrainerWaits", "RolloutsWait"),
         ),
-        _panel("Staleness", "Mean age of the weights that generated the samples, in steps.", {"staleness": ""}),
+        _panel(
+            "Staleness",
+            "Age of the weights that generated the samples, in steps, and its bound (rollout.staleness).",
+            {"staleness": "mean", "max_staleness": "oldest", "staleness_bound": "bound"},
+            alerts=("StalenessAtBound",),
+        ),
         _panel(
             "Rollout tokens per second",
             "Generated, per second of generation.",

@@ -153,6 +153,12 @@ SPEED = PanelRow(
             ),
             unit="percentunit",
         ),
+        Panel(
+            "Speed-up by a draft model",
+            "Estimated for decode, from the acceptance and the step times of both models. 1: drafts are off.",
+            (PanelQuery(f"max by (run, model_name) (craton_serve_draft_speedup{{{OF_RUN}}} > 0)", NAME),),
+            unit="short",
+        ),
     ),
 )
 

@@ -32,6 +32,7 @@ def training_facts(run: RunDirectory) -> TrainingFacts | None:
         vocabulary=shape.vocab if shape else None,
         source=job.data.source or "",
         has_files=bool(job.data.mixture),
+        has_adapters=job.train.lora is not None,
         learning_rate=job.learning_rate,
         usual_learning_rate=_usual_learning_rate(job),
         warmup_steps=job.warmup_steps,

@@ -414,6 +414,7 @@ class TrainingFacts:
     weight_decay: float = 0.0  # of AdamW: its product with the learning rate is the share that a step takes off weights
     policy: str = ""  # train.on_nan: skip, rollback or stop
     is_new: bool = False  # the weights start at random
+    has_adapters: bool = False  # trains LoRA adapters
     tokens_per_expert: float | None = None  # mean number of tokens that an expert gets in a step, over all ranks
 
 
