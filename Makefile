@@ -1,10 +1,12 @@
 # make install   .venv with Craton and everything its tests need
 # make demo      train a small model on this machine: plan, run, kill a rank, stop, resume on other ranks, export, sample
+# make lifecycle pretrain, SFT, DPO, GRPO and serve one small model, and count its right answers after each stage
 # make plans     plan the example jobs and write their reports
 # make test      style, types, imports, tests
 # make test-all  the same with the tests that take minutes, and with new cases of the property tests
 # make chaos     break small trainings in every way, dozens of times, and hold each against one that nothing happened to
 # make bench     predict every published run and print the errors
+# make bench-grpo what GRPO adds to a fine-tuned model, for three seeds, beside two controls; takes half an hour
 # make bench-why break real runs in many ways and score the diagnosis; takes hours
 # Each target does its own set-up; nothing is done twice.
 
@@ -22,7 +24,8 @@ PLANNED_JOBS := $(filter-out $(wildcard examples/custom-*.yaml examples/command-
 # Containers often set this variable. Without bytecode each of the suite's thousand processes compiles Craton again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install browser slurm observers sandbox validators demo plans test test-all test-gpu chaos bench bench-why clean
+.PHONY: install browser slurm observers sandbox validators demo lifecycle plans test test-all test-gpu chaos bench \
+  bench-grpo bench-why clean
 
 install: $(STAMP)
 	@echo "Craton is installed in $(VENV): try $(CRATON) --help"
@@ -115,6 +118,9 @@ demo: $(TRAIN_STAMP)
 	$(DEMO) sample runs/demo/model --prompt 'class Test' --prompt 'def test_' --max-tokens 60 --temperature 0.6; \
 	echo; echo "the demo took $$(($$(date +%s) - start)) s; the run is runs/demo/quickstart, the model runs/demo/model"
 
+lifecycle: $(TRAIN_STAMP)
+	@$(VENV)/bin/python examples/lifecycle/lifecycle.py runs/lifecycle
+
 plans: $(TRAIN_STAMP)
 	@mkdir -p reports
 	@for job in $(PLANNED_JOBS); do \
@@ -164,6 +170,9 @@ test-gpu:
 
 bench: $(STAMP)
 	$(CRATON) bench plan data/training_results.json
+
+bench-grpo: $(STAMP)
+	@$(VENV)/bin/python benchmarks/grpo.py runs/bench-grpo
 
 bench-why: $(STAMP) slurm
 	$(CRATON) bench why --live --healthy 100
