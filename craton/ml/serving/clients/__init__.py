@@ -29,5 +29,6 @@ if TYPE_CHECKING:
     from craton.ml.serving.clients.server_client import ServerClient
     from craton.ml.serving.clients.synchronous import generate
     from craton.ml.serving.clients.teacher import TeacherEndpoint
+    from craton.ml.serving.clients.token_client import TokenClient
 else:
     __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

@@ -67,6 +67,7 @@ class Answer:
         self.logprobs: list[float] = []
         self.alternatives: list[Alternatives] = []
         self.versions: list[int] = []
+        self.prompt_tokens: int | None = None  # None: the endpoint did not say
         self.prompt_logprobs: list[Alternatives | None] | None = None
         self.finish: Finish | None = None
         self.stop_reason: int | str | None = None

@@ -72,6 +72,18 @@ class InferenceClient(ABC):
     def num_in_flight(self) -> int:
         return len(self._open)
 
+    @property
+    def max_in_flight(self) -> int:
+        return self._slots.limit
+
+    async def prompt_tokens(self, request: InferenceRequest) -> tuple[int, ...] | None:
+        """Return the token ids of a request's prompt; None if only the endpoint can tokenize it."""
+        return tuple(token for token in request.prompt if isinstance(token, int)) or None
+
+    async def tokenize(self, text: str) -> tuple[int, ...] | None:
+        """Return the token ids of a text, without those that begin or end a prompt; None as above."""
+        return None
+
     @abstractmethod
     async def capabilities(self) -> Capabilities:
         """Return what the endpoint gives; it is asked once."""

@@ -9,19 +9,26 @@ from typing import Any
 from craton.ml.serving.clients.answer import AnswerDelta, InferenceRequest
 from craton.ml.serving.clients.errors import RequestRefusedError
 from craton.ml.serving.messages import OutputDelta
-from craton.ml.serving.server.text import AnswerReader, Detokenizer, Vocabulary, load_template
 from craton.ml.serving.settings import ServingError
+from craton.ml.serving.text import AnswerReader, ChatTemplate, Detokenizer, Vocabulary, load_template
 
 ENDPOINT = "the engine in this process"  # its name in errors
 
 
 class EngineTexts:
-    """The tokenizer and chat template of an engine's model. Without a folder, prompts are token ids, and answers have
-    no text."""
+    """The tokenizer and chat template of an engine's model. Without a tokenizer, prompts are token ids, and answers
+    have no text."""
 
-    def __init__(self, tokenizer_folder: Path | None) -> None:
-        self._vocabulary = None if tokenizer_folder is None else Vocabulary(tokenizer_folder)
-        self._template = None if tokenizer_folder is None else load_template(tokenizer_folder)
+    def __init__(self, vocabulary: Vocabulary | None, template: ChatTemplate | None, endpoint: str = ENDPOINT) -> None:
+        self._vocabulary = vocabulary
+        self._template = template
+        self._endpoint = endpoint
+
+    @classmethod
+    def of_folder(cls, tokenizer_folder: Path | None) -> EngineTexts:
+        if tokenizer_folder is None:
+            return cls(None, None)
+        return cls(Vocabulary(tokenizer_folder), load_template(tokenizer_folder))
 
     @property
     def has_texts(self) -> bool:
@@ -37,7 +44,8 @@ class EngineTexts:
             return tuple(prompt)
         if self._vocabulary is None or (request.prompt_kind == "chat" and self._template is None):
             raise RequestRefusedError(
-                f"{ENDPOINT}: the prompt is a {request.prompt_kind}, and there is no tokenizer for it; send token ids"
+                f"{self._endpoint}: the prompt is a {request.prompt_kind}, and there is no tokenizer for it; send "
+                "token ids"
             )
         try:
             if request.prompt_kind == "chat":
@@ -46,7 +54,11 @@ class EngineTexts:
                 return tuple(self._vocabulary.encode(text, with_special_tokens=False))
             return tuple(self._vocabulary.encode(prompt, with_special_tokens=True))
         except (ServingError, UnicodeEncodeError, TypeError) as error:
-            raise RequestRefusedError(f"{ENDPOINT}: {error}") from None
+            raise RequestRefusedError(f"{self._endpoint}: {error}") from None
+
+    def encode(self, text: str) -> tuple[int, ...] | None:
+        """Return the tokens of a text alone; None without a tokenizer."""
+        return None if self._vocabulary is None else tuple(self._vocabulary.encode(text, with_special_tokens=False))
 
     def reader(self, request: InferenceRequest, prompt: tuple[int, ...]) -> AnswerReader | None:
         """Return what makes text of an answer's tokens, or None."""

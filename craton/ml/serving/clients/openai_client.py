@@ -44,6 +44,7 @@ class OpenAIClient(HttpClient):
     """A text or chat without further wishes is sent without trials."""
 
     assumed = frozenset({"text_prompts", "chat_prompts", "stop_strings"})
+    reads_usage = False  # ask for the number of prompt tokens, which come after the answer
     _takes_mode = False  # whether the endpoint takes SAMPLED_MODE
 
     async def weights_version(self) -> int:
@@ -84,12 +85,23 @@ class OpenAIClient(HttpClient):
     async def _read_answers(self, answers: list[Answer]) -> None:
         (answer,) = answers
         path, body = self._request(answer)
-        async with aclosing(self._events(path, body)) as events:
-            async for event in events:
-                for choice in event.get("choices") or ():
-                    self._add(answer, self._parse(path, choice))
-                if answer.is_done:
-                    return  # usage and [DONE] may follow
+        last: AnswerDelta | None = None
+        try:
+            async with aclosing(self._events(path, body)) as events:
+                async for event in events:
+                    if self.reads_usage:
+                        answer.prompt_tokens = _prompt_tokens(event) or answer.prompt_tokens
+                    for choice in event.get("choices") or ():
+                        delta = self._parse(path, choice)
+                        if delta.finish is not None and self.reads_usage:
+                            last = delta  # usage follows
+                        else:
+                            self._add(answer, delta)
+                    if answer.is_done or (last is not None and answer.prompt_tokens is not None):
+                        return  # [DONE] may follow
+        finally:
+            if last is not None and answer in self._open:
+                self._add(answer, last)
 
     def _request(self, answer: Answer) -> tuple[str, dict[str, Any]]:
         """Return path and body, with OpenAI's fields and those that the endpoint was found to take."""
@@ -99,6 +111,8 @@ class OpenAIClient(HttpClient):
         for name in ("presence_penalty", "frequency_penalty"):
             if value := getattr(sampling, name):
                 body[name] = value
+        if self.reads_usage:
+            body["stream_options"] = {"include_usage": True}
         if sampling.logit_bias:
             body["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias.items()}
         if request.stop:
@@ -243,6 +257,13 @@ def _delta(choice: Mapping[str, Any]) -> AnswerDelta:
         stop_logprob=choice.get("stop_logprob"),
         stop_version=choice.get("stop_weights_version"),
     )
+
+
+def _prompt_tokens(event: Mapping[str, Any]) -> int | None:
+    """Return the number of prompt tokens in an event with usage, if it is one."""
+    usage = event.get("usage")
+    count = usage.get("prompt_tokens") if isinstance(usage, Mapping) else None
+    return count if type(count) is int else None
 
 
 def _logprobs(scores: Mapping[str, Any] | None) -> list[float]:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 from urllib.parse import quote
 
-from craton.ml.serving.clients.answer import Answer, AnswerDelta
+from craton.ml.serving.clients.answer import Answer, AnswerDelta, InferenceRequest
 from craton.ml.serving.clients.capabilities import Capabilities
 from craton.ml.serving.clients.errors import BrokenStreamError, InferenceError, ProtocolError
 from craton.ml.serving.clients.http_client import HttpClient
@@ -55,13 +55,26 @@ class ServerClient(HttpClient):
             raise ProtocolError(f"{self.endpoint}: {path} has no {VERSION}")
         return version
 
+    async def prompt_tokens(self, request: InferenceRequest) -> tuple[int, ...] | None:
+        if request.prompt_kind == "token":
+            return await super().prompt_tokens(request)
+        await self.models()
+        asked = {"prompt": request.prompt} if request.prompt_kind == "text" else {"messages": list(request.prompt)}
+        return await self._tokenize({"model": request.adapter or self.model, **asked})
+
+    async def tokenize(self, text: str) -> tuple[int, ...] | None:
+        await self.models()
+        return await self._tokenize({"model": self.model, "prompt": text, "add_special_tokens": False})
+
+    async def _tokenize(self, body: Mapping[str, Any]) -> tuple[int, ...]:
+        return tuple(_integers((await self._post("/tokenize", body)).get("tokens")))
+
     async def _start(self, answers: list[Answer]) -> None:
         request = answers[0].request
         if request.prompt_kind == "chat":
-            body = {"model": request.adapter or self.model, "messages": list(request.prompt)}
-            tokens = _integers((await self._post("/tokenize", body)).get("tokens"))
+            tokens = await self.prompt_tokens(request)
             for answer in answers:
-                answer.request = replace(answer.request, prompt=tuple(tokens))
+                answer.request = replace(answer.request, prompt=tokens or ())
         # The server continues one answer at a time.
         for group in [[answer] for answer in answers] if request.generated else [answers]:
             self._run(group)
@@ -123,6 +136,8 @@ class ServerClient(HttpClient):
         answer.remote = (id, choice["index"])
         if "generated_token_ids" in choice:
             answer.generated = tuple(_integers(choice["generated_token_ids"]))
+        if "prompt_token_ids" in choice:
+            answer.prompt_tokens = len(choice["prompt_token_ids"])
         scores = (answer.request.sampling.logprobs is not None and choice.get("logprobs")) or {}
         finish: Finish | None = choice.get("finish_reason")
         reason = choice.get("stop_reason")

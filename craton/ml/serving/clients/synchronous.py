@@ -16,7 +16,7 @@ from craton.ml.serving.clients.engine_client import DrivenEngine, request_number
 from craton.ml.serving.clients.engine_texts import ENDPOINT, EngineTexts, answer_delta
 from craton.ml.serving.clients.errors import EndpointUnavailableError, InferenceError, RequestRefusedError
 from craton.ml.serving.messages import Abort, OutputDelta, Submit, seed_of_copy
-from craton.ml.serving.server.text import AnswerReader
+from craton.ml.serving.text import AnswerReader
 
 
 class ResettableEngine(DrivenEngine, Protocol):
@@ -93,6 +93,7 @@ class _Work:
         for index in range(request.copies):
             own = replace(request, copies=1, sampling=replace(sampling, seed=seed_of_copy(seed, index)))
             answer, reader = Answer(own, index), self._texts.reader(own, prompt)
+            answer.prompt_tokens = len(prompt)
             answers.append(answer)
             if reader is not None:
                 reader.replay(request.generated)

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from craton.ml.serving.messages import Alternatives, OutputDelta
-from craton.ml.serving.server.text.vocabulary import Detokenizer, TokenNumbers
+from craton.ml.serving.text.thinking import ThinkingCounter
+from craton.ml.serving.text.vocabulary import Detokenizer, TokenNumbers
 
 
 @dataclass(slots=True)
@@ -80,10 +81,13 @@ class AnswerReader:
         stops: Sequence[str] = (),
         min_tokens: int = 0,
         has_scores: bool = False,
+        thinking: ThinkingCounter | None = None,
     ) -> None:
         self.num_tokens = 0  # generated, including the stop token and those of `replay`
         self.num_replayed = 0
         self.is_complete = False
+        self.is_cut = False  # the budget of thinking is spent; deltas are not read until `force`
+        self.thinking = thinking
         self._detokenizer = detokenizer
         self._stops = StopStrings(stops) if stops else None
         self._min_tokens = min_tokens
@@ -104,7 +108,7 @@ class AnswerReader:
         texts = []
         for token in tokens:
             self.num_tokens += 1
-            texts.append(self._check(self._detokenizer.feed(token)))
+            texts.append(self._feed(token))
             if self.is_stopped:
                 break
         text = "".join(texts)
@@ -123,9 +127,12 @@ class AnswerReader:
             if self._has_scores:
                 alternatives = piece.alternatives[place] if piece.alternatives else None
                 self._scores.append(TokenScore(token, piece.logprobs[place], alternatives, self._decoded))
-            texts.append(self._check(self._detokenizer.feed(token)))
+            texts.append(self._feed(token))
             if self._stops is not None and self._stops.found is not None:
                 self._complete(addition, "stop", self._stops.found)
+                break
+            if self.thinking is not None and self.thinking.is_spent:
+                self.is_cut = True
                 break
         else:
             if piece.finish is not None:
@@ -134,6 +141,17 @@ class AnswerReader:
         if self._has_scores:
             self._release_scores(addition)
         return addition
+
+    def force(self, tokens: Sequence[int], versions: Sequence[int]) -> Addition:
+        """Go on with tokens that the model has not sampled and that end its thinking; they are certain."""
+        assert self.thinking is not None
+        self.is_cut = False
+        self.thinking.close()
+        return self.read(OutputDelta(0, tokens=list(tokens), logprobs=[0.0] * len(tokens), versions=list(versions)))
+
+    def end_at_length(self, addition: Addition) -> None:
+        """End the answer with its last delta: there is no room for more tokens."""
+        self._complete(addition, "length", None)
 
     def _finish(self, addition: Addition, piece: OutputDelta, texts: list[str]) -> None:
         texts.append(self._check(self._detokenizer.finish()))
@@ -151,6 +169,12 @@ class AnswerReader:
                 addition.stop = (piece.stop_logprob, piece.stop_version)
         else:
             self._complete(addition, "length", "abort" if piece.finish == "abort" else None)
+
+    def _feed(self, token: int) -> str:
+        text = self._detokenizer.feed(token)
+        if self.thinking is not None:
+            self.thinking.feed(text)
+        return self._check(text)
 
     def _check(self, text: str) -> str:
         self._decoded += len(text)

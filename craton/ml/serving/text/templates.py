@@ -17,11 +17,15 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from craton.ml.serving.server.errors import BadRequestError
+from craton.ml.serving.settings import ServingError
 
 TEMPLATE = "chat_template.jinja"
 _CONFIG = "tokenizer_config.json"
 _TOKENS_MAP = "special_tokens_map.json"
+
+
+class ChatTemplateError(ServingError):
+    """The template rejects the messages."""
 
 
 class ChatTemplate:
@@ -40,7 +44,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         options: Mapping[str, Any] | None = None,
     ) -> str:
-        """Return the prompt. Raise BadRequestError with the template's own error if it rejects the messages."""
+        """Return the prompt. Raise ChatTemplateError with the template's own error if it rejects the messages."""
         name = "tool_use" if tools and "tool_use" in self._templates else "default"
         variables = {
             **self._special_tokens,
@@ -53,9 +57,8 @@ class ChatTemplate:
         try:
             return self._templates[name].render(variables)
         except Exception as error:  # noqa: BLE001  (a template is a program: it may raise anything about its input)
-            raise BadRequestError(
-                f"the chat template rejects the messages: {type(error).__name__}: {error}", "messages"
-            ) from None
+            reason = f"the chat template rejects the messages: {type(error).__name__}: {error}"
+            raise ChatTemplateError(reason) from None
 
 
 def load_template(folder: Path) -> ChatTemplate | None:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from craton.ml.serving.messages import Alternatives
-from craton.ml.serving.server.text.answer import TokenScore
-from craton.ml.serving.server.text.vocabulary import Vocabulary
+from craton.ml.serving.text.answer import TokenScore
+from craton.ml.serving.text.vocabulary import Vocabulary
 
 SMALLEST = -9999.0  # JSON has no infinity
 
