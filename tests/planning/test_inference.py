@@ -115,6 +115,25 @@ def test_the_catalog_gives_roofs_near_the_measured() -> None:
     assert peaks_of(gpu("H200-SXM"), "fp8").flops > 1.5 * found.flops
 
 
+def test_a_shared_prefix_is_read_once_but_multiplied_by_every_query() -> None:
+    """64 texts of one prompt of 4,096 tokens, 512 tokens later, in the 8B shape."""
+    line = roofline("llama-3.1-8b")
+    context, shared = 64 * (4096 + 512), 63 * 4096
+    saved = line.read_bytes(64, context, 64) - line.read_bytes(64, context, 64, shared)
+    assert saved == shared * 131_072
+    alone, together = (line.step_seconds(64, context, 64, shared_tokens=tokens) for tokens in (0, shared))
+    assert together == pytest.approx(alone - saved / line.roofs.bytes_per_second)
+    assert alone / together == pytest.approx(2.7, rel=0.02)
+    slow = Roofline(line.model, replace(line.roofs, flops=1e9))  # compute-bound: the same with and without
+    assert slow.step_seconds(64, context, 64, shared_tokens=shared) == slow.step_seconds(64, context, 64)
+
+
+def test_layers_with_a_window_do_not_share_reads() -> None:
+    line = roofline("gpt-oss-20b")
+    saved = line.read_bytes(8, 80_000, 8) - line.read_bytes(8, 80_000, 8, 70_000)
+    assert saved == pytest.approx(70_000 * line.model.kv_bytes_per_token / 2)  # every other layer has one
+
+
 def test_a_step_is_cheap_to_bound() -> None:
     line = roofline("qwen3-30b-a3b")
     with counted_calls() as calls:

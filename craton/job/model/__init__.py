@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from craton.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from craton.job.model.huggingface import load_config, model_from_config
+    from craton.job.model.huggingface import SCORED, is_reward_model, load_config, model_from_config
     from craton.job.model.presets import model_preset, model_presets
     from craton.job.model.section import (
         ModelNumbers,
@@ -15,9 +15,12 @@ if TYPE_CHECKING:
         is_function,
         looks_like_path,
         model_shape,
+        parse_model,
         run_folder,
+        trains_reward_model,
         weights_folder,
     )
     from craton.job.model.shape import MlaShape, ModelShape
+    from craton.job.model.vocabulary import vocabulary_mismatch
 else:
     __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

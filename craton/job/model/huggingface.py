@@ -20,6 +20,7 @@ _LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
 _MOE = ("mixtral", "qwen3_moe", "gpt_oss")
 _MLA = ("deepseek_v2", "deepseek_v3", "kimi_k2")
 FAMILIES = (*_LLAMA_LIKE, *_MOE, *_MLA, "gpt2", "gpt_neox")
+SCORED = "ForSequenceClassification"  # ends the architecture of a reward model
 
 
 def model_from_config(config: Mapping[str, Any], name: str = "", source: str = "config.json") -> ModelShape:
@@ -58,6 +59,12 @@ def load_config(path: Path) -> tuple[dict[str, Any], Path]:
     if not isinstance(config, dict):
         raise ModelError(f"{file}: must be a JSON object, the config.json of a Hugging Face model")
     return config, file
+
+
+def is_reward_model(config: Mapping[str, Any]) -> bool:
+    """Return whether a Hugging Face config is that of a model with scores instead of tokens."""
+    architectures = config.get("architectures")
+    return isinstance(architectures, list) and any(str(name).endswith(SCORED) for name in architectures)
 
 
 def cached_config(hub_id: str) -> Path:

@@ -169,6 +169,12 @@ def run_folder(model: str) -> Path | None:
     return path if is_run else None
 
 
+def trains_reward_model(run: Path) -> bool:
+    """Return whether a run trains a scalar head instead of a token head, from its job file."""
+    preference = read_document(run / "job.yaml").data.get("preference")
+    return isinstance(preference, dict) and preference.get("loss") == "reward"
+
+
 def _shape_of_run(run: Path) -> ModelShape | None:
     """Return the shape of the model that a run trains, from its job file."""
     job = read_document(run / "job.yaml").data
@@ -182,7 +188,7 @@ def _shape_of_run(run: Path) -> ModelShape | None:
     return model_shape(str(trained))
 
 
-def _parse_model(value: object, info: ValidationInfo) -> str | ModelNumbers:
+def parse_model(value: object, info: ValidationInfo) -> str | ModelNumbers:
     """Check that the model is found, and make a path absolute."""
     if isinstance(value, ModelNumbers):
         return value
@@ -201,7 +207,7 @@ def _parse_model(value: object, info: ValidationInfo) -> str | ModelNumbers:
     return model
 
 
-ModelSpec = Annotated[str | ModelNumbers, BeforeValidator(_parse_model)]
+ModelSpec = Annotated[str | ModelNumbers, BeforeValidator(parse_model)]
 
 
 def looks_like_path(text: str) -> bool:

@@ -15,6 +15,21 @@ if TYPE_CHECKING:
         passing_bytes,
         plan_serving,
         serving_efficiency,
+        speculation_costs,
+    )
+    from craton.planning.serving.speculation import (
+        ASSUMED_ACCEPTANCE,
+        AUTO_LENGTHS,
+        HOST_SECONDS,
+        PUBLISHED_ACCEPTANCE,
+        AcceptanceEstimate,
+        SpeculationCosts,
+        SpeculationPlan,
+        best_draft_length,
+        costs_by_bytes,
+        expected_tokens,
+        plan_speculation,
+        speculation_speedup,
     )
     from craton.planning.serving.step import BLOCK_BYTES, PLAIN_BYTES, DevicePeaks, Roofline, ServedModel, peaks_of
 else:

@@ -13,6 +13,13 @@ from craton.job import ContentError, Job, check_job
 from craton.job.layout import Layout, check_served_layout
 from craton.job.model import ModelShape
 from craton.planning.rates import Group, MachineRates, all_gather_seconds, machine_of
+from craton.planning.serving.speculation import (
+    ASSUMED_ACCEPTANCE,
+    HOST_SECONDS,
+    SpeculationCosts,
+    SpeculationPlan,
+    plan_speculation,
+)
 from craton.planning.serving.step import (
     COLLECTIVES_PER_LAYER,
     PLAIN_BYTES,
@@ -25,6 +32,7 @@ from craton.planning.setting import PlanError
 
 EFFICIENCY = 0.85  # of the roofline, inside kernels; assumed for decode attention and matmuls on an H200
 KERNELS_PER_LAYER = 8  # of a step in a CUDA graph; assumed
+LAUNCH_SECONDS = 2.5e-6  # of a kernel on an H100 or H200 (rates/kernels.toml), where the GPU's own is not known
 CPU_EFFICIENCY = 0.3  # assumed: plain torch; qwen3-0.6b in bf16 decoded 7.5 tokens/s on two Xeon cores, planned 7.2
 CPU_STEP_SECONDS = 0.01  # assumed: Python and small operations
 MEAN_CONTEXT = 1024  # tokens of context per request, assumed where loads are compared
@@ -89,6 +97,7 @@ class ServePlan:
     decode: list[DecodePoint]
     dollars_per_hour: float | None  # of the node
     dollars_per_million_tokens: float | None  # generated, at the best batch
+    speculation: SpeculationPlan | None = None  # with a draft model
     warnings: list[str] = field(default_factory=list)
 
     @property
@@ -101,8 +110,9 @@ class ServePlan:
         return self.kv_tokens // self.mean_context
 
 
-def plan_serving(job: Job, *, cluster: Cluster | None = None) -> ServePlan:
-    """Plan a server with the ranks the job names, or the fewest that leave enough KV cache."""
+def plan_serving(job: Job, *, cluster: Cluster | None = None, acceptance: float = ASSUMED_ACCEPTANCE) -> ServePlan:
+    """Plan a server with the ranks the job names, or the fewest that leave enough KV cache. `acceptance` of a draft
+    model's tokens: assumed, unless one was measured."""
     serve, shape = job.serve, job.model_shape
     if serve is None:
         raise PlanError(f"{job.where('kind')}kind {job.kind} does not serve; plan training jobs with `plan`")
@@ -120,7 +130,7 @@ def plan_serving(job: Job, *, cluster: Cluster | None = None) -> ServePlan:
     candidates = [_Candidate.of(job, shape, machine, tp) for tp in _tensor_sizes(job, shape, cluster)]
     roomy = [item for item in candidates if item.is_roomy]
     fitting = [candidate for candidate in candidates if candidate.fits]
-    return (roomy or fitting[-1:] or candidates[-1:])[0].plan(job, cluster)
+    return (roomy or fitting[-1:] or candidates[-1:])[0].plan(job, cluster, acceptance)
 
 
 def _tensor_sizes(job: Job, shape: ModelShape, cluster: Cluster) -> list[int]:
@@ -146,6 +156,7 @@ class _Candidate:
     workspace_bytes: float
     kv_tokens: int
     needed_tokens: int
+    draft: ServedModel | None = None  # whole on every rank
 
     @classmethod
     def of(cls, job: Job, shape: ModelShape, machine: MachineRates, tp: int) -> _Candidate:
@@ -164,9 +175,14 @@ class _Candidate:
         allowed = serve.memory * memory_bytes
         if is_cpu:
             allowed = min(allowed, model.weight_bytes + workspace + CPU_KV_BYTES)
-        tokens = model.kv_tokens(allowed, workspace, serve.page)
+        draft = None
+        if (draft_shape := job.draft_shape) is not None:
+            draft = ServedModel(draft_shape, serve.precision, serve.kv_precision)
+        if is_cpu and draft is not None:  # its KV cache shares CPU_KV_BYTES
+            allowed = min(serve.memory * memory_bytes, allowed + draft.weight_bytes)
+        tokens = model.kv_tokens(allowed, workspace, serve.page, draft)
         needed = serve.max_length or min(job.served_length, SHORTEST)
-        return cls(machine, model, roofs, memory_bytes, workspace, tokens, needed)
+        return cls(machine, model, roofs, memory_bytes, workspace, tokens, needed, draft)
 
     @property
     def fits(self) -> bool:
@@ -176,7 +192,7 @@ class _Candidate:
     def is_roomy(self) -> bool:
         return self.fits and self.kv_tokens >= ROOMY_REQUESTS * MEAN_CONTEXT
 
-    def plan(self, job: Job, cluster: Cluster) -> ServePlan:
+    def plan(self, job: Job, cluster: Cluster, acceptance: float) -> ServePlan:
         assert job.serve is not None
         serve, model = job.serve, self.model
         roofline = Roofline(model, self.roofs)
@@ -204,6 +220,8 @@ class _Candidate:
         first += -(-prompt // chunk) * self._idle_seconds(min(prompt, chunk))
         kv_bytes = self.kv_tokens * model.kv_bytes_per_token
         parts = {"weights": model.weight_bytes, "workspace": self.workspace_bytes, "keys and values": kv_bytes}
+        if self.draft is not None:
+            parts["draft model"] = self.draft.weight_bytes + self.kv_tokens * self.draft.kv_bytes_per_token
         price = cluster.price.dollars_per_hour if cluster.price else None
         return ServePlan(
             job=job.name,
@@ -242,8 +260,22 @@ class _Candidate:
             decode=points,
             dollars_per_hour=price,
             dollars_per_million_tokens=price / 3600 * 1e6 * best_seconds / batch if price is not None else None,
+            speculation=self._speculation(job, roofline, context, acceptance),
             warnings=self._warnings(job, max_length),
         )
+
+    def _speculation(self, job: Job, roofline: Roofline, context: int, acceptance: float) -> SpeculationPlan | None:
+        if self.draft is None:
+            return None
+        assert job.serve is not None
+        assert job.serve.speculate is not None
+        costs = speculation_costs(
+            roofline,
+            Roofline(self.draft, self.roofs),
+            is_cpu=self.machine.gpu.generation == "cpu",
+            launch_seconds=self.machine.rates.kernel_launch_seconds,
+        )
+        return plan_speculation(self.draft.shape.name, costs, context, job.serve.speculate.tokens, acceptance)
 
     @property
     def _overhead_seconds(self) -> float:
@@ -284,6 +316,16 @@ def decode_overhead_seconds(machine: MachineRates, shape: ModelShape) -> float:
     if machine.gpu.generation == "cpu":
         return CPU_STEP_SECONDS
     return KERNELS_PER_LAYER * shape.layers * machine.rates.kernel_launch_seconds
+
+
+def speculation_costs(
+    model: Roofline, draft: Roofline, *, is_cpu: bool, launch_seconds: float = LAUNCH_SECONDS
+) -> SpeculationCosts:
+    """Return the step times of a model and its draft model as plans of servers predict them."""
+    if is_cpu:
+        return SpeculationCosts(model, draft, CPU_EFFICIENCY, CPU_STEP_SECONDS, CPU_STEP_SECONDS)
+    gaps, draft_gaps = (KERNELS_PER_LAYER * roofline.model.shape.layers * launch_seconds for roofline in (model, draft))
+    return SpeculationCosts(model, draft, EFFICIENCY, gaps, draft_gaps, HOST_SECONDS)
 
 
 def _bound(roofline: Roofline, batch: int, context: int) -> str:

@@ -100,10 +100,14 @@ class ServedModel:
         width = mla.qk_nope + mla.qk_rope + mla.v_head if mla else 2 * self.shape.head_dim
         return 2.0 * self.shape.layers * self.shape.heads / self.tp * width
 
-    def kv_tokens(self, memory_bytes: float, workspace_bytes: float, page: int) -> int:
-        """Return the KV cache tokens that fit into this memory beside the weights, in whole pages; 0: none."""
-        left = memory_bytes - self.weight_bytes - workspace_bytes
-        return max(0, int(left / (self.kv_bytes_per_token * page))) * page
+    def kv_tokens(
+        self, memory_bytes: float, workspace_bytes: float, page: int, draft: ServedModel | None = None
+    ) -> int:
+        """Return the KV cache tokens that fit into this memory beside the weights, in whole pages; 0: none. A draft
+        model has weights and a KV cache, too."""
+        models = [self] if draft is None else [self, draft]
+        left = memory_bytes - sum(model.weight_bytes for model in models) - workspace_bytes
+        return max(0, int(left / (sum(model.kv_bytes_per_token for model in models) * page))) * page
 
 
 class Roofline:
@@ -124,22 +128,25 @@ class Roofline:
         sent = COLLECTIVES_PER_LAYER * shape.layers * shape.hidden * PLAIN_BYTES[model.precision]
         self._sent_bytes = sent * (model.tp - 1) / model.tp
 
-    def step_seconds(self, tokens: int, context_tokens: int, sampled: int, pairs: float = 0.0) -> float:
+    def step_seconds(
+        self, tokens: int, context_tokens: int, sampled: int, pairs: float = 0.0, shared_tokens: int = 0
+    ) -> float:
         """Return the time of a step that computes `tokens`, with `context_tokens` of KV cache over all requests, and
         samples `sampled` next tokens. `pairs`: of queries and keys in prefill; every context token is in at least
-        one."""
+        one. `shared_tokens` of the context are not read again, because another request of the batch shares them."""
         if tokens <= 0:
             return 0.0
         roofs = self.roofs
-        memory = self.read_bytes(tokens, context_tokens, sampled) / roofs.bytes_per_second
+        memory = self.read_bytes(tokens, context_tokens, sampled, shared_tokens) / roofs.bytes_per_second
         compute = self.step_flops(tokens, context_tokens, sampled, pairs) / roofs.flops
         sent = self._sent_bytes * tokens / roofs.link_bytes_per_second if roofs.link_bytes_per_second else 0.0
         return max(memory, compute) + sent
 
-    def read_bytes(self, tokens: int, context_tokens: int, sampled: int) -> float:
-        """Return bytes of weights and KV cache; of routed experts those that this many tokens hit with even routing."""
+    def read_bytes(self, tokens: int, context_tokens: int, sampled: int, shared_tokens: int = 0) -> float:
+        """Return bytes of weights and KV cache; of routed experts those that this many tokens hit with even routing.
+        Layers with a sliding window do not share reads."""
         model = self.model
-        read = model.block_bytes + self._kv_bytes * context_tokens
+        read = model.block_bytes + self._kv_bytes * (context_tokens - shared_tokens)
         if self._window:
             read += self._windowed_bytes * min(context_tokens, self._window * max(sampled, 1))
         if sampled:
