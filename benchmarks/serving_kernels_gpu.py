@@ -16,12 +16,16 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from craton.ml import kernels
-from craton.ml.kernels.serving import paged
+from craton.ml.kernels import elementwise
+from craton.ml.kernels.serving import SharedPrefixes, paged, shared_prefix
 from craton.ml.kernels.triton import launch
+from craton.ml.serving.device.shared_prefix import group_numbers, shared_prefixes
+from craton.ml.serving.schedule import PrefixGroups
 
 PAGE, HEAD_DIM, KV_HEADS = 16, 128, 8
 HIDDEN, FFN_HIDDEN, VOCABULARY = 4096, 14336, 128256  # of the 8B shape
@@ -106,12 +110,12 @@ def ragged(requests: int, shortest: int = 100, longest: int = 1300) -> list[int]
 @contextmanager
 def twins() -> Iterator[None]:
     """Use plain PyTorch for the operations of `paged` inside this context."""
-    fused = kernels.is_fused
-    kernels.is_fused = lambda _: False
+    fused = elementwise.is_fused
+    elementwise.is_fused = lambda _: False
     try:
         yield
     finally:
-        kernels.is_fused = fused
+        elementwise.is_fused = fused
 
 
 def check(name: str, compute: Callable[[], tuple[Tensor, ...]]) -> None:
@@ -162,6 +166,28 @@ def check_attention(cache: Tensor, table: Tensor, lengths: list[int]) -> None:
 
     for window in (0, 300):
         check(f"prefill {cache.dtype}, window {window}", partial(filled, window))
+    query, prefixes = normal(len(lengths), 32, HEAD_DIM), share(table, lengths)
+
+    def decoded_together() -> tuple[Tensor]:
+        return (shared_prefix.shared_decode_attention(query, cache, table, rows, sizes, prefixes, longest=2048),)
+
+    check(f"decode with shared prefixes {cache.dtype}", decoded_together)
+
+
+def share(table: Tensor, lengths: list[int]) -> SharedPrefixes:
+    """Let the longer half of the requests begin with common blocks, in two groups."""
+    order = sorted(range(len(lengths)), key=lambda request: -lengths[request])[: len(lengths) // 2]
+    groups = [members for members in (order[::2], order[1::2]) if len(members) > 1]
+    tokens = [min(lengths[member] - 1 for member in members) // PAGE * PAGE for members in groups]
+    for members, shared in zip(groups, tokens, strict=True):
+        table[members, : shared // PAGE] = table[members[0], : shared // PAGE]
+    found = PrefixGroups(
+        np.asarray([member for members in groups for member in members], np.int32),
+        np.cumsum([len(members) for members in groups], dtype=np.int32),
+        np.asarray([members[0] for members in groups], np.int32),
+        np.asarray(tokens, np.int32),
+    )
+    return shared_prefixes(torch.from_numpy(group_numbers(found, len(lengths))).cuda(), len(lengths))
 
 
 def check_products(rows: int) -> None:
@@ -228,6 +254,27 @@ def decode() -> None:
     ):
         call = decode_call(lengths, layers, group, longest)
         report(f"decode, {name}", seconds_of(call), sum(lengths) * KV_HEADS * HEAD_DIM * 2 * 2)
+    for group in (4, 2):
+        call = shared_call(64, 4096, 512, 16, group)
+        read_bytes = (4096 + 64 * 512) * KV_HEADS * HEAD_DIM * 2 * 2
+        report(f"decode, 64 requests of 512 after 4096 shared, {8 * group} heads", seconds_of(call), read_bytes)
+
+
+def shared_call(requests: int, shared: int, own: int, layers: int, group: int) -> Callable[[int], Tensor]:
+    """All requests begin with the same blocks."""
+    cache, tables = paged_cache([shared, *[own] * requests], layers)
+    table = torch.zeros(requests, (shared + own) // PAGE, dtype=torch.int32, device="cuda")
+    table[:, : shared // PAGE] = tables[0, : shared // PAGE]
+    table[:, shared // PAGE :] = tables[1:, : own // PAGE]
+    rows, sizes = torch.arange(requests, device="cuda").int(), integers(*[shared + own] * requests)
+    every = np.arange(requests, dtype=np.int32)
+    one = (np.asarray([number], np.int32) for number in (requests, 0, shared))
+    numbers = torch.from_numpy(group_numbers(PrefixGroups(every, *one), requests)).cuda()
+    prefixes = shared_prefixes(numbers, requests)
+    query = normal(requests, KV_HEADS * group, HEAD_DIM)
+    return lambda index: shared_prefix.shared_decode_attention(
+        query, cache[:, index % layers], table, rows, sizes, prefixes, longest=shared + own
+    )
 
 
 def decode_call(lengths: list[int], layers: int, group: int, longest: int) -> Callable[[int], Tensor]:

@@ -24,5 +24,7 @@ if TYPE_CHECKING:
         store,
         store_rotated,
     )
+    from craton.ml.kernels.serving.shared_prefix import plain_shared_decode_attention, shared_decode_attention
+    from craton.ml.kernels.shared_prefixes import SharedPrefixes
 else:
     __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

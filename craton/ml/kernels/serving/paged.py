@@ -160,7 +160,7 @@ def plain_decode_attention(
 ) -> Tensor:
     """`decode_attention` in plain PyTorch."""
     del longest  # only kernels need it
-    key, value = _gather(cache, table[rows.long()], lengths, query.dtype)
+    key, value = gather_blocks(cache, table[rows.long()], lengths, query.dtype)
     places = lengths[:, None] - queries + torch.arange(queries, device=query.device)
     mixed = _attend(query.unflatten(0, (-1, queries)), key, value, places, scale, window)
     return mixed.flatten(0, 1)
@@ -183,7 +183,7 @@ def plain_prefill_attention(
     bounds = offsets.tolist()
     for request, (begin, end) in enumerate(pairwise(bounds)):
         one = slice(request, request + 1)
-        key, value = _gather(cache, table[rows[one].long()], lengths[one], query.dtype)
+        key, value = gather_blocks(cache, table[rows[one].long()], lengths[one], query.dtype)
         places = lengths[one, None] - (end - begin) + torch.arange(end - begin, device=query.device)
         mixed[begin:end] = _attend(query[None, begin:end], key, value, places, scale, window)[0]
     return mixed
@@ -295,7 +295,7 @@ def _mix(number: Tensor) -> Tensor:
     return number ^ number >> 16
 
 
-def _gather(cache: Tensor, table: Tensor, lengths: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def gather_blocks(cache: Tensor, table: Tensor, lengths: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return keys and values [requests, kv_heads, longest, head_dim] of the requests with the blocks table [requests,
     pages], zero beyond a request's length."""
     page, longest = cache.shape[3], int(lengths.max())

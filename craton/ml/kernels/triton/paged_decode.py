@@ -5,6 +5,9 @@ whole number of pieces per slot. So ragged lengths, few requests and many reques
 decides nothing. A head in one piece is done when its program ends. Otherwise each piece stores a partial result with
 the maximum and the sum of its softmax, and a second kernel merges them. The heads that share a key/value head, times
 the queries of a request, are the rows of one matmul.
+
+Of requests in a group with a shared prefix, these kernels do the second half: a request's pieces begin after the shared
+tokens, always leave partial results, and are merged with those of the prefix (`paged_shared`).
 """
 
 from __future__ import annotations
@@ -14,7 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from craton.ml.kernels.shared_prefixes import SharedPrefixes
 from craton.ml.kernels.triton.launch import launch_options, processors, request_bound, wait_for_inputs
+from craton.ml.kernels.triton.paged_shared import attend_prefixes, pick, plan_prefixes
 
 # (keys of a tile, warps, stages of the pipeline, programs a multiprocessor runs) for keys of up to 256 bytes, and wider
 NARROW, WIDE = (64, 4, 3, 3), (32, 4, 3, 3)
@@ -29,6 +34,7 @@ LOG2_E = 1.4426950408889634
 @triton.jit
 def _plan(
     lengths,
+    skipped,
     requests,
     places,
     rounds,
@@ -39,18 +45,22 @@ def _plan(
     LARGE: tl.constexpr,
     REQUESTS: tl.constexpr,
     BLOCK: tl.constexpr,
+    SHARED: tl.constexpr,
 ):
-    """For each request: its length, the first visible tile, the number of tiles from there, the pieces per head, and
-    where its pieces end in the numbering of all.
+    """For each request: its length, the token at which tiles begin (after those that its group shares), the first
+    visible tile, the number of tiles from there, the pieces per head, and where its pieces end in the numbering of all.
 
     The GPU has `places` slots for pieces; with at most `rounds` pieces per slot, they are as large as that allows.
     """
     request = tl.arange(0, REQUESTS)
     length = tl.load(lengths + request, mask=request < requests, other=0)
     first = length * 0
+    origin = first
+    if SHARED:
+        origin = tl.load(skipped + request, mask=request < requests, other=0)
     if WINDOW > 0:
         first = tl.maximum(length - QUERIES - WINDOW + 1, 0) // BLOCK
-    tiles = tl.cdiv(length, BLOCK) - first
+    tiles = tl.cdiv(length - origin, BLOCK) - first
     if WHOLE:
         pieces = (request < requests).to(tl.int32)
     else:
@@ -58,21 +68,32 @@ def _plan(
         rounds = tl.minimum(tl.maximum(total // (places * LARGE), 1), rounds)
         size = tl.cdiv(total, places * rounds)
         pieces = tl.maximum((tiles + size // 2) // size, (request < requests).to(tl.int32))
-    return length, first, tiles, pieces, tl.cumsum(pieces, 0) * KV_HEADS
+    return length, origin, first, tiles, pieces, tl.cumsum(pieces, 0) * KV_HEADS
 
 
 @triton.jit
-def _pick(values, index, REQUESTS: tl.constexpr):
-    return tl.sum(tl.where(tl.arange(0, REQUESTS) == index, values, 0), 0)
+def _add(largest, summed, mixed, partial, partial_sums, slot, live, DIM: tl.constexpr):
+    """Add the partial results in these slots to one with this maximum, sum and weighted values."""
+    theirs = tl.load(partial_sums + 2 * slot, mask=live, other=float("-inf"))
+    sums = tl.load(partial_sums + 2 * slot + 1, mask=live, other=0.0)
+    values = tl.load(partial + slot[:, None] * DIM + tl.arange(0, DIM)[None, :], mask=live[:, None], other=0.0)
+    new_largest = tl.maximum(largest, tl.max(theirs, 0))
+    shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+    fading = tl.exp2(largest - shift)
+    weights = tl.exp2(theirs - shift)
+    summed = summed * fading + tl.sum(sums * weights, 0)
+    mixed = mixed * fading + tl.sum(values * weights[:, None], 0)
+    return new_largest, summed, mixed
 
 
-@triton.jit(do_not_specialize=["requests", "rounds"], do_not_specialize_on_alignment=["rows", "lengths"])
+@triton.jit(do_not_specialize=["requests", "rounds"], do_not_specialize_on_alignment=["rows", "lengths", "skipped"])
 def _attend(
     query,
     cache,
     table,
     rows,
     lengths,
+    skipped,
     out,
     partial,
     partial_sums,
@@ -99,29 +120,35 @@ def _attend(
     REQUESTS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    SHARED: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     # Lengths, rows and table are older than the previous kernel, which stored this step's keys: no need to wait.
     program = tl.program_id(0)
-    length, first, tiles, pieces, ends = _plan(
-        lengths, requests, places, rounds, KV_HEADS, QUERIES, WINDOW, WHOLE, LARGE, REQUESTS, BLOCK
+    length, origin, first, tiles, pieces, ends = _plan(
+        lengths, skipped, requests, places, rounds, KV_HEADS, QUERIES, WINDOW, WHOLE, LARGE, REQUESTS, BLOCK, SHARED
     )
     number = tl.arange(0, REQUESTS)
     table_row = tl.load(rows + number, mask=number < requests, other=0)
     request = tl.sum((ends <= program).to(tl.int32), 0)
     within = program - tl.max(tl.where(ends <= program, ends, 0), 0)
     live = request < requests
-    length = _pick(length, request, REQUESTS)
-    first = _pick(first, request, REQUESTS)
-    tiles = _pick(tiles, request, REQUESTS)
-    pieces = tl.maximum(_pick(pieces, request, REQUESTS), 1)
-    blocks = table + _pick(table_row, request, REQUESTS).to(tl.int64) * table_stride
+    length = pick(length, request, REQUESTS)
+    first = pick(first, request, REQUESTS)
+    tiles = pick(tiles, request, REQUESTS)
+    pieces = tl.maximum(pick(pieces, request, REQUESTS), 1)
+    blocks = table + pick(table_row, request, REQUESTS).to(tl.int64) * table_stride
     head = within // pieces
     piece = within % pieces
     begin = first + piece * tiles // pieces
     end = first + (piece + 1) * tiles // pieces
     column = tl.arange(0, BLOCK)
     place = begin * BLOCK + column
+    is_whole = pieces == 1
+    if SHARED:
+        origin = pick(origin, request, REQUESTS)
+        place += origin
+        is_whole = is_whole & (origin == 0)
     block = tl.load(blocks + place // PAGE, mask=place < length, other=0)
     wait_for_inputs(EARLY)
     if not live:
@@ -161,7 +188,7 @@ def _attend(
         largest = new_largest
         place += BLOCK
     total = tl.sum(summed, 1)
-    if pieces == 1:
+    if is_whole:
         target = out + (token * (KV_HEADS * GROUP) + query_head)[:, None] * HEAD_DIM + dim[None, :]
         result = mixed / tl.where(total > 0, total, 1.0)[:, None]
         tl.store(target, result.to(out.dtype.element_ty), mask=row_live[:, None] & dim_live)
@@ -172,15 +199,25 @@ def _attend(
         tl.store(partial_sums + 2 * slot + 1, total, mask=row_live)
 
 
-@triton.jit(do_not_specialize=["requests", "rounds"], do_not_specialize_on_alignment=["lengths"])
+@triton.jit(
+    do_not_specialize=["requests", "rounds"],
+    do_not_specialize_on_alignment=["lengths", "skipped", "member_places", "group_ends", "group_tokens"],
+)
 def _merge(
     lengths,
+    skipped,
+    member_places,
+    group_ends,
+    group_tokens,
     out,
     partial,
     partial_sums,
+    prefix_partial,
+    prefix_sums,
     requests,
     places,
     rounds,
+    prefix_places,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     QUERIES: tl.constexpr,
@@ -192,20 +229,28 @@ def _merge(
     REQUESTS: tl.constexpr,
     BLOCK: tl.constexpr,
     STEP: tl.constexpr,
+    SHARED: tl.constexpr,
+    GROUPS: tl.constexpr,
+    PREFIX_ROWS: tl.constexpr,
+    PREFIX_BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     request = tl.program_id(0) // KV_HEADS
     head = tl.program_id(0) % KV_HEADS
     row = tl.program_id(1)
-    _, _, _, pieces, ends = _plan(
-        lengths, requests, places, rounds, KV_HEADS, QUERIES, WINDOW, WHOLE, LARGE, REQUESTS, BLOCK
+    _length, _origin, _first, _tiles, pieces, ends = _plan(
+        lengths, skipped, requests, places, rounds, KV_HEADS, QUERIES, WINDOW, WHOLE, LARGE, REQUESTS, BLOCK, SHARED
     )
-    pieces = _pick(pieces, request, REQUESTS)
-    begin = _pick(ends, request, REQUESTS) - (KV_HEADS - head) * pieces
+    pieces = pick(pieces, request, REQUESTS)
+    begin = pick(ends, request, REQUESTS) - (KV_HEADS - head) * pieces
+    is_partial = pieces > 1
+    if SHARED:
+        member = tl.load(member_places + request)
+        is_partial = is_partial | (member >= 0)
     # A program without work may end early, but not all of them: the next kernel waits only for the end of this one.
-    if (pieces > 1) | (tl.program_id(0) == 0):
+    if is_partial | (tl.program_id(0) == 0):
         wait_for_inputs(EARLY)
-    if pieces > 1:
+    if is_partial:
         dim = tl.arange(0, DIM)
         largest = tl.full([1], float("-inf"), tl.float32)
         summed = tl.zeros([1], tl.float32)
@@ -214,16 +259,24 @@ def _merge(
             piece = start + tl.arange(0, STEP)
             live = piece < pieces
             slot = (begin + piece) * (GROUP * QUERIES) + row
-            theirs = tl.load(partial_sums + 2 * slot, mask=live, other=float("-inf"))
-            sums = tl.load(partial_sums + 2 * slot + 1, mask=live, other=0.0)
-            values = tl.load(partial + slot[:, None] * DIM + dim[None, :], mask=live[:, None], other=0.0)
-            new_largest = tl.maximum(largest, tl.max(theirs, 0))
-            shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
-            fading = tl.exp2(largest - shift)
-            weights = tl.exp2(theirs - shift)
-            summed = summed * fading + tl.sum(sums * weights, 0)
-            mixed = mixed * fading + tl.sum(values * weights[:, None], 0)
-            largest = new_largest
+            largest, summed, mixed = _add(largest, summed, mixed, partial, partial_sums, slot, live, DIM)
+        if SHARED:  # noqa: SIM102 (known when compiled; without it `member` does not exist)
+            if member >= 0:
+                first, _end, _tokens, query_tiles, splits, program_ends = plan_prefixes(
+                    group_ends, group_tokens, prefix_places, KV_HEADS, GROUP, PREFIX_ROWS, PREFIX_BLOCK, GROUPS
+                )
+                group = tl.sum((tl.load(group_ends + tl.arange(0, GROUPS)) <= member).to(tl.int32), 0)
+                query_tiles = pick(query_tiles, group, GROUPS)
+                splits = pick(splits, group, GROUPS)
+                program = pick(program_ends, group, GROUPS) - (KV_HEADS - head) * splits * query_tiles
+                entry = (member - pick(first, group, GROUPS)) * GROUP + row
+                program += entry // PREFIX_ROWS
+                for start in range(0, splits, STEP):
+                    split = start + tl.arange(0, STEP)
+                    slot = (program + split * query_tiles).to(tl.int64) * PREFIX_ROWS + entry % PREFIX_ROWS
+                    largest, summed, mixed = _add(
+                        largest, summed, mixed, prefix_partial, prefix_sums, slot, split < splits, DIM
+                    )
         token = request.to(tl.int64) * QUERIES + row // GROUP
         target = out + (token * (KV_HEADS * GROUP) + head * GROUP + row % GROUP) * HEAD_DIM + dim
         result = mixed / tl.where(summed > 0, summed, 1.0)
@@ -240,6 +293,7 @@ def attention(
     scale: float | None,
     window: int,
     longest: int,
+    shared: SharedPrefixes | None = None,
 ) -> Tensor:
     requests = rows.shape[0]
     _, heads, head_dim = query.shape
@@ -247,11 +301,12 @@ def attention(
     group = heads // kv_heads
     assert query.stride(2) == cache.stride(4) == table.stride(1) == 1
     assert query.shape[0] == requests * queries
+    assert shared is None or (queries == 1 and not window)
     dim = triton.next_power_of_2(head_dim)
     block, warps, stages, per_processor = NARROW if head_dim * query.element_size() <= 256 else WIDE
     places = processors(query.device) * per_processor
     tiles = triton.cdiv(longest, block)
-    whole = tiles <= WHOLE_TILES
+    whole = tiles <= WHOLE_TILES and shared is None
     all_heads = requests * kv_heads
     rounds = min(MAX_ROUNDS, max(1, all_heads * tiles // (places * LARGE_PIECE)))
     programs = all_heads if whole else min(all_heads * tiles, all_heads + places * rounds)
@@ -259,6 +314,9 @@ def attention(
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     partial = torch.empty(slots, group * queries, dim, dtype=torch.float32, device=query.device)
     partial_sums = torch.empty(slots, group * queries, 2, dtype=torch.float32, device=query.device)
+    scale_log2 = (head_dim**-0.5 if scale is None else scale) * LOG2_E
+    prefix = None if shared is None else attend_prefixes(query, cache, table, shared, scale_log2)
+    skipped = lengths if shared is None else shared.skipped
     options = {
         "KV_HEADS": kv_heads,
         "GROUP": group,
@@ -270,6 +328,7 @@ def attention(
         "LARGE": LARGE_PIECE,
         "REQUESTS": request_bound(requests),
         "BLOCK": block,
+        "SHARED": shared is not None,
         **launch_options(query),
     }
     _attend[(programs,)](
@@ -278,10 +337,11 @@ def attention(
         table,
         rows,
         lengths,
+        skipped,
         out,
         partial,
         partial_sums,
-        (head_dim**-0.5 if scale is None else scale) * LOG2_E,
+        scale_log2,
         requests,
         places,
         rounds,
@@ -296,15 +356,24 @@ def attention(
     )
     if not whole:
         step, merge_warps = FAST_MERGE if all_heads * group * queries <= places else LIGHT_MERGE
+        of_groups = (lengths,) * 3 if shared is None else (shared.places, shared.ends, shared.tokens)
         _merge[(all_heads, group * queries)](
             lengths,
+            skipped,
+            *of_groups,
             out,
             partial,
             partial_sums,
+            partial if prefix is None else prefix.partial,
+            partial_sums if prefix is None else prefix.sums,
             requests,
             places,
             rounds,
+            places if prefix is None else prefix.places,
             STEP=step,
+            GROUPS=1 if shared is None else len(shared.ends),
+            PREFIX_ROWS=1 if prefix is None else prefix.rows,
+            PREFIX_BLOCK=1 if prefix is None else prefix.block,
             num_warps=merge_warps,
             **options,
         )
