@@ -55,6 +55,14 @@ def serve(
             min=1, help="Speculative decoding: number of n-gram draft tokens \\[default: off].", show_default=False
         ),
     ] = None,
+    speculate_model: Annotated[
+        str | None,
+        typer.Option(help="Speculative decoding: draft model with the same tokenizer.", show_default=False),
+    ] = None,
+    speculate_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="Number of the draft model's tokens per step \\[default: auto].", show_default=False),
+    ] = None,
     adapter: Annotated[
         list[str] | None, typer.Option(help="LoRA adapter as NAME=FOLDER; repeatable.", show_default=False)
     ] = None,
@@ -65,6 +73,13 @@ def serve(
         str | None,
         typer.Option(
             help="Tool call format: auto, off, llama3, hermes, qwen3 or qwen3-coder \\[default: auto].",
+            show_default=False,
+        ),
+    ] = None,
+    strategy: Annotated[
+        str | None,
+        typer.Option(
+            help="Default strategy of test-time compute, e.g. vote:16 \\[default: none].",
             show_default=False,
         ),
     ] = None,
@@ -109,9 +124,10 @@ def serve(
         "kv_precision": kv_precision,
         "memory": memory,
         "host_memory": host_memory,
-        "speculate": None if speculate is None else {"ngram": speculate},
+        "speculate": _speculate(speculate, speculate_model, speculate_tokens),
         "adapters": _adapters(adapter) if adapter else None,
         "tool_parser": tool_parser,
+        "strategy": strategy,
         "api_keys": api_keys,
         "admin": admin or admin_key is not None or None,
         "admin_key": admin_key,
@@ -127,6 +143,11 @@ def serve(
     view = StartView(console, yes=yes, as_json=as_json)
     server = api.serve(model, name, **where, wait=False, watch=view, **given)
     follow_server(server, view.draft, console, detach=detach, as_json=as_json, owns=True)
+
+
+def _speculate(ngram: int | None, model: str | None, tokens: int | None) -> dict[str, object] | None:
+    given = {"ngram": ngram, "model": model, "tokens": tokens}
+    return {key: value for key, value in given.items() if value is not None} or None
 
 
 def _adapters(pairs: list[str]) -> dict[str, str]:

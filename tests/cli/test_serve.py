@@ -241,6 +241,30 @@ def test_dry_run_prints_the_job_and_starts_nothing(verbs: Verbs) -> None:
     assert not verbs.root.exists()
 
 
+def test_a_default_strategy_is_a_key_of_the_job(verbs: Verbs) -> None:
+    model = ("serve", "qwen3-0.6b", "--random-weights", "--dry-run")
+    draft = verbs.json(*model, "--strategy", "vote:16")
+    assert "kind: vote" in draft["files"]["job.yaml"]
+    assert "n: 16" in draft["files"]["job.yaml"]
+    refused = verbs(*model, "--strategy", "vote:0")
+    assert (refused.returncode, len(refused.stderr.splitlines())) == (2, 1)
+    assert "strategy.n: '0' is not a whole number from 1 to 1024" in refused.stderr
+
+
+def test_a_draft_model_is_chosen_and_planned(verbs: Verbs) -> None:
+    model = ("serve", "llama-3.1-8b", "--random-weights", "--dry-run", "--cluster", "p5en.48xlarge x 1")
+    draft = verbs.json(*model, "--speculate-model", "llama-3.2-1b", "--speculate-tokens", "3")
+    written = verbs.folder / "written.yaml"
+    written.write_text(draft["files"]["job.yaml"])
+    job = load_job(written)
+    assert job.serve is not None
+    assert (job.serve.draft_model, job.serve.draft_tokens, job.serve.draft_auto) == ("llama-3.2-1b", 3, False)
+    assert json.loads(draft["files"]["plan.json"])["speculation"]["draft_tokens"] == 3
+    both = verbs(*model, "--speculate", "2", "--speculate-model", "llama-3.2-1b")
+    assert both.returncode == 2
+    assert "draft tokens come from ngram or from model; remove one of them" in both.stderr
+
+
 @pytest.mark.slow
 def test_a_terminal_shows_one_line_that_lives(verbs: Verbs) -> None:
     arguments = ["serve", "qwen3-0.6b", "--random-weights", "--port", str(free_port())]

@@ -9,6 +9,7 @@ import pytest
 
 from craton.errors import CratonError
 from craton.job import check_job, dump_job, make_job, parse_job
+from craton.job.sections.strategy import VoteStrategy
 from craton.telemetry import RunDirectory
 
 JOB = "name: llama\nkind: serve\nmodel: llama-3.1-8b\ncluster: p5en.48xlarge x 1\n"
@@ -30,6 +31,7 @@ serve:
   adapters: {sql: adapters/sql}
   max_adapters: 4
   max_adapter_rank: 64
+  shared_prefix: off
   backend: triton
   tool_parser: llama3
   reasoning_parser: think
@@ -82,6 +84,17 @@ def test_nothing_that_must_be_said() -> None:
     assert parse_job(dump_job(job)) == job
 
 
+def test_a_draft_model() -> None:
+    for text, tokens, is_auto in (("", 8, True), (", tokens: auto", 8, True), (", tokens: 5", 5, False)):
+        job = parse_job(JOB + f"serve: {{speculate: {{model: llama-3.2-1b{text}}}}}\n")
+        serve = job.serve
+        assert serve is not None
+        assert (serve.draft_model, serve.draft_tokens, serve.draft_auto) == ("llama-3.2-1b", tokens, is_auto)
+        assert job.draft_shape is not None
+        assert job.draft_shape.layers == 16
+        assert parse_job(dump_job(job)) == job
+
+
 def test_the_summary_names_ranks_and_precision() -> None:
     assert str(check_job(parse_job(JOB + "layout: {tp: 2}\n"), 8)) == (
         "llama (serve) · llama-3.1-8b, 8.03B parameters · p5en.48xlarge x 1 = 8 GPUs · layout tp 2 · bf16"
@@ -96,9 +109,19 @@ PROBLEMS = [
     (
         "serve: {speculate: {ngrams: 2}}\n",
         5,
-        "key 'ngrams' is not known under serve.speculate; allowed: ngram; did you",
+        "key 'ngrams' is not known under serve.speculate; allowed: ngram, model, tokens; did you",
     ),
     ("serve: {speculate: 4}\n", 5, "serve.speculate: 4 is not allowed; write off, or the draft method"),
+    ("serve: {speculate: {}}\n", 5, "serve.speculate: give ngram or model"),
+    ("serve: {speculate: {ngram: 2, model: llama-3.2-1b}}\n", 5, "draft tokens come from ngram or from model"),
+    ("serve: {speculate: {ngram: 2, tokens: 3}}\n", 5, "serve.speculate: tokens applies to model"),
+    ("serve: {speculate: {model: llama-3.2-1b, tokens: 17}}\n", 5, "tokens: 17 is not a whole number from 1 to 16"),
+    ("serve: {speculate: {model: ./nowhere}}\n", 5, "serve.speculate.model"),
+    (
+        "serve: {speculate: {model: qwen3-0.6b}}\n",
+        5,
+        "the draft model's vocabulary of 151,936 tokens exceeds the model's, 128,256; use a draft model with the same",
+    ),
     ("serve: {port: 70000}\n", 5, "serve.port: 70000 is not a whole number from 1 to 65535"),
     ("serve: {host: 'http://me'}\n", 5, "serve.host: 'http://me' is not an address to listen on"),
     ("serve: {memory: 90}\n", 5, "serve.memory: 90 is not a fraction of the GPU memory"),
@@ -116,12 +139,27 @@ PROBLEMS = [
         5,
         "serve.backend: 'flash3' was removed because it was never run on a GPU; allowed: auto, torch, triton",
     ),
+    ("serve: {shared_prefix: onn}\n", 5, "serve.shared_prefix: 'onn' is not allowed; allowed: auto, on, off; did you"),
     ("serve: {backend: flashinfer}\n", 5, "serve.backend: 'flashinfer' was removed because it was never run"),
     ("serve: {backend: tritn}\n", 5, "serve.backend: 'tritn' is not allowed; allowed: auto, torch, triton; did you"),
     ("serve: {api_keys: 'my key'}\n", 5, "'my key' is not a valid name of an environment variable"),
     ("serve: {served_name: ' '}\n", 5, "the name is empty; write the model name that clients use"),
     ("serve:\n  adapters: {sql: nowhere}\n", 6, "'nowhere' contains no adapter (adapter_config.json is missing)"),
     ("serve: {adapters: [a]}\n", 5, "serve.adapters: ['a'] is not a mapping"),
+    ("serve: {strategy: 'vote:0'}\n", 5, "serve.strategy.n: '0' is not a whole number from 1 to 1024"),
+    ("serve: {strategy: 'wote:4'}\n", 5, "'wote' is not a strategy; allowed: vote, best_of, beam, tree, budget"),
+    ("serve: {strategy: {kind: vote, max_dollars: 1}}\n", 5, "no prices, so max_dollars cannot be enforced"),
+    ("serve: {strategy: 'best_of:4:maths', verifiers: {math: math}}\n", 5, "no verifier is called 'maths'"),
+    ("serve: {strategy: 'vote:40', strategies: {max_n: 20}}\n", 5, "40 is above this server's maximum of 20"),
+    ("serve: {verifiers: {tests: code}}\n", 5, "a request must not bring code"),
+    ("serve: {verifiers: {rm: {model: /rm}}}\n", 5, "a reward model cannot be used here"),
+    ("serve: {verifiers: {logprobs: math}}\n", 5, "'logprobs' is not a name for a verifier"),
+    ("serve: {verifiers: {a: {verifier: maths}}}\n", 5, "'maths' is not a verifier"),
+    (
+        "serve: {host: 0.0.0.0, api_keys: KEYS, verifiers: {a: math}, verify: {sandbox: off}}\n",
+        5,
+        "serve: verify.sandbox off is refused on 0.0.0.0, which other machines can reach",
+    ),
     ("layout: {tp: 2, fsdp: 4}\n", 5, "layout: fsdp does not apply to a server: gathering weights"),
     ("layout: {replicate: 2}\n", 5, "start another server on another port"),
     ("layout: {pp: 2}\n", 5, "layout: pp does not apply to a server"),
@@ -141,6 +179,20 @@ def test_every_mistake_is_told_with_its_line(text: str, line: int, message: str)
     assert str(caught.value).startswith(f"job.yaml:{line}: ")
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_strategies_and_verifiers_of_a_server() -> None:
+    text = (
+        "serve:\n  strategy: vote:16\n  strategies: {max_n: 64, max_tokens: 20000}\n"
+        "  verifiers: {m: math, j: {verifier: judge, endpoint: {url: 'http://judge:8000', key: JUDGE_KEY}}}\n"
+    )
+    serve = parse_job(JOB + text).serve
+    assert serve is not None
+    assert isinstance(serve.strategy, VoteStrategy)
+    assert (serve.strategy.n, serve.strategies.max_n) == (16, 64)
+    assert list(serve.verifiers) == ["m", "j"]
+    job = parse_job(JOB + text)
+    assert parse_job(dump_job(job)) == job, "a run reads what the job was"
 
 
 def test_names_do_not_meet(adapters: Path) -> None:

@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal, Self, get_args
 
 from pydantic import BeforeValidator, Field, PlainValidator, ValidationInfo, model_validator
 
+from craton.http_guard import is_loopback
 from craton.job.document import (
     KeyConflictError,
     Section,
@@ -21,21 +23,40 @@ from craton.job.document import (
     parse_token_count,
     whole_number,
 )
+from craton.job.errors import StrategyError
+from craton.job.model import is_function, parse_model, run_folder
+from craton.job.sections.posttraining import RewardTerm, VerifySection
 from craton.job.sections.recover import Wait
+from craton.job.sections.strategy import LOGPROBS, StrategyBounds, StrategySpec, check_score
 from craton.nearest import did_you_mean
 
 ServedPrecision = Literal["bf16", "fp8", "fp32"]
 KvPrecision = Literal["auto", "fp8"]
 AttentionBackend = Literal["auto", "torch", "triton"]
+SharedPrefix = Literal["auto", "on", "off"]
 ToolParser = Literal["auto", "off", "llama3", "hermes", "qwen3", "qwen3-coder"]
 ReasoningParser = Literal["off", "think"]
 
 DEFAULT_RUNNING = 256  # concurrent requests, if `max_running` is auto
 DEFAULT_LENGTH = 4096  # tokens of prompt plus output, if neither `max_length` nor the model gives a limit
 DEFAULT_CHUNK_TOKENS = 2048  # tokens per step, if `chunk_tokens` is auto
+MAX_DRAFT_TOKENS = 16  # of a draft model, per request and step
+MAX_AUTO_TOKENS = 8  # the largest number that `tokens: auto` chooses
 ADAPTER_CONFIG = "adapter_config.json"  # marks a folder with an adapter, as PEFT writes it
 
 REMOVED_BACKENDS = ("flash3", "flashinfer")  # attention backends removed in November 2026
+
+VERIFIER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
+NOT_AT_A_SERVER = {
+    "model": (
+        "a reward model cannot be used here, because the front end has no torch; serve it elsewhere and name it as "
+        "verifier: judge, or use it with python: package.module:function"
+    ),
+    "code": (
+        "verifier code runs the tests of a data row, and a request must not bring code; use python: "
+        "package.module:function, or `craton eval`"
+    ),
+}
 
 # Layout keys for training only, and what to use for a server instead.
 NOT_OF_A_SERVER = {
@@ -111,7 +132,40 @@ def _parse_speculate(value: object, info: ValidationInfo) -> Speculate | None:
     if isinstance(value, dict):
         return Speculate.parse(value, info)
     near = did_you_mean(str(value), ("off",))
-    raise ValueError(f"{value!r} is not allowed; write off, or the draft method, e.g. {{ngram: 4}}{near}")
+    raise ValueError(
+        f"{value!r} is not allowed; write off, or the draft method, e.g. {{ngram: 4}} or {{model: ./small-model}}{near}"
+    )
+
+
+def _parse_draft_model(value: object, info: ValidationInfo) -> str | None:
+    """Return the draft model as a preset, Hub id, URL or absolute path; its config must be readable."""
+    if value is None:
+        return None
+    model = parse_model(value, info)
+    if not isinstance(model, str) or is_function(model) or run_folder(model) is not None:
+        raise ValueError(f"{value!r} cannot draft; give a model folder or a Hub id that is in the local cache")
+    return model
+
+
+def _parse_verifiers(value: object, info: ValidationInfo) -> object:
+    """Return name → term; requests call them by these names."""
+    if not isinstance(value, dict):
+        return value
+    result = {}
+    for name, term in value.items():
+        if not isinstance(name, str) or not VERIFIER_NAME.fullmatch(name) or name == LOGPROBS:
+            raise KeyConflictError(
+                f"serve.verifiers: {name!r} is not a name for a verifier; use letters, digits, '.', '_' and '-', and "
+                f"not {LOGPROBS}",
+                (str(name),),
+            )
+        if isinstance(term, str):
+            term = {"python": term} if is_function(term) else {"verifier": term}
+        parsed = term if isinstance(term, RewardTerm) else RewardTerm.parse(term, info)
+        if parsed.model is not None or parsed.verifier == "code":
+            raise KeyConflictError(f"serve.verifiers: {NOT_AT_A_SERVER[parsed.verifier or 'model']}", (name,))
+        result[name] = parsed
+    return result
 
 
 Auto = Annotated[int | None, PlainValidator(_auto_or(whole_number(1)))]
@@ -121,7 +175,25 @@ AutoTokens = Annotated[int | None, PlainValidator(_auto_or(parse_token_count))]
 class Speculate(Section):
     """Speculative decoding: draft tokens are verified together, which does not change the output."""
 
-    ngram: Size  # number of draft tokens, copied from after an earlier occurrence of the last tokens
+    ngram: Size | None = None  # number of draft tokens, copied from after an earlier occurrence of the last tokens
+    model: Annotated[str | None, BeforeValidator(_parse_draft_model)] = None  # a smaller one with the same tokenizer
+    tokens: Annotated[int | None, PlainValidator(_auto_or(whole_number(1, MAX_DRAFT_TOKENS)))] = None  # of the model
+
+    @model_validator(mode="after")
+    def _has_one_method(self) -> Self:
+        if self.ngram is None and self.model is None:
+            raise KeyConflictError("serve.speculate: give ngram or model")
+        if self.ngram is not None and self.model is not None:
+            raise KeyConflictError(
+                "serve.speculate: draft tokens come from ngram or from model; remove one of them",
+                ("ngram",),
+                ("model",),
+            )
+        if self.tokens is not None and self.model is None:
+            raise KeyConflictError(
+                "serve.speculate: tokens applies to model; the number of n-gram draft tokens is ngram", ("tokens",)
+            )
+        return self
 
 
 class Serve(Section):
@@ -147,15 +219,21 @@ class Serve(Section):
         None  # auto: the number of `adapters`
     )
     max_adapter_rank: Auto = None  # auto: the largest rank in `adapters`
+    shared_prefix: SharedPrefix = "auto"  # attention reads common beginnings of requests once; auto: on a CPU
     backend: Annotated[AttentionBackend, BeforeValidator(_parse_backend)] = "auto"
     tool_parser: ToolParser = "auto"
     reasoning_parser: ReasoningParser = "off"
     api_keys: Variable | None = None  # variable in the caller's environment that holds the keys, separated by commas
+    standby: bool = False  # keep a fork server, so that a rank which dies is back in about a second
     admin: bool = False  # enable the admin API: pause, sleep, change weights and adapters
     admin_key: Variable | None = None  # variable that holds the admin key; None: generate a key for the run
     drain: Wait = 30.0  # seconds for open requests at a stop
     initialize: Literal["auto", "random"] = "auto"  # random: for benchmarks
     seed: Whole = 0  # of random weights
+    strategy: StrategySpec | None = None  # default of requests that name none
+    strategies: StrategyBounds = StrategyBounds()  # of every request
+    verifiers: Annotated[dict[str, RewardTerm], BeforeValidator(_parse_verifiers)] = Field(default_factory=dict)
+    verify: VerifySection = VerifySection()  # limits of the verifiers
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
@@ -183,6 +261,29 @@ class Serve(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _thinks_safely(self) -> Self:
+        if self.verifiers and self.verify.sandbox == "off" and not is_loopback(self.host):
+            raise KeyConflictError(
+                f"serve: verify.sandbox off is refused on {self.host}, which other machines can reach; remove it, or "
+                "listen on 127.0.0.1",
+                ("verify", "sandbox"),
+                ("host",),
+            )
+        if self.strategy is None:
+            return self
+        if self.strategy.max_dollars is not None:
+            raise KeyConflictError(
+                "serve: a strategy of our own server has no prices, so max_dollars cannot be enforced; use max_tokens",
+                ("strategy",),
+            )
+        try:
+            check_score(self.strategy, self.verifiers, "serve.strategy")
+            self.strategies.bound(self.strategy, "serve.strategy")
+        except StrategyError as error:
+            raise KeyConflictError(str(error), ("strategy",), ("strategies",)) from None
+        return self
+
     @property
     def adapter_slots(self) -> int:
         """Number of adapters that can be loaded at the same time."""
@@ -190,8 +291,19 @@ class Serve(Section):
 
     @property
     def draft_tokens(self) -> int:
-        """Number of draft tokens; 0: no speculative decoding."""
-        return self.speculate.ngram if self.speculate else 0
+        """Number of draft tokens, or its maximum if it is auto; 0: no speculative decoding."""
+        if self.speculate is None:
+            return 0
+        return self.speculate.ngram or self.speculate.tokens or MAX_AUTO_TOKENS
+
+    @property
+    def draft_model(self) -> str | None:
+        return self.speculate.model if self.speculate else None
+
+    @property
+    def draft_auto(self) -> bool:
+        """Whether the number of a draft model's tokens is chosen from its acceptance."""
+        return self.draft_model is not None and self.speculate is not None and self.speculate.tokens is None
 
     @property
     def running(self) -> int:

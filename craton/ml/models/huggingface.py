@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from craton.job import Job, ModelError
-from craton.job.model import ModelShape, load_config, model_from_config
+from craton.job.model import SCORED, ModelShape, is_reward_model, load_config, model_from_config
 from craton.ml.models.config import DecoderConfig, Heads, RoutingConfig
 from craton.ml.models.rope import RopeConfig
 from craton.remote import is_url
@@ -35,7 +35,6 @@ _ARCHITECTURES = {
     "mixtral": "MixtralForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
 }
-_SCORED = "ForSequenceClassification"  # ends the architecture of a reward model
 _BIAS_UPDATE_KEY = "router_bias_update"  # ours; transformers keeps unknown fields
 _HUB_FILES = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
 
@@ -112,7 +111,7 @@ def config_to_huggingface(config: DecoderConfig) -> dict[str, Any]:
     if family != "qwen2":
         fields["attention_bias"] = False
     if not config.has_token_head:
-        architecture = _ARCHITECTURES[family].replace("ForCausalLM", _SCORED)
+        architecture = _ARCHITECTURES[family].replace("ForCausalLM", SCORED)
         labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}, "num_labels": 1}
         fields |= {"architectures": [architecture], "problem_type": "regression", **labels}
     fields |= _window_fields(shape, family)
@@ -242,7 +241,7 @@ def _read(config: Mapping[str, Any], source: str, name: str) -> DecoderConfig:
 
 def _heads(config: Mapping[str, Any], source: str) -> Heads:
     """Return the head of the class that wrote the folder; a classifier must have one label."""
-    if not any(str(name).endswith(_SCORED) for name in config.get("architectures") or ()):
+    if not is_reward_model(config):
         return "tokens"
     labels = config.get("num_labels") or len(config.get("id2label") or range(2))  # transformers' default is 2
     if labels != 1:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import os
 import signal
 import socket
@@ -42,13 +43,14 @@ from craton.ml.serving.engine import (
     measure_peaks,
     tell_failure,
 )
+from craton.ml.serving.forked_front import FRONT_MODULE, ForkedFront
 from craton.ml.serving.grammar import Grammars
 from craton.ml.serving.heartbeat import EngineHeartbeat, patience_of
 from craton.ml.serving.messages import Stats
 from craton.ml.serving.settings import EngineSettings
 from craton.ml.serving.wire import MessageLine, WireError
 from craton.ml.store import join_group_of_environment, leave_group
-from craton.planning.serving import Roofline, ServedModel
+from craton.planning.serving import Roofline, ServedModel, speculation_costs
 from craton.telemetry import RunDirectory
 from craton.telemetry.error_reports import report_exception
 from craton.telemetry.files import protect_output
@@ -56,8 +58,10 @@ from craton.telemetry.rank import Recorder, own_page
 
 TOOL_STYLES = {"off": "none", "llama3": "llama3_json", "qwen3": "hermes", "qwen3-coder": "qwen3_coder"}
 REASONING_STYLES = {"off": "none"}
+FRONT_KEYS = ("host", "strategy", "strategies", "verifiers", "verify")  # of `serve:`, for the front end
 FRONT_EXIT_SECONDS = 10.0
 RANK_BYTES = 4  # size of the rank number that a rank sends first
+PORT_SECONDS = 10.0  # that a front end waits for its port after a restart: the one before it ends in its own time
 FRONT_REFUSES = 2  # exit status of a front end that cannot start
 
 
@@ -72,7 +76,7 @@ class LoadProgress:
 class Front:
     """The front end's process and the connection to it."""
 
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | ForkedFront
     line: MessageLine
 
 
@@ -138,7 +142,7 @@ def serve(
     adapters = None
     if settings.adapter_slots:
         adapters = Adapters(served.model, settings.adapter_slots, settings.adapter_rank)
-    runner, settings, max_length = build_runner(served.model, settings, served.peers, adapters)
+    runner, settings, max_length = build_runner(served.model, settings, served.peers, adapters, served.draft)
     secret = run_secret(run)
     this = EngineRank(runner, adapters, rank, secret)
     slots = {name: this.load_adapter(name, path) for name, path in settings.adapters.items()}
@@ -155,7 +159,10 @@ def serve(
     assert front is not None
     group = TensorParallelGroup(this, _lines_to_others(world, secret))
     grammars = _grammars(served, runner.vocabulary)
-    engine = join_engine(group, runner, settings, max_length, served.stop_tokens, grammars, slots, Rates(floor))
+    draft_floor = _draft_floor(job, served, floor)
+    costs = None if draft_floor is None else speculation_costs(floor, draft_floor, is_cpu=device.type == "cpu")
+    rates = Rates(floor, draft_floor)
+    engine = join_engine(group, runner, settings, max_length, served.stop_tokens, grammars, slots, rates, costs)
     group.watch(lambda number: _lost(number, front))
     recorder.event("serving", stage="ready", kv_tokens=tokens, max_length=max_length)
     # These objects live as long as the process: freezing them keeps garbage collection during decode short.
@@ -184,7 +191,9 @@ def settings_of(job: Job, world: int = 1) -> EngineSettings:
         host_bytes=serve.host_memory // world,
         kv_precision=serve.kv_precision,
         backend=serve.backend,
+        shared_prefix=serve.shared_prefix,
         draft_tokens=serve.draft_tokens,
+        draft_auto=serve.draft_auto,
         adapters=serve.adapters,
         adapter_slots=serve.adapter_slots,
         adapter_rank=serve.max_adapter_rank or EngineSettings.adapter_rank,
@@ -204,6 +213,9 @@ def start_front(job: Job, run: RunDirectory) -> Front:
         *("--reasoning-parser", REASONING_STYLES.get(serve.reasoning_parser, serve.reasoning_parser)),
         *("--drain-seconds", str(serve.drain)),
     ]
+    command += ["--strategies", json.dumps(serve.model_dump(mode="json", include=set(FRONT_KEYS)))]
+    if int(os.environ.get("CRATON_GENERATION", "0")):
+        command += ["--port-seconds", str(PORT_SECONDS)]
     if tokenizer is not None:
         command += ["--model-folder", str(tokenizer)]
     if serve.max_waiting is not None:
@@ -219,6 +231,10 @@ def start_front(job: Job, run: RunDirectory) -> Front:
     if serve.api_keys is not None:
         environment["CRATON_API_KEYS"] = os.environ.get(serve.api_keys, "")
         command += ["--keys-of", serve.api_keys]
+    if FRONT_MODULE in sys.modules:  # of the fork server
+        forked = ForkedFront.start(command[3:], environment, ours)
+        theirs.close()
+        return Front(forked, MessageLine(Connection(ours.detach())))
     process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
     theirs.close()
     return Front(process, MessageLine(Connection(ours.detach())))
@@ -321,6 +337,13 @@ def _floor(job: Job, served: Served, device: torch.device) -> Roofline:
     return Roofline(model, roofs)
 
 
+def _draft_floor(job: Job, served: Served, floor: Roofline) -> Roofline | None:
+    assert job.serve is not None
+    if served.draft is None:
+        return None
+    return Roofline(ServedModel(served.draft.config.shape, job.serve.precision, job.serve.kv_precision), floor.roofs)
+
+
 def _grammars(served: Served, vocabulary: int) -> Grammars | None:
     if served.tokenizer_folder is None:
         return None
@@ -356,11 +379,25 @@ def _recording(recorder: Recorder, run: RunDirectory) -> Callable[[Stats, Latenc
             serve_ended=stats.ended,
             serve_aborted=stats.aborted,
             serve_failed=stats.failed,
+            **_draft_metrics(stats),
             **({"serve_prefix_hit_share": stats.prefix_hits / stats.prefix_queries} if stats.prefix_queries else {}),
             **_latency_metrics(latencies),
         )
 
     return record
+
+
+def _draft_metrics(stats: Stats) -> dict[str, float]:
+    if not stats.drafts:
+        return {}
+    metrics = {
+        "serve_draft_accepted_share": stats.accepted / stats.drafted,
+        "serve_draft_mean_length": 1 + stats.accepted / stats.drafts,
+        "serve_draft_tokens": stats.draft_tokens,
+    }
+    if stats.draft_acceptance:
+        metrics |= {"serve_draft_acceptance": stats.draft_acceptance, "serve_draft_speedup": stats.draft_speedup}
+    return metrics
 
 
 def _latency_metrics(latencies: Latencies) -> dict[str, float]:

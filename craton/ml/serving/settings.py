@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from craton.errors import CratonError
+from craton.planning.serving import AUTO_LENGTHS
 
 AttentionBackendName = Literal["auto", "torch", "triton"]
 
@@ -35,11 +36,20 @@ class EngineSettings:
     graphs: Literal["auto", "always", "never"] = (
         "auto"  # auto: on a GPU; always: also the same steps, run eagerly, elsewhere
     )
-    draft_tokens: int = 0  # per step, by n-gram lookup (speculative decoding); 0: none
+    draft_tokens: int = 0  # of a request per step, by n-gram lookup or a draft model (speculative decoding); 0: none
+    draft_auto: bool = False  # draft_tokens is the maximum: their number follows the acceptance of a draft model
     adapters: Mapping[str, str] = field(default_factory=dict)  # name → folder
     adapter_slots: int = 0
     adapter_rank: int = 16
+    shared_prefix: Literal["auto", "on", "off"] = "auto"  # read common beginnings once per group; auto: on a CPU
     overlap: bool = True  # start a step before the last one is read back
+
+    @property
+    def draft_lengths(self) -> tuple[int, ...]:
+        """Numbers of draft tokens that a step may have."""
+        if self.draft_auto:
+            return tuple(length for length in AUTO_LENGTHS if length <= self.draft_tokens)
+        return (self.draft_tokens,) if self.draft_tokens else ()
 
     def __post_init__(self) -> None:
         limits = {"max_running": 1, "chunk_tokens": 1, "page": 1, "draft_tokens": 0, "host_bytes": 0, "blocks": 0}
@@ -48,5 +58,7 @@ class EngineSettings:
                 raise ServingError(f"{name} is {getattr(self, name)}; it must be {minimum} or more")
         if self.backend not in get_args(AttentionBackendName):
             raise ServingError(f"backend is {self.backend!r}; allowed: {', '.join(get_args(AttentionBackendName))}")
+        if self.shared_prefix not in ("auto", "on", "off"):
+            raise ServingError(f"shared_prefix is {self.shared_prefix!r}; allowed: auto, on, off")
         if not 0 < self.memory < 1:
             raise ServingError(f"memory is {self.memory}; it must be a share of the device memory between 0 and 1")

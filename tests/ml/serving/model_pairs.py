@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -62,6 +63,17 @@ def pair(family: str) -> tuple[PreTrainedModel, Decoder]:
         ours = Decoder(config_from_huggingface(Path(folder)))
         load_weights(ours, folder)
     return theirs, ours.to(DEVICE)
+
+
+@cache
+def drafting(family: str, noise: float = 0.01) -> Decoder:
+    """A draft model: ours with noise on all weights, which mostly chooses the same tokens."""
+    draft = copy.deepcopy(pair(family)[1])
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            parameter.add_(noise * torch.randn(parameter.shape, generator=generator).to(parameter.device))
+    return draft
 
 
 @dataclass

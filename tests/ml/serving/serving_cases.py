@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import combinations
 
-from model_pairs import VOCABULARY, Answer, pair
+from model_pairs import VOCABULARY, Answer, drafting, pair
 
 from craton.ml.models import Decoder
 from craton.ml.serving.engine import build_runner, join_engine
@@ -33,6 +33,7 @@ class Case:
     preemption: bool = False
     fork: bool = False
     draft_tokens: int = 0
+    draft_model: bool = False  # else n-grams
     host: bool = False
     ranks: int = 1
     overlap: bool = True
@@ -48,6 +49,7 @@ WAYS: dict[str, tuple[object, ...]] = {
     "preemption": (False, True),
     "fork": (False, True),
     "draft_tokens": (0, 3),
+    "draft_model": (False, True),
     "host": (False, True),
     "ranks": (1, 2),
     "overlap": (True, False),
@@ -104,8 +106,12 @@ def settings_of(case: Case, model: Decoder) -> EngineSettings:
 def local_engine(case: Case) -> Engine:
     model = pair(case.family)[1]
     settings = settings_of(case, model)
-    runner, settings, _ = build_runner(model, settings)
+    runner, settings, _ = build_runner(model, settings, draft=draft_of(case))
     return join_engine(runner, runner, settings, MAX_LENGTH)
+
+
+def draft_of(case: Case) -> Decoder | None:
+    return drafting(case.family) if case.draft_model and case.draft_tokens else None
 
 
 def run_case(

@@ -74,12 +74,14 @@ CASES = st.lists(
     min_size=3,
     max_size=5,
 )
+DRAFT_MODEL = "draft model"
 WAYS = {
     "roomy": EngineSettings(page=4, blocks=200, chunk_tokens=64),
     "chunked": EngineSettings(page=4, blocks=200, chunk_tokens=5, overlap=False),
-    "tight": EngineSettings(page=4, blocks=27, chunk_tokens=16),
+    "tight": EngineSettings(page=4, blocks=27, chunk_tokens=16, shared_prefix="off"),  # every request needs its own
     "offloaded": EngineSettings(page=2, blocks=40, chunk_tokens=16),
     "drafting": EngineSettings(page=4, blocks=200, chunk_tokens=32, draft_tokens=3),
+    DRAFT_MODEL: EngineSettings(page=4, blocks=40, chunk_tokens=16, draft_tokens=2),
 }
 
 
@@ -110,12 +112,13 @@ class Engines:
 
     def _prepare(self, settings: EngineSettings, has_host: bool) -> Callable[[], Engine]:
         model = random_model(pair("llama")[1].config, vocab=VOCABULARY)
-        settings = replace(settings, max_length=MAX_LENGTH, max_running=5)
         if has_host:
             settings = replace(settings, host_bytes=100 * bytes_of_block(model, settings))
         adapters = Adapters(model, slots=1, rank=4)
         slots = {ADAPTER: adapters.load(ADAPTER, self._folder / ADAPTER)}
-        runner, settings, length = build_runner(model, settings, adapters=adapters)
+        draft = random_model(pair("llama")[1].config, vocab=VOCABULARY) if settings == WAYS[DRAFT_MODEL] else None
+        settings = replace(settings, max_length=MAX_LENGTH, max_running=5)
+        runner, settings, length = build_runner(model, settings, adapters=adapters, draft=draft)
         return lambda: join_engine(runner, runner, settings, length, (0,), self._grammars, slots)
 
 

@@ -15,6 +15,8 @@ from two_ranks import ask, two_ranks
 from craton.ml.serving.messages import Stats
 
 CASES = pairwise_cases()
+ON_TWO_RANKS = [case for case in CASES if case.ranks == 2]
+DRAFTED = next(number for number, case in enumerate(ON_TWO_RANKS) if case.draft_model and case.draft_tokens)
 
 
 def check(case: Case) -> Stats:
@@ -50,8 +52,8 @@ def ranks() -> Iterator[Connection]:
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, marks=() if number in (0, 3) else pytest.mark.slow, id=str(case))
-        for number, case in enumerate(case for case in CASES if case.ranks == 2)
+        pytest.param(case, marks=() if number in (0, DRAFTED) else pytest.mark.slow, id=str(case))
+        for number, case in enumerate(ON_TWO_RANKS)
     ],
 )
 def test_every_two_ways_together_on_two_ranks(case: Case, ranks: Connection) -> None:

@@ -31,7 +31,7 @@ from craton.ml.serving.messages import (
     Stats,
     Submit,
 )
-from craton.ml.serving.schedule import Move, PromptPart, RowStart, StepInput
+from craton.ml.serving.schedule import Move, PrefixGroups, PromptPart, RowStart, StepInput
 from craton.ml.serving.wire import Message, WireError, decode, encode, pack
 
 TUNED = Sampling(
@@ -114,6 +114,7 @@ ORDERS: list[Order | None] = [
                 allowed=np.arange(6, dtype=np.int32).reshape(3, 2),
                 alternatives=2,
                 prompts=[PromptPart(2, 3, (4, 5), 1)],
+                groups=PrefixGroups(integers(1, 0), integers(2), integers(2), integers(64)),
             ),
         ),
     ),
@@ -145,6 +146,10 @@ def test_an_order_comes_back_as_it_was(order: Order | None) -> None:
             assert one.shape == other.shape
             assert (one == other).all()
             assert other.flags.writeable
+        elif isinstance(one, PrefixGroups):
+            assert isinstance(other, PrefixGroups)
+            pairs = zip(vars(one).values(), vars(other).values(), strict=True)
+            assert all((sent_numbers == numbers).all() for sent_numbers, numbers in pairs)
         else:
             assert list(one) == list(other) if isinstance(one, tuple | list) else one == other, name
 

@@ -7,6 +7,7 @@ model could compute here.
 from __future__ import annotations
 
 import random
+from unittest.mock import patch
 
 import torch
 from hypothesis import given, settings
@@ -28,12 +29,14 @@ class Device:
         self.page = page
         self.table: dict[tuple[int, int], int] = {}
         self.random = random.Random(0)
+        self.saved_tokens = 0
 
     def execute(self, work: StepInput) -> StepResult:
         places = [(row, column) for row, column, _ in work.table]
         assert len(places) == len(set(places)), "two blocks for one place"
         for row, column, block in work.table:
             self.table[row, column] = block
+        self.check_groups(work)
         written: set[int] = set()
         for row, count, length in zip(work.rows.tolist(), work.counts.tolist(), work.lengths.tolist(), strict=True):
             for place in range(length - count, length):
@@ -44,6 +47,22 @@ class Device:
         count = len(work.sampled)
         tokens = [self.random.randrange(VOCABULARY) for _ in range(count)]
         return StepResult(torch.tensor(tokens, dtype=torch.int64), torch.zeros(count), None, [])
+
+    def check_groups(self, work: StepInput) -> None:
+        """What a group reads once is what each of its members would read, before the token that it decodes."""
+        if work.groups is None:
+            return
+        self.saved_tokens += work.groups.saved_tokens
+        members, begin = work.groups.members.tolist(), 0
+        assert len(members) == len(set(members))
+        for end, row, tokens in zip(work.groups.ends, work.groups.rows, work.groups.tokens, strict=True):
+            assert end - begin > 1
+            for member in members[begin:end]:
+                assert member < work.decode
+                assert tokens < work.lengths[member]
+                for column in range(tokens // self.page):
+                    assert self.table[int(work.rows[member]), column] == self.table[int(row), column]
+            begin = end
 
 
 Action = tuple[str, int, int, int]
@@ -60,6 +79,8 @@ ACTIONS = st.lists(
 )
 
 
+@patch("craton.ml.serving.schedule.shared_prefix.MEMBER_TOKENS", 0)
+@patch("craton.ml.serving.schedule.shared_prefix.GROUP_TOKENS", 0)
 @settings(max_examples=400)
 @given(
     ACTIONS,
@@ -68,13 +89,22 @@ ACTIONS = st.lists(
     st.integers(0, 12),
     st.sampled_from([0, 2]),
     st.booleans(),
+    st.sampled_from(["on", "off"]),
 )
 def test_every_request_ends_and_blocks_are_conserved(
-    actions: list[Action], page: int, chunk: int, host_blocks: int, drafts: int, overlap: bool
+    actions: list[Action], page: int, chunk: int, host_blocks: int, drafts: int, overlap: bool, shared_prefix: str
 ) -> None:
     blocks = MAX_LENGTH // page + 3
-    options = EngineSettings(max_running=4, chunk_tokens=chunk, page=page, draft_tokens=drafts, overlap=overlap)
-    engine = Engine(Device(page, 4), options, VOCABULARY, MAX_LENGTH, blocks, host_blocks, stop_tokens=(0,))
+    options = EngineSettings(
+        max_running=4,
+        chunk_tokens=chunk,
+        page=page,
+        draft_tokens=drafts,
+        overlap=overlap,
+        shared_prefix=shared_prefix,  # type: ignore[arg-type]
+    )
+    device = Device(page, 4)
+    engine = Engine(device, options, VOCABULARY, MAX_LENGTH, blocks, host_blocks, stop_tokens=(0,))
     open_requests: dict[int, set[int]] = {}
     ended: dict[tuple[int, int], int] = {}
     copies: dict[int, int] = {}
@@ -132,3 +162,4 @@ def test_every_request_ends_and_blocks_are_conserved(
     assert engine.is_idle, "requests do not end"
     assert not any(open_requests.values()), "a copy without an end"
     assert engine.stats().blocks_used == 0
+    assert engine.stats().shared_tokens == device.saved_tokens

@@ -9,7 +9,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from pathlib import Path
@@ -33,7 +33,7 @@ from waiting import PATIENCE_SECONDS
 from craton.job.model import ModelShape
 from craton.ml.models import Decoder, DecoderConfig, WeightsError, save_folder
 from craton.ml.models.config import RoutingConfig
-from craton.ml.serving.device import Adapters, MixedWeightsError, weights
+from craton.ml.serving.device import Adapters, MixedWeightsError, newcomers, weights
 from craton.ml.serving.device.float8 import quantize_model
 from craton.ml.serving.device.weights import (
     WeightsReceiver,
@@ -354,6 +354,17 @@ def test_only_who_knows_the_key_is_heard() -> None:
             send_weights(address, b"a guess", state(other), version=1)
         with pytest.raises(WeightsError, match=r"no sender connected .* within 500 ms; .* with a wrong key"):
             received.result(DEADLINE)
+
+
+def test_strangers_that_say_nothing_keep_no_sender_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(newcomers, "NEWCOMERS", 4)
+    model, other = random_model(DENSE), random_model(DENSE, seed=1)
+    with receiving(model) as (address, received), ExitStack() as silent:
+        host, port = address.split(":")
+        for _ in range(8):
+            silent.enter_context(socket.create_connection((host, int(port))))
+        send_weights(address, KEY, state(other), version=3)
+        assert received.result(DEADLINE) == 3
 
 
 def test_addresses_and_keys_are_checked() -> None:

@@ -55,7 +55,9 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> tuple[LlamaForCausalLM, 
 
 @pytest.fixture(scope="module")
 def server(theirs: tuple[LlamaForCausalLM, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving(theirs[1], tmp_path_factory.mktemp("runs"), "one", more=", drain: 20s") as server:
+    with serving(
+        theirs[1], tmp_path_factory.mktemp("runs"), "one", more=", drain: 20s, strategies: {max_n: 8}"
+    ) as server:
         yield server
 
 
@@ -83,6 +85,15 @@ def expect_like_theirs(model: LlamaForCausalLM, prompt: list[int], tokens: list[
 def test_tokens_are_those_of_transformers(server: Server, theirs: tuple[LlamaForCausalLM, Path]) -> None:
     prompt = [7, 100, 33, 250, 12, 12, 90]
     expect_like_theirs(theirs[0], prompt, server.complete(prompt))
+
+
+def test_a_strategy_runs_within_the_bounds_of_the_job(server: Server) -> None:
+    body = {"prompt": "What is 2 + 2?", "max_tokens": 8, "seed": 3, "strategy": {"kind": "best_of", "n": 4}}
+    answers = [requests.post(f"{server.url}/v1/completions", json=body, timeout=SECONDS).json() for _ in range(2)]
+    assert answers[0]["choices"] == answers[1]["choices"]
+    assert (answers[0]["strategy"]["samples"], len(answers[0]["strategy"]["scores"])) == (4, 4)
+    refused = requests.post(f"{server.url}/v1/completions", json={**body, "strategy": "vote:9"}, timeout=SECONDS)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "strategy.n")
 
 
 def test_a_chat_that_is_streamed_says_what_one_that_is_not_does(server: Server) -> None:

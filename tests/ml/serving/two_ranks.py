@@ -106,7 +106,7 @@ def make_rank(case: Any) -> tuple[Any, Any]:
 
     import torch
     from model_pairs import pair
-    from serving_cases import settings_of
+    from serving_cases import draft_of, settings_of
 
     from craton.ml.serving.device import EngineRank
     from craton.ml.serving.device.tensor_parallel_group import cut_model
@@ -114,5 +114,5 @@ def make_rank(case: Any) -> tuple[Any, Any]:
 
     model = copy.deepcopy(pair(case.family)[1])
     peers = cut_model(model, torch.device("cpu"))
-    runner, settings, _ = build_runner(model, settings_of(case, model), peers)
+    runner, settings, _ = build_runner(model, settings_of(case, model), peers, draft=draft_of(case))
     return EngineRank(runner), settings

@@ -14,10 +14,13 @@ from torch import Tensor
 from craton.ml.kernels.serving import (
     Norms,
     Past,
+    SharedPrefixes,
     decode_attention,
     plain_decode_attention,
     plain_prefill_attention,
+    plain_shared_decode_attention,
     prefill_attention,
+    shared_decode_attention,
     store,
     store_rotated,
 )
@@ -36,6 +39,7 @@ class AttentionBatch:
     longest_query: int = 0  # of the prefills
     longest: int = 0  # upper bound on the tokens of any request
     queries: int = 1
+    shared: SharedPrefixes | None = None  # of the first `decode` requests, with one query each
 
     @property
     def decode_tokens(self) -> int:
@@ -47,6 +51,7 @@ class AttentionBackend:
 
     def __init__(self, is_plain: bool = False) -> None:
         self._decode = plain_decode_attention if is_plain else decode_attention
+        self._shared_decode = plain_shared_decode_attention if is_plain else shared_decode_attention
         self._prefill = plain_prefill_attention if is_plain else prefill_attention
         self.can_be_captured = not is_plain
 
@@ -58,19 +63,12 @@ class AttentionBackend:
         parts = []
         if decode:
             rows, lengths = batch.rows[:decode], batch.lengths[:decode]
-            parts.append(
-                self._decode(
-                    query[:tokens],
-                    cache,
-                    table,
-                    rows,
-                    lengths,
-                    batch.queries,
-                    scale,
-                    window,
-                    longest=batch.longest,
-                )
-            )
+            own, longest = query[:tokens], batch.longest
+            if batch.shared is None or window:  # a window sees little of a prefix
+                mixed = self._decode(own, cache, table, rows, lengths, batch.queries, scale, window, longest=longest)
+            else:
+                mixed = self._shared_decode(own, cache, table, rows, lengths, batch.shared, scale, longest=longest)
+            parts.append(mixed)
         if tokens < len(query):
             assert batch.offsets is not None
             rows, lengths = batch.rows[decode:], batch.lengths[decode:]

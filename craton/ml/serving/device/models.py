@@ -11,9 +11,10 @@ import torch.distributed as dist
 
 from craton.errors import CratonError
 from craton.job import Job
+from craton.job.model import vocabulary_mismatch
 from craton.ml.collectives import Peers, local, own_slices
 from craton.ml.data import end_of_document, end_of_turn, find_tokenizer, load_tokenizer
-from craton.ml.export import RunModel, open_run
+from craton.ml.export import FolderModel, RunModel, open_model, open_run
 from craton.ml.models import Decoder, DecoderConfig, config_from_huggingface, config_from_shape, load_weights
 from craton.ml.serving.device.float8 import quantize_model
 from craton.ml.serving.device.tensor_parallel_group import cut_model
@@ -30,6 +31,7 @@ class Served:
     peers: Peers | None
     tokenizer_folder: Path | None
     stop_tokens: tuple[int, ...]
+    draft: Decoder | None = None  # for speculative decoding, whole on every rank
 
 
 def load_served(job: Job, device: torch.device) -> Served:
@@ -38,6 +40,8 @@ def load_served(job: Job, device: torch.device) -> Served:
     opened = open_run(str(job.trained_run)) if job.trained_run is not None else None
     folder = None if opened is not None else job.weights_folder
     config = _config(job, opened, folder)
+    tokenizer = _tokenizer_folder(opened, folder)
+    draft = _load_draft(job, tokenizer, device)
     dtype = DTYPES[job.serve.precision]
     with torch.device("meta"):
         model = Decoder(config)
@@ -52,8 +56,46 @@ def load_served(job: Job, device: torch.device) -> Served:
         model.initialize(job.serve.seed)
     if job.serve.precision == "fp8":
         quantize_model(model)
-    tokenizer = _tokenizer_folder(opened, folder)
-    return Served(model, peers, tokenizer, _stop_tokens(folder, tokenizer))
+    return Served(model, peers, tokenizer, _stop_tokens(folder, tokenizer), draft)
+
+
+def _load_draft(job: Job, tokenizer: Path | None, device: torch.device) -> Decoder | None:
+    """Load the draft model, after checking that its tokens are those of the model's tokenizer."""
+    assert job.serve is not None
+    if job.serve.draft_model is None:
+        return None
+    drafting = job.with_model(job.serve.draft_model)
+    folder = drafting.weights_folder
+    if tokenizer is not None and folder is not None and (mismatch := vocabulary_mismatch(tokenizer, folder)):
+        raise ServingError(f"serve.speculate: {mismatch}")
+    with torch.device("meta"):
+        model = Decoder(_config(drafting, None, folder))
+    model = model.to(DTYPES[job.serve.precision]).to_empty(device=device)
+    if folder is not None:
+        load_weights(model, folder)
+    else:
+        model.initialize(job.serve.seed)
+    if job.serve.precision == "fp8":
+        quantize_model(model)
+    return model
+
+
+def load_named(name: str, step: int | None, device: torch.device, dtype: torch.dtype) -> Served:
+    """Load the whole model of a run (at a checkpoint), of a folder, or of a Hub id."""
+    opened = open_model(name, step)
+    run, folder = (opened, None) if isinstance(opened, RunModel) else (None, opened.folder)
+    config = config_from_huggingface(opened.folder) if isinstance(opened, FolderModel) else opened.config
+    if not config.has_token_head:
+        raise ServingError(f"{name} is a reward model: it scores texts and cannot generate any")
+    with torch.device("meta"):
+        model = Decoder(replace(config, heads="tokens"))
+    model = model.to(dtype).to_empty(device=device)
+    if isinstance(opened, FolderModel):
+        load_weights(model, opened.folder)
+    else:
+        _fill(model, opened, dtype)
+    tokenizer = _tokenizer_folder(run, folder)
+    return Served(model, None, tokenizer, _stop_tokens(folder, tokenizer))
 
 
 def _config(job: Job, opened: RunModel | None, folder: Path | None) -> DecoderConfig:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from craton.ml.serving.schedule import Integers, Move, PromptPart, RowStart, StepInput
+from craton.ml.serving.schedule import DraftInput, Integers, Move, PrefixGroups, PromptPart, RowStart, StepInput
 from craton.ml.serving.wire import (
     Check,
     WireError,
@@ -43,7 +43,7 @@ METHODS: dict[str, tuple[Check, ...]] = {
 }
 _END, _CALL, _EXECUTE = 0, 1, 2
 _MOVES = ("out", "in", "copy")
-_NUM_ARRAYS = 6  # of int32, before the other columns of a step
+_NUM_ARRAYS = 8  # of int32, before the other columns of a step
 
 
 def encode_order(order: Order | None) -> bytes:
@@ -62,10 +62,20 @@ def encode_order(order: Order | None) -> bytes:
         [_pack_start(start) for start in work.starts],
         [(part.part, part.begin, part.targets, part.alternatives) for part in work.prompts],
         None if work.allowed is None else work.allowed.shape[1],
+        None
+        if work.drafts is None
+        else (work.drafts.length, work.drafts.requests, len(work.drafts.rows), len(work.drafts.tokens)),
     ]
-    arrays = (work.rows, work.counts, work.lengths, work.tokens, work.sampled, work.sampled_rows)
+    groups = work.groups
+    of_groups = (
+        (_no_integers(), _no_integers())
+        if groups is None
+        else (groups.members, np.concatenate((groups.ends, groups.rows, groups.tokens)))
+    )
+    arrays = (work.rows, work.counts, work.lengths, work.tokens, work.sampled, work.sampled_rows, *of_groups)
     columns = [np.ascontiguousarray(element, np.int32) for element in arrays]
     columns.append(np.ascontiguousarray(_no_integers() if work.allowed is None else work.allowed).reshape(-1))
+    columns.append(_no_integers() if work.drafts is None else _draft_column(work.drafts))
     flat = chain.from_iterable
     numbers = (
         array("q", flat(work.table)),
@@ -86,13 +96,13 @@ def decode_order(data: bytes) -> Order | None:
         if method not in METHODS:
             raise WireError(f"{method[:40]!r} is not a method of a rank; allowed: {', '.join(METHODS)}")
         return method, tuple(expect(arguments, *METHODS[method]))
-    if kind != _EXECUTE or len(columns) != _NUM_ARRAYS + 5:
+    if kind != _EXECUTE or len(columns) != _NUM_ARRAYS + 6:
         raise WireError(f"unknown order: kind {kind} with {len(columns)} columns")
     return EXECUTE, (_decode_work(values, columns),)
 
 
 def _decode_work(values: Any, columns: Sequence[bytes]) -> StepInput:
-    decode, is_tuned, alternatives, moves, starts, prompts, width = expect(
+    decode, is_tuned, alternatives, moves, starts, prompts, width, draft = expect(
         values,
         is_integer,
         is_flag,
@@ -101,9 +111,10 @@ def _decode_work(values: Any, columns: Sequence[bytes]) -> StepInput:
         list_of(is_anything),
         list_of(is_anything),
         optional(is_integer),
+        optional(list_of(is_integer)),
     )
-    rows, counts, lengths, tokens, sampled, sampled_rows = map(_integers32, columns[:_NUM_ARRAYS])
-    allowed, table, next_tokens, places, added = columns[_NUM_ARRAYS:]
+    rows, counts, lengths, tokens, sampled, sampled_rows, members, groups = map(_integers32, columns[:_NUM_ARRAYS])
+    allowed, draft_column, table, next_tokens, places, added = columns[_NUM_ARRAYS:]
     if not len(rows) == len(counts) == len(lengths) or len(sampled) != len(sampled_rows):
         raise WireError("the columns of a step's requests differ in length")
     bias = reals(added)
@@ -124,7 +135,22 @@ def _decode_work(values: Any, columns: Sequence[bytes]) -> StepInput:
         allowed=None if width is None else _rows_of(_integers32(allowed), width),
         alternatives=alternatives,
         prompts=[_unpack_prompt(part) for part in prompts],
+        drafts=None if draft is None else _decode_drafts(draft, _integers32(draft_column)),
+        groups=_unpack_groups(members, groups) if len(members) else None,
     )
+
+
+def _draft_column(work: DraftInput) -> Integers:
+    return np.concatenate((work.rows, work.counts, work.ends, work.tokens, work.places, work.chosen), dtype=np.int32)
+
+
+def _decode_drafts(values: list[int], column: Integers) -> DraftInput:
+    length, requests, rows, tokens = expect(values, is_integer, is_integer, is_integer, is_integer)
+    placed = len(column) - 3 * rows - tokens
+    if not 0 <= requests <= rows or tokens < 0 or placed < 0 or placed % 2:
+        raise WireError(f"a draft model's input of {len(column)} numbers cannot have {rows} rows and {tokens} tokens")
+    sizes = (rows, rows, rows, tokens, placed // 2)
+    return DraftInput(length, requests, *np.split(column, np.cumsum(sizes)))
 
 
 def _pack_start(start: RowStart) -> list[Any]:
@@ -146,6 +172,12 @@ def _unpack_move(values: list[int]) -> Move:
 def _unpack_prompt(values: Any) -> PromptPart:
     part, begin, targets, alternatives = expect(values, is_integer, is_integer, list_of(is_integer), is_integer)
     return PromptPart(part, begin, tuple(targets), alternatives)
+
+
+def _unpack_groups(members: Integers, numbers: Integers) -> PrefixGroups:
+    if not len(numbers) or len(numbers) % 3:
+        raise WireError(f"groups of requests have {len(numbers)} numbers; expected 3 for each group")
+    return PrefixGroups(members, *numbers.reshape(3, -1))
 
 
 def _integers32(column: bytes) -> Integers:

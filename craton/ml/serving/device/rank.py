@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from craton.ml.serving.device.adapters import Adapters
 
 
+DRAFT_PREFIX = "draft model/"  # of names of a draft model's weights
+
+
 class EngineRank:
     """Executes steps and administrative operations. The same methods are called on every rank."""
 
@@ -32,6 +35,7 @@ class EngineRank:
         self._kept: dict[str, Tensor] = {}  # weights of a sleeping rank, in host memory
         self._sizes: dict[str, int] = {}
         self._has_weights = self._has_cache = True
+        self._receiver: WeightsReceiver | None = None
         self._held = HeldWeights()  # what a trainer sent last, the base of a delta
 
     @property
@@ -59,7 +63,16 @@ class EngineRank:
         if not host or not port.isdigit():
             raise ServingError(f"{address!r} is not an address; write host:port")
         with WeightsReceiver(f"{host}:{int(port) + self._number}", self._secret) as receiver:
-            return receiver.receive(self.model, wait_seconds, self._held)
+            self._receiver = receiver
+            try:
+                return receiver.receive(self.model, wait_seconds, self._held)
+            finally:
+                self._receiver = None
+
+    def cancel_receiving(self) -> None:
+        """Wait no longer for weights, unless their sender has connected; for any thread."""
+        if (receiver := self._receiver) is not None:
+            receiver.cancel()
 
     @torch.no_grad()
     def sleep(self, level: int) -> None:
@@ -69,7 +82,7 @@ class EngineRank:
         if level == 2:
             self._held.forget()
         for name, part in self._tensors():
-            if level == 1 or name not in sent:  # adapters are small, and an update does not include them
+            if level == 1 or name not in sent:  # an update does not include adapters and a draft model
                 self._kept[name] = part.to("cpu", copy=True)
             self._sizes[name] = part.untyped_storage().nbytes()
             part.untyped_storage().resize_(0)
@@ -92,9 +105,13 @@ class EngineRank:
             self.runner.capture()
 
     def _tensors(self) -> Iterable[tuple[str, Tensor]]:
-        """Yield this rank's shards of parameters and buffers; a tied one once."""
+        """Yield this rank's shards of parameters and buffers, and those of a draft model; a tied one once."""
         for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
             yield name, local(tensor)
+        if (drafter := self.runner.drafter) is not None:
+            draft = drafter.runner.model
+            for name, tensor in (*draft.named_parameters(), *draft.named_buffers()):
+                yield DRAFT_PREFIX + name, tensor
 
     @property
     def _adapters(self) -> Adapters:

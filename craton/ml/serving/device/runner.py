@@ -7,6 +7,7 @@ weights and samples the same tokens.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -17,18 +18,20 @@ from torch import Tensor
 
 from craton.ml.collectives import Peers, own_part
 from craton.ml.kernels import add_norm, linear
-from craton.ml.kernels.serving import FEW_ROWS
+from craton.ml.kernels.serving import FEW_ROWS, SharedPrefixes
 from craton.ml.models import Decoder, rope_tables
 from craton.ml.serving.device.attention_backends import AttentionBatch, PagedPast, make_backend
-from craton.ml.serving.device.graphs import DecodeGraphs
-from craton.ml.serving.device.sampler import Chosen, Tuning, logprobs_of, sample
+from craton.ml.serving.device.graphs import MAX_DRAFTED, DecodeGraphs
+from craton.ml.serving.device.sampler import Chosen, PromptLogprobs, Tuning, logprobs_of, sample
+from craton.ml.serving.device.shared_prefix import group_numbers, shared_prefixes
 from craton.ml.serving.device.upload import Upload
 from craton.ml.serving.messages import Alternatives
-from craton.ml.serving.schedule import DUMMY, Move, PromptPart, StepInput, has_penalties
+from craton.ml.serving.schedule import DUMMY, Integers, Move, PromptPart, StepInput, has_penalties
 from craton.ml.serving.settings import EngineSettings
 
 if TYPE_CHECKING:
     from craton.ml.serving.device.adapters import Adapters
+    from craton.ml.serving.device.drafter import Drafter
 
 PADDING = 16  # on a GPU the tokens of a step are a multiple of it, so that kernels are not compiled for each count
 # sampling parameters of a row, with the values that change nothing
@@ -52,15 +55,17 @@ class StepResult:
     tokens: Tensor
     logprobs: Tensor
     alternatives: tuple[Tensor, Tensor] | None
-    prompts: list[
-        tuple[Tensor, Tensor, Tensor]
-    ]  # of each chunk: likeliest tokens, their logprobs, those of the targets
+    prompts: PromptLogprobs
     done: torch.cuda.Event | None = None
+    drafts: Tensor | None = None  # of the draft model [requests, length]
 
     def read(self) -> tuple[list[int], list[float]]:
         if self.done is not None:
             self.done.synchronize()
         return self.tokens.tolist(), self.logprobs.tolist()
+
+    def read_drafts(self) -> list[list[int]]:
+        return [] if self.drafts is None else self.drafts.tolist()
 
     def read_alternatives(self) -> list[tuple[list[int], list[float]]]:
         assert self.alternatives is not None
@@ -102,6 +107,12 @@ class RowTable:
         self.numbers = dict(zip(NUMBERS, self._numbers, strict=True))
         self.seeds, self.top_k = (torch.zeros(self.rows, dtype=torch.int64, device=self.device) for _ in range(2))
         self.adapters = torch.full((self.rows,), -1, dtype=torch.int32, device=self.device)
+
+    def shared(self) -> RowTable:
+        """Return a table of the same requests and sampling parameters, with its own next tokens."""
+        other = copy.copy(self)
+        other.next_token, other.written, other.seen = torch.zeros_like(self.next_token), None, None
+        return other
 
     def start(self, work: StepInput, upload: Upload) -> None:
         """Set up the rows of new requests, and the next tokens that only the host knows."""
@@ -181,7 +192,7 @@ class RowTable:
 
 
 class Runner:
-    """Executes steps in the order of submission."""
+    """Executes steps in the order of submission. The runner of a draft model shares the requests of `main`."""
 
     def __init__(
         self,
@@ -192,6 +203,7 @@ class Runner:
         host_blocks: int = 0,
         peers: Peers | None = None,
         adapters: Adapters | None = None,
+        main: Runner | None = None,
     ) -> None:
         self.model = model.eval().requires_grad_(False)
         self.peers, self.adapters = peers, adapters
@@ -204,14 +216,17 @@ class Runner:
         cache_shape = block_shape(model, settings.page, 1 if peers is None else peers.size)
         precision = torch.float8_e4m3fn if settings.kv_precision == "fp8" else self.dtype
         cache = torch.zeros(blocks, *cache_shape, dtype=precision, device=self.device)
-        table = torch.full((self.rows, columns), DUMMY, dtype=torch.int32, device=self.device)
-        self.past = PagedPast(cache, table, make_backend(settings.backend))
+        if main is None:
+            self.table = RowTable(self.rows, self.vocabulary, self.device)
+            table = torch.full((self.rows, columns), DUMMY, dtype=torch.int32, device=self.device)
+        else:
+            self.table, table = main.table.shared(), main.past.table
+        self.past: PagedPast = PagedPast(cache, table, make_backend(settings.backend))
         self.host_cache = None
         if host_blocks:
             self.host_cache = torch.empty(
                 host_blocks, *cache_shape, dtype=precision, pin_memory=self.device.type == "cuda"
             )
-        self.table = RowTable(self.rows, self.vocabulary, self.device)
         positions = torch.arange(columns * settings.page, device=self.device).unsqueeze(0)
         head_dim = shape.mla.qk_rope if shape.mla else shape.head_dim
         self.cosine, self.sine = (table[0] for table in rope_tables(positions, head_dim, model.config.rope))
@@ -221,20 +236,41 @@ class Runner:
         self.graphs: DecodeGraphs | None = None
         is_wanted = settings.graphs == "always" or (settings.graphs == "auto" and self.device.type == "cuda")
         if is_wanted and self.past.backend.can_be_captured and _has_captured_products(model):
-            self.graphs = DecodeGraphs(self, settings.max_running, settings.draft_tokens)
+            if main is None:
+                shares_prefixes = settings.shared_prefix == "on"
+                self.graphs = DecodeGraphs(self, settings.max_running, settings.draft_lengths, shares_prefixes)
+            else:  # two tokens, then one, of as many requests as get drafts
+                self.graphs = DecodeGraphs(self, min(settings.max_running, MAX_DRAFTED // 2), (1,))
+        self.drafter: Drafter | None = None
 
     @torch.inference_mode()
     def execute(self, work: StepInput) -> StepResult:
         """Start a step; its result can be read later."""
-        self._move(work.moves)
+        self.move(work.moves)
         self._update_table(work)
         self.table.start(work, self.upload)
+        drafts = None
+        if self.drafter is not None:
+            self.drafter.move(work.moves)
+            if work.drafts is not None:
+                drafts = self.drafter.draft(work.drafts)
+        chosen, prompts = self.compute(work, drafts)
+        return self._result(chosen, prompts, drafts)
+
+    def compute(self, work: StepInput, drafts: Tensor | None = None) -> tuple[Chosen, PromptLogprobs]:
+        """Run a step over the tables as they are; return the sampled tokens, valid until the next step, and prompt
+        log-probabilities."""
+        placed = None
+        if drafts is not None and drafts.numel():
+            assert work.drafts is not None
+            places, taken = self.upload.send(np.stack((work.drafts.places, work.drafts.chosen))).long()
+            placed = places, drafts.flatten()[taken]
         if self.graphs is not None and self.graphs.takes(work):
-            logits, chosen, positions = self.graphs.replay(work)
+            logits, chosen, positions = self.graphs.replay(work, placed)
             rows = self.upload.send(work.sampled_rows) if work.is_tuned or self.table.written is not None else None
-            prompts: list[tuple[Tensor, Tensor, Tensor]] = []
+            prompts: PromptLogprobs = []
         else:
-            hidden, positions = self._forward(work)
+            hidden, positions = self._forward(work, placed)
             prompts = [self._prompt(hidden, part) for part in work.prompts]
             sampled = self.upload.send(work.sampled)
             rows = self.upload.send(work.sampled_rows).long()
@@ -261,7 +297,7 @@ class Runner:
             chosen = Chosen(empty, empty.float())
         elif rows is not None:
             self.table.count(rows.long(), chosen.tokens)
-        return self._result(chosen, prompts)
+        return chosen, prompts
 
     def capture(self) -> None:
         """Capture the CUDA graphs and compile kernels; weights and KV cache must be allocated."""
@@ -269,9 +305,13 @@ class Runner:
             self.graphs.capture()
         if self.graphs is not None or self.device.type == "cuda":
             self._warm_up()
+        if self.drafter is not None:
+            self.drafter.runner.capture()
 
     def sleep(self) -> None:
         """Free the KV cache and the graphs that refer to it."""
+        if self.drafter is not None:
+            self.drafter.runner.sleep()
         if self.graphs is not None:
             self.graphs.drop()
         self.past.cache.untyped_storage().resize_(0)
@@ -282,9 +322,16 @@ class Runner:
         cache = self.past.cache
         cache.untyped_storage().resize_(cache.numel() * cache.element_size())
         cache.view(torch.uint8).zero_()
+        if self.drafter is not None:
+            self.drafter.runner.wake()
 
     def decode_body(
-        self, rows: Tensor, lengths: Tensor, logits: Tensor, tokens: Tensor | None = None
+        self,
+        rows: Tensor,
+        lengths: Tensor,
+        logits: Tensor,
+        tokens: Tensor | None = None,
+        shared: SharedPrefixes | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Decode one token of every request, from the device's token table and back to it: the body of a graph.
 
@@ -300,7 +347,8 @@ class Runner:
             places = places.repeat_interleave(queries)
             positions = (lengths.long()[:, None] + steps).flatten()
         slots = self._slots(places, positions)
-        self.past.begin(AttentionBatch(rows, lengths, slots, len(rows), longest=self.longest, queries=queries))
+        batch = AttentionBatch(rows, lengths, slots, len(rows), longest=self.longest, queries=queries, shared=shared)
+        self.past.begin(batch)
         if self.adapters is not None:
             self.adapters.of_tokens = self.table.adapters[places]
         hidden = self._hidden(tokens, positions)
@@ -325,8 +373,10 @@ class Runner:
         whole = self.peers.gather(part).view(self.peers.size, len(hidden), -1)
         return whole.transpose(0, 1).flatten(1)
 
-    def _forward(self, work: StepInput) -> tuple[Tensor, Tensor]:
-        """Run all tokens of a step through the model: hidden [tokens, hidden], positions [tokens]."""
+    def _forward(self, work: StepInput, placed: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+        """Run all tokens of a step through the model: hidden [tokens, hidden], positions [tokens].
+
+        `placed`: indices of the sent tokens that are on the device only, and these tokens."""
         counts, lengths, rows = work.counts, work.lengths, work.rows
         tokens = int(counts.sum())
         others = np.zeros(len(counts) - work.decode + 1, np.int32)
@@ -339,14 +389,18 @@ class Runner:
         counts, lengths, rows = (element.astype(np.int32) for element in (counts, lengths, rows))
         ends = np.cumsum(counts)
         position = np.arange(tokens + extra) - np.repeat(ends - lengths, counts)
-        fields = (rows, lengths, others, sent, np.repeat(rows, counts), position)
+        groups = np.zeros(0, np.int32) if work.groups is None else group_numbers(work.groups, work.decode)
+        fields = (rows, lengths, others, sent, np.repeat(rows, counts), position, groups)
         packed = self.upload.send(np.concatenate([entry.astype(np.int32) for entry in fields]))
-        device_rows, device_lengths, offsets, known_tokens, token_rows, positions = packed.split(
+        device_rows, device_lengths, offsets, known_tokens, token_rows, positions, groups_sent = packed.split(
             [len(item) for item in fields]
         )
         token_rows, positions = token_rows.long(), positions.long()
         written = self.table.next_token[token_rows[: work.decode]]
-        inputs = torch.cat([written, known_tokens.long()])
+        known_tokens = known_tokens.long()
+        if placed is not None:
+            known_tokens[placed[0]] = placed[1]
+        inputs = torch.cat([written, known_tokens])
         batch = AttentionBatch(
             device_rows,
             device_lengths,
@@ -355,6 +409,7 @@ class Runner:
             offsets,
             longest_query=int(counts[work.decode :].max(initial=0)),
             longest=self.longest,
+            shared=None if work.groups is None else shared_prefixes(groups_sent, work.decode),
         )
         self.past.begin(batch)
         if self.adapters is not None:
@@ -401,7 +456,12 @@ class Runner:
             own.append(logprobs_of(logits, chunk))
         return torch.cat(likeliest), torch.cat(best), torch.cat(own)
 
-    def _move(self, moves: Sequence[Move]) -> None:
+    def set_next_tokens(self, rows: Integers, tokens: Tensor) -> None:
+        """Set the tokens that these requests decode next."""
+        self.table.next_token[self.upload.send(rows).long()] = tokens
+
+    def move(self, moves: Sequence[Move]) -> None:
+        """Copy blocks of the KV cache, in order."""
         cache, host = self.past.cache, self.host_cache
         for move in moves:
             if move.kind == "copy":
@@ -418,7 +478,7 @@ class Runner:
             changes = self.upload.send(np.asarray(work.table, np.int32)).long()
             self.past.table[changes[:, 0], changes[:, 1]] = changes[:, 2].int()
 
-    def _result(self, chosen: Chosen, prompts: list[tuple[Tensor, Tensor, Tensor]]) -> StepResult:
+    def _result(self, chosen: Chosen, prompts: PromptLogprobs, drafts: Tensor | None) -> StepResult:
         def back(tensor: Tensor) -> Tensor:
             if self.device.type != "cuda":
                 return tensor.clone()
@@ -429,6 +489,7 @@ class Runner:
             alternatives = (back(chosen.alternatives[0]), back(chosen.alternatives[1]))
         prompt_logprobs = [(back(first), back(second), back(third)) for first, second, third in prompts]
         result = StepResult(back(chosen.tokens), back(chosen.logprobs), alternatives, prompt_logprobs)
+        result.drafts = None if drafts is None else back(drafts)
         if self.device.type == "cuda":
             result.done = torch.cuda.Event()
             result.done.record()

@@ -31,6 +31,10 @@ class Tuning:
     allowed: Tensor | None = None  # int32 [rows, ⌈vocabulary / 32⌉], a bit for each token
 
 
+# of each chunk: likeliest tokens, their log-probabilities, those of the targets
+PromptLogprobs = list[tuple[Tensor, Tensor, Tensor]]
+
+
 @dataclass(frozen=True)
 class Chosen:
     """The next token of each row; -1 where the logits are not numbers."""

@@ -20,9 +20,10 @@ from __future__ import annotations
 import json
 import socket
 import struct
+import threading
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import AuthenticationError, BufferTooShort
@@ -38,10 +39,13 @@ from craton.formatting import setting
 from craton.ml.collectives import local, own_slices
 from craton.ml.models import Decoder, Stage, WeightsError, load_weights
 from craton.ml.serving.device.float8 import Float8Experts, ServedFloat8Linear
+from craton.ml.serving.device.newcomers import Newcomers
 from craton.ml.serving.device.weight_deltas import HeldWeights, SentWeights, Slices, WeightsDelta, cut
+from craton.telemetry.rank import going_on, own_page
 
 CHUNK = 16 << 20  # bytes of a tensor in one message
 RECEIVE_SECONDS = 600.0  # how long to wait for a sender
+LOOK_SECONDS = 0.05  # between two looks whether to go on waiting for one
 SILENCE_SECONDS = 60.0  # socket timeout, after which the other side counts as lost
 _MESSAGE = 65_536  # maximum bytes of a JSON message
 _REASON = 4_096  # maximum characters of an error that is sent
@@ -102,9 +106,11 @@ def send_weights(
     tensors: Iterable[tuple[str, Tensor]],
     version: int,
     base: SentWeights | None = None,
+    connect: Callable[[str], socket.socket] | None = None,
 ) -> WeightsTransfer:
     """Send whole tensors by our names to one receiver, or to those of all ranks of engines, with their version. With
-    `base`, what was sent last, receivers that have it get only the changes; it becomes what is sent now.
+    `base`, what was sent last, receivers that have it get only the changes; it becomes what is sent now. `connect`
+    opens the connection to an address; by default the receiver must be listening.
 
     Return when all receivers have committed the update; WeightsError names the one that did not, and why."""
     is_kept = base is not None
@@ -113,7 +119,7 @@ def send_weights(
     before = base.begin()
     with ExitStack() as stack:
         receivers = [addresses] if isinstance(addresses, str) else addresses
-        lines = [_Line.to(address, key, stack) for address in receivers]
+        lines = [_Line.to(address, key, stack, connect or _connect) for address in receivers]
         hello = {"version": version, "token": base.token}
         for line, reply in zip(lines, _ask(lines, hello), strict=True):
             line.takes_deltas = before.version is not None and reply.get("held") == [before.version, before.token]
@@ -124,10 +130,11 @@ def send_weights(
             _send_tensor(lines, name, whole, base, transfer)
             if is_kept:
                 base.keep(name, whole)
-        for line in lines:
-            line.send({"end": True, "checksum": line.checksum})
-        _replies(lines)
-        _ask(lines, {"commit": version})
+        with going_on("transfer"):
+            for line in lines:
+                line.send({"end": True, "checksum": line.checksum})
+            _replies(lines)
+            _ask(lines, {"commit": version})
     base.version = version
     return transfer
 
@@ -146,6 +153,7 @@ class WeightsReceiver:
         except OSError as error:
             raise WeightsError(f"cannot listen for weights at {address}: {error}") from None
         self.address = f"{address.rpartition(':')[0]}:{self._socket.getsockname()[1]}"
+        self._is_cancelled = threading.Event()
 
     def receive(self, model: Decoder, wait_seconds: float = RECEIVE_SECONDS, held: HeldWeights | None = None) -> int:
         """Wait for a sender and receive all its weights; return their version. `held` says which weights the model has,
@@ -162,6 +170,10 @@ class WeightsReceiver:
             line.close()
         return version
 
+    def cancel(self) -> None:
+        """Wait no longer for a sender; for any thread. One that has connected is heard to its end."""
+        self._is_cancelled.set()
+
     def close(self) -> None:
         self._socket.close()
 
@@ -172,25 +184,25 @@ class WeightsReceiver:
         self.close()
 
     def _accept(self, wait_seconds: float) -> _Line:
-        """Accept the first sender that knows the key."""
+        """Accept the first sender that knows the key. Each is asked in a thread of its own: one that connects and says
+        nothing does not keep others waiting."""
         deadline = time.monotonic() + wait_seconds
-        strangers = ""
-        while (left := deadline - time.monotonic()) > 0:
-            self._socket.settimeout(left)
-            try:
-                accepted, other = self._socket.accept()
-            except TimeoutError:
-                break
-            line = _Line(accepted, f"{other[0]}:{other[1]}")
-            try:
-                deliver_challenge(line.connection, self._key)
-                answer_challenge(line.connection, self._key)
-            except (AuthenticationError, OSError, EOFError, ValueError):
-                strangers = f"; {line.other} connected with a wrong key"
-                line.close()
-                continue
-            return line
-        raise WeightsError(f"no sender connected to {self.address} within {setting(wait_seconds)}{strangers}")
+        asked: Newcomers[_Line] = Newcomers(self._key)
+        try:
+            while (left := deadline - time.monotonic()) > 0:
+                if (line := asked.first()) is not None:
+                    return line
+                self._socket.settimeout(min(left, LOOK_SECONDS))
+                try:
+                    accepted, other = self._socket.accept()
+                except TimeoutError:
+                    if self._is_cancelled.is_set():
+                        raise WeightsError("the client that asked for new weights is gone") from None
+                    continue
+                asked.add(_Line(accepted, f"{other[0]}:{other[1]}"))
+        finally:
+            asked.close()
+        raise WeightsError(f"no sender connected to {self.address} within {setting(wait_seconds)}{asked.strangers}")
 
 
 class _Update:
@@ -280,9 +292,9 @@ class _Line:
         self.connection = Connection(connected.detach())
 
     @classmethod
-    def to(cls, address: str, key: bytes, stack: ExitStack) -> _Line:
+    def to(cls, address: str, key: bytes, stack: ExitStack, connect: Callable[[str], socket.socket]) -> _Line:
         try:
-            line = cls(socket.create_connection(_parse(address), timeout=SILENCE_SECONDS), address)
+            line = cls(connect(address), address)
             stack.callback(line.close)
             answer_challenge(line.connection, key)
             deliver_challenge(line.connection, key)
@@ -374,7 +386,7 @@ def _send_tensor(
         if shard.delta is None:
             _send_whole(line, shard, transfer)
         else:
-            data = shard.delta.to_bytes()
+            data = _sent(shard.delta.to_bytes())
             line.send({"crc32": shard.crc32, "changed": len(shard.delta.positions)})
             line.send_bytes(data.numpy().data)
             transfer.num_bytes += len(data)
@@ -388,9 +400,19 @@ def _send_tensor(
 
 def _send_whole(line: _Line, shard: _Shard, transfer: WeightsTransfer) -> None:
     line.send({"crc32": shard.crc32})
-    line.send_bytes(shard.whole.view(-1).view(torch.uint8).numpy().data)
+    line.send_bytes(_sent(shard.whole.view(-1).view(torch.uint8)).numpy().data)
     transfer.num_bytes += shard.whole.nbytes
     transfer.num_whole += 1
+
+
+def _sent(data: Tensor) -> Tensor:
+    """Return the bytes to send: these, unless chaos flips a bit of them."""
+    page = own_page()
+    if page is None or not len(data) or not page.take_weights_corruption():
+        return data
+    flipped = data.clone()
+    flipped[len(data) // 2] ^= 1
+    return flipped
 
 
 def _receive(line: _Line, update: _Update) -> int:
@@ -414,9 +436,10 @@ def _receive(line: _Line, update: _Update) -> int:
     update.finish()
     if header.get("checksum", line.checksum) != line.checksum:
         raise WeightsError("the checksums of all tensors differ from the sender's")
-    line.send({})
-    if line.receive().get("commit") != version:
-        raise WeightsError("weights received, but the sender never confirmed the commit")
+    with going_on("transfer"):
+        line.send({})
+        if line.receive().get("commit") != version:
+            raise WeightsError("weights received, but the sender never confirmed the commit")
     if isinstance(token, str):
         update.held.version, update.held.token = version, token
     line.send({})
@@ -494,6 +517,10 @@ def _read_layers(model: Decoder, folder: str | Path) -> Iterator[tuple[str, Tens
             if name not in seen:  # a tied embedding is in the first and the last stage
                 seen.add(name)
                 yield name, tensor
+
+
+def _connect(address: str) -> socket.socket:
+    return socket.create_connection(_parse(address), timeout=SILENCE_SECONDS)
 
 
 def _parse(address: str) -> tuple[str, int]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from craton.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from craton.ml.serving.engine.build import build_runner, bytes_of_block, join_engine
+    from craton.ml.serving.engine.build import build_engine, build_runner, bytes_of_block, join_engine
     from craton.ml.serving.engine.engine_process import EngineProcess, tell_failure
     from craton.ml.serving.engine.measurements import Latencies, Rates, measure_peaks
 else:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from craton.errors import CratonError
-from craton.ml.serving.device import MAX_DRAFTED
+from craton.ml.serving.engine.drafting import Drafting
 from craton.ml.serving.engine.execution import Executor, InFlightStep
 from craton.ml.serving.engine.measurements import Rates
 from craton.ml.serving.engine.request_limits import RequestLimits
@@ -35,6 +35,7 @@ from craton.ml.serving.messages import (
 )
 from craton.ml.serving.schedule import (
     BlockPool,
+    DraftInput,
     Integers,
     PrefixTree,
     ScheduledChunk,
@@ -42,7 +43,6 @@ from craton.ml.serving.schedule import (
     Scheduler,
     Sequence,
     is_plain,
-    ngram_drafts,
     pack,
 )
 from craton.ml.serving.settings import EngineSettings, NotNowError, ServingError
@@ -68,6 +68,7 @@ class Engine:
         grammars: Grammars | None = None,
         adapters: Mapping[str, int] | None = None,
         rates: Rates | None = None,
+        drafting: Drafting | None = None,
     ) -> None:
         self.settings = settings
         self.vocabulary, self.max_length = vocabulary, max_length
@@ -81,14 +82,16 @@ class Engine:
         self._pool = BlockPool(blocks)
         self._host_pool = BlockPool(host_blocks) if host_blocks > 1 else None
         self._tree = PrefixTree(self._pool, settings.page, self._host_pool)
-        self.scheduler = Scheduler(self._pool, self._tree, settings.max_running, settings.chunk_tokens)
+        self.scheduler = Scheduler(
+            self._pool, self._tree, settings.max_running, settings.chunk_tokens, settings.shared_prefix == "on"
+        )
         self._sequences: dict[int, list[Sequence]] = {}
         self._compiling: list[tuple[Future[GrammarState], Sequence]] = []
         self._in_flight: deque[InFlightStep] = deque()
         self._ended: list[OutputDelta] = []
         self._rates = rates or Rates()
         self._seeds = random.Random()
-        self._drafts = self._drafted = self._accepted = 0
+        self._drafting = drafting or Drafting(settings, max_length)
         self._num_ended = self._num_aborted = self._num_failed = 0
 
     # -- requests -------------------------------------------------------------------------------------------------
@@ -179,12 +182,14 @@ class Engine:
     def step(self) -> list[OutputDelta]:
         """Start the next step and return the output of the previous one."""
         pieces = self.take_ended()
+        if self.settings.draft_tokens:
+            self._drafting.choose_length(self.scheduler.running)
         if self._must_read_first():
             pieces += self._read_all()
         if self.state != "running":
             return pieces + self._read_all()
         if self.settings.draft_tokens:
-            self._set_drafts()
+            self._drafting.set_drafts(self.scheduler.running)
         step = self.scheduler.schedule()
         if step is None:
             return pieces + self._read_all()
@@ -302,14 +307,19 @@ class Engine:
             prefix_queries=counters.queried_tokens,
             prefix_hits=counters.device_tokens,
             host_hits=counters.host_tokens,
-            drafts=self._drafts,
-            drafted=self._drafted,
-            accepted=self._accepted,
+            drafts=self._drafting.drafts,
+            drafted=self._drafting.drafted,
+            accepted=self._drafting.accepted,
+            draft_tokens=self._drafting.length,
+            draft_acceptance=self._drafting.acceptance,
+            draft_speedup=self._drafting.speedup,
             ended=self._num_ended,
             aborted=self._num_aborted,
             failed=self._num_failed,
             steps=self._rates.steps,
             step_tokens=self._rates.step_tokens,
+            context_tokens=self._rates.context_tokens,
+            shared_tokens=self._rates.shared_tokens,
             steps_by_tokens=tuple(self._rates.steps_by_tokens),
             step_seconds=self._rates.step_seconds,
             plan_step_seconds=self._rates.plan_step_seconds,
@@ -328,15 +338,18 @@ class Engine:
                 self._copy(part.sequence, step)
         allowed, lost = self._allowed(step)
         work = pack(step, allowed)
+        work.drafts = self._drafting.pack(step)
         self._in_flight.append(InFlightStep(step, work, self._executor.execute(work), self.version))
         for sequence, error in lost:
             self._ended.append(OutputDelta(sequence.id, sequence.index, finish="error", error=error))
             self._end(sequence, "error")
 
     def _must_read_first(self) -> bool:
-        return bool(self.settings.draft_tokens) or any(
-            sequence.grammar is not None for sequence in self.scheduler.running
+        """Whether the next step needs tokens on the host, or which drafts of the last one were accepted."""
+        has_drafts = self._drafting.length > 0 or any(
+            part.drafts for last in self._in_flight for part in last.step.parts
         )
+        return has_drafts or any(sequence.grammar is not None for sequence in self.scheduler.running)
 
     def _read_all(self) -> list[OutputDelta]:
         pieces: list[OutputDelta] = []
@@ -346,7 +359,7 @@ class Engine:
 
     def _read(self, in_flight: InFlightStep) -> list[OutputDelta]:
         tokens, logprobs = in_flight.result.read()
-        self._rates.record(in_flight.step, len(tokens))
+        drafts = iter(in_flight.result.read_drafts() if in_flight.work.drafts is not None else ())
         likeliest = in_flight.result.read_alternatives() if in_flight.work.alternatives else None
         self._take_prompts(in_flight)
         pieces = []
@@ -357,9 +370,11 @@ class Engine:
                 self.scheduler.commit(sequence)
                 continue
             end = begin + 1 + part.drafts
+            if part.drafts and in_flight.work.drafts is not None:
+                sequence.drafts = next(drafts)[: part.drafts]
             if sequence.finish is None:
                 piece = OutputDelta(sequence.id, sequence.index)
-                self._take(sequence, part, tokens[begin:end], piece)
+                self._take(sequence, part, tokens[begin:end], piece, in_flight.work.drafts)
                 count = len(piece.tokens)
                 piece.logprobs = logprobs[begin : begin + count]
                 piece.versions = [in_flight.version] * count
@@ -375,19 +390,17 @@ class Engine:
                     ]
                 pieces.append(piece)
             begin = end
+        self._rates.record(
+            in_flight.step, len(tokens), sum(len(piece.tokens) for piece in pieces), in_flight.work.drafts
+        )
         return pieces
 
-    def _take(self, sequence: Sequence, part: ScheduledChunk, tokens: list[int], piece: OutputDelta) -> None:
+    def _take(
+        self, sequence: Sequence, part: ScheduledChunk, tokens: list[int], piece: OutputDelta, made: DraftInput | None
+    ) -> None:
         """Append sampled tokens to a sequence, up to its first rejected draft token or its end."""
         if part.drafts:
-            right = 0
-            while right < part.drafts and sequence.drafts[right] == tokens[right]:
-                right += 1
-            self._drafts += 1
-            self._drafted += part.drafts
-            self._accepted += right
-            tokens = tokens[: right + 1]
-            sequence.drafts = []
+            tokens = tokens[: self._drafting.verify(sequence, tokens, 0 if made is None else made.length) + 1]
         else:
             sequence.in_flight -= 1
         if sequence.is_new:
@@ -530,25 +543,6 @@ class Engine:
             self.scheduler.fork(first, child)
             child.cached_tokens = first.cached_tokens  # the first copy's own prefill was not a cache hit
         first.copies = 1
-
-    def _set_drafts(self) -> None:
-        """Set draft tokens for all decoding requests, or for none. If some have drafts, the others get filler tokens,
-        so that a CUDA graph fits the step. With many requests, verifying drafts costs more than it saves."""
-        count = self.settings.draft_tokens
-        running = self.scheduler.running
-        drafts: dict[Sequence, list[int]] = {}
-        for sequence in running:
-            sequence.drafts = []
-        if len(running) * (count + 1) > MAX_DRAFTED:
-            return
-        for sequence in running:
-            left = min(sequence.sampling.max_tokens - sequence.outputs, self.max_length - sequence.length) - 1
-            if sequence.pending == 1 and sequence.grammar is None and sequence.is_plain and left >= count:
-                drafts[sequence] = ngram_drafts(sequence.tokens, count)
-        if not any(drafts.values()):
-            return
-        for sequence, item in drafts.items():
-            sequence.drafts = item + [sequence.tokens[-1]] * (count - len(item))
 
     def _collect_grammars(self) -> None:
         for compiled, sequence in list(self._compiling):

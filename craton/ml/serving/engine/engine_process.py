@@ -54,6 +54,7 @@ class Task:
     steps: Steps
     call: Future[Any] | None = None  # that it waits for
     began: float = 0.0  # when the call began
+    is_cancelled: bool = False  # its client is gone
 
 
 class EngineProcess:
@@ -150,6 +151,7 @@ class EngineProcess:
                 engine.start_branches(message)
             elif isinstance(message, Abort):
                 engine.abort(message)
+                self._cancel(message.id)
             elif isinstance(message, Control):
                 self._later.append(message)
                 self._begin()
@@ -169,11 +171,19 @@ class EngineProcess:
             else:
                 self._advance(Task(control.id, _steps(action, control.arguments)))
 
+    def _cancel(self, number: int) -> None:
+        """Drop a control whose client is gone, or let it wait no longer for weights that will not come."""
+        self._later = deque(control for control in self._later if control.id != number)
+        if self._calling is not None and self._calling.id == number:
+            self._calling.is_cancelled = True
+
     def _go_on(self) -> None:
         """Continue tasks that wait for this iteration or for a finished call."""
         if self._calling is not None:
             assert self._calling.call is not None
             if not self._calling.call.done():
+                if self._calling.is_cancelled:
+                    self._group.rank.cancel_receiving()
                 return
             task, self._calling = self._calling, None
             self._advance(task)

@@ -19,7 +19,7 @@ from craton.ml.serving.messages import STEP_BOUNDS, OutputDelta
 from craton.planning.serving import DevicePeaks
 
 if TYPE_CHECKING:
-    from craton.ml.serving.schedule import ScheduledStep
+    from craton.ml.serving.schedule import DraftInput, ScheduledStep
 
 STEPS = 64  # the last steps, over which means are taken
 IDLE_SECONDS = 1.0  # after a longer gap between two steps the engine was idle
@@ -35,20 +35,26 @@ Sample = tuple[float, float]  # when, and how many seconds
 class Floor(Protocol):
     """The minimum duration of a step."""
 
-    def step_seconds(self, tokens: int, context_tokens: int, sampled: int, pairs: float) -> float: ...
+    def step_seconds(
+        self, tokens: int, context_tokens: int, sampled: int, pairs: float, shared_tokens: int = 0
+    ) -> float: ...
 
 
 class Rates:
     """Means over the last steps. Steps overlap, so a step lasts from the previous step's read-back to its own."""
 
-    def __init__(self, floor: Floor | None = None) -> None:
+    def __init__(self, floor: Floor | None = None, draft_floor: Floor | None = None) -> None:
         self.steps = self.step_tokens = 0
+        self.context_tokens = self.shared_tokens = 0  # KV cache tokens of all steps; of these, not read again
         self.steps_by_tokens = [0] * (len(STEP_BOUNDS) + 1)
-        self._floor = floor
+        self._floor, self._draft_floor = floor, draft_floor
         self._last = 0.0
         self._recent: deque[tuple[float, float, int]] = deque(maxlen=STEPS)  # seconds, minimum seconds, tokens
 
-    def record(self, step: ScheduledStep, sampled: int) -> None:
+    def record(
+        self, step: ScheduledStep, sampled: int, generated: int | None = None, drafts: DraftInput | None = None
+    ) -> None:
+        """Count a step that sampled so many tokens, of which `generated` were kept: all, without draft tokens."""
         now = time.monotonic()
         seconds = now - self._last
         self._last = now
@@ -56,13 +62,17 @@ class Rates:
         self.steps += 1
         self.step_tokens += tokens
         self.steps_by_tokens[bisect_left(STEP_BOUNDS, tokens)] += 1
+        context, shared = sum(part.begin + part.count for part in step.parts), step.saved_tokens
+        self.context_tokens += context
+        self.shared_tokens += shared
         if seconds < IDLE_SECONDS:
             minimum = 0.0
             if self._floor is not None:
-                context = sum(part.begin + part.count for part in step.parts)
                 pairs = sum(part.count * (part.begin + (part.count + 1) / 2) for part in step.parts)
-                minimum = self._floor.step_seconds(tokens, context, sampled, pairs)
-            self._recent.append((seconds, minimum, sampled))
+                minimum = self._floor.step_seconds(tokens, context, sampled, pairs, shared)
+                if drafts is not None and self._draft_floor is not None:
+                    minimum += _draft_seconds(self._draft_floor, drafts)
+            self._recent.append((seconds, minimum, sampled if generated is None else generated))
 
     @property
     def step_seconds(self) -> float:
@@ -128,6 +138,17 @@ class Latencies:
             self._samples["first_token"].append((now, now - submitted))
             if piece.admitted:
                 self._samples["queue"].append((now, max(0.0, piece.admitted - submitted)))
+
+
+def _draft_seconds(floor: Floor, drafts: DraftInput) -> float:
+    """Return the minimum time of a draft model's passes over a step's requests."""
+    first, context = int(drafts.counts.sum()), int(drafts.ends.sum())
+    pairs = float((drafts.counts * (drafts.ends - (drafts.counts - 1) / 2)).sum())
+    seconds = floor.step_seconds(first, context, drafts.requests, pairs)
+    requests, drafted = drafts.requests, int(drafts.ends[: drafts.requests].sum())
+    for added in range(1, drafts.length):
+        seconds += floor.step_seconds(requests, drafted + added * requests, requests, 0.0)
+    return seconds
 
 
 def measure_peaks(device: torch.device, dtype: torch.dtype) -> DevicePeaks:

@@ -16,8 +16,10 @@ if TYPE_CHECKING:
         is_plain,
         pack,
     )
+    from craton.ml.serving.schedule.drafts import LAST_TOKENS, DraftInput, draft_lag, pack_drafts
     from craton.ml.serving.schedule.prefix import DUMMY, BlockPool, Move, PrefixTree
     from craton.ml.serving.schedule.scheduler import ScheduledChunk, ScheduledStep, Scheduler
     from craton.ml.serving.schedule.sequence import Sequence, ngram_drafts
+    from craton.ml.serving.schedule.shared_prefix import MAX_GROUPS, PrefixGroups
 else:
     __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from craton.ml.serving.messages import Sampling
+from craton.ml.serving.schedule.drafts import DraftInput
 from craton.ml.serving.schedule.prefix import Move
 from craton.ml.serving.schedule.scheduler import ScheduledChunk, ScheduledStep
 from craton.ml.serving.schedule.sequence import Sequence
+from craton.ml.serving.schedule.shared_prefix import Integers, PrefixGroups
 
-Integers = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
 FORBIDDEN = -1e30  # added to the logit of a forbidden token
 
 
@@ -62,6 +63,8 @@ class StepInput:
     allowed: Integers | None = None  # [sampled, words]: bitmask of the allowed tokens
     alternatives: int = 0
     prompts: list[PromptPart] = field(default_factory=list)
+    drafts: DraftInput | None = None  # of a draft model, whose tokens replace placeholders among `tokens`
+    groups: PrefixGroups | None = None  # of the decoding requests
 
 
 def pack(step: ScheduledStep, allowed: Integers | None = None) -> StepInput:
@@ -96,6 +99,7 @@ def pack(step: ScheduledStep, allowed: Integers | None = None) -> StepInput:
             if part.begin < len(part.sequence.tokens)
         ],
         allowed=allowed,
+        groups=step.groups,
     )
     _tune(work, parts)
     return work

@@ -71,7 +71,7 @@ class Move:
 class PrefixNode:
     """One full block of tokens. `block` is its number on the device, `host` that in host memory; one of them is set."""
 
-    __slots__ = ("block", "children", "host", "key", "on_device", "parent", "users")
+    __slots__ = ("block", "children", "has_draft", "host", "key", "on_device", "parent", "users")
 
     def __init__(self, parent: PrefixNode | None, key: tuple[int, ...], block: int | None) -> None:
         self.parent = parent
@@ -80,6 +80,7 @@ class PrefixNode:
         self.host: int | None = None
         self.children: dict[tuple[int, ...], PrefixNode] = {}
         self.on_device = 0  # number of children on the device
+        self.has_draft = False  # the draft model has computed the block, too
         self.users = 0  # running requests with this block in their prefix
 
 
@@ -146,6 +147,7 @@ class PrefixTree:
             self._give_up_host(node)
             self._pool.hold(block)
             self._place(node, block)
+            node.has_draft = False
         self.use(node)
         return node
 

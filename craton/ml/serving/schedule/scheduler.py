@@ -16,6 +16,7 @@ from itertools import count
 
 from craton.ml.serving.schedule.prefix import BlockPool, Move, PrefixNode, PrefixTree, Root
 from craton.ml.serving.schedule.sequence import Sequence
+from craton.ml.serving.schedule.shared_prefix import PrefixGrouping, PrefixGroups
 
 REMEMBERED = 64  # the last answers, whose mean length predicts the next ones
 # Prefill makes a step longer for all decoding requests. So a step has no more prefill than needed:
@@ -45,6 +46,12 @@ class ScheduledStep:
     moves: list[Move] = field(default_factory=list)
     table: list[tuple[int, int, int]] = field(default_factory=list)  # changes of the block table: row, column, block
     started: list[Sequence] = field(default_factory=list)  # sequences with a new row
+    groups: PrefixGroups | None = None  # of the sequences with a single token
+
+    @property
+    def saved_tokens(self) -> int:
+        """Tokens of KV cache that are not read again, because a group shares them."""
+        return 0 if self.groups is None else self.groups.saved_tokens
 
     @property
     def tokens(self) -> int:
@@ -71,7 +78,9 @@ class Counters:
 
 
 class Scheduler:
-    """Assigns rows and KV cache blocks to sequences. `version` is that of the weights."""
+    """Assigns rows and KV cache blocks to sequences. `version` is that of the weights.
+
+    `shares_prefixes`: a step has the groups of its decoding requests that begin with the same blocks."""
 
     def __init__(
         self,
@@ -79,6 +88,7 @@ class Scheduler:
         tree: PrefixTree,
         max_running: int,
         chunk_tokens: int,
+        shares_prefixes: bool = False,
     ) -> None:
         self.pool = pool
         self.tree = tree
@@ -97,6 +107,8 @@ class Scheduler:
         self._table: list[tuple[int, int, int]] = []
         self._started: list[Sequence] = []
         self._outputs, self._ended = FIRST_OUTPUTS, 0  # mean output tokens; over how many requests
+        self._grouping = PrefixGrouping(self.page) if shares_prefixes else None
+        self._changes = 0  # of what running sequences share
 
     @property
     def waiting(self) -> int:
@@ -130,6 +142,8 @@ class Scheduler:
             return None
         parts = sorted(builder.parts.values(), key=lambda part: part.count > 1)
         step = ScheduledStep(parts, self.tree.moves, self._table, self._started)
+        if self._grouping is not None:
+            step.groups = self._grouping.groups([part.sequence for part in parts if part.count == 1], self._changes)
         self.tree.moves, self._table, self._started = [], [], []
         return step
 
@@ -154,6 +168,7 @@ class Scheduler:
             self.tree.moves.append(Move("copy", parent.blocks[full], copied))
             child.blocks.append(copied)
         child.computed = child.cached_tokens = shared_tokens
+        child.draft_computed = min(parent.draft_computed, shared_tokens)
         self._start(child)
 
     def commit(self, sequence: Sequence) -> None:
@@ -165,7 +180,14 @@ class Scheduler:
             begin = len(sequence.nodes) * self.page
             parent = sequence.nodes[-1] if sequence.nodes else self.tree.root((sequence.version, sequence.adapter))
             key = tuple(sequence.tokens[begin : begin + self.page])
-            sequence.nodes.append(self.tree.insert(parent, key, sequence.blocks[len(sequence.nodes)]))
+            node = self.tree.insert(parent, key, sequence.blocks[len(sequence.nodes)])
+            if self._grouping is not None:
+                self._share(sequence, node)
+            sequence.nodes.append(node)
+        while sequence.draft_nodes < min(sequence.draft_computed // self.page, len(sequence.nodes)):
+            node = sequence.nodes[sequence.draft_nodes]
+            node.has_draft |= node.block == sequence.blocks[sequence.draft_nodes]  # not if computed twice at once
+            sequence.draft_nodes += 1
 
     def finish(self, sequence: Sequence) -> None:
         """Free everything that a sequence holds."""
@@ -207,6 +229,11 @@ class Scheduler:
         """Assert that no block is lost or has a holder too many."""
         self.tree.check()
         self.pool.check([*(sequence.blocks for sequence in self.running), self.tree.held()])
+        if self._grouping is not None:
+            held: dict[PrefixNode, int] = {}
+            for sequence in self.running:
+                for node, block in zip(sequence.nodes, sequence.blocks, strict=False):
+                    assert held.setdefault(node, block) == block, "sequences with a common node hold different blocks"
         assert len(self._rows) + len(self.running) == len(set(self._rows) | {item.row for item in self.running})
         assert len(self._order) == len(self.running) + len(self._waiting), "one neither runs nor waits, or does both"
         assert sum(self._waiting.values()) == self._waiting_tokens
@@ -231,6 +258,21 @@ class Scheduler:
         return True
 
     # -- blocks -----------------------------------------------------------------------------------------------------
+
+    def _share(self, sequence: Sequence, node: PrefixNode) -> None:
+        """Replace the next block of a sequence by the one in the prefix cache, if another has computed it, too."""
+        self._changes += node.users > 1
+        column = len(sequence.nodes)
+        own, shared = sequence.blocks[column], node.block
+        assert shared is not None
+        if shared == own:
+            return
+        self.pool.hold(shared)
+        self.pool.release(own)
+        sequence.blocks[column] = shared
+        if not node.has_draft:  # the draft model has computed the other block only
+            sequence.draft_computed = min(sequence.draft_computed, column * self.page)
+        self._table.append((sequence.row, column, shared))
 
     def _take(self) -> int | None:
         while not self.pool.free:  # a fork may still hold an evicted block
@@ -262,12 +304,13 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         self.counters.preemptions += 1
         self._release(sequence)
-        sequence.computed = 0
+        sequence.computed = sequence.draft_computed = sequence.draft_nodes = 0
         sequence.is_private = False
         sequence.drafts.clear()
         self._wait(sequence)
 
     def _release(self, sequence: Sequence) -> None:
+        self._changes += 1
         self.tree.leave(sequence.nodes)
         for block in sequence.blocks:
             self.pool.release(block)
@@ -328,6 +371,8 @@ class Scheduler:
         sequence.nodes = nodes
         sequence.blocks = [node.block for node in nodes if node.block is not None]
         sequence.computed = len(nodes) * self.page
+        sequence.draft_nodes = next((index for index, node in enumerate(nodes) if not node.has_draft), len(nodes))
+        sequence.draft_computed = sequence.draft_nodes * self.page
         sequence.version = self.version
         if sequence.is_new:
             sequence.cached_tokens = sequence.computed
@@ -340,6 +385,7 @@ class Scheduler:
         return True
 
     def _start(self, sequence: Sequence) -> None:
+        self._changes += 1
         sequence.row = self._rows.pop()
         sequence.admitted = sequence.admitted or time.monotonic()
         self.running[sequence] = None

@@ -1,9 +1,9 @@
 """A request as the engine sees it: its tokens, and how many of them are computed.
 
 Prefill, chunked prefill, prefix cache hits, decode, draft tokens and recomputation after a preemption are the same
-operation: compute the tokens that are not computed yet. Draft tokens come from n-gram lookup in the request's own
-tokens: what followed the last few tokens earlier. A rejected draft costs a little computation and never changes an
-answer.
+operation: compute the tokens that are not computed yet. Draft tokens come from a draft model, or from n-gram lookup in
+the request's own tokens: what followed the last few tokens earlier. A rejected draft costs a little computation and
+never changes an answer.
 """
 
 from __future__ import annotations
@@ -41,8 +41,11 @@ class Sequence:
     computed: int = 0  # tokens in the KV cache, or in a started step
     in_flight: int = 0
     drafts: list[int] = field(default_factory=list)  # draft tokens after the last token, not yet verified
+    draft_computed: int = 0  # leading tokens in the draft model's KV cache
+    draft_nodes: int = 0  # leading nodes whose blocks are known to be in the draft model's KV cache
     blocks: list[int] = field(default_factory=list)
     nodes: list[PrefixNode] = field(default_factory=list)  # of the prefix tree, for the first of the blocks
+    num_shared: int = 0  # leading nodes that another running sequence had, too, when the batch was last grouped
     version: int = 0  # of the weights under which its first token was computed
     is_private: bool = False  # its blocks mix weight versions or were dropped from the prefix cache: do not share them
     carried: int = 0  # generated tokens that it began with
@@ -60,6 +63,7 @@ class Sequence:
     def forked(self, **changes: Any) -> Sequence:
         """Return another sequence with the same tokens, of which none is computed, and with these changes."""
         uncomputed = {"in_flight": 0, "drafts": [], "blocks": [], "nodes": [], "row": -1, "computed": 0}
+        uncomputed |= {"draft_computed": 0, "draft_nodes": 0}
         grammar = None if self.grammar is None else self.grammar.fork()
         own: dict[str, Any] = {"tokens": list(self.tokens), "skipped": set(), "prompt_found": {}, "grammar": grammar}
         return replace(self, **{**uncomputed, **own, **changes})

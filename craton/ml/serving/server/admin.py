@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Coroutine, Mapping
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Query, Request
 
-from craton.ml.serving.server.errors import ApiError, BadRequestError, ConflictError
+from craton.ml.serving.server.errors import ApiError, BadRequestError, ClientGoneError, ConflictError
 from craton.ml.serving.server.http_service import HttpService
 from craton.ml.serving.server.protocol import LoadAdapterRequest, UnloadAdapterRequest, UpdateWeightsRequest
 
@@ -85,13 +86,14 @@ def admin_routes(service: HttpService) -> APIRouter:
         return {"result": result}
 
     @routes.post("/update_weights")
-    async def update_weights(request: UpdateWeightsRequest) -> dict[str, Any]:
+    async def update_weights(request: UpdateWeightsRequest, connection: Request) -> dict[str, Any]:
+        """Update the weights. A client that asks for weights and is gone before it sends them holds up no other."""
         arguments: dict[str, Any] = {"recompute": request.recompute}
         if request.folder is not None:
             arguments |= {"folder": request.folder, "version": request.version}
         else:
             arguments |= {"address": request.address, "wait_seconds": request.wait_seconds}
-        result = await control("update_weights", arguments, BadRequestError)
+        result = await _while_connected(connection, control("update_weights", arguments, BadRequestError))
         link.note_state(link.stats.state, "")
         return {"result": result}
 
@@ -100,3 +102,21 @@ def admin_routes(service: HttpService) -> APIRouter:
         return {"weights_version": await control("weights_version")}
 
     return routes
+
+
+async def _while_connected(connection: Request, work: Coroutine[Any, Any, Any]) -> Any:
+    """Return the result of some work; cancel it if the client disconnects."""
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_until_gone(connection))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientGoneError
+        return working.result()
+    finally:
+        working.cancel()
+        leaving.cancel()
+
+
+async def _until_gone(connection: Request) -> None:
+    while (await connection.receive())["type"] != "http.disconnect":
+        pass

@@ -31,6 +31,7 @@ from craton.ml.serving.server.protocol import (
     ForkRequest,
     TokenizeRequest,
 )
+from craton.ml.serving.server.strategies import StrategyOffer, answer_chat, answer_prompt, wanted_strategy
 from craton.version import VERSION
 
 CLIENT_GONE = 499  # nginx's, for logs only
@@ -53,8 +54,8 @@ _ERRORS: dict[int | str, dict[str, Any]] = {status: {"model": ErrorBody} for sta
 _GENERATED: dict[int | str, dict[str, Any]] = {200: {"content": {"application/json": {}, "text/event-stream": {}}}}
 
 
-def make_app(service: HttpService) -> FastAPI:
-    """Return the app for one engine; it reads the engine's messages while it runs."""
+def make_app(service: HttpService, offer: StrategyOffer) -> FastAPI:
+    """Return the app for one engine; it reads the engine's messages while it runs. `offer`: strategies for requests."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -75,19 +76,23 @@ def make_app(service: HttpService) -> FastAPI:
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(ClientGoneError, _client_gone)
-    _add_generation(app, service)
+    _add_generation(app, service, offer)
     _add_information(app, service)
     app.include_router(admin)
     return app
 
 
-def _add_generation(app: FastAPI, service: HttpService) -> None:
+def _add_generation(app: FastAPI, service: HttpService, offer: StrategyOffer) -> None:
     @app.post("/v1/chat/completions", responses=_GENERATED)
     async def chat_completions(http: Request, request: ChatRequest) -> Response:
+        if (strategy := wanted_strategy(offer, request)) is not None:
+            return await answer_chat(service, offer, http, request, strategy)
         return await chat(service, http, request)
 
     @app.post("/v1/completions", responses=_GENERATED)
     async def completions(http: Request, request: CompletionRequest) -> Response:
+        if (strategy := wanted_strategy(offer, request)) is not None:
+            return await answer_prompt(service, offer, http, request, strategy)
         return await complete(service, http, request)
 
     @app.post("/v1/fork", responses=_GENERATED)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import uuid
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import Request
 from fastapi.responses import Response
 
-from craton.ml.serving.messages import Grammar
+from craton.ml.serving.messages import Grammar, Sampling
 from craton.ml.serving.server.errors import BadRequestError
 from craton.ml.serving.server.generation import Answers, Choice, SubmittedPrompt, respond, to_json
 from craton.ml.serving.server.http_service import HttpService
 from craton.ml.serving.server.protocol import ChatRequest, NamedTool, check_grammar
-from craton.ml.serving.server.text import Addition, AnswerReader, chat_logprobs, prompt_logprobs
+from craton.ml.serving.server.thinking import CLOSING, Thinking, thinking_of
 from craton.ml.serving.server.tools import (
     CallPart,
     Parsed,
@@ -26,6 +27,7 @@ from craton.ml.serving.server.tools import (
     keeps_special_tokens,
     make_parser,
 )
+from craton.ml.serving.text import Addition, AnswerReader, ThinkingCounter, chat_logprobs, prompt_logprobs
 
 SHOWN_TOOLS = 8  # in an error message
 
@@ -34,10 +36,25 @@ async def chat(service: HttpService, http: Request, request: ChatRequest) -> Res
     ignored = request.ignored(request.n)
     with service.admitted():
         answers = await _submit(service, request)
-    return await respond(http, answers, ignored)
+    return await respond(http, answers, [*ignored, *answers.ignored_fields])
 
 
-async def _submit(service: HttpService, request: ChatRequest) -> ChatAnswers:
+@dataclass(frozen=True)
+class ReadyChat:
+    """A chat that was checked and rendered: what the engine gets, and how its answer is read."""
+
+    tokens: tuple[int, ...]
+    sampling: Sampling
+    adapter: str | None
+    choice: ToolChoice
+    schemas: Schemas
+    thinking: Thinking
+    has_reasoning: bool
+    is_inside: bool  # the prompt has opened the reasoning
+
+
+async def ready_chat(service: HttpService, request: ChatRequest) -> ReadyChat:
+    """Check a chat and render it."""
     adapter = service.adapter(request.model)
     if request.stream and request.prompt_logprobs is not None:
         raise BadRequestError("prompt_logprobs is not supported with stream: true", "prompt_logprobs")
@@ -46,7 +63,11 @@ async def _submit(service: HttpService, request: ChatRequest) -> ChatAnswers:
         names = ", ".join(list(schemas)[:SHOWN_TOOLS]) or "none"
         raise BadRequestError(f"tool_choice names {choice.name!r}, which is not a tool; tools: {names}", "tool_choice")
     tools = None if choice.kind == "none" else request.tools
-    text = await service.render(request.messages, tools, request.add_generation_prompt, request.chat_template_kwargs)
+    grammar = _grammar(service, request, choice, schemas)
+    thinking = thinking_of(service, request, grammar is not None)
+    text = await service.render(request.messages, tools, request.add_generation_prompt, thinking.options)
+    if thinking.budget == 0 and begins_inside(text):
+        text = text.rstrip("\n") + CLOSING
     tokens = await service.encode(text, with_special_tokens=False)
     service.check_prompt(tokens)
     sampling = service.sampling(
@@ -56,13 +77,18 @@ async def _submit(service: HttpService, request: ChatRequest) -> ChatAnswers:
         None,
         (request.top_logprobs or 0) if request.logprobs else None,
         request.prompt_logprobs,
-        _grammar(service, request, choice, schemas),
+        grammar,
     )
     # With a grammar there is no reasoning: the whole output is the answer.
     has_reasoning = service.settings.reasoning_style == "think" and sampling.grammar is None
-    answers = ChatAnswers(service, request, choice, schemas, has_reasoning, begins_inside(text))
-    keep_special = choice.kind == "auto" and keeps_special_tokens(service.tool_style)
-    await answers.submit(tuple(tokens), sampling, adapter, keep_special=keep_special)
+    return ReadyChat(tuple(tokens), sampling, adapter, choice, schemas, thinking, has_reasoning, begins_inside(text))
+
+
+async def _submit(service: HttpService, request: ChatRequest) -> ChatAnswers:
+    ready = await ready_chat(service, request)
+    answers = ChatAnswers(service, request, ready)
+    keep_special = ready.choice.kind == "auto" and keeps_special_tokens(service.tool_style)
+    await answers.submit(ready.tokens, ready.sampling, ready.adapter, keep_special=keep_special)
     return answers
 
 
@@ -85,26 +111,43 @@ class ChatAnswers(Answers[ChatChoice]):
     chunk_kind = "chat.completion.chunk"
     request: ChatRequest
 
-    def __init__(
-        self,
-        service: HttpService,
-        request: ChatRequest,
-        choice: ToolChoice,
-        schemas: Schemas,
-        has_reasoning: bool,
-        is_inside: bool,
-    ) -> None:
+    def __init__(self, service: HttpService, request: ChatRequest, ready: ReadyChat) -> None:
         super().__init__(service, request)
-        self._tool_choice = choice
-        self._schemas = schemas
-        self._has_reasoning = has_reasoning
-        self._is_inside = is_inside  # the prompt has opened the reasoning
+        self._tool_choice = ready.choice
+        self._schemas = ready.schemas
+        self._has_reasoning = ready.has_reasoning
+        self._is_inside = ready.is_inside
+        self._budget = ready.thinking.budget
+        self.ignored_fields = ready.thinking.ignored
 
     def make_choice(self, index: int, prompt: SubmittedPrompt, reader: AnswerReader) -> ChatChoice:
         parser = make_parser(self._service.tool_style, self._schemas, self._tool_choice)
         if self._has_reasoning:
             parser = ReasoningParser(parser, self._is_inside)
         return ChatChoice(index, prompt, reader, parser)
+
+    def thinking(self) -> ThinkingCounter | None:
+        return ThinkingCounter(self._is_inside, self._budget) if self._has_reasoning else None
+
+    def closing_tokens(self) -> list[int]:
+        return self._service.texts("messages").encode(CLOSING, with_special_tokens=False)
+
+    def check_replayed(self, choice: ChatChoice) -> None:
+        thinking = choice.reader.thinking
+        if thinking is not None and thinking.is_spent:
+            raise BadRequestError(
+                f"continue_from has {thinking.num_tokens} tokens of thinking that has not ended, and the budget is "
+                f"{thinking.budget}; raise the budget, or cut continue_from",
+                "continue_from",
+            )
+
+    def usage(self) -> dict[str, Any]:
+        usage = super().usage()
+        if self._has_reasoning:
+            counters = [choice.reader.thinking for choice in self.choices.values()]
+            count = sum(counter.num_tokens for counter in counters if counter is not None)
+            usage["completion_tokens_details"] = {"reasoning_tokens": count}
+        return usage
 
     def text_fields(self, text: str) -> dict[str, Any]:
         return {"delta": {"content": text}}

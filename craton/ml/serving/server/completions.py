@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import Request
 from fastapi.responses import Response
 
+from craton.ml.serving.messages import Sampling
 from craton.ml.serving.server.errors import BadRequestError
 from craton.ml.serving.server.generation import Answers, Choice, SubmittedPrompt, respond, to_json
 from craton.ml.serving.server.http_service import HttpService
 from craton.ml.serving.server.protocol import MAX_CHOICES, CompletionRequest
-from craton.ml.serving.server.text import Addition, AnswerReader, completion_logprobs, echoed_logprobs, prompt_logprobs
+from craton.ml.serving.text import Addition, AnswerReader, completion_logprobs, echoed_logprobs, prompt_logprobs
 
 DEFAULT_TOKENS = 16  # OpenAI's
 
@@ -23,8 +25,17 @@ async def complete(service: HttpService, http: Request, request: CompletionReque
     return await respond(http, answers, ignored)
 
 
-async def _submit(service: HttpService, request: CompletionRequest) -> CompletionAnswers:
-    adapter = service.adapter(request.model)
+@dataclass(frozen=True)
+class ReadyPrompt:
+    """A prompt that was checked and tokenized. `echo`: its text, if the answer begins with it."""
+
+    tokens: tuple[int, ...]
+    sampling: Sampling
+    echo: str
+
+
+async def ready_prompts(service: HttpService, request: CompletionRequest) -> list[ReadyPrompt]:
+    """Check the prompts of a request and tokenize them."""
     prompts = _prompts(request.prompt)
     if len(prompts) * request.n > MAX_CHOICES:
         raise BadRequestError(
@@ -54,10 +65,16 @@ async def _submit(service: HttpService, request: CompletionRequest) -> Completio
         echo = ""
         if request.echo:
             echo = prompt if isinstance(prompt, str) else service.texts("echo").decode(list(tokens))
-        ready.append((tuple(tokens), sampling, echo))
+        ready.append(ReadyPrompt(tuple(tokens), sampling, echo))
+    return ready
+
+
+async def _submit(service: HttpService, request: CompletionRequest) -> CompletionAnswers:
+    adapter = service.adapter(request.model)
+    ready = await ready_prompts(service, request)
     answers = CompletionAnswers(service, request)
-    for submitted, sampling, echo in ready:
-        await answers.submit(submitted, sampling, adapter, echo)
+    for prompt in ready:
+        await answers.submit(prompt.tokens, prompt.sampling, adapter, prompt.echo)
     return answers
 
 

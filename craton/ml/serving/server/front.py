@@ -7,7 +7,10 @@ A second one ends it at once.
 from __future__ import annotations
 
 import argparse
+import errno
+import json
 import logging
+import os
 import signal
 import socket
 import sys
@@ -28,10 +31,12 @@ from craton.ml.serving.server.errors import UnavailableError
 from craton.ml.serving.server.http_service import HttpService
 from craton.ml.serving.server.link import EngineLink
 from craton.ml.serving.server.settings import ReasoningStyle, ServerSettings, ToolStyle
+from craton.ml.serving.server.strategies import open_offer
 from craton.ml.serving.server.wire import Wire
 
 FLUSH_SECONDS = 5  # for clients to receive the end of their answers
 BACKLOG = 2048
+PORT_LOOK_SECONDS = 0.02
 FILES_TICKS = 100  # between two checks of the number of open files
 RESERVED_FILES = 128  # in addition to one connection for every request that may wait
 
@@ -107,15 +112,17 @@ def main(arguments: list[str] | None = None) -> int:
             silent_seconds=options.silent_seconds,
             drain_seconds=options.drain_seconds,
         )
+        folder = os.environ.get("CRATON_JOB_FOLDER")
+        offer = open_offer(json.loads(options.strategies), None if folder is None else Path(folder))
         link = EngineLink(Wire(options.connection))
         service = HttpService(settings, link)
         family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-        listener = socket.create_server((options.host, options.port), family=family, backlog=BACKLOG)
+        listener = _listen(options.host, options.port, family, options.port_seconds)
     except (CratonError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     config = uvicorn.Config(
-        make_app(service),
+        make_app(service, offer),
         http=connections_for(options.client_seconds),
         ws="none",
         log_level="warning",
@@ -129,8 +136,23 @@ def main(arguments: list[str] | None = None) -> int:
     link.on_end = server.engine_ended
     host = f"[{options.host}]" if ":" in options.host else options.host
     print(f"listening on http://{host}:{listener.getsockname()[1]}", flush=True)
-    server.run(sockets=[listener])
+    try:
+        server.run(sockets=[listener])
+    finally:
+        offer.verifiers.close()
     return int(server.has_failed)
+
+
+def _listen(host: str, port: int, family: socket.AddressFamily, seconds: float) -> socket.socket:
+    """Listen at an address, which the front end before this one may still hold for a moment."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            return socket.create_server((host, port), family=family, backlog=BACKLOG)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
+                raise
+        time.sleep(PORT_LOOK_SECONDS)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -140,6 +162,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--connection", type=int, required=True, metavar="FD", help="file descriptor of the connection to the engine")
     add("--host", default="127.0.0.1")
     add("--port", type=int, default=8000, help="port to listen on; 0: any free one, which is printed (default: 8000)")
+    add("--port-seconds", type=float, default=0.0, help="how long to wait for a port that is in use (default: 0)")
     add("--served-name", help="model name for clients (default: the engine's)")
     add("--model-folder", type=Path, help="folder with the tokenizer; without it only token ids are accepted")
     add("--api-key-file", type=Path, help=f"file with one API key per line (default: ${KEYS_VARIABLE}, else no key)")
@@ -149,6 +172,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--admin-key-of", metavar="NAME", help=f"name of the variable behind ${ADMIN_VARIABLE}")
     add("--tool-parser", choices=get_args(ToolStyle), default=default.tool_style)
     add("--reasoning-parser", choices=get_args(ReasoningStyle), default=default.reasoning_style)
+    add(
+        "--strategies",
+        default="{}",
+        metavar="JSON",
+        help="strategy, strategies, verifiers and verify of a serve: section",
+    )
     add("--max-waiting", type=int, default=default.max_waiting, help="maximum requests without a token; more get 429")
     add("--max-body", type=int, default=default.max_body_bytes, metavar="BYTES", help="0: by the context length")
     add("--request-timeout", type=float, default=default.request_seconds, metavar="SECONDS", help="0: no timeout")

@@ -24,7 +24,7 @@ from craton.ml.serving.server.errors import ApiError, BadRequestError, BrokenErr
 from craton.ml.serving.server.http_service import HttpService
 from craton.ml.serving.server.metrics import ServerMeter
 from craton.ml.serving.server.protocol import GenerationRequest
-from craton.ml.serving.server.text import Addition, AnswerReader, Detokenizer, TokenNumbers
+from craton.ml.serving.text import Addition, AnswerReader, Detokenizer, ThinkingCounter, TokenNumbers
 
 DONE = b"data: [DONE]\n\n"
 TOKEN_CHARACTERS = 4  # of a typical token
@@ -35,8 +35,16 @@ to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 class SubmittedPrompt:
     """A submitted prompt: its tokens, echo text, cached tokens and log-probs."""
 
-    def __init__(self, tokens: tuple[int, ...], sampling: Sampling, meter: ServerMeter, echo: str = "") -> None:
+    def __init__(
+        self,
+        tokens: tuple[int, ...],
+        sampling: Sampling,
+        meter: ServerMeter,
+        echo: str = "",
+        adapter: str | None = None,
+    ) -> None:
         self.tokens = tokens
+        self.adapter = adapter
         self.sampling = sampling
         self.meter = meter
         self.echo = echo  # its text, if the answer begins with it
@@ -79,6 +87,7 @@ class Answers(ABC, Generic[AnyChoice]):
         self.choices: dict[tuple[int, int], AnyChoice] = {}
         self._service = service
         self._prompts: dict[int, SubmittedPrompt] = {}
+        self._forced: dict[int, int] = {}  # requests that go on behind forced tokens, with the copy that they continue
         self._num_open = 0
         self.has_logprobs = False
         self.unsent = b""  # events that a stream still sends before its error
@@ -119,7 +128,7 @@ class Answers(ABC, Generic[AnyChoice]):
         generated = tuple(request.continue_from)
         assert sampling.seed is not None
         meter = self._service.metrics.meter(len(tokens), request.n, sampling.max_tokens)
-        prompt = SubmittedPrompt(tokens, sampling, meter, echo)
+        prompt = SubmittedPrompt(tokens, sampling, meter, echo, adapter)
         choices = []
         for copy in range(request.n):
             reader = self._reader(tokens, sampling, keep_special)
@@ -131,6 +140,7 @@ class Answers(ABC, Generic[AnyChoice]):
             await self._service.aside(
                 len(generated) * TOKEN_CHARACTERS, lambda: self.replay(choice, choice.reader.replay(generated))
             )
+            self.check_replayed(choice)
             if choice.reader.is_stopped:  # the engine ends it at once
                 sampling = replace(sampling, max_tokens=len(generated))
         number = self.exchange.submit(tokens, sampling, request.n, request.priority, adapter, generated)
@@ -144,15 +154,17 @@ class Answers(ABC, Generic[AnyChoice]):
         """Process deltas; return the events that a stream sends for them. Raise if one ended with an error."""
         now = time.monotonic()
         for piece in pieces:
+            if piece.id in self._forced:
+                continue  # its prompt is that of the request before
             prompt = self._prompts[piece.id]
             prompt.cached_tokens = max(prompt.cached_tokens, piece.cached_tokens)
             if piece.prompt_logprobs is not None:
                 prompt.logprobs = piece.prompt_logprobs
         events: list[str] = []
         for piece in pieces:
-            choice = self.choices[piece.id, piece.index]
-            if choice.reader.is_complete:
-                continue  # deltas behind the one that completed it
+            choice = self.choices.get((piece.id, piece.index))
+            if choice is None or choice.reader.is_complete:
+                continue  # deltas behind the one that completed it, or behind forced tokens
             if piece.finish == "error":
                 # A request that fails before its first token was invalid (for example a bad grammar), unless the engine
                 # reports the error as its own.
@@ -163,9 +175,13 @@ class Answers(ABC, Generic[AnyChoice]):
                 piece.tokens, piece.finish, piece.stop_token = [], "length", None
                 self.exchange.end(piece.id, piece.index)
             addition = choice.reader.read(piece)
+            if choice.reader.is_cut:
+                self._force((piece.id, piece.index), choice, addition)
             if choice.reader.is_complete:
                 self._num_open -= 1
                 self.exchange.end(piece.id, piece.index)
+            if piece.id in self._forced:
+                piece = replace(piece, index=self._forced[piece.id])
             choice.prompt.meter.note(piece, now, addition.finish)
             choice.tokens += addition.tokens
             choice.versions += addition.versions
@@ -178,13 +194,15 @@ class Answers(ABC, Generic[AnyChoice]):
         """Return the last events of a stream."""
         if not self._has_usage:
             return DONE
-        chunk = {**self._envelope, "object": self.chunk_kind, "choices": [], "usage": self._usage()}
+        chunk = {**self._envelope, "object": self.chunk_kind, "choices": [], "usage": self.usage()}
         return b"data: " + to_json(chunk).encode() + b"\n\n" + DONE
 
     def whole(self) -> bytes:
         """Return the body of a response that is not streamed."""
-        choices = [self.whole_choice(choice) for choice in self.choices.values()]
-        body = {**self._envelope, "object": self.whole_kind, "choices": choices, "usage": self._usage()}
+        choices = [
+            self.whole_choice(choice) for choice in sorted(self.choices.values(), key=lambda choice: choice.index)
+        ]
+        body = {**self._envelope, "object": self.whole_kind, "choices": choices, "usage": self.usage()}
         return to_json({**body, **self.whole_extra()}).encode()
 
     @abstractmethod
@@ -192,6 +210,13 @@ class Answers(ABC, Generic[AnyChoice]):
 
     def replay(self, choice: AnyChoice, text: str) -> None:
         """Take the text of the tokens that a choice continues from; it is not returned."""
+
+    def check_replayed(self, choice: AnyChoice) -> None:
+        """Raise if an answer cannot go on from the tokens that it continues from."""
+
+    def closing_tokens(self) -> list[int]:
+        """Return the tokens that end the thinking of an answer whose budget is spent."""
+        raise AssertionError("only chats think")
 
     @abstractmethod
     def add(self, choice: AnyChoice, addition: Addition, events: list[str]) -> None:
@@ -225,7 +250,35 @@ class Answers(ABC, Generic[AnyChoice]):
     def _reader(self, prompt: tuple[int, ...], sampling: Sampling, keep_special: bool = False) -> AnswerReader:
         words = self.vocabulary
         detokenizer = TokenNumbers() if words is None else Detokenizer(words, prompt, keep_special)
-        return AnswerReader(detokenizer, self.request.stops(), sampling.min_tokens, sampling.logprobs is not None)
+        has_scores = sampling.logprobs is not None
+        return AnswerReader(detokenizer, self.request.stops(), sampling.min_tokens, has_scores, self.thinking())
+
+    def thinking(self) -> ThinkingCounter | None:
+        """Return what counts the thinking of a new choice; None: the answers have none."""
+        return None
+
+    def _force(self, key: tuple[int, int], choice: AnyChoice, addition: Addition) -> None:
+        """End the thinking of a choice: its request goes on behind the closing tokens, as a new one."""
+        closing, prompt = self.closing_tokens(), choice.prompt
+        generated = (*self.request.continue_from, *choice.tokens, *addition.tokens, *closing)
+        if len(generated) >= prompt.sampling.max_tokens:
+            choice.reader.end_at_length(addition)
+            return
+        newest = (addition.versions or choice.versions)[-1:]
+        forced = choice.reader.force(closing, newest * len(closing))
+        addition.text += forced.text
+        addition.tokens += forced.tokens
+        addition.versions += forced.versions
+        addition.scores += forced.scores
+        addition.finish, addition.reason = forced.finish, forced.reason
+        if choice.reader.is_complete:  # at a stop string
+            return
+        self.exchange.end(*key)
+        del self.choices[key]
+        sampling = replace(prompt.sampling, seed=choice.seed, prompt_logprobs=None)
+        number = self.exchange.submit(prompt.tokens, sampling, 1, self.request.priority, prompt.adapter, generated)
+        self._forced[number] = self._forced.get(key[0], key[1])
+        self.choices[number, 0] = choice
 
     def _prepare(self, choice: AnyChoice, seed: int) -> None:
         choice.head, choice.tail = self._around(choice.index)
@@ -251,7 +304,7 @@ class Answers(ABC, Generic[AnyChoice]):
     def text_fields(self, text: str) -> dict[str, Any]:
         """Return the fields of a choice that adds this text."""
 
-    def _usage(self) -> dict[str, Any]:
+    def usage(self) -> dict[str, Any]:
         prompt = sum(len(prompt.tokens) for prompt in self._prompts.values())
         readers = [choice.reader for choice in self.choices.values()]
         completion = sum(reader.num_tokens - reader.num_replayed for reader in readers)
@@ -268,7 +321,7 @@ class Answers(ABC, Generic[AnyChoice]):
 async def respond(http: Request, answers: Answers[Any], ignored: list[str]) -> Response:
     """Return the answers as a body, or as a stream once the first of them begins. `ignored`: fields for
     X-Ignored-Fields."""
-    headers = {"X-Ignored-Fields": ", ".join(map(_header_text, ignored[:20]))} if ignored else {}
+    headers = {"X-Ignored-Fields": ", ".join(map(header_text, ignored[:20]))} if ignored else {}
     watch = asyncio.create_task(_watch(http.receive, answers))
     is_handed_on = False
     answers.begin()
@@ -330,6 +383,6 @@ async def _watch(receive: Receive, answers: Answers[Any]) -> None:
     answers.exchange.client_gone()
 
 
-def _header_text(name: str) -> str:
+def header_text(name: str) -> str:
     """Replace characters of a field name that a header must not have."""
     return "".join(letter if letter.isascii() and letter.isprintable() else "?" for letter in name[:64])

@@ -28,8 +28,8 @@ from craton.ml.serving.server.link import EngineLink, Exchange
 from craton.ml.serving.server.metrics import Metrics
 from craton.ml.serving.server.protocol import MAX_CHOICES, GenerationRequest, Message, Tool
 from craton.ml.serving.server.settings import ServerSettings, ToolStyle
-from craton.ml.serving.server.text import ChatTemplate, TextTooLongError, Vocabulary, load_template
 from craton.ml.serving.server.tools import guess_style
+from craton.ml.serving.text import ChatTemplate, ChatTemplateError, TextTooLongError, Vocabulary, load_template
 
 LONG_CHARACTERS = 4_000  # longer texts are rendered and encoded on a thread
 ENCODERS = 2  # threads for long texts; another one would take a core from the engine
@@ -182,7 +182,10 @@ class HttpService:
                 f"got {len(plain)} messages; the model's context is {length} tokens", "messages", TOO_LONG
             )
         size = characters + TOOL_CHARACTERS * len(plain_tools) + MESSAGE_CHARACTERS * len(plain)
-        return await self.aside(size, lambda: template.render(plain, plain_tools, add_generation_prompt, options))
+        try:
+            return await self.aside(size, lambda: template.render(plain, plain_tools, add_generation_prompt, options))
+        except ChatTemplateError as error:
+            raise BadRequestError(str(error), "messages") from None
 
     def texts(self, parameter: str) -> Vocabulary:
         if self.vocabulary is None:

@@ -101,7 +101,8 @@ class EngineLink:
         return self.ready
 
     async def control(self, name: str, arguments: Mapping[str, Any] | None = None) -> EngineReply:
-        """Send a control and return the engine's reply; controls run in order."""
+        """Send a control and return the engine's reply; controls run in order. One whose waiter is cancelled is
+        dropped, or waits no longer for weights."""
         self.working()
         number = next(self._ids)
         future: asyncio.Future[EngineReply] = asyncio.get_running_loop().create_future()
@@ -110,6 +111,9 @@ class EngineLink:
         self._outbox.put(Control(number, name, dict(arguments or {})))
         try:
             return await future
+        except asyncio.CancelledError:
+            self._abort(number, None)
+            raise
         finally:
             self._answers.pop(number, None)
             self._controls.pop(number, None)
@@ -133,7 +137,7 @@ class EngineLink:
         if not self._exchanges:  # an idle engine need not have reported
             self._heard = time.monotonic()
         self._exchanges[number] = exchange
-        self._waiting.add(exchange)
+        self._await_token(exchange)
         self._outbox.put(Submit(number, prompt, **options))
         return number
 
@@ -144,13 +148,18 @@ class EngineLink:
         if not self._exchanges:  # an idle engine need not have reported
             self._heard = time.monotonic()
         self._exchanges.update(dict.fromkeys(numbers, exchange))
-        self._waiting.add(exchange)
+        self._await_token(exchange)
         self._outbox.put(Fork(parent, branches, index))
         return numbers
 
     def _abort(self, number: int, index: int | None) -> None:
         if self.failure is None:
             self._outbox.put(Abort(number, index))
+
+    def _await_token(self, exchange: Exchange) -> None:
+        """Count an exchange as waiting until its first token; what it submits after that is no new request."""
+        if not exchange.has_begun:
+            self._waiting.add(exchange)
 
     def _begun(self, exchange: Exchange) -> None:
         self._waiting.discard(exchange)

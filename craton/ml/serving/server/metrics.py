@@ -72,6 +72,33 @@ class Metrics:
         self._params_n = histogram("request_params_n", "The parameter n", COPIES_BOUNDS)
         self._params_max_tokens = histogram("request_params_max_tokens", "The parameter max_tokens", COUNT_BOUNDS)
 
+        def own(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"craton_serve_{name}", text, (*LABELS, *labels), registry=registry)
+
+        self._strategies = own("strategies", "Answers chosen by a strategy", "kind")
+        self._strategy_samples = own("strategy_samples", "Samples of strategies", "kind")
+        self._strategy_tokens = own("strategy_tokens", "Tokens of these samples, chosen or discarded", "kind", "fate")
+        self._strategy_early_stops = own("strategy_early_stops", "Votes that ended before all their samples", "kind")
+        self._strategy_limited = own("strategy_limited", "Answers at a limit (tokens, seconds)", "kind", "limit")
+        self._verifier_failures = own("verifier_failures", "Samples that a verifier gave no score", "verifier")
+
+    def verifier_failed(self, name: str, samples: int) -> None:
+        """Count samples without a score."""
+        self._verifier_failures.labels(self.model_name, name).inc(samples)
+
+    def strategy_ended(
+        self, kind: str, samples: int, chosen_tokens: int, discarded_tokens: int, limited_by: str, is_early: bool
+    ) -> None:
+        """Count the answer of a strategy."""
+        self._strategies.labels(self.model_name, kind).inc()
+        self._strategy_samples.labels(self.model_name, kind).inc(samples)
+        self._strategy_tokens.labels(self.model_name, kind, "chosen").inc(chosen_tokens)
+        self._strategy_tokens.labels(self.model_name, kind, "discarded").inc(discarded_tokens)
+        if limited_by:
+            self._strategy_limited.labels(self.model_name, kind, limited_by).inc()
+        if is_early:
+            self._strategy_early_stops.labels(self.model_name, kind).inc()
+
     def refused(self) -> None:
         """Count a request that was answered with 429."""
         self._refused.append(time.monotonic())
@@ -277,6 +304,22 @@ def _gauges(stats: Stats) -> list[tuple[str, str, float]]:
         ("craton_plan_tokens_per_second", "Tokens per second at the roofline", plan_tokens),
         ("craton_serve_roofline", "Roofline step duration over measured step duration", stats.roofline),
         ("craton_serve_weights_version", "Version of the weights", stats.weights_version),
+        ("craton_serve_draft_tokens", "Draft tokens of a request in the last step", stats.draft_tokens),
+        (
+            "craton_serve_draft_mean_length",
+            "Mean tokens that a verified draft gave, the accepted ones and one more",
+            1 + _share(stats.accepted, stats.drafts),
+        ),
+        (
+            "craton_serve_draft_acceptance",
+            "Estimated probability that a draft model's token is accepted; 0: no draft model",
+            stats.draft_acceptance,
+        ),
+        (
+            "craton_serve_draft_speedup",
+            "Estimated speed-up of decode by the draft model; 0: no draft model",
+            stats.draft_speedup,
+        ),
     ]
 
 
@@ -295,6 +338,8 @@ def _counters(stats: Stats) -> list[tuple[str, str, float]]:
         ("vllm:spec_decode_num_draft_tokens", "Draft tokens", stats.drafted),
         ("vllm:spec_decode_num_accepted_tokens", "Accepted draft tokens", stats.accepted),
         ("craton_serve_steps", "Steps", stats.steps),
+        ("craton_serve_context_tokens", "KV cache tokens that steps attended to", stats.context_tokens),
+        ("craton_serve_shared_prefix_tokens", "Of these, read once for a group of requests", stats.shared_tokens),
     ]
 
 

@@ -24,12 +24,16 @@ MAX_MESSAGES = 8192
 MAX_PARTS = 1024  # of a message's content, and calls in it
 MAX_BIASED = 1024  # tokens of a logit_bias; OpenAI allows 300
 MAX_STOP_TOKENS = 1024
+MAX_ROW_FIELDS = 32  # of what a verifier compares with
 
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 LogprobCount = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+RowValue = Annotated[str, Field(max_length=65_536)] | bool | int | float | None
+TokenCount = Annotated[int, Field(ge=0, lt=1 << 31)]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 RequestId = Annotated[str, Field(min_length=1, max_length=128)]  # the `id` of a response
 
 
@@ -99,6 +103,8 @@ class GenerationRequest(Body):
     guided_grammar: str | None = None
     guided_choice: list[str] | None = None
     structured_outputs: StructuredOutputs | None = None
+    strategy: Any = None  # of test-time compute: a text or a mapping, which `strategies` reads
+    verifier_row: Annotated[dict[str, RowValue], Field(max_length=MAX_ROW_FIELDS)] | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -252,6 +258,10 @@ class ChatRequest(GenerationRequest):
     parallel_tool_calls: bool | None = None
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Effort | None = None
+    thinking_token_budget: TokenCount | None = None
+    thinking_budget: TokenCount | None = None  # the same by another name
+    enable_thinking: bool | None = None
 
     @model_validator(mode="after")
     def _check(self) -> ChatRequest:

@@ -82,7 +82,7 @@ _OTHERS: dict[type, tuple[int, tuple[Check, ...]]] = {
         6,
         (is_text, is_integer, is_integer, list_of(is_text), is_integer, is_integer, is_text, is_real),
     ),
-    Stats: (7, (*(is_integer,) * 18, list_of(is_integer), *(is_real,) * 4, is_integer, is_text, is_text)),
+    Stats: (7, (*(is_integer,) * 21, list_of(is_integer), *(is_real,) * 6, is_integer, is_text, is_text)),
 }
 assert all(len(fields(message)) == len(checks) for message, (_, checks) in _OTHERS.items()), "every field is sent"
 _BY_KIND = {kind: (message, checks) for message, (kind, checks) in _OTHERS.items()}

@@ -76,8 +76,8 @@ def test_it_loads_before_it_answers(start: Start, encode: Encode) -> None:
 def test_neither_torch_nor_transformers_are_loaded(model_folder: Path) -> None:
     program = (
         "import sys; from pathlib import Path; import craton.ml.serving.server.__main__\n"
-        "from craton.ml.serving.server.text import load_template\n"
-        "from craton.ml.serving.server.text import Vocabulary\n"
+        "from craton.ml.serving.text import load_template\n"
+        "from craton.ml.serving.text import Vocabulary\n"
         f"folder = Path({str(model_folder)!r})\n"
         "Vocabulary(folder); load_template(folder).render([{'role': 'user'}])\n"
         "print([name for name in ('torch', 'transformers') if name in sys.modules])"

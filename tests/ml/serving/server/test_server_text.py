@@ -14,11 +14,10 @@ from scripted_engine import Script, Served
 from tokenizers import Tokenizer, decoders, models
 
 from craton.ml.serving.messages import OutputDelta
-from craton.ml.serving.server.errors import BadRequestError
 from craton.ml.serving.server.http_service import generation_defaults
-from craton.ml.serving.server.text import AnswerReader, ChatTemplate, Detokenizer, Vocabulary, load_template
-from craton.ml.serving.server.text.answer import StopStrings
-from craton.ml.serving.server.text.vocabulary import HELD_TOKENS
+from craton.ml.serving.text import AnswerReader, ChatTemplate, ChatTemplateError, Detokenizer, Vocabulary, load_template
+from craton.ml.serving.text.answer import StopStrings
+from craton.ml.serving.text.vocabulary import HELD_TOKENS
 
 EMOJI = "naïve 👩‍👩‍👧 数 fox"
 
@@ -212,7 +211,7 @@ def test_a_template_is_found_in_the_configuration_too(tmp_path: Path) -> None:
     ["{{ raise_exception('roles must alternate') }}", "{{ messages[0].content + 1 }}", "{{ ''.__class__.__mro__ }}"],
 )
 def test_a_template_may_refuse_and_may_not_escape(template: str) -> None:
-    with pytest.raises(BadRequestError, match="the chat template rejects the messages"):
+    with pytest.raises(ChatTemplateError, match="the chat template rejects the messages"):
         ChatTemplate({"default": template}, {}).render(MESSAGES)
 
 

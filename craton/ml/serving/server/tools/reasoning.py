@@ -9,8 +9,7 @@ from __future__ import annotations
 from typing import Literal
 
 from craton.ml.serving.server.tools.parsed import Lookout, Parsed, Parser
-
-BEGIN, END = "<think>", "</think>"
+from craton.ml.serving.text import BEGIN, END
 
 
 def begins_inside(prompt: str) -> bool:

@@ -1,0 +1,83 @@
+"""`craton think` against a foreign endpoint: what it prints, and one line for every mistake."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from openai_like_server import Behaviour, openai_like_server
+
+from craton.cli import main
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr("sys.argv", ["craton", "think", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return int(ended.value.code or 0)
+
+
+def test_a_vote_and_what_it_cost(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    strategy = "{kind: vote, n: 5, answer: text}"
+    with openai_like_server() as server:
+        asked = ["--prompt", "Hello", "--strategy", strategy, "--sample-tokens", "3", "--price", "1,1000000"]
+        assert run(monkeypatch, server.url, *asked) == 0
+        text = capsys.readouterr().out
+        assert run(monkeypatch, server.url, *asked, "--json", "--system", "Be short.") == 0
+        found = json.loads(capsys.readouterr().out)
+        sent = server.behaviour.received[-1]["messages"]
+    assert text.startswith('wör"d wör"d wör"d\n')
+    assert "answer" in text
+    assert "stopped after 2 of 5 samples" in text
+    assert "tokens chosen" in text
+    assert found["report"]["votes"] == {'wör"d wör"d wör"d': 2}
+    assert (found["usage"]["completion_tokens"], found["usage"]["num_samples"]) == (6, 2)
+    assert found["dollars"] == pytest.approx(6.0, rel=1e-3)
+    assert found["limited_by"] == ""
+    assert [message["role"] for message in sent] == ["system", "user"]
+
+
+def test_a_verifier_scores(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "verifiers.yaml"
+    file.write_text("verifiers: {word: {verifier: regex, pattern: 'w.r'}}\nverify: {workers: 1}\n")
+    (tmp_path / "prompt.txt").write_text("Hello")
+    with openai_like_server() as server:
+        asked = [server.url, "--file", str(tmp_path / "prompt.txt"), "--sample-tokens", "2", "--verifier", str(file)]
+        assert run(monkeypatch, *asked, "--strategy", "best_of:2", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["report"]["scores"] == [1.0, 1.0]
+    assert found["strategy"]["score"] == "word"
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (["--strategy", "vote:0"], "--strategy.n: '0' is not a whole number from 1 to 1024"),
+        (["--strategy", "{kind: vote"], "--strategy:"),
+        (["--strategy", "best_of:2:math"], "--strategy: 'math' is not known; name it with --verifier"),
+        (["--max-dollars", "1"], "--max-dollars needs the endpoint's prices; add --price IN,OUT"),
+        (["--price", "1"], "--price: '1' is not IN,OUT"),
+        (["--max-seconds", "soon"], "--max-seconds: 'soon' is not a duration"),
+        (["--verifier", "mth"], "--verifier: 'mth' is not a verifier"),
+        (["--verifier", "judge"], "--verifier: 'judge' is not a verifier"),
+        (["--key", "NO_SUCH_KEY"], "--key: the variable NO_SUCH_KEY is not set"),
+        (["--file", "x"], "give the prompt with either --prompt or --file"),
+        (["--completion", "--system", "x"], "--system is a message of a chat"),
+        (["--strategy", "best_of:2"], "does not give logprobs"),
+        (["--strategy", "budget:3"], "does not give token ids"),
+    ],
+)
+def test_mistakes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: list[str], line: str
+) -> None:
+    with openai_like_server(Behaviour()) as server:
+        assert run(monkeypatch, server.url, "--prompt", "Hello", "--sample-tokens", "77", *options) == 2
+        assert not [body for body in server.behaviour.received if body["max_tokens"] == 77]
+    assert line in capsys.readouterr().err
+
+
+def test_a_server_that_is_gone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with openai_like_server(Behaviour(lists_models=False)) as server:
+        assert run(monkeypatch, server.url, "--prompt", "Hello") == 2
+    assert "error: " in capsys.readouterr().err
