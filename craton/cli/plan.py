@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
 
 def plan(
-    job: Annotated[Path, typer.Argument(metavar="JOB", help="Job file (YAML).", show_default=False)],
+    job: Annotated[
+        Path | None,
+        typer.Argument(metavar="JOB", help="Job file (YAML). Optional with --eval and --accuracy.", show_default=False),
+    ] = None,
     instances: Annotated[
         str, typer.Option(help="Also search these instance types, e.g. p5,p5en,p6-b200.", show_default=False)
     ] = "",
@@ -29,8 +32,52 @@ def plan(
         str, typer.Option(help="With --instances: maximum run time, e.g. 14d.", show_default=False)
     ] = "",
     budget: Annotated[
-        str, typer.Option(help="With --instances: maximum cost in dollars, e.g. 2M.", show_default=False)
+        str,
+        typer.Option(
+            help="With --instances: maximum dollars, e.g. 2M. With --eval: per problem, e.g. $0.01, 20k tokens or 30s.",
+            show_default=False,
+        ),
     ] = "",
+    evaluation: Annotated[
+        str,
+        typer.Option(
+            "--eval",
+            metavar="FILE",
+            help="Plan test-time compute from an evaluation: its run, its evaluation.json, or YAML with pass_at.",
+            show_default=False,
+        ),
+    ] = "",
+    accuracy: Annotated[
+        str,
+        typer.Option(
+            help="The same from shares of problems with a correct answer among n samples, e.g. 1:0.55,4:0.7.",
+            show_default=False,
+        ),
+    ] = "",
+    tokens: Annotated[
+        str,
+        typer.Option(
+            metavar="PROMPT,COMPLETION",
+            help="With --eval or --accuracy: mean tokens of a prompt and of one completion, e.g. 300,800.",
+            show_default=False,
+        ),
+    ] = "",
+    price: Annotated[
+        str,
+        typer.Option(
+            metavar="IN,OUT",
+            help="With --eval or --accuracy: dollars per million prompt and completion tokens of an endpoint.",
+            show_default=False,
+        ),
+    ] = "",
+    strategy: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="With --eval or --accuracy: a strategy to plan, e.g. vote:16 or tree:32; repeatable "
+            "\\[default: best of n and votes of 2 to 64].",
+            show_default=False,
+        ),
+    ] = None,
     share_gpus: Annotated[
         bool, typer.Option("--share-gpus", help="Plan nodes of this machine that share its GPUs.")
     ] = False,
@@ -50,29 +97,44 @@ def plan(
     ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
-    """Predict layout, step time, memory, goodput and cost, with intervals; for a server, KV cache and throughput."""
+    """Predict layout, step time, memory, goodput and cost, with intervals; for a server, KV cache and throughput.
+
+    With --eval or --accuracy: what more samples of a model are worth, and what they cost.
+    """
     import json
     from datetime import date
 
     from rich.console import Console
 
     from craton.cli.views.member_plans import member_plans_json, render_member_plans
+    from craton.cli.views.strategies import plan_test_time
     from craton.cli.views.traced import render_trace, run_trace
     from craton.job import load_job
+    from craton.planning import PlanError
     from craton.planning.report import plan_html, plan_to_json, render_front, render_plan
 
+    options: dict[str, object] = {"--instances": instances, "--gpus": gpus, "--by": by, "--deadline": deadline}
+    if evaluation or accuracy:
+        options |= {"--trace": trace, "--ranks": ranks, "--share-gpus": share_gpus}
+        _refuse(options, "applies to training jobs only; remove it, or --eval and --accuracy")
+        plan_test_time(job, evaluation, accuracy, tokens, price, budget, strategy or [], html, as_json)
+        return
+    _refuse(
+        {"--tokens": tokens, "--price": price, "--strategy": strategy},
+        "requires --eval FILE or --accuracy, e.g. --accuracy 1:0.55,4:0.7",
+    )
+    if job is None:
+        raise PlanError("JOB is missing; name a job file, or plan test-time compute with --eval FILE")
     chosen = _ranks(ranks, trace)
     wanted = load_job(job)
     if share_gpus:
         wanted = wanted.with_shared_gpus()
     if wanted.serve:
-        options: dict[str, object] = {"--instances": instances, "--gpus": gpus, "--by": by, "--deadline": deadline}
         options |= {"--budget": budget, "--html": html, "--trace": trace}
         _plan_server(wanted, [name for name, value in options.items() if value], as_json)
         return
     if wanted.sweep:
-        options = {"--instances": instances, "--html": html, "--trace": trace, "--gpus": gpus, "--by": by}
-        options |= {"--deadline": deadline, "--budget": budget}
+        options |= {"--html": html, "--trace": trace, "--budget": budget}
         _plan_sweep(wanted, [name for name, value in options.items() if value], as_json)
         return
     weights = _plan_members(wanted)
@@ -96,6 +158,14 @@ def plan(
         render_trace(traced, console)
     if html:
         console.print(f"report: {html}", highlight=False)
+
+
+def _refuse(options: dict[str, object], reason: str) -> None:
+    from craton.planning import PlanError
+
+    for name, value in options.items():
+        if value:
+            raise PlanError(f"{name} {reason}")
 
 
 def _plan_members(job: Job) -> list[MemberPlan]:

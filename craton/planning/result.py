@@ -138,7 +138,7 @@ class RolloutPlan:
     mode: str  # sync, overlap, separate
     prompts: int
     group: int
-    prompt_tokens: float  # mean, assumed
+    prompt_tokens: float  # mean, of the first rows or assumed
     completion_tokens: float  # mean, assumed
     engines: int  # that share the samples
     running: int  # samples of an engine at once

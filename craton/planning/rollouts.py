@@ -2,7 +2,8 @@
 forward passes of references.
 
 Rollouts are the roofline of `serving` over the samples of a step. Lengths are not known before a run: completions are
-assumed to be spread evenly up to their maximum, prompts to fill half of the rest of the sequence.
+assumed to be spread evenly up to their maximum; prompts to be as long as the first rows of the data, or where these
+cannot be read to fill half of the rest of the sequence.
 
 Guarantees: seconds are what the trainer waits for. Other kinds of training have none of this.
 """
@@ -15,6 +16,7 @@ import numpy as np
 
 from craton.job import Job
 from craton.job.sections.posttraining import RewardTerm
+from craton.planning.frozen_models import FrozenModels, frozen_models
 from craton.planning.rates import all_gather_seconds, point_to_point_seconds
 from craton.planning.result import RolloutPlan
 from craton.planning.search import Candidate
@@ -65,9 +67,10 @@ def step_extras(setting: Setting, candidate: Candidate, step_seconds: float) -> 
         return StepExtras(once_seconds=(job.steps or 1) * _forward_seconds(setting, candidate, step_seconds))
     if job.rollout is None or job.policy is None or job.verify is None:
         return StepExtras()
-    engine = _Engine.of(setting, candidate)
-    compute, optimizer = _further_passes(setting, candidate, step_seconds)
-    training = step_seconds + sum(compute.values()) + sum(optimizer.values())
+    frozen = frozen_models(setting, candidate)
+    engine = _Engine.of(setting, candidate, frozen.memory_bytes)
+    compute, optimizer = _further_passes(setting, candidate, step_seconds, frozen)
+    training = step_seconds + sum(compute.values()) + sum(optimizer.values()) + frozen.reward_seconds
     generation = engine.seconds
     reward = _reward_seconds(setting)
     sync, sync_part = _sync_seconds(setting, candidate, engine)
@@ -77,13 +80,14 @@ def step_extras(setting: Setting, candidate: Candidate, step_seconds: float) -> 
         generation = waited - reward
     parts = {
         "rollout": {"prefill and decode": generation},
-        "reward": {"verdicts": reward},
+        "reward": {"verdicts": reward, "reward models": frozen.reward_seconds},
         "sync": {sync_part: sync},
         "compute": compute,
         "optimizer": optimizer,
     }
     shown = {phase: {name: value for name, value in entries.items() if value > 0} for phase, entries in parts.items()}
-    return StepExtras(shown, 0.0, engine.memory_parts, engine.plan(job), tuple(_warnings(job, engine)))
+    memory = {**engine.memory_parts, **frozen.memory_parts}
+    return StepExtras(shown, 0.0, memory, engine.plan(job), (*_warnings(engine), *frozen.warnings))
 
 
 @dataclass(frozen=True)
@@ -105,7 +109,8 @@ class _Engine:
     memory_parts: dict[str, float]  # on a trainer's device; empty: rollouts have devices of their own
 
     @classmethod
-    def of(cls, setting: Setting, candidate: Candidate) -> _Engine:
+    def of(cls, setting: Setting, candidate: Candidate, frozen_bytes: float) -> _Engine:
+        """`frozen_bytes`: of other models on a trainer's device."""
         job, rollout, machine = setting.job, setting.job.rollout, setting.machine
         assert rollout is not None
         layout = candidate.layout
@@ -122,7 +127,7 @@ class _Engine:
         workspace = passing_bytes(setting.shape, 2048, samples, PLAIN_BYTES[precision])
         is_sharded = layout.fsdp * layout.pp > 1  # otherwise the rollouts read the trainer's own weights
         copy = 0.0 if is_own or not is_sharded else model.weight_bytes
-        used = model.weight_bytes if is_own else candidate.memory_bytes + copy
+        used = model.weight_bytes if is_own else candidate.memory_bytes + frozen_bytes + copy
         free = KV_SHARE * (machine.gpu.memory_bytes - used - workspace)
         tokens_each = prompt / rollout.group + completion
         capacity = int(free / (model.kv_bytes_per_token * tokens_each)) if free > 0 else 0
@@ -183,7 +188,7 @@ def _forward_seconds(setting: Setting, candidate: Candidate, step_seconds: float
 
 
 def _further_passes(
-    setting: Setting, candidate: Candidate, step_seconds: float
+    setting: Setting, candidate: Candidate, step_seconds: float, frozen: FrozenModels
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Return the seconds of compute and optimizer beyond one pass over the rows with one update, by part."""
     policy = setting.job.policy
@@ -196,8 +201,8 @@ def _further_passes(
     compute = {
         "further epochs": (policy.epochs - 1) * (step_seconds - update),
         "log-probabilities before the step": forward if policy.updates > 1 else 0.0,
-        "reference": forward if policy.kl > 0 else 0.0,
-        "teacher": forward if isinstance(policy.teacher, str) else 0.0,
+        "reference": frozen.reference_scale * forward,
+        "teacher": frozen.teacher_scale * forward,
     }
     return compute, {"further updates": (policy.updates - 1) * update}
 
@@ -214,7 +219,7 @@ def _reward_seconds(setting: Setting) -> float:
 
 def _verdict_seconds(term: RewardTerm) -> float:
     if term.model is not None:
-        return 0.0  # scored by the trainer
+        return 0.0  # scored by the trainer, see frozen_models
     return FUNCTION_SECONDS if term.verifier is None else VERDICT_SECONDS[term.verifier]
 
 
@@ -237,7 +242,7 @@ def _sync_seconds(setting: Setting, candidate: Candidate, engine: _Engine) -> tu
     return all_gather_seconds(gathered, group_of(shards, layout.tp * layout.cp, network), network), "gathering weights"
 
 
-def _warnings(job: Job, engine: _Engine) -> list[str]:
+def _warnings(engine: _Engine) -> list[str]:
     result = [
         f"rollouts are planned with {engine.completion_tokens:,.0f} tokens per completion, half of the maximum, and "
         f"{engine.prompt_tokens:,.0f} per prompt"
@@ -247,6 +252,4 @@ def _warnings(job: Job, engine: _Engine) -> list[str]:
             f"the KV cache holds {engine.running:,} of the {engine.samples:,} samples of an engine at once; more GPUs, "
             "or a lower rollout.max_tokens, make rollouts faster"
         )
-    if any(term.model is not None for term in job.reward):
-        result.append("the forward passes of reward models are not planned: their size is not known")
     return result

@@ -12,6 +12,7 @@ from craton.job import ContentError, Job, checked_layout
 from craton.job.layout import Layout
 from craton.job.model import ModelShape
 from craton.planning.calibration import check_software, find_profile, predict
+from craton.planning.prompt_lengths import mean_prompt_tokens
 from craton.planning.rates import MachineRates, machine_of
 from craton.planning.search import Candidate, Search, evaluate
 from craton.planning.software import SoftwareProfile
@@ -82,9 +83,12 @@ def setting_of(job: Job, cluster: Cluster) -> Setting:
 
 
 def mean_sample_tokens(job: Job) -> tuple[float, float]:
-    """Return the assumed mean tokens of a rollout's prompt and completion: half of what each may have."""
+    """Return the mean tokens of a rollout's prompt and completion: of prompts those of the first rows where they can be
+    read, else half of what each may have."""
     longest = job.max_completion_tokens
-    return (job.sequence - longest) / 2, longest / 2
+    room = float(job.sequence - longest)
+    prompt = mean_prompt_tokens(job)
+    return room / 2 if prompt is None else min(prompt, room), longest / 2
 
 
 def tokens_of_step(job: Job) -> float:

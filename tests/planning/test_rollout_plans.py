@@ -116,3 +116,82 @@ def test_preferences_add_one_pass_of_the_reference(tmp_path: Path) -> None:
     assert dpo.seconds == 0.0
     assert 0.2 < dpo.once_seconds / (100 * step) < 0.5  # a forward pass is about a third of a step
     assert extras_of(tmp_path, text, preference={"loss": "simpo"})[0] == StepExtras()
+
+
+def reward_model(folder: Path, layers: int) -> str:
+    """A folder with the shape of a reward model."""
+    numbers = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32, "num_key_value_heads": 8}
+    config = {"model_type": "llama", **numbers, "num_hidden_layers": layers, "vocab_size": 128256}
+    (folder / f"scorer-{layers}").mkdir()
+    (folder / f"scorer-{layers}" / "config.json").write_text(json.dumps(config))
+    return str(folder / f"scorer-{layers}")
+
+
+def test_reward_models_add_their_passes_and_their_weights(tmp_path: Path) -> None:
+    """Twice the layers take twice the seconds: that many samples are bound by FLOPs. 512 samples of 1,024 tokens are
+    shared by 8 ranks, and a pass takes 2 FLOPs a weight and token."""
+    small, large = (reward_model(tmp_path, layers) for layers in (16, 32))
+
+    def extras(reward: list[dict[str, Any]], **sections: Any) -> StepExtras:
+        return extras_of(
+            tmp_path, GRPO.replace("reward: [{verifier: math}]", f"reward: {json.dumps(reward)}"), **sections
+        )[0]
+
+    one, other = extras([{"model": small}]), extras([{"model": large}])
+    assert one.parts["reward"].keys() == {"reward models"}
+    assert seconds(other, "reward") == pytest.approx(2 * seconds(one, "reward"), rel=0.05)
+    layer = 2048 * (2 * 2048 + 2 * 512) + 3 * 2048 * 8192
+    ideal = 2 * 16 * layer * 512 * 1024 / 8 / 989e12
+    assert 1 < seconds(one, "reward") / ideal < 4
+    both = extras([{"model": small}, {"verifier": "math"}, {"model": large}])
+    assert both.parts["reward"]["reward models"] == pytest.approx(seconds(one, "reward") + seconds(other, "reward"))
+    assert both.parts["reward"]["verdicts"] > 0
+    grown = other.memory_parts["reward models"] - one.memory_parts["reward models"]
+    assert grown == pytest.approx(16 * 2 * layer, rel=0.01), "bf16, whole on every rank"
+    apart = extras([{"model": small}], rollout={"mode": "separate", "workers": 64})
+    assert apart.parts["reward"] == pytest.approx(one.parts["reward"]), "the trainer scores, and nothing hides it"
+    unknown = extras([{"model": str(tmp_path / "elsewhere")}])
+    assert not unknown.parts["reward"]
+    assert "elsewhere are not planned" in unknown.warnings[-1]
+
+
+def test_references_and_teachers_take_memory_and_time_by_their_size(tmp_path: Path) -> None:
+    folder = reward_model(tmp_path, 16)
+    start, _ = extras_of(tmp_path, policy={"kl": 0.01})
+    smaller, _ = extras_of(tmp_path, policy={"kl": 0.01, "reference": folder})
+    assert smaller.parts["compute"]["reference"] < 0.5 * start.parts["compute"]["reference"]
+    assert start.memory_parts["reference weights"] == pytest.approx(8.03e9 * 4 / 8, rel=0.01), "fp32, sharded by 8"
+    adapted, _ = extras_of(tmp_path, GRPO.replace("random}", "random, lora: {rank: 8}}"), policy={"kl": 0.01})
+    assert adapted.parts["compute"]["reference"] > 0
+    assert "reference weights" not in adapted.memory_parts
+    text = GRPO.replace("reward: [{verifier: math}]", "")
+    taught, _ = extras_of(tmp_path, text, policy={"loss": "distill", "teacher": folder})
+    assert taught.parts["compute"]["teacher"] == pytest.approx(smaller.parts["compute"]["reference"], rel=0.05)
+    assert taught.memory_parts["teacher weights"] < start.memory_parts["reference weights"]
+
+
+def test_prompts_are_as_long_as_the_first_rows(tmp_path: Path) -> None:
+    rows = tmp_path / "prompts.jsonl"
+    rows.write_text("".join(json.dumps({"question": "x" * 400, "prompt": "y" * 40}) + "\n" for _ in range(8)))
+    data = f"data: {{path: {rows}, sequence: 2048}}"
+    text = GRPO.replace("data: {path: /data/prompts.jsonl, sequence: 2048}", data)
+    short = planned(tmp_path, text, layout={"fsdp": 8})
+    assert short.rollout is not None
+    assert short.rollout.prompt_tokens == 10
+    named = planned(tmp_path, text.replace("}\ntrain", ", columns: {prompt: question}}\ntrain"), layout={"fsdp": 8})
+    assert named.rollout is not None
+    assert named.rollout.prompt_tokens == 100
+    assert named.phases["compute"] > short.phases["compute"]
+    rows.write_text(json.dumps({"prompt": [{"role": "user", "content": "x" * 40}] * 2}) + "\n")
+    chat = planned(tmp_path, text, layout={"fsdp": 8})
+    assert chat.rollout is not None
+    assert chat.rollout.prompt_tokens == 80 / 4 + 2 * 4
+
+
+@pytest.mark.parametrize("content", ["", "not json\n", '{"prompt": 3}\n', "[1]\n", '{"prompt": ["x"]}\n'])
+def test_prompts_that_cannot_be_read_fill_half_of_the_rest(content: str, tmp_path: Path) -> None:
+    rows = tmp_path / "prompts.jsonl"
+    rows.write_text(content)
+    result = planned(tmp_path, GRPO.replace("/data/prompts.jsonl", str(rows)), layout={"fsdp": 8})
+    assert result.rollout is not None
+    assert result.rollout.prompt_tokens == 1024 - result.rollout.completion_tokens

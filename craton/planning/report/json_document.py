@@ -13,6 +13,7 @@ from typing import Any
 
 from craton.planning.result import INTERVAL_LEVEL, Plan
 from craton.planning.serving import ServePlan
+from craton.planning.strategies import PlannedStrategy, StrategiesPlan
 
 
 def plan_to_json(plan: Plan) -> dict[str, Any]:
@@ -39,6 +40,24 @@ def serving_to_json(plan: ServePlan) -> dict[str, Any]:
         "parameters": plan.model.parameters,
         "active_parameters": plan.model.active_parameters,
     }
+    return document
+
+
+def strategies_to_json(plan: StrategiesPlan) -> dict[str, Any]:
+    """Return the plan of strategies for `json.dumps`: every row with its accuracy and what was measured."""
+    document: dict[str, Any] = {"schema": 1, "interval_level": INTERVAL_LEVEL, **_plain_fields(plan)}
+    document["known"].pop("counts")
+    for name in ("best", "best_with_truth"):
+        row = getattr(plan, name)
+        document[name] = _strategy_row(row) if row is not None else None
+    document["rows"] = [_strategy_row(row) for row in plan.rows]
+    return document
+
+
+def _strategy_row(row: PlannedStrategy) -> dict[str, Any]:
+    document = {**_plain_fields(row), "accuracy": row.accuracy, "ratio": row.ratio, "is_inside": row.is_inside}
+    if row.usage is not None:
+        document["usage"]["tokens"] = row.usage.tokens
     return document
 
 

@@ -54,6 +54,7 @@ def _memory_fields(plan: ServePlan) -> list[tuple[str, str]]:
 def _speed_fields(plan: ServePlan) -> list[tuple[str, str]]:
     fields = [
         ("one request", _speed(plan.single_tokens_per_second, plan.single_roof_tokens_per_second)),
+        *_speculation_fields(plan),
         (
             "best batch",
             f"{_speed(plan.best_tokens_per_second, plan.best_roof_tokens_per_second)}, {_requests(plan.best_batch)}, "
@@ -76,6 +77,25 @@ def _speed_fields(plan: ServePlan) -> list[tuple[str, str]]:
     efficiency = formatting.percent(plan.efficiency)
     fields.append(("assumed", f"{efficiency} of the roofline ({rates} per rank), plus {overhead} per step"))
     return fields
+
+
+def _speculation_fields(plan: ServePlan) -> list[tuple[str, str]]:
+    drafts = plan.speculation
+    if drafts is None:
+        return []
+    acceptance = f"acceptance {formatting.percent(drafts.acceptance)} assumed"
+    published = f"{formatting.percent(drafts.acceptance_low)} to {formatting.percent(drafts.acceptance_high)}"
+    if not drafts.draft_tokens:
+        return [("drafts", f"{drafts.model}: no draft tokens, they would cost more than they save at {acceptance}")]
+    tokens = "1 draft token" if drafts.draft_tokens == 1 else f"{drafts.draft_tokens} draft tokens"
+    return [
+        (
+            "drafts",
+            f"{drafts.model}, {tokens} per step{' (auto)' if drafts.is_auto else ''}: one request "
+            f"{formatting.count(round(drafts.single_tokens_per_second))} tokens/s, {drafts.speedup:.2f}x "
+            f"({drafts.speedup_low:.2f}x to {drafts.speedup_high:.2f}x); {acceptance} ({published})",
+        )
+    ]
 
 
 def _requests(count: int) -> str:

@@ -1,0 +1,118 @@
+"""`craton plan --eval`: read what is known of a model's samples, plan strategies, and show them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from craton.planning.strategies import PriceModel, SampleLengths, SampleRecord
+
+
+def plan_test_time(
+    job: Path | None,
+    evaluation: str,
+    accuracy: str,
+    tokens: str,
+    price: str,
+    budget: str,
+    strategies: list[str],
+    html: Path | None,
+    as_json: bool,
+) -> None:
+    """Print the plan of strategies, as a table or as JSON, and write it as HTML."""
+    from rich.console import Console
+
+    from craton.cli.views.progress import progress
+    from craton.planning import PlanError
+    from craton.planning.report import render_strategies, strategies_html, strategies_to_json
+    from craton.planning.strategies import parse_accuracy, parse_budget, plan_strategies, shape_of
+
+    if evaluation and accuracy:
+        raise PlanError("--eval and --accuracy both say what is known; remove one of them")
+    if job is not None and price:
+        raise PlanError("--price is that of an endpoint, and JOB is a server of our own; remove one of them")
+    record = parse_accuracy(accuracy) if accuracy else _record(evaluation)
+    lengths = _lengths(tokens)
+    limit = parse_budget(budget) if budget else None
+    shapes = [shape_of(_strategy(text), "--strategy") for text in strategies]
+    prices = _prices(job, price, record)
+    with progress("strategies"):
+        plan = plan_strategies(record, prices, limit, shapes, lengths)
+    if html:
+        html.parent.mkdir(parents=True, exist_ok=True)
+        html.write_text(strategies_html(plan), encoding="utf-8")
+    if as_json:
+        print(json.dumps(strategies_to_json(plan)))
+        return
+    console = Console()
+    render_strategies(plan, console)
+    if html:
+        console.print(f"report: {html}", highlight=False)
+
+
+def _record(name: str) -> SampleRecord:
+    from craton.planning.strategies import read_record
+    from craton.telemetry import RunError, find_run
+
+    path = Path(name).expanduser()
+    if not path.exists():
+        try:
+            path = find_run(name).path
+        except RunError:
+            path = Path(name)
+    return read_record(path)
+
+
+def _strategy(text: str) -> object:
+    """Return `vote:16` as it is, and `{kind: vote, n: 16, stop: off}` as a mapping."""
+    import yaml
+
+    try:
+        return yaml.safe_load(text) if text.lstrip().startswith("{") else text
+    except yaml.YAMLError:
+        return text
+
+
+def _lengths(text: str) -> SampleLengths | None:
+    from craton.planning.strategies import SampleLengths
+
+    if not text:
+        return None
+    prompt, completion = _pair(text, "--tokens", "tokens of a prompt and a completion, e.g. 300,800")
+    return SampleLengths(prompt, completion)
+
+
+def _prices(job: Path | None, price: str, record: SampleRecord) -> PriceModel:
+    from craton.job import load_job
+    from craton.planning import PlanError
+    from craton.planning.serving import plan_serving
+    from craton.planning.strategies import EndpointPrice, MeasuredPrice, NoPrice, ServerPrice
+
+    if price:
+        return EndpointPrice(
+            *_pair(price, "--price", "dollars per million prompt and completion tokens, e.g. 0.15,0.60")
+        )
+    if job is not None:
+        wanted = load_job(job)
+        if not wanted.serve:
+            raise PlanError(
+                f"{wanted.where('kind')}kind {wanted.kind} does not serve; with --eval name a job of kind serve"
+            )
+        return ServerPrice(plan_serving(wanted))
+    if record.dollars_per_token is not None or record.seconds_per_token is not None:
+        return MeasuredPrice(record.seconds_per_token, record.dollars_per_token)
+    return NoPrice()
+
+
+def _pair(text: str, option: str, what: str) -> tuple[float, float]:
+    from craton.planning import PlanError
+
+    try:
+        first, second = (float(part) for part in text.split(","))
+    except ValueError:
+        first = second = -1.0
+    if not (0 <= first < float("inf") and 0 < second < float("inf")):
+        raise PlanError(f"{option} {text!r} is not two numbers; write the {what}")
+    return first, second
