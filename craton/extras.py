@@ -23,12 +23,13 @@ from craton.errors import CratonError
 TRAIN = ("torch", "safetensors", "tokenizers", "transformers")
 MODULES: dict[str, tuple[str, ...]] = {
     "train": TRAIN,
-    "serve": (*TRAIN, "aiohttp", "fastapi", "httptools", "jinja2", "llguidance", "uvicorn", "uvloop"),
+    "serve": (*TRAIN, "aiohttp", "fastapi", "httptools", "jinja2", "llguidance", "regex", "uvicorn", "uvloop"),
     "kubernetes": ("kr8s",),
     "observe": ("botocore", "grafana_foundation_sdk", "jinja2", "pynvml", "starlette", "uvicorn"),
     "parquet": ("pyarrow",),
     "s3": ("obstore",),
     "tensorboard": ("tensorboard",),
+    "reasoning": ("reasoning_gym",),
     "verify": ("jsonschema", "latex2sympy2_extended", "math_verify", "sympy"),
 }
 

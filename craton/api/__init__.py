@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from craton.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from craton.api.evaluation import comparison_of, eval_job, evaluate, evaluation_of
     from craton.api.run_handle import Run, runs
     from craton.api.server import Server, serve, server_job
     from craton.api.start import preview, run

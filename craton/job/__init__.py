@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from craton.job.errors import ContentError, FaultError, JobError, LayoutError, ModelError, SchemaError
     from craton.job.faults import RANDOM_KINDS, InjectedFault, check_fault, check_member, parse_fault, random_faults
     from craton.job.here import check_here, check_trackers
-    from craton.job.jobfile import TRAINING_KINDS, Job
+    from craton.job.jobfile import TRAINING_KINDS, TUNING_KINDS, Job
     from craton.job.loader import load_job, make_job, parse_job
     from craton.job.run_section import Placement
     from craton.job.sharing import sharing_problem

@@ -7,7 +7,8 @@ CratonError(ValueError)            the root of the exception trees of all packag
     │   └── SchemaError            a newer Craton wrote it
     ├── ModelError                 a model name, folder or config.json is not usable
     ├── LayoutError                a layout does not fit the model, the batch or the number of GPUs
-    └── FaultError                 a fault to inject cannot be parsed, or cannot happen in this run
+    ├── FaultError                 a fault to inject cannot be parsed, or cannot happen in this run
+    └── StrategyError              a strategy of test-time compute cannot be parsed, or is beyond its bounds
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ __all__ = [
     "LayoutError",
     "ModelError",
     "SchemaError",
+    "StrategyError",
     "did_you_mean",
     "nearest_name",
 ]
@@ -62,3 +64,7 @@ class LayoutError(JobError):
 
 class FaultError(JobError):
     """A fault to inject cannot be parsed, or cannot happen in this run."""
+
+
+class StrategyError(JobError):
+    """A strategy of test-time compute cannot be parsed, or is beyond its bounds."""

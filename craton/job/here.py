@@ -14,9 +14,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from craton.extras import MODULES, install_command, install_package_command
-from craton.job.errors import ContentError
+from craton.job.errors import ContentError, JobError
 from craton.job.jobfile import Job
 from craton.job.sections import STANDARD_LIBRARY
+from craton.job.sections.suites import load_suite
 from craton.nearest import did_you_mean
 from craton.remote import is_url
 
@@ -26,7 +27,7 @@ DATA_ADVICE = f"; give a file or a folder of text or token shards, an s3:// URL,
 def check_here(job: Job, folder: Path | None = None) -> None:
     """Raise ContentError with everything that this machine lacks to run the job. `folder`: location of the user's
     functions, if not next to the job file."""
-    problems = [*_files(job), *_functions(job, folder or job.folder), *_trackers(job)]
+    problems = [*_files(job), *_functions(job, folder or job.folder), *_trackers(job), *_suites(job)]
     if problems:
         raise ContentError(problems)
 
@@ -50,6 +51,19 @@ def _files(job: Job) -> Iterator[str]:
             f"{job.where('data', 'tokenizer')}data.tokenizer: {tokenizer} does not exist{_near(tokenizer)}; give a "
             "folder with a tokenizer.json, a Hub id, or bpe:4096 to train one"
         )
+
+
+def _suites(job: Job) -> Iterator[str]:
+    """Check the files of suites, which have lines of their own."""
+    for location, suite in job.suites.items():
+        try:
+            sampling = load_suite(suite).sampling
+            if job.eval is not None:
+                sampling.changed(samples=job.eval.samples, temperature=job.eval.temperature)
+        except ContentError as error:
+            yield from error.problems
+        except JobError as error:
+            yield f"{job.where(*location)}{'.'.join(location)}: {error}"
 
 
 def _near(path: str) -> str:

@@ -45,10 +45,11 @@ from craton.job.sections import (
     check_processes,
 )
 from craton.job.sections.posttraining import ApiEndpoint, Policy, Preference, RewardSpec, Rollout, VerifySection
+from craton.job.sections.suites import Evaluation
 from craton.job.sharing import sharing_problem
 from craton.remote import is_url
 
-Kind = Literal["pretrain", "sft", "dpo", "grpo", "serve", "command"]
+Kind = Literal["pretrain", "sft", "dpo", "grpo", "serve", "eval", "command"]
 Tracker = Literal["tensorboard", "wandb", "mlflow"]
 TRAINING_KINDS = ("pretrain", "sft", "dpo", "grpo")
 TUNING_KINDS = ("sft", "dpo", "grpo")  # start from trained weights
@@ -59,7 +60,14 @@ MAX_WARMUP_STEPS = 2000
 
 SECTIONS_OF_KINDS = {"serve": ("serve",), "dpo": ("preference",), "grpo": ("policy", "rollout", "verify")}
 
-OF_ONE_KIND = {"preference": "dpo", "policy": "grpo", "rollout": "grpo", "verify": "grpo", "reward": "grpo"}
+OF_ONE_KIND = {
+    "preference": "dpo",
+    "policy": "grpo",
+    "rollout": "grpo",
+    "verify": "grpo",
+    "reward": "grpo",
+    "eval": "eval",
+}
 
 NOT_OF_A_COMMAND = {
     "model": "the command has its own model",
@@ -67,6 +75,13 @@ NOT_OF_A_COMMAND = {
     "layout": "the command places its own ranks",
     "checkpoint": "the command saves its own checkpoints, also at a stop",
     "objective": "the command has its own loss",
+}
+
+NOT_OF_AN_EVALUATION = {
+    "data": "the suite has the problems",
+    "layout": "one process has the whole model; serve it to use several GPUs, and give the URL as eval.endpoint",
+    "checkpoint": "the results of each problem are saved as they come",
+    "objective": "nothing is trained",
 }
 
 _NO_SEQUENCE = "data.sequence is missing, and the model has no maximum sequence length; set data.sequence"
@@ -85,6 +100,7 @@ class Job(Section):
     data: Data = Data()
     train: Train | None = None
     serve: Serve | None = None  # always set for kind serve, never for others
+    eval: Evaluation | None = None  # likewise for kind eval
     cluster: ClusterSpec
     layout: Annotated[LayoutSpec | None, BeforeValidator(parse_layout)] = None  # None: auto
     placement: Placement | None = None
@@ -136,6 +152,7 @@ class Job(Section):
             "dpo": ("model", "train", "data"),
             "grpo": ("model", "train", "data"),
             "serve": ("model",),
+            "eval": ("eval",),
             "command": ("command",),
         }[self.kind]
         missing = [key for key in needed if key not in self.model_fields_set or not getattr(self, key)]
@@ -309,11 +326,40 @@ class Job(Section):
                 "tokens",
                 ("serve", "max_length"),
             )
+        draft = self.draft_shape
+        if shape is not None and draft is not None and draft.vocab > shape.vocab:
+            raise KeyConflictError(
+                f"serve.speculate: the draft model's vocabulary of {draft.vocab:,} tokens exceeds the model's, "
+                f"{shape.vocab:,}; use a draft model with the same tokenizer",
+                ("serve", "speculate", "model"),
+            )
         if self.served_name in self.serve.adapters:
             raise KeyConflictError(
                 f"serve.adapters: {self.served_name!r} is the name of the model; set serve.served_name, or rename the "
                 "adapter",
                 ("serve", "adapters"),
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _evaluation_goes_together(self) -> Self:
+        if self.eval is None:
+            return self
+        if (self.model is None) == (self.eval.endpoint is None):
+            given = "both" if self.model is not None else "neither"
+            raise KeyConflictError(f"kind eval needs one of model and eval.endpoint; got {given}", ("eval",), ("kind",))
+        if isinstance(self.model, str) and is_function(self.model):
+            raise KeyConflictError(
+                f"kind eval requires a model that Craton builds, but {self.model} is a function", ("model",), ("kind",)
+            )
+        for key, why in NOT_OF_AN_EVALUATION.items():
+            if getattr(self, key) != type(self).model_fields[key].default:
+                raise KeyConflictError(f"{key} does not apply to kind eval: {why}; remove `{key}:`", (key,), ("kind",))
+        if self.cluster.num_nodes > 1:
+            raise KeyConflictError(
+                "kind eval runs in one process on one node; serve a larger model and give its URL as eval.endpoint",
+                ("cluster",),
+                ("kind",),
             )
         return self
 
@@ -336,6 +382,12 @@ class Job(Section):
     def model_shape(self) -> ModelShape | None:
         """The model's shape; None without a model, or for a function, whose shape is unknown."""
         return None if self.model is None else model_shape(self.model)
+
+    @property
+    def draft_shape(self) -> ModelShape | None:
+        """The shape of the draft model of a server; None without one."""
+        draft = self.serve.draft_model if self.serve else None
+        return None if draft is None else model_shape(draft)
 
     @property
     def sequence(self) -> int:
@@ -374,10 +426,24 @@ class Job(Section):
         return self.rollout.max_tokens or self.sequence // 2
 
     @property
+    def fault_parts(self) -> frozenset[str]:
+        """The parts of post-training that faults may name."""
+        if self.rollout is None:
+            return frozenset({"weights"} if self.serve is not None else ())
+        has_servers = self.rollout.mode == "separate" and self.rollout.endpoint is None
+        parts = {
+            "verifier": bool(self.reward) or self.rollout.environment is not None,
+            "journal": self.rollout.mode != "sync",
+            "weights": has_servers,
+        }
+        return frozenset(name for name, is_there in parts.items() if is_there)
+
+    @property
     def endpoints(self) -> dict[tuple[str | int, ...], ApiEndpoint]:
         """The servers that the job asks, by the place of their keys."""
         places: dict[tuple[str | int, ...], ApiEndpoint | None] = {
             ("rollout", "endpoint"): self.rollout.endpoint if self.rollout else None,
+            ("eval", "endpoint"): self.eval.endpoint if self.eval else None,
             **{("reward", index, "endpoint"): term.endpoint for index, term in enumerate(self.reward)},
         }
         if self.policy is not None and isinstance(self.policy.teacher, ApiEndpoint):
@@ -395,6 +461,12 @@ class Job(Section):
             **{("reward", index, "python"): term.python for index, term in enumerate(self.reward)},
         }
         return {place: function for place, function in named.items() if function is not None}
+
+    @property
+    def suites(self) -> dict[tuple[str, ...], str]:
+        """The suites that the job evaluates, by the place of their keys."""
+        named = {("eval", "suite"): self.eval.suite if self.eval else None}
+        return {place: suite for place, suite in named.items() if suite is not None}
 
     @property
     def steps(self) -> int | None:
@@ -490,9 +562,12 @@ class Job(Section):
         return folder
 
     @property
-    def reference_folders(self) -> dict[tuple[str, str], str]:
-        """The folders of models beside the trained one, references and teachers, by their keys in the job file."""
-        named = {
+    def reference_folders(self) -> dict[tuple[str, ...], str]:
+        """The folders of models beside the main one, references, teachers and draft models, by their keys in the job
+        file."""
+        has_draft = self.serve is not None and self.serve.initialize != "random"
+        named: dict[tuple[str, ...], object] = {
+            ("serve", "speculate", "model"): self.serve.draft_model if self.serve and has_draft else None,
             ("preference", "reference"): self.preference.reference_model if self.preference else None,
             ("policy", "reference"): self.policy.reference if self.policy else None,
             ("policy", "teacher"): self.policy.teacher if self.policy else None,
@@ -526,6 +601,17 @@ class Job(Section):
         assert self.serve is not None, f"kind {self.kind} does not serve"
         if self.serve.served_name is not None:
             return self.serve.served_name
+        if isinstance(self.model, ModelNumbers):
+            return self.model.name
+        assert self.model is not None
+        return Path(self.model).name if self.model.startswith("/") or is_url(self.model) else self.model
+
+    @property
+    def evaluated_name(self) -> str:
+        """What an evaluation calls its model: a preset, a Hub id, the name of a folder or run, or a URL."""
+        assert self.eval is not None, f"kind {self.kind} does not evaluate"
+        if self.eval.endpoint is not None:
+            return self.eval.endpoint.model or self.eval.endpoint.url
         if isinstance(self.model, ModelNumbers):
             return self.model.name
         assert self.model is not None

@@ -37,7 +37,7 @@ from craton.ml.models import (
     model_folder,
     save_folder,
 )
-from craton.ml.training.checkpoint import FoundStep, find_checkpoint, read_tensors
+from craton.ml.training.checkpoint import FoundStep, find_checkpoint, read_tensors, saved_steps
 from craton.remote import is_url
 from craton.telemetry import RunDirectory, find_run, read_json
 
@@ -165,6 +165,14 @@ def open_run(name: str, step: int | None = None) -> RunModel:
         raise ExportError(f"run {run.name} is of kind {job.kind}, which does not train a model")
     checkpoint = find_checkpoint(tier_folders(job, run), step)
     return RunModel(run, job, checkpoint.step, checkpoint)
+
+
+def checkpoint_steps(name: str) -> list[int]:
+    """Return the steps of a run's checkpoints."""
+    from craton.ml.training import tier_folders
+
+    run = find_run(name)
+    return saved_steps(tier_folders(load_job(run.job_path), run))
 
 
 def open_model(name: str, step: int | None = None) -> RunModel | FolderModel:

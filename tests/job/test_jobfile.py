@@ -223,7 +223,7 @@ MISTAKES: list[tuple[dict[str, str], int, str]] = [
     (
         {"kind": "pretrian"},
         1,
-        "kind: 'pretrian' is not allowed; allowed: pretrain, sft, dpo, grpo, serve, command; did you",
+        "kind: 'pretrian' is not allowed; allowed: pretrain, sft, dpo, grpo, serve, eval, command; did you",
     ),
     (
         {"train": "{global_batch_sequences: 8, learning_rte: 1}"},
@@ -257,7 +257,7 @@ MISTAKES: list[tuple[dict[str, str], int, str]] = [
     (
         {"image": "a.sqsh"},
         6,
-        "key 'image' is not known at the top; allowed: name, kind, model, data, train, serve, cluster,",
+        "key 'image' is not known at the top; allowed: name, kind, model, data, train, serve, eval, cluster,",
     ),
     ({"image": "a.sqsh"}, 6, "reward, price; it belongs under run"),
     ({"train": "{steps: 8, objective: mine:loss}"}, 4, "lora; it belongs at the top of the file, not under train"),

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 
 from craton.job import ContentError, Job, dump_job, parse_job
+from craton.job.document import allowed_keys, foreign
+from craton.job.sections.posttraining import PolicyLoss, PreferenceLoss
 
 MODEL = "{layers: 2, hidden: 64, ffn_hidden: 128, heads: 4, kv_heads: 2, head_dim: 16, vocab: 259}"
 
@@ -90,7 +94,9 @@ def test_separate_rollouts_have_workers_and_staleness() -> None:
         ("sft", {"data": "{path: /d, sequence: 8, columns: {prompt: q}}"}, "columns applies to the kinds dpo and grpo"),
         ("grpo", {"train": "{steps: 5, global_batch_tokens: 64}"}, "global_batch_tokens does not apply to kind grpo"),
         ("grpo", {"train": "{tokens: 1k}"}, "tokens does not apply to kind grpo"),
+        ("grpo", {"train": "{tokens: 1k, steps: 5}"}, "train: tokens does not apply to kind grpo"),
         ("grpo", {"train": "{precision: fp32}"}, "kind grpo needs steps"),
+        ("grpo", {"verify": "{memory: 1MiB}"}, "verify.memory: 1 MiB is too little"),
         ("grpo", {"reward": ""}, "kind grpo needs `reward:`"),
         ("grpo", {"reward": "mth"}, "did you mean 'math'?"),
         ("grpo", {"reward": "[{verifier: judge}]"}, "verifier judge needs an endpoint"),
@@ -128,3 +134,44 @@ def test_keys_that_do_not_go_together(kind: str, sections: dict[str, str], messa
     with pytest.raises(ContentError) as error:
         parsed(kind, **sections)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sections", "message"),
+    [
+        ("grpo", {"rollout": "{num_generations: 4}"}, "key 'num_generations' is not known under rollout; "),
+        ("grpo", {"rollout": "{num_generations: 4}"}, "; use rollout.group"),
+        ("grpo", {"train": "{steps: 5, num_generations: 4}"}, "; use rollout.group"),
+        ("grpo", {"rollout": "{max_completion_length: 4}"}, "; use rollout.max_tokens"),
+        ("grpo", {"train": "{steps: 5, max_new_tokens: 4}"}, "; use rollout.max_tokens"),
+        ("grpo", {"policy": "{beta: 0.1}"}, "; use policy.kl"),
+        ("grpo", {"beta": "0.1"}, "; use policy.kl"),
+        ("grpo", {"loss": "dapo"}, "; use policy.loss"),
+        ("dpo", {"train": "{steps: 5, beta: 0.1}"}, "; use preference.beta"),
+        ("dpo", {"beta": "0.1"}, "; use preference.beta"),
+        ("sft", {"train": "{steps: 5, beta: 0.1}"}, "did you mean 'betas'?"),
+        ("grpo", {"rollout": "{mode: async}"}, "; write overlap (beside the trainer) or separate (on servers of"),
+        ("grpo", {"rollout": "{mode: synch}"}, "did you mean 'sync'?"),
+        ("rlhf", {}, "; write kind: dpo with preference: {loss: reward} for the reward model, then kind: grpo with"),
+        ("RM", {}, "; write kind: dpo with preference: {loss: reward}"),
+    ],
+)
+def test_what_other_tools_write_is_answered_with_our_key(kind: str, sections: dict[str, str], message: str) -> None:
+    with pytest.raises(ContentError) as error:
+        parsed(kind, **sections)
+    assert message in str(error.value)
+
+
+def test_every_loss_that_is_written_as_a_kind_is_told_its_kind() -> None:
+    for kind, section, losses in (("grpo", "policy", PolicyLoss), ("dpo", "preference", PreferenceLoss)):
+        for loss in {*get_args(losses)} - {kind}:
+            with pytest.raises(ContentError) as error:
+                parsed(loss)
+            assert f"; write kind: {kind} with {section}: {{loss: {loss}}}" in str(error.value)
+
+
+def test_every_key_that_is_offered_for_one_of_another_tool_exists() -> None:
+    for keys in foreign._KEYS.values():
+        for ours in keys.values():
+            *section, key = ours.split(".")
+            assert key in allowed_keys(Job, tuple(section)), ours

@@ -9,7 +9,14 @@ from craton.lazy import lazy_names
 if TYPE_CHECKING:
     from craton.job.document.document import Document, Location, parse_document, read_document, reads_as_text
     from craton.job.document.names import Name, Variable, check_name, is_credential, is_name
-    from craton.job.document.section import KeyConflictError, Section, SectionError, allowed_keys, parse_section
+    from craton.job.document.section import (
+        KeyConflictError,
+        Section,
+        SectionError,
+        allowed_keys,
+        parse_section,
+        section_problems,
+    )
     from craton.job.document.units import (
         Bytes,
         BytesPerSecond,

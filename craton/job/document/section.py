@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import typing
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo
 
 from craton.job.document.document import Document, Location
+from craton.job.document.foreign import key_here, value_here
 from craton.job.errors import ContentError
 from craton.nearest import did_you_mean, nearest_name
 
@@ -58,7 +60,7 @@ AnySection = TypeVar("AnySection", bound=Section)
 def parse_section(section: type[AnySection], document: Document) -> AnySection:
     """Return the document as a model; ContentError lists its problems in line order."""
     try:
-        return section.model_validate(document.data, context={"folder": document.folder, "name": document.name})
+        return section.model_validate(document.data, context=_context(document))
     except ValidationError as error:
         problems = sorted(_problems(section, error, document, ()))
         texts = list(dict.fromkeys(text for _, text in problems))
@@ -66,6 +68,17 @@ def parse_section(section: type[AnySection], document: Document) -> AnySection:
             more = len(texts) - MAX_PROBLEMS
             texts = [*texts[:MAX_PROBLEMS], f"{document.name}: and {more} more; fix these first"]
         raise ContentError(texts) from None
+
+
+def section_problems(section: type[Section], error: ValidationError, where: str) -> list[str]:
+    """Return the problems of a value that is in no file: `where.key: ...`, without lines."""
+    found = _problems(section, error, Document(where, Path(), {}, {}), (where,))
+    return [text.removeprefix(f"{where}:1: ") for _, text in found]
+
+
+def _context(document: Document) -> dict[str, object]:
+    """Return what validators see of the document beside their values."""
+    return {"folder": document.folder, "name": document.name, "kind": document.data.get("kind")}
 
 
 def _problems(
@@ -103,7 +116,7 @@ def _problem(
     where = dotted(location)
     line = document.line(location)
     if finding["type"] == "extra_forbidden":
-        return line, _unknown_key(section, location, prefix)
+        return line, _unknown_key(section, location, prefix, document.data.get("kind"))
     if finding["type"] == "missing":
         parent = dotted(location[:-1])
         under = f"under {parent}" if parent else "at the top"
@@ -114,17 +127,19 @@ def _problem(
         return (lines[0] if lines else line), f"{cause}{message}"
     if isinstance(cause, ValueError):
         return line, f"{where}: {cause}" if where else str(cause)
-    return line, f"{where}: {_plain_words(finding)}"
+    return line, f"{where}: {_plain_words(finding, location)}"
 
 
-def _unknown_key(root: type[Section], location: Location, prefix: Location) -> str:
+def _unknown_key(root: type[Section], location: Location, prefix: Location, kind: object) -> str:
     key = str(location[-1])
     allowed = allowed_keys(root, location[len(prefix) : -1])
     parent = dotted(location[:-1])
     under = f"under {parent}" if parent else "at the top"
     homes = [name for name, field in root.model_fields.items() if key in _fields(field.annotation)]
     near = did_you_mean(key, allowed)
-    if homes and not parent:
+    if (ours := key_here(kind, key)) is not None:
+        near = f"; use {ours}"
+    elif homes and not parent:
         near = f"; it belongs under {homes[0]}"
     elif parent and not near and not prefix and key in root.model_fields:
         near = f"; it belongs at the top of the file, not under {parent}"
@@ -156,12 +171,14 @@ def _inner_section(annotation: object) -> type[Section] | None:
     return None
 
 
-def _plain_words(finding: Any) -> str:
+def _plain_words(finding: Any, location: Location) -> str:
     value = finding["input"]
     shown = "nothing" if value is None else repr(value) if len(repr(value)) <= 60 else repr(value)[:57] + "..."
     if finding["type"] == "literal_error":
         allowed = typing.cast(str, finding["ctx"]["expected"]).replace("'", "").replace(" or ", ", ").split(", ")
-        return f"{shown} is not allowed; allowed: {', '.join(allowed)}{did_you_mean(str(value), allowed)}"
+        ours = value_here(location, value)
+        near = did_you_mean(str(value), allowed) if ours is None else f"; {ours}"
+        return f"{shown} is not allowed; allowed: {', '.join(allowed)}{near}"
     wanted = {
         "model_type": "a mapping of `key: value`",
         "model_attributes_type": "a mapping of `key: value`",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Annotated
 
 from pydantic import BeforeValidator, PlainValidator, ValidationInfo
@@ -78,6 +78,7 @@ def faults_of(
     steps: int | None,
     trains: bool,
     watched: int | None = None,
+    parts: Collection[str] = (),
 ) -> list[InjectedFault]:
     """Return the faults of a job, each checked to be possible; random faults do not hit the last `spares` nodes."""
     if isinstance(chaos, tuple):
@@ -91,5 +92,7 @@ def faults_of(
         working = nodes[: len(nodes) - spares]
         faults = random_faults(chaos.random, chaos.seed, steps, world, working, tiers, chaos.kinds)
     for fault in faults:
-        check_fault(fault, world=world, nodes=nodes, tiers=tiers, steps=steps, trains=trains, watched=watched)
+        check_fault(
+            fault, world=world, nodes=nodes, tiers=tiers, steps=steps, trains=trains, watched=watched, parts=parts
+        )
     return faults

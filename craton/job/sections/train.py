@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
 
 from craton.job.document import Count, KeyConflictError, Section, Size, TokenCount, Whole
 from craton.job.layout import Precision
@@ -87,7 +87,9 @@ class Train(Section):
     lora: Lora | None = None
 
     @model_validator(mode="after")
-    def _never_both_of_a_pair(self) -> Self:
+    def _never_both_of_a_pair(self, info: ValidationInfo) -> Self:
+        if (info.context or {}).get("kind") == "grpo":
+            return self  # refuses all of these but steps
         for first, second in (("global_batch_tokens", "global_batch_sequences"), ("tokens", "steps")):
             if getattr(self, first) is not None and getattr(self, second) is not None:
                 raise KeyConflictError(f"train: {first} and {second} are both given; keep one", (first,), (second,))

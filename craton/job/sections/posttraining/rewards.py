@@ -14,6 +14,7 @@ from craton.job.sections.data import Function, absolute_path
 from craton.nearest import did_you_mean
 
 VERIFIERS = ("exact", "regex", "json_schema", "math", "code", "judge")
+MIN_VERIFIER_BYTES = 64 << 20  # of a worker: an interpreter with the verifiers' imports
 ANSWER_FIELD = "answer"  # of the row, with which a verifier compares unless `field` names another
 
 _HOW = "write package.module:function, or a list such as [{verifier: math, weight: 1.0}, {python: my.rewards:score}]"
@@ -131,10 +132,19 @@ def _parse_workers(value: object) -> object:
     return None if value == "auto" else value
 
 
+def _check_memory(value: float) -> float:
+    if value < MIN_VERIFIER_BYTES:
+        raise ValueError(
+            f"{value / (1 << 20):g} MiB is too little: Python itself needs about half of the minimum, "
+            f"{MIN_VERIFIER_BYTES >> 20} MiB; the default is 1GiB"
+        )
+    return value
+
+
 class VerifySection(Section):
     """Limits of the verifiers. Each sample is verified in a process that is killed at the limit."""
 
     limit: Seconds = 10.0  # per sample
     workers: Annotated[Size | None, BeforeValidator(_parse_workers)] = None  # processes per node; None: one per core
-    memory: Bytes = float(1 << 30)  # of one worker
+    memory: Annotated[Bytes, AfterValidator(_check_memory)] = float(1 << 30)  # of one worker
     sandbox: Literal["auto", "off"] = "auto"

@@ -15,6 +15,7 @@ RolloutMode = Literal["sync", "overlap", "separate"]
 
 DEFAULT_STALENESS = 1
 DEFAULT_TURNS = 8
+ROLLOUT_KEY_VARIABLE = "ROLLOUT_KEY"  # has the API key of rollout servers on nodes of their own
 # Training uses the log-probabilities of the sampled distribution, which has to be the model's at this temperature.
 NOT_IN_ROLLOUTS = (
     "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias",

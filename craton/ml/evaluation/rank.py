@@ -1,0 +1,226 @@
+"""The process of a run of kind eval: opens suite, model and verifiers, and keeps problems.jsonl and evaluation.json.
+
+It continues from every problem that problems.jsonl has. evaluation.json is written again and again, and so is a metric
+for each problem: `run_evaluation_accuracy` of the setting in work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from craton.agent.processes import EXIT_FINAL
+from craton.errors import CratonError
+from craton.job import Job, load_job
+from craton.job.sections.suites import load_suite
+from craton.ml.evaluation.problems import open_problems
+from craton.ml.evaluation.records import PROBLEMS_FILE, ProblemFile, ProblemResult
+from craton.ml.evaluation.results import EVALUATION_FILE, EvaluationPrices, summarize_results, write_evaluation
+from craton.ml.evaluation.runner import EvaluationSetting, SuiteRunner
+from craton.ml.evaluation.target import EvaluationTarget
+from craton.ml.serving.clients import EndpointUnavailableError
+from craton.ml.verifiers import VerifierPool
+from craton.telemetry import RunDirectory, read_json
+from craton.telemetry.error_reports import report_exception
+from craton.telemetry.files import replace_text
+from craton.telemetry.rank import LedgerClock, Recorder
+
+WRITE_SECONDS = 5.0  # between two versions of evaluation.json
+BEAT_SECONDS = 5.0
+PATIENCE_SECONDS = 1800.0  # without a beat of the event loop, after which the agent restarts the rank
+STATE_FILE = "checkpoints.json"  # the steps that were chosen at the first start
+EXIT_RETRY = 1
+HOURS_PER_DAY = 24.0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Evaluate; return the exit status."""
+    (folder,) = sys.argv[1:] if arguments is None else arguments
+    run = RunDirectory(folder)
+    recorder, clock = Recorder.from_environment(run), LedgerClock()
+    try:
+        evaluation = SuiteEvaluation(load_job(run.job_path), run, recorder, clock)
+        asyncio.run(evaluation.run())
+        return 0
+    except Exception as error:  # noqa: BLE001 -- every error is reported, and turned into the exit status
+        report = report_exception(error)
+        is_ours = isinstance(error, CratonError)
+        recorder.event(
+            "failed", step=clock.page.step, reason=str(error) if is_ours else report.line, error=report.to_fields()
+        )
+        if not is_ours:
+            traceback.print_exception(error)
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return EXIT_FINAL if is_ours and not isinstance(error, EndpointUnavailableError) else EXIT_RETRY
+
+
+@dataclass
+class _Part:
+    """One setting, and the results that it has."""
+
+    setting: EvaluationSetting
+    results: list[ProblemResult] = field(default_factory=list)
+
+
+class SuiteEvaluation:
+    """One evaluation: all settings of a job, one after the other, so that each has its own speed and cost."""
+
+    def __init__(self, job: Job, run: RunDirectory, recorder: Recorder, clock: LedgerClock) -> None:
+        assert job.eval is not None
+        self._job, self._run, self._recorder, self._clock = job, run, recorder, clock
+        self._suite = load_suite(job.eval.suite)
+        self._problems = open_problems(self._suite, job.eval.problems)
+        self._target = EvaluationTarget(job, lambda stage: recorder.event("evaluating", stage=stage))
+        self._parts = [_Part(setting) for setting in self._settings()]
+        self._file = ProblemFile(run.path / PROBLEMS_FILE)
+        self._prices = _prices(job, run)
+        self._written = -WRITE_SECONDS
+        self._started, self._done_before = 0.0, 0  # of the checkpoint in work
+
+    async def run(self) -> None:
+        self._collect()
+        total = len(self._parts) * len(self._problems)
+        verify = self._suite.verify
+        folder = Path(os.environ.get("CRATON_JOB_FOLDER") or ".").absolute()
+        if self._num_done < total:
+            with VerifierPool(self._suite.reward, verify, folder) as pool:
+                for checkpoint in dict.fromkeys(part.setting.checkpoint for part in self._parts):
+                    await self._evaluate_checkpoint(checkpoint, pool)
+        self._write(is_last=True)
+        self._file.close()
+        for part in self._parts:
+            print(f"{part.setting.words}: {self._words(part)}", flush=True)
+
+    async def _evaluate_checkpoint(self, checkpoint: int | None, pool: VerifierPool) -> None:
+        section = self._job.eval
+        assert section is not None
+        parts = [part for part in self._parts if part.setting.checkpoint == checkpoint]
+        if all(len(part.results) == len(self._problems) for part in parts):
+            return
+        slots = max(section.concurrency, *(part.setting.n for part in parts))
+        self._clock.switch("restore")
+        async with self._target.client(checkpoint, slots) as client:
+            self._clock.switch("productive")
+            self._clock.page.patience = PATIENCE_SECONDS
+            self._started, self._done_before = time.monotonic(), self._num_done
+            beat = asyncio.create_task(self._beat())
+            try:
+                for part in parts:
+                    done = {result.digest for result in part.results}
+                    left = [problem for problem in self._problems if problem.digest not in done]
+                    runner = SuiteRunner(client, pool, section.concurrency)
+                    runner.on_result = partial(self._take, part)
+                    runner.on_beat = self._clock.page.beat
+                    await runner.run(part.setting, left)
+            finally:
+                beat.cancel()
+
+    def _settings(self) -> list[EvaluationSetting]:
+        section = self._job.eval
+        assert section is not None
+        sampling = self._suite.sampling.changed(
+            samples=section.samples,
+            temperature=section.temperature,
+            max_tokens=section.max_tokens,
+            seed=section.seed,
+        )
+        strategies = self._suite.strategies if section.strategies is None else section.strategies
+        plain = EvaluationSetting(
+            model=self._job.evaluated_name,
+            suite=self._suite,
+            samples=sampling.samples,
+            temperature=sampling.temperature_for(sampling.samples),
+            max_tokens=sampling.max_tokens,
+            seed=sampling.seed,
+        )
+        settings = [plain]
+        for strategy in strategies:
+            temperature = sampling.temperature_for(strategy.num_samples)
+            settings.append(replace(plain, samples=1, temperature=temperature, strategy=strategy))
+        return [replace(setting, checkpoint=step) for step in self._checkpoints() for setting in settings]
+
+    def _checkpoints(self) -> list[int | None]:
+        """Return the checkpoints of the first start of this run: later ones are not evaluated half way."""
+        path = self._run.path / STATE_FILE
+        known = read_json(path).get("checkpoints")
+        if isinstance(known, list) and known:
+            return known
+        found = self._target.checkpoints
+        replace_text(path, json.dumps({"checkpoints": found}) + "\n")
+        return found
+
+    def _collect(self) -> None:
+        """Take the results that earlier generations have written."""
+        for part in self._parts:
+            digest = part.setting.digest
+            found = [self._file.find(digest, problem.digest) for problem in self._problems]
+            part.results = [result for result in found if result is not None]
+
+    @property
+    def _num_done(self) -> int:
+        return sum(len(part.results) for part in self._parts)
+
+    def _take(self, part: _Part, result: ProblemResult) -> None:
+        self._file.add(result)
+        part.results.append(result)
+        done, total = self._num_done, len(self._parts) * len(self._problems)
+        shares = [found.share for found in part.results if found.share is not None]
+        seconds = (time.monotonic() - self._started) / (done - self._done_before)
+        entry: dict[str, Any] = {"run_steps": total, "run_step_seconds": seconds}
+        if shares:
+            entry["run_evaluation_accuracy"] = sum(shares) / len(shares)
+        samples = [sample for found in part.results for sample in found.samples]
+        entry["run_evaluation_failure_share"] = sum(sample.is_right is None for sample in samples) / len(samples)
+        self._clock.page.step, self._clock.page.step_seconds = done, seconds
+        self._recorder.metrics(done, **entry)
+        self._clock.page.beat()
+        if time.monotonic() - self._written > WRITE_SECONDS:
+            self._write()
+            print(f"{done:,} of {total:,} problems; {part.setting.words}: {self._words(part)}", flush=True)
+
+    async def _beat(self) -> None:
+        while True:
+            self._clock.page.beat()
+            await asyncio.sleep(BEAT_SECONDS)
+
+    def _words(self, part: _Part) -> str:
+        entry = self._entry(part)
+        accuracy, low, high = entry["accuracy"], entry["low"], entry["high"]
+        if accuracy is None:
+            return "no verdicts yet"
+        return f"accuracy {accuracy:.3f} ({low:.3f} to {high:.3f})"
+
+    def _entry(self, part: _Part) -> dict[str, Any]:
+        setting = part.setting
+        order = {problem.digest: problem.index for problem in self._problems}
+        results = sorted(part.results, key=lambda result: order[result.digest])
+        entry = summarize_results(results, setting.strategy_json, setting.n, self._prices, len(self._problems))
+        return {**entry, "settings": setting.digest, "checkpoint": setting.checkpoint, "words": setting.words}
+
+    def _write(self, is_last: bool = False) -> None:
+        document = {
+            "suite": self._suite.name,
+            "model": self._job.evaluated_name,
+            "num_problems": len(self._problems),
+            "is_done": is_last,
+            "strategies": [self._entry(part) for part in self._parts if part.results],
+        }
+        write_evaluation(self._run.path / EVALUATION_FILE, document)
+        self._written = time.monotonic()
+
+
+def _prices(job: Job, run: RunDirectory) -> EvaluationPrices:
+    assert job.eval is not None
+    if job.eval.price is not None:
+        return EvaluationPrices(*job.eval.price)
+    daily = read_json(run.launch_path).get("dollars_per_day")
+    return EvaluationPrices(per_hour=None if daily is None else float(daily) / HOURS_PER_DAY)

@@ -1,0 +1,102 @@
+"""`craton eval` as a user has it: a real model folder, a real run whose process is killed, and a server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from run_verbs import Verbs
+from waiting import wait_until
+
+from craton.telemetry import RunDirectory
+from craton.telemetry.node import read_status
+
+sys.path.append(str(Path(__file__).parents[1] / "ml" / "evaluation"))
+from tiny_models import opened, write_model, write_suite
+
+NUMBERS = ("accuracy", "low", "high", "pass_at", "majority_at", "num_scored")
+
+
+def test_an_evaluation_is_a_run_with_results(verbs: Verbs, tmp_path: Path) -> None:
+    model = write_model(tmp_path / "tiny")
+    suite = write_suite(tmp_path, problems=12, samples=2)
+    found = verbs.json("eval", model, suite, "--name", "first")
+    run = RunDirectory(verbs.root / "first")
+    assert found["strategies"] == _evaluation(run)["strategies"]
+    assert (found["strategies"][0]["num_scored"], _num_lines(run)) == (12, 12)
+    assert f"first: suite accuracy {found['strategies'][0]['accuracy']:.2f}" in verbs("ps").stdout
+
+
+@pytest.mark.slow
+def test_an_evaluation_is_a_run_that_survives_a_kill(verbs: Verbs, tmp_path: Path) -> None:
+    model, page = write_model(tmp_path / "tiny"), tmp_path / "page.html"
+    suite = write_suite(tmp_path, problems=60, samples=2)
+    asyncio.run(opened(verbs.root / "undisturbed", model, suite).run())
+    verbs.capfd.readouterr()
+    before = _evaluation(RunDirectory(verbs.root / "undisturbed"))["strategies"][0]
+    run, killed = RunDirectory(verbs.root / "eval-model-bytes"), []
+
+    def kill() -> None:
+        wait_until(lambda: run.path.is_dir() and _num_lines(run) > 3)
+        status = read_status(run, "node-0")
+        assert status is not None
+        os.kill(status.ranks[0].pid, signal.SIGKILL)
+        killed.append(_num_lines(run))
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    found = verbs.json("eval", model, suite, "--concurrency", "4", "--against", "undisturbed", "--html", page)
+    killer.join()
+    assert 3 < killed[0] < 60
+    assert _num_lines(run) == 60, "no problem is lost, none is evaluated twice"
+    entry = found["strategies"][0]
+    assert {name: entry[name] for name in NUMBERS} == {name: before[name] for name in NUMBERS}
+    (comparison,) = found["comparison"]
+    assert (comparison["num_problems"], comparison["p_value"]) == (60, 1.0)
+    assert "Accuracy against tokens" in page.read_text(encoding="utf-8")
+    listed = verbs("ps").stdout
+    assert f"{run.name}: suite accuracy {before['accuracy']:.2f}" in listed
+    assert "60/60" in listed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("arithmetics",), "did you mean 'arithmetic'?"),
+        (("arithmetic", "--samples", "4", "--temperature", "0"), "4 samples at temperature 0 are all the same"),
+        (("arithmetic", "--strategy", "vote:0"), "'0' is not a whole number from 1 to 1024"),
+        (("arithmetic", "--price", "3"), "--price '3' is not IN,OUT"),
+        (("arithmetic", "--price", "3,4"), "eval: price is that of an endpoint"),
+        (("arithmetic", "--checkpoints", "first"), "--checkpoints 'first' is neither all nor a list of steps"),
+        (("arithmetic", "--key", "API_KEY"), "--key is for a server"),
+    ],
+)
+def test_mistakes_are_one_line_before_anything_starts(
+    verbs: Verbs, tmp_path: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    shape = {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    (folder / "config.json").write_text(json.dumps({**shape, "vocab_size": 259, "intermediate_size": 64}))
+    result = verbs("eval", folder, *arguments)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert not verbs.root.exists() or not list(verbs.root.iterdir())
+
+
+def _num_lines(run: RunDirectory) -> int:
+    path = run.path / "problems.jsonl"
+    return path.read_bytes().count(b"\n") if path.is_file() else 0
+
+
+def _evaluation(run: RunDirectory) -> dict[str, list[dict[str, float]]]:
+    document = json.loads((run.path / "evaluation.json").read_text(encoding="utf-8"))
+    assert isinstance(document, dict)
+    return document

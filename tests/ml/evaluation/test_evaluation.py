@@ -1,0 +1,81 @@
+"""An evaluation in this process: a real engine, real verifiers, and a run directory that is read again."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+from tiny_models import opened, write_model, write_suite
+
+from craton.ml.evaluation import EvaluationError, compare_runs, read_evaluation, read_results
+from craton.telemetry import RunDirectory
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("tiny"))
+
+
+def evaluated(run: Path, model: Path, suite: Path, **section: object) -> dict[str, object]:
+    asyncio.run(opened(run, model, suite, **section).run())
+    return read_evaluation(RunDirectory(run))
+
+
+NUMBERS = ("accuracy", "low", "high", "pass_at", "majority_at", "num_scored", "completion_tokens_mean")
+
+
+def test_an_evaluation_that_was_killed_ends_with_the_same_numbers(tmp_path: Path, model: Path) -> None:
+    suite = write_suite(tmp_path)
+    whole = evaluated(tmp_path / "whole", model, suite)["strategies"][0]
+    assert 0.2 < whole["accuracy"] < 0.8, "so that differences would show"
+    assert whole["num_problems"] == whole["num_scored"] == 40
+    assert whole["low"] < whole["accuracy"] < whole["high"]
+    assert whole["pass_at"]["1"] == pytest.approx(whole["accuracy"])
+    assert whole["pass_at"]["1"] < whole["pass_at"]["2"] < whole["pass_at"]["4"]
+    lines = (tmp_path / "whole" / "problems.jsonl").read_bytes().splitlines(keepends=True)
+    assert len(lines) == 40
+    killed = tmp_path / "killed"
+    killed.mkdir()
+    (killed / "problems.jsonl").write_bytes(b"".join(lines[3:20]) + lines[20][:50])
+    ended = evaluated(killed, model, suite)["strategies"][0]
+    assert {name: ended[name] for name in NUMBERS} == {name: whole[name] for name in NUMBERS}
+    results = list(read_results(killed / "problems.jsonl"))
+    assert len(results) == 40, "the half line is evaluated again, the others are not"
+    texts = {result.problem: [sample.text for sample in result.samples] for result in results}
+    assert texts == {
+        result.problem: [sample.text for sample in result.samples]
+        for result in read_results(tmp_path / "whole" / "problems.jsonl")
+    }
+    assert all(len(set(samples)) > 1 for samples in texts.values())
+    (comparison,) = compare_runs(RunDirectory(tmp_path / "whole"), RunDirectory(killed))
+    assert (comparison["difference"], comparison["p_value"], comparison["num_problems"]) == (0.0, 1.0, 40)
+
+
+def test_results_of_other_settings_or_problems_are_not_reused(tmp_path: Path, model: Path) -> None:
+    suite = write_suite(tmp_path, problems=6, samples=2)
+    run = tmp_path / "run"
+    evaluated(run, model, suite)
+    other = evaluated(run, model, suite, seed=1)["strategies"][0]
+    assert other["num_evaluated"] == 6
+    assert len(list(read_results(run / "problems.jsonl"))) == 12
+    evaluated(tmp_path / "third", model, write_suite(tmp_path / "b", problems=6, rest="threshold: 0.5\n"))
+    with pytest.raises(EvaluationError, match="no problem in common"):
+        compare_runs(RunDirectory(run), RunDirectory(tmp_path / "third"))
+
+
+def test_a_verifier_that_fails_is_counted_and_not_scored(tmp_path: Path, model: Path) -> None:
+    suite = write_suite(tmp_path, problems=8, samples=2)
+    rows = [json.loads(line) for line in (tmp_path / "problems.jsonl").read_text().splitlines()]
+    for row in rows[:3]:
+        row["answer"] = "["
+    (tmp_path / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    entry = evaluated(tmp_path / "some", model, suite)["strategies"][0]
+    assert (entry["num_failures"], entry["num_scored"], entry["num_evaluated"]) == (6, 5, 8)
+    assert "not a regular expression" in entry["errors"][0]["error"]
+    for row in rows:
+        row["answer"] = "["
+    (tmp_path / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(EvaluationError, match=r"16 of 16 samples \(100%\) got no verdict; first errors: .*regular"):
+        evaluated(tmp_path / "all", model, suite)
