@@ -211,6 +211,13 @@ def dollars(amount_dollars: float | None) -> str:
     return f"{sign}${_scaled(size, _DOLLARS)}"
 
 
+def small_dollars(amount_dollars: float | None) -> str:
+    """Like `dollars`, with two significant digits below ten cents: $0.000008."""
+    if amount_dollars is None or not 0 < amount_dollars < 0.1:
+        return dollars(amount_dollars)
+    return f"${amount_dollars:.{1 - math.floor(math.log10(amount_dollars))}f}".rstrip("0")
+
+
 def dollars_range(low: float, high: float) -> str:
     """$3.20–4.10, $21.1–25.6k."""
     if high < 999.5:

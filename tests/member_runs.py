@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from pathlib import Path
 
@@ -61,6 +63,20 @@ def manager_log(run: Run) -> str:
 
 def member(run: Run, name: str) -> Run:
     return Run(f"{run.name}/{name}")
+
+
+def kill_member(run: Run, name: str) -> None:
+    """Kill every process of a member's step at once, as a crash of its nodes would."""
+    folder = str(run.path / "members" / name)
+    for _ in range(2):  # the second time those that the first ones were just starting
+        for path in Path("/proc").glob("[0-9]*"):
+            try:
+                words = (path / "cmdline").read_bytes().decode(errors="replace").split("\0")
+                environment = (path / "environ").read_bytes().decode(errors="replace").split("\0")
+            except OSError:
+                continue
+            if folder in words or f"CRATON_RUN={folder}" in environment:
+                os.kill(int(path.name), signal.SIGKILL)
 
 
 def processes_of(folder: Path) -> list[str]:

@@ -65,6 +65,7 @@ FORMATS: list[tuple[Callable[..., str], dict[float | None, str]]] = [
         },
     ),
     (formatting.signed_percent, {0: "±0%", 0.031: "+3.1%", -0.21: "−21%", 0.9: "+90%"}),
+    (formatting.small_dollars, {8e-6: "$0.000008", 0.0123: "$0.012", 0.1: "$0.10", 0: "$0.00", 24_300: "$24.3k"}),
     (formatting.dollars, {3.2: "$3.20", 850: "$850", 999.7: "$1.00k", 24_300: "$24.3k", 1.3e9: "$1.30B", -5: "−$5.00"}),
 ]
 

@@ -18,6 +18,7 @@ from craton.cli import data
 from craton.cli.bench import bench
 from craton.cli.calibrate import calibrate
 from craton.cli.chaos import chaos
+from craton.cli.evaluate import evaluate
 from craton.cli.export import export
 from craton.cli.logs import logs
 from craton.cli.machines import cluster, observe
@@ -33,6 +34,7 @@ from craton.cli.run import run
 from craton.cli.sample import sample
 from craton.cli.serve import serve
 from craton.cli.stop import stop
+from craton.cli.think import think
 from craton.cli.top import top
 from craton.cli.ui import ui
 from craton.cli.validate import validate
@@ -62,6 +64,8 @@ app.command()(resize)
 app.command()(chaos)
 app.command()(export)
 app.command()(sample)
+app.command()(think)
+app.command("eval")(evaluate)
 app.command()(validate)
 app.command()(doctor)
 app.command()(heal)

@@ -135,6 +135,8 @@ def _beginning(job: Job, saved: SavedStep | None) -> str:
 
     if saved is not None:
         return f"step {saved.step:,} in {shown(saved.path) if saved.tier == RESCUE else saved.tier}"
+    if job.eval is not None:
+        return "the problems that have no result yet"
     return "the state its command saved" if job.kind == "command" else "the beginning: there is no checkpoint"
 
 

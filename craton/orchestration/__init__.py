@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from craton.orchestration.backend import Standing, is_elsewhere, read_submission
     from craton.orchestration.backends import backend_of, service_of
     from craton.orchestration.errors import NoAnswerError, RunEndedError, RunStateError, StartError, UnsavedError
+    from craton.orchestration.evaluation import endpoint_of, evaluation_job, evaluation_name
     from craton.orchestration.local import kill_agents, living_agents, start_agents, with_cards
     from craton.orchestration.node_maintenance import NodeService, ServiceNode
     from craton.orchestration.process_commands import agent_command

@@ -6,7 +6,13 @@ from collections.abc import Mapping
 
 from craton.formatting import amount, digits, percent, score
 
-_SCORES = {"reward": "reward", "reward_accuracy": "accuracy", "reward_margin": "margin"}
+_SCORES = {
+    "reward": "reward",
+    "reward_accuracy": "accuracy",
+    "reward_margin": "margin",
+    "evaluation_accuracy": "suite accuracy",
+}
+_VALIDATED = ("reward", "reward_accuracy")
 _DETAILS = {  # title and how its number is written
     "completion_tokens": ("length", amount),
     "kl": ("KL", digits),
@@ -15,7 +21,8 @@ _DETAILS = {  # title and how its number is written
     "rollout_tokens_per_second": ("rollout tokens/s", amount),
     "rollout_idle_share": ("rollouts idle", percent),
     "trainer_idle_share": ("trainer idle", percent),
-    "verifier_failure_share": ("verifier failures", percent),
+    "evaluation_failure_share": ("no verdict", percent),
+    "verifier_failure_share": ("verifier failures", percent),  # the last one: its worst step follows
 }
 
 
@@ -23,10 +30,15 @@ def result_words(results: Mapping[str, float]) -> list[str]:
     """Return what the run learns: `reward 0.12`, or `accuracy 0.71` and `margin 0.30`; nothing for other kinds. Names
     are those of the metrics, without `run_`."""
     words = [f"{title} {score(results[name])}" for name, title in _SCORES.items() if name in results]
-    validated = [(f"validation_{name}", title) for name, title in _SCORES.items() if name != "reward_margin"]
+    validated = [(f"validation_{name}", _SCORES[name]) for name in _VALIDATED]
     return words + [f"validation {title} {score(results[name])}" for name, title in validated if name in results]
 
 
 def result_details(results: Mapping[str, float]) -> list[tuple[str, str]]:
     """Return the other numbers of a run of reinforcement learning, as title and text."""
-    return [(title, write(results[name])) for name, (title, write) in _DETAILS.items() if name in results]
+    details = [(title, write(results[name])) for name, (title, write) in _DETAILS.items() if name in results]
+    share, worst = (results.get(f"{which}verifier_failure_share") for which in ("", "worst_"))
+    if share and worst and worst > share:
+        title, text = details.pop()
+        details.append((title, f"{text}, worst step {percent(worst)}"))
+    return details

@@ -138,6 +138,11 @@ class RunDirectory:
     def samples_path(self, node: str) -> Path:
         return self.path / "samples" / f"{_plain(node)}.jsonl"
 
+    @property
+    def journal_folder(self) -> Path:
+        """The journal of a run with asynchronous rollouts: a file step-N for each step."""
+        return self.path / "journal"
+
     def heartbeat_path(self, node: str) -> Path:
         return self.path / "heartbeat" / _plain(node)
 

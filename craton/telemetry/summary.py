@@ -31,6 +31,7 @@ START_SECONDS = 30.0  # from launch.json to the first heartbeat; after that the 
 TAIL_BYTES = 64 << 10
 MAX_TAIL_BYTES = 4 << 20
 SECONDS_PER_DAY = 86400.0
+_FAILURES = "run_verifier_failure_share"
 _RESULTS = tuple(name for name, metric in METRICS.items() if metric.group and name.removeprefix("run_") not in TWINS)
 
 
@@ -63,7 +64,7 @@ class RunSummary:
     metrics_ports: dict[str, int]  # node → port of its Prometheus endpoint
     unsaved: str = ""  # if its last state is on no disk yet: why, and what to do
     storage: str = ""  # what is or was wrong with the disk of its directory; "": nothing
-    results: dict[str, float] = field(default_factory=dict)  # X → newest run_X of post-training, such as reward
+    results: dict[str, float] = field(default_factory=dict)  # X → newest run_X of post-training; see `_Recent.results`
     movement: Progress = UNKNOWN_PROGRESS  # whether its ranks make progress; unknown for a run that has ended
     members: MembersSum | None = None  # of a run that owns runs; None: it has none, or they were not read
 
@@ -238,11 +239,17 @@ class _Recent:
         return None
 
     def results(self) -> dict[str, float]:
-        """Return X → newest run_X, for the metrics of post-training."""
+        """Return X → newest run_X, for the metrics of post-training. A failing verifier costs samples of some steps
+        only: its share is the mean of the steps that are read, and `worst_verifier_failure_share` is their maximum."""
         newest: dict[str, float] = {}
         for line in self._lines:
             newest |= {name: float(line[name]) for name in _RESULTS if _is_number(line.get(name))}
-        return {name.removeprefix("run_"): newest[name] for name in _RESULTS if name in newest}
+        results = {name.removeprefix("run_"): newest[name] for name in _RESULTS if name in newest}
+        failures = [float(line[_FAILURES]) for line in self._lines if _is_number(line.get(_FAILURES))]
+        if failures:
+            results["verifier_failure_share"] = sum(failures) / len(failures)
+            results["worst_verifier_failure_share"] = max(failures)
+        return results
 
     def medians(self) -> dict[str, float]:
         """Return X → median of run_X over the last steps of the newest generation."""

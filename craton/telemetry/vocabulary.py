@@ -27,7 +27,7 @@ class Metric:
     kind: Literal["gauge", "counter"]
     scope: Literal["run", "rank"]
     label: str = ""  # additional label, besides run, node, leaf and rank
-    group: Literal["", "rl", "preference"] = ""  # recorded by these runs only
+    group: Literal["", "rl", "preference", "evaluation"] = ""  # recorded by these runs only
 
     @property
     def prometheus_name(self) -> str:

@@ -44,7 +44,7 @@ def write(verbs: Verbs, monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"prompt": "1" * 30}, "all 2 prompts are longer than 18 tokens, which is what rollout.max_tokens leaves"),
+        ({"prompt": "1" * 30}, "prompts.jsonl: all 2 prompts are longer than 18 tokens, which is what"),
         ({"reward": 'reward: "rollout_jobs:nan_reward"'}, "nan_reward returned nan; return a finite number"),
         pytest.param(
             {"reward": 'reward: "rollout_jobs:text_reward"'},
@@ -80,3 +80,12 @@ def test_what_cannot_work_is_refused_in_one_line(
     assert message in " ".join(refused.stderr.split())
     assert len([line for line in refused.stderr.splitlines() if "error" in line]) == 1
     assert not list((verbs.root / "sums").glob("events/*.jsonl"))
+
+
+def test_a_job_without_rows_is_refused(verbs: Verbs, write: Any) -> None:
+    path = write()
+    path.write_text(path.read_text().replace("path: prompts.jsonl, ", ""))
+    refused = verbs("run", "sums.yaml", "--yes")
+    assert refused.returncode == 2, refused.stderr
+    assert "sums.yaml:3: data: kind grpo needs path or source" in refused.stderr
+    assert not (verbs.root / "sums").exists()

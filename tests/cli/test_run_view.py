@@ -17,6 +17,7 @@ from craton.api import Run
 from craton.cli.views.live import describe, line, make_console, panel, watch
 from craton.cli.views.outcome import outcome_json, print_outcome
 from craton.cli.views.run_table import notes_on
+from craton.orchestration.start import SavedStep
 from craton.orchestration.watching import Follower
 from craton.telemetry import RunDirectory
 from craton.telemetry.node import Heartbeat, write_heartbeat
@@ -161,6 +162,20 @@ def test_the_table_at_the_end_holds_every_twin_with_its_interval(run: RunDirecto
     assert json.loads(json.dumps(document))["state"] == "done"
 
 
+def test_what_is_next_fits_what_was_trained(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.mark("DONE")
+    saved = SavedStep(40, "shared", run.path / "step-40")
+    monkeypatch.setattr("craton.orchestration.start.newest_checkpoint", lambda run: saved)
+    for text, words in (
+        ("kind: pretrain\n", "craton export demo FOLDER · craton sample demo --prompt '...'"),
+        ("kind: dpo\npreference: {loss: reward}\n", "demo FOLDER · kind: grpo with reward: [{model: FOLDER}]"),
+    ):
+        run.job_path.write_text(text)
+        console = Console(file=io.StringIO(), width=200, highlight=False)
+        print_outcome(run, Follower(run).look().summary, console)
+        assert words in console.file.getvalue()  # type: ignore[attr-defined]
+
+
 def test_a_run_without_a_plan_has_no_empty_columns(run: RunDirectory) -> None:
     run.plan_path.unlink()
     view = Follower(run, steps=100).look()
@@ -204,6 +219,7 @@ def test_what_post_training_improves_shows_everywhere(
     recorder.close()
     view = Follower(run).look()
     assert "  ".join(words) in line(view)
+    assert ("loss" in line(view)) == ("reward" not in results)
     text = shown(panel(view, 100), 100)
     assert all(word.split()[-1] in text for word in words)
     assert "rollout" in text

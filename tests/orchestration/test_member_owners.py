@@ -25,7 +25,7 @@ from craton.orchestration.member_nodes import num_shares
 from craton.orchestration.member_places import LocalPlace
 from craton.orchestration.members.look import MemberLook
 from craton.orchestration.start import start_run, stop_run
-from craton.telemetry import RunDirectory, RunError
+from craton.telemetry import RunDirectory, RunError, summarize
 from craton.telemetry.members import (
     MEMBERS_FOLDER,
     MemberSpec,
@@ -62,7 +62,11 @@ def start_member_of(owner: RunDirectory, made: Draft, **launch: object) -> RunDi
 def test_a_member_without_an_owner_saves_and_stops(owner: RunDirectory) -> None:
     place = owner.path / MEMBERS_FOLDER / "alone"
     made = draft_run(counting("alone", STEPS=100_000), place, port=free_port())
+    manager = {"pid": os.getpid(), "host": os.uname().nodename}
+    write_members_status(owner, MembersStatus(started=process_start(os.getpid()), **manager))  # type: ignore[arg-type]
     run = start_member_of(owner, made, owner_seconds=0.5)
+    wait_until(lambda: summarize(run).step, "there is something to save")
+    write_members_status(owner, MembersStatus(started="0", **manager))  # type: ignore[arg-type]
     assert wait_for_state(run, "stopped", "failed", "done").state == "stopped"
     assert run.marker_text("STOP").startswith(
         "owner gone: no agent and no member manager of owner has lived for 500 ms"

@@ -26,7 +26,7 @@ from craton.orchestration.members import (
     sweep_table_text,
     write_sweep,
 )
-from craton.orchestration.members.result import LossCurve
+from craton.orchestration.members.result import SweepCurve
 from craton.orchestration.start import draft_resumption
 from craton.telemetry import RunDirectory
 from craton.telemetry.members import (
@@ -220,6 +220,7 @@ def plant(
     state: str = "done",
     evaluation: float | None = None,
     reason: str = "",
+    rewards: list[float] | None = None,
 ) -> None:
     """Write the directory of a member that has recorded these losses."""
     run = RunDirectory.create(owner.path / "members", name)
@@ -230,6 +231,8 @@ def plant(
         {"time": 1.0, "step": step, "generation": 0, "rank": 0, "run_loss": loss, "run_tokens_per_second": 2000.0}
         for step, loss in enumerate(losses, start=1)
     ]
+    for line, reward in zip(lines, rewards or (), strict=False):
+        line["run_reward"] = reward
     if evaluation is not None:
         lines.append({"time": 2.0, "step": 10, "generation": 0, "rank": 0, "run_evaluation_loss": evaluation})
     path = run.metrics_path("node-0")
@@ -281,7 +284,7 @@ def test_the_table_ranks_members_and_names_the_best(owner: RunDirectory) -> None
     assert [line.split()[0] for line in lines[3:5]] == ["learning_rate-0.001", "learning_rate-0.01"]
     assert "NaN" in lines[4]
     assert any("failed" in line and "rank 0: out of memory" in line for line in lines)
-    assert lines[-1] == "best: learning_rate-0.003 with loss 4.33 (train.learning_rate 0.003)"
+    assert lines[-1] == "best: learning_rate-0.003 with the lowest loss, 4.33 (train.learning_rate 0.003)"
 
 
 def test_results_are_written_beside_the_members(owner: RunDirectory) -> None:
@@ -292,7 +295,7 @@ def test_results_are_written_beside_the_members(owner: RunDirectory) -> None:
     assert document["members"][2]["loss"] is None
     page = Reader((owner.path / "sweep.html").read_text(encoding="utf-8"))
     assert page.plots == ["curves", "value-0"]
-    assert "Best: learning_rate-0.003 with loss 4.33" in page.text
+    assert "Best: learning_rate-0.003 with the lowest loss, 4.33" in page.text
     assert "rank 0: out of memory" in page.text
 
 
@@ -307,6 +310,32 @@ def test_the_best_member_is_done_and_has_the_smallest_finite_loss() -> None:
     assert best_row([row("z", 3.0), first, second, row("c", 1.0, "stopped")]) is first
     evaluated = row("c", 9.0, evaluation_loss=1.5)
     assert best_row([first, evaluated]) is evaluated, "with evaluation, losses of training do not count"
+
+
+def test_rewards_and_accuracies_decide_before_losses(tmp_path: Path) -> None:
+    """Of reinforcement learning the loss says nothing, of preferences with different betas little."""
+    wins = row("b", 5.0, reward=0.7)
+    assert best_row([row("a", 0.1, reward=0.4), wins, row("c", 0.1, reward=math.nan)]) is wins
+    validated = row("a", 0.1, reward=0.4, validation_reward=0.6)
+    assert best_row([validated, wins]) is validated, "held-out prompts say more"
+    preferred = row("d", 0.7, evaluation_loss=0.7, validation_accuracy=0.9)
+    assert best_row([row("e", 0.1, evaluation_loss=0.1, validation_accuracy=0.8), preferred]) is preferred
+
+    run = RunDirectory.create(tmp_path, "rewards")
+    members = {"low": [0.1, 0.2], "high": [0.1, 0.6]}
+    write_members(run, MembersSpec([MemberSpec(name, values={"train.seed": name}) for name in members], 1, "sweep"))
+    for name, rewards in members.items():
+        plant(run, name, [0.5, 0.4 if name == "low" else 0.6], rewards=rewards)
+    write_sweep(run)
+    document = json.loads((run.path / "sweep.json").read_text())
+    assert (document["best"], document["compared_by"]) == ("high", "reward")
+    text = sweep_table_text(read_sweep(run))
+    assert text.splitlines()[0].split() == ["MEMBER", "STATE", "STEP", "LOSS", "REWARD", "TOK/S", "TIME"]
+    assert text.endswith("best: high with the highest reward, 0.35 (train.seed high)")
+    page = Reader((run.path / "sweep.html").read_text(encoding="utf-8"))
+    for words in ("Reward over tokens", "the highest reward is at high", "Final reward by train.seed"):
+        assert words in page.text
+    assert read_sweep(run).curves["high"].values == (0.1, 0.6)
 
 
 def test_a_sweep_without_members_or_data_is_shown(tmp_path: Path) -> None:
@@ -343,7 +372,7 @@ def many(number: int) -> SweepResult:
         for hidden in (64, 128)
     )
     curves = {
-        each.name: LossCurve(
+        each.name: SweepCurve(
             tuple(float(step * 512) for step in range(1, 21)),
             tuple((each.loss or 0) + 3 / step for step in range(1, 21)),
         )
@@ -369,7 +398,7 @@ def test_pages_are_drawn_by_a_browser(owner: RunDirectory, tmp_path: Path) -> No
         HOSTILE,
         ("data.path",),
         (SweepRow("a", {"data.path": HOSTILE}, "done", loss=1.0), SweepRow("b", {"data.path": "b"}, "done", loss=2.0)),
-        {"a": LossCurve((512.0,), (1.0,)), "b": LossCurve((512.0, 1024.0), (None, 2.0))},
+        {"a": SweepCurve((512.0,), (1.0,)), "b": SweepCurve((512.0, 1024.0), (None, 2.0))},
     )
     pages = {
         "six": (sweep_plot_html(read_sweep(owner)), 1100),

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from counted_calls import counted_calls
 
-from craton.telemetry import RunDirectory, Summarizer, summarize
+from craton.telemetry import RunDirectory, Summarizer, result_details, summarize
 from craton.telemetry.node import Heartbeat, NodeStatus, RankStatus, write_heartbeat, write_status
 from craton.telemetry.rank import Recorder
 
@@ -177,3 +177,14 @@ def test_rollouts_count_as_productive_and_rewards_show(run: RunDirectory) -> Non
     assert summary.goodput == 0.75
     assert summary.results == {"reward": 0.12, "validation_reward": 0.4}
     assert summary.measured["rollout_seconds"] == 3.5
+
+
+def test_failures_of_a_verifier_show_after_the_step(run: RunDirectory) -> None:
+    for step, share in enumerate((0.0, 0.25, 0.05, 0.0), 1):
+        record(run, "x", 0, step, run_loss=1.0, run_reward=0.1, run_verifier_failure_share=share)
+    results = summarize(run).results
+    assert results["verifier_failure_share"] == pytest.approx(0.075)
+    assert results["worst_verifier_failure_share"] == 0.25
+    assert result_details(results)[-1] == ("verifier failures", "7.5%, worst step 25%")
+    calm = {"verifier_failure_share": 0.0, "worst_verifier_failure_share": 0.0}
+    assert result_details(calm) == [("verifier failures", "0%")]

@@ -159,13 +159,19 @@ def line(view: View) -> str:
         reason = summary.movement.sentence or (summary.message if summary.state == "starting" else "")
         note = f": {reason}" if reason else ""
         return printable_line(f"{summary.name}: {summary.state}{note}")
-    from craton.telemetry import result_words
+    from craton.telemetry import result_details, result_words
 
+    if summary.loss is None and "evaluation_accuracy" in summary.results:
+        details = [f"{title} {text}" for title, text in result_details(summary.results)]
+        of = f" of {summary.steps:,}" if summary.steps else ""
+        left = [] if summary.eta_seconds is None else [f"ETA {formatting.whole_duration(summary.eta_seconds)}"]
+        words = [f"{summary.step:,}{of} problems", *result_words(summary.results), *details, *left]
+        return f"{summary.name}: {'  '.join(words)}"
     change = formatting.change(summary.step_seconds, summary.plan.get("step_seconds"))
     against = "" if change == formatting.UNKNOWN else f" ({change} against plan)"
     parts = [
         f"step {summary.step:,}/{summary.steps:,}" if summary.steps else f"step {summary.step:,}",
-        f"loss {formatting.digits(summary.loss)}",
+        *([] if "reward" in summary.results else [f"loss {formatting.digits(summary.loss)}"]),  # of rewards: about 0
         *result_words(summary.results),
         f"{formatting.amount(summary.tokens_per_second)} tokens/s",
         f"MFU {formatting.percent(summary.mfu)}",

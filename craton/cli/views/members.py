@@ -107,6 +107,6 @@ def _note(row: MemberRow) -> str:
     words = [f"waits for {row.waits_for}"] if row.waits_for else []
     if row.restarts:
         words.append("restarted once" if row.restarts == 1 else f"restarted {row.restarts:,} times")
-    if row.message and row.state not in ("running", "ready", "starting", "waiting"):
+    if row.message not in ("", row.waits_for) and row.state not in ("running", "ready", "starting", "waiting"):
         words.append(row.message)
     return "; ".join(words)

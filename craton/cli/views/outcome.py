@@ -64,7 +64,7 @@ def print_outcome(run: RunDirectory, summary: RunSummary, console: Console) -> N
         took = f" in {formatting.duration(summary.wall_seconds)}" if summary.wall_seconds else ""
         console.print(Text.assemble((f"{name} is done", "bold green"), f"{took}{at}"))
         if saved and summary.plan:
-            console.print(f"next: craton export {name} FOLDER · craton sample {name} --prompt '...'", style="dim")
+            console.print(f"next: craton export {name} FOLDER · {_use_of(run)}", style="dim", markup=False)
     elif summary.state == "stopped":
         of = f" of {summary.steps:,}" if summary.steps else ""
         console.print(Text.assemble((f"{name} stopped", "bold"), f" after step {summary.step:,}{of}{at}"))
@@ -74,6 +74,19 @@ def print_outcome(run: RunDirectory, summary: RunSummary, console: Console) -> N
         console.print(Text(summary.message), soft_wrap=True)
     else:
         print_failure(run, summary, console, at, "" if saved else ", from the beginning")
+
+
+def _use_of(run: RunDirectory) -> str:
+    """Return what to do with the trained model: ask it, or let it score the rollouts of another job."""
+    from craton.job import JobError
+    from craton.job.model import trains_reward_model
+
+    try:
+        if trains_reward_model(run.path):
+            return "kind: grpo with reward: [{model: FOLDER}]"
+    except JobError:  # the job file is broken or gone
+        pass
+    return f"craton sample {run.name} --prompt '...'"
 
 
 def not_in_tier(run: RunDirectory, saved: SavedStep) -> str:

@@ -61,7 +61,7 @@ def run_cells(summary: RunSummary) -> tuple[str, ...]:
         f"{summary.step:,}{of}",
         formatting.percent(summary.progress).removesuffix("%"),
         formatting.whole_duration(summary.eta_seconds),
-        formatting.loss(summary.loss),
+        formatting.loss(None if "reward" in summary.results else summary.loss),  # of rewards: about 0
         formatting.amount(summary.tokens_per_second),
         formatting.change(summary.tokens_per_second, summary.plan.get("tokens_per_second")),
         formatting.percent(summary.goodput),

@@ -10,8 +10,10 @@ from pathlib import Path
 from craton.extras import require_extra
 from craton.http_guard import is_loopback
 from craton.job import TRAINING_KINDS, ContentError, Job, JobError, check_here, check_trackers
-from craton.job.model import weights_folder
+from craton.job.model import is_reward_model, load_config, trains_reward_model, vocabulary_mismatch, weights_folder
 from craton.job.sections import STANDARD_LIBRARY, place_of
+from craton.job.sections.posttraining import ROLLOUT_KEY_VARIABLE
+from craton.job.sections.suites import load_suite
 from craton.ml import TRAINED_PRECISIONS
 from craton.orchestration.draft.choose_backend import backend_name
 from craton.orchestration.errors import StartError
@@ -43,7 +45,7 @@ def check_packages(job: Job, backend: str, python: str) -> None:
     user = f"{job.where('kind')}a job of kind {job.kind}"
     if job.kind in TRAINING_KINDS:
         require_extra("train", user)
-    elif job.serve is not None:
+    elif job.serve is not None or job.eval is not None:
         require_extra("serve", user)
 
 
@@ -66,13 +68,46 @@ def check_optimizer(job: Job) -> None:
 def check_weights(job: Job) -> None:
     """Check that the initial weights are on this machine, before data is prepared."""
     if job.kind in TRAINING_KINDS or job.serve:
-        _ = job.weights_folder
+        start = job.weights_folder
+        if job.serve and _scores(job, start):
+            raise StartError(
+                f"{job.where('model')}{job.served_name} is a reward model: it scores texts and cannot generate any; a "
+                "job of kind grpo reads its export with `reward: [{model: FOLDER}]`"
+            )
     for place, folder in job.reference_folders.items():
-        if weights_folder(folder) is None:
+        found = weights_folder(folder)
+        if found is None:
             raise StartError(
                 f"{job.where(*place)}{'.'.join(place)}: {folder} has no weights; give a folder with a config.json and "
                 "*.safetensors"
             )
+        if is_reward_model(load_config(found)[0]):
+            raise StartError(
+                f"{job.where(*place)}{'.'.join(place)}: {folder} is a reward model, which has no probabilities of "
+                "tokens; give a language model"
+            )
+    check_draft_model(job)
+
+
+def check_draft_model(job: Job) -> None:
+    """Refuse a draft model whose tokens are not those of the model, as far as both tokenizers are here."""
+    draft = job.serve.draft_model if job.serve else None
+    if draft is None or job.serve is None or job.serve.initialize == "random":
+        return
+    model, drafting = job.weights_folder, weights_folder(draft)
+    if model is not None and drafting is not None and (mismatch := vocabulary_mismatch(model, drafting)):
+        raise StartError(f"{job.where('serve', 'speculate', 'model')}serve.speculate: {mismatch}")
+
+
+def _scores(job: Job, weights: Path | None) -> bool:
+    """Return whether what a job serves has scores instead of tokens: a folder, a run, or the result of another job."""
+    assert job.serve is not None
+    if job.weights_job is not None:
+        return job.weights_job.preference is not None and job.weights_job.preference.loss == "reward"
+    if weights is not None:
+        return is_reward_model(load_config(weights)[0])
+    run = job.trained_run if job.serve.initialize != "random" else None
+    return run is not None and trains_reward_model(run)
 
 
 def check_tiers(job: Job, run: Path) -> None:
@@ -92,6 +127,7 @@ def check_needs(job: Job, backend: str | None = None, job_folder: Path | None = 
     if chosen == "local" and (job.cluster.is_local or backend is not None):
         check_here(job, job_folder)
         check_data(job)
+        check_problems(job)
     elif chosen == "slurm" and not job.run.image:
         check_trackers(job)
 
@@ -113,6 +149,17 @@ def check_data(job: Job) -> None:
                 problems.append(f"{job.where('data', key)}data.{key}: {error}")
     if problems:
         raise ContentError(problems)
+
+
+def check_problems(job: Job) -> None:
+    """Refuse a suite whose rows lack what its template and verifiers read."""
+    for location, suite in job.suites.items():
+        from craton.ml.evaluation import EvaluationError, open_problems
+
+        try:
+            open_problems(load_suite(suite), job.eval.problems if job.eval else None)
+        except EvaluationError as error:
+            raise StartError(f"{job.where(*location)}{'.'.join(location)}: {error}") from None
 
 
 def check_is_closed(job: Job) -> None:
@@ -140,6 +187,16 @@ def check_secrets(job: Job, environment: Mapping[str, str]) -> None:
                 f"{job.where('serve', key)}serve.{key} names {name}, which is unset or empty in this shell; "
                 f"run `export {name}=KEY`{several} and start again"
             )
+
+
+def check_rollout_key(job: Job, backend: str, environment: Mapping[str, str]) -> None:
+    """Refuse rollout servers on nodes of their own without an API key, which Slurm takes from this shell."""
+    has_servers = backend == "slurm" and job.rollout is not None and bool(job.rollout.worker_names)
+    if has_servers and not environment.get(ROLLOUT_KEY_VARIABLE, "").strip():
+        raise StartError(
+            f"{job.where('rollout', 'mode')}rollout.mode separate starts servers that other machines can reach, so "
+            f"they need an API key: run `export {ROLLOUT_KEY_VARIABLE}=$(openssl rand -hex 24)` and start again"
+        )
 
 
 def check_stop(job: Job, stop_at: int) -> None:

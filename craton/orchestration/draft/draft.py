@@ -28,7 +28,7 @@ from craton.infrastructure import (
 from craton.job import TRAINING_KINDS, FaultError, Job, dump_job
 from craton.job.sections import faults_of
 from craton.limits import cpu_quota
-from craton.orchestration.draft.check import check_job, check_packages
+from craton.orchestration.draft.check import check_job, check_packages, check_rollout_key
 from craton.orchestration.draft.choose_backend import backend_name, check_backend
 from craton.orchestration.draft.command import command_environment, command_fields, processes_of
 from craton.orchestration.draft.members import (
@@ -50,7 +50,12 @@ from craton.planning.serving import ServePlan
 from craton.telemetry.members import MEMBERS_FOLDER, MemberSpec
 
 IMAGE_PYTHON = "python3"  # the interpreter's name in images
-RANK_MODULES = {"serve": "craton.ml.serving", "dpo": "craton.ml.posttraining", "grpo": "craton.ml.posttraining"}
+RANK_MODULES = {
+    "serve": "craton.ml.serving",
+    "dpo": "craton.ml.posttraining",
+    "grpo": "craton.ml.posttraining",
+    "eval": "craton.ml.evaluation",
+}
 JOB_FOLDER = "CRATON_JOB_FOLDER"  # environment variable of the ranks: folder of the user's own functions
 END_SECONDS = 15.0  # from the last response of a draining server to the end of its ranks
 JAX_MEMORY_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # the same for JAX
@@ -131,6 +136,7 @@ def draft_run(
         job = members.owner if members and members.owner else job
     if members is not None:
         job, members = checked_members(job, members)
+        check_rollout_key(job, backend, os.environ)
         check_members(members, backend, run, is_dry)
         members = with_needs(members, backend)
     else:
@@ -233,11 +239,14 @@ def rank_command(job: Job, run: Path, python: str = sys.executable) -> list[str]
 
 
 def fork_server_command(job: Job, run: Path, python: str = sys.executable) -> list[str]:
-    """Return the fork server's command, which imports the training loop once; empty for servers and commands."""
+    """Return the command of the fork server, which imports the training loop once, or the serving engine if a server
+    wants a standby; empty for other jobs."""
+    command = [python, "-m", "craton.ml.fork_server", str(run)]
+    if job.serve is not None:
+        return [*command, "--serving"] if job.serve.standby else []
     if job.kind not in TRAINING_KINDS:
         return []
-    options = ["--posttraining"] if job.kind in RANK_MODULES else []
-    return [python, "-m", "craton.ml.fork_server", str(run), *options]
+    return [*command, "--posttraining"] if job.kind in RANK_MODULES else command
 
 
 def python_of(job: Job, backend: str) -> str:
@@ -261,6 +270,7 @@ def launch_of(
     num_nodes, gpus_per_node, gpus = ranks_of(job, plan, backend, sharers)
     ranks_per_node = processes_of(job, gpus_per_node)
     spares = 0 if job.serve else job.spares
+    fork_server = fork_server_command(job, run, python_of(job, backend))
     return Launch(
         generation=generation,
         nodes=[f"node-{number}" for number in range(num_nodes + spares)],
@@ -274,10 +284,13 @@ def launch_of(
         track=list(job.track),
         metrics_port=0,
         stop_grace_seconds=job.serve.drain + END_SECONDS if job.serve else Launch.stop_grace_seconds,
-        early_seconds=0.0 if job.serve else Launch.early_seconds,  # an engine reports a fatal error by its exit code
+        early_seconds=0.0
+        if job.serve or job.eval
+        else Launch.early_seconds,  # an engine reports a fatal error by its exit code
         num_nodes=num_nodes,
         min_nodes=job.cluster.min_nodes if job.cluster.min_nodes < num_nodes else 0,
-        nursery=fork_server_command(job, run, python_of(job, backend)),
+        nursery=[] if job.serve else fork_server,
+        standby=fork_server if job.serve else [],
         tries=job.recover.tries,
         spare_seconds=job.recover.spare_wait,
         give_up_seconds=job.recover.give_up,
@@ -327,6 +340,7 @@ def chaos_of(job: Job, launch: Launch) -> list[str]:
             steps=job.steps,
             trains=job.kind in TRAINING_KINDS,
             watched=launch.watched_rank,
+            parts=job.fault_parts,
         )
     except FaultError as error:
         raise StartError(f"{job.where('chaos')}{error}") from None
@@ -347,6 +361,9 @@ def ranks_of(
     server its tensor-parallel ranks."""
     if isinstance(plan, ServePlan):
         return 1, plan.tp, plan.cluster.instance.gpu.generation != "cpu"
+    if job.eval is not None:  # one process, which has a GPU if it computes the model itself
+        has_gpus = evaluation_gpus(job, backend) > 0 and job.eval.endpoint is None
+        return 1, 1, has_gpus
     if plan is None and job.cluster.is_local and backend != "local":  # the nodes have what run.gres requests
         gpus = gres_gpus(job.run.gres) if backend == "slurm" else 0
         return job.cluster.num_nodes, max(1, gpus), gpus > 0
@@ -363,6 +380,14 @@ def ranks_of(
         return num_nodes, max(1, cards // num_nodes), cards > 0
     cluster = plan.cluster if plan else resolve_cluster(job.cluster, job.price)
     return cluster.num_nodes, cluster.instance.num_gpus, cluster.instance.gpu.generation != "cpu"
+
+
+def evaluation_gpus(job: Job, backend: str) -> int:
+    """Return the GPUs of the node of an evaluation."""
+    if job.cluster.is_local:
+        return len(visible_accelerators()) if backend == "local" else gres_gpus(job.run.gres)
+    instance = resolve_cluster(job.cluster, job.price).instance
+    return instance.num_gpus if instance.gpu.generation != "cpu" else 0
 
 
 def sharing_of(job: Job) -> tuple[int, dict[str, str]]:
@@ -412,7 +437,7 @@ def check_gres(job: Job, launch: Launch) -> str:
     """Refuse a GRES with another number of GPUs than the ranks need. For nodes planned as this machine, return a
     warning instead."""
     granted, needed = gres_gpus(job.run.gres), launch.node_gpus if launch.gpus else 0
-    if granted == needed or not granted or (job.serve and granted > needed > 0):
+    if granted == needed or not granted or ((job.serve or job.eval) and granted > needed > 0):
         return ""
     if job.cluster.is_local:
         used = f"{needed} of them" if needed else "none of them"

@@ -34,6 +34,8 @@ def plan_job(job: Job, progress: Progress | None = None) -> JobPlan:
         serving = plan_serving(job)
         check_room(job, serving)
         return JobPlan(serving=serving)
+    if job.kind == "eval":
+        return JobPlan()
     if job.kind == "command":
         return JobPlan(note="no plan: a command runs as it is")
     if job.model_shape is None:

@@ -80,7 +80,7 @@ class MemberLook:
 
     @property
     def address(self) -> MemberAddress | None:
-        """Where its server answers; None if it does not."""
+        """Where its loaded server answers, also one that has no weights yet; None if it does not."""
         return self._server.address if self._server is not None else None
 
     def _newest(self) -> RunSummary:
@@ -95,7 +95,7 @@ class MemberLook:
     def _is_ready(self) -> bool:
         if self._server is None:
             self._server = ReadinessLook(self.run)
-        return self._server.address is not None
+        return self._server.is_ready
 
     def _end_server(self) -> None:
         if self._server is not None:
@@ -110,10 +110,11 @@ class ReadinessLook:
         self._run = run
         self._closed = threading.Event()
         self.address: MemberAddress | None = None
+        self.is_ready = False
         threading.Thread(target=self._ask, name=f"ready {run.name}", daemon=True).start()
 
     def close(self) -> None:
-        self.address = None
+        self.address, self.is_ready = None, False
         self._closed.set()
 
     def _ask(self) -> None:
@@ -122,12 +123,15 @@ class ReadinessLook:
         while not self._closed.is_set():
             try:
                 server = server_of(self._run)
-                is_ready = ServerWatch(server).is_ready()
-                address = MemberAddress(server.url, self._key()) if is_ready else None
+                watch = ServerWatch(server)
+                is_ready = watch.is_ready()
+                # The owner may be what sends the missing weights, so it must find the server.
+                is_loaded = is_ready or bool(watch.refusal())
+                address = MemberAddress(server.url, self._key()) if is_loaded else None
             except (CratonError, OSError):
-                address = None
+                address, is_ready = None, False
             if not self._closed.is_set():
-                self.address = address
+                self.address, self.is_ready = address, is_ready
             self._closed.wait(READY_SECONDS)
 
     def _key(self) -> str:

@@ -1,8 +1,9 @@
-"""The result of a sweep, from the directories of its members: a row for each, its loss curve, and the best one.
+"""The result of a sweep, from the directories of its members: a row for each, its curve, and the best one.
 
-Pure functions over run directories, at any moment of a sweep. The best member has the smallest last evaluation loss if
-members are evaluated, else the smallest mean of its last losses. Only members that are done compete, so that one that
-was stopped early cannot win; a loss that is not finite never wins, and of equal ones the first wins.
+Pure functions over run directories, at any moment of a sweep. The first of METRICS that any member has decides: for
+reinforcement learning a reward, for preferences the accuracy on validation data, else a loss. Only members that are
+done compete, so that one that was stopped early cannot win; a number that is not finite never wins, and of equal ones
+the first wins.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, TypeGuard
 
+from craton import formatting
 from craton.errors import CratonError
 from craton.job import load_job
 from craton.schema import SCHEMA
@@ -22,11 +24,50 @@ from craton.telemetry.members import MEMBERS_FOLDER, MemberSpec, MemberStatus, r
 
 SWEEP_FILE = "sweep.json"
 SWEEP_PAGE = "sweep.html"
-LAST_LOSSES = 10  # whose mean is the final loss: single steps are noisy
+LAST_STEPS = 10  # whose mean is the final loss or reward: single steps are noisy
 READ_BYTES = 4 << 20  # of a node's metrics: thousands of steps
 MAX_POINTS = 20_000  # of all curves together, about what a browser draws at once
 MAX_CURVE_POINTS = 300  # of one curve
 MIN_CURVE_POINTS = 8
+
+
+@dataclass(frozen=True)
+class SweepMetric:
+    """A number by which members are compared."""
+
+    name: str  # of a field of rows, and `compared_by` in the result
+    title: str  # of its column
+    words: str
+    is_better_if_higher: bool = False
+
+    def of(self, row: SweepRow) -> float | None:
+        value: float | None = getattr(row, self.name)
+        return value
+
+    def order(self, row: SweepRow) -> float:
+        """Return a number that is smaller for better members; infinite for one without a finite number."""
+        value = self.of(row)
+        if not _is_finite(value):
+            return math.inf
+        return -value if self.is_better_if_higher else value
+
+    def text(self, row: SweepRow) -> str:
+        return (formatting.score if self.is_better_if_higher else formatting.loss)(self.of(row))
+
+
+METRICS = (
+    SweepMetric("validation_reward", "EVAL REWARD", "validation reward", is_better_if_higher=True),
+    SweepMetric("reward", "REWARD", "reward", is_better_if_higher=True),
+    SweepMetric("validation_accuracy", "EVAL ACC", "validation accuracy", is_better_if_higher=True),
+    SweepMetric("evaluation_loss", "EVAL LOSS", "evaluation loss"),
+    SweepMetric("loss", "LOSS", "loss"),
+)
+_MEANS = {"loss": "run_loss", "reward": "run_reward"}  # field of a row → metric, of whose last steps it is the mean
+_NEWEST = {  # field of a row → metric, whose last value it is
+    "evaluation_loss": "run_evaluation_loss",
+    "validation_reward": "run_validation_reward",
+    "validation_accuracy": "run_validation_reward_accuracy",
+}
 
 
 @dataclass(frozen=True)
@@ -44,14 +85,17 @@ class SweepRow:
     seconds: float | None = None
     dollars: float | None = None
     message: str = ""  # one line: why it failed, was stopped, or waits
+    reward: float | None = None  # mean of its last rewards
+    validation_reward: float | None = None  # the last one
+    validation_accuracy: float | None = None  # the last one, of preferences
 
 
 @dataclass(frozen=True)
-class LossCurve:
-    """The losses of a member over the tokens that it had trained on."""
+class SweepCurve:
+    """The losses or rewards of a member over the tokens that it had trained on."""
 
     tokens: tuple[float, ...] = ()
-    losses: tuple[float | None, ...] = ()  # None where the loss was no number
+    values: tuple[float | None, ...] = ()  # None where it was no number
 
 
 @dataclass(frozen=True)
@@ -61,28 +105,28 @@ class SweepResult:
     name: str
     keys: tuple[str, ...]
     rows: tuple[SweepRow, ...]
-    curves: dict[str, LossCurve] = field(default_factory=dict)  # by the name of the member
+    curves: dict[str, SweepCurve] = field(default_factory=dict)  # by the name of the member
 
     @cached_property
     def best(self) -> SweepRow | None:
         return best_row(self.rows)
 
     @cached_property
-    def is_evaluated(self) -> bool:
-        """Whether members are compared by their evaluation loss."""
-        return any(row.evaluation_loss is not None for row in self.rows)
+    def metric(self) -> SweepMetric:
+        """The number by which members are compared."""
+        return metric_of(self.rows)
 
-    def score(self, row: SweepRow) -> float | None:
-        """Return the loss by which members are compared."""
-        return row.evaluation_loss if self.is_evaluated else row.loss
+    @property
+    def curve_words(self) -> str:
+        """What the curves show."""
+        return "reward" if any(row.reward is not None for row in self.rows) else "loss"
 
     @property
     def ranked(self) -> list[SweepRow]:
         """The rows by their result: members that are done from best to worst, then the others in their order."""
 
         def place(row: SweepRow) -> tuple[bool, float]:
-            score = self.score(row)
-            return row.state != "done", score if row.state == "done" and _is_finite(score) else math.inf
+            return row.state != "done", self.metric.order(row) if row.state == "done" else math.inf
 
         return sorted(self.rows, key=place)
 
@@ -93,14 +137,14 @@ def sweep_rows(run: RunDirectory) -> list[SweepRow]:
 
 
 def best_row(rows: Sequence[SweepRow]) -> SweepRow | None:
-    """Return the best member; None if none is done with a finite loss."""
-    is_evaluated = any(row.evaluation_loss is not None for row in rows)
-    scores = {
-        row.name: score
-        for row in rows
-        if row.state == "done" and _is_finite(score := row.evaluation_loss if is_evaluated else row.loss)
-    }
-    return min((row for row in rows if row.name in scores), key=lambda row: scores[row.name], default=None)
+    """Return the best member; None if none is done with a finite number."""
+    order = metric_of(rows).order
+    return min((row for row in rows if row.state == "done" and order(row) < math.inf), key=order, default=None)
+
+
+def metric_of(rows: Sequence[SweepRow]) -> SweepMetric:
+    """Return the number by which these members are compared."""
+    return next((metric for metric in METRICS if any(metric.of(row) is not None for row in rows)), METRICS[-1])
 
 
 def read_sweep(run: RunDirectory) -> SweepResult:
@@ -121,14 +165,14 @@ def read_sweep(run: RunDirectory) -> SweepResult:
 
 
 def sweep_json(sweep: SweepResult) -> dict[str, Any]:
-    """Return the result as plain data, without curves; a loss that is no number is None."""
+    """Return the result as plain data, without curves; what is no finite number is None."""
     rows = [{key: _finite_or_none(value) for key, value in asdict(row).items()} for row in sweep.rows]
     best = sweep.best
     return {
         "schema": SCHEMA,
         "name": sweep.name,
         "keys": list(sweep.keys),
-        "compared_by": "evaluation_loss" if sweep.is_evaluated else "loss",
+        "compared_by": sweep.metric.name,
         "best": best.name if best else None,
         "members": rows,
     }
@@ -136,46 +180,46 @@ def sweep_json(sweep: SweepResult) -> dict[str, Any]:
 
 def _read_member(
     run: RunDirectory, member: MemberSpec, status: MemberStatus | None, num_points: int
-) -> tuple[SweepRow, LossCurve]:
+) -> tuple[SweepRow, SweepCurve]:
     if not run.looks_like_a_run():
         state = status.state if status else "waiting"
         message = (status.message or status.waits_for) if status else ""
-        return SweepRow(member.name, member.values, state, message=_one_line(message)), LossCurve()
+        return SweepRow(member.name, member.values, state, message=_one_line(message)), SweepCurve()
     summary = summarize(run)
-    losses, evaluations = _losses(run)
-    last = [losses[step] for step in sorted(losses)[-LAST_LOSSES:]]
+    found = _numbers(run)
+    last = {name: [points[step] for step in sorted(points)[-LAST_STEPS:]] for name, points in found.items()}
+    numbers = {name: sum(last[name]) / len(last[name]) for name in _MEANS if last[name]}
+    numbers |= {name: last[name][-1] for name in _NEWEST if last[name]}
     row = SweepRow(
         member.name,
         member.values,
         summary.state,
         summary.step,
         summary.steps,
-        sum(last) / len(last) if last else None,
-        evaluations[max(evaluations)] if evaluations else None,
-        summary.tokens_per_second,
-        summary.wall_seconds or None,
-        summary.cost_dollars,
-        _one_line(summary.message or (status.message if status and summary.state != "done" else "")),
+        tokens_per_second=summary.tokens_per_second,
+        seconds=summary.wall_seconds or None,
+        dollars=summary.cost_dollars,
+        message=_one_line(summary.message or (status.message if status and summary.state != "done" else "")),
+        **numbers,
     )
-    return row, _curve(losses, _tokens_per_step(run), num_points)
+    return row, _curve(found["reward"] or found["loss"], _tokens_per_step(run), num_points)
 
 
-def _losses(run: RunDirectory) -> tuple[dict[int, float], dict[int, float]]:
-    """Return step → loss and step → evaluation loss; of a step that was repeated, the newest."""
+def _numbers(run: RunDirectory) -> dict[str, dict[int, float]]:
+    """Return field of a row → step → number; of a step that was repeated, the newest."""
     rank = reporting_rank(read_json(run.launch_path))
     paths = paths_in(run.path / "metrics", "*.jsonl")
     lines = [line for path in paths for line in tail_lines(path, READ_BYTES) if line.get("rank") == rank]
     lines.sort(key=lambda line: line["generation"] if isinstance(line.get("generation"), int) else -1)
-    losses: dict[int, float] = {}
-    evaluations: dict[int, float] = {}
+    found: dict[str, dict[int, float]] = {name: {} for name in (*_MEANS, *_NEWEST)}
     for line in lines:
         step = line.get("step")
         if not isinstance(step, int):
             continue
-        for name, values in (("run_loss", losses), ("run_evaluation_loss", evaluations)):
-            if name in line:
-                values[step] = float(line[name]) if isinstance(line[name], int | float) else math.nan
-    return losses, evaluations
+        for name, metric in {**_MEANS, **_NEWEST}.items():
+            if metric in line:
+                found[name][step] = float(line[metric]) if isinstance(line[metric], int | float) else math.nan
+    return found
 
 
 def _tokens_per_step(run: RunDirectory) -> float:
@@ -189,13 +233,13 @@ def _tokens_per_step(run: RunDirectory) -> float:
     return 1.0 if job.train is None else float(job.global_batch_tokens)
 
 
-def _curve(losses: dict[int, float], tokens_per_step: float, num_points: int) -> LossCurve:
-    """Return at most `num_points` of the losses, evenly spread, with the first and the last."""
-    steps = sorted(losses)
+def _curve(values: dict[int, float], tokens_per_step: float, num_points: int) -> SweepCurve:
+    """Return at most `num_points` of the values, evenly spread, with the first and the last."""
+    steps = sorted(values)
     if len(steps) > num_points:
         steps = [steps[round(index * (len(steps) - 1) / (num_points - 1))] for index in range(num_points)]
-    return LossCurve(
-        tuple(step * tokens_per_step for step in steps), tuple(_finite_or_none(losses[step]) for step in steps)
+    return SweepCurve(
+        tuple(step * tokens_per_step for step in steps), tuple(_finite_or_none(values[step]) for step in steps)
     )
 
 

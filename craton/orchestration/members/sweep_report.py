@@ -1,4 +1,4 @@
-"""The result of a sweep for people: a table in the terminal, and a page with the loss curves and the loss by value.
+"""The result of a sweep for people: a table in the terminal, and a page with the curves and the final numbers by value.
 
 The page is one file that loads nothing. Every text is escaped, and every number of the plots is in its table.
 """
@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 from craton import formatting, html_report
 from craton.html_report import Figure, Markup, axis_name, axis_title, plain_layout
-from craton.orchestration.members.result import SWEEP_FILE, SWEEP_PAGE, SweepResult, SweepRow, read_sweep, sweep_json
+from craton.orchestration.members.result import (
+    METRICS,
+    SWEEP_FILE,
+    SWEEP_PAGE,
+    SweepResult,
+    SweepRow,
+    read_sweep,
+    sweep_json,
+)
 from craton.printable import printable_line
 from craton.telemetry import RunDirectory
 from craton.telemetry.files import replace_text
@@ -67,15 +75,14 @@ def sweep_table_text(sweep: SweepResult, width: int = TABLE_WIDTH) -> str:
 
 def sweep_verdict(sweep: SweepResult) -> str:
     """Return the result in one sentence."""
-    best = sweep.best
-    what = "evaluation loss" if sweep.is_evaluated else "loss"
+    best, metric = sweep.best, sweep.metric
     if best is not None:
         values = ", ".join(f"{key} {value_text(value)}" for key, value in best.values.items())
-        return f"best: {best.name} with {what} {formatting.loss(sweep.score(best))} ({printable_line(values)})"
+        return f"best: {best.name} with the {_extreme(sweep)}, {metric.text(best)} ({printable_line(values)})"
     if not sweep.rows:
         return "the sweep has no members"
     if any(row.state == "done" for row in sweep.rows):
-        return f"no best member: none of those that are done has a finite {what}"
+        return f"no best member: none of those that are done has a finite {metric.words}"
     return "no best member: none is done"
 
 
@@ -109,12 +116,23 @@ def value_text(value: object) -> str:
 
 
 def _columns(sweep: SweepResult) -> list[str]:
+    metrics = {metric.title: any(metric.of(row) is not None for row in sweep.rows) for metric in METRICS}
     wanted = {
-        "EVAL LOSS": sweep.is_evaluated,
+        **metrics,
+        "LOSS": True,
         "$": any(row.dollars is not None for row in sweep.rows),
         "REASON": any(row.message for row in sweep.rows),
     }
-    titles = ("MEMBER", "STATE", "STEP", "LOSS", "EVAL LOSS", "TOK/S", "TIME", "$", "REASON")
+    titles = (
+        "MEMBER",
+        "STATE",
+        "STEP",
+        *(metric.title for metric in reversed(METRICS)),
+        "TOK/S",
+        "TIME",
+        "$",
+        "REASON",
+    )
     return [title for title in titles if wanted.get(title, True)]
 
 
@@ -125,8 +143,7 @@ def _cells(sweep: SweepResult, row: SweepRow, columns: list[str]) -> list[str]:
         "MEMBER": f"{mark}{printable_line(row.name)}",
         "STATE": row.state,
         "STEP": f"{row.step:,}{of}",
-        "LOSS": formatting.loss(row.loss),
-        "EVAL LOSS": formatting.loss(row.evaluation_loss),
+        **{metric.title: metric.text(row) for metric in METRICS},
         "TOK/S": formatting.amount(row.tokens_per_second),
         "TIME": formatting.whole_duration(row.seconds),
         "$": formatting.dollars(row.dollars),
@@ -147,14 +164,14 @@ def _header(sweep: SweepResult) -> Markup:
 def _tiles(sweep: SweepResult) -> Markup:
     states = Counter(row.state for row in sweep.rows)
     others = ", ".join(f"{number:,} {state}" for state, number in states.items() if state != "done")
-    best, what = sweep.best, "evaluation loss" if sweep.is_evaluated else "loss"
+    best, metric = sweep.best, sweep.metric
     seconds = sum(row.seconds or 0.0 for row in sweep.rows)
     dollars = [row.dollars for row in sweep.rows if row.dollars is not None]
     return html_report.tiles(
         [
             html_report.Tile("Members done", f"{states['done']:,} of {len(sweep.rows):,}", others or "all of them"),
             html_report.Tile(
-                f"Best {what}", formatting.loss(sweep.score(best)) if best else "–", best.name if best else "none yet"
+                f"Best {metric.words}", metric.text(best) if best else "–", best.name if best else "none yet"
             ),
             html_report.Tile(
                 "Run time",
@@ -166,7 +183,8 @@ def _tiles(sweep: SweepResult) -> Markup:
 
 
 def _curves(sweep: SweepResult, figures: dict[str, Figure]) -> Markup:
-    drawn = [row for row in sweep.rows if any(loss is not None for loss in _losses_of(sweep, row))]
+    what = sweep.curve_words
+    drawn = [row for row in sweep.rows if any(value is not None for value in _values_of(sweep, row))]
     if not drawn:
         return html_report.absent_section("Loss", "No member has recorded a loss yet.")
     key, colors = _colors(sweep)
@@ -179,12 +197,13 @@ def _curves(sweep: SweepResult, figures: dict[str, Figure]) -> Markup:
         traces.append(_trace(sweep, [best], _color(best, key, colors), width=3.5))
     layout = plain_layout(400)
     layout["xaxis"] |= {"title": axis_title("tokens trained on"), "rangemode": "tozero", "exponentformat": "SI"}
-    layout["yaxis"] |= {"range": _loss_range(sweep, drawn)}
-    layout["annotations"] = [axis_name("loss")]
+    if what == "loss":
+        layout["yaxis"] |= {"range": _loss_range(sweep, drawn)}
+    layout["annotations"] = [axis_name(what)]
     figures["curves"] = {"data": traces, "layout": layout}
     count = formatting.counted(len(drawn), "member")
     finding = f"{count}; the best is drawn thick" if best is not None and best in drawn else count
-    return html_report.plot_section("Loss over tokens", finding, "curves", below=_legend(key, colors))
+    return html_report.plot_section(f"{what.capitalize()} over tokens", finding, "curves", below=_legend(key, colors))
 
 
 def _trace(sweep: SweepResult, rows: list[SweepRow], color: str, width: float = 1.5) -> dict[str, Any]:
@@ -195,33 +214,35 @@ def _trace(sweep: SweepResult, rows: list[SweepRow], color: str, width: float = 
     for row in rows:
         curve = sweep.curves[row.name]
         x += [*curve.tokens, None]
-        y += [*curve.losses, None]
+        y += [*curve.values, None]
         names += [escape(row.name)] * (len(curve.tokens) + 1)
     return {
         "type": "scatter",
-        "mode": "lines+markers" if sum(loss is not None for loss in y) <= 4 * len(rows) else "lines",
+        "mode": "lines+markers" if sum(value is not None for value in y) <= 4 * len(rows) else "lines",
         "x": x,
         "y": y,
         "text": names,
         "line": {"color": color, "width": width},
         "marker": {"color": color, "size": 6},
         "opacity": 1.0 if len(sweep.rows) <= 50 else 0.6,
-        "hovertemplate": "%{text}<br>loss %{y:.4g} at %{x:.3s} tokens<extra></extra>",
+        "hovertemplate": f"%{{text}}<br>{sweep.curve_words} %{{y:.4g}} at %{{x:.3s}} tokens<extra></extra>",
     }
 
 
 def _by_value(sweep: SweepResult, figures: dict[str, Figure]) -> Markup:
-    """Return a plot of the final loss for each key with several values."""
-    ended = [row for row in sweep.rows if row.state == "done" and _drawable(sweep.score(row)) is not None]
+    """Return a plot of the final numbers for each key with several values."""
+    metric = sweep.metric
+    ended = [row for row in sweep.rows if row.state == "done" and metric.order(row) < float("inf")]
     keys = [key for key in sweep.keys if len({value_text(row.values.get(key)) for row in ended}) > 1]
-    what = "evaluation loss" if sweep.is_evaluated else "loss"
     sections = Markup()
     for number, key in enumerate(keys[:MAX_VALUE_PLOTS]):
         figures[name := f"value-{number}"] = _value_figure(sweep, ended, key)
-        lowest = min((row for row in ended if key in row.values), key=lambda row: _score(sweep, row))
-        finding = f"the lowest {what} is at {value_text(lowest.values[key])}"
+        best = min((row for row in ended if key in row.values), key=metric.order)
+        finding = f"the {_extreme(sweep)} is at {value_text(best.values[key])}"
         below = _legend(*_colors(sweep, key))
-        sections = Markup(sections + html_report.plot_section(f"Final {what} by {key}", finding, name, below=below))
+        sections = Markup(
+            sections + html_report.plot_section(f"Final {metric.words} by {key}", finding, name, below=below)
+        )
     return sections
 
 
@@ -231,7 +252,8 @@ def _value_figure(sweep: SweepResult, rows: list[SweepRow], key: str) -> Figure:
     given = [row for row in rows if key in row.values]
     values = sorted({_order(row.values[key]) for row in given})
     texts = [text for *_, text in values]
-    lowest = {text: min(_score(sweep, row) for row in given if value_text(row.values[key]) == text) for text in texts}
+    metric = sweep.metric
+    best = {text: min((r for r in given if value_text(r.values[key]) == text), key=metric.order) for text in texts}
     ceiling = _ceiling(sweep)
     color_key, colors = _colors(sweep, key)
     points = {
@@ -239,7 +261,7 @@ def _value_figure(sweep: SweepResult, rows: list[SweepRow], key: str) -> Figure:
         "mode": "markers",
         "x": [value_text(row.values[key]) for row in given],
         "y": [min(_score(sweep, row), ceiling) for row in given],
-        "text": [f"{escape(row.name)}<br>{formatting.loss(_score(sweep, row))}" for row in given],
+        "text": [f"{escape(row.name)}<br>{metric.text(row)}" for row in given],
         "marker": {
             "color": [_color(row, color_key, colors) for row in given],
             "symbol": ["circle" if _score(sweep, row) <= ceiling else "triangle-up" for row in given],
@@ -252,7 +274,7 @@ def _value_figure(sweep: SweepResult, rows: list[SweepRow], key: str) -> Figure:
         "type": "scatter",
         "mode": "lines",
         "x": texts,
-        "y": [min(lowest[text], ceiling) for text in texts],
+        "y": [min(_score(sweep, best[text]), ceiling) for text in texts],
         "line": {"color": "@muted/60", "width": 1.5, "dash": "dot"},
         "hoverinfo": "skip",
     }
@@ -269,7 +291,7 @@ def _value_figure(sweep: SweepResult, rows: list[SweepRow], key: str) -> Figure:
     if len(texts) > 20:
         shown = [texts[round(index * (len(texts) - 1) / 11)] for index in range(12)]
         layout["xaxis"] |= {"tickvals": shown, "ticktext": [escape(text) for text in shown]}
-    layout["annotations"] = [axis_name("evaluation loss" if sweep.is_evaluated else "loss")]
+    layout["annotations"] = [axis_name(metric.words)]
     return {"data": [line, points], "layout": layout}
 
 
@@ -329,28 +351,32 @@ def _order(value: object) -> tuple[bool, float, str]:
 def _loss_range(sweep: SweepResult, rows: list[SweepRow]) -> list[float]:
     """Return the range of the axis: from the lowest loss to the highest first one, so that members which diverge leave
     the plot instead of flattening it."""
-    curves = [[loss for loss in _losses_of(sweep, row) if loss is not None] for row in rows]
+    curves = [[loss for loss in _values_of(sweep, row) if loss is not None] for row in rows]
     low, high = min(map(min, curves)), max(curve[0] for curve in curves)
     room = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
     return [low - room, high + room]
 
 
 def _ceiling(sweep: SweepResult) -> float:
-    """Return the highest loss at the beginning of a member: above it a member has learnt nothing."""
-    first = [next((loss for loss in curve.losses if loss is not None), None) for curve in sweep.curves.values()]
+    """Return the highest loss at the beginning of a member: above it a member has learnt nothing. Infinite where
+    higher numbers are better."""
+    if sweep.metric.is_better_if_higher:
+        return float("inf")
+    first = [next((loss for loss in curve.values if loss is not None), None) for curve in sweep.curves.values()]
     return max((loss for loss in first if loss is not None), default=float("inf"))
 
 
-def _losses_of(sweep: SweepResult, row: SweepRow) -> tuple[float | None, ...]:
+def _values_of(sweep: SweepResult, row: SweepRow) -> tuple[float | None, ...]:
     curve = sweep.curves.get(row.name)
-    return curve.losses if curve else ()
+    return curve.values if curve else ()
 
 
-def _drawable(value: float | None) -> float | None:
-    return value if value is not None and abs(value) < float("inf") else None
+def _extreme(sweep: SweepResult) -> str:
+    """Return what the best member has: the lowest loss, or the highest reward."""
+    return f"{'highest' if sweep.metric.is_better_if_higher else 'lowest'} {sweep.metric.words}"
 
 
 def _score(sweep: SweepResult, row: SweepRow) -> float:
-    score = sweep.score(row)
+    score = sweep.metric.of(row)
     assert score is not None
     return score

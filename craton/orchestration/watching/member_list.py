@@ -96,9 +96,9 @@ def with_members_sum(run: RunDirectory, own: RunSummary, rows: Sequence[MemberRo
             ledger[kind] = ledger.get(kind, 0.0) + seconds * summary.nodes
         for kind, seconds in theirs.ledger.items():
             ledger[kind] = ledger.get(kind, 0.0) + seconds
-        is_shared = shares_nodes(run, RunDirectory(summary.path))
-        node_seconds += theirs.node_seconds + (0.0 if is_shared else summary.node_seconds)
-        is_paid = is_shared and own.cost_dollars is not None
+        member = RunDirectory(summary.path)
+        node_seconds += theirs.node_seconds + (0.0 if _shares_nodes(run, member) else summary.node_seconds)
+        is_paid = _is_in_job_of(run, member) and own.cost_dollars is not None
         dollars += [theirs.cost_dollars, None if is_paid else summary.cost_dollars]
     known = [amount for amount in dollars if amount is not None]
     return replace(own, members=MembersSum(states, node_seconds, sum(known) if known else None, ledger))
@@ -134,17 +134,30 @@ def account_lines(summary: RunSummary) -> list[str]:
     return lines
 
 
-def shares_nodes(owner: RunDirectory, member: RunDirectory) -> bool:
-    """Whether a member runs on the nodes of its owner: on this machine, or as a part of the same scheduler's job."""
-    theirs, own = read_submission(member), read_submission(owner)
-    return theirs.on == own.on and (own.on == "local" or theirs.job == own.job)
-
-
 def members_sign(run: RunDirectory) -> list[str]:
     """Return lines that change when a member of a run starts, ends or books time; none for a run without members."""
     folder = os.fspath(run.path)
     words = [_age(f"{folder}/{MEMBERS_FILE}"), *_sign_below(folder, 0)]
     return [word for word in words if word]
+
+
+def _is_in_job_of(owner: RunDirectory, member: RunDirectory) -> bool:
+    """Whether a member is on this machine with its owner, or a part of the same scheduler's job."""
+    theirs, own = read_submission(member), read_submission(owner)
+    return theirs.on == own.on and (own.on == "local" or theirs.job == own.job)
+
+
+def _shares_nodes(owner: RunDirectory, member: RunDirectory) -> bool:
+    """Whether a member runs on nodes of its owner, as far as is known. In a scheduler's job it may have its own."""
+    if not _is_in_job_of(owner, member):
+        return False
+    on = read_submission(owner).on
+    if on != "slurm":
+        return on == "local"
+    from craton.orchestration.slurm import read_allocation  # imports the topology of clusters, which `ps` avoids
+
+    ours, theirs = read_allocation(owner), read_allocation(member)
+    return ours is None or theirs is None or bool(set(ours.hosts) & set(theirs.hosts))
 
 
 def _sign_below(folder: str, depth: int) -> Iterator[str]:
