@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from craton.extras import MODULES, install_command, install_package_command
+from craton.job.document import dotted
 from craton.job.errors import ContentError, JobError
 from craton.job.jobfile import Job
 from craton.job.sections import STANDARD_LIBRARY
@@ -88,7 +89,7 @@ def _trackers(job: Job) -> Iterator[str]:
 def _functions(job: Job, folder: Path) -> Iterator[str]:
     for location, function in job.functions.items():
         if problem := _function_problem(function, folder):
-            yield f"{job.where(*location)}{'.'.join(str(part) for part in location)}: {problem}"
+            yield f"{job.where(*location)}{dotted(location)}: {problem}"
 
 
 def _function_problem(function: str, folder: Path) -> str:

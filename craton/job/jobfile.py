@@ -18,6 +18,7 @@ from craton.job.document import (
     KeyConflictError,
     Name,
     Section,
+    dotted,
     is_name,
 )
 from craton.job.errors import ContentError, JobError
@@ -210,7 +211,7 @@ class Job(Section):
         for place, endpoint in self.endpoints.items():
             if endpoint.key is not None and endpoint.key not in self.run.secrets:
                 raise KeyConflictError(
-                    f"{'.'.join(str(key) for key in place)}: the ranks get {endpoint.key} only as a secret; write run: "
+                    f"{dotted(place)}: the ranks get {endpoint.key} only as a secret; write run: "
                     f"{{secrets: [{endpoint.key}]}}",
                     (*place, "key"),
                 )

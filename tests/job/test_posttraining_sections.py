@@ -106,7 +106,7 @@ def test_separate_rollouts_have_workers_and_staleness() -> None:
         (
             "grpo",
             {"reward": "[{verifier: judge, endpoint: {url: 'http://h:1', key: KEY}}]"},
-            "the ranks get KEY only as a secret; write run: {secrets: [KEY]}",
+            "reward[0].endpoint: the ranks get KEY only as a secret; write run: {secrets: [KEY]}",
         ),
         ("grpo", {"rollout": "{staleness: 2}"}, "mode sync always has the newest weights"),
         ("grpo", {"rollout": "{workers: 2}"}, "workers applies to mode separate, not sync"),

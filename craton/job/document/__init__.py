@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         Section,
         SectionError,
         allowed_keys,
+        dotted,
         parse_section,
         section_problems,
     )

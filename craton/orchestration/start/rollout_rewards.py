@@ -30,7 +30,7 @@ def check_rollout_job(job: Job, folder: Path) -> None:
     for number, term in enumerate(job.reward):
         if term.model is not None and not is_reward_model(load_config(Path(term.model))[0]):
             raise VerifierError(
-                f"{job.where('reward')}reward.{number}.model: {term.model} is a language model without a scalar head; "
+                f"{job.where('reward')}reward[{number}].model: {term.model} is a language model without a scalar head; "
                 "give an export of `kind: dpo` with `preference: {loss: reward}`, or another folder for sequence "
                 "classification with one label"
             )
@@ -55,7 +55,7 @@ def _other_models(job: Job) -> dict[str, str]:
     """Return the folders of models beside the policy, by their keys."""
     assert job.policy is not None
     policy = job.policy
-    folders = {f"reward.{number}.model": term.model for number, term in enumerate(job.reward)}
+    folders = {f"reward[{number}].model": term.model for number, term in enumerate(job.reward)}
     folders["policy.reference"] = None if policy.reference == "start" else policy.reference
     folders["policy.teacher"] = policy.teacher if isinstance(policy.teacher, str) else None
     return {key: folder for key, folder in folders.items() if folder is not None}
