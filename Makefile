@@ -24,7 +24,7 @@ PLANNED_JOBS := $(filter-out $(wildcard examples/custom-*.yaml examples/command-
 # Containers often set this variable. Without bytecode each of the suite's thousand processes compiles Craton again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install browser slurm observers sandbox validators demo lifecycle plans test test-all test-gpu chaos bench \
+.PHONY: install browser slurm observers sandbox validators evaluators demo lifecycle plans test test-all test-gpu chaos bench \
   bench-grpo bench-why clean
 
 install: $(STAMP)
@@ -68,6 +68,23 @@ validators:
 $(AWS_STAMP): $(VENV)/bin/pip requirements-validators.txt
 	@$(PYTHON) -m venv .venv-aws
 	@.venv-aws/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-validators.txt
+	@touch $@
+
+# The server is held against lm-evaluation-harness, and the suite `reasoning` has tasks of reasoning-gym, which needs a C
+# compiler; where one of them cannot be had, its test is skipped and says so.
+LM_EVAL_STAMP := $(VENV)/.lm-eval
+REASONING_STAMP := $(VENV)/.reasoning
+evaluators:
+	@$(MAKE) --no-print-directory $(LM_EVAL_STAMP) || echo "lm-eval could not be installed: its test will be skipped"
+	@$(MAKE) --no-print-directory $(REASONING_STAMP) \
+	  || echo "reasoning-gym could not be installed: its test will be skipped"
+
+$(LM_EVAL_STAMP): $(STAMP)
+	@$(PIP_INSTALL) 'lm-eval[api]'
+	@touch $@
+
+$(REASONING_STAMP): $(STAMP)
+	@$(PIP_INSTALL) -e '.[reasoning]'
 	@touch $@
 
 # Runs on Slurm are tested on a real one, made of processes of this machine; where it cannot be had, those tests are
@@ -131,7 +148,7 @@ plans: $(TRAIN_STAMP)
 	@echo; echo "reports: $$(ls reports/*.html | tr '\n' ' ')"
 
 test:
-	@start=$$(date +%s); $(MAKE) --no-print-directory install browser slurm observers sandbox validators || exit 1; \
+	@start=$$(date +%s); $(MAKE) --no-print-directory install browser slurm observers sandbox validators evaluators || exit 1; \
 	installed=$$(date +%s); echo "set-up took $$((installed - start)) s"; \
 	set -x; \
 	$(VENV)/bin/ruff check --quiet . && $(VENV)/bin/ruff format --quiet --check . && \

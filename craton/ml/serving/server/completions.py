@@ -13,7 +13,14 @@ from craton.ml.serving.server.errors import BadRequestError
 from craton.ml.serving.server.generation import Answers, Choice, SubmittedPrompt, respond, to_json
 from craton.ml.serving.server.http_service import HttpService
 from craton.ml.serving.server.protocol import MAX_CHOICES, CompletionRequest
-from craton.ml.serving.text import Addition, AnswerReader, completion_logprobs, echoed_logprobs, prompt_logprobs
+from craton.ml.serving.text import (
+    Addition,
+    AnswerReader,
+    TokenScore,
+    completion_logprobs,
+    echoed_logprobs,
+    prompt_logprobs,
+)
 
 DEFAULT_TOKENS = 16  # OpenAI's
 
@@ -151,7 +158,12 @@ class CompletionAnswers(Answers[CompletionChoice]):
 
     def _logprobs(self, choice: CompletionChoice, addition: Addition, is_first: bool) -> dict[str, list[Any]]:
         top = self.request.logprobs or 0
-        result = completion_logprobs(addition.scores, top, self.vocabulary, len(choice.prompt.echo))
+        scores = addition.scores
+        if addition.stop is not None and not self.request.return_token_ids:
+            # As vLLM does: clients count on a log-prob for each generated token (lm-eval cuts off the last one).
+            assert isinstance(addition.reason, int)
+            scores = [*scores, TokenScore(addition.reason, addition.stop[0], None, choice.reader.num_characters)]
+        result = completion_logprobs(scores, top, self.vocabulary, len(choice.prompt.echo))
         if is_first and self.request.echo and choice.prompt.logprobs is not None:
             echoed = echoed_logprobs(choice.prompt.tokens, choice.prompt.logprobs, top, self.vocabulary)
             return {key: echoed[key] + result[key] for key in result}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from craton.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from craton.ml.serving.text.answer import Addition, AnswerReader
+    from craton.ml.serving.text.answer import Addition, AnswerReader, TokenScore
     from craton.ml.serving.text.logprobs import (
         chat_logprobs,
         completion_logprobs,

@@ -97,6 +97,11 @@ class AnswerReader:
         self._scores: list[TokenScore] = []  # not returned yet
 
     @property
+    def num_characters(self) -> int:
+        """Decoded so far, without those of `replay`."""
+        return self._decoded
+
+    @property
     def is_stopped(self) -> bool:
         """Whether a stop string was found."""
         return self._stops is not None and self._stops.found is not None

@@ -84,7 +84,8 @@ def _top(alternatives: Alternatives | None, count: int) -> list[tuple[int, float
     """Return the likeliest tokens; the sampled one only if it is among them."""
     if alternatives is None or not count:
         return []
-    values = dict(zip(alternatives.tokens, alternatives.logprobs, strict=True))
+    # The first, the sampled one, may come again with another last digit; clients compare the two values.
+    values = dict(zip(reversed(alternatives.tokens), reversed(alternatives.logprobs), strict=True))
     likeliest = sorted(values.items(), key=lambda item: -item[1])[:count]
     return [(token, _finite(value)) for token, value in likeliest]
 

@@ -11,7 +11,8 @@ import pytest
 import requests
 from scripted_engine import MAX_LENGTH, SECONDS, Script, Served
 
-from craton.ml.serving.messages import Abort, Grammar, Submit
+from craton.ml.serving.messages import Abort, Alternatives, Grammar, Submit
+from craton.ml.serving.text import TokenScore, completion_logprobs
 
 Encode = Callable[[str], list[int]]
 
@@ -225,6 +226,30 @@ def test_log_probs_of_a_completion_with_its_prompt(served: Served, encode: Encod
         if chunk.choices[0].logprobs is not None:
             logprobs += chunk.choices[0].logprobs.tokens or []
     assert (texts, logprobs) == (choice.text, found.tokens)
+
+
+def test_log_probs_of_a_completion_end_with_its_stop_token(served: Served, encode: Encode) -> None:
+    """Clients read one for each generated token: lm-eval cuts the last one off to get those of the prompt."""
+    served.engine.answer = lambda _: Script(encode(" world"), stop_token=0)
+    body = {"prompt": "hello", "echo": True, "logprobs": 1}
+    (choice,) = post(served, "/v1/completions", body)["choices"]
+    assert choice["text"] == "hello world"
+    prompt, answer = len(encode("hello")), len(encode(" world"))
+    found = choice["logprobs"]
+    assert {len(values) for values in found.values()} == {prompt + answer + 1}
+    assert (found["tokens"][-1], found["text_offset"][-1]) == ("<|endoftext|>", len("hello world"))
+    streamed = [event["choices"][0]["logprobs"] for event in events_of(served, "/v1/completions", body)]
+    assert [token for logprobs in streamed if logprobs for token in logprobs["tokens"]] == found["tokens"]
+    (choice,) = post(served, "/v1/completions", {**body, "return_token_ids": True})["choices"]
+    assert len(choice["logprobs"]["tokens"]) == prompt + len(choice["token_ids"]), "the stop token stands apart"
+
+
+def test_a_sampled_token_has_one_log_prob_wherever_it_is_listed(served: Served) -> None:
+    """lm-eval takes a token for the likeliest one if its value is the maximum of the listed ones."""
+    sampled, others = (70, -1.25), ((71, -2.0), (70, -1.2500001))
+    alternatives = Alternatives(*zip(sampled, *others, strict=True))
+    found = completion_logprobs([TokenScore(70, -1.25, alternatives, 0)], 2, None, 0)
+    assert max(found["top_logprobs"][0].values()) == found["token_logprobs"][0] == -1.25
 
 
 def test_only_the_prompt_is_read_when_no_token_is_asked_for(served: Served, encode: Encode) -> None:
