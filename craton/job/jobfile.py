@@ -576,6 +576,16 @@ class Job(Section):
         return {key: folder for key, folder in named.items() if isinstance(folder, str) and folder != "start"}
 
     @property
+    def reward_model_folders(self) -> dict[tuple[str, ...], str]:
+        """The folders of reward models, by their keys in the job file."""
+        verifiers = self.serve.verifiers if self.serve is not None else {}
+        named: dict[tuple[str, ...], str | None] = {
+            **{("reward", str(number), "model"): term.model for number, term in enumerate(self.reward)},
+            **{("serve", "verifiers", name, "model"): term.model for name, term in verifiers.items()},
+        }
+        return {key: folder for key, folder in named.items() if folder is not None}
+
+    @property
     def weights_job(self) -> Job | None:
         """The job of `model: {job: FILE}`, whose weights this job starts from or serves."""
         return self._weights_job

@@ -81,3 +81,22 @@ def test_a_server_that_is_gone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     with openai_like_server(Behaviour(lists_models=False)) as server:
         assert run(monkeypatch, server.url, "--prompt", "Hello") == 2
     assert "error: " in capsys.readouterr().err
+
+
+def test_a_reward_model_that_cannot_score(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The folder is no reward model, or has no chat template; a real one is tested with a server."""
+    folder, file = tmp_path / "reward", tmp_path / "verifiers.yaml"
+    folder.mkdir()
+    file.write_text("verifiers: {rm: {model: reward}}\n")
+    with openai_like_server() as server:
+        asked = [server.url, "--prompt", "Hello", "--strategy", "best_of:2", "--verifier", str(file)]
+        assert run(monkeypatch, *asked) == 2
+        assert f"error: {folder}: has no config.json; give a folder" in capsys.readouterr().err
+        config = {"architectures": ["LlamaForSequenceClassification"], "num_labels": 1}
+        (folder / "config.json").write_text(json.dumps(config))
+        for name in ("model.safetensors", "tokenizer.json"):
+            (folder / name).touch()
+        assert run(monkeypatch, *asked) == 2
+        assert f"error: --verifier: {folder} has no chat template; put a chat_template.jinja" in capsys.readouterr().err

@@ -152,7 +152,9 @@ PROBLEMS = [
     ("serve: {strategy: 'best_of:4:maths', verifiers: {math: math}}\n", 5, "no verifier is called 'maths'"),
     ("serve: {strategy: 'vote:40', strategies: {max_n: 20}}\n", 5, "40 is above this server's maximum of 20"),
     ("serve: {verifiers: {tests: code}}\n", 5, "a request must not bring code"),
-    ("serve: {verifiers: {rm: {model: /rm}}}\n", 5, "a reward model cannot be used here"),
+    ("serve: {reward_memory: 0.1}\n", 5, "reward_memory needs a reward model in verifiers"),
+    ("serve: {reward_memory: 2, verifiers: {a: {model: /rm}}}\n", 5, "2 is not a fraction of the GPU memory"),
+    ("serve: {reward_memory: 0.2, verifiers: {a: {model: /rm}}}\n", 5, "are more than the GPU has"),
     ("serve: {verifiers: {logprobs: math}}\n", 5, "'logprobs' is not a name for a verifier"),
     ("serve: {verifiers: {a: {verifier: maths}}}\n", 5, "'maths' is not a verifier"),
     (

@@ -55,6 +55,14 @@ def test_a_reward_model_teaches_nothing(tmp_path: Path) -> None:
         draft_run(job, tmp_path / "runs" / "rollouts")
 
 
+def test_a_server_scores_with_reward_models_only(tmp_path: Path) -> None:
+    policy = model_folder(tmp_path / "policy", "Qwen3ForCausalLM")
+    settings = {"port": 1, "verifiers": {"rm": {"model": str(policy)}}}
+    job = serve_job(str(policy), name="served", settings=settings)
+    with pytest.raises(StartError, match=r"serve\.verifiers\.rm\.model: .*policy is a language model without a scalar"):
+        draft_run(job, tmp_path / "runs" / "served")
+
+
 def test_a_reward_model_is_not_served(tmp_path: Path) -> None:
     scores = model_folder(tmp_path / "scores", "Qwen3ForSequenceClassification")
     run = RunDirectory.create(tmp_path, "preferred")

@@ -239,6 +239,12 @@ def test_an_image_is_shown_what_the_job_needs() -> None:
     assert mounted("/data", folder="/data/jobs") == ("/fsx/runs", "/scratch", "/data"), "once is enough"
 
 
+def test_an_image_is_shown_reward_models() -> None:
+    serve = "serve: {initialize: random, verifiers: {rm: {model: /models/rm}}}"
+    job = parse_job(f"name: served\nkind: serve\nmodel: llama-3-8b\ncluster: local\n{serve}\n")
+    assert "/models/rm" in mounts_of(job, RUN, drafted(job_text()).launch)
+
+
 def test_what_is_read_from_afar_is_kept_in_a_folder_that_an_image_sees(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CRATON_CACHE", "/fsx/cache")
     assert "/fsx/cache" in mounted("s3://bucket/tokens")

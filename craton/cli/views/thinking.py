@@ -16,6 +16,7 @@ from craton.cli.views.progress import progress
 from craton.errors import CratonError
 from craton.extras import require_extra
 from craton.job.document import Section, parse_document, parse_seconds, parse_section, read_document
+from craton.job.model import chat_folder, check_reward_model
 from craton.job.sections.posttraining import VERIFIERS, RewardTerm, VerifySection
 from craton.job.sections.strategy import LOGPROBS, Strategy, check_score, parse_strategy
 from craton.ml.serving import Sampling
@@ -37,7 +38,7 @@ from craton.ml.serving.strategies import (
     StrategyOutcome,
     run_strategy,
 )
-from craton.ml.verifiers import VerifierPool
+from craton.ml.verifiers import RewardModelProcess, RewardModelSetup, VerifierPool
 from craton.nearest import did_you_mean
 
 FAILURES = (EndpointUnavailableError, ServerFailedError, BrokenStreamError, AnswerTimeoutError, ProtocolError)
@@ -100,7 +101,7 @@ def run_think(asked: ThinkRequest, as_json: bool) -> None:
                 return await run_strategy(client, request, strategy, scorer, limits, show, row=row)
 
     with ExitStack() as stack:
-        scorer = _scorer(terms, strategy, stack)
+        scorer = _scorer(terms, strategy, not asked.is_completion, stack)
         try:
             outcome = asyncio.run(work(scorer))
         except FAILURES as error:  # the endpoint's fault, not a mistake in the options: exit code 1
@@ -246,13 +247,20 @@ def _verifiers(given: str | None) -> VerifierFile:
     return VerifierFile(verifiers={given: RewardTerm(verifier=given)})
 
 
-def _scorer(terms: VerifierFile, strategy: Strategy, stack: ExitStack) -> Scorer | None:
+def _scorer(terms: VerifierFile, strategy: Strategy, is_chat: bool, stack: ExitStack) -> Scorer | None:
     if strategy.verifier is None:
         return None
     term = terms.verifiers[strategy.verifier]
     if term.model is not None:
-        raise ThinkError(
-            f"--verifier: {strategy.verifier!r} is a reward model, which cannot run here; use it in Python with "
-            "CallableScorer, or use a judge"
-        )
+        return PoolScorer(stack.enter_context(_reward_model(strategy.verifier, term, terms.verify, is_chat)))
     return PoolScorer(stack.enter_context(VerifierPool([term], terms.verify, Path.cwd())))
+
+
+def _reward_model(name: str, term: RewardTerm, verify: VerifySection, is_chat: bool) -> RewardModelProcess:
+    """Start a reward model on the CPU of this machine."""
+    folder = Path(term.model or "")
+    require_extra("serve", "a reward model", ("torch", "transformers"))
+    check_reward_model(folder, None)
+    if is_chat and chat_folder(folder, None) is None:
+        raise ThinkError(f"--verifier: {folder} has no chat template; put a chat_template.jinja there, or --completion")
+    return RewardModelProcess(name, RewardModelSetup(str(folder), limit_seconds=verify.limit), term.weight)

@@ -44,19 +44,15 @@ MAX_DRAFT_TOKENS = 16  # of a draft model, per request and step
 MAX_AUTO_TOKENS = 8  # the largest number that `tokens: auto` chooses
 ADAPTER_CONFIG = "adapter_config.json"  # marks a folder with an adapter, as PEFT writes it
 
+SHARE_TOLERANCE = 1e-9  # of sums of shares
+
 REMOVED_BACKENDS = ("flash3", "flashinfer")  # attention backends removed in November 2026
 
 VERIFIER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
-NOT_AT_A_SERVER = {
-    "model": (
-        "a reward model cannot be used here, because the front end has no torch; serve it elsewhere and name it as "
-        "verifier: judge, or use it with python: package.module:function"
-    ),
-    "code": (
-        "verifier code runs the tests of a data row, and a request must not bring code; use python: "
-        "package.module:function, or `craton eval`"
-    ),
-}
+CODE_AT_A_SERVER = (
+    "verifier code runs the tests of a data row, and a request must not bring code; use python: "
+    "package.module:function, or `craton eval`"
+)
 
 # Layout keys for training only, and what to use for a server instead.
 NOT_OF_A_SERVER = {
@@ -78,6 +74,10 @@ def _parse_share(value: object) -> float:
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1:
         return float(value)
     raise ValueError(f"{value!r} is not a fraction of the GPU memory; write a number between 0 and 1, e.g. 0.9")
+
+
+def _parse_reward_share(value: object) -> float | None:
+    return None if value in (None, "off") else _parse_share(value)
 
 
 def _parse_host_memory(value: object) -> int:
@@ -162,8 +162,8 @@ def _parse_verifiers(value: object, info: ValidationInfo) -> object:
         if isinstance(term, str):
             term = {"python": term} if is_function(term) else {"verifier": term}
         parsed = term if isinstance(term, RewardTerm) else RewardTerm.parse(term, info)
-        if parsed.model is not None or parsed.verifier == "code":
-            raise KeyConflictError(f"serve.verifiers: {NOT_AT_A_SERVER[parsed.verifier or 'model']}", (name,))
+        if parsed.verifier == "code":
+            raise KeyConflictError(f"serve.verifiers: {CODE_AT_A_SERVER}", (name,))
         result[name] = parsed
     return result
 
@@ -234,6 +234,7 @@ class Serve(Section):
     strategies: StrategyBounds = StrategyBounds()  # of every request
     verifiers: Annotated[dict[str, RewardTerm], BeforeValidator(_parse_verifiers)] = Field(default_factory=dict)
     verify: VerifySection = VerifySection()  # limits of the verifiers
+    reward_memory: Annotated[float | None, BeforeValidator(_parse_reward_share)] = None  # of the GPU; None: on the CPU
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
@@ -270,6 +271,16 @@ class Serve(Section):
                 ("verify", "sandbox"),
                 ("host",),
             )
+        num_models = sum(term.model is not None for term in self.verifiers.values())
+        if self.reward_memory is not None and self.memory + num_models * self.reward_memory > 1 + SHARE_TOLERANCE:
+            raise KeyConflictError(
+                f"serve: memory {self.memory:g} and {num_models} × reward_memory {self.reward_memory:g} are more than "
+                "the GPU has; together they may be 1",
+                ("reward_memory",),
+                ("memory",),
+            )
+        if self.reward_memory is not None and not num_models:
+            raise KeyConflictError("serve: reward_memory needs a reward model in verifiers", ("reward_memory",))
         if self.strategy is None:
             return self
         if self.strategy.max_dollars is not None:

@@ -134,6 +134,16 @@ class PairEncoder:
                 raise DataError(f"`{name}` has no token after its prompt")
         return chosen, rejected
 
+    def answered(self, prompt: str | Messages, completion: str) -> list[int]:
+        """Return the tokens of one side of a pair: a text and its completion, or messages and the answer to them."""
+        if isinstance(prompt, str):
+            return self._ids(f"{prompt}{completion}")
+        if self._chat is None:
+            raise DataError("the prompt has messages, and the tokenizer no chat template")
+        messages = [_message(message, "prompt") for message in prompt]
+        *_, (ids, _) = self._chat.encode({"messages": [*messages, {"role": "assistant", "content": completion}]})
+        return ids
+
     def _plain(self, pair: PairRow) -> tuple[Side, Side]:
         assert isinstance(pair.prompt, str)
         both = [self._ids(f"{pair.prompt}{completion}") for completion in (pair.chosen, pair.rejected)]

@@ -24,6 +24,7 @@ from craton.ml.data.documents import find_files, rows_of
 from craton.ml.data.errors import DataError, first_problems
 from craton.ml.data.indexed_function import IndexedFunction
 from craton.ml.data.order import Turns, key_of, shuffled
+from craton.ml.data.pair_rows import PairEncoder
 from craton.ml.data.shards import Shards
 from craton.ml.data.tokenizer import copy_tokenizer, end_of_document, load_tokenizer, mark_of
 from craton.ml.data.writer import ShardWriter, new_folder
@@ -69,6 +70,7 @@ class PromptEncoder:
         self._folder = folder
         self._tokenizer = load_tokenizer(folder)
         self._chat: PreTrainedTokenizerFast | None = None
+        self._pairs: PairEncoder | None = None
 
     def __call__(self, row: Row) -> list[int]:
         content = row.get(PROMPT)
@@ -111,6 +113,12 @@ class PromptEncoder:
             raise DataError(f"the chat template rejects a turn: {type(error).__name__}: {error}") from None
         tokens = self._ids(whole.partition(_ANSWER)[2])
         return tokens[1:] if tokens and tokens[0] == last else tokens
+
+    def answered(self, content: Any, completion: str) -> list[int]:
+        """Return the tokens of a prompt with its whole answer, as preference pairs have them."""
+        if self._pairs is None:
+            self._pairs = PairEncoder(self._folder)
+        return self._pairs.answered(content, completion)
 
     def _ids(self, text: str, add_special_tokens: bool = False) -> list[int]:
         try:

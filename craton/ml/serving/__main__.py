@@ -58,7 +58,8 @@ from craton.telemetry.rank import Recorder, own_page
 
 TOOL_STYLES = {"off": "none", "llama3": "llama3_json", "qwen3": "hermes", "qwen3-coder": "qwen3_coder"}
 REASONING_STYLES = {"off": "none"}
-FRONT_KEYS = ("host", "strategy", "strategies", "verifiers", "verify")  # of `serve:`, for the front end
+# Of `serve:`, for the front end.
+FRONT_KEYS = ("host", "strategy", "strategies", "verifiers", "verify", "memory", "reward_memory", "precision")
 FRONT_EXIT_SECONDS = 10.0
 RANK_BYTES = 4  # size of the rank number that a rank sends first
 PORT_SECONDS = 10.0  # that a front end waits for its port after a restart: the one before it ends in its own time

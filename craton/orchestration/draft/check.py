@@ -9,8 +9,15 @@ from pathlib import Path
 
 from craton.extras import require_extra
 from craton.http_guard import is_loopback
-from craton.job import TRAINING_KINDS, ContentError, Job, JobError, check_here, check_trackers
-from craton.job.model import is_reward_model, load_config, trains_reward_model, vocabulary_mismatch, weights_folder
+from craton.job import TRAINING_KINDS, ContentError, Job, JobError, ModelError, check_here, check_trackers
+from craton.job.model import (
+    check_reward_model,
+    is_reward_model,
+    load_config,
+    trains_reward_model,
+    vocabulary_mismatch,
+    weights_folder,
+)
 from craton.job.sections import STANDARD_LIBRARY, place_of
 from craton.job.sections.posttraining import ROLLOUT_KEY_VARIABLE
 from craton.job.sections.suites import load_suite
@@ -87,6 +94,16 @@ def check_weights(job: Job) -> None:
                 "tokens; give a language model"
             )
     check_draft_model(job)
+    check_served_reward_models(job)
+
+
+def check_served_reward_models(job: Job) -> None:
+    """Refuse folders that cannot score the answers of a server."""
+    for place, folder in job.reward_model_folders.items() if job.serve else ():
+        try:
+            check_reward_model(Path(folder), job.weights_folder)
+        except ModelError as error:
+            raise StartError(f"{job.where(*place)}{'.'.join(place)}: {error}") from None
 
 
 def check_draft_model(job: Job) -> None:

@@ -94,6 +94,7 @@ def _paths(job: Job, run: RunDirectory, launch: Launch) -> Iterable[str]:
         if (trained := job.trained_run) is not None:
             yield str(trained)
     yield from job.reference_folders.values()
+    yield from job.reward_model_folders.values()
     if any(map(is_url, data)) or (isinstance(job.model, str) and is_url(job.model)):
         yield str(cache_root())  # remote data is cached there
     for tier in job.checkpoint.places if job.kind in TRAINING_KINDS else ():

@@ -113,7 +113,8 @@ def main(arguments: list[str] | None = None) -> int:
             drain_seconds=options.drain_seconds,
         )
         folder = os.environ.get("CRATON_JOB_FOLDER")
-        offer = open_offer(json.loads(options.strategies), None if folder is None else Path(folder))
+        code_folder = None if folder is None else Path(folder)
+        offer = open_offer(json.loads(options.strategies), code_folder, options.model_folder)
         link = EngineLink(Wire(options.connection))
         service = HttpService(settings, link)
         family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
@@ -176,7 +177,7 @@ def _parser() -> argparse.ArgumentParser:
         "--strategies",
         default="{}",
         metavar="JSON",
-        help="strategy, strategies, verifiers and verify of a serve: section",
+        help="keys of a serve: section: strategy, strategies, verifiers, verify, reward_memory, precision",
     )
     add("--max-waiting", type=int, default=default.max_waiting, help="maximum requests without a token; more get 429")
     add("--max-body", type=int, default=default.max_body_bytes, metavar="BYTES", help="0: by the context length")

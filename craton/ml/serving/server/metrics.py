@@ -80,11 +80,13 @@ class Metrics:
         self._strategy_tokens = own("strategy_tokens", "Tokens of these samples, chosen or discarded", "kind", "fate")
         self._strategy_early_stops = own("strategy_early_stops", "Votes that ended before all their samples", "kind")
         self._strategy_limited = own("strategy_limited", "Answers at a limit (tokens, seconds)", "kind", "limit")
+        self._verifier_scores = own("verifier_scores", "Samples that a verifier or reward model scored", "verifier")
         self._verifier_failures = own("verifier_failures", "Samples that a verifier gave no score", "verifier")
 
-    def verifier_failed(self, name: str, samples: int) -> None:
-        """Count samples without a score."""
-        self._verifier_failures.labels(self.model_name, name).inc(samples)
+    def verified(self, name: str, scored: int, failed: int) -> None:
+        """Count samples with and without a score."""
+        self._verifier_scores.labels(self.model_name, name).inc(scored)
+        self._verifier_failures.labels(self.model_name, name).inc(failed)
 
     def strategy_ended(
         self, kind: str, samples: int, chosen_tokens: int, discarded_tokens: int, limited_by: str, is_early: bool

@@ -1,4 +1,4 @@
-"""Scores of completions: by verifiers and judges in their pool, or by a function such as a reward model's.
+"""Scores of completions: by verifiers and judges in their pool, by a reward model's process, or by a function.
 
 A completion that cannot be scored has None, and the reason is kept in `errors`. Log-probabilities need no scorer: they
 come with the samples.
@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from craton.ml.verifiers import VerifierPool, VerifierSample
+from craton.ml.verifiers import RewardModelProcess, VerifierPool, VerifierSample
 
 Prompt = Any  # as in InferenceRequest: a text, token ids, or messages
 
@@ -27,9 +27,9 @@ class Scorer(Protocol):
 
 
 class PoolScorer:
-    """The weighted sum of a pool's terms: verifiers, functions, judges."""
+    """The weighted sum of a pool's terms (verifiers, functions, judges), or the score of a reward model."""
 
-    def __init__(self, pool: VerifierPool) -> None:
+    def __init__(self, pool: VerifierPool | RewardModelProcess) -> None:
         self._pool = pool
         self.errors: list[str] = []
 

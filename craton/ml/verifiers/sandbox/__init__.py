@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         require_isolation,
         try_isolation,
     )
+    from craton.ml.verifiers.sandbox.kernel import die_with_parent
     from craton.ml.verifiers.sandbox.limits import OUTPUT_BYTES, SandboxLimits
     from craton.ml.verifiers.sandbox.namespaces import NOT_STARTED
     from craton.ml.verifiers.sandbox.processes import children, kill

@@ -40,7 +40,7 @@ from craton.ml.serving.server.generation import DONE, header_text, to_json
 from craton.ml.serving.server.http_service import HttpService
 from craton.ml.serving.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from craton.ml.serving.server.strategies.link_client import LinkClient
-from craton.ml.serving.server.strategies.offer import StrategyOffer
+from craton.ml.serving.server.strategies.offer import StrategyOffer, shown_prompt
 from craton.ml.serving.server.tools import ReasoningParser, ToolChoice, make_parser
 from craton.ml.serving.strategies import (
     Limits,
@@ -91,9 +91,8 @@ async def answer_chat(
     ignored = request.ignored()
     with service.admitted():
         ready = await ready_chat(service, request)
-        messages = [message.model_dump(exclude_unset=True) for message in request.messages]
         form = AnswerForm(True, ready.has_reasoning, ready.is_inside)
-        run = StrategyRun(service, offer, request, strategy, form, messages)
+        run = StrategyRun(service, offer, request, strategy, form)
         run.start(ready.tokens, ready.sampling, ready.adapter)
     return await _respond(http, run, [*ignored, *ready.thinking.ignored])
 
@@ -105,8 +104,7 @@ async def answer_prompt(
     with service.admitted():
         adapter = service.adapter(request.model)
         (ready,) = await ready_prompts(service, request)
-        prompt = request.prompt if isinstance(request.prompt, str) else ""
-        run = StrategyRun(service, offer, request, strategy, AnswerForm(False), prompt)
+        run = StrategyRun(service, offer, request, strategy, AnswerForm(False))
         run.start(ready.tokens, ready.sampling, adapter)
     return await _respond(http, run, ignored)
 
@@ -121,7 +119,6 @@ class StrategyRun:
         request: GenerationRequest,
         strategy: Strategy,
         form: AnswerForm,
-        prompt: str | list[dict[str, Any]],
     ) -> None:
         self.request = request
         self.form = form
@@ -131,7 +128,6 @@ class StrategyRun:
         )
         self._metrics = service.metrics
         self._strategy = strategy
-        self._prompt = prompt
         self._scorer = None
         if strategy.verifier is not None:
             self._scorer = offer.verifiers.scorer(strategy.verifier, service.metrics)
@@ -159,7 +155,7 @@ class StrategyRun:
             Limits(),
             self._note,
             row=self.request.verifier_row or {},
-            shown_prompt=self._prompt,
+            shown_prompt=shown_prompt(self.request) or "",
         )
         self._task = asyncio.get_running_loop().create_task(work)
         self._task.add_done_callback(lambda _: self._changed.set())

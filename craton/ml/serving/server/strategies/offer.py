@@ -13,7 +13,6 @@ from typing import Any, get_args
 
 from craton.errors import CratonError
 from craton.job.sections import Serve
-from craton.job.sections.posttraining import VerifySection
 from craton.job.sections.strategy import Strategy, StrategyBounds, parse_strategy
 from craton.ml.serving.server.errors import BadRequestError
 from craton.ml.serving.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
@@ -29,11 +28,11 @@ FORBIDDEN = ("python", "code", "sandbox", "verify", "verifier", "verifiers", "en
 
 @dataclass(frozen=True)
 class StrategyOffer:
-    """What a server offers. `code_folder`: with users' functions."""
+    """What a server offers."""
 
     default: Strategy | None = None
     bounds: StrategyBounds = field(default_factory=StrategyBounds)
-    verifiers: ServerVerifiers = field(default_factory=lambda: ServerVerifiers({}, VerifySection()))
+    verifiers: ServerVerifiers = field(default_factory=lambda: ServerVerifiers(Serve()))
 
     def of_request(self, request: GenerationRequest) -> Strategy | None:
         """Return the strategy of a request, None for an ordinary answer. BadRequestError names the invalid field."""
@@ -71,13 +70,30 @@ def wanted_strategy(offer: StrategyOffer, request: GenerationRequest) -> Strateg
     name = None if strategy is None else strategy.verifier
     if name is not None and (reason := offer.verifiers.refusal(name, request.verifier_row or {})):
         raise BadRequestError(f"verifier_row: {reason}", "verifier_row", "invalid_strategy")
+    if name in offer.verifiers.reward_models and shown_prompt(request) is None:
+        raise BadRequestError(
+            f"prompt has token ids, and the reward model {name} scores texts; send the prompt as text", "prompt"
+        )
     return strategy
 
 
-def open_offer(serve: Mapping[str, Any], code_folder: Path | None = None) -> StrategyOffer:
-    """Return the offer of a `serve:` section, and start its verifiers."""
+def shown_prompt(request: GenerationRequest) -> str | list[dict[str, Any]] | None:
+    """Return the prompt as verifiers see it: a text or messages; None for token ids."""
+    if isinstance(request, ChatRequest):
+        return [message.model_dump(exclude_unset=True) for message in request.messages]
+    assert isinstance(request, CompletionRequest)
+    prompts = [request.prompt] if isinstance(request.prompt, str) else request.prompt
+    first = prompts[0] if prompts else None
+    return first if isinstance(first, str) else None
+
+
+def open_offer(
+    serve: Mapping[str, Any], code_folder: Path | None = None, model_folder: Path | None = None
+) -> StrategyOffer:
+    """Return the offer of a `serve:` section, and start its verifiers. `code_folder`: with users' functions;
+    `model_folder`: of the served model."""
     section = Serve.model_validate(serve)
-    verifiers = ServerVerifiers(section.verifiers, section.verify, code_folder)
+    verifiers = ServerVerifiers(section, code_folder, model_folder)
     return StrategyOffer(section.strategy, section.strategies, verifiers)
 
 
