@@ -29,6 +29,7 @@ def check_here(job: Job, folder: Path | None = None) -> None:
     """Raise ContentError with everything that this machine lacks to run the job. `folder`: location of the user's
     functions, if not next to the job file."""
     problems = [*_files(job), *_functions(job, folder or job.folder), *_trackers(job), *_suites(job)]
+    problems += _strategies(job) if not problems else []
     if problems:
         raise ContentError(problems)
 
@@ -65,6 +66,21 @@ def _suites(job: Job) -> Iterator[str]:
             yield from error.problems
         except JobError as error:
             yield f"{job.where(*location)}{'.'.join(location)}: {error}"
+
+
+def _strategies(job: Job) -> Iterator[str]:
+    """Check the strategies of an evaluation against the verifiers of its suite and the prices of its endpoint."""
+    if job.eval is None:
+        return
+    suite = load_suite(job.eval.suite)
+    for number, strategy in enumerate(suite.strategies if job.eval.strategies is None else job.eval.strategies):
+        where = f"{job.where('eval', 'strategies')}eval.strategies[{number}]"
+        try:
+            suite.score_of(strategy, where)
+        except JobError as error:
+            yield str(error)
+        if strategy.max_dollars is not None and job.eval.price is None:
+            yield f"{where}.max_dollars: needs the endpoint's prices; give price (--price IN,OUT), or remove it"
 
 
 def _near(path: str) -> str:

@@ -71,6 +71,10 @@ def test_an_evaluation_is_a_run_that_survives_a_kill(verbs: Verbs, tmp_path: Pat
         (("arithmetics",), "did you mean 'arithmetic'?"),
         (("arithmetic", "--samples", "4", "--temperature", "0"), "4 samples at temperature 0 are all the same"),
         (("arithmetic", "--strategy", "vote:0"), "'0' is not a whole number from 1 to 1024"),
+        (
+            ("arithmetic", "--strategy", "vote:2", "--strategy", "best_of:2:math"),
+            "eval.strategies[1].score: no verifier is called 'math'; allowed: logprobs, regex",
+        ),
         (("arithmetic", "--price", "3"), "--price '3' is not IN,OUT"),
         (("arithmetic", "--price", "3,4"), "eval: price is that of an endpoint"),
         (("arithmetic", "--checkpoints", "first"), "--checkpoints 'first' is neither all nor a list of steps"),

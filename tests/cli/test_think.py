@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from openai_like_server import Behaviour, openai_like_server
+from waiting import PATIENCE_SECONDS
 
 from craton.cli import main
 
@@ -48,6 +49,22 @@ def test_a_verifier_scores(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     found = json.loads(capsys.readouterr().out)
     assert found["report"]["scores"] == [1.0, 1.0]
     assert found["strategy"]["score"] == "word"
+
+
+def test_a_vote_without_answers_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with openai_like_server() as server:
+        assert run(monkeypatch, server.url, "--prompt", "Hello", "--strategy", "vote:2", "--sample-tokens", "2") == 0
+    assert "no sample has an answer to count, so this is the first" in capsys.readouterr().out
+
+
+def test_the_limit_in_seconds_holds_for_trials_of_an_endpoint_that_hangs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with openai_like_server(Behaviour(first_seconds=PATIENCE_SECONDS)) as server:
+        asked = [server.url, "--prompt", "Hello", "--strategy", "best_of:2", "--max-seconds", "0.2s"]
+        assert run(monkeypatch, *asked) == 0
+        assert len(server.behaviour.received) == 1
+    assert "ended by the limit in seconds" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

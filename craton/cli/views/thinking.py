@@ -149,6 +149,8 @@ def outcome_text(outcome: StrategyOutcome) -> str:
                 for sample in outcome.samples
             ],
         )  # fmt: skip
+    elif outcome.report.get("without_answer") and outcome.samples:
+        lines.append("no sample has an answer to count, so this is the first; set e.g. {kind: vote, answer: text}")
     if outcome.report.get("stopped_early"):
         confidence = formatting.percent(outcome.report["confidence"])
         lines.append(f"stopped after {len(outcome.samples)} of {outcome.report['n']} samples: {confidence} certain")

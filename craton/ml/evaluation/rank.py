@@ -12,7 +12,8 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -28,6 +29,7 @@ from craton.ml.evaluation.results import EVALUATION_FILE, EvaluationPrices, summ
 from craton.ml.evaluation.runner import EvaluationSetting, SuiteRunner
 from craton.ml.evaluation.target import EvaluationTarget
 from craton.ml.serving.clients import EndpointUnavailableError
+from craton.ml.serving.strategies import PoolScorer, Prices, Scorer
 from craton.ml.verifiers import VerifierPool
 from craton.telemetry import RunDirectory, read_json
 from craton.telemetry.error_reports import report_exception
@@ -89,10 +91,8 @@ class SuiteEvaluation:
     async def run(self) -> None:
         self._collect()
         total = len(self._parts) * len(self._problems)
-        verify = self._suite.verify
-        folder = Path(os.environ.get("CRATON_JOB_FOLDER") or ".").absolute()
         if self._num_done < total:
-            with VerifierPool(self._suite.reward, verify, folder) as pool:
+            with VerifierPool(self._suite.reward, self._suite.verify, _job_folder()) as pool:
                 for checkpoint in dict.fromkeys(part.setting.checkpoint for part in self._parts):
                     await self._evaluate_checkpoint(checkpoint, pool)
         self._write(is_last=True)
@@ -106,7 +106,7 @@ class SuiteEvaluation:
         parts = [part for part in self._parts if part.setting.checkpoint == checkpoint]
         if all(len(part.results) == len(self._problems) for part in parts):
             return
-        slots = max(section.concurrency, *(part.setting.n for part in parts))
+        slots = max(section.concurrency, *(part.setting.num_in_flight for part in parts))
         self._clock.switch("restore")
         async with self._target.client(checkpoint, slots) as client:
             self._clock.switch("productive")
@@ -117,12 +117,26 @@ class SuiteEvaluation:
                 for part in parts:
                     done = {result.digest for result in part.results}
                     left = [problem for problem in self._problems if problem.digest not in done]
-                    runner = SuiteRunner(client, pool, section.concurrency)
-                    runner.on_result = partial(self._take, part)
-                    runner.on_beat = self._clock.page.beat
-                    await runner.run(part.setting, left)
+                    with self._scorer(part.setting, pool) as scorer:
+                        prices = None if section.price is None else Prices(*section.price)
+                        runner = SuiteRunner(client, pool, section.concurrency, scorer, prices)
+                        runner.on_result = partial(self._take, part)
+                        runner.on_beat = self._clock.page.beat
+                        await runner.run(part.setting, left)
             finally:
                 beat.cancel()
+
+    @contextmanager
+    def _scorer(self, setting: EvaluationSetting, pool: VerifierPool) -> Iterator[Scorer | None]:
+        """Open what scores the samples of a setting's strategy: a verifier of the suite, or one of its own."""
+        term = None if setting.strategy is None else self._suite.score_of(setting.strategy)
+        if term is None:
+            yield None
+        elif term in self._suite.reward:
+            yield PoolScorer(pool, self._suite.reward.index(term))
+        else:
+            with VerifierPool([term], self._suite.verify, _job_folder()) as own:
+                yield PoolScorer(own)
 
     def _settings(self) -> list[EvaluationSetting]:
         section = self._job.eval
@@ -216,6 +230,11 @@ class SuiteEvaluation:
         }
         write_evaluation(self._run.path / EVALUATION_FILE, document)
         self._written = time.monotonic()
+
+
+def _job_folder() -> Path:
+    """Return the folder of the user's functions."""
+    return Path(os.environ.get("CRATON_JOB_FOLDER") or ".").absolute()
 
 
 def _prices(job: Job, run: RunDirectory) -> EvaluationPrices:

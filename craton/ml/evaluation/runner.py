@@ -31,6 +31,7 @@ from craton.ml.serving.clients import (
     ServerFailedError,
     complete,
 )
+from craton.ml.serving.strategies import Limits, NoScoreError, Prices, Scorer, completion_length, run_strategy
 from craton.ml.verifiers import Verdict, VerifierPool, VerifierSample
 
 FATAL_SHARE = 0.5  # of the samples without a verdict: then the numbers say nothing
@@ -56,7 +57,10 @@ class EvaluationSetting:
     def digest(self) -> str:
         """Name everything that a result depends on beside its problem."""
         sampling, answer = self.suite.sampling, self.suite.answer.model_dump()
-        details = (sampling.top_p, sampling.top_k, sampling.stop, answer, self.suite.threshold)
+        details: tuple[object, ...] = (sampling.top_p, sampling.top_k, sampling.stop, answer, self.suite.threshold)
+        score = None if self.strategy is None else self.suite.score_of(self.strategy)
+        if score is not None:
+            details = (*details, score.model_dump(mode="json", exclude_none=True))
         plan = self.strategy_json
         return settings_digest(
             self.model, self.samples, self.temperature, self.max_tokens, self.seed, plan, self.checkpoint, details
@@ -72,6 +76,11 @@ class EvaluationSetting:
     def n(self) -> int:
         """Samples of a problem."""
         return self.samples if self.strategy is None else int(getattr(self.strategy, "n", 1))
+
+    @property
+    def num_in_flight(self) -> int:
+        """Maximum number of answers to one problem at a time."""
+        return self.samples if self.strategy is None else self.strategy.num_samples
 
     @property
     def words(self) -> str:
@@ -103,6 +112,8 @@ class SuiteRunner:
     client: InferenceClient
     pool: VerifierPool
     concurrency: int
+    scorer: Scorer | None = None  # of the strategy
+    prices: Prices | None = None  # for its limit in dollars
     on_result: Callable[[ProblemResult], None] = lambda result: None
     on_beat: Callable[[], None] = lambda: None
     _num_samples: int = field(default=0, init=False)
@@ -110,7 +121,7 @@ class SuiteRunner:
 
     async def run(self, setting: EvaluationSetting, problems: Sequence[SuiteProblem]) -> None:
         """Evaluate these problems. The first error that is no verdict on one of them ends it."""
-        at_once = max(1, self.concurrency // max(1, setting.n))
+        at_once = max(1, self.concurrency // setting.num_in_flight)
         waiting = iter(problems)
 
         async def work() -> None:
@@ -144,11 +155,36 @@ class SuiteRunner:
     async def _outcome(self, setting: EvaluationSetting, problem: SuiteProblem) -> dict[str, Any]:
         """Return the outcome of a problem. What is wrong with this request alone is its error, not the end of all."""
         try:
+            if setting.strategy is not None:
+                return await self._chosen(setting, problem, setting.strategy)
             return await self._samples(setting, problem)
         except MissingCapabilityError:
             raise
-        except (RequestRefusedError, AnswerTimeoutError, ServerFailedError) as error:
+        except (RequestRefusedError, AnswerTimeoutError, ServerFailedError, NoScoreError) as error:
             return {"samples": (SampleResult(error=str(error)),)}
+
+    async def _chosen(self, setting: EvaluationSetting, problem: SuiteProblem, strategy: Strategy) -> dict[str, Any]:
+        """Run the strategy; the answer that it chooses is the one sample of the result."""
+        outcome = await run_strategy(
+            self.client,
+            setting.request(problem),
+            strategy,
+            self.scorer,
+            Limits(prices=self.prices),
+            lambda _: self.on_beat(),
+            row=problem.row,
+            shown_prompt=problem.content,
+        )
+        verdict = await self._verify(problem, outcome.text)
+        usage = outcome.usage
+        chosen = judge_sample(setting, verdict, outcome.text, usage.chosen_tokens, str(outcome.finish or ""))
+        return {
+            "samples": (chosen,),
+            "prompt_tokens": usage.prompt_tokens,
+            "completion_tokens": usage.completion_tokens,
+            "num_samples": usage.num_samples,
+            "report": {**outcome.report, **({"limited_by": outcome.limited_by} if outcome.limited_by else {})},
+        }
 
     async def _samples(self, setting: EvaluationSetting, problem: SuiteProblem) -> dict[str, Any]:
         """Sample every copy on its own, so that the error of one costs no other."""
@@ -164,7 +200,7 @@ class SuiteRunner:
             self.on_beat()
             text = answer.text
             verdict = await self._verify(problem, text)
-            return _judged(setting, verdict, text, answer.num_tokens, str(answer.finish or "")), answer
+            return judge_sample(setting, verdict, text, completion_length(answer), str(answer.finish or "")), answer
 
         found = await _together([sample(number) for number in range(setting.samples)])
         answers = [answer for _, answer in found if answer is not None]
@@ -172,7 +208,7 @@ class SuiteRunner:
         return {
             "samples": tuple(result for result, _ in found),
             "prompt_tokens": None if not prompts or None in prompts else sum(filter(None, prompts)),
-            "completion_tokens": sum(answer.num_tokens for answer in answers),
+            "completion_tokens": sum(map(completion_length, answers)),
             "num_samples": setting.samples,
         }
 
@@ -196,7 +232,8 @@ class SuiteRunner:
             )
 
 
-def _judged(setting: EvaluationSetting, verdict: Verdict, text: str, tokens: int, finish: str) -> SampleResult:
+def judge_sample(setting: EvaluationSetting, verdict: Verdict, text: str, tokens: int, finish: str) -> SampleResult:
+    """Return the result of one answer."""
     is_right = None if verdict.reward is None else verdict.reward >= setting.suite.threshold
     answer = answer_of(text, setting.suite.answer)
     return SampleResult(text, answer, verdict.reward, is_right, tokens, finish, verdict.error)

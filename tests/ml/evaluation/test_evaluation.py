@@ -53,6 +53,40 @@ def test_an_evaluation_that_was_killed_ends_with_the_same_numbers(tmp_path: Path
     assert (comparison["difference"], comparison["p_value"], comparison["num_problems"]) == (0.0, 1.0, 40)
 
 
+def test_a_strategy_chooses_among_the_samples_that_are_evaluated(tmp_path: Path, model: Path) -> None:
+    """With the suite's own verifier best-of-n is right where one of the samples is; with its opposite only
+    where all are."""
+    strategies = "[best_of:4:regex, best_of:2:opposite, {kind: vote, n: 4, answer: text, stop: 'off'}]"
+    suite = write_suite(
+        tmp_path, rest=f"strategies: {strategies}\nverifiers: {{opposite: {{verifier: regex, field: wrong}}}}\n"
+    )
+    rows = [json.loads(line) for line in (tmp_path / "problems.jsonl").read_text().splitlines()]
+    lines = [json.dumps({**row, "wrong": r"[^\x00-\x50]$"}) + "\n" for row in rows]
+    (tmp_path / "problems.jsonl").write_text("".join(lines))
+    run = tmp_path / "run"
+    plain, best, worst, vote = evaluated(run, model, suite)["strategies"]
+    assert (best["words"], vote["words"]) == ("best_of:4", "vote:4")
+    assert best["accuracy"] == pytest.approx(plain["pass_at"]["4"])
+    results = list(read_results(run / "problems.jsonl"))
+    assert len(results) == 4 * len(rows)
+    sampled = {result.problem: result for result in results if result.settings == plain["settings"]}
+    all_right = [all(sample.is_right for sample in result.samples[:2]) for result in sampled.values()]
+    assert any(all_right)
+    assert worst["accuracy"] == pytest.approx(sum(all_right) / len(all_right))
+    for entry in (best, worst, vote):
+        assert entry["num_evaluated"] == len(rows)
+        for result in (result for result in results if result.settings == entry["settings"]):
+            same = sampled[result.problem]
+            samples = same.samples[: result.num_samples]
+            assert result.num_samples == entry["n"] == result.report["n"]
+            assert result.completion_tokens == sum(sample.tokens for sample in samples)
+            assert result.samples[0].text in [sample.text for sample in samples]
+    texts = {result.problem: result.samples[0].text for result in results if result.settings == vote["settings"]}
+    for problem, text in texts.items():
+        counts = [sample.text.strip() for sample in sampled[problem].samples]
+        assert counts.count(text.strip()) == max(map(counts.count, counts))
+
+
 def test_results_of_other_settings_or_problems_are_not_reused(tmp_path: Path, model: Path) -> None:
     suite = write_suite(tmp_path, problems=6, samples=2)
     run = tmp_path / "run"

@@ -25,10 +25,10 @@ from craton.job.document import (
     section_problems,
     whole_number,
 )
-from craton.job.errors import JobError
+from craton.job.errors import JobError, StrategyError
 from craton.job.sections.data import absolute_path
 from craton.job.sections.posttraining import RewardSpec, RewardTerm, VerifySection
-from craton.job.sections.strategy import AnswerRule, StrategySpec, VoteStrategy
+from craton.job.sections.strategy import AnswerRule, Strategy, StrategySpec, VoteStrategy, check_score
 from craton.job.sections.suites.evaluation import MAX_SUITE_SEED, Samples, parse_strategies
 
 DEFAULT_TOKENS = 512
@@ -170,7 +170,27 @@ class Suite(Section):
                 parsed[name] = RewardTerm.parse({"verifier": term} if isinstance(term, str) else term, info)
             except SectionError as error:
                 raise SectionError(error.section, error.error, at=(name,)) from None
+            if parsed[name].model is not None:
+                raise KeyConflictError(
+                    f"verifiers: {name!r} is a reward model, which an evaluation cannot ask; use a judge", (name,)
+                )
         return parsed
+
+    @model_validator(mode="after")
+    def _has_scores(self) -> Self:
+        for number, strategy in enumerate(self.strategies):
+            try:
+                self.score_of(strategy, f"strategies[{number}]")
+            except StrategyError as error:
+                raise KeyConflictError(str(error), ("strategies",)) from None
+        return self
+
+    def score_of(self, strategy: Strategy, where: str = "strategies") -> RewardTerm | None:
+        """Return the verifier that scores the samples of a strategy; None: it needs none. StrategyError if its name is
+        neither under `verifiers` nor that of a term of `reward`."""
+        terms = {**{term.name: term for term in reversed(self.reward)}, **self.verifiers}
+        check_score(strategy, terms, where)
+        return None if strategy.verifier is None else terms[strategy.verifier]
 
     @field_validator("reward")
     @classmethod

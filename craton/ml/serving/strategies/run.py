@@ -57,13 +57,13 @@ async def run_strategy(
     began = asyncio.get_running_loop().time()
     asked = request if shown_prompt is None else replace(request, prompt=shown_prompt)
     async with RunningSamples(client, own) as running:
-        sent = await _prepared(client, request, strategy)
+        sent = await running.before_deadline(_prepared(client, request, strategy))
         uses_logprobs = getattr(strategy, "score", None) == LOGPROBS
         task = StrategyTask(
             strategy.kind,
             client,
             asked,
-            sent,
+            sent or request,
             own,
             running,
             None if uses_logprobs else scorer,
@@ -71,7 +71,7 @@ async def run_strategy(
             on_progress,
             strategy.num_samples if not isinstance(strategy, TreeStrategy) else strategy.n,
         )
-        outcome = await _run(task, strategy)
+        outcome = await _run(task, strategy) if sent is not None else task.outcome(task.nothing(), [], {})
     outcome.seconds = asyncio.get_running_loop().time() - began
     return outcome
 
@@ -94,7 +94,13 @@ async def _prepared(client: InferenceClient, request: InferenceRequest, strategy
     """Return the request as it is sent, with token ids where the endpoint gives them; MissingCapabilityError if it
     cannot give what the strategy needs."""
     if getattr(strategy, "score", None) == LOGPROBS:
-        await client.require("logprobs")
+        try:
+            await client.require("logprobs")
+        except MissingCapabilityError:
+            raise MissingCapabilityError(
+                f"{client.endpoint} does not give logprobs, which the score {LOGPROBS} needs; score with a verifier or "
+                "use a Craton server"
+            ) from None
         request = replace(request, sampling=replace(request.sampling, logprobs=request.sampling.logprobs or 0))
     kind = request.prompt_kind
     if (tokens := await client.prompt_tokens(request)) is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from craton.ml.verifiers import RewardModelProcess, VerifierPool, VerifierSample
@@ -27,16 +28,17 @@ class Scorer(Protocol):
 
 
 class PoolScorer:
-    """The weighted sum of a pool's terms (verifiers, functions, judges), or the score of a reward model."""
+    """The weighted sum of a pool's terms (verifiers, functions, judges) or `only` one of them, or the score of a reward
+    model."""
 
-    def __init__(self, pool: VerifierPool | RewardModelProcess) -> None:
-        self._pool = pool
+    def __init__(self, pool: VerifierPool | RewardModelProcess, only: int | None = None) -> None:
+        self._submit = partial(pool.submit, only=only) if isinstance(pool, VerifierPool) else pool.submit
         self.errors: list[str] = []
 
     async def score(self, prompt: Prompt, completions: list[str], row: Mapping[str, Any]) -> list[float | None]:
         asked = prompt if isinstance(prompt, str) else [dict(item) for item in prompt if isinstance(item, Mapping)]
         samples = [VerifierSample(asked, completion, row) for completion in completions]
-        futures = [asyncio.wrap_future(self._pool.submit(sample)) for sample in samples]
+        futures = [asyncio.wrap_future(self._submit(sample)) for sample in samples]
         verdicts = await asyncio.gather(*futures)
         self.errors += [verdict.error for verdict in verdicts if verdict.reward is None and verdict.error]
         return [verdict.reward for verdict in verdicts]
