@@ -39,6 +39,8 @@ def print_evaluation(result: Mapping[str, Any], console: Console) -> None:
     for entry in result["strategies"]:
         for line in _details(entry):
             console.print(Text(printable_line(f"{entry['words']}: {line}")), soft_wrap=True)
+    if not result.get("has_seeds", True):
+        console.print("the endpoint has no seeds: the same evaluation gives other samples", style="dim", soft_wrap=True)
 
 
 def print_comparison(comparison: Sequence[Entry], console: Console) -> None:

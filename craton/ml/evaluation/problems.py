@@ -118,8 +118,13 @@ def _rows(data: SuiteData) -> Iterator[tuple[str, dict[str, Any]]]:
         yield from _named("reasoning_gym", reasoning_rows(data.tasks, count, data.seed))
     else:
         assert data.path is not None
-        if not Path(data.path).exists():
+        path = Path(data.path)
+        if not path.exists():
             raise EvaluationError(f"data.path: {data.path} does not exist; give a file of JSONL or Parquet")
+        if not path.is_file() and not path.is_dir():
+            raise EvaluationError(f"data.path: {data.path} is a device or a pipe; give a file of JSONL or Parquet")
+        if path.is_file() and not path.stat().st_size:
+            raise EvaluationError(f"data.path: {data.path} is empty; write one problem per line")
         try:
             yield from read_rows([data.path])
         except DataError as error:
@@ -158,7 +163,8 @@ def _check_references(row: Mapping[str, Any], suite: Suite, where: str) -> None:
             continue
         if row.get(term.answer_field) is None:
             names = ", ".join(map(repr, row)) or "none"
+            has = "has only null in the field" if term.answer_field in row else "has no field"
             raise EvaluationError(
-                f"{where}: has no field {term.answer_field!r}, which verifier {term.verifier} compares with; its "
+                f"{where}: {has} {term.answer_field!r}, which verifier {term.verifier} compares with; its "
                 f"fields: {names}; name one with columns: {{{term.answer_field}: NAME}}, or the verifier's field"
             )

@@ -37,7 +37,7 @@ from craton.telemetry.files import replace_text
 from craton.telemetry.rank import LedgerClock, Recorder
 
 WRITE_SECONDS = 5.0  # between two versions of evaluation.json
-BEAT_SECONDS = 5.0
+BEAT_SECONDS = 1.0  # well below the seconds after which a rank in a step counts as stuck
 PATIENCE_SECONDS = 1800.0  # without a beat of the event loop, after which the agent restarts the rank
 STATE_FILE = "checkpoints.json"  # the steps that were chosen at the first start
 EXIT_RETRY = 1
@@ -86,6 +86,7 @@ class SuiteEvaluation:
         self._file = ProblemFile(run.path / PROBLEMS_FILE)
         self._prices = _prices(job, run)
         self._written = -WRITE_SECONDS
+        self._has_seeds = bool(read_json(run.path / EVALUATION_FILE).get("has_seeds", True))
         self._started, self._done_before = 0.0, 0  # of the checkpoint in work
 
     async def run(self) -> None:
@@ -111,6 +112,7 @@ class SuiteEvaluation:
         async with self._target.client(checkpoint, slots) as client:
             self._clock.switch("productive")
             self._clock.page.patience = PATIENCE_SECONDS
+            self._has_seeds = (await client.capabilities()).seeds
             self._started, self._done_before = time.monotonic(), self._num_done
             beat = asyncio.create_task(self._beat())
             try:
@@ -119,7 +121,7 @@ class SuiteEvaluation:
                     left = [problem for problem in self._problems if problem.digest not in done]
                     with self._scorer(part.setting, pool) as scorer:
                         prices = None if section.price is None else Prices(*section.price)
-                        runner = SuiteRunner(client, pool, section.concurrency, scorer, prices)
+                        runner = SuiteRunner(client, pool, section.concurrency, scorer, prices, self._has_seeds)
                         runner.on_result = partial(self._take, part)
                         runner.on_beat = self._clock.page.beat
                         await runner.run(part.setting, left)
@@ -226,6 +228,7 @@ class SuiteEvaluation:
             "model": self._job.evaluated_name,
             "num_problems": len(self._problems),
             "is_done": is_last,
+            "has_seeds": self._has_seeds,
             "strategies": [self._entry(part) for part in self._parts if part.results],
         }
         write_evaluation(self._run.path / EVALUATION_FILE, document)

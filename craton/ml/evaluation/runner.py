@@ -114,6 +114,7 @@ class SuiteRunner:
     concurrency: int
     scorer: Scorer | None = None  # of the strategy
     prices: Prices | None = None  # for its limit in dollars
+    has_seeds: bool = True  # False: the endpoint has none, and samples cannot be repeated
     on_result: Callable[[ProblemResult], None] = lambda result: None
     on_beat: Callable[[], None] = lambda: None
     _num_samples: int = field(default=0, init=False)
@@ -167,7 +168,7 @@ class SuiteRunner:
         """Run the strategy; the answer that it chooses is the one sample of the result."""
         outcome = await run_strategy(
             self.client,
-            setting.request(problem),
+            self._request(setting, problem),
             strategy,
             self.scorer,
             Limits(prices=self.prices),
@@ -188,7 +189,7 @@ class SuiteRunner:
 
     async def _samples(self, setting: EvaluationSetting, problem: SuiteProblem) -> dict[str, Any]:
         """Sample every copy on its own, so that the error of one costs no other."""
-        request = setting.request(problem)
+        request = self._request(setting, problem)
 
         async def sample(number: int) -> tuple[SampleResult, Answer | None]:
             try:
@@ -211,6 +212,10 @@ class SuiteRunner:
             "completion_tokens": sum(map(completion_length, answers)),
             "num_samples": setting.samples,
         }
+
+    def _request(self, setting: EvaluationSetting, problem: SuiteProblem) -> InferenceRequest:
+        request = setting.request(problem)
+        return request if self.has_seeds else replace(request, sampling=replace(request.sampling, seed=None))
 
     async def _verify(self, problem: SuiteProblem, text: str) -> Verdict:
         return await asyncio.wrap_future(self.pool.submit(VerifierSample(problem.content, text, problem.row)))
@@ -241,8 +246,8 @@ def judge_sample(setting: EvaluationSetting, verdict: Verdict, text: str, tokens
 
 def _copy(request: InferenceRequest, number: int) -> InferenceRequest:
     """Return the request of one sample, with its seed."""
-    assert request.sampling.seed is not None
-    return replace(request, sampling=replace(request.sampling, seed=request.sampling.seed + number))
+    seed = request.sampling.seed
+    return replace(request, sampling=replace(request.sampling, seed=None if seed is None else seed + number))
 
 
 async def _together(work: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:

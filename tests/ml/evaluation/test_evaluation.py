@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+from openai_like_server import openai_like_server
 from tiny_models import opened, write_model, write_suite
 
 from craton.ml.evaluation import EvaluationError, compare_runs, read_evaluation, read_results
@@ -85,6 +86,19 @@ def test_a_strategy_chooses_among_the_samples_that_are_evaluated(tmp_path: Path,
     for problem, text in texts.items():
         counts = [sample.text.strip() for sample in sampled[problem].samples]
         assert counts.count(text.strip()) == max(map(counts.count, counts))
+
+
+def test_an_endpoint_without_seeds_is_evaluated_without_them(tmp_path: Path) -> None:
+    suite = write_suite(tmp_path, problems=3, samples=2, rest="strategies: [{kind: vote, n: 4, answer: text}]\n")
+    with openai_like_server() as server:
+        asyncio.run(opened(tmp_path / "run", None, suite, endpoint={"url": server.url}).run())
+        sent = [body for body in server.behaviour.received if body.get("prompt") == "What is 1?"]
+    found = read_evaluation(RunDirectory(tmp_path / "run"))
+    assert not found["has_seeds"]
+    plain, vote = found["strategies"]
+    assert plain["accuracy"] == vote["accuracy"] == 1.0, "each answer ends with a blank"
+    assert vote["completion_tokens_mean"] == 6
+    assert [body["seed"] for body in sent] == [None] * 4, "two samples, and two of a vote that ended early"
 
 
 def test_results_of_other_settings_or_problems_are_not_reused(tmp_path: Path, model: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from itertools import islice
 from pathlib import Path
 
@@ -64,6 +65,20 @@ def test_rows_with_missing_fields_are_one_clear_line(tmp_path: Path, text: str, 
     with pytest.raises(EvaluationError, match=message) as caught:
         open_problems(load_suite(str(path)))
     assert "\n" not in str(caught.value)
+
+
+def test_files_without_problems_are_one_clear_line(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    path = written(tmp_path, 'data: {path: rows.jsonl}\ntemplate: "{q}"\nreward: exact\n', [{"q": "1", "answer": None}])
+    suite = load_suite(str(path))
+    for make, message in (
+        (lambda: None, r"rows.jsonl:1: has only null in the field 'answer', which verifier exact compares with"),
+        (lambda: rows.write_text(""), r"rows.jsonl is empty; write one problem per line"),
+        (lambda: (rows.unlink(), os.mkfifo(rows)), r"rows.jsonl is a device or a pipe"),
+    ):
+        make()
+        with pytest.raises(EvaluationError, match=message):
+            open_problems(suite)
 
 
 def test_problems_are_rows_of_any_column_names(tmp_path: Path) -> None:

@@ -45,14 +45,15 @@ def write_suite(folder: Path, problems: int = 40, samples: int = 4, rest: str = 
     return path
 
 
-def opened(run: Path, model: Path, suite: Path, **section: object) -> SuiteEvaluation:
+def opened(run: Path, model: Path | None, suite: Path, **section: object) -> SuiteEvaluation:
+    """Open an evaluation of a folder, or of `endpoint`."""
     if not run.exists():
         RunDirectory.create(run.parent, run.name)
     job = make_job(
         {
             "name": run.name,
             "kind": "eval",
-            "model": str(model),
+            **({} if model is None else {"model": str(model)}),
             "eval": {"suite": str(suite), **section},
             "cluster": "local",
         }
