@@ -38,7 +38,9 @@ if TYPE_CHECKING:
         TWINS,
         plan_checkpoint_intervals,
         plan_twins,
+        split_label,
         step_phases,
+        with_label,
     )
 else:
     __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from craton.formatting import amount, digits, percent, score
@@ -13,6 +14,7 @@ _SCORES = {
     "evaluation_accuracy": "suite accuracy",
 }
 _VALIDATED = ("reward", "reward_accuracy")
+_TERM_REWARD, _TERM_FAILURES = "term_reward/", "term_failure_share/"  # before the name of a term
 _DETAILS = {  # title and how its number is written
     "completion_tokens": ("length", amount),
     "kl": ("KL", digits),
@@ -35,10 +37,23 @@ def result_words(results: Mapping[str, float]) -> list[str]:
 
 
 def result_details(results: Mapping[str, float]) -> list[tuple[str, str]]:
-    """Return the other numbers of a run of reinforcement learning, as title and text."""
-    details = [(title, write(results[name])) for name, (title, write) in _DETAILS.items() if name in results]
+    """Return the other numbers of a run of reinforcement learning, as title and text; first the terms of the reward,
+    if there are several."""
+    details = [(label, f"{score(value)}{_failed(results, label)}") for label, value in _terms(results)]
+    details += [(title, write(results[name])) for name, (title, write) in _DETAILS.items() if name in results]
     share, worst = (results.get(f"{which}verifier_failure_share") for which in ("", "worst_"))
     if share and worst and worst > share:
         title, text = details.pop()
         details.append((title, f"{text}, worst step {percent(worst)}"))
     return details
+
+
+def _terms(results: Mapping[str, float]) -> list[tuple[str, float]]:
+    """Return the terms of the reward and their mean values; NaN for one that has failed on all samples."""
+    names = [name.removeprefix(_TERM_FAILURES) for name in results if name.startswith(_TERM_FAILURES)]
+    return [(name, results.get(f"{_TERM_REWARD}{name}", math.nan)) for name in names]
+
+
+def _failed(results: Mapping[str, float], term: str) -> str:
+    share = results[f"{_TERM_FAILURES}{term}"]
+    return f" ({percent(share)} failed)" if share else ""

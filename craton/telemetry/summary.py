@@ -21,7 +21,7 @@ from craton.telemetry.node import Heartbeat, NodeStatus, read_heartbeat, read_st
 from craton.telemetry.progress import UNKNOWN_PROGRESS, Progress, activities_of, assess_progress
 from craton.telemetry.rank import PRODUCTIVE_KINDS, LedgerReader, monotonic_clock_id, spread
 from craton.telemetry.rundirectory import RunDirectory, is_plain_name, read_json, reporting_node, reporting_rank
-from craton.telemetry.vocabulary import METRICS, TWINS, plan_twins
+from craton.telemetry.vocabulary import METRICS, TWINS, plan_twins, split_label
 
 # waiting: for its nodes, which only its scheduler knows
 RunState = Literal["waiting", "starting", "running", "stopping", "stopped", "done", "failed", "lost"]
@@ -243,8 +243,10 @@ class _Recent:
         only: its share is the mean of the steps that are read, and `worst_verifier_failure_share` is their maximum."""
         newest: dict[str, float] = {}
         for line in self._lines:
-            newest |= {name: float(line[name]) for name in _RESULTS if _is_number(line.get(name))}
-        results = {name.removeprefix("run_"): newest[name] for name in _RESULTS if name in newest}
+            labelled = [name for name in line if split_label(name) is not None]
+            newest |= {name: float(line[name]) for name in (*_RESULTS, *labelled) if _is_number(line.get(name))}
+        order = [*_RESULTS, *(name for name in newest if name not in _RESULTS)]
+        results = {name.removeprefix("run_"): newest[name] for name in order if name in newest}
         failures = [float(line[_FAILURES]) for line in self._lines if _is_number(line.get(_FAILURES))]
         if failures:
             results["verifier_failure_share"] = sum(failures) / len(failures)

@@ -1,6 +1,7 @@
 """The metric vocabulary: names, units and meanings, read from metrics.toml.
 
 `METRICS` maps every name to its `Metric`. For each X in `TWINS` there are `plan_X` (predicted) and `run_X` (measured).
+A record names the value of a label behind a slash: `run_term_reward/math`.
 `PHASES` are the parts of every step; a step of reinforcement learning also has `ROLLOUT_PHASES`.
 """
 
@@ -33,6 +34,18 @@ class Metric:
     def prometheus_name(self) -> str:
         """The name of its samples on the endpoint."""
         return f"{PREFIX}{self.name}_total" if self.kind == "counter" else f"{PREFIX}{self.name}"
+
+
+def with_label(name: str, label: str) -> str:
+    """Return the name of a labelled metric in a record."""
+    return f"{name}/{label}"
+
+
+def split_label(name: str) -> tuple[str, str] | None:
+    """Return the metric and its label of a name in a record; None for a metric without one."""
+    base, slash, label = name.partition("/")
+    known = METRICS.get(base) if slash else None
+    return (base, label) if known is not None and known.label else None
 
 
 def step_phases(known: Container[str]) -> tuple[str, ...]:

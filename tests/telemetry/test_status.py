@@ -61,3 +61,15 @@ def test_a_node_without_rank_0_tells_nothing_of_the_run() -> None:
     endpoint.forget("run_restarts")
     endpoint.forget("run_mfu")
     assert list(endpoint.collect()) == []
+
+
+def test_a_labelled_metric_has_a_sample_for_each_label() -> None:
+    endpoint = MetricsEndpoint("run", "a")
+    endpoint.update({"run_term_reward/math": 0.5, "run_term_reward/my:reward": None, "run_reward/math": 1.0}, 0)
+    (family,) = endpoint.collect()
+    assert family.name == "craton_run_term_reward"
+    assert [each.labels["term"] for each in family.samples] == ["math", "my:reward"]
+    assert family.samples[0].value == 0.5
+    endpoint.update({f"run_term_reward/{number}": 1.0 for number in range(1000)}, 0)
+    (family,) = endpoint.collect()
+    assert len(family.samples) == 100, "a job that generates labels is bounded"

@@ -7,6 +7,7 @@ state is one integer, and a step that is repeated after a fault gives the same s
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from craton.ml.posttraining.shared import RolloutEngine
 from craton.ml.posttraining.verdicts import Rewards, gather_objects
 from craton.ml.training.parallel import Ranks
 from craton.ml.verifiers import Verdict, judge_failures
+from craton.telemetry import with_label
 from craton.telemetry.rank import LedgerClock
 
 MAX_DRAWS = 20  # prompts that `filter: equal` may draw, per prompt of a step
@@ -153,8 +155,22 @@ def step_metrics(samples: Sequence[RolloutSample], group: int) -> dict[str, floa
     metrics["staleness"] = 0.0
     verdicts = verdicts_of(samples)
     if verdicts:
+        metrics |= term_metrics(verdicts)
         metrics["verifier_failure_share"] = sum(verdict.reward is None for verdict in verdicts) / len(verdicts)
         rewards = np.array([sample.reward for sample in samples]).reshape(-1, group)
         known = rewards[(~np.isnan(rewards)).sum(axis=1) > 1]
         metrics["reward_std"] = float(np.nanstd(known, axis=1).mean()) if len(known) else 0.0
+    return metrics
+
+
+def term_metrics(verdicts: Sequence[Verdict]) -> dict[str, float]:
+    """Return the mean value of each term of the reward, and its share of failures; nothing if there is only one."""
+    terms = list(dict.fromkeys(name for verdict in verdicts for name in verdict.parts))
+    metrics: dict[str, float] = {}
+    for term in terms if len(terms) > 1 else ():
+        values = [value for verdict in verdicts if (value := verdict.parts.get(term)) is not None]
+        finite = [value for value in values if math.isfinite(value)]
+        if finite:
+            metrics[with_label("term_reward", term)] = float(np.mean(finite))
+        metrics[with_label("term_failure_share", term)] = 1 - len(finite) / len(verdicts)
     return metrics

@@ -8,6 +8,7 @@ from typing import Any
 from craton import formatting
 from craton.observability.web.readers import Curves
 from craton.observability.web.sources import LATENCIES
+from craton.telemetry import split_label
 
 Chart = dict[str, Any]
 OWN = "own "  # prefix of the names of charts of custom metrics
@@ -15,9 +16,12 @@ LOOKS: dict[str, Chart] = {
     "first": {},
     "second": {"color": "warm"},
     "third": {"color": "phase-optimizer"},
+    "labels": {},
     "validation": {"color": "warm", "points": True},
 }
-# Of post-training: name → title, unit, and for each line its name, its metric and how it looks.
+LABEL_COLORS = ("accent", "warm", *(f"phase-{name}" for name in ("optimizer", "checkpoint", "reward", "data")))
+# Of post-training: name → title, unit, and for each line its name, its metric and how it looks; with look `labels`, a
+# line for each label of the metric.
 RESULT_CHARTS: dict[str, tuple[str, str, tuple[tuple[str, str, str], ...]]] = {
     "reward": (
         "Reward",
@@ -72,6 +76,8 @@ RESULT_CHARTS: dict[str, tuple[str, str, tuple[tuple[str, str, str], ...]]] = {
             ("advantage 0", "advantage_zero_share", "third"),
         ),
     ),
+    "terms": ("Reward by term", "score", (("", "term_reward", "labels"),)),
+    "failures": ("Terms without a value", "share", (("", "term_failure_share", "labels"),)),
     "value": ("Loss of the value head", "", (("value loss", "value_loss", "first"),)),
 }
 WRITERS = {
@@ -91,6 +97,14 @@ def training_charts(curves: Curves, plan: Mapping[str, Any]) -> dict[str, Chart]
     def series(name: str, key: str, **more: Any) -> list[Chart]:
         return [{"name": name, "values": curves.values[key], "color": "accent", **more}] if key in curves.values else []
 
+    def by_label(metric: str) -> list[Chart]:
+        split = [(key, label[1]) for key in curves.values if (label := split_label(key)) and label[0] == metric]
+        return [
+            line
+            for number, (key, label) in enumerate(split)
+            for line in series(label, key, color=LABEL_COLORS[number % len(LABEL_COLORS)])
+        ]
+
     def add(chart: str, lines: list[Chart], **more: Any) -> None:
         if lines:
             charts[chart] = {"x": curves.steps, "series": lines, "unit": "", **more}
@@ -107,7 +121,9 @@ def training_charts(curves: Curves, plan: Mapping[str, Any]) -> dict[str, Chart]
     add("gradient", series("gradient norm", "run_gradient_norm"))
     for chart, (_, unit, lines) in RESULT_CHARTS.items():
         drawn = [line for name, key, look in lines for line in series(name, f"run_{key}", **LOOKS[look])]
-        add(chart, drawn, unit=unit, **({"low": 0} if unit == "share" else {}))
+        drawn += [line for _, key, look in lines if look == "labels" for line in by_label(f"run_{key}")]
+        labels = {"has_labels": True} if any(look == "labels" for _, _, look in lines) else {}
+        add(chart, drawn, unit=unit, **({"low": 0} if unit == "share" else {}), **labels)
     for name, (steps, values) in curves.own.items():
         line = {"name": name, "values": values, "color": "accent"}
         charts[f"{OWN}{name}"] = {"x": steps, "series": [line], "unit": "", "title": name}
@@ -115,14 +131,16 @@ def training_charts(curves: Curves, plan: Mapping[str, Any]) -> dict[str, Chart]
 
 
 def with_newest(charts: dict[str, Chart]) -> dict[str, Chart]:
-    """Add to each chart the newest value of each line as text, readable without drawing."""
+    """Add to each chart the newest value of each line as text, readable without drawing. The first line of a chart has
+    its title, unless the lines are those of labels."""
     for chart in charts.values():
         writer = WRITERS[chart["unit"]]
         texts: list[str] = []
         for line in chart["series"]:
             newest = next((value for value in reversed(line["values"]) if value is not None), None)
             if newest is not None:
-                texts.append(f"{line['name']} {writer(newest)}" if texts else writer(newest))
+                is_named = texts or chart.get("has_labels")
+                texts.append(f"{line['name']} {writer(newest)}" if is_named else writer(newest))
         chart["newest"] = " · ".join(texts)
     return charts
 

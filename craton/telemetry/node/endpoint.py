@@ -1,8 +1,8 @@
 """The Prometheus endpoint of a node: the newest value of every metric, with the labels run, node, rank and leaf.
 
 The agent serves it from a background thread; prometheus-client is imported on demand. User metrics (outside the
-vocabulary) are served as gauges, up to MAX_OWN_METRICS names, so that a job that generates names cannot flood the time
-series database.
+vocabulary) are served as gauges, up to MAX_OWN_METRICS names, and as many labels of a metric, so that a job that
+generates names cannot flood the time series database.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from craton.telemetry.rank import LEDGER_KINDS
-from craton.telemetry.vocabulary import METRICS, PREFIX, Metric
+from craton.telemetry.vocabulary import METRICS, PREFIX, Metric, split_label
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric as Family
@@ -60,7 +60,12 @@ class MetricsEndpoint:
             for name, value in values.items():
                 if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
                     continue
-                if name in METRICS or self._admit(name):
+                if (labelled := split_label(name)) is not None:
+                    base, label = labelled
+                    known = self._values.setdefault(base, {})
+                    if (*labels, label) in known or len(known) < MAX_OWN_METRICS:
+                        known[*labels, label] = float("nan") if value is None else float(value)
+                elif name in METRICS or self._admit(name):
                     self._values.setdefault(name, {})[labels] = float("nan") if value is None else float(value)
 
     def book(self, seconds_by_kind: Mapping[str, float], rank: int) -> None:

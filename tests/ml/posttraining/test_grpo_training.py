@@ -18,7 +18,7 @@ from craton.ml.posttraining import build as posttraining
 from craton.ml.posttraining.synchronous import EqualRewardsError
 from craton.ml.training import RankIdentity, Trainer
 from craton.ml.verifiers import VerifierError
-from craton.telemetry import RunDirectory
+from craton.telemetry import RunDirectory, result_details, summarize
 from craton.telemetry.files import read_lines
 from craton.telemetry.rank import LedgerClock, Recorder
 
@@ -90,6 +90,24 @@ def test_it_records_what_a_step_did(tmp_path: Path, tokenizer: Path) -> None:
     assert {line["step"] for line in samples} == {1, 2, 3}
     assert len({line["prompt"] for line in samples if line["step"] == 1}) > 1, "not one group only"
     assert all(line["parts"] == {"rollout_jobs:byte_reward": line["reward"]} for line in samples)
+
+
+def test_it_records_each_term_of_the_reward(tmp_path: Path, tokenizer: Path) -> None:
+    rest = "reward: [{verifier: regex, pattern: '.', weight: 2}, {python: 'rollout_jobs:failing_reward'}]\n"
+    run = rollout_run(tmp_path, "terms", job_text(tokenizer, reward="", rest=rest))
+    trained(run)
+    steps = metrics_of(run)
+    assert sorted(steps) == [1, 2, 3]
+    failures = [numbers["run_term_failure_share/rollout_jobs:failing_reward"] for numbers in steps.values()]
+    assert failures == [numbers["run_verifier_failure_share"] for numbers in steps.values()]
+    assert max(failures) > 0
+    for numbers in steps.values():
+        assert numbers["run_term_failure_share/regex"] == 0
+        assert 0 < numbers["run_term_reward/regex"] <= 1, "without its weight"
+        assert 0 < numbers["run_term_reward/rollout_jobs:failing_reward"] < 1
+    results = summarize(run).results
+    assert results["term_reward/regex"] == steps[3]["run_term_reward/regex"]
+    assert [title for title, _ in result_details(results)][:2] == ["regex", "rollout_jobs:failing_reward"]
 
 
 def test_a_resumed_run_ends_with_the_weights_of_a_calm_one(tmp_path: Path, tokenizer: Path) -> None:

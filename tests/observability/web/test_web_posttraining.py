@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -45,6 +46,25 @@ def test_a_run_shows_only_what_its_kind_has(
     html = page_of(serve, "other")
     assert '<section data-optional hidden aria-labelledby="h-samples">' in html
     assert ">rollout<" not in html
+
+
+def test_the_page_shows_each_term_of_the_reward(serve: Callable[..., PageServer], tmp_path: Path) -> None:
+    run = write_run(tmp_path / "runs", "math", kind="grpo", steps=40)
+    lines = run.metrics_path("node-0").read_text(encoding="utf-8").splitlines()
+    shown = [
+        json.dumps({**line, "run_term_reward/math": 0.25, "run_term_reward/my:reward": 0.5,
+                    "run_term_failure_share/math": 0, "run_term_failure_share/my:reward": 0.125})
+        for line in map(json.loads, lines)
+    ]  # fmt: skip
+    run.metrics_path("node-0").write_text("\n".join([*shown, ""]), encoding="utf-8")
+    charts = training_charts(History(run).look(), {})
+    assert [line["name"] for line in charts["terms"]["series"]] == ["math", "my:reward"]
+    assert charts["terms"]["newest"] == "math 0.25 · my:reward 0.50"
+    assert charts["failures"]["newest"] == "math 0% · my:reward 12%"
+    assert not [name for name in charts if name.startswith("own ")], "they are no custom metrics"
+    html = page_of(serve, "math")
+    assert "Reward by term" in html
+    assert "0.50 (12% failed)" in html
 
 
 def test_samples_that_anyone_may_have_written_do_not_break_the_page(

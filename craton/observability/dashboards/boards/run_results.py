@@ -29,6 +29,18 @@ RESULTS = PanelRow(
             {"reward": "", "validation_reward": "validation", "reward_std": "within a group"},
             alerts=("RewardsEqual",),
         ),
+        Panel(
+            "Reward by term",
+            "Of a job with several: the mean value of each, without its weight, and the share of samples without one.",
+            (
+                PanelQuery(f"max by (run, term) (craton_run_term_reward{{{RUN_HERE}}})", "{{run}} {{term}}"),
+                PanelQuery(
+                    f"max by (run, term) (craton_run_term_failure_share{{{RUN_HERE}}})", "{{run}} {{term}} failed"
+                ),
+            ),
+            unit="short",
+            nothing="only runs of kind grpo with several rewards have it",
+        ),
         _panel(
             "Accuracy and margin of pairs",
             "Of kind dpo: chosen answers with the higher reward, and by how much.",

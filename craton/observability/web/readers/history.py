@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from craton.telemetry import METRICS, RunDirectory, read_json, reporting_node, reporting_rank
+from craton.telemetry import METRICS, RunDirectory, read_json, reporting_node, reporting_rank, split_label
 from craton.telemetry.files import open_regular, parse_line, paths_in
 
 WHOLE_BYTES = 6 << 20  # new data up to this size is read completely
@@ -36,7 +36,7 @@ Point = tuple[float, ...]  # values of CURVES; NaN where there is none
 
 @dataclass(frozen=True)
 class Curves:
-    """Steps and, for each of CURVES with data, its value at every step; None where missing."""
+    """Steps and, for each of CURVES and their labels with data, its value at every step; None where missing."""
 
     steps: list[int]
     values: dict[str, list[float | None]]
@@ -60,6 +60,7 @@ class History:
         self._points: dict[int, dict[str, float]] = {}
         self._nodes: dict[int, str] = {}  # generation → node of that rank
         self._own: list[str] = []  # names in order of first appearance
+        self._labelled: list[str] = []
         self._hidden: set[str] = set()
 
     def look(self) -> Curves:
@@ -108,16 +109,23 @@ class History:
         document = parse_line(line)
         if document is None or document.get("rank") != self._rank or not isinstance(document.get("step"), int):
             return
-        names = [*CURVES, *self._own_names(document)]
+        names = [*CURVES, *self._labelled_names(document), *self._own_names(document)]
         values = {name: value for name in names if (value := finite(document.get(name))) is not None}
         if values:  # a repeated step replaces the earlier values
             self._points.setdefault(document["step"], {}).update(values)
+
+    def _labelled_names(self, document: Mapping[str, Any]) -> list[str]:
+        """Return the results with a label that are drawn, such as those of the terms of a reward."""
+        names = [name for name in document if (split := split_label(name)) is not None and split[0] in RESULTS]
+        self._labelled += [name for name in names if name not in self._labelled]
+        del self._labelled[MAX_OWN_METRICS:]
+        return [name for name in names if name in self._labelled]
 
     def _own_names(self, document: Mapping[str, Any]) -> list[str]:
         """Return the custom metrics of the line that are drawn."""
         result = []
         for name, value in document.items():
-            if name in METRICS or name in STAMP or finite(value) is None:
+            if name in METRICS or name in STAMP or split_label(name) is not None or finite(value) is None:
                 continue
             is_known = name in self._own
             if not is_known and (len(self._own) >= MAX_OWN_METRICS or len(name) > MAX_NAME_CHARACTERS):
@@ -144,7 +152,7 @@ class History:
         evaluated = on_grid({step for name in RARE for step in self._steps_of(name)}, MAX_EVALUATIONS)
         shown = sorted({*on_grid(self._points, MAX_POINTS), *evaluated})
         values: dict[str, list[float | None]] = {}
-        for name in CURVES:
+        for name in (*CURVES, *self._labelled):
             column = [self._points[step].get(name) for step in shown]
             if any(value is not None for value in column):
                 values[name] = [None if value is None else _short(value) for value in column]
