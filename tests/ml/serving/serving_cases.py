@@ -159,6 +159,8 @@ def run_case(
     if case.prefix_hit or case.host:
         ask([*shared[:32], *text(2)])
         ask(shared[:18])
+        first = [token for piece in pieces[0, 0] for token in piece.tokens]
+        ask([*shared, *first[:7]])
     if case.preemption:
         ask(text(21))
     if case.fork:

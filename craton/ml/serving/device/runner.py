@@ -26,7 +26,7 @@ from craton.ml.serving.device.sampler import Chosen, PromptLogprobs, Tuning, log
 from craton.ml.serving.device.shared_prefix import group_numbers, shared_prefixes
 from craton.ml.serving.device.upload import Upload
 from craton.ml.serving.messages import Alternatives
-from craton.ml.serving.schedule import DUMMY, Integers, Move, PromptPart, StepInput, has_penalties
+from craton.ml.serving.schedule import DUMMY, Integers, Move, PromptPart, StepInput, has_penalties, independent_moves
 from craton.ml.serving.settings import EngineSettings
 
 if TYPE_CHECKING:
@@ -461,17 +461,25 @@ class Runner:
         self.table.next_token[self.upload.send(rows).long()] = tokens
 
     def move(self, moves: Sequence[Move]) -> None:
-        """Copy blocks of the KV cache, in order."""
+        """Copy blocks of the KV cache, in order; successive copies on the device run at once."""
         cache, host = self.past.cache, self.host_cache
-        for move in moves:
+        for moves_at_once in independent_moves(moves):
+            move = moves_at_once[0]
             if move.kind == "copy":
-                cache[move.target].copy_(cache[move.source])
+                self._copy_blocks(moves_at_once)
             elif move.kind == "out":
                 assert host is not None
                 host[move.target].copy_(cache[move.source], non_blocking=True)
             else:
                 assert host is not None
                 cache[move.target].copy_(host[move.source], non_blocking=True)
+
+    def _copy_blocks(self, moves: Sequence[Move]) -> None:
+        """Copy blocks on the device in one kernel for dozens of them, without a temporary one."""
+        cache = self.past.cache
+        if cache.element_size() == 1:
+            cache = cache.view(torch.uint8)  # fp8 has no such kernel
+        torch._foreach_copy_([cache[move.target] for move in moves], [cache[move.source] for move in moves])
 
     def _update_table(self, work: StepInput) -> None:
         if work.table:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
         pack,
     )
     from craton.ml.serving.schedule.drafts import LAST_TOKENS, DraftInput, draft_lag, pack_drafts
-    from craton.ml.serving.schedule.prefix import DUMMY, BlockPool, Move, PrefixTree
+    from craton.ml.serving.schedule.prefix import DUMMY, BlockPool, Move, PrefixTree, independent_moves
     from craton.ml.serving.schedule.scheduler import ScheduledChunk, ScheduledStep, Scheduler
     from craton.ml.serving.schedule.sequence import Sequence, ngram_drafts
     from craton.ml.serving.schedule.shared_prefix import MAX_GROUPS, PrefixGroups

@@ -4,10 +4,14 @@ Each node of the tree is one full block; the path to it is the tokens before it,
 nodes. The tree is the only index of cached blocks. A root belongs to one version of the weights and one adapter. On
 every path, nodes on the device come before those in host memory. Unused leaf nodes are evicted in LRU order, in
 constant time: to host memory while it has room, else they are dropped.
+
+The last, partly filled block of an ended request is a node, too: a leaf with a shorter key, dropped when it is evicted.
+Requests never share such a block. One whose next tokens are the first tokens of any cached block copies that block.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,6 +19,7 @@ from typing import Literal
 
 Root = tuple[int, str | None]  # version of the weights, adapter
 DUMMY = 0  # the block that padding requests read and write
+MIN_COPIED_TOKENS = 2  # of a block: many texts have the same first token, which is not worth a copy
 
 
 class BlockPool:
@@ -68,10 +73,28 @@ class Move:
     target: int
 
 
-class PrefixNode:
-    """One full block of tokens. `block` is its number on the device, `host` that in host memory; one of them is set."""
+def independent_moves(moves: Iterable[Move]) -> Iterator[list[Move]]:
+    """Split moves, which run in order, into groups whose moves can run at once: copies that no other one of the group
+    reads or writes the target of. Other moves are alone."""
+    group: list[Move] = []
+    sources: set[int] = set()
+    targets: set[int] = set()
+    for move in moves:
+        is_free = move.kind == "copy" and not {move.source, move.target} & targets and move.target not in sources
+        if group and not (is_free and group[0].kind == "copy"):
+            yield group
+            group, sources, targets = [], set(), set()
+        group.append(move)
+        sources.add(move.source)
+        targets.add(move.target)
+    if group:
+        yield group
 
-    __slots__ = ("block", "children", "has_draft", "host", "key", "on_device", "parent", "users")
+
+class PrefixNode:
+    """One block of tokens. `block` is its number on the device, `host` that in host memory; one of them is set."""
+
+    __slots__ = ("block", "children", "has_draft", "host", "key", "on_device", "parent", "sorted_keys", "users")
 
     def __init__(self, parent: PrefixNode | None, key: tuple[int, ...], block: int | None) -> None:
         self.parent = parent
@@ -79,6 +102,7 @@ class PrefixNode:
         self.block = block
         self.host: int | None = None
         self.children: dict[tuple[int, ...], PrefixNode] = {}
+        self.sorted_keys: list[tuple[int, ...]] = []  # of the children
         self.on_device = 0  # number of children on the device
         self.has_draft = False  # the draft model has computed the block, too
         self.users = 0  # running requests with this block in their prefix
@@ -117,6 +141,18 @@ class PrefixTree:
             node = child
         return prefix_nodes
 
+    def most_similar(self, parent: PrefixNode, tokens: Sequence[int]) -> tuple[PrefixNode, int] | None:
+        """Return the child on the device whose block begins with most of these tokens, and with how many of them,
+        leaving one or more tokens to compute; None if no copy is worthwhile."""
+        key = tuple(tokens[: min(self.page, len(tokens) - 1)])
+        place = bisect_left(parent.sorted_keys, key)  # no key shares more tokens than the two beside this place
+        best, most = None, MIN_COPIED_TOKENS - 1
+        for other in parent.sorted_keys[max(0, place - 1) : place + 1]:
+            child, common = parent.children[other], _common_tokens(key, other)
+            if common > most and child.block is not None:
+                best, most = child, common
+        return None if best is None else (best, most)
+
     def use(self, node: PrefixNode) -> None:
         """Add a user of a node, which protects its block from eviction."""
         if not node.users and node.block is not None:
@@ -136,11 +172,14 @@ class PrefixTree:
                 self._list(node)
 
     def insert(self, parent: PrefixNode, key: tuple[int, ...], block: int) -> PrefixNode:
-        """Cache a computed block; return its node, or the existing node of the same tokens, with the caller as user."""
+        """Cache a computed block; return its node, or the existing node of the same tokens, with the caller as user.
+
+        A key of fewer tokens than a block has is that of a last, partly filled one."""
         node = parent.children.get(key)
         if node is None:
             node = PrefixNode(parent, key, None)
             parent.children[key] = node
+            insort(parent.sorted_keys, key)
             self._pool.hold(block)
             self._place(node, block)
         elif node.block is None:
@@ -164,9 +203,10 @@ class PrefixTree:
         """Evict the least recently used block on the device; return False if all are in use."""
         if not self._unused:
             return False
-        host = self._host_block()
-        node, _ = self._unused.popitem(last=False)
+        node = next(iter(self._unused))
         assert node.block is not None
+        host = self._host_block() if len(node.key) == self.page else None
+        self._unused.pop(node)
         if host is None:
             self._remove(node)
         else:
@@ -187,6 +227,7 @@ class PrefixTree:
                 if node.host is not None:
                     self._give_up_host(node)
                 node.children.clear()
+                node.sorted_keys.clear()
                 node.parent = None
 
     def held(self) -> list[int]:
@@ -203,6 +244,8 @@ class PrefixTree:
             for node in _below(root):
                 assert (node.block is None) != (node.host is None), "a node is in one tier"
                 assert node.parent is not None
+                assert node.sorted_keys == sorted(node.children)
+                assert len(node.key) == self.page or (node.host is None and not node.children)
                 is_top = node.parent is root
                 if node.block is not None:
                     assert is_top or node.parent.block is not None, "nodes on the device come first"
@@ -262,6 +305,7 @@ class PrefixTree:
                 self._give_up_host(item)
         assert node.parent is not None
         del node.parent.children[node.key]
+        del node.parent.sorted_keys[bisect_left(node.parent.sorted_keys, node.key)]
         self._list(node.parent, is_recent=False)
 
     def _give_up_host(self, node: PrefixNode) -> None:
@@ -270,6 +314,12 @@ class PrefixTree:
         self._unused_host.pop(node, None)
         self._host.release(node.host)
         node.host = None
+
+
+def _common_tokens(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return how many leading tokens are equal."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((index for index, (first, second) in pairs if first != second), min(len(one), len(other)))
 
 
 def _below(node: PrefixNode) -> Iterator[PrefixNode]:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 
-from craton.ml.serving.schedule.prefix import BlockPool, Move, PrefixNode, PrefixTree, Root
+from craton.ml.serving.schedule.prefix import MIN_COPIED_TOKENS, BlockPool, Move, PrefixNode, PrefixTree, Root
 from craton.ml.serving.schedule.sequence import Sequence
 from craton.ml.serving.schedule.shared_prefix import PrefixGrouping, PrefixGroups
 
@@ -177,10 +177,7 @@ class Scheduler:
             return
         full = min(sequence.computed, len(sequence.tokens)) // self.page
         while len(sequence.nodes) < full:
-            begin = len(sequence.nodes) * self.page
-            parent = sequence.nodes[-1] if sequence.nodes else self.tree.root((sequence.version, sequence.adapter))
-            key = tuple(sequence.tokens[begin : begin + self.page])
-            node = self.tree.insert(parent, key, sequence.blocks[len(sequence.nodes)])
+            node = self._insert(sequence, self.page)
             if self._grouping is not None:
                 self._share(sequence, node)
             sequence.nodes.append(node)
@@ -196,6 +193,7 @@ class Scheduler:
         ):  # an abort counts: it may be the front end's, on a stop string
             self._ended += 1
             self._outputs += (sequence.outputs - self._outputs) / min(self._ended, REMEMBERED)
+        self._commit_last(sequence)
         self._release(sequence)
         self._order.pop(sequence, None)
         if sequence in self._waiting:
@@ -258,6 +256,39 @@ class Scheduler:
         return True
 
     # -- blocks -----------------------------------------------------------------------------------------------------
+
+    def _insert(self, sequence: Sequence, tokens: int) -> PrefixNode:
+        """Add the next block of a sequence to the prefix cache, which has this many tokens."""
+        column = len(sequence.nodes)
+        parent = sequence.nodes[-1] if sequence.nodes else self.tree.root((sequence.version, sequence.adapter))
+        key = tuple(sequence.tokens[column * self.page : column * self.page + tokens])
+        return self.tree.insert(parent, key, sequence.blocks[column])
+
+    def _commit_last(self, sequence: Sequence) -> None:
+        """Add the last, partly filled block of an ending sequence to the prefix cache. A step that has been started
+        may still write behind its tokens, but not over them."""
+        full, rest = divmod(min(sequence.computed, len(sequence.tokens)), self.page)
+        follows = len(sequence.nodes) == full  # all blocks before it are in the prefix cache
+        if follows and rest >= MIN_COPIED_TOKENS and not sequence.is_private:
+            sequence.nodes.append(self._insert(sequence, rest))
+
+    def _copy_similar(self, sequence: Sequence) -> int:
+        """Copy the cached block that begins with the next tokens of a sequence; return how many of them it has."""
+        parent = sequence.nodes[-1] if sequence.nodes else self.tree.root((sequence.version, sequence.adapter))
+        next_tokens = sequence.tokens[sequence.computed : sequence.computed + self.page + 1]
+        found = self.tree.most_similar(parent, next_tokens)
+        if found is None:
+            return 0
+        node, tokens = found
+        self.tree.use(node)
+        block = self._take()
+        self.tree.leave([node])
+        if block is None:
+            return 0
+        assert node.block is not None
+        self.tree.moves.append(Move("copy", node.block, block))
+        sequence.blocks.append(block)
+        return tokens
 
     def _share(self, sequence: Sequence, node: PrefixNode) -> None:
         """Replace the next block of a sequence by the one in the prefix cache, if another has computed it, too."""
@@ -348,7 +379,8 @@ class Scheduler:
     def _admit(self, sequence: Sequence) -> bool:
         """Admit a waiting sequence if there are blocks for it: give it a row and its blocks of the prefix cache."""
         nodes: list[PrefixNode] = []
-        if sequence.sampling.prompt_logprobs is None or sequence.prompt_logprobs is not None:
+        uses_cache = sequence.sampling.prompt_logprobs is None or sequence.prompt_logprobs is not None
+        if uses_cache:
             nodes = self.tree.match((self.version, sequence.adapter), sequence.tokens)
         for node in nodes:
             self.tree.use(node)
@@ -374,10 +406,12 @@ class Scheduler:
         sequence.draft_nodes = next((index for index, node in enumerate(nodes) if not node.has_draft), len(nodes))
         sequence.draft_computed = sequence.draft_nodes * self.page
         sequence.version = self.version
+        copied_tokens = self._copy_similar(sequence) if uses_cache else 0
+        sequence.computed += copied_tokens
         if sequence.is_new:
             sequence.cached_tokens = sequence.computed
             self.counters.queried_tokens += len(sequence.tokens)
-            self.counters.device_tokens += min(on_device, len(nodes)) * self.page
+            self.counters.device_tokens += min(on_device, len(nodes)) * self.page + copied_tokens
             self.counters.host_tokens += max(0, len(nodes) - on_device) * self.page
         heapq.heappop(self._queue)
         self._stop_waiting(sequence)
