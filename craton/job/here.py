@@ -57,11 +57,11 @@ def _files(job: Job) -> Iterator[str]:
 
 def _suites(job: Job) -> Iterator[str]:
     """Check the files of suites, which have lines of their own."""
-    for location, suite in job.suites.items():
+    for location, section in job.suite_keys.items():
+        assert section.suite is not None
         try:
-            sampling = load_suite(suite).sampling
-            if job.eval is not None:
-                sampling.changed(samples=job.eval.samples, temperature=job.eval.temperature)
+            temperature = job.eval.temperature if job.eval else None
+            load_suite(section.suite).sampling.changed(samples=section.samples, temperature=temperature)
         except ContentError as error:
             yield from error.problems
         except JobError as error:

@@ -33,6 +33,7 @@ from craton.job.sections import (
     ChaosSpec,
     Checkpoint,
     Data,
+    Evaluate,
     Float8Recipe,
     Function,
     ProcessesSpec,
@@ -276,8 +277,7 @@ class Job(Section):
                 ("train", "weights"),
                 ("train", "precision"),
             )
-        if train.evaluate and not (self.data.validation or self.data.source):
-            raise KeyConflictError("train: evaluate requires data.validation", ("train", "evaluate"))
+        self._check_evaluation(train)
         steps = self.steps
         if steps is not None and train.warmup_steps is not None and train.warmup_steps > steps:
             raise KeyConflictError(
@@ -285,6 +285,23 @@ class Job(Section):
                 ("train", "warmup_steps"),
             )
         return self
+
+    def _check_evaluation(self, train: Train) -> None:
+        evaluate = train.evaluate
+        if evaluate is None:
+            return
+        if evaluate.suite is None and not self.validates:
+            raise KeyConflictError(
+                "train: evaluate requires data.validation, or a suite, e.g. suite: arithmetic", ("train", "evaluate")
+            )
+        generates = self.preference is None or self.preference.loss != "reward"
+        if evaluate.suite is not None and (not generates or (isinstance(self.model, str) and is_function(self.model))):
+            why = f"{self.model} is a function" if generates else "a reward model answers nothing"
+            raise KeyConflictError(
+                f"train: evaluate.suite needs a model that Craton can serve, and {why}; remove suite",
+                ("train", "evaluate", "suite"),
+                ("model",),
+            )
 
     @model_validator(mode="after")
     def _serving_goes_together(self) -> Self:
@@ -464,10 +481,19 @@ class Job(Section):
         return {place: function for place, function in named.items() if function is not None}
 
     @property
-    def suites(self) -> dict[tuple[str, ...], str]:
-        """The suites that the job evaluates, by the place of their keys."""
-        named = {("eval", "suite"): self.eval.suite if self.eval else None}
-        return {place: suite for place, suite in named.items() if suite is not None}
+    def validates(self) -> bool:
+        """Whether training evaluates `data.validation`. The user's own source has validation data of its own, which is
+        evaluated unless a suite is."""
+        evaluate = self.train.evaluate if self.train else None
+        if evaluate is None:
+            return False
+        return bool(self.data.validation) or (self.data.source is not None and evaluate.suite is None)
+
+    @property
+    def suite_keys(self) -> dict[tuple[str, ...], Evaluation | Evaluate]:
+        """The sections that name a suite to evaluate, by the place of its key."""
+        sections = {("eval", "suite"): self.eval, ("train", "evaluate", "suite"): self.train and self.train.evaluate}
+        return {place: section for place, section in sections.items() if section and section.suite is not None}
 
     @property
     def steps(self) -> int | None:

@@ -97,14 +97,9 @@ class RunModel:
 
     def tokenizer_folder(self) -> Path:
         """The folder of the tokenizer that made the run's data."""
-        from craton.ml.data import find_tokenizer, model_tokenizer, tokenizer_folder
+        from craton.ml.data import tokenizer_of_run
 
-        kept = self.run.path / "tokenizer"
-        if kept.is_dir():
-            return find_tokenizer(str(kept))
-        result = tokenizer_folder(self.job) or model_tokenizer(self.job)
-        if result is None and self.job.data.tokenizer is not None:
-            result = find_tokenizer(self.job.data.tokenizer)
+        result = tokenizer_of_run(self.job, self.run.path)
         if result is None:
             raise ExportError(
                 f"run {self.run.name} has no tokenizer: neither its data nor its model has one; give one with "

@@ -1,5 +1,5 @@
 """`python -m craton.ml.fork_server RUN`: the fork server of a node. Imports torch and the training code once (with
-`--posttraining` also that of kinds dpo and grpo, with `--serving` that of servers instead), then forks a rank or a
+`--posttraining` also what generates, with `--serving` that of servers instead), then forks a rank or a
 keeper whenever the node's agent requests one.
 
 Nothing here may start a thread or touch a GPU before the fork: neither survives it.

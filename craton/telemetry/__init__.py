@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from craton.telemetry.errors import RunError, RunExistsError, RunNotFoundError
     from craton.telemetry.event_text import event_fields
     from craton.telemetry.metric_table import read_table
-    from craton.telemetry.results import result_details, result_words
+    from craton.telemetry.results import result_details, result_scores, result_words
     from craton.telemetry.rundirectory import (
         MARKERS,
         Marker,

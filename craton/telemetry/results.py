@@ -11,8 +11,9 @@ _SCORES = {
     "reward": "reward",
     "reward_accuracy": "accuracy",
     "reward_margin": "margin",
-    "evaluation_accuracy": "suite accuracy",
 }
+_SUITE = "evaluation_accuracy"
+_SUITE_ENDS = ("evaluation_accuracy_low", "evaluation_accuracy_high")
 _VALIDATED = ("reward", "reward_accuracy")
 _TERM_REWARD, _TERM_FAILURES = "term_reward/", "term_failure_share/"  # before the name of a term
 _DETAILS = {  # title and how its number is written
@@ -31,9 +32,22 @@ _DETAILS = {  # title and how its number is written
 def result_words(results: Mapping[str, float]) -> list[str]:
     """Return what the run learns: `reward 0.12`, or `accuracy 0.71` and `margin 0.30`; nothing for other kinds. Names
     are those of the metrics, without `run_`."""
-    words = [f"{title} {score(results[name])}" for name, title in _SCORES.items() if name in results]
+    return [f"{title} {text}" for title, text in result_scores(results)]
+
+
+def result_scores(results: Mapping[str, float]) -> list[tuple[str, str]]:
+    """Return the same as title and text."""
+    scores = [(title, score(results[name])) for name, title in _SCORES.items() if name in results]
     validated = [(f"validation_{name}", _SCORES[name]) for name in _VALIDATED]
-    return words + [f"validation {title} {score(results[name])}" for name, title in validated if name in results]
+    scores += [(f"validation {title}", score(results[name])) for name, title in validated if name in results]
+    if _SUITE in results:
+        scores.append(("suite accuracy", with_interval(results[_SUITE], *(results.get(end) for end in _SUITE_ENDS))))
+    return scores
+
+
+def with_interval(value: float, low: float | None, high: float | None) -> str:
+    """`0.46 (0.41 to 0.51)`."""
+    return score(value) + (f" ({score(low)} to {score(high)})" if low is not None and high is not None else "")
 
 
 def result_details(results: Mapping[str, float]) -> list[tuple[str, str]]:

@@ -81,3 +81,17 @@ def test_a_tokenizer_larger_than_the_vocabulary(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(JOB.replace("bpe:512", "bpe:9000"))
     with pytest.raises(ContentError, match=r"a tokenizer of 9,000 tokens \(bpe:9000\) does not fit a model with vocab"):
         load_job(tmp_path / "job.yaml")
+
+
+def test_suites_of_a_training(tmp_path: Path) -> None:
+    suite = JOB.replace("steps: 10", "steps: 10, evaluate: {every_steps: 5, samples: 4, suite: SUITE}")
+    assert problems(tmp_path, suite.replace("SUITE", "arithmetic")) == []
+    [problem] = problems(tmp_path, suite.replace("SUITE", "arithmetics"))
+    assert problem.startswith("4: train.evaluate.suite: 'arithmetics' is not a suite: there is no such file")
+    assert problem.endswith("did you mean 'arithmetic'?")
+    (tmp_path / "own.yaml").write_text("data: {path: rows.jsonl}\nrewrd: exact\n")
+    [problem] = problems(tmp_path, suite.replace("SUITE", "own.yaml"))
+    assert "own.yaml:2: key 'rewrd' is not known" in problem
+    (tmp_path / "own.yaml").write_text("data: {path: rows.jsonl}\nreward: exact\nsampling: {temperature: 0}\n")
+    [problem] = problems(tmp_path, suite.replace("SUITE", "own.yaml"))
+    assert "sampling: 4 samples at temperature 0 are all the same" in problem

@@ -290,7 +290,22 @@ MISTAKES: list[tuple[dict[str, str], int, str]] = [
     (
         {"train": "{global_batch_sequences: 8, evaluate: {every_steps: 5}}"},
         4,
-        "evaluate requires data.validation",
+        "evaluate requires data.validation, or a suite, e.g. suite: arithmetic",
+    ),
+    (
+        {"train": "{global_batch_sequences: 8, evaluate: {every_steps: 5, samples: 4}}"},
+        4,
+        "train: evaluate.samples applies to a suite; give one, e.g. suite: arithmetic, or remove samples",
+    ),
+    (
+        {"train": "{global_batch_sequences: 8, evaluate: {every_steps: 5, suite: 3}}"},
+        4,
+        "train.evaluate.suite: 3 is not a suite; write the path of a YAML file, or the name of a built-in suite",
+    ),
+    (
+        {"model": "a:b", "train": "{global_batch_sequences: 8, evaluate: {every_steps: 5, suite: arithmetic}}"},
+        2,
+        "evaluate.suite needs a model that Craton can serve, and a:b is a function; remove suite",
     ),
     ({"train": "{global_batch_sequences: 8, evaluate: 5}"}, 4, "train.evaluate: 5 is not a mapping of `key: value`"),
     (

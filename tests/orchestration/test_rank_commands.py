@@ -15,10 +15,15 @@ TRAIN = "train: {global_batch_sequences: 4, steps: 1}"
 
 
 @pytest.mark.parametrize(
-    ("kind", "module", "options"),
-    [("pretrain", "craton.ml.training", []), ("dpo", "craton.ml.posttraining", ["--posttraining"])],
+    ("kind", "evaluate", "module", "options"),
+    [
+        ("pretrain", "", "craton.ml.training", []),
+        ("dpo", "", "craton.ml.posttraining", ["--posttraining"]),
+        ("sft", ", evaluate: {every_steps: 1, suite: json}", "craton.ml.posttraining", ["--posttraining"]),
+    ],
 )
-def test_post_training_has_a_program_of_its_own(kind: str, module: str, options: list[str]) -> None:
-    job = parse_job(f"name: t\nkind: {kind}\n{MODEL}\n{TRAIN}\ndata: {{path: ., sequence: 32}}\ncluster: local")
+def test_what_generates_has_a_program_of_its_own(kind: str, evaluate: str, module: str, options: list[str]) -> None:
+    train = TRAIN.replace("}", f"{evaluate}}}", 1)
+    job = parse_job(f"name: t\nkind: {kind}\n{MODEL}\n{train}\ndata: {{path: ., sequence: 32}}\ncluster: local")
     assert rank_command(job, Path("RUN"), "python") == ["python", "-m", module, "RUN"]
     assert fork_server_command(job, Path("RUN"), "python")[1:] == ["-m", "craton.ml.fork_server", "RUN", *options]

@@ -23,6 +23,14 @@ if TYPE_CHECKING:
     from craton.job.sections.recover import ChaosSpec, RecoverSection, faults_of
     from craton.job.sections.serve import DEFAULT_LENGTH, NOT_OF_A_SERVER, Serve
     from craton.job.sections.sweep import SweepEntry, SweepSection
-    from craton.job.sections.train import FaultPolicy, Float8Recipe, LearningRateSchedule, Lora, Train, Weights
+    from craton.job.sections.train import (
+        Evaluate,
+        FaultPolicy,
+        Float8Recipe,
+        LearningRateSchedule,
+        Lora,
+        Train,
+        Weights,
+    )
 else:
     __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
 
 from craton.job.document import Count, KeyConflictError, Section, Size, TokenCount, Whole
 from craton.job.layout import Precision
+from craton.job.sections.suites import Samples, SuiteName
 from craton.nearest import did_you_mean
 
 LearningRateSchedule = Literal["cosine", "linear", "constant", "wsd"]
@@ -29,10 +30,23 @@ class Lora(Section):
 
 
 class Evaluate(Section):
-    """Periodic evaluation of the loss on `data.validation`."""
+    """Periodic evaluation: of the loss on `data.validation`, of the accuracy on a suite, or of both."""
 
     every_steps: Size
     sequences: Size = 64  # the first sequences of the validation data, the same each time
+    suite: SuiteName | None = None
+    problems: Size | None = None  # the first so many of the suite; default: all
+    samples: Samples | None = None  # answers to each problem; default: the suite's
+
+    @model_validator(mode="after")
+    def _has_a_suite(self) -> Self:
+        for key in ("problems", "samples"):
+            if self.suite is None and getattr(self, key) is not None:
+                raise KeyConflictError(
+                    f"train: evaluate.{key} applies to a suite; give one, e.g. suite: arithmetic, or remove {key}",
+                    (key,),
+                )
+        return self
 
 
 class Spike(Section):

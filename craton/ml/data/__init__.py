@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         prepare,
         prepared_folders,
         tokenizer_folder,
+        tokenizer_of_run,
     )
     from craton.ml.data.prompts import Prompt, PromptEncoder, PromptSource
     from craton.ml.data.sample import Sample, Source, collate

@@ -84,7 +84,7 @@ def prepare(job: Job, cache: Path | None = None, progress: Progress | None = Non
     open_data = open_prompts if job.kind == "grpo" else open_source
     if places.training:  # report errors before the ranks start
         open_data(job, "train", folders)
-    if places.validation and job.train is not None and job.train.evaluate:
+    if places.validation and job.validates:
         open_data(job, "validation", folders)
     if job.kind == "dpo" and not places.training:
         search_folder(job.folder)
@@ -187,6 +187,18 @@ def tokenizer_folder(job: Job, paths: Mapping[str, Path] | None = None) -> Path 
         return named if named is not None and (named / TOKENIZER).is_file() else None
     folders = paths if paths is not None else _found(job) if job.data.mixture else {}
     return next((Path(folder) for folder in folders.values() if (Path(folder) / TOKENIZER).is_file()), None)
+
+
+def tokenizer_of_run(job: Job, run: Path) -> Path | None:
+    """Return the folder of the tokenizer of a run in this directory: the one kept there, else that of its data, its
+    model or its job; None without any."""
+    kept = run / "tokenizer"
+    if kept.is_dir():
+        return find_tokenizer(str(kept))
+    found = tokenizer_folder(job) or model_tokenizer(job)
+    if found is None and job.data.tokenizer is not None:
+        found = find_tokenizer(job.data.tokenizer)
+    return found
 
 
 def default_cache() -> Path:

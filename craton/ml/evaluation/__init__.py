@@ -16,7 +16,8 @@ if TYPE_CHECKING:
         compare_runs,
         read_evaluation,
         summarize_results,
+        write_evaluation,
     )
-    from craton.ml.evaluation.runner import EvaluationSetting, SuiteRunner
+    from craton.ml.evaluation.runner import EvaluationSetting, SuiteRunner, judge_sample, plain_setting
 else:
     __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

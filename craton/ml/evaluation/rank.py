@@ -26,7 +26,7 @@ from craton.job.sections.suites import load_suite
 from craton.ml.evaluation.problems import open_problems
 from craton.ml.evaluation.records import PROBLEMS_FILE, ProblemFile, ProblemResult
 from craton.ml.evaluation.results import EVALUATION_FILE, EvaluationPrices, summarize_results, write_evaluation
-from craton.ml.evaluation.runner import EvaluationSetting, SuiteRunner
+from craton.ml.evaluation.runner import EvaluationSetting, SuiteRunner, plain_setting
 from craton.ml.evaluation.target import EvaluationTarget
 from craton.ml.serving.clients import EndpointUnavailableError
 from craton.ml.serving.strategies import PoolScorer, Prices, Scorer
@@ -150,14 +150,7 @@ class SuiteEvaluation:
             seed=section.seed,
         )
         strategies = self._suite.strategies if section.strategies is None else section.strategies
-        plain = EvaluationSetting(
-            model=self._job.evaluated_name,
-            suite=self._suite,
-            samples=sampling.samples,
-            temperature=sampling.temperature_for(sampling.samples),
-            max_tokens=sampling.max_tokens,
-            seed=sampling.seed,
-        )
+        plain = plain_setting(self._job.evaluated_name, self._suite, sampling)
         settings = [plain]
         for strategy in strategies:
             temperature = sampling.temperature_for(strategy.num_samples)

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from craton.formatting import counted, percent
 from craton.job.sections.strategy import Strategy
-from craton.job.sections.suites import Suite
+from craton.job.sections.suites import Suite, SuiteSampling
 from craton.ml.evaluation.answers import answer_of
 from craton.ml.evaluation.errors import EvaluationError
 from craton.ml.evaluation.problems import SuiteProblem
@@ -103,6 +103,21 @@ class EvaluationSetting:
             ),
             stop=sampling.stop,
         )
+
+
+def plain_setting(
+    model: str, suite: Suite, sampling: SuiteSampling, checkpoint: int | None = None
+) -> EvaluationSetting:
+    """Return the setting of plain samples."""
+    return EvaluationSetting(
+        model=model,
+        suite=suite,
+        samples=sampling.samples,
+        temperature=sampling.temperature_for(sampling.samples),
+        max_tokens=sampling.max_tokens,
+        seed=sampling.seed,
+        checkpoint=checkpoint,
+    )
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """Post-training: preference learning and RL on the training loop and the serving engine.
 
-`python -m craton.ml.posttraining RUN` is one rank of kind dpo or grpo.
+`python -m craton.ml.posttraining RUN` is one rank of kind dpo or grpo, or of any training that evaluates a suite.
 """
 
 from __future__ import annotations

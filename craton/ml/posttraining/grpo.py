@@ -59,7 +59,7 @@ def open_rollouts(setup: TrainingSetup) -> TrainingInputs:
     """Open everything that makes batches of rollouts."""
     assert setup.job.train is not None
     inputs = _RolloutInputs(setup)
-    return TrainingInputs(inputs.open_loader, inputs.evaluate if setup.job.train.evaluate else None)
+    return TrainingInputs(inputs.open_loader, inputs.evaluate if setup.job.validates else None)
 
 
 GRPO = Recipe(grpo_objective, open_rollouts)
@@ -80,10 +80,11 @@ class _RolloutInputs:
             raise DataError("the rollouts need a tokenizer; set data.tokenizer to the model's")
         encoder = PromptEncoder(folder)
         prompts = open_prompts(job, vocab=setup.vocabulary)
-        self._validation = open_prompts(job, "validation", vocab=setup.vocabulary) if job.train.evaluate else None
+        self._validation = open_prompts(job, "validation", vocab=setup.vocabulary) if job.validates else None
         has_pool = bool(job.reward) or job.rollout.environment is not None
+        assert job.verify is not None
         job_folder = Path(os.environ.get("CRATON_JOB_FOLDER") or ".").absolute()
-        pool = open_pool(job, job_folder) if has_pool else None
+        pool = open_pool(job.reward, job.verify, job_folder, job.rollout.environment) if has_pool else None
         rewards = Rewards(pool, ranks, _reward_models(setup))
         if job.rollout.mode == "sync":
             self._samples: SynchronousSamples | AsynchronousSamples = _synchronous(

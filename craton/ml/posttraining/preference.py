@@ -25,7 +25,7 @@ def open_preference(setup: TrainingSetup) -> TrainingInputs:
     train, weights = open_pairs(job, vocab=setup.vocabulary)
     wanted = _wanted("train", train, weights, num_samples(job))
     validation: list[PairedSource] = []
-    if job.train.evaluate:
+    if job.validates and job.train.evaluate is not None:
         validation, shares = open_pairs(job, "validation", vocab=setup.vocabulary)
         wanted += _wanted("validation", validation, shares, job.train.evaluate.sequences)
     if job.preference.reference_model is not None:

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from craton.job import Job
+from craton.job.sections.posttraining import RewardTerm, VerifySection
 from craton.ml.posttraining.rollouts import wait_for
 from craton.ml.posttraining.samples import RolloutSample
 from craton.ml.training.parallel import Ranks
@@ -22,17 +22,17 @@ RewardScores = tuple[str, float, Callable[[Sequence[Sequence[int]]], list[float]
 _kept: dict[str, VerifierPool] = {}  # of this process: a generation that breaks does not end its workers
 
 
-def open_pool(job: Job, folder: Path) -> VerifierPool:
+def open_pool(
+    reward: Sequence[RewardTerm], verify: VerifySection, folder: Path, environment: str | None = None
+) -> VerifierPool:
     """Return the pool of this process, with its share of the node's workers. It stays open over generations, so that a
     recovery does not wait for new workers; it ends with the process. `folder`: searched for users' functions first."""
-    assert job.rollout is not None
-    assert job.verify is not None
     local_ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-    workers = job.verify.workers or len(os.sched_getaffinity(0))
-    verify = job.verify.model_copy(update={"workers": -(-workers // local_ranks)})
-    key = repr((job.reward, verify, str(folder), job.rollout.environment))
+    workers = verify.workers or len(os.sched_getaffinity(0))
+    verify = verify.model_copy(update={"workers": -(-workers // local_ranks)})
+    key = repr((reward, verify, str(folder), environment))
     if key not in _kept:
-        _kept[key] = VerifierPool(job.reward, verify, folder, environment=job.rollout.environment)
+        _kept[key] = VerifierPool(reward, verify, folder, environment=environment)
     return _kept[key]
 
 

@@ -12,6 +12,7 @@ from craton.lazy import lazy_names
 if TYPE_CHECKING:
     from craton.ml.training.batch import Batch
     from craton.ml.training.build import (
+        PRETRAINING,
         RankIdentity,
         SetupError,
         build_decoder,
@@ -25,6 +26,14 @@ if TYPE_CHECKING:
     from craton.ml.training.objectives import Mean, Objective, Readings, objective_of, token_slope
     from craton.ml.training.optimizer import AdamW, Schedule
     from craton.ml.training.orders import Order
-    from craton.ml.training.parts import Evaluation, Parts, Recipe, StepLoader, TrainingInputs, TrainingSetup
+    from craton.ml.training.parts import (
+        Evaluation,
+        Parts,
+        Recipe,
+        StepLoader,
+        SuiteEvaluation,
+        TrainingInputs,
+        TrainingSetup,
+    )
 else:
     __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

@@ -97,7 +97,7 @@ def inputs_from_source(setup: TrainingSetup) -> TrainingInputs:
     """Open the samples of the job's data, and its validation data if it evaluates."""
     job = setup.job
     assert job.train is not None
-    validation = open_source(job, "validation", vocab=setup.vocabulary) if job.train.evaluate else None
+    validation = open_source(job, "validation", vocab=setup.vocabulary) if job.validates else None
     return inputs_of(setup, open_source(job, vocab=setup.vocabulary), validation)
 
 
@@ -171,6 +171,8 @@ def build(
     vocabulary = model.config.shape.vocab if isinstance(model, Decoder) else cast("Tensor", model.head_weight).shape[0]
     setup = TrainingSetup(job, run, ranks, model, objective, vocabulary, recorder, clock, missing_weights)
     inputs = recipe.open_inputs(setup)
+    if inputs.suite is None and job.train.evaluate and job.train.evaluate.suite:
+        raise SetupError("train.evaluate.suite needs `python -m craton.ml.posttraining RUN`")
     return Parts(
         job=job,
         ranks=ranks,
@@ -180,6 +182,7 @@ def build(
         schedule=schedule,
         open_loader=inputs.open_loader,
         evaluate=inputs.evaluate,
+        suite=inputs.suite,
         checkpointer=checkpointer,
         recorder=recorder,
         clock=clock,

@@ -68,6 +68,7 @@ class Trainer:
         self.saves = Saves(parts, reached, broke_at)
         self.records = StepRecords()
         self._leaves = False  # agreed by all ranks
+        self._lacks_evaluation = False  # of the suite at this step, which was due
         self._next_nodes: tuple[str, ...] = ()  # nodes of the next generation, if this rank was informed of it
         self._step_seconds: deque[float] = deque(maxlen=9)
         self._unread: Readout | None = None  # numbers of the previous step, on their way to the host
@@ -137,6 +138,7 @@ class Trainer:
         self.saves.complete_records(counters)
         self._first_step = self.step + 1
         self.saves.reserve(self.step)
+        self._complete_evaluation()
         gc.collect()
         gc.disable()
         stopping = False
@@ -153,7 +155,8 @@ class Trainer:
                 save_for_good(self.saves, self.counters(), self.check)
             self.saves.report()
             return "left"
-        outcome: Outcome = "done" if self.step >= parts.schedule.steps else "stopped"
+        is_done = self.step >= parts.schedule.steps and not self._lacks_evaluation
+        outcome: Outcome = "done" if is_done else "stopped"
         self.saves.report_recovery(self.step, self.check)  # of a generation that broke after the last step
         self._save_for_good()
         parts.meter.summary(self.step, outcome)
@@ -475,19 +478,43 @@ class Trainer:
             self._booked = now
             self.parts.recorder.ledger(self.step, self.parts.clock.take())
 
+    @property
+    def _is_evaluation_due(self) -> bool:
+        wanted = self.train.evaluate
+        return wanted is not None and (self.step % wanted.every_steps == 0 or self.step == self.last_step)
+
     def _evaluate_when_due(self) -> None:
-        wanted, evaluate = self.train.evaluate, self.parts.evaluate
-        if wanted is None or evaluate is None:
-            return
-        if self.step % wanted.every_steps and self.step != self.last_step:
+        parts = self.parts
+        if not self._is_evaluation_due:
             return
         self._doing = "evaluation"
-        parts = self.parts
         with parts.clock.kind("evaluate"):
-            found = evaluate(self.pipeline)
+            validation = {} if parts.evaluate is None else parts.evaluate(self.pipeline)
+            suite = self._evaluate_suite()
         self.check()
-        parts.meter.evaluation(self.step, found)
+        parts.meter.evaluation(self.step, validation, suite)
         self.timer.begin()
+
+    def _evaluate_suite(self) -> dict[str, float]:
+        """Return the metrics of the suite; empty without one, or if a rank was asked to stop or to leave."""
+        suite = self.parts.suite
+        if suite is None:
+            return {}
+        found = suite.evaluate(self.step, self.check, lambda: self._stop_asked or self._leaving)
+        self._lacks_evaluation = not found
+        return found
+
+    def _complete_evaluation(self) -> None:
+        """Evaluate the suite with the restored weights if that was due, and a stop or a failure came first."""
+        suite = self.parts.suite
+        if suite is None or self.step == 0 or not self._is_evaluation_due:
+            return
+        self._doing = "evaluation"
+        with self.parts.clock.kind("evaluate"):
+            found = suite.find(self.step) or self._evaluate_suite()
+        self.check()
+        if found:
+            self.parts.meter.late_evaluation(self.step, found)
 
     def _kind_of_step(self) -> str:
         if self.step == self._first_step:

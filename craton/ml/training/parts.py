@@ -57,6 +57,17 @@ class StepLoader(Protocol):
 Evaluation = Callable[[Pipeline | None], dict[str, float]]  # called by all ranks, which get the same numbers
 
 
+class SuiteEvaluation(Protocol):
+    """Evaluates a suite between two steps. All ranks call its methods together, and get the same numbers."""
+
+    def find(self, step: int) -> dict[str, float]:
+        """Return the metrics of an evaluation that is done; empty if there is none of this step."""
+
+    def evaluate(self, step: int, check: Callable[[], None], is_leaving: Callable[[], bool]) -> dict[str, float]:
+        """Return the metrics of the present weights; empty if any rank is leaving. `check` raises when the generation
+        is over."""
+
+
 @dataclass(frozen=True)
 class TrainingSetup:
     """What a rank has before its data is opened. The model has the weights that training starts from, whatever a
@@ -79,6 +90,7 @@ class TrainingInputs:
 
     open_loader: Callable[[int], StepLoader]  # from a global sample index on
     evaluate: Evaluation | None  # None: the job does not ask for it
+    suite: SuiteEvaluation | None = None  # likewise
 
 
 @dataclass(frozen=True)
@@ -105,6 +117,7 @@ class Parts:
     recorder: Recorder
     clock: LedgerClock
     meter: Meter
+    suite: SuiteEvaluation | None = None
     shares_gpu: bool = False  # with other ranks
     directory: RunDirectory | None = None  # has the metrics of earlier generations
     missing_weights: str = ""  # why the model does not have the weights it starts from; a checkpoint has them

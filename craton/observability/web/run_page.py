@@ -68,7 +68,7 @@ from craton.telemetry import (
     event_fields,
     read_json,
     result_details,
-    result_words,
+    result_scores,
     step_phases,
 )
 from craton.telemetry.files import paths_in
@@ -164,7 +164,7 @@ class RunPage:
             "is_moving": summary.state in MOVING,
             "dollars_per_day": summary.dollars_per_day,
             "layout": _layout_text(plan),
-            "results": [*(word.rsplit(" ", 1) for word in result_words(summary.results))],
+            "results": result_scores(summary.results),
             "details": result_details(summary.results),
         }
         fragments = {

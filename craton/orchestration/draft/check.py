@@ -170,11 +170,12 @@ def check_data(job: Job) -> None:
 
 def check_problems(job: Job) -> None:
     """Refuse a suite whose rows lack what its template and verifiers read."""
-    for location, suite in job.suites.items():
+    for location, section in job.suite_keys.items():
         from craton.ml.evaluation import EvaluationError, open_problems
 
         try:
-            open_problems(load_suite(suite), job.eval.problems if job.eval else None)
+            assert section.suite is not None
+            open_problems(load_suite(section.suite), section.problems)
         except EvaluationError as error:
             raise StartError(f"{job.where(*location)}{'.'.join(location)}: {error}") from None
 

@@ -50,12 +50,8 @@ from craton.planning.serving import ServePlan
 from craton.telemetry.members import MEMBERS_FOLDER, MemberSpec
 
 IMAGE_PYTHON = "python3"  # the interpreter's name in images
-RANK_MODULES = {
-    "serve": "craton.ml.serving",
-    "dpo": "craton.ml.posttraining",
-    "grpo": "craton.ml.posttraining",
-    "eval": "craton.ml.evaluation",
-}
+TRAINING, POSTTRAINING = "craton.ml.training", "craton.ml.posttraining"
+RANK_MODULES = {"serve": "craton.ml.serving", "dpo": POSTTRAINING, "grpo": POSTTRAINING, "eval": "craton.ml.evaluation"}
 JOB_FOLDER = "CRATON_JOB_FOLDER"  # environment variable of the ranks: folder of the user's own functions
 END_SECONDS = 15.0  # from the last response of a draining server to the end of its ranks
 JAX_MEMORY_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # the same for JAX
@@ -234,8 +230,14 @@ def _with_need(item: MemberSpec, job: Job, backend: str) -> MemberSpec:
 def rank_command(job: Job, run: Path, python: str = sys.executable) -> list[str]:
     """Return the job's own command (a single string goes to the shell), else the training loop or serving engine."""
     if job.kind != "command":
-        return [python, "-m", RANK_MODULES.get(job.kind, "craton.ml.training"), str(run)]
+        return [python, "-m", rank_module(job), str(run)]
     return ["/bin/sh", "-c", job.command[0]] if len(job.command) == 1 else list(job.command)
+
+
+def rank_module(job: Job) -> str:
+    """Return the module of a rank. A training that evaluates a suite generates answers, as post-training does."""
+    has_suite = job.train is not None and bool(job.suite_keys)
+    return POSTTRAINING if has_suite else RANK_MODULES.get(job.kind, TRAINING)
 
 
 def fork_server_command(job: Job, run: Path, python: str = sys.executable) -> list[str]:
@@ -246,7 +248,7 @@ def fork_server_command(job: Job, run: Path, python: str = sys.executable) -> li
         return [*command, "--serving"] if job.serve.standby else []
     if job.kind not in TRAINING_KINDS:
         return []
-    return [*command, "--posttraining"] if job.kind in RANK_MODULES else command
+    return [*command, "--posttraining"] if rank_module(job) == POSTTRAINING else command
 
 
 def python_of(job: Job, backend: str) -> str:

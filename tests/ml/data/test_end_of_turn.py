@@ -43,16 +43,16 @@ def test_a_server_and_an_export_stop_at_both_ends(tokenizer: Path, tmp_path: Pat
     ensure_template(tokenizer)
     end, turn = end_of_document(tokenizer, load_tokenizer(tokenizer)), end_of_turn(tokenizer)
     assert end != turn
-    assert models._stop_tokens(None, tokenizer) == (end, turn)
+    assert models.stop_tokens_of(None, tokenizer) == (end, turn)
     exported = tmp_path / "exported"
     exported.mkdir()
     weights._copy_tokenizer(tokenizer, exported)
     assert set(json.loads((exported / "generation_config.json").read_text())["eos_token_id"]) >= {turn}
-    assert turn in models._stop_tokens(exported, exported)
+    assert turn in models.stop_tokens_of(exported, exported)
 
 
 def test_a_list_of_ends_that_a_model_brings_is_taken_as_it_is(tokenizer: Path) -> None:
     models = pytest.importorskip("craton.ml.serving.device.models")
     ensure_template(tokenizer)
     (tokenizer / "generation_config.json").write_text('{"eos_token_id": [7, 9]}', encoding="utf-8")
-    assert models._stop_tokens(tokenizer, tokenizer) == (7, 9)
+    assert models.stop_tokens_of(tokenizer, tokenizer) == (7, 9)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from craton.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from craton.job.sections.suites.evaluation import Evaluation, SuiteName
+    from craton.job.sections.suites.evaluation import Evaluation, Samples, SuiteName
     from craton.job.sections.suites.load import BUILT_IN_SUITES, SuiteError, load_suite, suite_name
     from craton.job.sections.suites.suite import Suite, SuiteData, SuiteSampling, SuiteTemplate
 else:

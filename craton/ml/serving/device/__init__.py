@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from craton.ml.serving.device.adapters import Adapters
     from craton.ml.serving.device.drafter import Drafter
     from craton.ml.serving.device.graphs import MAX_DRAFTED
-    from craton.ml.serving.device.models import Served, load_named, load_served
+    from craton.ml.serving.device.models import Served, load_named, load_served, stop_tokens_of
     from craton.ml.serving.device.rank import EngineRank
     from craton.ml.serving.device.runner import Runner, StepResult, block_shape
     from craton.ml.serving.device.tensor_parallel_group import TensorParallelGroup, follow

@@ -56,7 +56,7 @@ def load_served(job: Job, device: torch.device) -> Served:
         model.initialize(job.serve.seed)
     if job.serve.precision == "fp8":
         quantize_model(model)
-    return Served(model, peers, tokenizer, _stop_tokens(folder, tokenizer), draft)
+    return Served(model, peers, tokenizer, stop_tokens_of(folder, tokenizer), draft)
 
 
 def _load_draft(job: Job, tokenizer: Path | None, device: torch.device) -> Decoder | None:
@@ -95,7 +95,7 @@ def load_named(name: str, step: int | None, device: torch.device, dtype: torch.d
     else:
         _fill(model, opened, dtype)
     tokenizer = _tokenizer_folder(run, folder)
-    return Served(model, None, tokenizer, _stop_tokens(folder, tokenizer))
+    return Served(model, None, tokenizer, stop_tokens_of(folder, tokenizer))
 
 
 def _config(job: Job, opened: RunModel | None, folder: Path | None) -> DecoderConfig:
@@ -135,7 +135,7 @@ def _tokenizer_folder(opened: RunModel | None, folder: Path | None) -> Path | No
         return None  # token ids can be served without a tokenizer
 
 
-def _stop_tokens(folder: Path | None, tokenizer: Path | None) -> tuple[int, ...]:
+def stop_tokens_of(folder: Path | None, tokenizer: Path | None) -> tuple[int, ...]:
     """Return the stop tokens: those of generation_config.json, else the eos_token_id of config.json or the tokenizer's
     end-of-text token, and the token that ends a turn of a chat."""
     if listed := _eos_of("generation_config.json", folder, tokenizer):

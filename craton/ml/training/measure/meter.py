@@ -108,13 +108,21 @@ class Meter:
         self._recorded = recorded
         self._recorder.metrics(step, **{f"run_{name}": value for name, value in measured.items()})
 
-    def evaluation(self, step: int, report: Mapping[str, float]) -> None:
-        """Recorded with the other numbers of this step, which come later. Rollouts have no loss."""
-        names = {name: "evaluation_loss" if name == "loss" else f"validation_{name}" for name in report}
-        self._evaluations[step] = {names[name]: value for name, value in report.items()}
+    def evaluation(self, step: int, validation: Mapping[str, float], suite: Mapping[str, float]) -> None:
+        """Record the reports of `data.validation` and of a suite with the other numbers of this step, which come later.
+        Rollouts have no loss."""
+        names = {name: "evaluation_loss" if name == "loss" else f"validation_{name}" for name in validation}
+        numbers = {names[name]: value for name, value in validation.items()}
+        self._evaluations[step] = {**numbers, **suite}
+        if self._ranks.rank == 0 and (numbers or suite):
+            words = [f"{name.replace('_', ' ')} {value:.4g}" for name, value in numbers.items()]
+            print("  ".join([f"step {step}", *words, *result_words(suite)]), flush=True)
+
+    def late_evaluation(self, step: int, suite: Mapping[str, float]) -> None:
+        """Record the report of a suite beside the other numbers of a step, which are recorded already."""
         if self._ranks.rank == 0:
-            words = [f"{names[name].replace('_', ' ')} {value:.4g}" for name, value in report.items()]
-            print(f"step {step}  {'  '.join(words)}", flush=True)
+            self._recorder.metrics(step, **{f"run_{name}": value for name, value in suite.items()})
+            print("  ".join([f"step {step}", *result_words(suite)]), flush=True)
 
     def summary(self, step: int, outcome: str) -> None:
         """Record predicted against measured: the median of the newest steps, without the first one."""
