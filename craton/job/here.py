@@ -57,11 +57,10 @@ def _files(job: Job) -> Iterator[str]:
 
 def _suites(job: Job) -> Iterator[str]:
     """Check the files of suites, which have lines of their own."""
-    for location, section in job.suite_keys.items():
-        assert section.suite is not None
+    for location, use in job.suites.items():
         try:
             temperature = job.eval.temperature if job.eval else None
-            load_suite(section.suite).sampling.changed(samples=section.samples, temperature=temperature)
+            load_suite(use.suite).sampling.changed(samples=use.samples, temperature=temperature)
         except ContentError as error:
             yield from error.problems
         except JobError as error:

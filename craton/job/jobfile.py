@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import BeforeValidator, PrivateAttr, ValidationInfo, model_validator
 
@@ -33,7 +33,6 @@ from craton.job.sections import (
     ChaosSpec,
     Checkpoint,
     Data,
-    Evaluate,
     Float8Recipe,
     Function,
     ProcessesSpec,
@@ -91,6 +90,14 @@ _NO_SEQUENCE = "data.sequence is missing, and the model has no maximum sequence 
 
 def _one_or_many(value: object) -> object:
     return [value] if isinstance(value, str) else value
+
+
+class SuiteUse(NamedTuple):
+    """A suite, and what a job changes of it."""
+
+    suite: str
+    problems: int | None  # the first so many
+    samples: int | None  # of each problem
 
 
 class Job(Section):
@@ -490,10 +497,14 @@ class Job(Section):
         return bool(self.data.validation) or (self.data.source is not None and evaluate.suite is None)
 
     @property
-    def suite_keys(self) -> dict[tuple[str, ...], Evaluation | Evaluate]:
-        """The sections that name a suite to evaluate, by the place of its key."""
+    def suites(self) -> dict[tuple[str, ...], SuiteUse]:
+        """The suites that the job evaluates, by the place of their keys."""
         sections = {("eval", "suite"): self.eval, ("train", "evaluate", "suite"): self.train and self.train.evaluate}
-        return {place: section for place, section in sections.items() if section and section.suite is not None}
+        return {
+            place: SuiteUse(section.suite, section.problems, section.samples)
+            for place, section in sections.items()
+            if section and section.suite is not None
+        }
 
     @property
     def steps(self) -> int | None:

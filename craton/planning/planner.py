@@ -57,6 +57,7 @@ from craton.planning.setting import (
     tokens_of_step,
 )
 from craton.planning.step import REAL_IMBALANCE, StepTimes, compose, flops_per_token
+from craton.planning.suite_evaluations import suite_plan
 from craton.telemetry import ROLLOUT_PHASES
 
 logger = logging.getLogger(__name__)
@@ -235,7 +236,7 @@ def _plan(
         peer=job.checkpoint.peer != "off",
         replicate=layout.replicate,
     )
-    evaluate = evaluate_seconds(setting, candidate, prediction.seconds)
+    evaluate, suite = evaluate_seconds(setting, candidate, prediction.seconds), suite_plan(setting, candidate)
     run_seconds = (steps * (productive + evaluate) + extras.once_seconds) / goodput.goodput
     spread = interval_factor(prediction)
     low_factor = math.exp(math.hypot(math.log(spread), math.log(goodput.goodput_high / goodput.goodput)))
@@ -310,6 +311,7 @@ def _plan(
         warnings=[
             *_warnings(setting, candidate),
             *extras.warnings,
+            *([suite.note] if suite is not None else []),
             *_better_layout(candidate, layouts),
             *storage.warnings,
             *goodput.warnings,

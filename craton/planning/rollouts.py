@@ -213,11 +213,12 @@ def _reward_seconds(setting: Setting) -> float:
     assert job.verify is not None
     assert job.rollout is not None
     workers = cluster.num_nodes * (job.verify.workers or max(1, cluster.instance.vcpus))
-    each = sum(_verdict_seconds(term) for term in job.reward)
+    each = sum(verdict_seconds(term) for term in job.reward)
     return job.rollout.samples * min(each, job.verify.limit) / workers
 
 
-def _verdict_seconds(term: RewardTerm) -> float:
+def verdict_seconds(term: RewardTerm) -> float:
+    """Return the seconds of one verdict, assumed."""
     if term.model is not None:
         return 0.0  # scored by the trainer, see frozen_models
     return FUNCTION_SECONDS if term.verifier is None else VERDICT_SECONDS[term.verifier]

@@ -483,6 +483,10 @@ def expanded(text: str) -> str:
         ({"run": {"copies": 3}}, "run.copies needs Slurm's job arrays"),
         ({"data": {"path": "/home/ada/tokens", "sequence": 8192}}, "/home/ada/tokens is not visible in the pods"),
         ({"checkpoint": {"tiers": [{"to": "/elsewhere"}]}}, "/elsewhere/llm is not visible"),
+        (
+            {"train": {"global_batch_sequences": 128, "evaluate": {"every_steps": 9, "suite": "/home/ada/own.yaml"}}},
+            "train.evaluate.suite: /home/ada/own.yaml is not visible in the pods; keep suites and their problems below",
+        ),
     ],
 )
 def test_what_cannot_be_sent_is_refused_with_what_to_do(change: dict[str, Any], message: str) -> None:

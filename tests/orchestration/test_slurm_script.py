@@ -245,6 +245,17 @@ def test_an_image_is_shown_reward_models() -> None:
     assert "/models/rm" in mounts_of(job, RUN, drafted(job_text()).launch)
 
 
+def test_an_image_is_shown_the_suites_of_a_training_and_their_problems(tmp_path: Path) -> None:
+    suite = tmp_path / "suites" / "own.yaml"
+    suite.parent.mkdir()
+    suite.write_text("data: {path: /data/problems.jsonl}\nreward: exact\n")
+    launch = drafted(job_text()).launch
+    for name, files in ((str(suite), {str(suite), "/data/problems.jsonl"}), ("arithmetic", set())):
+        evaluate = f"steps: 10, evaluate: {{every_steps: 5, suite: '{name}'}}}}"
+        job = parse_job(TRAINING.format(data="/tokens").replace("steps: 10}", evaluate))
+        assert set(mounts_of(job, RUN, replace(launch, env={}))) == {"/fsx/runs", "/scratch", "/tokens", *files}
+
+
 def test_what_is_read_from_afar_is_kept_in_a_folder_that_an_image_sees(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CRATON_CACHE", "/fsx/cache")
     assert "/fsx/cache" in mounted("s3://bucket/tokens")

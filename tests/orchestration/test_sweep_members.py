@@ -26,7 +26,7 @@ from craton.orchestration.members import (
     sweep_table_text,
     write_sweep,
 )
-from craton.orchestration.members.result import SweepCurve
+from craton.orchestration.members.result import SweepCurve, metric_of
 from craton.orchestration.start import draft_resumption
 from craton.telemetry import RunDirectory
 from craton.telemetry.members import (
@@ -320,6 +320,9 @@ def test_rewards_and_accuracies_decide_before_losses(tmp_path: Path) -> None:
     assert best_row([validated, wins]) is validated, "held-out prompts say more"
     preferred = row("d", 0.7, evaluation_loss=0.7, validation_accuracy=0.9)
     assert best_row([row("e", 0.1, evaluation_loss=0.1, validation_accuracy=0.8), preferred]) is preferred
+    solves = row("f", 0.9, evaluation_loss=0.9, suite_accuracy=0.5)
+    assert best_row([row("g", 0.1, evaluation_loss=0.1, suite_accuracy=0.4), solves]) is solves
+    assert metric_of([solves]).text(solves) == "0.50"
 
     run = RunDirectory.create(tmp_path, "rewards")
     members = {"low": [0.1, 0.2], "high": [0.1, 0.6]}

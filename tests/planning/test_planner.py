@@ -148,6 +148,25 @@ def test_evaluation_is_part_of_the_run_and_not_of_the_step() -> None:
     assert longer == pytest.approx(with_it.evaluate_seconds / without.step_seconds, rel=0.05)
 
 
+def test_a_suite_is_part_of_the_run_too_and_the_plan_says_what_it_assumes() -> None:
+    def planned(suite: str) -> Plan:
+        return single_h200(f"evaluate: {{every_steps: 100, sequences: 300, suite: arithmetic{suite}}}")
+
+    validated, small, large = (
+        single_h200("evaluate: {every_steps: 100, sequences: 300}"),
+        planned(""),
+        planned(", samples: 64"),
+    )
+    assert large.step_seconds == validated.step_seconds
+    assert validated.evaluate_seconds < small.evaluate_seconds < large.evaluate_seconds
+    longer = large.run_seconds / validated.run_seconds - 1.0
+    before = validated.step_seconds + validated.evaluate_seconds
+    more = (large.evaluate_seconds - validated.evaluate_seconds) / before
+    assert longer == pytest.approx(more, rel=0.05)
+    (note,) = [warning for warning in large.warnings if "suite" in warning]
+    assert "every 100 steps: 500 problems with 64 answers of" in note
+
+
 def test_a_tier_may_count_steps() -> None:
     counted = single_h200("seed: 1", "{tiers: [{to: shared, every_steps: 1000}, {to: object}]}")
     cadence = {tier.tier: tier.every_seconds for tier in counted.storage.tiers}

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from craton.job.sections.serve import DEFAULT_LENGTH, NOT_OF_A_SERVER, Serve
     from craton.job.sections.sweep import SweepEntry, SweepSection
     from craton.job.sections.train import (
-        Evaluate,
         FaultPolicy,
         Float8Recipe,
         LearningRateSchedule,

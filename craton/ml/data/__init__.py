@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from craton.ml.data.preparing import (
         check_other_model,
         has_data,
-        model_tokenizer,
         open_pairs,
         open_prompts,
         open_source,

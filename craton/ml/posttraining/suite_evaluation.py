@@ -43,6 +43,7 @@ from craton.ml.posttraining.verdicts import gather_objects, open_pool
 from craton.ml.serving import EngineSettings
 from craton.ml.serving.clients import Answer, EngineTexts, InferenceRequest, RequestRefusedError
 from craton.ml.serving.device import stop_tokens_of
+from craton.ml.serving.strategies import completion_length
 from craton.ml.training import Recipe, TrainingInputs, TrainingSetup
 from craton.ml.verifiers import VerifierSample
 from craton.telemetry import read_json
@@ -239,7 +240,7 @@ class TrainedSuite:
                 continue
             verdicts = wait_for(futures[index], check)
             yield tuple(
-                judge_sample(setting, verdict, answer.text, answer.num_tokens, str(answer.finish or ""))
+                judge_sample(setting, verdict, answer.text, completion_length(answer), str(answer.finish or ""))
                 for verdict, answer in zip(verdicts, answers[index], strict=True)
             )
 

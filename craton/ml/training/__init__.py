@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from craton.ml.training.optimizer import AdamW, Schedule
     from craton.ml.training.orders import Order
     from craton.ml.training.parts import (
+        AttachedSuite,
         Evaluation,
         Parts,
         Recipe,
         StepLoader,
-        SuiteEvaluation,
         TrainingInputs,
         TrainingSetup,
     )

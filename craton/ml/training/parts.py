@@ -57,7 +57,7 @@ class StepLoader(Protocol):
 Evaluation = Callable[[Pipeline | None], dict[str, float]]  # called by all ranks, which get the same numbers
 
 
-class SuiteEvaluation(Protocol):
+class AttachedSuite(Protocol):
     """Evaluates a suite between two steps. All ranks call its methods together, and get the same numbers."""
 
     def find(self, step: int) -> dict[str, float]:
@@ -90,7 +90,7 @@ class TrainingInputs:
 
     open_loader: Callable[[int], StepLoader]  # from a global sample index on
     evaluate: Evaluation | None  # None: the job does not ask for it
-    suite: SuiteEvaluation | None = None  # likewise
+    suite: AttachedSuite | None = None  # likewise
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class Parts:
     recorder: Recorder
     clock: LedgerClock
     meter: Meter
-    suite: SuiteEvaluation | None = None
+    suite: AttachedSuite | None = None
     shares_gpu: bool = False  # with other ranks
     directory: RunDirectory | None = None  # has the metrics of earlier generations
     missing_weights: str = ""  # why the model does not have the weights it starts from; a checkpoint has them

@@ -170,12 +170,11 @@ def check_data(job: Job) -> None:
 
 def check_problems(job: Job) -> None:
     """Refuse a suite whose rows lack what its template and verifiers read."""
-    for location, section in job.suite_keys.items():
+    for location, use in job.suites.items():
         from craton.ml.evaluation import EvaluationError, open_problems
 
         try:
-            assert section.suite is not None
-            open_problems(load_suite(section.suite), section.problems)
+            open_problems(load_suite(use.suite), use.problems)
         except EvaluationError as error:
             raise StartError(f"{job.where(*location)}{'.'.join(location)}: {error}") from None
 

@@ -236,7 +236,7 @@ def rank_command(job: Job, run: Path, python: str = sys.executable) -> list[str]
 
 def rank_module(job: Job) -> str:
     """Return the module of a rank. A training that evaluates a suite generates answers, as post-training does."""
-    has_suite = job.train is not None and bool(job.suite_keys)
+    has_suite = job.train is not None and bool(job.suites)
     return POSTTRAINING if has_suite else RANK_MODULES.get(job.kind, TRAINING)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from craton.infrastructure import Instance, resolve_cluster
-from craton.job import TRAINING_KINDS, Job
+from craton.job import TRAINING_KINDS, Job, files_of_suites
 from craton.job.cluster import SchedulerSettings, StorageNumbers
 from craton.job.sections import RecoverSection, place_of
 from craton.orchestration.draft import JOB_FOLDER, Draft
@@ -268,6 +268,13 @@ def directory_of(job: Job, run: Path, mounts: tuple[PodMount, ...], num_pods: in
 def check_visible(job: Job, mounts: tuple[PodMount, ...]) -> None:
     """Refuse files of this machine that no pod sees, and so no rank could read."""
     mounted = [mount.path for mount in mounts]
+    for location, path in files_of_suites(job):
+        if not any(_is_inside(path, place) for place in mounted):
+            places = f"below {' or '.join(mounted)}" if mounted else "on storage that the cluster file mounts"
+            raise StartError(
+                f"{job.where(*location)}{'.'.join(location)}: {path} is not visible in the pods; keep suites and their "
+                f"problems {places}, or use a built-in suite"
+            )
     for path in _paths(job):
         if not any(_is_inside(path, place) for place in mounted):
             places = (
@@ -455,6 +462,7 @@ def _paths(job: Job) -> list[str]:
         storage = job.cluster.file.storage if job.cluster.file else None
         located = [place_of(tier, storage, Path(SCRATCH, job.name)) for tier in job.checkpoint.tiers]
         written += [item.place for item in located if not item.is_inside_run and not item.is_node_local]
+    written += [path for _, path in files_of_suites(job)]
     return [path for path in written if path.startswith("/")]
 
 

@@ -1,9 +1,9 @@
 """The result of a sweep, from the directories of its members: a row for each, its curve, and the best one.
 
-Pure functions over run directories, at any moment of a sweep. The first of METRICS that any member has decides: for
-reinforcement learning a reward, for preferences the accuracy on validation data, else a loss. Only members that are
-done compete, so that one that was stopped early cannot win; a number that is not finite never wins, and of equal ones
-the first wins.
+Pure functions over run directories, at any moment of a sweep. The first of METRICS that any member has decides: the
+accuracy on a suite, for reinforcement learning a reward, for preferences the accuracy on validation data, else a loss.
+Only members that are done compete, so that one that was stopped early cannot win; a number that is not finite never
+wins, and of equal ones the first wins.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ class SweepMetric:
 
 
 METRICS = (
+    SweepMetric("suite_accuracy", "SUITE ACC", "suite accuracy", is_better_if_higher=True),
     SweepMetric("validation_reward", "EVAL REWARD", "validation reward", is_better_if_higher=True),
     SweepMetric("reward", "REWARD", "reward", is_better_if_higher=True),
     SweepMetric("validation_accuracy", "EVAL ACC", "validation accuracy", is_better_if_higher=True),
@@ -64,6 +65,7 @@ METRICS = (
 )
 _MEANS = {"loss": "run_loss", "reward": "run_reward"}  # field of a row → metric, of whose last steps it is the mean
 _NEWEST = {  # field of a row → metric, whose last value it is
+    "suite_accuracy": "run_evaluation_accuracy",
     "evaluation_loss": "run_evaluation_loss",
     "validation_reward": "run_validation_reward",
     "validation_accuracy": "run_validation_reward_accuracy",
@@ -88,6 +90,7 @@ class SweepRow:
     reward: float | None = None  # mean of its last rewards
     validation_reward: float | None = None  # the last one
     validation_accuracy: float | None = None  # the last one, of preferences
+    suite_accuracy: float | None = None  # the last one
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,7 @@ def mounts_of(job: Job, run: RunDirectory, launch: Launch) -> tuple[str, ...]:
 
 def _paths(job: Job, run: RunDirectory, launch: Launch) -> Iterable[str]:
     from craton.infrastructure.storage import cache_root
-    from craton.job import TRAINING_KINDS
+    from craton.job import TRAINING_KINDS, files_of_suites
     from craton.job.sections import place_of
     from craton.orchestration.draft import JOB_FOLDER
 
@@ -88,7 +88,8 @@ def _paths(job: Job, run: RunDirectory, launch: Launch) -> Iterable[str]:
     yield from (path for path in data if not is_url(path))
     if job.data.tokenizer and job.data.tokenizer.startswith("/"):
         yield job.data.tokenizer
-    if job.kind in TRAINING_KINDS or job.serve:
+    yield from (path for _, path in files_of_suites(job))
+    if job.kind in TRAINING_KINDS or job.serve or job.eval:
         if (weights := job.weights_folder) is not None:
             yield str(_whole_snapshot(weights))
         if (trained := job.trained_run) is not None:

@@ -20,6 +20,7 @@ from craton.planning.rollouts import step_extras
 from craton.planning.search import Candidate, search
 from craton.planning.setting import Setting, setting_of, tokens_of_step
 from craton.planning.step import adapter_parameters, compose, evaluation_terms
+from craton.planning.suite_evaluations import suite_plan
 
 OTHER_HARDWARE = ("p5.48xlarge", "p5en.48xlarge", "p6-b200.48xlarge", "p6-b300.48xlarge")
 DEFAULT_CHECKPOINT_SECONDS = 1800.0  # for a job that names no checkpoint tier
@@ -70,9 +71,13 @@ def evaluate_seconds(setting: Setting, candidate: Candidate, step_seconds: float
     evaluate = setting.job.train and setting.job.train.evaluate
     if not evaluate:
         return 0.0
+    suite = suite_plan(setting, candidate)
+    of_suite = suite.seconds / evaluate.every_steps if suite is not None else 0.0
+    if not setting.job.validates:
+        return of_suite
     constants = np.exp(np.array(setting.profile.log_constants))
     once = compose(evaluation_terms(candidate.terms, candidate.layout, evaluate.sequences), constants).step_seconds
-    return float(once) * step_seconds / candidate.step_seconds / evaluate.every_steps
+    return of_suite + float(once) * step_seconds / candidate.step_seconds / evaluate.every_steps
 
 
 def storage_of(setting: Setting, candidate: Candidate, step_seconds: float) -> StoragePlan:

@@ -1,0 +1,116 @@
+"""The seconds of evaluations of a suite between the steps of a training: answers of an engine on every rank, verdicts,
+and the weights for the engines.
+
+Answers are the roofline of `serving`, as rollouts are (`rollouts`). Their lengths are not known before a run: half of
+the suite's maximum is assumed, and prompts of PROMPT_TOKENS.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from craton import formatting
+from craton.job import Job, JobError
+from craton.job.sections.suites import Suite, load_suite
+from craton.planning.rates import all_gather_seconds
+from craton.planning.rollouts import verdict_seconds
+from craton.planning.search import Candidate
+from craton.planning.serving import (
+    BLOCK_BYTES,
+    Roofline,
+    ServedModel,
+    decode_overhead_seconds,
+    peaks_of,
+    serving_efficiency,
+)
+from craton.planning.setting import Setting
+from craton.planning.step import group_of
+
+PROMPT_TOKENS = 128.0  # of a problem, assumed
+ASSUMED_PROBLEMS = 500  # of a file that says nothing about it
+MAX_RUNNING = 256  # answers of a rank in a batch
+
+
+@dataclass(frozen=True)
+class SuitePlan:
+    """One evaluation."""
+
+    every_steps: int
+    problems: int
+    samples: int  # of each problem
+    answer_tokens: float
+    seconds: float
+
+    @property
+    def note(self) -> str:
+        """How it is planned."""
+        answers = formatting.counted(self.samples, "answer")
+        return (
+            f"an evaluation of the suite is planned to take {formatting.duration(self.seconds)}, every "
+            f"{formatting.counted(self.every_steps, 'step')}: {formatting.counted(self.problems, 'problem')} with "
+            f"{answers} of {self.answer_tokens:,.0f} tokens each, half of the maximum"
+        )
+
+
+def suite_plan(setting: Setting, candidate: Candidate) -> SuitePlan | None:
+    """Return the plan of one evaluation; None without a suite, or if this machine cannot read it."""
+    job = setting.job
+    wanted = job.train.evaluate if job.train else None
+    suite = _suite_of(job)
+    if wanted is None or suite is None:
+        return None
+    sampling = suite.sampling
+    samples = wanted.samples or sampling.samples
+    problems = min(filter(None, (suite.data.problems, wanted.problems)), default=ASSUMED_PROBLEMS)
+    tokens = sampling.max_tokens / 2
+    seconds = (
+        _answer_seconds(setting, -(-problems // setting.world), samples, sampling.max_tokens)
+        + _verdict_seconds(setting, suite, problems * samples)
+        + _gather_seconds(setting, candidate)
+    )
+    return SuitePlan(wanted.every_steps, problems, samples, tokens, seconds)
+
+
+def _suite_of(job: Job) -> Suite | None:
+    wanted = job.train.evaluate if job.train else None
+    if wanted is None or wanted.suite is None:
+        return None
+    try:
+        return load_suite(wanted.suite)
+    except JobError:  # it is on the machines of the ranks
+        return None
+
+
+def _model(setting: Setting) -> ServedModel:
+    precision = setting.job.precision if setting.job.precision in BLOCK_BYTES else "bf16"
+    known = setting.machine.rates.matrix_flops
+    return ServedModel(setting.shape, precision if precision in known else "fp32")
+
+
+def _answer_seconds(setting: Setting, problems: int, samples: int, max_tokens: int) -> float:
+    """Return the seconds of prefill, once for each problem, and of decode on the rank with most problems."""
+    machine, model = setting.machine, _model(setting)
+    roofline, efficiency = Roofline(model, peaks_of(machine.gpu, model.precision)), serving_efficiency(machine)
+    answers = problems * samples
+    prefill = roofline.prefill_seconds(max(1, round(problems * PROMPT_TOKENS)), PROMPT_TOKENS) / efficiency
+    tokens, running = answers * max_tokens / 2, min(answers, MAX_RUNNING)
+    steps = max(float(max_tokens), tokens / running + max_tokens / 2)
+    decode = roofline.decode_seconds(max(1, round(tokens / steps)), PROMPT_TOKENS + max_tokens / 4) / efficiency
+    slowdown = machine.gpu.cpu.serial_slowdown if machine.gpu.cpu is not None else 1.0
+    return slowdown * (prefill + steps * (decode + decode_overhead_seconds(machine, setting.shape)))
+
+
+def _verdict_seconds(setting: Setting, suite: Suite, answers: int) -> float:
+    """Return the seconds of all verdicts, shared by the workers of all nodes."""
+    cluster = setting.cluster
+    workers = cluster.num_nodes * (suite.verify.workers or max(1, cluster.instance.vcpus))
+    return answers * min(sum(map(verdict_seconds, suite.reward)), suite.verify.limit) / workers
+
+
+def _gather_seconds(setting: Setting, candidate: Candidate) -> float:
+    """Return the seconds until every rank has the whole weights."""
+    layout, network = candidate.layout, setting.machine.network
+    shards = layout.fsdp * layout.pp * layout.tp
+    if shards == 1:
+        return 0.0
+    return all_gather_seconds(_model(setting).weight_bytes, group_of(shards, layout.cp, network), network)
