@@ -41,9 +41,7 @@ def test_a_language_model_gives_no_rewards(tmp_path: Path) -> None:
     language = model_folder(tmp_path / "language", "Qwen3ForCausalLM")
     rest = f"reward: [{{model: {language}}}]\n"
     job = parse_job(job_text(byte_tokenizer(tmp_path / "bytes"), reward="", rest=rest))
-    with pytest.raises(
-        VerifierError, match=r"reward\[0\]\.model: .*language is a language model without a scalar head"
-    ):
+    with pytest.raises(VerifierError, match=r"reward\[0\]\.model: .*language is a language model without a scalar"):
         check_rollout_job(job, FOLDER)
     (language / "config.json").write_text(json.dumps({**SHAPE, "architectures": ["Qwen3ForSequenceClassification"]}))
     check_rollout_job(job, FOLDER)
