@@ -261,13 +261,13 @@ def _results(view: View, width: int) -> list[Text]:
     """Return what post-training improves as a curve, and the numbers to judge it by."""
     from rich.text import Text
 
-    from craton.telemetry import result_details, result_words
+    from craton.telemetry import result_details, result_scores
 
-    words = result_words(view.summary.results)
+    scores = result_scores(view.summary.results)
     lines = []
-    if words:
-        title, _, end = words[0].partition(" ")
-        more = "".join(f"  {word}" for word in words[1:])
+    if scores:
+        title, end = scores[0]
+        more = "".join(f"  {name} {text}" for name, text in scores[1:])
         curve = terminal_marks.sparkline(view.scores, width - len(title) - len(end) - len(more) - 3)
         lines.append(Text.assemble((f"{title} ", "bold"), (curve, "green"), "  ", (end, "bold green"), (more, "dim")))
     details = " · ".join(f"{title} {text}" for title, text in result_details(view.summary.results))

@@ -18,7 +18,9 @@ LOOKS: dict[str, Chart] = {
     "third": {"color": "phase-optimizer"},
     "labels": {},
     "validation": {"color": "warm", "points": True},
+    "interval": {"color": "muted", "points": True},
 }
+SUITE = "run_evaluation_accuracy"
 LABEL_COLORS = ("accent", "warm", *(f"phase-{name}" for name in ("optimizer", "checkpoint", "reward", "data")))
 # Of post-training: name → title, unit, and for each line its name, its metric and how it looks; with look `labels`, a
 # line for each label of the metric.
@@ -119,6 +121,12 @@ def training_charts(curves: Curves, plan: Mapping[str, Any]) -> dict[str, Chart]
     band = [low, high] if low and high else None
     add("step", series("measured", "run_step_seconds"), plan=middle, band=band, unit="seconds")
     add("gradient", series("gradient norm", "run_gradient_norm"))
+    ends = [
+        line
+        for end in ("low", "high")
+        for line in series(f"95% interval, {end}", f"{SUITE}_{end}", **LOOKS["interval"])
+    ]
+    add("suite", series("accuracy", SUITE, **LOOKS["validation"]) + ends, unit="share", low=0)
     for chart, (_, unit, lines) in RESULT_CHARTS.items():
         drawn = [line for name, key, look in lines for line in series(name, f"run_{key}", **LOOKS[look])]
         drawn += [line for _, key, look in lines if look == "labels" for line in by_label(f"run_{key}")]
@@ -128,6 +136,17 @@ def training_charts(curves: Curves, plan: Mapping[str, Any]) -> dict[str, Chart]
         line = {"name": name, "values": values, "color": "accent"}
         charts[f"{OWN}{name}"] = {"x": steps, "series": [line], "unit": "", "title": name}
     return with_newest(charts)
+
+
+def suite_rows(curves: Curves) -> list[dict[str, Any]]:
+    """Return a row of numbers for each evaluation of a suite in a training, the newest first."""
+    names = ("accuracy", "accuracy_low", "accuracy_high", "problems", "tokens", "seconds", "failure_share")
+    columns = {name: curves.values.get(f"run_evaluation_{name}", [None] * len(curves.steps)) for name in names}
+    rows = [
+        {"step": step, **{name: column[index] for name, column in columns.items()}}
+        for index, step in enumerate(curves.steps)
+    ]
+    return [row for row in reversed(rows) if row["accuracy"] is not None and row["problems"] is not None]
 
 
 def with_newest(charts: dict[str, Chart]) -> dict[str, Chart]:

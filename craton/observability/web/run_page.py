@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from craton.observability.web.charts import serving_charts, training_charts
+from craton.observability.web.charts import serving_charts, suite_rows, training_charts
 from craton.observability.web.heatmap import heat_map
 from craton.observability.web.readers import (
     BAD,
@@ -77,6 +77,7 @@ from craton.telemetry.rank import LEDGER_KINDS, read_samples, spread
 QUICK_SECONDS, SLOW_SECONDS = 1.0, 2.0
 GPU_SECONDS = 10.0
 SHOWN_NODES = 12  # in the table of nodes with problems
+SHOWN_EVALUATIONS = 20  # of a suite, the newest
 SHOWN_SAMPLES, MAX_SAMPLE_FILES = 12, 8
 
 
@@ -203,6 +204,8 @@ class RunPage:
         curves = self._history.look()
         more = render("parts/own.html", num_shown=len(curves.own), num_hidden=curves.num_hidden)
         fragments = {"own": more} if curves.num_hidden else {}
+        if rows := suite_rows(curves)[:SHOWN_EVALUATIONS]:
+            fragments["evaluations"] = render("parts/evaluations.html", rows=rows)
         return Shown(fragments, training_charts(curves, read_json(self.run.plan_path)))
 
     def _samples(self) -> Shown:

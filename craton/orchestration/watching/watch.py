@@ -21,6 +21,7 @@ from craton.telemetry import PHASES, ROLLOUT_PHASES, RunDirectory, RunSummary, S
 from craton.telemetry.files import open_regular, paths_in, read_lines, storage_problem
 
 SCORES = ("run_reward", "run_reward_accuracy")  # what post-training improves, of kind grpo and dpo
+SUITE = "run_evaluation_accuracy"
 RECENT_LINES = 20  # a phase is the mean of this number of recent measurements
 MAX_POINTS = 4096  # of the loss curve; a longer one keeps every second point
 SHOWN_EVENTS = 6
@@ -67,6 +68,7 @@ class Follower:
         self._offsets: dict[Path, int] = {}
         self._losses: dict[int, float] = {}
         self._scores: dict[int, float] = {}
+        self._accuracies: dict[int, float] = {}
         self._evaluation_loss: float | None = None
         self._recent: deque[dict[str, Any]] = deque(maxlen=RECENT_LINES)
         self._events: deque[dict[str, Any]] = deque(maxlen=SHOWN_EVENTS)
@@ -83,7 +85,8 @@ class Follower:
         events = sorted(self._new_lines("events"), key=lambda line: float(line.get("time", 0.0)))
         self._events.extend(line for line in events if _is_news(line))
         self._has_news = self._has_news or bool(events)
-        losses, scores = ([curve[step] for step in sorted(curve)] for curve in (self._losses, self._scores))
+        curves = (self._losses, self._scores or self._accuracies)
+        losses, scores = ([curve[step] for step in sorted(curve)] for curve in curves)
         summary = self._of_this_machine() if self._is_local else self._of_a_scheduler()
         if summary.steps is None:
             summary = replace(summary, steps=self._steps)
@@ -146,7 +149,8 @@ class Follower:
     def _take(self, line: dict[str, Any]) -> None:
         if line.get("rank", 0) != 0:
             return
-        for name, curve in (("run_loss", self._losses), *((name, self._scores) for name in SCORES)):
+        scores = ((name, self._scores) for name in SCORES)
+        for name, curve in (("run_loss", self._losses), *scores, (SUITE, self._accuracies)):
             if isinstance(value := line.get(name), int | float):
                 curve[int(line.get("step", 0))] = float(value)
                 if len(curve) > MAX_POINTS:

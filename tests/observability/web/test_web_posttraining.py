@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -65,6 +66,27 @@ def test_the_page_shows_each_term_of_the_reward(serve: Callable[..., PageServer]
     html = page_of(serve, "math")
     assert "Reward by term" in html
     assert "0.50 (12% failed)" in html
+
+
+def test_a_training_shows_the_evaluations_of_its_suite(serve: Callable[..., PageServer], tmp_path: Path) -> None:
+    run = write_run(tmp_path / "runs", "tuned", kind="sft", steps=40)
+    chart = training_charts(History(run).look(), {})["suite"]
+    assert [line["name"] for line in chart["series"]] == ["accuracy", "95% interval, low", "95% interval, high"]
+    assert sum(value is not None for value in chart["series"][0]["values"]) == 2
+    table = page_of(serve, "tuned").partition("Evaluations of the suite")[2].partition("</table>")[0]
+    rows = [re.sub(r"<[^>]+>", " ", row).split() for row in table.split("<tr>")[2:]]
+    assert [row[0] for row in rows] == ["40", "20"], "the newest first"
+    assert rows[1] == ["20", "37%", "32%", "to", "42%", "200", "51.2k", "12.0", "s", "1%"]
+    write_run(tmp_path / "runs", "plain", steps=40)
+    assert '<section data-optional hidden aria-labelledby="h-suite">' in page_of(serve, "plain")
+
+
+def test_top_shows_the_accuracy_on_a_suite_with_its_interval(tmp_path: Path) -> None:
+    run = write_run(tmp_path, "tuned", kind="sft", steps=40)
+    console = Console(width=200, record=True)
+    look = TopView(run, examine=lambda run, prometheus: None).look()  # type: ignore[arg-type, return-value]
+    console.print(frame(look, 160, rows=None, has_color=False))
+    assert "suite accuracy 0.47 (0.42 to 0.52)" in console.export_text()
 
 
 def test_samples_that_anyone_may_have_written_do_not_break_the_page(

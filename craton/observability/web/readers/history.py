@@ -27,7 +27,7 @@ MAX_COUNTED_METRICS = 1000  # a job with a new name at every step must not fill 
 MAX_NAME_CHARACTERS = 100
 RESULTS = tuple(name for name, metric in METRICS.items() if metric.group and name.startswith("run_"))
 CURVES = ("run_loss", "run_evaluation_loss", "run_tokens_per_second", "run_step_seconds", "run_gradient_norm", *RESULTS)
-RARE = ("run_evaluation_loss", *(name for name in RESULTS if name.startswith("run_validation_")))
+RARE = ("run_evaluation_loss", *(name for name in RESULTS if name.startswith(("run_validation_", "run_evaluation_"))))
 STAMP = ("time", "step", "generation", "node", "rank")  # keys of every line
 _RANK_MARKS = ('"rank":{}}}', '"rank":{},', '"rank": {}}}', '"rank": {},')
 
