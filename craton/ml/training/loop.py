@@ -138,10 +138,9 @@ class Trainer:
         self.saves.complete_records(counters)
         self._first_step = self.step + 1
         self.saves.reserve(self.step)
-        self._complete_evaluation()
+        stopping = self._complete_evaluation()
         gc.collect()
         gc.disable()
-        stopping = False
         self.timer.begin()
         while self.step < self.last_step and not stopping:
             stopping = self._train_step()
@@ -193,8 +192,7 @@ class Trainer:
         _, stops, leaves, recorded = agreed.read()
         self.check()
         self.records.written(int(recorded))
-        self._leaves = bool(leaves) and not stops
-        return bool(stops or leaves)
+        return self._ends_here() if self._lacks_evaluation else self._heed(stops, leaves)
 
     def _train_update(self, rate: float) -> tuple[list[Batch], HostCopy, Tensor, list[str]]:
         """Run one optimizer update, of which a step usually has one; return its batches, what ranks agreed on, and its
@@ -496,25 +494,41 @@ class Trainer:
         self.timer.begin()
 
     def _evaluate_suite(self) -> dict[str, float]:
-        """Return the metrics of the suite; empty without one, or if a rank was asked to stop or to leave."""
+        """Return the metrics of the suite; empty without one, or if a rank was asked to stop or to leave. After the
+        last step there is no next generation to leave for."""
         suite = self.parts.suite
         if suite is None:
             return {}
-        found = suite.evaluate(self.step, self.check, lambda: self._stop_asked or self._leaving)
+        is_last = self.step == self.last_step
+        found = suite.evaluate(self.step, self.check, lambda: self._stop_asked or (self._leaving and not is_last))
         self._lacks_evaluation = not found
         return found
 
-    def _complete_evaluation(self) -> None:
-        """Evaluate the suite with the restored weights if that was due, and a stop or a failure came first."""
+    def _complete_evaluation(self) -> bool:
+        """Evaluate the suite with the restored weights if that was due, and a stop or a failure came first. Return True
+        if a rank was asked to stop again."""
         suite = self.parts.suite
         if suite is None or self.step == 0 or not self._is_evaluation_due:
-            return
+            return False
         self._doing = "evaluation"
         with self.parts.clock.kind("evaluate"):
             found = suite.find(self.step) or self._evaluate_suite()
         self.check()
         if found:
             self.parts.meter.late_evaluation(self.step, found)
+        return self._lacks_evaluation and self._ends_here()
+
+    def _ends_here(self) -> bool:
+        """Return True after agreeing why an evaluation of the suite was left: the state of its step is kept, so that it
+        is completed first when training resumes."""
+        asked = (float(self._stop_asked), float(self._leaving))
+        numbers = self.parts.ranks.sum(torch.tensor(asked, dtype=torch.float64, device=self.parts.ranks.device))
+        return self._heed(*numbers.tolist())
+
+    def _heed(self, stops: float, leaves: float) -> bool:
+        """Return whether any rank was asked to stop or to leave; a stop comes first."""
+        self._leaves = bool(leaves) and not stops
+        return bool(stops or leaves)
 
     def _kind_of_step(self) -> str:
         if self.step == self._first_step:

@@ -156,7 +156,8 @@ def test_validation_data_and_a_suite_are_evaluated_together(tmp_path: Path, fold
     assert list(metrics_of(run, "run_evaluation_loss")) == list(metrics_of(run, ACCURACY)) == [2, 4]
 
 
-def test_a_stop_in_the_last_evaluation_is_made_up_for_at_the_resume(tmp_path: Path, folder: Path) -> None:
+@pytest.mark.parametrize("stopped_at", [2, 4])
+def test_a_stop_in_an_evaluation_is_made_up_for_at_the_resume(tmp_path: Path, folder: Path, stopped_at: int) -> None:
     calm, stopped = (prepared(tmp_path, name, text_of(folder)) for name in ("calm", "stopped"))
     train(calm.path, 0, 1)
     place, recorder = RankIdentity(0, 1, 0, FOLDER), Recorder("node-0", 0, 0, stopped)
@@ -169,14 +170,16 @@ def test_a_stop_in_the_last_evaluation_is_made_up_for_at_the_resume(tmp_path: Pa
 
         def evaluate(self, step: int, check: Any, is_leaving: Any) -> dict[str, float]:
             def stop() -> None:
-                if step == 4:
+                if step == stopped_at:
                     trainer.stop()
 
             return suite.evaluate(step, stop, is_leaving)
 
     trainer.parts.suite = Interrupted()
-    assert trainer.fit() == "stopped", "although its last step is done"
-    assert list(metrics_of(stopped, ACCURACY)) == [2]
+    assert trainer.fit() == "stopped", "also if its last step is done"
+    assert trainer.step == stopped_at, "so that these weights are evaluated"
+    assert list(metrics_of(stopped, ACCURACY)) == [step for step in (2, 4) if step < stopped_at]
+    (stopped.path / "STOP").unlink(missing_ok=True)
     assert train(stopped.path, 0, 1) == "done"
     assert metrics_of(stopped, ACCURACY) == metrics_of(calm, ACCURACY)
     assert metrics_of(stopped, "run_loss") == metrics_of(calm, "run_loss")
