@@ -311,7 +311,7 @@ def _plan(
         warnings=[
             *_warnings(setting, candidate),
             *extras.warnings,
-            *([suite.note] if suite is not None else []),
+            *(suite.notes if suite is not None else []),
             *_better_layout(candidate, layouts),
             *storage.warnings,
             *goodput.warnings,

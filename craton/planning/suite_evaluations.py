@@ -7,7 +7,11 @@ the suite's maximum is assumed, and prompts of PROMPT_TOKENS.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import islice
+from pathlib import Path
 
 from craton import formatting
 from craton.job import Job, JobError
@@ -28,6 +32,7 @@ from craton.planning.step import group_of
 
 PROMPT_TOKENS = 128.0  # of a problem, assumed
 ASSUMED_PROBLEMS = 500  # of a file that says nothing about it
+MAX_ROWS = 1 << 20  # that are counted
 MAX_RUNNING = 256  # answers of a rank in a batch
 
 
@@ -40,16 +45,26 @@ class SuitePlan:
     samples: int  # of each problem
     answer_tokens: float
     seconds: float
+    copy_bytes: float  # of the weights, on each GPU that trains a shard of them
+    free_bytes: float  # that training leaves
 
     @property
-    def note(self) -> str:
-        """How it is planned."""
+    def notes(self) -> list[str]:
+        """How it is planned, and whether it may not fit."""
         answers = formatting.counted(self.samples, "answer")
-        return (
+        planned = (
             f"an evaluation of the suite is planned to take {formatting.duration(self.seconds)}, every "
             f"{formatting.counted(self.every_steps, 'step')}: {formatting.counted(self.problems, 'problem')} with "
             f"{answers} of {self.answer_tokens:,.0f} tokens each, half of the maximum"
         )
+        if self.copy_bytes <= max(0.0, self.free_bytes):
+            return [planned]
+        needed, free = formatting.memory(self.copy_bytes), formatting.memory(max(0.0, self.free_bytes))
+        return [
+            planned,
+            f"an evaluation of the suite needs {needed} for a whole copy of the weights, and training leaves {free}; "
+            "if it does not fit, evaluate checkpoints with `craton eval`",
+        ]
 
 
 def suite_plan(setting: Setting, candidate: Candidate) -> SuitePlan | None:
@@ -61,23 +76,55 @@ def suite_plan(setting: Setting, candidate: Candidate) -> SuitePlan | None:
         return None
     sampling = suite.sampling
     samples = wanted.samples or sampling.samples
-    problems = min(filter(None, (suite.data.problems, wanted.problems)), default=ASSUMED_PROBLEMS)
+    bounds = (suite.data.problems, wanted.problems, _num_rows(suite.data.path))
+    problems = min(filter(None, bounds), default=ASSUMED_PROBLEMS)
     tokens = sampling.max_tokens / 2
     seconds = (
         _answer_seconds(setting, -(-problems // setting.world), samples, sampling.max_tokens)
         + _verdict_seconds(setting, suite, problems * samples)
         + _gather_seconds(setting, candidate)
     )
-    return SuitePlan(wanted.every_steps, problems, samples, tokens, seconds)
+    copy = _model(setting).weight_bytes if _num_shards(candidate) > 1 else 0.0
+    free = setting.machine.gpu.memory_bytes - candidate.memory_bytes
+    return SuitePlan(wanted.every_steps, problems, samples, tokens, seconds, copy, free)
 
 
 def _suite_of(job: Job) -> Suite | None:
     wanted = job.train.evaluate if job.train else None
     if wanted is None or wanted.suite is None:
         return None
+    return _read_suite(wanted.suite, _changed(wanted.suite))
+
+
+def _changed(path: str) -> float:
+    """Return when a file was changed, which tells the cache that it is another one."""
     try:
-        return load_suite(wanted.suite)
+        return os.stat(path).st_mtime
+    except OSError:
+        return 0.0
+
+
+@lru_cache(maxsize=16)
+def _read_suite(suite: str, changed: float) -> Suite | None:
+    try:
+        return load_suite(suite)
     except JobError:  # it is on the machines of the ranks
+        return None
+
+
+def _num_rows(path: str | None) -> int | None:
+    return None if path is None else _count_rows(path, _changed(path))
+
+
+@lru_cache(maxsize=16)
+def _count_rows(path: str, changed: float) -> int | None:
+    """Return the lines of a JSONL file, at most MAX_ROWS; None if they cannot be counted."""
+    if not path.endswith(".jsonl"):
+        return None
+    try:
+        with Path(path).open("rb") as file:
+            return sum(1 for _ in islice(file, MAX_ROWS)) or None
+    except OSError:
         return None
 
 
@@ -109,8 +156,12 @@ def _verdict_seconds(setting: Setting, suite: Suite, answers: int) -> float:
 
 def _gather_seconds(setting: Setting, candidate: Candidate) -> float:
     """Return the seconds until every rank has the whole weights."""
-    layout, network = candidate.layout, setting.machine.network
-    shards = layout.fsdp * layout.pp * layout.tp
+    shards, network = _num_shards(candidate), setting.machine.network
     if shards == 1:
         return 0.0
-    return all_gather_seconds(_model(setting).weight_bytes, group_of(shards, layout.cp, network), network)
+    return all_gather_seconds(_model(setting).weight_bytes, group_of(shards, candidate.layout.cp, network), network)
+
+
+def _num_shards(candidate: Candidate) -> int:
+    layout = candidate.layout
+    return layout.fsdp * layout.pp * layout.tp

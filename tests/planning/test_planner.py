@@ -167,6 +167,26 @@ def test_a_suite_is_part_of_the_run_too_and_the_plan_says_what_it_assumes() -> N
     assert "every 100 steps: 500 problems with 64 answers of" in note
 
 
+def test_the_plan_counts_the_problems_of_a_suite_and_warns_of_its_copy_of_the_weights(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1 + 1 =", "answer": "2"}\n' * 30)
+    (tmp_path / "own.yaml").write_text(f"data: {{path: {tmp_path / 'rows.jsonl'}}}\nreward: exact\n")
+
+    def notes(model: str, cluster: str) -> list[str]:
+        job = f"""
+kind: pretrain
+model: {model}
+data: {{sequence: 4096}}
+train: {{global_batch_sequences: 64, steps: 100, evaluate: {{every_steps: 50, suite: {tmp_path / "own.yaml"}}}}}
+cluster: {cluster}
+"""
+        return [warning for warning in plan(parse_job(job), today=TODAY).warnings if "suite" in warning]
+
+    (planned,) = notes("llama-3.1-8b", "p5en.48xlarge x 4")
+    assert "30 problems with 1 answer of 256 tokens each" in planned
+    warning = notes("llama-3.1-70b", "p5.48xlarge x 16")[1]
+    assert "for a whole copy of the weights, and training leaves" in warning
+
+
 def test_a_tier_may_count_steps() -> None:
     counted = single_h200("seed: 1", "{tiers: [{to: shared, every_steps: 1000}, {to: object}]}")
     cadence = {tier.tier: tier.every_seconds for tier in counted.storage.tiers}
