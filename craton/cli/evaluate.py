@@ -40,7 +40,9 @@ def evaluate(
     strategy: Annotated[
         list[str] | None,
         typer.Option(
-            help="Also evaluate a strategy, e.g. vote:16; repeatable; replaces those of the suite.", show_default=False
+            help="Also evaluate a strategy, e.g. vote:16 or '{kind: vote, answer: boxed}'; repeatable; replaces those "
+            "of the suite.",
+            show_default=False,
         ),
     ] = None,
     problems: Annotated[
@@ -108,13 +110,14 @@ def evaluate(
     from craton.cli.run import StartView
     from craton.cli.views.evaluation import print_comparison, print_evaluation, write_page
     from craton.cli.views.live import make_console
+    from craton.job.sections.strategy import read_strategy
     from craton.orchestration import StartError
 
     if detach and (against is not None or html is not None):
         raise StartError("--detach returns before there are results; omit it, or --against and --html")
     console = make_console(as_json)
     given = {
-        "strategies": strategy or None,
+        "strategies": [read_strategy(text, "--strategy") for text in strategy or ()] or None,
         "problems": problems,
         "samples": samples,
         "temperature": temperature,
@@ -147,7 +150,7 @@ def evaluate(
     result = api.evaluation_of(run)
     comparison = [] if other is None else api.comparison_of(run.directory, other.directory)
     if html is not None:
-        write_page(html, run.name, result, None if other is None else api.evaluation_of(other), comparison)
+        write_page(html, {done.name: api.evaluation_of(done) for done in (run, other) if done is not None}, comparison)
     if as_json:
         extra = {"comparison": comparison} if other is not None else {}
         print(json.dumps({"run": run.name, "path": str(run.path), **result, **extra}))

@@ -112,6 +112,7 @@ def serve(
     from craton.cli.views.live import make_console
     from craton.cli.views.progress import progress
     from craton.cli.views.server import follow_server
+    from craton.job.sections.strategy import read_strategy
 
     console = make_console(as_json)
     settings: dict[str, Any] = {
@@ -127,7 +128,7 @@ def serve(
         "speculate": _speculate(speculate, speculate_model, speculate_tokens),
         "adapters": _adapters(adapter) if adapter else None,
         "tool_parser": tool_parser,
-        "strategy": strategy,
+        "strategy": None if strategy is None else read_strategy(strategy, "--strategy"),
         "api_keys": api_keys,
         "admin": admin or admin_key is not None or None,
         "admin_key": admin_key,

@@ -14,6 +14,7 @@ import pytest
 from run_verbs import Verbs
 from waiting import wait_until
 
+from craton.cli.views.evaluation import write_page
 from craton.telemetry import RunDirectory
 from craton.telemetry.node import read_status
 
@@ -26,11 +27,15 @@ NUMBERS = ("accuracy", "low", "high", "pass_at", "majority_at", "num_scored")
 def test_an_evaluation_is_a_run_with_results(verbs: Verbs, tmp_path: Path) -> None:
     model = write_model(tmp_path / "tiny")
     suite = write_suite(tmp_path, problems=12, samples=2)
-    found = verbs.json("eval", model, suite, "--name", "first")
+    vote = "{kind: vote, n: 2, answer: text, stop: 'off'}"
+    found = verbs.json("eval", model, suite, "--name", "first", "--strategy", vote)
     run = RunDirectory(verbs.root / "first")
     assert found["strategies"] == _evaluation(run)["strategies"]
-    assert (found["strategies"][0]["num_scored"], _num_lines(run)) == (12, 12)
-    assert f"first: suite accuracy {found['strategies'][0]['accuracy']:.2f}" in verbs("ps").stdout
+    assert ([entry["words"] for entry in found["strategies"]], _num_lines(run)) == (["2 samples", "vote:2"], 24)
+    planned = verbs.json("plan", "--eval", "first", "--strategy", vote, "--tokens", "10,5")
+    votes = [row["measured"] for row in planned["rows"] if row["shape"]["kind"] == "vote" and row["n"] == 2]
+    assert found["strategies"][1]["accuracy"] in [measured["accuracy"] for measured in votes if measured]
+    assert f"first: suite accuracy {found['strategies'][1]['accuracy']:.2f}" in verbs("ps").stdout
 
 
 @pytest.mark.slow
@@ -93,6 +98,40 @@ def test_mistakes_are_one_line_before_anything_starts(
     assert message in result.stderr
     assert result.stderr.count("\n") == 1
     assert not verbs.root.exists() or not list(verbs.root.iterdir())
+
+
+def test_a_page_of_two_runs_names_each(tmp_path: Path) -> None:
+    results = {"before": _result(0.25, pass_at={"1": 0.25, "2": 0.5}), "after": _result(0.75, pass_at={"1": 0.75})}
+    sides = {"first": "after", "second": "before", "accuracies": [0.75, 0.25], "test": "mcnemar", "num_problems": 8}
+    numbers = {"difference": 0.5, "low": 0.1, "high": 0.9, "p_value": 0.01, "num_better": 4, "num_worse": 0}
+    write_page(tmp_path / "page.html", results, [{"words": "1 sample", **sides, **numbers}])
+    text = (tmp_path / "page.html").read_text(encoding="utf-8")
+    for run, accuracy in (("before", "25%"), ("after", "75%")):
+        (section,) = [part for part in text.split("<section") if f"Numbers of {run}: tiny" in part]
+        assert f"best: 1 sample, {accuracy}" in section
+    assert "1 sample: after 75% against before 25% on the same 8 problems" in text
+    assert text.count("Among k of the 1 sample of before") == 1
+    assert "Among k of the 1 sample of after" not in text
+
+
+def _result(accuracy: float, **more: object) -> dict[str, object]:
+    entry = {
+        "words": "1 sample",
+        "accuracy": accuracy,
+        "low": accuracy - 0.1,
+        "high": accuracy + 0.1,
+        "num_scored": 8,
+        "num_problems": 8,
+        "num_failures": 0,
+        "majority_at": {},
+        "completion_tokens_per_problem": 12.0,
+        "tokens_per_solved": 24.0,
+        "seconds_per_solved": 0.5,
+        "dollars_per_problem": 1e-6,
+        "dollars_per_solved": 2e-6,
+        **more,
+    }
+    return {"suite": "sums", "model": "tiny", "strategies": [entry]}
 
 
 def _num_lines(run: RunDirectory) -> int:

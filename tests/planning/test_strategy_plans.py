@@ -46,7 +46,7 @@ def write_evaluation(folder: Path, accuracies: Any = None, samples: int = 16, **
     passes = {str(size): float(found.mean()) for size, found in zip(sizes, order, strict=True)}
     passes["1"] = float(right.mean())
     plain = {
-        "strategy": {},
+        "strategy": {"kind": "sample", "temperature": 1.0},
         "settings": "a",
         "n": samples,
         "accuracy": float(right.mean()),
@@ -192,6 +192,7 @@ BAD_FILES = {
     "- 1": "holds no mapping",
     "a: [": "neither JSON nor YAML",
     "strategies: [{strategy: {kind: vote, n: 4}, n: 1, accuracy: 0.5}]": "holds no plain samples",
+    "strategies: [{accuracy: 0.5, strategy: {kind: vote, n: 4}}]": "holds no plain samples, only strategies",
     "strategies: [{accuracy: 0.5}]": "is not an evaluation.json of this version",
     "strategies: 3": "is not an evaluation.json of this version",
 }

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 Entry = Mapping[str, Any]
 _TITLES = ("SETTING", "ACCURACY", "95% INTERVAL", "SOLVED", "TOKENS/SOLVED", "TIME/SOLVED", "$/SOLVED")
 _PAGE_TITLES = (
-    "=setting", ">accuracy", ">95% interval", ">problems", ">no verdict", ">completion tokens per problem",
-    ">tokens per solved", ">time per solved", ">dollars per solved", "pass@k", "majority@k",
+    "=setting", ">accuracy", ">95% interval", ">problems", ">no verdict", ">tokens/problem", ">tokens/solved",
+    ">time/solved", ">$/solved",
 )  # fmt: skip
 
 
@@ -49,49 +49,63 @@ def print_comparison(comparison: Sequence[Entry], console: Console) -> None:
 
 
 def comparison_text(found: Entry) -> str:
-    """Return `A 61.0% against B 55.0%: +6.0 points (2.0 to 10.1), p = 0.0031 by McNemar's exact test`."""
+    """Return `vote:4: A 61.0% against B 55.0%: +6.0 points (2.0 to 10.1), p = 0.0031 by McNemar's exact test`."""
     first, second = map(formatting.percent, found["accuracies"])
     points, low, high = (f"{100 * found[key]:+.1f}" for key in ("difference", "low", "high"))
     test = "McNemar's exact test" if found["test"] == "mcnemar" else "sign flips"
     return (
-        f"{found['first']} {first} against {found['second']} {second} on the same "
+        f"{found['words']}: {found['first']} {first} against {found['second']} {second} on the same "
         f"{formatting.counted(found['num_problems'], 'problem')}: {points} points (95% interval {low} to {high}), "
         f"p = {found['p_value']:.2g} by {test}; better on {found['num_better']:,}, worse on {found['num_worse']:,}"
     )
 
 
-def write_page(
-    path: Path, name: str, result: Mapping[str, Any], other: Mapping[str, Any] | None, comparison: Sequence[Entry]
-) -> None:
-    """Write one file with plots and numbers, which loads nothing."""
+def write_page(path: Path, results: Mapping[str, Mapping[str, Any]], comparison: Sequence[Entry]) -> None:
+    """Write one file with plots and numbers, which loads nothing. `results`: of one or two runs, by their names."""
     from craton.html_report import Markup, page_html, plot_section, section, table, with_code
 
-    results = [result] if other is None else [result, other]
+    name, result = next(iter(results.items()))
     figures: dict[str, Figure] = {}
     body = f"<h1>{escape(result['model'])} on {escape(result['suite'])}</h1>"
-    best = max(result["strategies"], key=lambda entry: entry["accuracy"] or 0.0)
-    finding = f"best: {best['words']}, {formatting.percent(best['accuracy'])}"
-    for key, title, axis in (
-        ("completion_tokens_per_problem", "Accuracy against tokens", "completion tokens per problem"),
-        ("dollars_per_problem", "Accuracy against dollars", "dollars per problem"),
+    for key, scale, title, axis in (
+        ("completion_tokens_per_problem", 1, "Accuracy against tokens", "completion tokens per problem"),
+        ("dollars_per_problem", 1000, "Accuracy against dollars", "dollars per 1,000 problems"),
     ):
-        if any(entry.get(key) for one in results for entry in one["strategies"]):
-            figures[key] = _figure(results, key, axis)
-            body += plot_section(title, finding, key)
+        if any(entry.get(key) for one in results.values() for entry in one["strategies"]):
+            figures[key] = _figure(results, key, scale, axis)
+            body += plot_section(title, _finding(result), key)
     for found in comparison:
         body += section("Comparison", comparison_text(found), "")
-    for one in results:
+    for run, one in results.items():
         rows = [("", _page_cells(entry)) for entry in one["strategies"]]
-        body += section(f"Numbers of {one['model']}", finding, table(_PAGE_TITLES, rows, wide=True))
+        body += section(f"Numbers of {run}: {one['model']}", _finding(one), table(_PAGE_TITLES, rows, wide=True))
+        for entry in one["strategies"]:
+            if len(entry["pass_at"]) > 1:
+                title = f"Among k of the {entry['words']} of {run}"
+                finding = "pass@k: one is right; majority@k: the most frequent answer is"
+                body += section(title, finding, table(("k", ">pass@k", ">majority@k"), _at_rows(entry)))
     footer = with_code(f"The same numbers as JSON: `evaluation.json` of the run `{name}`.")
     path.write_text(page_html(f"{name}: evaluation", Markup(body), figures, footer, ""), encoding="utf-8")
 
 
-def _figure(results: Sequence[Mapping[str, Any]], key: str, axis: str) -> Figure:
+def _finding(result: Mapping[str, Any]) -> str:
+    best = max(result["strategies"], key=lambda entry: entry["accuracy"] or 0.0)
+    return f"best: {best['words']}, {formatting.percent(best['accuracy'])}"
+
+
+def _at_rows(entry: Entry) -> list[tuple[str, tuple[str, str, str]]]:
+    votes = entry["majority_at"]
+    return [
+        ("", (k, formatting.percent(share), formatting.percent(votes[k]) if k in votes else "–"))
+        for k, share in entry["pass_at"].items()
+    ]
+
+
+def _figure(results: Mapping[str, Mapping[str, Any]], key: str, scale: float, axis: str) -> Figure:
     from craton.html_report import axis_name, axis_title, plain_layout
 
     data = []
-    for result, color in zip(results, ("@accent", "@muted"), strict=False):
+    for (run, result), color in zip(results.items(), ("@accent", "@muted"), strict=False):
         entries = sorted((entry for entry in result["strategies"] if entry.get(key)), key=lambda entry: entry[key])
         shares = [entry["accuracy"] for entry in entries]
         spread = {
@@ -105,8 +119,8 @@ def _figure(results: Sequence[Mapping[str, Any]], key: str, axis: str) -> Figure
             {
                 "type": "scatter",
                 "mode": "markers+text",
-                "name": escape(result["model"]),
-                "x": [entry[key] for entry in entries],
+                "name": escape(run),
+                "x": [scale * entry[key] for entry in entries],
                 "y": shares,
                 "text": [escape(entry["words"]) for entry in entries],
                 "textposition": "top center",
@@ -144,8 +158,6 @@ def _page_cells(entry: Entry) -> tuple[str, ...]:
         formatting.amount(entry["tokens_per_solved"]),
         formatting.duration(entry["seconds_per_solved"]),
         formatting.small_dollars(entry["dollars_per_solved"]),
-        _at(entry["pass_at"]) if len(entry["pass_at"]) > 1 else "–",
-        _at(entry["majority_at"]) or "–",
     )
 
 

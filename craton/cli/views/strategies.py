@@ -25,6 +25,7 @@ def plan_test_time(
     from rich.console import Console
 
     from craton.cli.views.progress import progress
+    from craton.job.sections.strategy import read_strategy
     from craton.planning import PlanError
     from craton.planning.report import render_strategies, strategies_html, strategies_to_json
     from craton.planning.strategies import parse_accuracy, parse_budget, plan_strategies, shape_of
@@ -36,7 +37,7 @@ def plan_test_time(
     record = parse_accuracy(accuracy) if accuracy else _record(evaluation)
     lengths = _lengths(tokens)
     limit = parse_budget(budget) if budget else None
-    shapes = [shape_of(_strategy(text), "--strategy") for text in strategies]
+    shapes = [shape_of(read_strategy(text, "--strategy"), "--strategy") for text in strategies]
     prices = _prices(job, price, record)
     with progress("strategies"):
         plan = plan_strategies(record, prices, limit, shapes, lengths)
@@ -63,16 +64,6 @@ def _record(name: str) -> SampleRecord:
         except RunError:
             path = Path(name)
     return read_record(path)
-
-
-def _strategy(text: str) -> object:
-    """Return `vote:16` as it is, and `{kind: vote, n: 16, stop: off}` as a mapping."""
-    import yaml
-
-    try:
-        return yaml.safe_load(text) if text.lstrip().startswith("{") else text
-    except yaml.YAMLError:
-        return text
 
 
 def _lengths(text: str) -> SampleLengths | None:

@@ -15,10 +15,10 @@ from craton import formatting
 from craton.cli.views.progress import progress
 from craton.errors import CratonError
 from craton.extras import require_extra
-from craton.job.document import Section, parse_document, parse_seconds, parse_section, read_document
+from craton.job.document import Section, parse_seconds, parse_section, read_document
 from craton.job.model import chat_folder, check_reward_model
 from craton.job.sections.posttraining import VERIFIERS, RewardTerm, VerifySection
-from craton.job.sections.strategy import LOGPROBS, Strategy, check_score, parse_strategy
+from craton.job.sections.strategy import LOGPROBS, Strategy, check_score, parse_strategy, read_strategy
 from craton.ml.serving import Sampling
 from craton.ml.serving.clients import (
     AnswerTimeoutError,
@@ -196,10 +196,7 @@ def _request(asked: ThinkRequest) -> InferenceRequest:
 
 def _strategy(asked: ThinkRequest, terms: VerifierFile) -> Strategy:
     """Return the strategy. A score that it does not name is that of the only verifier."""
-    text: object = asked.strategy
-    if asked.strategy.lstrip().startswith("{"):
-        text = parse_document(f"strategy: {asked.strategy}", name="--strategy").data["strategy"]
-    strategy = parse_strategy(text, "--strategy")
+    strategy = parse_strategy(read_strategy(asked.strategy, "--strategy"), "--strategy")
     if (
         len(terms.verifiers) == 1
         and "score" in type(strategy).model_fields

@@ -113,7 +113,10 @@ def compare_runs(first: RunDirectory, second: RunDirectory) -> list[dict[str, An
     for entry in ours[1:]:
         same = [other for other in theirs[1:] if _key(other) == _key(entry)]
         pairs += [(entry, same[0])] if same else []
-    return [{"strategy": entry["strategy"], **_compared(first, entry, second, other)} for entry, other in pairs]
+    return [
+        {"strategy": entry["strategy"], "words": entry["words"], **_compared(first, entry, second, other)}
+        for entry, other in pairs
+    ]
 
 
 def write_evaluation(path: Path, document: Mapping[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """Read what is known of a model's samples: RUN/evaluation.json of `craton eval`, or accuracies that a user writes.
 
-An entry without a strategy is a set of plain samples; all others are measurements that predictions are shown beside.
+An entry of kind `sample` has plain samples; all others are measurements that predictions are shown beside.
 Guarantees: PlanError in one line for a file that cannot be read, or holds no plain samples.
 """
 
@@ -25,6 +25,7 @@ from craton.planning.strategies.usage import SampleLengths, StrategyShape
 
 EVALUATION = "evaluation.json"
 PROBLEMS = "problems.jsonl"
+PLAIN = "sample"  # the kind of an entry without a strategy
 DEFAULT_PROBLEMS = 500  # where accuracies are given without it
 _KEYS = ("pass_at", "majority_at", "problems", "samples", "prompt_tokens", "completion_tokens")
 
@@ -123,7 +124,7 @@ def _of_user(document: Mapping[str, Any], where: str) -> SampleRecord:
 def _of_evaluation(document: Mapping[str, Any], path: Path) -> SampleRecord:
     try:
         entries = [entry for entry in document["strategies"] if entry.get("accuracy") is not None]
-        plain = [entry for entry in entries if not entry.get("strategy")]
+        plain = [entry for entry in entries if _is_plain(entry)]
         if not plain:
             raise PlanError(
                 f"--eval {path}: holds no plain samples, only strategies; first evaluate with n: 4 and no strategy"
@@ -136,6 +137,10 @@ def _of_evaluation(document: Mapping[str, Any], path: Path) -> SampleRecord:
         raise PlanError(f"--eval {path}: is not an evaluation.json of this version; run `craton eval` again") from None
 
 
+def _is_plain(entry: Mapping[str, Any]) -> bool:
+    return bool(entry["strategy"]["kind"] == PLAIN)
+
+
 def _of_entry(document: Mapping[str, Any], entry: Mapping[str, Any], entries: list[Any], path: Path) -> SampleRecord:
     passes = _shares(entry.get("pass_at") or {1: entry["accuracy"]}, f"--eval {path}: pass_at")
     votes = _shares(entry.get("majority_at", {}), f"--eval {path}: majority_at")
@@ -146,8 +151,8 @@ def _of_entry(document: Mapping[str, Any], entry: Mapping[str, Any], entries: li
     if entry.get("completion_tokens_mean"):
         lengths = SampleLengths(float(entry.get("prompt_tokens_mean") or 0.0), float(entry["completion_tokens_mean"]))
     measured = _from_samples(passes, votes)
-    same = [other for other in entries if other.get("strategy") and other.get("checkpoint") == entry.get("checkpoint")]
-    measured += [_measured(other) for other in same]
+    step = entry.get("checkpoint")
+    measured += [_measured(other) for other in entries if not _is_plain(other) and other.get("checkpoint") == step]
     tokens = entry.get("completion_tokens_per_problem") or _product(entry.get("completion_tokens_mean"), entry["n"])
     return SampleRecord(
         known,

@@ -21,6 +21,12 @@ if TYPE_CHECKING:
         TreeStrategy,
         VoteStrategy,
     )
-    from craton.job.sections.strategy.parse import StrategyBounds, StrategySpec, check_score, parse_strategy
+    from craton.job.sections.strategy.parse import (
+        StrategyBounds,
+        StrategySpec,
+        check_score,
+        parse_strategy,
+        read_strategy,
+    )
 else:
     __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

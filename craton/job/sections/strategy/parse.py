@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, ValidationError, ValidationInfo
 
-from craton.job.document import Seconds, Section, SectionError, Size, section_problems, shown_value
+from craton.job.document import Seconds, Section, SectionError, Size, parse_document, section_problems, shown_value
 from craton.job.errors import StrategyError
 from craton.job.sections.strategy.kinds import (
     LOGPROBS,
@@ -75,6 +75,14 @@ def parse_strategy(value: object, where: str = "strategy", scores: Collection[st
         raise StrategyError(f"{where}: {error}") from None
     check_score(strategy, scores, where)
     return strategy
+
+
+def read_strategy(text: str, where: str) -> object:
+    """Return a strategy of a command line for `parse_strategy`: `vote:16`, or a mapping `{kind: vote, n: 16}`."""
+    if not text.lstrip().startswith("{"):
+        return text
+    value: object = parse_document(f"strategy: {text}", name=where).data["strategy"]
+    return value
 
 
 def check_score(strategy: Strategy, scores: Collection[str] | None, where: str = "strategy") -> None:
