@@ -115,6 +115,8 @@ def evaluate(
 
     if detach and (against is not None or html is not None):
         raise StartError("--detach returns before there are results; omit it, or --against and --html")
+    if html is not None:
+        _check_page(html)
     console = make_console(as_json)
     given = {
         "strategies": [read_strategy(text, "--strategy") for text in strategy or ()] or None,
@@ -159,6 +161,18 @@ def evaluate(
     if other is not None:
         print_comparison(comparison, console)
     console.print(f"results: {run.path}/evaluation.json and problems.jsonl", style="dim", soft_wrap=True)
+
+
+def _check_page(path: Path) -> None:
+    """Make the folder of the page before the evaluation, not after it."""
+    from craton.orchestration import StartError
+
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StartError(f"--html {path}: its folder cannot be made ({error.strerror}); give another file") from None
+    if path.is_dir():
+        raise StartError(f"--html {path} is a folder; give the name of a file")
 
 
 def _finish(run: Run, console: Console, as_json: bool) -> None:

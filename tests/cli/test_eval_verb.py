@@ -80,6 +80,8 @@ def test_an_evaluation_is_a_run_that_survives_a_kill(verbs: Verbs, tmp_path: Pat
             ("arithmetic", "--strategy", "vote:2", "--strategy", "best_of:2:math"),
             "eval.strategies[1].score: no verifier is called 'math'; allowed: logprobs, regex",
         ),
+        (("arithmetic", "--html", "/dev/null/page.html"), "--html /dev/null/page.html: its folder cannot be made"),
+        (("arithmetic", "--html", "/"), "--html / is a folder; give the name of a file"),
         (("arithmetic", "--price", "3"), "--price '3' is not IN,OUT"),
         (("arithmetic", "--price", "3,4"), "eval: price is that of an endpoint"),
         (("arithmetic", "--checkpoints", "first"), "--checkpoints 'first' is neither all nor a list of steps"),

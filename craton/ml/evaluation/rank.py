@@ -1,6 +1,7 @@
 """The process of a run of kind eval: opens suite, model and verifiers, and keeps problems.jsonl and evaluation.json.
 
-It continues from every problem that problems.jsonl has. evaluation.json is written again and again, and so is a metric
+It continues from every problem that problems.jsonl has, and asks those again that have a sample without a verdict: the
+reason may be gone. evaluation.json is written again and again, and so is a metric
 for each problem: `run_evaluation_accuracy` of the setting in work.
 """
 
@@ -124,7 +125,7 @@ class SuiteEvaluation:
                         runner = SuiteRunner(client, pool, section.concurrency, scorer, prices, self._has_seeds)
                         runner.on_result = partial(self._take, part)
                         runner.on_beat = self._clock.page.beat
-                        await runner.run(part.setting, left)
+                        await runner.run(part.setting, left, part.results)
             finally:
                 beat.cancel()
 
@@ -172,7 +173,7 @@ class SuiteEvaluation:
         for part in self._parts:
             digest = part.setting.digest
             found = [self._file.find(digest, problem.digest) for problem in self._problems]
-            part.results = [result for result in found if result is not None]
+            part.results = [result for result in found if result is not None and not result.num_failures]
 
     @property
     def _num_done(self) -> int:

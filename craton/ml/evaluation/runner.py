@@ -135,8 +135,12 @@ class SuiteRunner:
     _num_samples: int = field(default=0, init=False)
     _failures: list[str] = field(default_factory=list, init=False)
 
-    async def run(self, setting: EvaluationSetting, problems: Sequence[SuiteProblem]) -> None:
-        """Evaluate these problems. The first error that is no verdict on one of them ends it."""
+    async def run(
+        self, setting: EvaluationSetting, problems: Sequence[SuiteProblem], done: Sequence[ProblemResult] = ()
+    ) -> None:
+        """Evaluate these problems; `done`: results of others. The first error that is no verdict on one of them ends
+        it."""
+        self._num_samples = sum(len(result.samples) for result in done)
         at_once = max(1, self.concurrency // setting.num_in_flight)
         waiting = iter(problems)
 

@@ -201,8 +201,9 @@ def shape_of(value: object, where: str = "strategy") -> StrategyShape:
 
 
 def _counts(path: Path, settings: object) -> dict[tuple[int, int], int]:
-    """Return (correct, samples) → problems, of the lines with these settings; a torn last line is skipped."""
-    counts: Counter[tuple[int, int]] = Counter()
+    """Return (correct, samples) → problems, of the newest line of each problem with these settings; a torn last line is
+    skipped."""
+    newest: dict[object, tuple[int, int]] = {}
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -212,12 +213,10 @@ def _counts(path: Path, settings: object) -> dict[tuple[int, int], int]:
             result = json.loads(line)
             if settings is not None and result.get("settings") != settings:
                 continue
-            verdicts = _verdicts(result)
-        except (ValueError, AttributeError, TypeError):
+            newest[result.get("digest", result["problem"])] = _verdicts(result)
+        except (ValueError, AttributeError, TypeError, KeyError):
             continue
-        if verdicts[1]:
-            counts[verdicts] += 1
-    return dict(counts)
+    return dict(Counter(verdicts for verdicts in newest.values() if verdicts[1]))
 
 
 def _verdicts(result: Mapping[str, Any]) -> tuple[int, int]:

@@ -125,5 +125,25 @@ def test_a_verifier_that_fails_is_counted_and_not_scored(tmp_path: Path, model: 
     for row in rows:
         row["answer"] = "["
     (tmp_path / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(EvaluationError, match=r"16 of 16 samples \(100%\) got no verdict; first errors: .*regular"):
-        evaluated(tmp_path / "all", model, suite)
+    for _ in range(2):  # resumed, with the reason still there
+        with pytest.raises(EvaluationError, match=r"16 of 16 samples \(100%\) got no verdict; first errors: .*regular"):
+            evaluated(tmp_path / "all", model, suite)
+
+
+def test_what_got_no_verdict_is_asked_again_by_a_resumed_evaluation(tmp_path: Path) -> None:
+    suite = write_suite(tmp_path, problems=40, samples=1)
+    run, endpoint = tmp_path / "run", {}
+    with openai_like_server() as server:
+        asyncio.run(
+            opened(tmp_path / "trial", None, write_suite(tmp_path / "a", 1, 1), endpoint={"url": server.url}).run()
+        )
+        trials = len(server.behaviour.received)
+        server.behaviour.received.clear()
+        endpoint["url"] = server.url
+        server.behaviour.fails = {trials + number: "500" for number in range(-1, 40)}
+        with pytest.raises(EvaluationError, match=r"got no verdict; first errors: .*HTTP 500"):
+            asyncio.run(opened(run, None, suite, endpoint=endpoint).run())
+        server.behaviour.fails = {}
+        asyncio.run(opened(run, None, suite, endpoint=endpoint).run())
+    (entry,) = read_evaluation(RunDirectory(run))["strategies"]
+    assert (entry["num_failures"], entry["num_scored"], entry["accuracy"]) == (0, 40, 1.0)
