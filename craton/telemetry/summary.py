@@ -141,7 +141,8 @@ class Summarizer:
         ledger = self._ledger.totals()
         wall_seconds = sum(ledger.values())
         steps = int(plan["steps"]) if isinstance(plan.get("steps"), int | float) else recent.steps
-        measured = recent.medians()
+        is_current = isinstance(recent.generation, int) and recent.generation >= started
+        measured = recent.medians() if is_current or state != "starting" else {}
         dollars_per_day = _daily_price(launch, plan)
         if wall_seconds > 0 and dollars_per_day is not None:
             measured["cost_dollars"] = dollars_per_day / SECONDS_PER_DAY * wall_seconds

@@ -47,6 +47,14 @@ def beat(run: RunDirectory, node: str, state: Any, generation: int = 1) -> None:
     write_heartbeat(run, node, Heartbeat(generation, state, os.getpid(), 9100))
 
 
+def test_a_run_that_was_started_again_has_no_speed_yet(run: RunDirectory) -> None:
+    record(run, "x", 0, 1, run_loss=5.0, run_step_seconds=1.0, run_tokens_per_second=500.0)
+    run.launch_path.write_text(json.dumps({"nodes": ["x", "y"], "ranks_per_node": 2, "generation": 2}))
+    summary = summarize(run)
+    assert (summary.state, summary.step, summary.loss) == ("starting", 1, 5.0)
+    assert (summary.step_seconds, summary.tokens_per_second, summary.eta_seconds, summary.against_plan) == (None,) * 4
+
+
 def test_numbers_of_a_running_run(run: RunDirectory) -> None:
     beat(run, "x", "running"), beat(run, "y", "running")
     for step in range(1, 31):

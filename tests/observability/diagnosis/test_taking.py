@@ -25,6 +25,7 @@ from craton.observability.diagnosis.collect.records import read_logs, read_resta
 from craton.observability.diagnosis.collect.scheduler import node_words
 from craton.observability.diagnosis.collect.snapshot import _serving
 from craton.observability.diagnosis.snapshot import Serving, SnapshotError
+from craton.observability.diagnosis.symptoms.wrong import find_wrong
 from craton.observability.diagnosis.tables import log_patterns
 from craton.orchestration import ServerState
 from craton.telemetry import RunDirectory, RunNotFoundError
@@ -223,6 +224,27 @@ def test_rank_0_is_read_where_it_was(root: Path) -> None:
     made = {"number": 0, "nodes": ["b", "a", "c"], "ranks_per_node": 1, "store": ""}
     run.generation_path(0).write_text(json.dumps(made), encoding="utf-8")
     assert [step for step, _ in series_of(run, ["a", "b", "c"]).loss] == list(range(20))
+
+
+def test_what_a_run_did_before_it_was_started_again_is_not_its_state(root: Path) -> None:
+    """It failed at step 120 with a loss that is no number; it goes on from step 100, where the loss was fine."""
+    run = RunDirectory.create(root, "again")
+    launch = {"nodes": ["a"], "ranks_per_node": 1, "generation": 0}
+    bad = {"event": "bad_step", "step": 118, "reason": "the loss is NaN", "time": NOW - 80, "generation": 0, "rank": 0}
+    before = [step_line(step, 0, run_loss=None if step > 110 else 2.0) for step in range(1, 121)]
+    write_lines(run.metrics_path("a"), before)
+    write_lines(run.events_path("a"), [bad])
+    run.launch_path.write_text(json.dumps(launch), encoding="utf-8")
+    failed = take_snapshot(run, now=NOW)
+    assert [symptom.sign for symptom in find_wrong(failed)] == ["not_a_number"]
+    run.launch_path.write_text(json.dumps({**launch, "generation": 1}), encoding="utf-8")
+    started = take_snapshot(run, now=NOW)
+    assert (started.series.loss, started.bad_steps, find_wrong(started)) == ((), (), [])
+    after = [{**step_line(step, 0, 1), "time": NOW - 50.0 + step / 100} for step in range(101, 104)]
+    write_lines(run.metrics_path("a"), [*before, *after])
+    going_on = take_snapshot(run, now=NOW)
+    assert [step for step, _ in going_on.series.loss] == list(range(1, 104))
+    assert find_wrong(going_on) == [], "the steps that it has not reached again are not its newest ones"
 
 
 def test_what_slurm_says_of_nodes() -> None:

@@ -330,6 +330,25 @@ def test_a_run_that_hangs_is_examined_again_although_it_looks_the_same(
     verdicts.close()
 
 
+def test_the_verdict_on_a_failed_run_is_not_shown_after_it_was_started_again(tmp_path: Path) -> None:
+    goes_on = threading.Event()
+    conditions = iter(("dead", "starting"))
+
+    def examine(run: RunDirectory) -> CachedVerdict:
+        condition = next(conditions)
+        if condition == "starting":
+            assert goes_on.wait(PATIENCE_SECONDS)
+        return CachedVerdict(condition, "")
+
+    verdicts, run = Verdicts(examine), RunDirectory(tmp_path / "llama")
+    wait_until(lambda: verdicts.ask(run, "failed") is not None)
+    assert verdicts.ask(run, "starting", is_moving=True) is None
+    assert verdicts.known(run) is None
+    goes_on.set()  # it is examined at once, although the last verdict is fresh
+    wait_until(lambda: verdicts.ask(run, "starting", is_moving=True) == CachedVerdict("starting", ""))
+    verdicts.close()
+
+
 def test_every_run_gets_its_turn_and_those_being_looked_at_more_of_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

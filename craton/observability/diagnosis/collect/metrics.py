@@ -205,12 +205,17 @@ def _least_waits(lines_by_rank: Sequence[Sequence[Mapping[str, Any]]]) -> list[f
 
 def series_of(run: RunDirectory, nodes: Sequence[str]) -> Series:
     """Return the metrics of the rank that reports steps, usually rank 0, over all generations; of a repeated step, the
-    last value counts."""
+    last value counts. Nothing before the first step since the run was last started: what it did before is not its
+    state now."""
     launch = read_json(run.launch_path)
     rank = reporting_rank(launch)
     paths = [run.metrics_path(node) for node in _reporting_nodes(run, nodes, launch)]
     lines = [line for path in paths for line in _past_and_newest(path) if line.get("rank") == rank]
     lines.sort(key=lambda line: float(line.get("time") or 0.0))
+    started = launch.get("generation")
+    if isinstance(started, int) and all(_generation(line) < started for line in lines):
+        return Series()
+    lines = _without_abandoned(lines)
 
     def points(name: str) -> tuple[tuple[int, float], ...]:
         values = {int(line.get("step") or 0): value for line in lines if (value := _recorded(line, name)) is not None}
@@ -218,6 +223,23 @@ def series_of(run: RunDirectory, nodes: Sequence[str]) -> Series:
 
     results = {name.removeprefix("run_"): found for name in RESULTS if (found := points(name))}
     return Series(**{name: points(f"run_{name}") for name in SERIES}, results=results)
+
+
+def _without_abandoned(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Leave out the steps that a later generation takes again, from its first one on, also those that it has not
+    reached yet."""
+    kept: list[dict[str, Any]] = []
+    for line in lines:
+        if kept and _generation(line) > _generation(kept[-1]):
+            first = int(line.get("step") or 0)
+            kept = [before for before in kept if int(before.get("step") or 0) < first]
+        kept.append(line)
+    return kept
+
+
+def _generation(line: Mapping[str, Any]) -> int:
+    generation = line.get("generation")
+    return generation if isinstance(generation, int) else 0
 
 
 def _past_and_newest(path: Path) -> list[dict[str, Any]]:

@@ -118,6 +118,7 @@ def _taken(run: RunDirectory, prometheus: str | None, now: float | None, look_he
     has_clock = now is None and bool(known) and all(beat and beat.is_of_this_boot for beat in known.values())
     summary = settled(summarize(run, None if has_clock else moment), standing)
     events = read_events(run)
+    started = int(launch.get("generation") or 0)
     facts = _facts(run, summary, launch, plan, events, moment)
     beats = {node: known[node] if node in known else read_heartbeat(run, node) for node in facts.nodes}
     statuses = {node: read_status(run, node) for node in facts.nodes}
@@ -161,9 +162,9 @@ def _taken(run: RunDirectory, prometheus: str | None, now: float | None, look_he
         tiers=tiers_of(events, plan_checkpoint_intervals(plan)),
         series=series_of(run, facts.nodes),
         events=notable(events),
-        errors=read_errors(events, int(launch.get("generation") or 0), summary.state == "failed"),
+        errors=read_errors(events, started, summary.state == "failed"),
         training=training_facts(run),
-        bad_steps=read_bad_steps(events),
+        bad_steps=read_bad_steps(events, started),
     )
     address = prometheus or os.environ.get("CRATON_PROMETHEUS")
     if address:

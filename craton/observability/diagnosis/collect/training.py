@@ -43,9 +43,11 @@ def training_facts(run: RunDirectory) -> TrainingFacts | None:
     )
 
 
-def read_bad_steps(lines: Iterable[Mapping[str, Any]]) -> tuple[SnapshotBadStep, ...]:
-    """Return the bad steps among the events, by time: the first ones, which the ranks examined, and the newest ones."""
-    found = [_bad_step(line) for line in lines if line["event"] == "bad_step" and isinstance(line.get("step"), int)]
+def read_bad_steps(lines: Iterable[Mapping[str, Any]], first: int) -> tuple[SnapshotBadStep, ...]:
+    """Return the bad steps of the generations from `first` on, by time: the first ones, which the ranks examined, and
+    the newest ones."""
+    bad = [line for line in lines if line["event"] == "bad_step" and isinstance(line.get("step"), int)]
+    found = [step for step in map(_bad_step, bad) if step.generation is None or step.generation >= first]
     if len(found) <= MAX_BAD_STEPS:
         return tuple(found)
     return (*found[:FIRST_BAD_STEPS], *found[FIRST_BAD_STEPS - MAX_BAD_STEPS :])

@@ -526,7 +526,7 @@ class Snapshot:
     schema: int = SCHEMA
     errors: tuple[RankError, ...] = ()  # since the run was last started, newest last
     training: TrainingFacts | None = None  # for a run of a training job that can be read
-    bad_steps: tuple[SnapshotBadStep, ...] = ()  # the first of all, then the newest ones
+    bad_steps: tuple[SnapshotBadStep, ...] = ()  # since the run was last started: the first ones, then the newest
     members: tuple[SnapshotMember, ...] = ()  # those that the run depends on, or that its message names
 
     @cached_property

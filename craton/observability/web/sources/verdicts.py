@@ -88,6 +88,12 @@ class _Wanted:
     answered_at: float = float("-inf")
     movement: str = ""
     answered_movement: str = ""
+    answered_moving: bool = False
+
+    @property
+    def is_of_another_state(self) -> bool:
+        """Whether the run has ended or was started again since the verdict."""
+        return self.answer is not None and self.answered_moving != self.is_moving
 
 
 def examine(run: RunDirectory, prometheus: str | None = None) -> CachedVerdict:
@@ -166,8 +172,9 @@ class Verdicts:
         urgent: bool = False,
         movement: str = "",
     ) -> CachedVerdict | None:
-        """Return the newest verdict; None: none yet. `key` is the state of the run; an ended run that did not change is
-        not diagnosed again. `urgent`: its page is open. A change of `movement` needs a new diagnosis at once."""
+        """Return the newest verdict; None: none yet, or none since the run ended or was started again. `key` is the
+        state of the run; an ended run that did not change is not diagnosed again. `urgent`: its page is open. A change
+        of `movement` or `is_moving` needs a new diagnosis at once."""
         now = time.monotonic()
         with self._wake:
             wanted = self._wanted.get(run.name)
@@ -181,13 +188,14 @@ class Verdicts:
                 self._thread = threading.Thread(target=self._work, name="verdicts", daemon=True)
                 self._thread.start()
             self._wake.notify()
-            return wanted.answer
+            return None if wanted.is_of_another_state else wanted.answer
 
     def known(self, run: RunDirectory) -> CachedVerdict | None:
         """Return the newest verdict without scheduling another."""
         with self._wake:
             wanted = self._wanted.get(run.name)
-            return wanted.answer if wanted is not None and wanted.run == run else None
+            is_known = wanted is not None and wanted.run == run and not wanted.is_of_another_state
+            return wanted.answer if wanted is not None and is_known else None
 
     def close(self) -> None:
         with self._wake:
@@ -203,7 +211,7 @@ class Verdicts:
                     due = self._due()
                 if self._is_closed or due is None:
                     return
-                key, movement = due.key, due.movement
+                key, movement, is_moving = due.key, due.movement, due.is_moving
             began = time.monotonic()
             try:
                 answer = self.examine(due.run)
@@ -212,7 +220,7 @@ class Verdicts:
             ended = time.monotonic()
             with self._wake:
                 due.answer, due.answered_for, due.answered_at = answer, key, ended
-                due.answered_movement = movement
+                due.answered_movement, due.answered_moving = movement, is_moving
                 self._wake.wait_for(lambda: self._is_closed, timeout=REST_SHARE * (ended - began))
 
     def _due(self) -> _Wanted | None:
@@ -230,7 +238,7 @@ class Verdicts:
 
 
 def _is_due(wanted: _Wanted, now: float) -> bool:
-    if wanted.answer is None or wanted.movement != wanted.answered_movement:
+    if wanted.answer is None or wanted.is_of_another_state or wanted.movement != wanted.answered_movement:
         return True
     is_old = now - wanted.answered_at > FRESH_SECONDS
     return is_old and (wanted.is_moving or wanted.answered_for != wanted.key)
