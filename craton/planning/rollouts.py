@@ -87,7 +87,7 @@ def step_extras(setting: Setting, candidate: Candidate, step_seconds: float) -> 
     }
     shown = {phase: {name: value for name, value in entries.items() if value > 0} for phase, entries in parts.items()}
     memory = {**engine.memory_parts, **frozen.memory_parts}
-    return StepExtras(shown, 0.0, memory, engine.plan(job), (*_warnings(engine), *frozen.warnings))
+    return StepExtras(shown, 0.0, memory, engine.plan(job), (*_warnings(engine, job), *frozen.warnings))
 
 
 @dataclass(frozen=True)
@@ -243,7 +243,7 @@ def _sync_seconds(setting: Setting, candidate: Candidate, engine: _Engine) -> tu
     return all_gather_seconds(gathered, group_of(shards, layout.tp * layout.cp, network), network), "gathering weights"
 
 
-def _warnings(engine: _Engine) -> list[str]:
+def _warnings(engine: _Engine, job: Job) -> list[str]:
     result = [
         f"rollouts are planned with {engine.completion_tokens:,.0f} tokens per completion, half of the maximum, and "
         f"{engine.prompt_tokens:,.0f} per prompt"
@@ -252,5 +252,12 @@ def _warnings(engine: _Engine) -> list[str]:
         result.append(
             f"the KV cache holds {engine.running:,} of the {engine.samples:,} samples of an engine at once; more GPUs, "
             "or a lower rollout.max_tokens, make rollouts faster"
+        )
+    judges = sum(term.verifier == "judge" for term in job.reward)
+    if judges and job.rollout is not None:
+        verdicts = judges * job.rollout.samples
+        result.append(
+            f"a judge is planned with {VERDICT_SECONDS['judge']:g} s per verdict, {verdicts:,} a step; what its "
+            "endpoint charges is not in the dollars"
         )
     return result

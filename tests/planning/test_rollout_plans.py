@@ -72,6 +72,16 @@ def seconds(extras: StepExtras, phase: str) -> float:
     return sum(extras.parts[phase].values())
 
 
+def test_the_plan_says_what_a_judge_adds(tmp_path: Path) -> None:
+    base = planned(tmp_path, layout={"fsdp": 8})
+    judge = "{verifier: judge, endpoint: {url: 'http://judge:8000'}}"
+    judged = planned(tmp_path, GRPO.replace("{verifier: math}", judge), layout={"fsdp": 8})
+    assert not [warning for warning in base.warnings if "judge" in warning]
+    (warning,) = (warning for warning in judged.warnings if "judge" in warning)
+    assert "2 s per verdict, 512 a step; what its endpoint charges is not in the dollars" in warning
+    assert judged.phases["reward"] == pytest.approx(100 * base.phases["reward"], rel=0.01)
+
+
 def test_more_samples_longer_texts_and_slower_verifiers_take_longer(tmp_path: Path) -> None:
     (base, _), (more, _) = extras_of(tmp_path), extras_of(tmp_path, rollout={"prompts": 128})
     longer, shorter = (extras_of(tmp_path, rollout={"max_tokens": tokens})[0] for tokens in (1536, 256))

@@ -242,3 +242,10 @@ def test_the_report_and_the_json_hold_every_row(tmp_path: Path) -> None:
         assert row.name in page
     assert "plot-dollars" in page
     assert "plot-tokens" in page
+
+
+@pytest.mark.parametrize(("strategy", "is_told"), [("best_of:4:judge", True), ("best_of:4", False)])
+def test_what_scores_the_samples_comes_on_top(strategy: str, is_told: bool) -> None:
+    shapes = [shape_of(strategy)]
+    plan = plan_strategies(parse_accuracy("1:0.4,4:0.6"), EndpointPrice(0.0, 10.0), None, shapes, lengths=LENGTHS)
+    assert any("a judge or reward model comes on top" in note for note in plan.notes) == is_told

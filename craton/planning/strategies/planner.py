@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from craton.formatting import counted
-from craton.job.sections.strategy import DEFAULT_STOP
+from craton.job.sections.strategy import DEFAULT_STOP, LOGPROBS
 from craton.planning.setting import PlanError
 from craton.planning.strategies.budget import ProblemBudget
 from craton.planning.strategies.early_stop import stopped_votes
@@ -238,6 +238,8 @@ def _notes(record: SampleRecord, lengths: SampleLengths | None, rows: Sequence[P
         notes.append(
             "beam and tree search, budgets and other scores: their accuracy is known only where it was measured"
         )
+    if any(row.shape.score not in ("", LOGPROBS) for row in rows):
+        notes.append("tokens, seconds and dollars are those of the samples; a judge or reward model comes on top")
     if known.most_samples < 2:
         notes.append(
             "only one sample of each problem is known: how unequal the problems are is assumed from published models; "
