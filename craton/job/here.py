@@ -15,8 +15,9 @@ from pathlib import Path
 
 from craton.extras import MODULES, install_command, install_package_command
 from craton.job.document import dotted
-from craton.job.errors import ContentError, JobError
+from craton.job.errors import ContentError, JobError, ModelError
 from craton.job.jobfile import Job
+from craton.job.model import check_reward_model
 from craton.job.sections import STANDARD_LIBRARY
 from craton.job.sections.suites import load_suite
 from craton.nearest import did_you_mean
@@ -75,7 +76,11 @@ def _strategies(job: Job) -> Iterator[str]:
     for number, strategy in enumerate(suite.strategies if job.eval.strategies is None else job.eval.strategies):
         where = f"{job.where('eval', 'strategies')}eval.strategies[{number}]"
         try:
-            suite.score_of(strategy, where)
+            score = suite.score_of(strategy, where)
+            if score is not None and score.model is not None:
+                check_reward_model(Path(score.model), None if job.eval.endpoint is not None else job.weights_folder)
+        except ModelError as error:
+            yield f"{where}.score: {error}"
         except JobError as error:
             yield str(error)
         if strategy.max_dollars is not None and job.eval.price is None:

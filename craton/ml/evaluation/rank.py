@@ -23,6 +23,8 @@ from typing import Any
 from craton.agent.processes import EXIT_FINAL
 from craton.errors import CratonError
 from craton.job import Job, load_job
+from craton.job.model import chat_folder
+from craton.job.sections.posttraining import RewardTerm
 from craton.job.sections.suites import load_suite
 from craton.ml.evaluation.problems import open_problems
 from craton.ml.evaluation.records import PROBLEMS_FILE, ProblemFile, ProblemResult
@@ -31,7 +33,7 @@ from craton.ml.evaluation.runner import EvaluationSetting, SuiteRunner, plain_se
 from craton.ml.evaluation.target import EvaluationTarget
 from craton.ml.serving.clients import EndpointUnavailableError
 from craton.ml.serving.strategies import PoolScorer, Prices, Scorer
-from craton.ml.verifiers import VerifierPool
+from craton.ml.verifiers import RewardModelProcess, RewardModelSetup, VerifierPool
 from craton.telemetry import RunDirectory, read_json
 from craton.telemetry.error_reports import report_exception
 from craton.telemetry.files import replace_text
@@ -137,9 +139,23 @@ class SuiteEvaluation:
             yield None
         elif term in self._suite.reward:
             yield PoolScorer(pool, self._suite.reward.index(term))
+        elif term.model is not None:
+            with self._reward_model(term) as model:
+                yield PoolScorer(model)
         else:
             with VerifierPool([term], self._suite.verify, _job_folder()) as own:
                 yield PoolScorer(own)
+
+    def _reward_model(self, term: RewardTerm) -> RewardModelProcess:
+        """Start a reward model on the CPU of this machine. Chats are rendered as for the evaluated model, if they have
+        one vocabulary and the reward model has no chat template."""
+        assert term.model is not None
+        assert self._job.eval is not None
+        folder = Path(term.model)
+        chats = chat_folder(folder, None if self._job.eval.endpoint is not None else self._job.weights_folder)
+        limit = self._suite.verify.limit
+        setup = RewardModelSetup(str(folder), None if chats is None else str(chats), limit)
+        return RewardModelProcess(term.name, setup, term.weight)
 
     def _settings(self) -> list[EvaluationSetting]:
         section = self._job.eval

@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 from openai_like_server import openai_like_server
-from tiny_models import opened, write_model, write_suite
+from tiny_models import opened, write_model, write_reward_model, write_suite
 
+from craton.job import ContentError, check_here, load_job
+from craton.ml.data import PromptEncoder
 from craton.ml.evaluation import EvaluationError, compare_runs, read_evaluation, read_results
+from craton.ml.posttraining import RewardModel
 from craton.telemetry import RunDirectory
 
 
@@ -52,6 +55,29 @@ def test_an_evaluation_that_was_killed_ends_with_the_same_numbers(tmp_path: Path
     assert all(len(set(samples)) > 1 for samples in texts.values())
     (comparison,) = compare_runs(RunDirectory(tmp_path / "whole"), RunDirectory(killed))
     assert (comparison["difference"], comparison["p_value"], comparison["num_problems"]) == (0.0, 1.0, 40)
+
+
+@pytest.mark.slow
+def test_a_reward_model_chooses_the_answers(tmp_path: Path, model: Path) -> None:
+    reward = write_reward_model(tmp_path / "reward", model)
+    rest = "strategies: [best_of:4:liked]\nverifiers: {liked: {model: reward}}\nverify: {limit: 3m}\n"
+    run = tmp_path / "run"
+    suite = write_suite(tmp_path, problems=6, rest=rest)
+    _, best = evaluated(run, model, suite)["strategies"]
+    assert best["num_scored"] == 6
+    results = [result for result in read_results(run / "problems.jsonl") if result.settings == best["settings"]]
+    scorer, encode = RewardModel(reward), PromptEncoder(reward)
+    for result in results:
+        scores = result.report["scores"]
+        prompt = f"What is {result.problem}?"
+        (score,) = scorer.score([encode.answered(prompt, result.samples[0].text)])
+        assert score == pytest.approx(max(scores), abs=1e-4)
+        assert len(set(scores)) > 1
+    job = load_job(RunDirectory(run).job_path)
+    check_here(job)
+    (reward / "tokenizer.json").unlink()
+    with pytest.raises(ContentError, match=r"eval\.strategies\[0\]\.score: .*reward has no tokenizer\.json"):
+        check_here(job)
 
 
 def test_a_strategy_chooses_among_the_samples_that_are_evaluated(tmp_path: Path, model: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -29,6 +30,15 @@ def write_model(folder: Path, seed: int = 0) -> Path:
     torch.manual_seed(seed)
     model.initialize(seed)
     return save_folder(model.state_dict(), model.config, folder / "model", folder / "tokenizer", torch.float32)
+
+
+def write_reward_model(folder: Path, policy: Path) -> Path:
+    """Write a reward model with random weights and the tokenizer of a policy."""
+    model = Decoder(DecoderConfig(replace(SHAPE, tied_embeddings=False), heads="score", initializer_range=0.3))
+    model.initialize(5)
+    assert model.score is not None
+    torch.nn.init.normal_(model.score.weight, generator=torch.Generator().manual_seed(6))
+    return save_folder(model.state_dict(), model.config, folder, policy, torch.float32)
 
 
 def write_suite(folder: Path, problems: int = 40, samples: int = 4, rest: str = "") -> Path:

@@ -170,10 +170,6 @@ class Suite(Section):
                 parsed[name] = RewardTerm.parse({"verifier": term} if isinstance(term, str) else term, info)
             except SectionError as error:
                 raise SectionError(error.section, error.error, at=(name,)) from None
-            if parsed[name].model is not None:
-                raise KeyConflictError(
-                    f"verifiers: {name!r} is a reward model, which an evaluation cannot ask; use a judge", (name,)
-                )
         return parsed
 
     @model_validator(mode="after")
