@@ -112,7 +112,11 @@ def _add_generation(app: FastAPI, service: HttpService, offer: StrategyOffer) ->
         service.adapter(request.model)
         if request.messages is not None:
             text = await service.render(
-                request.messages, request.tools, request.add_generation_prompt, request.chat_template_kwargs
+                request.messages,
+                request.tools,
+                request.add_generation_prompt,
+                request.chat_template_kwargs,
+                request.continue_final_message,
             )
             tokens = await service.encode(text, with_special_tokens=False, must_fit=False)
         else:

@@ -12,7 +12,7 @@ from fastapi.responses import Response
 from craton.ml.serving.messages import Grammar, Sampling
 from craton.ml.serving.server.errors import BadRequestError
 from craton.ml.serving.server.generation import Answers, Choice, SubmittedPrompt, respond, to_json
-from craton.ml.serving.server.http_service import HttpService
+from craton.ml.serving.server.http_service import HttpService, message_text
 from craton.ml.serving.server.protocol import ChatRequest, NamedTool, check_grammar
 from craton.ml.serving.server.thinking import CLOSING, Thinking, thinking_of
 from craton.ml.serving.server.tools import (
@@ -24,6 +24,7 @@ from craton.ml.serving.server.tools import (
     ToolChoice,
     begins_inside,
     choice_grammar,
+    ends_inside,
     keeps_special_tokens,
     make_parser,
 )
@@ -51,6 +52,7 @@ class ReadyChat:
     thinking: Thinking
     has_reasoning: bool
     is_inside: bool  # the prompt has opened the reasoning
+    is_continued: bool  # the prompt has the beginning of the answer
 
 
 async def ready_chat(service: HttpService, request: ChatRequest) -> ReadyChat:
@@ -65,9 +67,13 @@ async def ready_chat(service: HttpService, request: ChatRequest) -> ReadyChat:
     tools = None if choice.kind == "none" else request.tools
     grammar = _grammar(service, request, choice, schemas)
     thinking = thinking_of(service, request, grammar is not None)
-    text = await service.render(request.messages, tools, request.add_generation_prompt, thinking.options)
-    if thinking.budget == 0 and begins_inside(text):
-        text = text.rstrip("\n") + CLOSING
+    text = await service.render(
+        request.messages, tools, request.add_generation_prompt, thinking.options, request.continue_final_message
+    )
+    known = message_text(request.messages[-1]) if request.continue_final_message else ""
+    is_inside = begins_inside(text) or ends_inside(known)
+    if thinking.budget == 0 and is_inside:
+        text, known, is_inside = text.rstrip("\n") + CLOSING, "", False
     tokens = await service.encode(text, with_special_tokens=False)
     service.check_prompt(tokens)
     sampling = service.sampling(
@@ -81,7 +87,10 @@ async def ready_chat(service: HttpService, request: ChatRequest) -> ReadyChat:
     )
     # With a grammar there is no reasoning: the whole output is the answer.
     has_reasoning = service.settings.reasoning_style == "think" and sampling.grammar is None
-    return ReadyChat(tuple(tokens), sampling, adapter, choice, schemas, thinking, has_reasoning, begins_inside(text))
+    is_continued = bool(known) and not begins_inside(text)
+    return ReadyChat(
+        tuple(tokens), sampling, adapter, choice, schemas, thinking, has_reasoning, is_inside, is_continued
+    )
 
 
 async def _submit(service: HttpService, request: ChatRequest) -> ChatAnswers:
@@ -116,14 +125,14 @@ class ChatAnswers(Answers[ChatChoice]):
         self._tool_choice = ready.choice
         self._schemas = ready.schemas
         self._has_reasoning = ready.has_reasoning
-        self._is_inside = ready.is_inside
+        self._is_inside, self._is_continued = ready.is_inside, ready.is_continued
         self._budget = ready.thinking.budget
         self.ignored_fields = ready.thinking.ignored
 
     def make_choice(self, index: int, prompt: SubmittedPrompt, reader: AnswerReader) -> ChatChoice:
         parser = make_parser(self._service.tool_style, self._schemas, self._tool_choice)
         if self._has_reasoning:
-            parser = ReasoningParser(parser, self._is_inside)
+            parser = ReasoningParser(parser, self._is_inside, self._is_continued)
         return ChatChoice(index, prompt, reader, parser)
 
     def thinking(self) -> ThinkingCounter | None:

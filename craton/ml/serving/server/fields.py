@@ -42,7 +42,6 @@ NOT_IMPLEMENTED: dict[str, tuple[Any, ...]] = {
     "include_stop_str_in_output": (False,),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
-    "continue_final_message": (False,),
     "chat_template": (),
     "documents": ([],),
     "echo": (False,),

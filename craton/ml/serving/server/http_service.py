@@ -164,8 +164,11 @@ class HttpService:
         tools: Sequence[Tool] | None,
         add_generation_prompt: bool,
         options: dict[str, Any] | None,
+        continue_final_message: bool = False,
     ) -> str:
         """Return the prompt of a chat as text."""
+        if continue_final_message:
+            _check_continued(messages[-1], add_generation_prompt)
         self.texts("messages")
         template = self.template
         if template is None:
@@ -183,7 +186,10 @@ class HttpService:
             )
         size = characters + TOOL_CHARACTERS * len(plain_tools) + MESSAGE_CHARACTERS * len(plain)
         try:
-            return await self.aside(size, lambda: template.render(plain, plain_tools, add_generation_prompt, options))
+            return await self.aside(
+                size,
+                lambda: template.render(plain, plain_tools, add_generation_prompt, options, continue_final_message),
+            )
         except ChatTemplateError as error:
             raise BadRequestError(str(error), "messages") from None
 
@@ -348,10 +354,24 @@ def _encode(vocabulary: Vocabulary, text: str, with_special_tokens: bool, max_to
         raise BadRequestError("the text has half a surrogate pair and cannot be encoded; remove it", "prompt") from None
 
 
+def _check_continued(message: Message, add_generation_prompt: bool) -> None:
+    """Raise for a last message that cannot be continued."""
+    name = "continue_final_message"
+    if add_generation_prompt:
+        raise BadRequestError(
+            f"{name} and add_generation_prompt (default true) are both true; set one of them to false", name
+        )
+    if message.role != "assistant":
+        raise BadRequestError(f"{name} needs a last message of the assistant; its role is {message.role!r}", name)
+    if message.content is None or message.tool_calls:
+        what = "no content" if message.content is None else "tool calls, which follow it"
+        raise BadRequestError(f"{name} continues the content of the last message, which has {what}", name)
+
+
 def _plain_message(message: Message, has_developers: bool) -> dict[str, Any]:
     """Return a message as templates expect it: content as one text, arguments of tool calls as objects."""
     plain: dict[str, Any] = message.model_dump(exclude_unset=True)
-    plain["content"] = _content(message)
+    plain["content"] = message_text(message)
     if message.role == "developer" and not has_developers:
         plain["role"] = "system"
     for call in plain.get("tool_calls") or ():
@@ -361,7 +381,8 @@ def _plain_message(message: Message, has_developers: bool) -> dict[str, Any]:
     return plain
 
 
-def _content(message: Message) -> str:
+def message_text(message: Message) -> str:
+    """Return the content of a message as one text."""
     if message.content is None:
         return ""
     if isinstance(message.content, str):

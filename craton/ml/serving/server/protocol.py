@@ -257,6 +257,7 @@ class ChatRequest(GenerationRequest):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     add_generation_prompt: bool = True
+    continue_final_message: bool = False  # leave the last message open, which is the assistant's
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: Effort | None = None
     thinking_token_budget: TokenCount | None = None
@@ -279,6 +280,7 @@ class TokenizeRequest(Body):
     tools: Tools | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool = False
 

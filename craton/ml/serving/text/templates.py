@@ -22,6 +22,7 @@ from craton.ml.serving.settings import ServingError
 TEMPLATE = "chat_template.jinja"
 _CONFIG = "tokenizer_config.json"
 _TOKENS_MAP = "special_tokens_map.json"
+_MARK = "THE-MESSAGE-CONTINUES-HERE "  # its space is missing behind it where a template trims messages
 
 
 class ChatTemplateError(ServingError):
@@ -43,8 +44,15 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         options: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
     ) -> str:
-        """Return the prompt. Raise ChatTemplateError with the template's own error if it rejects the messages."""
+        """Return the prompt. Raise ChatTemplateError with the template's own error if it rejects the messages.
+
+        `continue_final_message`: the prompt ends with the content of the last message, without what ends a message."""
+        if continue_final_message:
+            *before, last = messages
+            marked = {**last, "content": last["content"] + _MARK}
+            return _cut_at_mark(self.render([*before, marked], tools, add_generation_prompt, options), last["content"])
         name = "tool_use" if tools and "tool_use" in self._templates else "default"
         variables = {
             **self._special_tokens,
@@ -59,6 +67,18 @@ class ChatTemplate:
         except Exception as error:  # noqa: BLE001  (a template is a program: it may raise anything about its input)
             reason = f"the chat template rejects the messages: {type(error).__name__}: {error}"
             raise ChatTemplateError(reason) from None
+
+
+def _cut_at_mark(prompt: str, content: str) -> str:
+    """Return a prompt up to the mark behind the last message's content."""
+    end = prompt.rfind(_MARK.strip())
+    if end < 0 or content.strip() not in prompt[:end]:
+        raise ChatTemplateError(
+            "the chat template changes the last message's content, so that it cannot be continued; "
+            "set continue_final_message to false"
+        )
+    is_trimmed = not prompt.startswith(_MARK, end)
+    return prompt[:end].rstrip() if is_trimmed else prompt[:end]
 
 
 def load_template(folder: Path) -> ChatTemplate | None:

@@ -74,6 +74,19 @@ def test_a_chat_that_is_not_streamed_says_the_same(served: Served, encode: Encod
     assert submit.sampling.max_tokens == MAX_LENGTH - len(submit.prompt), "as much as fits, when nothing is said"
 
 
+def test_an_answer_continues_the_last_message(served: Served, encode: Encode) -> None:
+    served.engine.answer = lambda _: Script(encode(" the world"))
+    said: Any = {"role": "assistant", "content": "hello"}
+    answer = served.client().chat.completions.create(
+        model="scripted",
+        messages=[*ASK, said],
+        extra_body={"continue_final_message": True, "add_generation_prompt": False},
+    )
+    (submit,) = served.engine.wait_for(Submit)
+    assert submit.prompt == tuple(encode("<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\nhello"))
+    assert answer.choices[0].message.content == " the world"
+
+
 def test_an_answer_that_reached_its_length_says_so(served: Served, encode: Encode) -> None:
     served.engine.answer = lambda _: Script(encode(EMOJI))
     answer = served.client().chat.completions.create(model="scripted", messages=ASK, max_completion_tokens=2)
@@ -425,5 +438,12 @@ def test_tokenize_and_detokenize(served: Served, encode: Encode) -> None:
     assert (found["max_model_len"], found["token_strs"][0]) == (MAX_LENGTH, "he")
     chat = post(served, "/tokenize", {"messages": ASK, "add_generation_prompt": False})
     assert chat["tokens"] == encode("<|im_start|>user\nhello<|im_end|>\n")
+    open_chat = {
+        "messages": [*ASK, {"role": "assistant", "content": [{"type": "text", "text": "It is "}]}],
+        "add_generation_prompt": False,
+        "continue_final_message": True,
+    }
+    chat = post(served, "/tokenize", open_chat)
+    assert chat["tokens"] == encode("<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\nIt is ")
     assert post(served, "/detokenize", {"tokens": found["tokens"]})["prompt"] == "hello 👧"
     assert set(requests.get(served.url + "/version", timeout=SECONDS).json()) == {"version"}

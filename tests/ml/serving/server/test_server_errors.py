@@ -20,6 +20,9 @@ Encode = Callable[[str], list[int]]
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 ASK: Any = [{"role": "user", "content": "hello"}]
 TOOL: Any = {"type": "function", "function": {"name": "f"}}
+CALL: Any = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+SAID: Any = {"role": "assistant", "content": "It is"}
+OPEN: Any = {"continue_final_message": True, "add_generation_prompt": False}
 
 
 def refused(served: Served, path: str, body: Any, status: int = 400) -> dict[str, Any]:
@@ -86,6 +89,11 @@ def test_more_tokens_than_the_context_has(served: Served) -> None:
         (CHAT, {"messages": ASK, "guided_json": "{"}, "guided_json is not JSON"),
         (CHAT, {"messages": ASK, "guided_choice": []}, "guided_choice"),
         (CHAT, {"messages": [{"role": "user", "content": "refuse"}]}, "the template says no"),
+        (CHAT, {"messages": [*ASK, SAID], "continue_final_message": True}, "add_generation_prompt (default true)"),
+        (CHAT, {"messages": ASK, **OPEN}, "continue_final_message needs a last message of the assistant"),
+        (CHAT, {"messages": [*ASK, {"role": "assistant"}], **OPEN}, "no content"),
+        (CHAT, {"messages": [*ASK, SAID | {"tool_calls": [CALL]}], **OPEN}, "tool calls, which follow it"),
+        ("/tokenize", {"messages": ASK, **OPEN}, "continue_final_message needs a last message of the assistant"),
         (COMPLETION, {"prompt": ""}, "no tokens"),
         (COMPLETION, {"prompt": []}, "no tokens"),
         (COMPLETION, {"prompt": [VOCABULARY]}, f"token {VOCABULARY}"),
@@ -104,6 +112,8 @@ def test_a_bad_request(served: Served, path: str, body: Any, said: str) -> None:
     error = refused(served, path, body)
     assert said in error["message"]
     assert error["type"] == "invalid_request_error"
+    if isinstance(body, dict) and "continue_final_message" in body:
+        assert error["param"] == "continue_final_message"
     assert not [message for message in served.engine.received if isinstance(message, Submit)]
 
 

@@ -191,6 +191,28 @@ def test_templates_render_as_in_transformers(name: str, model_folder: Path) -> N
         assert template.render(MESSAGES, tools, False, {"enable_thinking": True}) == expected
 
 
+@pytest.mark.parametrize("content", ["ja", "", "two\n words \n", " <b>&amp;</b> THE-MESSAGE-CONTINUES-HERE "])
+@pytest.mark.parametrize("name", [name for name in TEMPLATES if name != "options"])
+def test_the_last_message_is_left_open_as_in_transformers(name: str, content: str, model_folder: Path) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(model_folder, bos_token="<|im_start|>")
+    messages = [*MESSAGES[:2], {"role": "assistant", "content": content}]
+    special = {"bos_token": "<|im_start|>", "eos_token": str(tokenizer.eos_token)}
+    expected = tokenizer.apply_chat_template(
+        messages, chat_template=TEMPLATES[name], tokenize=False, continue_final_message=True
+    )
+    template = ChatTemplate({"default": TEMPLATES[name]}, special)
+    assert template.render(messages, None, False, continue_final_message=True) == expected
+    assert expected.rstrip().endswith(content.strip())
+
+
+@pytest.mark.parametrize("template", ["{{ messages[0].content }}", "{{ messages[-1].content[2:] }}"])
+def test_a_message_that_the_template_changes_cannot_be_continued(template: str) -> None:
+    with pytest.raises(ChatTemplateError, match="cannot be continued"):
+        ChatTemplate({"default": template}, {}).render(MESSAGES, None, False, continue_final_message=True)
+
+
 def test_a_template_is_found_in_the_configuration_too(tmp_path: Path) -> None:
     config: dict[str, Any] = {"bos_token": {"content": "<s>"}, "chat_template": "{{ bos_token }}x"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))

@@ -103,6 +103,18 @@ def test_thinking_that_ends_by_itself_is_left_alone(thinker: Served, thoughts: l
     assert details["reasoning_tokens"] in (len(thoughts), len(thoughts) + 1), "the line break before the mark counts"
 
 
+@pytest.mark.parametrize(("content", "is_inside"), [("<think> hello", True), ("<think>a</think> hello", False)])
+def test_a_continued_message_may_end_within_its_thinking(
+    thinker: Served, thinking_folder: Path, content: str, is_inside: bool
+) -> None:
+    thinker.engine.forget()
+    thinker.engine.answer = lambda _: Script(tokens_of(thinking_folder, " world" + is_inside * f"{CLOSING}4"))
+    said = {"role": "assistant", "content": content}
+    body = {"messages": [*ASK, said], "continue_final_message": True, "add_generation_prompt": False}
+    message = post(thinker, PATH, body)["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ((" world", "4") if is_inside else (None, " world"))
+
+
 def test_two_answers_have_a_budget_each(thinker: Served, thoughts: list[int]) -> None:
     answer = post(thinker, PATH, {"messages": ASK, "thinking_budget": 3, "n": 2, "seed": 11})
     assert [choice["message"]["content"] for choice in answer["choices"]] == ["4", "4"]

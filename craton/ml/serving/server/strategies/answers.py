@@ -57,11 +57,13 @@ MAX_IN_FLIGHT = 256  # samples of one request at a time
 
 @dataclass(frozen=True)
 class AnswerForm:
-    """How an answer is written: as a chat or as a completion. `is_inside`: the prompt has opened the thinking."""
+    """How an answer is written: as a chat or as a completion. `is_inside`: the prompt has opened the thinking.
+    `is_continued`: it has the beginning of the answer."""
 
     is_chat: bool
     has_reasoning: bool = False
     is_inside: bool = False
+    is_continued: bool = False
 
     @property
     def kinds(self) -> tuple[str, str, str]:
@@ -78,7 +80,7 @@ class AnswerForm:
             return {"reasoning_content": reasoning, "content": text.lstrip("\n")}
         if not self.has_reasoning:
             return {"content": (outcome.reasoning or "") + text}
-        parser = ReasoningParser(make_parser("none", {}, ToolChoice("none")), self.is_inside)
+        parser = ReasoningParser(make_parser("none", {}, ToolChoice("none")), self.is_inside, self.is_continued)
         pieces = [parser.feed(text), parser.finish()]
         reasoning = "".join(piece.reasoning for piece in pieces)
         content = "".join(piece.content for piece in pieces)
@@ -91,7 +93,7 @@ async def answer_chat(
     ignored = request.ignored()
     with service.admitted():
         ready = await ready_chat(service, request)
-        form = AnswerForm(True, ready.has_reasoning, ready.is_inside)
+        form = AnswerForm(True, ready.has_reasoning, ready.is_inside, ready.is_continued)
         run = StrategyRun(service, offer, request, strategy, form)
         run.start(ready.tokens, ready.sampling, ready.adapter)
     return await _respond(http, run, [*ignored, *ready.thinking.ignored])

@@ -16,6 +16,6 @@ if TYPE_CHECKING:
         make_parser,
     )
     from craton.ml.serving.server.tools.parsed import CallPart, Parsed, Parser
-    from craton.ml.serving.server.tools.reasoning import ReasoningParser, begins_inside
+    from craton.ml.serving.server.tools.reasoning import ReasoningParser, begins_inside, ends_inside
 else:
     __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

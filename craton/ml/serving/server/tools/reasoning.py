@@ -17,16 +17,27 @@ def begins_inside(prompt: str) -> bool:
     return prompt.rstrip().endswith(BEGIN)
 
 
-class ReasoningParser:
-    """Extracts the reasoning and passes the rest to the next parser."""
+def ends_inside(message: str) -> bool:
+    """Whether the message opens a reasoning that it does not close."""
+    return message.rfind(BEGIN) > message.rfind(END)
 
-    def __init__(self, then: Parser, is_inside: bool) -> None:
+
+class ReasoningParser:
+    """Extracts the reasoning and passes the rest to the next parser.
+
+    `is_continued`: the prompt has the beginning of the answer, inside the reasoning or behind it."""
+
+    def __init__(self, then: Parser, is_inside: bool, is_continued: bool = False) -> None:
         self._then = then
         self._is_inside = is_inside  # also without an opening mark
         self._place: Literal["begin", "inside", "behind", "after"] = "begin"
         self._lookout = Lookout([BEGIN])
         self._space = ""  # before the opening mark, or line breaks inside that may be the last
-        self._has_reasoning = False
+        self._has_reasoning = is_continued
+        if is_continued and is_inside:
+            self._go_inside()
+        elif is_continued:
+            self._place = "after"
 
     def feed(self, text: str) -> Parsed:
         parsed = Parsed()
