@@ -119,7 +119,7 @@ def _num_rows(path: str | None) -> int | None:
 @lru_cache(maxsize=16)
 def _count_rows(path: str, changed: float) -> int | None:
     """Return the lines of a JSONL file, at most MAX_ROWS; None if they cannot be counted."""
-    if not path.endswith(".jsonl"):
+    if not path.endswith(".jsonl") or not Path(path).is_file():  # a pipe would block
         return None
     try:
         with Path(path).open("rb") as file:
