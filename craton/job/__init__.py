@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from craton.job.loader import load_job, make_job, parse_job
     from craton.job.run_section import Placement
     from craton.job.sharing import sharing_problem
-    from craton.job.suite_files import files_of_suites
+    from craton.job.suite_files import files_of_suites, functions_of_suites
     from craton.job.summary import check_job, checked_layout
     from craton.job.sweep import SweptJob, sweep_jobs
 else:

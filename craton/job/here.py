@@ -20,6 +20,7 @@ from craton.job.jobfile import Job
 from craton.job.model import check_reward_model
 from craton.job.sections import STANDARD_LIBRARY
 from craton.job.sections.suites import load_suite
+from craton.job.suite_files import functions_of_suites
 from craton.nearest import did_you_mean
 from craton.remote import is_url
 
@@ -107,7 +108,7 @@ def _trackers(job: Job) -> Iterator[str]:
 
 
 def _functions(job: Job, folder: Path) -> Iterator[str]:
-    for location, function in job.functions.items():
+    for location, function in (*job.functions.items(), *functions_of_suites(job)):
         if problem := _function_problem(function, folder):
             yield f"{job.where(*location)}{dotted(location)}: {problem}"
 

@@ -1,4 +1,5 @@
-"""The files of the suites that a job evaluates, which its ranks read: the suite's own and that of its problems."""
+"""What the ranks of a job read of the suites that it evaluates: the suite's own file, that of its problems, and the
+user's functions that verify answers."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from pathlib import Path
 
 from craton.job.errors import JobError
 from craton.job.jobfile import Job
-from craton.job.sections.suites import BUILT_IN_SUITES, load_suite
+from craton.job.sections.suites import BUILT_IN_SUITES, Suite, load_suite
 
 
 def files_of_suites(job: Job) -> Iterator[tuple[tuple[str, ...], str]]:
@@ -17,9 +18,22 @@ def files_of_suites(job: Job) -> Iterator[tuple[tuple[str, ...], str]]:
         if suite in BUILT_IN_SUITES:
             continue
         yield location, str(Path(suite).expanduser())
-        try:
-            problems = load_suite(suite).data.path
-        except JobError:
-            continue
-        if problems is not None:
-            yield location, problems
+        read = _read(suite)
+        if read is not None and read.data.path is not None:
+            yield location, read.data.path
+
+
+def functions_of_suites(job: Job) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yield the place of the suite's key and a function that verifies its answers."""
+    for location, (suite, *_) in job.suites.items():
+        read = _read(suite)
+        for term in (*read.reward, *read.verifiers.values()) if read is not None else ():
+            if term.python is not None:
+                yield location, term.python
+
+
+def _read(suite: str) -> Suite | None:
+    try:
+        return load_suite(suite)
+    except JobError:
+        return None

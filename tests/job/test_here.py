@@ -95,3 +95,8 @@ def test_suites_of_a_training(tmp_path: Path) -> None:
     (tmp_path / "own.yaml").write_text("data: {path: rows.jsonl}\nreward: exact\nsampling: {temperature: 0}\n")
     [problem] = problems(tmp_path, suite.replace("SUITE", "own.yaml"))
     assert "sampling: 4 samples at temperature 0 are all the same" in problem
+    (tmp_path / "own.yaml").write_text('data: {path: rows.jsonl}\nreward: "mine:score"\n')
+    [problem] = problems(tmp_path, suite.replace("SUITE", "own.yaml"))
+    assert problem.startswith("4: train.evaluate.suite: module 'mine' is neither in")
+    (tmp_path / "mine.py").write_text("def score(*arguments):\n    return 1.0\n")
+    assert problems(tmp_path, suite.replace("SUITE", "own.yaml")) == []

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from craton.infrastructure import Instance, resolve_cluster
-from craton.job import TRAINING_KINDS, Job, files_of_suites
+from craton.job import TRAINING_KINDS, Job, files_of_suites, functions_of_suites
 from craton.job.cluster import SchedulerSettings, StorageNumbers
 from craton.job.sections import RecoverSection, place_of
 from craton.orchestration.draft import JOB_FOLDER, Draft
@@ -294,7 +294,7 @@ def check_functions(job: Job, folder: str, mounts: tuple[PodMount, ...]) -> None
     mounted = [mount.path for mount in mounts]
     if not folder or any(_is_inside(folder, place) for place in mounted):
         return
-    for location, function in job.functions.items():
+    for location, function in (*job.functions.items(), *functions_of_suites(job)):
         key = ".".join(str(part) for part in location)
         module = Path(folder, *function.partition(":")[0].split(".")[:1])
         if module.is_dir() or module.with_suffix(".py").is_file():
