@@ -1,4 +1,4 @@
-"""Post-training: preference learning and RL on the training loop and the serving engine.
+"""Post-training: preference learning and RL on the training loop and the serving engine; suites during training.
 
 `python -m craton.ml.posttraining RUN` is one rank of kind dpo or grpo, or of any training that evaluates a suite.
 """

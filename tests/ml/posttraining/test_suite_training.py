@@ -115,7 +115,7 @@ def test_training_does_not_notice_its_evaluations_and_equal_seeds_give_equal_ans
     "layout",
     [
         "{fsdp: 2}",
-        "{tp: 2}",
+        pytest.param("{tp: 2}", marks=pytest.mark.slow),
         pytest.param("{cp: 2}", marks=pytest.mark.slow),
         pytest.param("{pp: 2}", marks=pytest.mark.slow),
     ],
