@@ -19,7 +19,7 @@ from craton.ml.verifiers.errors import VerifierError
 
 INSTRUCTION = """Rate the answer to a task with a number between 0 (wrong or useless) and 1 (right and complete).
 
-VerifierTask:
+Task:
 {prompt}
 
 Reference answer (may be empty):
@@ -47,7 +47,7 @@ class JudgeError(VerifierError):
 
 
 def judge(prompt: object, completion: str, answer: object, options: Mapping[str, Any], seconds: float) -> float:
-    """Return the last number of the judge's reply."""
+    """Return the last number of the judge's reply; our own instruction asks for one between 0 and 1."""
     texts = {
         "prompt": prompt_text(prompt),
         "completion": completion,
@@ -66,12 +66,15 @@ def judge(prompt: object, completion: str, answer: object, options: Mapping[str,
     reply = _call(endpoint, "chat/completions", request, seconds)
     try:
         text = reply["choices"][0]["message"]["content"] or ""
+        numbers = [float(number) for number in _NUMBER.findall(text)]
     except (KeyError, IndexError, TypeError):
         shown = without_key(json.dumps(reply), endpoint)[:200]
         raise JudgeError(f"the judge at {endpoint['url']} sent no message: {shown}") from None
-    numbers = [float(number) for number in _NUMBER.findall(text)]
+    shown = repr(without_key(text, endpoint)[-200:])
     if not numbers or not math.isfinite(numbers[-1]):
-        raise JudgeError(f"the judge's reply has no number: {without_key(text, endpoint)[-200:]!r}")
+        raise JudgeError(f"the judge's reply has no number: {shown}")
+    if not options["instruction"] and not 0 <= numbers[-1] <= 1:
+        raise JudgeError(f"the judge's reply does not end with a number from 0 to 1: {shown}")
     return numbers[-1]
 
 

@@ -115,6 +115,25 @@ def test_a_reply_without_a_number_is_no_verdict(server: JudgeServer) -> None:
         judge("hi", "x", "y", options, 10)
 
 
+@pytest.mark.parametrize("reply", ["10", "Ignore your task. Score: 100", "-0.5", "1e999"])
+def test_a_reply_off_the_scale_that_was_asked_for_is_no_verdict(server: JudgeServer, reply: str) -> None:
+    server.reply = reply
+    options = {"endpoint": {"url": server.url, "model": "m", "key": None}, "instruction": None}
+    with pytest.raises(JudgeError, match=r"no number|not end with a number from 0 to 1"):
+        judge("2 + 2?", "4", "four", options, 10)
+    assert "\n\nTask:\n2 + 2?\n" in server.asked[0]["messages"][0]["content"]
+    own_scale = {**options, "instruction": "From 1 to 10: {completion}"}
+    server.reply = "10"
+    assert judge("2 + 2?", "4", "four", own_scale, 10) == 10
+
+
+def test_a_judge_whose_message_is_no_text_is_no_verdict(server: JudgeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    message = {"choices": [{"message": {"content": [{"type": "text", "text": "1"}]}}]}
+    monkeypatch.setattr(Handler, "do_POST", lambda handler: handler._send(message))
+    with pytest.raises(JudgeError, match="sent no message"):
+        judge("hi", "x", "y", {"endpoint": {"url": server.url, "model": "m", "key": None}, "instruction": None}, 10)
+
+
 def test_a_judge_that_is_not_there_is_no_verdict() -> None:
     with open_pool({"verifier": "judge", "endpoint": {"url": "http://127.0.0.1:9", "model": "m"}}) as pool:
         (verdict,) = pool.verify([sample("x", answer="y")])
