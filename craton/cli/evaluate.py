@@ -178,7 +178,7 @@ def _check_page(path: Path) -> None:
 def _finish(run: Run, console: Console, as_json: bool) -> None:
     """Watch an evaluation until it ends; exit with 1 if it failed."""
     from craton.cli.views.live import watch
-    from craton.cli.views.outcome import exit_code, outcome_json, print_failure
+    from craton.cli.views.outcome import exit_code, outcome_json, print_failure, resumes_from
 
     try:
         summary = watch(run, console, quiet=as_json)
@@ -190,7 +190,7 @@ def _finish(run: Run, console: Console, as_json: bool) -> None:
     if as_json:
         print(json.dumps(outcome_json(run.directory, summary)))
     elif exit_code(summary):
-        print_failure(run.directory, summary, console, "", ", from the problems that have no result yet")
+        print_failure(run.directory, summary, console, "", resumes_from(run.directory, False))
     else:
         console.print(f"{run.name} stopped; next: craton resume {run.name}")
     raise typer.Exit(exit_code(summary))

@@ -31,7 +31,7 @@ def stop(
 
     from craton.api import Run
     from craton.cli.views.live import StopStatus, make_console
-    from craton.cli.views.outcome import not_in_tier, outcome_json, shown
+    from craton.cli.views.outcome import not_in_tier, outcome_json, resumes_from, shown
     from craton.cli.views.sweep import is_sweep
     from craton.job import load_job
     from craton.job.sections import RESCUE
@@ -96,7 +96,12 @@ def stop(
         console.print(f"{directory.name} stopped; {text}")
         console.print(f"next: craton resume {directory.name}", style="dim")
         return
-    is_foreign = saved is None and load_job(directory.job_path).kind == "command"
+    kind = load_job(directory.job_path).kind
+    if kind == "eval":
+        console.print(f"{directory.name} stopped after {summary.step:,} of {summary.steps or 0:,} problems")
+        console.print(f"next: craton resume {directory.name}{resumes_from(directory, False)}", style="dim")
+        return
+    is_foreign = saved is None and kind == "command"
     if is_foreign:
         text = UNKNOWN_STATE
     elif saved is None:
@@ -116,7 +121,7 @@ def _report_ended(handle: Run, summary: RunSummary, console: Console, as_json: b
     """Report how a run that has already ended did so, and where its state is. Exit code 1 if it failed or is lost."""
     import json
 
-    from craton.cli.views.outcome import exit_code, not_in_tier, outcome_json, print_failure, shown
+    from craton.cli.views.outcome import exit_code, not_in_tier, outcome_json, print_failure, resumes_from, shown
     from craton.job import load_job
     from craton.orchestration import is_elsewhere
     from craton.orchestration.watching import is_server
@@ -129,7 +134,7 @@ def _report_ended(handle: Run, summary: RunSummary, console: Console, as_json: b
     saved = None if serves else handle.checkpoint()
     if code:
         at = f"; checkpoint of step {saved.step:,} in {shown(saved.path)}{not_in_tier(run, saved)}" if saved else ""
-        print_failure(run, summary, console, at, "" if saved or serves else ", from the beginning")
+        print_failure(run, summary, console, at, resumes_from(run, saved is not None))
         raise typer.Exit(code)
     if serves:
         message = ""

@@ -15,6 +15,7 @@ from run_verbs import Verbs
 from waiting import wait_until
 
 from craton.cli.views.evaluation import write_page
+from craton.cli.views.outcome import resumes_from
 from craton.telemetry import RunDirectory
 from craton.telemetry.node import read_status
 
@@ -100,6 +101,11 @@ def test_mistakes_are_one_line_before_anything_starts(
     assert message in result.stderr
     assert result.stderr.count("\n") == 1
     assert not verbs.root.exists() or not list(verbs.root.iterdir())
+
+
+def test_an_evaluation_without_a_checkpoint_continues_from_its_problems(tmp_path: Path) -> None:
+    opened(tmp_path / "run", None, write_suite(tmp_path, problems=1), endpoint={"url": "http://127.0.0.1:9"})
+    assert resumes_from(RunDirectory(tmp_path / "run"), False) == ", from the problems that have no result yet"
 
 
 def test_a_page_of_two_runs_names_each(tmp_path: Path) -> None:

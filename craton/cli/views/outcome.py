@@ -73,7 +73,17 @@ def print_outcome(run: RunDirectory, summary: RunSummary, console: Console) -> N
         console.print(Text(f"{name} is lost", style="bold red"))
         console.print(Text(summary.message), soft_wrap=True)
     else:
-        print_failure(run, summary, console, at, "" if saved else ", from the beginning")
+        print_failure(run, summary, console, at, resumes_from(run, saved is not None))
+
+
+def resumes_from(run: RunDirectory, is_saved: bool) -> str:
+    """Return from where `craton resume` continues a run without a checkpoint, as the end of a sentence."""
+    from craton.job import load_job
+
+    kind = load_job(run.job_path).kind
+    if is_saved or kind == "serve":
+        return ""
+    return ", from the problems that have no result yet" if kind == "eval" else ", from the beginning"
 
 
 def _use_of(run: RunDirectory) -> str:
