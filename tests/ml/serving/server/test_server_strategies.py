@@ -23,6 +23,7 @@ VERIFIERS = {
     "letter": {"verifier": "regex", "pattern": "e"},
     "right": {"verifier": "exact"},
     "slow": {"python": "slow_verifier:score"},
+    "secretive": {"python": "slow_verifier:fail"},
 }
 SLOW = """
 import time
@@ -31,6 +32,9 @@ def score(prompt, completion, row, transcript):
     while completion == row.get("hang_on"):
         time.sleep(1)
     return len(completion)
+
+def fail(prompt, completion, row, transcript):
+    raise RuntimeError("the password of https://judge.internal is swordfish")
 """
 FULL_VOTE = {"kind": "vote", "n": 6, "stop": "off"}
 KINDS: dict[str, Any] = {
@@ -163,6 +167,16 @@ def test_a_hung_verifier_costs_its_sample_the_score(thoughtful: Served) -> None:
     assert text_of(answer) == max((samples[0], samples[2]), key=len)
     metrics = requests.get(f"{thoughtful.url}/metrics", timeout=SECONDS).text
     assert 'craton_serve_verifier_failures_total{model_name="little",verifier="slow"} 1.0' in metrics
+
+
+def test_why_a_verifier_fails_is_not_for_clients(thoughtful: Served) -> None:
+    strategy = {"kind": "best_of", "n": 2, "score": "secretive"}
+    body = {"messages": ASK, "max_tokens": 4, "strategy": strategy}
+    answer = requests.post(thoughtful.url + CHAT, json=body, timeout=SECONDS)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "no_score")
+    assert "no sample got a score from 'secretive'" in answer.json()["error"]["message"]
+    assert "swordfish" not in answer.text
+    assert "judge.internal" not in answer.text
 
 
 def test_a_thinking_budget_is_kept_exactly(thoughtful: Served) -> None:

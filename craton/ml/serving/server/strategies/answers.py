@@ -7,6 +7,7 @@ client that disconnects, the request's timeout or a failed engine end the strate
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
@@ -18,7 +19,7 @@ from fastapi import Request
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from craton.job.sections.strategy import Strategy, VoteStrategy
+from craton.job.sections.strategy import LOGPROBS, Strategy, VoteStrategy
 from craton.ml.serving.clients import (
     EndpointUnavailableError,
     InferenceError,
@@ -51,6 +52,8 @@ from craton.ml.serving.strategies import (
     run_strategy,
 )
 from craton.ml.serving.text import BEGIN
+
+logger = logging.getLogger("craton.serving")
 
 MAX_IN_FLIGHT = 256  # samples of one request at a time
 
@@ -192,7 +195,12 @@ class StrategyRun:
         except EndpointUnavailableError as error:
             raise UnavailableError(str(error), code="engine_failed") from None
         except NoScoreError as error:
-            raise BrokenError(str(error), code="no_score") from None
+            # Reasons hold what verifiers raise and where judges are: they are for the log alone.
+            logger.warning("strategy %s: %s", self._strategy.kind, error)
+            raise BrokenError(
+                f"no sample got a score from {self._strategy.verifier or LOGPROBS!r}; the server's log has the reasons",
+                code="no_score",
+            ) from None
         except StrategyRunError as error:
             raise BadRequestError(str(error), str(error).partition(":")[0], "invalid_strategy") from None
         except InferenceError as error:
