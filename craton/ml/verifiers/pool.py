@@ -262,7 +262,7 @@ class VerifierPool:
         inbox = Inbox()
         while True:
             try:
-                if not select.select([self._connection], [], [], SILENT_SECONDS)[0]:
+                if not _is_readable(self._connection, SILENT_SECONDS):
                     self._process.kill()  # it is stopped, or hangs: another one takes over
                 data = self._connection.recv(READ_BYTES)
             except (OSError, ValueError):
@@ -353,6 +353,14 @@ def _settings(
         "open_workers": max(workers, JUDGE_WORKERS) if has_judge and verify.workers is None else workers,
         "sandbox": verify.sandbox,
     }
+
+
+def _is_readable(connection: socket.socket, seconds: float) -> bool:
+    """Wait until there is something to read, or the connection is closed. `select.select` takes no descriptor above
+    1,023, which a server with many clients has."""
+    poller = select.poll()
+    poller.register(connection, select.POLLIN)
+    return bool(poller.poll(1000 * seconds))
 
 
 def _promised() -> Future[Any]:

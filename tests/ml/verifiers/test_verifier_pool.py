@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-import select
+import resource
 import signal
 import socket
 import subprocess
@@ -206,19 +206,33 @@ def test_a_supervisor_that_is_killed_costs_no_sample(folder: Path) -> None:
         assert pool.supervisor_pid != first
 
 
+def test_a_pool_works_beside_a_thousand_open_files(folder: Path) -> None:
+    """As in a server with many clients: its descriptors are above those that select() takes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
+    opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(1024)]
+    try:
+        with open_pool({"python": "own_rewards:length"}, folder=folder) as pool:
+            assert pool.verify([sample("abc")])[0].reward == 3.0
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 def test_a_supervisor_that_is_stopped_is_replaced(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The pool gives it up at once here, not after the minute that a busy machine may take for a living one."""
     stopped: list[int] = []
 
-    def wait(readers: list[socket.socket], writers: list[int], errors: list[int], seconds: float) -> object:
-        while not (found := real_select(readers, writers, errors, 0.1))[0]:
+    def wait(connection: socket.socket, seconds: float) -> bool:
+        while not (is_readable := real_wait(connection, 0.1)):
             if pool.supervisor_pid in stopped:
                 break
-        return found
+        return is_readable
 
-    real_select = select.select
+    real_wait = pool_module._is_readable
     with open_pool({"python": "own_rewards:length"}, folder=folder) as pool:
-        monkeypatch.setattr(pool_module.select, "select", wait)
+        monkeypatch.setattr(pool_module, "_is_readable", wait)
         assert pool.submit(sample("a")).result().reward == 1.0  # from now on the pool waits as above
         stopped.append(pool.supervisor_pid)
         os.kill(stopped[0], signal.SIGSTOP)
