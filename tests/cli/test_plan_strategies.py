@@ -81,7 +81,7 @@ BAD_ARGUMENTS: dict[str, tuple[list[str], str]] = {
     "a budget without tokens": (["--accuracy", "1:0.5", "--budget", "$1"], "--budget needs the tokens"),
     "a bad budget": (["--accuracy", "1:0.5", "--budget", "much", "--tokens", "1,2"], "is not an amount per problem"),
     "no such strategy": (["--accuracy", "1:0.5", "--strategy", "vot:3"], "did you mean 'vote'?"),
-    "half a mapping": (["--accuracy", "1:0.5", "--strategy", "{kind: vote"], "--strategy: kind"),
+    "half a mapping": (["--accuracy", "1:0.5", "--strategy", "{kind: vote"], "--strategy:1: is not YAML: expected"),
     "a vote of 1000": (["--accuracy", "1:0.5", "--strategy", "vote:1000"], "allowed: up to 128"),
     "a vote of none": (["--accuracy", "1:0.5", "--strategy", "vote:0"], "--strategy.n"),
     "an option of training": (
