@@ -192,8 +192,9 @@ BAD_FILES = {
     "- 1": "holds no mapping",
     "a: [": "neither JSON nor YAML",
     "strategies: [{strategy: {kind: vote, n: 4}, n: 1, accuracy: 0.5}]": "holds no plain samples",
-    "strategies: [{accuracy: 0.5, strategy: {kind: vote, n: 4}}]": "holds no plain samples, only strategies",
     "strategies: [{accuracy: 0.5}]": "is not an evaluation.json of this version",
+    "num_problems: 0\nstrategies: [{accuracy: 0.5, n: 4, strategy: {kind: sample}}]": "is not an evaluation.json",
+    "num_problems: 9\nstrategies: [{accuracy: 0.5, n: -4, strategy: {kind: sample}}]": "is not an evaluation.json",
     "strategies: 3": "is not an evaluation.json of this version",
 }
 

@@ -61,6 +61,8 @@ def read_record(path: Path) -> SampleRecord:
     """Read a run's folder, its evaluation.json, or a YAML file of accuracies."""
     if path.is_dir():
         path = path / EVALUATION
+    if path.exists() and not path.is_file():
+        raise PlanError(f"--eval {path}: is a device or a pipe; name the evaluation.json of a run")
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
@@ -127,7 +129,7 @@ def _of_evaluation(document: Mapping[str, Any], path: Path) -> SampleRecord:
         plain = [entry for entry in entries if _is_plain(entry)]
         if not plain:
             raise PlanError(
-                f"--eval {path}: holds no plain samples, only strategies; first evaluate with n: 4 and no strategy"
+                f"--eval {path}: holds no plain samples, only strategies; run `craton eval` with --samples 4"
             )
         entry = max(reversed(plain), key=lambda item: int(item["n"]))
         return _of_entry(document, entry, entries, path)
@@ -145,6 +147,8 @@ def _of_entry(document: Mapping[str, Any], entry: Mapping[str, Any], entries: li
     passes = _shares(entry.get("pass_at") or {1: entry["accuracy"]}, f"--eval {path}: pass_at")
     votes = _shares(entry.get("majority_at", {}), f"--eval {path}: majority_at")
     problems = int(entry.get("num_scored") or document["num_problems"])
+    if problems < 1 or int(entry["n"]) < 1:
+        raise ValueError("there is nothing to learn from")
     counts = _counts(path.parent / PROBLEMS, entry.get("settings"))
     known = KnownAccuracy(problems, passes, votes, int(entry["n"]), counts if sum(counts.values()) == problems else {})
     lengths = None
