@@ -11,8 +11,7 @@ import torch
 from gang import Gang
 from rollout_jobs import FOLDER, byte_tokenizer, job_text, rollout_run
 
-from craton.job import load_job
-from craton.ml.data import prepare
+from craton.ml.data import tokenize
 from craton.ml.evaluation import EvaluationError, read_results
 from craton.ml.posttraining import build as posttraining
 from craton.ml.training import RankIdentity, SetupError, Trainer
@@ -33,6 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("suites")
     byte_tokenizer(folder / "tokenizer")
     (folder / "text.txt").write_text("What is 1 + 2? Answer: 3\n" * 400, encoding="utf-8")
+    tokenize([folder / "text.txt"], folder / "shards", tokenizer=folder / "tokenizer", workers=1)
     rows = [{"question": f"What is {number}?", "answer": r"[\x00-\x50]$"} for number in range(15)]
     rows.append({"question": "too long " * 20, "answer": "x"})
     (folder / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
@@ -48,15 +48,9 @@ def text_of(folder: Path, layout: str = "{}", evaluate: str | None = "", kind: s
     suite = "" if evaluate is None else f", evaluate: {{every_steps: 2, suite: {folder / 'bytes.yaml'}{evaluate}}}"
     return (
         f"name: trained\nkind: {kind}\nmodel: {TINY}\ncluster: local\nlayout: {layout}\n"
-        f"data: {{path: {folder / 'text.txt'}, tokenizer: {folder / 'tokenizer'}, sequence: 32{more}}}\n"
+        f"data: {{path: {folder / 'shards'}, sequence: 32{more}}}\n"
         f"train: {{global_batch_sequences: 4, steps: 4, precision: fp32, learning_rate: 1e-2{suite}}}\n"
     )
-
-
-def prepared(root: Path, name: str, text: str) -> RunDirectory:
-    run = rollout_run(root, name, text)
-    prepare(load_job(run.job_path))
-    return run
 
 
 def train(path: Path, rank: int, world: int, stop_at: int | None = None) -> str:
@@ -88,7 +82,7 @@ def test_training_does_not_notice_its_evaluations_and_equal_seeds_give_equal_ans
     tmp_path: Path, folder: Path
 ) -> None:
     plain, first, second = (
-        prepared(tmp_path, name, text_of(folder, evaluate=suite))
+        rollout_run(tmp_path, name, text_of(folder, evaluate=suite))
         for name, suite in (("plain", None), ("first", ""), ("second", ""))
     )
     for run in (plain, first, second):
@@ -122,7 +116,7 @@ def test_training_does_not_notice_its_evaluations_and_equal_seeds_give_equal_ans
 )
 def test_every_layout_answers_as_one_rank(tmp_path: Path, folder: Path, gang: Gang, layout: str) -> None:
     alone, shared = (
-        prepared(tmp_path, name, text_of(folder, text).replace("cluster: local", f"cluster: {cluster}"))
+        rollout_run(tmp_path, name, text_of(folder, text).replace("cluster: local", f"cluster: {cluster}"))
         for name, text, cluster in (("alone", "{}", "local"), ("shared", layout, "local x 2"))
     )
     gang.run(train_in_gang, alone.path, 1, ranks=1)
@@ -151,14 +145,15 @@ def test_grpo_and_its_validation_data_beside_a_suite(
 
 def test_validation_data_and_a_suite_are_evaluated_together(tmp_path: Path, folder: Path) -> None:
     (tmp_path / "other.txt").write_text("What is 2 + 2? Answer: 4\n" * 100, encoding="utf-8")
-    run = prepared(tmp_path, "both", text_of(folder, more=f", validation: {tmp_path / 'other.txt'}"))
+    tokenize([tmp_path / "other.txt"], tmp_path / "shards", tokenizer=folder / "tokenizer", workers=1)
+    run = rollout_run(tmp_path, "both", text_of(folder, more=f", validation: {tmp_path / 'shards'}"))
     train(run.path, 0, 1)
     assert list(metrics_of(run, "run_evaluation_loss")) == list(metrics_of(run, ACCURACY)) == [2, 4]
 
 
 @pytest.mark.parametrize("stopped_at", [2, 4])
 def test_a_stop_in_an_evaluation_is_made_up_for_at_the_resume(tmp_path: Path, folder: Path, stopped_at: int) -> None:
-    calm, stopped = (prepared(tmp_path, name, text_of(folder)) for name in ("calm", "stopped"))
+    calm, stopped = (rollout_run(tmp_path, name, text_of(folder)) for name in ("calm", "stopped"))
     train(calm.path, 0, 1)
     place, recorder = RankIdentity(0, 1, 0, FOLDER), Recorder("node-0", 0, 0, stopped)
     trainer = Trainer(posttraining.build(stopped, place, recorder, LedgerClock()))
@@ -193,7 +188,7 @@ def test_a_suite_that_the_model_cannot_read_ends_the_run_before_its_first_step(t
     text = text_of(folder).replace("bytes.yaml", "chats.yaml")
     chats = folder / "chats.yaml"
     chats.write_text((folder / "bytes.yaml").read_text().replace('"{question}"', '{chat: "{question}"}'))
-    run = prepared(tmp_path, "chats", text)
+    run = rollout_run(tmp_path, "chats", text)
     with pytest.raises(EvaluationError, match=r"train.evaluate.suite: problem 0: .*there is no tokenizer for it"):
         train(run.path, 0, 1)
     place = RankIdentity(0, 1, 0, FOLDER)
