@@ -191,11 +191,12 @@ def test_what_a_command_does_not_tell_of_is_not_shown(serve: Serve, tmp_path: Pa
     write_run(tmp_path / "runs", "llama", nodes=1, ranks_per_node=1, steps=0)
     server = serve()
     text = server.ask("GET", "/runs/count")[2]
-    # Sections for members, training, own metrics, a step, ranks and checkpoints, the four charts of training, and what
-    # only post-training has: two sections and its charts.
-    posttraining = 2 + len(RESULT_CHARTS)
-    assert text.count("data-optional hidden") == text.count("data-optional") == 10 + posttraining
-    assert server.ask("GET", "/runs/llama")[2].count("data-optional") == 2 + posttraining  # of members and own metrics
+    # Sections for members, training, own metrics, a step, ranks and checkpoints, the four charts of training, what only
+    # post-training has: two sections and its charts, and what only a suite has: a section and its chart.
+    posttraining, suite = 2 + len(RESULT_CHARTS), 2
+    assert text.count("data-optional hidden") == text.count("data-optional") == 10 + posttraining + suite
+    of_llama = server.ask("GET", "/runs/llama")[2]
+    assert of_llama.count("data-optional") == 2 + posttraining + suite  # two: of members and own metrics
 
 
 def test_a_prometheus_that_does_not_answer_is_told_and_hides_nothing(serve: Serve, tmp_path: Path) -> None:
