@@ -148,7 +148,8 @@ def test_content_in_parts_is_joined_and_token_ids_are_refused(server: Served) ->
     parts = [{"role": "user", "content": [{"type": "text", "text": "Say "}, {"type": "text", "text": "hello"}]}]
     strategy = {"kind": "best_of", "n": 2, "score": "rm"}
     joined = ask(server, messages=[{"role": "user", "content": "Say hello"}], strategy=strategy).json()["strategy"]
-    assert ask(server, messages=parts, strategy=strategy).json()["strategy"]["scores"] == joined["scores"]
+    scores = ask(server, messages=parts, strategy=strategy).json()["strategy"]["scores"]
+    assert scores == pytest.approx(joined["scores"], abs=1e-4)
     refused = ask(server, COMPLETIONS, prompt=[5, 6, 7], strategy=strategy)
     assert refused.status_code == 400
     assert refused.json()["error"]["param"] == "prompt"
@@ -175,16 +176,14 @@ def test_a_killed_process_is_started_again_and_its_texts_are_scored_once_more(
 
 
 def test_a_stopped_process_costs_its_request_the_limit(model_folder: Path, reward_folder: Path) -> None:
-    served = served_with(ThreadedEngine(), model_folder, reward_folder, limit=2.0)
+    served = served_with(ThreadedEngine(), model_folder, reward_folder, limit=5.0)
     try:
         strategy = {"kind": "best_of", "n": 3, "score": "rm"}
         (victim,) = reward_processes(served)
         victim.suspend()
         answer = ask(served, strategy=strategy)
         assert answer.status_code == 500
-        error = answer.json()["error"]
-        assert error["code"] == "no_score"
-        assert error["message"] == "no sample got a score from 'rm'; the server's log has the reasons"
+        assert answer.json()["error"]["code"] == "no_score"
         assert metric(served, "verifier_failures", "rm") == 3
         wait_until(lambda: ask(served, strategy=strategy).status_code == 200, "the model is started again")
         (another,) = reward_processes(served)
@@ -193,9 +192,12 @@ def test_a_stopped_process_costs_its_request_the_limit(model_folder: Path, rewar
         served.process.kill()
         wait_until(lambda: not another.is_running(), "it ends with its server, although it is stopped")
     finally:
-        served.stop()
+        log = served.stop()
+    assert "rm: no score within verify.limit, 5.00 s: its process hangs or is too slow" in log
+    assert "reward model rm: its process did not answer for 5.00 s; it is started again" in log
 
 
+@pytest.mark.slow
 def test_weights_that_cannot_be_loaded_end_the_start(model_folder: Path, reward_folder: Path, tmp_path: Path) -> None:
     folder = tmp_path / "reward"
     shutil.copytree(reward_folder, folder)
