@@ -1,9 +1,8 @@
-"""What test-time compute buys on the lifecycle's arithmetic model, and what a search costs the engine.
+"""What test-time compute buys on the lifecycle's arithmetic model.
 
-    python benchmarks/strategies.py RUN_OR_FOLDER DATA/test.jsonl [--its-hub FOLDER]
+    python benchmarks/strategies.py RUN_OR_FOLDER DATA/test.jsonl
 
-RUN_OR_FOLDER: the lifecycle's SFT model. `--its-hub`: the folder of `pip install --target FOLDER its_hub`; the same
-beam search then runs through it, on the same server. `--only`: votes, best_of, budgets, trees or its_hub.
+RUN_OR_FOLDER: the lifecycle's SFT model. `--only`: votes, best_of or budgets.
 """
 
 from __future__ import annotations
@@ -12,11 +11,7 @@ import argparse
 import asyncio
 import json
 import math
-import random
 import statistics
-import sys
-import tempfile
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from math import comb
 from pathlib import Path
@@ -24,16 +19,15 @@ from typing import Any
 
 import torch
 
-import craton
 from craton.job.sections.posttraining import RewardTerm, VerifySection
 from craton.job.sections.strategy import parse_strategy
 from craton.ml.data import end_of_document, end_of_turn, load_tokenizer
 from craton.ml.export import open_model
-from craton.ml.serving.clients import EngineClient, InferenceRequest, complete_all, connect
+from craton.ml.serving.clients import EngineClient, InferenceRequest, complete_all
 from craton.ml.serving.engine import build_engine
 from craton.ml.serving.messages import Sampling
 from craton.ml.serving.settings import EngineSettings
-from craton.ml.serving.strategies import CallableScorer, Limits, PoolScorer, StrategyOutcome, run_strategy
+from craton.ml.serving.strategies import Limits, PoolScorer, StrategyOutcome, run_strategy
 from craton.ml.verifiers import VerifierPool
 
 PROBLEMS = 500
@@ -42,8 +36,6 @@ PREDICTION_SAMPLES = 32
 MAX_TOKENS = 6
 SEED_STRIDE = 1000
 AT_ONCE = 16
-SEARCH = {"kind": "beam", "n": 4, "width": 4, "depth": 8, "step": {"tokens": 16}, "score": "letters"}
-REPEATS = 5
 
 
 class Bench:
@@ -142,29 +134,6 @@ class Bench:
         counts = self.with_client(force)
         print(f"budget forcing: {counts.count(0)} of {len(counts)} chains of thought have exactly their budget")
 
-    def trees(self) -> None:
-        scorer = CallableScorer(letters)
-        for page in (16, 4):
-            for step in (8, 16, 32):
-                strategy = parse_strategy(
-                    {"kind": "tree", "n": 32, "width": 4, "depth": 5, "step": {"tokens": step}, "score": "letters"}
-                )
-                unique = 0
-                engine = self.engine(page=page)
-                for number, row in enumerate(self.rows[:5]):
-                    sampling = Sampling(5 * step, seed=number, ignore_eos=True)
-                    request = InferenceRequest(row["prompt"], sampling)
-                    outcome = self.with_client(
-                        lambda client, r=request, s=strategy: run_strategy(client, r, s, scorer, Limits()), engine
-                    )
-                    unique += len(load_tokenizer(self.folder).encode(row["prompt"]).ids)
-                    unique += outcome.usage.completion_tokens
-                computed = engine.stats().step_tokens
-                print(
-                    f"tree of 32, 4 branches of {step} tokens a node, blocks of {page}: computed {computed:,}, unique "
-                    f"{unique:,}: {computed / unique:.3f} (bar: 1.05)"
-                )
-
 
 def pass_at(counts: Sequence[int], samples: int, n: int) -> tuple[float, float]:
     """Return the unbiased pass@n, and 1.96 standard deviations of a measurement with other samples of the same
@@ -176,92 +145,16 @@ def pass_at(counts: Sequence[int], samples: int, n: int) -> tuple[float, float]:
     return statistics.mean(chances), 1.96 * math.sqrt(measured + predicted) / len(counts)
 
 
-def letters(prompt: Any, completions: Sequence[str]) -> list[float]:
-    """A score that costs nothing: the same for both searches."""
-    return [sum(map(ord, text)) % 97 / 97 for text in completions]
-
-
-def random_model(folder: Path) -> None:
-    """A small model that ends no text: both searches sample steps of the same length."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from craton.ml.data.chat import ensure_template
-    from craton.ml.data.tokenizer import train_bpe
-
-    draw = random.Random(0)
-    words = ["".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=draw.randrange(2, 9))) for _ in range(2000)]
-    train_bpe([" ".join(draw.choices(words, k=200)) + "\n" for _ in range(20)], 512, folder)
-    ensure_template(folder)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=load_tokenizer(folder).get_vocab_size(), max_position_embeddings=2048, eos_token_id=None,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(folder)
-
-
-def compare_searches(its_hub: str) -> None:
-    """Run the same beam search through our strategy and through its_hub, in turns, on one server."""
-    sys.path.append(its_hub)
-    from its_hub.api import AbstractProcessRewardModel
-    from its_hub.core.algorithms.beam_search import BeamSearch
-    from its_hub.core.lms.openai_lm import OpenAICompatibleLanguageModel
-    from its_hub.core.lms.step_generation import StepGeneration
-
-    class Letters(AbstractProcessRewardModel):  # type: ignore[misc]
-        def score(self, prompt: Any, steps: list[str]) -> list[float]:
-            return letters(prompt, steps)
-
-        async def ascore(self, prompt: Any, steps: list[str]) -> list[float]:
-            return letters(prompt, steps)
-
-    tokens, depth = SEARCH["step"]["tokens"], SEARCH["depth"]  # type: ignore[index]
-    prompt = "Once upon a time " * 20
-
-    async def both(url: str) -> list[tuple[float, float]]:
-        chat = [{"role": "user", "content": prompt}]
-        pairs = []
-        async with await connect(url) as client:
-            for number in range(REPEATS + 1):
-                sampling = Sampling(tokens * depth, seed=number, ignore_eos=True)
-                request = InferenceRequest(chat, sampling)
-                begun = time.monotonic()
-                outcome = await run_strategy(client, request, parse_strategy(SEARCH), CallableScorer(letters), Limits())
-                ours = time.monotonic() - begun
-                assert outcome.usage.completion_tokens == 16 * tokens * depth
-                lm = OpenAICompatibleLanguageModel(f"{url}/v1", "none", str(client.model), temperature=1.0)
-                steps = StepGeneration(max_steps=depth - 1, tokens_per_step=tokens, temperature=1.0)
-                begun = time.monotonic()
-                result = await BeamSearch(steps, Letters(), 4).ainfer(lm, prompt, 16, return_response_only=False)
-                theirs = time.monotonic() - begun
-                assert set(result.steps_used) == {depth}
-                await lm.close()
-                pairs.append((ours, theirs))
-        return pairs[1:]  # the first fills caches
-
-    with tempfile.TemporaryDirectory() as name:
-        random_model(Path(name))
-        with craton.serve(name, "strategies-search", precision="fp32") as server:
-            pairs = asyncio.run(both(server.url))
-    ours, theirs = (statistics.median(times) for times in zip(*pairs, strict=True))
-    print(f"beam of 4 with 4 expansions, {depth} steps of {tokens} tokens, medians of {REPEATS}:")
-    print(f"  ours {ours:.2f} s, its_hub {theirs:.2f} s: {ours / theirs:.2f} (bar: 0.7)")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("model")
     parser.add_argument("rows", type=Path)
-    parser.add_argument("--its-hub")
-    parser.add_argument("--only", nargs="*", default=["votes", "best_of", "budgets", "trees", "its_hub"])
+    parser.add_argument("--only", nargs="*", default=["votes", "best_of", "budgets"])
     options = parser.parse_args()
     lines = options.rows.read_text(encoding="utf-8").splitlines()[:PROBLEMS]
     bench = Bench(options.model, [json.loads(line) for line in lines])
     for part in options.only:
-        if part != "its_hub":
-            getattr(bench, part)()
-    if options.its_hub and "its_hub" in options.only:
-        compare_searches(options.its_hub)
+        getattr(bench, part)()
 
 
 if __name__ == "__main__":
