@@ -1,7 +1,7 @@
 """Beam and tree search over the steps of a completion, guided by the score of what is written so far.
 
 A branch continues its parent's tokens as one request with `width` copies, so that on our engines all share the KV
-cache of the prompt and of the parent: each token of the tree is computed once. Seeds follow from the path of a branch,
+cache of the prompt and of the parent, also its last, partly filled block. Seeds follow from the path of a branch,
 and the nodes are chosen in a fixed order: equal seeds give an equal tree.
 
 - Beam: the `n` best branches of each level are expanded by `width` steps each.
