@@ -1,5 +1,5 @@
-"""What the ranks of a job read of the suites that it evaluates: the suite's own file, that of its problems, and the
-user's functions that verify answers."""
+"""What the ranks of a job read of the suites that it evaluates: the suite's own file, that of its problems, reward
+models, and the user's functions that verify answers."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from craton.job.sections.suites import BUILT_IN_SUITES, Suite, load_suite
 
 
 def files_of_suites(job: Job) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Yield the place of the suite's key and the path of a file. Problems of a suite that this machine cannot read are
-    not known."""
+    """Yield the place of the suite's key and the path of a file or a reward model. Those that a suite names are not
+    known if this machine cannot read it."""
     for location, (suite, *_) in job.suites.items():
         if suite in BUILT_IN_SUITES:
             continue
         yield location, str(Path(suite).expanduser())
-        read = _read(suite)
-        if read is not None and read.data.path is not None:
-            yield location, read.data.path
+        if (read := _read(suite)) is None:
+            continue
+        models = (term.model for term in read.verifiers.values())
+        for path in filter(None, (read.data.path, *models)):
+            yield location, path
 
 
 def functions_of_suites(job: Job) -> Iterator[tuple[tuple[str, ...], str]]:

@@ -248,9 +248,9 @@ def test_an_image_is_shown_reward_models() -> None:
 def test_an_image_is_shown_the_suites_of_a_training_and_their_problems(tmp_path: Path) -> None:
     suite = tmp_path / "suites" / "own.yaml"
     suite.parent.mkdir()
-    suite.write_text("data: {path: /data/problems.jsonl}\nreward: exact\n")
+    suite.write_text("data: {path: /data/problems.jsonl}\nreward: exact\nverifiers: {rm: {model: /models/rm}}\n")
     launch = drafted(job_text()).launch
-    for name, files in ((str(suite), {str(suite), "/data/problems.jsonl"}), ("arithmetic", set())):
+    for name, files in ((str(suite), {str(suite), "/data/problems.jsonl", "/models/rm"}), ("arithmetic", set())):
         evaluate = f"steps: 10, evaluate: {{every_steps: 5, suite: '{name}'}}}}"
         job = parse_job(TRAINING.format(data="/tokens").replace("steps: 10}", evaluate))
         assert set(mounts_of(job, RUN, replace(launch, env={}))) == {"/fsx/runs", "/scratch", "/tokens", *files}
