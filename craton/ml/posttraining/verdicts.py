@@ -28,11 +28,9 @@ def open_pool(
     """Return the pool of this process, with its share of the node's workers. It stays open over generations, so that a
     recovery does not wait for new workers; it ends with the process. `folder`: searched for users' functions first."""
     local_ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-    workers = verify.workers or len(os.sched_getaffinity(0))
-    verify = verify.model_copy(update={"workers": -(-workers // local_ranks)})
     key = repr((reward, verify, str(folder), environment))
     if key not in _kept:
-        _kept[key] = VerifierPool(reward, verify, folder, environment=environment)
+        _kept[key] = VerifierPool(reward, verify, folder, environment, num_pools=local_ranks)
     return _kept[key]
 
 

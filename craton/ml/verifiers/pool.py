@@ -125,14 +125,16 @@ class VerifierPool:
         verify: VerifySection,
         folder: Path | None = None,
         environment: str | None = None,
+        num_pools: int = 1,
     ) -> None:
         """`folder`: searched for users' modules first. Terms with a reward model are the trainer's and ignored here.
-        VerifierError if a function cannot be loaded, or if this machine cannot isolate what needs isolation."""
+        `num_pools`: of this node, which share its workers. VerifierError if a function cannot be loaded, or if this
+        machine cannot isolate what needs isolation."""
         self._terms = [term for term in rewards if term.model is None]
         check_terms(self._terms)
         self._names = term_names(self._terms)
         self._environment = environment
-        self._settings = _settings(self._terms, verify, folder, environment)
+        self._settings = _settings(self._terms, verify, folder, environment, num_pools)
         self._lock = threading.RLock()
         self._numbers = itertools.count()
         self._pending: dict[int, _Pending] = {}
@@ -335,10 +337,11 @@ class VerifierPool:
 
 
 def _settings(
-    terms: Sequence[RewardTerm], verify: VerifySection, folder: Path | None, environment: str | None
+    terms: Sequence[RewardTerm], verify: VerifySection, folder: Path | None, environment: str | None, num_pools: int
 ) -> dict[str, Any]:
-    workers = int(verify.workers or len(os.sched_getaffinity(0)))
-    has_judge = any(term.verifier == "judge" for term in terms)
+    workers = open_workers = int(verify.workers or len(os.sched_getaffinity(0)))
+    if verify.workers is None and any(term.verifier == "judge" for term in terms):
+        open_workers = max(workers, JUDGE_WORKERS)
     groups = {group_of(term) for term in terms} | ({"open"} if environment else set())
     return {
         "groups": sorted(groups),
@@ -349,8 +352,8 @@ def _settings(
         "folder": str(folder) if folder is not None else "",
         "limit": float(verify.limit),
         "memory_bytes": int(verify.memory),
-        "workers": workers,
-        "open_workers": max(workers, JUDGE_WORKERS) if has_judge and verify.workers is None else workers,
+        "workers": -(-workers // num_pools),
+        "open_workers": -(-open_workers // num_pools),
         "sandbox": verify.sandbox,
     }
 

@@ -6,10 +6,14 @@ import json
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 from verifier_pools import open_pool, sample
+from waiting import PATIENCE_SECONDS
 
+from craton.job.sections.posttraining import RewardTerm, VerifySection
+from craton.ml.posttraining.verdicts import open_pool as pool_of_rank
 from craton.ml.verifiers import VerifierError
 from craton.ml.verifiers.judge import JudgeError, judge
 
@@ -25,6 +29,7 @@ class JudgeServer(ThreadingHTTPServer):
         self.status = 200
         self.asked: list[dict[str, object]] = []
         self.keys: list[str | None] = []
+        self.at_once: threading.Barrier | None = None  # so many questions wait for each other
 
     @property
     def url(self) -> str:
@@ -40,6 +45,8 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         self.server.asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
         self.server.keys.append(self.headers["Authorization"])
+        if self.server.at_once is not None:
+            self.server.at_once.wait(PATIENCE_SECONDS)
         if self.server.status != 200:
             self.send_response(self.server.status)
             self.send_header("Location", "http://127.0.0.1:9/elsewhere")
@@ -145,3 +152,14 @@ def test_a_key_that_is_not_set_is_refused_at_the_start(monkeypatch: pytest.Monke
     monkeypatch.delenv("JUDGE_KEY", raising=False)
     with pytest.raises(VerifierError, match=r"the variable JUDGE_KEY is not set; .* run\.secrets"):
         open_pool({"verifier": "judge", "endpoint": {"url": "http://localhost:9", "key": "JUDGE_KEY"}})
+
+
+def test_ranks_of_a_node_ask_a_judge_many_questions_at_once(
+    server: JudgeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    server.at_once = threading.Barrier(8)
+    term = RewardTerm.model_validate({"verifier": "judge", "endpoint": {"url": server.url}})
+    with pool_of_rank([term], VerifySection(limit=PATIENCE_SECONDS), Path.cwd()) as pool:
+        futures = [pool.submit(sample(f"answer {number}")) for number in range(8)]
+        assert [future.result(PATIENCE_SECONDS).reward for future in futures] == [0.5] * 8
