@@ -10,14 +10,19 @@ ONLY = "only runs of kind grpo and dpo have it"
 
 
 def _panel(
-    title: str, description: str, lines: dict[str, str], unit: Unit = "short", alerts: tuple[str, ...] = ()
+    title: str,
+    description: str,
+    lines: dict[str, str],
+    unit: Unit = "short",
+    alerts: tuple[str, ...] = (),
+    nothing: str = ONLY,
 ) -> Panel:
     """One line per run and metric; `lines`: metric → its name in the legend."""
     queries = tuple(
         PanelQuery(f"max by (run) (craton_run_{name}{{{RUN_HERE}}})", f"{{{{run}}}} {legend}".rstrip())
         for name, legend in lines.items()
     )
-    return Panel(title, description, queries, unit=unit, alerts=alerts, nothing=ONLY)
+    return Panel(title, description, queries, unit=unit, alerts=alerts, nothing=nothing)
 
 
 RESULTS = PanelRow(
@@ -54,6 +59,17 @@ RESULTS = PanelRow(
             "Reward of the answers",
             "Of kind dpo: both may fall; their difference should grow.",
             {"chosen_reward": "chosen", "rejected_reward": "rejected"},
+        ),
+        _panel(
+            "Accuracy on a suite",
+            "Share of right answers: of `train.evaluate.suite`, with its 95% interval, or of kind eval.",
+            {
+                "evaluation_accuracy": "",
+                "evaluation_accuracy_low": "interval, low",
+                "evaluation_accuracy_high": "interval, high",
+            },
+            "percentunit",
+            nothing="only runs that evaluate a suite have it",
         ),
         _panel(
             "Generated tokens per sample",
