@@ -122,8 +122,9 @@ def _figure(results: Mapping[str, Mapping[str, Any]], key: str, scale: float, ax
                 "name": escape(run),
                 "x": [scale * entry[key] for entry in entries],
                 "y": shares,
-                "text": [escape(entry["words"]) for entry in entries],
-                "textposition": "top center",
+                "text": [f" {escape(entry['words'])} " for entry in entries],
+                "textposition": [_label_side(entry[key], entries[-1][key]) for entry in entries],
+                "cliponaxis": False,
                 "error_y": spread,
                 "marker": {"color": color, "size": 9},
             }
@@ -132,6 +133,11 @@ def _figure(results: Mapping[str, Mapping[str, Any]], key: str, scale: float, ax
     layout["xaxis"] |= {"title": axis_title(axis), "rangemode": "tozero"}
     layout["yaxis"] |= {"range": [0, 1.05], "tickformat": ".0%"}
     return {"data": data, "layout": layout}
+
+
+def _label_side(value: float, largest: float) -> str:
+    """Place a label beside its interval, and inside the plot."""
+    return "middle left" if value > largest / 2 else "middle right"
 
 
 def _cells(entry: Entry) -> tuple[str, ...]:
