@@ -53,8 +53,8 @@ def trained(run: Run) -> int:
 
 def check_key_is_secret(folder: Path) -> None:
     """Only the addresses of members, which no other user can read, have it."""
-    told = [path for path in folder.rglob("*") if path.is_file() and KEY.encode() in path.read_bytes()]
-    assert [(path.name, path.stat().st_mode & 0o077) for path in told] in ([], [("addresses.json", 0)])
+    holders = [path for path in folder.rglob("*") if path.is_file() and KEY.encode() in path.read_bytes()]
+    assert [(path.name, path.stat().st_mode & 0o077) for path in holders] in ([], [("addresses.json", 0)])
 
 
 def test_servers_of_a_run_whose_nodes_share_a_gpu_are_planned(root: Path, tmp_path: Path) -> None:

@@ -214,7 +214,7 @@ class PoolSupervisor:
         for group in PERSISTENT:
             idle = [worker for worker in self._members(group) if worker.is_ready and not worker.is_busy]
             for worker in idle:
-                if worker.process.poll() is not None:  # it has died, and its connection has not told yet
+                if worker.process.poll() is not None:  # it has died, and its connection does not show it yet
                     self._end(worker, "")
             idle = [worker for worker in idle if worker not in self._ending]
             free = self._limit_of(group) - sum(worker.is_busy for worker in self._members(group))

@@ -44,7 +44,7 @@ ROLLOUT_KINDS = ("rollout", "reward", "sync")  # parts of a step of reinforcemen
 PRODUCTIVE_KINDS = ("productive", *ROLLOUT_KINDS)  # their share is the goodput
 LOST_WITH_A_STEP = ("compile", *PRODUCTIVE_KINDS, "data")
 # Background activities: a copy into shared memory, writing files of a tier, a last state that is not on disk yet, new
-# weights that a rollout server has but has not been told to use
+# weights that a rollout server has received and does not use yet
 BESIDE = ("staging", "saving", "unsaved", "transfer")
 ACTIONS = ("none", "kill", "stop", "spin", "fail")  # of a trap; stop: SIGSTOP, spin: hang while the process runs
 VARIABLE = "CRATON_PAGE"  # environment of a rank: the descriptor of its page

@@ -148,8 +148,8 @@ def test_every_prompt_is_trained_once_within_the_bound(course: Course) -> None:
         assert [sample.copy for sample in step.samples] == list(range(GROUP)) * PROMPTS
         assert step.metrics["max_staleness"] <= step.metrics["staleness_bound"] == STALENESS
         assert 0 <= step.metrics["staleness"] <= step.metrics["max_staleness"]
-        told = {"rollout_idle_share", "rollout_tokens_per_second"} & set(step.metrics)
-        assert len(told) == 2 or (number == STEPS and not told), "the last step may have nothing left to generate"
+        found = {"rollout_idle_share", "rollout_tokens_per_second"} & set(step.metrics)
+        assert len(found) == 2 or (number == STEPS and not found), "the last step may have nothing left to generate"
         assert step.phase_seconds.keys() == {"sync", "rollout", "reward"}, number
     assert steps[-1].metrics["staleness"] > 0, "samples of the last step were generated beside earlier ones"
 

@@ -103,8 +103,8 @@ def test_a_bad_step_costs_its_own_episode(folder: Path) -> None:
         assert "exceeded verify.limit of 2 s" in turns["hang"].error
         assert "RuntimeError: broken" in turns["raise"].error
         assert "returned nan" in turns["nan"].error
-        told = turns["gym"].error
-        assert "returned ('x', 1.0, True) (tuple); return a finite number as the reward, a text as the next" in told
+        error = turns["gym"].error
+        assert "returned ('x', 1.0, True) (tuple); return a finite number as the reward, a text as the next" in error
         assert all(turns[name].is_last for name in ("hang", "raise", "nan", "gym", "end"))
         assert without_seconds(turns["end"]) == (None, None, True, "")
         assert turns["fine"].text == "turn 1, process 0"
