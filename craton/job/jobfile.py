@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, PrivateAttr, ValidationInfo, model_validator
 
@@ -22,6 +22,7 @@ from craton.job.document import (
     is_name,
 )
 from craton.job.errors import ContentError, JobError
+from craton.job.evaluations import NOT_OF_AN_EVALUATION, SuiteUse, check_evaluation, check_training_evaluation
 from craton.job.layout import Layout, LayoutSpec, Precision, parse_layout
 from craton.job.model import ModelNumbers, ModelShape, ModelSpec, is_function, model_shape, run_folder, weights_folder
 from craton.job.rollouts import check_rollouts
@@ -29,7 +30,6 @@ from craton.job.run_section import Placement, RunSection, Text
 from craton.job.sections import (
     DEFAULT_LENGTH,
     MIN_BPE_VOCABULARY,
-    NOT_OF_A_SERVER,
     ChaosSpec,
     Checkpoint,
     Data,
@@ -47,6 +47,7 @@ from craton.job.sections import (
 )
 from craton.job.sections.posttraining import ApiEndpoint, Policy, Preference, RewardSpec, Rollout, VerifySection
 from craton.job.sections.suites import Evaluation
+from craton.job.serving import check_served_model, check_server_keys
 from craton.job.sharing import sharing_problem
 from craton.remote import is_url
 
@@ -78,26 +79,11 @@ NOT_OF_A_COMMAND = {
     "objective": "the command has its own loss",
 }
 
-NOT_OF_AN_EVALUATION = {
-    "data": "the suite has the problems",
-    "layout": "one process has the whole model; serve it to use several GPUs, and give the URL as eval.endpoint",
-    "checkpoint": "the results of each problem are saved as they come",
-    "objective": "nothing is trained",
-}
-
 _NO_SEQUENCE = "data.sequence is missing, and the model has no maximum sequence length; set data.sequence"
 
 
 def _one_or_many(value: object) -> object:
     return [value] if isinstance(value, str) else value
-
-
-class SuiteUse(NamedTuple):
-    """A suite, and what a job changes of it."""
-
-    suite: str
-    problems: int | None  # the first so many
-    samples: int | None  # of each problem
 
 
 class Job(Section):
@@ -284,7 +270,8 @@ class Job(Section):
                 ("train", "weights"),
                 ("train", "precision"),
             )
-        self._check_evaluation(train)
+        if train.evaluate is not None:
+            check_training_evaluation(train.evaluate.suite, self.validates, self.model, self.preference)
         steps = self.steps
         if steps is not None and train.warmup_steps is not None and train.warmup_steps > steps:
             raise KeyConflictError(
@@ -292,23 +279,6 @@ class Job(Section):
                 ("train", "warmup_steps"),
             )
         return self
-
-    def _check_evaluation(self, train: Train) -> None:
-        evaluate = train.evaluate
-        if evaluate is None:
-            return
-        if evaluate.suite is None and not self.validates:
-            raise KeyConflictError(
-                "train: evaluate requires data.validation, or a suite, e.g. suite: arithmetic", ("train", "evaluate")
-            )
-        generates = self.preference is None or self.preference.loss != "reward"
-        if evaluate.suite is not None and (not generates or (isinstance(self.model, str) and is_function(self.model))):
-            why = f"{self.model} is a function" if generates else "a reward model answers nothing"
-            raise KeyConflictError(
-                f"train: evaluate.suite needs a model that Craton can serve, and {why}; remove suite",
-                ("train", "evaluate", "suite"),
-                ("model",),
-            )
 
     @model_validator(mode="after")
     def _serving_goes_together(self) -> Self:
@@ -322,70 +292,19 @@ class Job(Section):
                     ("model",),
                 )
             return self
-        if isinstance(self.model, str) and is_function(self.model):
-            raise KeyConflictError(
-                f"kind serve requires a model that Craton builds, but {self.model} is a function; give a preset, a "
-                "folder, a Hub id or a run",
-                ("model",),
-                ("kind",),
-            )
-        if self.data != Data():
-            raise KeyConflictError("kind serve reads no data; remove `data:`", ("data",), ("kind",))
-        for key in self.layout.model_fields_set if self.layout else ():
-            if key in NOT_OF_A_SERVER:
-                raise KeyConflictError(
-                    f"layout: {key} does not apply to a server: {NOT_OF_A_SERVER[key]}", ("layout", key)
-                )
-        if self.recover.spares:
-            raise KeyConflictError(
-                "recover: a server runs on one node and has no spares; remove recover.spares",
-                ("recover", "spares"),
-                ("kind",),
-            )
         assert self.serve is not None
-        shape = self.model_shape
-        longest = shape.max_sequence if shape else 0
-        if longest and self.served_length > longest:
-            raise KeyConflictError(
-                f"serve: max_length {self.served_length:,} exceeds the model's maximum sequence length of {longest:,} "
-                "tokens",
-                ("serve", "max_length"),
-            )
-        draft = self.draft_shape
-        if shape is not None and draft is not None and draft.vocab > shape.vocab:
-            raise KeyConflictError(
-                f"serve.speculate: the draft model's vocabulary of {draft.vocab:,} tokens exceeds the model's, "
-                f"{shape.vocab:,}; use a draft model with the same tokenizer",
-                ("serve", "speculate", "model"),
-            )
-        if self.served_name in self.serve.adapters:
-            raise KeyConflictError(
-                f"serve.adapters: {self.served_name!r} is the name of the model; set serve.served_name, or rename the "
-                "adapter",
-                ("serve", "adapters"),
-            )
+        check_server_keys(self.model, self.data, self.layout, self.recover)
+        check_served_model(self.serve, self.served_name, self.served_length, self.model_shape, self.draft_shape)
         return self
 
     @model_validator(mode="after")
     def _evaluation_goes_together(self) -> Self:
         if self.eval is None:
             return self
-        if (self.model is None) == (self.eval.endpoint is None):
-            given = "both" if self.model is not None else "neither"
-            raise KeyConflictError(f"kind eval needs one of model and eval.endpoint; got {given}", ("eval",), ("kind",))
-        if isinstance(self.model, str) and is_function(self.model):
-            raise KeyConflictError(
-                f"kind eval requires a model that Craton builds, but {self.model} is a function", ("model",), ("kind",)
-            )
+        check_evaluation(self.eval, self.model, self.cluster.num_nodes)
         for key, why in NOT_OF_AN_EVALUATION.items():
             if getattr(self, key) != type(self).model_fields[key].default:
                 raise KeyConflictError(f"{key} does not apply to kind eval: {why}; remove `{key}:`", (key,), ("kind",))
-        if self.cluster.num_nodes > 1:
-            raise KeyConflictError(
-                "kind eval runs in one process on one node; serve a larger model and give its URL as eval.endpoint",
-                ("cluster",),
-                ("kind",),
-            )
         return self
 
     @model_validator(mode="after")
@@ -649,10 +568,7 @@ class Job(Section):
         assert self.serve is not None, f"kind {self.kind} does not serve"
         if self.serve.served_name is not None:
             return self.serve.served_name
-        if isinstance(self.model, ModelNumbers):
-            return self.model.name
-        assert self.model is not None
-        return Path(self.model).name if self.model.startswith("/") or is_url(self.model) else self.model
+        return self._model_name
 
     @property
     def evaluated_name(self) -> str:
@@ -660,6 +576,11 @@ class Job(Section):
         assert self.eval is not None, f"kind {self.kind} does not evaluate"
         if self.eval.endpoint is not None:
             return self.eval.endpoint.model or self.eval.endpoint.url
+        return self._model_name
+
+    @property
+    def _model_name(self) -> str:
+        """A preset, a Hub id, or the name of the model, the folder or the run."""
         if isinstance(self.model, ModelNumbers):
             return self.model.name
         assert self.model is not None

@@ -1,0 +1,53 @@
+"""Checks of kind serve: of its keys against each other, and of what is served."""
+
+from __future__ import annotations
+
+from craton.job.document import KeyConflictError
+from craton.job.layout import LayoutSpec
+from craton.job.model import ModelShape, ModelSpec, is_function
+from craton.job.sections import NOT_OF_A_SERVER, Data, RecoverSection, Serve
+
+
+def check_server_keys(model: ModelSpec | None, data: Data, layout: LayoutSpec | None, recover: RecoverSection) -> None:
+    """Raise KeyConflictError for the first key that does not apply to a server."""
+    if isinstance(model, str) and is_function(model):
+        raise KeyConflictError(
+            f"kind serve requires a model that Craton builds, but {model} is a function; give a preset, a folder, a "
+            "Hub id or a run",
+            ("model",),
+            ("kind",),
+        )
+    if data != Data():
+        raise KeyConflictError("kind serve reads no data; remove `data:`", ("data",), ("kind",))
+    for key in layout.model_fields_set if layout else ():
+        if key in NOT_OF_A_SERVER:
+            raise KeyConflictError(f"layout: {key} does not apply to a server: {NOT_OF_A_SERVER[key]}", ("layout", key))
+    if recover.spares:
+        raise KeyConflictError(
+            "recover: a server runs on one node and has no spares; remove recover.spares",
+            ("recover", "spares"),
+            ("kind",),
+        )
+
+
+def check_served_model(
+    serve: Serve, name: str, max_length: int, shape: ModelShape | None, draft: ModelShape | None
+) -> None:
+    """Raise KeyConflictError if the model, or its draft model, cannot be served so. `name`: of the model in the API."""
+    longest = shape.max_sequence if shape else 0
+    if longest and max_length > longest:
+        raise KeyConflictError(
+            f"serve: max_length {max_length:,} exceeds the model's maximum sequence length of {longest:,} tokens",
+            ("serve", "max_length"),
+        )
+    if shape is not None and draft is not None and draft.vocab > shape.vocab:
+        raise KeyConflictError(
+            f"serve.speculate: the draft model's vocabulary of {draft.vocab:,} tokens exceeds the model's, "
+            f"{shape.vocab:,}; use a draft model with the same tokenizer",
+            ("serve", "speculate", "model"),
+        )
+    if name in serve.adapters:
+        raise KeyConflictError(
+            f"serve.adapters: {name!r} is the name of the model; set serve.served_name, or rename the adapter",
+            ("serve", "adapters"),
+        )
