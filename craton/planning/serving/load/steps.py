@@ -1,0 +1,23 @@
+"""What the load needs to know of a replica: the times of its steps, and its limits."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+
+class ReplicaSteps(Protocol):
+    """One replica of a deployment, or several deployments as arrays. Seconds of one step; arguments broadcast."""
+
+    kv_tokens: Any  # KV cache tokens of the replica, all attention-data-parallel ranks together
+    step_tokens: Any  # prefill tokens per step and attention-data-parallel rank
+    max_running: Any  # requests of the replica
+    gpus: Any  # of the replica
+
+    def decode_seconds(self, batch: Any, context: Any) -> Any:
+        """One decode step of `batch` requests of the replica with `context` tokens each."""
+
+    def prefill_seconds(self, tokens: Any, context: Any = 0.0) -> Any:
+        """The whole prefill of one request alone: `tokens` of its prompt after `context` cached tokens."""
+
+    def mixed_seconds(self, batch: Any, context: Any, tokens: Any, prompt: Any) -> Any:
+        """One step: decode of `batch` requests, and `tokens` prompt tokens of prompts of this length."""
