@@ -293,7 +293,7 @@ class Job(Section):
                 )
             return self
         assert self.serve is not None
-        check_server_keys(self.model, self.data, self.layout, self.recover)
+        check_server_keys(self.model, self.data, self.layout, self.recover, self.serve, self.software)
         check_served_model(self.serve, self.served_name, self.served_length, self.model_shape, self.draft_shape)
         return self
 

@@ -2,13 +2,35 @@
 
 from __future__ import annotations
 
+import re
+
 from craton.job.document import KeyConflictError
 from craton.job.layout import LayoutSpec
 from craton.job.model import ModelShape, ModelSpec, is_function
-from craton.job.sections import NOT_OF_A_SERVER, Data, RecoverSection, Serve
+from craton.job.sections import (
+    NOT_OF_A_SERVER,
+    PLANNED_ENGINES,
+    PLANNED_LAYOUT,
+    Data,
+    LoadSection,
+    RecoverSection,
+    Serve,
+)
 
 
-def check_server_keys(model: ModelSpec | None, data: Data, layout: LayoutSpec | None, recover: RecoverSection) -> None:
+def is_planned_only(software: str) -> bool:
+    """Return whether a server of this software is planned but not run by Craton: `vllm`, `sglang@0.5`, ..."""
+    return re.split(r"[^a-z]", software.lower())[0] in PLANNED_ENGINES
+
+
+def check_server_keys(
+    model: ModelSpec | None,
+    data: Data,
+    layout: LayoutSpec | None,
+    recover: RecoverSection,
+    serve: Serve,
+    software: str,
+) -> None:
     """Raise KeyConflictError for the first key that does not apply to a server."""
     if isinstance(model, str) and is_function(model):
         raise KeyConflictError(
@@ -20,8 +42,14 @@ def check_server_keys(model: ModelSpec | None, data: Data, layout: LayoutSpec | 
     if data != Data():
         raise KeyConflictError("kind serve reads no data; remove `data:`", ("data",), ("kind",))
     for key in layout.model_fields_set if layout else ():
-        if key in NOT_OF_A_SERVER:
+        if key in NOT_OF_A_SERVER and not (key in PLANNED_LAYOUT and is_planned_only(software)):
             raise KeyConflictError(f"layout: {key} does not apply to a server: {NOT_OF_A_SERVER[key]}", ("layout", key))
+    if serve.attention_dp > 1 and not is_planned_only(software):
+        raise KeyConflictError(
+            f"serve: attention_dp applies to plans of {', '.join(PLANNED_ENGINES)} (key software), not of {software}; "
+            "remove it",
+            ("serve", "attention_dp"),
+        )
     if recover.spares:
         raise KeyConflictError(
             "recover: a server runs on one node and has no spares; remove recover.spares",
@@ -46,8 +74,26 @@ def check_served_model(
             f"{shape.vocab:,}; use a draft model with the same tokenizer",
             ("serve", "speculate", "model"),
         )
+    if serve.load is not None:
+        check_load(serve, serve.load, max_length)
     if name in serve.adapters:
         raise KeyConflictError(
             f"serve.adapters: {name!r} is the name of the model; set serve.served_name, or rename the adapter",
             ("serve", "adapters"),
+        )
+
+
+def check_load(serve: Serve, load: LoadSection, max_length: int) -> None:
+    """Raise KeyConflictError if a server with this context length cannot have the load."""
+    longest = load.input.longest + load.output.longest
+    if longest > max_length:
+        raise KeyConflictError(
+            f"serve.load: input {load.input.longest:,} and output {load.output.longest:,} tokens are {longest:,}, "
+            f"above the context length of {max_length:,}; shorten them",
+            ("serve", "load"),
+        )
+    if load.acceptance is not None and not serve.draft_tokens:
+        raise KeyConflictError(
+            "serve.load: acceptance applies to speculative decoding; set serve.speculate, or remove it",
+            ("serve", "load", "acceptance"),
         )

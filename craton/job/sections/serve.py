@@ -25,6 +25,7 @@ from craton.job.document import (
 )
 from craton.job.errors import StrategyError
 from craton.job.model import is_function, parse_model, run_folder
+from craton.job.sections.load import LoadSection, SloSection
 from craton.job.sections.posttraining import RewardTerm, VerifySection
 from craton.job.sections.recover import Wait
 from craton.job.sections.strategy import LOGPROBS, StrategyBounds, StrategySpec, check_score
@@ -55,6 +56,8 @@ CODE_AT_A_SERVER = (
 )
 
 # Layout keys for training only, and what to use for a server instead.
+PLANNED_ENGINES = ("vllm", "sglang", "trtllm")  # `software` of servers that Craton plans but does not run
+PLANNED_LAYOUT = ("tp", "pp", "ep")  # layout keys of these
 NOT_OF_A_SERVER = {
     "pp": "pipeline stages would wait for each other at every token; use tp",
     "replicate": "a server is one replica of the model; start another server on another port",
@@ -234,6 +237,10 @@ class Serve(Section):
     strategies: StrategyBounds = StrategyBounds()  # of every request
     verifiers: Annotated[dict[str, RewardTerm], BeforeValidator(_parse_verifiers)] = Field(default_factory=dict)
     verify: VerifySection = VerifySection()  # limits of the verifiers
+    attention_dp: Size = 1  # attention-data-parallel ranks; plans of other engines only
+    replicas: Size | None = None  # servers behind a router; plans only, None: as many as the load needs
+    load: LoadSection | None = None  # the requests that plans are for
+    slo: SloSection = SloSection()  # the latency that plans look for
     reward_memory: Annotated[float | None, BeforeValidator(_parse_reward_share)] = None  # of the GPU; None: on the CPU
 
     @model_validator(mode="after")

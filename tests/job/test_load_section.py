@@ -1,0 +1,101 @@
+"""The keys `serve.load` and `serve.slo`: what they mean, and that every mistake is one clear line."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, seed, settings
+from hypothesis import strategies as st
+
+from craton.errors import CratonError
+from craton.job import ContentError, dump_job, make_job, parse_job
+
+JOB = "kind: serve\nmodel: llama-3.1-8b\ncluster: p5en.48xlarge x 1\n"
+
+
+def test_a_load_and_its_limits() -> None:
+    job = parse_job(
+        JOB + "serve:\n  load: {rate: 20, input: {mean: 1k, p95: 3k}, output: 256, prefix_hits: 0.4}\n"
+        "  slo: {ttft: 500ms, tpot: {mean: 30ms, p99: 80ms}}\n"
+    )
+    assert job.serve is not None
+    load = job.serve.load
+    assert load is not None
+    assert (load.rate, load.concurrency, load.input.mean, load.input.p95, load.output.mean) == (
+        20.0,
+        None,
+        1024,
+        3072,
+        256,
+    )
+    limits = {("ttft", "p95"): 0.5, ("tpot", "mean"): 0.03, ("tpot", "p99"): 0.08}
+    assert job.serve.slo.limits == limits, "a duration alone is p95"
+    assert parse_job(dump_job(job)) == job
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ("load: {rate: 20, concurrency: 3}", "remove one of them"),
+        ("load: {rate: 0}", "serve.load.rate: 0 is not a rate; write requests per second"),
+        ("load: {rate: -1}", "serve.load.rate: -1 is not a rate"),
+        ("load: {concurrency: 0}", "serve.load.concurrency: 0 is not a whole number from 1"),
+        ("load: {input: {mean: 100, p95: 1000}}", "p95 1,000 does not go with mean 100; write 100 to 386"),
+        ("load: {input: {min: 9, max: 3}}", "serve.load.input: max 3 is below min 9; swap them"),
+        ("load: {output: {p95: 3}}", "p95 is not a distribution; write a number of tokens"),
+        ("load: {input: 130k, output: 2k}", "above the context length of 131,072; shorten them"),
+        ("load: {prefix_hits: 1.2}", "serve.load.prefix_hits: 1.2 is not a share"),
+        ("load: {prefix_hits: 1}", "would leave no prompt token to compute"),
+        ("load: {acceptance: 1.01}", "serve.load.acceptance: 1.01 is not a share from 0 to 1"),
+        ("load: {acceptance: 0.7}", "acceptance applies to speculative decoding; set serve.speculate"),
+        ("load: {concurrency: 8, burstiness: 2}", "burstiness applies to a rate; remove it"),
+        ("load: {rat: 3}", "key 'rat' is not known under serve.load"),
+        ("slo: {ttft: {p42: 1s}}", "'p42' is not a statistic; allowed: mean, p50, p90, p95, p99"),
+        ("slo: {ttft: 0}", "serve.slo.ttft: 0 is not above zero"),
+        ("attention_dp: 2", "attention_dp applies to plans of vllm, sglang, trtllm"),
+    ],
+)
+def test_a_mistake_names_its_key_and_what_is_allowed(keys: str, message: str) -> None:
+    with pytest.raises(ContentError) as error:
+        parse_job(f"{JOB}serve: {{{keys}}}\n")
+    assert message in str(error.value)
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_other_engines_are_planned_with_more_sizes() -> None:
+    job = parse_job(JOB + "software: vllm\nlayout: {tp: 2, pp: 2, ep: 2}\nserve: {attention_dp: 4, replicas: 2}\n")
+    assert job.serve is not None
+    assert (job.serve.attention_dp, job.serve.replicas) == (4, 2)
+    with pytest.raises(ContentError, match="layout: fsdp does not apply to a server"):
+        parse_job(JOB + "software: vllm\nlayout: {fsdp: 2}\n")
+    with pytest.raises(ContentError, match="layout: pp does not apply to a server"):
+        parse_job(JOB + "layout: {pp: 2}\n")
+
+
+VALUES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(10**20), 10**20),
+    st.floats(),
+    st.text(max_size=8),
+    st.lists(st.integers(), max_size=2),
+    st.dictionaries(st.sampled_from(["mean", "p95", "p99", "min", "max", "x"]), st.integers(-5, 5000), max_size=3),
+)
+KEYS = ("rate", "concurrency", "input", "output", "prefix_hits", "acceptance", "burstiness")
+
+
+@seed(1)
+@settings(max_examples=60, deadline=None, database=None)
+@given(
+    st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=3),
+    st.dictionaries(st.sampled_from(["ttft", "tpot", "e2e"]), VALUES, max_size=2),
+)
+def test_any_value_is_a_load_or_one_line_each(load: dict[str, object], slo: dict[str, object]) -> None:
+    data = {"kind": "serve", "model": "llama-3.1-8b", "cluster": "p5en.48xlarge x 1"}
+    try:
+        job = make_job({**data, "serve": {"load": load, "slo": slo}})
+    except CratonError as error:
+        problems = str(error).splitlines()
+        assert all("serve." in problem for problem in problems), problems
+    else:
+        assert job.serve is not None
+        assert all(limit > 0 for limit in job.serve.slo.limits.values())
