@@ -8,7 +8,7 @@ from __future__ import annotations
 from craton.frameworks.errors import FrameworkError
 from craton.job import Job
 from craton.job.model import model_presets
-from craton.job.sections import Serve
+from craton.job.sections.serving import Serve
 
 # Values of a job are arguments of this script, never part of its text.
 HEADLESS = 'if [ "$CRATON_NODE_RANK" != 0 ]; then set -- "$@" --headless; fi; exec "$@"'

@@ -28,7 +28,6 @@ from craton.job.model import ModelNumbers, ModelShape, ModelSpec, is_function, m
 from craton.job.rollouts import check_rollouts
 from craton.job.run_section import Placement, RunSection, Text
 from craton.job.sections import (
-    DEFAULT_LENGTH,
     MIN_BPE_VOCABULARY,
     ChaosSpec,
     Checkpoint,
@@ -38,7 +37,6 @@ from craton.job.sections import (
     ProcessesSpec,
     ProgressSection,
     RecoverSection,
-    Serve,
     SweepSection,
     Train,
     WorkdirSpec,
@@ -46,6 +44,7 @@ from craton.job.sections import (
     check_processes,
 )
 from craton.job.sections.posttraining import ApiEndpoint, Policy, Preference, RewardSpec, Rollout, VerifySection
+from craton.job.sections.serving import DEFAULT_LENGTH, Serve
 from craton.job.sections.suites import Evaluation
 from craton.job.serving import check_served_model, check_server_keys
 from craton.job.sharing import sharing_problem

@@ -7,15 +7,8 @@ import re
 from craton.job.document import KeyConflictError
 from craton.job.layout import LayoutSpec
 from craton.job.model import ModelShape, ModelSpec, is_function
-from craton.job.sections import (
-    NOT_OF_A_SERVER,
-    PLANNED_ENGINES,
-    PLANNED_LAYOUT,
-    Data,
-    LoadSection,
-    RecoverSection,
-    Serve,
-)
+from craton.job.sections import Data, RecoverSection
+from craton.job.sections.serving import NOT_OF_A_SERVER, PLANNED_ENGINES, PLANNED_LAYOUT, LoadSection, Serve
 
 
 def is_planned_only(software: str) -> bool:

@@ -20,9 +20,7 @@ if TYPE_CHECKING:
         processes_per_node,
     )
     from craton.job.sections.data import MIN_BPE_VOCABULARY, STANDARD_LIBRARY, Data, Function
-    from craton.job.sections.load import LengthsSection, LoadSection, SloSection
     from craton.job.sections.recover import ChaosSpec, RecoverSection, faults_of
-    from craton.job.sections.serve import DEFAULT_LENGTH, NOT_OF_A_SERVER, PLANNED_ENGINES, PLANNED_LAYOUT, Serve
     from craton.job.sections.sweep import SweepEntry, SweepSection
     from craton.job.sections.train import (
         FaultPolicy,

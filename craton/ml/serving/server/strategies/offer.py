@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from craton.errors import CratonError
-from craton.job.sections import Serve
+from craton.job.sections.serving import Serve
 from craton.job.sections.strategy import Strategy, StrategyBounds, parse_strategy
 from craton.ml.serving.server.errors import BadRequestError
 from craton.ml.serving.server.protocol import ChatRequest, CompletionRequest, GenerationRequest

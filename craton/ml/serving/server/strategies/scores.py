@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from craton.job.model import chat_folder, check_reward_model
-from craton.job.sections import Serve
 from craton.job.sections.posttraining import RewardTerm
+from craton.job.sections.serving import Serve
 from craton.ml.serving.server.metrics import Metrics
 from craton.ml.verifiers import RewardModelProcess, RewardModelSetup, Verdict, VerifierPool, VerifierSample
 

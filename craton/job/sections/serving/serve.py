@@ -25,9 +25,9 @@ from craton.job.document import (
 )
 from craton.job.errors import StrategyError
 from craton.job.model import is_function, parse_model, run_folder
-from craton.job.sections.load import LoadSection, SloSection
 from craton.job.sections.posttraining import RewardTerm, VerifySection
 from craton.job.sections.recover import Wait
+from craton.job.sections.serving.load import LoadSection, SloSection
 from craton.job.sections.strategy import LOGPROBS, StrategyBounds, StrategySpec, check_score
 from craton.nearest import did_you_mean
 
