@@ -14,7 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -58,6 +58,21 @@ class CaseResult:
     def inside(self) -> bool:
         return self.prediction.low <= self.case.measured_step_seconds <= self.prediction.high
 
+    @property
+    def width(self) -> float:
+        return self.prediction.high / self.prediction.low
+
+
+class Scored(Protocol):
+    """A prediction beside its measurement."""
+
+    @property
+    def error(self) -> float: ...
+    @property
+    def inside(self) -> bool: ...
+    @property
+    def width(self) -> float: ...
+
 
 @dataclass(frozen=True)
 class Bench:
@@ -70,7 +85,7 @@ class Bench:
 @dataclass(frozen=True)
 class Statistics:
     n: int
-    median: float  # absolute error of step time
+    median: float  # absolute error
     mean: float
     p90: float
     bias: float
@@ -119,7 +134,7 @@ def bench_plan(
     return Bench([CaseResult(case, predictions[case]) for case in cases], skipped, holdout, handed_runs)
 
 
-def statistics(results: Iterable[CaseResult]) -> Statistics | None:
+def statistics(results: Iterable[Scored]) -> Statistics | None:
     chosen = list(results)
     if not chosen:
         return None
@@ -132,7 +147,7 @@ def statistics(results: Iterable[CaseResult]) -> Statistics | None:
         p90=float(np.quantile(size, 0.9)),
         bias=float(error.mean()),
         inside=float(np.mean([result.inside for result in chosen])),
-        width=float(np.median([result.prediction.high / result.prediction.low for result in chosen])),
+        width=float(np.median([result.width for result in chosen])),
     )
 
 

@@ -29,12 +29,19 @@ def bench() -> None:
 
 @app.command("plan")
 def plan(
-    cases: Annotated[Path, typer.Argument(metavar="CASES", help="JSON file with published runs.", show_default=False)],
+    cases: Annotated[
+        Path,
+        typer.Argument(
+            metavar="CASES",
+            help="JSON file with published training runs or inference measurements.",
+            show_default=False,
+        ),
+    ],
     holdout: Annotated[
         str,
         typer.Option(
-            help="Runs to hold out of the fit: group (same family, GPU and model), family, or none. Runs that Craton "
-            "does not ship are never in the fit."
+            help="Runs to hold out of the fit: group (same family, GPU and model), family, or none; of inference files "
+            "group, engine or none. Runs that Craton does not ship are never in the fit."
         ),
     ] = "group",
     given: Annotated[
@@ -42,17 +49,21 @@ def plan(
     ] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print cases, skipped runs and summary as JSON.")] = False,
 ) -> None:
-    """Predict every run of a file and print the prediction errors."""
+    """Predict every run of a file and print the prediction errors: training runs, or measurements of servers."""
     import json
     from typing import cast
 
     from rich.console import Console
 
-    from craton.bench import bench_json, bench_plan
+    from craton.bench import bench_json, bench_plan, is_inference_file
     from craton.bench import summary as summarise
+    from craton.cli.bench.inference import plan_inference
     from craton.cli.views.progress import progress
     from craton.errors import CratonError
 
+    if is_inference_file(cases):
+        plan_inference(cases, holdout, given, as_json)
+        return
     if holdout not in ("group", "family", "none"):
         raise CratonError(f"--holdout {holdout!r} is not allowed; choose group, family or none")
     if given < 0 or (given and holdout != "family"):

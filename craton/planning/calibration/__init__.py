@@ -7,7 +7,18 @@ from typing import TYPE_CHECKING
 from craton.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from craton.planning.calibration.cases import Case, Skipped, load_cases
+    from craton.planning.calibration.cases import (
+        GPU_NAMES,
+        USUAL_NIC_GBPS,
+        Case,
+        CaseFileError,
+        Skipped,
+        UnrepresentableError,
+        data_folder,
+        load_cases,
+        read_case_file,
+        whole,
+    )
     from craton.planning.calibration.fit_profile import (
         CalibrationError,
         LoggedRun,

@@ -92,20 +92,7 @@ class Skipped:
 
 def load_cases(path: str | Path) -> tuple[list[Case], list[Skipped]]:
     """Read a case file; rows that cannot be represented are returned with the reason."""
-    path = Path(path)
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CaseFileError(f"{path}: no such file") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise CaseFileError(f"{path}: cannot be read: {error}") from None
-    except json.JSONDecodeError as error:
-        raise CaseFileError(f"{path}:{error.lineno}: not JSON: {error.msg}") from None
-    except RecursionError:
-        raise CaseFileError(f"{path}: nested too deeply to be a list of runs") from None
-    rows = document.get("cases") if isinstance(document, dict) else document
-    if not isinstance(rows, list) or not rows:
-        raise CaseFileError(f"{path}: expected a list of runs, or an object with a list under 'cases'")
+    rows, _ = read_case_file(path)
     cases: list[Case] = []
     skipped: list[Skipped] = []
     for position, row in enumerate(rows):
@@ -121,6 +108,25 @@ def load_cases(path: str | Path) -> tuple[list[Case], list[Skipped]]:
                 Skipped(identity, str(row.get("quality") or ""), f"malformed row: {type(error).__name__}: {error}")
             )
     return cases, skipped
+
+
+def read_case_file(path: str | Path) -> tuple[list[Any], dict[str, Any]]:
+    """Return the rows of a case file, and its whole object; {} if the file is a list."""
+    path = Path(path)
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CaseFileError(f"{path}: no such file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise CaseFileError(f"{path}: cannot be read: {error}") from None
+    except json.JSONDecodeError as error:
+        raise CaseFileError(f"{path}:{error.lineno}: not JSON: {error.msg}") from None
+    except RecursionError:
+        raise CaseFileError(f"{path}: nested too deeply to be a list of runs") from None
+    rows = document.get("cases") if isinstance(document, dict) else document
+    if not isinstance(rows, list) or not rows:
+        raise CaseFileError(f"{path}: expected a list of runs, or an object with a list under 'cases'")
+    return rows, document if isinstance(document, dict) else {}
 
 
 class UnrepresentableError(ValueError):

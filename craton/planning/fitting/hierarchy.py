@@ -32,6 +32,7 @@ EXPERT_NOISE = 1.5  # factor on the noise of mixture-of-experts models
 TAILS = 4.0  # degrees of freedom of the noise: published tables have outliers
 TAIL_WIDTH = 1.2  # factor of these tails on the spread of a new measurement
 ITERATIONS = 14
+NEAR_ITERATIONS = 5  # from the constants of a fit to almost the same rows
 DAMPING = (1.0, 0.7, 0.5, 0.4)  # full steps overshoot where overlap makes log(seconds) nonlinear
 QUANTILE_80 = 1.2816
 
@@ -70,20 +71,32 @@ class Prediction:
 class Fit(Generic[Terms]):
     """The posterior over all effects, given measured rows."""
 
-    def __init__(self, composition: Composition[Terms], rows: Sequence[FitRow[Terms]]) -> None:
+    def __init__(
+        self,
+        composition: Composition[Terms],
+        rows: Sequence[FitRow[Terms]],
+        levels: Mapping[str, float] = LEVELS,
+        scales: Mapping[str, float] = SCALES,
+        start: Fit[Terms] | None = None,
+    ) -> None:
+        """`levels` and `scales`: the effects that rows share by these labels, and their widths. `start`: a fit to
+        almost the same rows, whose constants are near the solution; the search from there is shorter."""
         self.composition = composition
+        self.level_shares, self.scale_deviations = dict(levels), dict(scales)
         self.variance = np.array(composition.spread) ** 2
         self.prior = np.array([row.prior_log for row in rows])
-        self.labels = {name: np.array([row.labels.get(name, "") for row in rows]) for name in (*LEVELS, *SCALES)}
-        self.levels = self._shared(LEVELS)
-        self.scales = self._shared(SCALES)
+        self.labels = {name: np.array([row.labels.get(name, "") for row in rows]) for name in (*levels, *scales)}
+        self.levels = self._shared(levels)
+        self.scales = self._shared(scales)
         terms = composition.stack([row.terms for row in rows])
         target = np.array([row.log_measured for row in rows])
         theta = self.prior.copy()
+        if start is not None:
+            theta = np.array([start.constants(row.labels, row.prior_log) for row in rows])
         noise = np.array([row.noise for row in rows])
         weight = np.ones(len(rows))
         with _BLAS.limit(limits=1):
-            for iteration in range(ITERATIONS):
+            for iteration in range(ITERATIONS if start is None else NEAR_ITERATIONS):
                 value, self.jacobian = linearise(composition, terms, theta)
                 gap = target - value + np.einsum("ik,ik->i", self.jacobian, theta - self.prior)
                 covariance = self._covariance() + np.diag(noise**2 * weight)
@@ -97,22 +110,29 @@ class Fit(Generic[Terms]):
 
     def predict(self, terms: Terms, labels: Labels, prior_log: Sequence[float], noise: float = NOISE) -> Prediction:
         """Predict the seconds of a run with these labels, measured or not."""
-        stacked = self.composition.stack([terms])
-        value, jacobian = linearise(self.composition, stacked, self.constants(labels, prior_log)[None, :])
-        slope = jacobian[0]
+        return self.predict_rows([FitRow(terms, 0.0, labels, tuple(prior_log), noise)])[0]
+
+    def predict_rows(self, rows: Sequence[FitRow[Terms]]) -> list[Prediction]:
+        """Predict the seconds of several rows at once; what they measured does not count."""
+        stacked = self.composition.stack([row.terms for row in rows])
+        theta = np.array([self.constants(row.labels, row.prior_log) for row in rows])
+        value, jacobian = linearise(self.composition, stacked, theta)
+        return [self._prediction(float(value[i]), jacobian[i], row.labels, row.noise) for i, row in enumerate(rows)]
+
+    def _prediction(self, value: float, slope: Array, labels: Labels, noise: float) -> Prediction:
         own = float(slope @ (self.variance * slope))
         link = self.jacobian @ (self.variance * slope)
-        cross = sum(share**2 * link * self._same(name, labels) for name, share in LEVELS.items())
-        prior_variance = sum(share**2 * own for share in LEVELS.values())
+        cross = sum(share**2 * link * self._same(name, labels) for name, share in self.level_shares.items())
+        prior_variance = sum(share**2 * own for share in self.level_shares.values())
         scale = 0.0
-        for name, deviation in SCALES.items():
+        for name, deviation in self.scale_deviations.items():
             same = deviation**2 * self._same(name, labels)
             cross = cross + same
             prior_variance += deviation**2
             scale += float(self.alpha @ same)
         explained = self.whitener @ cross
         variance = max(prior_variance - float(explained @ explained), 0.0) + (TAIL_WIDTH * noise) ** 2
-        return Prediction(math.exp(float(value[0]) + scale), math.sqrt(variance))
+        return Prediction(math.exp(value + scale), math.sqrt(variance))
 
     def constants(self, labels: Labels, prior_log: Sequence[float]) -> Array:
         """Return the posterior mean of the log-constants of a stack with these labels."""
@@ -121,16 +141,16 @@ class Fit(Generic[Terms]):
     def posterior(self, labels: Labels, prior_log: Sequence[float]) -> tuple[Array, Array]:
         """Return mean and covariance of the log-constants of a stack with these labels, followed by its log-scale: the
         residual on all seconds of the stack. UNSHARED are the effects that differ by release and model."""
-        scale = SCALES["family-scale"] ** 2
+        scale = self.scale_deviations["family-scale"] ** 2
         weights = np.vstack([self._weights(labels), scale * self._same("family-scale", labels)])
-        prior = np.append(self.variance * sum(share**2 for share in LEVELS.values()), scale)
+        prior = np.append(self.variance * sum(share**2 for share in self.level_shares.values()), scale)
         explained = self.whitener @ weights.T
         mean = np.append(np.array(prior_log), 0.0) + weights @ self.alpha
         return mean, np.diag(prior) - explained.T @ explained
 
     def _weights(self, labels: Labels) -> Array:
         """Return the weight of each row's residual in each constant of a stack with these labels: [constants, rows]."""
-        strength = sum(share**2 * self._same(name, labels) for name, share in LEVELS.items())
+        strength = sum(share**2 * self._same(name, labels) for name, share in self.level_shares.items())
         return np.asarray(self.variance[:, None] * self.jacobian.T * strength)
 
     def _same(self, name: str, labels: Labels) -> Array:

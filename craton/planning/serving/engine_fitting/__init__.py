@@ -1,0 +1,19 @@
+"""Constants of serving engines, fitted to published and own measurements of servers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from craton.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from craton.planning.serving.engine_fitting.cases import (
+        ServingCase,
+        is_serving_row,
+        load_serving_cases,
+        serving_corpus,
+        serving_corpus_path,
+    )
+    from craton.planning.serving.engine_fitting.fit import fit_serving, predict_served, serving_corpus_fit
+else:
+    __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

@@ -1,0 +1,94 @@
+"""Times of one step of a replica, from its terms and the constants of an engine.
+
+    step = matmuls + experts + attention + head + collectives + overhead          (seconds on one GPU)
+    matmuls = max(weights / weight rate, tokens · multiply / matmul rate)          and alike for experts and the head
+
+Guarantees: pure functions that broadcast over arrays; more tokens, more context or slower constants never make a step
+shorter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from craton.planning.serving.profile import ENGINE_NAMES
+from craton.planning.serving.terms import ServingTerms
+
+
+class ServedSteps:
+    """Step times of terms (floats, or arrays of one entry per row) under constants in the order of ENGINE_NAMES."""
+
+    def __init__(self, terms: ServingTerms, constants: Sequence[Any] | Any) -> None:
+        self.t = terms
+        self.c: dict[str, Any] = dict(zip(ENGINE_NAMES, constants, strict=True))
+        self.kv_tokens: Any = terms.kv_tokens * self.c["kv_share"]
+        self.step_tokens: Any = terms.step_tokens
+        self.max_running: Any = terms.max_running
+        self.gpus: Any = terms.gpus
+        self.attention_dp: Any = terms.attention_dp
+
+    def terms(
+        self, batch: Any, context: Any, tokens: Any = 0.0, prompt: Any = 0.0, *, chunks: Any = 1.0
+    ) -> dict[str, Any]:
+        """Return the parts of one step. `tokens`: prompt tokens of each attention-data-parallel rank; `chunks`: prompts
+        among them that end, and sample a token."""
+        t, c = self.t, self.c
+        requests = batch / (t.attention_dp * t.pp)  # of one rank in one pipeline stage
+        rows = requests + tokens
+        stage_rows = np.maximum(batch / t.pp, 1.0 * (batch > 0)) + tokens * t.attention_dp
+        floor = c["kernel_slowdown"]
+        weights = t.weights_seconds / c["weight_rate"]
+        multiply = rows * t.token_seconds / c["matmul_rate"]
+        matmul = _larger(weights, multiply) + floor * t.matmul_floor_seconds
+        met = 1.0 - t.unused_share**stage_rows
+        experts = _larger(
+            t.expert_read_seconds * met / c["weight_rate"] * (EXPERT_READ_RATE / c["expert_rate"]),
+            stage_rows * t.expert_token_seconds / c["expert_rate"],
+        )
+        experts = experts + floor * t.expert_floor_seconds
+        windowed = np.minimum(context, t.window)
+        read = requests * (context * t.context_seconds + windowed * t.window_context_seconds)
+        attention = np.maximum(read, requests * context * t.context_flops_seconds) / c["kv_rate"]
+        attention = attention + floor * t.attention_floor_seconds
+        keys = 0.5 * prompt + t.extra_keys
+        pairs = keys * t.pair_seconds + np.minimum(keys, t.window + t.extra_keys) * t.window_pair_seconds
+        prefill_attention = tokens * pairs / c["prefill_attention_rate"]
+        sampled = requests + chunks * (tokens > 0)
+        head = _larger(t.head_seconds / c["weight_rate"], sampled * t.head_token_seconds / c["matmul_rate"])
+        moved = t.collective_token_seconds * rows
+        return {
+            "matmul": matmul + rows * t.elementwise_token_seconds,
+            "experts": experts,
+            "attention": attention,
+            "prefill attention": prefill_attention,
+            "head": head,
+            "communication": (t.collective_floor_seconds + moved) * c["collective_slowdown"],
+            "overhead": c["step_seconds"]
+            + t.layers * c["layer_seconds"]
+            + batch * c["request_seconds"] / t.attention_dp,
+        }
+
+    def decode_seconds(self, batch: Any, context: Any) -> Any:
+        return sum(self.terms(batch, context).values())
+
+    def mixed_seconds(self, batch: Any, context: Any, tokens: Any, prompt: Any) -> Any:
+        whole = sum(self.terms(batch, context, tokens, prompt).values())
+        return np.maximum(whole, self.t.layers * self.c["prefill_layer_seconds"] * (tokens > 0))
+
+    def prefill_seconds(self, tokens: Any, context: Any = 0.0) -> Any:
+        chunk = np.minimum(tokens, self.step_tokens)
+        return tokens / chunk * self.mixed_seconds(0.0, 0.0, chunk, tokens + 2.0 * context)
+
+
+EXPERT_READ_RATE = 0.85  # reading few experts reaches this share where large grouped matmuls reach `expert_rate` 1
+
+
+def _larger(one: Any, other: Any) -> Any:
+    """A smooth maximum: near the crossing neither limit is reached."""
+    return (one**SHARPNESS + other**SHARPNESS) ** (1.0 / SHARPNESS)
+
+
+SHARPNESS = 3.0

@@ -1,0 +1,238 @@
+"""What one step of a served model costs on a layout: seconds per unit of work, from measured rates alone.
+
+Every field is a time on one GPU at the level of kernel benchmarks (`rates`), summed over the layers that a token
+passes, or a size. `step_times` combines them with the constants of an engine. Fields of stacked terms are arrays.
+Constants of small kernels come from data/measured_ops.json (TensorRT-LLM 1.3.0rc20 on H100, H200, B200 and GB200).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from craton.job.model import ModelShape
+from craton.planning.rates import MachineRates
+from craton.planning.serving.layout import ServedLayout
+
+# Bytes of a stored weight with its share of the scales, and the precision that multiplies it.
+WEIGHT_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp8": 1.0, "fp8_block": 1.0, "nvfp4": 0.5625, "mxfp4": 0.53, "int4": 0.53}
+KV_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp8": 1.0}
+# Time of a matmul beyond the reading of its weights: launch, quantization of the input, the serial loop over k.
+SMALL_MATMUL_SECONDS = {
+    "fp32": 5e-6,
+    "bf16": 5e-6,
+    "fp8": 9e-6,
+    "fp8_block": 7e-6,
+    "nvfp4": 12e-6,
+    "mxfp4": 8e-6,
+    "int4": 7e-6,
+}
+SMALL_EXPERT_SECONDS = 3e-5  # routing, sorting, two grouped matmuls and the sum of an MoE layer with few tokens
+SMALL_ATTENTION_SECONDS = 1e-5  # decode attention of one layer with little context
+ATTENTION_MEMORY = 0.85  # of the data sheet's bandwidth, decode attention over long contexts
+LATENT_FLOPS_SHARE = 0.62  # of the bf16 peak: absorbed MLA decode with 128 heads
+SMALL_REDUCE_SECONDS = 5e-6  # custom all-reduce of a few rows in one NVLink domain; NCCL takes 17 to 27 µs
+SMALL_REDUCE_LINK = 0.45  # of the NVLink rate, all-reduce of 1 to 64 MB
+FAR_REDUCE_SECONDS = 4e-5  # all-reduce of a few rows between NVLink domains
+SMALL_EXCHANGE_SECONDS = 4e-5  # dispatch and combine of a few rows in one NVLink domain (DeepEP: 16 + 14 µs)
+FAR_EXCHANGE_SECONDS = 3e-4  # the same between domains (DeepEP low latency over RDMA, 16 to 64 ranks)
+ELEMENTWISE_PASSES = 14.0  # reads and writes of the hidden state in a layer: norms, residuals, rotary, activations
+GPU_SHARE = 0.9  # of the GPU's memory that an engine uses
+WORKSPACE_BYTES = 4e9  # libraries, CUDA graphs, activations
+
+
+@dataclass(frozen=True)
+class ServedPrecision:
+    """Precisions of a served model; None: as `weights` implies."""
+
+    weights: str = "bf16"
+    kv: str = "bf16"
+    experts: str | None = None
+    attention: str | None = None  # projections; NVFP4 and MXFP4 checkpoints of MoE models often leave them in bf16
+
+    @property
+    def expert_weights(self) -> str:
+        return self.experts or self.weights
+
+    @property
+    def attention_weights(self) -> str:
+        return self.attention or self.weights
+
+
+@dataclass(frozen=True)
+class ServingTerms:
+    """Seconds on one GPU of one replica; `token`: of the tokens of one attention-data-parallel rank."""
+
+    gpus: float  # of the replica
+    attention_dp: float
+    pp: float
+    layers: float
+    moe_layers: float
+    weights_seconds: float  # reading all dense weights
+    token_seconds: float  # multiplying a token with them
+    elementwise_token_seconds: float
+    matmul_floor_seconds: float  # of all matmuls together
+    expert_read_seconds: float  # reading all experts of this GPU
+    expert_token_seconds: float  # of one token of the stage, routed evenly
+    expert_floor_seconds: float
+    unused_share: float  # probability that a token does not use an expert
+    context_seconds: float  # reading one token of a request's KV cache
+    window_context_seconds: float  # the same in layers with a window
+    window: float
+    context_flops_seconds: float  # absorbed MLA multiplies every cached token with all heads
+    attention_floor_seconds: float
+    pair_seconds: float  # prefill: one query with one key
+    window_pair_seconds: float
+    extra_keys: float
+    head_seconds: float
+    head_token_seconds: float
+    collective_floor_seconds: float
+    collective_token_seconds: float
+    kv_tokens: float  # of the replica
+    step_tokens: float
+    max_running: float
+
+    @property
+    def fits(self) -> bool:
+        return self.kv_tokens > 0
+
+
+def stack_terms(rows: Sequence[ServingTerms]) -> ServingTerms:
+    """Return terms whose fields are arrays, one entry a row."""
+    return ServingTerms(
+        **{field.name: np.array([getattr(row, field.name) for row in rows], float) for field in fields(ServingTerms)}  # type: ignore[arg-type]
+    )
+
+
+def serving_terms(
+    shape: ModelShape,
+    machine: MachineRates,
+    layout: ServedLayout,
+    precision: ServedPrecision,
+    step_tokens: int = 8192,
+    max_running: int = 2048,
+) -> ServingTerms:
+    """Return the terms of a model on one replica of a layout."""
+    rates = machine.rates
+    tp, pp, hidden, mla = layout.tp, layout.pp, shape.hidden, shape.mla
+    stream = rates.streaming_bytes_per_second
+    attention, experts = precision.attention_weights, precision.expert_weights
+    dense_layers = shape.layers - shape.moe_layers
+
+    # Parameters of one GPU's shard, over all layers. MLA's projections to the latents are replicated.
+    if mla is None:
+        kv_part = 2 * hidden * shape.head_dim * shape.kv_heads
+        kv_ranks = min(tp, shape.kv_heads)
+        attention_parameters = (shape.attention_parameters - kv_part) / tp + kv_part / kv_ranks
+    else:
+        latent = hidden * (mla.q_lora + mla.kv_lora + mla.qk_rope)
+        attention_parameters = latent + (shape.attention_parameters - latent) / tp
+        kv_ranks = 1
+    attention_parameters *= shape.layers
+    mlp = (dense_layers * shape.dense_mlp_parameters + shape.moe_layers * shape.shared_expert_parameters) / tp
+    router = shape.moe_layers * shape.router_parameters
+    expert_parameters = shape.moe_layers * shape.experts * shape.expert_parameters / (layout.ep * layout.moe_tp)
+    mlp_weights = precision.weights if not shape.is_moe else experts
+
+    weight_bytes = attention_parameters * WEIGHT_BYTES[attention] + mlp * WEIGHT_BYTES[mlp_weights] + router * 2.0
+    expert_bytes = expert_parameters * WEIGHT_BYTES[experts]
+    table_bytes = 2.0 * shape.embedding_parameters / tp
+    multiply = 2.0 * attention_parameters / _flops(attention, rates.matrix_flops)
+    multiply += 2.0 * mlp / _flops(mlp_weights, rates.matrix_flops)
+    multiply += 2.0 * router / rates.matrix_flops["bf16"]
+    expert_flops = _flops(experts, rates.matrix_flops) * rates.grouped_level
+    routed = shape.moe_layers * shape.top_k * shape.expert_parameters / (layout.ep * layout.moe_tp)
+
+    # KV cache. Grouped heads are sharded while there are enough of them; every rank holds MLA's latents.
+    kv_bytes = KV_BYTES[precision.kv]
+    if mla is None:
+        token_bytes = 2.0 * shape.kv_heads / kv_ranks * shape.head_dim * kv_bytes
+        latent_flops = 0.0
+        width, value_width = shape.head_dim, shape.head_dim
+    else:
+        token_bytes = (mla.kv_lora + mla.qk_rope) * kv_bytes
+        latent_flops = 2.0 * shape.heads / tp * (2 * mla.kv_lora + mla.qk_rope)
+        width, value_width = mla.qk_nope + mla.qk_rope, mla.v_head
+    sliding = shape.sliding_layers if shape.sliding_window else 0
+    whole = shape.layers - sliding
+    read = rates.memory_bytes_per_second * ATTENTION_MEMORY
+    kernel = rates.attention["best"]
+    attention_flops = rates.peak_flops["bf16"] * kernel.efficiency(0.5 * (width + value_width), False)
+    pair = shape.heads / tp * 2.0 * (width + value_width) / attention_flops
+
+    # Sparse attention over latents selects tokens but keeps all of them.
+    stored_layers = shape.layers if mla else whole or shape.layers
+    weights = (weight_bytes + expert_bytes) / pp + 2.0 * table_bytes
+    free = GPU_SHARE * machine.gpu.memory_bytes - weights - WORKSPACE_BYTES
+    rank_tokens = free / (token_bytes * stored_layers / pp)
+
+    floor, moved = _collectives(shape, machine, layout)
+    return ServingTerms(
+        gpus=layout.replica_gpus,
+        attention_dp=layout.attention_dp,
+        pp=pp,
+        layers=shape.layers,
+        moe_layers=shape.moe_layers,
+        weights_seconds=weight_bytes / stream,
+        token_seconds=multiply,
+        elementwise_token_seconds=shape.layers * ELEMENTWISE_PASSES * hidden * 2.0 / rates.elementwise_bytes_per_second,
+        matmul_floor_seconds=shape.layers * (5 if mla else 2) * SMALL_MATMUL_SECONDS[attention]
+        + (dense_layers + (shape.moe_layers if shape.shared_experts else 0)) * 2 * SMALL_MATMUL_SECONDS[mlp_weights],
+        expert_read_seconds=expert_bytes / stream,
+        expert_token_seconds=2.0 * routed / expert_flops,
+        expert_floor_seconds=shape.moe_layers * SMALL_EXPERT_SECONDS,
+        unused_share=1.0 - shape.top_k / shape.experts if shape.is_moe else 1.0,
+        context_seconds=whole * token_bytes / read,
+        window_context_seconds=sliding * token_bytes / read,
+        window=float(shape.sliding_window or 1),
+        context_flops_seconds=shape.layers * latent_flops / (rates.peak_flops["bf16"] * LATENT_FLOPS_SHARE),
+        attention_floor_seconds=shape.layers * SMALL_ATTENTION_SECONDS,
+        pair_seconds=whole * pair,
+        window_pair_seconds=sliding * pair,
+        extra_keys=kernel.extra_keys_forward,
+        head_seconds=table_bytes / stream,
+        head_token_seconds=2.0 * shape.embedding_parameters / tp / rates.matrix_flops["bf16"],
+        collective_floor_seconds=floor,
+        collective_token_seconds=moved,
+        kv_tokens=max(0.0, rank_tokens) * layout.attention_dp,
+        step_tokens=step_tokens,
+        max_running=max_running,
+    )
+
+
+def _collectives(shape: ModelShape, machine: MachineRates, layout: ServedLayout) -> tuple[float, float]:
+    """Return seconds of all collectives of a step with few tokens, and seconds per token of a rank."""
+    network, tp = machine.network, layout.tp
+    floor = moved = 0.0
+    size = shape.hidden * 2.0  # bytes of a token's hidden state
+    if tp > 1:
+        near = tp <= network.nvlink_domain
+        rate = network.nvlink_bytes_per_second * SMALL_REDUCE_LINK
+        if not near:
+            rate = min(rate, network.nic_bytes_per_second * network.network_efficiency * network.node_gpus / 2.0)
+        floor += 2 * shape.layers * (SMALL_REDUCE_SECONDS if near else FAR_REDUCE_SECONDS)
+        moved += 2 * shape.layers * 2.0 * (tp - 1) / tp * size / rate
+    ranks = layout.stage_gpus
+    if shape.is_moe and layout.attention_dp > 1:
+        near = ranks <= network.nvlink_domain
+        rate = network.nvlink_bytes_per_second * network.nvlink_pair_efficiency
+        if not near:
+            rate = network.nic_bytes_per_second * network.network_pair_efficiency
+        # Tokens in 8 bits to their experts, sums in 16 bits back; never more than all tokens to all ranks.
+        copies = min(1.5 * shape.top_k / tp, 2.0 * (layout.attention_dp - 1))
+        floor += shape.moe_layers * (SMALL_EXCHANGE_SECONDS if near else FAR_EXCHANGE_SECONDS)
+        moved += shape.moe_layers * copies * size / rate
+    return floor, moved
+
+
+def _flops(weights: str, flops: Mapping[str, float]) -> float:
+    """Return the rate of matmuls with such weights: 4-bit weights without 4-bit matmuls are widened to bf16."""
+    if weights == "fp8_block":
+        return flops.get("mxfp8", flops["bf16"])
+    if weights == "nvfp4":
+        return flops["nvfp4"] if flops["nvfp4"] > flops["fp8"] else flops["bf16"]
+    if weights == "mxfp4":
+        return flops["fp8"] if flops["nvfp4"] > flops["fp8"] else flops["bf16"]
+    return flops["bf16"] if weights == "int4" else flops.get(weights, flops["bf16"])

@@ -1,0 +1,128 @@
+"""Predictions of served models on published rows: holdouts, foreign rows, hostile rows."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from craton.bench import bench_inference, inference_json, is_inference_file, median_error
+from craton.planning.calibration import CaseFileError
+from craton.planning.serving.engine_fitting import load_serving_cases, serving_corpus
+
+CORPUS = Path(__file__).parents[2] / "data" / "inference_results.json"
+ROWS = {row["id"]: row for row in json.loads(CORPUS.read_text(encoding="utf-8"))["cases"]}
+
+
+def known_row(metric: str = "output_tokens_per_s_per_gpu") -> dict[str, Any]:
+    return next(json.loads(json.dumps(row)) for row in ROWS.values() if metric in row["metrics"])
+
+
+def write(tmp_path: Path, *rows: Any) -> Path:
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps({"cases": list(rows)}), encoding="utf-8")
+    return path
+
+
+def test_every_row_is_a_case_or_is_skipped_with_a_reason() -> None:
+    cases, skipped = load_serving_cases(CORPUS)
+    assert {case.id for case in cases} | {entry.id for entry in skipped} == set(ROWS)
+    assert not {case.id for case in cases} & {entry.id for entry in skipped}
+    consistent = [entry for entry in skipped if "contradicts itself" not in entry.reason]
+    contradictory = len(skipped) - len(consistent)
+    assert len(consistent) <= 0.1 * (len(ROWS) - contradictory)
+    assert all(entry.reason for entry in skipped)
+
+
+def test_rows_outside_the_shipped_file_are_not_fitted(tmp_path: Path) -> None:
+    row = known_row()
+    honest = bench_inference(write(tmp_path, {**row, "id": "mine"})).results[0]
+    tripled = {**row, "id": "mine", "metrics": {key: 3.0 * value for key, value in row["metrics"].items()}}
+    wrong = bench_inference(write(tmp_path, tripled)).results[0]
+    assert wrong.predicted == honest.predicted
+    assert wrong.case.measured == pytest.approx(3.0 * honest.case.measured)
+
+
+def test_a_held_out_row_is_predicted_without_its_own_measurement(tmp_path: Path) -> None:
+    """The same id with another measurement gives the same prediction: its group is not in the fit."""
+    row = known_row("tpot_ms")
+    before = bench_inference(write(tmp_path, row))
+    after = bench_inference(write(tmp_path, {**row, "metrics": {"tpot_ms": 2.0 * row["metrics"]["tpot_ms"]}}))
+    held = next(result for result in before.results if result.case.metric == "tpot_seconds")
+    assert after.results[0].predicted == pytest.approx(held.predicted)
+
+
+def test_json_has_a_line_for_each_metric(tmp_path: Path) -> None:
+    row = known_row("tpot_ms")
+    document = json.loads(json.dumps(inference_json(bench_inference(write(tmp_path, row), "none"))))
+    assert {case["metric"] for case in document["cases"]} == {"tpot_seconds", "ttft_seconds"}
+    for case in document["cases"]:
+        assert case["low"] < case["predicted"] < case["high"]
+        assert case["error"] == pytest.approx(case["predicted"] / case["measured"] - 1.0)
+    assert document["summary"]["holdout"] == "none"
+
+
+def test_shipped_rows_in_sample_are_close() -> None:
+    """A wrong unit or a broken term moves the median far beyond these bounds."""
+    results = bench_inference(CORPUS, "none").results
+    assert len(results) >= 780
+    assert median_error(results, "tpot_seconds") < 0.10
+    assert median_error(results, "tokens_per_second_per_gpu") < 0.10
+    assert median_error(results, "ttft_seconds") < 0.30
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"hardware": None},
+        {"hardware": {"gpu": "abacus", "count": 1}},
+        {"hardware": {"gpu": "H100 SXM 80GB", "count": -4}},
+        {"hardware": {"gpu": "H100 SXM 80GB", "count": 10**30}},
+        {"hardware": 7},
+        {"model": {"name": "unheard of"}},
+        {"model": []},
+        {"precision": {"weights": "papyrus"}},
+        {"precision": "fp8"},
+        {"parallelism": {"tp": 5, "pp": 1, "ep": 1, "attention_dp": 1}},
+        {"parallelism": {"mode": "disagg"}},
+        {"parallelism": {"tp": True}},
+        {"workload": {}},
+        {"workload": {"isl": float("nan"), "osl": 1, "concurrency": 1}},
+        {"workload": {"isl": "many", "osl": 10, "concurrency": 1}},
+        {"workload": {"isl": 1000, "osl": 10, "concurrency": -1}},
+        {"metrics": {}},
+        {"metrics": {"output_tokens_per_s_per_gpu": 0}},
+        {"metrics": {"output_tokens_per_s_per_gpu": "fast"}},
+        {"metrics": {"tpot_ms": math.inf}},
+        {"metrics": []},
+        {"source": "hearsay"},
+        {"engine": 3},
+    ],
+)
+def test_hostile_rows_are_skipped(tmp_path: Path, change: dict[str, Any]) -> None:
+    cases, skipped = load_serving_cases(write(tmp_path, {**known_row(), **change}))
+    assert not cases
+    assert len(skipped) == 1
+    assert skipped[0].reason
+
+
+def test_rows_that_are_not_objects_are_skipped(tmp_path: Path) -> None:
+    cases, skipped = load_serving_cases(write(tmp_path, known_row(), 7, None, "row", []))
+    assert len(cases) == 1
+    assert len(skipped) == 4
+
+
+def test_a_file_has_training_or_inference_rows(tmp_path: Path) -> None:
+    assert is_inference_file(CORPUS)
+    assert not is_inference_file(CORPUS.with_name("training_results.json"))
+    with pytest.raises(CaseFileError, match="one file for each"):
+        is_inference_file(write(tmp_path, known_row(), {"id": "run", "framework": "NeMo", "measured": {}}))
+
+
+def test_a_prefill_pool_counts_its_first_tokens() -> None:
+    row = next(row for row in ROWS.values() if "input_tokens_per_s_per_gpu" in row["metrics"])
+    case = next(case for case in serving_corpus() if case.id == row["id"])
+    assert case.measured == pytest.approx(row["metrics"]["input_tokens_per_s_per_gpu"] / row["workload"]["isl"])
