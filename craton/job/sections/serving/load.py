@@ -160,7 +160,7 @@ class SloSection(Section):
     e2e: Slo | None = None
 
     @property
-    def limits(self) -> dict[tuple[str, Statistic], float]:
+    def limits(self) -> dict[tuple[str, str], float]:
         """(latency, statistic) → seconds."""
         return {
             (name, statistic): seconds

@@ -17,7 +17,12 @@ if TYPE_CHECKING:
         open_load,
         saturation,
     )
-    from craton.planning.serving.load.queueing import PERCENTILES
+    from craton.planning.serving.load.queueing import (
+        PERCENTILES,
+        delayed_percentiles,
+        multiserver_wait_seconds,
+        waiting_probability,
+    )
     from craton.planning.serving.load.steps import ReplicaSteps
 else:
     __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

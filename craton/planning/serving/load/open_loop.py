@@ -80,6 +80,7 @@ class ServedLatencies:
     tpot: dict[str, Array]
     e2e: dict[str, Array]
     decoding: Array  # requests in decode, of one replica
+    prefill_share: Array  # of the steps' time
     saturation: LoadSaturation
 
 
@@ -126,6 +127,7 @@ def open_load(replica: ServedReplica, load: ServedLoad, rate: Array, slowdown: A
     slots = np.minimum(steps.max_running, room_requests)
     batch, elasticity = _batch_at(limit, rate)
     load_of_chunks: Array = 0.0
+    backlog: Array = 0.0
     for _ in range(OUTER_ROUNDS):
         # Chunks smooth the arrivals at decode, as a busy queue's departures are its services (Whitt's QNA).
         regular = prompts.variance / mean_prompt**2
@@ -133,21 +135,24 @@ def open_load(replica: ServedReplica, load: ServedLoad, rate: Array, slowdown: A
         peakedness = np.maximum(1.0 + (variability - 1.0) * _overlap(output), 0.05) / elasticity
         nodes = NODES.reshape(-1, *[1] * np.ndim(batch))
         varied = np.clip(batch + nodes * np.sqrt(batch * peakedness), 0.05 * batch, np.minimum(slots, limit.batch))
-        budget = np.maximum(steps.step_tokens - varied / replica.attention_dp, 1.0)  # of a rank
-        seen = _steps_at(replica, load, varied, rate)
+        # Another request finds `varied` in decode; one that decodes is itself the one more.
+        both = np.stack([varied, 1.0 + varied])
+        fixed = _fixed_steps(replica, load, both)
+        seen, met = _split(_steps_at(replica, load, both, rate, fixed, backlog))
+        budget = fixed[0][0]
         chunk_load = np.minimum(rate * mean_prompt / replica.attention_dp * seen.full / budget, FULL)
         dispersion = (prompts.variance + load.burstiness * mean_prompt**2) / mean_prompt
         queued = chunk_queue_tokens(chunk_load, budget, dispersion)
         token_seconds = (seen.full - seen.decode) / budget
         # A request starts to decode at any time but ends after a number of steps, which are short without prompts:
         # part of the backlog at its start is gone at its end, and was worked off in between.
-        backlog = queued * token_seconds * np.maximum(1.0 - seen.mean / seen.full, 0.0) / life_steps
-        met = _steps_at(replica, load, 1.0 + varied, rate, backlog)
+        worked_off = queued * token_seconds * np.maximum(1.0 - seen.mean / seen.full, 0.0) / life_steps
+        backlog = np.stack([0.0 * worked_off, worked_off])
         load_of_chunks = _average(chunk_load)
         change = (rate * life_steps * _average(met.mean) - batch) / np.maximum(elasticity, STEEP)
-        batch = np.minimum(batch + change, np.minimum(slots, limit.batch))
+        batch = np.clip(batch + change, 0.5 * batch, np.minimum(slots, limit.batch))
 
-    own_mean, own_variance, own_least = _own_chunks(prompts, seen, budget, token_seconds)
+    own_mean, own_variance, own_least = _own_chunks(prompts, seen, budget, token_seconds, replica.attention_dp)
     long_step = _second(seen) / seen.mean  # the step in which a request arrives
     together = arrivals_beside(rate, long_step, load.burstiness)
     room = np.maximum(np.ceil(mean_prompt / budget) * budget - mean_prompt, 0.0) * replica.attention_dp
@@ -187,39 +192,52 @@ def open_load(replica: ServedReplica, load: ServedLoad, rate: Array, slowdown: A
     decode_variance = tpot_mean**2 * output.variance + output.second_moment * tpot_variance
     whole, all_variance = mean + delayed * delay + decode_mean, variance + delayed * delay**2 + decode_variance
     e2e = _named(outside + whole * scale, outside + scale * gamma_percentiles(whole, all_variance))
-    return ServedLatencies(ttft, tpot, e2e, batch, limit._replace(rate=limit.rate / slowdown))
+    prefill_share = 1.0 - seen.decode[1] / seen.mean[1]
+    return ServedLatencies(ttft, tpot, e2e, batch, prefill_share, limit._replace(rate=limit.rate / slowdown))
 
 
 def _named(mean: Array, percentiles: Array) -> dict[str, Array]:
     return {"mean": mean, **dict(zip(PERCENTILES, percentiles, strict=True))}
 
 
-def _steps_of(replica: ServedReplica, load: ServedLoad, batch: Array, arrivals: Array, extra: Array = 0.0) -> _Steps:
+def _fixed_steps(replica: ServedReplica, load: ServedLoad, batch: Array) -> tuple[Array, Array, Array]:
+    """Return a rank's budget of prompt tokens beside `batch` requests in decode, a decode step and a full step."""
+    steps = replica.steps
+    budget = np.maximum(steps.step_tokens - batch / replica.attention_dp, 1.0)
+    decode = steps.decode_seconds(batch, load.context_tokens)
+    full = steps.mixed_seconds(batch, load.context_tokens, budget, load.prompt_tokens)
+    return budget, decode, np.maximum(full, decode)
+
+
+def _chunk(replica: ServedReplica, load: ServedLoad, budget: Array, arrivals: Array) -> tuple[Array, Array]:
+    """Return the prompt tokens of a rank in a step that has any, and the share of such steps, if `arrivals` prompts
+    come during a mean step and the ranks share them evenly."""
+    tokens, arrivals = load.prefill.mean / replica.attention_dp, np.maximum(arrivals, 1e-9)
+    together = arrivals / -np.expm1(-arrivals)  # prompts of such a step
+    chunk = np.minimum(budget, tokens * together)
+    return chunk, np.minimum(arrivals * tokens / chunk, 1.0)
+
+
+def _steps_of(replica: ServedReplica, load: ServedLoad, batch: Array, arrivals: Array) -> _Steps:
     """Return the steps with `batch` requests in decode, if `arrivals` prompts come during a mean step."""
-    steps, ranks = replica.steps, replica.attention_dp
-    tokens, prompt, context = load.prefill.mean, load.prompt_tokens, load.context_tokens
-    budget = np.maximum(steps.step_tokens - batch / ranks, 1.0)
-    arrivals = np.maximum(arrivals, 1e-9)
-    together = arrivals / -np.expm1(-arrivals)  # prompts of a step that has any
-    longest = 1.0 + (together - 1.0) / ranks  # of them on one rank
-    chunk = np.minimum(budget, tokens * longest)
-    share = np.minimum(arrivals * tokens * longest / (together * chunk), 1.0)
-    decode = steps.decode_seconds(batch, context)
-    mixed = steps.mixed_seconds(batch, context, chunk, prompt)
-    full = steps.mixed_seconds(batch, context, budget, prompt)
-    mean = np.minimum(decode + extra + share * (mixed - decode), np.maximum(full, decode))
-    return _Steps(decode, mixed, share, mean, np.maximum(full, decode))
+    budget, decode, full = _fixed_steps(replica, load, batch)
+    chunk, share = _chunk(replica, load, budget, arrivals)
+    mixed = replica.steps.mixed_seconds(batch, load.context_tokens, chunk, load.prompt_tokens)
+    return _Steps(decode, mixed, share, np.minimum(decode + share * (mixed - decode), full), full)
 
 
-def _steps_at(replica: ServedReplica, load: ServedLoad, batch: Array, rate: Array, extra: Array = 0.0) -> _Steps:
-    """Return the steps with `batch` requests in decode at this rate."""
-    arrivals = rate * replica.steps.decode_seconds(batch, load.context_tokens)
+def _steps_at(
+    replica: ServedReplica, load: ServedLoad, batch: Array, rate: Array, fixed: tuple[Array, Array, Array], extra: Array
+) -> _Steps:
+    """Return the steps with `batch` requests in decode at this rate; `extra` seconds are added to each."""
+    budget, decode, full = fixed
+    arrivals = rate * decode
     for _ in range(INNER_ROUNDS):
-        found = _steps_of(replica, load, batch, arrivals, extra)
-        added = found.share * (found.mixed - found.decode) / arrivals  # by one prompt
-        longer = (found.decode + extra) / np.maximum(1.0 - rate * added, 1e-3)
-        arrivals = rate * np.minimum(longer, found.full)
-    return found._replace(mean=arrivals / rate)
+        chunk, share = _chunk(replica, load, budget, arrivals)
+        mixed = replica.steps.mixed_seconds(batch, load.context_tokens, chunk, load.prompt_tokens)
+        added = share * np.maximum(mixed - decode, 0.0) / arrivals  # by one prompt
+        arrivals = rate * np.minimum((decode + extra) / np.maximum(1.0 - rate * added, 1e-3), full)
+    return _Steps(decode, mixed, share, arrivals / rate, full)
 
 
 def _batch_at(limit: LoadSaturation, rate: Array) -> tuple[Array, Array]:
@@ -235,6 +253,10 @@ def _batch_at(limit: LoadSaturation, rate: Array) -> tuple[Array, Array]:
     y0, y1 = (np.take_along_axis(batches, upper - 1 + side, 0)[0] for side in (0, 1))
     elasticity = np.clip((x1 - x0) / (y1 - y0), 0.05, 1.0)
     return np.exp(y0 + (wanted - x0) / elasticity), elasticity
+
+
+def _split(steps: _Steps) -> tuple[_Steps, _Steps]:
+    return _Steps(*(part[0] for part in steps)), _Steps(*(part[1] for part in steps))
 
 
 def _average(values: Array) -> Array:
@@ -255,11 +277,11 @@ def _overlap(output: TokenLengths) -> float:
 
 
 def _own_chunks(
-    prompts: TokenLengths, steps: _Steps, budget: Array, token_seconds: Array
+    prompts: TokenLengths, steps: _Steps, budget: Array, token_seconds: Array, ranks: Array
 ) -> tuple[Array, Array, Array]:
     """Return mean, variance and minimum of the time of a prompt's own chunks."""
     tokens = prompts.array.reshape(-1, *[1] * np.ndim(budget))
-    own = np.ceil(tokens / budget) * steps.decode + token_seconds * tokens
+    own = np.ceil(tokens / budget) * steps.decode + token_seconds * tokens / ranks
     return own.mean(axis=0), own.var(axis=0), own.min(axis=0)
 
 

@@ -1,0 +1,239 @@
+"""Plan a load: the deployments that could serve it, and the cheapest that keeps all latency limits.
+
+Without a number of GPUs, every layout gets as many replicas as the load needs within the limits: the fewest GPUs. With
+one, it gets all of them: the best use. A load without a rate or users is the largest that the GPUs hold.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from craton.infrastructure import CatalogError, Cluster, cluster_of, resolve_cluster
+from craton.job import Job
+from craton.job.model import ModelShape
+from craton.job.sections.serving import LengthsSection, LoadSection, SloSection
+from craton.planning.rates import MachineRates, machine_of
+from craton.planning.serving.load import ServedLoad, TokenLengths
+from craton.planning.serving.search.curves import curve_points, front_points
+from craton.planning.serving.search.evaluate import Limits, evaluate, largest_load
+from craton.planning.serving.search.pools import pooled_deployment
+from craton.planning.serving.search.replicas import OWN_ENGINE, Candidates, Engine, candidates_of, engine_of
+from craton.planning.serving.search.result import Deployment, LoadPlan
+from craton.planning.serving.search.rows import deployment_rows
+from craton.planning.serving.search.tiers import kv_tiers
+from craton.planning.setting import PlanError
+
+HEADROOM = 0.9  # of the saturation rate, where no latency is limited
+SHOWN = 12  # deployments in a plan
+MAX_REPLICAS = 10_000
+CHOICES = ("cost", "gpus", "time")
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """One kind of machine with its candidates."""
+
+    cluster: Cluster
+    machine: MachineRates
+    candidates: Candidates
+
+
+def plan_load(
+    job: Job,
+    load: LoadSection | None = None,
+    slo: SloSection | None = None,
+    *,
+    instances: Sequence[str] = (),
+    gpus: int | None = None,
+    by: str = "",
+    cluster: Cluster | None = None,
+) -> LoadPlan:
+    """Return the plan for the load and the limits of the job, or those given. PlanError if the model fits nowhere."""
+    serve, shape = job.serve, job.model_shape
+    assert serve is not None
+    assert shape is not None
+    section, limits = load or serve.load or LoadSection(), (slo or serve.slo).limits
+    engine = engine_of(job.software)
+    settings = [_setting(job, shape, each, engine, section.acceptance) for each in _clusters(job, instances, cluster)]
+    settings = [setting for setting in settings if len(setting.candidates)]
+    if not settings:
+        names = ", ".join(instances) or str(job.cluster)
+        raise PlanError(
+            f"{job.where('model')}{shape.name} fits no layout on {names}; use a lower serve.precision, or instances "
+            "with more GPU memory (--instances)"
+        )
+    asked = served_load(section)
+    if gpus is None and asked.rate is None and asked.concurrency is None:
+        gpus = settings[0].cluster.num_gpus
+    rows: list[Deployment] = []
+    for setting in settings:
+        rows += _rows(setting, asked, limits, engine, gpus, serve.replicas)
+        if engine.name != OWN_ENGINE and asked.rate is not None:
+            pooled = pooled_deployment(
+                setting.candidates,
+                setting.cluster,
+                setting.machine,
+                shape,
+                serve.precision,
+                asked,
+                limits,
+                engine.log_deviation,
+            )
+            rows += [pooled] if pooled is not None and (gpus is None or pooled.gpus <= gpus) else []
+    if not rows:
+        raise PlanError(f"--gpus {gpus} is too few: the smallest layout needs {_fewest(settings)}; give more GPUs")
+    by = by or ("cost" if all(row.dollars_per_hour is not None for row in rows) else "gpus")
+    rows.sort(key=lambda row: _rank(row, by, gpus))
+    chosen = rows[0]
+    home = next(setting for setting in settings if setting.cluster.instance.name == chosen.instance)
+    return LoadPlan(
+        model=shape.name,
+        engine=engine.name,
+        precision=serve.precision,
+        load=section,
+        slo=_by_latency(limits),
+        by=by,
+        gpus_limit=gpus,
+        chosen=chosen,
+        deployments=rows[:SHOWN],
+        evaluated=sum(len(setting.candidates) for setting in settings),
+        curve=curve_points(home.candidates, asked, chosen, engine.log_deviation),
+        front=[point for each in settings for point in front_points(each.candidates, each.cluster, asked)],
+        tiers=kv_tiers(home.candidates, home.cluster.instance, shape, serve.precision, asked, chosen),
+        basis=f"{engine.name}: {engine.basis}",
+        log_deviation=engine.log_deviation,
+        price_text=_price_text(home.cluster),
+        notes=_notes(rows, settings),
+    )
+
+
+def served_load(section: LoadSection) -> ServedLoad:
+    """Return the load with its distributions of lengths."""
+    return ServedLoad(
+        input=_lengths(section.input),
+        output=_lengths(section.output),
+        rate=section.rate,
+        concurrency=section.concurrency,
+        prefix_hits=section.prefix_hits,
+        acceptance=section.acceptance,
+        burstiness=section.burstiness,
+    )
+
+
+def _lengths(section: LengthsSection) -> TokenLengths:
+    if section.min is not None and section.max is not None:
+        return TokenLengths.uniform(section.min, section.max)
+    assert section.mean is not None
+    if section.p95 is not None and section.p95 > section.mean:
+        return TokenLengths.lognormal(section.mean, section.p95)
+    return TokenLengths.fixed(section.mean)
+
+
+def _clusters(job: Job, instances: Sequence[str], cluster: Cluster | None) -> list[Cluster]:
+    try:
+        if instances:
+            return [cluster_of(name, 1) for name in instances]
+        return [cluster or resolve_cluster(job.cluster, job.price)]
+    except CatalogError as error:
+        raise PlanError(f"--instances: {error}" if instances else f"{job.where('cluster')}cluster: {error}") from None
+
+
+def _setting(job: Job, shape: ModelShape, cluster: Cluster, engine: Engine, acceptance: float | None) -> _Setting:
+    if cluster.instance.gpu.generation == "cpu":
+        raise PlanError(
+            f"{job.where('cluster')}a load is planned for GPUs, and {cluster.name} has none; use --instances, e.g. "
+            "--instances p5.48xlarge"
+        )
+    machine = machine_of(cluster)
+    assert job.serve is not None
+    if job.serve.precision not in machine.rates.matrix_flops:
+        raise PlanError(f"{job.where('serve', 'precision')}{machine.gpu.name} does not support {job.serve.precision}")
+    return _Setting(cluster, machine, candidates_of(job, shape, machine, engine, acceptance))
+
+
+def _rows(
+    setting: _Setting, load: ServedLoad, limits: Limits, engine: Engine, gpus: int | None, stated: int | None
+) -> list[Deployment]:
+    candidates = setting.candidates
+    longest = load.input.longest + load.output.longest
+    per_rank = np.asarray(candidates.replica.steps.kv_tokens) / np.asarray(candidates.replica.attention_dp)
+    keep = [index for index in range(len(candidates)) if per_rank[index] >= longest]
+    if gpus is not None:
+        keep = [index for index in keep if candidates.layouts[index].replica_gpus <= gpus]
+    if not keep:
+        return []
+    candidates = candidates.only(keep)
+    sizes = np.array([layout.replica_gpus for layout in candidates.layouts])
+    most = largest_load(candidates, load, limits)
+    wanted: Any = load.concurrency if load.concurrency is not None else load.rate
+    if stated is not None:
+        replicas = np.full(len(sizes), stated)
+    elif gpus is not None:
+        replicas = gpus // sizes
+    else:
+        # Layouts that keep no limit get what a load without limits needs, to show how near they come.
+        enough = np.where(most > 0.0, most, largest_load(candidates, load, {})) * (1.0 if limits else HEADROOM)
+        replicas = np.clip(np.ceil(wanted / enough - 1e-9), 1, MAX_REPLICAS).astype(int)
+    if wanted is None:
+        # Every layout at its own largest rate.
+        rates = np.where(most > 0.0, most, 0.5 * largest_load(candidates, load, {})) * (1.0 if limits else HEADROOM)
+        rows = []
+        for index, rate in enumerate(rates):
+            only = candidates.only([index])
+            alone = replace(load, rate=float(rate) * int(replicas[index]))
+            found = evaluate(only, alone, replicas[[index]], engine.log_deviation)
+            rows += deployment_rows(only, setting.cluster, alone, limits, replicas[[index]], most[[index]], found)
+        return rows
+    found = evaluate(candidates, load, replicas, engine.log_deviation)
+    return deployment_rows(candidates, setting.cluster, load, limits, replicas, most, found)
+
+
+def _rank(row: Deployment, by: str, gpus: int | None) -> tuple[float, ...]:
+    cost = row.dollars_per_hour if row.dollars_per_hour is not None else math.inf
+    latency = row.e2e["mean"].value
+    missing = 0.0 if row.holds else 1.0
+    if gpus is not None and by != "time":
+        return (missing, row.distance, -row.slo_rate, cost, latency)
+    first = {"cost": cost, "gpus": float(row.gpus), "time": latency}[by]
+    return (missing, row.distance, first, float(row.gpus), latency)
+
+
+def _fewest(settings: Sequence[_Setting]) -> int:
+    return min(layout.replica_gpus for setting in settings for layout in setting.candidates.layouts)
+
+
+def _by_latency(limits: Limits) -> dict[str, dict[str, float]]:
+    result: dict[str, dict[str, float]] = {}
+    for (name, statistic), seconds in limits.items():
+        result.setdefault(name, {})[statistic] = seconds
+    return result
+
+
+def _price_text(cluster: Cluster) -> str:
+    price = cluster.price
+    if price is None:
+        return "no price is known"
+    return f"{price.kind}, ${price.dollars_per_hour:,.2f}/h per {cluster.instance.name}, price of {price.date}"
+
+
+def _notes(rows: Sequence[Deployment], settings: Sequence[_Setting]) -> list[str]:
+    """Return what experts inside one NVLink domain cost against experts across the network."""
+    notes = []
+    for setting in settings:
+        domain, name = setting.machine.network.nvlink_domain, setting.cluster.instance.name
+        here = [row for row in rows if row.instance == name and row.holds and row.prefill is None]
+        inside = next((row for row in here if row.layout.stage_gpus <= domain and row.layout.ep > 1), None)
+        across = next((row for row in here if row.layout.stage_gpus > domain), None)
+        if inside is None or across is None or inside.dollars_per_hour is None or across.dollars_per_hour is None:
+            continue
+        notes.append(
+            f"{name}: experts inside one NVLink domain of {domain} GPUs ({inside.layout}) cost "
+            f"${inside.dollars_per_hour:,.2f}/h, across the network ({across.layout}) "
+            f"${across.dollars_per_hour:,.2f}/h: {across.dollars_per_hour - inside.dollars_per_hour:+,.2f} $/h"
+        )
+    return notes

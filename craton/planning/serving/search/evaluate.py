@@ -1,0 +1,102 @@
+"""Latency of candidate deployments under a load, and the largest load of one replica within limits; as arrays.
+
+Intervals: all step times of a deployment are multiplied by exp(± z · deviation), z of an 80% interval.
+A closed load has the means of `closed_loop`; its percentiles keep the ratios to the mean of an open load at the same
+throughput, because only the mean of a closed loop is known in closed form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from craton.planning.serving.closed_load import closed_loop
+from craton.planning.serving.load import PERCENTILES, ServedLatencies, ServedLoad, open_load, saturation
+from craton.planning.serving.search.replicas import Candidates
+
+Limits = Mapping[tuple[str, str], float]  # (ttft, tpot or e2e; statistic) → seconds
+INTERVAL_Z = 1.2816  # of the standard normal: 10% and 90%
+ROUNDS = 12  # of the bisection for the largest load
+NEARLY = 0.98  # of the saturation rate, where a closed loop's percentiles are taken from an open load
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """Arrays over candidates, with a first axis of nominal, fast and slow steps."""
+
+    latencies: ServedLatencies
+    rate: Any  # requests per second of one replica
+
+
+def slowdowns(deviation: float) -> np.ndarray:
+    """Return factors of the step times: nominal, and both ends of the 80% interval."""
+    return np.exp(np.array([0.0, -INTERVAL_Z, INTERVAL_Z]) * deviation).reshape(-1, 1)
+
+
+def evaluate(candidates: Candidates, load: ServedLoad, replicas: Any, deviation: float) -> Evaluated:
+    """Return what each candidate has under its share of the load."""
+    factors = slowdowns(deviation)
+    if load.concurrency is not None:
+        return _closed(candidates, load, load.concurrency / np.asarray(replicas, float), factors)
+    assert load.rate is not None
+    share = load.rate / np.asarray(replicas, float)
+    return Evaluated(open_load(candidates.replica, load, share + 0.0 * factors, factors), share + 0.0 * factors)
+
+
+def largest_load(candidates: Candidates, load: ServedLoad, limits: Limits) -> np.ndarray:
+    """Return the largest rate of one replica (with `concurrency`: number of users) within all limits; 0: none is."""
+    is_closed = load.concurrency is not None
+    ones = np.ones((1, 1))
+    if is_closed:
+        most = np.full(len(candidates), float(load.concurrency or 1))
+    else:
+        most = np.asarray(saturation(candidates.replica, load).rate) * (1.0 - 1e-4)
+    low, high = np.zeros(len(candidates)), most
+    for round_ in range(ROUNDS):
+        tried = high if round_ == 0 else 0.5 * (low + high)
+        if is_closed:
+            found = _closed(candidates, load, np.maximum(tried, 1.0), ones).latencies
+        else:
+            found = open_load(candidates.replica, load, tried[None, :], ones)
+        good = np.all([_latency(found, name)[0] <= limit for name, limit in limits.items()] or [tried >= 0.0], axis=0)
+        if round_ == 0 and good.all():
+            return high
+        low, high = np.where(good, tried, low), np.where(good, high, tried)
+    return low
+
+
+def _latency(found: ServedLatencies, name: tuple[str, str]) -> Any:
+    latency: dict[str, Any] = getattr(found, name[0])
+    return latency[name[1]]
+
+
+def _closed(candidates: Candidates, load: ServedLoad, users: Any, factors: np.ndarray) -> Evaluated:
+    replica = candidates.replica
+    steps: Any = replica.steps
+    loop = closed_loop(
+        steps,
+        users,
+        load.prompt_tokens if load.prefix_hits else load.input.mean,
+        load.output.mean,
+        first_token_seconds=0.0,
+        attention_dp=replica.attention_dp,
+    )
+    rate = np.asarray(loop.requests_per_second)
+    limit = saturation(replica, load)
+    like = open_load(replica, load, np.minimum(rate, NEARLY * limit.rate)[None, :], np.ones((1, 1)))
+    outside = replica.first_token_seconds
+    ttft_mean, tpot_mean = loop.steady_ttft_seconds * factors, loop.tpot_seconds * factors
+    ttft = {"mean": outside + ttft_mean}
+    tpot = {"mean": tpot_mean}
+    for name in PERCENTILES:
+        ttft[name] = outside + ttft_mean * (like.ttft[name] - outside) / (like.ttft["mean"] - outside)
+        tpot[name] = tpot_mean * like.tpot[name] / like.tpot["mean"]
+    e2e_mean = outside + ttft_mean + load.decode_steps * tpot_mean
+    e2e = {"mean": e2e_mean} | {name: e2e_mean * like.e2e[name] / like.e2e["mean"] for name in PERCENTILES}
+    found = ServedLatencies(
+        ttft, tpot, e2e, np.asarray(loop.decoding), like.prefill_share[0], limit._replace(rate=limit.rate / factors)
+    )
+    return Evaluated(found, rate / factors)

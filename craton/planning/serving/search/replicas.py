@@ -1,0 +1,192 @@
+"""Step times of candidate deployments: of every layout that an engine and a machine allow.
+
+The constants of an engine stand in craton.planning.serving.profile. Where no profile is fitted, they are assumed, and
+so is their deviation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from craton.job import Job
+from craton.job.layout import Layout, check_served_layout
+from craton.job.model import ModelShape
+from craton.planning.rates import MachineRates
+from craton.planning.serving.layout import ServedLayout
+from craton.planning.serving.load import ServedReplica
+from craton.planning.serving.profile import ENGINE_NAMES, ENGINE_PRIOR_LOG
+from craton.planning.serving.speculation import ASSUMED_ACCEPTANCE, expected_tokens
+from craton.planning.serving.step_times import ServedSteps
+from craton.planning.serving.terms import ServedPrecision, ServingTerms, serving_terms, stack_terms
+
+MAX_REPLICA_GPUS = 72  # one NVLink domain of the largest UltraServer
+ASSUMED_DEVIATION = 0.25  # of the logarithm of step times, without a fitted profile: spread of ENGINE_CONSTANTS
+DEFAULT_STEP_TOKENS = 8192  # prefill tokens per step of other engines, where the job states none
+DEFAULT_MAX_RUNNING = 1024
+OWN_ENGINE = "craton"
+
+
+@dataclass(frozen=True)
+class Engine:
+    """Constants of an engine with the standard deviation of the logarithm of its step times."""
+
+    name: str
+    constants: tuple[float, ...]
+    log_deviation: float
+    basis: str  # where the constants come from
+
+
+def engine_of(software: str) -> Engine:
+    return Engine(software, tuple(np.exp(ENGINE_PRIOR_LOG)), ASSUMED_DEVIATION, "assumed: no profile is fitted")
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Layouts of one replica on one kind of machine, with their step times as arrays in the same order."""
+
+    layouts: tuple[ServedLayout, ...]
+    terms: ServingTerms
+    replica: ServedReplica
+
+    def __len__(self) -> int:
+        return len(self.layouts)
+
+    def only(self, indices: Sequence[int]) -> Candidates:
+        layouts = tuple(self.layouts[index] for index in indices)
+        fields: dict[str, Any] = {name: np.asarray(value)[list(indices)] for name, value in vars(self.terms).items()}
+        terms = ServingTerms(**fields)
+        replica = replace(self.replica, steps=_with_terms(self.replica.steps, terms), attention_dp=terms.attention_dp)
+        return Candidates(layouts, terms, replica)
+
+    def without_prefill(self) -> Candidates:
+        """Return the same deployments as decode pools."""
+        return replace(self, replica=replace(self.replica, steps=DecodeSteps(self.replica.steps)))
+
+
+def _with_terms(steps: Any, terms: ServingTerms) -> Any:
+    if isinstance(steps, ServedSteps):
+        return ServedSteps(terms, list(steps.c.values()))
+    return replace(steps, steps=_with_terms(steps.steps, terms))
+
+
+def candidates_of(
+    job: Job, shape: ModelShape, machine: MachineRates, engine: Engine, acceptance: float | None
+) -> Candidates:
+    """Return every layout of one replica that has room for its weights; none if the model is too large."""
+    serve = job.serve
+    assert serve is not None
+    own = engine.name == OWN_ENGINE
+    step_tokens = serve.step_tokens if own or serve.chunk_tokens else DEFAULT_STEP_TOKENS
+    running = serve.running if own or serve.max_running else DEFAULT_MAX_RUNNING
+    precision = ServedPrecision(serve.precision, "fp8" if serve.kv_precision == "fp8" else _compute(serve.precision))
+    found, rows = [], []
+    for layout in _layouts(job, shape, machine, own):
+        terms = serving_terms(shape, machine, layout, precision, step_tokens, running * layout.attention_dp)
+        if terms.fits:
+            found.append(layout)
+            rows.append(terms)
+    if not rows:
+        return Candidates((), serving_terms(shape, machine, ServedLayout(), precision), _replica(None, engine))
+    terms = stack_terms(rows)
+    steps: Any = ServedSteps(terms, list(engine.constants))
+    if serve.draft_tokens:
+        steps = _speculative(job, machine, engine, steps, acceptance)
+    return Candidates(tuple(found), terms, replace(_replica(steps, engine), attention_dp=terms.attention_dp))
+
+
+def _replica(steps: Any, engine: Engine) -> ServedReplica:
+    first = dict(zip(ENGINE_NAMES, engine.constants, strict=True))["first_token_seconds"]
+    return ServedReplica(steps, first_token_seconds=first)
+
+
+def _compute(precision: str) -> str:
+    return "fp32" if precision == "fp32" else "bf16"
+
+
+def _layouts(job: Job, shape: ModelShape, machine: MachineRates, own: bool) -> Iterator[ServedLayout]:
+    """Yield the job's layout, with every value of the sizes that it leaves open."""
+    assert job.serve is not None
+    spec, domain = job.layout, max(machine.network.nvlink_domain, machine.node_gpus)
+    widest = machine.node_gpus if own else min(domain, MAX_REPLICA_GPUS)
+    sizes = [size for size in (1, 2, 4, 8, 16, 32, 64, 72) if size <= widest]
+    tps = [spec.tp] if spec and spec.tp else [tp for tp in sizes if _splits(shape, tp, job)]
+    if own:
+        yield from (ServedLayout(tp=tp) for tp in tps)
+        return
+    stages = [spec.pp] if spec and spec.pp else [1]
+    ranks = [job.serve.attention_dp] if job.serve.attention_dp > 1 else sizes if shape.is_moe else [1]
+    for tp in tps:
+        for attention_dp in ranks:
+            stage = tp * attention_dp
+            wanted = {1, stage} if shape.is_moe else {1}
+            experts = [spec.ep] if spec and spec.ep else sorted(wanted)
+            for ep in experts:
+                if stage % ep or (ep > 1 and shape.experts % ep):
+                    continue
+                for pp in stages:
+                    if spec or stage * pp <= MAX_REPLICA_GPUS:
+                        yield ServedLayout(tp=tp, pp=pp, ep=ep, attention_dp=attention_dp)
+
+
+def _splits(shape: ModelShape, tp: int, job: Job) -> bool:
+    return not check_served_layout(Layout(tp=tp, precision=job.precision), shape)
+
+
+def _speculative(
+    job: Job, machine: MachineRates, engine: Engine, steps: Any, acceptance: float | None
+) -> SpeculativeSteps:
+    assert job.serve is not None
+    draft, length = None, job.serve.draft_tokens
+    if job.draft_shape is not None:
+        terms = serving_terms(job.draft_shape, machine, ServedLayout(), ServedPrecision(_compute(job.serve.precision)))
+        draft = ServedSteps(terms, list(engine.constants))
+    accepted = expected_tokens(ASSUMED_ACCEPTANCE if acceptance is None else acceptance, length)
+    return SpeculativeSteps(steps, length, accepted, draft)
+
+
+@dataclass(frozen=True)
+class DecodeSteps:
+    """Steps of a decode pool: prompts arrive with their KV cache."""
+
+    steps: Any
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.steps, name)
+
+    def mixed_seconds(self, batch: Any, context: Any, tokens: Any, prompt: Any) -> Any:
+        return self.steps.decode_seconds(batch, context) + 0.0 * tokens * prompt
+
+
+@dataclass(frozen=True)
+class SpeculativeSteps:
+    """Steps that each give a request one token, on average: a share of a step that verifies draft tokens."""
+
+    steps: Any
+    draft_tokens: int
+    tokens_per_step: float
+    draft: ServedSteps | None = None  # None: n-grams of the text, which cost nothing
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.steps, name)
+
+    @property
+    def step_tokens(self) -> Any:
+        return self.steps.step_tokens / self.tokens_per_step
+
+    def decode_seconds(self, batch: Any, context: Any) -> Any:
+        return self.mixed_seconds(batch, context, 0.0, 0.0)
+
+    def mixed_seconds(self, batch: Any, context: Any, tokens: Any, prompt: Any) -> Any:
+        # A draft token attends to the whole context, as half of a prompt of twice the length does.
+        drafted = batch * self.draft_tokens / self.steps.attention_dp
+        prompts = tokens * self.tokens_per_step
+        together = np.maximum(drafted + prompts, 1e-9)
+        keys = (drafted * 2.0 * context + prompts * prompt) / together
+        whole = self.steps.mixed_seconds(batch, context, together, keys)
+        if self.draft is not None:
+            whole = whole + self.draft_tokens * self.draft.decode_seconds(batch, context)
+        return whole / self.tokens_per_step

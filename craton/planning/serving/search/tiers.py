@@ -1,0 +1,48 @@
+"""KV cache tiers beyond GPU memory: reloading a prefix from host memory or NVMe against computing it again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from craton.infrastructure import Instance
+from craton.job.model import ModelShape
+from craton.planning.serving.load import ServedLoad
+from craton.planning.serving.search.replicas import Candidates
+from craton.planning.serving.search.result import Deployment, KvTier
+from craton.planning.serving.terms import KV_BYTES
+
+HOST_SHARE = 0.5  # of the host's memory that KV cache blocks may take; assumed
+
+
+def kv_bytes_per_token(shape: ModelShape, precision: str) -> float:
+    """Return the KV cache bytes of one token over all layers: keys and values, or the latents of MLA."""
+    size = KV_BYTES.get(precision, 2.0)
+    if shape.mla is not None:
+        return shape.layers * (shape.mla.kv_lora + shape.mla.qk_rope) * size
+    return 2.0 * shape.layers * shape.kv_heads * shape.head_dim * size
+
+
+def kv_tiers(
+    candidates: Candidates, instance: Instance, shape: ModelShape, precision: str, load: ServedLoad, chosen: Deployment
+) -> list[KvTier]:
+    """Return the tiers of the chosen deployment's nodes. GPUs of a replica load their shards side by side."""
+    size = kv_bytes_per_token(shape, "bf16" if precision == "fp8" else precision)
+    prompt, gpus = load.input.mean, min(chosen.layout.replica_gpus, instance.num_gpus)
+    index = next(
+        (place for place, layout in enumerate(candidates.layouts) if layout.replica_gpus == chosen.layout.replica_gpus),
+        0,
+    )
+    steps: Any = candidates.only([index]).replica.steps
+    recompute = float(np.ravel(steps.prefill_seconds(prompt, 0.0))[0])
+    host_rate = instance.host_link_bytes_per_second * gpus
+    tiers = []
+    if instance.host_memory_bytes and host_rate:
+        tokens = HOST_SHARE * instance.host_memory_bytes / size
+        name = f"host memory ({instance.host_link})"
+        tiers.append(KvTier(name, tokens, prompt * size / host_rate, recompute))
+    if instance.nvme_bytes and instance.nvme_read_bytes_per_second:
+        rate = min(instance.nvme_read_bytes_per_second, host_rate or instance.nvme_read_bytes_per_second)
+        tiers.append(KvTier("NVMe", instance.nvme_bytes / size, prompt * size / rate, recompute))
+    return tiers
