@@ -21,6 +21,7 @@ from craton.planning.fitting import Prediction
 from craton.planning.serving.engine_fitting import (
     ServingCase,
     fit_serving,
+    fitted_serving_cases,
     is_serving_row,
     load_serving_cases,
     predict_served,
@@ -88,8 +89,7 @@ def bench_inference(
     """Predict every case of a file."""
     cases, skipped = load_serving_cases(path)
     rows = len(read_case_file(path)[0])
-    corpus = serving_corpus()
-    shipped = {case.id for case in corpus}
+    shipped = {case.id for case in serving_corpus()}
     jobs: dict[Hashable, list[ServingCase]] = defaultdict(list)
     for case in cases:
         jobs[_left_out(case, holdout) if case.id in shipped else None].append(case)
@@ -97,7 +97,7 @@ def bench_inference(
     for done, (key, members) in enumerate(jobs.items(), start=1):
         fit = serving_corpus_fit()
         if key is not None:
-            fit = fit_serving([case for case in corpus if _left_out(case, holdout) != key], fit)
+            fit = fit_serving([case for case in fitted_serving_cases() if _left_out(case, holdout) != key], fit)
         predictions |= dict(zip(members, predict_served(fit, members), strict=True))
         if progress:
             progress(done, len(jobs))

@@ -138,11 +138,15 @@ class Fit(Generic[Terms]):
         """Return the posterior mean of the log-constants of a stack with these labels."""
         return np.array(prior_log) + self._weights(labels) @ self.alpha
 
-    def posterior(self, labels: Labels, prior_log: Sequence[float]) -> tuple[Array, Array]:
+    def posterior(
+        self, labels: Labels, prior_log: Sequence[float], scale_names: Sequence[str] = ("family-scale",)
+    ) -> tuple[Array, Array]:
         """Return mean and covariance of the log-constants of a stack with these labels, followed by its log-scale: the
         residual on all seconds of the stack. UNSHARED are the effects that differ by release and model."""
-        scale = self.scale_deviations["family-scale"] ** 2
-        weights = np.vstack([self._weights(labels), scale * self._same("family-scale", labels)])
+        variances = {name: self.scale_deviations[name] ** 2 for name in scale_names}
+        scale = sum(variances.values())
+        shared = sum(variance * self._same(name, labels) for name, variance in variances.items())
+        weights = np.vstack([self._weights(labels), shared])
         prior = np.append(self.variance * sum(share**2 for share in self.level_shares.values()), scale)
         explained = self.whitener @ weights.T
         mean = np.append(np.array(prior_log), 0.0) + weights @ self.alpha

@@ -46,7 +46,7 @@ def closed_loop(
     prefill_slowdown: Any = 1.0,
     attention_dp: Any = 1.0,
 ) -> ClosedLoad:
-    """Return the means of a replica that serves prefill and decode together."""
+    """Return the means of a replica that serves prefill and decode together; `concurrency` is the replica's."""
     output = np.maximum(output, 1.0)
     context = prompt + 0.5 * output
     fitting = np.maximum(np.minimum(steps.max_running, steps.kv_tokens / context), 1.0)

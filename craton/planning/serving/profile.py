@@ -1,12 +1,35 @@
 """Constants of a serving engine: how far its steps are from kernel benchmarks, and its fixed times.
 
 Each constant has a prior, from kernel benchmarks and engine sources, and a spread: the standard deviation of its
-logarithm between engines, versions and GPUs. The fit of `craton.planning.calibration` moves them."""
+logarithm between engines, versions and GPUs. Shipped profiles (engine_profiles.json) are fitted to published
+measurements by name, version and GPU; where an engine was never measured on a GPU, or is unknown, its profile is wider.
+"""
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from craton.errors import CratonError
+from craton.infrastructure import Gpu
+from craton.nearest import did_you_mean
+from craton.planning.fitting import Prediction
+
+METRICS = ("tpot_seconds", "ttft_seconds", "tokens_per_second_per_gpu")
+UNKNOWN_ENGINE = "unknown"
+FORMAT = 1
+
+
+class EngineProfileError(CratonError):
+    """An engine profile that does not exist or cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -37,3 +60,136 @@ ENGINE_CONSTANTS: tuple[EngineConstant, ...] = (
 ENGINE_NAMES = tuple(constant.name for constant in ENGINE_CONSTANTS)
 ENGINE_SPREAD = tuple(constant.spread for constant in ENGINE_CONSTANTS)
 ENGINE_PRIOR_LOG = tuple(math.log(constant.prior) for constant in ENGINE_CONSTANTS)
+
+
+@dataclass(frozen=True)
+class EngineProfile:
+    """The constants of one engine on one kind of GPU, with their uncertainty."""
+
+    engine: str
+    version: str  # "": of all versions
+    gpu: str  # "": any of the generation
+    generation: str  # "": any
+    log_constants: tuple[float, ...]  # in the order of ENGINE_NAMES
+    covariance: tuple[tuple[float, ...], ...]
+    log_scales: tuple[float, ...]  # residual of each metric, in the order of METRICS
+    deviations: tuple[float, ...]  # of log(metric) that no constant explains
+    rows: int  # measurements of this engine, version and GPU
+    source: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.engine} {self.version}".strip()
+
+    @property
+    def constants(self) -> tuple[float, ...]:
+        return tuple(math.exp(value) for value in self.log_constants)
+
+    def __getitem__(self, name: str) -> float:
+        return math.exp(self.log_constants[ENGINE_NAMES.index(name)])
+
+    def predict(self, metric: str, seconds: Callable[[Any], Any]) -> Prediction:
+        """Return median and spread of a metric. `seconds` gets the constants as columns [constants, columns] and
+        returns the metric, or the seconds of a GPU per output token, of every column."""
+        step = 1e-4  # of the forward differences
+        count = len(self.log_constants)
+        columns = np.exp(np.array(self.log_constants)[:, None] + step * np.eye(count, count + 1, 1))
+        value = np.log(np.broadcast_to(seconds(columns), (count + 1,)))
+        slope = (value[1:] - value[0]) / step
+        index = METRICS.index(metric)
+        variance = float(slope @ np.array(self.covariance) @ slope) + self.deviations[index] ** 2
+        return Prediction(math.exp(float(value[0]) + self.log_scales[index]), math.sqrt(variance))
+
+
+def engine_names() -> list[str]:
+    return sorted({profile.engine for profile in _shipped()})
+
+
+def find_engine_profile(software: str, gpu: Gpu) -> EngineProfile:
+    """Return the profile of `vllm`, of `vllm 0.19.0`, or of a profile file, on a GPU: the nearest that was measured."""
+    if Path(software).suffix == ".json" or "/" in software:
+        return load_engine_profile(software)
+    engine, _, version = software.strip().partition(" ")
+    profiles = [profile for profile in _shipped() if profile.engine == engine]
+    if not profiles:
+        hint = did_you_mean(engine, engine_names())
+        raise EngineProfileError(
+            f"engine {engine!r} has no profile{hint}; allowed: {', '.join(engine_names())}, or a file"
+        )
+    generation = gpu.generation.removesuffix("-ultra")
+    wanted = [(version, gpu.name, generation)] if version else []
+    wanted += [("", gpu.name, generation), ("", "", generation), ("", "", "")]
+    for key in wanted:
+        found = next((p for p in profiles if (p.version, p.gpu, p.generation) == key), None)
+        if found:
+            return found
+    raise AssertionError(f"engine_profiles.json has no entry for {engine} without a GPU")
+
+
+def engine_profile_json(profile: EngineProfile) -> dict[str, Any]:
+    """Return a profile as readable JSON: constants by name, the covariance as its lower triangle."""
+    return {
+        "format": FORMAT,
+        "engine": profile.engine,
+        "version": profile.version,
+        "gpu": profile.gpu,
+        "generation": profile.generation,
+        "rows": profile.rows,
+        "source": profile.source,
+        "constants": {name: _short(math.exp(log)) for name, log in zip(ENGINE_NAMES, profile.log_constants, strict=True)},
+        "log_scales": {name: _short(value) for name, value in zip(METRICS, profile.log_scales, strict=True)},
+        "deviations": {name: _short(value) for name, value in zip(METRICS, profile.deviations, strict=True)},
+        "covariance": [[_short(x) for x in line[: i + 1]] for i, line in enumerate(profile.covariance)],
+    }
+
+
+def engine_profile_from_json(entry: dict[str, Any]) -> EngineProfile:
+    """Return a profile from its JSON; ValueError if it is of another version."""
+    constants, triangle = entry["constants"], entry["covariance"]
+    if set(constants) != set(ENGINE_NAMES):
+        raise ValueError("constants do not match this version; run `craton calibrate` again")
+    size = len(ENGINE_NAMES)
+    matrix = tuple(tuple(float(triangle[max(i, j)][min(i, j)]) for j in range(size)) for i in range(size))
+    profile = EngineProfile(
+        engine=str(entry["engine"]),
+        version=str(entry["version"]),
+        gpu=str(entry["gpu"]),
+        generation=str(entry["generation"]),
+        log_constants=tuple(math.log(constants[name]) for name in ENGINE_NAMES),
+        covariance=matrix,
+        log_scales=tuple(float(entry["log_scales"][name]) for name in METRICS),
+        deviations=tuple(float(entry["deviations"][name]) for name in METRICS),
+        rows=int(entry["rows"]),
+        source=str(entry["source"]),
+    )
+    numbers = (*profile.log_constants, *profile.log_scales, *profile.deviations, *(x for line in matrix for x in line))
+    if not all(math.isfinite(number) for number in numbers):
+        raise ValueError("a constant, a scale or the covariance is not a finite number")
+    return profile
+
+
+def save_engine_profile(profile: EngineProfile, path: str | Path) -> None:
+    Path(path).write_text(json.dumps(engine_profile_json(profile), indent=1) + "\n", encoding="utf-8")
+
+
+def load_engine_profile(path: str | Path) -> EngineProfile:
+    """Load a profile that `craton calibrate` wrote."""
+    try:
+        entry = json.loads(Path(path).read_text(encoding="utf-8"))
+        if not isinstance(entry, dict) or entry.get("format") != FORMAT or "engine" not in entry:
+            raise ValueError("not an engine profile; write one with `craton calibrate`")
+        return engine_profile_from_json(entry)
+    except OSError as error:
+        raise EngineProfileError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as error:
+        raise EngineProfileError(f"{path}: not an engine profile: {error}") from None
+
+
+@lru_cache(maxsize=1)
+def _shipped() -> tuple[EngineProfile, ...]:
+    text = resources.files(__package__).joinpath("engine_profiles.json").read_text(encoding="utf-8")
+    return tuple(engine_profile_from_json(entry) for entry in json.loads(text)["profiles"])
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.4g}")

@@ -14,8 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from craton.planning.serving.profile import ENGINE_NAMES
-from craton.planning.serving.terms import ServingTerms
+from craton.job.model import ModelShape
+from craton.planning.rates import MachineRates
+from craton.planning.serving.layout import ServedLayout
+from craton.planning.serving.profile import ENGINE_NAMES, EngineProfile
+from craton.planning.serving.terms import ServedPrecision, ServingTerms, serving_terms
 
 
 class ServedSteps:
@@ -81,6 +84,27 @@ class ServedSteps:
     def prefill_seconds(self, tokens: Any, context: Any = 0.0) -> Any:
         chunk = np.minimum(tokens, self.step_tokens)
         return tokens / chunk * self.mixed_seconds(0.0, 0.0, chunk, tokens + 2.0 * context)
+
+
+def served_steps(
+    shape: ModelShape,
+    machine: MachineRates,
+    layout: ServedLayout,
+    precision: ServedPrecision,
+    profile: EngineProfile,
+    *,
+    step_tokens: int = 8192,
+    max_running: int = 2048,
+    kv_tokens: float | None = None,
+    constants: Any = None,
+) -> ServedSteps:
+    """Return the step times of one replica. `kv_tokens`: of the replica where they are known, as of Craton's own engine;
+    `constants`: others than the profile's, as `EngineProfile.predict` gives them."""
+    terms = serving_terms(shape, machine, layout, precision, step_tokens, max_running)
+    steps = ServedSteps(terms, profile.constants if constants is None else constants)
+    if kv_tokens is not None:
+        steps.kv_tokens = kv_tokens
+    return steps
 
 
 EXPERT_READ_RATE = 0.85  # reading few experts reaches this share where large grouped matmuls reach `expert_rate` 1

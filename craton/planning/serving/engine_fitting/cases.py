@@ -106,6 +106,12 @@ def serving_corpus() -> tuple[ServingCase, ...]:
     return tuple(load_serving_cases(serving_corpus_path())[0])
 
 
+@lru_cache(maxsize=1)
+def own_serving_cases() -> tuple[ServingCase, ...]:
+    """Return the measurements of Craton's own server on one H200: data/craton_servers.json."""
+    return tuple(load_serving_cases(data_folder() / "craton_servers.json")[0])
+
+
 def serving_corpus_path() -> Path:
     return data_folder() / "inference_results.json"
 

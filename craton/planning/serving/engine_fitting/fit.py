@@ -17,17 +17,16 @@ import numpy as np
 from craton.infrastructure.catalog import gpu as catalog_gpu
 from craton.planning.fitting import Array, Composition, Fit, FitRow, Prediction
 from craton.planning.serving.closed_load import closed_loop
-from craton.planning.serving.engine_fitting.cases import ServingCase, architecture, serving_corpus
+from craton.planning.serving.engine_fitting.cases import ServingCase, architecture, own_serving_cases, serving_corpus
 from craton.planning.serving.layout import ServedLayout
-from craton.planning.serving.profile import ENGINE_NAMES, ENGINE_PRIOR_LOG, ENGINE_SPREAD
+from craton.planning.serving.profile import ENGINE_NAMES, ENGINE_PRIOR_LOG, ENGINE_SPREAD, METRICS
 from craton.planning.serving.step_times import ServedSteps
 from craton.planning.serving.terms import ServingTerms, serving_terms, stack_terms
 
-METRICS = ("tpot_seconds", "ttft_seconds", "tokens_per_second_per_gpu")
 KINDS = ("closed", "open", "offline", "decode", "prefill")
 OFFLINE = 1e9  # requests that are queued in an offline run
 OPEN_ROUNDS = 12
-SERVING_LEVELS = {"all": 0.5, "generation": 0.3, "engine": 0.7, "version": 0.4, "engine-gpu": 0.4, "engine-kind": 0.5}
+SERVING_LEVELS = {"all": 0.5, "generation": 0.3, "engine": 0.7, "version": 0.4, "engine-gpu": 0.4}
 SERVING_SCALES = {
     "model": 0.08,
     "group": 0.10,
@@ -37,7 +36,9 @@ SERVING_SCALES = {
     "version-model": 0.08,
 }
 SERVING_NOISE = {"tpot_seconds": 0.07, "ttft_seconds": 0.20, "tokens_per_second_per_gpu": 0.07}
-OPEN_LAYOUT_NOISE = 1.5
+OPEN_LAYOUT_NOISE = 1.5  # factor on the noise where a layout was searched
+OWN_ENGINE = "craton"
+OWN_NOISE = 0.5  # factor on the noise of our own server, whose settings are all known
 
 
 @dataclass(frozen=True)
@@ -201,27 +202,32 @@ def _row(case: ServingCase, layout: ServedLayout) -> ServedRow:
 def serving_labels(case: ServingCase) -> dict[str, str]:
     """Return the labels of the effects that a case shares with others."""
     generation = catalog_gpu(case.gpu).generation.removesuffix("-ultra")
-    model, group = architecture(case.shape), "|".join(case.group)
+    model, group, source = architecture(case.shape), "|".join(case.group), case.source
+    if case.engine == OWN_ENGINE:  # measured under one protocol: its residuals are those of its profile
+        model = group = source = OWN_ENGINE
     return {
         "all": "all",
         "generation": generation,
         "engine": case.engine,
-        "version": f"{case.engine} {case.version}" if case.version else "",
+        "version": version_label(case.engine, case.version),
         "engine-gpu": f"{case.engine} {case.gpu}",
-        "engine-kind": f"{case.engine} {case.kind} {generation}",
         "model": model,
         "group": group,
         "group-metric": f"{group} {case.metric}",
-        "source-metric": f"{case.source} {case.metric}",
+        "source-metric": f"{source} {case.metric}",
         "engine-metric": f"{case.engine} {case.metric}",
         "version-model": f"{case.engine} {case.version} {model}" if case.version else "",
     }
 
 
+def fitted_serving_cases() -> tuple[ServingCase, ...]:
+    return (*serving_corpus(), *own_serving_cases())
+
+
 @lru_cache(maxsize=1)
 def serving_corpus_fit() -> Fit[ServedRow]:
-    """Return the fit to all shipped cases."""
-    return fit_serving(serving_corpus())
+    """Return the fit to all shipped cases and those of Craton's own server."""
+    return fit_serving(fitted_serving_cases())
 
 
 def predict_served(fit: Fit[ServedRow], cases: Sequence[ServingCase]) -> list[Prediction]:
@@ -229,9 +235,14 @@ def predict_served(fit: Fit[ServedRow], cases: Sequence[ServingCase]) -> list[Pr
     return fit.predict_rows([serving_fit_row(case) for case in cases])
 
 
+def version_label(engine: str, version: str) -> str:
+    return f"{engine} {version}" if engine and version else ""
+
+
 def serving_fit_row(case: ServingCase) -> FitRow[ServedRow]:
     measured = case.measured if case.metric != "tokens_per_second_per_gpu" else 1.0 / case.measured
     noise = SERVING_NOISE[case.metric] * (OPEN_LAYOUT_NOISE if case.open_fields else 1.0)
+    noise *= OWN_NOISE if case.engine == OWN_ENGINE else 1.0
     return FitRow(served_row(case), math.log(measured), serving_labels(case), ENGINE_PRIOR_LOG, noise)
 
 
