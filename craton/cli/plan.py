@@ -23,10 +23,16 @@ def plan(
     ] = "",
     gpus: Annotated[
         str,
-        typer.Option(help="With --instances: numbers of GPUs, e.g. 256,512 \\[default: 64..1024].", show_default=False),
+        typer.Option(
+            help="With --instances: numbers of GPUs, e.g. 256,512 \\[default: 64..1024]. Server: GPUs to use, e.g. 8.",
+            show_default=False,
+        ),
     ] = "",
     by: Annotated[
-        str, typer.Option(help="With --instances: minimize time, cost or gpus \\[default: cost].", show_default=False)
+        str,
+        typer.Option(
+            help="With --instances, or for a server: minimize time, cost or gpus \\[default: cost].", show_default=False
+        ),
     ] = "",
     deadline: Annotated[
         str, typer.Option(help="With --instances: maximum run time, e.g. 14d.", show_default=False)
@@ -36,6 +42,70 @@ def plan(
         typer.Option(
             help="With --instances: maximum dollars, e.g. 2M. With --eval: per problem, e.g. $0.01, 20k tokens or 30s.",
             show_default=False,
+        ),
+    ] = "",
+    rate: Annotated[
+        str,
+        typer.Option(
+            metavar="REQUESTS/S", help="Server: requests per second (open load), e.g. 20.", show_default=False
+        ),
+    ] = "",
+    concurrency: Annotated[
+        str,
+        typer.Option(
+            metavar="USERS",
+            help="Server: in place of --rate, users who each wait for their answer, e.g. 64.",
+            show_default=False,
+        ),
+    ] = "",
+    input_: Annotated[
+        str,
+        typer.Option(
+            "--input",
+            metavar="TOKENS",
+            help="Server: prompt lengths, e.g. 1024, 100..2000 or mean=1024,p95=3000.",
+            show_default=False,
+        ),
+    ] = "",
+    output: Annotated[
+        str, typer.Option(metavar="TOKENS", help="Server: output lengths, as --input.", show_default=False)
+    ] = "",
+    prefix_hits: Annotated[
+        str,
+        typer.Option(
+            metavar="SHARE",
+            help="Server: share of the prompt tokens in the prefix cache, e.g. 0.4.",
+            show_default=False,
+        ),
+    ] = "",
+    acceptance: Annotated[
+        str, typer.Option(metavar="SHARE", help="Server: share of accepted draft tokens, e.g. 0.7.", show_default=False)
+    ] = "",
+    burstiness: Annotated[
+        str,
+        typer.Option(
+            help="Server: squared coefficient of variation of the gaps between requests; 1 is Poisson.",
+            show_default=False,
+        ),
+    ] = "",
+    ttft: Annotated[
+        str,
+        typer.Option(
+            metavar="LIMIT",
+            help="Server: limit of the time to first token, e.g. 500ms (p95) or p99=1s.",
+            show_default=False,
+        ),
+    ] = "",
+    tpot: Annotated[
+        str,
+        typer.Option(
+            metavar="LIMIT", help="Server: limit of the time per output token, e.g. 30ms.", show_default=False
+        ),
+    ] = "",
+    e2e: Annotated[
+        str,
+        typer.Option(
+            metavar="LIMIT", help="Server: limit of the time of a whole answer, e.g. 10s.", show_default=False
         ),
     ] = "",
     evaluation: Annotated[
@@ -97,7 +167,7 @@ def plan(
     ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
-    """Predict layout, step time, memory, goodput and cost, with intervals; for a server, KV cache and throughput.
+    """Predict layout, step time, memory, goodput and cost, with intervals; for a server, latency, throughput and cost.
 
     With --eval or --accuracy: what more samples of a model are worth, and what they cost.
     """
@@ -107,12 +177,17 @@ def plan(
     from rich.console import Console
 
     from craton.cli.views.member_plans import member_plans_json, render_member_plans
+    from craton.cli.views.served_load import plan_served_load
     from craton.cli.views.strategies import plan_test_time
     from craton.cli.views.traced import render_trace, run_trace
     from craton.job import load_job
     from craton.planning import PlanError
     from craton.planning.report import plan_html, plan_to_json, render_front, render_plan
 
+    served = {
+        **{"rate": rate, "concurrency": concurrency, "input": input_, "output": output, "prefix_hits": prefix_hits},
+        **{"acceptance": acceptance, "burstiness": burstiness, "ttft": ttft, "tpot": tpot, "e2e": e2e},
+    }
     options: dict[str, object] = {"--instances": instances, "--gpus": gpus, "--by": by, "--deadline": deadline}
     if evaluation or accuracy:
         options |= {"--trace": trace, "--ranks": ranks, "--share-gpus": share_gpus}
@@ -130,9 +205,19 @@ def plan(
     if share_gpus:
         wanted = wanted.with_shared_gpus()
     if wanted.serve:
-        options |= {"--budget": budget, "--html": html, "--trace": trace}
-        _plan_server(wanted, [name for name, value in options.items() if value], as_json)
+        _refuse(
+            {"--deadline": deadline, "--budget": budget, "--trace": trace},
+            "applies to training jobs only; remove it, or plan a server with --rate, --ttft and --tpot",
+        )
+        if wanted.serve.load or any(served.values()) or instances or gpus or by or html:
+            plan_served_load(wanted, served, _instance_names(instances), gpus, by, html, as_json)
+        else:
+            _plan_server(wanted, as_json)
         return
+    _refuse(
+        {f"--{name.replace('_', '-')}": value for name, value in served.items()},
+        f"applies to kind serve, not {wanted.kind}; remove it",
+    )
     if wanted.sweep:
         options |= {"--html": html, "--trace": trace, "--budget": budget}
         _plan_sweep(wanted, [name for name, value in options.items() if value], as_json)
@@ -197,20 +282,15 @@ def _plan_sweep(job: Job, options: list[str], as_json: bool) -> None:
         render_member_plans(members, Console(), job.sweep.parallel or 1)
 
 
-def _plan_server(job: Job, options: list[str], as_json: bool) -> None:
+def _plan_server(job: Job, as_json: bool) -> None:
     import json
 
     from rich.console import Console
 
     from craton.cli.views.progress import progress
-    from craton.planning import PlanError
     from craton.planning.report import render_serving, serving_to_json
     from craton.planning.serving import plan_serving
 
-    if options:
-        raise PlanError(
-            f"{options[0]} applies to training jobs only; a server's plan is printed as text, or as JSON with --json"
-        )
     with progress("planning"):
         result = plan_serving(job)
     if as_json:

@@ -11,8 +11,10 @@ from dataclasses import fields, is_dataclass
 from datetime import date
 from typing import Any
 
+from craton.planning.report.load_findings import load_verdict
 from craton.planning.result import INTERVAL_LEVEL, Plan
 from craton.planning.serving import ServePlan
+from craton.planning.serving.search import LoadPlan
 from craton.planning.strategies import PlannedStrategy, StrategiesPlan
 
 
@@ -43,6 +45,26 @@ def serving_to_json(plan: ServePlan) -> dict[str, Any]:
     return document
 
 
+def load_to_json(plan: LoadPlan) -> dict[str, Any]:
+    """Return the plan of a load for `json.dumps`; means of the chosen deployment stand at the top level under the names
+    of a run's measurements. A latency without a bound becomes null."""
+    chosen = plan.chosen
+    document: dict[str, Any] = {"schema": 1, "interval_level": INTERVAL_LEVEL, **_plain_fields(plan)}
+    document |= {
+        "load": plan.load.model_dump(exclude_none=True),
+        "holds": plan.holds,
+        "verdict": load_verdict(plan),
+        "ttft_seconds": _plain(chosen.ttft["mean"].value),
+        "tpot_seconds": _plain(chosen.tpot["mean"].value),
+        "tokens_per_second": _plain(chosen.tokens_per_second.value),
+        "tokens_per_second_per_gpu": _plain(chosen.tokens_per_second_per_gpu.value),
+    }
+    rows = [document["chosen"], *document["deployments"]]
+    for row, deployment in zip(rows, [chosen, *plan.deployments], strict=True):
+        row |= {"holds": deployment.holds, "is_saturated": deployment.is_saturated, "text": str(deployment.layout)}
+    return document
+
+
 def strategies_to_json(plan: StrategiesPlan) -> dict[str, Any]:
     """Return the plan of strategies for `json.dumps`: every row with its accuracy and what was measured."""
     document: dict[str, Any] = {"schema": 1, "interval_level": INTERVAL_LEVEL, **_plain_fields(plan)}
@@ -70,6 +92,8 @@ def _plain(value: Any) -> Any:
         return _plain_fields(value)
     if isinstance(value, dict):
         return {str(key): _plain(entry) for key, entry in value.items()}
+    if hasattr(value, "_asdict"):
+        return {name: _plain(entry) for name, entry in value._asdict().items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     if isinstance(value, date):

@@ -306,6 +306,11 @@ class _Candidate:
         return result
 
 
+def served_kv_tokens(job: Job, shape: ModelShape, machine: MachineRates, tp: int) -> int:
+    """Return the KV cache tokens of Craton's own engine with this job's settings; 0: the model does not fit."""
+    return _Candidate.of(job, shape, machine, tp).kv_tokens
+
+
 def serving_efficiency(machine: MachineRates) -> float:
     """Return the assumed share of the roofline that a step reaches."""
     return CPU_EFFICIENCY if machine.gpu.generation == "cpu" else EFFICIENCY

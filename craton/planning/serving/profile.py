@@ -136,7 +136,9 @@ def engine_profile_json(profile: EngineProfile) -> dict[str, Any]:
         "generation": profile.generation,
         "rows": profile.rows,
         "source": profile.source,
-        "constants": {name: _short(math.exp(log)) for name, log in zip(ENGINE_NAMES, profile.log_constants, strict=True)},
+        "constants": {
+            name: _short(math.exp(log)) for name, log in zip(ENGINE_NAMES, profile.log_constants, strict=True)
+        },
         "log_scales": {name: _short(value) for name, value in zip(METRICS, profile.log_scales, strict=True)},
         "deviations": {name: _short(value) for name, value in zip(METRICS, profile.deviations, strict=True)},
         "covariance": [[_short(x) for x in line[: i + 1]] for i, line in enumerate(profile.covariance)],

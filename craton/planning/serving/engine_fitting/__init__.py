@@ -14,7 +14,12 @@ if TYPE_CHECKING:
         serving_corpus,
         serving_corpus_path,
     )
-    from craton.planning.serving.engine_fitting.fit import fit_serving, fitted_serving_cases, predict_served, serving_corpus_fit
+    from craton.planning.serving.engine_fitting.fit import (
+        fit_serving,
+        fitted_serving_cases,
+        predict_served,
+        serving_corpus_fit,
+    )
     from craton.planning.serving.engine_fitting.shipped import shipped_profiles
 else:
     __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

@@ -19,10 +19,11 @@ from craton.job.model import ModelShape
 from craton.job.sections.serving import LengthsSection, LoadSection, SloSection
 from craton.planning.rates import MachineRates, machine_of
 from craton.planning.serving.load import ServedLoad, TokenLengths
+from craton.planning.serving.profile import EngineProfile, EngineProfileError, find_engine_profile
 from craton.planning.serving.search.curves import curve_points, front_points
 from craton.planning.serving.search.evaluate import Limits, evaluate, largest_load
 from craton.planning.serving.search.pools import pooled_deployment
-from craton.planning.serving.search.replicas import OWN_ENGINE, Candidates, Engine, candidates_of, engine_of
+from craton.planning.serving.search.replicas import OWN_ENGINE, Candidates, candidates_of
 from craton.planning.serving.search.result import Deployment, LoadPlan
 from craton.planning.serving.search.rows import deployment_rows
 from craton.planning.serving.search.tiers import kv_tiers
@@ -40,6 +41,7 @@ class _Setting:
 
     cluster: Cluster
     machine: MachineRates
+    profile: EngineProfile
     candidates: Candidates
 
 
@@ -58,22 +60,21 @@ def plan_load(
     assert serve is not None
     assert shape is not None
     section, limits = load or serve.load or LoadSection(), (slo or serve.slo).limits
-    engine = engine_of(job.software)
-    settings = [_setting(job, shape, each, engine, section.acceptance) for each in _clusters(job, instances, cluster)]
-    settings = [setting for setting in settings if len(setting.candidates)]
+    asked = served_load(section)
+    tried = [_setting(job, shape, each, asked) for each in _clusters(job, instances, cluster)]
+    settings = [setting for setting in tried if setting is not None]
     if not settings:
         names = ", ".join(instances) or str(job.cluster)
         raise PlanError(
             f"{job.where('model')}{shape.name} fits no layout on {names}; use a lower serve.precision, or instances "
             "with more GPU memory (--instances)"
         )
-    asked = served_load(section)
     if gpus is None and asked.rate is None and asked.concurrency is None:
         gpus = settings[0].cluster.num_gpus
     rows: list[Deployment] = []
     for setting in settings:
-        rows += _rows(setting, asked, limits, engine, gpus, serve.replicas)
-        if engine.name != OWN_ENGINE and asked.rate is not None:
+        rows += _rows(setting, asked, limits, gpus, serve.replicas)
+        if setting.profile.engine != OWN_ENGINE and asked.rate is not None:
             pooled = pooled_deployment(
                 setting.candidates,
                 setting.cluster,
@@ -82,7 +83,6 @@ def plan_load(
                 serve.precision,
                 asked,
                 limits,
-                engine.log_deviation,
             )
             rows += [pooled] if pooled is not None and (gpus is None or pooled.gpus <= gpus) else []
     if not rows:
@@ -93,7 +93,7 @@ def plan_load(
     home = next(setting for setting in settings if setting.cluster.instance.name == chosen.instance)
     return LoadPlan(
         model=shape.name,
-        engine=engine.name,
+        engine=home.profile.name,
         precision=serve.precision,
         load=section,
         slo=_by_latency(limits),
@@ -102,11 +102,11 @@ def plan_load(
         chosen=chosen,
         deployments=rows[:SHOWN],
         evaluated=sum(len(setting.candidates) for setting in settings),
-        curve=curve_points(home.candidates, asked, chosen, engine.log_deviation),
+        curve=curve_points(home.candidates, asked, chosen),
         front=[point for each in settings for point in front_points(each.candidates, each.cluster, asked)],
         tiers=kv_tiers(home.candidates, home.cluster.instance, shape, serve.precision, asked, chosen),
-        basis=f"{engine.name}: {engine.basis}",
-        log_deviation=engine.log_deviation,
+        basis=home.profile.source,
+        log_deviation=home.candidates.log_deviation,
         price_text=_price_text(home.cluster),
         notes=_notes(rows, settings),
     )
@@ -143,8 +143,10 @@ def _clusters(job: Job, instances: Sequence[str], cluster: Cluster | None) -> li
         raise PlanError(f"--instances: {error}" if instances else f"{job.where('cluster')}cluster: {error}") from None
 
 
-def _setting(job: Job, shape: ModelShape, cluster: Cluster, engine: Engine, acceptance: float | None) -> _Setting:
-    if cluster.instance.gpu.generation == "cpu":
+def _setting(job: Job, shape: ModelShape, cluster: Cluster, load: ServedLoad) -> _Setting | None:
+    """Return the candidates on a kind of machine; None if the model is too large for it."""
+    gpu = cluster.instance.gpu
+    if gpu.generation == "cpu":
         raise PlanError(
             f"{job.where('cluster')}a load is planned for GPUs, and {cluster.name} has none; use --instances, e.g. "
             "--instances p5.48xlarge"
@@ -152,12 +154,17 @@ def _setting(job: Job, shape: ModelShape, cluster: Cluster, engine: Engine, acce
     machine = machine_of(cluster)
     assert job.serve is not None
     if job.serve.precision not in machine.rates.matrix_flops:
-        raise PlanError(f"{job.where('serve', 'precision')}{machine.gpu.name} does not support {job.serve.precision}")
-    return _Setting(cluster, machine, candidates_of(job, shape, machine, engine, acceptance))
+        raise PlanError(f"{job.where('serve', 'precision')}{gpu.name} does not support {job.serve.precision}")
+    try:
+        profile = find_engine_profile(job.software, gpu)
+    except EngineProfileError as error:
+        raise PlanError(f"{job.where('software')}software: {error}") from None
+    candidates = candidates_of(job, shape, machine, profile, load)
+    return None if candidates is None else _Setting(cluster, machine, profile, candidates)
 
 
 def _rows(
-    setting: _Setting, load: ServedLoad, limits: Limits, engine: Engine, gpus: int | None, stated: int | None
+    setting: _Setting, load: ServedLoad, limits: Limits, gpus: int | None, stated: int | None
 ) -> list[Deployment]:
     candidates = setting.candidates
     longest = load.input.longest + load.output.longest
@@ -186,10 +193,10 @@ def _rows(
         for index, rate in enumerate(rates):
             only = candidates.only([index])
             alone = replace(load, rate=float(rate) * int(replicas[index]))
-            found = evaluate(only, alone, replicas[[index]], engine.log_deviation)
+            found = evaluate(only, alone, replicas[[index]])
             rows += deployment_rows(only, setting.cluster, alone, limits, replicas[[index]], most[[index]], found)
         return rows
-    found = evaluate(candidates, load, replicas, engine.log_deviation)
+    found = evaluate(candidates, load, replicas)
     return deployment_rows(candidates, setting.cluster, load, limits, replicas, most, found)
 
 

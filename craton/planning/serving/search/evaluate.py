@@ -31,14 +31,15 @@ class Evaluated:
     rate: Any  # requests per second of one replica
 
 
-def slowdowns(deviation: float) -> np.ndarray:
+def slowdowns(candidates: Candidates) -> np.ndarray:
     """Return factors of the step times: nominal, and both ends of the 80% interval."""
-    return np.exp(np.array([0.0, -INTERVAL_Z, INTERVAL_Z]) * deviation).reshape(-1, 1)
+    ends = np.array([0.0, -INTERVAL_Z, INTERVAL_Z]) * candidates.log_deviation
+    return np.exp(candidates.log_scale + ends).reshape(-1, 1)
 
 
-def evaluate(candidates: Candidates, load: ServedLoad, replicas: Any, deviation: float) -> Evaluated:
+def evaluate(candidates: Candidates, load: ServedLoad, replicas: Any) -> Evaluated:
     """Return what each candidate has under its share of the load."""
-    factors = slowdowns(deviation)
+    factors = slowdowns(candidates)
     if load.concurrency is not None:
         return _closed(candidates, load, load.concurrency / np.asarray(replicas, float), factors)
     assert load.rate is not None
@@ -49,18 +50,18 @@ def evaluate(candidates: Candidates, load: ServedLoad, replicas: Any, deviation:
 def largest_load(candidates: Candidates, load: ServedLoad, limits: Limits) -> np.ndarray:
     """Return the largest rate of one replica (with `concurrency`: number of users) within all limits; 0: none is."""
     is_closed = load.concurrency is not None
-    ones = np.ones((1, 1))
+    nominal = slowdowns(candidates)[:1]
     if is_closed:
         most = np.full(len(candidates), float(load.concurrency or 1))
     else:
-        most = np.asarray(saturation(candidates.replica, load).rate) * (1.0 - 1e-4)
+        most = np.asarray(saturation(candidates.replica, load).rate) / nominal[0] * (1.0 - 1e-4)
     low, high = np.zeros(len(candidates)), most
     for round_ in range(ROUNDS):
         tried = high if round_ == 0 else 0.5 * (low + high)
         if is_closed:
-            found = _closed(candidates, load, np.maximum(tried, 1.0), ones).latencies
+            found = _closed(candidates, load, np.maximum(tried, 1.0), nominal).latencies
         else:
-            found = open_load(candidates.replica, load, tried[None, :], ones)
+            found = open_load(candidates.replica, load, tried[None, :], nominal)
         good = np.all([_latency(found, name)[0] <= limit for name, limit in limits.items()] or [tried >= 0.0], axis=0)
         if round_ == 0 and good.all():
             return high

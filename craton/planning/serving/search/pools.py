@@ -41,7 +41,6 @@ def pooled_deployment(
     precision: str,
     load: ServedLoad,
     limits: Limits,
-    deviation: float,
 ) -> Deployment | None:
     """Return the pools with the fewest GPUs that keep the limits, or come nearest; None without room for the load."""
     assert load.rate is not None
@@ -66,15 +65,17 @@ def pooled_deployment(
     prefill_layout = replace(candidates.layouts[index], replicas=count)
     only = decode.only([chosen])
     replicas = decode_replicas[[chosen]]
-    row = deployment_rows(
-        only, cluster, load, limits, replicas, most[[chosen]], evaluate(only, load, replicas, deviation)
-    )[0]
+    row = deployment_rows(only, cluster, load, limits, replicas, most[[chosen]], evaluate(only, load, replicas))[0]
     total = prefill_layout.gpus + row.layout.gpus
     is_near = prefill_layout.replica_gpus + row.layout.replica_gpus <= machine.network.nvlink_domain
     shards = min(prefill_layout.replica_gpus, row.layout.replica_gpus)
     cached = kv_bytes_per_token(shape, "bf16" if precision == "fp8" else precision) * load.input.mean
     transfer = point_to_point_seconds(cached / shards, is_near, machine.network)
-    first = _first_token(candidates.only([index]), load, count, deviation, transfer)
+    service = _services(candidates.only([index]), load) * slowdowns(candidates)[:, :, None]
+    capacity = [prefill_layout.replicas * prefill_layout.attention_dp / float(each.mean()) for each in service]
+    nominal, fast, slow = capacity
+    prefill_limits = nominal < row.max_rate.value
+    first = _first_token(candidates.only([index]), load, count, transfer)
     mean_decode = row.tpot["mean"]
     e2e = {
         name: Interval(*(first[name][end] + load.decode_steps * row.tpot[name][end] for end in range(3)))
@@ -93,6 +94,8 @@ def pooled_deployment(
         prefill=prefill_layout,
         gpus=total,
         nodes=nodes,
+        max_rate=Interval(nominal, slow, fast) if prefill_limits else row.max_rate,
+        limit="prefill" if prefill_limits else row.limit,
         ttft=first,
         e2e=e2e,
         misses=missed(tables, limits),
@@ -119,7 +122,7 @@ def _prefill_pool(
 ) -> tuple[int, int] | None:
     """Return the layout and the replicas of the smallest prefill pool that keeps the limits of TTFT, else of the one
     that is nearest."""
-    service = _services(candidates, load)
+    service = _services(candidates, load) * slowdowns(candidates)[0]
     ranks = np.asarray(candidates.terms.attention_dp)
     fewest = np.ceil(load.rate * service.mean(axis=0) / UTILIZATION / ranks)
     counts = np.maximum(fewest, 1) + MORE.reshape(-1, 1)
@@ -133,10 +136,8 @@ def _prefill_pool(
     return int(column), int(counts[row, column])
 
 
-def _first_token(
-    candidates: Candidates, load: ServedLoad, count: int, deviation: float, transfer_seconds: float
-) -> dict[str, Interval]:
-    factors = slowdowns(deviation)
+def _first_token(candidates: Candidates, load: ServedLoad, count: int, transfer_seconds: float) -> dict[str, Interval]:
+    factors = slowdowns(candidates)
     service, ranks = _services(candidates, load)[:, None, :] * factors, np.asarray(candidates.terms.attention_dp)
     table = _queue(service, load, count * ranks, candidates.replica.first_token_seconds)
     return {name: Interval(*(float(value) + transfer_seconds for value in table[name][:, 0])) for name in STATISTICS}

@@ -1,8 +1,4 @@
-"""Step times of candidate deployments: of every layout that an engine and a machine allow.
-
-The constants of an engine stand in craton.planning.serving.profile. Where no profile is fitted, they are assumed, and
-so is their deviation.
-"""
+"""Step times of candidate deployments: of every layout that an engine and a machine allow."""
 
 from __future__ import annotations
 
@@ -17,31 +13,18 @@ from craton.job.layout import Layout, check_served_layout
 from craton.job.model import ModelShape
 from craton.planning.rates import MachineRates
 from craton.planning.serving.layout import ServedLayout
-from craton.planning.serving.load import ServedReplica
-from craton.planning.serving.profile import ENGINE_NAMES, ENGINE_PRIOR_LOG
+from craton.planning.serving.load import ServedLoad, ServedReplica
+from craton.planning.serving.planner import served_kv_tokens
+from craton.planning.serving.profile import EngineProfile
 from craton.planning.serving.speculation import ASSUMED_ACCEPTANCE, expected_tokens
 from craton.planning.serving.step_times import ServedSteps
 from craton.planning.serving.terms import ServedPrecision, ServingTerms, serving_terms, stack_terms
 
 MAX_REPLICA_GPUS = 72  # one NVLink domain of the largest UltraServer
-ASSUMED_DEVIATION = 0.25  # of the logarithm of step times, without a fitted profile: spread of ENGINE_CONSTANTS
+TYPICAL_BATCH = 32.0  # of the decode step whose deviation stands for all
 DEFAULT_STEP_TOKENS = 8192  # prefill tokens per step of other engines, where the job states none
 DEFAULT_MAX_RUNNING = 1024
 OWN_ENGINE = "craton"
-
-
-@dataclass(frozen=True)
-class Engine:
-    """Constants of an engine with the standard deviation of the logarithm of its step times."""
-
-    name: str
-    constants: tuple[float, ...]
-    log_deviation: float
-    basis: str  # where the constants come from
-
-
-def engine_of(software: str) -> Engine:
-    return Engine(software, tuple(np.exp(ENGINE_PRIOR_LOG)), ASSUMED_DEVIATION, "assumed: no profile is fitted")
 
 
 @dataclass(frozen=True)
@@ -51,6 +34,8 @@ class Candidates:
     layouts: tuple[ServedLayout, ...]
     terms: ServingTerms
     replica: ServedReplica
+    log_deviation: float  # of step times
+    log_scale: float  # of step times, that the profile's constants do not explain
 
     def __len__(self) -> int:
         return len(self.layouts)
@@ -60,7 +45,7 @@ class Candidates:
         fields: dict[str, Any] = {name: np.asarray(value)[list(indices)] for name, value in vars(self.terms).items()}
         terms = ServingTerms(**fields)
         replica = replace(self.replica, steps=_with_terms(self.replica.steps, terms), attention_dp=terms.attention_dp)
-        return Candidates(layouts, terms, replica)
+        return replace(self, layouts=layouts, terms=terms, replica=replica)
 
     def without_prefill(self) -> Candidates:
         """Return the same deployments as decode pools."""
@@ -74,33 +59,35 @@ def _with_terms(steps: Any, terms: ServingTerms) -> Any:
 
 
 def candidates_of(
-    job: Job, shape: ModelShape, machine: MachineRates, engine: Engine, acceptance: float | None
-) -> Candidates:
-    """Return every layout of one replica that has room for its weights; none if the model is too large."""
+    job: Job, shape: ModelShape, machine: MachineRates, profile: EngineProfile, load: ServedLoad
+) -> Candidates | None:
+    """Return every layout of one replica that has room for its weights; None if the model is too large."""
     serve = job.serve
     assert serve is not None
-    own = engine.name == OWN_ENGINE
+    own = profile.engine == OWN_ENGINE
     step_tokens = serve.step_tokens if own or serve.chunk_tokens else DEFAULT_STEP_TOKENS
     running = serve.running if own or serve.max_running else DEFAULT_MAX_RUNNING
     precision = ServedPrecision(serve.precision, "fp8" if serve.kv_precision == "fp8" else _compute(serve.precision))
     found, rows = [], []
     for layout in _layouts(job, shape, machine, own):
         terms = serving_terms(shape, machine, layout, precision, step_tokens, running * layout.attention_dp)
+        if own:
+            terms = replace(terms, kv_tokens=served_kv_tokens(job, shape, machine, layout.tp))
         if terms.fits:
             found.append(layout)
             rows.append(terms)
     if not rows:
-        return Candidates((), serving_terms(shape, machine, ServedLayout(), precision), _replica(None, engine))
+        return None
+    prediction = profile.predict(
+        "tpot_seconds",
+        lambda constants: ServedSteps(rows[0], constants).decode_seconds(TYPICAL_BATCH, load.context_tokens),
+    )
     terms = stack_terms(rows)
-    steps: Any = ServedSteps(terms, list(engine.constants))
+    steps: Any = MixedSteps(ServedSteps(terms, profile.constants), profile["prefill_slowdown"])
     if serve.draft_tokens:
-        steps = _speculative(job, machine, engine, steps, acceptance)
-    return Candidates(tuple(found), terms, replace(_replica(steps, engine), attention_dp=terms.attention_dp))
-
-
-def _replica(steps: Any, engine: Engine) -> ServedReplica:
-    first = dict(zip(ENGINE_NAMES, engine.constants, strict=True))["first_token_seconds"]
-    return ServedReplica(steps, first_token_seconds=first)
+        steps = _speculative(job, machine, profile, steps, load.acceptance)
+    replica = ServedReplica(steps, terms.attention_dp, profile["first_token_seconds"])
+    return Candidates(tuple(found), terms, replica, prediction.log_deviation, profile.log_scales[0])
 
 
 def _compute(precision: str) -> str:
@@ -137,15 +124,30 @@ def _splits(shape: ModelShape, tp: int, job: Job) -> bool:
 
 
 def _speculative(
-    job: Job, machine: MachineRates, engine: Engine, steps: Any, acceptance: float | None
+    job: Job, machine: MachineRates, profile: EngineProfile, steps: Any, acceptance: float | None
 ) -> SpeculativeSteps:
     assert job.serve is not None
     draft, length = None, job.serve.draft_tokens
     if job.draft_shape is not None:
         terms = serving_terms(job.draft_shape, machine, ServedLayout(), ServedPrecision(_compute(job.serve.precision)))
-        draft = ServedSteps(terms, list(engine.constants))
+        draft = ServedSteps(terms, profile.constants)
     accepted = expected_tokens(ASSUMED_ACCEPTANCE if acceptance is None else acceptance, length)
     return SpeculativeSteps(steps, length, accepted, draft)
+
+
+@dataclass(frozen=True)
+class MixedSteps:
+    """Steps whose prompt tokens take longer beside decode than alone."""
+
+    steps: Any
+    slowdown: float
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.steps, name)
+
+    def mixed_seconds(self, batch: Any, context: Any, tokens: Any, prompt: Any) -> Any:
+        decode = self.steps.decode_seconds(batch, context)
+        return decode + self.slowdown * (self.steps.mixed_seconds(batch, context, tokens, prompt) - decode)
 
 
 @dataclass(frozen=True)

@@ -98,6 +98,7 @@ class FrontPoint:
     rate_per_replica: float
     tokens_per_second_per_gpu: float
     tokens_per_second_per_user: float
+    limit: str  # the largest part of its steps
     is_on_front: bool
 
 

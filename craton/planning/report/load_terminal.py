@@ -1,0 +1,108 @@
+"""The plan of a load in the terminal: the verdict, what limits it, what it costs, and the other deployments."""
+
+from __future__ import annotations
+
+import math
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from craton import formatting
+from craton.planning.report import load_findings as findings
+from craton.planning.serving.search import Deployment, LoadPlan
+
+SHOWN_ROWS = 8
+TITLE_WIDTH = 13
+
+
+def render_load(plan: LoadPlan, console: Console) -> None:
+    """Print the whole plan."""
+    status = ("HOLDS", "bold green") if plan.holds else ("DOES NOT HOLD", "bold red")
+    console.print(Text.assemble((plan.model, "bold"), f" on {plan.engine}  ", status), highlight=False)
+    console.print(Text(findings.load_verdict(plan)), highlight=False)
+    for title, text in fields(plan):
+        _print_field(console, title, text)
+    for warning in findings.warnings(plan):
+        _print_field(console, "!", warning, style="yellow")
+    console.print(Text("\nLatency at this load", style="bold"), highlight=False)
+    console.print(_latency_table(plan.chosen), highlight=False)
+    heading = f"Deployments, best first by {plan.by} ({plan.evaluated} layouts evaluated)"
+    console.print(Text(f"\n{heading}", style="bold"), highlight=False)
+    console.print(_deployment_table(plan), highlight=False)
+
+
+def fields(plan: LoadPlan) -> list[tuple[str, str]]:
+    """Return the titled lines below the verdict."""
+    row = plan.chosen
+    lines = [
+        ("saturation", findings.saturation_text(plan)),
+        ("time", findings.bottleneck_text(row)),
+        ("throughput", findings.throughput_text(row)),
+        ("KV cache", findings.kv_text(row)),
+        ("cost", findings.cost_text(plan)),
+    ]
+    if row.kv_transfer_seconds is not None:
+        transfer = f"{formatting.duration(row.kv_transfer_seconds)} per prompt over {row.kv_transfer_link}, within TTFT"
+        lines.append(("KV transfer", transfer))
+    lines += [("KV tier", text) for text in findings.tier_texts(plan)]
+    lines += [("experts", text) for text in plan.notes]
+    return [*lines, ("basis", findings.basis_text(plan))]
+
+
+def _latency_table(row: Deployment) -> Table:
+    table = Table(box=None, padding=(0, 3, 0, 0), header_style="dim", pad_edge=False)
+    table.add_column("")
+    names = list(row.ttft)
+    for name in names:
+        table.add_column(name, justify="right")
+    table.add_column("80% interval of p95")
+    for name, title in findings.LATENCY_NAMES.items():
+        latency = getattr(row, name)
+        table.add_row(title, *(_seconds(latency[key].value) for key in names), findings.range_text(latency["p95"]))
+    return table
+
+
+def _deployment_table(plan: LoadPlan) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
+    for name, side in (
+        ("", "left"),
+        ("deployment", "left"),
+        ("instance", "left"),
+        ("GPUs", "right"),
+        ("TTFT p95", "right"),
+        ("TPOT p95", "right"),
+        ("max req/s", "right"),
+        ("$/M out", "right"),
+    ):
+        table.add_column(name, justify="right" if side == "right" else "left")
+    for row in plan.deployments[:SHOWN_ROWS]:
+        table.add_row(*cells(row))
+    return table
+
+
+def cells(row: Deployment) -> list[str]:
+    """Return the cells of a deployment's row."""
+    output = row.dollars_per_million_output
+    return [
+        "✓" if row.holds else "✗",
+        findings.short_text(row),
+        row.instance if row.nodes == 1 else f"{row.instance} x {row.nodes}",
+        f"{row.gpus}",
+        _seconds(row.ttft["p95"].value),
+        _seconds(row.tpot["p95"].value),
+        findings.rate(row.max_rate.value),
+        "–" if output is None else formatting.dollars(output.value),
+    ]
+
+
+def _seconds(value: float) -> str:
+    return formatting.duration(value) if math.isfinite(value) else "∞"
+
+
+def _print_field(console: Console, title: str, text: str, style: str = "dim") -> None:
+    grid = Table.grid(padding=0)
+    grid.add_column(no_wrap=True, min_width=TITLE_WIDTH)
+    grid.add_column(overflow="fold")
+    grid.add_row(Text(title, style=style), Text(text))
+    console.print(grid, highlight=False)
