@@ -86,6 +86,7 @@ class Fit(Generic[Terms]):
         self.variance = np.array(composition.spread) ** 2
         self.prior = np.array([row.prior_log for row in rows])
         self.labels = {name: np.array([row.labels.get(name, "") for row in rows]) for name in (*levels, *scales)}
+        self.has = {name: np.array([name in row.labels for row in rows]) for name in (*levels, *scales)}
         self.levels = self._shared(levels)
         self.scales = self._shared(scales)
         terms = composition.stack([row.terms for row in rows])
@@ -126,6 +127,8 @@ class Fit(Generic[Terms]):
         prior_variance = sum(share**2 * own for share in self.level_shares.values())
         scale = 0.0
         for name, deviation in self.scale_deviations.items():
+            if name not in labels:
+                continue
             same = deviation**2 * self._same(name, labels)
             cross = cross + same
             prior_variance += deviation**2
@@ -162,12 +165,13 @@ class Fit(Generic[Terms]):
         return (self.labels[name] == label).astype(np.float64) if label else np.zeros(len(self.alpha))
 
     def _shared(self, effects: Mapping[str, float]) -> Array:
-        """Return the variance that rows share by equal labels [rows, rows]; an empty label shares nothing."""
+        """Return the variance that rows share by equal labels [rows, rows]; an empty label shares nothing, and a row
+        without the label has no such effect."""
         total = np.zeros((len(self.prior), len(self.prior)))
         for name, deviation in effects.items():
             values = self.labels[name]
             same = (values[:, None] == values[None, :]) & (values != "")[:, None]
-            total += deviation**2 * (same | np.eye(len(values), dtype=bool))
+            total += deviation**2 * (same | np.diag(self.has[name]))
         return total
 
     def _covariance(self) -> Array:

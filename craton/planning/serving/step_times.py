@@ -46,9 +46,9 @@ class ServedSteps:
         weights = t.weights_seconds / c["weight_rate"]
         multiply = rows * t.token_seconds / c["matmul_rate"]
         matmul = _larger(weights, multiply) + floor * t.matmul_floor_seconds
-        met = 1.0 - t.unused_share**stage_rows
+        met = 1.0 - t.unused_share ** (1.0 + c["expert_spread"] * np.maximum(stage_rows - 1.0, 0.0))
         experts = _larger(
-            t.expert_read_seconds * met / c["weight_rate"] * (EXPERT_READ_RATE / c["expert_rate"]),
+            t.expert_read_seconds * met / (c["weight_rate"] * EXPERT_READ_RATE),
             stage_rows * t.expert_token_seconds / c["expert_rate"],
         )
         experts = experts + floor * t.expert_floor_seconds
@@ -67,7 +67,7 @@ class ServedSteps:
             "experts": experts,
             "attention": attention,
             "prefill attention": prefill_attention,
-            "head": head,
+            "head": head + sampled * t.sampling_seconds,
             "communication": (t.collective_floor_seconds + moved) * c["collective_slowdown"],
             "overhead": c["step_seconds"]
             + t.layers * c["layer_seconds"]
@@ -79,7 +79,7 @@ class ServedSteps:
 
     def mixed_seconds(self, batch: Any, context: Any, tokens: Any, prompt: Any) -> Any:
         whole = sum(self.terms(batch, context, tokens, prompt).values())
-        return np.maximum(whole, self.t.layers * self.c["prefill_layer_seconds"] * (tokens > 0))
+        return _larger(whole, self.t.launches * self.c["prefill_layer_seconds"] * (tokens > 0))
 
     def prefill_seconds(self, tokens: Any, context: Any = 0.0) -> Any:
         chunk = np.minimum(tokens, self.step_tokens)
@@ -107,7 +107,7 @@ def served_steps(
     return steps
 
 
-EXPERT_READ_RATE = 0.85  # reading few experts reaches this share where large grouped matmuls reach `expert_rate` 1
+EXPERT_READ_RATE = 0.85  # reading many small experts, of one large matrix
 
 
 def _larger(one: Any, other: Any) -> Any:

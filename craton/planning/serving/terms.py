@@ -39,6 +39,7 @@ FAR_REDUCE_SECONDS = 4e-5  # all-reduce of a few rows between NVLink domains
 SMALL_EXCHANGE_SECONDS = 4e-5  # dispatch and combine of a few rows in one NVLink domain (DeepEP: 16 + 14 µs)
 FAR_EXCHANGE_SECONDS = 3e-4  # the same between domains (DeepEP low latency over RDMA, 16 to 64 ranks)
 ELEMENTWISE_PASSES = 14.0  # reads and writes of the hidden state in a layer: norms, residuals, rotary, activations
+SAMPLING_PASSES = 6.0  # over a row of fp32 logits: gather, scale, softmax, choice
 GPU_SHARE = 0.9  # of the GPU's memory that an engine uses
 WORKSPACE_BYTES = 4e9  # libraries, CUDA graphs, activations
 
@@ -70,6 +71,7 @@ class ServingTerms:
     pp: float
     layers: float
     moe_layers: float
+    launches: float  # layers, by the kernels that a step with prefill launches in each
     weights_seconds: float  # reading all dense weights
     token_seconds: float  # multiplying a token with them
     elementwise_token_seconds: float
@@ -88,6 +90,7 @@ class ServingTerms:
     extra_keys: float
     head_seconds: float
     head_token_seconds: float
+    sampling_seconds: float  # of one row of logits
     collective_floor_seconds: float
     collective_token_seconds: float
     kv_tokens: float  # of the replica
@@ -175,6 +178,7 @@ def serving_terms(
         pp=pp,
         layers=shape.layers,
         moe_layers=shape.moe_layers,
+        launches=shape.layers * (2.0 if mla else 1.0) + shape.moe_layers,
         weights_seconds=weight_bytes / stream,
         token_seconds=multiply,
         elementwise_token_seconds=shape.layers * ELEMENTWISE_PASSES * hidden * 2.0 / rates.elementwise_bytes_per_second,
@@ -194,6 +198,7 @@ def serving_terms(
         extra_keys=kernel.extra_keys_forward,
         head_seconds=table_bytes / stream,
         head_token_seconds=2.0 * shape.embedding_parameters / tp / rates.matrix_flops["bf16"],
+        sampling_seconds=SAMPLING_PASSES * 4.0 * shape.vocab / stream,
         collective_floor_seconds=floor,
         collective_token_seconds=moved,
         kv_tokens=max(0.0, rank_tokens) * layout.attention_dp,
@@ -222,6 +227,9 @@ def _collectives(shape: ModelShape, machine: MachineRates, layout: ServedLayout)
             rate = network.nic_bytes_per_second * network.network_pair_efficiency
         # Tokens in 8 bits to their experts, sums in 16 bits back; never more than all tokens to all ranks.
         copies = min(1.5 * shape.top_k / tp, 2.0 * (layout.attention_dp - 1))
+        if not near:  # one copy for each node that has an expert of the token
+            domains = ranks / network.nvlink_domain
+            copies = 1.5 * (domains - 1.0) * (1.0 - (1.0 - 1.0 / domains) ** shape.top_k)
         floor += shape.moe_layers * (SMALL_EXCHANGE_SECONDS if near else FAR_EXCHANGE_SECONDS)
         moved += shape.moe_layers * copies * size / rate
     return floor, moved

@@ -169,6 +169,8 @@ def read_serving_row(row: dict[str, Any], identity: str, models: Mapping[str, An
     if not layouts or (prefill and not serving_terms(shape, machine, prefill, precision).fits):
         raise UnrepresentableError(f"the weights of {shape.name} do not fit into the GPUs of the layout as printed")
     load = _load(row, layouts[0], prefill)
+    if load.kind == "closed" and not _part(row, "workload").get("concurrency"):
+        open_fields.append("concurrency")  # a maximum batch was printed instead
     measured = _metrics(row, load, count)
     return [
         ServingCase(
@@ -351,6 +353,8 @@ def _load(row: dict[str, Any], layout: ServedLayout, prefill: ServedLayout | Non
     per_gpu = work.get("batch_per_gpu")
     if work.get("qps"):
         return ServingLoad("open", prompt, max(output, 1.0), rate=_number(work["qps"], "qps"))
+    if "decode only" in text and not per_gpu:
+        raise UnrepresentableError("decode-only row without a batch")
     if "prefill only" in text or (not output and not work.get("kv_len") and not per_gpu) or output == 1.0:
         return ServingLoad("prefill", prompt, 1.0)
     metrics = _part(row, "metrics")

@@ -7,6 +7,7 @@ its TTFT, or the seconds of a GPU per output token.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
@@ -34,8 +35,15 @@ SERVING_SCALES = {
     "source-metric": 0.08,
     "engine-metric": 0.05,
     "version-model": 0.08,
+    "ttft-model": 0.2,
+    "ttft-group": 0.2,
+    # Of models that can draft their own tokens most sources do not say whether they do.
+    "drafts-group": 0.2,
+    "drafts": 0.2,
 }
-SERVING_NOISE = {"tpot_seconds": 0.07, "ttft_seconds": 0.20, "tokens_per_second_per_gpu": 0.07}
+TTFT_EFFECTS = ("ttft-model", "ttft-group")
+DRAFT_EFFECTS = ("drafts-group", "drafts")
+SERVING_NOISE = {"tpot_seconds": 0.06, "ttft_seconds": 0.26, "tokens_per_second_per_gpu": 0.07}
 OPEN_LAYOUT_NOISE = 1.5  # factor on the noise where a layout was searched
 OWN_ENGINE = "craton"
 OWN_NOISE = 0.5  # factor on the noise of our own server, whose settings are all known
@@ -202,15 +210,17 @@ def _row(case: ServingCase, layout: ServedLayout) -> ServedRow:
 def serving_labels(case: ServingCase) -> dict[str, str]:
     """Return the labels of the effects that a case shares with others."""
     generation = catalog_gpu(case.gpu).generation.removesuffix("-ultra")
-    model, group, source = architecture(case.shape), "|".join(case.group), case.source
+    # Sources run one architecture under several names with other settings: an effect is one name's.
+    model, source = architecture(case.shape), case.source
+    group = f"{source}|{case.gpu}|{case.shape.name}|{case.engine}"
     if case.engine == OWN_ENGINE:  # measured under one protocol: its residuals are those of its profile
         model = group = source = OWN_ENGINE
-    return {
+    labels = {
         "all": "all",
         "generation": generation,
-        "engine": case.engine,
+        "engine": engine_label(case.engine, case.version),
         "version": version_label(case.engine, case.version),
-        "engine-gpu": f"{case.engine} {case.gpu}",
+        "engine-gpu": f"{engine_label(case.engine, case.version)} {case.gpu}",
         "model": model,
         "group": group,
         "group-metric": f"{group} {case.metric}",
@@ -218,6 +228,11 @@ def serving_labels(case: ServingCase) -> dict[str, str]:
         "engine-metric": f"{case.engine} {case.metric}",
         "version-model": f"{case.engine} {case.version} {model}" if case.version else "",
     }
+    if case.metric == "ttft_seconds":
+        labels |= {"ttft-model": f"{case.engine} {model}", "ttft-group": group}
+    if case.metric == "tpot_seconds" and case.shape.mtp_layers and not case.load.draft_tokens:
+        labels |= {"drafts-group": group, "drafts": ""}
+    return labels
 
 
 def fitted_serving_cases() -> tuple[ServingCase, ...]:
@@ -233,6 +248,11 @@ def serving_corpus_fit() -> Fit[ServedRow]:
 def predict_served(fit: Fit[ServedRow], cases: Sequence[ServingCase]) -> list[Prediction]:
     """Predict the seconds of each case's metric; of a throughput, the seconds of a GPU per output token."""
     return fit.predict_rows([serving_fit_row(case) for case in cases])
+
+
+def engine_label(engine: str, version: str) -> str:
+    """TensorRT-LLM ran compiled TensorRT engines in C++ before version 1.0, and PyTorch since."""
+    return "trtllm TensorRT" if engine == "trtllm" and re.match(r"0\.1\d", version) else engine
 
 
 def version_label(engine: str, version: str) -> str:

@@ -69,6 +69,7 @@ def shape_of_config(name: str, config: dict[str, Any]) -> ModelShape:
         moe_ffn_hidden=expert_width,
         shared_experts=size("n_shared_experts") or int(kind == "llama4_text" or kind.startswith("qwen3_5")),
         dense_layers=min(dense, layers),
+        mtp_layers=size("num_nextn_predict_layers"),
         sliding_window=window,
         sliding_layers=windowed,
     )

@@ -9,11 +9,14 @@ from craton.infrastructure.catalog import gpu as catalog_gpu
 from craton.infrastructure.catalog import gpus
 from craton.planning.fitting import TAIL_WIDTH, Fit
 from craton.planning.serving.engine_fitting.fit import (
+    DRAFT_EFFECTS,
     ENGINE_PRIOR_LOG,
     OWN_ENGINE,
     SERVING_NOISE,
     SERVING_SCALES,
+    TTFT_EFFECTS,
     ServedRow,
+    engine_label,
     fitted_serving_cases,
     serving_corpus_fit,
     version_label,
@@ -52,9 +55,9 @@ def profile_of_fit(
     labels = {
         "all": "all",
         "generation": generation,
-        "engine": name,
+        "engine": engine_label(name, version),
         "version": version_label(name, version),
-        "engine-gpu": f"{name} {gpu}" if name and gpu else "",
+        "engine-gpu": f"{engine_label(name, version)} {gpu}" if name and gpu else "",
     }
     scales, deviations = [], []
     for metric in METRICS:
@@ -65,7 +68,8 @@ def profile_of_fit(
             marked |= {"group-metric": f"{name} {metric}", "source-metric": f"{name} {metric}"}
             known += ["model", "group", "group-metric", "source-metric"]
         mean, covariance = fit.posterior(marked, ENGINE_PRIOR_LOG, known)
-        unshared = sum(width**2 for effect, width in SERVING_SCALES.items() if effect not in known)
+        absent = {*known, *DRAFT_EFFECTS, *(TTFT_EFFECTS if metric != "ttft_seconds" else ())}
+        unshared = sum(width**2 for effect, width in SERVING_SCALES.items() if effect not in absent)
         noise = (TAIL_WIDTH * SERVING_NOISE[metric]) ** 2
         scales.append(float(mean[-1]))
         deviations.append(math.sqrt(max(float(covariance[-1, -1]), 0.0) + unshared + noise + OWN_SETUP[metric] ** 2))
