@@ -182,8 +182,6 @@ def warnings(plan: LoadPlan) -> list[str]:
         for statistic, limit in limits.items():
             interval = getattr(row, name)[statistic]
             if interval.value <= limit < interval.high:
-                found.append(
-                    f"{LATENCY_NAMES[name]} {statistic} may be above its limit: the interval ends at "
-                    + (formatting.duration(interval.high) if math.isfinite(interval.high) else "no bound")
-                )
+                end = f"ends at {formatting.duration(interval.high)}" if math.isfinite(interval.high) else "has no end"
+                found.append(f"{LATENCY_NAMES[name]} {statistic} may be above its limit: the interval {end}")
     return found

@@ -100,9 +100,6 @@ def _tiles(plan: LoadPlan) -> Markup:
 
 
 def _latency_section(plan: LoadPlan, figures: dict[str, Figure]) -> Markup:
-    if len(plan.curve) < 2:
-        reason = "The chosen deployment has separate pools for prefill and decode; its table row has the numbers."
-        return html_report.absent_section("Latency against load", reason)
     figures["plot-latency"] = _latency_figure(plan)
     rows = [
         (

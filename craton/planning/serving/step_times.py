@@ -98,8 +98,8 @@ def served_steps(
     kv_tokens: float | None = None,
     constants: Any = None,
 ) -> ServedSteps:
-    """Return the step times of one replica. `kv_tokens`: of the replica where they are known, as of Craton's own engine;
-    `constants`: others than the profile's, as `EngineProfile.predict` gives them."""
+    """Return the step times of one replica. `kv_tokens`: of the replica where they are known, as of Craton's own
+    engine; `constants`: others than the profile's, as `EngineProfile.predict` gives them."""
     terms = serving_terms(shape, machine, layout, precision, step_tokens, max_running)
     steps = ServedSteps(terms, profile.constants if constants is None else constants)
     if kv_tokens is not None:

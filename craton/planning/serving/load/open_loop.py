@@ -40,7 +40,7 @@ from craton.planning.serving.load.steps import ReplicaSteps
 
 # Three nodes of a normal distribution, exact for polynomials up to the fifth degree (Gauss and Hermite).
 NODES = np.array([-(3.0**0.5), 0.0, 3.0**0.5])
-WEIGHTS = np.array([1.0, 4.0, 1.0]) / 6.0
+WEIGHTS = (1.0 / 6.0, 4.0 / 6.0, 1.0 / 6.0)
 BATCHES = 32  # of the curve from batch to rate
 SMALLEST_BATCH = 0.01
 OUTER_ROUNDS = 3  # of the batch, which depends on the backlog
@@ -55,6 +55,12 @@ class ServedReplica:
     steps: ReplicaSteps
     attention_dp: Array = 1.0
     first_token_seconds: Array = 0.0  # of a request outside the engine: HTTP, tokenizer
+    prefill_slowdown: Array = 1.0  # of prompt tokens in a step with decode
+
+    def mixed_seconds(self, load: ServedLoad, batch: Array, decode: Array, tokens: Array) -> Array:
+        """Return a step with prompt tokens, beside requests whose decode alone takes `decode` seconds."""
+        mixed = self.steps.mixed_seconds(batch, load.context_tokens, tokens, load.prompt_tokens)
+        return decode + self.prefill_slowdown * np.maximum(mixed - decode, 0.0)
 
 
 class LoadSaturation(NamedTuple):
@@ -205,8 +211,7 @@ def _fixed_steps(replica: ServedReplica, load: ServedLoad, batch: Array) -> tupl
     steps = replica.steps
     budget = np.maximum(steps.step_tokens - batch / replica.attention_dp, 1.0)
     decode = steps.decode_seconds(batch, load.context_tokens)
-    full = steps.mixed_seconds(batch, load.context_tokens, budget, load.prompt_tokens)
-    return budget, decode, np.maximum(full, decode)
+    return budget, decode, replica.mixed_seconds(load, batch, decode, budget)
 
 
 def _chunk(replica: ServedReplica, load: ServedLoad, budget: Array, arrivals: Array) -> tuple[Array, Array]:
@@ -222,7 +227,7 @@ def _steps_of(replica: ServedReplica, load: ServedLoad, batch: Array, arrivals: 
     """Return the steps with `batch` requests in decode, if `arrivals` prompts come during a mean step."""
     budget, decode, full = _fixed_steps(replica, load, batch)
     chunk, share = _chunk(replica, load, budget, arrivals)
-    mixed = replica.steps.mixed_seconds(batch, load.context_tokens, chunk, load.prompt_tokens)
+    mixed = replica.mixed_seconds(load, batch, decode, chunk)
     return _Steps(decode, mixed, share, np.minimum(decode + share * (mixed - decode), full), full)
 
 
@@ -234,8 +239,8 @@ def _steps_at(
     arrivals = rate * decode
     for _ in range(INNER_ROUNDS):
         chunk, share = _chunk(replica, load, budget, arrivals)
-        mixed = replica.steps.mixed_seconds(batch, load.context_tokens, chunk, load.prompt_tokens)
-        added = share * np.maximum(mixed - decode, 0.0) / arrivals  # by one prompt
+        mixed = replica.mixed_seconds(load, batch, decode, chunk)
+        added = share * (mixed - decode) / arrivals  # by one prompt
         arrivals = rate * np.minimum((decode + extra) / np.maximum(1.0 - rate * added, 1e-3), full)
     return _Steps(decode, mixed, share, arrivals / rate, full)
 
@@ -260,7 +265,8 @@ def _split(steps: _Steps) -> tuple[_Steps, _Steps]:
 
 
 def _average(values: Array) -> Array:
-    return np.tensordot(WEIGHTS, values, axes=1)
+    low, middle, high = values
+    return WEIGHTS[0] * low + WEIGHTS[1] * middle + WEIGHTS[2] * high
 
 
 def _second(steps: _Steps) -> Array:

@@ -17,7 +17,7 @@ Array = Any  # an array of floats, or a float
 PERCENTILES = {"p50": 0.50, "p90": 0.90, "p95": 0.95, "p99": 0.99}
 NORMAL_QUANTILES = {"p50": 0.0, "p90": 1.2816, "p95": 1.6449, "p99": 2.3263}
 FULL = 0.97  # utilization up to which queues follow the formulas; they grow without bound above it
-ROUNDS = 24  # of the bisection for a percentile
+ROUNDS = 18  # of the bisection for a percentile
 REACH = 12.0  # a percentile up to p99 is below the mean plus this many standard deviations
 
 

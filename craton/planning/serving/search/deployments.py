@@ -22,7 +22,7 @@ from craton.planning.serving.load import ServedLoad, TokenLengths
 from craton.planning.serving.profile import EngineProfile, EngineProfileError, find_engine_profile
 from craton.planning.serving.search.curves import curve_points, front_points
 from craton.planning.serving.search.evaluate import Limits, evaluate, largest_load
-from craton.planning.serving.search.pools import pooled_deployment
+from craton.planning.serving.search.pools import pooled_curve, pooled_deployment
 from craton.planning.serving.search.replicas import OWN_ENGINE, Candidates, candidates_of
 from craton.planning.serving.search.result import Deployment, LoadPlan
 from craton.planning.serving.search.rows import deployment_rows
@@ -102,7 +102,7 @@ def plan_load(
         chosen=chosen,
         deployments=rows[:SHOWN],
         evaluated=sum(len(setting.candidates) for setting in settings),
-        curve=curve_points(home.candidates, asked, chosen),
+        curve=(curve_points if chosen.prefill is None else pooled_curve)(home.candidates, asked, chosen),
         front=[point for each in settings for point in front_points(each.candidates, each.cluster, asked)],
         tiers=kv_tiers(home.candidates, home.cluster.instance, shape, serve.precision, asked, chosen),
         basis=home.profile.source,

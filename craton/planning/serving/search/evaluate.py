@@ -19,7 +19,7 @@ from craton.planning.serving.search.replicas import Candidates
 
 Limits = Mapping[tuple[str, str], float]  # (ttft, tpot or e2e; statistic) → seconds
 INTERVAL_Z = 1.2816  # of the standard normal: 10% and 90%
-ROUNDS = 12  # of the bisection for the largest load
+SHARES = np.array([0.1, 0.3, 0.5, 0.65, 0.78, 0.88, 0.95, 1.0])  # of the saturation rate
 NEARLY = 0.98  # of the saturation rate, where a closed loop's percentiles are taken from an open load
 
 
@@ -48,25 +48,37 @@ def evaluate(candidates: Candidates, load: ServedLoad, replicas: Any) -> Evaluat
 
 
 def largest_load(candidates: Candidates, load: ServedLoad, limits: Limits) -> np.ndarray:
-    """Return the largest rate of one replica (with `concurrency`: number of users) within all limits; 0: none is."""
-    is_closed = load.concurrency is not None
+    """Return the largest rate of one replica (with `concurrency`: number of users) within all limits; 0: none is.
+
+    Latency grows with the load, so the largest of SHARES within the limits is refined once between it and the next."""
     nominal = slowdowns(candidates)[:1]
-    if is_closed:
-        most = np.full(len(candidates), float(load.concurrency or 1))
+    if load.concurrency is not None:
+        users = np.full(len(candidates), float(load.concurrency))
+        if not limits:
+            return users
+        loads = np.maximum(users ** SHARES.reshape(-1, 1), 1.0)
     else:
         most = np.asarray(saturation(candidates.replica, load).rate) / nominal[0] * (1.0 - 1e-4)
-    low, high = np.zeros(len(candidates)), most
-    for round_ in range(ROUNDS):
-        tried = high if round_ == 0 else 0.5 * (low + high)
-        if is_closed:
-            found = _closed(candidates, load, np.maximum(tried, 1.0), nominal).latencies
-        else:
-            found = open_load(candidates.replica, load, tried[None, :], nominal)
-        good = np.all([_latency(found, name)[0] <= limit for name, limit in limits.items()] or [tried >= 0.0], axis=0)
-        if round_ == 0 and good.all():
-            return high
-        low, high = np.where(good, tried, low), np.where(good, high, tried)
-    return low
+        if not limits:
+            return np.asarray(most)
+        loads = SHARES.reshape(-1, 1) * most
+    low, high = np.zeros_like(loads[0]), loads[0]
+    for _ in range(2):
+        good = _keeps(candidates, load, loads, limits, nominal)
+        held = np.cumprod(good, axis=0).sum(axis=0)
+        known = np.concatenate([low[None], loads])
+        low = np.take_along_axis(known, held[None], 0)[0]
+        high = np.take_along_axis(known, np.minimum(held + 1, len(loads))[None], 0)[0]
+        loads = low + SHARES.reshape(-1, 1) * (high - low)
+    return np.asarray(low)
+
+
+def _keeps(candidates: Candidates, load: ServedLoad, loads: np.ndarray, limits: Limits, nominal: np.ndarray) -> Any:
+    if load.concurrency is not None:
+        found = _closed(candidates, load, np.maximum(loads, 1.0), nominal).latencies
+    else:
+        found = open_load(candidates.replica, load, loads, nominal)
+    return np.all([_latency(found, name) <= limit for name, limit in limits.items()], axis=0)
 
 
 def _latency(found: ServedLatencies, name: tuple[str, str]) -> Any:
@@ -84,10 +96,11 @@ def _closed(candidates: Candidates, load: ServedLoad, users: Any, factors: np.nd
         load.output.mean,
         first_token_seconds=0.0,
         attention_dp=replica.attention_dp,
+        prefill_slowdown=replica.prefill_slowdown,
     )
     rate = np.asarray(loop.requests_per_second)
     limit = saturation(replica, load)
-    like = open_load(replica, load, np.minimum(rate, NEARLY * limit.rate)[None, :], np.ones((1, 1)))
+    like = open_load(replica, load, np.minimum(rate, NEARLY * limit.rate), 1.0)
     outside = replica.first_token_seconds
     ttft_mean, tpot_mean = loop.steady_ttft_seconds * factors, loop.tpot_seconds * factors
     ttft = {"mean": outside + ttft_mean}
@@ -98,6 +111,6 @@ def _closed(candidates: Candidates, load: ServedLoad, users: Any, factors: np.nd
     e2e_mean = outside + ttft_mean + load.decode_steps * tpot_mean
     e2e = {"mean": e2e_mean} | {name: e2e_mean * like.e2e[name] / like.e2e["mean"] for name in PERCENTILES}
     found = ServedLatencies(
-        ttft, tpot, e2e, np.asarray(loop.decoding), like.prefill_share[0], limit._replace(rate=limit.rate / factors)
+        ttft, tpot, e2e, np.asarray(loop.decoding), like.prefill_share, limit._replace(rate=limit.rate / factors)
     )
     return Evaluated(found, rate / factors)

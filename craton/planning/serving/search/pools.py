@@ -15,6 +15,7 @@ import numpy as np
 from craton.infrastructure import Cluster
 from craton.job.model import ModelShape
 from craton.planning.rates import MachineRates, point_to_point_seconds
+from craton.planning.serving.layout import ServedLayout
 from craton.planning.serving.load import (
     PERCENTILES,
     ServedLoad,
@@ -24,7 +25,7 @@ from craton.planning.serving.load import (
 )
 from craton.planning.serving.search.evaluate import Limits, evaluate, largest_load, slowdowns
 from craton.planning.serving.search.replicas import Candidates
-from craton.planning.serving.search.result import STATISTICS, Deployment, Interval
+from craton.planning.serving.search.result import CURVE_SHARES, STATISTICS, CurvePoint, Deployment, Interval
 from craton.planning.serving.search.rows import deployment_rows, missed, nodes_of
 from craton.planning.serving.search.tiers import kv_bytes_per_token
 
@@ -96,6 +97,7 @@ def pooled_deployment(
         nodes=nodes,
         max_rate=Interval(nominal, slow, fast) if prefill_limits else row.max_rate,
         limit="prefill" if prefill_limits else row.limit,
+        slo_rate=min(row.slo_rate, UTILIZATION * nominal),
         ttft=first,
         e2e=e2e,
         misses=missed(tables, limits),
@@ -108,6 +110,30 @@ def pooled_deployment(
         kv_transfer_seconds=transfer,
         kv_transfer_link="NVLink" if is_near else "EFA" if machine.network.efa_version else "network",
     )
+
+
+def pooled_curve(candidates: Candidates, load: ServedLoad, chosen: Deployment) -> list[CurvePoint]:
+    """Return the latencies of chosen pools at other rates."""
+    assert chosen.prefill is not None
+    prefill, decode = (_only(candidates, layout) for layout in (chosen.prefill, chosen.layout))
+    decode, count = decode.without_prefill(), np.array([chosen.layout.replicas])
+    points = []
+    for rate in np.array(CURVE_SHARES) * chosen.max_rate.value:
+        at_rate = replace(load, rate=float(rate))
+        first = _first_token(prefill, at_rate, chosen.prefill.replicas, chosen.kv_transfer_seconds or 0.0)
+        tpot = evaluate(decode, at_rate, count).latencies.tpot
+        points.append(
+            CurvePoint(
+                float(rate),
+                first,
+                {name: Interval(*(float(value) for value in np.ravel(tpot[name]))) for name in STATISTICS},
+            )
+        )
+    return points
+
+
+def _only(candidates: Candidates, layout: ServedLayout) -> Candidates:
+    return candidates.only([candidates.layouts.index(replace(layout, replicas=1))])
 
 
 def _fixed(dollars: float | None, share: float, tokens: float) -> Interval | None:

@@ -83,10 +83,10 @@ def candidates_of(
         lambda constants: ServedSteps(rows[0], constants).decode_seconds(TYPICAL_BATCH, load.context_tokens),
     )
     terms = stack_terms(rows)
-    steps: Any = MixedSteps(ServedSteps(terms, profile.constants), profile["prefill_slowdown"])
+    steps: Any = ServedSteps(terms, profile.constants)
     if serve.draft_tokens:
         steps = _speculative(job, machine, profile, steps, load.acceptance)
-    replica = ServedReplica(steps, terms.attention_dp, profile["first_token_seconds"])
+    replica = ServedReplica(steps, terms.attention_dp, profile["first_token_seconds"], profile["prefill_slowdown"])
     return Candidates(tuple(found), terms, replica, prediction.log_deviation, profile.log_scales[0])
 
 
@@ -133,21 +133,6 @@ def _speculative(
         draft = ServedSteps(terms, profile.constants)
     accepted = expected_tokens(ASSUMED_ACCEPTANCE if acceptance is None else acceptance, length)
     return SpeculativeSteps(steps, length, accepted, draft)
-
-
-@dataclass(frozen=True)
-class MixedSteps:
-    """Steps whose prompt tokens take longer beside decode than alone."""
-
-    steps: Any
-    slowdown: float
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.steps, name)
-
-    def mixed_seconds(self, batch: Any, context: Any, tokens: Any, prompt: Any) -> Any:
-        decode = self.steps.decode_seconds(batch, context)
-        return decode + self.slowdown * (self.steps.mixed_seconds(batch, context, tokens, prompt) - decode)
 
 
 @dataclass(frozen=True)

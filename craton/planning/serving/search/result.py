@@ -10,6 +10,8 @@ from craton.job.sections.serving import LoadSection
 from craton.planning.serving.layout import ServedLayout
 
 STATISTICS = ("mean", "p50", "p90", "p95", "p99")
+# Rates of a curve, of the saturation rate.
+CURVE_SHARES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.94, 0.97)
 
 
 class Interval(NamedTuple):

@@ -35,6 +35,11 @@ def deployment_rows(
     saturation = latencies.saturation
     count = np.asarray(replicas, float)
     served = np.minimum(found.rate, saturation.rate) * count
+    tpot = np.broadcast_to(latencies.tpot["mean"], (3, len(candidates)))[0]
+    alone = (
+        np.broadcast_to(latencies.decoding, served.shape)[0] if np.ndim(latencies.decoding) > 1 else latencies.decoding
+    )
+    shares = _step_shares(candidates, load, alone, served[0] / count, tpot)
     rows = []
     for index, layout in enumerate(candidates.layouts):
         layout = ServedLayout(layout.tp, layout.pp, layout.ep, layout.attention_dp, int(count[index]))
@@ -64,7 +69,7 @@ def deployment_rows(
                 max_rate=_interval(saturation.rate * count, index, upward=True),
                 slo_rate=float(slo_load[index]) * layout.replicas,
                 limit=LIMITS[int(np.ravel(saturation.limit)[index % np.size(saturation.limit)])],
-                bottleneck=bottleneck(candidates, load, index, decoding, rate.value / layout.replicas, user.value),
+                bottleneck=shares[index],
                 ttft=tables["ttft"],
                 tpot=tables["tpot"],
                 e2e=tables["e2e"],
@@ -98,17 +103,21 @@ def missed(tables: dict[str, dict[str, Interval]], limits: Limits) -> tuple[SloM
     return tuple(miss for miss in found if miss.value > miss.limit)
 
 
-def bottleneck(
-    candidates: Candidates, load: ServedLoad, index: int, decoding: float, rate: float, step_seconds: float
-) -> dict[str, float]:
-    """Return the parts of a mean step with their shares, largest first."""
-    steps: Any = candidates.only([index]).replica.steps
-    tokens = rate * step_seconds * load.prefill.mean / float(np.ravel(steps.attention_dp)[0])
+def _step_shares(
+    candidates: Candidates, load: ServedLoad, decoding: Any, rate: Any, tpot: Any
+) -> list[dict[str, float]]:
+    """Return for each candidate the parts of a mean step with their shares, largest first."""
+    steps: Any = candidates.replica.steps
+    tokens = rate * tpot * load.prefill.mean / np.asarray(steps.attention_dp)
     parts = steps.terms(1.0 + decoding, load.context_tokens, tokens, load.prompt_tokens)
-    sizes = {name: float(np.ravel(seconds)[0]) for name, seconds in parts.items()}
-    total = sum(sizes.values())
-    ordered = sorted(((name, size / total) for name, size in sizes.items()), key=lambda part: -part[1])
-    return {name: share for name, share in ordered if share >= SMALL_SHARE}
+    sizes = np.stack([np.broadcast_to(part, (len(candidates),)) for part in parts.values()])
+    shares = sizes / sizes.sum(axis=0)
+    order = np.argsort(-shares, axis=0)
+    names = list(parts)
+    return [
+        {names[row]: float(shares[row, column]) for row in order[:, column] if shares[row, column] >= SMALL_SHARE}
+        for column in range(len(candidates))
+    ]
 
 
 def _dollars(price: float | None, share: float, rate: Interval, tokens: float) -> Interval | None:
