@@ -49,9 +49,9 @@ def plan_served_load(
 def overridden(job: Job, options: dict[str, str]) -> tuple[LoadSection, SloSection]:
     """Return the job's load and limits with these options, which are the keys' values in YAML. PlanError names the
     option."""
+    from craton.job import check_load
     from craton.job.document import KeyConflictError
     from craton.job.sections.serving import LoadSection, SloSection
-    from craton.job.serving import check_load
     from craton.planning import PlanError
 
     assert job.serve is not None

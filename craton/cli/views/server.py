@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from craton.orchestration import ServerState, Stages
     from craton.orchestration.draft import Draft
     from craton.orchestration.watching import View
-    from craton.planning.serving import ServePlan
+    from craton.planning.serving import PlannedLoad, ServePlan
     from craton.telemetry import RunDirectory, RunState, RunSummary
 
 LOOK_SECONDS = 0.5
@@ -111,9 +111,20 @@ def print_ready(job: Job, plan: ServePlan | None, ready: dict[str, Any], console
         print_field(
             console, "predicted", f"{single} tokens/s for one request, {best} for {plan.best_batch} concurrent requests"
         )
+        if plan.load is not None:
+            print_field(console, "its load", load_text(plan.load))
     if "admin_key_file" in ready:
         print_field(console, "admin", f"POST with the key in {ready['admin_key_file']} as bearer token")
     console.print(f"try:  {curl_line(job, ready['url'])}", soft_wrap=True, markup=False)
+
+
+def load_text(load: PlannedLoad) -> str:
+    """Return what is predicted for the load that the job states."""
+    ttft, tpot = formatting.duration(load.ttft_seconds), formatting.duration(load.tpot_seconds)
+    return (
+        f"TTFT {ttft} (p95 {formatting.duration(load.ttft_p95_seconds)}), TPOT {tpot} at {load.rate:.3g} requests/s; "
+        f"it saturates at {load.saturation_rate:.3g}"
+    )
 
 
 def curl_line(job: Job, url: str) -> str:

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from craton.formatting import memory
-from craton.job import Job
+from craton.job import Job, is_planned_only
 from craton.orchestration.draft.sizes import check_memory, check_offload
 from craton.orchestration.errors import StartError
 from craton.planning import Plan, plan
 from craton.planning.serving import ServePlan, plan_serving
+from craton.planning.serving.search import with_planned_load
 
 Progress = Callable[[int, int, str], None]
 
@@ -31,7 +32,8 @@ class JobPlan:
 def plan_job(job: Job, progress: Progress | None = None) -> JobPlan:
     """Plan a job, and refuse one that does not fit in memory."""
     if job.kind == "serve":
-        serving = plan_serving(job)
+        check_own_engine(job)
+        serving = with_planned_load(plan_serving(job), job)
         check_room(job, serving)
         return JobPlan(serving=serving)
     if job.kind == "eval":
@@ -44,6 +46,21 @@ def plan_job(job: Job, progress: Progress | None = None) -> JobPlan:
     check_offload(job, training)
     check_memory(job, training)
     return JobPlan(training)
+
+
+def check_own_engine(job: Job) -> None:
+    """Refuse a server that Craton can plan but not run."""
+    assert job.serve is not None
+    if is_planned_only(job.software):
+        raise StartError(
+            f"{job.where('software')}software: {job.software} is planned but not run by Craton; remove `software:` to "
+            "serve with Craton's engine, or start that engine with kind command"
+        )
+    if job.serve.replicas is not None and job.serve.replicas > 1:
+        raise StartError(
+            f"{job.where('serve', 'replicas')}serve.replicas: {job.serve.replicas} are for plans only; a run "
+            "starts one server; remove it, and start one run for each server"
+        )
 
 
 def check_room(job: Job, serving: ServePlan) -> None:

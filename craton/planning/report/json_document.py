@@ -38,6 +38,8 @@ def serving_to_json(plan: ServePlan) -> dict[str, Any]:
     """Return a server's plan for `json.dumps`, with the `DevicePeaks` that steps are compared with."""
     document: dict[str, Any] = {"schema": 1, **_plain_fields(plan)}
     document |= {"fits": plan.fits, "requests": plan.requests}
+    if plan.load is not None:
+        document |= {"ttft_seconds": _plain(plan.load.ttft_seconds), "tpot_seconds": _plain(plan.load.tpot_seconds)}
     document["model"] |= {
         "parameters": plan.model.parameters,
         "active_parameters": plan.model.active_parameters,

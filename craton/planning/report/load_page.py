@@ -23,6 +23,7 @@ from craton.planning.report.load_terminal import cells, fields
 from craton.planning.result import INTERVAL_LEVEL
 from craton.planning.serving.search import FrontPoint, LoadPlan
 
+FRONT_ROWS = 10  # of the table
 PART_COLORS = {
     "matmul": "@compute",
     "experts": "@rollout",
@@ -88,12 +89,12 @@ def _tiles(plan: LoadPlan) -> Markup:
             "Output cost",
             formatting.dollars(output.value) if output else "no price",
             "per million tokens",
-            formatting.dollars_range(output.low, output.high) if output else "",
+            formatting.dollars_range(output.low, output.high) if output and output.low < output.high else "",
         )
     )
     shown.append(
         html_report.Tile(
-            "GPUs", f"{row.gpus:,}", f"{row.gpu}, {formatting.counted(row.nodes, 'node')}", str(row.layout)
+            "GPUs", f"{row.gpus:,}", f"{row.gpu}, {formatting.counted(row.nodes, 'node')}", findings.short_text(row)
         )
     )
     return html_report.tiles(shown)
@@ -189,7 +190,7 @@ def _front_section(plan: LoadPlan, figures: dict[str, Figure]) -> Markup:
                 html_report.chip(PART_COLORS[point.limit], point.limit),
             ],
         )
-        for point in front[:: max(1, len(front) // 12)]
+        for point in front[:: max(1, math.ceil(len(front) / FRONT_ROWS))]
     ]
     columns = ["=layout", "instance", ">tokens/s/user", ">tokens/s/GPU", ">requests/s/replica", "limit"]
     legend = " ".join(

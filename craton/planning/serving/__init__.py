@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from craton.planning.serving.planner import (
         CPU_KV_BYTES,
         GPU_RESERVE_BYTES,
+        PlannedLoad,
         ServePlan,
         decode_overhead_seconds,
         passing_bytes,

@@ -58,6 +58,22 @@ class DecodePoint:
 
 
 @dataclass(frozen=True)
+class PlannedLoad:
+    """Predictions for the load that the job states, all of it on this server; latencies in seconds."""
+
+    rate: float  # requests per second that it serves
+    saturation_rate: float
+    ttft_seconds: float  # mean
+    ttft_seconds_low: float
+    ttft_seconds_high: float
+    ttft_p95_seconds: float
+    tpot_seconds: float  # mean
+    tpot_seconds_low: float
+    tpot_seconds_high: float
+    tokens_per_second: float  # generated
+
+
+@dataclass(frozen=True)
 class ServePlan:
     """The plan of a server. Seconds and tokens per second are predictions, except fields named `roof`: the roofline."""
 
@@ -98,6 +114,7 @@ class ServePlan:
     dollars_per_hour: float | None  # of the node
     dollars_per_million_tokens: float | None  # generated, at the best batch
     speculation: SpeculationPlan | None = None  # with a draft model
+    load: PlannedLoad | None = None  # where the job states one
     warnings: list[str] = field(default_factory=list)
 
     @property

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from craton.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from craton.planning.serving.search.deployments import CHOICES, plan_load, served_load
+    from craton.planning.serving.search.deployments import CHOICES, plan_load, with_planned_load
     from craton.planning.serving.search.result import (
         CurvePoint,
         Deployment,

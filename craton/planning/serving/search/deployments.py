@@ -18,7 +18,9 @@ from craton.job import Job
 from craton.job.model import ModelShape
 from craton.job.sections.serving import LengthsSection, LoadSection, SloSection
 from craton.planning.rates import MachineRates, machine_of
+from craton.planning.serving.layout import ServedLayout
 from craton.planning.serving.load import ServedLoad, TokenLengths
+from craton.planning.serving.planner import PlannedLoad, ServePlan
 from craton.planning.serving.profile import EngineProfile, EngineProfileError, find_engine_profile
 from craton.planning.serving.search.curves import curve_points, front_points
 from craton.planning.serving.search.evaluate import Limits, evaluate, largest_load
@@ -110,6 +112,36 @@ def plan_load(
         price_text=_price_text(home.cluster),
         notes=_notes(rows, settings),
     )
+
+
+def with_planned_load(plan: ServePlan, job: Job) -> ServePlan:
+    """Return a server's plan with the predictions for its load; unchanged without a load, or on a CPU."""
+    section = job.serve.load if job.serve else None
+    if section is None or (section.rate is None and section.concurrency is None):
+        return plan
+    if plan.cluster.instance.gpu.generation == "cpu":
+        return plan
+    load = served_load(section)
+    setting = _setting(job, plan.model, plan.cluster, load)
+    layout = ServedLayout(tp=plan.tp)
+    if setting is None or layout not in setting.candidates.layouts:
+        return plan
+    alone = setting.candidates.only([setting.candidates.layouts.index(layout)])
+    found = evaluate(alone, load, np.ones(1))
+    row = deployment_rows(alone, plan.cluster, load, {}, np.ones(1), np.zeros(1), found)[0]
+    planned = PlannedLoad(
+        rate=row.rate,
+        saturation_rate=row.max_rate.value,
+        ttft_seconds=row.ttft["mean"].value,
+        ttft_seconds_low=row.ttft["mean"].low,
+        ttft_seconds_high=row.ttft["mean"].high,
+        ttft_p95_seconds=row.ttft["p95"].value,
+        tpot_seconds=row.tpot["mean"].value,
+        tpot_seconds_low=row.tpot["mean"].low,
+        tpot_seconds_high=row.tpot["mean"].high,
+        tokens_per_second=row.tokens_per_second.value,
+    )
+    return replace(plan, load=planned)
 
 
 def served_load(section: LoadSection) -> ServedLoad:

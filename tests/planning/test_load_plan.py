@@ -1,0 +1,220 @@
+"""Plans of a load: the cheapest deployment within limits, what nothing keeps, and how it is told."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from html_pages import Reader, check_in_browser, needs_browser
+from rich.console import Console
+
+from craton.job import Job, parse_job
+from craton.planning import PlanError
+from craton.planning.report import load_html, load_to_json, load_verdict, render_load, serving_to_json
+from craton.planning.serving import plan_serving
+from craton.planning.serving.search import Deployment, LoadPlan, plan_load, with_planned_load
+
+LOAD = "{rate: 20, input: 1024, output: 256}"
+
+
+def job_of(
+    model: str = "llama-3.1-8b",
+    load: str = LOAD,
+    slo: str = "{ttft: 500ms, tpot: 30ms}",
+    more: str = "",
+    cluster: str = "p5en.48xlarge",
+) -> Job:
+    return parse_job(
+        f"kind: serve\nmodel: {model}\ncluster: {cluster} x 1\n{more}"
+        f"serve: {{initialize: random, load: {load}, slo: {slo}}}\n"
+    )
+
+
+@pytest.fixture(scope="module")
+def two_instances() -> LoadPlan:
+    job = job_of("llama-3.1-70b", more="software: vllm\n")
+    return plan_load(job, instances=["p5en.48xlarge", "p6-b200.48xlarge"])
+
+
+def check_row(row: Deployment) -> None:
+    for latency in (row.ttft, row.tpot, row.e2e):
+        assert latency["p50"].value <= latency["p90"].value <= latency["p95"].value <= latency["p99"].value
+        assert all(interval.low <= interval.value <= interval.high for interval in latency.values())
+    assert row.max_rate.low <= row.max_rate.value <= row.max_rate.high
+    assert sum(row.bottleneck.values()) <= 1.0 + 1e-9
+    assert row.rate <= row.max_rate.value * (1 + 1e-9)
+    tokens = row.tokens_per_second_per_gpu.value * row.gpus
+    assert tokens == pytest.approx(row.tokens_per_second.value) == pytest.approx(row.rate * 256)
+    if row.dollars_per_million_input and row.dollars_per_million_output:
+        # Both parts together are what the nodes cost.
+        per_second = row.rate * (
+            row.dollars_per_million_input.value * 1024 + row.dollars_per_million_output.value * 256
+        )
+        assert per_second * 3600 / 1e6 == pytest.approx(row.dollars_per_hour)
+
+
+def test_the_cheapest_deployment_within_the_limits_is_chosen(two_instances: LoadPlan) -> None:
+    plan = two_instances
+    for row in plan.deployments:
+        check_row(row)
+    assert plan.holds
+    assert plan.chosen.ttft["p95"].value <= 0.5
+    assert plan.chosen.tpot["p95"].value <= 0.03
+    costs = [row.dollars_per_hour for row in plan.deployments if row.holds]
+    assert costs == sorted(costs, key=lambda cost: cost or 0)
+    assert {row.instance for row in plan.deployments} == {"p5en.48xlarge", "p6-b200.48xlarge"}
+    assert any(row.prefill is not None for row in plan.deployments), "prefill and decode pools are compared"
+    one_less = {
+        row.layout: row for row in plan.deployments if row.prefill is None and row.layout.replicas > 1 and row.holds
+    }
+    assert all(20.0 / (layout.replicas - 1) > row.slo_rate / layout.replicas for layout, row in one_less.items()), (
+        "no replica is more than needed"
+    )
+
+
+def test_a_limit_that_nothing_keeps_is_named_with_the_nearest() -> None:
+    plan = plan_load(job_of(slo="{tpot: {p95: 1ms}}"))
+    assert not plan.holds
+    miss = plan.chosen.misses[0]
+    assert (miss.latency, miss.statistic, miss.limit) == ("tpot", "p95", 0.001)
+    assert miss.ratio == min(row.misses[0].ratio for row in plan.deployments)
+    text = load_verdict(plan)
+    assert text.startswith("TPOT p95 ≤ 1 ms: no layout keeps it for 20 requests/s of 1,024 input and 256 output tokens")
+    assert "% above." in text
+
+
+def test_saturation_is_said_plainly() -> None:
+    plan = plan_load(job_of(load="{rate: 500, input: 1024, output: 256}", slo="{}"), gpus=1)
+    assert plan.chosen.is_saturated
+    assert load_verdict(plan).startswith("Nothing holds ")
+    assert "saturates at" in load_verdict(plan)
+    assert load_to_json(plan)["ttft_seconds"] is None, "a latency without a bound"
+
+
+def test_more_load_is_slower_and_cached_prompts_are_faster() -> None:
+    ttft = {
+        load: plan_load(job_of(load=load, slo="{}"), gpus=1).chosen.ttft["p95"].value
+        for load in (
+            "{rate: 5, input: 1024, output: 256}",
+            "{rate: 15, input: 1024, output: 256}",
+            "{rate: 15, input: 1024, output: 256, burstiness: 4}",
+            "{rate: 15, input: 1024, output: 256, prefix_hits: 0.8}",
+        )
+    }
+    few, many, bursty, cached = ttft.values()
+    assert few < many < bursty
+    assert cached < many
+
+
+def test_the_fewest_gpus_and_the_most_load_agree() -> None:
+    most = plan_load(job_of(load="{input: 1024, output: 256}"), gpus=2).chosen
+    assert most.holds
+    assert most.gpus == 2
+    just = plan_load(job_of(load=f"{{rate: {0.99 * most.rate:.3f}, input: 1024, output: 256}}"), by="gpus").chosen
+    assert just.gpus <= 2
+    more = plan_load(job_of(load=f"{{rate: {1.5 * most.rate:.3f}, input: 1024, output: 256}}"), by="gpus").chosen
+    assert more.gpus > 2
+
+
+def test_users_who_wait_are_a_closed_load() -> None:
+    plan = plan_load(job_of(load="{concurrency: 64, input: 1024, output: 256}"), gpus=1)
+    row = plan.chosen
+    # Little's law: every user waits for a whole answer, then sends the next request.
+    assert row.rate * row.e2e["mean"].value == pytest.approx(64, rel=0.05)
+
+
+def test_speculative_decoding_gives_more_tokens_a_step() -> None:
+    def tpot(load: str) -> float:
+        text = (
+            "kind: serve\nmodel: llama-3.1-8b\ncluster: p5en.48xlarge x 1\n"
+            f"serve: {{initialize: random, speculate: {{ngram: 4}}, load: {load}}}\n"
+        )
+        return plan_load(parse_job(text), gpus=1).chosen.tpot["mean"].value
+
+    assert tpot("{rate: 1, acceptance: 0.9}") < 0.6 * tpot("{rate: 1, acceptance: 0.0}")
+
+
+def test_experts_across_the_network_are_compared_with_one_domain() -> None:
+    job = parse_job(
+        "kind: serve\nmodel: deepseek-v3\ncluster: p5en.48xlarge x 1\nsoftware: sglang\n"
+        "serve: {precision: fp8, load: {rate: 20, input: 1024, output: 256}, slo: {tpot: 60ms}}\n"
+    )
+    plan = plan_load(job)
+    assert any("inside one NVLink domain of 8 GPUs" in note and "across the network" in note for note in plan.notes)
+    assert plan.evaluated > 10
+
+
+def test_a_prefix_is_reloaded_from_a_tier_if_that_is_faster(two_instances: LoadPlan) -> None:
+    host, nvme = two_instances.tiers
+    assert host.name.startswith("host memory (")
+    assert 0 < host.reload_seconds < nvme.reload_seconds
+    assert host.is_faster == (host.reload_seconds < host.recompute_seconds)
+
+
+@pytest.mark.parametrize(
+    ("job", "gpus", "message"),
+    [
+        (job_of("llama-3.1-405b", cluster="p5.48xlarge"), None, "llama-3.1-405b fits no layout on p5.48xlarge"),
+        (job_of("llama-3.1-70b", more="software: vllm\n"), 1, "--gpus 1 is too few: the smallest layout needs 2"),
+        (job_of(more="software: vlm\n"), None, "engine 'vlm' has no profile; did you mean 'vllm'?"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_clear_line(job: Job, gpus: int | None, message: str) -> None:
+    with pytest.raises(PlanError) as error:
+        plan_load(job, gpus=gpus)
+    assert message in str(error.value)
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_a_run_keeps_what_is_predicted_for_its_load() -> None:
+    job = job_of()
+    plan = with_planned_load(plan_serving(job), job)
+    assert plan.load is not None
+    assert plan.load.rate == pytest.approx(20.0)
+    assert plan.load.ttft_seconds_low < plan.load.ttft_seconds < plan.load.ttft_p95_seconds
+    document = serving_to_json(plan)
+    assert document["tpot_seconds"] == plan.load.tpot_seconds
+    assert with_planned_load(plan_serving(job_of(load="{}")), job_of(load="{}")).load is None
+
+
+def test_the_terminal_fits_80_columns(two_instances: LoadPlan) -> None:
+    console = Console(width=80, file=io.StringIO())
+    render_load(two_instances, console)
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    assert max(map(len, text.splitlines())) <= 80
+    for shown in ("HOLDS", "saturation", "queues grow without bound", "per million tokens", "KV tier", "fitted to"):
+        assert shown in " ".join(text.split())
+
+
+def test_json_has_every_number(two_instances: LoadPlan) -> None:
+    document: dict[str, Any] = json.loads(json.dumps(load_to_json(two_instances), allow_nan=False))
+    assert document["holds"] is True
+    assert set(document["chosen"]["ttft"]) == {"mean", "p50", "p90", "p95", "p99"}
+    assert set(document["chosen"]["ttft"]["p95"]) == {"value", "low", "high"}
+    assert document["load"]["rate"] == 20.0
+    assert document["tpot_seconds"] == two_instances.chosen.tpot["mean"].value
+
+
+@needs_browser
+def test_the_page_is_right_in_a_browser(two_instances: LoadPlan, tmp_path: Any) -> None:
+    page = load_html(two_instances)
+    reader = Reader(page)
+    assert reader.plots == ["plot-latency", "plot-front"]
+    assert load_verdict(two_instances) in reader.text
+    plots = check_in_browser({"desk": (page, 1200), "phone": (page, 400)}, tmp_path)
+    assert plots["phone"] == ["plot-latency", "plot-front"]
+
+
+def test_the_front_is_not_beaten(two_instances: LoadPlan) -> None:
+    points = [point for point in two_instances.front if point.instance == "p5en.48xlarge"]
+    users, gpus = (
+        np.array([getattr(point, f"tokens_per_second_per_{name}") for point in points]) for name in ("user", "gpu")
+    )
+    for point, user, gpu in zip(points, users, gpus, strict=True):
+        assert math.isfinite(user)
+        assert point.is_on_front == (not np.any((users > user) & (gpus > gpu)))
