@@ -1,4 +1,5 @@
-"""`craton calibrate RUNS.json`: fit a software profile to logged step times."""
+"""`craton calibrate RUNS.json`: fit a software profile to logged step times, or an engine profile to measurements of a
+server."""
 
 from __future__ import annotations
 
@@ -12,7 +13,12 @@ from craton.formatting import duration, percent, signed_percent
 
 def calibrate(
     runs: Annotated[
-        Path, typer.Argument(metavar="RUNS", help="JSON file with at least three logged runs.", show_default=False)
+        Path,
+        typer.Argument(
+            metavar="RUNS",
+            help="JSON file with at least three logged runs, or measurements of a server.",
+            show_default=False,
+        ),
     ],
     software: Annotated[str, typer.Option(help="Software profile to start from.")] = "craton",
     pin: Annotated[
@@ -22,7 +28,7 @@ def calibrate(
     out: Annotated[Path, typer.Option(help="File to write the profile to.")] = Path("profile.json"),
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
-    """Fit a software profile to logged step times."""
+    """Fit a software profile to logged step times, or an engine profile to measurements of a server."""
     import json
     import math
 
@@ -32,7 +38,11 @@ def calibrate(
     from craton.planning import CONSTANTS
     from craton.planning.calibration import CalibrationError, load_pins, load_runs, save_profile
     from craton.planning.calibration import calibrate as fit
+    from craton.planning.serving.engine_fitting import is_server_file
 
+    if is_server_file(runs):
+        calibrate_server(runs, software, pin, out, as_json)
+        return
     logged = load_runs(runs, software)
     if not logged:
         raise CalibrationError(f"{runs}: contains no runs; a profile needs at least 3")
@@ -88,3 +98,47 @@ def calibrate(
         )
     console.print(values)
     console.print(f"\nwrote {out}; use it with `software: {out}` in a job file", highlight=False)
+
+
+def calibrate_server(runs: Path, software: str, pin: Path | None, out: Path, as_json: bool) -> None:
+    """Fit an engine profile to what `craton bench serve --json` measured."""
+    import json
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from craton.planning.serving import find_engine_profile, save_engine_profile
+    from craton.planning.serving.engine_fitting import (
+        EngineCalibrationError,
+        calibrate_engine,
+        load_server_measurements,
+    )
+
+    if pin is not None:
+        raise EngineCalibrationError(f"--pin {pin}: microbenchmarks fix constants of training only; leave it out")
+    cases = load_server_measurements(runs, software)
+    result = calibrate_engine(find_engine_profile(software, cases[0].machine.gpu), cases)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    save_engine_profile(result.profile, out)
+    lines = list(zip(result.cases, result.before, result.after, strict=True))
+    if as_json:
+        measurements = [
+            {"name": case.id, "metric": case.metric, "measured": case.measured, "before": before, "after": after}
+            for case, before, after in lines
+        ]
+        print(json.dumps({"profile": str(out), "measurements": measurements}))
+        return
+    console = Console()
+    table = Table(
+        title=f"{len(cases)} measurements on {result.profile.gpu}, from the profile {software}", title_justify="left"
+    )
+    for name, justify in (("load", "left"), ("metric", "left"), ("measured", "right")):
+        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    for name in ("before", "after"):
+        table.add_column(name, justify="right")
+    for case, before, after in lines:
+        shown = duration(case.measured) if case.metric.endswith("_seconds") else f"{case.measured:,.0f}"
+        errors = (signed_percent(value / case.measured - 1) for value in (before, after))
+        table.add_row(case.id, case.metric, shown, *errors)
+    console.print(table)
+    console.print(f"\nwrote {out}; use it with `software: {out}` in the job file of a server", highlight=False)

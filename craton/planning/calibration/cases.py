@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -110,8 +111,8 @@ def load_cases(path: str | Path) -> tuple[list[Case], list[Skipped]]:
     return cases, skipped
 
 
-def read_case_file(path: str | Path) -> tuple[list[Any], dict[str, Any]]:
-    """Return the rows of a case file, and its whole object; {} if the file is a list."""
+def read_case_file(path: str | Path, keys: Sequence[str] = ("cases",)) -> tuple[list[Any], dict[str, Any]]:
+    """Return the rows of a case file, a list or under one of these keys, and its whole object; {} of a list."""
     path = Path(path)
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
@@ -123,9 +124,11 @@ def read_case_file(path: str | Path) -> tuple[list[Any], dict[str, Any]]:
         raise CaseFileError(f"{path}:{error.lineno}: not JSON: {error.msg}") from None
     except RecursionError:
         raise CaseFileError(f"{path}: nested too deeply to be a list of runs") from None
-    rows = document.get("cases") if isinstance(document, dict) else document
+    rows = document
+    if isinstance(document, dict):
+        rows = next((document[key] for key in keys if key in document), None)
     if not isinstance(rows, list) or not rows:
-        raise CaseFileError(f"{path}: expected a list of runs, or an object with a list under 'cases'")
+        raise CaseFileError(f"{path}: expected a list of runs, or an object with a list under '{keys[-1]}'")
     return rows, document if isinstance(document, dict) else {}
 
 

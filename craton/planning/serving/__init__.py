@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         serving_efficiency,
         speculation_costs,
     )
+    from craton.planning.serving.profile import find_engine_profile, save_engine_profile
     from craton.planning.serving.speculation import (
         ASSUMED_ACCEPTANCE,
         AUTO_LENGTHS,

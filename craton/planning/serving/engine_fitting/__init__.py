@@ -7,6 +7,11 @@ from typing import TYPE_CHECKING
 from craton.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from craton.planning.serving.engine_fitting.calibrate import (
+        EngineCalibration,
+        EngineCalibrationError,
+        calibrate_engine,
+    )
     from craton.planning.serving.engine_fitting.cases import (
         ServingCase,
         is_serving_row,
@@ -20,6 +25,7 @@ if TYPE_CHECKING:
         predict_served,
         serving_corpus_fit,
     )
+    from craton.planning.serving.engine_fitting.own_runs import is_server_file, load_server_measurements
     from craton.planning.serving.engine_fitting.shipped import shipped_profiles
 else:
     __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

@@ -31,7 +31,7 @@ from craton.planning.serving.layout import ServedLayout
 from craton.planning.serving.terms import ServedPrecision, serving_terms
 
 Metric = Literal["tpot_seconds", "ttft_seconds", "tokens_per_second_per_gpu"]
-LoadKind = Literal["closed", "open", "offline", "decode", "prefill"]
+LoadKind = Literal["closed", "open", "offline", "decode", "prefill", "batch"]
 
 INFERENCEX_MEAN = 0.9  # of the nominal lengths: drawn between 80 and 100%
 FIRST_WAVE = 0.1  # share of the requests that start together: InferenceX sends ten times the concurrency
@@ -44,7 +44,7 @@ class ServingLoad:
     kind: LoadKind
     prompt: float
     output: float
-    concurrency: float = 0.0  # closed: of the deployment; decode: running requests
+    concurrency: float = 0.0  # closed: of the deployment; decode: running requests; batch: all requests
     rate: float = 0.0  # open: requests per second
     first_wave: float = 0.0  # share of the requests that start together
     draft_tokens: int = 0  # per step
@@ -67,6 +67,7 @@ class ServingCase:
     precision: ServedPrecision
     load: ServingLoad
     open_fields: tuple[str, ...] = ()
+    own_machine: MachineRates | None = None  # of a reader's cluster
 
     @property
     def group(self) -> tuple[str, str, str, str]:
@@ -79,7 +80,7 @@ class ServingCase:
 
     @property
     def machine(self) -> MachineRates:
-        return published_machine(self.gpu, self.nvlink_domain)
+        return self.own_machine or published_machine(self.gpu, self.nvlink_domain)
 
 
 def published_machine(gpu: str, nvlink_domain: int) -> MachineRates:
@@ -124,8 +125,9 @@ def _shipped_models() -> dict[str, Any]:
 def read_serving_rows(
     rows: list[Any], models: Mapping[str, Any] | None = None
 ) -> tuple[list[ServingCase], list[Skipped]]:
-    """Return the cases of all rows, and the rows without a case; a hostile row never raises."""
-    known: Mapping[str, Any] = models if isinstance(models, Mapping) else {}
+    """Return the cases of all rows, and the rows without a case; a hostile row never raises. `models`: architectures
+    that rows name, by default the shipped ones."""
+    known: Mapping[str, Any] = _shipped_models() if models is None else models
     cases: list[ServingCase] = []
     skipped: list[Skipped] = []
     for position, row in enumerate(rows):
@@ -382,6 +384,8 @@ def _load(row: dict[str, Any], layout: ServedLayout, prefill: ServedLayout | Non
         raise UnrepresentableError(f"load {text or 'not stated'} has no concurrency")
     if work.get("mtp") is True:
         raise UnrepresentableError("speculative decoding without a number of draft tokens")
+    if "start at once" in text:
+        return ServingLoad("batch", prompt, output, concurrency=_number(concurrency, "concurrency"))
     drafts = whole(work.get("mtp"), "draft tokens", default=0) if work.get("mtp") else 0
     accepted = metrics.get("mean_accepted_tokens_per_step")
     if drafts and accepted is None:

@@ -24,7 +24,7 @@ from craton.planning.serving.profile import ENGINE_NAMES, ENGINE_PRIOR_LOG, ENGI
 from craton.planning.serving.step_times import ServedSteps
 from craton.planning.serving.terms import ServingTerms, serving_terms, stack_terms
 
-KINDS = ("closed", "open", "offline", "decode", "prefill")
+KINDS = ("closed", "open", "offline", "decode", "prefill", "batch")
 OFFLINE = 1e9  # requests that are queued in an offline run
 OPEN_ROUNDS = 12
 SERVING_LEVELS = {"all": 0.5, "generation": 0.3, "engine": 0.7, "version": 0.4, "engine-gpu": 0.4}
@@ -46,7 +46,7 @@ DRAFT_EFFECTS = ("drafts-group", "drafts")
 SERVING_NOISE = {"tpot_seconds": 0.06, "ttft_seconds": 0.26, "tokens_per_second_per_gpu": 0.07}
 OPEN_LAYOUT_NOISE = 1.5  # factor on the noise where a layout was searched
 OWN_ENGINE = "craton"
-OWN_NOISE = 0.5  # factor on the noise of our own server, whose settings are all known
+OWN_NOISE = 0.25  # factor on the noise of our own server, whose settings are all known
 
 
 @dataclass(frozen=True)
@@ -127,6 +127,12 @@ def served_seconds(row: ServedRow, constants: Any) -> Array:
         # A prefill pool gives one token per prompt; its ranks work side by side.
         alone = pool.prefill_seconds(row.prompt, 0.0)
         per_token = np.where(row.kind == KINDS.index("prefill"), alone * row.prefill.gpus / dp, per_token)
+        # All requests start together: their prompts fill whole steps, then all decode.
+        prompts = concurrency / dp * row.prompt
+        chunk = np.minimum(prompts, steps.step_tokens)
+        started = prompts / chunk * steps.mixed_seconds(0.0, 0.0, chunk, row.prompt)
+        batch = (started + row.output * steps.decode_seconds(concurrency, context)) / (concurrency * row.output)
+        per_token = np.where(row.kind == KINDS.index("batch"), batch * row.decode.gpus, per_token)
     return np.asarray(np.choose(row.metric.astype(int), [tpot, ttft, per_token]))
 
 

@@ -8,6 +8,8 @@ from collections import Counter
 from craton.infrastructure.catalog import gpu as catalog_gpu
 from craton.infrastructure.catalog import gpus
 from craton.planning.fitting import TAIL_WIDTH, Fit
+from craton.planning.serving.engine_fitting.calibrate import calibrate_engine
+from craton.planning.serving.engine_fitting.cases import own_serving_cases
 from craton.planning.serving.engine_fitting.fit import (
     DRAFT_EFFECTS,
     ENGINE_PRIOR_LOG,
@@ -40,7 +42,10 @@ def shipped_profiles() -> list[EngineProfile]:
             rows = by_version[(engine, version, name)] if version else by_gpu[(engine, name)]
             generation = catalog_gpu(name).generation.removesuffix("-ultra")
             source = f"fitted to {rows} measurements of {engine} {version}".strip() + f" on {name}"
-            profiles.append(profile_of_fit(fit, engine, version, name, generation, rows, source))
+            profile = profile_of_fit(fit, engine, version, name, generation, rows, source)
+            if engine == OWN_ENGINE:
+                profile = calibrate_engine(profile, own_serving_cases(), source).profile
+            profiles.append(profile)
         where = "other GPUs" if engine != UNKNOWN_ENGINE else "other engines"
         source = f"fitted to measurements of {where}"
         profiles += [profile_of_fit(fit, engine, "", "", generation, 0, source) for generation in (*generations, "")]

@@ -1,0 +1,118 @@
+"""`craton calibrate` with measurements of a server: files of `craton bench serve --json` beside its job file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from craton.cli.app import app
+from craton.planning.serving.engine_fitting import (
+    EngineCalibrationError,
+    calibrate_engine,
+    is_server_file,
+    load_server_measurements,
+)
+from craton.planning.serving.profile import find_engine_profile, load_engine_profile
+
+JOB = """
+name: server
+kind: serve
+model: llama-3.1-8b
+cluster: p5en.48xlarge x 1
+layout: {tp: 1}
+"""
+# Concurrency, mean TPOT and output tokens/s of a server that is slower than the shipped profile of vllm.
+LOADS = ((1, 0.0072, 137.0), (8, 0.0084, 930.0), (32, 0.0112, 2700.0), (128, 0.0235, 5100.0))
+
+
+def level(concurrency: int, tpot: float, rate: float, trouble: str = "") -> dict[str, Any]:
+    return {
+        "load": f"closed, {concurrency}",
+        "requests_per_second": None,
+        "concurrency": concurrency,
+        "trouble": trouble,
+        "client_busy": 0.1,
+        "summary": {
+            "requests": 200,
+            "answered": 200,
+            "prompt_tokens": 200 * 1000,
+            "output_tokens": 200 * 500,
+            "output_tokens_per_second": rate,
+            "ttft_seconds": {"mean": 0.08, "p50": 0.07, "p95": 0.1, "p99": 0.2},
+            "tpot_seconds": {"mean": tpot, "p50": tpot, "p95": tpot, "p99": tpot},
+        },
+    }
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    (tmp_path / "serve.yaml").write_text(JOB, encoding="utf-8")
+    (tmp_path / "bench.json").write_text(json.dumps({"levels": [level(*load) for load in LOADS]}), encoding="utf-8")
+    path = tmp_path / "runs.json"
+    path.write_text(json.dumps({"runs": [{"job": "serve.yaml", "bench": "bench.json"}]}), encoding="utf-8")
+    return path
+
+
+def test_a_calibrated_profile_predicts_the_server(runs: Path) -> None:
+    cases = load_server_measurements(runs, "vllm")
+    assert len(cases) == 3 * len(LOADS)
+    result = calibrate_engine(find_engine_profile("vllm", cases[0].machine.gpu), cases)
+    before, after = (
+        sorted(
+            abs(value / case.measured - 1.0)
+            for case, value in zip(cases, values, strict=True)
+            if case.metric != "ttft_seconds"
+        )
+        for values in (result.before, result.after)
+    )
+    assert after[len(after) // 2] < 0.05 < before[len(before) // 2]
+    assert result.profile.deviations[0] < find_engine_profile("vllm", cases[0].machine.gpu).deviations[0] / 2
+
+
+def test_the_command_writes_a_profile_that_can_be_loaded(runs: Path, tmp_path: Path) -> None:
+    out = tmp_path / "mine.json"
+    answer = CliRunner().invoke(app, ["calibrate", str(runs), "--software", "vllm", "--out", str(out), "--json"])
+    assert answer.exit_code == 0, answer.output
+    assert len(json.loads(answer.output)["measurements"]) == 3 * len(LOADS)
+    assert load_engine_profile(out).gpu == "H200-SXM"
+    assert load_engine_profile(out).engine == "vllm"
+
+
+def test_overloaded_levels_of_a_sweep_do_not_count(runs: Path, tmp_path: Path) -> None:
+    bench = {"levels": [level(*LOADS[0]), level(*LOADS[1], trouble="backlog")]}
+    (tmp_path / "bench.json").write_text(json.dumps(bench), encoding="utf-8")
+    assert len(load_server_measurements(runs, "vllm")) == 3
+
+
+def test_training_runs_are_not_measurements_of_a_server(tmp_path: Path, runs: Path) -> None:
+    path = tmp_path / "steps.json"
+    path.write_text(json.dumps([{"job": "train.yaml", "step_seconds": 1.0}]), encoding="utf-8")
+    assert not is_server_file(path)
+    assert is_server_file(runs)
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"bench": "bench.json"}, "key job is missing"),
+        ({"job": "serve.yaml", "bench": "missing.json"}, "cannot be read as JSON"),
+        ({"job": "serve.yaml", "bench": {}}, "no levels"),
+        ({"job": "serve.yaml", "bench": {"levels": [{"load": "closed"}]}}, "bench level 1: KeyError"),
+        ({"job": "serve.yaml", "bench": {"levels": [level(1, 0.01, 1.0, "backlog")]}}, "no level"),
+        ({"job": "serve.yaml", "bench": "bench.json", "gpu": "H100"}, "key 'gpu' is not known"),
+    ],
+)
+def test_a_wrong_entry_is_named(runs: Path, entry: dict[str, Any], message: str) -> None:
+    runs.write_text(json.dumps([entry]), encoding="utf-8")
+    with pytest.raises(EngineCalibrationError, match=message):
+        load_server_measurements(runs, "vllm")
+
+
+def test_too_few_measurements_are_refused(runs: Path) -> None:
+    cases = load_server_measurements(runs, "vllm")
+    with pytest.raises(EngineCalibrationError, match="at least 3"):
+        calibrate_engine(find_engine_profile("vllm", cases[0].machine.gpu), cases[:2])
