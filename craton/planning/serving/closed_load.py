@@ -45,6 +45,7 @@ def closed_loop(
     first_token_seconds: Any = 0.0,
     prefill_slowdown: Any = 1.0,
     attention_dp: Any = 1.0,
+    balance_steps: Any = 0.0,
 ) -> ClosedLoad:
     """Return the means of a replica that serves prefill and decode together; `concurrency` is the replica's."""
     output = np.maximum(output, 1.0)
@@ -67,7 +68,8 @@ def closed_loop(
         tpot = 0.5 * (tpot + goal)
         busy = np.minimum(rate * added / parallel, 0.98)
         queue = np.minimum(0.5 * busy / (1.0 - busy), 0.5 * running) * added / parallel
-        steady = first_token_seconds + 0.5 * tpot * (decoding > 1.0) + service + queue
+        boundary = (0.5 + balance_steps * (attention_dp > 1.0)) * tpot * (decoding > 1.0)
+        steady = first_token_seconds + boundary + service + queue
         life = steady + (output - 1.0) * tpot
         decoding = 0.5 * (decoding + np.maximum(running * (output - 1.0) * tpot / life, np.minimum(running, 1.0)))
     throughput = running / life

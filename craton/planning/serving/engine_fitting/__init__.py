@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         ServingCase,
         is_serving_row,
         load_serving_cases,
+        own_serving_cases,
         serving_corpus,
         serving_corpus_path,
     )

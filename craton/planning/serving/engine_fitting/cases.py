@@ -263,7 +263,7 @@ def _precision(stated: dict[str, Any], shape: ModelShape, engine: str, gpu: str)
     kv = str(stated.get("kv") or "").lower()
     if not kv:
         quantized = weights != "bf16" or attention is not None
-        kv = "fp8" if quantized and (engine == "trtllm" or gpu.lstrip("G").startswith("B")) else "bf16"
+        kv = "fp8" if quantized and (engine in ("trtllm", "vllm") or gpu.lstrip("G").startswith("B")) else "bf16"
     return ServedPrecision(weights, "fp8" if "fp8" in kv else "bf16", experts, attention)
 
 

@@ -100,6 +100,7 @@ def served_seconds(row: ServedRow, constants: Any) -> Array:
             first_token_seconds=first,
             prefill_slowdown=named["prefill_slowdown"],
             attention_dp=dp,
+            balance_steps=named["balance_steps"],
         )
         tpot = closed.tpot_seconds
         ttft = closed.mean_ttft_seconds(share)
