@@ -14,6 +14,6 @@ if TYPE_CHECKING:
         is_inference_file,
         median_error,
     )
-    from craton.bench.planner import bench_json, bench_plan, summary
+    from craton.bench.planner import HOLDOUT_KEYS, bench_json, bench_plan, summary
 else:
     __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

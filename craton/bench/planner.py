@@ -1,10 +1,11 @@
 """Measures the planner's predictions of published runs, on held-out rows.
 
 Holdout `group` (the default) predicts a run of the shipped corpus with constants fitted without any run of its group
-(source family, GPU, model). Holdout `family` leaves out all runs of its family, as for an unknown cluster; with
-`handed_runs`, `calibrate` gets some of that family's runs on one GPU. Runs that repeat a configuration (`dup_group`)
-are never in both the training and the test set. With holdout `group`, a run outside the corpus is predicted with the
-whole corpus without its repetitions, as for a user.
+(source family, GPU, model). The other holdouts leave out more: `family` all runs of its publisher, as for an unknown
+cluster; `model` all runs of its model's shape; `gpu` all runs on its GPU; `release` all runs of that release of its
+family. With `handed_runs`, `calibrate` gets some of a left-out family's runs on one GPU. Runs that repeat a
+configuration (`dup_group`) are never in both the training and the test set. With holdout `group`, a run outside the
+corpus is predicted with the whole corpus without its repetitions, as for a user.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from craton.job.model import ModelShape
 from craton.planning.calibration import (
     Case,
     LoggedRun,
@@ -35,7 +37,7 @@ from craton.planning.calibration import (
 from craton.planning.fitting import Fit, Prediction
 from craton.planning.step import TRAINING_STEP, StepTerms
 
-Holdout = Literal["group", "family", "none"]
+Holdout = Literal["group", "family", "model", "gpu", "release", "none"]
 Progress = Callable[[int, int], None]
 
 GIVEN_SEEDS = (0, 1, 2)  # seeds that select the runs for `calibrate`
@@ -43,6 +45,15 @@ SMALLEST_CLUSTER = 8  # minimum runs of a family on a GPU: some are for `calibra
 MANY_GPUS = 256
 GOOD_CHOICE = 1.05  # a choice is right when it measured within 5% of the best
 MIN_LAYOUTS = 3
+
+# What a holdout leaves out: the runs that share this with the predicted one.
+HOLDOUT_KEYS: dict[Holdout, Callable[[Case], Hashable]] = {
+    "group": lambda case: case.group,
+    "family": lambda case: case.family,
+    "model": lambda case: _sizes(case.shape),
+    "gpu": lambda case: case.machine.gpu,
+    "release": lambda case: (case.family, case.release),
+}
 
 
 @dataclass(frozen=True)
@@ -117,16 +128,16 @@ def bench_plan(
     if handed_runs:
         results, too_few = _with_some_given(cases, handed_runs, progress)
         return Bench(results, [*skipped, *too_few], holdout, handed_runs)
+    key_of = HOLDOUT_KEYS[holdout]
     corpus_ids = {case.id for case in corpus()}
     jobs: dict[Hashable, list[Case]] = defaultdict(list)
     for case in cases:
-        left_out = holdout == "family" or case.id in corpus_ids
-        key: Hashable = _holdout_key(case, holdout) if left_out else ("new", case.dup_group)
-        jobs[key].append(case)
+        left_out = holdout != "group" or case.id in corpus_ids
+        jobs[key_of(case) if left_out else ("new", case.dup_group)].append(case)
     predictions: dict[Case, Prediction] = {}
     for done, (key, members) in enumerate(jobs.items()):
         repeated = {case.dup_group for case in members}
-        rest = [case for case in corpus() if case.dup_group not in repeated and _holdout_key(case, holdout) != key]
+        rest = [case for case in corpus() if case.dup_group not in repeated and key_of(case) != key]
         fit = corpus_fit() if len(rest) == len(corpus()) else Fit(TRAINING_STEP, [row_of(case) for case in rest])
         predictions |= {case: _predict(fit, case) for case in members}
         if progress:
@@ -293,8 +304,10 @@ def _with_some_given(
     return results, [Skipped(case.id, case.quality, reason) for case in cases if case not in tested]
 
 
-def _holdout_key(case: Case, holdout: Holdout) -> Hashable:
-    return case.group if holdout == "group" else case.family
+def _sizes(shape: ModelShape) -> Hashable:
+    """Return what makes two models the same work, whatever their names and vocabularies."""
+    attention = (shape.layers, shape.hidden, shape.heads, shape.kv_heads)
+    return (*attention, shape.ffn_hidden, shape.experts, shape.top_k, shape.moe_ffn_hidden)
 
 
 def _predict(fit: Fit[StepTerms], case: Case) -> Prediction:

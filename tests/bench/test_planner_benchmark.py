@@ -108,12 +108,33 @@ def test_leaving_a_group_out_leaves_the_group_and_repetitions_out(
         assert len(fitted) > 300  # and little else
 
 
-def test_leaving_a_family_out_leaves_it_all_out(predictions_made: list[tuple[Case, list[Case]]]) -> None:
-    bench_plan(corpus_path(), "family")
+SHARED: dict[str, Callable[[Case], Hashable]] = {
+    "family": lambda case: case.family,
+    "model": lambda case: replace(case.shape, name="", source="", vocab=1, head_dim=1, tied_embeddings=True),
+    "gpu": lambda case: case.machine.gpu,
+    "release": lambda case: (case.family, case.release),
+}
+
+
+@pytest.mark.parametrize("holdout", SHARED)
+def test_a_wider_holdout_leaves_out_all_that_share_its_key(
+    predictions_made: list[tuple[Case, list[Case]]], holdout: Any
+) -> None:
+    bench_plan(corpus_path(), holdout)
     assert {case.id for case, _ in predictions_made} == {case.id for case in corpus()}
     for case, fitted in predictions_made:
-        assert case.family not in {other.family for other in fitted}
+        assert SHARED[holdout](case) not in {SHARED[holdout](other) for other in fitted}
         assert case.dup_group not in {other.dup_group for other in fitted}
+        assert len(fitted) > 200
+
+
+def test_a_wider_holdout_also_holds_for_runs_outside_the_corpus(
+    predictions_made: list[tuple[Case, list[Case]]], write_cases: WriteCases
+) -> None:
+    known = BY_ID[three_groups()[0]]
+    bench_plan(write_cases({**known, "id": "mine", "dup_group": "mine"}), "gpu")
+    ((case, fitted),) = predictions_made
+    assert case.machine.gpu not in {other.machine.gpu for other in fitted}
 
 
 def test_a_run_that_was_handed_over_does_not_reach_its_own_prediction(

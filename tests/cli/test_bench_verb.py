@@ -71,7 +71,10 @@ def test_json_is_one_document(command: Command) -> None:
     assert document["summary"]["holdout"] == "group"
 
 
-@pytest.mark.parametrize(("holdout", "words"), [("family", "leave one family out"), ("none", "in sample")])
+@pytest.mark.parametrize(
+    ("holdout", "words"),
+    [("family", "leave one family out"), ("gpu", "leave one GPU out"), ("none", "in sample")],
+)
 def test_other_holdouts(command: Command, holdout: str, words: str) -> None:
     code, output, _ = command(command.cases, "--holdout", holdout)
     assert code == 0

@@ -40,8 +40,9 @@ def plan(
     holdout: Annotated[
         str,
         typer.Option(
-            help="Runs to hold out of the fit: group (same family, GPU and model), family, or none; of inference files "
-            "group, engine or none. Runs that Craton does not ship are never in the fit."
+            help="Runs to hold out of the fit: group (same family, GPU and model), family, model (same shape), gpu, "
+            "release (of a family), or none; of inference files group, engine or none. Runs that Craton does not ship "
+            "are never in the fit."
         ),
     ] = "group",
     given: Annotated[
@@ -55,7 +56,7 @@ def plan(
 
     from rich.console import Console
 
-    from craton.bench import bench_json, bench_plan, is_inference_file
+    from craton.bench import HOLDOUT_KEYS, bench_json, bench_plan, is_inference_file
     from craton.bench import summary as summarise
     from craton.cli.bench.inference import plan_inference
     from craton.cli.views.progress import progress
@@ -64,8 +65,8 @@ def plan(
     if is_inference_file(cases):
         plan_inference(cases, holdout, given, as_json)
         return
-    if holdout not in ("group", "family", "none"):
-        raise CratonError(f"--holdout {holdout!r} is not allowed; choose group, family or none")
+    if holdout not in (*HOLDOUT_KEYS, "none"):
+        raise CratonError(f"--holdout {holdout!r} is not allowed; choose {', '.join(HOLDOUT_KEYS)} or none")
     if given < 0 or (given and holdout != "family"):
         raise CratonError("--given takes a number of runs and requires --holdout family")
     with progress("fits") as report:
@@ -150,9 +151,10 @@ def _print_recoveries(console: Console, cases: list[RecoveryCase]) -> None:
 def _print(console: Console, summary: dict[str, Any], count: int) -> None:
     from rich.table import Table
 
-    title = {"group": "leave one group out", "family": "leave one family out", "none": "in sample"}
+    left_out = summary["holdout"]
+    title = "in sample" if left_out == "none" else f"leave one {'GPU' if left_out == 'gpu' else left_out} out"
     handed = f", {summary['given']} of its runs given" if summary["given"] else ""
-    table = Table(title=f"{count} predictions, {title[summary['holdout']]}{handed}", title_justify="left")
+    table = Table(title=f"{count} predictions, {title}{handed}", title_justify="left")
     table.add_column("")
     for name in ("n", "median", "mean", "p90", "bias", "inside 80%", "high/low"):
         table.add_column(name, justify="right")
