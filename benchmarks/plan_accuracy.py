@@ -155,7 +155,7 @@ def vtrain_case(entry: dict[str, float], identity: str) -> Case:
         recompute="full",
         precision="fp16",
     )
-    traits = Traits(attention="unfused", compiled=False, sequence_parallel=False, gradient_overlap=False)
+    traits = Traits(attention="unfused", compiled=True, sequence_parallel=False, gradient_overlap=False)
     node = min(8, gpus)
     machine = CaseMachine("A100-80-SXM", gpus, node, node, 12.5e9, 0)  # 800 Gb/s InfiniBand a node
     batch, sequence = int(entry["gbs"]), int(entry["s"])
@@ -185,7 +185,10 @@ def line(name: str, entry: Statistics | None) -> str:
 
 def _results(fit: Fit[StepTerms], cases: list[Case]) -> list[CaseResult]:
     rows = [(case, row_of(case)) for case in cases]
-    return [CaseResult(case, fit.predict(row.terms, row.labels, row.prior_log, row.noise)) for case, row in rows]
+    return [
+        CaseResult(case, fit.predict(row.terms, row.labels, row.prior_log, row.noise, row.unshared))
+        for case, row in rows
+    ]
 
 
 def _same_job(results: list[CaseResult]) -> list[list[CaseResult]]:

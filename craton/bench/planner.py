@@ -33,6 +33,7 @@ from craton.planning.calibration import (
     predict,
     profile_from_fit,
     row_of,
+    with_traits,
 )
 from craton.planning.fitting import Fit, Prediction
 from craton.planning.step import TRAINING_STEP, StepTerms
@@ -296,7 +297,9 @@ def _with_some_given(
             ]
             profile = calibrate_from(start, runs).profile
             others = [case for case in members if case.dup_group not in repeated]
-            results += [CaseResult(case, predict(profile, row_of(case).terms)) for case in others]
+            results += [
+                CaseResult(case, predict(with_traits(profile, case.traits), row_of(case).terms)) for case in others
+            ]
         if progress:
             progress(done + 1, len(large))
     tested = {result.case for result in results}
@@ -312,7 +315,7 @@ def _sizes(shape: ModelShape) -> Hashable:
 
 def _predict(fit: Fit[StepTerms], case: Case) -> Prediction:
     row = row_of(case)
-    return fit.predict(row.terms, row.labels, row.prior_log, row.noise)
+    return fit.predict(row.terms, row.labels, row.prior_log, row.noise, row.unshared)
 
 
 def _per_token(case: Case, seconds: float) -> float:

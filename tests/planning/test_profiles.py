@@ -79,7 +79,7 @@ def test_a_published_card_is_surer_than_one_nobody_published(name: str) -> None:
         assert (variance <= unknown * 1.001).all()
         if profile.calibrated:
             assert profile.rows >= 3
-            assert variance[INDEX["gemm_efficiency"]] < 0.9 * unknown[INDEX["gemm_efficiency"]]
+            assert variance[INDEX["gemm_efficiency"]] < 0.95 * unknown[INDEX["gemm_efficiency"]]
 
 
 def test_our_own_stack_is_calibrated_only_where_it_was_measured() -> None:

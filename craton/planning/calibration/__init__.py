@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         predict,
         profile_from_fit,
         save_profile,
+        with_traits,
     )
     from craton.planning.calibration.published_rows import case_machine, corpus, corpus_fit, effect_labels, row_of
 else:

@@ -27,6 +27,8 @@ DEFAULT_VOCAB = 51200
 NEMOTRON_VOCAB = 256000
 MIN_SECONDS, MAX_SECONDS = 1e-5, 1e6  # range of a credible step
 MAX_SIZE = 10**8  # maximum credible size of a model, batch or cluster
+# First releases of Megatron-Bridge with HybridEP (pull request 1367) and with fused experts on racks of 72 GPUs.
+HYBRIDEP_RELEASE, FUSED_RELEASE = "25.11", "26.06"
 MODEL_SIZES = (
     "layers",
     "hidden",
@@ -367,18 +369,20 @@ def traits_of(row: dict[str, Any], family: str, machine: CaseMachine) -> Traits:
     text = " ".join(str(row.get(key) or "") for key in ("framework", "notes", "activation_recompute")).lower()
     nvidia = family in ("megatron-bridge", "nemo", "aws-awsome") or "r0.8" in text
     recipe = row.get("recipe_head") or {}
+    rack = family == "megatron-bridge" and machine.nvlink_domain > 8
     if "uccl" in text or "nvshmem" in text or "deepep" in text:
         dispatcher = "deepep"
-    elif "hybridep" in text + str(recipe) or (family == "megatron-bridge" and machine.nvlink_domain > 8):
+    elif "hybridep" in text + str(recipe) or (rack and release_of(row) >= HYBRIDEP_RELEASE):
         dispatcher = "hybridep"
     elif "modulelist" in text or "packed bmm" in text:
         dispatcher = "loop"
-    elif family == "megatron-bridge":
+    elif family == "megatron-bridge" and not rack:
         dispatcher = "deepep"
     else:
         dispatcher = "nccl"
     old = bool(re.search(r"\b20(19|20|21|22)\b", text)) or family in ("narayanan-2021", "korthikanti-2022", "vtrain")
     old = old or (family == "megatron-lm" and "fp16" in str(row.get("precision") or ""))
+    fused = old and not re.search(r"\b(2019|2020)\b", text)  # fused softmax, bias and dropout: arXiv:2104.04473 §4.2
     if "selective layer" in text:
         selective = "every second layer"
     elif family in ("torchtitan", "fms-fsdp", "kempnerforge", "nemo-automodel") or "selective op" in text:
@@ -389,15 +393,26 @@ def traits_of(row: dict[str, Any], family: str, machine: CaseMachine) -> Traits:
         selective = "attention"
     return Traits(
         attention="unfused" if old else "best" if nvidia or " te" in text else "flash2",
-        compiled=("compile" in text and "no torch.compile" not in text and "no compile" not in text) or nvidia,
-        tensor_overlap="asynctp" in text or "tp-comm-overlap" in text or "reduce_scatter async" in text or nvidia,
+        compiled=("compile" in text and "no torch.compile" not in text and "no compile" not in text) or nvidia or fused,
+        tensor_overlap="asynctp" in text
+        or "tp-comm-overlap" in text
+        or "reduce_scatter async" in text
+        or (nvidia and family != "aws-awsome"),
         expert_overlap="overlap=on" in text,
         dispatcher=dispatcher,  # type: ignore[arg-type]
         sequence_parallel="no sequence parallel" not in text and (not old or "sequence parallel" in text),
         gradient_overlap=not old,
         selective=selective,  # type: ignore[arg-type]
         master_gradients=_reduces_in_fp32(row, family, old, nvidia),
+        fused_experts=rack and _fuses_experts(row),
     )
+
+
+def _fuses_experts(row: dict[str, Any]) -> bool:
+    """Recipes in 8 and 4 bits for racks fuse expert kernels and capture whole steps since that release (Megatron-Bridge
+    pull requests 4173, 4211 and 4226), except where the page notes a regression of these kernels."""
+    low = precision_of(str(row.get("precision") or "bf16")) in ("mxfp8", "nvfp4")
+    return low and release_of(row) >= FUSED_RELEASE and "regression" not in str(row.get("notes") or "")
 
 
 def _reduces_in_fp32(row: dict[str, Any], family: str, old: bool, nvidia: bool) -> bool:

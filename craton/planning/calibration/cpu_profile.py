@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from craton.infrastructure import CpuRank, Gpu
-from craton.planning.fitting import EXPERT_NOISE, NOISE, QUANTILE_80, TAIL_WIDTH, UNSHARED
+from craton.planning.fitting import QUANTILE_80
 from craton.planning.software import NAMES, SoftwareProfile, Traits
 
 MAX_RATIO = 2.0  # of the high to the low end of the interval: a wider one would not help anybody
@@ -48,14 +48,12 @@ def cpu_profile(name: str, traits: Traits, card: Gpu) -> SoftwareProfile:
         own_cluster=_own_deviation(cpu),
         calibrated=True,
         source="measured on this machine: `craton catalog local`",
+        unexplained_factor=0.0,  # own_cluster is the whole deviation
     )
 
 
 def _own_deviation(cpu: CpuRank) -> float:
     """Return the deviation that the load adds to, up to the widest interval allowed. Other processes come and go: what
     they cost is the least certain part."""
-    noise = TAIL_WIDTH * NOISE * EXPERT_NOISE
-    rest = UNSHARED**2 + noise**2
     largest = math.log(MAX_RATIO) / (2.0 * QUANTILE_80)
-    wanted = IDLE_DEVIATION + 0.1 * math.log(cpu.parallel_slowdown)
-    return math.sqrt(min(wanted, largest) ** 2 - rest)
+    return min(IDLE_DEVIATION + 0.1 * math.log(cpu.parallel_slowdown), largest)

@@ -23,9 +23,9 @@ from craton.job import LayoutError, load_job
 from craton.job.layout import LayoutSpec, check_layout
 from craton.nearest import did_you_mean
 from craton.planning.calibration.cases import CaseFileError, read_case
-from craton.planning.calibration.profiles import find_profile
+from craton.planning.calibration.profiles import find_profile, unexplained
 from craton.planning.calibration.published_rows import case_machine, case_terms
-from craton.planning.fitting import DAMPING, ITERATIONS, NOISE, UNSHARED, Array, linearise
+from craton.planning.fitting import DAMPING, ITERATIONS, Array, linearise
 from craton.planning.rates import (
     Group,
     MachineRates,
@@ -42,6 +42,8 @@ from craton.planning.step import REAL_IMBALANCE, TRAINING_STEP, StepModel, StepT
 MIN_RUNS = 3
 NEW_CLUSTER = 0.5  # share of a constant's spread that a new cluster may add to a shipped profile
 PINNED_DEVIATION = 0.03  # of the logarithm of a measured constant
+FACTORS = tuple(float(factor) for factor in np.geomspace(0.5, 8.0, 25))  # on what no constant explains
+USUAL_FACTOR, FACTOR_SPREAD = 1.0, 0.7  # median and spread of its logarithm: a cluster's own runs vary less, or more
 IDENTIFIED = 0.8  # a constant counts as identified by the data when its deviation shrinks below this share
 MATTERS = 0.01  # an unidentified constant is named when one standard deviation moves a step by this share
 
@@ -95,13 +97,16 @@ def calibrate_from(
     target = np.log([run.step_seconds for run in runs])
     terms = stack([run.terms for run in runs])
     count = len(runs)
+    rest = np.array([unexplained(run.terms) for run in runs])
     theta = mean.copy()
+    factor = 1.0
     for iteration in range(ITERATIONS):
         value, jacobian = _log_steps(terms, theta, count)
-        kernel = jacobian @ covariance @ jacobian.T + np.eye(count) * (NOISE**2 + UNSHARED**2)
-        gain = np.linalg.solve(kernel, jacobian @ covariance).T
-        goal = mean + gain @ (target - value + jacobian @ (theta - mean))
-        theta = theta + DAMPING[min(iteration, len(DAMPING) - 1)] * (goal - theta)
+        explained = jacobian @ covariance @ jacobian.T
+        gap = target - value + jacobian @ (theta - mean)
+        factor = _unexplained_factor(gap, explained, rest)
+        gain = np.linalg.solve(explained + np.diag((factor * rest) ** 2), jacobian @ covariance).T
+        theta = theta + DAMPING[min(iteration, len(DAMPING) - 1)] * (mean + gain @ gap - theta)
     posterior = covariance - gain @ jacobian @ covariance
     identified, unidentified = _identified(jacobian, covariance, posterior, pins or {})
     profile = replace(
@@ -116,6 +121,7 @@ def calibrate_from(
         rows=count,
         source=f"{count} logged runs on {cards[0]}, starting from {start.name}",
         unidentified=tuple(unidentified),
+        unexplained_factor=factor,
     )
     before, _ = _log_steps(terms, np.append(start.log_constants, start.log_scale), count)
     after, _ = _log_steps(terms, theta, count)
@@ -278,6 +284,18 @@ def _run_of_job(entry: dict[str, Any], where: str, folder: Path, software: str) 
     )
     name = str(entry.get("name") or f"{job.name}: {layout}")
     return LoggedRun(name, model.terms(layout), machine, float(statistics.median(steps)))
+
+
+def _unexplained_factor(gap: Array, explained: Array, rest: Array) -> float:
+    """Return the factor on what no constant explains: the mean under the likelihood of all gaps and a wide prior."""
+    weights = []
+    for factor in FACTORS:
+        covariance = explained + np.diag((factor * rest) ** 2)
+        _, determinant = np.linalg.slogdet(covariance)
+        prior = (math.log(factor / USUAL_FACTOR) / FACTOR_SPREAD) ** 2
+        weights.append(-0.5 * (determinant + gap @ np.linalg.solve(covariance, gap) + prior))
+    likelihood = np.exp(np.array(weights) - max(weights))
+    return float(np.sqrt((likelihood * np.array(FACTORS) ** 2).sum() / likelihood.sum()))
 
 
 def _layout_spec(stated: object, where: str) -> LayoutSpec:

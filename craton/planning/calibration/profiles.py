@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 from importlib import resources
 from pathlib import Path
@@ -24,6 +24,7 @@ from craton.nearest import did_you_mean
 from craton.planning.calibration.cpu_profile import cpu_profile
 from craton.planning.fitting import (
     EXPERT_NOISE,
+    EXPERT_UNSHARED,
     NOISE,
     QUANTILE_80,
     TAIL_WIDTH,
@@ -126,9 +127,22 @@ def predict(profile: SoftwareProfile, terms: StepTerms) -> Prediction:
     """A step's median and spread under a profile."""
     value, jacobian = linearise(TRAINING_STEP, stack([terms]), np.array(profile.log_constants)[None, :])
     slope = np.append(jacobian[0], 1.0)  # the scale moves every step alike
-    noise = TAIL_WIDTH * NOISE * (EXPERT_NOISE if terms.layer.dispatches[0] else 1.0)
-    variance = float(slope @ np.array(profile.covariance) @ slope) + profile.own_cluster**2 + UNSHARED**2 + noise**2
+    rest = profile.unexplained_factor * unexplained(terms)
+    variance = float(slope @ np.array(profile.covariance) @ slope) + profile.own_cluster**2 + rest**2
     return Prediction(math.exp(float(value[0]) + profile.log_scale), math.sqrt(variance))
+
+
+def with_traits(profile: SoftwareProfile, traits: Traits) -> SoftwareProfile:
+    """Return the profile of the same stack run with other features: its constants move as their priors do."""
+    moves = zip(profile.log_constants, prior_log(traits), prior_log(profile.traits), strict=True)
+    return replace(profile, traits=traits, log_constants=tuple(log + new - old for log, new, old in moves))
+
+
+def unexplained(terms: StepTerms) -> float:
+    """Return the standard deviation of log(step) that no constant of a stack explains."""
+    has_experts = bool(terms.layer.dispatches[0])
+    unshared = UNSHARED * (EXPERT_UNSHARED if has_experts else 1.0)
+    return math.hypot(unshared, TAIL_WIDTH * NOISE * (EXPERT_NOISE if has_experts else 1.0))
 
 
 def interval_factor(prediction: Prediction) -> float:
@@ -171,6 +185,7 @@ def profile_json(profile: SoftwareProfile) -> dict[str, Any]:
         },
         "log_scale": _short(profile.log_scale),
         "own_cluster": _short(profile.own_cluster),
+        "unexplained_factor": _short(profile.unexplained_factor),
         "unidentified": list(profile.unidentified),
         "covariance": [[_short(x) for x in line[: i + 1]] for i, line in enumerate(matrix)],
     }
@@ -184,7 +199,8 @@ def profile_from_json(entry: dict[str, Any]) -> SoftwareProfile:
     triangle = entry["covariance"]
     size = len(NAMES) + 1  # the scale is the last
     matrix = [[triangle[max(i, j)][min(i, j)] for j in range(size)] for i in range(size)]
-    numbers = [*(constants[name]["value"] for name in NAMES), entry["log_scale"], entry["own_cluster"]]
+    factor = entry.get("unexplained_factor", 1.0)  # older files have none
+    numbers = [*(constants[name]["value"] for name in NAMES), entry["log_scale"], entry["own_cluster"], factor]
     if not all(math.isfinite(float(number)) for line in (numbers, *matrix) for number in line):
         raise ValueError("a constant, the scale or the covariance is not a finite number")
     if set(entry["traits"]) != {field.name for field in fields(Traits)}:
@@ -207,6 +223,7 @@ def profile_from_json(entry: dict[str, Any]) -> SoftwareProfile:
         source=entry["source"],
         rows=int(entry["rows"]),
         unidentified=tuple(entry["unidentified"]),
+        unexplained_factor=float(factor),
     )
 
 

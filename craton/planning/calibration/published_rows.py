@@ -15,7 +15,7 @@ import numpy as np
 from craton.job.layout import Layout
 from craton.planning.calibration.cases import Case, data_folder, load_cases
 from craton.planning.calibration.measured_steps import own_runs
-from craton.planning.fitting import EXPERT_NOISE, NOISE, OPEN_NOISE, Fit, FitRow
+from craton.planning.fitting import EXPERT_NOISE, EXPERT_UNSHARED, NOISE, OPEN_NOISE, Fit, FitRow
 from craton.planning.rates import MachineRates, machine
 from craton.planning.software import prior_log
 from craton.planning.step import TRAINING_STEP, StepTerms, Workload, compose, stack, step_terms
@@ -43,6 +43,7 @@ def row_of(case: Case) -> FitRow[StepTerms]:
         labels_of(case),
         prior_log(case.traits),
         NOISE * (OPEN_NOISE if case.quality != "A" else 1.0) * (EXPERT_NOISE if case.shape.is_moe else 1.0),
+        EXPERT_UNSHARED if case.shape.is_moe else 1.0,
     )
 
 

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from craton.planning.fitting.hierarchy import (
         DAMPING,
         EXPERT_NOISE,
+        EXPERT_UNSHARED,
         ITERATIONS,
         LEVELS,
         NOISE,

@@ -22,13 +22,16 @@ from craton.planning.fitting.composition import Array, Composition, Terms, linea
 Labels = Mapping[str, str]
 
 # Share of a constant's spread that each level may explain, and standard deviations of log(seconds) that no constant
-# explains. Chosen once by the evidence of all rows and then rounded; docs/measurements.md shows the resulting accuracy.
-LEVELS: dict[str, float] = {"all": 0.4, "generation": 0.4, "family": 1.0, "release": 0.5, "family-gpu": 0.6}
-SCALES: dict[str, float] = {"family-scale": 0.05, "release-kind": 0.06, "model": 0.05, "group": 0.04}
-UNSHARED = math.sqrt(sum(deviation**2 for name, deviation in SCALES.items() if name != "family-scale"))
-NOISE = 0.035
+# explains. Chosen by the density and coverage of left-out groups, families, models, GPUs and releases, then rounded;
+# docs/measurements.md shows the resulting accuracy.
+LEVELS: dict[str, float] = {"all": 0.3, "generation": 0.4, "family": 0.7, "release": 0.7, "family-gpu": 0.5}
+SCALES: dict[str, float] = {"family-scale": 0.03, "release-kind": 0.025, "model": 0.03, "group": 0.025}
+UNSHARED_SCALES: dict[str, float] = {name: value for name, value in SCALES.items() if name != "family-scale"}
+UNSHARED = math.sqrt(sum(deviation**2 for deviation in UNSHARED_SCALES.values()))
+NOISE = 0.025
 OPEN_NOISE = 1.2  # factor on the noise if a source does not state all settings
-EXPERT_NOISE = 1.5  # factor on the noise of mixture-of-experts models
+EXPERT_NOISE = 3.0  # factor on the noise of mixture-of-experts models
+EXPERT_UNSHARED = 4.0  # factor on the scales of their releases, models and groups
 TAILS = 4.0  # degrees of freedom of the noise: published tables have outliers
 TAIL_WIDTH = 1.2  # factor of these tails on the spread of a new measurement
 ITERATIONS = 14
@@ -50,6 +53,7 @@ class FitRow(Generic[Terms]):
     labels: Labels
     prior_log: tuple[float, ...]
     noise: float = NOISE  # standard deviation of log(measured) between repetitions
+    unshared: float = 1.0  # factor on the scales that differ by release, model and group
 
 
 @dataclass(frozen=True)
@@ -87,8 +91,11 @@ class Fit(Generic[Terms]):
         self.prior = np.array([row.prior_log for row in rows])
         self.labels = {name: np.array([row.labels.get(name, "") for row in rows]) for name in (*levels, *scales)}
         self.has = {name: np.array([name in row.labels for row in rows]) for name in (*levels, *scales)}
+        self.unshared = np.array([row.unshared for row in rows])
         self.levels = self._shared(levels)
-        self.scales = self._shared(scales)
+        self.scales = self._shared({name: width for name, width in scales.items() if name not in UNSHARED_SCALES})
+        unshared = {name: width for name, width in scales.items() if name in UNSHARED_SCALES}
+        self.scales += self._shared(unshared) * np.outer(self.unshared, self.unshared)
         terms = composition.stack([row.terms for row in rows])
         target = np.array([row.log_measured for row in rows])
         theta = self.prior.copy()
@@ -106,21 +113,25 @@ class Fit(Generic[Terms]):
                 theta = theta + DAMPING[min(iteration, len(DAMPING) - 1)] * (goal - theta)
                 unexplained = noise * weight * self.alpha
                 weight = np.maximum(1.0, (TAILS + unexplained**2) / (TAILS + 1.0))
+            self.weight = weight
             # whitens rows: w.T @ w is the inverse of their covariance
             self.whitener: Array = np.linalg.inv(np.linalg.cholesky(covariance))
 
-    def predict(self, terms: Terms, labels: Labels, prior_log: Sequence[float], noise: float = NOISE) -> Prediction:
+    def predict(
+        self, terms: Terms, labels: Labels, prior_log: Sequence[float], noise: float = NOISE, unshared: float = 1.0
+    ) -> Prediction:
         """Predict the seconds of a run with these labels, measured or not."""
-        return self.predict_rows([FitRow(terms, 0.0, labels, tuple(prior_log), noise)])[0]
+        return self.predict_rows([FitRow(terms, 0.0, labels, tuple(prior_log), noise, unshared)])[0]
 
     def predict_rows(self, rows: Sequence[FitRow[Terms]]) -> list[Prediction]:
         """Predict the seconds of several rows at once; what they measured does not count."""
         stacked = self.composition.stack([row.terms for row in rows])
         theta = np.array([self.constants(row.labels, row.prior_log) for row in rows])
         value, jacobian = linearise(self.composition, stacked, theta)
-        return [self._prediction(float(value[i]), jacobian[i], row.labels, row.noise) for i, row in enumerate(rows)]
+        return [self._prediction(float(value[i]), jacobian[i], row) for i, row in enumerate(rows)]
 
-    def _prediction(self, value: float, slope: Array, labels: Labels, noise: float) -> Prediction:
+    def _prediction(self, value: float, slope: Array, row: FitRow[Terms]) -> Prediction:
+        labels = row.labels
         own = float(slope @ (self.variance * slope))
         link = self.jacobian @ (self.variance * slope)
         cross = sum(share**2 * link * self._same(name, labels) for name, share in self.level_shares.items())
@@ -129,12 +140,14 @@ class Fit(Generic[Terms]):
         for name, deviation in self.scale_deviations.items():
             if name not in labels:
                 continue
-            same = deviation**2 * self._same(name, labels)
+            factor = row.unshared if name in UNSHARED_SCALES else 1.0
+            same = deviation**2 * factor * self._same(name, labels)
+            same = same * self.unshared if name in UNSHARED_SCALES else same
             cross = cross + same
-            prior_variance += deviation**2
+            prior_variance += (factor * deviation) ** 2
             scale += float(self.alpha @ same)
         explained = self.whitener @ cross
-        variance = max(prior_variance - float(explained @ explained), 0.0) + (TAIL_WIDTH * noise) ** 2
+        variance = max(prior_variance - float(explained @ explained), 0.0) + (TAIL_WIDTH * row.noise) ** 2
         return Prediction(math.exp(value + scale), math.sqrt(variance))
 
     def constants(self, labels: Labels, prior_log: Sequence[float]) -> Array:

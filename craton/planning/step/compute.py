@@ -49,9 +49,7 @@ COLLECTIVES: dict[str, Callable[[float, Group, Network], float]] = {
 # Kernel launches of a layer's forward pass; backward has about twice as many. Counted from profiles of a Llama block in
 # eager PyTorch and compiled, and of a grouped-GEMM MoE block; the profile's launch_seconds scales them.
 KERNELS = {"eager": 24, "compiled": 12, "experts": 30, "expert loop": 12}
-SCORE_BYTES = (
-    14.0  # traffic per attention score of an unfused softmax with mask and dropout (planning note, 2022 stacks)
-)
+SCORE_BYTES = 9.0  # fused softmax with mask: read and write; dropout: read, write and a mask
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +134,9 @@ def layer_terms(
         "cp·tp": group_of(layout.cp * tp, 1, network),
         "ep": group_of(layout.ep, expert_stride, network),
     }
-    copies = distinct_nodes_share(shape.top_k, groups["ep"]) if traits.dispatcher in ("deepep", "hybridep") else 1.0
+    copies = (
+        distinct_copies_share(shape.top_k, groups["ep"]) if moe and traits.dispatcher in ("deepep", "hybridep") else 1.0
+    )
 
     def seconds(*dimensions: Dimension, scale: float = 1.0) -> tuple[float, float]:
         def of(transfers: tuple[Transfer, ...]) -> float:
@@ -216,12 +216,12 @@ def transfer_seconds(transfer: Transfer, group: Group, network: Network, scale: 
     return transfer.count * COLLECTIVES[transfer.operation](scale * transfer.size_bytes, group, network)
 
 
-def distinct_nodes_share(top_k: int, group: Group) -> float:
-    """Return the copies of a token that leave a rank with one copy per node, over one copy per expert."""
+def distinct_copies_share(top_k: int, group: Group) -> float:
+    """Return the copies of a token that leave a rank, over one copy per expert: one per node, inside a domain one per
+    rank. The expected number of distinct places of `top_k` experts among n is n · (1 - (1 - 1/n)^top_k)."""
     domains = -(-group.size // group.per_domain)
-    if domains == 1:
-        return 1.0
-    return min(1.0, domains * (1.0 - (1.0 - 1.0 / domains) ** top_k) / top_k)
+    places = domains if domains > 1 else group.size
+    return min(1.0, places * (1.0 - (1.0 - 1.0 / places) ** top_k) / top_k)
 
 
 def linear_seconds(product: Product, precision: str, gpu: GpuRates, lora: bool) -> tuple[float, float]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from craton.job.layout import Layout
 from craton.job.model import ModelShape
 from craton.planning.software import Traits
+from craton.planning.step.operations import repeated
 
 LAYER_FORWARD, LAYER_BACKWARD = 163.0, 203.0  # per micro-batch
 FORWARD_SHARE = LAYER_FORWARD / (LAYER_FORWARD + LAYER_BACKWARD)
@@ -26,8 +27,8 @@ FULL = 430.0  # of a layer: per micro-batch, the forward pass again
 
 
 def launches_eagerly(layout: Layout, traits: Traits, graphs: bool) -> bool:
-    """Whether the ranks of Craton's training loop launch their kernels from Python: several always do."""
-    return traits.own_layers and (layout.world > 1 or not graphs)
+    """Whether ranks launch their kernels from Python: those of other stacks, and several of Craton's training loop."""
+    return not traits.own_layers or layout.world > 1 or not graphs
 
 
 def forward_seconds(num_layers: float, operation_seconds: float) -> float:
@@ -36,11 +37,20 @@ def forward_seconds(num_layers: float, operation_seconds: float) -> float:
 
 
 def host_seconds(
-    shape: ModelShape, layout: Layout, num_layers: float, micro_batches: float, *, lora: bool, operation_seconds: float
+    shape: ModelShape,
+    layout: Layout,
+    traits: Traits,
+    num_layers: float,
+    micro_batches: float,
+    *,
+    lora: bool,
+    operation_seconds: float,
 ) -> float:
     """Return the host time of one step of a pipeline rank with `num_layers` layers."""
     layer = LAYER_FORWARD + LAYER_BACKWARD
-    if layout.recompute == "full":
+    if not traits.own_layers:
+        layer += LAYER_FORWARD * repeated(layout, traits).elements
+    elif layout.recompute == "full":
         layer += FULL
     elif layout.recompute == "selective":
         layer += SELECTIVE
@@ -48,9 +58,9 @@ def host_seconds(
         layer += EXPERTS
     if lora:
         layer += ADAPTERS
-    if layout.world > 1:
+    if layout.world > 1 and (traits.own_layers or layout.zero == 3):
         layer += SHARDED_LAYER
-    if layout.tp > 1:
+    if layout.tp > 1 and traits.own_layers:
         layer += TENSOR_PARALLEL
     operations = micro_batches * (num_layers * layer + ENDS) + num_layers * UPDATE_OF_LAYER + STEP
     return operations * operation_seconds

@@ -211,7 +211,15 @@ class StepModel:
         )
         if self._launches_eagerly(layout):
             operation = self.gpu.operation_seconds
-            whole = host_seconds(shape, layout, full_layers, micro_batches, lora=self.lora, operation_seconds=operation)
+            whole = host_seconds(
+                shape,
+                layout,
+                traits,
+                full_layers,
+                micro_batches + (pp - 1) / vpp,
+                lora=self.lora,
+                operation_seconds=operation,
+            )
             terms = replace(terms, host_seconds=whole, host_forward_seconds=forward_seconds(full_layers, operation))
         if self.gpu.cpu is None:
             return terms
