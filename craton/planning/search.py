@@ -16,7 +16,7 @@ import numpy as np
 
 from craton.job.layout import Layout, Precision, Recompute, Schedule, divisors, layout_is_valid
 from craton.job.model import ModelShape
-from craton.planning.memory import memory_bytes
+from craton.planning.memory import memory_bytes, memory_bytes_of
 from craton.planning.rates import MachineRates
 from craton.planning.software import SoftwareProfile
 from craton.planning.step import StepModel, StepTerms, compose, stack
@@ -28,6 +28,7 @@ MAX_TOKENS_A_RANK = 65536  # of a micro-batch: more does not improve matmul effi
 SIMPLER = 0.003  # a layout must beat one with one dimension fewer by this share of the step
 NEARLY_FITS = 1.5  # layouts up to this factor over the GPU's memory are evaluated too, to show the gain of more memory
 SAFE_SHARE = 0.95  # of the GPU's memory: the rest is a margin for the error of the memory model
+LAYOUTS_A_CALL = 4096  # of the memory model: enough to be fast, few enough to show progress
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 
 
@@ -66,32 +67,21 @@ def search(
     """Evaluate all layouts of the search space on `world` GPUs; `like` keeps that layout's tp, cp and ep (for scaling
     curves). `progress` is called with the number of evaluated layouts and the total."""
     limit = SAFE_SHARE * machine.gpu.memory_bytes
-    fitting: list[tuple[Layout, float]] = []
-    larger: list[tuple[Layout, float]] = []
-    evaluated = 0
     shape, batch, sequence = model.shape, model.global_batch_sequences, model.sequence
     bases = layouts(shape, world, batch, sequence, precision, machine, like, model.traits.zero_bubble)
     if model.traits.own_layers:  # choose only layouts that can be trained
         bases = (base for base in bases if layout_is_valid(base, shape, world, batch, sequence, trained=True))
     listed = list(bases)
-    for done, base in enumerate(listed):
+    fitting: list[tuple[Layout, float]] = []
+    larger: list[tuple[Layout, float]] = []
+    evaluated = 0
+    for first in range(0, len(listed), LAYOUTS_A_CALL):
         if progress:
-            progress(done, len(listed))
-        for recompute in RECOMPUTES:
-            layout = base if recompute == "none" else replace(base, recompute=recompute)
-            evaluated += 1
-            need = _need(model, layout, machine)
-            if need <= limit:
-                fitting.append((layout, need))
-                break
-        else:
-            if not model.traits.own_layers:  # Craton's own loop does not offload the optimizer
-                offloaded = replace(layout, offload="optimizer")
-                evaluated += 1
-                with_host = _need(model, offloaded, machine)
-                if with_host <= limit:
-                    fitting.append((offloaded, with_host))
-            larger.append((layout, need))
+            progress(first, len(listed))
+        fit, larger_ones, count = _needs(model, machine, listed[first : first + LAYOUTS_A_CALL], limit)
+        fitting += fit
+        larger += larger_ones
+        evaluated += count
     near = sorted(larger, key=lambda pair: pair[1])[:2000]
     near = [pair for pair in near if pair[1] <= NEARLY_FITS * limit] or near[:50]
     if fitting:  # a layout inside the margin is neither a candidate nor too large
@@ -110,7 +100,7 @@ def search(
 
 def evaluate(model: StepModel, machine: MachineRates, profile: SoftwareProfile, layout: Layout) -> Candidate:
     """Evaluate one layout."""
-    need = _need(model, layout, machine)
+    need = memory_bytes(model.workload(layout), model.traits, machine.node_gpus)
     constants = np.exp(np.array(profile.log_constants))
     return _candidates(model, [(layout, need)], constants, fits=need <= machine.gpu.memory_bytes)[0]
 
@@ -162,8 +152,33 @@ def layouts(
                                 )
 
 
-def _need(model: StepModel, layout: Layout, machine: MachineRates) -> float:
-    return memory_bytes(model.workload(layout), model.traits, machine.node_gpus)
+def _needs(
+    model: StepModel, machine: MachineRates, bases: list[Layout], limit: float
+) -> tuple[list[tuple[Layout, float]], list[tuple[Layout, float]], int]:
+    """Return (layouts that fit with the least recompute or offload, those that do not, memory evaluations)."""
+
+    def sizes(changed: dict[int, Layout]) -> list[float]:
+        needs = memory_bytes_of(model.workload(bases[0]), list(changed.values()), model.traits, machine.node_gpus)
+        return [float(need) for need in needs]
+
+    fit: dict[int, tuple[Layout, float]] = {}
+    pending, needs, evaluated = dict(enumerate(bases)), [], 0
+    for recompute in RECOMPUTES:
+        if recompute != "none":
+            pending = {position: replace(layout, recompute=recompute) for position, layout in pending.items()}
+        needs = sizes(pending)
+        evaluated += len(needs)
+        fit |= {at: (layout, need) for (at, layout), need in zip(pending.items(), needs, strict=True) if need <= limit}
+        needs = [need for need in needs if need > limit]
+        pending = {at: layout for at, layout in pending.items() if at not in fit}
+    if not model.traits.own_layers:  # Craton's own loop does not offload the optimizer
+        offloaded = {at: replace(layout, offload="optimizer") for at, layout in pending.items()}
+        with_host = sizes(offloaded)
+        evaluated += len(with_host)
+        fit |= {
+            at: (layout, need) for (at, layout), need in zip(offloaded.items(), with_host, strict=True) if need <= limit
+        }
+    return [fit[at] for at in sorted(fit)], list(zip(pending.values(), needs, strict=True)), evaluated
 
 
 def _candidates(

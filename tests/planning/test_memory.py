@@ -18,7 +18,7 @@ from craton.infrastructure.catalog import gpu
 from craton.job.layout import Layout
 from craton.job.model import MlaShape, ModelShape, model_preset
 from craton.planning.calibration import STACKS, Case, load_cases
-from craton.planning.memory import Memory, memory, memory_bytes
+from craton.planning.memory import Memory, memory, memory_bytes, memory_bytes_of
 from craton.planning.memory.peak import INSTANTS
 from craton.planning.software import Traits
 from craton.planning.step import Workload, adapter_parameters
@@ -421,6 +421,16 @@ def test_parts_add_up_and_the_total_is_the_worst_instant(work: Workload, traits:
     assert memory_bytes(work, traits) == result.total_bytes
 
 
+@settings(max_examples=30)
+@given(work=works(), others=st.lists(works(), max_size=5), traits=st.one_of(st.just(STACKS["craton"]), stacks))
+def test_many_layouts_in_one_call_have_the_bytes_of_each(
+    work: Workload, others: list[Workload], traits: Traits
+) -> None:
+    layouts = [each.layout for each in (work, *others) if work.shape.is_moe or each.layout.ep == 1]
+    each = [memory(replace(work, layout=layout), traits).total_bytes for layout in layouts]
+    assert memory_bytes_of(work, layouts, traits).tolist() == each
+
+
 def change(work: Workload, **layout: Any) -> Workload:
     """Another layout with the same micro-batches in flight."""
     changed = replace(work.layout, **layout)
@@ -474,20 +484,21 @@ def test_sharding_more_of_the_states_never_needs_more(work: Workload, traits: Tr
     assert two <= 1.001 * one
 
 
-def test_a_search_can_ask_often() -> None:
-    """A question costs few calls; `benchmarks/plan_speed.py` has the seconds of whole searches."""
+@pytest.mark.parametrize(("name", "most_calls"), [("megatron-lm", 50), ("craton", 55)])  # half as many again as today
+def test_a_search_can_ask_often(name: str, most_calls: int) -> None:
+    """A layout costs few calls; `benchmarks/plan_speed.py` has the seconds of whole plans."""
     layouts = [
-        Layout(pp=pp, fsdp=fsdp, tp=tp, vpp=vpp, zero=1, schedule="interleaved" if vpp > 1 else "1f1b")
+        Layout(
+            pp=pp, fsdp=fsdp, tp=tp, vpp=vpp, micro_batch=rows, zero=1, schedule="interleaved" if vpp > 1 else "1f1b"
+        )
         for pp in (1, 4, 16)
         for fsdp in (1, 8, 64)
         for tp in (1, 4, 8)
         for vpp in ((1, 2) if pp > 1 else (1,))
+        for rows in (1, 2, 4, 8)
     ]
-    asked = [step(LLAMA_405B, layout, 8192) for layout in layouts]
-
-    for work in asked:  # what is computed once for a model is not counted
-        memory_bytes(work, MEGATRON)
+    work, traits = step(LLAMA_405B, Layout(), 8192), STACKS[name]
+    memory_bytes_of(work, layouts, traits)  # what is computed once for a model is not counted
     with counted_calls() as calls:
-        for work in asked:
-            memory_bytes(work, MEGATRON)
-    assert calls.number / len(asked) < 50  # half as many again as today
+        memory_bytes_of(work, layouts, traits)
+    assert calls.number / len(layouts) < most_calls

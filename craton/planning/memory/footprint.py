@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from craton.job.model import ModelShape
 from craton.planning.software import Traits
@@ -284,25 +284,25 @@ def _layer(
 
 
 class StageBytes(NamedTuple):
-    """Bytes of one pipeline rank, at the instants of `memory.INSTANTS`."""
+    """Bytes of one pipeline rank, at the instants of `memory.INSTANTS`; numbers, or arrays of many ranks."""
 
-    parameters: float
-    optimizer: float
-    runtime: float
-    gradients: float  # after the first backward pass
-    gradients_forward: float
-    gradients_backward: float  # at the first backward layer
-    gradients_step: float  # in the optimizer step
-    activations: float  # of every micro-batch in flight
-    first_activations: float  # at the first backward layer
-    later_activations: float  # when one of them has finished its backward pass except for a layer
-    head_activations: float
-    logits: float
-    unsharded: float
-    unsharded_loss: float
-    unsharded_backward: float  # with the gradients of the current layer
-    layer_in_work: float  # recomputed tensors and gradients of one layer
-    later_in_work: float
-    buffers: float
-    buffers_backward: float
-    temporaries: float  # on top of the gradients at the end: those not yet reduced, copies for the optimizer
+    parameters: Any
+    optimizer: Any
+    runtime: Any
+    gradients: Any  # after the first backward pass
+    gradients_forward: Any
+    gradients_backward: Any  # at the first backward layer
+    gradients_step: Any  # in the optimizer step
+    activations: Any  # of every micro-batch in flight
+    first_activations: Any  # at the first backward layer
+    later_activations: Any  # when one of them has finished its backward pass except for a layer
+    head_activations: Any
+    logits: Any
+    unsharded: Any
+    unsharded_loss: Any
+    unsharded_backward: Any  # with the gradients of the current layer
+    layer_in_work: Any  # recomputed tensors and gradients of one layer
+    later_in_work: Any
+    buffers: Any
+    buffers_backward: Any
+    temporaries: Any  # on top of the gradients at the end: those not yet reduced, copies for the optimizer

@@ -7,7 +7,10 @@ the named constants below, each with its source. docs/memory.md compares the res
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from craton.job.layout import Layout
 from craton.planning.memory.footprint import (
@@ -19,6 +22,7 @@ from craton.planning.memory.footprint import (
     parameter_bytes,
 )
 from craton.planning.memory.own_memory import own_stages
+from craton.planning.memory.own_pipeline import Array
 from craton.planning.software import Traits
 from craton.planning.step import HEAD_CHUNK_BYTES, Workload, trained_share
 
@@ -36,6 +40,7 @@ ALLOCATOR_SLACK = 0.04
 
 SAVED_LOGIT_BYTES = 4.0  # of a further head (multi-token prediction) until its backward pass
 
+NUM_STAGES = 3  # pipeline ranks that can be the worst
 INSTANTS = (
     "start of forward",
     "end of forward of the last micro-batch in flight",
@@ -59,8 +64,9 @@ def memory(work: Workload, traits: Traits, node_gpus: int = 8) -> Memory:
     """Return the bytes at every instant of a step."""
     instants = dict.fromkeys(INSTANTS, 0.0)
     total_bytes, parts = 0.0, {}
-    for stage in _stages(work, traits, node_gpus):
-        for instant, at_instant in _parts_by_instant(stage).items():
+    stages = _stages(work, [work.layout], traits, node_gpus)
+    for numbers in zip(*(column[:, 0].tolist() for column in stages), strict=True):
+        for instant, at_instant in _parts_by_instant(StageBytes(*numbers)).items():
             size = sum(at_instant.values())
             instants[instant] = max(instants[instant], size)
             if size > total_bytes:
@@ -69,21 +75,27 @@ def memory(work: Workload, traits: Traits, node_gpus: int = 8) -> Memory:
 
 
 def memory_bytes(work: Workload, traits: Traits, node_gpus: int = 8) -> float:
-    """Return the same total without names, for a search."""
-    total_bytes = 0.0
-    for stage in _stages(work, traits, node_gpus):
-        at_loss = stage.unsharded_loss + stage.head_activations + stage.logits if stage.logits else 0.0
-        forward = stage.activations + max(stage.unsharded + stage.buffers, at_loss)
-        first = stage.first_activations + stage.unsharded_backward + stage.layer_in_work + stage.buffers_backward
-        later = stage.later_activations + stage.unsharded_backward + stage.later_in_work + stage.buffers_backward
-        size = max(
-            stage.gradients_forward + forward + forward * ALLOCATOR_SLACK // 1.0,
-            stage.gradients_backward + first + first * ALLOCATOR_SLACK // 1.0,
-            stage.gradients + later + later * ALLOCATOR_SLACK // 1.0,
-            stage.gradients_step + stage.temporaries + stage.temporaries * ALLOCATOR_SLACK // 1.0,
-        )
-        total_bytes = max(total_bytes, size + stage.parameters + stage.optimizer + stage.runtime)
-    return total_bytes
+    """Return the same total without names."""
+    return float(memory_bytes_of(work, [work.layout], traits, node_gpus)[0])
+
+
+def memory_bytes_of(work: Workload, layouts: Sequence[Layout], traits: Traits, node_gpus: int = 8) -> Array:
+    """Return the total of the same work with each of many layouts, for a search: [layouts]."""
+    if not layouts:
+        return np.empty(0)
+    stage = _stages(work, layouts, traits, node_gpus)
+    at_loss = np.where(stage.logits != 0.0, stage.unsharded_loss + stage.head_activations + stage.logits, 0.0)
+    forward = stage.activations + np.maximum(stage.unsharded + stage.buffers, at_loss)
+    first = stage.first_activations + stage.unsharded_backward + stage.layer_in_work + stage.buffers_backward
+    later = stage.later_activations + stage.unsharded_backward + stage.later_in_work + stage.buffers_backward
+    sizes = (
+        stage.gradients_forward + forward + forward * ALLOCATOR_SLACK // 1.0,
+        stage.gradients_backward + first + first * ALLOCATOR_SLACK // 1.0,
+        stage.gradients + later + later * ALLOCATOR_SLACK // 1.0,
+        stage.gradients_step + stage.temporaries + stage.temporaries * ALLOCATOR_SLACK // 1.0,
+    )
+    totals = np.maximum.reduce(sizes) + stage.parameters + stage.optimizer + stage.runtime
+    return np.asarray(totals.max(0))
 
 
 def _parts_by_instant(stage: StageBytes) -> dict[str, dict[str, float]]:
@@ -127,16 +139,28 @@ def _parts_by_instant(stage: StageBytes) -> dict[str, dict[str, float]]:
     return named
 
 
-def _stages(work: Workload, traits: Traits, node_gpus: int) -> list[StageBytes]:
-    """Return the pipeline ranks that can be the worst: the first, the last, and the second if leading layers differ."""
+def _stages(work: Workload, layouts: Sequence[Layout], traits: Traits, node_gpus: int) -> StageBytes:
+    """Return the bytes of the pipeline ranks that can be the worst: [ranks, layouts]. A rank may repeat."""
+    runtime = [
+        PROCESS_BYTES
+        if work.on_cpu
+        else _runtime_bytes(layout, node_gpus, layout.ep * (1 if work.adjacent_experts else layout.tp))
+        for layout in layouts
+    ]
+    if traits.own_layers:
+        return own_stages(work, layouts, traits, np.array(runtime))
+    rows = [
+        _stages_of(replace(work, layout=layout), traits, size) for layout, size in zip(layouts, runtime, strict=True)
+    ]
+    return StageBytes(*np.array(rows).transpose(2, 1, 0))
+
+
+def _stages_of(work: Workload, traits: Traits, runtime: float) -> list[StageBytes]:
+    """Return the first pipeline rank, the second if leading layers differ, and the last, which may repeat."""
     shape, layout = work.shape, work.layout
     pp, vpp = layout.pp, layout.vpp
     tokens = layout.micro_batch * work.sequence / layout.cp
     micro_batches = work.micro_batches
-    expert_span = layout.ep * (1 if work.adjacent_experts else layout.tp)
-    runtime = PROCESS_BYTES if work.on_cpu else _runtime_bytes(layout, node_gpus, expert_span)
-    if traits.own_layers:
-        return own_stages(work, traits, runtime)
     rates = parameter_bytes(
         layout.precision,
         layout.zero,
@@ -224,7 +248,7 @@ def _stages(work: Workload, traits: Traits, node_gpus: int) -> list[StageBytes]:
                 temporaries=temporaries // 1.0,
             )
         )
-    return stages
+    return [*stages, *[stages[-1]] * (NUM_STAGES - len(stages))]
 
 
 def _in_flight(layout: Layout, micro_batches: int, number: int) -> float:

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
         layer_weights,
         table_weights,
     )
-    from craton.planning.step.schedule_loads import pipeline_loads
     from craton.planning.step.sharding import (
         expert_shards_of,
         gradient_bytes,
