@@ -247,7 +247,7 @@ def test_a_server_is_planned_too(plan: Command, monkeypatch: pytest.MonkeyPatch)
     assert found["best_tokens_per_second"] > found["single_tokens_per_second"] > 100
 
 
-@pytest.mark.parametrize("option", [["--html", "x.html"], ["--trace"], ["--instances", "p5"], ["--by", "cost"]])
+@pytest.mark.parametrize("option", [["--trace"], ["--deadline", "3d"], ["--budget", "2M"]])
 def test_what_is_only_for_training_is_said(plan: Command, option: list[str]) -> None:
     plan.job.write_text(SERVER)
     code, _, errors = plan(plan.job, *option)
