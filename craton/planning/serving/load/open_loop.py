@@ -45,7 +45,6 @@ BATCHES = 32  # of the curve from batch to rate
 SMALLEST_BATCH = 0.01
 OUTER_ROUNDS = 3  # of the batch, which depends on the backlog
 INNER_ROUNDS = 3  # of the step time, which depends on the prompts that arrive during it
-SLACK = 0.9  # of the KV cache that requests fill on average when one must wait or be preempted, simulated
 
 
 @dataclass(frozen=True)
@@ -172,9 +171,8 @@ def open_load(replica: ServedReplica, load: ServedLoad, rate: Array, slowdown: A
     wait = queued * seen.full / budget
     wait_variance = _wait_variance(prompts, wait, seen.full / budget)
 
-    cached = room_requests / SLACK / load.context_dispersion
-    servers = np.minimum(steps.max_running, cached) / peakedness
-    delayed = waiting_probability(servers, batch / (servers * peakedness))
+    servers = np.minimum(steps.max_running, room_requests / load.context_dispersion) / peakedness
+    delayed = waiting_probability(servers, batch / slots)
     held = 0.5 * (1.0 + output.variance / output.mean**2)
     delay = batch / rate / servers / (1.0 - np.minimum(batch / slots, FULL)) * held
 
