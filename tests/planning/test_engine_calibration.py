@@ -15,6 +15,7 @@ from craton.planning.serving.engine_fitting import (
     calibrate_engine,
     is_server_file,
     load_server_measurements,
+    own_serving_cases,
 )
 from craton.planning.serving.profile import find_engine_profile, load_engine_profile
 
@@ -116,3 +117,14 @@ def test_too_few_measurements_are_refused(runs: Path) -> None:
     cases = load_server_measurements(runs, "vllm")
     with pytest.raises(EngineCalibrationError, match="at least 3"):
         calibrate_engine(find_engine_profile("vllm", cases[0].machine.gpu), cases[:2])
+
+
+def test_the_shipped_profile_predicts_our_own_server() -> None:
+    """240.8 tokens/s for one request of the 8B shape, 9,462 for 256 that start at once (docs/measurements.md)."""
+    cases = own_serving_cases()
+    shipped = calibrate_engine(find_engine_profile("craton", cases[0].machine.gpu), cases).before
+    errors = {case.id: value / case.measured - 1.0 for case, value in zip(cases, shipped, strict=True)}
+    assert len(errors) >= 8
+    assert max(abs(error) for error in errors.values()) < 0.10, errors
+    assert abs(errors["craton_8b_one"]) < 0.04
+    assert abs(errors["craton_8b_256"]) < 0.06
