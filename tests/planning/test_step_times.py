@@ -126,7 +126,7 @@ def test_a_profile_is_the_nearest_that_was_measured() -> None:
     elsewhere = find_engine_profile("sglang", gpu("L40S"))
     assert elsewhere.gpu == ""
     assert {"vllm", "sglang", "trtllm", "craton", "unknown"} <= set(engine_names())
-    with pytest.raises(EngineProfileError, match="did you mean .*vllm"):
+    with pytest.raises(EngineProfileError, match=r"did you mean .*vllm"):
         find_engine_profile("vlm", gpu("H200-SXM"))
 
 
