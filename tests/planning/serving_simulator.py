@@ -1,4 +1,5 @@
-"""A discrete-event simulator of a server's scheduler, to check the closed forms of craton.planning.serving.load.
+"""A discrete-event simulator of a server's scheduler, to check the closed forms of craton.planning.serving.load;
+`python tests/planning/serving_simulator.py` prints predicted latencies over simulated ones (two minutes).
 
 Every step decodes one token of each running request; what the budget leaves goes to waiting prompts in order of their
 arrival, in chunks. A request is admitted when a slot and KV cache for its whole length are free.
@@ -6,10 +7,15 @@ arrival, in chunks. A request is admitted when a slot and KV cache for its whole
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict, deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+
+from craton.planning.serving.load import ServedLoad, ServedReplica, TokenLengths, open_load, saturation
+
+KV_SHARE = 0.9  # of the KV cache that requests fill on average before one is preempted; as profiles have kv_share
 
 
 @dataclass(frozen=True)
@@ -128,3 +134,62 @@ def simulate(
     assert used == 0
     assert context == 0
     return Simulated(first - sent, (last - first) / np.maximum(outputs - 1, 1), number / now)
+
+
+SPREADS = (0.7, 0.6)  # of the logarithms of lognormal prompts and outputs
+LOGNORMAL = ServedLoad(
+    *(TokenLengths.lognormal_of_spread(mean, s) for mean, s in zip((1024, 256), SPREADS, strict=True))
+)
+FIXED = ServedLoad(TokenLengths.fixed(1024), TokenLengths.fixed(128))
+CASES: dict[str, tuple[LinearSteps, ServedLoad]] = {
+    "prefill-heavy, 1,024 + 128": (LinearSteps(), FIXED),
+    "lognormal, 1,024 + 256": (LinearSteps(), LOGNORMAL),
+    "decode-heavy, 256 + 512": (
+        LinearSteps(request_seconds=1e-4, kv_tokens=2_000_000, max_running=1024),
+        ServedLoad(TokenLengths.fixed(256), TokenLengths.fixed(512)),
+    ),
+    "long prompts, 16,384 + 128": (LinearSteps(), ServedLoad(TokenLengths.fixed(16_384), TokenLengths.fixed(128))),
+    "max_running 32, 512 + 512": (
+        LinearSteps(max_running=32),
+        ServedLoad(TokenLengths.fixed(512), TokenLengths.fixed(512)),
+    ),
+    "KV cache 60k, lognormal": (LinearSteps(kv_tokens=60_000), LOGNORMAL),
+    "prefill-heavy, bursty (4)": (LinearSteps(), replace(FIXED, burstiness=4.0)),
+    "lognormal, bursty (4)": (LinearSteps(), replace(LOGNORMAL, burstiness=4.0)),
+}
+
+
+def lengths_like(lengths: TokenLengths, spread: float, number: int, generator: np.random.Generator) -> np.ndarray:
+    """Return whole lengths: lognormal ones with this spread, where the distribution is not of one length."""
+    if len(lengths.values) == 1:
+        return np.full(number, lengths.mean)
+    drawn = generator.lognormal(math.log(lengths.mean) - spread**2 / 2, spread, number)
+    return np.maximum(1, drawn.round())
+
+
+def main(requests: int = 20_000) -> None:
+    print(f"{'':28} load   TTFT mean   p50   p95   p99   TPOT mean   p95")
+    for name, (server, load) in CASES.items():
+        replica = ServedReplica(replace(server, kv_tokens=KV_SHARE * server.kv_tokens))
+        for share in (0.5, 0.7, 0.9):
+            rate = share * float(saturation(replica, load).rate)
+            generator = np.random.default_rng(1)
+            prompts, outputs = (
+                lengths_like(lengths, spread, requests, generator)
+                for lengths, spread in zip((load.input, load.output), SPREADS, strict=True)
+            )
+            arrivals = open_arrivals(rate, requests, load.burstiness, generator)
+            found = simulate(server, arrivals, prompts, outputs)
+            window = slice(requests // 6, int(0.95 * requests))
+            ttft, tpot = found.ttft_seconds[window], found.tpot_seconds[window]
+            predicted = open_load(replica, load, rate)
+            ratios = [float(predicted.ttft["mean"]) / ttft.mean()]
+            ratios += [float(predicted.ttft[f"p{p}"]) / np.percentile(ttft, p) for p in (50, 95, 99)]
+            ratios += [float(predicted.tpot["mean"]) / tpot.mean()]
+            ratios += [float(predicted.tpot["p95"]) / np.percentile(tpot, 95)]
+            shown = "{:11.2f} {:5.2f} {:5.2f} {:5.2f} {:11.2f} {:5.2f}".format(*ratios)
+            print(f"{name:28} {share:4.0%} {shown}")
+
+
+if __name__ == "__main__":
+    main()

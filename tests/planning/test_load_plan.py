@@ -171,10 +171,10 @@ def test_what_cannot_be_planned_is_one_clear_line(job: Job, gpus: int | None, me
 
 
 def test_a_run_keeps_what_is_predicted_for_its_load() -> None:
-    job = job_of()
+    job = job_of(load="{rate: 5, input: 1024, output: 256}")
     plan = with_planned_load(plan_serving(job), job)
     assert plan.load is not None
-    assert plan.load.rate == pytest.approx(20.0)
+    assert plan.load.rate == pytest.approx(5.0)
     assert plan.load.ttft_seconds_low < plan.load.ttft_seconds < plan.load.ttft_p95_seconds
     document = serving_to_json(plan)
     assert document["tpot_seconds"] == plan.load.tpot_seconds

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from serving_simulator import LinearSteps, Simulated, open_arrivals, simulate
+from serving_simulator import (
+    FIXED,
+    LOGNORMAL,
+    SPREADS,
+    LinearSteps,
+    Simulated,
+    lengths_like,
+    open_arrivals,
+    simulate,
+)
 
 from craton.planning.serving.load import LIMITS, ServedLoad, ServedReplica, TokenLengths, open_load, saturation
 
@@ -15,20 +23,18 @@ REQUESTS = 8000
 WARM_UP = REQUESTS // 6
 SERVER = LinearSteps()
 NORMAL = {
-    "prefill-heavy": ServedLoad(TokenLengths.fixed(1024), TokenLengths.fixed(128)),
-    "lognormal": ServedLoad(TokenLengths.lognormal_of_spread(1024, 0.7), TokenLengths.lognormal_of_spread(256, 0.6)),
+    "prefill-heavy": FIXED,
+    "lognormal": LOGNORMAL,
     "chunked": ServedLoad(TokenLengths.fixed(16_384), TokenLengths.fixed(128)),
 }
 
 
-def simulated(
-    server: LinearSteps, load: ServedLoad, rate: float, spreads: tuple[float, float] = (0.0, 0.0)
-) -> Simulated:
+def simulated(server: LinearSteps, load: ServedLoad, rate: float) -> Simulated:
     generator = np.random.default_rng(1)
     arrivals = open_arrivals(rate, REQUESTS, load.burstiness, generator)
     prompts, outputs = (
-        np.maximum(1, generator.lognormal(math.log(lengths.mean) - spread**2 / 2, spread, REQUESTS).round())
-        for lengths, spread in zip((load.input, load.output), spreads, strict=True)
+        lengths_like(lengths, spread, REQUESTS, generator)
+        for lengths, spread in zip((load.input, load.output), SPREADS, strict=True)
     )
     return simulate(server, arrivals, prompts, outputs)
 
@@ -45,7 +51,7 @@ def test_latencies_are_those_of_a_simulated_scheduler(name: str, share: float) -
     load = NORMAL[name]
     rate = share * float(saturation(ServedReplica(SERVER), load).rate)
     latencies = open_load(ServedReplica(SERVER), load, rate)
-    found = simulated(SERVER, load, rate, (0.7, 0.6) if name == "lognormal" else (0.0, 0.0))
+    found = simulated(SERVER, load, rate)
     ttft = ratios(latencies.ttft, found.ttft_seconds)
     assert ttft["mean"] == pytest.approx(1.0, abs=0.1)
     assert all(1 / 1.3 < ttft[percentile] < 1.3 for percentile in ("p50", "p90", "p95", "p99")), ttft
@@ -64,8 +70,8 @@ def test_bursts_make_requests_wait() -> None:
 
 def test_the_kv_cache_limits_what_a_simulated_server_completes() -> None:
     server = replace(SERVER, kv_tokens=60_000)
-    load = ServedLoad(TokenLengths.fixed(1024), TokenLengths.lognormal_of_spread(512, 0.5))
+    load = ServedLoad(TokenLengths.fixed(1024), TokenLengths.lognormal_of_spread(512, 0.6))
     limit = saturation(ServedReplica(replace(server, kv_tokens=54_000)), load)
     assert LIMITS[int(limit.limit)] == "KV cache"
-    completed = simulated(server, load, 3 * float(limit.rate), (0.0, 0.5)).completed_per_second
+    completed = simulated(server, load, 3 * float(limit.rate)).completed_per_second
     assert float(limit.rate) == pytest.approx(completed, rel=0.05)

@@ -130,9 +130,12 @@ def _server_lines(run: RunDirectory, state: RunState) -> list[Text]:
     from craton.cli.views.server import state_line
     from craton.errors import CratonError
     from craton.orchestration import ServerWatch, server_of
+    from craton.telemetry import read_json
 
     try:
         address = server_of(run)
     except CratonError as error:
         return [Text(f"{run.name}: {error}", style="yellow")]
-    return [Text(f"{state_line(run.name, ServerWatch(address).look(), state)} · {address.url}")]
+    planned = read_json(run.plan_path).get("ttft_seconds")
+    line = state_line(run.name, ServerWatch(address).look(), state, planned_ttft_seconds=planned)
+    return [Text(f"{line} · {address.url}")]

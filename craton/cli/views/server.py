@@ -138,16 +138,24 @@ def curl_line(job: Job, url: str) -> str:
     return line if job.serve.api_keys is None else f'{line} -H "Authorization: Bearer ${job.serve.api_keys}"'
 
 
-def state_line(name: str, state: ServerState | None, run_state: RunState, view: View | None = None) -> str:
-    """Return `serve-llama: 12 running, 3 waiting · 4.2k tokens/s · first token after 38 ms`."""
+def state_line(
+    name: str,
+    state: ServerState | None,
+    run_state: RunState,
+    view: View | None = None,
+    planned_ttft_seconds: float | None = None,
+) -> str:
+    """Return `serve-llama: 12 running, 3 waiting · 4.2k tokens/s · first token after 38 ms (planned 45 ms)`; planned is
+    the mean for the load that the job states."""
     if view is not None and view.recovering is not None:
         return f"{name}: RECOVERING  {view.recovering.text}"
     if state is None:  # normal while it starts or stops
         return f"{name}: {run_state if run_state in ('starting', 'stopping') else 'no response'}"
+    planned = "" if planned_ttft_seconds is None else f" (planned {formatting.duration(planned_ttft_seconds)})"
     return (
         f"{name}: {state.running} running, {state.waiting} waiting · "
         f"{formatting.amount(state.tokens_per_second)} tokens/s · "
-        f"first token after {formatting.duration(state.first_token_seconds)}"
+        f"first token after {formatting.duration(state.first_token_seconds)}{planned}"
     )
 
 
