@@ -44,7 +44,7 @@ SERVING_SCALES = {
 TTFT_EFFECTS = ("ttft-model", "ttft-group")
 DRAFT_EFFECTS = ("drafts-group", "drafts")
 SERVING_NOISE = {"tpot_seconds": 0.06, "ttft_seconds": 0.26, "tokens_per_second_per_gpu": 0.07}
-OPEN_LAYOUT_NOISE = 1.5  # factor on the noise where a layout was searched
+OPEN_LAYOUT_NOISE = 2.5  # factor on the noise where a layout was searched
 OWN_ENGINE = "craton"
 OWN_NOISE = 0.25  # factor on the noise of our own server, whose settings are all known
 
