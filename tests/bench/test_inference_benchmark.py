@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,13 @@ import pytest
 
 from craton.bench import bench_inference, inference_json, is_inference_file, median_error
 from craton.planning.calibration import CaseFileError
-from craton.planning.serving.engine_fitting import load_serving_cases, serving_corpus
+from craton.planning.serving.engine_fitting import (
+    load_serving_cases,
+    predict_served,
+    read_serving_rows,
+    serving_corpus,
+    serving_corpus_fit,
+)
 
 CORPUS = Path(__file__).parents[2] / "data" / "inference_results.json"
 ROWS = {row["id"]: row for row in json.loads(CORPUS.read_text(encoding="utf-8"))["cases"]}
@@ -107,6 +114,29 @@ def test_hostile_rows_are_skipped(tmp_path: Path, change: dict[str, Any]) -> Non
     assert not cases
     assert len(skipped) == 1
     assert skipped[0].reason
+
+
+def test_mutated_rows_are_cases_with_a_prediction_or_are_skipped() -> None:
+    """Random fields of random rows take values of other types and sizes; a fixed seed."""
+    values: list[Any] = [None, 0, -1, 3, 7, 1e9, 1e-9, 1e30, math.nan, math.inf, "", "8", True, [], {}, [1, 2], 2**70]
+    values += ["fp4", "closed loop", "decode only", "prefill only", "max throughput", {"a": 1}]
+    chooser = random.Random(0)
+    rows = list(ROWS.values())
+    mutated = []
+    for _ in range(200):
+        row = json.loads(json.dumps(chooser.choice(rows)))
+        for _ in range(chooser.randint(1, 3)):
+            place, key = row, chooser.choice(list(row))
+            while isinstance(place[key], dict) and place[key] and chooser.random() < 0.85:
+                place = place[key]
+                key = chooser.choice(list(place))
+            place[key] = chooser.choice(values)
+        mutated.append(row)
+    cases, skipped = read_serving_rows(mutated)
+    assert len(skipped) > 20
+    predictions = predict_served(serving_corpus_fit(), cases)
+    assert len(cases) > 100
+    assert all(0.0 < prediction.low < prediction.seconds < prediction.high for prediction in predictions)
 
 
 def test_rows_that_are_not_objects_are_skipped(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         is_serving_row,
         load_serving_cases,
         own_serving_cases,
+        read_serving_rows,
         serving_corpus,
         serving_corpus_path,
     )

@@ -33,6 +33,16 @@ from craton.planning.serving.terms import ServedPrecision, serving_terms
 Metric = Literal["tpot_seconds", "ttft_seconds", "tokens_per_second_per_gpu"]
 LoadKind = Literal["closed", "open", "offline", "decode", "prefill", "batch"]
 
+# What a load shows of its server: in an open one the tokens/s are those offered, in an offline one TTFT is the queue.
+SHOWN: dict[LoadKind, tuple[Metric, ...]] = {
+    "closed": ("tpot_seconds", "ttft_seconds", "tokens_per_second_per_gpu"),
+    "open": ("tpot_seconds", "ttft_seconds"),
+    "offline": ("tokens_per_second_per_gpu",),
+    "decode": ("tpot_seconds", "tokens_per_second_per_gpu"),
+    "prefill": ("tokens_per_second_per_gpu",),
+    "batch": ("tokens_per_second_per_gpu",),
+}
+
 INFERENCEX_MEAN = 0.9  # of the nominal lengths: drawn between 80 and 100%
 FIRST_WAVE = 0.1  # share of the requests that start together: InferenceX sends ten times the concurrency
 MIN_VALUE, MAX_VALUE = 1e-6, 1e7  # credible seconds, and tokens/s per GPU
@@ -427,10 +437,10 @@ def _metrics(row: dict[str, Any], load: ServingLoad, count: int) -> dict[Metric,
     if load.kind == "prefill":  # a prefill pool makes the first token of each prompt
         take("tokens_per_second_per_gpu", "input_tokens_per_s_per_gpu", scale=1.0 / load.prompt)
         take("tokens_per_second_per_gpu", "input_tokens_per_s_per_node", scale=1.0 / load.prompt / 8.0)
-    if load.kind == "open":
-        found.pop("tokens_per_second_per_gpu", None)  # the offered load
+    found = {metric: value for metric, value in found.items() if metric in SHOWN[load.kind]}
     if not found:
-        raise UnrepresentableError(f"metrics {', '.join(metrics) or 'none'}: none is TTFT, TPOT or tokens/s per GPU")
+        names = ", ".join(map(str, metrics)) or "none"
+        raise UnrepresentableError(f"metrics {names}: none is TTFT, TPOT or tokens/s per GPU of a {load.kind} load")
     return found
 
 
