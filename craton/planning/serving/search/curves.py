@@ -10,13 +10,13 @@ import numpy as np
 from craton.infrastructure import Cluster
 from craton.planning.serving.load import ServedLoad, open_load, saturation
 from craton.planning.serving.search.evaluate import slowdowns
-from craton.planning.serving.search.replicas import Candidates
+from craton.planning.serving.search.replicas import ServedCandidates
 from craton.planning.serving.search.result import CURVE_SHARES, STATISTICS, CurvePoint, Deployment, FrontPoint, Interval
 
 FRONT_ROWS = slice(10, None, 2)  # of the curve from batch to rate: fewer requests are as fast as one
 
 
-def curve_points(candidates: Candidates, load: ServedLoad, chosen: Deployment) -> list[CurvePoint]:
+def curve_points(candidates: ServedCandidates, load: ServedLoad, chosen: Deployment) -> list[CurvePoint]:
     """Return the latencies of the chosen deployment, up to where it saturates."""
     index = candidates.layouts.index(replace(chosen.layout, replicas=1))
     replica, replicas = candidates.only([index]).replica, chosen.layout.replicas
@@ -35,7 +35,7 @@ def curve_points(candidates: Candidates, load: ServedLoad, chosen: Deployment) -
     ]
 
 
-def front_points(candidates: Candidates, cluster: Cluster, load: ServedLoad) -> list[FrontPoint]:
+def front_points(candidates: ServedCandidates, cluster: Cluster, load: ServedLoad) -> list[FrontPoint]:
     """Return every layout at rising rates, and which points no other one beats in both."""
     nominal = float(slowdowns(candidates)[0, 0])
     limit = saturation(candidates.replica, replace(load, concurrency=None))

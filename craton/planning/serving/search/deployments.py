@@ -25,7 +25,7 @@ from craton.planning.serving.profile import EngineProfile, EngineProfileError, f
 from craton.planning.serving.search.curves import curve_points, front_points
 from craton.planning.serving.search.evaluate import Limits, evaluate, largest_load
 from craton.planning.serving.search.pools import pooled_curve, pooled_deployment
-from craton.planning.serving.search.replicas import OWN_ENGINE, Candidates, candidates_of
+from craton.planning.serving.search.replicas import OWN_ENGINE, ServedCandidates, candidates_of
 from craton.planning.serving.search.result import Deployment, LoadPlan
 from craton.planning.serving.search.rows import deployment_rows
 from craton.planning.serving.search.tiers import kv_tiers
@@ -44,7 +44,7 @@ class _Setting:
     cluster: Cluster
     machine: MachineRates
     profile: EngineProfile
-    candidates: Candidates
+    candidates: ServedCandidates
 
 
 def plan_load(

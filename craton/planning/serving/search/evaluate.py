@@ -15,7 +15,7 @@ import numpy as np
 
 from craton.planning.serving.closed_load import closed_loop
 from craton.planning.serving.load import PERCENTILES, ServedLatencies, ServedLoad, open_load, saturation
-from craton.planning.serving.search.replicas import Candidates
+from craton.planning.serving.search.replicas import ServedCandidates
 
 Limits = Mapping[tuple[str, str], float]  # (ttft, tpot or e2e; statistic) → seconds
 INTERVAL_Z = 1.2816  # of the standard normal: 10% and 90%
@@ -31,13 +31,13 @@ class Evaluated:
     rate: Any  # requests per second of one replica
 
 
-def slowdowns(candidates: Candidates) -> np.ndarray:
+def slowdowns(candidates: ServedCandidates) -> np.ndarray:
     """Return factors of the step times: nominal, and both ends of the 80% interval."""
     ends = np.array([0.0, -INTERVAL_Z, INTERVAL_Z]) * candidates.log_deviation
     return np.exp(candidates.log_scale + ends).reshape(-1, 1)
 
 
-def evaluate(candidates: Candidates, load: ServedLoad, replicas: Any) -> Evaluated:
+def evaluate(candidates: ServedCandidates, load: ServedLoad, replicas: Any) -> Evaluated:
     """Return what each candidate has under its share of the load."""
     factors = slowdowns(candidates)
     if load.concurrency is not None:
@@ -47,7 +47,7 @@ def evaluate(candidates: Candidates, load: ServedLoad, replicas: Any) -> Evaluat
     return Evaluated(open_load(candidates.replica, load, share + 0.0 * factors, factors), share + 0.0 * factors)
 
 
-def largest_load(candidates: Candidates, load: ServedLoad, limits: Limits) -> np.ndarray:
+def largest_load(candidates: ServedCandidates, load: ServedLoad, limits: Limits) -> np.ndarray:
     """Return the largest rate of one replica (with `concurrency`: number of users) within all limits; 0: none is.
 
     Latency grows with the load, so the largest of SHARES within the limits is refined once between it and the next."""
@@ -73,7 +73,9 @@ def largest_load(candidates: Candidates, load: ServedLoad, limits: Limits) -> np
     return np.asarray(low)
 
 
-def _keeps(candidates: Candidates, load: ServedLoad, loads: np.ndarray, limits: Limits, nominal: np.ndarray) -> Any:
+def _keeps(
+    candidates: ServedCandidates, load: ServedLoad, loads: np.ndarray, limits: Limits, nominal: np.ndarray
+) -> Any:
     if load.concurrency is not None:
         found = _closed(candidates, load, np.maximum(loads, 1.0), nominal).latencies
     else:
@@ -86,7 +88,7 @@ def _latency(found: ServedLatencies, name: tuple[str, str]) -> Any:
     return latency[name[1]]
 
 
-def _closed(candidates: Candidates, load: ServedLoad, users: Any, factors: np.ndarray) -> Evaluated:
+def _closed(candidates: ServedCandidates, load: ServedLoad, users: Any, factors: np.ndarray) -> Evaluated:
     replica = candidates.replica
     steps: Any = replica.steps
     loop = closed_loop(

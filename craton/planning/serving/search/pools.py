@@ -24,7 +24,7 @@ from craton.planning.serving.load import (
     waiting_probability,
 )
 from craton.planning.serving.search.evaluate import Limits, evaluate, largest_load, slowdowns
-from craton.planning.serving.search.replicas import Candidates
+from craton.planning.serving.search.replicas import ServedCandidates
 from craton.planning.serving.search.result import CURVE_SHARES, STATISTICS, CurvePoint, Deployment, Interval
 from craton.planning.serving.search.rows import deployment_rows, missed, nodes_of
 from craton.planning.serving.search.tiers import kv_bytes_per_token
@@ -35,7 +35,7 @@ MILLION = 1e6
 
 
 def pooled_deployment(
-    candidates: Candidates,
+    candidates: ServedCandidates,
     cluster: Cluster,
     machine: MachineRates,
     shape: ModelShape,
@@ -112,7 +112,7 @@ def pooled_deployment(
     )
 
 
-def pooled_curve(candidates: Candidates, load: ServedLoad, chosen: Deployment) -> list[CurvePoint]:
+def pooled_curve(candidates: ServedCandidates, load: ServedLoad, chosen: Deployment) -> list[CurvePoint]:
     """Return the latencies of chosen pools at other rates."""
     assert chosen.prefill is not None
     prefill, decode = (_only(candidates, layout) for layout in (chosen.prefill, chosen.layout))
@@ -132,7 +132,7 @@ def pooled_curve(candidates: Candidates, load: ServedLoad, chosen: Deployment) -
     return points
 
 
-def _only(candidates: Candidates, layout: ServedLayout) -> Candidates:
+def _only(candidates: ServedCandidates, layout: ServedLayout) -> ServedCandidates:
     return candidates.only([candidates.layouts.index(replace(layout, replicas=1))])
 
 
@@ -144,7 +144,7 @@ def _fixed(dollars: float | None, share: float, tokens: float) -> Interval | Non
 
 
 def _prefill_pool(
-    candidates: Candidates, load: ServedLoad, limits: Limits, sizes: np.ndarray
+    candidates: ServedCandidates, load: ServedLoad, limits: Limits, sizes: np.ndarray
 ) -> tuple[int, int] | None:
     """Return the layout and the replicas of the smallest prefill pool that keeps the limits of TTFT, else of the one
     that is nearest."""
@@ -162,14 +162,16 @@ def _prefill_pool(
     return int(column), int(counts[row, column])
 
 
-def _first_token(candidates: Candidates, load: ServedLoad, count: int, transfer_seconds: float) -> dict[str, Interval]:
+def _first_token(
+    candidates: ServedCandidates, load: ServedLoad, count: int, transfer_seconds: float
+) -> dict[str, Interval]:
     factors = slowdowns(candidates)
     service, ranks = _services(candidates, load)[:, None, :] * factors, np.asarray(candidates.terms.attention_dp)
     table = _queue(service, load, count * ranks, candidates.replica.first_token_seconds)
     return {name: Interval(*(float(value) + transfer_seconds for value in table[name][:, 0])) for name in STATISTICS}
 
 
-def _services(candidates: Candidates, load: ServedLoad) -> np.ndarray:
+def _services(candidates: ServedCandidates, load: ServedLoad) -> np.ndarray:
     """Return prefill seconds of every length, alone on a replica: [lengths, candidates]."""
     lengths = load.prefill.array.reshape(-1, 1)
     cached = load.prefix_hits * load.input.array.reshape(-1, 1)

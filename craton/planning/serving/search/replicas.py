@@ -28,7 +28,7 @@ OWN_ENGINE = "craton"
 
 
 @dataclass(frozen=True)
-class Candidates:
+class ServedCandidates:
     """Layouts of one replica on one kind of machine, with their step times as arrays in the same order."""
 
     layouts: tuple[ServedLayout, ...]
@@ -40,14 +40,14 @@ class Candidates:
     def __len__(self) -> int:
         return len(self.layouts)
 
-    def only(self, indices: Sequence[int]) -> Candidates:
+    def only(self, indices: Sequence[int]) -> ServedCandidates:
         layouts = tuple(self.layouts[index] for index in indices)
         fields: dict[str, Any] = {name: np.asarray(value)[list(indices)] for name, value in vars(self.terms).items()}
         terms = ServingTerms(**fields)
         replica = replace(self.replica, steps=_with_terms(self.replica.steps, terms), attention_dp=terms.attention_dp)
         return replace(self, layouts=layouts, terms=terms, replica=replica)
 
-    def without_prefill(self) -> Candidates:
+    def without_prefill(self) -> ServedCandidates:
         """Return the same deployments as decode pools."""
         return replace(self, replica=replace(self.replica, steps=DecodeSteps(self.replica.steps)))
 
@@ -60,7 +60,7 @@ def _with_terms(steps: Any, terms: ServingTerms) -> Any:
 
 def candidates_of(
     job: Job, shape: ModelShape, machine: MachineRates, profile: EngineProfile, load: ServedLoad
-) -> Candidates | None:
+) -> ServedCandidates | None:
     """Return every layout of one replica that has room for its weights; None if the model is too large."""
     serve = job.serve
     assert serve is not None
@@ -87,7 +87,7 @@ def candidates_of(
     if serve.draft_tokens:
         steps = _speculative(job, machine, profile, steps, load.acceptance)
     replica = ServedReplica(steps, terms.attention_dp, profile["first_token_seconds"], profile["prefill_slowdown"])
-    return Candidates(tuple(found), terms, replica, prediction.log_deviation, profile.log_scales[0])
+    return ServedCandidates(tuple(found), terms, replica, prediction.log_deviation, profile.log_scales[0])
 
 
 def _compute(precision: str) -> str:

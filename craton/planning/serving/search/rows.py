@@ -14,7 +14,7 @@ from craton.infrastructure import Cluster
 from craton.planning.serving.layout import ServedLayout
 from craton.planning.serving.load import LIMITS, ServedLoad
 from craton.planning.serving.search.evaluate import Evaluated, Limits
-from craton.planning.serving.search.replicas import Candidates
+from craton.planning.serving.search.replicas import ServedCandidates
 from craton.planning.serving.search.result import STATISTICS, Deployment, Interval, SloMiss
 
 MILLION = 1e6
@@ -22,7 +22,7 @@ SMALL_SHARE = 0.02  # parts of a step below this share are not shown
 
 
 def deployment_rows(
-    candidates: Candidates,
+    candidates: ServedCandidates,
     cluster: Cluster,
     load: ServedLoad,
     limits: Limits,
@@ -104,7 +104,7 @@ def missed(tables: dict[str, dict[str, Interval]], limits: Limits) -> tuple[SloM
 
 
 def _step_shares(
-    candidates: Candidates, load: ServedLoad, decoding: Any, rate: Any, tpot: Any
+    candidates: ServedCandidates, load: ServedLoad, decoding: Any, rate: Any, tpot: Any
 ) -> list[dict[str, float]]:
     """Return for each candidate the parts of a mean step with their shares, largest first."""
     steps: Any = candidates.replica.steps

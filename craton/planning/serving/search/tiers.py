@@ -9,7 +9,7 @@ import numpy as np
 from craton.infrastructure import Instance
 from craton.job.model import ModelShape
 from craton.planning.serving.load import ServedLoad
-from craton.planning.serving.search.replicas import Candidates
+from craton.planning.serving.search.replicas import ServedCandidates
 from craton.planning.serving.search.result import Deployment, KvTier
 from craton.planning.serving.terms import KV_BYTES
 
@@ -25,7 +25,12 @@ def kv_bytes_per_token(shape: ModelShape, precision: str) -> float:
 
 
 def kv_tiers(
-    candidates: Candidates, instance: Instance, shape: ModelShape, precision: str, load: ServedLoad, chosen: Deployment
+    candidates: ServedCandidates,
+    instance: Instance,
+    shape: ModelShape,
+    precision: str,
+    load: ServedLoad,
+    chosen: Deployment,
 ) -> list[KvTier]:
     """Return the tiers of the chosen deployment's nodes. GPUs of a replica load their shards side by side."""
     size = kv_bytes_per_token(shape, "bf16" if precision == "fp8" else precision)
