@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from craton import formatting
 from craton.infrastructure import CatalogError, Cluster, cluster_of, resolve_cluster
 from craton.job import Job
 from craton.job.model import ModelShape
@@ -257,7 +258,8 @@ def _price_text(cluster: Cluster) -> str:
     price = cluster.price
     if price is None:
         return "no price is known"
-    return f"{price.kind}, ${price.dollars_per_hour:,.2f}/h per {cluster.instance.name}, price of {price.date}"
+    hourly = formatting.dollars(price.dollars_per_hour)
+    return f"{price.kind}, {hourly}/h per {cluster.instance.name}, price of {price.date}"
 
 
 def _notes(rows: Sequence[Deployment], settings: Sequence[_Setting]) -> list[str]:
@@ -270,9 +272,11 @@ def _notes(rows: Sequence[Deployment], settings: Sequence[_Setting]) -> list[str
         across = next((row for row in here if row.layout.stage_gpus > domain), None)
         if inside is None or across is None or inside.dollars_per_hour is None or across.dollars_per_hour is None:
             continue
+        one, other = (formatting.dollars(row.dollars_per_hour) for row in (inside, across))
+        more = across.dollars_per_hour - inside.dollars_per_hour
+        change = f"{formatting.dollars(abs(more))}/h {'more' if more >= 0 else 'less'}"
         notes.append(
-            f"{name}: experts inside one NVLink domain of {domain} GPUs ({inside.layout}) cost "
-            f"${inside.dollars_per_hour:,.2f}/h, across the network ({across.layout}) "
-            f"${across.dollars_per_hour:,.2f}/h: {across.dollars_per_hour - inside.dollars_per_hour:+,.2f} $/h"
+            f"{name}: experts inside one NVLink domain of {domain} GPUs ({inside.layout}) cost {one}/h, across the "
+            f"network ({across.layout}) {other}/h: {change}"
         )
     return notes
