@@ -41,6 +41,7 @@ from craton.planning.calibration.profiles import software_names
 from craton.planning.fitting import LEVELS, NOISE, SCALES
 from craton.planning.rates import machine
 from craton.planning.report import render_plan
+from craton.planning.serving.engine_fitting import is_server_file, load_server_measurements
 from craton.telemetry import MARKERS, METRICS, TWINS, RunDirectory, RunState
 from craton.telemetry.files import read_lines
 from craton.telemetry.rank import LEDGER_KINDS
@@ -463,7 +464,7 @@ def test_the_python_of_the_page_on_runs_records(tmp_path: Path, monkeypatch: pyt
 
 
 def test_calibration_files_on_the_page_are_read(tmp_path: Path) -> None:
-    runs, pins = blocks(ROOT / "docs" / "planning.md", "json")
+    runs, pins, servers = blocks(ROOT / "docs" / "planning.md", "json")
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     (tmp_path / "runs.json").write_text(runs, encoding="utf-8")
     (tmp_path / "pins.json").write_text(pins, encoding="utf-8")
@@ -472,3 +473,20 @@ def test_calibration_files_on_the_page_are_read(tmp_path: Path) -> None:
     found = load_pins(tmp_path / "pins.json", place)
     assert set(found) == {"step_overhead_seconds", "gemm_efficiency", "attention_efficiency", "network_slowdown"}
     assert all(0.5 < found[name] < 2.0 for name in found if name != "step_overhead_seconds")
+    (tmp_path / "servers.json").write_text(servers, encoding="utf-8")
+    (tmp_path / "serve.yaml").symlink_to(ROOT / "examples" / "serve-llama-8b.yaml")
+    latencies = {"mean": 0.1}
+    summary = {
+        "requests": 20,
+        "answered": 20,
+        "prompt_tokens": 20000,
+        "output_tokens": 4000,
+        "output_tokens_per_second": 900.0,
+        "ttft_seconds": latencies,
+        "tpot_seconds": latencies,
+    }
+    level = {"load": "closed", "concurrency": 8, "requests_per_second": None, "trouble": "", "summary": summary}
+    for entry in json.loads(servers):
+        (tmp_path / entry["bench"]).write_text(json.dumps({"levels": [level]}), encoding="utf-8")
+    assert is_server_file(tmp_path / "servers.json")
+    assert len(load_server_measurements(tmp_path / "servers.json", "vllm")) == 9
