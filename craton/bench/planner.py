@@ -297,8 +297,13 @@ def _with_some_given(
             ]
             profile = calibrate_from(start, runs).profile
             others = [case for case in members if case.dup_group not in repeated]
+            seen = {case.traits for case in handed}  # runs with other traits move as their priors do
             results += [
-                CaseResult(case, predict(with_traits(profile, case.traits), row_of(case).terms)) for case in others
+                CaseResult(
+                    case,
+                    predict(profile if case.traits in seen else with_traits(profile, case.traits), row_of(case).terms),
+                )
+                for case in others
             ]
         if progress:
             progress(done + 1, len(large))

@@ -50,9 +50,9 @@ class Constant:
 
 CONSTANTS: tuple[Constant, ...] = (
     Constant("gemm_efficiency", 0.90, 0.12, "16-bit matmuls, relative to the measured kernel curve"),
-    Constant("fp8_efficiency", 0.90, 0.12, "the same in fp8 with one scale per tensor or row"),
-    Constant("mxfp8_efficiency", 0.80, 0.12, "the same in fp8 with one scale per block"),
-    Constant("fp4_efficiency", 0.70, 0.25, "the same in nvfp4"),
+    Constant("fp8_efficiency", 0.96, 0.12, "the same in fp8 with one scale per tensor or row"),
+    Constant("mxfp8_efficiency", 0.86, 0.12, "the same in fp8 with one scale per block"),
+    Constant("fp4_efficiency", 0.76, 0.25, "the same in nvfp4"),
     Constant("expert_efficiency", 0.95, 0.25, "grouped matmuls of experts, on top of the above"),
     Constant("attention_efficiency", 0.85, 0.25, "attention, relative to the measured kernel curve"),
     Constant("elementwise_passes", 0.95, 0.30, "memory traffic of norms, activations, residuals, casts, over minimum"),
@@ -61,14 +61,14 @@ CONSTANTS: tuple[Constant, ...] = (
     Constant("shard_contention", 0.40, 0.50, "compute slowdown per second of hidden gather or reduction"),
     Constant("network_slowdown", 1.15, 0.30, "network collectives inside a step, relative to the collective alone"),
     Constant("nvlink_slowdown", 1.10, 0.25, "the same inside an NVLink domain"),
-    Constant("expert_exposed", 0.65, 0.50, "share of the expert all-to-all that is not hidden"),
-    Constant("permute_passes", 2.5, 0.40, "memory traffic of routing, permutation and combination, over minimum"),
-    Constant("dispatch_seconds", 1.2e-3, 1.2, "exposed host time of one dispatch to experts and back"),
+    Constant("expert_exposed", 0.65, 0.30, "share of the expert all-to-all that is not hidden"),
+    Constant("permute_passes", 2.5, 0.35, "memory traffic of routing, permutation and combination, over minimum"),
+    Constant("dispatch_seconds", 1.2e-3, 1.6, "exposed host time of one dispatch to experts and back"),
     Constant("recompute_cost", 1.05, 0.15, "time of recomputed operators, relative to their forward pass"),
     Constant("bubble", 1.20, 0.30, "pipeline bubble and stage imbalance, relative to the formula"),
     Constant("optimizer_passes", 1.35, 0.40, "memory traffic of the optimizer step, over minimum"),
     Constant("step_overhead_seconds", 0.025, 0.80, "per step: gradient clipping, logging, host synchronisation"),
-    Constant("straggle", 0.0055, 0.50, "slowdown per doubling of the nodes"),
+    Constant("straggle", 0.0050, 0.50, "slowdown per doubling of the nodes"),
 )
 NAMES: tuple[str, ...] = tuple(constant.name for constant in CONSTANTS)
 INDEX: dict[str, int] = {name: position for position, name in enumerate(NAMES)}
@@ -84,8 +84,13 @@ TRAIT_FACTORS: dict[str, dict[str, float]] = {
     "tensor overlap": {"tensor_exposed": 0.55},
     "expert overlap": {"expert_exposed": 0.5},
     "hybridep": {"dispatch_seconds": 0.35, "expert_exposed": 0.7},
-    # no host wait for token counts, no launches, half of the experts' traffic: documented, the factors are assumed
-    "fused experts": {"dispatch_seconds": 0.1, "launch_seconds": 0.3, "permute_passes": 0.5},
+    # no host wait for token counts, few launches, less traffic: documented, the factors are assumed
+    "fused experts": {
+        "dispatch_seconds": 0.1,
+        "launch_seconds": 0.3,
+        "permute_passes": 0.5,
+        "elementwise_passes": 0.75,
+    },
     "loop": {"dispatch_seconds": 10.0, "expert_efficiency": 0.6},
 }
 

@@ -8,6 +8,7 @@ import random
 import statistics
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,23 @@ def test_what_was_logged_is_met_and_the_interval_narrows() -> None:
     assert after.high / after.low < 0.9 * before.high / before.low
     assert after.seconds == pytest.approx(result.after[0])
     assert np.linalg.eigvalsh(np.array(profile.covariance)).min() > -1e-9
+
+
+def test_contradictory_runs_widen_the_interval_and_consistent_ones_narrow_it() -> None:
+    """Eight repetitions of four layouts that agree to the percent, or differ by half: no constant explains that."""
+    layouts = [Layout(fsdp=64), Layout(fsdp=32, tp=2), Layout(pp=2, fsdp=32, zero=1), Layout(fsdp=64, micro_batch=2)]
+    runs = simulated({"gemm_efficiency": 0.8}, layouts) * 2
+    factors = {}
+    for spread in (0.01, 0.2):
+        signs = [1.0, -1.0, -1.0, 1.0, -1.0, 1.0, 1.0, -1.0]
+        noisy = [
+            replace(run, step_seconds=run.step_seconds * math.exp(spread * sign))
+            for run, sign in zip(runs, signs, strict=True)
+        ]
+        profile = calibrate(noisy, "craton").profile
+        factors[spread] = (profile.unexplained_factor, predict(profile, runs[0].terms).log_deviation)
+    assert factors[0.01][0] < 1.0 < 2.0 < factors[0.2][0]
+    assert factors[0.2][1] > 2.0 * factors[0.01][1]
 
 
 def test_runs_that_say_what_the_profile_says_change_nothing() -> None:

@@ -127,6 +127,32 @@ def test_a_missing_step_time_comes_from_the_throughput(read: Read) -> None:
     assert case.measured_step_seconds == pytest.approx(512 * 2048 / (376 * 128))
 
 
+@pytest.mark.parametrize(
+    ("identity", "dispatcher", "fused"),
+    [
+        ("mbridge-25.09-gb200-dsv3-pretrain-256g-mxfp832elementgranularitynote-gbs2048", "nccl", False),
+        ("mbridge-26.04.01-gb200-dsv3-pretrain-256g-mxfp8-gbs4096", "hybridep", False),
+        ("mbridge-26.06-gb200-dsv3-pretrain-256g-mxfp8-gbs4096", "hybridep", True),
+        ("mbridge-26.06.01-gb200-gpt_oss_120b-pretrain-64g-mxfp8-gbs1280", "hybridep", False),  # a noted regression
+        ("mbridge-26.06-b300-dsv3-pretrain-256g-mxfp8-gbs4096", "deepep", False),  # no rack
+    ],
+)
+def test_a_feature_starts_with_the_release_that_introduced_it(
+    read: Read, identity: str, dispatcher: str, fused: bool
+) -> None:
+    (row,) = [row for row in ROWS if row["id"].startswith(identity)]
+    ((case,), _) = read(row)
+    assert (case.traits.dispatcher, case.traits.fused_experts) == (dispatcher, fused)
+
+
+def test_the_first_megatron_checkpointed_every_layer_and_fused_nothing(read: Read) -> None:
+    rows = [row for row in ROWS if row["framework"] in ("Megatron-LM (2020)", "Megatron-LM (2021)")]
+    cases, _ = read(*rows)
+    assert {case.layout.recompute for case in cases} == {"full"}
+    assert {case.traits.compiled for case in cases if "megatron20-" in case.id} == {False}
+    assert {case.traits.compiled for case in cases if "megatron21-" in case.id} == {True}
+
+
 def test_families_of_the_shipped_file() -> None:
     counts = Counter(case.family for case in shipped()[0])
     assert counts == {

@@ -99,7 +99,8 @@ def test_constants_that_matter_most_are_found_again(h100_terms: list[StepTerms])
     found = np.exp(fit.constants(labels, prior_log(TRAITS)))
     assert found[INDEX["gemm_efficiency"]] == pytest.approx(0.75, rel=0.06)
     assert found[INDEX["bubble"]] == pytest.approx(2.4, rel=0.25)
-    assert found[INDEX["fp8_efficiency"]] == pytest.approx(0.9, rel=0.01)  # no row says anything about fp8
+    usual = math.exp(prior_log(TRAITS)[INDEX["fp8_efficiency"]])
+    assert found[INDEX["fp8_efficiency"]] == pytest.approx(usual, rel=0.01)  # no row says anything about fp8
     # and it knows what it knows
     spread = np.sqrt(np.diag(fit.posterior(labels, prior_log(TRAITS))[1]))
     prior = np.array(SPREAD) * math.sqrt(sum(share**2 for share in LEVELS.values()))
@@ -137,6 +138,18 @@ def test_an_unknown_family_gets_a_wider_interval(h100_terms: list[StepTerms]) ->
     ]
     assert widths[0] < 0.6 * widths[1]
     assert widths[1] < widths[2]
+
+
+def test_a_row_with_more_unshared_spread_teaches_and_knows_less(h100_terms: list[StepTerms]) -> None:
+    """A slow model with a wide own effect says little of the stack, and its own kind is predicted less surely."""
+    slow = 1.3 * seconds_of(h100_terms[:1], np.array(prior_log(TRAITS)))
+    (row,) = rows_of("ours", h100_terms[:1], slow)
+    other = {**row.labels, "model": "ours/other", "group": "ours/H100-SXM/other"}
+    fits = {factor: Fit(TRAINING_STEP, [replace(row, unshared=factor)]) for factor in (1.0, 4.0)}
+    moved = [fit.predict(h100_terms[1], other, prior_log(TRAITS)).seconds for fit in fits.values()]
+    assert moved[0] > 1.02 * moved[1]
+    widths = [fits[4.0].predict(h100_terms[1], other, prior_log(TRAITS), unshared=u).log_deviation for u in (1.0, 4.0)]
+    assert widths[1] > 1.1 * widths[0]
 
 
 def test_more_rows_make_the_interval_narrower(h100_terms: list[StepTerms]) -> None:

@@ -23,7 +23,7 @@ from craton.job import load_job
 from craton.job.layout import Layout
 from craton.job.model import model_preset
 from craton.planning import CONSTANTS, plan
-from craton.planning.calibration import find_profile, own_runs, predict, save_profile
+from craton.planning.calibration import find_profile, own_runs, predict, save_profile, with_traits
 from craton.planning.calibration.profiles import ENOUGH_ROWS, ProfileError, load_profile, software_names
 from craton.planning.rates import machine_of
 from craton.planning.software import INDEX, NAMES, SoftwareProfile
@@ -177,6 +177,15 @@ def test_a_profile_with_traits_of_another_version_says_what_to_do(tmp_path: Path
     path.write_text(json.dumps(document))
     with pytest.raises(ProfileError, match="traits do not match this version; run `craton calibrate` again"):
         load_profile(path)
+
+
+def test_a_stack_run_with_another_feature_moves_as_its_prior() -> None:
+    profile = find_profile("megatron-bridge", gpu("GB200"))
+    fused = with_traits(profile, replace(profile.traits, fused_experts=True))
+    moved = np.array(fused.log_constants) - np.array(profile.log_constants)
+    assert moved[INDEX["dispatch_seconds"]] == pytest.approx(math.log(0.1))
+    assert moved[INDEX["gemm_efficiency"]] == 0.0
+    assert with_traits(fused, profile.traits) == replace(profile, log_constants=pytest.approx(profile.log_constants))
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "3", '"profile"', "[" * 100_000], ids=lambda text: text[:9])

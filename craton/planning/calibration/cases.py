@@ -359,6 +359,8 @@ def recompute_of(row: dict[str, Any], open_fields: list[str]) -> Any:
     if "selective" in text:
         modules = re.search(r"\[(.*)\]", text)
         return "none" if modules and not modules.group(1).strip() else "selective"
+    if not text and re.match(r"Megatron-LM \((2019|2020)\)", str(row.get("framework") or "")):
+        return "full"  # "activation checkpointing after every transformer layer": arXiv:1909.08053 §4
     if not text:
         open_fields.append("recompute")
     return "none"

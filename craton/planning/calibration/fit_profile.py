@@ -43,7 +43,7 @@ MIN_RUNS = 3
 NEW_CLUSTER = 0.5  # share of a constant's spread that a new cluster may add to a shipped profile
 PINNED_DEVIATION = 0.03  # of the logarithm of a measured constant
 FACTORS = tuple(float(factor) for factor in np.geomspace(0.5, 8.0, 25))  # on what no constant explains
-USUAL_FACTOR, FACTOR_SPREAD = 1.0, 0.7  # median and spread of its logarithm: a cluster's own runs vary less, or more
+USUAL_FACTOR, FACTOR_SPREAD = 0.9, 0.7  # median and spread of its logarithm: a cluster's own runs vary less, or more
 IDENTIFIED = 0.8  # a constant counts as identified by the data when its deviation shrinks below this share
 MATTERS = 0.01  # an unidentified constant is named when one standard deviation moves a step by this share
 

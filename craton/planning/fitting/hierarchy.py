@@ -24,14 +24,14 @@ Labels = Mapping[str, str]
 # Share of a constant's spread that each level may explain, and standard deviations of log(seconds) that no constant
 # explains. Chosen by the density and coverage of left-out groups, families, models, GPUs and releases, then rounded;
 # docs/measurements.md shows the resulting accuracy.
-LEVELS: dict[str, float] = {"all": 0.3, "generation": 0.4, "family": 0.7, "release": 0.7, "family-gpu": 0.5}
+LEVELS: dict[str, float] = {"all": 0.3, "generation": 0.4, "family": 0.7, "release": 0.6, "family-gpu": 0.4}
 SCALES: dict[str, float] = {"family-scale": 0.03, "release-kind": 0.025, "model": 0.03, "group": 0.025}
 UNSHARED_SCALES: dict[str, float] = {name: value for name, value in SCALES.items() if name != "family-scale"}
 UNSHARED = math.sqrt(sum(deviation**2 for deviation in UNSHARED_SCALES.values()))
 NOISE = 0.025
 OPEN_NOISE = 1.2  # factor on the noise if a source does not state all settings
 EXPERT_NOISE = 3.0  # factor on the noise of mixture-of-experts models
-EXPERT_UNSHARED = 4.0  # factor on the scales of their releases, models and groups
+EXPERT_UNSHARED = 3.5  # factor on the scales of their releases, models and groups
 TAILS = 4.0  # degrees of freedom of the noise: published tables have outliers
 TAIL_WIDTH = 1.2  # factor of these tails on the spread of a new measurement
 ITERATIONS = 14
