@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    from datetime import date
+
     from craton.cli.views.member_plans import MemberPlan
     from craton.job import Job
     from craton.planning import Plan
@@ -176,13 +178,8 @@ def plan(
 
     from rich.console import Console
 
-    from craton.cli.views.member_plans import member_plans_json, render_member_plans
-    from craton.cli.views.served_load import plan_served_load
-    from craton.cli.views.strategies import plan_test_time
-    from craton.cli.views.traced import render_trace, run_trace
     from craton.job import load_job
     from craton.planning import PlanError
-    from craton.planning.report import plan_html, plan_to_json, render_front, render_plan
 
     served = {
         **{"rate": rate, "concurrency": concurrency, "input": input_, "output": output, "prefix_hits": prefix_hits},
@@ -192,6 +189,8 @@ def plan(
     if evaluation or accuracy:
         options |= {"--trace": trace, "--ranks": ranks, "--share-gpus": share_gpus}
         _refuse(options, "applies to training jobs only; remove it, or --eval and --accuracy")
+        from craton.cli.views.strategies import plan_test_time
+
         plan_test_time(job, evaluation, accuracy, tokens, price, budget, strategy or [], html, as_json)
         return
     _refuse(
@@ -210,6 +209,8 @@ def plan(
             "applies to training jobs only; remove it, or plan a server with --rate, --ttft and --tpot",
         )
         if wanted.serve.load or any(served.values()) or instances or gpus or by or html:
+            from craton.cli.views.served_load import plan_served_load
+
             plan_served_load(wanted, served, _instance_names(instances), gpus, by, html, as_json)
         else:
             _plan_server(wanted, as_json)
@@ -224,25 +225,48 @@ def plan(
         return
     weights = _plan_members(wanted)
     result = _plan(wanted, instances, gpus, by, deadline, budget)
-    traced = run_trace(job, result, chosen) if trace else None
+    traced = None
+    if trace:
+        from craton.cli.views.traced import run_trace
+
+        traced = run_trace(job, result, chosen)
     today = date.today()
     if html:
+        from craton.planning.report import plan_html
+
         html.parent.mkdir(parents=True, exist_ok=True)
         html.write_text(plan_html(result, today), encoding="utf-8")
     if as_json:
+        from craton.cli.views.member_plans import member_plans_json
+        from craton.planning.report import plan_to_json
+
         print(json.dumps({**plan_to_json(result), **(traced or {}), **(member_plans_json(weights) if weights else {})}))
         return
+    _render(result, weights, traced, today, with_front=bool(instances))
+    if html:
+        Console().print(f"report: {html}", highlight=False)
+
+
+def _render(
+    result: Plan, weights: list[MemberPlan], traced: dict[str, object] | None, today: date, *, with_front: bool
+) -> None:
+    from rich.console import Console
+
+    from craton.planning.report import render_front, render_plan
+
     console = Console()
     if weights:
+        from craton.cli.views.member_plans import render_member_plans
+
         render_member_plans(weights, console)
         console.print()
     render_plan(result, console, today)
-    if instances:
+    if with_front:
         render_front(result, console)
     if traced:
+        from craton.cli.views.traced import render_trace
+
         render_trace(traced, console)
-    if html:
-        console.print(f"report: {html}", highlight=False)
 
 
 def _refuse(options: dict[str, object], reason: str) -> None:
@@ -255,11 +279,11 @@ def _refuse(options: dict[str, object], reason: str) -> None:
 
 def _plan_members(job: Job) -> list[MemberPlan]:
     """Plan the jobs that train the weights of this one, and the members of its sweep."""
+    if job.weights_job is None and job.sweep is None:
+        return []
     from craton.cli.views.member_plans import plan_members
     from craton.cli.views.progress import progress
 
-    if job.weights_job is None and job.sweep is None:
-        return []
     with progress("members") as report:
         return plan_members(job, report)
 

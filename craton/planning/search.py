@@ -76,12 +76,15 @@ def search(
     larger: list[tuple[Layout, float]] = []
     evaluated = 0
     for first in range(0, len(listed), LAYOUTS_A_CALL):
+        some = listed[first : first + LAYOUTS_A_CALL]
         if progress:
             progress(first, len(listed))
-        fit, larger_ones, count = _needs(model, machine, listed[first : first + LAYOUTS_A_CALL], limit)
+        fit, larger_ones, count = _needs(model, machine, some, limit)
         fitting += fit
         larger += larger_ones
         evaluated += count
+        if progress:
+            progress(first + len(some), len(listed))
     near = sorted(larger, key=lambda pair: pair[1])[:2000]
     near = [pair for pair in near if pair[1] <= NEARLY_FITS * limit] or near[:50]
     if fitting:  # a layout inside the margin is neither a candidate nor too large

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -12,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import typer
@@ -20,11 +21,11 @@ from rich.text import Text
 from typer.testing import CliRunner
 from waiting import PATIENCE_SECONDS
 
-import craton
+import craton.cli
 from craton.agent.processes import free_port
 from craton.api import server, start_steps
 from craton.api import start as start_module
-from craton.cli.app import app
+from craton.cli.app import app, with_verb_only
 from craton.orchestration import StartError
 from craton.orchestration.start import RunStart, path
 
@@ -76,6 +77,24 @@ def commands(command: Any, name: str = "craton") -> Iterator[tuple[str, Any]]:
     yield name, command
     for verb, each in getattr(command, "commands", {}).items():
         yield from commands(each, f"{name} {verb}")
+
+
+def test_a_verb_is_built_alone_and_is_the_same() -> None:
+    whole = typer.main.get_command(app)
+    for name, command in cast(Any, whole).commands.items():
+        alone = cast(Any, typer.main.get_command(with_verb_only(["-v", name, "--help"])))
+        assert name in alone.commands
+        assert [each.name for each in alone.commands[name].params] == [each.name for each in command.params]
+    assert set(cast(Any, typer.main.get_command(with_verb_only(["plan", "run"]))).commands) == {"plan"}
+    for arguments in ([], ["--help"], ["plann"], ["data", "plan"]):
+        assert with_verb_only(arguments) is app
+
+
+def test_garbage_is_collected_again_after_a_verb(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["craton", "plan", "missing.yaml"])
+    with pytest.raises(SystemExit):
+        craton.cli.main()
+    assert gc.isenabled()
 
 
 def test_nothing_heavy_is_imported_at_the_start() -> None:

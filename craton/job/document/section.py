@@ -25,7 +25,7 @@ _LIMITS = {"gt": "above", "ge": "of at least", "lt": "below", "le": "of at most"
 class Section(BaseModel):
     """A mapping of a user's file: frozen, and every key must be known."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)
 
     @classmethod
     def parse(cls, value: object, info: ValidationInfo) -> Self:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields, replace
 from functools import lru_cache
 from importlib import resources
 from pathlib import Path
@@ -31,10 +31,10 @@ from craton.planning.fitting import (
     UNSHARED,
     Fit,
     Prediction,
-    linearise,
+    linearise_one,
 )
 from craton.planning.software import NAMES, AttentionKernel, Dispatcher, Selective, SoftwareProfile, Traits, prior_log
-from craton.planning.step import TRAINING_STEP, StepTerms, stack
+from craton.planning.step import TRAINING_STEP, StepTerms
 
 UNKNOWN = "craton"  # Craton's own stack: fitted to data/craton_runs.json if it has rows, else the priors of its traits
 OWN_CLUSTER = 0.07  # spread of log(step) between a publisher's cluster and a reader's with the same software
@@ -84,14 +84,6 @@ TRAIT_VALUES: dict[str, tuple[object, ...]] = {
 }
 
 
-@dataclass(frozen=True)
-class _Entry:
-    software: str
-    gpu: str
-    generation: str
-    profile: SoftwareProfile
-
-
 def software_names() -> list[str]:
     return sorted(STACKS)
 
@@ -111,25 +103,21 @@ def find_profile(software: str, card: Gpu) -> SoftwareProfile:
         raise _unknown(software)
     if software == UNKNOWN and card.cpu is not None:
         return cpu_profile(software, STACKS[UNKNOWN], card)
-    entries = [entry for entry in _shipped() if entry.software == software]
-    for match in (
-        lambda entry: entry.gpu == card.name,
-        lambda entry: not entry.gpu and entry.generation == card.generation,
-        lambda entry: not entry.gpu and not entry.generation,
-    ):
-        matching = next((entry for entry in entries if match(entry)), None)
-        if matching:
-            return matching.profile
+    for gpu, generation in ((card.name, None), ("", card.generation), ("", "")):
+        for position, entry in enumerate(_shipped()):
+            is_generation = generation is None or entry["generation"] == generation
+            if entry["name"] == software and entry["gpu"] == gpu and is_generation:
+                return _shipped_profile(position)
     raise AssertionError(f"profiles.json has no entry for {software} without a GPU")
 
 
 def predict(profile: SoftwareProfile, terms: StepTerms) -> Prediction:
     """A step's median and spread under a profile."""
-    value, jacobian = linearise(TRAINING_STEP, stack([terms]), np.array(profile.log_constants)[None, :])
-    slope = np.append(jacobian[0], 1.0)  # the scale moves every step alike
+    value, jacobian = linearise_one(TRAINING_STEP, terms, np.array(profile.log_constants))
+    slope = np.append(jacobian, 1.0)  # the scale moves every step alike
     rest = profile.unexplained_factor * unexplained(terms)
     variance = float(slope @ np.array(profile.covariance) @ slope) + profile.own_cluster**2 + rest**2
-    return Prediction(math.exp(float(value[0]) + profile.log_scale), math.sqrt(variance))
+    return Prediction(math.exp(value + profile.log_scale), math.sqrt(variance))
 
 
 def with_traits(profile: SoftwareProfile, traits: Traits) -> SoftwareProfile:
@@ -261,12 +249,15 @@ def _unknown(software: str, where: str = "") -> ProfileError:
 
 
 @lru_cache(maxsize=1)
-def _shipped() -> tuple[_Entry, ...]:
-    document = json.loads(resources.files(__package__).joinpath("profiles.json").read_text(encoding="utf-8"))
-    return tuple(
-        _Entry(entry["name"], entry["gpu"], entry["generation"], profile_from_json(entry))
-        for entry in document["profiles"]
-    )
+def _shipped() -> list[dict[str, Any]]:
+    text = resources.files(__package__).joinpath("profiles.json").read_text(encoding="utf-8")
+    profiles: list[dict[str, Any]] = json.loads(text)["profiles"]
+    return profiles
+
+
+@lru_cache(maxsize=64)
+def _shipped_profile(position: int) -> SoftwareProfile:
+    return profile_from_json(_shipped()[position])
 
 
 def _short(value: float) -> float:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from craton.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from craton.planning.fitting.composition import Array, Composition, linearise
+    from craton.planning.fitting.composition import Array, Composition, linearise, linearise_one
     from craton.planning.fitting.hierarchy import (
         DAMPING,
         EXPERT_NOISE,

@@ -25,15 +25,28 @@ class Composition(Generic[Terms]):
     spread: tuple[float, ...]  # of each constant: standard deviation of its logarithm between software stacks
 
 
+STEP = 1e-5  # of the forward differences
+
+
+def linearise_one(composition: Composition[Terms], terms: Terms, theta: Array) -> tuple[float, Array]:
+    """Return the same as `linearise` of one row's terms, which are not stacked, and its log-constants [constants]."""
+    constants = np.tile(
+        np.exp(theta)[:, None], len(theta) + 1
+    )  # one column with each constant changed, after the first
+    changed = np.arange(len(theta))
+    constants[changed, changed + 1] *= 1.0 + STEP
+    logs = np.log(composition.seconds(composition.stack([terms] * (len(theta) + 1)), constants))
+    return float(logs[0]), (logs[1:] - logs[0]) / STEP
+
+
 def linearise(composition: Composition[Terms], terms: Terms, theta: Array) -> tuple[Array, Array]:
     """Return log(seconds) of stacked terms [rows] and its derivative by the log-constants [rows, constants]."""
     constants = np.exp(theta.T)
     value = np.log(composition.seconds(terms, constants))
     jacobian = np.empty_like(theta)
-    step = 1e-5  # of the forward differences
     for j in range(theta.shape[1]):
         kept = constants[j].copy()
-        constants[j] = kept * (1.0 + step)
-        jacobian[:, j] = (np.log(composition.seconds(terms, constants)) - value) / step
+        constants[j] = kept * (1.0 + STEP)
+        jacobian[:, j] = (np.log(composition.seconds(terms, constants)) - value) / STEP
         constants[j] = kept
     return value, jacobian

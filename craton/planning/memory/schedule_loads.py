@@ -60,13 +60,29 @@ def pipeline_loads(ranks: Sequence[PipelineRank]) -> Loads:
     """Return the loads of a step that no other load of the same rank and instant covers: none has counts that are all
     as large."""
     short = [rank._replace(micro_batches=min(rank.micro_batches, ROUNDS * rank.pp)) for rank in ranks]
+    missing = [rank for rank in dict.fromkeys(short) if rank not in _known]
+    if missing:
+        _known.update(zip(missing, _uncovered_loads(missing), strict=True))
+    rows = [_known[rank] for rank in short]
+    loads = np.concatenate(rows)
+    loads[:, 0] = np.repeat(np.arange(len(rows)), [len(of_rank) for of_rank in rows])
+    return Loads(*loads.T)
+
+
+# A search asks for the same ranks again and again, with every kind of activation checkpointing.
+_known: dict[PipelineRank, Integers] = {}
+
+
+def _uncovered_loads(ranks: Sequence[PipelineRank]) -> list[Integers]:
+    """Return [loads, fields of `Loads`] of each rank."""
     by_form: dict[Any, list[int]] = {}
-    for owner, rank in enumerate(short):
+    for owner, rank in enumerate(ranks):
         is_zero_bubble = rank.schedule == "zero-bubble"
         form = _one_forward_one_backward if not is_zero_bubble else _zero_bubble if rank.vpp == 1 else _simulated
         by_form.setdefault(form, []).append(owner)
-    rows = [form([short[owner] for owner in owners], np.array(owners)) for form, owners in by_form.items()]
-    return Loads(*_uncovered(np.concatenate(rows)).T)
+    rows = [form([ranks[owner] for owner in owners], np.array(owners)) for form, owners in by_form.items()]
+    loads = _uncovered(np.concatenate(rows))
+    return np.split(loads, np.searchsorted(loads[:, 0], np.arange(1, len(ranks))))
 
 
 def loads_of_actions(actions: Sequence[Action], rank: PipelineRank, owner: int = 0) -> Integers:
@@ -232,10 +248,11 @@ def _zero_bubble(ranks: Sequence[PipelineRank], owners: Integers) -> Integers:
 
 def _distinct(of: Integers, position: Integers) -> tuple[Integers, Integers]:
     """Return distinct pairs, sorted."""
-    width = int(position.max(initial=0)) - int(position.min(initial=0)) + 1
-    least = int(position.min(initial=0))
-    pairs = np.unique(of * width + position - least)
-    return pairs // width, pairs % width + least
+    order = np.lexsort((position, of))
+    of, position = of[order], position[order]
+    is_new = np.ones(len(of), bool)
+    is_new[1:] = (of[1:] != of[:-1]) | (position[1:] != position[:-1])
+    return of[is_new], position[is_new]
 
 
 def _rows(owner: Any, time: Integers, instant: int, *counts: Any) -> Integers:

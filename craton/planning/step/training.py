@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from typing import Any
 
 from craton.job.layout import Layout, stage_layers
@@ -424,6 +425,7 @@ def step_terms(work: Workload, gpu: GpuRates, network: Network, traits: Traits) 
     return model.terms(work.layout)
 
 
+@lru_cache(maxsize=4096)
 def fullest_rank(num_layers: float, num_heads: float, pp: int, vpp: int) -> tuple[float, float]:
     """Return (layers, heads) of the pipeline rank with the most layers.
 
