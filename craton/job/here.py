@@ -30,7 +30,13 @@ DATA_ADVICE = f"; give a file or a folder of text or token shards, an s3:// URL,
 def check_here(job: Job, folder: Path | None = None) -> None:
     """Raise ContentError with everything that this machine lacks to run the job. `folder`: location of the user's
     functions, if not next to the job file."""
-    problems = [*_files(job), *_functions(job, folder or job.folder), *_trackers(job), *_suites(job)]
+    problems = [
+        *_files(job),
+        *_functions(job, folder or job.folder),
+        *_trackers(job),
+        *_suites(job),
+        *_checkpoints(job),
+    ]
     problems += _strategies(job) if not problems else []
     if problems:
         raise ContentError(problems)
@@ -67,6 +73,16 @@ def _suites(job: Job) -> Iterator[str]:
             yield from error.problems
         except JobError as error:
             yield f"{job.where(*location)}{'.'.join(location)}: {error}"
+
+
+def _checkpoints(job: Job) -> Iterator[str]:
+    """Only a run has checkpoints to choose from."""
+    if job.eval is None or job.eval.checkpoints is None or job.trained_run is not None:
+        return
+    yield (
+        f"{job.where('eval', 'checkpoints')}eval.checkpoints needs a run, and {job.evaluated_name} is none; give "
+        "the name or directory of a training run, or remove checkpoints to evaluate the weights of the model"
+    )
 
 
 def _strategies(job: Job) -> Iterator[str]:

@@ -86,6 +86,10 @@ def test_an_evaluation_is_a_run_that_survives_a_kill(verbs: Verbs, tmp_path: Pat
         (("arithmetic", "--price", "3"), "--price '3' is not IN,OUT"),
         (("arithmetic", "--price", "3,4"), "eval: price is that of an endpoint"),
         (("arithmetic", "--checkpoints", "first"), "--checkpoints 'first' is neither all nor a list of steps"),
+        (
+            ("arithmetic", "--checkpoints", "all"),
+            "eval.checkpoints needs a run, and model is none; give the name or directory of a training run",
+        ),
         (("arithmetic", "--key", "API_KEY"), "--key is for a server"),
     ],
 )

@@ -32,6 +32,12 @@ def test_a_job_that_has_what_it_needs(tmp_path: Path) -> None:
     assert problems(tmp_path, JOB.replace("stdlib", "s3://bucket/tokens")) == []
 
 
+@pytest.mark.parametrize("url", ["http://example.org/tokens", "https://example.org/text.jsonl", "gs://bucket/tokens"])
+def test_data_at_a_url_that_is_not_read(tmp_path: Path, url: str) -> None:
+    [problem] = problems(tmp_path, JOB.replace("stdlib", url))
+    assert f"'{url}' is a URL, and data is read from files, folders and s3:// prefixes only; download it" in problem
+
+
 def test_data_that_is_not_there(tmp_path: Path) -> None:
     (tmp_path / "tokens").mkdir()
     [problem] = problems(tmp_path, JOB.replace("stdlib", "./tokns"))

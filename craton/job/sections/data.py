@@ -40,6 +40,11 @@ def _parse_path(value: object, info: ValidationInfo) -> str:
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"{value!r} is not a path; write a file, a folder, an s3:// prefix or {STANDARD_LIBRARY}")
     text = value.strip()
+    if is_url(text) and not text.startswith("s3://"):
+        raise ValueError(
+            f"{text!r} is a URL, and data is read from files, folders and s3:// prefixes only; download it, and write "
+            "its path"
+        )
     return text if text == STANDARD_LIBRARY or is_url(text) else absolute_path(text, info)
 
 

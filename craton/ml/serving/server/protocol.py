@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from craton.ml.serving.grammar import GrammarError, check_size
 from craton.ml.serving.messages import Grammar, LogprobsMode
@@ -31,7 +32,19 @@ TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 LogprobCount = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
-RowValue = Annotated[str, Field(max_length=65_536)] | bool | int | float | None
+MAX_ROW_TEXT = 65_536  # characters of a value of `verifier_row`
+
+
+def _check_row_value(value: object) -> object:
+    is_text = isinstance(value, str) and len(value) <= MAX_ROW_TEXT
+    if is_text or value is None or isinstance(value, bool | int | float):
+        return value
+    raise PydanticCustomError(
+        "row_value", f"must be a text of at most {MAX_ROW_TEXT:,} characters, a number, true, false or null"
+    )
+
+
+RowValue = Annotated[str | bool | int | float | None, BeforeValidator(_check_row_value)]
 TokenCount = Annotated[int, Field(ge=0, lt=1 << 31)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 RequestId = Annotated[str, Field(min_length=1, max_length=128)]  # the `id` of a response

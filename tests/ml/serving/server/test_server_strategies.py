@@ -279,6 +279,14 @@ def test_a_verifier_needs_the_row_that_it_compares_with(thoughtful: Served) -> N
     assert "answer" in error["message"]
 
 
+@pytest.mark.parametrize("value", [{"python": "os:system"}, ["4"], "x" * 65_537])
+def test_a_wrong_value_for_a_verifier_is_explained_in_plain_words(thoughtful: Served, value: object) -> None:
+    error = refusal(thoughtful, CHAT, strategy="vote:2", verifier_row={"answer": value})
+    assert error["param"] == "verifier_row.answer"
+    allowed = "must be a text of at most 65,536 characters, a number, true, false or null"
+    assert error["message"] == f"verifier_row.answer: {allowed}"
+
+
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_a_client_that_disconnects_frees_all_samples(
     thoughtful: Served, engine: ThreadedEngine, is_stream: bool
