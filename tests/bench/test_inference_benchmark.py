@@ -9,11 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from craton.bench import bench_inference, inference_json, is_inference_file, median_error
-from craton.cli.app import app
-from craton.errors import CratonError
 from craton.planning.calibration import CaseFileError
 from craton.planning.serving.engine_fitting import (
     load_serving_cases,
@@ -159,18 +156,3 @@ def test_a_prefill_pool_counts_its_first_tokens() -> None:
     row = next(row for row in ROWS.values() if "input_tokens_per_s_per_gpu" in row["metrics"])
     case = next(case for case in serving_corpus() if case.id == row["id"])
     assert case.measured == pytest.approx(row["metrics"]["input_tokens_per_s_per_gpu"] / row["workload"]["isl"])
-
-
-def test_the_verb_prints_errors_and_skipped_rows(tmp_path: Path) -> None:
-    path = write(tmp_path, known_row("tpot_ms"), {"id": "broken", "engine": {}})
-    answer = CliRunner().invoke(app, ["bench", "plan", str(path), "--holdout", "none"])
-    assert answer.exit_code == 0, answer.output
-    assert "tpot_seconds" in answer.output
-    assert "broken:" in answer.output
-
-
-@pytest.mark.parametrize("options", [["--holdout", "family"], ["--given", "5"]])
-def test_the_verb_refuses_options_of_training_runs(tmp_path: Path, options: list[str]) -> None:
-    answer = CliRunner().invoke(app, ["bench", "plan", str(write(tmp_path, known_row())), *options])
-    assert isinstance(answer.exception, CratonError)
-    assert options[0] in str(answer.exception)

@@ -91,6 +91,8 @@ def test_a_limit_that_nothing_keeps_prints_the_plan_and_fails(plan: PlanCommand)
     assert "DOES NOT HOLD" in out
     assert errors.startswith("error: TPOT p95 ≤ 1 ms: no layout keeps it for 20 requests/s")
     assert len(errors.splitlines()) == 1
+    code, out, errors = plan("--tpot", "1ms", "--json")
+    assert (code, errors, json.loads(out)["holds"]) == (2, "", False)
 
 
 @pytest.mark.parametrize(

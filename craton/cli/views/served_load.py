@@ -16,10 +16,11 @@ SLO_OPTIONS = ("ttft", "tpot", "e2e")
 def plan_served_load(
     job: Job, options: dict[str, str], instances: list[str], gpus: str, by: str, html: Path | None, as_json: bool
 ) -> None:
-    """Print the plan of the job's load, with the options in place of its keys. PlanError after the plan, if nothing
-    holds the load."""
+    """Print the plan of the job's load, with the options in place of its keys. If nothing holds the load, PlanError
+    after the plan; with JSON, which says so itself, the exit code 2."""
     import json
 
+    import typer
     from rich.console import Console
 
     from craton.cli.views.progress import progress
@@ -38,10 +39,10 @@ def plan_served_load(
         html.write_text(load_html(plan), encoding="utf-8")
     if as_json:
         print(json.dumps(load_to_json(plan)))
-    else:
-        render_load(plan, Console())
-        if html:
-            Console().print(f"report: {html}", highlight=False)
+        raise typer.Exit(0 if plan.holds else 2)
+    render_load(plan, Console())
+    if html:
+        Console().print(f"report: {html}", highlight=False)
     if not plan.holds:
         raise PlanError(load_verdict(plan))
 
