@@ -36,7 +36,9 @@ def test_an_evaluation_is_a_run_with_results(verbs: Verbs, tmp_path: Path) -> No
     planned = verbs.json("plan", "--eval", "first", "--strategy", vote, "--tokens", "10,5")
     votes = [row["measured"] for row in planned["rows"] if row["shape"]["kind"] == "vote" and row["n"] == 2]
     assert found["strategies"][1]["accuracy"] in [measured["accuracy"] for measured in votes if measured]
-    assert f"first: suite accuracy {found['strategies'][1]['accuracy']:.2f}" in verbs("ps").stdout
+    last = found["strategies"][1]
+    shown = f"first: suite accuracy {last['accuracy']:.2f} ({last['low']:.2f} to {last['high']:.2f})"
+    assert shown in verbs("ps").stdout
 
 
 @pytest.mark.slow

@@ -1,8 +1,8 @@
 """The process of a run of kind eval: opens suite, model and verifiers, and keeps problems.jsonl and evaluation.json.
 
 It continues from every problem that problems.jsonl has, and asks those again that have a sample without a verdict: the
-reason may be gone. evaluation.json is written again and again, and so is a metric
-for each problem: `run_evaluation_accuracy` of the setting in work.
+reason may be gone. evaluation.json is written again and again, and so is a metric for each problem:
+`run_evaluation_accuracy` of the setting in work, at times with its interval.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from craton.ml.evaluation.problems import open_problems
 from craton.ml.evaluation.records import PROBLEMS_FILE, ProblemFile, ProblemResult
 from craton.ml.evaluation.results import EVALUATION_FILE, EvaluationPrices, summarize_results, write_evaluation
 from craton.ml.evaluation.runner import EvaluationSetting, SuiteRunner, plain_setting
+from craton.ml.evaluation.statistics import accuracy_interval
 from craton.ml.evaluation.target import EvaluationTarget
 from craton.ml.serving.clients import EndpointUnavailableError
 from craton.ml.serving.strategies import PoolScorer, Prices, Scorer
@@ -202,14 +203,20 @@ class SuiteEvaluation:
         shares = [found.share for found in part.results if found.share is not None]
         seconds = (time.monotonic() - self._started) / (done - self._done_before)
         entry: dict[str, Any] = {"run_steps": total, "run_step_seconds": seconds}
+        is_due = time.monotonic() - self._written > WRITE_SECONDS
+        is_last = len(part.results) == len(self._problems)
         if shares:
             entry["run_evaluation_accuracy"] = sum(shares) / len(shares)
+        if shares and (is_due or is_last):  # the bootstrap over problems is too slow for every result
+            is_single = all(len(found.samples) == 1 for found in part.results if found.share is not None)
+            low, high = accuracy_interval(shares, is_single)
+            entry |= {"run_evaluation_accuracy_low": low, "run_evaluation_accuracy_high": high}
         samples = [sample for found in part.results for sample in found.samples]
         entry["run_evaluation_failure_share"] = sum(sample.is_right is None for sample in samples) / len(samples)
         self._clock.page.step, self._clock.page.step_seconds = done, seconds
         self._recorder.metrics(done, **entry)
         self._clock.page.beat()
-        if time.monotonic() - self._written > WRITE_SECONDS:
+        if is_due:
             self._write()
             print(f"{done:,} of {total:,} problems; {part.setting.words}: {self._words(part)}", flush=True)
 
