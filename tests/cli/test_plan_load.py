@@ -101,7 +101,7 @@ def test_a_limit_that_nothing_keeps_prints_the_plan_and_fails(plan: PlanCommand)
         (["--rate", "0"], "--rate: 0 is not a rate"),
         (["--rate", "-3"], "--rate: -3 is not a rate"),
         (["--rate", "fast"], "--rate: 'fast' is not a rate"),
-        (["--rate", "1", "--concurrency", "2"], "remove one of them"),
+        (["--rate", "1", "--concurrency", "2"], "--rate and --concurrency: a load is open or closed"),
         (["--concurrency", "0"], "--concurrency: 0 is not a whole number from 1"),
         (["--acceptance", "1.5"], "--acceptance: 1.5 is not a share from 0 to 1"),
         (["--acceptance", "0.5"], "set serve.speculate"),

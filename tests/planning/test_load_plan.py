@@ -90,7 +90,7 @@ def test_a_limit_that_nothing_keeps_is_named_with_the_nearest() -> None:
 def test_saturation_is_said_plainly() -> None:
     plan = plan_load(job_of(load="{rate: 500, input: 1024, output: 256}", slo="{}"), gpus=1)
     assert plan.chosen.is_saturated
-    assert load_verdict(plan).startswith("Nothing holds ")
+    assert load_verdict(plan).startswith("Nothing holds 500 requests/s of ")
     assert "saturates at" in load_verdict(plan)
     assert load_to_json(plan)["ttft_seconds"] is None, "a latency without a bound"
 

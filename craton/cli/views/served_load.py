@@ -58,6 +58,8 @@ def overridden(job: Job, options: dict[str, str]) -> tuple[LoadSection, SloSecti
     assert job.serve is not None
     stated = job.serve.load.model_dump(exclude_unset=True) if job.serve.load else {}
     given = {name: _value(name, options[name]) for name in LOAD_OPTIONS if options.get(name)}
+    if "rate" in given and "concurrency" in given:
+        raise PlanError("--rate and --concurrency: a load is open or closed; remove one of them")
     if "rate" in given:
         stated.pop("concurrency", None)
     if "concurrency" in given:

@@ -14,11 +14,11 @@ BASIS_NOTE = "prompts and arrivals follow the stated distributions; queues are c
 
 def load_text(plan: LoadPlan) -> str:
     """`20 requests/s of 1,024 input and 256 output tokens, 40% of prompts cached`."""
-    load, chosen = plan.load, plan.chosen
+    load = plan.load
     if load.concurrency is not None:
         who = formatting.counted(load.concurrency, "user")
     else:
-        who = f"{rate(chosen.rate)} requests/s"
+        who = f"{rate(asked_rate(plan))} requests/s"
     lengths = []
     for name, section in (("input", load.input), ("output", load.output)):
         if section.min is not None:
@@ -30,6 +30,11 @@ def load_text(plan: LoadPlan) -> str:
     if load.prefix_hits:
         text += f", {formatting.percent(load.prefix_hits)} of prompt tokens cached"
     return text + (f", bursty ({load.burstiness:g})" if load.burstiness != 1.0 else "")
+
+
+def asked_rate(plan: LoadPlan) -> float:
+    """Return the rate of the load; without one, the rate that the chosen deployment serves."""
+    return plan.load.rate if plan.load.rate is not None else plan.chosen.rate
 
 
 def rate(per_second: float) -> str:
@@ -114,7 +119,7 @@ def limit_text(row: Deployment) -> str:
 def saturation_text(plan: LoadPlan) -> str:
     row = plan.chosen
     low, high = (rate(end) for end in row.max_rate[1:])
-    share = row.rate / row.max_rate.value if row.max_rate.value else math.inf
+    share = asked_rate(plan) / row.max_rate.value if row.max_rate.value else math.inf
     return (
         f"at {rate(row.max_rate.value)} requests/s ({low}–{high}) queues grow without bound; this load is "
         f"{formatting.percent(share)} of it. Limit: {limit_text(row)}"
