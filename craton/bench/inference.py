@@ -75,12 +75,12 @@ class ServingDecision:
 
 
 def is_inference_file(path: str | Path) -> bool:
-    """Tell inference rows from training rows; CaseFileError for a file that has both."""
+    """Return whether the file has inference rows; a malformed row is neither kind. CaseFileError: it has both kinds."""
     rows, _ = read_case_file(path)
-    kinds = {is_serving_row(row) for row in rows}
-    if len(kinds) > 1:
+    serves = any(is_serving_row(row) for row in rows)
+    if serves and any(isinstance(row, dict) and "seq_len" in row for row in rows):
         raise CaseFileError(f"{path}: has training runs and inference measurements; use one file for each")
-    return kinds == {True}
+    return serves
 
 
 def bench_inference(

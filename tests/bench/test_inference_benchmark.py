@@ -148,8 +148,9 @@ def test_rows_that_are_not_objects_are_skipped(tmp_path: Path) -> None:
 def test_a_file_has_training_or_inference_rows(tmp_path: Path) -> None:
     assert is_inference_file(CORPUS)
     assert not is_inference_file(CORPUS.with_name("training_results.json"))
+    assert is_inference_file(write(tmp_path, known_row(), None, 7, {})), "malformed rows do not decide"
     with pytest.raises(CaseFileError, match="one file for each"):
-        is_inference_file(write(tmp_path, known_row(), {"id": "run", "framework": "NeMo", "measured": {}}))
+        is_inference_file(write(tmp_path, known_row(), {"id": "run", "framework": "NeMo", "seq_len": 4096}))
 
 
 def test_a_prefill_pool_counts_its_first_tokens() -> None:

@@ -95,6 +95,11 @@ def test_saturation_is_said_plainly() -> None:
     assert load_to_json(plan)["ttft_seconds"] is None, "a latency without a bound"
 
 
+def test_the_kv_cache_of_our_own_engine_is_that_of_its_plan() -> None:
+    job = job_of(more="layout: {tp: 1}\n")
+    assert plan_load(job, gpus=1).chosen.kv_tokens == plan_serving(job).kv_tokens
+
+
 def test_more_load_is_slower_and_cached_prompts_are_faster() -> None:
     ttft = {
         load: plan_load(job_of(load=load, slo="{}"), gpus=1).chosen.ttft["p95"].value

@@ -15,7 +15,7 @@ from craton.planning.rates import MachineRates
 from craton.planning.serving.layout import ServedLayout
 from craton.planning.serving.load import ServedLoad, ServedReplica
 from craton.planning.serving.planner import served_kv_tokens
-from craton.planning.serving.profile import EngineProfile
+from craton.planning.serving.profile import ENGINE_NAMES, EngineProfile
 from craton.planning.serving.speculation import ASSUMED_ACCEPTANCE, expected_tokens
 from craton.planning.serving.step_times import ServedSteps
 from craton.planning.serving.terms import ServedPrecision, ServingTerms, serving_terms, stack_terms
@@ -83,7 +83,9 @@ def candidates_of(
         lambda constants: ServedSteps(rows[0], constants).decode_seconds(TYPICAL_BATCH, load.context_tokens),
     )
     terms = stack_terms(rows)
-    steps: Any = ServedSteps(terms, profile.constants)
+    known = {"kv_share": 1.0} if own else {}  # the KV cache of our own engine is computed, not estimated
+    constants = [known.get(name, value) for name, value in zip(ENGINE_NAMES, profile.constants, strict=True)]
+    steps: Any = ServedSteps(terms, constants)
     if serve.draft_tokens:
         steps = _speculative(job, machine, profile, steps, load.acceptance)
     replica = ServedReplica(steps, terms.attention_dp, profile["first_token_seconds"], profile["prefill_slowdown"])
