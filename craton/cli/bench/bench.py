@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from craton.cli.bench.inference import plan_inference, print_choices
 from craton.cli.bench.serve import serve
 from craton.cli.bench.why import why
 from craton.formatting import percent, signed_percent
@@ -58,7 +59,6 @@ def plan(
 
     from craton.bench import HOLDOUT_KEYS, bench_json, bench_plan, is_inference_file
     from craton.bench import summary as summarise
-    from craton.cli.bench.inference import plan_inference
     from craton.cli.views.progress import progress
     from craton.errors import CratonError
 
@@ -173,13 +173,7 @@ def _print(console: Console, summary: dict[str, Any], count: int) -> None:
     for name in ("median of family medians", "dense quality A, median of family medians"):
         if summary[name] is not None:
             console.print(f"{name}: {percent(summary[name])}", highlight=False)
-    choices = summary["decisions"]
-    if choices["groups"]:
-        console.print(
-            f"decisions: the planner's choice is within 5% of the best measured in {choices['right']} of "
-            f"{choices['groups']} groups with three or more layouts",
-            highlight=False,
-        )
+    print_choices(console, summary["decisions"])
     console.print(
         f"skipped of quality A and B: {percent(summary['skipped share of quality A and B'])}", highlight=False
     )

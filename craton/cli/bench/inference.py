@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from craton.formatting import percent, signed_percent
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 TITLES = {"group": "leave one group out", "engine": "leave one engine out", "none": "in sample"}
 
@@ -65,15 +68,19 @@ def _print(summary: dict[str, Any], count: int) -> None:
                 end_section=index == len(entries) - 1,
             )
     console.print(table)
-    choices = summary["decisions"]
+    print_choices(console, summary["decisions"])
+    console.print(
+        f"skipped of the {summary['rows'] - summary['contradictory']} rows that do not contradict themselves: "
+        f"{percent(summary['skipped share of consistent rows'])}",
+        highlight=False,
+    )
+
+
+def print_choices(console: Console, choices: dict[str, Any]) -> None:
+    """Print how often the planner's choice among measured layouts is right."""
     if choices["groups"]:
         console.print(
             f"decisions: the planner's choice is within 5% of the best measured in {choices['right']} of "
             f"{choices['groups']} groups with three or more layouts",
             highlight=False,
         )
-    console.print(
-        f"skipped of the {summary['rows'] - summary['contradictory']} rows that do not contradict themselves: "
-        f"{percent(summary['skipped share of consistent rows'])}",
-        highlight=False,
-    )

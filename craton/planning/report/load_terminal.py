@@ -10,10 +10,10 @@ from rich.text import Text
 
 from craton import formatting
 from craton.planning.report import load_findings as findings
+from craton.planning.report.serving_terminal import print_field
 from craton.planning.serving.search import Deployment, LoadPlan
 
 SHOWN_ROWS = 8
-TITLE_WIDTH = 13
 
 
 def render_load(plan: LoadPlan, console: Console) -> None:
@@ -22,9 +22,9 @@ def render_load(plan: LoadPlan, console: Console) -> None:
     console.print(Text.assemble((plan.model, "bold"), f" on {plan.engine}  ", status), highlight=False)
     console.print(Text(findings.load_verdict(plan)), highlight=False)
     for title, text in fields(plan):
-        _print_field(console, title, text)
+        print_field(console, title, text)
     for warning in findings.warnings(plan):
-        _print_field(console, "!", warning, style="yellow")
+        print_field(console, "!", warning, style="yellow")
     console.print(Text("\nLatency at this load", style="bold"), highlight=False)
     console.print(_latency_table(plan.chosen), highlight=False)
     heading = f"Deployments, best first by {plan.by} ({plan.evaluated} layouts evaluated)"
@@ -98,11 +98,3 @@ def cells(row: Deployment) -> list[str]:
 
 def _seconds(value: float) -> str:
     return formatting.duration(value) if math.isfinite(value) else "∞"
-
-
-def _print_field(console: Console, title: str, text: str, style: str = "dim") -> None:
-    grid = Table.grid(padding=0)
-    grid.add_column(no_wrap=True, min_width=TITLE_WIDTH)
-    grid.add_column(overflow="fold")
-    grid.add_row(Text(title, style=style), Text(text))
-    console.print(grid, highlight=False)

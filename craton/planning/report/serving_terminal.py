@@ -21,13 +21,22 @@ def render_serving(plan: ServePlan, console: Console) -> None:
     console.print(Text.assemble((plan.job, "bold"), "  ", status), highlight=False)
     console.print(Text(_verdict(plan)), highlight=False)
     for title, text in _memory_fields(plan) + (_speed_fields(plan) if plan.fits else []):
-        _print_field(console, title, text)
+        print_field(console, title, text)
     if plan.fits:
         heading = "Decode throughput in tokens/s, by number of requests and context length"
         console.print(Text(f"\n{heading}", style="bold"), highlight=False)
         console.print(_decode_table(plan), highlight=False)
     for warning in plan.warnings:
-        _print_field(console, "!", warning, style="yellow")
+        print_field(console, "!", warning, style="yellow")
+
+
+def print_field(console: Console, title: str, text: str, style: str = "dim") -> None:
+    """Print a title and its text, which continues in the column of the text."""
+    grid = Table.grid(padding=0)
+    grid.add_column(no_wrap=True, min_width=TITLE_WIDTH)
+    grid.add_column(overflow="fold")
+    grid.add_row(Text(title, style=style), Text(text))
+    console.print(grid, highlight=False)
 
 
 def _verdict(plan: ServePlan) -> str:
@@ -117,11 +126,3 @@ def _decode_table(plan: ServePlan) -> Table:
         cells = [rates.get((batch, context)) for context in contexts]
         table.add_row(f"{batch:,}", *("no room" if rate is None else formatting.count(round(rate)) for rate in cells))
     return table
-
-
-def _print_field(console: Console, title: str, text: str, style: str = "dim") -> None:
-    grid = Table.grid(padding=0)
-    grid.add_column(no_wrap=True, min_width=TITLE_WIDTH)
-    grid.add_column(overflow="fold")
-    grid.add_row(Text(title, style=style), Text(text))
-    console.print(grid, highlight=False)
