@@ -30,7 +30,6 @@ from craton.planning.serving.engine_fitting import (
 )
 
 ServingHoldout = Literal["group", "engine", "none"]
-HOLDOUTS = ("group", "engine", "none")
 
 
 @dataclass(frozen=True)

@@ -317,11 +317,11 @@ def test_a_run_without_a_quality_is_not_counted_as_a_or_b() -> None:
     assert counted["n"] == 2
 
 
-def test_progress_is_told(small_corpus: tuple[Case, ...], write_cases: WriteCases) -> None:
-    told: list[tuple[int, int]] = []
+def test_progress_counts_left_out_groups(small_corpus: tuple[Case, ...], write_cases: WriteCases) -> None:
+    calls: list[tuple[int, int]] = []
     path = write_cases(*(BY_ID[name] for name in three_groups()))
-    bench_plan(path, progress=lambda done, total: told.append((done, total)))
-    assert told == [(1, 3), (2, 3), (3, 3)]
+    bench_plan(path, progress=lambda done, total: calls.append((done, total)))
+    assert calls == [(1, 3), (2, 3), (3, 3)]
 
 
 # --- the bars of the project

@@ -124,17 +124,17 @@ def test_gpus_that_are_no_whole_nodes() -> None:
         plan_clusters(parse_job(JOB), ["p5.84xlarge"], [64], today=TODAY)
 
 
-def test_progress_is_told() -> None:
-    told: list[tuple[int, int, str]] = []
+def test_progress_counts_every_layout() -> None:
+    calls: list[tuple[int, int, str]] = []
     plan_clusters(
         parse_job(JOB),
         ["p5.48xlarge"],
         [8, 16],
         today=TODAY,
-        progress=lambda done, total, what: told.append((done, total, what)),
+        progress=lambda done, total, what: calls.append((done, total, what)),
     )
     for number in (1, 2):
-        counts = [(done, total) for done, total, what in told if what.startswith(f"cluster {number} of 2, layouts on")]
+        counts = [(done, total) for done, total, what in calls if what.startswith(f"cluster {number} of 2, layouts on")]
         assert counts[0][0] == 0
         assert {total for _, total in counts} == {counts[0][1]}
         assert counts[0][1] > 10, "every layout counts"

@@ -1,4 +1,4 @@
-"""Plans of a load: the cheapest deployment within limits, what nothing keeps, and how it is told."""
+"""Plans of a load: the cheapest deployment within limits, what nothing keeps, and how both read."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from craton.planning.serving.profile import (
     load_engine_profile,
     save_engine_profile,
 )
-from craton.planning.serving.step_times import ServedSteps, served_steps
+from craton.planning.serving.step_times import ServedSteps
 from craton.planning.serving.terms import ServedPrecision, serving_terms, stack_terms
 
 OPERATIONS = json.loads((Path(__file__).parents[2] / "data" / "measured_ops.json").read_text(encoding="utf-8"))["rows"]
@@ -37,7 +37,8 @@ def h200(domain: int = 8) -> MachineRates:
 
 
 def steps_of(shape: ModelShape) -> ServedSteps:
-    return served_steps(shape, h200(), ServedLayout(), ServedPrecision(), find_engine_profile("vllm", gpu("H200-SXM")))
+    terms = serving_terms(shape, h200(), ServedLayout(), ServedPrecision())
+    return ServedSteps(terms, find_engine_profile("vllm", gpu("H200-SXM")).constants)
 
 
 @SHAPES

@@ -24,6 +24,7 @@ from craton.nearest import did_you_mean
 from craton.planning.fitting import Prediction
 
 METRICS = ("tpot_seconds", "ttft_seconds", "tokens_per_second_per_gpu")
+OWN_ENGINE = "craton"
 UNKNOWN_ENGINE = "unknown"
 FORMAT = 1
 

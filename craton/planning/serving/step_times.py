@@ -14,20 +14,20 @@ from typing import Any
 
 import numpy as np
 
-from craton.job.model import ModelShape
-from craton.planning.rates import MachineRates
-from craton.planning.serving.layout import ServedLayout
-from craton.planning.serving.profile import ENGINE_NAMES, EngineProfile
-from craton.planning.serving.terms import ServedPrecision, ServingTerms, serving_terms
+from craton.planning.serving.profile import ENGINE_NAMES
+from craton.planning.serving.terms import ServingTerms
+
+EXPERT_READ_RATE = 0.85  # reading many small experts, of one large matrix
+SHARPNESS = 3.0  # of the maximum of two times
 
 
 class ServedSteps:
     """Step times of terms (floats, or arrays of one entry per row) under constants in the order of ENGINE_NAMES."""
 
     def __init__(self, terms: ServingTerms, constants: Sequence[Any] | Any) -> None:
-        self.t = terms
-        self.c: dict[str, Any] = dict(zip(ENGINE_NAMES, constants, strict=True))
-        self.kv_tokens: Any = terms.kv_tokens * self.c["kv_share"]
+        self.work = terms
+        self.constants: dict[str, Any] = dict(zip(ENGINE_NAMES, constants, strict=True))
+        self.kv_tokens: Any = terms.kv_tokens * self.constants["kv_share"]
         self.step_tokens: Any = terms.step_tokens
         self.max_running: Any = terms.max_running
         self.gpus: Any = terms.gpus
@@ -38,7 +38,7 @@ class ServedSteps:
     ) -> dict[str, Any]:
         """Return the parts of one step. `tokens`: prompt tokens of each attention-data-parallel rank; `chunks`: prompts
         among them that end, and sample a token."""
-        t, c = self.t, self.c
+        t, c = self.work, self.constants
         requests = batch / (t.attention_dp * t.pp)  # of one rank in one pipeline stage
         rows = requests + tokens
         stage_rows = np.maximum(batch / t.pp, 1.0 * (batch > 0)) + tokens * t.attention_dp
@@ -79,40 +79,13 @@ class ServedSteps:
 
     def mixed_seconds(self, batch: Any, context: Any, tokens: Any, prompt: Any) -> Any:
         whole = sum(self.terms(batch, context, tokens, prompt).values())
-        return _larger(whole, self.t.launches * self.c["prefill_layer_seconds"] * (tokens > 0))
+        return _larger(whole, self.work.launches * self.constants["prefill_layer_seconds"] * (tokens > 0))
 
     def prefill_seconds(self, tokens: Any, context: Any = 0.0) -> Any:
         chunk = np.minimum(tokens, self.step_tokens)
         return tokens / chunk * self.mixed_seconds(0.0, 0.0, chunk, tokens + 2.0 * context)
 
 
-def served_steps(
-    shape: ModelShape,
-    machine: MachineRates,
-    layout: ServedLayout,
-    precision: ServedPrecision,
-    profile: EngineProfile,
-    *,
-    step_tokens: int = 8192,
-    max_running: int = 2048,
-    kv_tokens: float | None = None,
-    constants: Any = None,
-) -> ServedSteps:
-    """Return the step times of one replica. `kv_tokens`: of the replica where they are known, as of Craton's own
-    engine; `constants`: others than the profile's, as `EngineProfile.predict` gives them."""
-    terms = serving_terms(shape, machine, layout, precision, step_tokens, max_running)
-    steps = ServedSteps(terms, profile.constants if constants is None else constants)
-    if kv_tokens is not None:
-        steps.kv_tokens = kv_tokens
-    return steps
-
-
-EXPERT_READ_RATE = 0.85  # reading many small experts, of one large matrix
-
-
 def _larger(one: Any, other: Any) -> Any:
     """A smooth maximum: near the crossing neither limit is reached."""
     return (one**SHARPNESS + other**SHARPNESS) ** (1.0 / SHARPNESS)
-
-
-SHARPNESS = 3.0

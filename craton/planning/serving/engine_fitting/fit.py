@@ -20,7 +20,7 @@ from craton.planning.fitting import Array, Composition, Fit, FitRow, Prediction
 from craton.planning.serving.closed_load import closed_loop
 from craton.planning.serving.engine_fitting.cases import ServingCase, architecture, own_serving_cases, serving_corpus
 from craton.planning.serving.layout import ServedLayout
-from craton.planning.serving.profile import ENGINE_NAMES, ENGINE_PRIOR_LOG, ENGINE_SPREAD, METRICS
+from craton.planning.serving.profile import ENGINE_NAMES, ENGINE_PRIOR_LOG, ENGINE_SPREAD, METRICS, OWN_ENGINE
 from craton.planning.serving.step_times import ServedSteps
 from craton.planning.serving.terms import ServingTerms, serving_terms, stack_terms
 
@@ -45,7 +45,6 @@ TTFT_EFFECTS = ("ttft-model", "ttft-group")
 DRAFT_EFFECTS = ("drafts-group", "drafts")
 SERVING_NOISE = {"tpot_seconds": 0.06, "ttft_seconds": 0.26, "tokens_per_second_per_gpu": 0.07}
 OPEN_LAYOUT_NOISE = 2.5  # factor on the noise where a layout was searched
-OWN_ENGINE = "craton"
 OWN_NOISE = 0.25  # factor on the noise of our own server, whose settings are all known
 
 

@@ -13,7 +13,6 @@ from craton.planning.serving.engine_fitting.cases import own_serving_cases
 from craton.planning.serving.engine_fitting.fit import (
     DRAFT_EFFECTS,
     ENGINE_PRIOR_LOG,
-    OWN_ENGINE,
     SERVING_NOISE,
     SERVING_SCALES,
     TTFT_EFFECTS,
@@ -23,7 +22,7 @@ from craton.planning.serving.engine_fitting.fit import (
     serving_corpus_fit,
     version_label,
 )
-from craton.planning.serving.profile import METRICS, UNKNOWN_ENGINE, EngineProfile
+from craton.planning.serving.profile import METRICS, OWN_ENGINE, UNKNOWN_ENGINE, EngineProfile
 
 OWN_SETUP = {"tpot_seconds": 0.05, "ttft_seconds": 0.15, "tokens_per_second_per_gpu": 0.05}  # a reader's own machines
 

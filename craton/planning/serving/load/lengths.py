@@ -1,9 +1,8 @@
-"""Distributions of lengths in tokens: fixed, uniform, lognormal, or measured. What planning needs are their moments."""
+"""Distributions of lengths in tokens: fixed, uniform or lognormal. What planning needs are their moments."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -50,12 +49,6 @@ class TokenLengths:
         edges = [-math.inf, *(normal.inv_cdf(node / NODES) for node in range(1, NODES)), math.inf]
         below = [normal.cdf(edge - spread) for edge in edges]
         return cls(tuple(mean * NODES * (high - low) for low, high in pairwise(below)))
-
-    @classmethod
-    def measured(cls, lengths: Sequence[float]) -> TokenLengths:
-        """Return the distribution of measured lengths: the mean of each of up to NODES groups of equal size."""
-        ordered = np.sort(np.asarray(lengths, float))
-        return cls(tuple(float(group.mean()) for group in np.array_split(ordered, min(NODES, len(ordered)))))
 
     def scaled(self, factor: float) -> TokenLengths:
         return TokenLengths(tuple(value * factor for value in self.values))

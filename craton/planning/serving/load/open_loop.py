@@ -20,7 +20,7 @@ All functions broadcast; the last axis is the deployment. tests/planning/test_op
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -309,8 +309,3 @@ def _tpot_moments(load: ServedLoad, rate: Array, steps: _Steps, elasticity: Arra
     met = rate * mean * added**2 * (load.burstiness + prompts.variance / prompts.mean**2)
     met = met * float((1.0 / np.maximum(output.array - 1.0, 1.0)).mean())
     return mean, variance * held + met / (1.0 - np.minimum(rate * added, 0.9)) ** 2
-
-
-def as_floats(values: dict[str, Any], index: tuple[int, ...]) -> dict[str, float]:
-    """Return the numbers of one deployment."""
-    return {name: float(np.asarray(value)[index]) for name, value in values.items()}

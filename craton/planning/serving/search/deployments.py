@@ -22,11 +22,11 @@ from craton.planning.rates import MachineRates, machine_of
 from craton.planning.serving.layout import ServedLayout
 from craton.planning.serving.load import ServedLoad, TokenLengths
 from craton.planning.serving.planner import PlannedLoad, ServePlan
-from craton.planning.serving.profile import EngineProfile, EngineProfileError, find_engine_profile
+from craton.planning.serving.profile import OWN_ENGINE, EngineProfile, EngineProfileError, find_engine_profile
 from craton.planning.serving.search.curves import curve_points, front_points
 from craton.planning.serving.search.evaluate import Limits, evaluate, largest_load
 from craton.planning.serving.search.pools import pooled_curve, pooled_deployment
-from craton.planning.serving.search.replicas import OWN_ENGINE, ServedCandidates, candidates_of
+from craton.planning.serving.search.replicas import ServedCandidates, candidates_of
 from craton.planning.serving.search.result import Deployment, LoadPlan
 from craton.planning.serving.search.rows import deployment_rows
 from craton.planning.serving.search.tiers import kv_tiers

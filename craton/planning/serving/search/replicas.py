@@ -15,7 +15,7 @@ from craton.planning.rates import MachineRates
 from craton.planning.serving.layout import ServedLayout
 from craton.planning.serving.load import ServedLoad, ServedReplica
 from craton.planning.serving.planner import served_kv_tokens
-from craton.planning.serving.profile import ENGINE_NAMES, EngineProfile
+from craton.planning.serving.profile import ENGINE_NAMES, OWN_ENGINE, EngineProfile
 from craton.planning.serving.speculation import ASSUMED_ACCEPTANCE, expected_tokens
 from craton.planning.serving.step_times import ServedSteps
 from craton.planning.serving.terms import ServedPrecision, ServingTerms, serving_terms, stack_terms
@@ -24,7 +24,6 @@ MAX_REPLICA_GPUS = 72  # one NVLink domain of the largest UltraServer
 TYPICAL_BATCH = 32.0  # of the decode step whose deviation stands for all
 DEFAULT_STEP_TOKENS = 8192  # prefill tokens per step of other engines, where the job states none
 DEFAULT_MAX_RUNNING = 1024
-OWN_ENGINE = "craton"
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ class ServedCandidates:
 
 def _with_terms(steps: Any, terms: ServingTerms) -> Any:
     if isinstance(steps, ServedSteps):
-        return ServedSteps(terms, list(steps.c.values()))
+        return ServedSteps(terms, list(steps.constants.values()))
     return replace(steps, steps=_with_terms(steps.steps, terms))
 
 

@@ -17,7 +17,7 @@ HOST_SHARE = 0.5  # of the host's memory that KV cache blocks may take; assumed
 
 
 def kv_bytes_per_token(shape: ModelShape, precision: str) -> float:
-    """Return the KV cache bytes of one token over all layers: keys and values, or the latents of MLA."""
+    """Return the KV cache bytes of one token over all layers: that of all heads, or the latents of MLA."""
     size = KV_BYTES.get(precision, 2.0)
     if shape.mla is not None:
         return shape.layers * (shape.mla.kv_lora + shape.mla.qk_rope) * size
