@@ -254,27 +254,39 @@ def decode() -> None:
     ):
         call = decode_call(lengths, layers, group, longest)
         report(f"decode, {name}", seconds_of(call), sum(lengths) * KV_HEADS * HEAD_DIM * 2 * 2)
-    for group in (4, 2):
-        call = shared_call(64, 4096, 512, 16, group)
-        read_bytes = (4096 + 64 * 512) * KV_HEADS * HEAD_DIM * 2 * 2
-        report(f"decode, 64 requests of 512 after 4096 shared, {8 * group} heads", seconds_of(call), read_bytes)
+    for members, others in ((4, 0), (16, 0), (64, 0), (8, 56), (64, 64)):
+        for shared in (256, 1024, 4096):
+            for group in (4, 2):
+                compare_shared(members, others, shared, 512, group)
+        torch.cuda.empty_cache()
 
 
-def shared_call(requests: int, shared: int, own: int, layers: int, group: int) -> Callable[[int], Tensor]:
-    """All requests begin with the same blocks."""
-    cache, tables = paged_cache([shared, *[own] * requests], layers)
+def compare_shared(members: int, others: int, shared: int, own: int, group: int) -> None:
+    """Time attention of `members` requests that begin with the same blocks, and others of the same length, with one
+    read of these blocks and with a read for each request, of which the L2 cache serves a part."""
+    requests = members + others
+    layers = max(2, min(16, 2**16 // (shared + members * own + others * (shared + own))))
+    cache, tables = paged_cache([shared, *[own] * members, *[shared + own] * others], layers)
     table = torch.zeros(requests, (shared + own) // PAGE, dtype=torch.int32, device="cuda")
-    table[:, : shared // PAGE] = tables[0, : shared // PAGE]
-    table[:, shared // PAGE :] = tables[1:, : own // PAGE]
+    table[:members, : shared // PAGE] = tables[0, : shared // PAGE]
+    table[:members, shared // PAGE :] = tables[1 : 1 + members, : own // PAGE]
+    table[members:] = tables[1 + members :, : (shared + own) // PAGE]
     rows, sizes = torch.arange(requests, device="cuda").int(), integers(*[shared + own] * requests)
-    every = np.arange(requests, dtype=np.int32)
-    one = (np.asarray([number], np.int32) for number in (requests, 0, shared))
-    numbers = torch.from_numpy(group_numbers(PrefixGroups(every, *one), requests)).cuda()
-    prefixes = shared_prefixes(numbers, requests)
+    one = (np.asarray([number], np.int32) for number in (members, 0, shared))
+    numbers = group_numbers(PrefixGroups(np.arange(members, dtype=np.int32), *one), requests)
+    prefixes = shared_prefixes(torch.from_numpy(numbers).cuda(), requests)
     query = normal(requests, KV_HEADS * group, HEAD_DIM)
-    return lambda index: shared_prefix.shared_decode_attention(
-        query, cache[:, index % layers], table, rows, sizes, prefixes, longest=shared + own
-    )
+
+    def together(index: int) -> Tensor:
+        where = (cache[:, index % layers], table, rows, sizes)
+        return shared_prefix.shared_decode_attention(query, *where, prefixes, longest=shared + own)
+
+    def apart(index: int) -> Tensor:
+        return paged.decode_attention(query, cache[:, index % layers], table, rows, sizes, longest=shared + own)
+
+    ours, theirs = seconds_of(together), seconds_of(apart)
+    name = f"decode, {members} of {requests} share {shared} of {shared + own}, {8 * group} heads"
+    print(f"{name:52}{ours * 1e6:9.1f} us  {theirs * 1e6:9.1f} us without  ratio {theirs / ours:.2f}")
 
 
 def decode_call(lengths: list[int], layers: int, group: int, longest: int) -> Callable[[int], Tensor]:

@@ -21,6 +21,14 @@ class NotNowError(ServingError):
 
 
 @dataclass(frozen=True)
+class SharingCosts:
+    """What reading common beginnings once costs a decode step, in tokens of KV cache that it could read instead."""
+
+    step: float = 0.0  # however many requests there are
+    share: float = 0.0  # of every token that is still read
+
+
+@dataclass(frozen=True)
 class EngineSettings:
     """Settings that affect speed and memory, not answers."""
 
@@ -41,7 +49,8 @@ class EngineSettings:
     adapters: Mapping[str, str] = field(default_factory=dict)  # name → folder
     adapter_slots: int = 0
     adapter_rank: int = 16
-    shared_prefix: Literal["auto", "on", "off"] = "auto"  # read common beginnings once per group; auto: on a CPU
+    shared_prefix: Literal["auto", "on", "off"] = "auto"  # read common beginnings once per group; auto: on
+    sharing_costs: SharingCosts = SharingCosts()  # of the device
     overlap: bool = True  # start a step before the last one is read back
 
     @property

@@ -12,7 +12,7 @@ from typing import Any
 from triton import compiler
 from triton.backends.compiler import GPUTarget
 
-from craton.ml.kernels.triton import paged_decode, paged_shared
+from craton.ml.kernels.triton import paged_decode
 
 HOPPER = 90
 CONSTANTS: dict[str, Any] = {
@@ -23,16 +23,15 @@ CONSTANTS: dict[str, Any] = {
 TYPES = {
     **dict.fromkeys(("query", "cache", "out"), "*bf16"),
     **dict.fromkeys(("partial", "partial_sums", "prefix_partial", "prefix_sums"), "*fp32"),
-    **dict.fromkeys(("table", "rows", "lengths", "skipped", "members", "ends", "tokens"), "*i32"),
-    **dict.fromkeys(("member_places", "group_ends", "group_tokens"), "*i32"),
+    **dict.fromkeys(("table", "rows", "lengths", "skipped", "members"), "*i32"),
+    **dict.fromkeys(("member_places", "group_ends", "group_rows", "group_tokens"), "*i32"),
     "scale": "fp32",
 }
 KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "merge": (paged_decode._merge, {"SHARED": False}),
-    "merge with groups": (paged_decode._merge, {"SHARED": True}),
+    "merge": (paged_decode._merge, {"SHARED": False, "ROWS": 4}),
+    "merge with groups": (paged_decode._merge, {"SHARED": True, "ROWS": 4}),
     "attend": (paged_decode._attend, {"SHARED": False, "ROWS": 16}),
     "attend with groups": (paged_decode._attend, {"SHARED": True, "ROWS": 16}),
-    "attend prefix": (paged_shared._attend_prefix, {"ROWS": 64}),
 }
 
 

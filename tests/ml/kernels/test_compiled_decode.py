@@ -19,7 +19,7 @@ COMPILING = Path(__file__).with_name("compiling.py")
     ("names", "uses_tensor_cores"),
     [
         (("merge", "merge with groups"), False),
-        pytest.param(("attend", "attend with groups", "attend prefix"), True, marks=pytest.mark.slow),
+        pytest.param(("attend", "attend with groups"), True, marks=pytest.mark.slow),
     ],
 )
 def test_decode_kernels_compile_for_a_gpu(names: tuple[str, ...], uses_tensor_cores: bool) -> None:

@@ -85,8 +85,8 @@ def test_kernels_with_groups_equal_attention_without(  # type: ignore[no-untyped
     pytest.importorskip("triton", reason="Triton is not installed")
     # tiles so small that prefixes are split, and several tiles of queries
     monkeypatch.setattr("craton.ml.kernels.triton.paged_decode.NARROW", (16, 4, 3, 2))
-    monkeypatch.setattr("craton.ml.kernels.triton.paged_decode.LARGE_PIECE", 2)
-    monkeypatch.setattr("craton.ml.kernels.triton.paged_shared.NARROW", (16, 4, 3, 1))
+    monkeypatch.setattr("craton.ml.kernels.triton.paged_decode.SHARED_LARGE_PIECE", 1)
+    monkeypatch.setattr("craton.ml.kernels.triton.paged_shared.NARROW", 16)
     monkeypatch.setattr("craton.ml.kernels.triton.paged_shared.MAX_ROWS", 16)
     requests = Requests.of(lengths, kv_heads, head_dim, page, dtype)
     shared = share(requests, groups)
@@ -109,7 +109,7 @@ def test_kernels_do_not_depend_on_how_the_prefix_is_split(monkeypatch: pytest.Mo
     monkeypatch.setattr("craton.ml.kernels.elementwise.is_fused", lambda _: True)
     results = []
     for block, places in ((16, 1), (16, 3), (16, 50), (32, 2)):
-        monkeypatch.setattr("craton.ml.kernels.triton.paged_shared.NARROW", (block, 4, 3, 1))
+        monkeypatch.setattr("craton.ml.kernels.triton.paged_shared.NARROW", block)
         monkeypatch.setattr("craton.ml.kernels.triton.paged_shared.processors", lambda _, count=places: count)
         results.append(shared_prefix.shared_decode_attention(query, *where, shared, longest=128))
         close(results[-1], own, TOLERANCE[torch.float32])

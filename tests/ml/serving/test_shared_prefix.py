@@ -18,7 +18,7 @@ from craton.ml.serving.schedule import PrefixGroups, StepInput
 from craton.ml.serving.schedule.prefix import PrefixNode
 from craton.ml.serving.schedule.sequence import Sequence
 from craton.ml.serving.schedule.shared_prefix import MAX_GROUPS, PrefixGrouping, group_by_prefix, is_worthwhile
-from craton.ml.serving.settings import EngineSettings, ServingError
+from craton.ml.serving.settings import EngineSettings, ServingError, SharingCosts
 
 PAGE = 4
 
@@ -98,7 +98,7 @@ def test_groups_follow_ends_and_starts(any_group: None) -> None:
     root = PrefixNode(None, (), None)
     shared = path(root, 3)
     sequences = requests(shared, shared, [*shared, *path(shared[-1], 1)])
-    grouping = PrefixGrouping(PAGE)
+    grouping = PrefixGrouping(PAGE, SharingCosts())
     first = grouping.groups(sequences, 0)
     assert as_lists(first) == [([0, 1, 2], 10, 3 * PAGE)]
     assert grouping.groups(list(sequences), 0) is first
@@ -109,6 +109,22 @@ def test_groups_follow_ends_and_starts(any_group: None) -> None:
     for node in sequences.pop(0).nodes:
         node.users -= 1
     assert grouping.groups(sequences, 2) is None
+
+
+def test_groups_are_read_together_only_if_the_step_saves_more_than_that_costs_the_device() -> None:
+    root = PrefixNode(None, (), None)
+    shared = path(root, 2000)
+    sequences = requests(*[shared] * 4, path(root, 1))
+    for sequence, computed in zip(sequences, [8000, 8100, 8200, 8300, 50_000], strict=True):
+        sequence.computed = computed
+    rest = 82_600 - 3 * 8000  # tokens that a step reads with sharing, where it saves 3 · 8000
+    for costs, is_shared in (
+        (SharingCosts(), True),
+        (SharingCosts(10_000, 0.2), True),
+        (SharingCosts(10_000, 14_001 / rest), False),
+        (SharingCosts(24_001, 0.0), False),
+    ):
+        assert (PrefixGrouping(PAGE, costs).groups(sequences, 0) is not None) == is_shared
 
 
 # -- answers ----------------------------------------------------------------------------------------------------------
@@ -271,7 +287,7 @@ def test_a_prompt_computed_twice_at_once_is_kept_once() -> None:
     assert used[0] <= used[1] - 24 // PAGE
 
 
-def test_auto_shares_on_a_cpu_and_too_short_prefixes_are_read_by_each_request() -> None:
+def test_auto_shares_and_too_short_prefixes_are_read_by_each_request() -> None:
     ours = run(copies)
     assert ours.engine.settings.shared_prefix == "on"
     assert all(each.groups is None for each in ours.work)

@@ -222,7 +222,7 @@ class Serve(Section):
         None  # auto: the number of `adapters`
     )
     max_adapter_rank: Auto = None  # auto: the largest rank in `adapters`
-    shared_prefix: SharedPrefix = "auto"  # attention reads common beginnings of requests once; auto: on a CPU
+    shared_prefix: SharedPrefix = "auto"  # attention reads common beginnings of requests once; auto: on
     backend: Annotated[AttentionBackend, BeforeValidator(_parse_backend)] = "auto"
     tool_parser: ToolParser = "auto"
     reasoning_parser: ReasoningParser = "off"

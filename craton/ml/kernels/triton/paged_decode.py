@@ -6,8 +6,8 @@ decides nothing. A head in one piece is done when its program ends. Otherwise ea
 the maximum and the sum of its softmax, and a second kernel merges them. The heads that share a key/value head, times
 the queries of a request, are the rows of one matmul.
 
-Of requests in a group with a shared prefix, these kernels do the second half: a request's pieces begin after the shared
-tokens, always leave partial results, and are merged with those of the prefix (`paged_shared`).
+Of requests in a group with a shared prefix, the pieces begin after the shared tokens, always leave partial results, and
+are merged with those of the prefix. The first programs of the same kernel compute these (`paged_shared`).
 """
 
 from __future__ import annotations
@@ -19,15 +19,19 @@ from torch import Tensor
 
 from craton.ml.kernels.shared_prefixes import SharedPrefixes
 from craton.ml.kernels.triton.launch import launch_options, processors, request_bound, wait_for_inputs
-from craton.ml.kernels.triton.paged_shared import attend_prefixes, pick, plan_prefixes
+from craton.ml.kernels.triton.paged_shared import attend_prefix, pick, plan_prefixes, prefix_partials
 
 # (keys of a tile, warps, stages of the pipeline, programs a multiprocessor runs) for keys of up to 256 bytes, and wider
 NARROW, WIDE = (64, 4, 3, 3), (32, 4, 3, 3)
 WHOLE_TILES = 2  # up to this a head is always one piece
 LARGE_PIECE = 16  # tiles per piece above which more pieces per slot are preferred to larger ones
 MAX_ROUNDS = 4  # maximum pieces per slot, for heads that are split
-# (partial results per iteration, warps) of the merge, if all its programs run at once and if they do not
-FAST_MERGE, LIGHT_MERGE = (64, 4), (16, 2)
+# The same where prefixes are shared: smaller pieces, because results are merged anyway and prefixes take some of the
+# slots, which are fewer, because the programs of prefixes need more registers
+SHARED_LARGE_PIECE, SHARED_MAX_ROUNDS, SHARED_PER_PROCESSOR = 2, 2, 2
+# (partial results per iteration, warps, queries per program) of the merge, if all its programs run at once with one
+# query each, and if they do not; the last where prefixes are shared
+FAST_MERGE, LIGHT_MERGE, SHARED_MERGE = (64, 4, 1), (8, 1, 4), (4, 1, 4)
 LOG2_E = 1.4426950408889634
 
 
@@ -72,21 +76,27 @@ def _plan(
 
 
 @triton.jit
-def _add(largest, summed, mixed, partial, partial_sums, slot, live, DIM: tl.constexpr):
-    """Add the partial results in these slots to one with this maximum, sum and weighted values."""
-    theirs = tl.load(partial_sums + 2 * slot, mask=live, other=float("-inf"))
-    sums = tl.load(partial_sums + 2 * slot + 1, mask=live, other=0.0)
-    values = tl.load(partial + slot[:, None] * DIM + tl.arange(0, DIM)[None, :], mask=live[:, None], other=0.0)
+def _add(largest, summed, mixed, partial, partial_sums, slots, live, DIM: tl.constexpr):
+    """Add the partial results in `slots` [results, rows] to those of the rows: maximum, sum and weighted values."""
+    theirs = tl.load(partial_sums + 2 * slots, mask=live, other=float("-inf"))
+    sums = tl.load(partial_sums + 2 * slots + 1, mask=live, other=0.0)
+    dim = tl.arange(0, DIM)[None, None, :]
+    values = tl.load(partial + slots[:, :, None] * DIM + dim, mask=live[:, :, None], other=0.0)
     new_largest = tl.maximum(largest, tl.max(theirs, 0))
     shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
     fading = tl.exp2(largest - shift)
-    weights = tl.exp2(theirs - shift)
+    weights = tl.exp2(theirs - shift[None, :])
     summed = summed * fading + tl.sum(sums * weights, 0)
-    mixed = mixed * fading + tl.sum(values * weights[:, None], 0)
+    mixed = mixed * fading[:, None] + tl.sum(values * weights[:, :, None], 0)
     return new_largest, summed, mixed
 
 
-@triton.jit(do_not_specialize=["requests", "rounds"], do_not_specialize_on_alignment=["rows", "lengths", "skipped"])
+@triton.jit(
+    do_not_specialize=["requests", "rounds", "prefix_programs"],
+    do_not_specialize_on_alignment=[
+        *("rows", "lengths", "skipped", "members", "group_ends", "group_rows", "group_tokens"),
+    ],
+)
 def _attend(
     query,
     cache,
@@ -94,13 +104,21 @@ def _attend(
     rows,
     lengths,
     skipped,
+    members,
+    group_ends,
+    group_rows,
+    group_tokens,
     out,
     partial,
     partial_sums,
+    prefix_partial,
+    prefix_sums,
     scale,
     requests,
     places,
     rounds,
+    prefix_places,
+    prefix_programs,
     query_token_stride,
     query_head_stride,
     block_stride,
@@ -121,18 +139,57 @@ def _attend(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     SHARED: tl.constexpr,
+    GROUPS: tl.constexpr,
+    PREFIX_ROWS: tl.constexpr,
+    PREFIX_BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    # Lengths, rows and table are older than the previous kernel, which stored this step's keys: no need to wait.
     program = tl.program_id(0)
+    if SHARED:
+        if program < prefix_programs:
+            attend_prefix(
+                program,
+                query,
+                cache,
+                table,
+                members,
+                group_ends,
+                group_rows,
+                group_tokens,
+                prefix_partial,
+                prefix_sums,
+                scale,
+                prefix_places,
+                query_token_stride,
+                query_head_stride,
+                block_stride,
+                part_stride,
+                head_stride,
+                place_stride,
+                table_stride,
+                KV_HEADS,
+                GROUP,
+                HEAD_DIM,
+                DIM,
+                PAGE,
+                GROUPS,
+                PREFIX_ROWS,
+                PREFIX_BLOCK,
+                EARLY,
+            )
+            return
+        program -= prefix_programs
+    # Lengths, rows and table are older than the previous kernel, which stored this step's keys: no need to wait.
     length, origin, first, tiles, pieces, ends = _plan(
         lengths, skipped, requests, places, rounds, KV_HEADS, QUERIES, WINDOW, WHOLE, LARGE, REQUESTS, BLOCK, SHARED
     )
+    # A program without work may end early, but not all of them: the next kernel waits only for the end of this one.
+    if program >= tl.sum(pieces, 0) * KV_HEADS:
+        return
     number = tl.arange(0, REQUESTS)
     table_row = tl.load(rows + number, mask=number < requests, other=0)
     request = tl.sum((ends <= program).to(tl.int32), 0)
     within = program - tl.max(tl.where(ends <= program, ends, 0), 0)
-    live = request < requests
     length = pick(length, request, REQUESTS)
     first = pick(first, request, REQUESTS)
     tiles = pick(tiles, request, REQUESTS)
@@ -151,8 +208,6 @@ def _attend(
         is_whole = is_whole & (origin == 0)
     block = tl.load(blocks + place // PAGE, mask=place < length, other=0)
     wait_for_inputs(EARLY)
-    if not live:
-        return
 
     row = tl.arange(0, ROWS)
     row_live = row < GROUP * QUERIES
@@ -229,6 +284,7 @@ def _merge(
     REQUESTS: tl.constexpr,
     BLOCK: tl.constexpr,
     STEP: tl.constexpr,
+    ROWS: tl.constexpr,
     SHARED: tl.constexpr,
     GROUPS: tl.constexpr,
     PREFIX_ROWS: tl.constexpr,
@@ -237,7 +293,8 @@ def _merge(
 ):
     request = tl.program_id(0) // KV_HEADS
     head = tl.program_id(0) % KV_HEADS
-    row = tl.program_id(1)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    row_live = row < GROUP * QUERIES
     _length, _origin, _first, _tiles, pieces, ends = _plan(
         lengths, skipped, requests, places, rounds, KV_HEADS, QUERIES, WINDOW, WHOLE, LARGE, REQUESTS, BLOCK, SHARED
     )
@@ -247,40 +304,39 @@ def _merge(
     if SHARED:
         member = tl.load(member_places + request)
         is_partial = is_partial | (member >= 0)
-    # A program without work may end early, but not all of them: the next kernel waits only for the end of this one.
+        first, _end, _tokens, query_tiles, splits, program_ends = plan_prefixes(
+            group_ends, group_tokens, prefix_places, KV_HEADS, GROUP, PREFIX_ROWS, PREFIX_BLOCK, GROUPS
+        )
+        group = tl.sum((tl.load(group_ends + tl.arange(0, GROUPS)) <= member).to(tl.int32), 0)
+        query_tiles = pick(query_tiles, group, GROUPS)
+        splits = tl.where(member >= 0, pick(splits, group, GROUPS), 0)
+        entry = (member - pick(first, group, GROUPS)) * GROUP + row
+        program = pick(program_ends, group, GROUPS) - (KV_HEADS - head) * splits * query_tiles + entry // PREFIX_ROWS
     if is_partial | (tl.program_id(0) == 0):
         wait_for_inputs(EARLY)
     if is_partial:
         dim = tl.arange(0, DIM)
-        largest = tl.full([1], float("-inf"), tl.float32)
-        summed = tl.zeros([1], tl.float32)
-        mixed = tl.zeros([DIM], tl.float32)
+        step = tl.arange(0, STEP)[:, None]
+        largest = tl.full([ROWS], float("-inf"), tl.float32)
+        summed = tl.zeros([ROWS], tl.float32)
+        mixed = tl.zeros([ROWS, DIM], tl.float32)
         for start in range(0, pieces, STEP):
-            piece = start + tl.arange(0, STEP)
-            live = piece < pieces
-            slot = (begin + piece) * (GROUP * QUERIES) + row
-            largest, summed, mixed = _add(largest, summed, mixed, partial, partial_sums, slot, live, DIM)
-        if SHARED:  # noqa: SIM102 (known when compiled; without it `member` does not exist)
-            if member >= 0:
-                first, _end, _tokens, query_tiles, splits, program_ends = plan_prefixes(
-                    group_ends, group_tokens, prefix_places, KV_HEADS, GROUP, PREFIX_ROWS, PREFIX_BLOCK, GROUPS
-                )
-                group = tl.sum((tl.load(group_ends + tl.arange(0, GROUPS)) <= member).to(tl.int32), 0)
-                query_tiles = pick(query_tiles, group, GROUPS)
-                splits = pick(splits, group, GROUPS)
-                program = pick(program_ends, group, GROUPS) - (KV_HEADS - head) * splits * query_tiles
-                entry = (member - pick(first, group, GROUPS)) * GROUP + row
-                program += entry // PREFIX_ROWS
-                for start in range(0, splits, STEP):
-                    split = start + tl.arange(0, STEP)
-                    slot = (program + split * query_tiles).to(tl.int64) * PREFIX_ROWS + entry % PREFIX_ROWS
-                    largest, summed, mixed = _add(
-                        largest, summed, mixed, prefix_partial, prefix_sums, slot, split < splits, DIM
-                    )
+            piece = start + step
+            live = (piece < pieces) & row_live[None, :]
+            slots = (begin + piece) * (GROUP * QUERIES) + row[None, :]
+            largest, summed, mixed = _add(largest, summed, mixed, partial, partial_sums, slots, live, DIM)
+        if SHARED:
+            for start in range(0, splits, STEP):
+                split = start + step
+                live = (split < splits) & row_live[None, :]
+                slots = (program[None, :] + split * query_tiles).to(tl.int64) * PREFIX_ROWS + (entry % PREFIX_ROWS)[
+                    None, :
+                ]
+                largest, summed, mixed = _add(largest, summed, mixed, prefix_partial, prefix_sums, slots, live, DIM)
         token = request.to(tl.int64) * QUERIES + row // GROUP
-        target = out + (token * (KV_HEADS * GROUP) + head * GROUP + row % GROUP) * HEAD_DIM + dim
-        result = mixed / tl.where(summed > 0, summed, 1.0)
-        tl.store(target, result.to(out.dtype.element_ty), mask=dim < HEAD_DIM)
+        target = out + (token * (KV_HEADS * GROUP) + head * GROUP + row % GROUP)[:, None] * HEAD_DIM + dim[None, :]
+        result = mixed / tl.where(summed > 0, summed, 1.0)[:, None]
+        tl.store(target, result.to(out.dtype.element_ty), mask=row_live[:, None] & (dim < HEAD_DIM)[None, :])
 
 
 def attention(
@@ -304,19 +360,18 @@ def attention(
     assert shared is None or (queries == 1 and not window)
     dim = triton.next_power_of_2(head_dim)
     block, warps, stages, per_processor = NARROW if head_dim * query.element_size() <= 256 else WIDE
-    places = processors(query.device) * per_processor
+    places = processors(query.device) * (per_processor if shared is None else SHARED_PER_PROCESSOR)
     tiles = triton.cdiv(longest, block)
     whole = tiles <= WHOLE_TILES and shared is None
     all_heads = requests * kv_heads
-    rounds = min(MAX_ROUNDS, max(1, all_heads * tiles // (places * LARGE_PIECE)))
+    large, max_rounds = (LARGE_PIECE, MAX_ROUNDS) if shared is None else (SHARED_LARGE_PIECE, SHARED_MAX_ROUNDS)
+    rounds = min(max_rounds, max(1, all_heads * tiles // (places * large)))
     programs = all_heads if whole else min(all_heads * tiles, all_heads + places * rounds)
     slots = 0 if whole else programs
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     partial = torch.empty(slots, group * queries, dim, dtype=torch.float32, device=query.device)
     partial_sums = torch.empty(slots, group * queries, 2, dtype=torch.float32, device=query.device)
     scale_log2 = (head_dim**-0.5 if scale is None else scale) * LOG2_E
-    prefix = None if shared is None else attend_prefixes(query, cache, table, shared, scale_log2)
-    skipped = lengths if shared is None else shared.skipped
     options = {
         "KV_HEADS": kv_heads,
         "GROUP": group,
@@ -325,26 +380,46 @@ def attention(
         "DIM": dim,
         "WINDOW": window,
         "WHOLE": whole,
-        "LARGE": LARGE_PIECE,
+        "LARGE": large,
         "REQUESTS": request_bound(requests),
         "BLOCK": block,
-        "SHARED": shared is not None,
         **launch_options(query),
     }
-    _attend[(programs,)](
+    skipped = members = member_places = group_ends = group_rows = group_tokens = lengths
+    prefix_sums, prefix_programs, prefix_places = partial_sums, 0, places
+    prefix_partial = partial
+    if shared is None:
+        options |= {"SHARED": False, "GROUPS": 1, "PREFIX_ROWS": 1, "PREFIX_BLOCK": 1}
+    else:
+        prefix = prefix_partials(query, kv_heads, shared)
+        skipped, members, member_places = shared.skipped, shared.members, shared.places
+        group_ends, group_rows, group_tokens = shared.ends, shared.rows, shared.tokens
+        prefix_partial, prefix_sums = prefix.partial, prefix.sums
+        prefix_programs, prefix_places = prefix.programs, prefix.places
+        options |= {"SHARED": True, "GROUPS": len(shared.ends)}
+        options |= {"PREFIX_ROWS": prefix.rows, "PREFIX_BLOCK": prefix.block}
+    _attend[(prefix_programs + programs,)](
         query,
         cache,
         table,
         rows,
         lengths,
         skipped,
+        members,
+        group_ends,
+        group_rows,
+        group_tokens,
         out,
         partial,
         partial_sums,
+        prefix_partial,
+        prefix_sums,
         scale_log2,
         requests,
         places,
         rounds,
+        prefix_places,
+        prefix_programs,
         *query.stride()[:2],
         *cache.stride()[:4],
         table.stride(0),
@@ -355,25 +430,25 @@ def attention(
         **options,
     )
     if not whole:
-        step, merge_warps = FAST_MERGE if all_heads * group * queries <= places else LIGHT_MERGE
-        of_groups = (lengths,) * 3 if shared is None else (shared.places, shared.ends, shared.tokens)
-        _merge[(all_heads, group * queries)](
+        merge = LIGHT_MERGE if shared is None else SHARED_MERGE
+        step, merge_warps, rows_each = FAST_MERGE if all_heads * group * queries <= places else merge
+        _merge[(all_heads, triton.cdiv(group * queries, rows_each))](
             lengths,
             skipped,
-            *of_groups,
+            member_places,
+            group_ends,
+            group_tokens,
             out,
             partial,
             partial_sums,
-            partial if prefix is None else prefix.partial,
-            partial_sums if prefix is None else prefix.sums,
+            prefix_partial,
+            prefix_sums,
             requests,
             places,
             rounds,
-            places if prefix is None else prefix.places,
+            prefix_places,
             STEP=step,
-            GROUPS=1 if shared is None else len(shared.ends),
-            PREFIX_ROWS=1 if prefix is None else prefix.rows,
-            PREFIX_BLOCK=1 if prefix is None else prefix.block,
+            ROWS=rows_each,
             num_warps=merge_warps,
             **options,
         )

@@ -1,9 +1,12 @@
 """Triton: the first half of cascade attention. All queries of a group's requests attend to the blocks they share.
 
 A tile of queries (requests × heads of one key/value head) is one matmul with a tile of keys. The shared tokens are
-split on the device so that all groups together fill the GPU. Programs that read the same keys for different queries are
-neighbours: one reads them from memory, the others from the L2 cache. Each program stores a partial result with the
-maximum and the sum of its softmax; `paged_decode` merges them with those of each request's own tokens.
+split on the device so that all groups together give each multiprocessor one program. Programs that read the same keys
+for different queries are neighbours: one reads them from memory, the others from the L2 cache. Each program stores a
+partial result with the maximum and the sum of its softmax; `paged_decode` merges them with those of each request's own
+tokens.
+
+These programs compute more than they read, and those of `paged_decode` the reverse, so both are in one kernel.
 """
 
 from __future__ import annotations
@@ -16,22 +19,25 @@ import triton.language as tl
 from torch import Tensor
 
 from craton.ml.kernels.shared_prefixes import SharedPrefixes
-from craton.ml.kernels.triton.launch import launch_options, processors, wait_for_inputs
+from craton.ml.kernels.triton.launch import processors, wait_for_inputs
 
 MAX_ROWS = 64  # queries of a tile
-# (keys of a tile, warps, stages of the pipeline, programs a multiprocessor runs) for keys of up to 256 bytes, and wider
-NARROW, WIDE = (64, 4, 3, 2), (32, 4, 2, 2)
+NARROW, WIDE = 32, 16  # keys of a tile, of up to 256 bytes each, and wider
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixPartials:
-    """The partial results of all programs, and what their numbering depends on (`plan_prefixes`)."""
+    """Where the partial results of all programs go, and what their numbering depends on (`plan_prefixes`)."""
 
     partial: Tensor  # fp32 [programs, rows, dim]
     sums: Tensor  # fp32 [programs, rows, 2], maximum and sum
     places: int
     rows: int
     block: int
+
+    @property
+    def programs(self) -> int:
+        return len(self.partial)
 
 
 @triton.jit
@@ -65,8 +71,9 @@ def pick(values, index, COUNT: tl.constexpr):
     return tl.sum(tl.where(tl.arange(0, COUNT) == index, values, 0), 0)
 
 
-@triton.jit(do_not_specialize_on_alignment=["members", "ends", "rows", "tokens"])
-def _attend_prefix(
+@triton.jit
+def attend_prefix(
+    program,
     query,
     cache,
     table,
@@ -95,13 +102,12 @@ def _attend_prefix(
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
+    """What one program does. After the last group's programs it has no queries and no tokens, and stores nothing."""
     # Groups and table are older than the previous kernel, which stored this step's keys: no need to wait.
-    program = tl.program_id(0)
     begin, end, length, query_tiles, splits, program_ends = plan_prefixes(
         ends, tokens, places, KV_HEADS, GROUP, ROWS, BLOCK, GROUPS
     )
     group = tl.sum((program_ends <= program).to(tl.int32), 0)
-    live = group < GROUPS
     within = program - tl.max(tl.where(program_ends <= program, program_ends, 0), 0)
     begin = pick(begin, group, GROUPS)
     end = pick(end, group, GROUPS)
@@ -124,9 +130,6 @@ def _attend_prefix(
     place = first * BLOCK + column
     block = tl.load(blocks + place // PAGE, mask=place < length, other=0)
     wait_for_inputs(EARLY)
-    if not live:
-        return
-
     dim = tl.arange(0, DIM)
     dim_live = (dim < HEAD_DIM)[None, :]
     asked = query + request.to(tl.int64) * query_token_stride + (head * GROUP + entry % GROUP) * query_head_stride
@@ -157,49 +160,17 @@ def _attend_prefix(
     tl.store(partial_sums + 2 * slot + 1, summed, mask=row_live)
 
 
-def attend_prefixes(
-    query: Tensor, cache: Tensor, table: Tensor, shared: SharedPrefixes, scale_log2: float
-) -> PrefixPartials:
-    """Attend to the shared tokens of all groups: query [requests, heads, head_dim]. `scale_log2`: of scores that are
-    exponents of 2."""
+def prefix_partials(query: Tensor, kv_heads: int, shared: SharedPrefixes) -> PrefixPartials:
+    """Return room for the partial results of all groups: query [requests, heads, head_dim]."""
     requests, heads, head_dim = query.shape
-    _, _, kv_heads, page, _ = cache.shape
     group, groups = heads // kv_heads, len(shared.ends)
     assert groups & (groups - 1) == 0
-    dim = triton.next_power_of_2(head_dim)
-    block, warps, stages, per_processor = NARROW if head_dim * query.element_size() <= 256 else WIDE
+    block = NARROW if head_dim * query.element_size() <= 256 else WIDE
     rows = min(MAX_ROWS, max(16, triton.next_power_of_2(requests * group)))
-    places = processors(query.device) * per_processor
+    places = processors(query.device)
     # Σ query tiles · splits ≤ places / heads + Σ query tiles; a group has two or more members
     query_tiles = triton.cdiv(requests * group, rows) + min(groups, requests // 2)
     programs = places + kv_heads * query_tiles
-    partial = torch.empty(programs, rows, dim, dtype=torch.float32, device=query.device)
+    partial = torch.empty(programs, rows, triton.next_power_of_2(head_dim), dtype=torch.float32, device=query.device)
     sums = torch.empty(programs, rows, 2, dtype=torch.float32, device=query.device)
-    _attend_prefix[(programs,)](
-        query,
-        cache,
-        table,
-        shared.members,
-        shared.ends,
-        shared.rows,
-        shared.tokens,
-        partial,
-        sums,
-        scale_log2,
-        places,
-        *query.stride()[:2],
-        *cache.stride()[:4],
-        table.stride(0),
-        KV_HEADS=kv_heads,
-        GROUP=group,
-        HEAD_DIM=head_dim,
-        DIM=dim,
-        PAGE=page,
-        GROUPS=groups,
-        ROWS=rows,
-        BLOCK=block,
-        num_warps=warps,
-        num_stages=stages,
-        **launch_options(query),
-    )
     return PrefixPartials(partial, sums, places, rows, block)

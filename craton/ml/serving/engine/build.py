@@ -16,7 +16,7 @@ from craton.ml.serving.engine.drafting import Drafting
 from craton.ml.serving.engine.engine import Engine
 from craton.ml.serving.engine.execution import Executor
 from craton.ml.serving.engine.measurements import Rates
-from craton.ml.serving.settings import EngineSettings, ServingError
+from craton.ml.serving.settings import EngineSettings, ServingError, SharingCosts
 from craton.planning.serving import (
     CPU_KV_BYTES,
     GPU_RESERVE_BYTES,
@@ -29,6 +29,9 @@ from craton.planning.serving import (
 if TYPE_CHECKING:
     from craton.ml.serving.grammar import Grammars
 
+# What sharing costs on a GPU, in bytes of a layer's KV cache and as a share of what is still read: measured on one H200
+# (docs/measurements.md, shared prefixes)
+SHARING_BYTES, SHARING_SHARE = 41e6, 0.2
 SHORTEST = 128  # minimum tokens of a request; with less room in the KV cache, `max_length: auto` is refused
 
 
@@ -119,9 +122,11 @@ def build_runner(
             "chunk_tokens or max_running, raise memory, use fp8 (precision, kv_precision), or use more GPUs (tp)"
         )
     host_blocks = settings.host_bytes // block_bytes
-    if settings.shared_prefix == "auto":  # on where it was measured to help
-        device = next(model.parameters()).device
-        settings = replace(settings, shared_prefix="on" if device.type == "cpu" else "off")
+    if settings.shared_prefix == "auto":
+        settings = replace(settings, shared_prefix="on")
+    if next(model.parameters()).device.type == "cuda":
+        layer_bytes = bytes_of_block(model, settings, ranks) / settings.page / model.config.shape.layers
+        settings = replace(settings, sharing_costs=SharingCosts(SHARING_BYTES / layer_bytes, SHARING_SHARE))
     runner = Runner(model, settings, max_length, blocks, host_blocks, peers, adapters)
     if draft is not None:
         runner.drafter = Drafter(Runner(draft, settings, max_length, blocks, host_blocks, main=runner), peers)

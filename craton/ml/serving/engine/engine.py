@@ -82,9 +82,8 @@ class Engine:
         self._pool = BlockPool(blocks)
         self._host_pool = BlockPool(host_blocks) if host_blocks > 1 else None
         self._tree = PrefixTree(self._pool, settings.page, self._host_pool)
-        self.scheduler = Scheduler(
-            self._pool, self._tree, settings.max_running, settings.chunk_tokens, settings.shared_prefix == "on"
-        )
+        sharing = settings.sharing_costs if settings.shared_prefix == "on" else None
+        self.scheduler = Scheduler(self._pool, self._tree, settings.max_running, settings.chunk_tokens, sharing)
         self._sequences: dict[int, list[Sequence]] = {}
         self._compiling: list[tuple[Future[GrammarState], Sequence]] = []
         self._in_flight: deque[InFlightStep] = deque()

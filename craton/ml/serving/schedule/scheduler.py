@@ -17,6 +17,7 @@ from itertools import count
 from craton.ml.serving.schedule.prefix import MIN_COPIED_TOKENS, BlockPool, Move, PrefixNode, PrefixTree, Root
 from craton.ml.serving.schedule.sequence import Sequence
 from craton.ml.serving.schedule.shared_prefix import PrefixGrouping, PrefixGroups
+from craton.ml.serving.settings import SharingCosts
 
 REMEMBERED = 64  # the last answers, whose mean length predicts the next ones
 # Prefill makes a step longer for all decoding requests. So a step has no more prefill than needed:
@@ -80,7 +81,8 @@ class Counters:
 class Scheduler:
     """Assigns rows and KV cache blocks to sequences. `version` is that of the weights.
 
-    `shares_prefixes`: a step has the groups of its decoding requests that begin with the same blocks."""
+    `sharing`: a step has the groups of its decoding requests that begin with the same blocks, if they save more than
+    this."""
 
     def __init__(
         self,
@@ -88,7 +90,7 @@ class Scheduler:
         tree: PrefixTree,
         max_running: int,
         chunk_tokens: int,
-        shares_prefixes: bool = False,
+        sharing: SharingCosts | None = None,
     ) -> None:
         self.pool = pool
         self.tree = tree
@@ -107,7 +109,7 @@ class Scheduler:
         self._table: list[tuple[int, int, int]] = []
         self._started: list[Sequence] = []
         self._outputs, self._ended = FIRST_OUTPUTS, 0  # mean output tokens; over how many requests
-        self._grouping = PrefixGrouping(self.page) if shares_prefixes else None
+        self._grouping = None if sharing is None else PrefixGrouping(self.page, sharing)
         self._changes = 0  # of what running sequences share
 
     @property

@@ -20,14 +20,14 @@ import numpy as np
 
 from craton.ml.serving.schedule.prefix import PrefixNode
 from craton.ml.serving.schedule.sequence import Sequence
+from craton.ml.serving.settings import SharingCosts
 
 Integers = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
 
 MAX_GROUPS = 32  # of a step: the kernels are compiled for this many
-# The costs of sharing, in tokens of KV cache that could be read instead: estimates for the 8B shape on an H200, where a
-# layer reads 4 KiB per token. Not measured there.
-MEMBER_TOKENS = 64  # a member's partial results: 8 splits × 32 heads × 130 numbers × 4 bytes, written and read
-GROUP_TOKENS = 1024  # 1 µs of one more kernel per layer, in which 4 MiB could be read
+# The costs of a group, in tokens of KV cache that could be read instead, each 4 KiB per layer
+MEMBER_TOKENS = 64  # a member's partial results: up to 8 splits × 32 heads × 130 numbers × 4 bytes, written and read
+GROUP_TOKENS = 1024  # a shorter prefix has less work than it takes to find and to merge
 
 
 def is_worthwhile(members: int, tokens: int) -> bool:
@@ -57,19 +57,23 @@ class PrefixGroups:
 class PrefixGrouping:
     """Finds the groups of a step, and remembers them for the next steps of the same requests."""
 
-    def __init__(self, page: int) -> None:
-        self._page = page
+    def __init__(self, page: int, costs: SharingCosts) -> None:
+        self._page, self._costs = page, costs
         self._sequences: list[Sequence] = []
         self._changes = -1
         self._groups: PrefixGroups | None = None
 
     def groups(self, sequences: list[Sequence], changes: int) -> PrefixGroups | None:
-        """Return the groups of these decoding requests; None if none is worthwhile. `changes` counts what may change
-        the blocks that running requests share."""
+        """Return the groups of these decoding requests; None if they are not worthwhile. `changes` counts what may
+        change the blocks that running requests share."""
         if changes != self._changes or sequences != self._sequences:
             self._sequences, self._changes = sequences, changes
             self._groups = group_by_prefix(sequences, self._page)
-        return self._groups
+        if self._groups is None or not self._costs.step:
+            return self._groups
+        saved = self._groups.saved_tokens
+        rest = sum(sequence.computed for sequence in sequences) - saved
+        return self._groups if saved > self._costs.step + self._costs.share * rest else None
 
 
 def group_by_prefix(sequences: Several[Sequence], page: int) -> PrefixGroups | None:
