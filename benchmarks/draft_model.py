@@ -6,8 +6,8 @@ the layers add nothing to the residual stream and the head maps each token to th
 cost of any weights. The draft model's head differs for a random share 1 - α of the cycle. So a greedy draft token is
 accepted with probability α, whatever came before, and answers are known.
 
-Planned: `craton.planning.serving.speculation` over the measured memory bandwidth and FLOP/s, as in a server. By step
-times: the same formula over the measured times of a plain step and of a step whose draft tokens are all accepted.
+Planned: `craton.planning.serving.speculation` with the step times of Craton's engine on this machine, as in a server.
+By step times: the same formula over the measured times of a plain step and of one whose draft tokens are all accepted.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ import torch
 
 from craton.job.model import ModelShape, model_preset
 from craton.ml.models import Decoder, config_from_shape
-from craton.ml.serving.engine import build_runner, join_engine, measure_peaks
+from craton.ml.serving.engine import build_runner, join_engine, measured_machine
 from craton.ml.serving.engine.engine import Engine
 from craton.ml.serving.messages import Sampling, Submit
 from craton.ml.serving.settings import EngineSettings
 from craton.planning.serving import (
     AUTO_LENGTHS,
-    Roofline,
     ServedModel,
     SpeculationCosts,
     best_draft_length,
+    draft_steps,
     expected_tokens,
+    own_steps,
     speculation_costs,
     speculation_speedup,
 )
@@ -98,10 +99,11 @@ class Case:
         self.prompt = tuple(self.cycle[:PROMPT])
         self.count, self.repeats = count, repeats
         precision = "bf16" if DEVICE.type == "cuda" else "fp32"
-        served = [ServedModel(each, precision) for each in self.shapes]
-        roofs = measure_peaks(DEVICE, self.model.norm.weight.dtype)
-        rooflines = [Roofline(each, roofs) for each in served]
-        self.costs: SpeculationCosts = speculation_costs(*rooflines, is_cpu=DEVICE.type == "cpu")
+        machine = measured_machine(DEVICE, self.model.norm.weight.dtype)
+        drafting, verifying = ServedModel(draft_shape, precision), ServedModel(shape, precision)
+        self.costs: SpeculationCosts = speculation_costs(
+            own_steps(verifying, machine), draft_steps(drafting, machine), is_cpu=DEVICE.type == "cpu"
+        )
 
     def measure(self, acceptance: float | None, tokens: int, is_auto: bool = False) -> dict[str, float]:
         """Return seconds per token, steps and acceptance; without drafts if `acceptance` is None."""

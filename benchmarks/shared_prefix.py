@@ -32,7 +32,7 @@ from craton.ml.serving.engine.build import build_engine
 from craton.ml.serving.engine.engine import Engine
 from craton.ml.serving.messages import Sampling, Submit
 from craton.ml.serving.settings import EngineSettings
-from craton.planning.serving import DevicePeaks, Roofline, ServedModel
+from craton.planning.serving import PLAIN_BYTES, ServedModel
 
 SMALL = ModelShape("small", layers=4, hidden=256, ffn_hidden=512, heads=8, kv_heads=4, head_dim=32, vocab=1024)
 
@@ -153,12 +153,14 @@ def answer(engine: Engine, case: Case, sampling: Sampling) -> list[list[int]]:
 
 def ideal(model: Decoder, case: Case) -> float:
     """Return the bytes that decode steps read without sharing, over those with sharing."""
-    served = ServedModel(model.config.shape, "bf16" if case.device == "cuda" else "fp32")
-    line = Roofline(served, DevicePeaks(1.0, 1.0))
+    shape, precision = model.config.shape, "bf16" if case.device == "cuda" else "fp32"
+    served = ServedModel(shape, precision)
+    unread = 0.0 if shape.tied_embeddings else shape.embedding_parameters * PLAIN_BYTES[precision]
+    weights = case.output * (served.weight_bytes - unread)
     shared = (case.copies - 1) * (case.prompt // 16 * 16)
     contexts = [case.copies * (case.prompt + step) for step in range(case.output)]
-    without = sum(line.read_bytes(case.copies, context, case.copies) for context in contexts)
-    return without / sum(line.read_bytes(case.copies, context, case.copies, shared) for context in contexts)
+    without = weights + served.kv_bytes_per_token * sum(contexts)
+    return without / (without - served.kv_bytes_per_token * shared * case.output)
 
 
 if __name__ == "__main__":

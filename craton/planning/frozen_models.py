@@ -13,7 +13,7 @@ from craton.job import ModelError
 from craton.job.model import ModelShape, model_shape
 from craton.job.sections.posttraining import Policy
 from craton.planning.search import Candidate
-from craton.planning.serving import PLAIN_BYTES, Roofline, ServedModel, passing_bytes, peaks_of, serving_efficiency
+from craton.planning.serving import PLAIN_BYTES, ServedModel, own_steps, passing_bytes
 from craton.planning.setting import Setting, mean_sample_tokens
 
 SCORED_TOKENS = 16_384  # of one forward pass of a reward model, as the trainer batches them
@@ -92,10 +92,10 @@ def _score_seconds(setting: Setting, shape: ModelShape) -> float:
     assert rollout is not None
     precision = _precision(setting)
     length = sum(mean_sample_tokens(setting.job))
-    tokens = max(1, round(length * -(-rollout.samples // setting.world)))
-    roofline = Roofline(ServedModel(shape, precision), peaks_of(machine.gpu, precision))
+    tokens = max(1.0, length * -(-rollout.samples // setting.world))
+    steps = own_steps(ServedModel(shape, precision), machine, step_tokens=SCORED_TOKENS)
     slowdown = machine.gpu.cpu.serial_slowdown if machine.gpu.cpu is not None else 1.0
-    return slowdown * roofline.prefill_seconds(tokens, length) / serving_efficiency(machine)
+    return slowdown * float(steps.prompts_seconds(tokens, length))
 
 
 def _score_bytes(setting: Setting, shape: ModelShape) -> float:

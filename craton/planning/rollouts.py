@@ -1,9 +1,9 @@
 """What a step of post-training has besides training on its rows: rollouts, verdicts, weights for the rollouts, and
 forward passes of references.
 
-Rollouts are the roofline of `serving` over the samples of a step. Lengths are not known before a run: completions are
-assumed to be spread evenly up to their maximum; prompts to be as long as the first rows of the data, or where these
-cannot be read to fill half of the rest of the sequence.
+Rollouts take the step times of our own engine (`serving`) over the samples of a step. Lengths are not known before a
+run: completions are assumed to be spread evenly up to their maximum; prompts to be as long as the first rows of the
+data, or where these cannot be read to fill half of the rest of the sequence.
 
 Guarantees: seconds are what the trainer waits for. Other kinds of training have none of this.
 """
@@ -20,16 +20,7 @@ from craton.planning.frozen_models import FrozenModels, frozen_models
 from craton.planning.rates import all_gather_seconds, point_to_point_seconds
 from craton.planning.result import RolloutPlan
 from craton.planning.search import Candidate
-from craton.planning.serving import (
-    BLOCK_BYTES,
-    PLAIN_BYTES,
-    Roofline,
-    ServedModel,
-    decode_overhead_seconds,
-    passing_bytes,
-    peaks_of,
-    serving_efficiency,
-)
+from craton.planning.serving import BLOCK_BYTES, PLAIN_BYTES, ServedModel, ServedSteps, own_steps, passing_bytes
 from craton.planning.setting import Setting, mean_sample_tokens
 from craton.planning.step import adapter_parameters, compose, evaluation_terms, group_of
 
@@ -95,9 +86,7 @@ class _Engine:
     """One of the engines that share the samples of a step."""
 
     model: ServedModel
-    roofline: Roofline
-    efficiency: float
-    overhead_seconds: float  # of a step
+    steps: ServedSteps
     slowdown: float  # by other processes, of a CPU
     engines: int
     samples: int  # of a step, of this engine
@@ -121,7 +110,6 @@ class _Engine:
         if precision not in machine.rates.matrix_flops:
             precision = "fp32"
         model = ServedModel(setting.shape, precision, tp=tp)
-        link = machine.network.nvlink_bytes_per_second * machine.network.nvlink_efficiency if tp > 1 else 0.0
         samples = -(-rollout.samples // engines)
         prompt, completion = mean_sample_tokens(job)
         workspace = passing_bytes(setting.shape, 2048, samples, PLAIN_BYTES[precision])
@@ -136,9 +124,7 @@ class _Engine:
         memory = {"rollout KV cache": kv, "rollout workspace": workspace, "rollout weights": copy}
         return cls(
             model,
-            Roofline(model, peaks_of(machine.gpu, precision, link)),
-            serving_efficiency(machine),
-            decode_overhead_seconds(machine, setting.shape),
+            own_steps(model, machine),
             machine.gpu.cpu.serial_slowdown if machine.gpu.cpu is not None else 1.0,
             engines,
             samples,
@@ -155,12 +141,12 @@ class _Engine:
         """Prefill of every prompt once per group, then decode. With completions spread evenly up to the maximum, the
         last part of a step runs with ever fewer of them."""
         prompts = self.prompt_tokens * -(-self.samples // self.group)
-        prefill = self.roofline.prefill_seconds(max(1, round(prompts)), self.prompt_tokens) / self.efficiency
+        prefill = self.steps.prompts_seconds(max(1.0, prompts), self.prompt_tokens)
         tokens = self.samples * self.completion_tokens
         steps = max(float(self.max_tokens), tokens / self.running + self.max_tokens / 2)
         context = self.prompt_tokens + self.completion_tokens / 2
-        decode = self.roofline.decode_seconds(max(1, round(tokens / steps)), context) / self.efficiency
-        return self.slowdown * (prefill + steps * (decode + self.overhead_seconds))
+        decode = self.steps.decode_seconds(max(1.0, tokens / steps), context)
+        return self.slowdown * float(prefill + steps * decode)
 
     def plan(self, job: Job) -> RolloutPlan:
         assert job.rollout is not None

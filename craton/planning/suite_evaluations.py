@@ -1,8 +1,8 @@
 """The seconds of evaluations of a suite between the steps of a training: answers of an engine on every rank, verdicts,
 and the weights for the engines.
 
-Answers are the roofline of `serving`, as rollouts are (`rollouts`). Their lengths are not known before a run: half of
-the suite's maximum is assumed, and prompts of PROMPT_TOKENS.
+Answers take the step times of our own engine (`serving`), as rollouts do. Their lengths are not known before a run:
+half of the suite's maximum is assumed, and prompts of PROMPT_TOKENS.
 """
 
 from __future__ import annotations
@@ -19,14 +19,7 @@ from craton.job.sections.suites import Suite, load_suite
 from craton.planning.rates import all_gather_seconds
 from craton.planning.rollouts import verdict_seconds
 from craton.planning.search import Candidate
-from craton.planning.serving import (
-    BLOCK_BYTES,
-    Roofline,
-    ServedModel,
-    decode_overhead_seconds,
-    peaks_of,
-    serving_efficiency,
-)
+from craton.planning.serving import BLOCK_BYTES, ServedModel, own_steps
 from craton.planning.setting import Setting
 from craton.planning.step import group_of
 
@@ -137,14 +130,14 @@ def _model(setting: Setting) -> ServedModel:
 def _answer_seconds(setting: Setting, problems: int, samples: int, max_tokens: int) -> float:
     """Return the seconds of prefill, once for each problem, and of decode on the rank with most problems."""
     machine, model = setting.machine, _model(setting)
-    roofline, efficiency = Roofline(model, peaks_of(machine.gpu, model.precision)), serving_efficiency(machine)
+    timed = own_steps(model, machine)
     answers = problems * samples
-    prefill = roofline.prefill_seconds(max(1, round(problems * PROMPT_TOKENS)), PROMPT_TOKENS) / efficiency
+    prefill = timed.prompts_seconds(max(1.0, problems * PROMPT_TOKENS), PROMPT_TOKENS)
     tokens, running = answers * max_tokens / 2, min(answers, MAX_RUNNING)
     steps = max(float(max_tokens), tokens / running + max_tokens / 2)
-    decode = roofline.decode_seconds(max(1, round(tokens / steps)), PROMPT_TOKENS + max_tokens / 4) / efficiency
+    decode = timed.decode_seconds(max(1.0, tokens / steps), PROMPT_TOKENS + max_tokens / 4)
     slowdown = machine.gpu.cpu.serial_slowdown if machine.gpu.cpu is not None else 1.0
-    return slowdown * (prefill + steps * (decode + decode_overhead_seconds(machine, setting.shape)))
+    return slowdown * float(prefill + steps * decode)
 
 
 def _verdict_seconds(setting: Setting, suite: Suite, answers: int) -> float:

@@ -239,7 +239,7 @@ def test_a_server_is_planned_too(plan: Command, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("COLUMNS", "80")
     code, output, errors = plan(plan.job)
     assert (code, errors) == (0, "")
-    for words in ("FITS", "KV cache", "one request", "best batch", "tokens/s", "of the roofline"):
+    for words in ("FITS", "KV cache", "one request", "together", "tokens/s", "roofline"):
         assert words in output
     assert max(len(line) for line in output.splitlines()) <= 80
     found = plan.json(plan.job)

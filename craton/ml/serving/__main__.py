@@ -37,10 +37,11 @@ from craton.ml.serving.device import Adapters, EngineRank, Runner, Served, Tenso
 from craton.ml.serving.engine import (
     EngineProcess,
     Latencies,
+    PlannedSteps,
     Rates,
     build_runner,
     join_engine,
-    measure_peaks,
+    measured_machine,
     tell_failure,
 )
 from craton.ml.serving.forked_front import FRONT_MODULE, ForkedFront
@@ -50,7 +51,7 @@ from craton.ml.serving.messages import Stats
 from craton.ml.serving.settings import EngineSettings
 from craton.ml.serving.wire import MessageLine, WireError
 from craton.ml.store import join_group_of_environment, leave_group
-from craton.planning.serving import Roofline, ServedModel, speculation_costs
+from craton.planning.serving import ServedModel, draft_steps, own_steps, speculation_costs
 from craton.telemetry import RunDirectory
 from craton.telemetry.error_reports import report_exception
 from craton.telemetry.files import protect_output
@@ -135,7 +136,7 @@ def serve(
         join_group_of_environment(backend, run_secret(run), rank, world)
     recorder.event("serving", stage="loading weights")
     served = load_served(job, device)
-    floor = _floor(job, served, device)  # before the KV cache takes the memory that the measurement needs
+    planned = _planned_steps(job, served, device)  # before the KV cache takes the memory that the measurement needs
     if front is not None and front.process.poll() is not None:
         return _status(front)
     recorder.event("serving", stage="preparing the engine")
@@ -148,7 +149,7 @@ def serve(
     this = EngineRank(runner, adapters, rank, secret)
     slots = {name: this.load_adapter(name, path) for name, path in settings.adapters.items()}
     tokens = (len(runner.past.cache) - 1) * settings.page
-    patience_seconds = patience_of(floor, settings, tokens)
+    patience_seconds = patience_of(planned.model, settings, tokens)
     if rank:
         line = _line_to_first(secret)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # from here on it ends with rank 0, which drains
@@ -160,9 +161,10 @@ def serve(
     assert front is not None
     group = TensorParallelGroup(this, _lines_to_others(world, secret))
     grammars = _grammars(served, runner.vocabulary)
-    draft_floor = _draft_floor(job, served, floor)
-    costs = None if draft_floor is None else speculation_costs(floor, draft_floor, is_cpu=device.type == "cpu")
-    rates = Rates(floor, draft_floor)
+    costs = None
+    if planned.draft is not None:
+        costs = speculation_costs(planned.model, planned.draft, is_cpu=device.type == "cpu")
+    rates = Rates(planned)
     engine = join_engine(group, runner, settings, max_length, served.stop_tokens, grammars, slots, rates, costs)
     group.watch(lambda number: _lost(number, front))
     recorder.event("serving", stage="ready", kv_tokens=tokens, max_length=max_length)
@@ -328,21 +330,20 @@ def _line_to_first(secret: bytes) -> Connection:
     return line
 
 
-def _floor(job: Job, served: Served, device: torch.device) -> Roofline:
-    assert job.serve is not None
-    size = 1 if served.peers is None else served.peers.size
-    model = ServedModel(served.model.config.shape, job.serve.precision, job.serve.kv_precision, size)
-    roofs = measure_peaks(device, next(served.model.norm.parameters()).dtype)
+def _planned_steps(job: Job, served: Served, device: torch.device) -> PlannedSteps:
+    """Return the step times of this job on this machine, by the profile of Craton's engine."""
+    serve = job.serve
+    assert serve is not None
+    ranks = 1 if served.peers is None else served.peers.size
+    machine = measured_machine(device, next(served.model.norm.parameters()).dtype, ranks)
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    return Roofline(model, roofs)
-
-
-def _draft_floor(job: Job, served: Served, floor: Roofline) -> Roofline | None:
-    assert job.serve is not None
-    if served.draft is None:
-        return None
-    return Roofline(ServedModel(served.draft.config.shape, job.serve.precision, job.serve.kv_precision), floor.roofs)
+    model = ServedModel(served.model.config.shape, serve.precision, serve.kv_precision, ranks)
+    steps = own_steps(model, machine, step_tokens=serve.step_tokens, max_running=serve.running)
+    draft = None
+    if served.draft is not None:
+        draft = draft_steps(ServedModel(served.draft.config.shape, serve.precision, serve.kv_precision), machine)
+    return PlannedSteps(steps, draft)
 
 
 def _grammars(served: Served, vocabulary: int) -> Grammars | None:

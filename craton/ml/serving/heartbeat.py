@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from craton.ml.serving.settings import EngineSettings
-from craton.planning.serving import Roofline
+from craton.planning.serving import ServedSteps
 from craton.telemetry.rank import RankPage
 
 MIN_SECONDS = 60.0  # minimum timeout of a step: it may have to compile a kernel
-SLOWNESS = 10.0  # timeout of a step as a multiple of the roofline's time for the largest one
+SLOWNESS = 10.0  # timeout of a step as a multiple of the predicted time of the largest one
 CONTROL_SECONDS = 3600.0  # timeout of weight updates and other controls of a rank
 
 
@@ -53,9 +53,9 @@ class EngineHeartbeat:
             self._page.patience = seconds
 
 
-def patience_of(floor: Roofline, settings: EngineSettings, kv_tokens: int) -> float:
-    """Return the seconds after which a step counts as hung: no step computes more than a chunk or reads more than the
-    whole KV cache."""
-    chunk, length = settings.chunk_tokens, settings.max_length
-    largest = floor.step_seconds(chunk, kv_tokens, settings.max_running, pairs=float(chunk * length))
-    return max(MIN_SECONDS, SLOWNESS * largest)
+def patience_of(steps: ServedSteps, settings: EngineSettings, kv_tokens: int) -> float:
+    """Return the seconds after which a step counts as hung: no step computes more than a chunk of the longest prompt or
+    reads more than the whole KV cache."""
+    running, chunk = float(settings.max_running), float(settings.chunk_tokens)
+    largest = steps.mixed_seconds(running, kv_tokens / running, chunk, 2.0 * settings.max_length)
+    return max(MIN_SECONDS, SLOWNESS * float(largest))

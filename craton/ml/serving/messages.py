@@ -189,8 +189,8 @@ class Stats:
     shared_tokens: int = 0  # of these, not read again because a group of requests shares them
     steps_by_tokens: tuple[int, ...] = ()  # steps per bucket of STEP_BOUNDS; the last: larger ones
     step_seconds: float = 0.0  # mean of the last steps
-    plan_step_seconds: float = 0.0  # the measured roofline's time for the same steps
-    roofline: float = 0.0  # plan_step_seconds / step_seconds
+    plan_step_seconds: float = 0.0  # predicted time of the same steps
+    roofline: float = 0.0  # their minimum time / step_seconds
     tokens_per_second: float = 0.0  # generated, over the last seconds
     draft_acceptance: float = 0.0  # estimated probability that a token of the draft model is accepted; 0: no model
     draft_speedup: float = 0.0  # estimated speed-up of decode by the draft model; 0: no model

@@ -31,6 +31,13 @@ if TYPE_CHECKING:
         gemm_seconds,
         grouped_gemm_seconds,
     )
-    from craton.planning.rates.machine_rates import MachineRates, machine, machine_of, pair_bytes_per_second, rates_of
+    from craton.planning.rates.machine_rates import (
+        MachineRates,
+        machine,
+        machine_of,
+        machine_of_ranks,
+        pair_bytes_per_second,
+        rates_of,
+    )
 else:
     __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

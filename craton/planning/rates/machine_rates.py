@@ -7,7 +7,14 @@ from functools import lru_cache
 
 from craton.infrastructure import Cluster, Gpu, Instance
 from craton.infrastructure.catalog import gpu as catalog_gpu
-from craton.planning.rates.collectives import Group, Network, all_reduce_seconds, gloo_network, network
+from craton.planning.rates.collectives import (
+    PCIE_BYTES_PER_SECOND,
+    Group,
+    Network,
+    all_reduce_seconds,
+    gloo_network,
+    network,
+)
 from craton.planning.rates.kernels import GpuRates, gpu_rates
 
 # Not measured: hosts of an H200 (Xeon, 16 cores, torch 2.11.0, Python 3.12) had 4.9 and 7.0 µs, 2026-11-18.
@@ -39,6 +46,12 @@ def machine(
         card.generation, card.nvlink_bytes_per_second, nvlink_domain, node_gpus, nic_bytes_per_second, efa_version
     )
     return MachineRates(card, rates_of(card), links, node_gpus)
+
+
+def machine_of_ranks(card: Gpu, ranks: int) -> MachineRates:
+    """Return a machine of these GPUs that are all of one NVLink domain."""
+    links = network(card.generation, card.nvlink_bytes_per_second, ranks, ranks, PCIE_BYTES_PER_SECOND, 0)
+    return MachineRates(card, rates_of(card), links, ranks)
 
 
 def machine_of(cluster: Cluster) -> MachineRates:

@@ -35,7 +35,7 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
 
 
 def serving_to_json(plan: ServePlan) -> dict[str, Any]:
-    """Return a server's plan for `json.dumps`, with the `DevicePeaks` that steps are compared with."""
+    """Return a server's plan for `json.dumps`."""
     document: dict[str, Any] = {"schema": 1, **_plain_fields(plan)}
     document |= {"fits": plan.fits, "requests": plan.requests}
     if plan.load is not None:

@@ -52,7 +52,7 @@ def _memory_fields(plan: ServePlan) -> list[tuple[str, str]]:
     memory = f"{formatting.memory(plan.memory_bytes)} of {formatting.memory(plan.memory_limit_bytes)} per rank"
     kv = f"{formatting.count(plan.kv_tokens)} tokens ({formatting.stored(plan.kv_bytes_per_token)} each)"
     if plan.fits:
-        kv += f": {_requests(plan.requests)} of {plan.mean_context:,} tokens"
+        kv += f": {_requests(plan.requests)} of {plan.prompt_tokens + plan.output_tokens:,} tokens"
     if plan.host_kv_tokens:
         kv += f"; {formatting.count(plan.host_kv_tokens)} more in host memory"
     if not plan.fits:
@@ -61,30 +61,31 @@ def _memory_fields(plan: ServePlan) -> list[tuple[str, str]]:
 
 
 def _speed_fields(plan: ServePlan) -> list[tuple[str, str]]:
+    single = _speed(
+        plan.single_tokens_per_second, plan.single_tokens_per_second_low, plan.single_tokens_per_second_high
+    )
+    best = _speed(plan.best_tokens_per_second, plan.best_tokens_per_second_low, plan.best_tokens_per_second_high)
     fields = [
-        ("one request", _speed(plan.single_tokens_per_second, plan.single_roof_tokens_per_second)),
+        ("one request", f"{single}; roofline {formatting.count(round(plan.single_roof_tokens_per_second))}"),
         *_speculation_fields(plan),
         (
-            "best batch",
-            f"{_speed(plan.best_tokens_per_second, plan.best_roof_tokens_per_second)}, {_requests(plan.best_batch)}, "
-            f"{formatting.duration(plan.best_step_seconds)} per step, bound by {plan.bound}",
+            "together",
+            f"{best}: {_requests(plan.best_batch)} at once, {formatting.duration(plan.best_tpot_seconds)} per token; "
+            f"the largest part of a step: {plan.bound}",
         ),
         (
             "first token",
-            f"{formatting.duration(plan.first_token_seconds)} for a prompt of {plan.prompt_tokens:,} tokens on an "
-            f"idle server; prefill at {formatting.count(round(plan.prefill_tokens_per_second))} tokens/s",
+            f"{formatting.duration(plan.first_token_seconds)} on an idle server; prefill at "
+            f"{formatting.count(round(plan.prefill_tokens_per_second))} tokens/s",
         ),
     ]
     if plan.dollars_per_hour is not None and plan.dollars_per_million_tokens is not None:
         per_million = formatting.dollars(plan.dollars_per_million_tokens)
         fields.append(
-            ("cost", f"{formatting.dollars(plan.dollars_per_hour)} per hour, {per_million} per million tokens at best")
+            ("cost", f"{formatting.dollars(plan.dollars_per_hour)} per hour, {per_million} per million tokens together")
         )
-    roofs = plan.roofs
-    rates = f"{formatting.bandwidth(roofs.bytes_per_second)} and {formatting.count(roofs.flops / 1e12)} TFLOP/s"
-    overhead = formatting.duration(plan.overhead_seconds)
-    efficiency = formatting.percent(plan.efficiency)
-    fields.append(("assumed", f"{efficiency} of the roofline ({rates} per rank), plus {overhead} per step"))
+    lengths = f"{plan.prompt_tokens:,} prompt tokens and answers of {plan.output_tokens:,}"
+    fields.append(("assumed", f"{lengths}; 80% intervals of engine {plan.engine}, {plan.basis}"))
     return fields
 
 
@@ -111,8 +112,9 @@ def _requests(count: int) -> str:
     return "1 request" if count == 1 else f"{count:,} requests"
 
 
-def _speed(predicted: float, roof: float) -> str:
-    return f"{formatting.count(round(predicted))} tokens/s (roofline {formatting.count(round(roof))})"
+def _speed(value: float, low: float, high: float) -> str:
+    value_text, low_text, high_text = (formatting.count(round(each)) for each in (value, low, high))
+    return f"{value_text} tokens/s ({low_text} to {high_text})"
 
 
 def _decode_table(plan: ServePlan) -> Table:

@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING
 from craton.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from craton.planning.serving.own_engine import draft_steps, own_steps, roofline_steps
     from craton.planning.serving.planner import (
         CPU_KV_BYTES,
         GPU_RESERVE_BYTES,
         PlannedLoad,
         ServePlan,
-        decode_overhead_seconds,
         passing_bytes,
         plan_serving,
-        serving_efficiency,
-        speculation_costs,
+        plan_steps,
     )
     from craton.planning.serving.profile import find_engine_profile, save_engine_profile
+    from craton.planning.serving.served_model import BLOCK_BYTES, PLAIN_BYTES, ServedModel
     from craton.planning.serving.speculation import (
         ASSUMED_ACCEPTANCE,
         AUTO_LENGTHS,
@@ -28,11 +28,12 @@ if TYPE_CHECKING:
         SpeculationCosts,
         SpeculationPlan,
         best_draft_length,
-        costs_by_bytes,
         expected_tokens,
         plan_speculation,
+        roofline_costs,
+        speculation_costs,
         speculation_speedup,
     )
-    from craton.planning.serving.step import BLOCK_BYTES, PLAIN_BYTES, DevicePeaks, Roofline, ServedModel, peaks_of
+    from craton.planning.serving.step_times import ServedSteps
 else:
     __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

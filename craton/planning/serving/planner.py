@@ -1,43 +1,34 @@
 """Plan a serve job: ranks, memory, KV cache tokens, step time, throughput.
 
-Step times are the roofline of `step` divided by an assumed efficiency, plus a fixed time of kernels and collectives.
-The plan states its loads; measurements of a run are compared with the roofline of the same steps instead.
+Times are those of `ServedSteps` with the fitted profile of the engine that the job names. Without a load in the job,
+the plan states its own: one request, and as many as run at once, of prompts and answers of the same length.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from craton.infrastructure import CatalogError, Cluster, resolve_cluster
 from craton.job import ContentError, Job, check_job
 from craton.job.layout import Layout, check_served_layout
 from craton.job.model import ModelShape
-from craton.planning.rates import Group, MachineRates, all_gather_seconds, machine_of
+from craton.planning.rates import MachineRates, machine_of
+from craton.planning.serving.own_engine import draft_steps, engine_constants, own_steps, own_terms
+from craton.planning.serving.profile import EngineProfile, EngineProfileError, find_engine_profile
+from craton.planning.serving.served_model import PLAIN_BYTES, ServedModel
 from craton.planning.serving.speculation import (
     ASSUMED_ACCEPTANCE,
-    HOST_SECONDS,
-    SpeculationCosts,
     SpeculationPlan,
     plan_speculation,
+    speculation_costs,
 )
-from craton.planning.serving.step import (
-    COLLECTIVES_PER_LAYER,
-    PLAIN_BYTES,
-    DevicePeaks,
-    Roofline,
-    ServedModel,
-    peaks_of,
-)
+from craton.planning.serving.speed import server_speed
+from craton.planning.serving.step_times import ServedSteps
 from craton.planning.setting import PlanError
 
-EFFICIENCY = 0.85  # of the roofline, inside kernels; assumed for decode attention and matmuls on an H200
-KERNELS_PER_LAYER = 8  # of a step in a CUDA graph; assumed
-LAUNCH_SECONDS = 2.5e-6  # of a kernel on an H100 or H200 (rates/kernels.toml), where the GPU's own is not known
-CPU_EFFICIENCY = 0.3  # assumed: plain torch; qwen3-0.6b in bf16 decoded 7.5 tokens/s on two Xeon cores, planned 7.2
-CPU_STEP_SECONDS = 0.01  # assumed: Python and small operations
-MEAN_CONTEXT = 1024  # tokens of context per request, assumed where loads are compared
-PROMPT_TOKENS = 1024  # of the prompt for the time to first token
-ROOMY_REQUESTS = 16  # of MEAN_CONTEXT that must fit before fewer ranks are preferred
+PROMPT_TOKENS = OUTPUT_TOKENS = 512  # of a request, assumed where the job states no load
+REQUEST_TOKENS = PROMPT_TOKENS + OUTPUT_TOKENS
+ROOMY_REQUESTS = 16  # of REQUEST_TOKENS that must fit before fewer ranks are preferred
 SHORTEST = 2048  # minimum KV cache tokens of a useful server, where the job states none
 SHOWN_BATCHES = (1, 8, 32, 128)
 SHOWN_CONTEXTS = (512, 2048, 8192)
@@ -86,9 +77,9 @@ class ServePlan:
     precision: str
     kv_precision: str
     page: int
-    roofs: DevicePeaks
-    efficiency: float  # of the roofline, assumed
-    overhead_seconds: float  # of a step, assumed
+    software: str  # as the job names it
+    engine: str  # whose profile predicts
+    basis: str  # what that profile was fitted to
     max_length: int
     max_running: int
     chunk_tokens: int
@@ -99,20 +90,24 @@ class ServePlan:
     kv_tokens: int
     host_kv_tokens: int  # additional tokens in host memory
     needed_tokens: int  # minimum to serve at all
-    mean_context: int  # of the loads below
-    single_tokens_per_second: float  # one request
+    prompt_tokens: int  # of a request below
+    output_tokens: int
+    single_tokens_per_second: float  # one request in decode
+    single_tokens_per_second_low: float  # of the 80% interval
+    single_tokens_per_second_high: float
     single_roof_tokens_per_second: float
-    best_batch: int
-    best_step_seconds: float
-    best_tokens_per_second: float
-    best_roof_tokens_per_second: float
-    bound: str  # of the best batch: "memory" or "computing"
-    prompt_tokens: int
-    first_token_seconds: float  # an idle server, a prompt of prompt_tokens
+    best_batch: int  # requests at once, the next starts when one ends
+    best_tpot_seconds: float
+    best_tokens_per_second: float  # generated; prompts are computed beside it
+    best_tokens_per_second_low: float
+    best_tokens_per_second_high: float
+    best_roof_tokens_per_second: float  # without prompts
+    bound: str  # the largest part of a decode step of the best batch
+    first_token_seconds: float  # an idle server
     prefill_tokens_per_second: float
     decode: list[DecodePoint]
     dollars_per_hour: float | None  # of the node
-    dollars_per_million_tokens: float | None  # generated, at the best batch
+    dollars_per_million_tokens: float | None  # generated, with best_batch
     speculation: SpeculationPlan | None = None  # with a draft model
     load: PlannedLoad | None = None  # where the job states one
     warnings: list[str] = field(default_factory=list)
@@ -123,8 +118,8 @@ class ServePlan:
 
     @property
     def requests(self) -> int:
-        """Number of requests of the mean context that fit in the KV cache at once."""
-        return self.kv_tokens // self.mean_context
+        """Number of requests of these lengths that fit in the KV cache at once."""
+        return self.kv_tokens // (self.prompt_tokens + self.output_tokens)
 
 
 def plan_serving(job: Job, *, cluster: Cluster | None = None, acceptance: float = ASSUMED_ACCEPTANCE) -> ServePlan:
@@ -144,10 +139,14 @@ def plan_serving(job: Job, *, cluster: Cluster | None = None, acceptance: float 
     machine = machine_of(cluster)
     if serve.precision not in machine.rates.matrix_flops:
         raise PlanError(f"{job.where('serve', 'precision')}{machine.gpu.name} does not support {serve.precision}")
+    try:
+        profile = find_engine_profile(job.software, machine.gpu)
+    except EngineProfileError as error:
+        raise PlanError(f"{job.where('software')}software: {error}") from None
     candidates = [_Candidate.of(job, shape, machine, tp) for tp in _tensor_sizes(job, shape, cluster)]
     roomy = [item for item in candidates if item.is_roomy]
     fitting = [candidate for candidate in candidates if candidate.fits]
-    return (roomy or fitting[-1:] or candidates[-1:])[0].plan(job, cluster, acceptance)
+    return (roomy or fitting[-1:] or candidates[-1:])[0].plan(job, cluster, profile, acceptance)
 
 
 def _tensor_sizes(job: Job, shape: ModelShape, cluster: Cluster) -> list[int]:
@@ -168,7 +167,6 @@ class _Candidate:
 
     machine: MachineRates
     model: ServedModel
-    roofs: DevicePeaks
     memory_bytes: float  # of a rank's device
     workspace_bytes: float
     kv_tokens: int
@@ -181,12 +179,7 @@ class _Candidate:
         serve, gpu = job.serve, machine.gpu
         is_cpu = gpu.generation == "cpu"
         model = ServedModel(shape, serve.precision, serve.kv_precision, tp)
-        link = machine.network.nvlink_bytes_per_second * machine.network.nvlink_efficiency
-        roofs = peaks_of(gpu, serve.precision, link if tp > 1 else 0.0)
-        memory_bytes = gpu.memory_bytes
-        if is_cpu and tp > 1:  # its ranks share the processor
-            roofs = replace(roofs, bytes_per_second=roofs.bytes_per_second / tp, flops=roofs.flops / tp)
-            memory_bytes /= tp
+        memory_bytes = gpu.memory_bytes / (tp if is_cpu else 1)  # ranks of a CPU share it
         workspace = passing_bytes(shape, serve.step_tokens, serve.running, PLAIN_BYTES[serve.precision])
         workspace += 0 if is_cpu else GPU_RESERVE_BYTES
         allowed = serve.memory * memory_bytes
@@ -199,7 +192,7 @@ class _Candidate:
             allowed = min(serve.memory * memory_bytes, allowed + draft.weight_bytes)
         tokens = model.kv_tokens(allowed, workspace, serve.page, draft)
         needed = serve.max_length or min(job.served_length, SHORTEST)
-        return cls(machine, model, roofs, memory_bytes, workspace, tokens, needed, draft)
+        return cls(machine, model, memory_bytes, workspace, tokens, needed, draft)
 
     @property
     def fits(self) -> bool:
@@ -207,34 +200,29 @@ class _Candidate:
 
     @property
     def is_roomy(self) -> bool:
-        return self.fits and self.kv_tokens >= ROOMY_REQUESTS * MEAN_CONTEXT
+        return self.fits and self.kv_tokens >= ROOMY_REQUESTS * REQUEST_TOKENS
 
-    def plan(self, job: Job, cluster: Cluster, acceptance: float) -> ServePlan:
+    def plan(self, job: Job, cluster: Cluster, profile: EngineProfile, acceptance: float) -> ServePlan:
         assert job.serve is not None
-        serve, model = job.serve, self.model
-        roofline = Roofline(model, self.roofs)
-        efficiency = serving_efficiency(self.machine)
+        serve, model, chunk = job.serve, self.model, job.serve.step_tokens
         max_length = serve.max_length or min(job.served_length, max(self.kv_tokens, self.needed_tokens))
-        context = min(MEAN_CONTEXT, max_length)
-        batch = max(1, min(serve.running, self.kv_tokens // context))
-
-        def decode_seconds(requests: int, past: int) -> float:
-            return roofline.decode_seconds(requests, past) / efficiency + self._idle_seconds(requests)
-
+        output = min(OUTPUT_TOKENS, max(1, max_length // 2))
+        prompt = min(PROMPT_TOKENS, max(1, max_length - output))
+        batch = max(1, min(serve.running, self.kv_tokens // (prompt + output)))
+        terms = own_terms(
+            model, self.machine, profile, step_tokens=chunk, max_running=serve.running, kv_tokens=self.kv_tokens
+        )
+        steps = ServedSteps(terms, engine_constants(profile, profile.constants), profile.step_factor)
+        speed = server_speed(terms, profile, batch, prompt, output)
         batches = [entry for entry in SHOWN_BATCHES if entry < batch]
-        contexts = [item for item in SHOWN_CONTEXTS if item <= max_length] or [context]
+        contexts = [item for item in SHOWN_CONTEXTS if item <= max_length] or [prompt + output // 2]
         points = [
             DecodePoint(requests, past, seconds, requests / seconds)
             for requests in (*batches, batch)
             for past in contexts
             if requests == 1 or requests * past <= self.kv_tokens
-            for seconds in [decode_seconds(requests, past)]
+            for seconds in [float(steps.decode_seconds(float(requests), float(past)))]
         ]
-        best_seconds, best_roof = decode_seconds(batch, context), roofline.decode_seconds(batch, context)
-        chunk, prompt = serve.step_tokens, min(PROMPT_TOKENS, max_length)
-        chunk_seconds = roofline.prefill_seconds(chunk, prompt) / efficiency + self._idle_seconds(chunk)
-        first = roofline.prefill_seconds(prompt, prompt) / efficiency
-        first += -(-prompt // chunk) * self._idle_seconds(min(prompt, chunk))
         kv_bytes = self.kv_tokens * model.kv_bytes_per_token
         parts = {"weights": model.weight_bytes, "workspace": self.workspace_bytes, "keys and values": kv_bytes}
         if self.draft is not None:
@@ -250,9 +238,9 @@ class _Candidate:
             precision=model.precision,
             kv_precision=model.kv_precision,
             page=serve.page,
-            roofs=self.roofs,
-            efficiency=efficiency,
-            overhead_seconds=self._overhead_seconds,
+            software=job.software,
+            engine=profile.name,
+            basis=profile.source,
             max_length=max_length,
             max_running=serve.running,
             chunk_tokens=chunk,
@@ -263,50 +251,38 @@ class _Candidate:
             kv_tokens=self.kv_tokens,
             host_kv_tokens=int(serve.host_memory / (model.kv_bytes_per_token * model.tp)),
             needed_tokens=self.needed_tokens,
-            mean_context=context,
-            single_tokens_per_second=1 / decode_seconds(1, context),
-            single_roof_tokens_per_second=1 / roofline.decode_seconds(1, context),
-            best_batch=batch,
-            best_step_seconds=best_seconds,
-            best_tokens_per_second=batch / best_seconds,
-            best_roof_tokens_per_second=batch / best_roof,
-            bound=_bound(roofline, batch, context),
             prompt_tokens=prompt,
-            first_token_seconds=first,
-            prefill_tokens_per_second=chunk / chunk_seconds,
+            output_tokens=output,
+            single_tokens_per_second=1 / speed.single_token.seconds,
+            single_tokens_per_second_low=1 / speed.single_token.high,
+            single_tokens_per_second_high=1 / speed.single_token.low,
+            single_roof_tokens_per_second=1 / speed.single_roof_seconds,
+            best_batch=batch,
+            best_tpot_seconds=speed.together_tpot.seconds,
+            best_tokens_per_second=1 / speed.together_token.seconds,
+            best_tokens_per_second_low=1 / speed.together_token.high,
+            best_tokens_per_second_high=1 / speed.together_token.low,
+            best_roof_tokens_per_second=1 / speed.together_roof_seconds,
+            bound=speed.bound,
+            first_token_seconds=speed.first_token_seconds,
+            prefill_tokens_per_second=speed.prefill_tokens_per_second,
             decode=points,
             dollars_per_hour=price,
-            dollars_per_million_tokens=price / 3600 * 1e6 * best_seconds / batch if price is not None else None,
-            speculation=self._speculation(job, roofline, context, acceptance),
+            dollars_per_million_tokens=price / 3600 * 1e6 * speed.together_token.seconds if price is not None else None,
+            speculation=self._speculation(job, steps, profile, prompt + output / 2, acceptance),
             warnings=self._warnings(job, max_length),
         )
 
-    def _speculation(self, job: Job, roofline: Roofline, context: int, acceptance: float) -> SpeculationPlan | None:
+    def _speculation(
+        self, job: Job, steps: ServedSteps, profile: EngineProfile, context: float, acceptance: float
+    ) -> SpeculationPlan | None:
         if self.draft is None:
             return None
         assert job.serve is not None
         assert job.serve.speculate is not None
-        costs = speculation_costs(
-            roofline,
-            Roofline(self.draft, self.roofs),
-            is_cpu=self.machine.gpu.generation == "cpu",
-            launch_seconds=self.machine.rates.kernel_launch_seconds,
-        )
+        drafting = draft_steps(self.draft, self.machine, profile)
+        costs = speculation_costs(steps, drafting, is_cpu=self.machine.gpu.generation == "cpu")
         return plan_speculation(self.draft.shape.name, costs, context, job.serve.speculate.tokens, acceptance)
-
-    @property
-    def _overhead_seconds(self) -> float:
-        return decode_overhead_seconds(self.machine, self.model.shape)
-
-    def _idle_seconds(self, tokens: int) -> float:
-        """Return the step time beyond the roofline: gaps between kernels, and collective latency."""
-        shape, tp = self.model.shape, self.model.tp
-        if tp == 1:
-            return self._overhead_seconds
-        size = float(tokens * shape.hidden * PLAIN_BYTES[self.model.precision])
-        whole = all_gather_seconds(size, Group(tp, tp, tp), self.machine.network)
-        moved = (tp - 1) / tp * size / self.roofs.link_bytes_per_second
-        return self._overhead_seconds + COLLECTIVES_PER_LAYER * shape.layers * max(0.0, whole - moved)
 
     def _warnings(self, job: Job, max_length: int) -> list[str]:
         shape, tp = self.model.shape, self.model.tp
@@ -328,32 +304,12 @@ def served_kv_tokens(job: Job, shape: ModelShape, machine: MachineRates, tp: int
     return _Candidate.of(job, shape, machine, tp).kv_tokens
 
 
-def serving_efficiency(machine: MachineRates) -> float:
-    """Return the assumed share of the roofline that a step reaches."""
-    return CPU_EFFICIENCY if machine.gpu.generation == "cpu" else EFFICIENCY
-
-
-def decode_overhead_seconds(machine: MachineRates, shape: ModelShape) -> float:
-    """Return the step time beyond the roofline on one rank: gaps between kernels, on a CPU Python."""
-    if machine.gpu.generation == "cpu":
-        return CPU_STEP_SECONDS
-    return KERNELS_PER_LAYER * shape.layers * machine.rates.kernel_launch_seconds
-
-
-def speculation_costs(
-    model: Roofline, draft: Roofline, *, is_cpu: bool, launch_seconds: float = LAUNCH_SECONDS
-) -> SpeculationCosts:
-    """Return the step times of a model and its draft model as plans of servers predict them."""
-    if is_cpu:
-        return SpeculationCosts(model, draft, CPU_EFFICIENCY, CPU_STEP_SECONDS, CPU_STEP_SECONDS)
-    gaps, draft_gaps = (KERNELS_PER_LAYER * roofline.model.shape.layers * launch_seconds for roofline in (model, draft))
-    return SpeculationCosts(model, draft, EFFICIENCY, gaps, draft_gaps, HOST_SECONDS)
-
-
-def _bound(roofline: Roofline, batch: int, context: int) -> str:
-    tokens = batch * context
-    memory = roofline.read_bytes(batch, tokens, batch) / roofline.roofs.bytes_per_second
-    return "memory" if memory >= roofline.step_flops(batch, tokens, batch) / roofline.roofs.flops else "computing"
+def plan_steps(plan: ServePlan) -> ServedSteps:
+    """Return the step times of a planned server."""
+    machine = machine_of(plan.cluster)
+    profile = find_engine_profile(plan.software, machine.gpu)
+    model = ServedModel(plan.model, plan.precision, plan.kv_precision, plan.tp)
+    return own_steps(model, machine, profile, step_tokens=plan.chunk_tokens, max_running=plan.max_running)
 
 
 def passing_bytes(shape: ModelShape, chunk_tokens: int, running: int, size: int) -> float:

@@ -26,6 +26,18 @@ from craton.planning.fitting import Prediction
 METRICS = ("tpot_seconds", "ttft_seconds", "tokens_per_second_per_gpu")
 OWN_ENGINE = "craton"
 UNKNOWN_ENGINE = "unknown"
+# Craton's engine on a CPU: `benchmarks/serving_cpu.py`, one thread of an AMD EPYC (Zen 5), fp32 and bf16, 2026-11-19.
+CPU_CONSTANTS = {
+    "weight_rate": 0.40,
+    "matmul_rate": 0.56,
+    "kv_rate": 0.066,
+    "prefill_attention_rate": 1.1,
+    "prefill_slowdown": 1.0,
+    "prefill_layer_seconds": 1e-9,  # no GPU waits for launches
+}
+CPU_OPERATIONS = {"layer_seconds": 183.0, "step_seconds": 120.0, "request_seconds": 7.8}  # as many operations of torch
+CPU_OPERATION_SECONDS = 2.5e-6  # of a CPU whose operations were not measured
+CPU_DEVIATION = 0.4  # of log(measured / predicted), on other CPUs
 FORMAT = 1
 
 
@@ -88,6 +100,11 @@ class EngineProfile:
     def constants(self) -> tuple[float, ...]:
         return tuple(math.exp(value) for value in self.log_constants)
 
+    @property
+    def step_factor(self) -> float:
+        """What the constants leave unexplained of the times of steps."""
+        return math.exp(self.log_scales[METRICS.index("tpot_seconds")])
+
     def __getitem__(self, name: str) -> float:
         return math.exp(self.log_constants[ENGINE_NAMES.index(name)])
 
@@ -119,6 +136,8 @@ def find_engine_profile(software: str, gpu: Gpu) -> EngineProfile:
         raise EngineProfileError(
             f"engine {engine!r} has no profile{hint}; allowed: {', '.join(engine_names())}, or a file"
         )
+    if gpu.generation == "cpu":
+        return _cpu_profile(engine, gpu)
     generation = gpu.generation.removesuffix("-ultra")
     wanted = [(version, gpu.name, generation)] if version else []
     wanted += [("", gpu.name, generation), ("", "", generation), ("", "", "")]
@@ -127,6 +146,31 @@ def find_engine_profile(software: str, gpu: Gpu) -> EngineProfile:
         if found:
             return found
     raise AssertionError(f"engine_profiles.json has no entry for {engine} without a GPU")
+
+
+def _cpu_profile(engine: str, cpu: Gpu) -> EngineProfile:
+    """Return the profile of Craton's engine on a CPU: Python and small operations take most of a step."""
+    if engine != OWN_ENGINE:
+        raise EngineProfileError(f"engine {engine!r} was measured on GPUs only; plan it for an instance with GPUs")
+    operation = cpu.operation_seconds or CPU_OPERATION_SECONDS
+    constants = {
+        **{constant.name: constant.prior for constant in ENGINE_CONSTANTS},
+        **CPU_CONSTANTS,
+        **{name: count * operation for name, count in CPU_OPERATIONS.items()},
+    }
+    count = len(ENGINE_NAMES)
+    return EngineProfile(
+        engine=OWN_ENGINE,
+        version="",
+        gpu=cpu.name,
+        generation="cpu",
+        log_constants=tuple(math.log(constants[name]) for name in ENGINE_NAMES),
+        covariance=((0.0,) * count,) * count,
+        log_scales=(0.0,) * len(METRICS),
+        deviations=(CPU_DEVIATION,) * len(METRICS),
+        rows=0,
+        source="measured on one CPU, with the rates of this one",
+    )
 
 
 def engine_profile_json(profile: EngineProfile) -> dict[str, Any]:

@@ -18,8 +18,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from craton.planning.serving.step import DevicePeaks, Roofline, ServedModel
+import numpy as np
+
+from craton.planning.rates import machine
+from craton.planning.serving.own_engine import draft_steps, own_steps, roofline_steps
+from craton.planning.serving.served_model import ServedModel
+from craton.planning.serving.step_times import ServedSteps
 
 AUTO_LENGTHS = (1, 2, 3, 4, 6, 8)  # numbers of draft tokens to choose from
 ASSUMED_ACCEPTANCE = 0.7  # of a draft token, before any was measured
@@ -32,46 +38,42 @@ HOST_SECONDS = 0.0005
 
 @dataclass(frozen=True)
 class SpeculationCosts:
-    """Step times of a model and of its draft model: rooflines over `efficiency`, plus fixed seconds."""
+    """Step times of a model and of its draft model, and the host's time of a step with drafts."""
 
-    model: Roofline
-    draft: Roofline
-    efficiency: float = 1.0
-    model_overhead_seconds: float = 0.0
-    draft_overhead_seconds: float = 0.0
+    model: ServedSteps
+    draft: ServedSteps
     host_seconds: float = 0.0
 
     def plain_seconds(self, batch: int, context: float) -> float:
         """Return the time of a decode step without drafts."""
-        return self.model.decode_seconds(batch, context) / self.efficiency + self.model_overhead_seconds
+        return float(self.model.decode_seconds(float(batch), context))
 
     def draft_seconds(self, batch: int, context: float) -> float:
         """Return the time in which the draft model makes one token for each request."""
-        return self.draft.decode_seconds(batch, context) / self.efficiency + self.draft_overhead_seconds
+        return float(self.draft.decode_seconds(float(batch), context))
 
-    def verify_seconds(self, batch: int, context: float, length: int) -> float:
-        """Return the time in which the model verifies `length` draft tokens of each request."""
-        tokens = batch * (length + 1)
-        roof = self.model.step_seconds(tokens, round(batch * context), tokens, pairs=tokens * context)
-        return roof / self.efficiency + self.model_overhead_seconds
-
-    def step_seconds(self, batch: int, context: float, length: int) -> float:
-        """Return the time of a step with `length` draft tokens of each request."""
-        drafting = length * self.draft_seconds(batch, context)
-        return drafting + self.verify_seconds(batch, context, length) + self.host_seconds
+    def step_seconds(self, batch: int, context: float, length: Any) -> Any:
+        """Return the time of a step with `length` draft tokens of each request; of an array of lengths, all times."""
+        verifying = self.model.verify_seconds(float(batch), context, length)
+        return length * self.draft_seconds(batch, context) + verifying + self.host_seconds
 
 
-def costs_by_bytes(model: ServedModel, draft: ServedModel) -> SpeculationCosts:
-    """Return costs in bytes read, as on a device whose memory bounds every step, where nothing was measured."""
-    reads = DevicePeaks(bytes_per_second=1.0, flops=float("inf"))
-    return SpeculationCosts(Roofline(model, reads), Roofline(draft, reads))
+def speculation_costs(model: ServedSteps, draft: ServedSteps, *, is_cpu: bool) -> SpeculationCosts:
+    """Return the costs of drafts in a server. A CPU has no host beside it that works ahead."""
+    return SpeculationCosts(model, draft, 0.0 if is_cpu else HOST_SECONDS)
 
 
-def expected_tokens(acceptance: float, length: int) -> float:
+def roofline_costs(model: ServedModel, draft: ServedModel) -> SpeculationCosts:
+    """Return costs at the roofline of an H200, where neither the machine nor the engine's profile is known."""
+    known = machine("H200-SXM", 1, 1, 1.0, 0)
+    return SpeculationCosts(roofline_steps(own_steps(model, known)), roofline_steps(draft_steps(draft, known)))
+
+
+def expected_tokens(acceptance: float, length: Any) -> Any:
     """Return the mean number of tokens that a step with `length` draft tokens gives a request."""
     if acceptance >= 1.0:
         return length + 1.0
-    return (1.0 - acceptance ** (length + 1)) / (1.0 - acceptance)
+    return (1.0 - acceptance ** (length + 1.0)) / (1.0 - acceptance)
 
 
 def speculation_speedup(acceptance: float, length: int, costs: SpeculationCosts, batch: int, context: float) -> float:
@@ -79,15 +81,17 @@ def speculation_speedup(acceptance: float, length: int, costs: SpeculationCosts,
     if not length:
         return 1.0
     step = costs.step_seconds(batch, context, length)
-    return expected_tokens(acceptance, length) * costs.plain_seconds(batch, context) / step
+    return float(expected_tokens(acceptance, length) * costs.plain_seconds(batch, context) / step)
 
 
 def best_draft_length(
     acceptance: float, costs: SpeculationCosts, batch: int, context: float, lengths: Sequence[int] = AUTO_LENGTHS
 ) -> int:
     """Return the number of draft tokens with the largest speed-up; 0 if none is faster than no drafts."""
-    candidates = (0, *lengths)
-    return max(candidates, key=lambda length: speculation_speedup(acceptance, length, costs, batch, context))
+    tried = np.array(lengths, float)
+    rates = expected_tokens(acceptance, tried) / costs.step_seconds(batch, context, tried)
+    best = int(np.argmax(rates))
+    return lengths[best] if float(rates[best]) * costs.plain_seconds(batch, context) > 1.0 else 0
 
 
 @dataclass(frozen=True)

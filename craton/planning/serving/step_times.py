@@ -3,6 +3,8 @@
     step = matmuls + experts + attention + head + collectives + overhead          (seconds on one GPU)
     matmuls = max(weights / weight rate, tokens · multiply / matmul rate)          and alike for experts and the head
 
+With the constants of ROOFLINE every kernel runs at its measured rate and nothing else takes time.
+
 Guarantees: pure functions that broadcast over arrays; more tokens, more context or slower constants never make a step
 shorter.
 """
@@ -19,19 +21,26 @@ from craton.planning.serving.terms import ServingTerms
 
 EXPERT_READ_RATE = 0.85  # reading many small experts, of one large matrix
 SHARPNESS = 3.0  # of the maximum of two times
+FULL = ("collective_slowdown", "expert_spread", "kv_share")  # collectives at their rate, even routing
+ROOFLINE = tuple(float(name.endswith("_rate") or name in FULL) for name in ENGINE_NAMES)
 
 
 class ServedSteps:
-    """Step times of terms (floats, or arrays of one entry per row) under constants in the order of ENGINE_NAMES."""
+    """Step times of terms (floats, or arrays of one entry per row) under constants in the order of ENGINE_NAMES.
+    `factor`: on all times, for what no constant explains."""
 
-    def __init__(self, terms: ServingTerms, constants: Sequence[Any] | Any) -> None:
-        self.work = terms
+    def __init__(self, terms: ServingTerms, constants: Sequence[Any] | Any, factor: Any = 1.0) -> None:
+        self.work, self.factor = terms, factor
         self.constants: dict[str, Any] = dict(zip(ENGINE_NAMES, constants, strict=True))
         self.kv_tokens: Any = terms.kv_tokens * self.constants["kv_share"]
         self.step_tokens: Any = terms.step_tokens
         self.max_running: Any = terms.max_running
         self.gpus: Any = terms.gpus
         self.attention_dp: Any = terms.attention_dp
+
+    def scaled(self, factor: Any) -> ServedSteps:
+        """Return the same steps with another factor."""
+        return ServedSteps(self.work, list(self.constants.values()), factor)
 
     def terms(
         self, batch: Any, context: Any, tokens: Any = 0.0, prompt: Any = 0.0, *, chunks: Any = 1.0
@@ -46,7 +55,8 @@ class ServedSteps:
         weights = t.weights_seconds / c["weight_rate"]
         multiply = rows * t.token_seconds / c["matmul_rate"]
         matmul = _larger(weights, multiply) + floor * t.matmul_floor_seconds
-        met = 1.0 - t.unused_share ** (1.0 + c["expert_spread"] * np.maximum(stage_rows - 1.0, 0.0))
+        expert_rows = stage_rows / t.expert_ranks
+        met = 1.0 - t.unused_share ** (1.0 + c["expert_spread"] * np.maximum(expert_rows - 1.0, 0.0))
         experts = _larger(
             t.expert_read_seconds * met / (c["weight_rate"] * EXPERT_READ_RATE),
             stage_rows * t.expert_token_seconds / c["expert_rate"],
@@ -62,7 +72,7 @@ class ServedSteps:
         sampled = requests + chunks * (tokens > 0)
         head = _larger(t.head_seconds / c["weight_rate"], sampled * t.head_token_seconds / c["matmul_rate"])
         moved = t.collective_token_seconds * rows
-        return {
+        parts = {
             "matmul": matmul + rows * t.elementwise_token_seconds,
             "experts": experts,
             "attention": attention,
@@ -73,17 +83,30 @@ class ServedSteps:
             + t.layers * c["layer_seconds"]
             + batch * c["request_seconds"] / t.attention_dp,
         }
+        return {name: self.factor * part for name, part in parts.items()}
 
     def decode_seconds(self, batch: Any, context: Any) -> Any:
+        """One more token for each of `batch` requests with `context` tokens."""
         return sum(self.terms(batch, context).values())
 
-    def mixed_seconds(self, batch: Any, context: Any, tokens: Any, prompt: Any) -> Any:
-        whole = sum(self.terms(batch, context, tokens, prompt).values())
-        return _larger(whole, self.work.launches * self.constants["prefill_layer_seconds"] * (tokens > 0))
+    def verify_seconds(self, batch: Any, context: Any, length: Any) -> Any:
+        """Decode with `length` draft tokens of each request: their rows share its KV cache."""
+        return self.decode_seconds(batch * (1.0 + length), context / (1.0 + length))
+
+    def mixed_seconds(self, batch: Any, context: Any, tokens: Any, prompt: Any, *, chunks: Any = 1.0) -> Any:
+        """Decode, and prefill of `tokens` of prompts of this length, of which `chunks` end."""
+        whole = sum(self.terms(batch, context, tokens, prompt, chunks=chunks).values())
+        launching = self.work.launches * self.constants["prefill_layer_seconds"] * (tokens > 0)
+        return _larger(whole, self.factor * launching)
 
     def prefill_seconds(self, tokens: Any, context: Any = 0.0) -> Any:
+        """The prompt of one request after `context` cached tokens."""
+        return self.prompts_seconds(tokens, tokens + 2.0 * context)
+
+    def prompts_seconds(self, tokens: Any, prompt: Any) -> Any:
+        """`tokens` of prompts of this length, in full steps."""
         chunk = np.minimum(tokens, self.step_tokens)
-        return tokens / chunk * self.mixed_seconds(0.0, 0.0, chunk, tokens + 2.0 * context)
+        return tokens / chunk * self.mixed_seconds(0.0, 0.0, chunk, prompt)
 
 
 def _larger(one: Any, other: Any) -> Any:

@@ -15,6 +15,7 @@ import numpy as np
 from craton.job.model import ModelShape
 from craton.planning.rates import MachineRates
 from craton.planning.serving.layout import ServedLayout
+from craton.planning.serving.served_model import kv_bytes_per_token
 
 # Bytes of a stored weight with its share of the scales, and the precision that multiplies it.
 WEIGHT_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp8": 1.0, "fp8_block": 1.0, "nvfp4": 0.5625, "mxfp4": 0.53, "int4": 0.53}
@@ -80,6 +81,7 @@ class ServingTerms:
     expert_read_seconds: float  # reading all experts of this GPU
     expert_token_seconds: float  # of one token of the stage, routed evenly
     expert_floor_seconds: float
+    expert_ranks: float  # that share a stage's tokens, each with all experts of its share
     unused_share: float  # probability that a token does not use an expert
     context_seconds: float  # reading one token of a request's KV cache
     window_context_seconds: float  # the same in layers with a window
@@ -117,8 +119,11 @@ def serving_terms(
     precision: ServedPrecision,
     step_tokens: int = 8192,
     max_running: int = 2048,
+    *,
+    is_own: bool = False,
 ) -> ServingTerms:
-    """Return the terms of a model on one replica of a layout."""
+    """Return the terms of a model on one replica of a layout. `is_own`: of Craton's engine, whose ranks all have all
+    experts, and whose KV cache has the keys and values of latent attention, not the latents."""
     rates = machine.rates
     tp, pp, hidden, mla = layout.tp, layout.pp, shape.hidden, shape.mla
     stream = rates.streaming_bytes_per_second
@@ -137,33 +142,37 @@ def serving_terms(
     attention_parameters *= shape.layers
     mlp = (dense_layers * shape.dense_mlp_parameters + shape.moe_layers * shape.shared_expert_parameters) / tp
     router = shape.moe_layers * shape.router_parameters
-    expert_parameters = shape.moe_layers * shape.experts * shape.expert_parameters / (layout.ep * layout.moe_tp)
+    expert_ranks = layout.ep * layout.moe_tp
+    expert_parameters = shape.moe_layers * shape.experts * shape.expert_parameters / (1 if is_own else expert_ranks)
+    plain = "fp32" if precision.weights == "fp32" else "bf16"  # of what is never quantized
+    plain_bytes = WEIGHT_BYTES[plain]
     mlp_weights = precision.weights if not shape.is_moe else experts
 
-    weight_bytes = attention_parameters * WEIGHT_BYTES[attention] + mlp * WEIGHT_BYTES[mlp_weights] + router * 2.0
+    passes = shape.layers * ELEMENTWISE_PASSES * hidden * plain_bytes
+    weight_bytes = attention_parameters * WEIGHT_BYTES[attention] + mlp * WEIGHT_BYTES[mlp_weights]
+    weight_bytes += router * plain_bytes
     expert_bytes = expert_parameters * WEIGHT_BYTES[experts]
-    table_bytes = 2.0 * shape.embedding_parameters / tp
+    table_bytes = plain_bytes * shape.embedding_parameters / tp
     multiply = 2.0 * attention_parameters / _flops(attention, rates.matrix_flops)
     multiply += 2.0 * mlp / _flops(mlp_weights, rates.matrix_flops)
-    multiply += 2.0 * router / rates.matrix_flops["bf16"]
+    multiply += 2.0 * router / rates.matrix_flops[plain]
     expert_flops = _flops(experts, rates.matrix_flops) * rates.grouped_level
-    routed = shape.moe_layers * shape.top_k * shape.expert_parameters / (layout.ep * layout.moe_tp)
+    routed = shape.moe_layers * shape.top_k * shape.expert_parameters / expert_ranks
 
     # KV cache. Grouped heads are sharded while there are enough of them; every rank holds MLA's latents.
-    kv_bytes = KV_BYTES[precision.kv]
-    if mla is None:
-        token_bytes = 2.0 * shape.kv_heads / kv_ranks * shape.head_dim * kv_bytes
-        latent_flops = 0.0
-        width, value_width = shape.head_dim, shape.head_dim
-    else:
-        token_bytes = (mla.kv_lora + mla.qk_rope) * kv_bytes
-        latent_flops = 2.0 * shape.heads / tp * (2 * mla.kv_lora + mla.qk_rope)
+    if is_own:
+        kv_ranks = tp
+    token_bytes = kv_bytes_per_token(shape, KV_BYTES[precision.kv], expanded=is_own) / kv_ranks / shape.layers
+    latent_flops = 0.0
+    width, value_width = shape.head_dim, shape.head_dim
+    if mla is not None:
         width, value_width = mla.qk_nope + mla.qk_rope, mla.v_head
+        latent_flops = 0.0 if is_own else 2.0 * shape.heads / tp * (2 * mla.kv_lora + mla.qk_rope)
     sliding = shape.sliding_layers if shape.sliding_window else 0
     whole = shape.layers - sliding
     read = rates.memory_bytes_per_second * ATTENTION_MEMORY
     kernel = rates.attention["best"]
-    attention_flops = rates.peak_flops["bf16"] * kernel.efficiency(0.5 * (width + value_width), False)
+    attention_flops = rates.peak_flops[plain] * kernel.efficiency(0.5 * (width + value_width), False)
     pair = shape.heads / tp * 2.0 * (width + value_width) / attention_flops
 
     # Sparse attention over latents selects tokens but keeps all of them.
@@ -182,12 +191,13 @@ def serving_terms(
         launches=shape.layers * (2.0 if mla else 1.0) + shape.moe_layers,
         weights_seconds=weight_bytes / stream,
         token_seconds=multiply,
-        elementwise_token_seconds=shape.layers * ELEMENTWISE_PASSES * hidden * 2.0 / rates.elementwise_bytes_per_second,
+        elementwise_token_seconds=passes / rates.elementwise_bytes_per_second,
         matmul_floor_seconds=shape.layers * (5 if mla else 2) * SMALL_MATMUL_SECONDS[attention]
         + (dense_layers + (shape.moe_layers if shape.shared_experts else 0)) * 2 * SMALL_MATMUL_SECONDS[mlp_weights],
         expert_read_seconds=expert_bytes / stream,
         expert_token_seconds=2.0 * routed / expert_flops,
         expert_floor_seconds=shape.moe_layers * SMALL_EXPERT_SECONDS,
+        expert_ranks=expert_ranks if is_own else 1.0,
         unused_share=1.0 - shape.top_k / shape.experts if shape.is_moe else 1.0,
         context_seconds=whole * token_bytes / read,
         window_context_seconds=sliding * token_bytes / read,
@@ -198,7 +208,7 @@ def serving_terms(
         window_pair_seconds=sliding * pair,
         extra_keys=kernel.extra_keys_forward,
         head_seconds=table_bytes / stream,
-        head_token_seconds=2.0 * shape.embedding_parameters / tp / rates.matrix_flops["bf16"],
+        head_token_seconds=2.0 * shape.embedding_parameters / tp / rates.matrix_flops[plain],
         sampling_seconds=SAMPLING_PASSES * 4.0 * shape.vocab / stream,
         collective_floor_seconds=floor,
         collective_token_seconds=moved,

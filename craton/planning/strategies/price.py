@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Protocol
 
 from craton import formatting
-from craton.planning.serving import Roofline, ServedModel, ServePlan
+from craton.planning.serving import ServedSteps, ServePlan, plan_steps
 from craton.planning.strategies.usage import PlannedUsage
 
 
@@ -109,22 +109,11 @@ class ServerPrice:
         return ProblemPrice(latency, rate, concurrency, dollars, usage.kv_tokens * plan.kv_bytes_per_token)
 
     @cached_property
-    def _roofline(self) -> Roofline:
-        plan = self.plan
-        return Roofline(ServedModel(plan.model, plan.precision, plan.kv_precision, plan.tp), plan.roofs)
-
-    @cached_property
-    def _idle_seconds(self) -> float:
-        """Return the time of a step beyond the roofline, as the serving plan has it at its best batch."""
-        plan = self.plan
-        return (
-            plan.best_step_seconds - self._roofline.decode_seconds(plan.best_batch, plan.mean_context) / plan.efficiency
-        )
+    def _steps(self) -> ServedSteps:
+        return plan_steps(self.plan)
 
     def _decode_seconds(self, batch: int, context: float) -> float:
-        return self._roofline.decode_seconds(batch, context) / self.plan.efficiency + self._idle_seconds
+        return float(self._steps.decode_seconds(float(batch), context))
 
     def _prefill_seconds(self, tokens: float) -> float:
-        chunks = -(-round(tokens) // self.plan.chunk_tokens) or 1
-        seconds = self._roofline.prefill_seconds(max(1, round(tokens)), tokens) / self.plan.efficiency
-        return seconds + chunks * self._idle_seconds
+        return float(self._steps.prefill_seconds(max(1.0, tokens)))

@@ -29,7 +29,7 @@ from craton.ml.serving.schedule import DraftInput, StepInput
 from craton.ml.serving.settings import EngineSettings, ServingError
 from craton.orchestration.draft.check import check_weights
 from craton.orchestration.errors import StartError
-from craton.planning.serving import AUTO_LENGTHS, ServedModel, SpeculationCosts, costs_by_bytes
+from craton.planning.serving import AUTO_LENGTHS, ServedModel, SpeculationCosts, roofline_costs
 
 SETTINGS = EngineSettings(max_length=LONGEST, blocks=200, max_running=6, page=4, chunk_tokens=32)
 WAYS: dict[str, dict[str, Any]] = {
@@ -100,7 +100,7 @@ def test_an_equal_model_has_every_draft_token_accepted(plain: dict[tuple[int, in
 
 def test_the_number_of_draft_tokens_follows_their_acceptance(plain: dict[tuple[int, int], list[int]]) -> None:
     config = pair("llama")[1].config
-    cheap = costs_by_bytes(ServedModel(replace(config.shape, layers=40)), ServedModel(replace(config.shape, layers=1)))
+    cheap = roofline_costs(ServedModel(replace(config.shape, layers=40)), ServedModel(replace(config.shape, layers=1)))
     sampling = Sampling(200, 0.0)
     good = engine_of(copy.deepcopy(pair("llama")[1]), cheap, draft_tokens=8, draft_auto=True, max_running=2)
     lengths = set()
@@ -110,7 +110,7 @@ def test_the_number_of_draft_tokens_follows_their_acceptance(plain: dict[tuple[i
         lengths.add(good.stats().draft_tokens)
     assert 8 in lengths
     assert good.stats().draft_speedup > 1
-    dear = costs_by_bytes(ServedModel(replace(config.shape, layers=40)), ServedModel(replace(config.shape, layers=20)))
+    dear = roofline_costs(ServedModel(replace(config.shape, layers=40)), ServedModel(replace(config.shape, layers=20)))
     useless = engine_of(random_model(config, seed=9), dear, draft_tokens=8, draft_auto=True)
     found, stats = run(useless)
     assert found == plain

@@ -22,8 +22,8 @@ from craton.planning.serving import (
     GPU_RESERVE_BYTES,
     ServedModel,
     SpeculationCosts,
-    costs_by_bytes,
     passing_bytes,
+    roofline_costs,
 )
 
 if TYPE_CHECKING:
@@ -69,10 +69,10 @@ def join_engine(
     costs: SpeculationCosts | None = None,
 ) -> Engine:
     """Return an engine over a runner's KV cache blocks. The executor runs its steps: the runner itself, or its
-    tensor-parallel group. `costs` of a draft model, default: by the bytes that both models read."""
+    tensor-parallel group. `costs` of a draft model, default: at the roofline of a GPU."""
     if runner.drafter is not None and costs is None:
         shapes = [model.config.shape for model in (runner.model, runner.drafter.runner.model)]
-        costs = costs_by_bytes(*(ServedModel(shape) for shape in shapes))
+        costs = roofline_costs(*(ServedModel(shape) for shape in shapes))
     host_blocks = 0 if runner.host_cache is None else len(runner.host_cache)
     return Engine(
         executor,

@@ -288,7 +288,9 @@ class _EngineMetrics(Collector):
 
 
 def _gauges(stats: Stats) -> list[tuple[str, str, float]]:
-    plan_tokens = stats.tokens_per_second / stats.roofline if stats.roofline else 0.0
+    plan_tokens = 0.0
+    if stats.plan_step_seconds:
+        plan_tokens = stats.tokens_per_second * stats.step_seconds / stats.plan_step_seconds
     return [
         ("vllm:num_requests_running", "Running requests", stats.running),
         ("vllm:num_requests_waiting", "Waiting requests", stats.waiting),
@@ -301,9 +303,9 @@ def _gauges(stats: Stats) -> list[tuple[str, str, float]]:
             _share(stats.host_blocks_used, stats.host_blocks),
         ),
         ("craton_run_step_seconds", "Mean duration of the last steps", stats.step_seconds),
-        ("craton_plan_step_seconds", "Roofline duration of the same steps", stats.plan_step_seconds),
+        ("craton_plan_step_seconds", "Predicted duration of the same steps", stats.plan_step_seconds),
         ("craton_run_tokens_per_second", "Tokens generated per second", stats.tokens_per_second),
-        ("craton_plan_tokens_per_second", "Tokens per second at the roofline", plan_tokens),
+        ("craton_plan_tokens_per_second", "Tokens per second with steps as predicted", plan_tokens),
         ("craton_serve_roofline", "Roofline step duration over measured step duration", stats.roofline),
         ("craton_serve_weights_version", "Version of the weights", stats.weights_version),
         ("craton_serve_draft_tokens", "Draft tokens of a request in the last step", stats.draft_tokens),

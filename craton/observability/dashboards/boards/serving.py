@@ -90,25 +90,25 @@ LATENCY = PanelRow(
 )
 
 SPEED = PanelRow(
-    "Throughput, roofline and measured",
+    "Throughput, predicted and measured",
     (
         Panel(
             "Generated tokens per second",
-            "Dashed is the roofline (memory bandwidth, FLOPs) for the same steps.",
+            "Dashed is the prediction for the same steps.",
             (
                 PanelQuery(_sum(f"craton_run_tokens_per_second{{{OF_SERVER}}}"), NAME),
-                PanelQuery(_sum(f"craton_plan_tokens_per_second{{{OF_SERVER}}}"), f"{NAME} roofline", is_plan=True),
+                PanelQuery(_sum(f"craton_plan_tokens_per_second{{{OF_SERVER}}}"), f"{NAME} planned", is_plan=True),
             ),
             unit="short",
         ),
         Panel(
             "Step time",
-            "Mean of the last steps, and their roofline. Far above: kernel launches, sampling or the host.",
+            "Mean of the last steps, and the prediction for them. Far above: the GPU is slow, or the host is busy.",
             (
                 PanelQuery(f"max by (run, model_name) (craton_run_step_seconds{{{OF_SERVER}}})", NAME),
                 PanelQuery(
                     f"max by (run, model_name) (craton_plan_step_seconds{{{OF_SERVER}}})",
-                    f"{NAME} roofline",
+                    f"{NAME} planned",
                     is_plan=True,
                 ),
             ),
@@ -116,7 +116,7 @@ SPEED = PanelRow(
         ),
         Panel(
             "Roofline efficiency",
-            "Roofline over measured step time. It is low with few requests; check it under load.",
+            "Minimum over measured step time. It is low with few requests; check it under load.",
             (PanelQuery(f"min by (run, model_name) (craton_serve_roofline{{{OF_RUN}}})", NAME),),
             unit="percentunit",
         ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from craton.observability.dashboards.model import PanelQuery
 from craton.telemetry import METRICS, TWINS
 
-# Servers export the same names with the machine's roofline as plan; they have the label model_name and their own board.
+# Servers export the same names for the steps of their requests; they have the label model_name and their own board.
 RUN_HERE = 'run=~"$run", model_name=""'
 
 

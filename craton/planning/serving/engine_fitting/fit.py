@@ -105,7 +105,7 @@ def served_seconds(row: ServedRow, constants: Any) -> Array:
         ttft = closed.mean_ttft_seconds(share)
         per_token = row.decode.gpus / (closed.requests_per_second * row.output)
         # Speculative decoding verifies the drafts of each request in one step.
-        drafting = steps.decode_seconds(concurrency * (1.0 + row.draft_tokens), context / (1.0 + row.draft_tokens))
+        drafting = steps.verify_seconds(concurrency, context, row.draft_tokens)
         tpot = np.where(row.draft_tokens > 0, drafting / row.accepted_tokens, tpot)
 
         pooled = row.pooled > 0
@@ -128,9 +128,7 @@ def served_seconds(row: ServedRow, constants: Any) -> Array:
         alone = pool.prefill_seconds(row.prompt, 0.0)
         per_token = np.where(row.kind == KINDS.index("prefill"), alone * row.prefill.gpus / dp, per_token)
         # All requests start together: their prompts fill whole steps, then all decode.
-        prompts = concurrency / dp * row.prompt
-        chunk = np.minimum(prompts, steps.step_tokens)
-        started = prompts / chunk * steps.mixed_seconds(0.0, 0.0, chunk, row.prompt)
+        started = steps.prompts_seconds(concurrency / dp * row.prompt, row.prompt)
         batch = (started + row.output * steps.decode_seconds(concurrency, context)) / (concurrency * row.output)
         per_token = np.where(row.kind == KINDS.index("batch"), batch * row.decode.gpus, per_token)
     return np.asarray(np.choose(row.metric.astype(int), [tpot, ttft, per_token]))
@@ -187,7 +185,7 @@ def served_row(case: ServingCase) -> ServedRow:
 
 def _row(case: ServingCase, layout: ServedLayout) -> ServedRow:
     machine, load = case.machine, case.load
-    decode = serving_terms(case.shape, machine, layout, case.precision)
+    decode = serving_terms(case.shape, machine, layout, case.precision, is_own=case.engine == OWN_ENGINE)
     prefill = serving_terms(case.shape, machine, case.prefill, case.precision) if case.prefill else decode
     workers, prefill_workers = layout.replicas, case.prefill.replicas if case.prefill else layout.replicas
     context = load.prompt + 0.5 * load.output

@@ -82,8 +82,6 @@ def plan_load(
                 setting.candidates,
                 setting.cluster,
                 setting.machine,
-                shape,
-                serve.precision,
                 asked,
                 limits,
             )
@@ -107,7 +105,7 @@ def plan_load(
         evaluated=sum(len(setting.candidates) for setting in settings),
         curve=(curve_points if chosen.prefill is None else pooled_curve)(home.candidates, asked, chosen),
         front=[point for each in settings for point in front_points(each.candidates, each.cluster, asked)],
-        tiers=kv_tiers(home.candidates, home.cluster.instance, shape, serve.precision, asked, chosen),
+        tiers=kv_tiers(home.candidates, home.cluster.instance, asked, chosen),
         basis=home.profile.source,
         log_deviation=home.candidates.log_deviation,
         price_text=_price_text(home.cluster),

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from craton.infrastructure import Cluster
-from craton.job.model import ModelShape
 from craton.planning.rates import MachineRates, point_to_point_seconds
 from craton.planning.serving.layout import ServedLayout
 from craton.planning.serving.load import (
@@ -27,7 +26,6 @@ from craton.planning.serving.search.evaluate import Limits, evaluate, largest_lo
 from craton.planning.serving.search.replicas import ServedCandidates
 from craton.planning.serving.search.result import CURVE_SHARES, STATISTICS, CurvePoint, Deployment, Interval
 from craton.planning.serving.search.rows import deployment_rows, missed, nodes_of
-from craton.planning.serving.search.tiers import kv_bytes_per_token
 
 UTILIZATION = 0.9  # of a prefill pool, at most
 MORE = np.array([0, 1, 2, 3, 4, 6, 8, 12, 16])  # replicas beyond the fewest that keep up
@@ -38,8 +36,6 @@ def pooled_deployment(
     candidates: ServedCandidates,
     cluster: Cluster,
     machine: MachineRates,
-    shape: ModelShape,
-    precision: str,
     load: ServedLoad,
     limits: Limits,
 ) -> Deployment | None:
@@ -70,7 +66,7 @@ def pooled_deployment(
     total = prefill_layout.gpus + row.layout.gpus
     is_near = prefill_layout.replica_gpus + row.layout.replica_gpus <= machine.network.nvlink_domain
     shards = min(prefill_layout.replica_gpus, row.layout.replica_gpus)
-    cached = kv_bytes_per_token(shape, "bf16" if precision == "fp8" else precision) * load.input.mean
+    cached = candidates.kv_bytes_per_token * load.input.mean
     transfer = point_to_point_seconds(cached / shards, is_near, machine.network)
     service = _services(candidates.only([index]), load) * slowdowns(candidates)[:, :, None]
     capacity = [prefill_layout.replicas * prefill_layout.attention_dp / float(each.mean()) for each in service]

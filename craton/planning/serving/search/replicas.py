@@ -14,11 +14,13 @@ from craton.job.model import ModelShape
 from craton.planning.rates import MachineRates
 from craton.planning.serving.layout import ServedLayout
 from craton.planning.serving.load import ServedLoad, ServedReplica
+from craton.planning.serving.own_engine import draft_steps, engine_constants
 from craton.planning.serving.planner import served_kv_tokens
-from craton.planning.serving.profile import ENGINE_NAMES, OWN_ENGINE, EngineProfile
+from craton.planning.serving.profile import OWN_ENGINE, EngineProfile
+from craton.planning.serving.served_model import ServedModel, kv_bytes_per_token
 from craton.planning.serving.speculation import ASSUMED_ACCEPTANCE, expected_tokens
 from craton.planning.serving.step_times import ServedSteps
-from craton.planning.serving.terms import ServedPrecision, ServingTerms, serving_terms, stack_terms
+from craton.planning.serving.terms import KV_BYTES, ServedPrecision, ServingTerms, serving_terms, stack_terms
 
 MAX_REPLICA_GPUS = 72  # one NVLink domain of the largest UltraServer
 TYPICAL_BATCH = 32.0  # of the decode step whose deviation stands for all
@@ -35,6 +37,7 @@ class ServedCandidates:
     replica: ServedReplica
     log_deviation: float  # of step times
     log_scale: float  # of step times, that the profile's constants do not explain
+    kv_bytes_per_token: float  # over all GPUs of a replica
 
     def __len__(self) -> int:
         return len(self.layouts)
@@ -69,7 +72,7 @@ def candidates_of(
     precision = ServedPrecision(serve.precision, "fp8" if serve.kv_precision == "fp8" else _compute(serve.precision))
     found, rows = [], []
     for layout in _layouts(job, shape, machine, own):
-        terms = serving_terms(shape, machine, layout, precision, step_tokens, running * layout.attention_dp)
+        terms = serving_terms(shape, machine, layout, precision, step_tokens, running * layout.attention_dp, is_own=own)
         if own:
             terms = replace(terms, kv_tokens=served_kv_tokens(job, shape, machine, layout.tp))
         if terms.fits:
@@ -82,13 +85,12 @@ def candidates_of(
         lambda constants: ServedSteps(rows[0], constants).decode_seconds(TYPICAL_BATCH, load.context_tokens),
     )
     terms = stack_terms(rows)
-    known = {"kv_share": 1.0} if own else {}  # the KV cache of our own engine is computed, not estimated
-    constants = [known.get(name, value) for name, value in zip(ENGINE_NAMES, profile.constants, strict=True)]
-    steps: Any = ServedSteps(terms, constants)
+    steps: Any = ServedSteps(terms, engine_constants(profile, profile.constants))
     if serve.draft_tokens:
         steps = _speculative(job, machine, profile, steps, load.acceptance)
     replica = ServedReplica(steps, terms.attention_dp, profile["first_token_seconds"], profile["prefill_slowdown"])
-    return ServedCandidates(tuple(found), terms, replica, prediction.log_deviation, profile.log_scales[0])
+    kv_bytes = kv_bytes_per_token(shape, KV_BYTES[precision.kv], expanded=own)
+    return ServedCandidates(tuple(found), terms, replica, prediction.log_deviation, profile.log_scales[0], kv_bytes)
 
 
 def _compute(precision: str) -> str:
@@ -130,8 +132,8 @@ def _speculative(
     assert job.serve is not None
     draft, length = None, job.serve.draft_tokens
     if job.draft_shape is not None:
-        terms = serving_terms(job.draft_shape, machine, ServedLayout(), ServedPrecision(_compute(job.serve.precision)))
-        draft = ServedSteps(terms, profile.constants)
+        model = ServedModel(job.draft_shape, job.serve.precision, job.serve.kv_precision)
+        draft = draft_steps(model, machine, profile).scaled(1.0)
     accepted = expected_tokens(ASSUMED_ACCEPTANCE if acceptance is None else acceptance, length)
     return SpeculativeSteps(steps, length, accepted, draft)
 
@@ -169,12 +171,8 @@ class SpeculativeSteps:
         return self.mixed_seconds(batch, context, 0.0, 0.0)
 
     def mixed_seconds(self, batch: Any, context: Any, tokens: Any, prompt: Any) -> Any:
-        # A draft token attends to the whole context, as half of a prompt of twice the length does.
-        drafted = batch * self.draft_tokens / self.steps.attention_dp
-        prompts = tokens * self.tokens_per_step
-        together = np.maximum(drafted + prompts, 1e-9)
-        keys = (drafted * 2.0 * context + prompts * prompt) / together
-        whole = self.steps.mixed_seconds(batch, context, together, keys)
+        rows = 1.0 + self.draft_tokens  # of a request, which share its KV cache
+        whole = self.steps.mixed_seconds(batch * rows, context / rows, tokens * self.tokens_per_step, prompt)
         if self.draft is not None:
             whole = whole + self.draft_tokens * self.draft.decode_seconds(batch, context)
         return whole / self.tokens_per_step

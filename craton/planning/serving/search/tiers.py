@@ -7,33 +7,16 @@ from typing import Any
 import numpy as np
 
 from craton.infrastructure import Instance
-from craton.job.model import ModelShape
 from craton.planning.serving.load import ServedLoad
 from craton.planning.serving.search.replicas import ServedCandidates
 from craton.planning.serving.search.result import Deployment, KvTier
-from craton.planning.serving.terms import KV_BYTES
 
 HOST_SHARE = 0.5  # of the host's memory that KV cache blocks may take; assumed
 
 
-def kv_bytes_per_token(shape: ModelShape, precision: str) -> float:
-    """Return the KV cache bytes of one token over all layers: that of all heads, or the latents of MLA."""
-    size = KV_BYTES.get(precision, 2.0)
-    if shape.mla is not None:
-        return shape.layers * (shape.mla.kv_lora + shape.mla.qk_rope) * size
-    return 2.0 * shape.layers * shape.kv_heads * shape.head_dim * size
-
-
-def kv_tiers(
-    candidates: ServedCandidates,
-    instance: Instance,
-    shape: ModelShape,
-    precision: str,
-    load: ServedLoad,
-    chosen: Deployment,
-) -> list[KvTier]:
+def kv_tiers(candidates: ServedCandidates, instance: Instance, load: ServedLoad, chosen: Deployment) -> list[KvTier]:
     """Return the tiers of the chosen deployment's nodes. GPUs of a replica load their shards side by side."""
-    size = kv_bytes_per_token(shape, "bf16" if precision == "fp8" else precision)
+    size = candidates.kv_bytes_per_token
     prompt, gpus = load.input.mean, min(chosen.layout.replica_gpus, instance.num_gpus)
     index = next(
         (place for place, layout in enumerate(candidates.layouts) if layout.replica_gpus == chosen.layout.replica_gpus),
