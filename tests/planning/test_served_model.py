@@ -9,9 +9,10 @@ from counted_calls import counted_calls
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from craton.infrastructure import Gpu
 from craton.infrastructure.catalog import gpu
 from craton.job.model import ModelShape, model_preset
-from craton.planning.rates import MachineRates, machine
+from craton.planning.rates import MachineRates, machine, machine_of_ranks
 from craton.planning.serving import ServedModel, ServedSteps, draft_steps, own_steps, roofline_steps
 from craton.planning.serving.profile import EngineProfileError, find_engine_profile
 from craton.planning.serving.served_model import kv_bytes_per_token
@@ -117,6 +118,18 @@ def test_only_our_engine_has_a_profile_of_a_cpu() -> None:
     assert find_engine_profile("craton", cpu).generation == "cpu"
     with pytest.raises(EngineProfileError, match="'vllm' was measured on GPUs only"):
         find_engine_profile("vllm", cpu)
+
+
+def test_a_cpu_packs_fp32_weights_for_several_rows_and_adds_reading_and_multiplying() -> None:
+    rates = {"fp32": 1e11, "bf16": 4e11}
+    cpu = machine_of_ranks(Gpu("a CPU", "cpu", rates, rates, 16e9, 3e10, 0.0, 0.0), 1)
+    fp32, bf16 = (roofline_steps(own_steps(ServedModel(model_preset("qwen3-0.6b"), name), cpu)) for name in rates)
+    read, row = fp32.work.weights_seconds, fp32.work.token_seconds + fp32.work.elementwise_token_seconds
+    one, two, three = (fp32.terms(rows, 0.0)["matmul"] for rows in (1.0, 2.0, 3.0))
+    assert one == pytest.approx(read + row)
+    assert two - one == pytest.approx(read + row)
+    assert three - two == pytest.approx(row)
+    assert bf16.terms(2.0, 0.0)["matmul"] < 1.5 * bf16.terms(1.0, 0.0)["matmul"]
 
 
 def test_a_step_is_cheap_to_predict() -> None:

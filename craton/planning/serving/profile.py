@@ -28,14 +28,14 @@ OWN_ENGINE = "craton"
 UNKNOWN_ENGINE = "unknown"
 # Craton's engine on a CPU: `benchmarks/serving_cpu.py`, one thread of an AMD EPYC (Zen 5), fp32 and bf16, 2026-11-19.
 CPU_CONSTANTS = {
-    "weight_rate": 0.40,
-    "matmul_rate": 0.56,
-    "kv_rate": 0.066,
-    "prefill_attention_rate": 1.1,
+    "weight_rate": 0.46,
+    "matmul_rate": 0.63,
+    "kv_rate": 0.077,
+    "prefill_attention_rate": 1.0,
     "prefill_slowdown": 1.0,
     "prefill_layer_seconds": 1e-9,  # no GPU waits for launches
 }
-CPU_OPERATIONS = {"layer_seconds": 183.0, "step_seconds": 120.0, "request_seconds": 7.8}  # as many operations of torch
+CPU_OPERATIONS = {"layer_seconds": 186.0, "step_seconds": 120.0, "request_seconds": 7.1}  # as many operations of torch
 CPU_OPERATION_SECONDS = 2.5e-6  # of a CPU whose operations were not measured
 CPU_DEVIATION = 0.4  # of log(measured / predicted), on other CPUs
 FORMAT = 1

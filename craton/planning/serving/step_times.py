@@ -17,10 +17,9 @@ from typing import Any
 import numpy as np
 
 from craton.planning.serving.profile import ENGINE_NAMES
-from craton.planning.serving.terms import ServingTerms
+from craton.planning.serving.terms import SHARPNESS, ServingTerms
 
 EXPERT_READ_RATE = 0.85  # reading many small experts, of one large matrix
-SHARPNESS = 3.0  # of the maximum of two times
 FULL = ("collective_slowdown", "expert_spread", "kv_share")  # collectives at their rate, even routing
 ROOFLINE = tuple(float(name.endswith("_rate") or name in FULL) for name in ENGINE_NAMES)
 
@@ -52,14 +51,17 @@ class ServedSteps:
         rows = requests + tokens
         stage_rows = np.maximum(batch / t.pp, 1.0 * (batch > 0)) + tokens * t.attention_dp
         floor = c["kernel_slowdown"]
-        weights = t.weights_seconds / c["weight_rate"]
+        weights = (t.weights_seconds + np.minimum(np.maximum(rows - 1.0, 0.0), 1.0) * t.packing_seconds) / c[
+            "weight_rate"
+        ]
         multiply = rows * t.token_seconds / c["matmul_rate"]
-        matmul = _larger(weights, multiply) + floor * t.matmul_floor_seconds
+        matmul = _larger(weights, multiply, t.sharpness) + floor * t.matmul_floor_seconds
         expert_rows = stage_rows / t.expert_ranks
         met = 1.0 - t.unused_share ** (1.0 + c["expert_spread"] * np.maximum(expert_rows - 1.0, 0.0))
         experts = _larger(
             t.expert_read_seconds * met / (c["weight_rate"] * EXPERT_READ_RATE),
             stage_rows * t.expert_token_seconds / c["expert_rate"],
+            t.sharpness,
         )
         experts = experts + floor * t.expert_floor_seconds
         windowed = np.minimum(context, t.window)
@@ -70,7 +72,8 @@ class ServedSteps:
         pairs = keys * t.pair_seconds + np.minimum(keys, t.window + t.extra_keys) * t.window_pair_seconds
         prefill_attention = tokens * pairs / c["prefill_attention_rate"]
         sampled = requests + chunks * (tokens > 0)
-        head = _larger(t.head_seconds / c["weight_rate"], sampled * t.head_token_seconds / c["matmul_rate"])
+        multiplied = sampled * t.head_token_seconds / c["matmul_rate"]
+        head = _larger(t.head_seconds / c["weight_rate"], multiplied, t.sharpness)
         moved = t.collective_token_seconds * rows
         parts = {
             "matmul": matmul + rows * t.elementwise_token_seconds,
@@ -97,7 +100,7 @@ class ServedSteps:
         """Decode, and prefill of `tokens` of prompts of this length, of which `chunks` end."""
         whole = sum(self.terms(batch, context, tokens, prompt, chunks=chunks).values())
         launching = self.work.launches * self.constants["prefill_layer_seconds"] * (tokens > 0)
-        return _larger(whole, self.factor * launching)
+        return _larger(whole, self.factor * launching, SHARPNESS)
 
     def prefill_seconds(self, tokens: Any, context: Any = 0.0) -> Any:
         """The prompt of one request after `context` cached tokens."""
@@ -109,6 +112,6 @@ class ServedSteps:
         return tokens / chunk * self.mixed_seconds(0.0, 0.0, chunk, prompt)
 
 
-def _larger(one: Any, other: Any) -> Any:
-    """A smooth maximum: near the crossing neither limit is reached."""
-    return (one**SHARPNESS + other**SHARPNESS) ** (1.0 / SHARPNESS)
+def _larger(one: Any, other: Any, sharpness: Any) -> Any:
+    """A smooth maximum."""
+    return (one**sharpness + other**sharpness) ** (1.0 / sharpness)

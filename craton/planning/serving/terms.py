@@ -42,6 +42,7 @@ FAR_EXCHANGE_SECONDS = 3e-4  # the same between domains (DeepEP low latency over
 QUANTIZED_LEVEL = 0.83  # 8- and 4-bit matmuls of 4096 tokens, of the best published; in bf16 they reach it
 ELEMENTWISE_PASSES = 14.0  # reads and writes of the hidden state in a layer: norms, residuals, rotary, activations
 SAMPLING_PASSES = 6.0  # over a row of fp32 logits: gather, scale, softmax, choice
+SHARPNESS = 3.0  # of the maximum of two times on a GPU: near the crossing neither limit is reached
 GPU_SHARE = 0.9  # of the GPU's memory that an engine uses
 WORKSPACE_BYTES = 4e9  # libraries, CUDA graphs, activations
 
@@ -75,7 +76,9 @@ class ServingTerms:
     moe_layers: float
     launches: float  # layers, by the kernels that a step with prefill launches in each
     weights_seconds: float  # reading all dense weights
+    packing_seconds: float  # rearranging them before several tokens are multiplied: of a CPU in fp32
     token_seconds: float  # multiplying a token with them
+    sharpness: float  # of the maximum of reading and multiplying; 1: one after the other, as on a CPU
     elementwise_token_seconds: float
     matmul_floor_seconds: float  # of all matmuls together
     expert_read_seconds: float  # reading all experts of this GPU
@@ -124,7 +127,7 @@ def serving_terms(
 ) -> ServingTerms:
     """Return the terms of a model on one replica of a layout. `is_own`: of Craton's engine, whose ranks all have all
     experts, and whose KV cache has the keys and values of latent attention, not the latents."""
-    rates = machine.rates
+    rates, is_cpu = machine.rates, machine.gpu.generation == "cpu"
     tp, pp, hidden, mla = layout.tp, layout.pp, shape.hidden, shape.mla
     stream = rates.streaming_bytes_per_second
     attention, experts = precision.attention_weights, precision.expert_weights
@@ -190,7 +193,9 @@ def serving_terms(
         moe_layers=shape.moe_layers,
         launches=shape.layers * (2.0 if mla else 1.0) + shape.moe_layers,
         weights_seconds=weight_bytes / stream,
+        packing_seconds=weight_bytes / stream if is_cpu and plain == "fp32" else 0.0,
         token_seconds=multiply,
+        sharpness=1.0 if is_cpu else SHARPNESS,
         elementwise_token_seconds=passes / rates.elementwise_bytes_per_second,
         matmul_floor_seconds=shape.layers * (5 if mla else 2) * SMALL_MATMUL_SECONDS[attention]
         + (dense_layers + (shape.moe_layers if shape.shared_experts else 0)) * 2 * SMALL_MATMUL_SECONDS[mlp_weights],
