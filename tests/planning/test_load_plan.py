@@ -15,7 +15,7 @@ from rich.console import Console
 from craton.job import Job, parse_job
 from craton.planning import PlanError
 from craton.planning.report import load_html, load_to_json, load_verdict, render_load, serving_to_json
-from craton.planning.serving import plan_serving
+from craton.planning.serving import ServePlan, plan_serving
 from craton.planning.serving.search import Deployment, LoadPlan, plan_load, with_planned_load
 
 LOAD = "{rate: 20, input: 1024, output: 256}"
@@ -141,6 +141,26 @@ def test_speculative_decoding_gives_more_tokens_a_step() -> None:
         return plan_load(parse_job(text), gpus=1).chosen.tpot["mean"].value
 
     assert tpot("{rate: 1, acceptance: 0.9}") < 0.6 * tpot("{rate: 1, acceptance: 0.0}")
+
+
+def test_a_load_has_the_draft_tokens_that_the_engine_chooses() -> None:
+    """One user has the speed-up of the plan without a load; so many that verifying costs more have no drafts."""
+
+    def planned(more: str, users: int) -> tuple[ServePlan, float]:
+        job = parse_job(
+            "kind: serve\nmodel: llama-3.1-8b\ncluster: p5en.48xlarge x 1\nlayout: {tp: 1}\nserve: {initialize: random"
+            f"{more}, load: {{concurrency: {users}, input: 512, output: 512}}}}\n"
+        )
+        return plan_serving(job), plan_load(job, gpus=1).chosen.tpot["mean"].value
+
+    auto, fixed = (f", speculate: {{model: llama-3.2-1b{tokens}}}" for tokens in ("", ", tokens: 8"))
+    alone, tpot = planned(auto, 1)
+    assert alone.speculation is not None
+    assert tpot == pytest.approx(1 / alone.speculation.single_tokens_per_second, rel=0.05)
+    assert tpot < planned(fixed, 1)[1]
+    many = [planned(more, 256)[1] for more in ("", auto, fixed)]
+    assert many[1] == pytest.approx(many[0], rel=0.1)
+    assert many[2] > 1.2 * many[0]
 
 
 def test_experts_across_the_network_are_compared_with_one_domain() -> None:

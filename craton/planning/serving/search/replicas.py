@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,12 @@ from craton.planning.serving.own_engine import draft_steps, engine_constants
 from craton.planning.serving.planner import served_kv_tokens
 from craton.planning.serving.profile import OWN_ENGINE, EngineProfile
 from craton.planning.serving.served_model import ServedModel, kv_bytes_per_token
-from craton.planning.serving.speculation import ASSUMED_ACCEPTANCE, expected_tokens
+from craton.planning.serving.speculation import (
+    ASSUMED_ACCEPTANCE,
+    AUTO_LENGTHS,
+    HOST_SECONDS,
+    expected_tokens,
+)
 from craton.planning.serving.step_times import ServedSteps
 from craton.planning.serving.terms import KV_BYTES, ServedPrecision, ServingTerms, serving_terms, stack_terms
 
@@ -130,12 +136,14 @@ def _speculative(
     job: Job, machine: MachineRates, profile: EngineProfile, steps: Any, acceptance: float | None
 ) -> SpeculativeSteps:
     assert job.serve is not None
-    draft, length = None, job.serve.draft_tokens
+    draft = None
     if job.draft_shape is not None:
         model = ServedModel(job.draft_shape, job.serve.precision, job.serve.kv_precision)
         draft = draft_steps(model, machine, profile).scaled(1.0)
-    accepted = expected_tokens(ASSUMED_ACCEPTANCE if acceptance is None else acceptance, length)
-    return SpeculativeSteps(steps, length, accepted, draft)
+    lengths = (0, *AUTO_LENGTHS) if job.serve.draft_auto else (job.serve.draft_tokens,)
+    host_seconds = HOST_SECONDS if profile.engine == OWN_ENGINE else 0.0
+    accepted = ASSUMED_ACCEPTANCE if acceptance is None else acceptance
+    return SpeculativeSteps(steps, lengths, accepted, host_seconds, draft)
 
 
 @dataclass(frozen=True)
@@ -153,11 +161,13 @@ class DecodeSteps:
 
 @dataclass(frozen=True)
 class SpeculativeSteps:
-    """Steps that each give a request one token, on average: a share of a step that verifies draft tokens."""
+    """Steps that each give a request one token, on average: a share of a step that verifies draft tokens. Of several
+    numbers of draft tokens, each step has the fastest, as the engine chooses it."""
 
     steps: Any
-    draft_tokens: int
-    tokens_per_step: float
+    lengths: tuple[int, ...]
+    acceptance: float
+    host_seconds: float  # of a step with drafts
     draft: ServedSteps | None = None  # None: n-grams of the text, which cost nothing
 
     def __getattr__(self, name: str) -> Any:
@@ -165,14 +175,21 @@ class SpeculativeSteps:
 
     @property
     def step_tokens(self) -> Any:
-        return self.steps.step_tokens / self.tokens_per_step
+        return self.steps.step_tokens / expected_tokens(self.acceptance, max(self.lengths))
 
     def decode_seconds(self, batch: Any, context: Any) -> Any:
         return self.mixed_seconds(batch, context, 0.0, 0.0)
 
     def mixed_seconds(self, batch: Any, context: Any, tokens: Any, prompt: Any) -> Any:
-        rows = 1.0 + self.draft_tokens  # of a request, which share its KV cache
-        whole = self.steps.mixed_seconds(batch * rows, context / rows, tokens * self.tokens_per_step, prompt)
-        if self.draft is not None:
-            whole = whole + self.draft_tokens * self.draft.decode_seconds(batch, context)
-        return whole / self.tokens_per_step
+        tried = [self._seconds(length, batch, context, tokens, prompt) for length in self.lengths]
+        return reduce(np.minimum, tried)
+
+    def _seconds(self, length: int, batch: Any, context: Any, tokens: Any, prompt: Any) -> Any:
+        given = expected_tokens(self.acceptance, length)
+        rows = 1.0 + length  # of a request, which share its KV cache
+        whole = self.steps.mixed_seconds(batch * rows, context / rows, tokens * given, prompt)
+        if length:
+            whole = whole + self.host_seconds
+        if length and self.draft is not None:
+            whole = whole + length * self.draft.decode_seconds(batch, context)
+        return whole / given
