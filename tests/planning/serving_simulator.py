@@ -31,6 +31,9 @@ class LinearSteps:
     max_running: int = 256
     gpus: int = 1
 
+    def step_budget(self, waiting):  # type: ignore[no-untyped-def]
+        return np.minimum(np.maximum(waiting, self.step_tokens), self.step_tokens)
+
     def decode_seconds(self, batch, context):  # type: ignore[no-untyped-def]
         return self.step_seconds + batch * (self.request_seconds + self.context_seconds * context)
 

@@ -19,6 +19,7 @@ import numpy as np
 from craton.planning.serving.profile import ENGINE_NAMES
 from craton.planning.serving.terms import SHARPNESS, ServingTerms
 
+MANY_TOKENS = 1e9  # that wait for prefill: every step is full
 EXPERT_READ_RATE = 0.85  # reading many small experts, of one large matrix
 FULL = ("collective_slowdown", "expert_spread", "kv_share")  # collectives at their rate, even routing
 ROOFLINE = tuple(float(name.endswith("_rate") or name in FULL) for name in ENGINE_NAMES)
@@ -33,6 +34,8 @@ class ServedSteps:
         self.constants: dict[str, Any] = dict(zip(ENGINE_NAMES, constants, strict=True))
         self.kv_tokens: Any = terms.kv_tokens * self.constants["kv_share"]
         self.step_tokens: Any = terms.step_tokens
+        self.least_chunk: Any = terms.least_chunk
+        self.join_steps: Any = terms.join_steps
         self.max_running: Any = terms.max_running
         self.gpus: Any = terms.gpus
         self.attention_dp: Any = terms.attention_dp
@@ -108,8 +111,28 @@ class ServedSteps:
 
     def prompts_seconds(self, tokens: Any, prompt: Any) -> Any:
         """`tokens` of prompts of this length, in full steps."""
-        chunk = np.minimum(tokens, self.step_tokens)
+        chunk = self.chunk_tokens(tokens)
         return tokens / chunk * self.mixed_seconds(0.0, 0.0, chunk, prompt)
+
+    def step_budget(self, waiting: Any) -> Any:
+        """Return the most prompt tokens of a step, if `waiting` tokens wait."""
+        return self.chunk_tokens(np.clip(waiting, self.least_chunk, MANY_TOKENS))
+
+    def prefill_chunks(self, prompt: Any, waiting: Any) -> Any:
+        """Return the steps from a prompt's first chunk to its last, if `waiting` tokens wait, its own among them."""
+        t = self.work
+        return np.maximum(prompt / self.chunk_tokens(prompt), np.minimum(t.prefill_steps, waiting / t.least_chunk))
+
+    def chunk_tokens(self, waiting: Any) -> Any:
+        """Return the mean prompt tokens of the steps that compute all that wait. A step computes a share of those left,
+        1 / prefill_steps, but at least `least_chunk` and at most `step_tokens`."""
+        t = self.work
+        spread_from, spread_to = t.prefill_steps * t.least_chunk, t.prefill_steps * t.step_tokens
+        full = np.maximum(waiting - spread_to, 0.0) / t.step_tokens
+        left = np.maximum(1.0 - 1.0 / t.prefill_steps, 1e-300)  # after a step, of those that waited
+        spread = np.log(np.clip(waiting, spread_from, spread_to) / spread_from) / -np.log(left)
+        last = np.minimum(waiting, spread_from) / t.least_chunk
+        return waiting / np.maximum(full + spread + last, 1.0)
 
 
 def _larger(one: Any, other: Any, sharpness: Any) -> Any:

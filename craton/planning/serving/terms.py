@@ -43,6 +43,11 @@ QUANTIZED_LEVEL = 0.83  # 8- and 4-bit matmuls of 4096 tokens, of the best publi
 ELEMENTWISE_PASSES = 14.0  # reads and writes of the hidden state in a layer: norms, residuals, rotary, activations
 SAMPLING_PASSES = 6.0  # over a row of fp32 logits: gather, scale, softmax, choice
 SHARPNESS = 3.0  # of the maximum of two times on a GPU: near the crossing neither limit is reached
+# Craton's scheduler spreads prompts over steps, which keeps each short for the requests in decode.
+OWN_LEAST_CHUNK, OWN_PREFILL_STEPS = 512, 4.0
+OWN_JOIN_STEPS = 1.5  # the next step is launched while one runs
+# Its fp8 matmuls read weights at 57 % of copy bandwidth, its bf16 matmuls at 90 %, and each quantizes its input first.
+OWN_FP8_READ, OWN_FP8_LAUNCHES = 1.45, 1.5
 GPU_SHARE = 0.9  # of the GPU's memory that an engine uses
 WORKSPACE_BYTES = 4e9  # libraries, CUDA graphs, activations
 
@@ -100,7 +105,10 @@ class ServingTerms:
     collective_floor_seconds: float
     collective_token_seconds: float
     kv_tokens: float  # of the replica
-    step_tokens: float
+    step_tokens: float  # prompt tokens of a step, at most
+    least_chunk: float  # prompt tokens of a step, if as many wait
+    prefill_steps: float  # over which more tokens are spread
+    join_steps: float  # from a request's arrival to the step that begins its prefill
     max_running: float
 
     @property
@@ -126,7 +134,7 @@ def serving_terms(
     is_own: bool = False,
 ) -> ServingTerms:
     """Return the terms of a model on one replica of a layout. `is_own`: of Craton's engine, whose ranks all have all
-    experts, and whose KV cache has the keys and values of latent attention, not the latents."""
+    experts, whose KV cache has the keys and values of latent attention, not the latents, and which spreads prompts."""
     rates, is_cpu = machine.rates, machine.gpu.generation == "cpu"
     tp, pp, hidden, mla = layout.tp, layout.pp, shape.hidden, shape.mla
     stream = rates.streaming_bytes_per_second
@@ -154,6 +162,7 @@ def serving_terms(
     passes = shape.layers * ELEMENTWISE_PASSES * hidden * plain_bytes
     weight_bytes = attention_parameters * WEIGHT_BYTES[attention] + mlp * WEIGHT_BYTES[mlp_weights]
     weight_bytes += router * plain_bytes
+    is_own_fp8 = is_own and precision.weights == "fp8"
     expert_bytes = expert_parameters * WEIGHT_BYTES[experts]
     table_bytes = plain_bytes * shape.embedding_parameters / tp
     multiply = 2.0 * attention_parameters / _flops(attention, rates.matrix_flops)
@@ -191,8 +200,8 @@ def serving_terms(
         pp=pp,
         layers=shape.layers,
         moe_layers=shape.moe_layers,
-        launches=shape.layers * (2.0 if mla else 1.0) + shape.moe_layers,
-        weights_seconds=weight_bytes / stream,
+        launches=(shape.layers * (2.0 if mla else 1.0) + shape.moe_layers) * (OWN_FP8_LAUNCHES if is_own_fp8 else 1.0),
+        weights_seconds=weight_bytes / stream * (OWN_FP8_READ if is_own_fp8 else 1.0),
         packing_seconds=weight_bytes / stream if is_cpu and plain == "fp32" else 0.0,
         token_seconds=multiply,
         sharpness=1.0 if is_cpu else SHARPNESS,
@@ -219,6 +228,9 @@ def serving_terms(
         collective_token_seconds=moved,
         kv_tokens=max(0.0, rank_tokens) * layout.attention_dp,
         step_tokens=step_tokens,
+        least_chunk=min(OWN_LEAST_CHUNK, step_tokens) if is_own else step_tokens,
+        prefill_steps=OWN_PREFILL_STEPS if is_own else 1.0,
+        join_steps=OWN_JOIN_STEPS if is_own else 0.5,
         max_running=max_running,
     )
 

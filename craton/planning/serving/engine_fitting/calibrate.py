@@ -23,6 +23,7 @@ NEW_SERVER = 0.3  # share of a constant's spread that one server may add to a sh
 # Standard deviation of log(metric) between repetitions on one server, and what the step model leaves of one server.
 REPEATED = {"tpot_seconds": 0.02, "ttft_seconds": 0.10, "tokens_per_second_per_gpu": 0.02}
 UNMODELLED = {"tpot_seconds": 0.03, "ttft_seconds": 0.12, "tokens_per_second_per_gpu": 0.03}
+RANDOM_ARRIVALS = 3.0  # factor on both: an open load of a few hundred requests is rarely at its long-run means
 # Correlation of a metric's residual with what all metrics of a server share: a TTFT also depends on its queue.
 SHARED = np.sqrt([0.95, 0.4, 0.95])
 
@@ -59,7 +60,7 @@ def calibrate_engine(start: EngineProfile, cases: Sequence[ServingCase], source:
     terms = stack_rows([served_row(case) for case in cases])
     marks = np.array([[float(case.metric == metric) for metric in METRICS] for case in cases])
     target = np.log([case.measured if case.metric.endswith("_seconds") else 1.0 / case.measured for case in cases])
-    noise = np.diag([REPEATED[case.metric] ** 2 + UNMODELLED[case.metric] ** 2 for case in cases])
+    noise = np.diag([_noise(case) ** 2 for case in cases])
 
     def linear(theta: Array) -> tuple[Array, Array]:
         value, jacobian = linearise(SERVING_STEP, terms, np.tile(theta[:count], (len(cases), 1)))
@@ -88,6 +89,11 @@ def calibrate_engine(start: EngineProfile, cases: Sequence[ServingCase], source:
     before, _ = linear(mean)
     after, _ = linear(theta)
     return EngineCalibration(profile, list(cases), _metrics(before, cases), _metrics(after, cases))
+
+
+def _noise(case: ServingCase) -> float:
+    deviation = math.hypot(REPEATED[case.metric], UNMODELLED[case.metric])
+    return deviation * (RANDOM_ARRIVALS if case.load.kind == "open" else 1.0)
 
 
 def _metrics(log_seconds: Array, cases: Sequence[ServingCase]) -> list[float]:

@@ -57,6 +57,7 @@ class ServingLoad:
     concurrency: float = 0.0  # closed: of the deployment; decode: running requests; batch: all requests
     rate: float = 0.0  # open: requests per second
     first_wave: float = 0.0  # share of the requests that start together
+    cached: float = 0.0  # tokens of each prompt that the prefix cache has
     draft_tokens: int = 0  # per step
     accepted_tokens: float = 1.0  # per step, with the one that needs no draft
 
@@ -363,8 +364,11 @@ def _load(row: dict[str, Any], layout: ServedLayout, prefill: ServedLayout | Non
     prompt = _number(prompt, "input length") * scale
     output = _number(work["osl"], "output length") * scale if work.get("osl") else 0.0
     per_gpu = work.get("batch_per_gpu")
+    cached = prompt * _number(work["prefix_hits"], "prefix hits") if work.get("prefix_hits") else 0.0
+    if cached >= prompt:
+        raise UnrepresentableError(f"prefix hits {work['prefix_hits']!r} are not below 1")
     if work.get("qps"):
-        return ServingLoad("open", prompt, max(output, 1.0), rate=_number(work["qps"], "qps"))
+        return ServingLoad("open", prompt, max(output, 1.0), rate=_number(work["qps"], "qps"), cached=cached)
     if "decode only" in text and not per_gpu:
         raise UnrepresentableError("decode-only row without a batch")
     if "prefill only" in text or (not output and not work.get("kv_len") and not per_gpu) or output == 1.0:
@@ -396,6 +400,8 @@ def _load(row: dict[str, Any], layout: ServedLayout, prefill: ServedLayout | Non
         raise UnrepresentableError("speculative decoding without a number of draft tokens")
     if "start at once" in text:
         return ServingLoad("batch", prompt, output, concurrency=_number(concurrency, "concurrency"))
+    running = _number(concurrency, "concurrency")
+    wave = min(1.0, running / _number(work["requests"], "requests")) if work.get("requests") else FIRST_WAVE
     drafts = whole(work.get("mtp"), "draft tokens", default=0) if work.get("mtp") else 0
     accepted = metrics.get("mean_accepted_tokens_per_step")
     if drafts and accepted is None:
@@ -404,8 +410,9 @@ def _load(row: dict[str, Any], layout: ServedLayout, prefill: ServedLayout | Non
         "closed",
         prompt,
         output,
-        concurrency=_number(concurrency, "concurrency"),
-        first_wave=FIRST_WAVE,
+        concurrency=running,
+        first_wave=wave,
+        cached=cached,
         draft_tokens=drafts,
         accepted_tokens=_number(accepted, "accepted tokens") if drafts else 1.0,
     )

@@ -20,13 +20,15 @@ from craton.planning.fitting import Array, Composition, Fit, FitRow, Prediction
 from craton.planning.serving.closed_load import closed_loop
 from craton.planning.serving.engine_fitting.cases import ServingCase, architecture, own_serving_cases, serving_corpus
 from craton.planning.serving.layout import ServedLayout
-from craton.planning.serving.profile import ENGINE_NAMES, ENGINE_PRIOR_LOG, ENGINE_SPREAD, METRICS, OWN_ENGINE
+from craton.planning.serving.own_engine import MAX_RUNNING, STEP_TOKENS
+from craton.planning.serving.poisson_load import poisson_load
+from craton.planning.serving.profile import ENGINE_NAMES, ENGINE_SPREAD, METRICS, OWN_ENGINE, engine_prior_log
 from craton.planning.serving.step_times import ServedSteps
 from craton.planning.serving.terms import ServingTerms, serving_terms, stack_terms
 
 KINDS = ("closed", "open", "offline", "decode", "prefill", "batch")
 OFFLINE = 1e9  # requests that are queued in an offline run
-OPEN_ROUNDS = 12
+POOL_ROUNDS = 12
 SERVING_LEVELS = {"all": 0.5, "generation": 0.3, "engine": 0.7, "version": 0.4, "engine-gpu": 0.4}
 SERVING_SCALES = {
     "model": 0.08,
@@ -45,7 +47,7 @@ TTFT_EFFECTS = ("ttft-model", "ttft-group")
 DRAFT_EFFECTS = ("drafts-group", "drafts")
 SERVING_NOISE = {"tpot_seconds": 0.06, "ttft_seconds": 0.26, "tokens_per_second_per_gpu": 0.07}
 OPEN_LAYOUT_NOISE = 2.5  # factor on the noise where a layout was searched
-OWN_NOISE = 0.25  # factor on the noise of our own server, whose settings are all known
+OWN_NOISE = 0.5  # factor on the noise of our own server, whose settings are all known; not of random arrivals
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,7 @@ class ServedRow:
     concurrency: Any
     rate: Any
     first_wave: Any
+    cached: Any
     draft_tokens: Any
     accepted_tokens: Any
 
@@ -100,6 +103,7 @@ def served_seconds(row: ServedRow, constants: Any) -> Array:
             prefill_slowdown=named["prefill_slowdown"],
             attention_dp=dp,
             balance_steps=named["balance_steps"],
+            cached=row.cached,
         )
         tpot = closed.tpot_seconds
         ttft = closed.mean_ttft_seconds(share)
@@ -117,8 +121,17 @@ def served_seconds(row: ServedRow, constants: Any) -> Array:
 
         is_open = row.kind == KINDS.index("open")
         if is_open.any():
-            open_tpot, open_ttft = _open(row, steps, first, named["prefill_slowdown"])
-            tpot, ttft = np.where(is_open, open_tpot, tpot), np.where(is_open, open_ttft, ttft)
+            arriving = poisson_load(
+                steps,
+                row.rate / workers,
+                row.prompt,
+                row.output,
+                first_token_seconds=first,
+                prefill_slowdown=named["prefill_slowdown"],
+                cached=row.cached,
+            )
+            tpot = np.where(is_open, arriving.tpot_seconds, tpot)
+            ttft = np.where(is_open, arriving.ttft_seconds, ttft)
 
         is_decode = row.kind == KINDS.index("decode")
         step = steps.decode_seconds(concurrency, context)
@@ -141,7 +154,7 @@ def _pools(row: ServedRow, steps: ServedSteps, pool: ServedSteps, first: Any, sh
     servers = row.prefill_workers * row.prefill.attention_dp
     fitting = np.maximum(np.minimum(steps.max_running, steps.kv_tokens / context), 1.0) * row.workers
     decoding = np.minimum(row.concurrency, fitting)
-    for _ in range(OPEN_ROUNDS):
+    for _ in range(POOL_ROUNDS):
         tpot = steps.decode_seconds(np.maximum(decoding / row.workers, 1.0), context)
         most = np.minimum(servers / alone, fitting / ((output - 1.0) * tpot))
         free = row.concurrency / (first + alone + (output - 1.0) * tpot)
@@ -150,24 +163,6 @@ def _pools(row: ServedRow, steps: ServedSteps, pool: ServedSteps, first: Any, sh
     steady = np.maximum(row.concurrency / rate - (output - 1.0) * tpot, first + alone)
     burst = first + np.maximum(0.5 * (row.concurrency / servers + 1.0) * alone, alone)
     return tpot, (1.0 - share) * steady + share * np.maximum(burst, steady), rate
-
-
-def _open(row: ServedRow, steps: ServedSteps, first: Any, slowdown: Any) -> tuple[Any, Any]:
-    """Return TPOT and TTFT under Poisson arrivals: Little's law for the batch, one queue for prefills."""
-    context = row.prompt + 0.5 * row.output
-    rate = row.rate / row.workers
-    chunk = np.minimum(row.prompt, steps.step_tokens)
-    chunks = row.prompt / chunk
-    batch = np.ones_like(row.prompt)
-    for _ in range(OPEN_ROUNDS):
-        decode = steps.decode_seconds(batch, context)
-        mixed = steps.mixed_seconds(batch, context, chunk, row.prompt)
-        added = chunks * np.maximum(mixed - decode, 0.0) * slowdown
-        busy = np.minimum(rate * added, 0.95)
-        tpot = decode / (1.0 - busy)
-        batch = 0.5 * (batch + np.minimum(np.maximum(rate * row.output * tpot, 1.0), steps.max_running))
-    service = added + chunks * decode
-    return tpot, first + 0.5 * decode + service + 0.5 * busy / (1.0 - busy) * service
 
 
 SERVING_STEP: Composition[ServedRow] = Composition(stack_rows, served_seconds, ENGINE_SPREAD)
@@ -179,13 +174,14 @@ def served_row(case: ServingCase) -> ServedRow:
     rows = [_row(case, layout) for layout in case.layouts]
     if len(rows) == 1:
         return rows[0]
-    constants = np.exp(np.array(ENGINE_PRIOR_LOG))[:, None] * np.ones((1, len(rows)))
+    constants = np.exp(np.array(engine_prior_log(case.engine)))[:, None] * np.ones((1, len(rows)))
     return rows[int(np.argmin(served_seconds(stack_rows(rows), constants)))]
 
 
 def _row(case: ServingCase, layout: ServedLayout) -> ServedRow:
-    machine, load = case.machine, case.load
-    decode = serving_terms(case.shape, machine, layout, case.precision, is_own=case.engine == OWN_ENGINE)
+    machine, load, is_own = case.machine, case.load, case.engine == OWN_ENGINE
+    sizes = (STEP_TOKENS, MAX_RUNNING) if is_own else ()
+    decode = serving_terms(case.shape, machine, layout, case.precision, *sizes, is_own=is_own)
     prefill = serving_terms(case.shape, machine, case.prefill, case.precision) if case.prefill else decode
     workers, prefill_workers = layout.replicas, case.prefill.replicas if case.prefill else layout.replicas
     context = load.prompt + 0.5 * load.output
@@ -206,6 +202,7 @@ def _row(case: ServingCase, layout: ServedLayout) -> ServedRow:
         concurrency=load.concurrency,
         rate=load.rate,
         first_wave=load.first_wave,
+        cached=load.cached,
         draft_tokens=load.draft_tokens,
         accepted_tokens=load.accepted_tokens,
     )
@@ -214,22 +211,24 @@ def _row(case: ServingCase, layout: ServedLayout) -> ServedRow:
 def serving_labels(case: ServingCase) -> dict[str, str]:
     """Return the labels of the effects that a case shares with others."""
     generation = catalog_gpu(case.gpu).generation.removesuffix("-ultra")
-    # Sources run one architecture under several names with other settings: an effect is one name's.
-    model, source = architecture(case.shape), case.source
-    group = f"{source}|{case.gpu}|{case.shape.name}|{case.engine}"
-    if case.engine == OWN_ENGINE:  # measured under one protocol: its residuals are those of its profile
-        model = group = source = OWN_ENGINE
     labels = {
         "all": "all",
         "generation": generation,
         "engine": engine_label(case.engine, case.version),
         "version": version_label(case.engine, case.version),
         "engine-gpu": f"{engine_label(case.engine, case.version)} {case.gpu}",
+        "engine-metric": f"{case.engine} {case.metric}",
+    }
+    if case.engine == OWN_ENGINE:  # measured under one protocol, with all settings known: its constants explain it
+        return labels
+    # Sources run one architecture under several names with other settings: an effect is one name's.
+    model, source = architecture(case.shape), case.source
+    group = f"{source}|{case.gpu}|{case.shape.name}|{case.engine}"
+    labels |= {
         "model": model,
         "group": group,
         "group-metric": f"{group} {case.metric}",
         "source-metric": f"{source} {case.metric}",
-        "engine-metric": f"{case.engine} {case.metric}",
         "version-model": f"{case.engine} {case.version} {model}" if case.version else "",
     }
     if case.metric == "ttft_seconds":
@@ -266,8 +265,8 @@ def version_label(engine: str, version: str) -> str:
 def serving_fit_row(case: ServingCase) -> FitRow[ServedRow]:
     measured = case.measured if case.metric != "tokens_per_second_per_gpu" else 1.0 / case.measured
     noise = SERVING_NOISE[case.metric] * (OPEN_LAYOUT_NOISE if case.open_fields else 1.0)
-    noise *= OWN_NOISE if case.engine == OWN_ENGINE else 1.0
-    return FitRow(served_row(case), math.log(measured), serving_labels(case), ENGINE_PRIOR_LOG, noise)
+    noise *= OWN_NOISE if case.engine == OWN_ENGINE and case.load.kind != "open" else 1.0
+    return FitRow(served_row(case), math.log(measured), serving_labels(case), engine_prior_log(case.engine), noise)
 
 
 def fit_serving(cases: Sequence[ServingCase], start: Fit[ServedRow] | None = None) -> Fit[ServedRow]:

@@ -94,11 +94,12 @@ def _of_level(level: dict[str, Any], job: Job, cluster: Cluster, name: str, engi
     if level["trouble"] or not answered or not (rate or concurrency):
         return []
     prompt, output = summary["prompt_tokens"] / answered, summary["output_tokens"] / answered
+    cached = min((summary.get("cached_tokens") or 0) / answered, prompt - 1.0)
     if rate:
-        load = ServingLoad("open", prompt, output, rate=float(rate))
+        load = ServingLoad("open", prompt, output, rate=float(rate), cached=cached)
     else:
         wave = min(1.0, concurrency / summary["requests"])
-        load = ServingLoad("closed", prompt, output, concurrency=float(concurrency), first_wave=wave)
+        load = ServingLoad("closed", prompt, output, concurrency=float(concurrency), first_wave=wave, cached=cached)
     serve, machine = job.serve, machine_of(cluster)
     layout = ServedLayout(tp=(job.layout.tp or 1) if job.layout else 1)
     kv = "fp8" if serve.kv_precision == "fp8" else "bf16"

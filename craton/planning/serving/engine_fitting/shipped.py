@@ -12,7 +12,6 @@ from craton.planning.serving.engine_fitting.calibrate import calibrate_engine
 from craton.planning.serving.engine_fitting.cases import own_serving_cases
 from craton.planning.serving.engine_fitting.fit import (
     DRAFT_EFFECTS,
-    ENGINE_PRIOR_LOG,
     SERVING_NOISE,
     SERVING_SCALES,
     TTFT_EFFECTS,
@@ -22,7 +21,7 @@ from craton.planning.serving.engine_fitting.fit import (
     serving_corpus_fit,
     version_label,
 )
-from craton.planning.serving.profile import METRICS, OWN_ENGINE, UNKNOWN_ENGINE, EngineProfile
+from craton.planning.serving.profile import METRICS, OWN_ENGINE, UNKNOWN_ENGINE, EngineProfile, engine_prior_log
 
 OWN_SETUP = {"tpot_seconds": 0.05, "ttft_seconds": 0.15, "tokens_per_second_per_gpu": 0.05}  # a reader's own machines
 
@@ -66,14 +65,10 @@ def profile_of_fit(
     scales, deviations = [], []
     for metric in METRICS:
         marked = {**labels, "engine-metric": f"{name} {metric}" if name else ""}
-        known = ["engine-metric"]
-        if engine == OWN_ENGINE:
-            marked |= {"model": name, "group": name}
-            marked |= {"group-metric": f"{name} {metric}", "source-metric": f"{name} {metric}"}
-            known += ["model", "group", "group-metric", "source-metric"]
-        mean, covariance = fit.posterior(marked, ENGINE_PRIOR_LOG, known)
-        absent = {*known, *DRAFT_EFFECTS, *(TTFT_EFFECTS if metric != "ttft_seconds" else ())}
-        unshared = sum(width**2 for effect, width in SERVING_SCALES.items() if effect not in absent)
+        mean, covariance = fit.posterior(marked, engine_prior_log(engine), ["engine-metric"])
+        absent = {"engine-metric", *DRAFT_EFFECTS, *(TTFT_EFFECTS if metric != "ttft_seconds" else ())}
+        scale_widths = SERVING_SCALES if engine != OWN_ENGINE else {}
+        unshared = sum(width**2 for effect, width in scale_widths.items() if effect not in absent)
         noise = (TAIL_WIDTH * SERVING_NOISE[metric]) ** 2
         scales.append(float(mean[-1]))
         deviations.append(math.sqrt(max(float(covariance[-1, -1]), 0.0) + unshared + noise + OWN_SETUP[metric] ** 2))

@@ -37,13 +37,14 @@ from craton.planning.serving.load.queueing import (
     waiting_probability,
 )
 from craton.planning.serving.load.steps import ReplicaSteps
+from craton.planning.serving.poisson_load import WAITING_TOGETHER
 
 # Three nodes of a normal distribution, exact for polynomials up to the fifth degree (Gauss and Hermite).
 NODES = np.array([-(3.0**0.5), 0.0, 3.0**0.5])
 WEIGHTS = (1.0 / 6.0, 4.0 / 6.0, 1.0 / 6.0)
 BATCHES = 32  # of the curve from batch to rate
 SMALLEST_BATCH = 0.01
-OUTER_ROUNDS = 3  # of the batch, which depends on the backlog
+OUTER_ROUNDS = 6  # of the batch, which depends on the backlog
 INNER_ROUNDS = 3  # of the step time, which depends on the prompts that arrive during it
 
 
@@ -132,8 +133,10 @@ def open_load(replica: ServedReplica, load: ServedLoad, rate: Array, slowdown: A
     slots = np.minimum(steps.max_running, room_requests)
     batch, elasticity = _batch_at(limit, rate)
     load_of_chunks: Array = 0.0
+    chunk_load: Array = 0.0
     backlog: Array = 0.0
-    for _ in range(OUTER_ROUNDS):
+    rank_prompt = mean_prompt / replica.attention_dp
+    for turn in range(OUTER_ROUNDS):
         # Chunks smooth the arrivals at decode, as a busy queue's departures are its services (Whitt's QNA).
         regular = prompts.variance / mean_prompt**2
         variability = (1.0 - load_of_chunks**2) * load.burstiness + load_of_chunks**2 * regular
@@ -142,12 +145,16 @@ def open_load(replica: ServedReplica, load: ServedLoad, rate: Array, slowdown: A
         varied = np.clip(batch + nodes * np.sqrt(batch * peakedness), 0.05 * batch, np.minimum(slots, limit.batch))
         # Another request finds `varied` in decode; one that decodes is itself the one more.
         both = np.stack([varied, 1.0 + varied])
-        fixed = _fixed_steps(replica, load, both)
+        together = 1.0 + WAITING_TOGETHER * chunk_load / (1.0 - chunk_load)
+        fixed = _fixed_steps(replica, load, both, rank_prompt * together)
         seen, met = _split(_steps_at(replica, load, both, rate, fixed, backlog))
         budget = fixed[0][0]
-        chunk_load = np.minimum(rate * mean_prompt / replica.attention_dp * seen.full / budget, FULL)
+        found = np.minimum(rate * rank_prompt * seen.full / budget, FULL)
+        chunk_load = 0.5 * (chunk_load + found) if turn else found
         dispersion = (prompts.variance + load.burstiness * mean_prompt**2) / mean_prompt
-        queued = chunk_queue_tokens(chunk_load, budget, dispersion)
+        # Larger chunks work off a backlog before it grows.
+        grown = np.minimum(steps.step_budget(rank_prompt) / budget, 1.0)
+        queued = chunk_queue_tokens(chunk_load, budget, dispersion) * grown**2
         token_seconds = (seen.full - seen.decode) / budget
         # A request starts to decode at any time but ends after a number of steps, which are short without prompts:
         # part of the backlog at its start is gone at its end, and was worked off in between.
@@ -169,7 +176,13 @@ def open_load(replica: ServedReplica, load: ServedLoad, rate: Array, slowdown: A
     rest = busy * long_step / 2.0
     rest_variance = np.maximum(busy * _third(seen) / (3.0 * seen.mean) - rest**2, 0.0)
     wait = queued * seen.full / budget
-    wait_variance = _wait_variance(prompts, wait, seen.full / budget)
+    # A long wait is one of many prompts, whose chunks are larger: it passes sooner than the mean wait suggests.
+    long_budget, _, long_full = _fixed_steps(replica, load, both, rank_prompt / (1.0 - chunk_load))
+    long_load = np.minimum(rate * rank_prompt * long_full[0] / long_budget[0], FULL)
+    passing = np.minimum(
+        long_full[0] / long_budget[0] / (1.0 - long_load) / (seen.full / budget / (1.0 - chunk_load)), 1.0
+    )
+    wait_variance = _wait_variance(prompts, wait * passing, seen.full / budget * passing)
 
     servers = np.minimum(steps.max_running, room_requests / load.context_dispersion) / peakedness
     delayed = waiting_probability(servers, batch / slots)
@@ -204,10 +217,13 @@ def _named(mean: Array, percentiles: Array) -> dict[str, Array]:
     return {"mean": mean, **dict(zip(PERCENTILES, percentiles, strict=True))}
 
 
-def _fixed_steps(replica: ServedReplica, load: ServedLoad, batch: Array) -> tuple[Array, Array, Array]:
-    """Return a rank's budget of prompt tokens beside `batch` requests in decode, a decode step and a full step."""
+def _fixed_steps(
+    replica: ServedReplica, load: ServedLoad, batch: Array, waiting: Array = np.inf
+) -> tuple[Array, Array, Array]:
+    """Return a rank's budget of prompt tokens beside `batch` requests in decode, a decode step and a full step;
+    `waiting`: prompt tokens that a busy rank has."""
     steps = replica.steps
-    budget = np.maximum(steps.step_tokens - batch / replica.attention_dp, 1.0)
+    budget = np.maximum(np.minimum(steps.step_tokens - batch / replica.attention_dp, steps.step_budget(waiting)), 1.0)
     decode = steps.decode_seconds(batch, load.context_tokens)
     return budget, decode, replica.mixed_seconds(load, batch, decode, budget)
 

@@ -13,6 +13,9 @@ class ReplicaSteps(Protocol):
     max_running: Any  # requests of the replica
     gpus: Any  # of the replica
 
+    def step_budget(self, waiting: Any) -> Any:
+        """The largest prompt tokens of a step of one rank, if `waiting` tokens wait there."""
+
     def decode_seconds(self, batch: Any, context: Any) -> Any:
         """One decode step of `batch` requests of the replica with `context` tokens each."""
 
