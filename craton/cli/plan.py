@@ -60,6 +60,14 @@ def plan(
             show_default=False,
         ),
     ] = "",
+    requests: Annotated[
+        str,
+        typer.Option(
+            metavar="NUMBER",
+            help="Server: with --concurrency, requests of a benchmark that begins with all users at once, e.g. 640.",
+            show_default=False,
+        ),
+    ] = "",
     input_: Annotated[
         str,
         typer.Option(
@@ -182,7 +190,8 @@ def plan(
     from craton.planning import PlanError
 
     served = {
-        **{"rate": rate, "concurrency": concurrency, "input": input_, "output": output, "prefix_hits": prefix_hits},
+        **{"rate": rate, "concurrency": concurrency, "requests": requests, "input": input_, "output": output},
+        **{"prefix_hits": prefix_hits},
         **{"acceptance": acceptance, "burstiness": burstiness, "ttft": ttft, "tpot": tpot, "e2e": e2e},
     }
     options: dict[str, object] = {"--instances": instances, "--gpus": gpus, "--by": by, "--deadline": deadline}

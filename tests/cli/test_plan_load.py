@@ -79,6 +79,19 @@ def test_options_override_the_keys_of_the_job(plan: PlanCommand, tmp_path: Path)
     assert "Latency against load" in page.read_text(encoding="utf-8")
 
 
+def test_a_benchmark_begins_with_all_users_at_once(plan: PlanCommand) -> None:
+    users = ("--concurrency", 64, "--gpus", 1, "--ttft", "10s")
+    steady, short = plan.json(*users), plan.json(*users, "--requests", 100)
+    assert steady["benchmark"]["requests"] == 100
+    assert steady["benchmark"]["ttft"] == short["chosen"]["ttft"]
+    assert short["benchmark"] is None
+    assert short["chosen"]["ttft"]["p95"]["value"] > 5 * steady["chosen"]["ttft"]["p95"]["value"]
+    words = " ".join(plan(*users)[1].split())
+    assert "start burst not above: a benchmark begins with all users at once. Over 100 requests it has TTFT" in words
+    assert "more users wait longer" in words
+    assert "holds 64 users (640 requests) of" in " ".join(plan(*users, "--requests", 640)[1].split())
+
+
 def test_options_are_enough_without_a_load_in_the_job(plan: PlanCommand) -> None:
     plan.job.write_text("kind: serve\nmodel: llama-3.1-8b\ncluster: p5en.48xlarge x 1\n")
     found = plan.json("--rate", 20, "--ttft", "500ms")
@@ -103,6 +116,12 @@ def test_a_limit_that_nothing_keeps_prints_the_plan_and_fails(plan: PlanCommand)
         (["--rate", "fast"], "--rate: 'fast' is not a rate"),
         (["--rate", "1", "--concurrency", "2"], "--rate and --concurrency: a load is open or closed"),
         (["--concurrency", "0"], "--concurrency: 0 is not a whole number from 1"),
+        (["--requests", "100"], "error: requests is the length of a benchmark with concurrency"),
+        (
+            ["--concurrency", "64", "--requests", "10"],
+            "error: requests 10 are fewer than the 64 users; write 64 or more",
+        ),
+        (["--concurrency", "4", "--requests", "1.5"], "--requests: 1.5 is not a whole number from 1"),
         (["--acceptance", "1.5"], "--acceptance: 1.5 is not a share from 0 to 1"),
         (["--acceptance", "0.5"], "set serve.speculate"),
         (["--prefix-hits", "1.5"], "--prefix-hits: 1.5 is not a share"),
@@ -141,7 +160,7 @@ cluster: p5.48xlarge x 1
 """
 OPTIONS = (
     *("--rate", "--concurrency", "--input", "--output", "--ttft", "--tpot", "--e2e", "--prefix-hits", "--acceptance"),
-    *("--burstiness", "--gpus", "--by", "--instances"),
+    *("--burstiness", "--gpus", "--by", "--instances", "--requests"),
 )
 TEXTS = st.one_of(
     st.integers(-5, 10**12).map(str),

@@ -10,10 +10,19 @@ from __future__ import annotations
 import math
 from collections import defaultdict, deque
 from dataclasses import dataclass, replace
+from heapq import heappop, heappush
 
 import numpy as np
 
-from craton.planning.serving.load import ServedLoad, ServedReplica, TokenLengths, open_load, saturation
+from craton.planning.serving.closed_load import closed_loop
+from craton.planning.serving.load import (
+    ServedLoad,
+    ServedReplica,
+    TokenLengths,
+    closed_latencies,
+    open_load,
+    saturation,
+)
 
 KV_SHARE = 0.9  # of the KV cache that requests fill on average before one is preempted; as profiles have kv_share
 
@@ -66,13 +75,14 @@ def simulate(
     outputs: np.ndarray,
     concurrency: int = 0,
 ) -> Simulated:
-    """Return the latency of each request. With `concurrency`, `arrivals` is ignored: that many users each send their
-    next request when the last one ends."""
+    """Return the latency of each request. With `concurrency`, `arrivals` are pauses: all users begin at once, and each
+    sends the next request after the last one ended and a pause."""
     number = len(prompts)
-    sent = np.zeros(number) if concurrency else arrivals.copy()
+    sent, pauses = (np.zeros(number), arrivals) if concurrency else (arrivals.copy(), arrivals)
     first, last = np.zeros(number), np.zeros(number)
-    waiting: deque[int] = deque(range(min(concurrency, number)))
-    upcoming = len(waiting)
+    waiting: deque[int] = deque()
+    upcoming = min(concurrency, number) or number
+    coming = list(zip(sent[:upcoming], range(upcoming), strict=True))  # a heap: (when it is sent, request)
     length, left, due = prompts.astype(int), prompts.astype(int), outputs.astype(int)  # of the next prefill; to decode
     started: list[int] = []  # admitted, whose prefill is not done
     running: dict[int, int] = {}  # → step of its last token, in order of admission
@@ -80,11 +90,10 @@ def simulate(
     used = context = step = done = 0  # used: KV cache tokens of all admitted requests
     now = 0.0
     while done < number:
-        while not concurrency and upcoming < number and sent[upcoming] <= now:
-            waiting.append(upcoming)
-            upcoming += 1
+        while coming and coming[0][0] <= now:
+            waiting.append(heappop(coming)[1])
         if not waiting and not running and not started:
-            now = sent[upcoming]
+            now = coming[0][0]
             continue
         while used + len(running) > steps.kv_tokens:  # preempt the newest
             request, end = running.popitem()
@@ -130,9 +139,9 @@ def simulate(
         for request in ended:
             last[request], done = now, done + 1
             used -= int(length[request] + max(due[request], 0))
-            if concurrency and upcoming < number:
-                sent[upcoming] = now
-                waiting.append(upcoming)
+            if upcoming < number:
+                sent[upcoming] = now + pauses[upcoming]
+                heappush(coming, (sent[upcoming], upcoming))
                 upcoming += 1
     assert used == 0
     assert context == 0
@@ -160,6 +169,15 @@ CASES: dict[str, tuple[LinearSteps, ServedLoad]] = {
     "prefill-heavy, bursty (4)": (LinearSteps(), replace(FIXED, burstiness=4.0)),
     "lognormal, bursty (4)": (LinearSteps(), replace(LOGNORMAL, burstiness=4.0)),
 }
+CLOSED_CASES: dict[str, tuple[LinearSteps, ServedLoad]] = {
+    "lognormal, 1,024 + 256": (LinearSteps(), LOGNORMAL),
+    "short prompts, 256 + 512": (LinearSteps(), ServedLoad(LOGNORMAL.input.scaled(0.25), LOGNORMAL.output.scaled(2.0))),
+    "max_running 32, 512 + 512": (
+        LinearSteps(max_running=32),
+        ServedLoad(LOGNORMAL.input.scaled(0.5), LOGNORMAL.output.scaled(2.0)),
+    ),
+    "one length, 1,024 + 128": (LinearSteps(), FIXED),
+}
 
 
 def lengths_like(lengths: TokenLengths, spread: float, number: int, generator: np.random.Generator) -> np.ndarray:
@@ -170,28 +188,58 @@ def lengths_like(lengths: TokenLengths, spread: float, number: int, generator: n
     return np.maximum(1, drawn.round())
 
 
+def length_table(load: ServedLoad, number: int, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Return whole lengths of prompts and outputs."""
+    prompts, outputs = (
+        lengths_like(lengths, spread, number, generator)
+        for lengths, spread in zip((load.input, load.output), SPREADS, strict=True)
+    )
+    return prompts, outputs
+
+
+PAUSE_SECONDS = 5e-3  # between an answer and the next request of a user: client and network
+
+
+def closed_requests(server: LinearSteps, load: ServedLoad, users: int, number: int, seed: int) -> Simulated:
+    """Simulate a benchmark of `number` requests, which begins with all users at once."""
+    generator = np.random.default_rng(seed)
+    prompts, outputs = length_table(load, number, generator)
+    return simulate(server, generator.exponential(PAUSE_SECONDS, number), prompts, outputs, concurrency=users)
+
+
 def main(requests: int = 20_000) -> None:
-    print(f"{'':28} load   TTFT mean   p50   p95   p99   TPOT mean   p95")
+    print(f"{'open load':28} load   TTFT mean   p50   p95   p99   TPOT mean   p95")
     for name, (server, load) in CASES.items():
         replica = ServedReplica(replace(server, kv_tokens=KV_SHARE * server.kv_tokens))
         for share in (0.5, 0.7, 0.9):
             rate = share * float(saturation(replica, load).rate)
             generator = np.random.default_rng(1)
-            prompts, outputs = (
-                lengths_like(lengths, spread, requests, generator)
-                for lengths, spread in zip((load.input, load.output), SPREADS, strict=True)
-            )
+            prompts, outputs = length_table(load, requests, generator)
             arrivals = open_arrivals(rate, requests, load.burstiness, generator)
             found = simulate(server, arrivals, prompts, outputs)
             window = slice(requests // 6, int(0.95 * requests))
-            ttft, tpot = found.ttft_seconds[window], found.tpot_seconds[window]
             predicted = open_load(replica, load, rate)
-            ratios = [float(predicted.ttft["mean"]) / ttft.mean()]
-            ratios += [float(predicted.ttft[f"p{p}"]) / np.percentile(ttft, p) for p in (50, 95, 99)]
-            ratios += [float(predicted.tpot["mean"]) / tpot.mean()]
-            ratios += [float(predicted.tpot["p95"]) / np.percentile(tpot, 95)]
-            shown = "{:11.2f} {:5.2f} {:5.2f} {:5.2f} {:11.2f} {:5.2f}".format(*ratios)
-            print(f"{name:28} {share:4.0%} {shown}")
+            print(f"{name:28} {share:4.0%} {_ratios(predicted.ttft, predicted.tpot, found, window)}")
+    print(f"\n{'closed load, users':36} requests   TTFT mean   p50   p95   p99   TPOT mean   p95")
+    for name, (server, load) in CLOSED_CASES.items():
+        replica = ServedReplica(server)
+        for users in (4, 16, 64, 200):
+            loop = closed_loop(server, float(users), load.input.mean, load.output.mean)
+            for number, burst_share in ((40 * users, 0.0), (10 * users, 0.1), (2 * users, 0.5)):
+                found = closed_requests(server, load, users, number, 1)
+                closed = closed_latencies(replica, load, float(users), loop, burst_share)
+                window = slice(0 if burst_share else 6 * users, number if burst_share else int(0.95 * number))
+                shown = f"{number:,}" if burst_share else "steady"
+                print(f"{name:28} {users:7} {shown:>8} {_ratios(closed.ttft, closed.tpot, found, window)}")
+
+
+def _ratios(ttft: dict[str, float], tpot: dict[str, float], found: Simulated, window: slice) -> str:
+    """Return predicted times over simulated ones."""
+    ttft_seconds, tpot_seconds = found.ttft_seconds[window], found.tpot_seconds[window]
+    ratios = [float(ttft["mean"]) / ttft_seconds.mean()]
+    ratios += [float(ttft[f"p{p}"]) / np.percentile(ttft_seconds, p) for p in (50, 95, 99)]
+    ratios += [float(tpot["mean"]) / tpot_seconds.mean(), float(tpot["p95"]) / np.percentile(tpot_seconds, 95)]
+    return "{:11.2f} {:5.2f} {:5.2f} {:5.2f} {:11.2f} {:5.2f}".format(*ratios)
 
 
 if __name__ == "__main__":

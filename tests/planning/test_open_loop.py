@@ -9,10 +9,9 @@ import pytest
 from serving_simulator import (
     FIXED,
     LOGNORMAL,
-    SPREADS,
     LinearSteps,
     Simulated,
-    lengths_like,
+    length_table,
     open_arrivals,
     simulate,
 )
@@ -32,11 +31,7 @@ NORMAL = {
 def simulated(server: LinearSteps, load: ServedLoad, rate: float) -> Simulated:
     generator = np.random.default_rng(1)
     arrivals = open_arrivals(rate, REQUESTS, load.burstiness, generator)
-    prompts, outputs = (
-        lengths_like(lengths, spread, REQUESTS, generator)
-        for lengths, spread in zip((load.input, load.output), SPREADS, strict=True)
-    )
-    return simulate(server, arrivals, prompts, outputs)
+    return simulate(server, arrivals, *length_table(load, REQUESTS, generator))
 
 
 def ratios(predicted: dict[str, float], seconds: np.ndarray) -> dict[str, float]:

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from craton.job import Job
     from craton.job.sections.serving import LoadSection, SloSection
 
-LOAD_OPTIONS = ("rate", "concurrency", "input", "output", "prefix_hits", "acceptance", "burstiness")
+LOAD_OPTIONS = ("rate", "concurrency", "requests", "input", "output", "prefix_hits", "acceptance", "burstiness")
 SLO_OPTIONS = ("ttft", "tpot", "e2e")
 
 
@@ -62,6 +62,7 @@ def overridden(job: Job, options: dict[str, str]) -> tuple[LoadSection, SloSecti
         raise PlanError("--rate and --concurrency: a load is open or closed; remove one of them")
     if "rate" in given:
         stated.pop("concurrency", None)
+        stated.pop("requests", None)
     if "concurrency" in given:
         stated.pop("rate", None)
         stated.pop("burstiness", None)
@@ -87,8 +88,10 @@ def _section(section: Any, values: dict[str, Any]) -> Any:
     except ValidationError as error:
         problem = section_problems(section, error, "option")[0]
         name, colon, reason = problem.removeprefix("option.").partition(":")
-        option = f"--{name.partition('.')[0].replace('_', '-')}"
-        raise PlanError(f"{option}:{reason}" if colon and " " not in name else problem) from None
+        key = name.partition(".")[0]
+        if colon and key in (*LOAD_OPTIONS, *SLO_OPTIONS):
+            raise PlanError(f"--{key.replace('_', '-')}:{reason}") from None
+        raise PlanError(reason.strip() if key == "load" else problem) from None
 
 
 def _value(name: str, text: str) -> Any:

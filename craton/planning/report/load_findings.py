@@ -17,6 +17,7 @@ def load_text(plan: LoadPlan) -> str:
     load = plan.load
     if load.concurrency is not None:
         who = formatting.counted(load.concurrency, "user")
+        who += f" ({load.requests:,} requests)" if load.requests else ""
     else:
         who = f"{rate(asked_rate(plan))} requests/s"
     lengths = []
@@ -120,9 +121,28 @@ def saturation_text(plan: LoadPlan) -> str:
     row = plan.chosen
     low, high = (rate(end) for end in row.max_rate[1:])
     share = asked_rate(plan) / row.max_rate.value if row.max_rate.value else math.inf
+    if plan.load.concurrency is not None:
+        return (
+            f"these users send {rate(row.rate)} requests/s, {formatting.percent(share)} of the "
+            f"{rate(row.max_rate.value)} ({low}–{high}) that saturate it; more users wait longer. Limit: "
+            f"{limit_text(row)}"
+        )
     return (
         f"at {rate(row.max_rate.value)} requests/s ({low}–{high}) queues grow without bound; this load is "
         f"{formatting.percent(share)} of it. Limit: {limit_text(row)}"
+    )
+
+
+def burst_text(plan: LoadPlan) -> str:
+    """Return what a benchmark measures that begins with all users at once; empty where the plan is for one, or has a
+    rate."""
+    if plan.benchmark is None:
+        return ""
+    mean, tail = plan.benchmark.ttft["mean"], plan.benchmark.ttft["p95"]
+    count = plan.benchmark.requests
+    return (
+        f"not above: a benchmark begins with all users at once. Over {count:,} requests it has TTFT "
+        f"{formatting.duration(mean.value)} on average, p95 {latency_text(tail)}; --requests {count} plans for it"
     )
 
 
@@ -178,7 +198,7 @@ def tier_texts(plan: LoadPlan) -> list[str]:
 
 def warnings(plan: LoadPlan) -> list[str]:
     row, found = plan.chosen, []
-    if not row.is_saturated and row.max_rate.low < row.rate:
+    if plan.load.concurrency is None and not row.is_saturated and row.max_rate.low < row.rate:
         found.append(
             "the interval includes saturation: at its slow end the server holds only "
             f"{rate(row.max_rate.low)} requests/s"

@@ -42,6 +42,8 @@ def fields(plan: LoadPlan) -> list[tuple[str, str]]:
         ("KV cache", findings.kv_text(row)),
         ("cost", findings.cost_text(plan)),
     ]
+    if burst := findings.burst_text(plan):
+        lines.append(("start burst", burst))
     if row.kv_transfer_seconds is not None:
         transfer = f"{formatting.duration(row.kv_transfer_seconds)} per prompt over {row.kv_transfer_link}, within TTFT"
         lines.append(("KV transfer", transfer))

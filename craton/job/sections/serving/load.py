@@ -126,6 +126,7 @@ class LoadSection(Section):
 
     rate: Rate | None = None
     concurrency: Size | None = None
+    requests: Size | None = None  # of a benchmark, which begins with all users at once
     input: LoadLengths = LengthsSection(mean=DEFAULT_INPUT)
     output: LoadLengths = LengthsSection(mean=DEFAULT_OUTPUT)
     prefix_hits: Annotated[float, PlainValidator(_parse_hits)] = 0.0  # share of prompt tokens in the prefix cache
@@ -149,6 +150,18 @@ class LoadSection(Section):
             )
         if self.concurrency is not None and "burstiness" in self.model_fields_set:
             raise KeyConflictError("load: burstiness applies to a rate; remove it", ("burstiness",), ("concurrency",))
+        if self.requests is not None and self.concurrency is None:
+            raise KeyConflictError(
+                "load: requests is the length of a benchmark with concurrency; give concurrency, or remove it",
+                ("requests",),
+            )
+        if self.requests is not None and self.concurrency is not None and self.requests < self.concurrency:
+            raise KeyConflictError(
+                f"load: requests {self.requests:,} are fewer than the {self.concurrency:,} users; write "
+                f"{self.concurrency:,} or more",
+                ("requests",),
+                ("concurrency",),
+            )
         return self
 
 

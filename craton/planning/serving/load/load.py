@@ -20,6 +20,14 @@ class ServedLoad:
     prefix_hits: float = 0.0  # share of prompt tokens that the prefix cache has
     acceptance: float | None = None  # of a draft token; None: not stated
     burstiness: float = 1.0  # squared coefficient of variation of the gaps between requests; 1: Poisson
+    requests: int | None = None  # of a benchmark, that begins with all users at once; None: users come and go
+
+    @property
+    def burst_share(self) -> float:
+        """Share of the requests that begin at once."""
+        if self.requests is None or self.concurrency is None:
+            return 0.0
+        return min(1.0, self.concurrency / self.requests)
 
     @cached_property
     def prefill(self) -> TokenLengths:

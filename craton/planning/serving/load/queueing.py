@@ -8,6 +8,7 @@ All functions broadcast over arrays.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -73,19 +74,37 @@ def delayed_percentiles(mean: Array, variance: Array, delayed: Array, delay: Arr
     """Return the PERCENTILES, as the first axis, of a gamma-distributed time to which, with probability `delayed`, an
     exponential delay with mean `delay` is added; by bisection."""
     mean = np.asarray(mean)
-    share = _leading(np.array(list(PERCENTILES.values())), mean)
     later_mean, later_variance = mean + delay, variance + delay**2
-    low, high = np.zeros(share.shape[:1] + np.shape(later_mean)), later_mean + REACH * np.sqrt(later_variance)
+
+    def share_below(time: Array) -> Array:
+        soon, late = gamma_share(time, mean, variance), gamma_share(time, later_mean, later_variance)
+        return soon + delayed * (late - soon)
+
+    return mixture_percentiles(share_below, later_mean + REACH * np.sqrt(later_variance))
+
+
+def mixture_percentiles(share_below: Callable[[Array], Array], most: Array) -> Array:
+    """Return the PERCENTILES, as the first axis, of times whose share below a time is known; none is above `most`. By
+    bisection."""
+    most = np.asarray(most)
+    share = _leading(np.array(list(PERCENTILES.values())), most)
+    low, high = np.zeros(share.shape[:1] + np.shape(most)), most + np.zeros(share.shape[:1] + np.shape(most))
     for _ in range(ROUNDS):
         middle = 0.5 * (low + high)
-        soon, late = _gamma_share(middle, mean, variance), _gamma_share(middle, later_mean, later_variance)
-        is_low = soon + delayed * (late - soon) < share
+        is_low = share_below(middle) < share
         low, high = np.where(is_low, middle, low), np.where(is_low, high, middle)
     return middle
 
 
-def _gamma_share(time: Array, mean: Array, variance: Array) -> Array:
+def uniform_share(time: Array, low: Array, high: Array) -> Array:
+    """Return the share of a uniform distribution that is below `time`; both ends may be the same."""
+    width = np.maximum(high - low, 1e-9 * np.maximum(high, 1e-9))
+    return np.clip((time - low) / width, 0.0, 1.0)
+
+
+def gamma_share(time: Array, mean: Array, variance: Array) -> Array:
     """Return the share of a gamma distribution that is below `time`. The normal distribution: Page (1977), to 2e-4."""
+    time = np.maximum(time, 0.0)
     width = np.sqrt(np.maximum(variance, 1e-12 * mean**2)) / (3.0 * mean)
     z = (np.cbrt(time / mean) - 1.0 + width**2) / width
     return 1.0 / (1.0 + np.exp(np.clip(-z * (1.5976 + 0.07056 * z * z), -50.0, 50.0)))

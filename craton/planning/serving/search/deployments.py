@@ -27,13 +27,14 @@ from craton.planning.serving.search.curves import curve_points, front_points
 from craton.planning.serving.search.evaluate import Limits, evaluate, largest_load
 from craton.planning.serving.search.pools import pooled_curve, pooled_deployment
 from craton.planning.serving.search.replicas import ServedCandidates, candidates_of
-from craton.planning.serving.search.result import Deployment, LoadPlan
-from craton.planning.serving.search.rows import deployment_rows
+from craton.planning.serving.search.result import Benchmark, Deployment, LoadPlan
+from craton.planning.serving.search.rows import deployment_rows, latency_intervals
 from craton.planning.serving.search.tiers import kv_tiers
 from craton.planning.setting import PlanError
 
 HEADROOM = 0.9  # of the saturation rate, where no latency is limited
 SHOWN = 12  # deployments in a plan
+BENCHMARK_REQUESTS = 100  # of `craton bench serve`, where nothing else is said
 MAX_REPLICAS = 10_000
 CHOICES = ("cost", "gpus", "time")
 
@@ -109,6 +110,7 @@ def plan_load(
         basis=home.profile.source,
         log_deviation=home.candidates.log_deviation,
         price_text=_price_text(home.cluster),
+        benchmark=_benchmark(home, asked, chosen),
         notes=_notes(rows, settings),
     )
 
@@ -153,6 +155,7 @@ def served_load(section: LoadSection) -> ServedLoad:
         prefix_hits=section.prefix_hits,
         acceptance=section.acceptance,
         burstiness=section.burstiness,
+        requests=section.requests,
     )
 
 
@@ -239,6 +242,16 @@ def _rank(row: Deployment, by: str, gpus: int | None) -> tuple[float, ...]:
         return (missing, row.distance, -row.slo_rate, cost, latency)
     first = {"cost": cost, "gpus": float(row.gpus), "time": latency}[by]
     return (missing, row.distance, first, float(row.gpus), latency)
+
+
+def _benchmark(setting: _Setting, load: ServedLoad, chosen: Deployment) -> Benchmark | None:
+    if load.concurrency is None or load.requests is not None:
+        return None
+    index = setting.candidates.layouts.index(replace(chosen.layout, replicas=1))
+    requests = max(BENCHMARK_REQUESTS, load.concurrency)
+    only, replicas = setting.candidates.only([index]), np.array([chosen.layout.replicas])
+    found = evaluate(only, replace(load, requests=requests), replicas)
+    return Benchmark(requests, latency_intervals(found.latencies.ttft, 0))
 
 
 def _fewest(settings: Sequence[_Setting]) -> int:

@@ -1,26 +1,24 @@
 """Latency of candidate deployments under a load, and the largest load of one replica within limits; as arrays.
 
 Intervals: all step times of a deployment are multiplied by exp(± z · deviation), z of an 80% interval.
-A closed load has the means of `closed_loop`; its percentiles keep the ratios to the mean of an open load at the same
-throughput, because only the mean of a closed loop is known in closed form.
+A closed load has the means of `closed_loop`, and the percentiles and the start burst of `closed_latencies`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from craton.planning.serving.closed_load import closed_loop
-from craton.planning.serving.load import PERCENTILES, ServedLatencies, ServedLoad, open_load, saturation
+from craton.planning.serving.load import ServedLatencies, ServedLoad, closed_latencies, open_load, saturation
 from craton.planning.serving.search.replicas import ServedCandidates
 
 Limits = Mapping[tuple[str, str], float]  # (ttft, tpot or e2e; statistic) → seconds
 INTERVAL_Z = 1.2816  # of the standard normal: 10% and 90%
 SHARES = np.array([0.1, 0.3, 0.5, 0.65, 0.78, 0.88, 0.95, 1.0])  # of the saturation rate
-NEARLY = 0.98  # of the saturation rate, where a closed loop's percentiles are taken from an open load
 
 
 @dataclass(frozen=True)
@@ -100,19 +98,14 @@ def _closed(candidates: ServedCandidates, load: ServedLoad, users: Any, factors:
         attention_dp=replica.attention_dp,
         prefill_slowdown=replica.prefill_slowdown,
     )
-    rate = np.asarray(loop.requests_per_second)
-    limit = saturation(replica, load)
-    like = open_load(replica, load, np.minimum(rate, NEARLY * limit.rate), 1.0)
-    outside = replica.first_token_seconds
-    ttft_mean, tpot_mean = loop.steady_ttft_seconds * factors, loop.tpot_seconds * factors
-    ttft = {"mean": outside + ttft_mean}
-    tpot = {"mean": tpot_mean}
-    for name in PERCENTILES:
-        ttft[name] = outside + ttft_mean * (like.ttft[name] - outside) / (like.ttft["mean"] - outside)
-        tpot[name] = tpot_mean * like.tpot[name] / like.tpot["mean"]
-    e2e_mean = outside + ttft_mean + load.decode_steps * tpot_mean
-    e2e = {"mean": e2e_mean} | {name: e2e_mean * like.e2e[name] / like.e2e["mean"] for name in PERCENTILES}
-    found = ServedLatencies(
-        ttft, tpot, e2e, np.asarray(loop.decoding), like.prefill_share, limit._replace(rate=limit.rate / factors)
+    inside = closed_latencies(replace(replica, first_token_seconds=0.0), load, users, loop, load.burst_share)
+    outside = {"ttft": replica.first_token_seconds, "tpot": 0.0, "e2e": replica.first_token_seconds}
+    ttft, tpot, e2e = (
+        {statistic: outside[name] + seconds * factors for statistic, seconds in latency.items()}
+        for name, latency in inside._asdict().items()
     )
+    rate, decoding = np.asarray(loop.requests_per_second), np.asarray(loop.decoding)
+    prefill_share = 1.0 - steps.decode_seconds(decoding, load.context_tokens) / loop.tpot_seconds
+    limit = saturation(replica, load)
+    found = ServedLatencies(ttft, tpot, e2e, decoding, prefill_share, limit._replace(rate=limit.rate / factors))
     return Evaluated(found, rate / factors)

@@ -83,6 +83,14 @@ class Deployment:
 
 
 @dataclass(frozen=True)
+class Benchmark:
+    """What a benchmark of the chosen deployment measures, if it begins with all users at once."""
+
+    requests: int
+    ttft: dict[str, Interval]
+
+
+@dataclass(frozen=True)
 class CurvePoint:
     """The chosen deployment at another rate."""
 
@@ -138,6 +146,7 @@ class LoadPlan:
     basis: str
     log_deviation: float
     price_text: str
+    benchmark: Benchmark | None = None  # of a closed load without a number of requests
     notes: list[str] = field(default_factory=list)
 
     @property

@@ -6,6 +6,7 @@ Dollars are those of whole nodes. They are split into input and output tokens by
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -47,10 +48,7 @@ def deployment_rows(
         price = cluster.price.dollars_per_hour * nodes if cluster.price else None
         rate = _interval(served, index, upward=True)
         prefill_share = float(np.clip(_at(latencies.prefill_share, 0, index), 0.0, 1.0))
-        tables = {
-            name: {key: _interval(getattr(latencies, name)[key], index) for key in STATISTICS}
-            for name in ("ttft", "tpot", "e2e")
-        }
+        tables = {name: latency_intervals(getattr(latencies, name), index) for name in ("ttft", "tpot", "e2e")}
         kv_tokens = float(_at(steps.kv_tokens, 0, index)) * layout.replicas
         running = float(_at(steps.max_running, 0, index)) * layout.replicas
         output = load.output.mean
@@ -94,6 +92,11 @@ def nodes_of(layout: ServedLayout, node_gpus: int) -> int:
     if layout.replica_gpus > node_gpus:
         return layout.replicas * math.ceil(layout.replica_gpus / node_gpus)
     return math.ceil(layout.replicas / (node_gpus // layout.replica_gpus))
+
+
+def latency_intervals(seconds: Mapping[str, Any], index: int) -> dict[str, Interval]:
+    """Return a candidate's interval of each statistic."""
+    return {key: _interval(seconds[key], index) for key in STATISTICS}
 
 
 def missed(tables: dict[str, dict[str, Interval]], limits: Limits) -> tuple[SloMiss, ...]:
