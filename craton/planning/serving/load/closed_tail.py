@@ -76,7 +76,8 @@ def closed_latencies(
     rate, output = np.asarray(loop.requests_per_second), load.output
     waiting = np.maximum(users - loop.running, 0.0)
     tokens = load.prefill.array.reshape(-1, *[1] * np.ndim(step.decode))
-    own = np.ceil(tokens / step.budget) * step.decode + token_seconds * tokens / replica.attention_dp
+    chunks = np.ceil(tokens / step.budget)
+    own = chunks * replica.mixed_seconds(load, loop.decoding, step.decode, tokens / chunks)
 
     mean, slot = np.asarray(loop.steady_ttft_seconds), waiting / rate
     shared = np.maximum(mean - own.mean(axis=0) - slot, 0.0)

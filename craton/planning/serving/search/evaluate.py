@@ -86,13 +86,36 @@ def _latency(found: ServedLatencies, name: tuple[str, str]) -> Any:
     return latency[name[1]]
 
 
+class _StepsAfterPrefix:
+    """Steps of requests whose prompts are only what the prefix cache has not: cached tokens are attended to and stay in
+    the KV cache, but are not computed."""
+
+    def __init__(self, steps: Any, load: ServedLoad) -> None:
+        self.steps, self.cached = steps, load.prefix_hits * load.input.mean
+        answered = 0.5 * load.output.mean
+        self.kv_tokens = steps.kv_tokens * (load.prefill.mean + answered) / (load.input.mean + answered)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.steps, name)
+
+    def decode_seconds(self, batch: Any, context: Any) -> Any:
+        return self.steps.decode_seconds(batch, context + self.cached)
+
+    def mixed_seconds(self, batch: Any, context: Any, tokens: Any, prompt: Any) -> Any:
+        return self.steps.mixed_seconds(batch, context + self.cached, tokens, prompt + 2.0 * self.cached)
+
+    def prefill_seconds(self, tokens: Any, context: Any = 0.0) -> Any:
+        return self.steps.prefill_seconds(tokens, context + self.cached)
+
+
 def _closed(candidates: ServedCandidates, load: ServedLoad, users: Any, factors: np.ndarray) -> Evaluated:
     replica = candidates.replica
     steps: Any = replica.steps
+    after_prefix: Any = _StepsAfterPrefix(steps, load) if load.prefix_hits else steps
     loop = closed_loop(
-        steps,
+        after_prefix,
         users,
-        load.prompt_tokens if load.prefix_hits else load.input.mean,
+        load.prefill.mean,
         load.output.mean,
         first_token_seconds=0.0,
         attention_dp=replica.attention_dp,
