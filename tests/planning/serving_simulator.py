@@ -23,6 +23,7 @@ from craton.planning.serving.load import (
     open_load,
     saturation,
 )
+from craton.planning.serving.step_times import chunk_tokens
 
 KV_SHARE = 0.9  # of the KV cache that requests fill on average before one is preempted; as profiles have kv_share
 
@@ -39,9 +40,20 @@ class LinearSteps:
     step_tokens: int = 2048
     max_running: int = 256
     gpus: int = 1
+    # Of a scheduler that spreads prompts: a step computes 1 / prefill_steps of what waits, `least_chunk` or more.
+    least_chunk: int = 2048
+    prefill_steps: int = 1
+    join_steps: float = 0.5
 
     def step_budget(self, waiting):  # type: ignore[no-untyped-def]
-        return np.minimum(np.maximum(waiting, self.step_tokens), self.step_tokens)
+        return self.chunk_tokens(np.clip(waiting, self.least_chunk, 1e9))
+
+    def chunk_tokens(self, waiting):  # type: ignore[no-untyped-def]
+        return chunk_tokens(waiting, self.least_chunk, self.step_tokens, self.prefill_steps)
+
+    def prefill_chunks(self, prompt, waiting):  # type: ignore[no-untyped-def]
+        waited = np.minimum(self.prefill_steps, waiting / self.least_chunk)
+        return np.maximum(prompt / self.chunk_tokens(prompt), waited)
 
     def decode_seconds(self, batch, context):  # type: ignore[no-untyped-def]
         return self.step_seconds + batch * (self.request_seconds + self.context_seconds * context)
@@ -50,8 +62,11 @@ class LinearSteps:
         return self.decode_seconds(batch, context) + self.token_seconds * tokens + 0 * prompt
 
     def prefill_seconds(self, tokens, context):  # type: ignore[no-untyped-def]
-        chunks = np.ceil(np.asarray(tokens, float) / self.step_tokens)
+        chunks = np.ceil(np.asarray(tokens, float) / self.chunk_tokens(np.asarray(tokens, float)))
         return chunks * self.step_seconds + self.token_seconds * tokens + 0 * context
+
+    def prompts_seconds(self, tokens, prompt):  # type: ignore[no-untyped-def]
+        return tokens / self.chunk_tokens(tokens) * self.step_seconds + self.token_seconds * tokens + 0 * prompt
 
 
 @dataclass(frozen=True)
@@ -88,12 +103,13 @@ def simulate(
     running: dict[int, int] = {}  # → step of its last token, in order of admission
     ending: dict[int, list[int]] = defaultdict(list)
     used = context = step = done = 0  # used: KV cache tokens of all admitted requests
-    now = 0.0
+    now = before = 0.0
     while done < number:
-        while coming and coming[0][0] <= now:
+        known = before if steps.join_steps > 1 else now  # a step is scheduled while one runs
+        while coming and coming[0][0] <= known:
             waiting.append(heappop(coming)[1])
         if not waiting and not running and not started:
-            now = coming[0][0]
+            now = before = max(now, coming[0][0])
             continue
         while used + len(running) > steps.kv_tokens:  # preempt the newest
             request, end = running.popitem()
@@ -104,6 +120,9 @@ def simulate(
             left[request], due[request] = length[request], due[request] - made
             waiting.appendleft(request)
         budget, taken, prefilled = steps.step_tokens - len(running), 0, []
+        if steps.prefill_steps > 1:
+            pending = int(left[started].sum() + length[list(waiting)].sum())
+            budget = min(budget, max(steps.least_chunk, pending // steps.prefill_steps))
         while budget > 0:
             if len(prefilled) == len(started):
                 is_full = len(running) + len(started) >= steps.max_running
@@ -118,6 +137,7 @@ def simulate(
             if left[request] == 0:
                 prefilled.append(request)
         mean = context / len(running) if running else 0.0
+        before = now
         now += float(steps.mixed_seconds(len(running), mean, taken, 0))
         step, context, used = step + 1, context + len(running), used + len(running)
         ended = ending.pop(step, [])

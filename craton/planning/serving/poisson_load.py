@@ -19,7 +19,7 @@ from craton.planning.serving.step_times import ServedSteps
 
 ROUNDS = 24  # of the fixed point
 FULL = 0.97  # largest share of the time with prefill
-# Against a simulated scheduler at 20 to 95 % load; tests/planning/test_closed_forms.py.
+# Against a simulated scheduler at 20 to 95 % load; tests/planning/test_spread_prefill.py.
 WAITING_TOGETHER = 0.35  # prompts beside one that waits, for each in an M/D/1 queue
 BUSY_MEMORY = 0.6  # of a busy and an idle period, for which a request still sees the one it started in
 
@@ -43,21 +43,30 @@ def poisson_load(
     context = prompt + 0.5 * output
     computed = np.maximum(prompt - cached, 1.0)
     attended = computed + 2.0 * cached
-    alone = steps.prefill_chunks(computed, computed)
-    batch, busy = np.ones_like(prompt), np.zeros_like(prompt)
+    alone, most = steps.prefill_chunks(computed, computed), steps.step_tokens
+    batch, busy, arriving = np.ones_like(prompt), np.zeros_like(prompt), np.zeros_like(prompt)
     for _ in range(ROUNDS):
         decode = steps.decode_seconds(batch, context)
         waiting = computed * (1.0 + WAITING_TOGETHER * busy / (1.0 - busy))
-        chunks = computed / steps.chunk_tokens(waiting)
-        mixed = steps.mixed_seconds(batch, context, computed / chunks, attended)
+        chunk = np.maximum(steps.chunk_tokens(waiting), arriving)
+        chunks = computed / chunk
+        mixed = steps.mixed_seconds(batch, context, chunk, attended)
         mixed = decode + np.maximum(mixed - decode, 0.0) * prefill_slowdown
+        arriving = 0.5 * (arriving + np.minimum(rate * computed * mixed, most))
         busy = 0.5 * (busy + np.minimum(rate * chunks * mixed, FULL))
         share = rate * chunks / (rate * chunks + (1.0 - busy) / decode)
         memory = BUSY_MEMORY * (chunks / (1.0 - busy) + 1.0 / (rate * decode))  # steps
         share = share + (busy - share) * memory / output * (1.0 - np.exp(-output / memory))
         tpot = share * mixed + (1.0 - share) * decode
         batch = 0.5 * (batch + np.minimum(np.maximum(rate * output * tpot, 1.0), steps.max_running))
-    own = np.maximum(busy * chunks + (1.0 - busy) * alone, 1.0) * mixed
-    grown = np.minimum(chunks / np.minimum(alone, computed / steps.least_chunk), 1.0)
-    queue = 0.5 * busy / (1.0 - busy) * grown**2 * chunks * mixed
-    return PoissonLoad(tpot, first_token_seconds + steps.join_steps * (1.0 - busy) * decode + own + queue)
+    own = np.maximum(busy * chunks + (1.0 - busy) * alone, 1.0)
+    full = steps.mixed_seconds(batch, context, most, attended)
+    full = decode + np.maximum(full - decode, 0.0) * prefill_slowdown
+    largest = np.minimum(rate * computed / most * full, FULL)
+    held = 0.5 * largest / (1.0 - largest) * computed / most * full
+    queue = np.maximum(0.5 * busy / (1.0 - busy) * chunks * mixed, held)
+    # Prompts that wait are spread over steps: the more there are, the larger the chunks.
+    queue = np.minimum(queue, held + np.maximum(steps.prefill_steps - own, 0.0) * mixed)
+    # The rest of a step with prompts is in the queue.
+    joining = steps.join_steps * (1.0 - busy) * decode + np.maximum(steps.join_steps - 0.5, 0.0) * busy * mixed
+    return PoissonLoad(tpot, first_token_seconds + joining + own * mixed + queue)

@@ -35,6 +35,7 @@ class ServedSteps:
         self.kv_tokens: Any = terms.kv_tokens * self.constants["kv_share"]
         self.step_tokens: Any = terms.step_tokens
         self.least_chunk: Any = terms.least_chunk
+        self.prefill_steps: Any = terms.prefill_steps
         self.join_steps: Any = terms.join_steps
         self.max_running: Any = terms.max_running
         self.gpus: Any = terms.gpus
@@ -124,15 +125,20 @@ class ServedSteps:
         return np.maximum(prompt / self.chunk_tokens(prompt), np.minimum(t.prefill_steps, waiting / t.least_chunk))
 
     def chunk_tokens(self, waiting: Any) -> Any:
-        """Return the mean prompt tokens of the steps that compute all that wait. A step computes a share of those left,
-        1 / prefill_steps, but at least `least_chunk` and at most `step_tokens`."""
+        """Return the mean prompt tokens of the steps that compute all that wait."""
         t = self.work
-        spread_from, spread_to = t.prefill_steps * t.least_chunk, t.prefill_steps * t.step_tokens
-        full = np.maximum(waiting - spread_to, 0.0) / t.step_tokens
-        left = np.maximum(1.0 - 1.0 / t.prefill_steps, 1e-300)  # after a step, of those that waited
-        spread = np.log(np.clip(waiting, spread_from, spread_to) / spread_from) / -np.log(left)
-        last = np.minimum(waiting, spread_from) / t.least_chunk
-        return waiting / np.maximum(full + spread + last, 1.0)
+        return chunk_tokens(waiting, t.least_chunk, t.step_tokens, t.prefill_steps)
+
+
+def chunk_tokens(waiting: Any, least_chunk: Any, step_tokens: Any, prefill_steps: Any) -> Any:
+    """Return the mean prompt tokens of the steps that compute all that wait. A step computes a share of those left,
+    1 / prefill_steps, but at least `least_chunk` and at most `step_tokens`."""
+    spread_from, spread_to = prefill_steps * least_chunk, prefill_steps * step_tokens
+    full = np.maximum(waiting - spread_to, 0.0) / step_tokens
+    left = np.maximum(1.0 - 1.0 / prefill_steps, 1e-300)  # after a step, of those that waited
+    spread = np.log(np.clip(waiting, spread_from, spread_to) / spread_from) / -np.log(left)
+    last = np.minimum(waiting, spread_from) / least_chunk
+    return waiting / np.maximum(full + spread + last, 1.0)
 
 
 def _larger(one: Any, other: Any, sharpness: Any) -> Any:

@@ -107,7 +107,7 @@ def served_seconds(row: ServedRow, constants: Any) -> Array:
         )
         tpot = closed.tpot_seconds
         ttft = closed.mean_ttft_seconds(share)
-        per_token = row.decode.gpus / (closed.requests_per_second * row.output)
+        per_token = row.decode.gpus / (closed.mean_requests_per_second(share) * row.output)
         # Speculative decoding verifies the drafts of each request in one step.
         drafting = steps.verify_seconds(concurrency, context, row.draft_tokens)
         tpot = np.where(row.draft_tokens > 0, drafting / row.accepted_tokens, tpot)

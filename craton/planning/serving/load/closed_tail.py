@@ -76,10 +76,11 @@ def closed_latencies(
     rate, output = np.asarray(loop.requests_per_second), load.output
     waiting = np.maximum(users - loop.running, 0.0)
     tokens = load.prefill.array.reshape(-1, *[1] * np.ndim(step.decode))
-    chunks = np.ceil(tokens / step.budget)
-    own = chunks * replica.mixed_seconds(load, loop.decoding, step.decode, tokens / chunks)
+    own = _own_seconds(replica, load, loop.decoding, step, tokens)
 
-    mean, slot = np.asarray(loop.steady_ttft_seconds), waiting / rate
+    # `loop` has prompts of the mean length; long ones take more steps.
+    longer = own.mean(axis=0) - _own_seconds(replica, load, loop.decoding, step, load.prefill.mean)
+    mean, slot = np.asarray(loop.steady_ttft_seconds) + np.maximum(longer, 0.0), waiting / rate
     shared = np.maximum(mean - own.mean(axis=0) - slot, 0.0)
     rest = np.minimum(shared, 0.5 * step.decode)  # of a step, at any time of which requests come
     uneven = output.variance / output.mean**2  # of the times between a user's requests
@@ -142,6 +143,12 @@ def _burst(
         _Wave(burst_share * with_slot, first, last),
         _Wave(burst_share * (1.0 - with_slot), served, np.maximum(served, waited)),
     )
+
+
+def _own_seconds(replica: ServedReplica, load: ServedLoad, batch: Array, step: _Step, tokens: Array) -> Array:
+    """Return the seconds of the steps that compute prompts of these lengths."""
+    chunks = np.ceil(tokens / step.budget)
+    return chunks * replica.mixed_seconds(load, batch, step.decode, tokens / chunks)
 
 
 def _step(replica: ServedReplica, load: ServedLoad, batch: Array) -> _Step:

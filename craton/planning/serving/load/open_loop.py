@@ -75,6 +75,7 @@ class LoadSaturation(NamedTuple):
 
 
 LIMITS = ("max_running", "KV cache", "prefill", "decode")
+GROWING = 0.85  # share of steps with prompts above which it is their rate that makes chunks grow
 STEEP = 0.35  # more batch raises the rate by less than this share of itself: the GPUs' time is the limit
 
 
@@ -134,6 +135,7 @@ def open_load(replica: ServedReplica, load: ServedLoad, rate: Array, slowdown: A
     batch, elasticity = _batch_at(limit, rate)
     load_of_chunks: Array = 0.0
     chunk_load: Array = 0.0
+    arriving: Array = 0.0  # prompt tokens of a rank, in a step with prompts
     backlog: Array = 0.0
     rank_prompt = mean_prompt / replica.attention_dp
     for turn in range(OUTER_ROUNDS):
@@ -145,16 +147,20 @@ def open_load(replica: ServedReplica, load: ServedLoad, rate: Array, slowdown: A
         varied = np.clip(batch + nodes * np.sqrt(batch * peakedness), 0.05 * batch, np.minimum(slots, limit.batch))
         # Another request finds `varied` in decode; one that decodes is itself the one more.
         both = np.stack([varied, 1.0 + varied])
-        together = 1.0 + WAITING_TOGETHER * chunk_load / (1.0 - chunk_load)
-        fixed = _fixed_steps(replica, load, both, rank_prompt * together)
+        # Spread prompts wait until a step has as many tokens as arrive during it.
+        often = np.minimum(chunk_load, GROWING)
+        together = 1.0 + WAITING_TOGETHER * often / (1.0 - often)
+        whole = _fixed_steps(replica, load, both)
+        fixed = _fixed_steps(replica, load, both, rank_prompt * together, arriving)
         seen, met = _split(_steps_at(replica, load, both, rate, fixed, backlog))
         budget = fixed[0][0]
-        found = np.minimum(rate * rank_prompt * seen.full / budget, FULL)
-        chunk_load = 0.5 * (chunk_load + found) if turn else found
+        found = rate * rank_prompt * seen.full
+        arriving = 0.5 * (arriving + found) if turn else found
         dispersion = (prompts.variance + load.burstiness * mean_prompt**2) / mean_prompt
-        # Larger chunks work off a backlog before it grows.
-        grown = np.minimum(steps.step_budget(rank_prompt) / budget, 1.0)
-        queued = chunk_queue_tokens(chunk_load, budget, dispersion) * grown**2
+        queued, found, passing = _queue(
+            replica, budget, seen.full, whole[0][0], whole[2][0], rate * rank_prompt, dispersion
+        )
+        chunk_load = 0.5 * (chunk_load + found) if turn else found
         token_seconds = (seen.full - seen.decode) / budget
         # A request starts to decode at any time but ends after a number of steps, which are short without prompts:
         # part of the backlog at its start is gone at its end, and was worked off in between.
@@ -176,13 +182,7 @@ def open_load(replica: ServedReplica, load: ServedLoad, rate: Array, slowdown: A
     rest = busy * long_step / 2.0
     rest_variance = np.maximum(busy * _third(seen) / (3.0 * seen.mean) - rest**2, 0.0)
     wait = queued * seen.full / budget
-    # A long wait is one of many prompts, whose chunks are larger: it passes sooner than the mean wait suggests.
-    long_budget, _, long_full = _fixed_steps(replica, load, both, rank_prompt / (1.0 - chunk_load))
-    long_load = np.minimum(rate * rank_prompt * long_full[0] / long_budget[0], FULL)
-    passing = np.minimum(
-        long_full[0] / long_budget[0] / (1.0 - long_load) / (seen.full / budget / (1.0 - chunk_load)), 1.0
-    )
-    wait_variance = _wait_variance(prompts, wait * passing, seen.full / budget * passing)
+    wait_variance = passing**2 * _wait_variance(prompts, wait, seen.full / budget)
 
     servers = np.minimum(steps.max_running, room_requests / load.context_dispersion) / peakedness
     delayed = waiting_probability(servers, batch / slots)
@@ -202,7 +202,7 @@ def open_load(replica: ServedReplica, load: ServedLoad, rate: Array, slowdown: A
         outside + scale * (least + delayed_percentiles(beyond, variance, delayed, delay)),
     )
     tpot_mean, tpot_variance = _tpot_moments(load, rate, met, elasticity)
-    longest = met.full.max(axis=0)
+    longest = whole[2][1].max(axis=0)
     tpot_percentiles = np.minimum(gamma_percentiles(tpot_mean, tpot_variance), longest)
     tpot = _named(slowdown * tpot_mean, slowdown * tpot_percentiles)
     decode_mean = life_steps * tpot_mean
@@ -213,17 +213,31 @@ def open_load(replica: ServedReplica, load: ServedLoad, rate: Array, slowdown: A
     return ServedLatencies(ttft, tpot, e2e, batch, prefill_share, limit._replace(rate=limit.rate / slowdown))
 
 
+def _queue(
+    replica: ServedReplica, budget: Array, full: Array, most: Array, longest: Array, rate: Array, dispersion: Array
+) -> tuple[Array, Array, Array]:
+    """Return the mean prompt tokens of a rank that wait for a step, and the load of its steps, if `rate` tokens arrive
+    in a second. A step takes `budget` tokens in `full` seconds; the largest takes `most` in `longest`."""
+    spread, largest = np.minimum(rate * full / budget, FULL), rate * longest / most
+    held = chunk_queue_tokens(largest, most, dispersion) * longest / most * budget / full
+    longer = held + np.maximum(replica.steps.prefill_steps - 1.0, 0.0) * budget
+    free = np.maximum(chunk_queue_tokens(spread, budget, dispersion), held)
+    queued = np.minimum(free, longer)
+    return queued, spread, queued / np.maximum(free, 1e-300)
+
+
 def _named(mean: Array, percentiles: Array) -> dict[str, Array]:
     return {"mean": mean, **dict(zip(PERCENTILES, percentiles, strict=True))}
 
 
 def _fixed_steps(
-    replica: ServedReplica, load: ServedLoad, batch: Array, waiting: Array = np.inf
+    replica: ServedReplica, load: ServedLoad, batch: Array, waiting: Array = np.inf, least: Array = 0.0
 ) -> tuple[Array, Array, Array]:
     """Return a rank's budget of prompt tokens beside `batch` requests in decode, a decode step and a full step;
     `waiting`: prompt tokens that a busy rank has."""
     steps = replica.steps
-    budget = np.maximum(np.minimum(steps.step_tokens - batch / replica.attention_dp, steps.step_budget(waiting)), 1.0)
+    wanted = np.maximum(steps.step_budget(waiting), least)
+    budget = np.maximum(np.minimum(steps.step_tokens - batch / replica.attention_dp, wanted), 1.0)
     decode = steps.decode_seconds(batch, load.context_tokens)
     return budget, decode, replica.mixed_seconds(load, batch, decode, budget)
 

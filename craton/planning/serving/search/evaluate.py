@@ -86,40 +86,19 @@ def _latency(found: ServedLatencies, name: tuple[str, str]) -> Any:
     return latency[name[1]]
 
 
-class _StepsAfterPrefix:
-    """Steps of requests whose prompts are only what the prefix cache has not: cached tokens are attended to and stay in
-    the KV cache, but are not computed."""
-
-    def __init__(self, steps: Any, load: ServedLoad) -> None:
-        self.steps, self.cached = steps, load.prefix_hits * load.input.mean
-        answered = 0.5 * load.output.mean
-        self.kv_tokens = steps.kv_tokens * (load.prefill.mean + answered) / (load.input.mean + answered)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.steps, name)
-
-    def decode_seconds(self, batch: Any, context: Any) -> Any:
-        return self.steps.decode_seconds(batch, context + self.cached)
-
-    def mixed_seconds(self, batch: Any, context: Any, tokens: Any, prompt: Any) -> Any:
-        return self.steps.mixed_seconds(batch, context + self.cached, tokens, prompt + 2.0 * self.cached)
-
-    def prefill_seconds(self, tokens: Any, context: Any = 0.0) -> Any:
-        return self.steps.prefill_seconds(tokens, context + self.cached)
-
-
 def _closed(candidates: ServedCandidates, load: ServedLoad, users: Any, factors: np.ndarray) -> Evaluated:
     replica = candidates.replica
     steps: Any = replica.steps
-    after_prefix: Any = _StepsAfterPrefix(steps, load) if load.prefix_hits else steps
     loop = closed_loop(
-        after_prefix,
+        steps,
         users,
-        load.prefill.mean,
+        load.input.mean,
         load.output.mean,
         first_token_seconds=0.0,
         attention_dp=replica.attention_dp,
         prefill_slowdown=replica.prefill_slowdown,
+        cached=load.prefix_hits * load.input.mean,
+        waves=float(load.output.variance == 0.0),
     )
     inside = closed_latencies(replace(replica, first_token_seconds=0.0), load, users, loop, load.burst_share)
     outside = {"ttft": replica.first_token_seconds, "tpot": 0.0, "e2e": replica.first_token_seconds}
@@ -127,7 +106,7 @@ def _closed(candidates: ServedCandidates, load: ServedLoad, users: Any, factors:
         {statistic: outside[name] + seconds * factors for statistic, seconds in latency.items()}
         for name, latency in inside._asdict().items()
     )
-    rate, decoding = np.asarray(loop.requests_per_second), np.asarray(loop.decoding)
+    rate, decoding = np.asarray(users / inside.e2e["mean"]), np.asarray(loop.decoding)
     prefill_share = 1.0 - steps.decode_seconds(decoding, load.context_tokens) / loop.tpot_seconds
     limit = saturation(replica, load)
     found = ServedLatencies(ttft, tpot, e2e, decoding, prefill_share, limit._replace(rate=limit.rate / factors))
