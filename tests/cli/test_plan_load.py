@@ -85,7 +85,7 @@ def test_a_benchmark_begins_with_all_users_at_once(plan: PlanCommand) -> None:
     assert steady["benchmark"]["requests"] == 100
     assert steady["benchmark"]["ttft"] == short["chosen"]["ttft"]
     assert short["benchmark"] is None
-    assert short["chosen"]["ttft"]["p95"]["value"] > 5 * steady["chosen"]["ttft"]["p95"]["value"]
+    assert short["chosen"]["ttft"]["p95"]["value"] > 2 * steady["chosen"]["ttft"]["p95"]["value"]
     words = " ".join(plan(*users)[1].split())
     assert "start burst not above: a benchmark begins with all users at once. Over 100 requests it has TTFT" in words
     assert "more users wait longer" in words

@@ -38,6 +38,9 @@ ITERATIONS = 14
 NEAR_ITERATIONS = 5  # from the constants of a fit to almost the same rows
 DAMPING = (1.0, 0.7, 0.5, 0.4)  # full steps overshoot where overlap makes log(seconds) nonlinear
 QUANTILE_80 = 1.2816
+WIDEST = (
+    3.0  # log_deviation above which it only says that the linear model ends, as at the load that saturates a server
+)
 
 # For matrices of a few hundred rows thread synchronisation costs more than the compute: up to 40 times on a busy
 # machine.
@@ -65,11 +68,11 @@ class Prediction:
 
     @property
     def low(self) -> float:
-        return self.seconds * math.exp(-QUANTILE_80 * self.log_deviation)
+        return self.seconds * math.exp(-QUANTILE_80 * min(self.log_deviation, WIDEST))
 
     @property
     def high(self) -> float:
-        return self.seconds * math.exp(QUANTILE_80 * self.log_deviation)
+        return self.seconds * math.exp(QUANTILE_80 * min(self.log_deviation, WIDEST))
 
 
 class Fit(Generic[Terms]):

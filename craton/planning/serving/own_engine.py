@@ -42,7 +42,7 @@ def draft_steps(model: ServedModel, machine: MachineRates, profile: EngineProfil
 
 def roofline_steps(steps: ServedSteps) -> ServedSteps:
     """Return the minimum times of the same steps: every kernel at its measured rate, and nothing else."""
-    return ServedSteps(steps.work, ROOFLINE)
+    return ServedSteps(replace(steps.work, read_slowdown=1.0), ROOFLINE)
 
 
 def own_terms(

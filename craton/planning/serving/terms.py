@@ -81,6 +81,7 @@ class ServingTerms:
     moe_layers: float
     launches: float  # layers, by the kernels that a step with prefill launches in each
     weights_seconds: float  # reading all dense weights
+    read_slowdown: float  # of kernels that cannot read their format at the rate of a copy
     packing_seconds: float  # rearranging them before several tokens are multiplied: of a CPU in fp32
     token_seconds: float  # multiplying a token with them
     sharpness: float  # of the maximum of reading and multiplying; 1: one after the other, as on a CPU
@@ -201,7 +202,8 @@ def serving_terms(
         layers=shape.layers,
         moe_layers=shape.moe_layers,
         launches=(shape.layers * (2.0 if mla else 1.0) + shape.moe_layers) * (OWN_FP8_LAUNCHES if is_own_fp8 else 1.0),
-        weights_seconds=weight_bytes / stream * (OWN_FP8_READ if is_own_fp8 else 1.0),
+        weights_seconds=weight_bytes / stream,
+        read_slowdown=OWN_FP8_READ if is_own_fp8 else 1.0,
         packing_seconds=weight_bytes / stream if is_cpu and plain == "fp32" else 0.0,
         token_seconds=multiply,
         sharpness=1.0 if is_cpu else SHARPNESS,

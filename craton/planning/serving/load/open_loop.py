@@ -44,7 +44,7 @@ NODES = np.array([-(3.0**0.5), 0.0, 3.0**0.5])
 WEIGHTS = (1.0 / 6.0, 4.0 / 6.0, 1.0 / 6.0)
 BATCHES = 32  # of the curve from batch to rate
 SMALLEST_BATCH = 0.01
-OUTER_ROUNDS = 6  # of the batch, which depends on the backlog
+OUTER_ROUNDS = 4  # of the batch, which depends on the backlog
 INNER_ROUNDS = 3  # of the step time, which depends on the prompts that arrive during it
 
 

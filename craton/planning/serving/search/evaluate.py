@@ -109,5 +109,6 @@ def _closed(candidates: ServedCandidates, load: ServedLoad, users: Any, factors:
     rate, decoding = np.asarray(users / inside.e2e["mean"]), np.asarray(loop.decoding)
     prefill_share = 1.0 - steps.decode_seconds(decoding, load.context_tokens) / loop.tpot_seconds
     limit = saturation(replica, load)
-    found = ServedLatencies(ttft, tpot, e2e, decoding, prefill_share, limit._replace(rate=limit.rate / factors))
+    largest = np.maximum(limit.rate, rate) / factors
+    found = ServedLatencies(ttft, tpot, e2e, decoding, prefill_share, limit._replace(rate=largest))
     return Evaluated(found, rate / factors)
