@@ -34,6 +34,9 @@ SHOWN_BATCHES = (1, 8, 32, 128)
 SHOWN_CONTEXTS = (512, 2048, 8192)
 # As the engine has them (craton.ml.serving.engine.build).
 GPU_RESERVE_BYTES = 2**30  # libraries, code, CUDA graphs
+# Beside the weights when the engine sizes its KV cache: contexts of its processes, kernels, buffers. Of one server: 8B on
+# an H200, 862,736 tokens (2026-11-18).
+GPU_HELD_BYTES = 3.4e9
 SAMPLER_BYTES = 48  # per vocabulary entry and request: fp32 copies, order and sums of sorted logits, noise, counts
 CPU_KV_BYTES = 2**30  # KV cache on a CPU
 
@@ -181,7 +184,7 @@ class _Candidate:
         model = ServedModel(shape, serve.precision, serve.kv_precision, tp)
         memory_bytes = gpu.memory_bytes / (tp if is_cpu else 1)  # ranks of a CPU share it
         workspace = passing_bytes(shape, serve.step_tokens, serve.running, PLAIN_BYTES[serve.precision])
-        workspace += 0 if is_cpu else GPU_RESERVE_BYTES
+        workspace += 0 if is_cpu else GPU_RESERVE_BYTES + GPU_HELD_BYTES
         allowed = serve.memory * memory_bytes
         if is_cpu:
             allowed = min(allowed, model.weight_bytes + workspace + CPU_KV_BYTES)
