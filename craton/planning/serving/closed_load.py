@@ -66,6 +66,7 @@ def closed_loop(
     the tokens of each prompt that the prefix cache has. `waves`: 1 where outputs have one length, as in benchmarks, 0
     where they differ so much that users do not stay together."""
     output = np.maximum(output, 1.0)
+    waves = waves * (steps.prefill_steps > 1.0)  # measurements of other engines fit prompts at random times
     context = prompt + 0.5 * output
     fitting = np.maximum(np.minimum(steps.max_running, steps.kv_tokens / context), 1.0)
     running = np.minimum(concurrency, fitting)

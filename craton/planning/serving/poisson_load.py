@@ -44,10 +44,11 @@ def poisson_load(
     computed = np.maximum(prompt - cached, 1.0)
     attended = computed + 2.0 * cached
     alone, most = steps.prefill_chunks(computed, computed), steps.step_tokens
+    together = WAITING_TOGETHER * (steps.prefill_steps > 1.0)
     batch, busy, arriving = np.ones_like(prompt), np.zeros_like(prompt), np.zeros_like(prompt)
     for _ in range(ROUNDS):
         decode = steps.decode_seconds(batch, context)
-        waiting = computed * (1.0 + WAITING_TOGETHER * busy / (1.0 - busy))
+        waiting = computed * (1.0 + together * busy / (1.0 - busy))
         chunk = np.maximum(steps.chunk_tokens(waiting), arriving)
         chunks = computed / chunk
         mixed = steps.mixed_seconds(batch, context, chunk, attended)

@@ -26,6 +26,7 @@ from craton.planning.serving.load.open_loop import ServedReplica
 from craton.planning.serving.load.queueing import (
     PERCENTILES,
     Array,
+    chunk_queue_tokens,
     gamma_percentiles,
     gamma_share,
     mixture_percentiles,
@@ -80,7 +81,8 @@ def closed_latencies(
 
     # `loop` has prompts of the mean length; long ones take more steps.
     longer = own.mean(axis=0) - _own_seconds(replica, load, loop.decoding, step, load.prefill.mean)
-    mean, slot = np.asarray(loop.steady_ttft_seconds) + np.maximum(longer, 0.0), waiting / rate
+    queued = _queue_seconds(replica, load, rate, step) if output.variance else 0.0
+    mean, slot = np.asarray(loop.steady_ttft_seconds) + np.maximum(longer, 0.0) + queued, waiting / rate
     shared = np.maximum(mean - own.mean(axis=0) - slot, 0.0)
     rest = np.minimum(shared, 0.5 * step.decode)  # of a step, at any time of which requests come
     uneven = output.variance / output.mean**2  # of the times between a user's requests
@@ -149,6 +151,14 @@ def _own_seconds(replica: ServedReplica, load: ServedLoad, batch: Array, step: _
     """Return the seconds of the steps that compute prompts of these lengths."""
     chunks = np.ceil(tokens / step.budget)
     return chunks * replica.mixed_seconds(load, batch, step.decode, tokens / chunks)
+
+
+def _queue_seconds(replica: ServedReplica, load: ServedLoad, rate: Array, step: _Step) -> Array:
+    """Return the mean wait for prompts that are left over from earlier steps, if requests come at random times."""
+    prompts = load.prefill
+    dispersion = (prompts.variance + prompts.mean**2) / prompts.mean
+    share = rate * prompts.mean / replica.attention_dp * step.full / step.budget
+    return chunk_queue_tokens(share, step.budget, dispersion) * step.full / step.budget
 
 
 def _step(replica: ServedReplica, load: ServedLoad, batch: Array) -> _Step:
