@@ -138,6 +138,7 @@ def open_load(replica: ServedReplica, load: ServedLoad, rate: Array, slowdown: A
     arriving: Array = 0.0  # prompt tokens of a rank, in a step with prompts
     backlog: Array = 0.0
     rank_prompt = mean_prompt / replica.attention_dp
+    spreads = bool(np.any(np.asarray(steps.prefill_steps) > 1.0))
     for turn in range(OUTER_ROUNDS):
         # Chunks smooth the arrivals at decode, as a busy queue's departures are its services (Whitt's QNA).
         regular = prompts.variance / mean_prompt**2
@@ -150,8 +151,8 @@ def open_load(replica: ServedReplica, load: ServedLoad, rate: Array, slowdown: A
         # Spread prompts wait until a step has as many tokens as arrive during it.
         often = np.minimum(chunk_load, GROWING)
         together = 1.0 + WAITING_TOGETHER * often / (1.0 - often)
-        whole = _fixed_steps(replica, load, both)
         fixed = _fixed_steps(replica, load, both, rank_prompt * together, arriving)
+        whole = _fixed_steps(replica, load, both) if spreads else fixed
         seen, met = _split(_steps_at(replica, load, both, rate, fixed, backlog))
         budget = fixed[0][0]
         found = rate * rank_prompt * seen.full
