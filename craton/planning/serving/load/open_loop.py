@@ -76,6 +76,7 @@ class LoadSaturation(NamedTuple):
 
 LIMITS = ("max_running", "KV cache", "prefill", "decode")
 GROWING = 0.85  # share of steps with prompts above which it is their rate that makes chunks grow
+VARIED_WAIT = 0.7  # standard deviation of the wait for spread prompts, of the longest mean wait
 STEEP = 0.35  # more batch raises the rate by less than this share of itself: the GPUs' time is the limit
 
 
@@ -158,7 +159,7 @@ def open_load(replica: ServedReplica, load: ServedLoad, rate: Array, slowdown: A
         found = rate * rank_prompt * seen.full
         arriving = 0.5 * (arriving + found) if turn else found
         dispersion = (prompts.variance + load.burstiness * mean_prompt**2) / mean_prompt
-        queued, found, passing = _queue(
+        queued, found, most_queued = _queue(
             replica, budget, seen.full, whole[0][0], whole[2][0], rate * rank_prompt, dispersion
         )
         chunk_load = 0.5 * (chunk_load + found) if turn else found
@@ -169,7 +170,7 @@ def open_load(replica: ServedReplica, load: ServedLoad, rate: Array, slowdown: A
         backlog = np.stack([0.0 * worked_off, worked_off])
         load_of_chunks = _average(chunk_load)
         change = (rate * life_steps * _average(met.mean) - batch) / np.maximum(elasticity, STEEP)
-        batch = np.clip(batch + change, 0.5 * batch, np.minimum(slots, limit.batch))
+        batch = np.clip(batch + 0.5 * change, 0.5 * batch, np.minimum(slots, limit.batch))
 
     own_mean, own_variance, own_least = _own_chunks(prompts, seen, budget, token_seconds, replica.attention_dp)
     long_step = _second(seen) / seen.mean  # the step in which a request arrives
@@ -183,14 +184,16 @@ def open_load(replica: ServedReplica, load: ServedLoad, rate: Array, slowdown: A
     rest = busy * long_step / 2.0
     rest_variance = np.maximum(busy * _third(seen) / (3.0 * seen.mean) - rest**2, 0.0)
     wait = queued * seen.full / budget
-    wait_variance = passing**2 * _wait_variance(prompts, wait, seen.full / budget)
+    most_varied = VARIED_WAIT * most_queued * seen.full / budget
+    wait_variance = np.minimum(_wait_variance(prompts, wait, seen.full / budget), most_varied**2)
 
     servers = np.minimum(steps.max_running, room_requests / load.context_dispersion) / peakedness
     delayed = waiting_probability(servers, batch / slots)
     held = 0.5 * (1.0 + output.variance / output.mean**2)
     delay = batch / rate / servers / (1.0 - np.minimum(batch / slots, FULL)) * held
 
-    parts = own_mean + beside + rest + wait
+    joining = busy * (steps.join_steps - 0.5) * seen.mean  # beside the rest of the running step
+    parts = own_mean + beside + rest + wait + joining
     spread = np.sqrt(beside_variance) + np.sqrt(rest_variance) + np.sqrt(wait_variance)
     mean = _average(parts)
     variance = _average(own_variance + spread**2 + parts**2) - mean**2
@@ -221,10 +224,9 @@ def _queue(
     in a second. A step takes `budget` tokens in `full` seconds; the largest takes `most` in `longest`."""
     spread, largest = np.minimum(rate * full / budget, FULL), rate * longest / most
     held = chunk_queue_tokens(largest, most, dispersion) * longest / most * budget / full
-    longer = held + np.maximum(replica.steps.prefill_steps - 1.0, 0.0) * budget
+    longest_wait = held + np.maximum(replica.steps.prefill_steps - 1.0, 0.0) * budget
     free = np.maximum(chunk_queue_tokens(spread, budget, dispersion), held)
-    queued = np.minimum(free, longer)
-    return queued, spread, queued / np.maximum(free, 1e-300)
+    return np.minimum(free, longest_wait), spread, np.where(replica.steps.prefill_steps > 1.0, longest_wait, np.inf)
 
 
 def _named(mean: Array, percentiles: Array) -> dict[str, Array]:

@@ -12,6 +12,7 @@ class ReplicaSteps(Protocol):
     step_tokens: Any  # prefill tokens per step and attention-data-parallel rank
     max_running: Any  # requests of the replica
     gpus: Any  # of the replica
+    join_steps: Any  # from a request's arrival to the step that begins its prefill
     prefill_steps: Any  # over which the scheduler spreads prompt tokens that wait
 
     def step_budget(self, waiting: Any) -> Any:
