@@ -34,8 +34,8 @@ SHOWN_BATCHES = (1, 8, 32, 128)
 SHOWN_CONTEXTS = (512, 2048, 8192)
 # As the engine has them (craton.ml.serving.engine.build).
 GPU_RESERVE_BYTES = 2**30  # libraries, code, CUDA graphs
-# Beside the weights when the engine sizes its KV cache: contexts of its processes, kernels, buffers. Of one server: 8B on
-# an H200, 862,736 tokens (2026-11-18).
+# Beside the weights when the engine sizes its KV cache: contexts of its processes, kernels, buffers. Of one server, 8B
+# on an H200: 862,736 tokens (2026-11-18).
 GPU_HELD_BYTES = 3.4e9
 SAMPLER_BYTES = 48  # per vocabulary entry and request: fp32 copies, order and sums of sorted logits, noise, counts
 CPU_KV_BYTES = 2**30  # KV cache on a CPU
