@@ -118,6 +118,19 @@ def plan(
             metavar="LIMIT", help="Server: limit of the time of a whole answer, e.g. 10s.", show_default=False
         ),
     ] = "",
+    precision: Annotated[
+        str, typer.Option(help="Server: precision of the weights, e.g. fp8 or int4.", show_default=False)
+    ] = "",
+    activation_precision: Annotated[
+        str,
+        typer.Option(
+            help="Server of another engine: precision of the inputs of matmuls; bf16: weight-only quantization.",
+            show_default=False,
+        ),
+    ] = "",
+    kv_precision: Annotated[
+        str, typer.Option(help="Server: precision of the KV cache: auto, bf16 or fp8.", show_default=False)
+    ] = "",
     evaluation: Annotated[
         str,
         typer.Option(
@@ -193,6 +206,7 @@ def plan(
         **{"rate": rate, "concurrency": concurrency, "requests": requests, "input": input_, "output": output},
         **{"prefix_hits": prefix_hits},
         **{"acceptance": acceptance, "burstiness": burstiness, "ttft": ttft, "tpot": tpot, "e2e": e2e},
+        **{"precision": precision, "activation_precision": activation_precision, "kv_precision": kv_precision},
     }
     options: dict[str, object] = {"--instances": instances, "--gpus": gpus, "--by": by, "--deadline": deadline}
     if evaluation or accuracy:
@@ -217,7 +231,8 @@ def plan(
             {"--deadline": deadline, "--budget": budget, "--trace": trace},
             "applies to training jobs only; remove it, or plan a server with --rate, --ttft and --tpot",
         )
-        if wanted.serve.load or any(served.values()) or instances or gpus or by or html:
+        needs_load = wanted.serve.load is not None or not wanted.serve.has_own_precision
+        if needs_load or any(served.values()) or instances or gpus or by or html:
             from craton.cli.views.served_load import plan_served_load
 
             plan_served_load(wanted, served, _instance_names(instances), gpus, by, html, as_json)

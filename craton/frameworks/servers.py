@@ -12,7 +12,7 @@ from craton.job.sections.serving import Serve
 
 # Values of a job are arguments of this script, never part of its text.
 HEADLESS = 'if [ "$CRATON_NODE_RANK" != 0 ]; then set -- "$@" --headless; fi; exec "$@"'
-DTYPES = {"bf16": "bfloat16", "fp32": "float32", "fp8": "auto"}
+DTYPES = {"bf16": "bfloat16", "fp32": "float32"}  # others: a quantized checkpoint names its own
 
 
 def vllm_command(job: Job, tp: int, pp: int = 1, num_nodes: int = 1) -> list[str]:
@@ -22,7 +22,7 @@ def vllm_command(job: Job, tp: int, pp: int = 1, num_nodes: int = 1) -> list[str
     words += ["--served-model-name", job.served_name, "--max-model-len", str(job.served_length)]
     words += ["--tensor-parallel-size", str(tp), "--pipeline-parallel-size", str(pp)]
     words += ["--gpu-memory-utilization", f"{serve.memory:g}", "--max-num-seqs", str(serve.running)]
-    words += ["--max-num-batched-tokens", str(serve.step_tokens), "--dtype", DTYPES[serve.precision]]
+    words += ["--max-num-batched-tokens", str(serve.step_tokens), "--dtype", DTYPES.get(serve.precision, "auto")]
     words += ["--quantization", "fp8"] if serve.precision == "fp8" else []
     words += ["--kv-cache-dtype", "fp8"] if serve.kv_precision == "fp8" else []
     if num_nodes == 1:
@@ -39,7 +39,7 @@ def sglang_command(job: Job, tp: int, pp: int = 1, num_nodes: int = 1) -> list[s
     words += ["--host", serve.host, "--port", str(serve.port), "--served-model-name", job.served_name]
     words += ["--context-length", str(job.served_length), "--tp-size", str(tp), "--pp-size", str(pp)]
     words += ["--mem-fraction-static", f"{serve.memory:g}", "--max-running-requests", str(serve.running)]
-    words += ["--chunked-prefill-size", str(serve.step_tokens), "--dtype", DTYPES[serve.precision]]
+    words += ["--chunked-prefill-size", str(serve.step_tokens), "--dtype", DTYPES.get(serve.precision, "auto")]
     words += ["--quantization", "fp8"] if serve.precision == "fp8" else []
     words += ["--kv-cache-dtype", "fp8_e4m3"] if serve.kv_precision == "fp8" else []
     if num_nodes > 1:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from craton.job.jobfile import TRAINING_KINDS, TUNING_KINDS, Job
     from craton.job.loader import load_job, make_job, parse_job
     from craton.job.run_section import Placement
-    from craton.job.serving import check_load, is_planned_only
+    from craton.job.serving import check_load, check_precisions, is_planned_only
     from craton.job.sharing import sharing_problem
     from craton.job.suite_files import files_of_suites, functions_of_suites
     from craton.job.summary import check_job, checked_layout

@@ -444,11 +444,12 @@ class Job(Section):
 
     @property
     def precision(self) -> Precision:
-        """The precision of the layout, else of `train:` or `serve:`."""
+        """The precision of the layout, else of `train:`, or that of a server's shards."""
         if self.layout and self.layout.precision:
             return self.layout.precision
-        section = self.train or self.serve
-        return section.precision if section else "bf16"
+        if self.serve is not None:
+            return self.serve.shard_precision
+        return self.train.precision if self.train else "bf16"
 
     @property
     def learning_rate(self) -> float:

@@ -8,7 +8,15 @@ from craton.job.document import KeyConflictError
 from craton.job.layout import LayoutSpec
 from craton.job.model import ModelShape, ModelSpec, is_function
 from craton.job.sections import Data, RecoverSection
-from craton.job.sections.serving import NOT_OF_A_SERVER, PLANNED_ENGINES, PLANNED_LAYOUT, LoadSection, Serve
+from craton.job.sections.serving import (
+    ACTIVATIONS,
+    NOT_OF_A_SERVER,
+    OWN_PRECISIONS,
+    PLANNED_ENGINES,
+    PLANNED_LAYOUT,
+    LoadSection,
+    Serve,
+)
 
 
 def is_planned_only(software: str) -> bool:
@@ -43,11 +51,43 @@ def check_server_keys(
             "remove it",
             ("serve", "attention_dp"),
         )
+    check_precisions(serve, software)
     if recover.spares:
         raise KeyConflictError(
             "recover: a server runs on one node and has no spares; remove recover.spares",
             ("recover", "spares"),
             ("kind",),
+        )
+
+
+def check_precisions(serve: Serve, software: str) -> None:
+    """Raise KeyConflictError if weights, activations and KV cache cannot have these precisions together."""
+    engines = ", ".join(PLANNED_ENGINES)
+    is_own = not is_planned_only(software)
+    if is_own and serve.precision not in OWN_PRECISIONS:
+        raise KeyConflictError(
+            f"serve: precision {serve.precision} applies to plans of {engines} (key software), not of {software}; use "
+            f"{', '.join(OWN_PRECISIONS)}",
+            ("serve", "precision"),
+        )
+    if is_own and serve.activation_precision != "auto":
+        raise KeyConflictError(
+            f"serve: activation_precision applies to plans of {engines} (key software), not of {software}, which "
+            "multiplies fp8 weights in fp8; remove it",
+            ("serve", "activation_precision"),
+        )
+    if serve.activation_precision not in ACTIVATIONS[serve.precision]:
+        raise KeyConflictError(
+            f"serve: weights in {serve.precision} are not multiplied with activations in {serve.activation_precision}; "
+            f"activation_precision may be {', '.join(ACTIVATIONS[serve.precision])}",
+            ("serve", "activation_precision"),
+            ("serve", "precision"),
+        )
+    if serve.kv_precision == "bf16" and serve.precision == "fp32":
+        raise KeyConflictError(
+            "serve: a model in fp32 has its KV cache in fp32 or fp8; write kv_precision auto or fp8, or precision bf16",
+            ("serve", "kv_precision"),
+            ("serve", "precision"),
         )
 
 

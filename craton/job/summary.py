@@ -92,7 +92,7 @@ def _check_progress(job: Job, num_gpus: int) -> None:
 def _layout_text(job: Job, layout: Layout | None) -> str:
     if layout is None:
         return "auto"
-    return f"tp {layout.tp} · {layout.precision}" if job.serve else str(layout)
+    return f"tp {layout.tp} · {job.serve.precision}" if job.serve else str(layout)
 
 
 def checked_layout(job: Job, num_gpus: int, *, trained: bool) -> Layout | None:

@@ -92,6 +92,14 @@ def test_a_benchmark_begins_with_all_users_at_once(plan: PlanCommand) -> None:
     assert "holds 64 users (640 requests) of" in " ".join(plan(*users, "--requests", 640)[1].split())
 
 
+def test_precisions_are_those_of_the_options(plan: PlanCommand) -> None:
+    plan.job.write_text("kind: serve\nmodel: llama-3.1-70b\ncluster: p5en.48xlarge x 1\nsoftware: sglang\n")
+    found = plan.json("--precision", "int4", "--kv-precision", "fp8", "--concurrency", 8)
+    assert [found[f"{name}precision"] for name in ("", "activation_", "kv_")] == ["int4", "bf16", "fp8"]
+    words = " ".join(plan("--precision", "fp8", "--activation-precision", "bf16", "--rate", 5)[1].split())
+    assert "precision fp8 weights; bf16 activations; bf16 KV cache" in words
+
+
 def test_options_are_enough_without_a_load_in_the_job(plan: PlanCommand) -> None:
     plan.job.write_text("kind: serve\nmodel: llama-3.1-8b\ncluster: p5en.48xlarge x 1\n")
     found = plan.json("--rate", 20, "--ttft", "500ms")
@@ -134,6 +142,10 @@ def test_a_limit_that_nothing_keeps_prints_the_plan_and_fails(plan: PlanCommand)
         (["--by", "speed"], "--by 'speed' is not allowed; choose cost, gpus, time"),
         (["--instances", "p5x.48xlarge"], "p5x.48xlarge"),
         (["--instances", "g5.48xlarge", "--gpus", "0"], "--gpus '0' is not a number"),
+        (["--precision", "int4"], "precision int4 applies to plans of vllm, sglang, trtllm"),
+        (["--precision", "gptq"], "--precision: 'gptq' is not allowed; allowed: bf16, fp8"),
+        (["--activation-precision", "bf16"], "activation_precision applies to plans of vllm"),
+        (["--kv-precision", "fp4"], "--kv-precision: 'fp4' is not allowed; allowed: auto, bf16, fp8"),
         (["--deadline", "3d"], "applies to training jobs only"),
     ],
 )
@@ -161,6 +173,7 @@ cluster: p5.48xlarge x 1
 OPTIONS = (
     *("--rate", "--concurrency", "--input", "--output", "--ttft", "--tpot", "--e2e", "--prefix-hits", "--acceptance"),
     *("--burstiness", "--gpus", "--by", "--instances", "--requests"),
+    *("--precision", "--activation-precision", "--kv-precision"),
 )
 TEXTS = st.one_of(
     st.integers(-5, 10**12).map(str),

@@ -52,6 +52,10 @@ def test_a_load_and_its_limits() -> None:
         ("slo: {ttft: {p42: 1s}}", "'p42' is not a statistic; allowed: mean, p50, p90, p95, p99"),
         ("slo: {ttft: 0}", "serve.slo.ttft: 0 is not above zero"),
         ("attention_dp: 2", "attention_dp applies to plans of vllm, sglang, trtllm"),
+        ("precision: int4", "precision int4 applies to plans of vllm, sglang, trtllm (key software), not of craton"),
+        ("precision: gptq", "did you mean 'int4'?"),
+        ("precision: fp8, activation_precision: fp8", "activation_precision applies to plans of vllm"),
+        ("precision: fp32, kv_precision: bf16", "a model in fp32 has its KV cache in fp32 or fp8"),
     ],
 )
 def test_a_mistake_names_its_key_and_what_is_allowed(keys: str, message: str) -> None:
@@ -69,6 +73,16 @@ def test_other_engines_are_planned_with_more_sizes() -> None:
         parse_job(JOB + "software: vllm\nlayout: {fsdp: 2}\n")
     with pytest.raises(ContentError, match="layout: pp does not apply to a server"):
         parse_job(JOB + "layout: {pp: 2}\n")
+
+
+@pytest.mark.parametrize(
+    ("weights", "activations", "allowed"),
+    [("int4", "fp8", "auto, bf16"), ("nvfp4", "fp8", "auto, bf16, nvfp4"), ("bf16", "fp8", "auto, bf16")],
+)
+def test_activations_that_no_kernel_multiplies_are_refused(weights: str, activations: str, allowed: str) -> None:
+    keys = f"software: vllm\nserve: {{precision: {weights}, activation_precision: {activations}}}\n"
+    with pytest.raises(ContentError, match=f"weights in {weights} are not multiplied with .* may be {allowed}"):
+        parse_job(JOB + keys)
 
 
 VALUES = st.one_of(

@@ -173,6 +173,44 @@ def test_experts_across_the_network_are_compared_with_one_domain() -> None:
     assert plan.evaluated > 10
 
 
+def planned_in(precisions: str, model: str = "llama-3.1-70b", instance: str = "p6-b200.48xlarge") -> LoadPlan:
+    text = f"kind: serve\nmodel: {model}\ncluster: {instance} x 1\nsoftware: vllm\nlayout: {{tp: 4, ep: 1}}\n"
+    return plan_load(
+        parse_job(f"{text}serve: {{initialize: random, {precisions}, load: {{concurrency: 64}}}}\n"), gpus=4
+    )
+
+
+def test_weights_activations_and_kv_cache_have_their_own_precision() -> None:
+    narrow = planned_in("precision: nvfp4, kv_precision: fp8")
+    assert (narrow.activation_precision, narrow.kv_precision) == ("nvfp4", "fp8")
+    plain = planned_in("precision: nvfp4")
+    assert narrow.chosen.kv_tokens == pytest.approx(2 * plain.chosen.kv_tokens), "half the bytes of a token"
+    only_weights = planned_in("precision: nvfp4, activation_precision: bf16")
+    assert only_weights.chosen.kv_tokens == plain.chosen.kv_tokens
+    assert only_weights.chosen.ttft["mean"].value > 1.3 * plain.chosen.ttft["mean"].value, "prompts in bf16"
+    wide = planned_in("precision: bf16")
+    assert only_weights.chosen.kv_tokens > wide.chosen.kv_tokens
+    assert only_weights.chosen.tpot["mean"].value < wide.chosen.tpot["mean"].value, "fewer bytes of weights"
+
+
+def test_formats_without_matmuls_on_the_gpu_are_widened_to_bf16() -> None:
+    hopper = planned_in("precision: nvfp4", instance="p5en.48xlarge")
+    assert hopper.activation_precision == "bf16"
+    with pytest.raises(PlanError, match=r"H200-SXM has no fp4 matmuls .*; write activation_precision bf16"):
+        planned_in("precision: nvfp4, activation_precision: nvfp4", instance="p5en.48xlarge")
+    engine = "kind: serve\nmodel: llama-3.1-8b\ncluster: p5en.48xlarge x 1\nsoftware: vllm\n"
+    int4 = parse_job(f"{engine}serve: {{precision: int4}}\n")
+    with pytest.raises(PlanError, match=r"is planned for a load only; give serve\.load, or --rate"):
+        plan_serving(int4)
+
+
+def test_published_checkpoints_keep_parts_in_bf16() -> None:
+    experts = planned_in("precision: mxfp4", "gpt-oss-120b")
+    latent = planned_in("precision: nvfp4", "deepseek-v3")
+    assert (experts.attention_precision, experts.activation_precision) == ("bf16", "fp8")
+    assert (latent.attention_precision, latent.activation_precision) == ("bf16", "nvfp4")
+
+
 def test_a_prefix_is_reloaded_from_a_tier_if_that_is_faster(two_instances: LoadPlan) -> None:
     host, nvme = two_instances.tiers
     assert host.name.startswith("host memory (")

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
 LOAD_OPTIONS = ("rate", "concurrency", "requests", "input", "output", "prefix_hits", "acceptance", "burstiness")
 SLO_OPTIONS = ("ttft", "tpot", "e2e")
+PRECISION_OPTIONS = ("precision", "activation_precision", "kv_precision")
 
 
 def plan_served_load(
@@ -29,6 +30,7 @@ def plan_served_load(
     from craton.planning.serving.search import CHOICES, plan_load
 
     assert job.serve is not None
+    job = with_precisions(job, options)
     load, slo = overridden(job, options)
     if by and by not in CHOICES:
         raise PlanError(f"--by {by!r} is not allowed; choose {', '.join(CHOICES)}")
@@ -77,6 +79,25 @@ def overridden(job: Job, options: dict[str, str]) -> tuple[LoadSection, SloSecti
     return load, slo
 
 
+def with_precisions(job: Job, options: dict[str, str]) -> Job:
+    """Return the job with the precisions of these options. PlanError names the option."""
+    from craton.job import check_precisions
+    from craton.job.document import KeyConflictError
+    from craton.planning import PlanError
+
+    given = {name: options[name] for name in PRECISION_OPTIONS if options.get(name)}
+    if not given:
+        return job
+    assert job.serve is not None
+    checked = _section(type(job.serve), given)
+    serve = job.serve.model_copy(update={name: getattr(checked, name) for name in given})
+    try:
+        check_precisions(serve, job.software)
+    except KeyConflictError as error:
+        raise PlanError(str(error)) from None
+    return job.model_copy(update={"serve": serve})
+
+
 def _section(section: Any, values: dict[str, Any]) -> Any:
     from pydantic import ValidationError
 
@@ -89,7 +110,7 @@ def _section(section: Any, values: dict[str, Any]) -> Any:
         problem = section_problems(section, error, "option")[0]
         name, colon, reason = problem.removeprefix("option.").partition(":")
         key = name.partition(".")[0]
-        if colon and key in (*LOAD_OPTIONS, *SLO_OPTIONS):
+        if colon and key in (*LOAD_OPTIONS, *SLO_OPTIONS, *PRECISION_OPTIONS):
             raise PlanError(f"--{key.replace('_', '-')}:{reason}") from None
         raise PlanError(reason.strip() if key == "load" else problem) from None
 

@@ -39,7 +39,7 @@ class EngineSettings:
     blocks: int = 0  # KV cache blocks on the device; 0: as many as `memory` allows
     memory: float = 0.9  # share of the device memory that the engine may use
     host_bytes: int = 0  # host memory for evicted KV cache blocks
-    kv_precision: Literal["auto", "fp8"] = "auto"
+    kv_precision: Literal["auto", "bf16", "fp8"] = "auto"
     backend: AttentionBackendName = "auto"
     graphs: Literal["auto", "always", "never"] = (
         "auto"  # auto: on a GPU; always: also the same steps, run eagerly, elsewhere

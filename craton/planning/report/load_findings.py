@@ -154,6 +154,12 @@ def bottleneck_text(row: Deployment) -> str:
     return f"{parts} of a step; prefill takes {prefill} of the time"
 
 
+def precision_text(plan: LoadPlan) -> str:
+    """`nvfp4 weights, bf16 in attention; fp8 activations; bf16 KV cache`."""
+    attention = "" if plan.attention_precision == plan.precision else f", {plan.attention_precision} in attention"
+    return f"{plan.precision} weights{attention}; {plan.activation_precision} activations; {plan.kv_precision} KV cache"
+
+
 def throughput_text(row: Deployment) -> str:
     per_gpu, per_user = row.tokens_per_second_per_gpu, row.tokens_per_second_per_user
     total = formatting.count(round(row.tokens_per_second.value))

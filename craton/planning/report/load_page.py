@@ -283,6 +283,6 @@ def _deployments_section(plan: LoadPlan) -> Markup:
 
 
 def _basis_section(plan: LoadPlan) -> Markup:
-    facts = [("load", findings.load_text(plan)), ("precision", plan.precision), *fields(plan)[1:]]
+    facts = [("load", findings.load_text(plan)), *fields(plan)[1:]]
     rows = [("", [name, html_report.with_code(text)]) for name, text in facts]
     return html_report.section("Basis", "The inputs of this plan", html_report.table(["=", ""], rows))

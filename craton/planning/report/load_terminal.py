@@ -39,6 +39,7 @@ def fields(plan: LoadPlan) -> list[tuple[str, str]]:
         ("saturation", findings.saturation_text(plan)),
         ("time", findings.bottleneck_text(row)),
         ("throughput", findings.throughput_text(row)),
+        ("precision", findings.precision_text(plan)),
         ("KV cache", findings.kv_text(row)),
         ("cost", findings.cost_text(plan)),
     ]

@@ -139,6 +139,11 @@ def plan_serving(job: Job, *, cluster: Cluster | None = None, acceptance: float 
         raise PlanError(f"{job.where('cluster')}cluster: {error}") from None
     except ContentError as error:
         raise PlanError("; ".join(error.problems)) from None
+    if not serve.has_own_precision:
+        raise PlanError(
+            f"{job.where('serve', 'precision')}precision {serve.precision} with activations in "
+            f"{serve.activation_precision} is planned for a load only; give serve.load, or --rate or --concurrency"
+        )
     machine = machine_of(cluster)
     if serve.precision not in machine.rates.matrix_flops:
         raise PlanError(f"{job.where('serve', 'precision')}{machine.gpu.name} does not support {serve.precision}")

@@ -9,8 +9,10 @@ from craton.lazy import lazy_names
 if TYPE_CHECKING:
     from craton.job.sections.serving.load import LengthsSection, LoadSection, SloSection
     from craton.job.sections.serving.serve import (
+        ACTIVATIONS,
         DEFAULT_LENGTH,
         NOT_OF_A_SERVER,
+        OWN_PRECISIONS,
         PLANNED_ENGINES,
         PLANNED_LAYOUT,
         Serve,

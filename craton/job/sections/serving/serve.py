@@ -31,8 +31,10 @@ from craton.job.sections.serving.load import LoadSection, SloSection
 from craton.job.sections.strategy import LOGPROBS, StrategyBounds, StrategySpec, check_score
 from craton.nearest import did_you_mean
 
-ServedPrecision = Literal["bf16", "fp8", "fp32"]
-KvPrecision = Literal["auto", "fp8"]
+# Of weights. `fp8_block`: one scale per block, as DeepSeek's; `int4`: AWQ and GPTQ.
+ServedPrecision = Literal["bf16", "fp8", "fp32", "fp8_block", "int4", "nvfp4", "mxfp4"]
+ActivationPrecision = Literal["auto", "bf16", "fp8", "nvfp4"]  # of the inputs of matmuls
+KvPrecision = Literal["auto", "bf16", "fp8"]
 AttentionBackend = Literal["auto", "torch", "triton"]
 SharedPrefix = Literal["auto", "on", "off"]
 ToolParser = Literal["auto", "off", "llama3", "hermes", "qwen3", "qwen3-coder"]
@@ -54,6 +56,18 @@ CODE_AT_A_SERVER = (
     "verifier code runs the tests of a data row, and a request must not bring code; use python: "
     "package.module:function, or `craton eval`"
 )
+
+OWN_PRECISIONS = ("bf16", "fp8", "fp32")  # of Craton's engine, which chooses the precision of activations
+# Precisions in which weights can be multiplied.
+ACTIVATIONS: dict[str, tuple[str, ...]] = {
+    "fp32": ("auto",),
+    "bf16": ("auto", "bf16"),
+    "fp8": ("auto", "bf16", "fp8"),
+    "fp8_block": ("auto", "bf16", "fp8"),
+    "int4": ("auto", "bf16"),
+    "nvfp4": ("auto", "bf16", "nvfp4"),
+    "mxfp4": ("auto", "bf16", "fp8"),
+}
 
 # Layout keys for training only, and what to use for a server instead.
 PLANNED_ENGINES = ("vllm", "sglang", "trtllm")  # `software` of servers that Craton plans but does not run
@@ -215,6 +229,7 @@ class Serve(Section):
         0  # bytes for KV cache blocks offloaded to the host
     )
     precision: ServedPrecision = "bf16"
+    activation_precision: ActivationPrecision = "auto"  # auto: the narrowest that weights and GPU allow
     kv_precision: KvPrecision = "auto"  # auto: the compute precision of the model
     speculate: Annotated[Speculate | None, BeforeValidator(_parse_speculate)] = None
     adapters: Annotated[dict[str, str], BeforeValidator(_parse_adapters)] = Field(default_factory=dict)
@@ -306,6 +321,18 @@ class Serve(Section):
     def adapter_slots(self) -> int:
         """Number of adapters that can be loaded at the same time."""
         return len(self.adapters) if self.max_adapters is None else self.max_adapters
+
+    @property
+    def has_own_precision(self) -> bool:
+        """Whether Craton's engine could serve weights and activations in these precisions."""
+        return self.precision in OWN_PRECISIONS and self.activation_precision == "auto"
+
+    @property
+    def shard_precision(self) -> Literal["bf16", "fp8", "fp32"]:
+        """The precision whose rules the shards of a layout follow; 4-bit weights have none of their own."""
+        if self.precision == "fp32":
+            return "fp32"
+        return "fp8" if self.precision in ("fp8", "fp8_block") else "bf16"
 
     @property
     def draft_tokens(self) -> int:

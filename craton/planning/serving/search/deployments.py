@@ -97,6 +97,9 @@ def plan_load(
         model=shape.name,
         engine=home.profile.name,
         precision=serve.precision,
+        attention_precision=home.candidates.formats.stored.attention_weights,
+        activation_precision=home.candidates.formats.activations,
+        kv_precision=home.candidates.formats.stored.kv,
         load=section,
         slo=_by_latency(limits),
         by=by,
@@ -187,8 +190,6 @@ def _setting(job: Job, shape: ModelShape, cluster: Cluster, load: ServedLoad) ->
         )
     machine = machine_of(cluster)
     assert job.serve is not None
-    if job.serve.precision not in machine.rates.matrix_flops:
-        raise PlanError(f"{job.where('serve', 'precision')}{gpu.name} does not support {job.serve.precision}")
     try:
         profile = find_engine_profile(job.software, gpu)
     except EngineProfileError as error:

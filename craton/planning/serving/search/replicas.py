@@ -18,6 +18,7 @@ from craton.planning.serving.load import ServedLoad, ServedReplica
 from craton.planning.serving.own_engine import draft_steps, engine_constants
 from craton.planning.serving.planner import served_kv_tokens
 from craton.planning.serving.profile import OWN_ENGINE, EngineProfile
+from craton.planning.serving.search.precision import ServedFormats
 from craton.planning.serving.served_model import ServedModel, kv_bytes_per_token
 from craton.planning.serving.speculation import (
     ASSUMED_ACCEPTANCE,
@@ -26,7 +27,7 @@ from craton.planning.serving.speculation import (
     expected_tokens,
 )
 from craton.planning.serving.step_times import ServedSteps
-from craton.planning.serving.terms import KV_BYTES, ServedPrecision, ServingTerms, serving_terms, stack_terms
+from craton.planning.serving.terms import KV_BYTES, ServingTerms, serving_terms, stack_terms
 
 MAX_REPLICA_GPUS = 72  # one NVLink domain of the largest UltraServer
 TYPICAL_BATCH = 32.0  # of the decode step whose deviation stands for all
@@ -44,6 +45,7 @@ class ServedCandidates:
     log_deviation: float  # of step times
     log_scale: float  # of step times, that the profile's constants do not explain
     kv_bytes_per_token: float  # over all GPUs of a replica
+    formats: ServedFormats
 
     def __len__(self) -> int:
         return len(self.layouts)
@@ -75,7 +77,8 @@ def candidates_of(
     own = profile.engine == OWN_ENGINE
     step_tokens = serve.step_tokens if own or serve.chunk_tokens else DEFAULT_STEP_TOKENS
     running = serve.running if own or serve.max_running else DEFAULT_MAX_RUNNING
-    precision = ServedPrecision(serve.precision, "fp8" if serve.kv_precision == "fp8" else _compute(serve.precision))
+    formats = ServedFormats.of(job, shape, machine.gpu)
+    precision, machine = formats.stored, formats.machine(machine)
     found, rows = [], []
     for layout in _layouts(job, shape, machine, own):
         terms = serving_terms(shape, machine, layout, precision, step_tokens, running * layout.attention_dp, is_own=own)
@@ -96,11 +99,8 @@ def candidates_of(
         steps = _speculative(job, machine, profile, steps, load.acceptance)
     replica = ServedReplica(steps, terms.attention_dp, profile["first_token_seconds"], profile["prefill_slowdown"])
     kv_bytes = kv_bytes_per_token(shape, KV_BYTES[precision.kv], expanded=own)
-    return ServedCandidates(tuple(found), terms, replica, prediction.log_deviation, profile.log_scales[0], kv_bytes)
-
-
-def _compute(precision: str) -> str:
-    return "fp32" if precision == "fp32" else "bf16"
+    deviation, scale = prediction.log_deviation, profile.log_scales[0]
+    return ServedCandidates(tuple(found), terms, replica, deviation, scale, kv_bytes, formats)
 
 
 def _layouts(job: Job, shape: ModelShape, machine: MachineRates, own: bool) -> Iterator[ServedLayout]:

@@ -132,7 +132,10 @@ class LoadPlan:
 
     model: str
     engine: str
-    precision: str
+    precision: str  # of weights
+    attention_precision: str  # of the weights of attention; parts of 4-bit checkpoints stay in bf16
+    activation_precision: str  # of the inputs of matmuls
+    kv_precision: str
     load: LoadSection
     slo: dict[str, dict[str, float]]
     by: str  # cost or gpus
