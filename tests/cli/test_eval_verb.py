@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from run_verbs import Verbs
@@ -20,6 +21,8 @@ from craton.telemetry import RunDirectory
 from craton.telemetry.node import read_status
 
 sys.path.append(str(Path(__file__).parents[1] / "ml" / "evaluation"))
+sys.path.append(str(Path(__file__).parents[1] / "observability" / "web"))
+from page_server import PageServer
 from tiny_models import opened, write_model, write_suite
 
 NUMBERS = ("accuracy", "low", "high", "pass_at", "majority_at", "num_scored")
@@ -71,6 +74,48 @@ def test_an_evaluation_is_a_run_that_survives_a_kill(verbs: Verbs, tmp_path: Pat
     listed = verbs("ps").stdout
     assert f"{run.name}: suite accuracy {before['accuracy']:.2f}" in listed
     assert "60/60" in listed
+
+
+@pytest.mark.slow
+def test_an_evaluation_that_lost_all_its_processes_is_shown_by_its_second_start(verbs: Verbs, tmp_path: Path) -> None:
+    """All problems but one lose their verdicts between the starts: the second has done fewer than the first."""
+    model, suite = write_model(tmp_path / "tiny"), write_suite(tmp_path, problems=40, samples=2)
+    verbs.json("eval", model, suite, "--name", "twice", "--concurrency", "4", "--detach")
+    run = RunDirectory(verbs.root / "twice")
+    wait_until(lambda: _num_lines(run) > 8)
+    status = read_status(run, "node-0")
+    assert status is not None
+    (agent,) = json.loads((run.path / "agents.json").read_text(encoding="utf-8"))
+    for pid in (agent["pid"], status.ranks[0].pid):
+        os.kill(pid, signal.SIGKILL)
+    lines = [json.loads(line) for line in (run.path / "problems.jsonl").read_text(encoding="utf-8").splitlines()]
+    for line in lines[1:]:  # as if their verifier had failed
+        line["samples"] = [{**sample, "is_right": None, "error": "down"} for sample in line["samples"]]
+    (run.path / "problems.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    before = len(lines)
+    page = PageServer(verbs.root)
+    try:
+        verbs.json("resume", "twice", "--detach")
+
+        def steps() -> list[dict[str, Any]]:
+            text = (run.path / "metrics" / "node-0.jsonl").read_text(encoding="utf-8")
+            lines = map(json.loads, text.splitlines())
+            return [line for line in lines if (line["generation"], line["rank"]) == (1, 0)]
+
+        wait_until(steps)
+        assert steps()[0]["step"] == 2, "one problem was done"
+        wait_until(lambda: steps()[-1]["step"] == 40)
+        (listed,) = verbs.json("ps")
+        assert (listed["generation"], listed["step"], listed["steps"]) == (1, 40, 40)
+        wait_until(lambda: verbs.json("ps")[0]["state"] == "done")
+        _, _, shown = page.ask("GET", "/runs/twice")
+        for words in ("<span>eval</span>", "generation 1", "40 / 40", 'data-state="done"'):
+            assert words in shown
+        assert '<span class="sub">eval' in page.ask("GET", "/")[2]
+    finally:
+        page.close()
+    assert _num_lines(run) == before + 39
+    assert _evaluation(run)["strategies"][0]["num_failures"] == 0
 
 
 @pytest.mark.parametrize(

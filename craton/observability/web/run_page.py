@@ -102,7 +102,7 @@ class RunPage:
     ) -> None:
         self.run, self._schedulers = run, schedulers
         self.serves = is_server(run)
-        self._kind = Cached(lambda: job_kind(read_json(run.plan_path)), SLOW_SECONDS)
+        self._kind = Cached(lambda: job_kind(run, read_json(run.plan_path)), SLOW_SECONDS)
         self._verdicts, self._alerts, self._prometheus = verdicts, alerts, prometheus
         self._summarizer = Summarizer(run, MAX_NODES)
         self._history, self._tails, self._nodes, self._records = History(run), RankTails(run), Nodes(run), Records(run)
@@ -131,8 +131,8 @@ class RunPage:
 
     @property
     def is_command(self) -> bool:
-        """Whether the job is a plain command, which may or may not report steps, loss and checkpoints."""
-        return self._kind.get() == "command"
+        """Whether the job is a command or an evaluation, which may or may not report steps, loss and checkpoints."""
+        return self._kind.get() in ("command", "eval")
 
     def num_nodes(self) -> int:
         """Return the number of nodes from the launch file, which is fast to read."""

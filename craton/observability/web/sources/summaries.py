@@ -32,6 +32,7 @@ ASIDE_SECONDS = 0.5  # maximum wait of the next read for a page to be rendered
 LOST_AGAIN_SECONDS = 60.0  # refresh of a lost run, which shows the time since its last sign of life
 LIVE = {*MOVING, "ready", "restarting", "stuck"}  # states of members that change
 EXAMINED = (*MOVING, "failed", "lost")  # states that are diagnosed
+_EVALUATION = "craton.ml.evaluation"  # the module of an evaluation's process
 
 
 @dataclass(frozen=True)
@@ -228,7 +229,7 @@ def _read(run: RunDirectory, state: _Known) -> None:
             cost = plan.get("cost") if isinstance(plan.get("cost"), dict) else {}
             assert isinstance(cost, dict)
             dollars = plan.get("cost_dollars") or cost.get("cost_dollars")
-            state.kind = job_kind(plan)
+            state.kind = job_kind(run, plan)
             state.planned_dollars = float(dollars) if isinstance(dollars, int | float) else None
         state.summarizer = state.summarizer or Summarizer(run, MAX_NODES)
         rows = glance_at_members(run, asks_scheduler=False)
@@ -240,9 +241,12 @@ def _read(run: RunDirectory, state: _Known) -> None:
         state.summarizer = None  # frees the run's ledgers
 
 
-def job_kind(plan: Mapping[str, Any]) -> str:
-    """Return the job's kind from its plan; a job without a plan is a command."""
-    return str(plan.get("kind") or ("" if plan else "command"))
+def job_kind(run: RunDirectory, plan: Mapping[str, Any]) -> str:
+    """Return the job's kind from its plan; a job without a plan is an evaluation or a command."""
+    if plan:
+        return str(plan.get("kind") or "")
+    command = read_json(run.launch_path).get("command")
+    return "eval" if isinstance(command, list) and _EVALUATION in command else "command"
 
 
 def _is_local(run: RunDirectory) -> bool:
