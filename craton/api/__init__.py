@@ -12,5 +12,6 @@ if TYPE_CHECKING:
     from craton.api.server import Server, serve, server_job
     from craton.api.start import preview, run
     from craton.api.start_steps import StartWatch
+    from craton.api.suite_plan import is_suite, suite_record
 else:
     __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

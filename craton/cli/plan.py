@@ -135,15 +135,17 @@ def plan(
         str,
         typer.Option(
             "--eval",
-            metavar="FILE",
-            help="Plan test-time compute from an evaluation: its run, its evaluation.json, or YAML with pass_at.",
+            metavar="SUITE_OR_RUN",
+            help="Plan test-time compute on a suite (file or built-in), or from an evaluation: its run, its "
+            "evaluation.json, or YAML with pass_at.",
             show_default=False,
         ),
     ] = "",
     accuracy: Annotated[
         str,
         typer.Option(
-            help="The same from shares of problems with a correct answer among n samples, e.g. 1:0.55,4:0.7.",
+            help="The same from shares of problems with a correct answer among n samples, e.g. 1:0.55,4:0.7; with "
+            "a suite as --eval, its accuracy.",
             show_default=False,
         ),
     ] = "",
@@ -218,10 +220,10 @@ def plan(
         return
     _refuse(
         {"--tokens": tokens, "--price": price, "--strategy": strategy},
-        "requires --eval FILE or --accuracy, e.g. --accuracy 1:0.55,4:0.7",
+        "requires --eval SUITE or --accuracy, e.g. --accuracy 1:0.55,4:0.7",
     )
     if job is None:
-        raise PlanError("JOB is missing; name a job file, or plan test-time compute with --eval FILE")
+        raise PlanError("JOB is missing; name a job file, or plan test-time compute with --eval SUITE")
     chosen = _ranks(ranks, trace)
     wanted = load_job(job)
     if share_gpus:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
+from craton.ml.serving.text import Vocabulary
 from tests.cli.test_plan import Command, plan
+
+sys.path.append(str(Path(__file__).parents[1] / "ml" / "evaluation"))
+from tiny_models import opened, write_model, write_suite
 
 __all__ = ["plan"]  # the fixture
 
@@ -67,10 +73,74 @@ def test_accuracies_on_the_command_line_and_a_report(plan: Command, tmp_path: Pa
     assert json.dumps(plan.json("--accuracy", "1:0.55", *FEW)).count("NaN") == 0
 
 
+def test_a_suite_is_planned_from_its_own_prompts(
+    plan: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CRATON_RUNS", str(tmp_path / "runs"))
+    code, output, _ = plan("--eval", "arithmetic", "--price", "0.1,0.5", "--budget", "$0.0001")
+    assert code == 0
+    shown = " ".join(output.split())
+    for words in (
+        "500 problems, no accuracy",
+        "prompts of 11 to 13 tokens, estimated: one token for 3 bytes",
+        "completions at the suite's max_tokens of 32, an upper bound",
+        "$0.0001 per problem",
+        "no accuracy is known, so no strategy is best",
+    ):
+        assert words in shown
+    assert "predicted" not in output.partition("Cost")[0]
+    given = plan.json("--eval", "arithmetic", "--accuracy", "1:0.3,4:0.5", "--price", "0.1,0.5")
+    assert (given["known"]["num_problems"], given["lengths"]["completion_tokens"]) == (500, 32)
+    assert given["best"]["dollars_per_solved"][0] > 0
+
+
+def test_a_suite_is_planned_with_the_tokenizer_of_its_server(
+    plan: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CRATON_RUNS", str(tmp_path / "runs"))
+    suite = write_suite(tmp_path, problems=12, rest="strategies: [vote:6]\n")
+    job = tmp_path / "serve.yaml"
+    job.write_text(f"kind: serve\nmodel: {write_model(tmp_path / 'tiny')}\ncluster: p5.48xlarge x 1\n")
+    vocabulary = Vocabulary(tmp_path / "tiny" / "model")
+    tokens = [len(vocabulary.encode(f"What is {number}?", with_special_tokens=True)) for number in range(12)]
+    found = plan.json(job, "--eval", suite, "--accuracy", "1:0.5")
+    assert found["lengths"] == {"prompt_tokens": sum(tokens) / 12, "completion_tokens": 6}
+    assert found["lengths_source"].startswith(f"prompts of {min(tokens)} to {max(tokens)} tokens, by the tokenizer of ")
+    assert ("vote, stop 0.88", 6) in [(row["name"], row["n"]) for row in found["rows"]]
+    assert all(row["price"]["latency_seconds"] > 0 for row in found["rows"])
+    plan.monkeypatch.setenv("COLUMNS", "80")
+    table = plan(job, "--eval", suite, "--accuracy", "1:0.5")[1].partition("Cost")[2]
+    assert "…" not in table
+    assert "$ per 1k solved" in table
+
+
+def test_a_suite_is_planned_from_its_newest_evaluation(
+    plan: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CRATON_RUNS", str(tmp_path / "runs"))
+    (tmp_path / "runs").mkdir()
+    model, suite = write_model(tmp_path / "tiny"), write_suite(tmp_path, problems=20, samples=2)
+    vote = {"kind": "vote", "n": 4, "answer": "text", "stop": "off"}
+    asyncio.run(opened(tmp_path / "runs" / "measured", model, suite, strategies=[vote]).run())
+    plan.capsys.readouterr()
+    found = plan.json("--eval", suite, "--price", "0.1,0.5")
+    assert found["title"] == "bytes: 20 problems, accuracy of model on bytes in run measured"
+    entries = json.loads((tmp_path / "runs" / "measured" / "evaluation.json").read_text())["strategies"]
+    rows = {(row["name"], row["n"]): row for row in found["rows"]}
+    for entry, row in zip(entries, (rows["one sample", 1], rows["full vote", 4]), strict=True):
+        assert row["measured"]["accuracy"] == entry["accuracy"]
+        assert row["measured"]["tokens_per_problem"] == pytest.approx(row["usage"]["tokens"], rel=0.1)
+    assert rows["full vote", 4]["predicted"] is not None
+
+
 BAD_ARGUMENTS: dict[str, tuple[list[str], str]] = {
     "nothing": ([], "JOB is missing"),
-    "both": (["--eval", "x", "--accuracy", "1:0.5"], "remove one of them"),
-    "no such file": (["--eval", "no-such-file"], "no such file; name a run of `craton eval`"),
+    "both": (["--eval", "KNOWN", "--accuracy", "1:0.5"], "remove one of them, or give a suite"),
+    "a suite that is misspelt": (["--eval", "arithmetics", "--accuracy", "1:0.5"], "did you mean 'arithmetic'?"),
+    "a suite of no file": (["--eval", "no-such.yaml"], "no such suite, run or file"),
+    "a suite whose data is missing": (["--eval", "SUITE"], "rows.jsonl does not exist"),
+    "accuracy that is no share of a suite": (["--eval", "code", "--accuracy", "1:3"], "3.0 at 1 is not a share"),
+    "no such file": (["--eval", "no-such-file"], "no such suite, run or file; name a suite, a run of `craton eval`"),
     "accuracy of words": (["--accuracy", "good"], "'good' is not SAMPLES:SHARE"),
     "accuracy beyond 1": (["--accuracy", "1:55"], "55.0 at 1 is not a share"),
     "accuracy of no samples": (["--accuracy", "0:0.5"], "0 is not a whole number"),
@@ -88,16 +158,21 @@ BAD_ARGUMENTS: dict[str, tuple[list[str], str]] = {
         ["--accuracy", "1:0.5", "--instances", "p5"],
         "--instances applies to training jobs only",
     ),
-    "a price without accuracy": (["JOB", "--price", "1,2"], "--price requires --eval FILE or --accuracy"),
+    "a price without accuracy": (["JOB", "--price", "1,2"], "--price requires --eval SUITE or --accuracy"),
     "a job that trains": (["JOB", "--accuracy", "1:0.5"], "does not serve"),
     "a job and a price": (["JOB", "--accuracy", "1:0.5", "--price", "1,2"], "remove one of them"),
 }
 
 
 @pytest.mark.parametrize("case", BAD_ARGUMENTS)
-def test_bad_arguments_are_one_clear_line_and_exit_code_2(plan: Command, case: str) -> None:
+def test_bad_arguments_are_one_clear_line_and_exit_code_2(
+    plan: Command, case: str, known: Path, tmp_path: Path
+) -> None:
     arguments, words = BAD_ARGUMENTS[case]
-    code, output, errors = plan(*(plan.job if word == "JOB" else word for word in arguments), "--json")
+    suite = tmp_path / "suite.yaml"
+    suite.write_text("data: {path: rows.jsonl}\nreward: exact\n")
+    files = {"JOB": plan.job, "KNOWN": known, "SUITE": suite}
+    code, output, errors = plan(*(files.get(word, word) for word in arguments), "--json")
     assert code == 2
     assert errors.startswith("error: ")
     assert words in errors

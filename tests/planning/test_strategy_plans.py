@@ -213,7 +213,7 @@ def test_a_bad_file_is_one_clear_line(tmp_path: Path, content: str) -> None:
     ("text", "shown"),
     [
         ("$0.01", "$0.01 per problem"),
-        ("2", "$2 per problem"),
+        ("2", "$2.00 per problem"),
         ("20k tokens", "20k tokens per problem"),
         ("90s", "1m 30s per problem"),
     ],

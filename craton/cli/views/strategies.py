@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from craton.job import Job
     from craton.planning.strategies import PriceModel, SampleLengths, SampleRecord
 
 
@@ -24,21 +25,28 @@ def plan_test_time(
     """Print the plan of strategies, as a table or as JSON, and write it as HTML."""
     from rich.console import Console
 
+    from craton.api import is_suite, suite_record
     from craton.cli.views.progress import progress
     from craton.job.sections.strategy import read_strategy
     from craton.planning import PlanError
     from craton.planning.report import render_strategies, strategies_html, strategies_to_json
     from craton.planning.strategies import parse_accuracy, parse_budget, plan_strategies, shape_of
 
-    if evaluation and accuracy:
-        raise PlanError("--eval and --accuracy both say what is known; remove one of them")
+    suite = bool(evaluation) and is_suite(evaluation) and not _has_evaluation(evaluation)
+    if evaluation and accuracy and not suite:
+        _record(evaluation)  # what is wrong with it says more
+        raise PlanError("--eval and --accuracy both say what is known; remove one of them, or give a suite as --eval")
     if job is not None and price:
         raise PlanError("--price is that of an endpoint, and JOB is a server of our own; remove one of them")
-    record = parse_accuracy(accuracy) if accuracy else _record(evaluation)
+    server = None if job is None else _server(job)
+    if suite:
+        record = suite_record(evaluation, server, accuracy)
+    else:
+        record = parse_accuracy(accuracy) if accuracy else _record(evaluation)
     lengths = _lengths(tokens)
     limit = parse_budget(budget) if budget else None
     shapes = [shape_of(read_strategy(text, "--strategy"), "--strategy") for text in strategies]
-    prices = _prices(job, price, record)
+    prices = _prices(server, price, record)
     with progress("strategies"):
         plan = plan_strategies(record, prices, limit, shapes, lengths)
     if html:
@@ -75,9 +83,27 @@ def _lengths(text: str) -> SampleLengths | None:
     return SampleLengths(prompt, completion)
 
 
-def _prices(job: Path | None, price: str, record: SampleRecord) -> PriceModel:
+def _has_evaluation(name: str) -> bool:
+    """Return whether this is the name of a run that has evaluated, which may have the name of a suite."""
+    from craton.telemetry import RunError, find_run
+
+    try:
+        return (find_run(name).path / "evaluation.json").is_file()
+    except RunError:
+        return False
+
+
+def _server(path: Path) -> Job:
     from craton.job import load_job
     from craton.planning import PlanError
+
+    job = load_job(path)
+    if not job.serve:
+        raise PlanError(f"{job.where('kind')}kind {job.kind} does not serve; with --eval name a job of kind serve")
+    return job
+
+
+def _prices(job: Job | None, price: str, record: SampleRecord) -> PriceModel:
     from craton.planning.serving import plan_serving
     from craton.planning.strategies import EndpointPrice, MeasuredPrice, NoPrice, ServerPrice
 
@@ -86,12 +112,7 @@ def _prices(job: Path | None, price: str, record: SampleRecord) -> PriceModel:
             *_pair(price, "--price", "dollars per million prompt and completion tokens, e.g. 0.15,0.60")
         )
     if job is not None:
-        wanted = load_job(job)
-        if not wanted.serve:
-            raise PlanError(
-                f"{wanted.where('kind')}kind {wanted.kind} does not serve; with --eval name a job of kind serve"
-            )
-        return ServerPrice(plan_serving(wanted))
+        return ServerPrice(plan_serving(job))
     if record.dollars_per_token is not None or record.seconds_per_token is not None:
         return MeasuredPrice(record.seconds_per_token, record.dollars_per_token)
     return NoPrice()

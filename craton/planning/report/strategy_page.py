@@ -60,7 +60,7 @@ def strategies_html(plan: StrategiesPlan) -> str:
     body += html_report.section("Strategies", "Predicted beside measured, and the cost of one problem", _table(plan))
     body += html_report.warning_list("Assumptions", plan.notes)
     footer = f"""Intervals should contain {formatting.percent(INTERVAL_LEVEL)} of measurements. Filled markers are on
-the front: no cheaper strategy is as accurate. As JSON: <code>craton plan --eval FILE --json</code>."""
+the front: no cheaper strategy is as accurate. As JSON: <code>craton plan --eval SUITE --json</code>."""
     style = files(__package__).joinpath("report.css").read_text(encoding="utf-8")
     return html_report.page_html(f"{plan.title}: strategies", Markup(body), figures, Markup(footer), style)
 

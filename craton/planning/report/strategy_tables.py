@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -12,7 +13,8 @@ from craton import formatting
 from craton.planning.strategies import PlannedStrategy, StrategiesPlan
 
 TITLE_WIDTH = 8
-WIDE = 96  # columns that hold every number
+UNLIMITED = 10_000  # columns
+_OMITTED = ("per hour", "interval", "measured", "fit")  # costs that narrow screens have no place for, the first first
 THOUSAND = 1000.0
 BEST, FRONT = "◆", "·"
 
@@ -22,11 +24,15 @@ def render_strategies(plan: StrategiesPlan, console: Console) -> None:
     console.print(Text(plan.title, style="bold"), highlight=False)
     for title, text in strategy_fields(plan):
         _print_field(console, title, text)
-    console.print(Text("\nAccuracy", style="bold"), Text("share of problems solved"), highlight=False)
-    console.print(_accuracy_table(plan), highlight=False)
+    if any(row.accuracy is not None for row in plan.rows):
+        console.print(Text("\nAccuracy", style="bold"), Text("share of problems solved"), highlight=False)
+        console.print(_accuracy_table(plan), highlight=False)
     if plan.lengths is not None:
-        console.print(Text("\nCost", style="bold"), Text(_cost_title(plan)), highlight=False)
-        console.print(_cost_table(plan, console.width), highlight=False)
+        table = _cost_table(plan, console)
+        fit = any(column.header == "fit" for column in table.columns)
+        title = f"of one problem, on average{'; fit: problems whose KV cache fits at once' if fit else ''}"
+        console.print(Text("\nCost", style="bold"), Text(title), highlight=False)
+        console.print(table, highlight=False)
     within = "" if plan.budget is None else " within the budget; grey: beyond it"
     console.print(f"\n{BEST} best{within}   {FRONT} nothing cheaper is as accurate", style="dim", highlight=False)
     if any(row.needs_truth for row in plan.rows):
@@ -36,17 +42,20 @@ def render_strategies(plan: StrategiesPlan, console: Console) -> None:
         _print_field(console, "!", note, style="yellow")
 
 
-def _cost_title(plan: StrategiesPlan) -> str:
-    fit = any(row.price.concurrency is not None for row in plan.rows)
-    return f"of one problem, on average{'; fit: problems whose KV cache fits at once' if fit else ''}"
-
-
 def strategy_fields(plan: StrategiesPlan) -> list[tuple[str, str]]:
     """Return the sentences above the tables, each with its title."""
     fields = [("known", known_text(plan)), ("price", plan.price_source)]
+    if plan.lengths_source:
+        fields.insert(1, ("lengths", plan.lengths_source))
     if plan.budget is not None:
         fields.append(("budget", str(plan.budget)))
-    fields.append(("best", best_text(plan.best, "no strategy")))
+    if plan.known.most_samples:
+        fields += _best_fields(plan)
+    return fields
+
+
+def _best_fields(plan: StrategiesPlan) -> list[tuple[str, str]]:
+    fields = [("best", best_text(plan.best, "no strategy"))]
     if plan.best_with_truth is not None:
         fields.append(("verified", best_text(plan.best_with_truth, "no best of n")))
     return fields
@@ -56,8 +65,11 @@ def known_text(plan: StrategiesPlan) -> str:
     """Return what the plan is predicted from."""
     known = plan.known
     passes = ", ".join(f"{formatting.percent(share)} with {size}" for size, share in sorted(known.pass_at.items())[:1])
-    problems = formatting.counted(known.num_problems, "problem")
-    text = f"{problems}, up to {formatting.counted(known.most_samples, 'sample')} of each; {passes}"
+    text = formatting.counted(known.num_problems, "problem")
+    if known.most_samples:
+        text += f", up to {formatting.counted(known.most_samples, 'sample')} of each; {passes}"
+    else:
+        text += ", no accuracy"
     if plan.lengths is not None:
         lengths = plan.lengths
         prompt, completion = (
@@ -121,17 +133,33 @@ def _accuracy_table(plan: StrategiesPlan) -> Table:
     return table
 
 
-def _cost_table(plan: StrategiesPlan, width: int) -> Table:
-    columns = ["mark", "strategy", ">n", ">tokens", ">KV cache"]
+def _cost_table(plan: StrategiesPlan, console: Console) -> Table:
+    """Return the table of costs, without what has no place on the screen."""
+    unlimited = console.options.update(width=UNLIMITED)
+    for num_omitted in range(len(_OMITTED) + 1):
+        table = _costs_without(plan, _OMITTED[:num_omitted])
+        if console.measure(table, options=unlimited).maximum <= console.width:
+            break
+    return table
+
+
+def _costs_without(plan: StrategiesPlan, omitted: Sequence[str]) -> Table:
+    columns = ["mark", "strategy", ">n", ">tokens"]
+    if any(row.measured is not None and row.measured.tokens_per_problem for row in plan.rows):
+        columns.append(">measured")
+    columns.append(">KV cache")
     if any(row.price.concurrency is not None for row in plan.rows):
         columns += [">fit", ">latency"]
-    if any(row.price.problems_per_hour is not None for row in plan.rows) and width >= WIDE:
+    if any(row.price.problems_per_hour is not None for row in plan.rows):
         columns.append(">per hour")
     if any(row.price.dollars is not None for row in plan.rows):
         columns += [">$ per 1k", ">$ per 1k solved"]
+    columns = [column for column in columns if column.lstrip(">") not in omitted]
     table = _table(*columns)
     for row in plan.rows:
         cells = _costs(plan, row)
+        if "interval" in omitted:
+            cells["$ per 1k solved"] = cells["$ per 1k solved"].partition(" (")[0]
         table.add_row(*(cells[column.lstrip(">")] for column in columns), style="" if row.is_affordable else "dim")
     return table
 
@@ -140,12 +168,14 @@ def _costs(plan: StrategiesPlan, row: PlannedStrategy) -> dict[str, str]:
     usage, price = row.usage, row.price
     assert usage is not None
     dollars, rate = price.dollars, price.problems_per_hour
+    measured_tokens = row.measured.tokens_per_problem if row.measured is not None else None
     kv_cache = formatting.count(round(usage.kv_tokens)) if price.kv_bytes is None else formatting.memory(price.kv_bytes)
     return {
         "mark": mark_of(plan, row),
         "strategy": row.name,
         "n": _size(row),
         "tokens": formatting.count(round(usage.tokens)),
+        "measured": "" if not measured_tokens else formatting.count(round(measured_tokens)),
         "KV cache": kv_cache,
         "fit": "none" if (price.concurrency or 0) < 1 else formatting.count(math.floor(price.concurrency or 0)),
         "latency": formatting.duration(price.latency_seconds),

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 from craton.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from craton.planning.strategies.budget import ProblemBudget, parse_budget
+    from craton.planning.strategies.budget import parse_budget
     from craton.planning.strategies.early_stop import stopped_votes
     from craton.planning.strategies.evaluation_file import (
-        MeasuredRow,
         SampleRecord,
         parse_accuracy,
         read_record,
@@ -24,12 +23,16 @@ if TYPE_CHECKING:
         MeasuredPrice,
         NoPrice,
         PriceModel,
-        ProblemPrice,
         ServerPrice,
     )
     from craton.planning.strategies.problem_mix import NODES, any_correct
     from craton.planning.strategies.stopping_rule import leader_confidence, needed_samples, needed_table
-    from craton.planning.strategies.usage import PlannedUsage, SampleLengths, StrategyShape, strategy_usage
+    from craton.planning.strategies.suite_prompts import SuitePrompts, estimated_tokens, record_of_suite
+    from craton.planning.strategies.usage import (
+        SampleLengths,
+        StrategyShape,
+        strategy_usage,
+    )
     from craton.planning.strategies.votes import LEADS, win_probabilities
 else:
     __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

@@ -22,7 +22,7 @@ class ProblemBudget:
 
     def __str__(self) -> str:
         if self.unit == "dollars":
-            return f"${self.limit:g} per problem"
+            return f"{formatting.small_dollars(self.limit)} per problem"
         if self.unit == "tokens":
             return f"{formatting.count(self.limit)} tokens per problem"
         return f"{formatting.duration(self.limit)} per problem"

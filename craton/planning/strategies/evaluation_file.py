@@ -18,6 +18,7 @@ import yaml
 
 from craton.errors import CratonError
 from craton.job.sections.strategy import BestOfStrategy, BudgetStrategy, VoteStrategy, parse_strategy
+from craton.job.sections.suites import BUILT_IN_SUITES
 from craton.nearest import did_you_mean
 from craton.planning.setting import PlanError
 from craton.planning.strategies.posterior import KnownAccuracy
@@ -38,7 +39,7 @@ class MeasuredRow:
     accuracy: float
     low: float | None = None
     high: float | None = None
-    tokens_per_problem: float | None = None
+    tokens_per_problem: float | None = None  # with the prompt once, as a plan counts them
     dollars_per_problem: float | None = None
     latency_seconds: float | None = None
     is_same_samples: bool = False  # estimated from the plain samples
@@ -55,6 +56,8 @@ class SampleRecord:
     seconds_per_token: float | None = None
     dollars_per_token: float | None = None
     notes: tuple[str, ...] = field(default_factory=tuple)
+    wanted: tuple[StrategyShape, ...] = ()  # strategies of the suite, beside the usual ones
+    lengths_source: str = ""  # how the lengths are known, if they are not those of the samples
 
 
 def read_record(path: Path) -> SampleRecord:
@@ -66,8 +69,9 @@ def read_record(path: Path) -> SampleRecord:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
-        hint = "a run of `craton eval`, its evaluation.json, or a YAML file with pass_at"
-        raise PlanError(f"--eval {path}: no such file; name {hint}") from None
+        hint = "a suite, a run of `craton eval`, its evaluation.json, or a YAML file with pass_at"
+        near = did_you_mean(path.name, BUILT_IN_SUITES)
+        raise PlanError(f"--eval {path}: no such suite, run or file; name {hint}{near}") from None
     try:
         document = yaml.safe_load(text) if path.suffix in (".yaml", ".yml") else json.loads(text)
     except (ValueError, yaml.YAMLError):
@@ -79,8 +83,9 @@ def read_record(path: Path) -> SampleRecord:
     return _of_evaluation(document, path)
 
 
-def parse_accuracy(text: str) -> SampleRecord:
-    """Read `1:0.55,4:0.7`: the share of problems with a correct answer among so many samples."""
+def parse_accuracy(text: str, num_problems: int | None = None) -> SampleRecord:
+    """Read `1:0.55,4:0.7`: the share of problems with a correct answer among so many samples. `num_problems`: of the
+    suite that it was measured on."""
     given: dict[int, float] = {}
     for part in text.split(","):
         samples, colon, share = part.partition(":")
@@ -90,7 +95,7 @@ def parse_accuracy(text: str) -> SampleRecord:
             colon = ""
         if not colon:
             raise PlanError(f"--accuracy {text!r}: {part!r} is not SAMPLES:SHARE; write e.g. 1:0.55,4:0.7")
-    return _of_user({"pass_at": given}, "--accuracy")
+    return _of_user({"pass_at": given, **({"problems": num_problems} if num_problems else {})}, "--accuracy")
 
 
 def _of_user(document: Mapping[str, Any], where: str) -> SampleRecord:
@@ -154,7 +159,7 @@ def _of_entry(document: Mapping[str, Any], entry: Mapping[str, Any], entries: li
     lengths = None
     if entry.get("completion_tokens_mean"):
         lengths = SampleLengths(float(entry.get("prompt_tokens_mean") or 0.0), float(entry["completion_tokens_mean"]))
-    measured = _from_samples(passes, votes)
+    measured = [_row(StrategyShape("sample"), entry), *_from_samples(passes, votes)]
     step = entry.get("checkpoint")
     measured += [_measured(other) for other in entries if not _is_plain(other) and other.get("checkpoint") == step]
     tokens = entry.get("completion_tokens_per_problem") or _product(entry.get("completion_tokens_mean"), entry["n"])
@@ -178,14 +183,19 @@ def _from_samples(passes: Mapping[int, float], votes: Mapping[int, float]) -> li
 
 
 def _measured(entry: Mapping[str, Any]) -> MeasuredRow:
+    return _row(shape_of(entry["strategy"], "--eval: strategy"), entry, entry.get("latency_seconds_mean"))
+
+
+def _row(shape: StrategyShape, entry: Mapping[str, Any], latency_seconds: float | None = None) -> MeasuredRow:
+    prompt, completions = entry.get("prompt_tokens_mean"), entry.get("completion_tokens_per_problem")
     return MeasuredRow(
-        shape_of(entry["strategy"], "--eval: strategy"),
+        shape,
         float(entry["accuracy"]),
         entry.get("low"),
         entry.get("high"),
-        entry.get("tokens_per_problem"),
+        None if completions is None else (prompt or 0.0) + completions,
         entry.get("dollars_per_problem"),
-        entry.get("latency_seconds_mean"),
+        latency_seconds,
     )
 
 

@@ -86,6 +86,7 @@ class StrategiesPlan:
     best: PlannedStrategy | None  # without a verifier that knows the answer
     best_with_truth: PlannedStrategy | None
     notes: tuple[str, ...]
+    lengths_source: str = ""  # how the lengths are known; empty: from the samples, or given
 
 
 def plan_strategies(
@@ -96,8 +97,10 @@ def plan_strategies(
     lengths: SampleLengths | None = None,
 ) -> StrategiesPlan:
     """Plan the usual strategies, those that were measured, and `shapes`; `lengths` replace those of the record."""
+    lengths_source = record.lengths_source if lengths is None else ""
     lengths = lengths or record.lengths
-    wanted = shapes or _usual(record)
+    wanted_only = bool(shapes)
+    wanted = shapes or (*_usual(record), *record.wanted)
     shapes = list(dict.fromkeys((StrategyShape("sample"), *wanted, *(row.shape for row in record.measured))))
     shapes = [
         shape for shape in shapes if shape.kind == "sample" or shape.n > 1 or shape.kind in ("beam", "tree", "budget")
@@ -107,6 +110,9 @@ def plan_strategies(
         raise PlanError(f"a vote of {too_many[0].n} samples is not planned; allowed: up to {MAX_VOTES}")
     if budget is not None and lengths is None:
         raise PlanError("--budget needs the tokens of a prompt and a completion; give --tokens PROMPT,COMPLETION")
+    if not wanted_only:
+        kinds = list(dict.fromkeys(shape.name for shape in shapes))
+        shapes.sort(key=lambda shape: (kinds.index(shape.name), shape.n))
     measured = {row.shape: row for row in record.measured}
     rows = [_planned(record, prices, budget, lengths, shape, measured.get(shape)) for shape in shapes]
     front = _front(rows)
@@ -121,6 +127,7 @@ def plan_strategies(
         _best(row for row in rows if not row.needs_truth),
         _best(row for row in rows if row.needs_truth),
         (*record.notes, *_notes(record, lengths, rows)),
+        lengths_source,
     )
 
 
@@ -139,12 +146,12 @@ def _planned(
     shape: StrategyShape,
     measured: MeasuredRow | None,
 ) -> PlannedStrategy:
-    if shape.kind == "sample":
-        measured = MeasuredRow(shape, record.known.pass_at[1]) if 1 in record.known.pass_at else None
-    curve = _curve(_knowledge(record.known, shape, measured))
-    predicted = _predicted(curve, shape, measured, record.known.samples)
+    if shape.kind == "sample" and measured is None and 1 in record.known.pass_at:
+        measured = MeasuredRow(shape, record.known.pass_at[1])
+    curve = _curve(_knowledge(record.known, shape, measured)) if record.known.most_samples else None
+    predicted = _predicted(curve, shape, measured, record.known.samples) if curve else None
     votes = (0.0, 1.0)
-    if shape.kind == "vote" and shape.stop:
+    if curve and shape.kind == "vote" and shape.stop:
         stopped = stopped_votes(shape.n, shape.stop)
         votes = curve.mean_by_vote(stopped.samples), curve.mean_by_vote(stopped.rounds)
     usage = strategy_usage(shape, lengths, *votes) if lengths is not None else None
@@ -234,18 +241,23 @@ def _best(rows: Iterable[PlannedStrategy]) -> PlannedStrategy | None:
 def _notes(record: SampleRecord, lengths: SampleLengths | None, rows: Sequence[PlannedStrategy]) -> list[str]:
     known = record.known
     notes = []
-    if any(row.accuracy is None for row in rows):
+    if not known.most_samples:
+        notes.append(
+            "no accuracy is known, so no strategy is best, and a vote that ends early has the cost of a full one: "
+            "run `craton eval MODEL SUITE --samples 4`, or give --accuracy 1:0.5"
+        )
+    elif any(row.accuracy is None for row in rows):
         notes.append(
             "beam and tree search, budgets and other scores: their accuracy is known only where it was measured"
         )
     if any(row.shape.score not in ("", LOGPROBS) for row in rows):
         notes.append("tokens, seconds and dollars are those of the samples; a judge or reward model comes on top")
-    if known.most_samples < 2:
+    if known.most_samples == 1:
         notes.append(
             "only one sample of each problem is known: how unequal the problems are is assumed from published models; "
             "evaluate with n: 4 for narrower intervals"
         )
-    if not any(size > 2 for size in known.majority_at):
+    if known.most_samples and not any(size > 2 for size in known.majority_at):
         notes.append("no vote was counted: how often wrong answers agree is assumed from published models")
     if lengths is None:
         notes.append("tokens, seconds and dollars need the lengths of a sample: give --tokens PROMPT,COMPLETION")

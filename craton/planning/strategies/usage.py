@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from craton.job.sections.strategy import LOGPROBS
 from craton.planning.setting import PlanError
 
+BYTES_PER_TOKEN = 3  # of a text without its tokenizer: an estimate that is rather too high
 STEPS_OF_COMPLETION = 8  # of a search whose steps end at a text: assumed, as a share of a completion
 
 

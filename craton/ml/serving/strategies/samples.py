@@ -14,8 +14,7 @@ from typing import Self, TypeVar
 
 from craton.ml.serving.clients import Answer, InferenceClient, InferenceRequest
 from craton.ml.serving.strategies.limits import Limits
-
-BYTES_PER_TOKEN = 3  # of a text that only the endpoint can tokenize: an estimate that is rather too high
+from craton.planning.strategies import estimated_tokens
 
 Result = TypeVar("Result")
 
@@ -158,7 +157,7 @@ def prompt_length(request: InferenceRequest) -> int:
     if request.prompt_kind == "token":
         return len(request.prompt) + len(request.generated)
     texts = [request.prompt] if isinstance(request.prompt, str) else [_content(message) for message in request.prompt]
-    return sum(-(-len(text.encode()) // BYTES_PER_TOKEN) for text in texts) + len(request.generated)
+    return sum(map(estimated_tokens, texts)) + len(request.generated)
 
 
 def _content(message: object) -> str:
