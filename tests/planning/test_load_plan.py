@@ -187,7 +187,7 @@ def test_weights_activations_and_kv_cache_have_their_own_precision() -> None:
     assert narrow.chosen.kv_tokens == pytest.approx(2 * plain.chosen.kv_tokens), "half the bytes of a token"
     only_weights = planned_in("precision: nvfp4, activation_precision: bf16")
     assert only_weights.chosen.kv_tokens == plain.chosen.kv_tokens
-    assert only_weights.chosen.ttft["mean"].value > 1.3 * plain.chosen.ttft["mean"].value, "prompts in bf16"
+    assert only_weights.chosen.ttft["mean"].value > 1.2 * plain.chosen.ttft["mean"].value, "prompts in bf16"
     wide = planned_in("precision: bf16")
     assert only_weights.chosen.kv_tokens > wide.chosen.kv_tokens
     assert only_weights.chosen.tpot["mean"].value < wide.chosen.tpot["mean"].value, "fewer bytes of weights"
