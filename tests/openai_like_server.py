@@ -35,6 +35,8 @@ class Behaviour:
     takes_ids: bool = True
     streams: bool = True
     usage: bool = True
+    continues_messages: bool = False  # takes continue_final_message; otherwise it ignores the field
+    keeps_white_space: bool = True  # at the end of a message that it continues
     cached_tokens: int | None = None
     lists_models: bool = True
     fails: dict[int, str] = field(default_factory=dict)  # request number -> what happens to it
@@ -69,7 +71,7 @@ class Server:
         if body["model"] not in behaviour.models:
             return _error(404, f"The model `{body['model']}` does not exist.")
         chat = request.path.endswith("/chat/completions")
-        prompt = body["messages"][0]["content"] if chat else body["prompt"]
+        prompt = self._rendered(body) if chat else body["prompt"]
         if isinstance(prompt, list) and not behaviour.takes_ids:
             return _error(400, "prompt: input should be a valid string")
         if isinstance(prompt, list) and max(prompt) >= behaviour.vocabulary:
@@ -127,12 +129,22 @@ class Server:
         ending = {"delta": {}} if chat else {"text": ""}
         yield _event({"choices": [{**ending, "finish_reason": "abort" if fault == "abort" else "length"}]})
         if behaviour.usage and body.get("stream_options", {}).get("include_usage"):
-            yield _event({"choices": [], "usage": self._usage(prompt, chat, sent)})
+            yield _event({"choices": [], "usage": self._usage(prompt, sent)})
         yield b"data: [DONE]\n\n"
 
-    def _usage(self, prompt: str | list[int], chat: bool, sent: int) -> dict[str, Any]:
+    def _rendered(self, body: dict[str, Any]) -> str:
+        """What a chat template makes of the messages: each with a frame around it, the last one perhaps open."""
+        frame = " " * round(TEMPLATE_TOKENS * CHARACTERS_PER_TOKEN)
+        contents = [message["content"] for message in body["messages"]]
+        if not (self.behaviour.continues_messages and body.get("continue_final_message")):
+            return "".join(content + frame for content in contents)
+        *before, last = contents
+        last = last if self.behaviour.keeps_white_space else last.rstrip()
+        return "".join(content + frame for content in before) + last
+
+    def _usage(self, prompt: str | list[int], sent: int) -> dict[str, Any]:
         tokens = len(prompt) if isinstance(prompt, list) else round(len(prompt) / CHARACTERS_PER_TOKEN)
-        usage: dict[str, Any] = {"prompt_tokens": tokens + TEMPLATE_TOKENS * chat, "completion_tokens": sent}
+        usage: dict[str, Any] = {"prompt_tokens": tokens, "completion_tokens": sent}
         if self.behaviour.cached_tokens is not None:
             usage["prompt_tokens_details"] = {"cached_tokens": self.behaviour.cached_tokens}
         return usage

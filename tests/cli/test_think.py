@@ -51,6 +51,59 @@ def test_a_verifier_scores(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     assert found["strategy"]["score"] == "word"
 
 
+TREE = "{kind: tree, n: 6, width: 2, depth: 3, step: {tokens: 2}}"
+
+
+def test_a_tree_continues_the_message_of_a_chat(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "verifiers.yaml"
+    file.write_text("verifiers: {word: {verifier: regex, pattern: 'w.r'}}\nverify: {workers: 1}\n")
+    asked = ["--prompt", "Hello", "--strategy", TREE, "--sample-tokens", "6", "--verifier", str(file)]
+    with openai_like_server(Behaviour(continues_messages=True)) as server:
+        assert run(monkeypatch, server.url, *asked, "--json") == 0
+        sent = [body for body in server.behaviour.received if body["max_tokens"] == 2 and "seed" in body]
+    found = json.loads(capsys.readouterr().out)
+    assert found["report"]["branches"] == 7, "6, and the best one to its end"
+    assert found["answer"] == 'wör"d ' * 6
+    first, last = sent[0], sent[-1]
+    assert [message["role"] for message in first["messages"]] == ["user"]
+    assert "continue_final_message" not in first
+    assert last["messages"][-1] == {"role": "assistant", "content": 'wör"d ' * 2}
+    assert (last["continue_final_message"], last["add_generation_prompt"]) == (True, False)
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "strategy", "line"),
+    [
+        ({}, TREE, "cannot continue the message of a chat, as every step of a search does"),
+        ({"continues_messages": True, "usage": False}, TREE, "or use vLLM, SGLang or a Craton server"),
+        (
+            {"continues_messages": True, "keeps_white_space": False},
+            "tree:4",
+            "removes white space at the end of the message that it continues, and each step ends with '\\n\\n'; give",
+        ),
+    ],
+)
+def test_a_search_says_why_an_endpoint_cannot_continue(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    behaviour: dict[str, bool],
+    strategy: str,
+    line: str,
+) -> None:
+    file = tmp_path / "verifiers.yaml"
+    file.write_text("verifiers: {word: {verifier: regex, pattern: 'w.r'}}\nverify: {workers: 1}\n")
+    with openai_like_server(Behaviour(**behaviour)) as server:  # type: ignore[arg-type]
+        asked = ["--prompt", "Hello", "--strategy", strategy, "--sample-tokens", "77", "--verifier", str(file)]
+        assert run(monkeypatch, server.url, *asked) == 2
+        assert not [body for body in server.behaviour.received if body["max_tokens"] in (2, 77) and "seed" in body]
+    errors = capsys.readouterr().err
+    assert line in errors
+    assert errors.count("\n") == 1
+
+
 def test_a_vote_without_answers_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     with openai_like_server() as server:
         assert run(monkeypatch, server.url, "--prompt", "Hello", "--strategy", "vote:2", "--sample-tokens", "2") == 0

@@ -26,6 +26,7 @@ from test_engine_client import is_finished
 from waiting import PATIENCE_SECONDS, wait_until
 
 from craton.agent.processes import free_port
+from craton.job.sections.strategy import parse_strategy
 from craton.ml.models import Decoder, config_from_huggingface, load_weights
 from craton.ml.serving.clients import (
     Answer,
@@ -48,6 +49,8 @@ from craton.ml.serving.clients import (
 from craton.ml.serving.engine.build import build_engine
 from craton.ml.serving.messages import Grammar, Sampling
 from craton.ml.serving.settings import EngineSettings
+from craton.ml.serving.strategies import CallableScorer, Limits, run_strategy
+from craton.ml.serving.text import Vocabulary, load_template
 
 KINDS = ["engine", "server", "openai", pytest.param("foreign", marks=pytest.mark.slow)]
 TEXT = "The quick brown fox says"
@@ -198,6 +201,49 @@ def test_a_chat_is_answered(endpoint: Endpoint) -> None:
         (answer,) = await complete(client, InferenceRequest(messages, SHORT))
         assert answer.finish == "length"
         assert answer.text
+
+    run(endpoint, work)
+
+
+def test_the_message_of_a_chat_is_continued(endpoint: Endpoint, folder: Path) -> None:
+    greedy = replace(SHORT, temperature=0.0)
+    ask, begun = {"role": "user", "content": "What is 2 + 2?"}, "The quick\n\n"
+    rendered = load_template(folder).render([ask]) + begun  # type: ignore[union-attr]
+    tokens = Vocabulary(folder).encode(rendered, with_special_tokens=False)
+
+    async def work(client: InferenceClient) -> None:
+        chat = [ask, {"role": "assistant", "content": begun}]
+        continued = InferenceRequest(chat, greedy, continues_message=True)
+        if not (await client.capabilities()).continued_chats:
+            with pytest.raises(MissingCapabilityError, match="does not give continued chats; send the chat as a text"):
+                await client.submit(continued)
+            return
+        (answer,) = await complete(client, continued)
+        (expected,) = await complete(client, InferenceRequest(tokens, greedy))
+        (another,) = await complete(client, InferenceRequest(chat, greedy))
+        assert answer.text == expected.text != another.text
+        await client.require("continued_whitespace")
+
+    run(endpoint, work)
+    if endpoint.kind != "foreign":
+        run(endpoint, lambda client: client.require("continued_chats"))
+
+
+def test_a_tree_searches_a_chat(endpoint: Endpoint) -> None:
+    strategy = parse_strategy(
+        {"kind": "tree", "n": 8, "width": 2, "depth": 4, "step": {"tokens": 3}, "score": "length"}
+    )
+    request = InferenceRequest([{"role": "user", "content": "What is 2 + 2?"}], replace(SHORT, seed=3))
+
+    async def work(client: InferenceClient) -> None:
+        capabilities = await client.capabilities()
+        if not (capabilities.continued_chats and capabilities.seeds):
+            return
+        scorer = CallableScorer(lambda prompt, texts: [float(len(text)) for text in texts])
+        first, again = [await run_strategy(client, request, strategy, scorer, Limits()) for _ in range(2)]
+        assert (first.text, first.report) == (again.text, again.report)
+        assert first.report["depth"] > 1
+        assert len(first.text) == max(first.report["scores"])
 
     run(endpoint, work)
 

@@ -22,7 +22,8 @@ class InferenceRequest:
     """A prompt (token ids, a text, or the messages of a chat), to be answered `copies` times.
 
     Copy i has seed + i; without a seed the client draws one. `generated` continues an answer: limits, penalties,
-    grammar, stop strings and seed count these tokens as generated."""
+    grammar, stop strings and seed count these tokens as generated. `continues_message`: the last message of a chat is
+    the assistant's, and the answer goes on behind its text."""
 
     prompt: str | Sequence[int] | Sequence[Mapping[str, Any]]
     sampling: Sampling = field(default_factory=Sampling)
@@ -31,6 +32,7 @@ class InferenceRequest:
     stop: tuple[str, ...] = ()
     priority: int = 0  # smaller is sooner
     adapter: str | None = None
+    continues_message: bool = False
 
     @property
     def prompt_kind(self) -> PromptKind:

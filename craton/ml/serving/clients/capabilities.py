@@ -35,6 +35,8 @@ class Capabilities:
     grammars: bool = False
     adapters: bool = False
     continued_requests: bool = False  # `generated`: an answer goes on as if it had never been interrupted
+    continued_chats: bool = False  # `continues_message`
+    continued_whitespace: bool = False  # likewise, with the white space at the end of the message
     shared_forks: bool = False  # branches share the KV cache; otherwise a fork is a new request with a longer prompt
     weights_versions: bool = False
 
@@ -60,6 +62,8 @@ REMEDIES = {
     "grammars": f"set sampling.grammar to None, or {USE_OURS} with a tokenizer",
     "adapters": "name the adapter as the client's model",
     "continued_requests": f"send the answer so far as part of the prompt, or {USE_OURS}",
+    "continued_chats": f"send the chat as a text, or {USE_OURS}, vLLM or SGLang",
+    "continued_whitespace": f"end the message without white space, send the chat as a text, or {USE_OURS}",
     "shared_forks": f"accept that a fork is a new request, or {USE_OURS}",
     "weights_versions": USE_OURS,
 }
@@ -84,6 +88,7 @@ def needs_of(request: InferenceRequest) -> set[str]:
         "grammars": sampling.grammar is not None,
         "adapters": request.adapter is not None,
         "continued_requests": bool(request.generated),
+        "continued_chats": request.continues_message,
     }
     return needs | {name for name, is_asked in asked.items() if is_asked}
 

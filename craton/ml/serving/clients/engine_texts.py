@@ -50,7 +50,10 @@ class EngineTexts:
         try:
             if request.prompt_kind == "chat":
                 assert self._template is not None
-                text = self._template.render(_messages(prompt))
+                goes_on = request.continues_message
+                text = self._template.render(
+                    _messages(prompt), add_generation_prompt=not goes_on, continue_final_message=goes_on
+                )
                 return tuple(self._vocabulary.encode(text, with_special_tokens=False))
             return tuple(self._vocabulary.encode(prompt, with_special_tokens=True))
         except (ServingError, UnicodeEncodeError, TypeError) as error:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -25,12 +25,14 @@ from craton.ml.serving.clients.errors import (
     ServerFailedError,
 )
 from craton.ml.serving.clients.http_client import HttpClient
-from craton.ml.serving.clients.server_client import COMPLETIONS, ServerClient, is_ours
+from craton.ml.serving.clients.server_client import COMPLETIONS, CONTINUED, ServerClient, is_ours
 from craton.ml.serving.messages import Finish
 
 CHAT = "/v1/chat/completions"
 TRIAL_PROMPT = "Once upon a time"
 TRIAL_TOKENS = [1, 2, 3]
+TRIAL_QUESTION = {"role": "user", "content": TRIAL_PROMPT}
+TRIAL_SPACE = "\n\n"  # ends the steps of a search
 MAX_TRIAL_CHARACTERS = 100_000
 SEEDED_TOKENS = 8  # of a trial with a seed, at a high temperature
 # Of a trial that shows whether log-probabilities follow the temperature. The likeliest token becomes nearly certain;
@@ -38,6 +40,13 @@ SEEDED_TOKENS = 8  # of a trial with a seed, at a high temperature
 LOW_TEMPERATURE, MIN_CHANGE = 0.01, 1e-3
 SAMPLED_MODE = {"logprobs_mode": "sampled"}  # a field of our own server
 FINISHES: dict[str, Finish] = {"stop": "stop", "length": "length", "tool_calls": "stop", "content_filter": "stop"}
+
+
+@dataclass(slots=True)
+class TrialAnswer(AnswerDelta):
+    """The whole answer to a trial request."""
+
+    prompt_tokens: int | None = None  # None: the endpoint does not say
 
 
 class OpenAIClient(HttpClient):
@@ -123,6 +132,7 @@ class OpenAIClient(HttpClient):
             body["logprobs_mode"] = sampling.logprobs_mode
         if request.prompt_kind == "chat":
             body["messages"] = list(request.prompt)
+            body |= CONTINUED if request.continues_message else {}
             body |= {"logprobs": True} if sampling.logprobs is not None else {}
             return CHAT, body
         body["prompt"] = request.prompt if isinstance(request.prompt, str) else list(request.prompt)
@@ -168,7 +178,23 @@ class OpenAIClient(HttpClient):
             sampled_logprobs=bool(given.logprobs) and await self._has_sampled_logprobs(given, completion is None),
             seeds=await self._has_seeds(CHAT if completion is None else COMPLETIONS),
             stop_strings=True,
+            **(await self._continued() if chat is not None else {}),
         )
+
+    async def _continued(self) -> dict[str, bool]:
+        """Whether an answer goes on behind the text of the assistant's last message, and behind its white space: the
+        prompt then lacks what ends a message and begins another one, and has the white space. Servers may ignore
+        fields that they do not know, so the number of prompt tokens decides."""
+        counts = []
+        for text, fields in (("Once", {}), ("Once", CONTINUED), ("Once" + TRIAL_SPACE, CONTINUED)):
+            messages = [TRIAL_QUESTION, {"role": "assistant", "content": text}]
+            body = {"messages": messages, "max_tokens": 1, "temperature": 0, "stream_options": {"include_usage": True}}
+            answer, _ = await self._first_success(CHAT, {**body, **fields}, [{}])
+            counts.append(None if answer is None else answer.prompt_tokens)
+        ended, continued, spaced = counts
+        continues = ended is not None and continued is not None and continued < ended
+        keeps = continues and spaced is not None and continued is not None and spaced > continued
+        return {"continued_chats": continues, "continued_whitespace": keeps}
 
     async def _has_sampled_logprobs(self, greedy: AnswerDelta, is_chat: bool) -> bool:
         """Whether log-probabilities are those of the distribution that is sampled: then one at a low temperature is
@@ -200,7 +226,7 @@ class OpenAIClient(HttpClient):
 
     async def _first_success(
         self, path: str, body: Mapping[str, Any], extras: list[dict[str, Any]]
-    ) -> tuple[AnswerDelta | None, InferenceError | None]:
+    ) -> tuple[TrialAnswer | None, InferenceError | None]:
         """Return the answer to the first of several trial requests that is not refused, and the last refusal."""
         refusal: InferenceError | None = None
         for extra in extras:
@@ -211,11 +237,12 @@ class OpenAIClient(HttpClient):
                 refusal = error
         return None, refusal
 
-    async def _trial(self, path: str, body: Mapping[str, Any]) -> AnswerDelta:
-        whole = AnswerDelta()
+    async def _trial(self, path: str, body: Mapping[str, Any]) -> TrialAnswer:
+        whole = TrialAnswer()
         try:
             async with asyncio.timeout(self.timeouts.first_token or None), aclosing(self._events(path, body)) as events:
                 async for event in events:
+                    whole.prompt_tokens = _prompt_tokens(event) or whole.prompt_tokens
                     choices = event.get("choices") or []
                     for choice in choices if isinstance(choices, list) else []:
                         delta = self._parse(path, choice)

@@ -23,6 +23,10 @@ OWNER, VERSION = "craton", "weights_version"  # of a model's card
 GRAMMAR_KEYS = {"json_schema": "json", "regex": "regex", "lark": "grammar"}  # of `structured_outputs`
 
 
+# Fields that continue the last message of a chat: those of vLLM and SGLang, and ours.
+CONTINUED = {"continue_final_message": True, "add_generation_prompt": False}
+
+
 class ServerClient(HttpClient):
     """The server itself refuses text prompts and chats if it has no tokenizer or template."""
 
@@ -42,6 +46,8 @@ class ServerClient(HttpClient):
             grammars=True,
             adapters=True,
             continued_requests=True,
+            continued_chats=True,
+            continued_whitespace=True,
             shared_forks=True,
             weights_versions=True,
         )
@@ -59,7 +65,9 @@ class ServerClient(HttpClient):
         if request.prompt_kind == "token":
             return await super().prompt_tokens(request)
         await self.models()
-        asked = {"prompt": request.prompt} if request.prompt_kind == "text" else {"messages": list(request.prompt)}
+        asked: dict[str, Any] = {"prompt": request.prompt}
+        if request.prompt_kind == "chat":
+            asked = {"messages": list(request.prompt), **(CONTINUED if request.continues_message else {})}
         return await self._tokenize({"model": request.adapter or self.model, **asked})
 
     async def tokenize(self, text: str) -> tuple[int, ...] | None:

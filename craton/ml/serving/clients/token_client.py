@@ -61,6 +61,8 @@ class TokenClient(InferenceClient):
             grammars=self.has_grammars,
             adapters=True,
             continued_requests=True,
+            continued_chats=self._texts.has_chats,
+            continued_whitespace=self._texts.has_chats,
             shared_forks=True,
             weights_versions=True,
         )

@@ -112,10 +112,25 @@ async def _prepared(client: InferenceClient, request: InferenceRequest, strategy
     if request.prompt_kind == "token":
         await client.require("token_prompts", "token_ids")
     elif kind == "chat":
-        raise MissingCapabilityError(
-            f"{client.endpoint} cannot continue the message of a chat, as every step of a search does; send the chat "
-            "as text, or use a Craton server"
-        )
+        await _require_continued_chats(client, strategy)
     else:
         await client.require("text_prompts")
     return request
+
+
+async def _require_continued_chats(client: InferenceClient, strategy: SearchStrategy) -> None:
+    """Raise MissingCapabilityError unless the steps of a search can continue the message of a chat."""
+    capabilities = await client.capabilities()
+    await client.require("chat_prompts")
+    if not capabilities.continued_chats:
+        raise MissingCapabilityError(
+            f"{client.endpoint} cannot continue the message of a chat, as every step of a search does (its prompt "
+            "tokens show that it has no continue_final_message); send the chat as a text prompt (think: --completion), "
+            "or use vLLM, SGLang or a Craton server"
+        )
+    end = strategy.step.stop
+    if end is not None and end != end.rstrip() and not capabilities.continued_whitespace:
+        raise MissingCapabilityError(
+            f"{client.endpoint} removes white space at the end of the message that it continues, and each step ends "
+            f"with {end!r}; give steps a number of tokens, e.g. step: {{tokens: 64}}"
+        )

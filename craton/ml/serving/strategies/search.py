@@ -1,7 +1,8 @@
 """Beam and tree search over the steps of a completion, guided by the score of what is written so far.
 
 A branch continues its parent's tokens as one request with `width` copies, so that on our engines all share the KV
-cache of the prompt and of the parent, also its last, partly filled block. Seeds follow from the path of a branch,
+cache of the prompt and of the parent, also its last, partly filled block. An endpoint that takes no token ids gets the
+parent's text, behind a text or as the last message of a chat. Seeds follow from the path of a branch,
 and the nodes are chosen in a fixed order: equal seeds give an equal tree.
 
 - Beam: the `n` best branches of each level are expanded by `width` steps each.
@@ -119,9 +120,15 @@ class StepSearch:
         if request.prompt_kind == "token" and changes_by_position(sampling):
             sampling = replace(sampling, max_tokens=parent.num_tokens + length, seed=seed)
             return replace(request, sampling=sampling, stop=stop, generated=(*request.generated, *parent.tokens))
+        request = replace(request, stop=stop, sampling=replace(sampling, max_tokens=length, seed=seed))
         prompt: Any = request.prompt
-        prompt = prompt + parent.text if isinstance(prompt, str) else (*prompt, *parent.tokens)
-        return replace(request, prompt=prompt, stop=stop, sampling=replace(sampling, max_tokens=length, seed=seed))
+        if request.prompt_kind != "chat":
+            longer = prompt + parent.text if isinstance(prompt, str) else (*prompt, *parent.tokens)
+            return replace(request, prompt=longer)
+        if not parent.text:
+            return request
+        message = {"role": "assistant", "content": parent.text}
+        return replace(request, prompt=[*prompt, message], continues_message=True)
 
     def _child(self, parent: Branch, index: int, answer: Answer, is_last: bool = False) -> Branch:
         sampling, step = self.task.request.sampling, self.strategy.step
