@@ -173,6 +173,39 @@ def test_experts_across_the_network_are_compared_with_one_domain() -> None:
     assert plan.evaluated > 10
 
 
+@pytest.mark.parametrize(
+    ("width", "titles"),
+    [
+        (80, "instance GPUs TTFT TPOT req/s $/h $/M out"),
+        (100, "instance GPUs TTFT p95 TPOT p95 max req/s $/h $/M out"),
+        (140, "instance GPUs TTFT p95 TPOT p95 max req/s $/h $/M in $/M out $/M out, 80%"),
+    ],
+)
+def test_the_table_of_deployments_fits_the_terminal(two_instances: LoadPlan, width: int, titles: str) -> None:
+    shown = io.StringIO()
+    render_load(two_instances, Console(file=shown, width=width))
+    lines = shown.getvalue().splitlines()
+    start = next(index for index, line in enumerate(lines) if line.startswith("Deployments, best first by cost"))
+    assert " ".join(lines[start + 1].split()) == f"deployment {titles}"
+    rows = lines[start + 2 :]
+    assert all(line.startswith(("✓", "✗")) for line in rows), "no row wraps"
+    assert ("p5en " if width == 80 else "p5en.48xlarge ") in "".join(rows)
+    dollars = two_instances.chosen.dollars_per_hour
+    assert dollars is not None
+    assert f"${dollars:.0f}" in rows[0] or f"${dollars:.2f}" in rows[0]
+
+
+def test_dollars_have_an_interval(two_instances: LoadPlan) -> None:
+    for row in load_to_json(two_instances)["deployments"]:
+        for name in ("input", "output"):
+            dollars = row[f"dollars_per_million_{name}"]
+            assert 0 < dollars["low"] <= dollars["value"] <= dollars["high"]
+    shared = next(row for row in two_instances.deployments if row.prefill is None and not row.is_saturated)
+    assert shared.dollars_per_million_output is not None
+    # The share of prefill in the time; the cost of separate pools at a rate is known.
+    assert shared.dollars_per_million_output.low < shared.dollars_per_million_output.high
+
+
 def planned_in(precisions: str, model: str = "llama-3.1-70b", instance: str = "p6-b200.48xlarge") -> LoadPlan:
     text = f"kind: serve\nmodel: {model}\ncluster: {instance} x 1\nsoftware: vllm\nlayout: {{tp: 4, ep: 1}}\n"
     return plan_load(

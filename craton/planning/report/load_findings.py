@@ -183,9 +183,17 @@ def cost_text(plan: LoadPlan) -> str:
     output, prompt = row.dollars_per_million_output, row.dollars_per_million_input
     return (
         f"{formatting.dollars(row.dollars_per_hour)} per hour for {formatting.counted(row.nodes, 'node')} "
-        f"({row.gpus} of their GPUs are used); per million tokens {formatting.dollars(prompt.value)} input, "
-        f"{formatting.dollars(output.value)} output, split by the time of prefill and decode; {plan.price_text}"
+        f"({row.gpus} of their GPUs are used); per million tokens {dollars_text(prompt)} input, {dollars_text(output)} "
+        f"output, split by the time of prefill and decode; {plan.price_text}"
     )
+
+
+def dollars_text(interval: Interval) -> str:
+    """`$2.40 ($2.10–2.70)`; without the interval where the price is fixed."""
+    text = formatting.small_dollars(interval.value)
+    if interval.high - interval.low < 0.01 * interval.value:
+        return text
+    return f"{text} ({formatting.dollars_range(interval.low, interval.high)})"
 
 
 def basis_text(plan: LoadPlan) -> str:

@@ -19,7 +19,8 @@ from craton.html_report import (
     vertical_line,
 )
 from craton.planning.report import load_findings as findings
-from craton.planning.report.load_terminal import cells, fields
+from craton.planning.report.load_table import deployment_columns, deployment_heading
+from craton.planning.report.load_terminal import fields
 from craton.planning.result import INTERVAL_LEVEL
 from craton.planning.serving.search import FrontPoint, LoadPlan
 
@@ -88,7 +89,7 @@ def _tiles(plan: LoadPlan) -> Markup:
         html_report.Tile(
             "Output cost",
             formatting.dollars(output.value) if output else "no price",
-            "per million tokens",
+            "per million tokens" + (f"; {formatting.dollars(row.dollars_per_hour)}/h" if row.dollars_per_hour else ""),
             formatting.dollars_range(output.low, output.high) if output and output.low < output.high else "",
         )
     )
@@ -276,10 +277,15 @@ def _limits_section(plan: LoadPlan) -> Markup:
 
 
 def _deployments_section(plan: LoadPlan) -> Markup:
-    rows = [("chosen" if row is plan.chosen else "", cells(row)) for row in plan.deployments]
-    columns = ["", "=deployment", "instance", ">GPUs", ">TTFT p95", ">TPOT p95", ">max req/s", ">$/M output"]
-    text = f"{plan.evaluated:,} layouts evaluated, best first by {plan.by}"
-    return html_report.section("Deployments", text, html_report.table(columns, rows, wide=True))
+    columns = deployment_columns(plan, detailed=True)
+    rows = [
+        ("chosen" if row is plan.chosen else "", [column.text(row) for column in columns]) for row in plan.deployments
+    ]
+    marks = {"deployment": "=", "": ""}
+    names = [f"{marks.get(column.title, '>' if column.is_number else '')}{column.title}" for column in columns]
+    heading = deployment_heading(plan)
+    text = f"{heading[:1].upper()}{heading[1:]}; dollars of whole nodes, per million tokens at this load"
+    return html_report.section("Deployments", text, html_report.table(names, rows, wide=True))
 
 
 def _basis_section(plan: LoadPlan) -> Markup:

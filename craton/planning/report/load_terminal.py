@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import math
-
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from craton import formatting
 from craton.planning.report import load_findings as findings
+from craton.planning.report.load_table import deployment_columns, deployment_heading, seconds_text
 from craton.planning.report.serving_terminal import print_field
 from craton.planning.serving.search import Deployment, LoadPlan
 
 SHOWN_ROWS = 8
+FULL_NAMES_WIDTH, DETAILED_WIDTH = 100, 120  # columns of a terminal
 
 
 def render_load(plan: LoadPlan, console: Console) -> None:
@@ -27,9 +27,8 @@ def render_load(plan: LoadPlan, console: Console) -> None:
         print_field(console, "!", warning, style="yellow")
     console.print(Text("\nLatency at this load", style="bold"), highlight=False)
     console.print(_latency_table(plan.chosen), highlight=False)
-    heading = f"Deployments, best first by {plan.by} ({plan.evaluated} layouts evaluated)"
-    console.print(Text(f"\n{heading}", style="bold"), highlight=False)
-    console.print(_deployment_table(plan), highlight=False)
+    console.print(Text(f"\nDeployments, {deployment_heading(plan)}", style="bold"), highlight=False)
+    console.print(_deployment_table(plan, console.width), highlight=False)
 
 
 def fields(plan: LoadPlan) -> list[tuple[str, str]]:
@@ -54,7 +53,7 @@ def fields(plan: LoadPlan) -> list[tuple[str, str]]:
 
 
 def _latency_table(row: Deployment) -> Table:
-    table = Table(box=None, padding=(0, 3, 0, 0), header_style="dim", pad_edge=False)
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
     table.add_column("")
     names = list(row.ttft)
     for name in names:
@@ -62,42 +61,20 @@ def _latency_table(row: Deployment) -> Table:
     table.add_column("80% interval of p95")
     for name, title in findings.LATENCY_NAMES.items():
         latency = getattr(row, name)
-        table.add_row(title, *(_seconds(latency[key].value) for key in names), findings.range_text(latency["p95"]))
+        table.add_row(title, *(seconds_text(latency[key].value) for key in names), findings.range_text(latency["p95"]))
     return table
 
 
-def _deployment_table(plan: LoadPlan) -> Table:
+def _deployment_table(plan: LoadPlan, width: int) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
-    for name, side in (
-        ("", "left"),
-        ("deployment", "left"),
-        ("instance", "left"),
-        ("GPUs", "right"),
-        ("TTFT p95", "right"),
-        ("TPOT p95", "right"),
-        ("max req/s", "right"),
-        ("$/M out", "right"),
-    ):
-        table.add_column(name, justify="right" if side == "right" else "left")
+    columns = deployment_columns(plan, detailed=width >= DETAILED_WIDTH, short=width < FULL_NAMES_WIDTH)
+    for column in columns:
+        table.add_column(
+            column.title,
+            justify="right" if column.is_number else "left",
+            overflow="fold",
+            no_wrap=column.title != "deployment",
+        )
     for row in plan.deployments[:SHOWN_ROWS]:
-        table.add_row(*cells(row))
+        table.add_row(*(column.text(row) for column in columns), style="bold" if row is plan.chosen else "")
     return table
-
-
-def cells(row: Deployment) -> list[str]:
-    """Return the cells of a deployment's row."""
-    output = row.dollars_per_million_output
-    return [
-        "✓" if row.holds else "✗",
-        findings.short_text(row),
-        row.instance if row.nodes == 1 else f"{row.instance} x {row.nodes}",
-        f"{row.gpus}",
-        _seconds(row.ttft["p95"].value),
-        _seconds(row.tpot["p95"].value),
-        findings.rate(row.max_rate.value),
-        "–" if output is None else formatting.dollars(output.value),
-    ]
-
-
-def _seconds(value: float) -> str:
-    return formatting.duration(value) if math.isfinite(value) else "∞"

@@ -219,7 +219,8 @@ def _rows(
         replicas = gpus // sizes
     else:
         # Layouts that keep no limit get what a load without limits needs, to show how near they come.
-        enough = np.where(most > 0.0, most, largest_load(candidates, load, {})) * (1.0 if limits else HEADROOM)
+        enough = np.where(most > 0.0, most, largest_load(candidates, load, {}))
+        enough = enough * (1.0 if limits or load.concurrency is not None else HEADROOM)
         replicas = np.clip(np.ceil(wanted / enough - 1e-9), 1, MAX_REPLICAS).astype(int)
     if wanted is None:
         # Every layout at its own largest rate.

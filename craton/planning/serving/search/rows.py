@@ -47,7 +47,8 @@ def deployment_rows(
         nodes = nodes_of(layout, cluster.instance.num_gpus)
         price = cluster.price.dollars_per_hour * nodes if cluster.price else None
         rate = _interval(served, index, upward=True)
-        prefill_share = float(np.clip(_at(latencies.prefill_share, 0, index), 0.0, 1.0))
+        rates = [float(_at(served, end, index)) for end in range(3)]
+        shares_of_prefill = [float(np.clip(_at(latencies.prefill_share, end, index), 0.0, 1.0)) for end in range(3)]
         tables = {name: latency_intervals(getattr(latencies, name), index) for name in ("ttft", "tpot", "e2e")}
         kv_tokens = float(_at(steps.kv_tokens, 0, index)) * layout.replicas
         running = float(_at(steps.max_running, 0, index)) * layout.replicas
@@ -74,13 +75,13 @@ def deployment_rows(
                 decoding=decoding * layout.replicas,
                 kv_tokens=kv_tokens,
                 max_concurrency=int(min(running, kv_tokens / load.context_tokens)),
-                prefill_share=prefill_share,
+                prefill_share=shares_of_prefill[0],
                 tokens_per_second=tokens,
                 tokens_per_second_per_gpu=Interval(*(value / layout.gpus for value in tokens)),
                 tokens_per_second_per_user=Interval(1.0 / user.value, 1.0 / user.high, 1.0 / user.low),
                 dollars_per_hour=price,
-                dollars_per_million_input=_dollars(price, prefill_share, rate, load.input.mean),
-                dollars_per_million_output=_dollars(price, 1.0 - prefill_share, rate, output),
+                dollars_per_million_input=_dollars(price, shares_of_prefill, rates, load.input.mean),
+                dollars_per_million_output=_dollars(price, [1.0 - share for share in shares_of_prefill], rates, output),
                 misses=missed(tables, limits),
             )
         )
@@ -123,12 +124,13 @@ def _step_shares(
     ]
 
 
-def _dollars(price: float | None, share: float, rate: Interval, tokens: float) -> Interval | None:
-    """Return dollars per million tokens, at `rate` requests per second of `tokens` each."""
-    if price is None or not rate.value:
+def _dollars(price: float | None, shares: list[float], rates: list[float], tokens: float) -> Interval | None:
+    """Return dollars per million tokens of a share of the time, at `rates` requests per second of `tokens` each; both
+    with nominal, fast and slow steps."""
+    if price is None or not all(rates):
         return None
-    per_second = price * share / 3600.0 / tokens * MILLION
-    return Interval(per_second / rate.value, per_second / rate.high, per_second / rate.low)
+    ends = [price * share / 3600.0 / tokens * MILLION / rate for share, rate in zip(shares, rates, strict=True)]
+    return Interval(ends[0], min(ends), max(ends))
 
 
 def _at(values: Any, row: int, index: int) -> Any:
