@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from craton.orchestration.backends import backend_of, service_of
     from craton.orchestration.errors import NoAnswerError, RunEndedError, RunStateError, StartError, UnsavedError
     from craton.orchestration.evaluation import endpoint_of, evaluation_job, evaluation_name
+    from craton.orchestration.histograms import histogram_quantile
     from craton.orchestration.local import kill_agents, living_agents, start_agents, with_cards
     from craton.orchestration.node_maintenance import NodeService, ServiceNode
     from craton.orchestration.process_commands import agent_command
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
         ServerWatch,
         Stages,
         address_of,
-        histogram_quantile,
         serve_job,
         server_name,
         server_of,

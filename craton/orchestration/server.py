@@ -14,8 +14,8 @@ import re
 import socket
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from craton.job import Job, load_job, make_job
 from craton.job.document import is_name
 from craton.orchestration.backend import read_submission
 from craton.orchestration.errors import RunStateError, StartError
+from craton.orchestration.histograms import LatencyHistogram, histogram_quantile, read_latencies
 from craton.orchestration.local import living_agents
 from craton.orchestration.watching import is_server
 from craton.printable import printable_line
@@ -174,6 +175,7 @@ class ServerState:
     refused: int = 0  # requests that it answered with 429 in the last half minute
     stall_seconds: float = 0.0  # for which a running request has got no token
     admin_seconds: float = 0.0  # for which its engine has worked on an admin request; 0: there is none
+    latencies: dict[str, LatencyHistogram] = field(default_factory=dict)  # of LATENCY_METRICS, since the start
 
 
 @dataclass(frozen=True)
@@ -188,6 +190,7 @@ class _Look:
     refused: int
     stall_seconds: float
     admin_seconds: float
+    latencies: dict[str, LatencyHistogram]
 
 
 class ServerWatch:
@@ -244,6 +247,7 @@ class ServerWatch:
             refused=new.refused,
             stall_seconds=new.stall_seconds,
             admin_seconds=new.admin_seconds,
+            latencies=new.latencies,
         )
 
 
@@ -296,8 +300,10 @@ def _read_metrics(text: str, moment: float) -> _Look:
     totals: dict[str, float] = {}
     buckets: dict[float, float] = {}
     shares: list[float] = []
+    samples: list[tuple[str, float, str]] = []
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
+            samples.append((sample.name, sample.value, sample.labels.get("le", "")))
             if sample.name == FIRST_TOKEN:
                 bound = float(sample.labels["le"])
                 buckets[bound] = buckets.get(bound, 0.0) + sample.value
@@ -316,22 +322,10 @@ def _read_metrics(text: str, moment: float) -> _Look:
         int(totals.get(REFUSED, 0)),
         totals.get(STALL, 0.0),
         totals.get(ADMIN, 0.0),
+        read_latencies(samples),
     )
 
 
 def _since(before: Buckets, now: Buckets) -> Buckets:
     counts = dict(before)
     return tuple((bound, count - counts.get(bound, 0.0)) for bound, count in now)
-
-
-def histogram_quantile(buckets: Sequence[tuple[float, float]], share: float) -> float | None:
-    """Return a quantile of a Prometheus histogram, interpolated linearly inside its bucket; None if it is empty."""
-    wanted = share * buckets[-1][1] if buckets else 0.0
-    if wanted <= 0:
-        return None
-    low, below = 0.0, 0.0
-    for bound, count in buckets:
-        if count >= wanted:
-            return low if bound == float("inf") else low + (bound - low) * (wanted - below) / (count - below)
-        low, below = bound, count
-    raise AssertionError("the last bucket holds everything")

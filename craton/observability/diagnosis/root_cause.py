@@ -26,6 +26,7 @@ from craton.observability.diagnosis.rules import (
     examine_restarts,
     examine_rollouts,
     examine_scheduler,
+    examine_serving,
     examine_storage,
     examine_training,
 )
@@ -52,6 +53,7 @@ EXAMINATIONS: tuple[Callable[[Snapshot, Symptoms], list[Finding]], ...] = (
     examine_connections,
     examine_collectives,
     examine_framework,
+    examine_serving,
     examine_training,
     examine_rollouts,
     examine_storage,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from craton.formatting import counted, digits, dollars, duration, percent, whole_duration
+from craton.formatting import amount, counted, digits, dollars, duration, percent, whole_duration
+from craton.observability.diagnosis.latencies import LATENCY_NAMES
 from craton.observability.diagnosis.phases import is_on_processors
-from craton.observability.diagnosis.snapshot import Snapshot
+from craton.observability.diagnosis.snapshot import Serving, Snapshot
 from craton.observability.diagnosis.tables import Cause, threshold
 from craton.observability.diagnosis.traits import holds, traits_of
 from craton.observability.diagnosis.verdict import IDLE, RESTARTS, Finding, Symptom, Symptoms, Verdict
@@ -94,6 +95,22 @@ def chosen_action(cause: Cause, traits: Collection[str]) -> str:
     return next((action for when, action in cause.variants if holds(when, traits)), cause.action)
 
 
+def _latencies(served: Serving) -> str:
+    """Return `; TTFT 38 ms (planned 45 ms), TPOT 20 ms, 120 tokens/s`: means since the engine was started."""
+    if served.latencies is None:
+        return ""
+    found, planned = served.latencies, served.latencies.planned
+    values = {name: (duration(found.mean(name)), planned.get(name)) for name in ("ttft", "tpot") if found.mean(name)}
+    parts = [
+        f"{LATENCY_NAMES[name]} {text}" + (f" (planned {duration(plan)})" if plan is not None else "")
+        for name, (text, plan) in values.items()
+    ]
+    if served.tokens_per_second is not None and served.running:
+        plan = planned.get("tokens_per_second")
+        parts.append(f"{amount(served.tokens_per_second)} tokens/s" + (f" (planned {amount(plan)})" if plan else ""))
+    return f"; {', '.join(parts)}" if parts else ""
+
+
 def _opening(snapshot: Snapshot, symptoms: Symptoms, verdict: Verdict) -> str:
     run = snapshot.run
     sentence = symptoms.first.sentence
@@ -103,6 +120,7 @@ def _opening(snapshot: Snapshot, symptoms: Symptoms, verdict: Verdict) -> str:
         )
         served = snapshot.serving
         queue = f", {counted(served.running, 'request')} running, {served.waiting} waiting" if served else ""
+        queue += _latencies(served) if served else ""
         but = ", but is at risk" if verdict.cause else ""
         late = slower_than_planned(snapshot)
         runs = f"runs, {late}" if late else "runs" if sentence else "runs well"

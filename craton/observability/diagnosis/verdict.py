@@ -21,6 +21,7 @@ CANCELLED = "cancelled"  # in the scheduler, not with `craton stop`
 SUSPENDED = "suspended"  # by the scheduler
 FAILING = "failing"  # a server whose requests end with errors
 LINGERS = "lingers"  # a command of which some ranks have ended, and others neither end nor work
+SLO = "slo"  # a server that misses the latency limits of its job
 ABANDONED = "abandoned"  # a server whose clients give up
 SILENT = "silent"  # a server that does not answer
 STALLED = "stalled"  # a server that computes nothing for its running requests

@@ -38,6 +38,7 @@ from sick_runs import (
     RANK,
     TRAINING,
     dead,
+    latencies,
     mute,
     reported,
     restarted,
@@ -257,6 +258,10 @@ def framework_cases() -> Iterator[Case]:
     everywhere = tuple(SnapshotStuckRank(rank.rank, "waits in all_reduce") for rank in hangs.ranks)
     yield Case("partition", "collective_stuck", "dead", with_run(hangs, stuck=everywhere), "", None)
     yield Case("queue", "server_overloaded", "slow", serving(), "", None)
+    prefill = latencies(0.9, queue=0.1, prefill=0.8)
+    yield Case("long prompts", "server_prefill_slow", "slow", serving(waiting=0, latencies=prefill), "", None)
+    decode = latencies(0.2, "tpot", queue=0.1, decode=12.8)
+    yield Case("many tokens", "server_decode_slow", "slow", serving(waiting=0, latencies=decode), "", None)
     vain = serving(waiting=0, num_ended=60, num_aborted=58)
     yield Case("retries", "requests_abandoned", "slow", vain, "", None)
     lame = serving(waiting=0, roofline=0.05, usual_roofline=0.4)

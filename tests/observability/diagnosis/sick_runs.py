@@ -16,6 +16,7 @@ from fake_snapshots import (
     with_run,
 )
 
+from craton.observability.diagnosis.latencies import MissedLimit, SnapshotLatencies
 from craton.observability.diagnosis.snapshot import (
     Collectives,
     RankError,
@@ -79,6 +80,12 @@ def serving(**changes: Any) -> Snapshot:
     """A server with more requests than it can compute."""
     run = with_run(healthy(1, 1), kind="serve")
     return replace(run, serving=replace(Serving(16, 44, 30, 0.7, 0, 2.5), **changes))
+
+
+def latencies(seconds: float, name: str = "ttft", **parts: float) -> SnapshotLatencies:
+    """Latencies of a server that misses a limit of 100 ms."""
+    means = {part: {"mean": mean} for part, mean in {name: seconds, **parts}.items()}
+    return SnapshotLatencies(200, means, (MissedLimit(name, "p95", 0.1, 1.5 * seconds),), {"ttft": 0.05})
 
 
 def mute(rank: SnapshotRank) -> SnapshotRank:

@@ -274,6 +274,7 @@ def read_serving(run: RunDirectory, nodes: Sequence[str], now: float) -> Serving
         num_ended=ended,
         num_aborted=aborted,
         num_failed=failed,
+        tokens_per_second=number(newest.get("run_tokens_per_second")),
         roofline=roofline,
         usual_roofline=usual,
     )

@@ -23,6 +23,7 @@ from craton.observability.diagnosis.collect.clocks import beat_age, clock_offset
 from craton.observability.diagnosis.collect.collectives import read_collectives
 from craton.observability.diagnosis.collect.errors import read_errors, was_sent
 from craton.observability.diagnosis.collect.file_systems import paths_of
+from craton.observability.diagnosis.collect.latencies import latencies_of
 from craton.observability.diagnosis.collect.members import read_snapshot_members
 from craton.observability.diagnosis.collect.metrics import Steps, collective_seconds, read_steps, series_of
 from craton.observability.diagnosis.collect.node import look_at_machine
@@ -275,7 +276,8 @@ def _serving(
             "an admin request, such as POST /update_weights, has been under way for "
             f"{whole_duration(answer.admin_seconds)}; if the sender of the weights is gone, end that request"
         )
-    return replace(asked, kv_share=answer.kv_share, preemptions=answer.preemptions, refusal=refusal), ""
+    asked = replace(asked, kv_share=answer.kv_share, preemptions=answer.preemptions, refusal=refusal)
+    return replace(asked, latencies=latencies_of(run, answer)), ""
 
 
 def _loads(run: RunDirectory, moment: float) -> bool:

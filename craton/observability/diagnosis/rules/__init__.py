@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from craton.observability.diagnosis.rules.restarts import examine_restarts
     from craton.observability.diagnosis.rules.rollouts import examine_rollouts
     from craton.observability.diagnosis.rules.scheduler import examine_scheduler
+    from craton.observability.diagnosis.rules.serving import examine_serving
     from craton.observability.diagnosis.rules.storage import examine_storage
     from craton.observability.diagnosis.rules.training_health import examine_training
 else:

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 
 from craton.errors import CratonError
+from craton.observability.diagnosis.latencies import SnapshotLatencies
 from craton.observability.diagnosis.member_facts import SnapshotMember
 from craton.observability.diagnosis.snapshot.json_values import made_from, plain_values
 from craton.telemetry import PHASES, ROLLOUT_PHASES
@@ -326,6 +327,8 @@ class Serving:
     refusal: str = ""  # why it computes nothing: it is paused, asleep or without weights
     roofline: float | None = None  # planned over measured time of its steps, in the last seconds
     usual_roofline: float | None = None  # the same before
+    tokens_per_second: float | None = None  # generated, of the newest record
+    latencies: SnapshotLatencies | None = None  # None: not known, or no request yet
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from craton.formatting import counted, duration, duration_range, percent, whole_duration
+from craton.formatting import counted, duration, duration_range, percent, setting, whole_duration
+from craton.observability.diagnosis.latencies import LATENCY_NAMES
 from craton.observability.diagnosis.phases import (
     Slowness,
     Straggling,
@@ -20,7 +21,7 @@ from craton.observability.diagnosis.snapshot import Serving, Snapshot, SnapshotR
 from craton.observability.diagnosis.symptoms.naming import nodes_of, who
 from craton.observability.diagnosis.symptoms.rewards import find_waiting_sides
 from craton.observability.diagnosis.tables import threshold
-from craton.observability.diagnosis.verdict import ABANDONED, OVERLOAD, RESTARTS, Symptom
+from craton.observability.diagnosis.verdict import ABANDONED, OVERLOAD, RESTARTS, SLO, Symptom
 from craton.telemetry.rank import PRODUCTIVE_KINDS
 
 FIRST_STEPS = 5  # of a run, which may compile, connect and fill caches
@@ -60,6 +61,7 @@ def find_slow(snapshot: Snapshot) -> list[Symptom]:
     symptoms += find_waiting_sides(snapshot, {symptom.phase for symptom in symptoms})
     symptoms += _evaluates(snapshot)
     symptoms += [*_breaks_again(snapshot), *_overloaded(snapshot), *_abandoned(snapshot), *_serves_slowly(snapshot)]
+    symptoms += _misses_limits(snapshot)
     symptoms = symptoms or _throttled(snapshot)
     return sorted(symptoms, key=lambda symptom: -(symptom.lost_share or 0.0))
 
@@ -212,6 +214,23 @@ def _serves_slowly(snapshot: Snapshot) -> list[Symptom]:
         return []
     text = f"takes {ratio:.1f} times as long for a step as before"
     return [Symptom("slow", text, (text,), phase="compute", lost_share=1.0 - 1.0 / ratio)]
+
+
+def _misses_limits(snapshot: Snapshot) -> list[Symptom]:
+    """Return the latency limits of its job that a server misses, the furthest first; of a server with requests."""
+    serving = snapshot.serving
+    if serving is None or serving.latencies is None or not (serving.running or serving.num_ended):
+        return []
+    missed = sorted(serving.latencies.missed, key=lambda miss: -miss.seconds / miss.limit_seconds)
+    lines = [
+        f"{LATENCY_NAMES[miss.latency]} {miss.statistic} is {'' if miss.statistic == 'mean' else 'about '}"
+        f"{duration(miss.seconds)}, above the limit of {setting(miss.limit_seconds)}"
+        for miss in missed
+    ]
+    if not lines:
+        return []
+    count = f"over {counted(serving.latencies.num_requests, 'request')} since the engine was started"
+    return [Symptom("slow", f"misses its latency limit: {lines[0]}", (*lines, count), sign=SLO)]
 
 
 def _throttled(snapshot: Snapshot) -> list[Symptom]:
