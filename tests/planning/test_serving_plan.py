@@ -77,7 +77,7 @@ def test_the_plan_of_the_same_load_says_the_same() -> None:
     ("model", "cluster", "more", "tp"),
     [
         ("llama-3.1-8b", "p5.48xlarge x 1", "", 1),
-        ("llama-3.1-70b", "p5.48xlarge x 1", "", 2),
+        ("llama-3.1-70b", "p5.48xlarge x 1", "", 4),
         ("llama-3.1-70b", "p5.48xlarge x 1", ", max_length: 128k", 4),
         ("llama-3.1-70b", "p5.48xlarge x 1", ", precision: fp8", 2),
         ("llama-3.1-70b", "p5en.48xlarge x 1", ", precision: fp8", 1),
@@ -103,7 +103,7 @@ def test_what_does_not_fit_is_still_an_answer() -> None:
 
 
 def test_less_room_than_the_model_could_use_is_told() -> None:
-    short = planned("llama-3.1-70b", "p5.48xlarge x 1")
+    short = planned("llama-3.1-8b", "p5.48xlarge x 1", ", memory: 0.32", tp=1)
     assert short.max_length == short.kv_tokens < 131_072
     assert "longer requests are refused" in " ".join(rendered(short).split())
     assert planned().warnings == []

@@ -76,6 +76,7 @@ def closed_loop(
     wave = ranked * computed  # prompt tokens
     largest = steps.chunk_tokens(wave)
     decoding, others = running, 1.0 - 1.0 / np.maximum(running, 1.0)
+    slowdown = 1.0 + (prefill_slowdown - 1.0) * others  # of prefill beside decode
     tpot = step = steps.decode_seconds(running, context)
     life = output * tpot
     together = waves * np.maximum(WAVE_SHARE * ranked, 1.0) + (1.0 - waves)
@@ -86,7 +87,7 @@ def closed_loop(
         chunk = np.maximum(chunk_of_wave, arriving)
         waiting = waves * wave + (1.0 - waves) * np.maximum(computed, steps.prefill_steps * arriving)
         chunks, own_chunks = computed / chunk, steps.prefill_chunks(computed, waiting)
-        mixed = _mixed_seconds(steps, decoding, context, decode, chunk, attended, prefill_slowdown)
+        mixed = _mixed_seconds(steps, decoding, context, decode, chunk, attended, slowdown)
         rate = running / life
         parallel = np.minimum(attention_dp, 1.0 + rate * chunks * mixed)  # ranks whose prefills share a step
         busy = np.minimum(rate * chunks * mixed / parallel, 1.0)
@@ -97,7 +98,7 @@ def closed_loop(
         step = decode + busy * (mixed - decode)
         joining = (steps.join_steps * step + balance_steps * (attention_dp > 1.0) * tpot) * (decoding > 1.0)
         own = first_token_seconds + joining + own_chunks * mixed + (output - 1.0) * tpot
-        full = _mixed_seconds(steps, decoding, context, decode, largest, attended, prefill_slowdown)
+        full = _mixed_seconds(steps, decoding, context, decode, largest, attended, slowdown)
         all_prefills = running * computed / largest * full / parallel
         least = (own**BOTTLENECK_SHARPNESS + all_prefills**BOTTLENECK_SHARPNESS) ** (1.0 / BOTTLENECK_SHARPNESS)
         life = 0.5 * (life + least)
@@ -105,7 +106,9 @@ def closed_loop(
     throughput = running / life
     waiting = np.maximum(concurrency - running, 0.0) / throughput
     first = steps.prefill_seconds(computed, cached)
-    started = 0.5 * (steps.prompts_seconds(wave, attended) + first)
+    # Measured start bursts of other engines are as slow as one prompt in each step.
+    together = steps.prompts_seconds(wave, attended) + first
+    started = 0.5 * np.where(steps.prefill_steps > 1.0, together, (ranked + 1.0) * first)
     burst = first_token_seconds + np.maximum(started, first) + 0.5 * waiting
     steady = life - (output - 1.0) * tpot
     return ClosedLoad(tpot, steady + waiting, burst, throughput, decoding, running, concurrency)

@@ -162,7 +162,7 @@ class DecodeSteps:
 @dataclass(frozen=True)
 class SpeculativeSteps:
     """Steps that each give a request one token, on average: a share of a step that verifies draft tokens. Of several
-    numbers of draft tokens, each step has the fastest, as the engine chooses it."""
+    numbers of draft tokens, each step has the fastest, as the engine chooses it. A prompt takes as long as without."""
 
     steps: Any
     lengths: tuple[int, ...]
@@ -173,23 +173,17 @@ class SpeculativeSteps:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.steps, name)
 
-    @property
-    def step_tokens(self) -> Any:
-        return self.steps.step_tokens / expected_tokens(self.acceptance, max(self.lengths))
-
     def decode_seconds(self, batch: Any, context: Any) -> Any:
-        return self.mixed_seconds(batch, context, 0.0, 0.0)
+        return reduce(np.minimum, [self._seconds(length, batch, context) for length in self.lengths])
 
     def mixed_seconds(self, batch: Any, context: Any, tokens: Any, prompt: Any) -> Any:
-        tried = [self._seconds(length, batch, context, tokens, prompt) for length in self.lengths]
-        return reduce(np.minimum, tried)
+        added = self.steps.mixed_seconds(batch, context, tokens, prompt) - self.steps.decode_seconds(batch, context)
+        return self.decode_seconds(batch, context) + np.maximum(added, 0.0)
 
-    def _seconds(self, length: int, batch: Any, context: Any, tokens: Any, prompt: Any) -> Any:
-        given = expected_tokens(self.acceptance, length)
-        rows = 1.0 + length  # of a request, which share its KV cache
-        whole = self.steps.mixed_seconds(batch * rows, context / rows, tokens * given, prompt)
+    def _seconds(self, length: int, batch: Any, context: Any) -> Any:
+        whole = self.steps.verify_seconds(batch, context, length)
         if length:
             whole = whole + self.host_seconds
         if length and self.draft is not None:
             whole = whole + length * self.draft.decode_seconds(batch, context)
-        return whole / given
+        return whole / expected_tokens(self.acceptance, length)
