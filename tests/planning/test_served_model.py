@@ -98,11 +98,16 @@ def test_the_kv_cache_is_read_once_for_all_draft_tokens_of_a_request() -> None:
     assert steps.verify_seconds(8.0, 8000.0, 0) == plain
 
 
-def test_a_draft_model_is_whole_on_every_rank_and_has_no_step_of_its_own() -> None:
+def test_a_draft_model_is_whole_on_every_rank() -> None:
     whole = draft_steps(ServedModel(model_preset("llama-3.2-1b")), h200())
     shared = draft_steps(ServedModel(model_preset("llama-3.2-1b"), tp=4), h200())
-    alone = steps_of("llama-3.2-1b")
-    assert shared.decode_seconds(4.0, 500.0) == whole.decode_seconds(4.0, 500.0) < alone.decode_seconds(4.0, 500.0)
+    assert shared.decode_seconds(4.0, 500.0) == whole.decode_seconds(4.0, 500.0)
+
+
+def test_a_draft_token_takes_as_long_as_measured() -> None:
+    """1.06 ms of llama-3.2-1b on one H200 (docs/measurements.md), where reading its weights takes 0.57 ms."""
+    steps = draft_steps(ServedModel(model_preset("llama-3.2-1b")), h200())
+    assert steps.decode_seconds(1.0, 500.0) == pytest.approx(1.06e-3, rel=0.1)
 
 
 def test_what_fits_is_whole_pages() -> None:
