@@ -1,11 +1,13 @@
 """What a search over the steps of a completion costs: tokens the engine computes, and time beside another library's.
 
-    python benchmarks/tree_search.py [--its-hub FOLDER]
+    python benchmarks/tree_search.py [--its-hub FOLDER | --engine]
 
 `--its-hub`: the folder of `pip install --target FOLDER 'its_hub[lm]==1.2.0'`. The same beam search then runs through
 it, through our client, and as a strategy in the server: in turns on one server, over the same problems, each with an
 empty prefix cache, and scored by the same verifier. The model is a random one that samples whole words: their tokens
 stay the same when a text is tokenized again, as its_hub does at each step.
+
+`--engine`: only the CPU time of these beam searches in an engine of this process, of one thread, to compare commits.
 
 its_hub begins with the branches of one beam, ours with those of all beams. With one beam both do the same work.
 """
@@ -117,6 +119,24 @@ def count_tokens(folder: Path) -> None:
             )
 
 
+async def search_in_engine(folder: Path) -> None:
+    """Print the CPU time of beam searches, without server and verifiers."""
+    torch.set_num_threads(1)
+    decoder = open_model(str(folder)).model(torch.device("cpu"), torch.float32)
+    for name, (num_beams, width) in SHAPES.items():
+        step = {"tokens": STEP}
+        strategy = {"kind": "beam", "n": num_beams, "width": width, "depth": DEPTH, "step": step, "score": "letters"}
+        seconds = []
+        async with EngineClient(build_engine(decoder, EngineSettings(max_length=1024), (), folder), folder) as client:
+            for number in range(REPEATS + 2):  # the first one warms up
+                chat = [{"role": "user", "content": problem(number)}]
+                request = InferenceRequest(chat, Sampling(STEP * DEPTH, seed=number, ignore_eos=True))
+                begun = time.process_time()
+                await run_strategy(client, request, parse_strategy(strategy), CallableScorer(letters), Limits())
+                seconds.append(time.process_time() - begun)
+        print(f"{name}: {statistics.median(seconds[1:]):.2f} s of CPU, the fastest {min(seconds[1:]):.2f} s")
+
+
 class Searches:
     """One beam search in three ways, on one server."""
 
@@ -211,9 +231,13 @@ async def race(url: str, pool: VerifierPool) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--its-hub", type=Path)
+    parser.add_argument("--engine", action="store_true")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         random_model(Path(name))
+        if options.engine:
+            asyncio.run(search_in_engine(Path(name)))
+            return
         count_tokens(Path(name))
         if options.its_hub is None:
             return

@@ -269,7 +269,7 @@ def gumbel(seeds: Tensor, positions: Tensor, vocabulary: int) -> Tensor:
 
         return triton_choose.gumbel(seeds, positions, vocabulary)
     tokens = torch.arange(vocabulary, device=seeds.device)
-    first, second = (_row_key(seeds, positions, start)[:, None] for start in ROW_KEYS)
+    first, second = _row_keys(seeds, positions).unsqueeze(-1)
     bits = _mix(_mix(tokens + first) ^ second)
     # A large Gumbel variate comes from a small exponential one, which keeps its digits if made from a small uniform
     # one.
@@ -280,11 +280,12 @@ def gumbel(seeds: Tensor, positions: Tensor, vocabulary: int) -> Tensor:
 WORD = 0xFFFFFFFF
 
 
-def _row_key(seeds: Tensor, positions: Tensor, start: int) -> Tensor:
-    key = torch.full_like(seeds, start)
+def _row_keys(seeds: Tensor, positions: Tensor) -> Tensor:
+    """Return both keys of every row: [2, rows]."""
+    keys = torch.tensor(ROW_KEYS, device=seeds.device)[:, None]
     for number in (seeds, positions):
-        key = _mix(_mix(key ^ (number & WORD)) ^ (number >> 32 & WORD))
-    return key
+        keys = _mix(_mix(keys ^ (number & WORD)) ^ (number >> 32 & WORD))
+    return keys
 
 
 def _mix(number: Tensor) -> Tensor:
@@ -303,8 +304,8 @@ def gather_blocks(cache: Tensor, table: Tensor, lengths: Tensor, dtype: torch.dt
     blocks = torch.where(pages * page < lengths[:, None], table[:, : len(pages)], 0)
     gathered = cache[blocks.long()].to(dtype)  # [requests, pages, 2, kv_heads, page, head_dim]
     gathered = gathered.permute(2, 0, 3, 1, 4, 5).flatten(3, 4)[:, :, :, :longest]
-    live = torch.arange(longest, device=cache.device) < lengths[:, None]
-    key, value = gathered.masked_fill(~live[:, None, :, None], 0.0)
+    beyond = torch.arange(longest, device=cache.device) >= lengths[:, None]
+    key, value = gathered.masked_fill_(beyond[:, None, :, None], 0.0)  # a copy already
     return key, value
 
 

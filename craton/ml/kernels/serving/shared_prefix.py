@@ -64,11 +64,11 @@ def plain_shared_decode_attention(
             break
         members = shared.members[begin:end].long()
         begin = end
-        key, value = gather_blocks(cache, table[row : row + 1], lengths.new_tensor([tokens]), query.dtype)
+        # Whole blocks: nothing of them is beyond the prefix. [pages, 2, kv_heads, page, head_dim] → keys and values.
+        blocks = cache[table[row, : tokens // page].long()].to(query.dtype)
+        key, value = blocks.permute(1, 2, 0, 3, 4).flatten(2, 3)
         asked = scaled[members].transpose(0, 1).flatten(1, 2)  # [kv_heads, members · heads of each, head_dim]
-        theirs = (
-            part.unflatten(1, (len(members), -1)).transpose(0, 1) for part in _partial(asked, key[0], value[0], None)
-        )
+        theirs = (part.unflatten(1, (len(members), -1)).transpose(0, 1) for part in _partial(asked, key, value, None))
         prefix_mixed, prefix_largest, prefix_summed = theirs
         top = torch.maximum(prefix_largest, largest[members])
         prefix_weight, own_weight = (prefix_largest - top).exp(), (largest[members] - top).exp()
