@@ -37,6 +37,8 @@ def test_a_load_and_its_limits() -> None:
     [
         ("load: {rate: 20, concurrency: 3}", "remove one of them"),
         ("load: {rate: 0}", "serve.load.rate: 0 is not a rate; write requests per second"),
+        ("load: {rate: 1e-300}", "1e-300 is not a rate; write requests per second, e.g. 20, from 1e-06 to 1,000,000"),
+        ("load: {output: 1}", "an output of 1 token has no decode steps to plan; write 2 or more"),
         ("load: {rate: -1}", "serve.load.rate: -1 is not a rate"),
         ("load: {concurrency: 0}", "serve.load.concurrency: 0 is not a whole number from 1"),
         ("load: {input: {mean: 100, p95: 1000}}", "p95 1,000 does not go with mean 100; write 100 to 386"),

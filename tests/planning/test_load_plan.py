@@ -206,6 +206,27 @@ def test_dollars_have_an_interval(two_instances: LoadPlan) -> None:
     assert shared.dollars_per_million_output.low < shared.dollars_per_million_output.high
 
 
+@pytest.mark.parametrize(
+    ("model", "sizes", "message"),
+    [
+        ("llama-3.1-8b", "tp: 3", "tp 3 does not divide the model's 32 heads; write a divisor"),
+        ("llama-3.1-8b", "tp: 2, pp: 100", "pp 100 is more than the model's 32 layers"),
+        ("llama-3.1-8b", "tp: 2, ep: 2", "ep 2 requires a model with experts, and llama-3.1-8b has none"),
+        ("llama-3.1-8b", "tp: 8, pp: 999999", "has more than the 1,024 GPUs that are planned"),
+        ("deepseek-v3", "tp: 2, ep: 3", "ep 3 does not divide the model's 256 experts"),
+    ],
+)
+def test_a_stated_layout_that_cannot_be_is_refused(model: str, sizes: str, message: str) -> None:
+    with pytest.raises(PlanError) as error:
+        plan_load(job_of(model, more=f"software: vllm\nlayout: {{{sizes}}}\n"))
+    assert message in str(error.value)
+
+
+def test_our_engine_splits_a_stated_layout_evenly() -> None:
+    with pytest.raises(PlanError, match="tp 3 does not divide the model's 32 heads and 8 KV heads"):
+        plan_load(job_of(more="layout: {tp: 3}\n"))
+
+
 def planned_in(precisions: str, model: str = "llama-3.1-70b", instance: str = "p6-b200.48xlarge") -> LoadPlan:
     text = f"kind: serve\nmodel: {model}\ncluster: {instance} x 1\nsoftware: vllm\nlayout: {{tp: 4, ep: 1}}\n"
     return plan_load(

@@ -24,7 +24,7 @@ from craton.nearest import did_you_mean
 
 Statistic = Literal["mean", "p50", "p90", "p95", "p99"]
 STATISTICS: tuple[str, ...] = get_args(Statistic)
-MAX_RATE = 1e6  # requests per second
+MIN_RATE, MAX_RATE = 1e-6, 1e6  # requests per second
 MAX_BURSTINESS = 100.0
 MAX_P95 = 3.86  # of the mean: no lognormal distribution has a larger one
 DEFAULT_INPUT, DEFAULT_OUTPUT = 1024, 256  # tokens
@@ -80,7 +80,7 @@ def _parse_slo(value: object) -> dict[Statistic, float]:
 Rate = Annotated[
     float,
     PlainValidator(
-        _number(0.0, MAX_RATE, f"a rate; write requests per second, e.g. 20, up to {MAX_RATE:,.0f}", low_excluded=True)
+        _number(MIN_RATE, MAX_RATE, f"a rate; write requests per second, e.g. 20, from {MIN_RATE:g} to {MAX_RATE:,.0f}")
     ),
 ]
 Slo = Annotated[dict[Statistic, float], PlainValidator(_parse_slo)]
@@ -138,6 +138,14 @@ class LoadSection(Section):
             _number(0.0, MAX_BURSTINESS, f"above 0 and at most {MAX_BURSTINESS:g}; 1: Poisson", low_excluded=True)
         ),
     ] = 1.0
+
+    @model_validator(mode="after")
+    def _has_decode_steps(self) -> Self:
+        if self.output.longest == 1:
+            raise KeyConflictError(
+                "load: an output of 1 token has no decode steps to plan; write 2 or more", ("output",)
+            )
+        return self
 
     @model_validator(mode="after")
     def _is_one_load(self) -> Self:

@@ -29,6 +29,7 @@ from craton.planning.serving.search.pools import pooled_curve, pooled_deployment
 from craton.planning.serving.search.replicas import ServedCandidates, candidates_of
 from craton.planning.serving.search.result import Benchmark, Deployment, LoadPlan
 from craton.planning.serving.search.rows import deployment_rows, latency_intervals
+from craton.planning.serving.search.stated_layout import check_stated_layout
 from craton.planning.serving.search.tiers import kv_tiers
 from craton.planning.setting import PlanError
 
@@ -65,13 +66,15 @@ def plan_load(
     assert shape is not None
     section, limits = load or serve.load or LoadSection(), (slo or serve.slo).limits
     asked = served_load(section)
+    check_stated_layout(job, shape)
     tried = [_setting(job, shape, each, asked) for each in _clusters(job, instances, cluster)]
     settings = [setting for setting in tried if setting is not None]
     if not settings:
         names = ", ".join(instances) or str(job.cluster)
         raise PlanError(
-            f"{job.where('model')}{shape.name} fits no layout on {names}; use a lower serve.precision, or instances "
-            "with more GPU memory (--instances)"
+            f"{job.where('model')}{shape.name} fits no layout on {names} with serve.memory {serve.memory:g} and room "
+            "for a step (serve.chunk_tokens, max_running, page); use a lower serve.precision, or instances with more "
+            "GPU memory (--instances)"
         )
     if gpus is None and asked.rate is None and asked.concurrency is None:
         gpus = settings[0].cluster.num_gpus
