@@ -18,6 +18,7 @@ import typer
 
 from craton import formatting
 from craton.cli.views.outcome import exit_code, outcome_json, print_failure, recoveries_text, shown
+from craton.cli.views.server_targets import ServerTargets, planned_latencies, targets_of
 from craton.formatting import whole_duration
 
 if TYPE_CHECKING:
@@ -113,6 +114,9 @@ def print_ready(job: Job, plan: ServePlan | None, ready: dict[str, Any], console
         )
         if plan.load is not None:
             print_field(console, "its load", load_text(plan.load))
+    if limits := job.serve.slo.limits:
+        planned = {} if plan is None or plan.load is None else planned_latencies(vars(plan.load))
+        print_field(console, "limits", ServerTargets(limits, planned).limits_text())
     if "admin_key_file" in ready:
         print_field(console, "admin", f"POST with the key in {ready['admin_key_file']} as bearer token")
     console.print(f"try:  {curl_line(job, ready['url'])}", soft_wrap=True, markup=False)
@@ -143,20 +147,25 @@ def state_line(
     state: ServerState | None,
     run_state: RunState,
     view: View | None = None,
-    planned_ttft_seconds: float | None = None,
+    targets: ServerTargets | None = None,
 ) -> str:
-    """Return `serve-llama: 12 running, 3 waiting · 4.2k tokens/s · first token after 38 ms (planned 45 ms)`; planned is
-    the mean for the load that the job states."""
+    """Return `serve-llama: 12 running, 3 waiting · 4.2k tokens/s · first token after 38 ms (planned 45 ms) · TPOT 12 ms
+    (planned 11 ms)`, and the limits that it misses; planned are the means for the load that the job states."""
     if view is not None and view.recovering is not None:
         return f"{name}: RECOVERING  {view.recovering.text}"
     if state is None:  # normal while it starts or stops
         return f"{name}: {run_state if run_state in ('starting', 'stopping') else 'no response'}"
-    planned = "" if planned_ttft_seconds is None else f" (planned {formatting.duration(planned_ttft_seconds)})"
-    return (
-        f"{name}: {state.running} running, {state.waiting} waiting · "
-        f"{formatting.amount(state.tokens_per_second)} tokens/s · "
-        f"first token after {formatting.duration(state.first_token_seconds)}{planned}"
-    )
+    targets = targets or ServerTargets()
+    planned = targets.planned.get(("ttft", "mean"))
+    first = f"first token after {formatting.duration(state.first_token_seconds)}"
+    parts = [
+        f"{name}: {state.running} running, {state.waiting} waiting",
+        *targets.missed_texts(state),
+        f"{formatting.amount(state.tokens_per_second)} tokens/s",
+        first if planned is None else f"{first} (planned {formatting.duration(planned)})",
+        *targets.tpot_texts(state),
+    ]
+    return " · ".join(parts)
 
 
 def print_server_outcome(run: RunDirectory, summary: RunSummary, console: Console) -> None:
@@ -211,7 +220,7 @@ def _watch(server: Server, console: Console, *, quiet: bool) -> RunSummary:
 
     from craton.orchestration import ServerWatch
 
-    watch, name = ServerWatch(server.address), server.run.name
+    watch, name, targets = ServerWatch(server.address), server.run.name, targets_of(server.run.directory)
     state = watch.look()
     printed, printed_at = "", -PLAIN_SECONDS
     with Live(console=console, auto_refresh=False, transient=True) as live:
@@ -220,7 +229,7 @@ def _watch(server: Server, console: Console, *, quiet: bool) -> RunSummary:
             nonlocal state, printed, printed_at
             if not view.is_moving:
                 return
-            text = state_line(name, state, view.summary.state, view)
+            text = state_line(name, state, view.summary.state, view, targets)
             if console.is_terminal and not quiet:
                 live.update(Text(text, no_wrap=True, overflow="ellipsis"), refresh=True)
             elif not quiet and text != printed and time.monotonic() - printed_at >= PLAIN_SECONDS:

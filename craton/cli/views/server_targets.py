@@ -1,0 +1,79 @@
+"""What the job of a server wants of its latency, and what the plan expects: words for the live views."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from craton import formatting
+
+if TYPE_CHECKING:
+    from craton.orchestration import ServerState
+    from craton.telemetry import RunDirectory
+
+MIN_REQUESTS = 20  # the p95 of fewer is their maximum
+# Predictions of a plan's load, by latency and statistic.
+PLANNED = {("ttft", "mean"): "ttft_seconds", ("ttft", "p95"): "ttft_p95_seconds", ("tpot", "mean"): "tpot_seconds"}
+
+Latency = tuple[str, str]  # ttft, tpot or e2e; mean, p50, p90, p95 or p99
+
+
+@dataclass(frozen=True)
+class ServerTargets:
+    """Limits of `serve.slo` and predictions for `serve.load`, in seconds."""
+
+    limits: Mapping[Latency, float] = field(default_factory=dict)
+    planned: Mapping[Latency, float] = field(default_factory=dict)
+
+    def limits_text(self) -> str:
+        """Return `TTFT p95 ≤ 500 ms (planned 310 ms), TPOT mean ≤ 20 ms`."""
+        return ", ".join(f"{_limit(name, limit)}{self._plan(name)}" for name, limit in self.limits.items())
+
+    def tpot_texts(self, state: ServerState) -> list[str]:
+        """Return `TPOT 12 ms (planned 11 ms)`, the mean since the start; empty without requests."""
+        tpot = state.latencies.get("tpot")
+        if tpot is None or not tpot.count:
+            return []
+        return [f"TPOT {formatting.duration(tpot.statistics['mean'])}{self._plan(('tpot', 'mean'))}"]
+
+    def missed_texts(self, state: ServerState) -> list[str]:
+        """Return `misses TTFT p95 ≤ 500 ms: about 1.3 s` for each limit that is missed since the start."""
+        texts = []
+        for name, limit in self.limits.items():
+            histogram = state.latencies.get(name[0])
+            if histogram is not None and histogram.count >= MIN_REQUESTS and histogram.exceeds(name[1], limit):
+                about = "" if name[1] == "mean" else "about "
+                texts.append(
+                    f"misses {_limit(name, limit)}: {about}{formatting.duration(histogram.statistics[name[1]])}"
+                )
+        return texts
+
+    def _plan(self, name: Latency) -> str:
+        seconds = self.planned.get(name)
+        return "" if seconds is None else f" (planned {formatting.duration(seconds)})"
+
+
+def targets_of(run: RunDirectory) -> ServerTargets:
+    """Return the targets of a run's job and plan; none of a job that cannot be read."""
+    from craton.errors import CratonError
+    from craton.job import load_job
+    from craton.telemetry import read_json
+
+    load: Any = read_json(run.plan_path).get("load")
+    planned = planned_latencies(load) if isinstance(load, dict) else {}
+    try:
+        serve = load_job(run.job_path).serve
+    except CratonError:
+        serve = None
+    return ServerTargets(serve.slo.limits if serve is not None else {}, planned)
+
+
+def planned_latencies(load: Mapping[str, Any]) -> dict[Latency, float]:
+    """Return the predictions of a planned load, by latency and statistic."""
+    values = {name: load.get(key) for name, key in PLANNED.items()}
+    return {name: float(value) for name, value in values.items() if isinstance(value, int | float)}
+
+
+def _limit(name: Latency, seconds: float) -> str:
+    return f"{name[0].upper()} {name[1]} ≤ {formatting.setting(seconds)}"
