@@ -121,6 +121,10 @@ class SuiteEvaluation:
             self._started, self._done_before = time.monotonic(), self._num_done
             beat = asyncio.create_task(self._beat())
             try:
+                for part in parts:  # before the first of them costs anything
+                    await SuiteRunner(client, pool, 1, has_seeds=self._has_seeds).require(
+                        part.setting, self._problems[0]
+                    )
                 for part in parts:
                     done = {result.digest for result in part.results}
                     left = [problem for problem in self._problems if problem.digest not in done]

@@ -31,7 +31,15 @@ from craton.ml.serving.clients import (
     ServerFailedError,
     complete,
 )
-from craton.ml.serving.strategies import Limits, NoScoreError, Prices, Scorer, completion_length, run_strategy
+from craton.ml.serving.strategies import (
+    Limits,
+    NoScoreError,
+    Prices,
+    Scorer,
+    completion_length,
+    prepare_request,
+    run_strategy,
+)
 from craton.ml.verifiers import Verdict, VerifierPool, VerifierSample
 
 FATAL_SHARE = 0.5  # of the samples without a verdict: then the numbers say nothing
@@ -157,6 +165,11 @@ class SuiteRunner:
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
         self._check()
+
+    async def require(self, setting: EvaluationSetting, problem: SuiteProblem) -> None:
+        """Raise MissingCapabilityError if the endpoint cannot give what the strategy needs."""
+        if setting.strategy is not None:
+            await prepare_request(self.client, self._request(setting, problem), setting.strategy)
 
     async def _evaluate(self, setting: EvaluationSetting, problem: SuiteProblem) -> ProblemResult:
         began, clock = time.time(), time.monotonic()

@@ -32,7 +32,8 @@ def wilson_interval(solved: float, count: int, confidence: float = CONFIDENCE) -
     scale = 1 + z * z / count
     middle = (share + z * z / (2 * count)) / scale
     half = z / scale * sqrt(share * (1 - share) / count + z * z / (4 * count * count))
-    return max(0.0, middle - half), min(1.0, middle + half)
+    # Without or with only right ones an end is exact, which rounding would miss.
+    return 0.0 if solved == 0 else max(0.0, middle - half), 1.0 if solved == count else min(1.0, middle + half)
 
 
 def mean_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> tuple[float, float]:

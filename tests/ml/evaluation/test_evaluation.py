@@ -14,6 +14,7 @@ from craton.job import ContentError, check_here, load_job
 from craton.ml.data import PromptEncoder
 from craton.ml.evaluation import EvaluationError, compare_runs, read_evaluation, read_results
 from craton.ml.posttraining import RewardModel
+from craton.ml.serving.clients import MissingCapabilityError
 from craton.telemetry import RunDirectory
 
 
@@ -125,6 +126,30 @@ def test_an_endpoint_without_seeds_is_evaluated_without_them(tmp_path: Path) -> 
     assert plain["accuracy"] == vote["accuracy"] == 1.0, "each answer ends with a blank"
     assert vote["completion_tokens_mean"] == 6
     assert len({body["seed"] for body in sent}) == len(sent) == 4, "two samples, and two of a vote, none with its own"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "missing"),
+    [
+        ("best_of:2", "does not give logprobs"),
+        ("budget:10-20", "does not give token ids"),
+        ({"kind": "tree", "n": 4, "score": "regex"}, None),
+    ],
+)
+def test_what_an_endpoint_lacks_for_a_strategy_is_found_before_the_plain_samples(
+    tmp_path: Path, strategy: object, missing: str | None
+) -> None:
+    suite = write_suite(tmp_path, problems=3, samples=1)
+    with openai_like_server() as server:
+        evaluation = opened(tmp_path / "run", None, suite, endpoint={"url": server.url}, strategies=[strategy])
+        if missing is None:
+            asyncio.run(evaluation.run())
+        else:
+            with pytest.raises(MissingCapabilityError, match=missing):
+                asyncio.run(evaluation.run())
+        prompts = [str(body.get("prompt")) for body in server.behaviour.received]  # also those of trials
+    asked = [prompt for prompt in prompts if prompt.startswith("What is")]
+    assert bool(asked) == (missing is None)
 
 
 def test_results_of_other_settings_or_problems_are_not_reused(tmp_path: Path, model: Path) -> None:

@@ -26,6 +26,7 @@ from craton.ml.evaluation.statistics import (
 def test_wilson_interval_is_that_of_scipy(solved: int, count: int) -> None:
     expected = stats.binomtest(solved, count).proportion_ci(0.95, method="wilson")
     assert wilson_interval(solved, count) == pytest.approx((expected.low, expected.high), abs=1e-12)
+    assert (wilson_interval(solved, count)[1] == 1.0) == (solved == count)
 
 
 def test_intervals_of_several_samples_resample_problems() -> None:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from craton.ml.serving.strategies.limits import Limits, Prices
     from craton.ml.serving.strategies.outcome import StrategyOutcome, StrategySample, StrategyUsage
     from craton.ml.serving.strategies.outcome import StrategyProgress as Progress
-    from craton.ml.serving.strategies.run import run_strategy
+    from craton.ml.serving.strategies.run import prepare_request, run_strategy
     from craton.ml.serving.strategies.samples import completion_length
     from craton.ml.serving.strategies.scorers import CallableScorer, PoolScorer, Scorer
 else:

@@ -57,7 +57,7 @@ async def run_strategy(
     began = asyncio.get_running_loop().time()
     asked = request if shown_prompt is None else replace(request, prompt=shown_prompt)
     async with RunningSamples(client, own) as running:
-        sent = await running.before_deadline(_prepared(client, request, strategy))
+        sent = await running.before_deadline(prepare_request(client, request, strategy))
         uses_logprobs = getattr(strategy, "score", None) == LOGPROBS
         task = StrategyTask(
             strategy.kind,
@@ -90,7 +90,7 @@ async def _run(task: StrategyTask, strategy: Strategy) -> StrategyOutcome:
             return await force_budget(task, strategy)
 
 
-async def _prepared(client: InferenceClient, request: InferenceRequest, strategy: Strategy) -> InferenceRequest:
+async def prepare_request(client: InferenceClient, request: InferenceRequest, strategy: Strategy) -> InferenceRequest:
     """Return the request as it is sent, with token ids where the endpoint gives them; MissingCapabilityError if it
     cannot give what the strategy needs."""
     if getattr(strategy, "score", None) == LOGPROBS:
