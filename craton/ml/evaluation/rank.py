@@ -37,7 +37,7 @@ from craton.ml.serving.strategies import PoolScorer, Prices, Scorer
 from craton.ml.verifiers import RewardModelProcess, RewardModelSetup, VerifierPool
 from craton.telemetry import RunDirectory, read_json
 from craton.telemetry.error_reports import report_exception
-from craton.telemetry.files import replace_text
+from craton.telemetry.files import STORAGE_ERRORS, replace_text
 from craton.telemetry.rank import LedgerClock, Recorder
 
 WRITE_SECONDS = 5.0  # between two versions of evaluation.json
@@ -101,7 +101,10 @@ class SuiteEvaluation:
             with VerifierPool(self._suite.reward, self._suite.verify, _job_folder()) as pool:
                 for checkpoint in dict.fromkeys(part.setting.checkpoint for part in self._parts):
                     await self._evaluate_checkpoint(checkpoint, pool)
-        self._write(is_last=True)
+        await self._until_saved()
+        while not self._write(is_last=True):
+            self._clock.page.beat()
+            await asyncio.sleep(BEAT_SECONDS)
         self._file.close()
         for part in self._parts:
             print(f"{part.setting.words}: {self._words(part)}", flush=True)
@@ -133,6 +136,7 @@ class SuiteEvaluation:
                         runner = SuiteRunner(client, pool, section.concurrency, scorer, prices, self._has_seeds)
                         runner.on_result = partial(self._take, part)
                         runner.on_beat = self._clock.page.beat
+                        runner.until_saved = self._until_saved
                         await runner.run(part.setting, left, part.results)
             finally:
                 beat.cancel()
@@ -227,6 +231,12 @@ class SuiteEvaluation:
             self._write()
             print(f"{done:,} of {total:,} problems; {part.setting.words}: {self._words(part)}", flush=True)
 
+    async def _until_saved(self) -> None:
+        """Wait while the disk takes no results: what was asked and paid for is kept, and nothing more is asked."""
+        while not self._file.is_written():
+            self._clock.page.beat()
+            await asyncio.sleep(BEAT_SECONDS)
+
     async def _beat(self) -> None:
         while True:
             self._clock.page.beat()
@@ -246,7 +256,8 @@ class SuiteEvaluation:
         entry = summarize_results(results, setting.strategy_json, setting.n, self._prices, len(self._problems))
         return {**entry, "settings": setting.digest, "checkpoint": setting.checkpoint, "words": setting.words}
 
-    def _write(self, is_last: bool = False) -> None:
+    def _write(self, is_last: bool = False) -> bool:
+        """Write evaluation.json; False if the disk refuses it, which the agent reports."""
         document = {
             "suite": self._suite.name,
             "model": self._job.evaluated_name,
@@ -255,8 +266,14 @@ class SuiteEvaluation:
             "has_seeds": self._has_seeds,
             "strategies": [self._entry(part) for part in self._parts if part.results],
         }
-        write_evaluation(self._run.path / EVALUATION_FILE, document)
         self._written = time.monotonic()
+        try:
+            write_evaluation(self._run.path / EVALUATION_FILE, document)
+        except OSError as error:
+            if error.errno not in STORAGE_ERRORS:
+                raise
+            return False
+        return True
 
 
 def _job_folder() -> Path:

@@ -13,11 +13,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from craton.telemetry.files import LineWriter, read_lines
+from craton.ml.evaluation.errors import EvaluationError
+from craton.telemetry.files import STORAGE_ERRORS, LineWriter, read_lines
 
 PROBLEMS_FILE = "problems.jsonl"
 MAX_TEXT = 20_000  # characters of a stored completion
 MAX_TEXTS = 500_000  # of all completions of a problem
+WAITING_BYTES = 1 << 30  # of results in memory while the disk is full: more than all problems in flight have
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ class ProblemFile:
     """The results of a run, read once and appended to."""
 
     def __init__(self, path: Path) -> None:
-        self._writer = LineWriter(path)
+        self._writer = LineWriter(path, WAITING_BYTES)
         self._found = {(result.settings, result.digest): result for result in read_results(path)}
 
     def find(self, settings: str, digest: str) -> ProblemResult | None:
@@ -96,6 +98,17 @@ class ProblemFile:
     def add(self, result: ProblemResult) -> None:
         self._writer.append([result.to_line()])
         self._found[result.settings, result.digest] = result
+
+    def is_written(self) -> bool:
+        """Try to write the results that wait for the disk; EvaluationError if it is no matter of waiting."""
+        if self._writer.flush():
+            return True
+        error = self._writer.error
+        if error is not None and error.errno not in STORAGE_ERRORS:
+            raise EvaluationError(
+                f"{self._writer.path}: results cannot be written ({error.strerror}); make it writable"
+            )
+        return False
 
     def close(self) -> None:
         self._writer.close()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -128,6 +128,10 @@ def plain_setting(
     )
 
 
+async def _at_once() -> None:
+    """Wait for nothing."""
+
+
 @dataclass
 class SuiteRunner:
     """What all problems of an evaluation share."""
@@ -140,6 +144,7 @@ class SuiteRunner:
     has_seeds: bool = True  # False: the endpoint has none, and samples cannot be repeated
     on_result: Callable[[ProblemResult], None] = lambda result: None
     on_beat: Callable[[], None] = lambda: None
+    until_saved: Callable[[], Awaitable[None]] = _at_once  # before another problem is asked
     _num_samples: int = field(default=0, init=False)
     _failures: list[str] = field(default_factory=list, init=False)
 
@@ -157,6 +162,7 @@ class SuiteRunner:
                 result = await self._evaluate(setting, problem)
                 self._count(result)
                 self.on_result(result)
+                await self.until_saved()
 
         try:
             async with asyncio.TaskGroup() as group:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from openai_like_server import openai_like_server
+from openai_like_server import Server, openai_like_server
 from tiny_models import opened, write_model, write_reward_model, write_suite
+from waiting import PATIENCE_SECONDS
 
 from craton.job import ContentError, check_here, load_job
 from craton.ml.data import PromptEncoder
@@ -198,3 +200,31 @@ def test_what_got_no_verdict_is_asked_again_by_a_resumed_evaluation(tmp_path: Pa
         asyncio.run(opened(run, None, suite, endpoint=endpoint).run())
     (entry,) = read_evaluation(RunDirectory(run))["strategies"]
     assert (entry["num_failures"], entry["num_scored"], entry["accuracy"]) == (0, 40, 1.0)
+
+
+def test_a_full_disk_holds_an_evaluation_back_and_loses_nothing(tmp_path: Path, small_disk: Path) -> None:
+    suite = write_suite(tmp_path, problems=10, samples=2)
+    filler = small_disk / "filler"
+
+    def asked(server: Server) -> int:
+        return sum(str(body.get("prompt")).startswith("What is") for body in server.behaviour.received)  # no trials
+
+    async def work(server: Server) -> None:
+        evaluation = opened(small_disk / "run", None, suite, endpoint={"url": server.url}, concurrency=4)
+        with suppress(OSError), filler.open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
+        run = asyncio.create_task(evaluation.run())
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while evaluation._num_done < 2 and not run.done():
+                await asyncio.sleep(0.05)
+            assert not run.done()
+            assert asked(server) == 4, "two problems at once, and no third one"
+            filler.unlink()
+            await run
+
+    with openai_like_server() as server:
+        asyncio.run(work(server))
+        assert asked(server) == 20, "no sample was asked again"
+    (entry,) = read_evaluation(RunDirectory(small_disk / "run"))["strategies"]
+    assert (entry["num_evaluated"], len(list(read_results(small_disk / "run" / "problems.jsonl")))) == (10, 10)
