@@ -170,7 +170,7 @@ def _latency_figure(plan: LoadPlan) -> Figure:
             ends = {"x0": 0, "x1": most, "y0": 1e3 * limit, "y1": 1e3 * limit}
             shapes.append({"type": "line", "xref": "x", "yref": reference, **ends, "line": line})
             text = f"limit {formatting.setting(limit)}"
-            annotations.append(label(0, math.log10(1e3 * limit), text, "left", reference, 10) | {"xref": "paper"})
+            annotations.append(label(0, math.log10(1e3 * limit), text, "left", reference, -10) | {"xref": "paper"})
     annotations.append(label(plan.chosen.max_rate.value, 1.0, "saturation", "right", "paper", -8, -4))
     layout |= {"shapes": shapes, "annotations": annotations}
     return {"data": traces, "layout": layout}
