@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from craton.orchestration.process_commands import agent_command
     from craton.orchestration.run_files import stopped_by_scheduler, stopped_by_user
     from craton.orchestration.server import (
-        READY,
         ServerAddress,
         ServerState,
         ServerWatch,
@@ -27,5 +26,6 @@ if TYPE_CHECKING:
         server_name,
         server_of,
     )
+    from craton.orchestration.server_targets import ServerTargets
 else:
     __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

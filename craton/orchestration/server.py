@@ -254,6 +254,8 @@ class ServerWatch:
 class Stages:
     """A server's startup stages, from the run's events since its last launch."""
 
+    LAST = READY
+
     def __init__(self, run: RunDirectory) -> None:
         self._run = run
         self._first = int(read_json(run.launch_path).get("generation") or 0)

@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 
 from craton.cli.views.server import state_line
-from craton.cli.views.server_targets import ServerTargets, targets_of
-from craton.orchestration import ServerAddress, ServerWatch
+from craton.orchestration import ServerAddress, ServerTargets, ServerWatch
 from craton.telemetry import RunDirectory
 
 METRICS = {"time_to_first_token_seconds": (60.0, 10), "request_time_per_output_token_seconds": (1.2, 100)}
@@ -34,8 +33,10 @@ def test_the_live_line_names_a_missed_limit_beside_the_plan(tmp_path: Path) -> N
     run.job_path.write_text(JOB, encoding="utf-8")
     load = {"ttft_seconds": 0.045, "ttft_p95_seconds": 0.3, "tpot_seconds": 0.011}
     run.plan_path.write_text(json.dumps({"kind": "serve", "load": load}), encoding="utf-8")
-    targets = targets_of(run)
+    targets = ServerTargets.of(run)
     assert targets.limits_text() == "TTFT p95 ≤ 500 ms (planned 300 ms), TPOT mean ≤ 20 ms (planned 11.0 ms)"
+    assert targets.latency_text("ttft") == "planned 45.0 ms on average; limit p95 ≤ 500 ms"
+    assert targets.latency_text("e2e") == ""
     state = ServerWatch(ServerAddress("127.0.0.1", 1)).take(metrics(), 0.0)
     line = state_line("srv", state, "running", None, targets)
     assert line.startswith("srv: 3 running, 1 waiting · misses TTFT p95 ≤ 500 ms: about 972 ms · ")

@@ -128,13 +128,12 @@ def _server_lines(run: RunDirectory, state: RunState) -> list[Text]:
     from rich.text import Text
 
     from craton.cli.views.server import state_line
-    from craton.cli.views.server_targets import targets_of
     from craton.errors import CratonError
-    from craton.orchestration import ServerWatch, server_of
+    from craton.orchestration import ServerTargets, ServerWatch, server_of
 
     try:
         address = server_of(run)
     except CratonError as error:
         return [Text(f"{run.name}: {error}", style="yellow")]
-    line = state_line(run.name, ServerWatch(address).look(), state, targets=targets_of(run))
+    line = state_line(run.name, ServerWatch(address).look(), state, targets=ServerTargets.of(run))
     return [Text(f"{line} · {address.url}")]

@@ -18,8 +18,8 @@ import typer
 
 from craton import formatting
 from craton.cli.views.outcome import exit_code, outcome_json, print_failure, recoveries_text, shown
-from craton.cli.views.server_targets import ServerTargets, planned_latencies, targets_of
 from craton.formatting import whole_duration
+from craton.orchestration import ServerTargets
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -115,8 +115,8 @@ def print_ready(job: Job, plan: ServePlan | None, ready: dict[str, Any], console
         if plan.load is not None:
             print_field(console, "its load", load_text(plan.load))
     if limits := job.serve.slo.limits:
-        planned = {} if plan is None or plan.load is None else planned_latencies(vars(plan.load))
-        print_field(console, "limits", ServerTargets(limits, planned).limits_text())
+        load = {} if plan is None or plan.load is None else vars(plan.load)
+        print_field(console, "limits", ServerTargets.planned_for(load, limits).limits_text())
     if "admin_key_file" in ready:
         print_field(console, "admin", f"POST with the key in {ready['admin_key_file']} as bearer token")
     console.print(f"try:  {curl_line(job, ready['url'])}", soft_wrap=True, markup=False)
@@ -193,14 +193,12 @@ def _wait_until_ready(server: Server, stages: Stages, console: Console, *, quiet
     """Wait until it is ready and has reported its KV cache size; NoAnswerError if it ends before."""
     from rich.status import Status
 
-    from craton.orchestration import READY
-
     began, name = time.monotonic(), server.run.name
     with Status(f"{name}: starting", console=console) as status:
 
         def look(view: View | None = None) -> None:
             for stage in stages.look():
-                if not quiet and not console.is_terminal and stage != READY:
+                if not quiet and not console.is_terminal and stage != stages.LAST:
                     console.print(f"{name}: {stage}", soft_wrap=True, markup=False)
             seconds = whole_duration(time.monotonic() - began)
             status.update(f"{name}: {stages.newest.get('stage', 'starting')} ({seconds})")
@@ -220,7 +218,7 @@ def _watch(server: Server, console: Console, *, quiet: bool) -> RunSummary:
 
     from craton.orchestration import ServerWatch
 
-    watch, name, targets = ServerWatch(server.address), server.run.name, targets_of(server.run.directory)
+    watch, name, targets = ServerWatch(server.address), server.run.name, ServerTargets.of(server.run.directory)
     state = watch.look()
     printed, printed_at = "", -PLAIN_SECONDS
     with Live(console=console, auto_refresh=False, transient=True) as live:

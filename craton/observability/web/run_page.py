@@ -51,7 +51,7 @@ from craton.observability.web.sources import (
     look_curves,
 )
 from craton.observability.web.stragglers import finding, straggler
-from craton.orchestration import RunStateError, server_of
+from craton.orchestration import RunStateError, ServerTargets, server_of
 from craton.orchestration.watching import (
     MOVING,
     account_lines,
@@ -103,6 +103,7 @@ class RunPage:
         self.run, self._schedulers = run, schedulers
         self.serves = is_server(run)
         self._kind = Cached(lambda: job_kind(run, read_json(run.plan_path)), SLOW_SECONDS)
+        self._targets = Cached(lambda: ServerTargets.of(run), SLOW_SECONDS)  # of a server
         self._verdicts, self._alerts, self._prometheus = verdicts, alerts, prometheus
         self._summarizer = Summarizer(run, MAX_NODES)
         self._history, self._tails, self._nodes, self._records = History(run), RankTails(run), Nodes(run), Records(run)
@@ -294,6 +295,7 @@ class RunPage:
             url=url,
             trouble=trouble,
             latencies=LATENCIES,
+            targets={"first_token": self._targets.get().latency_text("ttft")},
         )
         return Shown({"serving": text}, serving_charts(look_curves(looks), "now" if look else "last"))
 
