@@ -91,6 +91,7 @@ class SuiteEvaluation:
         self._prices = _prices(job, run)
         self._written = -WRITE_SECONDS
         self._shown: _Part | None = None  # the setting whose interval was recorded last
+        self._num_shown = 0  # and of how many problems
         self._has_seeds = bool(read_json(run.path / EVALUATION_FILE).get("has_seeds", True))
         self._started, self._done_before = 0.0, 0  # of the checkpoint in work
 
@@ -216,9 +217,11 @@ class SuiteEvaluation:
         is_last = len(part.results) == len(self._problems)
         if shares:
             entry["run_evaluation_accuracy"] = sum(shares) / len(shares)
-        is_new = part is not self._shown  # its interval must not stand beside that of the setting before it
-        if shares and (is_new or is_due or is_last):  # the bootstrap over problems is too slow for every result
-            self._shown = part
+        # The bootstrap over problems is too slow for every result, and an interval must not stand beside an accuracy of
+        # another setting, or of far more problems.
+        is_old = part is not self._shown or len(part.results) >= 2 * self._num_shown
+        if shares and (is_old or is_due or is_last):
+            self._shown, self._num_shown = part, len(part.results)
             is_single = all(len(found.samples) == 1 for found in part.results if found.share is not None)
             low, high = accuracy_interval(shares, is_single)
             entry |= {"run_evaluation_accuracy_low": low, "run_evaluation_accuracy_high": high}

@@ -228,3 +228,14 @@ def test_a_full_disk_holds_an_evaluation_back_and_loses_nothing(tmp_path: Path, 
         assert asked(server) == 20, "no sample was asked again"
     (entry,) = read_evaluation(RunDirectory(small_disk / "run"))["strategies"]
     assert (entry["num_evaluated"], len(list(read_results(small_disk / "run" / "problems.jsonl")))) == (10, 10)
+
+
+def test_the_interval_that_is_shown_is_of_this_setting_and_of_half_of_its_problems_or_more(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    suite = write_suite(tmp_path, problems=9, samples=1, rest="strategies: [{kind: vote, n: 2, answer: text}]\n")
+    evaluation, entries = opened(tmp_path / "run", model, suite), []
+    monkeypatch.setattr(evaluation._recorder, "metrics", lambda step, **entry: entries.append((step, entry)))
+    asyncio.run(evaluation.run())
+    with_interval = {step for step, entry in entries if "run_evaluation_accuracy_low" in entry}
+    assert with_interval >= {1, 2, 4, 8, 9, 9 + 1, 9 + 2, 9 + 4, 9 + 8, 9 + 9}
