@@ -51,6 +51,25 @@ def test_a_verifier_scores(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     assert found["strategy"]["score"] == "word"
 
 
+def test_a_judge_that_answers_nonsense(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Its reply is a stream of events, or a completion in place of a chat."""
+    with openai_like_server() as server, openai_like_server() as judge:
+        file = tmp_path / "judge.yaml"
+        file.write_text(f"verifiers: {{judge: {{verifier: judge, endpoint: {{url: {judge.url}}}}}}}\n")
+        asked = [server.url, "--prompt", "Hello", "--strategy", "best_of:2:judge", "--sample-tokens", "2"]
+        assert run(monkeypatch, *asked, "--verifier", str(file)) == 2
+        streamed = capsys.readouterr().err
+        judge.behaviour.streams = False
+        assert run(monkeypatch, *asked, "--verifier", str(file)) == 2
+        other = capsys.readouterr().err
+    assert "error: none of 2 samples got a score; first errors: judge: the judge at" in streamed
+    assert "its reply is not JSON; the URL must be that of an OpenAI-compatible server" in streamed
+    assert "error: none of 2 samples got a score; first errors: judge: the judge" in other
+    assert (streamed.count("\n"), other.count("\n")) == (1, 1)
+
+
 TREE = "{kind: tree, n: 6, width: 2, depth: 3, step: {tokens: 2}}"
 
 

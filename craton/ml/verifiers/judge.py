@@ -109,6 +109,8 @@ def _call(endpoint: Mapping[str, Any], path: str, body: Mapping[str, Any] | None
         opener = urllib.request.build_opener(_RefuseRedirects)
         with opener.open(request, timeout=seconds) as response:
             return json.loads(response.read(REPLY_BYTES))
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        reason = "its reply is not JSON; the URL must be that of an OpenAI-compatible server"
     except urllib.error.HTTPError as error:
         reason = f"{error.code} {error.read(300).decode(errors='replace')}"
     except (OSError, ValueError) as error:
