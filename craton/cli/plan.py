@@ -233,7 +233,8 @@ def plan(
             {"--deadline": deadline, "--budget": budget, "--trace": trace},
             "applies to training jobs only; remove it, or plan a server with --rate, --ttft and --tpot",
         )
-        needs_load = wanted.serve.load is not None or not wanted.serve.has_own_precision
+        serve = wanted.serve
+        needs_load = serve.load is not None or bool(serve.slo.limits) or not serve.has_own_precision
         if needs_load or any(served.values()) or instances or gpus or by or html:
             from craton.cli.views.served_load import plan_served_load
 

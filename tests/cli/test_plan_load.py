@@ -200,3 +200,25 @@ def test_any_option_is_a_plan_or_one_line(plan: PlanCommand, options: dict[str, 
     assert "Traceback" not in errors
     if code:
         assert len(errors.strip().splitlines()) <= 1 or "Usage" in errors, options
+
+
+def test_stated_replicas_are_not_more_than_the_gpus(plan: PlanCommand) -> None:
+    plan.job.write_text("kind: serve\nmodel: llama-3.1-8b\ncluster: p5en.48xlarge x 1\nserve: {replicas: 4}\n")
+    assert plan.json("--rate", 5, "--gpus", 7)["chosen"]["gpus"] == 4
+    code, _, errors = plan("--rate", 5, "--gpus", 2)
+    assert code == 2
+    assert "4 replicas (serve.replicas) need 4" in " ".join(errors.split())
+
+
+def test_a_limit_in_the_job_is_planned_without_a_load(plan: PlanCommand) -> None:
+    plan.job.write_text("kind: serve\nmodel: llama-3.1-8b\ncluster: p5en.48xlarge x 1\nserve: {slo: {ttft: 500ms}}\n")
+    assert plan.json()["chosen"]["ttft"]["p95"]["value"] < 0.5
+
+
+@pytest.mark.parametrize("load", [("--concurrency", 1), ("--rate", 0.01)])
+def test_a_lone_request_takes_its_prefill_and_varies_little(plan: PlanCommand, load: tuple[object, ...]) -> None:
+    plan.job.write_text("kind: serve\nmodel: llama-3.1-8b\ncluster: p5en.48xlarge x 1\n")
+    found = plan.json(*load, "--input", 1500, "--output", 200, "--gpus", 1)
+    ttft = {name: entry["value"] for name, entry in found["chosen"]["ttft"].items()}
+    assert ttft["mean"] > found["tiers"][0]["recompute_seconds"]
+    assert ttft["p99"] < 1.2 * ttft["p50"]

@@ -183,8 +183,8 @@ def cost_text(plan: LoadPlan) -> str:
     output, prompt = row.dollars_per_million_output, row.dollars_per_million_input
     return (
         f"{formatting.dollars(row.dollars_per_hour)} per hour for {formatting.counted(row.nodes, 'node')} "
-        f"({row.gpus} of their GPUs are used); per million tokens {dollars_text(prompt)} input, {dollars_text(output)} "
-        f"output, split by the time of prefill and decode; {plan.price_text}"
+        f"({formatting.counted(row.gpus, 'GPU')} in use); per million tokens {dollars_text(prompt)} input, "
+        f"{dollars_text(output)} output, split by the time of prefill and decode; {plan.price_text}"
     )
 
 

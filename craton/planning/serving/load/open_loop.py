@@ -60,7 +60,8 @@ class ServedReplica:
     def mixed_seconds(self, load: ServedLoad, batch: Array, decode: Array, tokens: Array) -> Array:
         """Return a step with prompt tokens, beside requests whose decode alone takes `decode` seconds."""
         mixed = self.steps.mixed_seconds(batch, load.context_tokens, tokens, load.prompt_tokens)
-        return decode + self.prefill_slowdown * np.maximum(mixed - decode, 0.0)
+        slowdown = 1.0 + (self.prefill_slowdown - 1.0) * (1.0 - 1.0 / np.maximum(batch, 1.0))
+        return decode + slowdown * np.maximum(mixed - decode, 0.0)
 
 
 class LoadSaturation(NamedTuple):

@@ -36,7 +36,7 @@ from craton.planning.setting import PlanError
 HEADROOM = 0.9  # of the saturation rate, where no latency is limited
 SHOWN = 12  # deployments in a plan
 BENCHMARK_REQUESTS = 100  # of `craton bench serve`, where nothing else is said
-MAX_REPLICAS = 10_000
+MAX_REPLICAS = 100_000_000  # of a load that no cluster holds
 CHOICES = ("cost", "gpus", "time")
 
 
@@ -91,7 +91,13 @@ def plan_load(
             )
             rows += [pooled] if pooled is not None and (gpus is None or pooled.gpus <= gpus) else []
     if not rows:
-        raise PlanError(f"--gpus {gpus} is too few: the smallest layout needs {_fewest(settings)}; give more GPUs")
+        least, stated = _fewest(settings), serve.replicas
+        if stated:
+            raise PlanError(
+                f"--gpus {gpus} is too few: {stated} replicas (serve.replicas) need {stated * least}; give more GPUs, "
+                "or remove serve.replicas"
+            )
+        raise PlanError(f"--gpus {gpus} is too few: the smallest layout needs {least}; give more GPUs")
     by = by or ("cost" if all(row.dollars_per_hour is not None for row in rows) else "gpus")
     rows.sort(key=lambda row: _rank(row, by, gpus))
     chosen = rows[0]
@@ -209,7 +215,7 @@ def _rows(
     per_rank = np.asarray(candidates.replica.steps.kv_tokens) / np.asarray(candidates.replica.attention_dp)
     keep = [index for index in range(len(candidates)) if per_rank[index] >= longest]
     if gpus is not None:
-        keep = [index for index in keep if candidates.layouts[index].replica_gpus <= gpus]
+        keep = [index for index in keep if candidates.layouts[index].replica_gpus * (stated or 1) <= gpus]
     if not keep:
         return []
     candidates = candidates.only(keep)

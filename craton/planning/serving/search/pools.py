@@ -65,7 +65,8 @@ def pooled_deployment(
     row = deployment_rows(only, cluster, load, limits, replicas, most[[chosen]], evaluate(only, load, replicas))[0]
     total = prefill_layout.gpus + row.layout.gpus
     is_near = prefill_layout.replica_gpus + row.layout.replica_gpus <= machine.network.nvlink_domain
-    shards = min(prefill_layout.replica_gpus, row.layout.replica_gpus)
+    # A prompt's cache is that of one attention-data-parallel rank.
+    shards = min(each.replica_gpus // each.attention_dp for each in (prefill_layout, row.layout))
     cached = candidates.kv_bytes_per_token * load.input.mean
     transfer = point_to_point_seconds(cached / shards, is_near, machine.network)
     service = _services(candidates.only([index]), load) * slowdowns(candidates)[:, :, None]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,13 +19,12 @@ HOST_SHARE = 0.5  # of the host's memory that KV cache blocks may take; assumed
 def kv_tiers(candidates: ServedCandidates, instance: Instance, load: ServedLoad, chosen: Deployment) -> list[KvTier]:
     """Return the tiers of the chosen deployment's nodes. GPUs of a replica load their shards side by side."""
     size = candidates.kv_bytes_per_token
-    prompt, gpus = load.input.mean, min(chosen.layout.replica_gpus, instance.num_gpus)
-    index = next(
-        (place for place, layout in enumerate(candidates.layouts) if layout.replica_gpus == chosen.layout.replica_gpus),
-        0,
-    )
+    layout = replace(chosen.layout, replicas=1)
+    # A prompt's cache is that of one attention-data-parallel rank.
+    prompt, gpus = load.input.mean, min(layout.replica_gpus // layout.attention_dp, instance.num_gpus)
+    index = candidates.layouts.index(layout) if layout in candidates.layouts else 0
     steps: Any = candidates.only([index]).replica.steps
-    recompute = float(np.ravel(steps.prefill_seconds(prompt, 0.0))[0])
+    recompute = float(np.ravel(steps.prefill_seconds(prompt, 0.0))[0]) * math.exp(candidates.log_scale)
     host_rate = instance.host_link_bytes_per_second * gpus
     tiers = []
     if instance.host_memory_bytes and host_rate:
