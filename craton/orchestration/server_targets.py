@@ -60,17 +60,22 @@ class ServerTargets:
             return []
         return [f"TPOT {formatting.duration(tpot.statistics['mean'])}{self._plan(('tpot', 'mean'))}"]
 
-    def missed_texts(self, state: ServerState) -> list[str]:
-        """Return `misses TTFT p95 ≤ 500 ms: about 1.3 s` for each limit that is missed since the start."""
-        texts = []
+    def missed(self, state: ServerState) -> dict[Latency, float]:
+        """Return the measured seconds of each limit that is missed since the start."""
+        found = {}
         for name, limit in self.limits.items():
             histogram = state.latencies.get(name[0])
             if histogram is not None and histogram.count >= MIN_REQUESTS and histogram.exceeds(name[1], limit):
-                about = "" if name[1] == "mean" else "about "
-                texts.append(
-                    f"misses {_limit(name, limit)}: {about}{formatting.duration(histogram.statistics[name[1]])}"
-                )
-        return texts
+                found[name] = histogram.statistics[name[1]]
+        return found
+
+    def missed_texts(self, state: ServerState) -> list[str]:
+        """Return `misses TTFT p95 ≤ 500 ms: about 1.3 s` for each limit that is missed."""
+        return [
+            f"misses {_limit(name, self.limits[name])}: {'' if name[1] == 'mean' else 'about '}"
+            f"{formatting.duration(seconds)}"
+            for name, seconds in self.missed(state).items()
+        ]
 
     def _plan(self, name: Latency) -> str:
         seconds = self.planned.get(name)

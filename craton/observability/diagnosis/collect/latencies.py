@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from craton.observability.diagnosis.latencies import MissedLimit, SnapshotLatencies
-from craton.observability.diagnosis.tables import threshold
 from craton.orchestration import ServerState, ServerTargets
 from craton.telemetry import RunDirectory, read_json
 
@@ -16,12 +15,8 @@ def latencies_of(run: RunDirectory, answer: ServerState) -> SnapshotLatencies | 
     first = answer.latencies.get("ttft")
     if first is None or not first.count:
         return None
-    missed, targets = [], ServerTargets.of(run)
-    for (name, statistic), limit in targets.limits.items():
-        histogram = answer.latencies.get(name)
-        if histogram is None or histogram.count < threshold("slo_requests") or not histogram.exceeds(statistic, limit):
-            continue
-        missed.append(MissedLimit(name, statistic, limit, histogram.statistics[statistic]))
+    targets = ServerTargets.of(run)
+    missed = [MissedLimit(*name, targets.limits[name], seconds) for name, seconds in targets.missed(answer).items()]
     return SnapshotLatencies(
         num_requests=int(first.count),
         seconds={name: histogram.statistics for name, histogram in answer.latencies.items() if histogram.count},
