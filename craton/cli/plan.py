@@ -259,10 +259,10 @@ def plan(
         traced = run_trace(job, result, chosen)
     today = date.today()
     if html:
+        from craton.cli.views.pages import write_page
         from craton.planning.report import plan_html
 
-        html.parent.mkdir(parents=True, exist_ok=True)
-        html.write_text(plan_html(result, today), encoding="utf-8")
+        write_page(html, plan_html(result, today))
     if as_json:
         from craton.cli.views.member_plans import member_plans_json
         from craton.planning.report import plan_to_json

@@ -222,3 +222,12 @@ def test_a_lone_request_takes_its_prefill_and_varies_little(plan: PlanCommand, l
     ttft = {name: entry["value"] for name, entry in found["chosen"]["ttft"].items()}
     assert ttft["mean"] > found["tiers"][0]["recompute_seconds"]
     assert ttft["p99"] < 1.2 * ttft["p50"]
+
+
+def test_a_page_that_cannot_be_written_is_named(plan: PlanCommand, tmp_path: Path) -> None:
+    code, _, errors = plan("--html", tmp_path)
+    assert code == 2
+    assert "is a folder; name a file" in " ".join(errors.split())
+    code, _, errors = plan("--html", plan.job / "report.html")
+    assert code == 2
+    assert "name another path" in " ".join(errors.split())

@@ -207,13 +207,14 @@ def _run(settings: LoadSettings, html: Path | None, as_json: bool) -> None:
 
     from craton.bench.load import bench_serve
     from craton.bench.load.report import print_report, report_page
+    from craton.cli.views.pages import prepare_page, write_page
     from craton.cli.views.progress import progress
 
     if html is not None:
-        html.parent.mkdir(parents=True, exist_ok=True)  # before the load, so that a wrong path fails early
+        prepare_page(html)
     report = bench_serve(settings, progress)
     if html is not None:
-        html.write_text(report_page(report), encoding="utf-8")
+        write_page(html, report_page(report))
     if as_json:
         print(json.dumps(report.to_json()))
     else:

@@ -24,6 +24,7 @@ def plan_served_load(
     import typer
     from rich.console import Console
 
+    from craton.cli.views.pages import write_page
     from craton.cli.views.progress import progress
     from craton.planning import PlanError
     from craton.planning.report import load_html, load_to_json, load_verdict, render_load
@@ -37,8 +38,7 @@ def plan_served_load(
     with progress("planning"):
         plan = plan_load(job, load, slo, instances=instances, gpus=_count(gpus), by=by)
     if html:
-        html.parent.mkdir(parents=True, exist_ok=True)
-        html.write_text(load_html(plan), encoding="utf-8")
+        write_page(html, load_html(plan))
     if as_json:
         print(json.dumps(load_to_json(plan)))
         raise typer.Exit(0 if plan.holds else 2)

@@ -26,6 +26,7 @@ def plan_test_time(
     from rich.console import Console
 
     from craton.api import is_suite, suite_record
+    from craton.cli.views.pages import write_page
     from craton.cli.views.progress import progress
     from craton.job.sections.strategy import read_strategy
     from craton.planning import PlanError
@@ -50,8 +51,7 @@ def plan_test_time(
     with progress("strategies"):
         plan = plan_strategies(record, prices, limit, shapes, lengths)
     if html:
-        html.parent.mkdir(parents=True, exist_ok=True)
-        html.write_text(strategies_html(plan), encoding="utf-8")
+        write_page(html, strategies_html(plan))
     if as_json:
         print(json.dumps(strategies_to_json(plan)))
         return
