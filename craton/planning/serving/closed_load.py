@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from craton.planning.serving.step_times import ServedSteps
+from craton.planning.serving.step_times import ServedSteps, slowed_prefill_seconds
 
 ROUNDS = 20  # of the fixed point
 # Share of a wave that waits together, with outputs of one length. A simulated scheduler whose users answer at once
@@ -87,7 +87,7 @@ def closed_loop(
         chunk = np.maximum(chunk_of_wave, arriving)
         waiting = waves * wave + (1.0 - waves) * np.maximum(computed, steps.prefill_steps * arriving)
         chunks, own_chunks = computed / chunk, steps.prefill_chunks(computed, waiting)
-        mixed = _mixed_seconds(steps, decoding, context, decode, chunk, attended, slowdown)
+        mixed = slowed_prefill_seconds(decode, steps.mixed_seconds(decoding, context, chunk, attended), slowdown)
         rate = running / life
         parallel = np.minimum(attention_dp, 1.0 + rate * chunks * mixed)  # ranks whose prefills share a step
         busy = np.minimum(rate * chunks * mixed / parallel, 1.0)
@@ -98,7 +98,7 @@ def closed_loop(
         step = decode + busy * (mixed - decode)
         joining = (steps.join_steps * step + balance_steps * (attention_dp > 1.0) * tpot) * (decoding > 1.0)
         own = first_token_seconds + joining + own_chunks * mixed + (output - 1.0) * tpot
-        full = _mixed_seconds(steps, decoding, context, decode, largest, attended, slowdown)
+        full = slowed_prefill_seconds(decode, steps.mixed_seconds(decoding, context, largest, attended), slowdown)
         all_prefills = running * computed / largest * full / parallel
         least = (own**BOTTLENECK_SHARPNESS + all_prefills**BOTTLENECK_SHARPNESS) ** (1.0 / BOTTLENECK_SHARPNESS)
         life = 0.5 * (life + least)
@@ -112,9 +112,3 @@ def closed_loop(
     burst = first_token_seconds + np.maximum(started, first) + 0.5 * waiting
     steady = life - (output - 1.0) * tpot
     return ClosedLoad(tpot, steady + waiting, burst, throughput, decoding, running, concurrency)
-
-
-def _mixed_seconds(
-    steps: ServedSteps, batch: Any, context: Any, decode: Any, chunk: Any, prompt: Any, slowdown: Any
-) -> Any:
-    return decode + np.maximum(steps.mixed_seconds(batch, context, chunk, prompt) - decode, 0.0) * slowdown

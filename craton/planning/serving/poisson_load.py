@@ -5,8 +5,8 @@
     B = rate · output · TPOT                                                                     Little's law
 
 A request begins to decode when prefills are going on, more often than at any time, and that passes after the busy
-period. The more prompts wait, the larger the chunks. The planner's distributions of latency are in `load`; this is
-the form that measurements are fitted with, and it broadcasts over servers and loads.
+period. Where prompts are spread over steps, the more of them wait, the larger the chunks. The planner's distributions
+of latency are in `load`; this is the form that measurements are fitted with, and it broadcasts over servers and loads.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from craton.planning.serving.step_times import ServedSteps
+from craton.planning.serving.step_times import ServedSteps, slowed_prefill_seconds
 
 ROUNDS = 24  # of the fixed point
 FULL = 0.97  # largest share of the time with prefill
@@ -52,7 +52,7 @@ def poisson_load(
         chunk = np.maximum(steps.chunk_tokens(waiting), arriving)
         chunks = computed / chunk
         mixed = steps.mixed_seconds(batch, context, chunk, attended)
-        mixed = decode + np.maximum(mixed - decode, 0.0) * prefill_slowdown
+        mixed = slowed_prefill_seconds(decode, mixed, prefill_slowdown)
         arriving = 0.5 * (arriving + np.minimum(rate * computed * mixed, most))
         busy = 0.5 * (busy + np.minimum(rate * chunks * mixed, FULL))
         share = rate * chunks / (rate * chunks + (1.0 - busy) / decode)
@@ -61,8 +61,7 @@ def poisson_load(
         tpot = share * mixed + (1.0 - share) * decode
         batch = 0.5 * (batch + np.minimum(np.maximum(rate * output * tpot, 1.0), steps.max_running))
     own = np.maximum(busy * chunks + (1.0 - busy) * alone, 1.0)
-    full = steps.mixed_seconds(batch, context, most, attended)
-    full = decode + np.maximum(full - decode, 0.0) * prefill_slowdown
+    full = slowed_prefill_seconds(decode, steps.mixed_seconds(batch, context, most, attended), prefill_slowdown)
     largest = np.minimum(rate * computed / most * full, FULL)
     held = 0.5 * largest / (1.0 - largest) * computed / most * full
     queue = np.maximum(0.5 * busy / (1.0 - busy) * chunks * mixed, held)

@@ -140,6 +140,11 @@ def chunk_tokens(waiting: Any, least_chunk: Any, step_tokens: Any, prefill_steps
     return waiting / np.maximum(full + spread + last, 1.0)
 
 
+def slowed_prefill_seconds(decode: Any, mixed: Any, slowdown: Any) -> Any:
+    """Return a step with prompts whose prefill takes `slowdown` times as long beside decode."""
+    return decode + np.maximum(mixed - decode, 0.0) * slowdown
+
+
 def _larger(one: Any, other: Any, sharpness: Any) -> Any:
     """A smooth maximum."""
     return (one**sharpness + other**sharpness) ** (1.0 / sharpness)

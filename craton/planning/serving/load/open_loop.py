@@ -38,6 +38,7 @@ from craton.planning.serving.load.queueing import (
 )
 from craton.planning.serving.load.steps import ReplicaSteps
 from craton.planning.serving.poisson_load import WAITING_TOGETHER
+from craton.planning.serving.step_times import slowed_prefill_seconds
 
 # Three nodes of a normal distribution, exact for polynomials up to the fifth degree (Gauss and Hermite).
 NODES = np.array([-(3.0**0.5), 0.0, 3.0**0.5])
@@ -60,8 +61,9 @@ class ServedReplica:
     def mixed_seconds(self, load: ServedLoad, batch: Array, decode: Array, tokens: Array) -> Array:
         """Return a step with prompt tokens, beside requests whose decode alone takes `decode` seconds."""
         mixed = self.steps.mixed_seconds(batch, load.context_tokens, tokens, load.prompt_tokens)
+        # A lone request has no decode beside it.
         slowdown = 1.0 + (self.prefill_slowdown - 1.0) * (1.0 - 1.0 / np.maximum(batch, 1.0))
-        return decode + slowdown * np.maximum(mixed - decode, 0.0)
+        return slowed_prefill_seconds(decode, mixed, slowdown)
 
 
 class LoadSaturation(NamedTuple):
