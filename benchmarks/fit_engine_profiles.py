@@ -1,5 +1,5 @@
 """Fit the shipped engine profiles to the published measurements of servers and our own: `python
-benchmarks/fit_engine_profiles.py` writes craton/planning/serving/engine_profiles.json. Takes about ten seconds; run it
+benchmarks/fit_engine_profiles.py` writes craton/planning/serving/engine_profiles.json. Takes twenty seconds; run it
 after any change of the serving terms, the kernel or collective curves, the priors, or the two data files.
 """
 

@@ -1,6 +1,6 @@
 """Accuracy of predictions of served models on published measurements: `python benchmarks/inference_accuracy.py` prints
-the tables of docs/measurements.md, leave one group out and leave one engine out (about three minutes on one core), and
-the errors on our own server. `--holdout none` prints the errors in sample."""
+the tables of docs/measurements.md, leave one group out and leave one engine out (ten minutes each on one core), and the
+errors on our own server. `--holdout none` prints the errors in sample."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Print the errors of plans of our own server on one H200 (data/craton_servers.json): every second load held back, all
-loads in sample, and p99 of TTFT under random arrivals. `python benchmarks/own_server_accuracy.py`, a few minutes."""
+loads in sample, and p99 of TTFT under random arrivals. `python benchmarks/own_server_accuracy.py`, about a minute."""
 
 from __future__ import annotations
 

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from serving_simulator import LinearSteps, Simulated, open_arrivals, simulate
 
 from craton.planning.serving.closed_load import closed_loop

@@ -38,9 +38,8 @@ ITERATIONS = 14
 NEAR_ITERATIONS = 5  # from the constants of a fit to almost the same rows
 DAMPING = (1.0, 0.7, 0.5, 0.4)  # full steps overshoot where overlap makes log(seconds) nonlinear
 QUANTILE_80 = 1.2816
-WIDEST = (
-    3.0  # log_deviation above which it only says that the linear model ends, as at the load that saturates a server
-)
+# A larger log_deviation only says that the linear model ends there, as at the load that saturates a server.
+WIDEST = 3.0
 
 # For matrices of a few hundred rows thread synchronisation costs more than the compute: up to 40 times on a busy
 # machine.

@@ -44,7 +44,7 @@ def rate(per_second: float) -> str:
 
 def deployment_text(row: Deployment) -> str:
     """`2 replicas of tp 2 on one p5.48xlarge`."""
-    where = f"one {row.instance}" if row.nodes == 1 else f"{row.nodes} x {row.instance}"
+    where = f"one {row.instance}" if row.nodes == 1 else f"{row.nodes:,} x {row.instance}"
     if row.prefill is not None:
         return f"{_replicas(row.prefill)} for prefill and {_replicas(row.layout)} for decode on {where}"
     return f"{_replicas(row.layout)} on {where}"
@@ -65,11 +65,11 @@ def _replicas(layout: object) -> str:
 def load_verdict(plan: LoadPlan) -> str:
     """Return what holds the load, or which limit nothing keeps and by how much."""
     row = plan.chosen
-    where = deployment_text(row)
+    where, is_one = deployment_text(row), row.prefill is None and row.layout.replicas == 1
     if row.is_saturated:
         return (
-            f"Nothing holds {load_text(plan)}: {where} saturates at {rate(row.max_rate.value)} requests/s "
-            f"({limit_text(row)})."
+            f"Nothing holds {load_text(plan)}: {where} {'saturates' if is_one else 'saturate'} at "
+            f"{rate(row.max_rate.value)} requests/s ({limit_text(row)})."
         )
     if row.misses:
         miss = max(row.misses, key=lambda miss: miss.ratio)
@@ -84,7 +84,7 @@ def load_verdict(plan: LoadPlan) -> str:
         for name, limits in plan.slo.items()
         for statistic, limit in limits.items()
     )
-    verb = "holds" if row.prefill is None and row.layout.replicas == 1 else "hold"
+    verb = "holds" if is_one else "hold"
     text = f"{where[:1].upper()}{where[1:]} {verb} {load_text(plan)}"
     text += (
         f": {kept}" if kept else f": TTFT p95 {latency_text(row.ttft['p95'])}, TPOT p95 {latency_text(row.tpot['p95'])}"

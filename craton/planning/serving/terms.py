@@ -135,7 +135,7 @@ def serving_terms(
     is_own: bool = False,
 ) -> ServingTerms:
     """Return the terms of a model on one replica of a layout. `is_own`: of Craton's engine, whose ranks all have all
-    experts, whose KV cache has the keys and values of latent attention, not the latents, and which spreads prompts."""
+    experts, whose KV cache of latent attention is expanded, and which spreads prompts over steps."""
     rates, is_cpu = machine.rates, machine.gpu.generation == "cpu"
     tp, pp, hidden, mla = layout.tp, layout.pp, shape.hidden, shape.mla
     stream = rates.streaming_bytes_per_second

@@ -64,7 +64,7 @@ def plain_shared_decode_attention(
             break
         members = shared.members[begin:end].long()
         begin = end
-        # Whole blocks: nothing of them is beyond the prefix. [pages, 2, kv_heads, page, head_dim] → keys and values.
+        # Whole blocks: nothing of them is beyond the prefix. [pages, 2, kv_heads, page, head_dim].
         blocks = cache[table[row, : tokens // page].long()].to(query.dtype)
         key, value = blocks.permute(1, 2, 0, 3, 4).flatten(2, 3)
         asked = scaled[members].transpose(0, 1).flatten(1, 2)  # [kv_heads, members · heads of each, head_dim]
