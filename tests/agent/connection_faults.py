@@ -30,6 +30,14 @@ def connected(host: str) -> tuple[socket.socket, socket.socket]:
         return client, server.accept()[0]
 
 
+def down_once(*, down: bool) -> str:
+    """The down interface of our cable, once it is down or up: the kernel notes a change of carrier up to a second late."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while bool(name := down_interface("near")) != down and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return name
+
+
 def main() -> None:
     ip("link", "add", "near", "type", "veth", "peer", "name", "far")
     for name, address in (("near", OWN), ("far", OTHER)):
@@ -45,11 +53,11 @@ def main() -> None:
     reader.read(pids, time.monotonic())
     client.sendall(b"x" * 1000)
     server.recv(1000)
-    print(json.dumps(down_interface("near")), flush=True)
+    print(json.dumps(down_once(down=False)), flush=True)
     ip("link", "set", "lo", "down")  # packets between addresses of one machine take it
     ip("link", "set", "far", "down")  # the other end of the cable
     client.sendall(b"x" * 1000)
-    print(json.dumps(down_interface("near")), flush=True)
+    print(json.dumps(down_once(down=True)), flush=True)
     deadline = time.monotonic() + PATIENCE_SECONDS
     while time.monotonic() < deadline:
         peers = {peer.address: peer for peer in reader.read(pids, time.monotonic())[0]}
