@@ -2,8 +2,8 @@
 
 Holdout `group` (the default) predicts a run of the shipped corpus with constants fitted without any run of its group
 (source family, GPU, model). The other holdouts leave out more: `family` all runs of its publisher, as for an unknown
-cluster; `model` all runs of its model's shape; `gpu` all runs on its GPU; `release` all runs of that release of its
-family. With `handed_runs`, `calibrate` gets some of a left-out family's runs on one GPU. Runs that repeat a
+cluster; `model` all runs of its model, at any depth; `gpu` all runs on its GPU; `release` all runs of that release of
+its family. With `handed_runs`, `calibrate` gets some of a left-out family's runs on one GPU. Runs that repeat a
 configuration (`dup_group`) are never in both the training and the test set. With holdout `group`, a run outside the
 corpus is predicted with the whole corpus without its repetitions, as for a user.
 """
@@ -313,8 +313,9 @@ def _with_some_given(
 
 
 def _sizes(shape: ModelShape) -> Hashable:
-    """Return what makes two models the same work, whatever their names and vocabularies."""
-    attention = (shape.layers, shape.hidden, shape.heads, shape.kv_heads)
+    """Return what makes the layers of two models the same work, whatever their names, vocabularies and depths: sources
+    also measure a model with a few layers more, so that they divide over pipeline stages."""
+    attention = (shape.hidden, shape.heads, shape.kv_heads)
     return (*attention, shape.ffn_hidden, shape.experts, shape.top_k, shape.moe_ffn_hidden)
 
 

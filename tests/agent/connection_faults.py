@@ -31,7 +31,7 @@ def connected(host: str) -> tuple[socket.socket, socket.socket]:
 
 
 def down_once(*, down: bool) -> str:
-    """The down interface of our cable, once it is down or up: the kernel notes a change of carrier up to a second late."""
+    """The down interface of our cable, once it is down or up: the kernel notes a lost carrier up to a second late."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while bool(name := down_interface("near")) != down and time.monotonic() < deadline:
         time.sleep(0.05)
