@@ -63,6 +63,7 @@ def test_more_users_and_shorter_benchmarks_are_slower() -> None:
     tails = [predicted(server, load, 64, share).ttft["p99"] for share in (0.0, 0.05, 0.5, 1.0)]
     assert tails == sorted(tails)
     for share in (0.0, 0.5):
-        for latency in predicted(server, load, 64, share):
+        found = predicted(server, load, 64, share)
+        for latency in (found.ttft, found.tpot, found.e2e):
             values = [float(latency[key]) for key in ("p50", "p90", "p95", "p99")]
             assert values == sorted(values)

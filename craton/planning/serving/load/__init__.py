@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from craton.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from craton.planning.serving.load.closed_tail import closed_latencies
+    from craton.planning.serving.load.closed_tail import ClosedLatencies, closed_latencies
     from craton.planning.serving.load.lengths import TokenLengths
     from craton.planning.serving.load.load import ServedLoad
     from craton.planning.serving.load.open_loop import (

@@ -26,7 +26,9 @@ from craton.planning.serving.load.open_loop import ServedReplica
 from craton.planning.serving.load.queueing import (
     PERCENTILES,
     Array,
+    bounded_variance,
     chunk_queue_tokens,
+    floored_share,
     gamma_percentiles,
     gamma_share,
     mixture_percentiles,
@@ -41,6 +43,7 @@ class ClosedLatencies(NamedTuple):
     ttft: Statistics
     tpot: Statistics
     e2e: Statistics
+    drain_seconds: Array  # of a benchmark: from when its last requests are sent until all are answered
 
 
 class _Wave(NamedTuple):
@@ -95,7 +98,11 @@ def closed_latencies(
     uneven_prompts = load.prefill.variance / load.prefill.mean**2
     met = rate * tpot_mean * added**2 * (uneven + uneven_prompts)
     tpot_variance = met * float((1.0 / np.maximum(output.array - 1.0, 1.0)).mean())
-    tpot = np.minimum(gamma_percentiles(tpot_mean, tpot_variance), np.maximum(step.full, tpot_mean))
+    shortest = np.minimum(step.decode, tpot_mean)  # no gap between two tokens is shorter than a step without prompts
+    longest = np.maximum(step.full, tpot_mean)
+    tpot_variance = np.minimum(tpot_variance, bounded_variance(shortest, tpot_mean, longest))
+    tpot = shortest + gamma_percentiles(np.maximum(tpot_mean - shortest, 1e-3 * tpot_mean), tpot_variance)
+    tpot = np.minimum(tpot, longest)
     answer_mean = load.decode_steps * tpot_mean
     answer_variance = tpot_mean**2 * output.variance + output.second_moment * tpot_variance
 
@@ -108,21 +115,36 @@ def closed_latencies(
             wave.share * uniform_share(time, wave.first, wave.last) for wave in waves
         )
 
+    shortest_answer = max(float(output.array.min()) - 1.0, 0.0) * shortest
+
+    spreads = [wave.variance + answer_variance for wave in waves]
+
     def answer_below(time: Array) -> Array:
-        steady = gamma_share(time, mean + answer_mean, variance + answer_variance)
+        steady = floored_share(time, least + shortest_answer, mean + answer_mean, variance + answer_variance)
         return (1.0 - burst_share) * steady + sum(
-            wave.share * gamma_share(time, wave.mean + answer_mean, wave.variance + answer_variance) for wave in waves
+            wave.share * floored_share(time, wave.first + shortest_answer, wave.mean + answer_mean, spread)
+            for wave, spread in zip(waves, spreads, strict=True)
         )
 
     last = _largest([mean, *(wave.last for wave in waves)])
     widest = np.sqrt(variance + answer_variance + _largest([0.0 * mean, *(wave.variance for wave in waves)]))
     ttft = mixture_percentiles(first_token_below, last + REACH * np.sqrt(variance))
     e2e = mixture_percentiles(answer_below, last + answer_mean + REACH * widest)
+    e2e = np.maximum(e2e, ttft + shortest_answer)
     return ClosedLatencies(
         _named(outside + ttft_mean, outside + ttft),
         _named(tpot_mean, tpot),
         _named(outside + ttft_mean + answer_mean, outside + e2e),
+        outside + _drain_seconds(load, waves, step.decode),
     )
+
+
+def _drain_seconds(load: ServedLoad, waves: Sequence[_Wave], decode: Array) -> Array:
+    """Return the time in which the requests of these waves are answered, if no prompts follow them: the last one has an
+    answer of mean length, the longest answer begins in the middle."""
+    last, longest = load.decode_steps * decode, max(load.output.longest - 1.0, 0.0) * decode
+    ends = [np.where(wave.share > 0.0, np.maximum(wave.last + last, wave.mean + longest), 0.0) for wave in waves]
+    return _largest([0.0 * decode, *ends])
 
 
 def _burst(

@@ -31,6 +31,7 @@ from craton.planning.serving.load.queueing import (
     PERCENTILES,
     Array,
     arrivals_beside,
+    bounded_variance,
     chunk_queue_tokens,
     delayed_percentiles,
     gamma_percentiles,
@@ -204,18 +205,23 @@ def open_load(replica: ServedReplica, load: ServedLoad, rate: Array, slowdown: A
     scale = np.where(wanted > (1.0 - 1e-6) * limit.rate, np.inf, slowdown)
     beyond = np.maximum(mean - least, 1e-3 * mean)
     outside = replica.first_token_seconds
-    ttft = _named(
-        outside + (mean + delayed * delay) * scale,
-        outside + scale * (least + delayed_percentiles(beyond, variance, delayed, delay)),
-    )
+    first = least + delayed_percentiles(beyond, variance, delayed, delay)
+    ttft = _named(outside + (mean + delayed * delay) * scale, outside + scale * first)
     tpot_mean, tpot_variance = _tpot_moments(load, rate, met, elasticity)
     longest = whole[2][1].max(axis=0)
-    tpot_percentiles = np.minimum(gamma_percentiles(tpot_mean, tpot_variance), longest)
+    shortest = np.minimum(met.decode[0], tpot_mean)  # no gap between two tokens is shorter than a step without prompts
+    above = np.maximum(tpot_mean - shortest, 1e-3 * tpot_mean)
+    longest = np.maximum(longest, tpot_mean)
+    tpot_variance = np.minimum(tpot_variance, bounded_variance(shortest, tpot_mean, longest))
+    tpot_percentiles = np.minimum(shortest + gamma_percentiles(above, tpot_variance), longest)
     tpot = _named(slowdown * tpot_mean, slowdown * tpot_percentiles)
     decode_mean = life_steps * tpot_mean
     decode_variance = tpot_mean**2 * output.variance + output.second_moment * tpot_variance
     whole, all_variance = mean + delayed * delay + decode_mean, variance + delayed * delay**2 + decode_variance
-    e2e = _named(outside + whole * scale, outside + scale * gamma_percentiles(whole, all_variance))
+    shortest_answer = max(float(output.array.min()) - 1.0, 0.0) * shortest
+    all_beyond = np.maximum(whole - least - shortest_answer, 1e-3 * whole)
+    answered = np.maximum(least + gamma_percentiles(all_beyond, all_variance), first) + shortest_answer
+    e2e = _named(outside + whole * scale, outside + scale * answered)
     prefill_share = 1.0 - seen.decode[1] / seen.mean[1]
     return ServedLatencies(ttft, tpot, e2e, batch, prefill_share, limit._replace(rate=limit.rate / slowdown))
 

@@ -17,7 +17,7 @@ Array = Any  # an array of floats, or a float
 
 PERCENTILES = {"p50": 0.50, "p90": 0.90, "p95": 0.95, "p99": 0.99}
 NORMAL_QUANTILES = {"p50": 0.0, "p90": 1.2816, "p95": 1.6449, "p99": 2.3263}
-FULL = 0.97  # utilization up to which queues follow the formulas; they grow without bound above it
+FULL = 0.98  # utilization up to which queues follow the formulas; they grow without bound above it
 ROUNDS = 18  # of the bisection for a percentile
 REACH = 12.0  # a percentile up to p99 is below the mean plus this many standard deviations
 
@@ -108,6 +108,16 @@ def gamma_share(time: Array, mean: Array, variance: Array) -> Array:
     width = np.sqrt(np.maximum(variance, 1e-12 * mean**2)) / (3.0 * mean)
     z = (np.cbrt(time / mean) - 1.0 + width**2) / width
     return 1.0 / (1.0 + np.exp(np.clip(-z * (1.5976 + 0.07056 * z * z), -50.0, 50.0)))
+
+
+def bounded_variance(least: Array, mean: Array, most: Array) -> Array:
+    """Return the largest variance of times between two ends with this mean (Bhatia and Davis, 2000)."""
+    return (most - mean) * (mean - least)
+
+
+def floored_share(time: Array, least: Array, mean: Array, variance: Array) -> Array:
+    """Return the share below `time` of times that are at least `least`: it, and a gamma-distributed rest."""
+    return gamma_share(time - least, np.maximum(mean - least, 1e-3 * mean), variance)
 
 
 def _leading(values: np.ndarray, like: np.ndarray) -> np.ndarray:

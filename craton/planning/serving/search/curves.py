@@ -9,9 +9,10 @@ import numpy as np
 
 from craton.infrastructure import Cluster
 from craton.planning.serving.load import ServedLoad, open_load, saturation
-from craton.planning.serving.search.evaluate import slowdowns
+from craton.planning.serving.search.evaluate import slowdowns, with_first_token_spread
 from craton.planning.serving.search.replicas import ServedCandidates
-from craton.planning.serving.search.result import CURVE_SHARES, STATISTICS, CurvePoint, Deployment, FrontPoint, Interval
+from craton.planning.serving.search.result import CURVE_SHARES, CurvePoint, Deployment, FrontPoint, Interval
+from craton.planning.serving.search.rows import latency_intervals
 
 FRONT_ROWS = slice(10, None, 2)  # of the curve from batch to rate: fewer requests are as fast as one
 
@@ -25,12 +26,13 @@ def curve_points(candidates: ServedCandidates, load: ServedLoad, chosen: Deploym
     limit = float(np.ravel(saturation(replica, open_).rate)[0]) / factors[0, 0, 0]
     rates = np.array(CURVE_SHARES).reshape(-1, 1, 1) * limit
     found = open_load(replica, open_, rates + 0.0 * factors, factors + 0.0 * rates)
+    found = with_first_token_spread(candidates, found, axis=1)
 
-    def point(row: int, latency: dict[str, Any]) -> dict[str, Interval]:
-        return {name: Interval(*(float(value) for value in latency[name][row, :, 0])) for name in STATISTICS}
+    def at_rate(row: int, latency: dict[str, Any]) -> dict[str, Interval]:
+        return latency_intervals({name: seconds[row] for name, seconds in latency.items()}, 0)
 
     return [
-        CurvePoint(float(rate) * replicas, point(row, found.ttft), point(row, found.tpot))
+        CurvePoint(float(rate) * replicas, at_rate(row, found.ttft), at_rate(row, found.tpot))
         for row, rate in enumerate(rates.ravel())
     ]
 

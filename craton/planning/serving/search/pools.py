@@ -22,10 +22,10 @@ from craton.planning.serving.load import (
     multiserver_wait_seconds,
     waiting_probability,
 )
-from craton.planning.serving.search.evaluate import Limits, evaluate, largest_load, slowdowns
+from craton.planning.serving.search.evaluate import Limits, evaluate, largest_load, slowdowns, widened
 from craton.planning.serving.search.replicas import ServedCandidates
 from craton.planning.serving.search.result import CURVE_SHARES, STATISTICS, CurvePoint, Deployment, Interval
-from craton.planning.serving.search.rows import deployment_rows, missed, nodes_of
+from craton.planning.serving.search.rows import deployment_rows, latency_intervals, missed, nodes_of
 
 UTILIZATION = 0.9  # of a prefill pool, at most
 MORE = np.array([0, 1, 2, 3, 4, 6, 8, 12, 16])  # replicas beyond the fewest that keep up
@@ -123,7 +123,7 @@ def pooled_curve(candidates: ServedCandidates, load: ServedLoad, chosen: Deploym
             CurvePoint(
                 float(rate),
                 first,
-                {name: Interval(*(float(value) for value in np.ravel(tpot[name]))) for name in STATISTICS},
+                latency_intervals(tpot, 0),
             )
         )
     return points
@@ -165,7 +165,7 @@ def _first_token(
     factors = slowdowns(candidates)
     service, ranks = _services(candidates, load)[:, None, :] * factors, np.asarray(candidates.terms.attention_dp)
     table = _queue(service, load, count * ranks, candidates.replica.first_token_seconds)
-    return {name: Interval(*(float(value) + transfer_seconds for value in table[name][:, 0])) for name in STATISTICS}
+    return latency_intervals({name: widened(candidates, table[name]) + transfer_seconds for name in STATISTICS}, 0)
 
 
 def _services(candidates: ServedCandidates, load: ServedLoad) -> np.ndarray:

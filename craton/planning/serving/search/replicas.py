@@ -17,7 +17,7 @@ from craton.planning.serving.layout import ServedLayout
 from craton.planning.serving.load import ServedLoad, ServedReplica
 from craton.planning.serving.own_engine import draft_steps, engine_constants
 from craton.planning.serving.planner import served_kv_tokens
-from craton.planning.serving.profile import OWN_ENGINE, EngineProfile
+from craton.planning.serving.profile import ENGINE_NAMES, OWN_ENGINE, EngineProfile
 from craton.planning.serving.search.precision import ServedFormats
 from craton.planning.serving.served_model import ServedModel, kv_bytes_per_token
 from craton.planning.serving.speculation import (
@@ -43,6 +43,7 @@ class ServedCandidates:
     terms: ServingTerms
     replica: ServedReplica
     log_deviation: float  # of step times
+    ttft_deviation: float  # of the logarithm of TTFT
     log_scale: float  # of step times, that the profile's constants do not explain
     kv_bytes_per_token: float  # over all GPUs of a replica
     formats: ServedFormats
@@ -93,14 +94,24 @@ def candidates_of(
         "tpot_seconds",
         lambda constants: ServedSteps(rows[0], constants).decode_seconds(TYPICAL_BATCH, load.context_tokens),
     )
+    first = profile.predict("ttft_seconds", lambda constants: _idle_ttft(rows[0], constants, load))
     terms = stack_terms(rows)
     steps: Any = ServedSteps(terms, engine_constants(profile, profile.constants))
     if serve.draft_tokens:
         steps = _speculative(job, machine, profile, steps, load.acceptance)
     replica = ServedReplica(steps, terms.attention_dp, profile["first_token_seconds"], profile["prefill_slowdown"])
     kv_bytes = kv_bytes_per_token(shape, KV_BYTES[precision.kv], expanded=own)
-    deviation, scale = prediction.log_deviation, profile.log_scales[0]
-    return ServedCandidates(tuple(found), terms, replica, deviation, scale, kv_bytes, formats)
+    deviation, ttft_deviation = prediction.log_deviation, first.log_deviation
+    return ServedCandidates(
+        tuple(found), terms, replica, deviation, ttft_deviation, profile.log_scales[0], kv_bytes, formats
+    )
+
+
+def _idle_ttft(terms: ServingTerms, constants: Any, load: ServedLoad) -> Any:
+    """Return the TTFT of a server without other requests."""
+    outside = constants[ENGINE_NAMES.index("first_token_seconds")]
+    prompt, cached = load.prefill.mean, load.prefix_hits * load.input.mean
+    return outside + ServedSteps(terms, constants).prefill_seconds(prompt, cached)
 
 
 def _layouts(job: Job, shape: ModelShape, machine: MachineRates, own: bool) -> Iterator[ServedLayout]:
