@@ -74,6 +74,7 @@ def serve(
     name: str | None = None,
     *,
     tp: int | None = None,
+    ep: int | None = None,
     port: int | None = None,
     cluster: str = "local",
     seconds: float | None = None,
@@ -89,7 +90,7 @@ def serve(
     section, such as max_length or api_keys. Without a port a free one is used. `watch` sees every step of the start
     and may refuse.
     """
-    job = server_job(model, name, tp=tp, port=port, cluster=cluster, **settings)
+    job = server_job(model, name, tp=tp, ep=ep, port=port, cluster=cluster, **settings)
 
     def draft(report: Progress | None) -> RunStart:
         return draft_start(job, on="local", progress=report)
@@ -109,10 +110,12 @@ def server_job(
     name: str | None = None,
     *,
     tp: int | None = None,
+    ep: int | None = None,
     port: int | None = None,
     cluster: str = "local",
     **settings: object,
 ) -> Job:
     """Return the job that `serve` starts; `preview` shows its files and commands."""
     section = {**settings, "port": free_port() if port is None else port}
-    return serve_job(model, name=name or server_name(model, runs_root()), cluster=cluster, tp=tp, settings=section)
+    name = name or server_name(model, runs_root())
+    return serve_job(model, name=name, cluster=cluster, tp=tp, ep=ep, settings=section)

@@ -267,7 +267,7 @@ def print_serving(plan: ServePlan, console: Console, copies: int = 1) -> None:
     """Print a server's predicted KV cache and throughput."""
     from craton import formatting
 
-    print_field(console, "layout", f"tp {plan.tp} · {plan.precision}")
+    print_field(console, "layout", f"{plan.layout} · {plan.precision}")
     single, best = (formatting.amount(value) for value in (plan.single_tokens_per_second, plan.best_tokens_per_second))
     print_field(
         console,

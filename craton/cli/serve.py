@@ -26,6 +26,14 @@ def serve(
         int | None,
         typer.Option(min=1, help="Tensor-parallel size \\[default: the smallest that fits].", show_default=False),
     ] = None,
+    ep: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Expert-parallel size; divides tp \\[default: 1; without --tp, the planner chooses].",
+            show_default=False,
+        ),
+    ] = None,
     max_length: Annotated[
         str | None,
         typer.Option(
@@ -117,6 +125,7 @@ def serve(
     console = make_console(as_json)
     settings: dict[str, Any] = {
         "tp": tp,
+        "ep": ep,
         "host": host,
         "served_name": served_name,
         "max_length": max_length,

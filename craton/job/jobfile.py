@@ -46,7 +46,7 @@ from craton.job.sections import (
 from craton.job.sections.posttraining import ApiEndpoint, Policy, Preference, RewardSpec, Rollout, VerifySection
 from craton.job.sections.serving import DEFAULT_LENGTH, Serve
 from craton.job.sections.suites import Evaluation
-from craton.job.serving import check_served_model, check_server_keys
+from craton.job.serving import check_served_model, check_server_keys, is_planned_only
 from craton.job.sharing import sharing_problem
 from craton.remote import is_url
 
@@ -619,6 +619,14 @@ class Job(Section):
         copy = self.model_copy()
         copy._document = document
         return copy
+
+    @property
+    def served_layout(self) -> Layout:
+        """The sizes of a server that Craton runs, as written, else 1: `tp`, and `ep` over the same ranks. Engines that
+        are only planned split experts by rules of their own."""
+        written = self.layout or LayoutSpec()
+        ep = 1 if is_planned_only(self.software) else written.ep or 1
+        return Layout(tp=written.tp or 1, ep=ep, precision=self.precision)
 
     def fixed_layout(self, world: int) -> Layout | None:
         """Return the user's layout on `world` ranks; None for `auto`."""

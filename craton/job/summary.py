@@ -92,7 +92,10 @@ def _check_progress(job: Job, num_gpus: int) -> None:
 def _layout_text(job: Job, layout: Layout | None) -> str:
     if layout is None:
         return "auto"
-    return f"tp {layout.tp} · {job.serve.precision}" if job.serve else str(layout)
+    if not job.serve:
+        return str(layout)
+    experts = f" · ep {layout.ep}" if layout.ep > 1 else ""
+    return f"tp {layout.tp}{experts} · {job.serve.precision}"
 
 
 def checked_layout(job: Job, num_gpus: int, *, trained: bool) -> Layout | None:
@@ -133,9 +136,8 @@ def checked_layout(job: Job, num_gpus: int, *, trained: bool) -> Layout | None:
 def _served_layout(job: Job, num_gpus: int) -> Layout:
     """Return a server's layout: its ranks are those of tp; a local machine may have any number of ranks."""
     shape, where = job.model_shape, job.where("layout")
-    assert job.layout is not None
     assert shape is not None
-    layout = Layout(tp=job.layout.tp or 1, precision=job.precision)
+    layout = job.served_layout
     problems = [f"{where}layout: {problem}" for problem in check_served_layout(layout, shape)]
     if not problems and layout.tp > num_gpus and not job.cluster.is_local:
         problems.append(f"{where}layout: tp {layout.tp} needs {layout.tp} GPUs on one node, but a node has {num_gpus}")

@@ -60,11 +60,13 @@ def serve_job(
     name: str,
     cluster: str = "local",
     tp: int | None = None,
+    ep: int | None = None,
     settings: Mapping[str, object] | None = None,
     folder: Path | str = ".",
 ) -> Job:
     """Return a job of kind serve for a model; `settings` are keys of its `serve:` section."""
-    layout: object = "auto" if tp is None else {"tp": tp}
+    sizes = {name: size for name, size in {"tp": tp, "ep": ep}.items() if size is not None}
+    layout: object = sizes or "auto"
     section = dict(settings or {})
     return make_job(
         {"name": name, "kind": "serve", "model": model, "serve": section, "cluster": cluster, "layout": layout}, folder

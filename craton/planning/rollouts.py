@@ -109,7 +109,8 @@ class _Engine:
         precision = job.precision if job.precision in BLOCK_BYTES else "bf16"
         if precision not in machine.rates.matrix_flops:
             precision = "fp32"
-        model = ServedModel(setting.shape, precision, tp=tp)
+        ep = rollout.layout.ep if is_own and rollout.layout and rollout.layout.ep else 1
+        model = ServedModel(setting.shape, precision, tp=tp, ep=ep)
         samples = -(-rollout.samples // engines)
         prompt, completion = mean_sample_tokens(job)
         workspace = passing_bytes(setting.shape, 2048, samples, PLAIN_BYTES[precision])

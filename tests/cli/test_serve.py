@@ -241,6 +241,22 @@ def test_dry_run_prints_the_job_and_starts_nothing(verbs: Verbs) -> None:
     assert not verbs.root.exists()
 
 
+def test_experts_are_split_as_written_or_planned(verbs: Verbs) -> None:
+    model = ("serve", "mixtral-8x7b", "--random-weights", "--dry-run", "--cluster", "p5.48xlarge x 1")
+    for options, sizes in ((("--tp", "4", "--ep", "2"), (4, 2)), ((), (2, 2))):
+        draft = verbs.json(*model, *options)
+        written = verbs.folder / "written.yaml"
+        written.write_text(draft["files"]["job.yaml"])
+        layout = load_job(written).served_layout
+        assert (layout.tp, layout.ep) == sizes, "the ranks read it"
+        assert json.loads(draft["files"]["launch.json"])["ranks_per_node"] == sizes[0]
+        plan = json.loads(draft["files"]["plan.json"])
+        assert (plan["tp"], plan["ep"]) == sizes
+    refused = verbs(*model, "--tp", "4", "--ep", "3")
+    assert (refused.returncode, len(refused.stderr.splitlines())) == (2, 1)
+    assert "ep 3 does not divide the model's 8 experts and tp 4" in refused.stderr
+
+
 def test_a_default_strategy_is_a_key_of_the_job(verbs: Verbs) -> None:
     model = ("serve", "qwen3-0.6b", "--random-weights", "--dry-run")
     draft = verbs.json(*model, "--strategy", "vote:16")

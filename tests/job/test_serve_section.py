@@ -170,6 +170,7 @@ PROBLEMS = [
     ("data: {path: /text}\n", 2, "kind serve reads no data; remove `data:` (lines 2 and 5)"),
     ("train: {global_batch_sequences: 8}\n", 2, "kind serve does not train; remove `train:` (lines 2 and 5)"),
     ("layout: {tp: 3}\n", 5, "tp 3 does not divide the model's 32 heads and 8 KV heads"),
+    ("layout: {tp: 2, ep: 2}\n", 5, "ep 2 requires experts, but llama-3.1-8b is dense; remove ep"),
     ("layout: {tp: 16}\n", 5, "tp 16 does not divide the model's 8 KV heads; nearest: tp 8"),
 ]
 
@@ -181,6 +182,37 @@ def test_every_mistake_is_told_with_its_line(text: str, line: int, message: str)
     assert str(caught.value).startswith(f"job.yaml:{line}: ")
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+MIXTURE = JOB.replace("llama-3.1-8b", "mixtral-8x7b")  # 8 experts
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ("tp: 4, ep: 3", "ep 3 does not divide the model's 8 experts and tp 4; a server splits whole experts over its"),
+        (
+            "tp: 2, ep: 4",
+            "ep 4 does not divide tp 2; a server splits whole experts over its tp ranks; nearest: ep 2, or",
+        ),
+        ("ep: 4", "ep 4 does not divide tp 1"),
+        ("tp: 8, ep: 16", "nearest: ep 8"),
+    ],
+)
+def test_a_split_of_experts_that_cannot_be_is_told_with_the_nearest(sizes: str, message: str) -> None:
+    with pytest.raises(CratonError) as caught:
+        check_job(parse_job(MIXTURE + f"layout: {{{sizes}}}\n"), 8)
+    assert str(caught.value).startswith("job.yaml:5: layout: ep ")
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("ep", [1, 2, 4])
+def test_experts_may_be_split_over_any_divisor_of_tp(ep: int) -> None:
+    job = parse_job(MIXTURE + f"layout: {{tp: 4, ep: {ep}}}\n")
+    assert (job.served_layout.tp, job.served_layout.ep) == (4, ep)
+    assert parse_job(dump_job(job)) == job
+    assert str(check_job(job, 8)).endswith("layout tp 4 · bf16" if ep == 1 else f"layout tp 4 · ep {ep} · bf16")
 
 
 def test_strategies_and_verifiers_of_a_server() -> None:

@@ -86,6 +86,10 @@ REFUSED = {
         BIG + "layout: {tp: 1}\n",
         ["job.yaml:3", "llama-3.1-70b does not fit", "131 GiB of 79.6 GiB", "more ranks", "serve.precision: fp8"],
     ),
+    "experts that are too large for one rank": (
+        BIG.replace("llama-3.1-70b", "mixtral-8x7b") + "layout: {tp: 4}\n",
+        ["mixtral-8x7b does not fit", "experts split over the ranks (layout: {tp: 4, ep: N})"],
+    ),
     "no room for one text": (
         BIG.replace("random", "random, max_length: 128k") + "layout: {tp: 2}\n",
         ["131,072 are needed", "a shorter serve.max_length"],

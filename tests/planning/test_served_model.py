@@ -16,6 +16,7 @@ from craton.planning.rates import MachineRates, machine, machine_of_ranks
 from craton.planning.serving import ServedModel, ServedSteps, draft_steps, own_steps, roofline_steps
 from craton.planning.serving.profile import EngineProfileError, find_engine_profile
 from craton.planning.serving.served_model import kv_bytes_per_token
+from craton.planning.serving.terms import ServingTerms
 
 
 def h200(share: float = 1.0) -> MachineRates:
@@ -67,7 +68,11 @@ def test_ranks_share_weights_and_heads_and_not_experts() -> None:
     assert parts["communication"] == 0.0 < shared["communication"]
     mixture = ServedModel(model_preset("qwen3-30b-a3b"))
     assert mixture.weight_bytes == pytest.approx(2 * mixture.shape.parameters, rel=1e-3)
-    assert replace(mixture, tp=4).weight_bytes > 0.9 * mixture.weight_bytes, "every rank holds all experts"
+    whole_experts = replace(mixture, tp=4)
+    assert whole_experts.weight_bytes > 0.9 * mixture.weight_bytes, "every rank holds all experts"
+    split = replace(whole_experts, ep=4)
+    assert split.expert_parameters == mixture.expert_parameters / 4
+    assert split.weight_bytes == pytest.approx(mixture.weight_bytes / 4)
 
 
 def test_experts_are_read_as_tokens_meet_them() -> None:
@@ -79,6 +84,33 @@ def test_experts_are_read_as_tokens_meet_them() -> None:
     whole, quarter = (roofline("qwen3-30b-a3b", tp=tp) for tp in (1, 4))
     assert quarter.work.expert_read_seconds == whole.work.expert_read_seconds, "every rank holds all of them"
     assert quarter.terms(64.0, 0.0)["experts"] == pytest.approx(whole.terms(16.0, 0.0)["experts"], rel=0.3)
+
+
+def terms_of(tp: int, ep: int, name: str = "qwen3-30b-a3b") -> ServingTerms:
+    return own_steps(ServedModel(model_preset(name), tp=tp, ep=ep), h200()).work
+
+
+def test_split_experts_are_read_once_by_all_ranks_together() -> None:
+    whole, half, split = (terms_of(4, ep) for ep in (1, 2, 4))
+    assert [terms.expert_read_seconds * ep for terms, ep in ((half, 2), (split, 4))] == pytest.approx(
+        [whole.expert_read_seconds] * 2
+    )
+    assert whole.expert_token_seconds == half.expert_token_seconds == split.expert_token_seconds, "the same rows a rank"
+    assert [terms.expert_groups for terms in (whole, half, split)] == [4.0, 2.0, 1.0]
+    passes = [terms.elementwise_token_seconds for terms in (whole, half, split)]
+    assert passes == sorted(set(passes)), "a rank also moves rows of experts elsewhere"
+
+
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "deepseek-v3"])  # with shared experts, and without
+def test_split_experts_add_collectives_where_nothing_else_is_summed(name: str) -> None:
+    shape = model_preset(name)
+    whole, half, split = (terms_of(4, ep, name) for ep in (1, 2, 4))
+    pair = whole.collective_floor_seconds / (2 * shape.layers - (0 if shape.shared_experts else shape.moe_layers))
+    assert half.collective_floor_seconds - whole.collective_floor_seconds == pytest.approx(shape.moe_layers * pair)
+    assert split.collective_floor_seconds == pytest.approx(2 * shape.layers * pair)
+    moved = [terms.collective_token_seconds for terms in (whole, half, split)]
+    assert moved[0] < moved[1]
+    assert moved[2] == pytest.approx(moved[0] if shape.shared_experts else 2 * moved[0])
 
 
 def test_a_window_bounds_what_is_read() -> None:
@@ -154,12 +186,13 @@ SHAPES = [model_preset(name) for name in ("qwen3-0.6b", "qwen3-30b-a3b", "gpt-os
     tokens=st.integers(0, 4096),
     context=st.integers(0, 10**5),
     more=st.integers(0, 1000),
-    tp=st.sampled_from([1, 2, 4]),
+    sizes=st.sampled_from([(1, 1), (2, 1), (4, 1), (2, 2), (4, 2), (4, 4)]),
 )
 def test_more_work_or_slower_devices_never_make_a_step_shorter(
-    shape: ModelShape, batch: int, tokens: int, context: int, more: int, tp: int
+    shape: ModelShape, batch: int, tokens: int, context: int, more: int, sizes: tuple[int, int]
 ) -> None:
-    model = ServedModel(shape, tp=tp)
+    tp, ep = sizes
+    model = ServedModel(shape, tp=tp, ep=ep if shape.is_moe else 1)
     steps, slower = own_steps(model, h200()), own_steps(model, h200(0.5))
     base = steps.mixed_seconds(batch, context, tokens, 2048.0) * (1 - 1e-12)
     assert base > 0

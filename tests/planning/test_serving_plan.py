@@ -21,6 +21,8 @@ from craton.planning.report import serving_to_json as to_json
 from craton.planning.serving import ServePlan, plan_serving, plan_steps, roofline_steps
 from craton.planning.serving.search import plan_load
 
+MIXTURE = "kind: serve\nmodel: mixtral-8x7b\ncluster: p5en.48xlarge x 1\n"
+
 
 def planned(model: str = "llama-3.1-8b", cluster: str = "p5en.48xlarge x 1", more: str = "", tp: int = 0) -> ServePlan:
     layout = f"layout: {{tp: {tp}}}\n" if tp else ""
@@ -90,6 +92,38 @@ def test_as_few_ranks_as_leave_room(model: str, cluster: str, more: str, tp: int
     if tp > 1 and model != "llama-3.1-405b":
         fewer = planned(model, cluster, more, tp // 2)
         assert not fewer.fits or fewer.kv_tokens < 16 * 1024
+
+
+def test_experts_are_split_where_that_is_faster_or_the_only_way() -> None:
+    plan = planned("mixtral-8x7b", "p5.48xlarge x 1")  # 93 GB of weights, and a GPU has 80
+    assert (plan.tp, plan.ep, plan.warnings) == (2, 2, [])
+    assert "with 2 ranks (tp 2 · ep 2) on" in rendered(plan)
+    assert to_json(plan)["ep"] == 2
+    deepseek = planned("deepseek-v3", more=", precision: fp8")
+    assert (deepseek.tp, deepseek.ep, deepseek.fits) == (8, 8, True)
+
+
+def test_a_layout_without_ep_has_all_experts_on_every_rank() -> None:
+    whole, split = (
+        plan_serving(parse_job(f"{MIXTURE}layout: {{{sizes}}}\nserve: {{initialize: random}}\n"))
+        for sizes in ("tp: 4", "tp: 4, ep: 4")
+    )
+    assert (whole.ep, split.ep) == (1, 4)
+    assert "each of the 4 ranks holds all 8 experts; layout: {tp: 4, ep: 4} needs less memory" in whole.warnings
+    assert split.warnings == []
+    saved = whole.memory_parts["weights"] - split.memory_parts["weights"]
+    assert (split.kv_tokens - whole.kv_tokens) * split.kv_bytes_per_token / 4 == pytest.approx(saved, rel=1e-3)
+    assert split.best_tokens_per_second > whole.best_tokens_per_second
+    assert plan_steps(split).work.expert_read_seconds == plan_steps(whole).work.expert_read_seconds / 4
+
+
+def test_a_load_is_planned_with_experts_whole_and_split() -> None:
+    text = MIXTURE + "serve: {initialize: random, load: {concurrency: 64, input: 512, output: 128}}\n"
+    layouts = [str(row.layout) for row in plan_load(parse_job(text), gpus=4).deployments]
+    assert any(layout.startswith("tp 4 · ep 4") for layout in layouts)
+    assert any(layout.startswith("tp 4") and "ep" not in layout for layout in layouts)
+    stated = plan_load(parse_job(text + "layout: {tp: 4, ep: 2}\n"), gpus=4).deployments
+    assert [(row.layout.tp, row.layout.ep) for row in stated] == [(4, 2)]
 
 
 def test_what_does_not_fit_is_still_an_answer() -> None:

@@ -75,15 +75,34 @@ def check_layout(
 
 
 def check_served_layout(layout: Layout, shape: ModelShape) -> list[str]:
-    """Return the reasons why tp cannot be used to serve the model; each ends with the remedy."""
+    """Return the reasons why tp and ep cannot be used to serve the model; each ends with the remedy."""
     # Tokens need not divide: a step is padded to a multiple of tp.
     problems = _tensor_problems(layout, shape, sequence=layout.tp, trained=True)
+    problems += _served_expert_problems(layout, shape)
     if narrow := _narrow_for_fp8(layout, shape):
         problems.append(
             f"tp {layout.tp} does not split {' and '.join(narrow)} into multiples of {FP8_MULTIPLE}, as fp8 requires; "
             "write serve.precision: bf16"
         )
     return problems
+
+
+def _served_expert_problems(layout: Layout, shape: ModelShape) -> list[str]:
+    tp, ep = layout.tp, layout.ep
+    if ep == 1:
+        return []
+    if not shape.is_moe:
+        return [f"ep {ep} requires experts, but {shape.name} is dense; remove ep"]
+    counts = {f"the model's {shape.experts} experts": shape.experts, f"tp {tp}": tp}
+    undivided = [name for name, count in counts.items() if count % ep]
+    if not undivided:
+        return []
+    nearest = _nearest(ep, lambda size: not any(count % size for count in counts.values()))
+    more = f", or tp {ep}" if tp < ep and shape.experts % ep == 0 else ""
+    return [
+        f"ep {ep} does not divide {' and '.join(undivided)}; a server splits whole experts over its tp ranks; nearest: "
+        f"ep {nearest}{more}"
+    ]
 
 
 def _world_problems(layout: Layout, world: int) -> list[str]:

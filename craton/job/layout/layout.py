@@ -1,7 +1,7 @@
 """The layout: world = pp · replicate · fsdp · cp · tp, with ranks in that order, tp innermost.
 
 `replicate` is plain data parallel, `fsdp` shards what `zero` selects; `ep` divides replicate·fsdp·cp and adds no ranks;
-`vpp` is the number of stages per pipeline rank.
+`vpp` is the number of stages per pipeline rank. The ranks of a server are those of tp, and there ep divides tp.
 """
 
 from __future__ import annotations

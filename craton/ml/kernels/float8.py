@@ -106,7 +106,7 @@ def _multiply(
     left: Tensor, left_inverse: Tensor, right: Tensor, right_inverse: Tensor, dtype: torch.dtype, exact: bool = False
 ) -> Tensor:
     """left [m, k] · right [n, k]ᵀ. `exact` keeps sums in fp32 throughout, which weight gradients need."""
-    if left_inverse.numel() > 1:
+    if left_inverse.numel() > 1 or right_inverse.numel() > 1:  # one row has one scale, too
         left_inverse, right_inverse = left_inverse.view(-1, 1), right_inverse.view(1, -1)
     else:
         left_inverse, right_inverse = left_inverse.view(()), right_inverse.view(())

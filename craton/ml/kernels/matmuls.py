@@ -50,6 +50,7 @@ def gated_mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, peers: Peers | 
     if peers is None and _is_skinny(x):
         from craton.ml.kernels.serving import skinny_gated, skinny_linear
 
+        gate, up, down = own_part(gate), own_part(up), own_part(down)
         return skinny_linear(skinny_gated(x.flatten(0, -2), gate, up), down).view(x.shape)
     if peers is None and (torch.compiler.is_compiling() or not torch.is_grad_enabled()):
         torch_linear, combine = (

@@ -57,10 +57,7 @@ class MoE(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., hidden] → the same shape."""
         tokens = x.reshape(-1, x.shape[-1])
-        # fp32: rounding a score can flip the choice of expert, and avoiding that costs almost nothing
-        logits = linear(tokens.float(), own_part(self.router.weight).float())  # [tokens, experts]
-        scores = logits.sigmoid() if self.routing.scoring == "sigmoid" else logits.softmax(-1)
-        weights, chosen = route(scores, self.router_bias, self.top_k, self.routing)
+        scores, weights, chosen = self.choose(tokens)
         order, inverse, ends = sort_by_expert(chosen, scores.shape[-1])
         rows = repeat_tokens(tokens, order, inverse, self.top_k)
         if self.connections.experts is None:
@@ -71,11 +68,17 @@ class MoE(nn.Module):
             sent = delivery.send(rows)
             shared = None if self.shared is None else self.shared(tokens)  # overlaps with the all-to-all
             outputs = delivery.give_back(self.experts(delivery.receive(sent), delivery.ends))
-        outputs = permute(outputs, inverse, order).view(len(tokens), self.top_k, -1)
-        y = torch.bmm(weights.to(outputs.dtype).unsqueeze(1), outputs).squeeze(1)
+        y = weighted_sum(permute(outputs, inverse, order), weights)
         if shared is not None:
             y = y + shared
         return self._balance(y, scores, ends).view_as(x)
+
+    def choose(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """tokens [tokens, hidden] → scores [tokens, experts], weights and chosen experts, both [tokens, top_k]."""
+        # fp32: rounding a score can flip the choice of expert, and avoiding that costs almost nothing
+        logits = linear(tokens.float(), own_part(self.router.weight).float())  # [tokens, experts]
+        scores = logits.sigmoid() if self.routing.scoring == "sigmoid" else logits.softmax(-1)
+        return scores, *route(scores, self.router_bias, self.top_k, self.routing)
 
     @torch.no_grad()
     def update_bias(self) -> None:
@@ -126,7 +129,8 @@ class Experts(nn.Module):
         self._grouped_mlp = torch.compiler.disable(_grouped_mlp)
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
-        """x [pairs, hidden] sorted by expert; `ends` int32 [experts], where each expert's rows end."""
+        """x [pairs, hidden] sorted by expert; `ends` int32 [experts], where each expert's rows end. Rows after the last
+        end have no expert here, and their outputs no meaning."""
         sizes = (x.shape[-1], self.gate.shape[1])
         if len(x) == 0 or any(size * x.element_size() % 16 for size in sizes):  # there may be no rows from any rank
             return self.loop(x, ends)
@@ -139,13 +143,15 @@ class Experts(nn.Module):
 
     def loop(self, x: Tensor, ends: Tensor) -> Tensor:
         """Run one expert after the other. Waits for the device, because the host needs the sizes."""
-        parts = x.split(rows_per_expert(ends).tolist())
+        sizes = rows_per_expert(ends).tolist()
+        rest = len(x) - sum(sizes)
+        *parts, _ = x.split([*sizes, rest])
         weights = zip(own_part(self.gate), own_part(self.up), own_part(self.down), strict=True)
         outputs = [
             linear(reference.swiglu(linear(part, gate), linear(part, up)), down)
             for part, (gate, up, down) in zip(parts, weights, strict=True)
         ]
-        return torch.cat(outputs)
+        return torch.cat([*outputs, x.new_zeros(rest, x.shape[-1])])
 
 
 def cut_experts(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -177,6 +183,12 @@ def route(scores: Tensor, bias: Tensor | None, top_k: int, routing: RoutingConfi
     if routing.normalize_top_k:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     return weights * routing.routed_scale, chosen
+
+
+def weighted_sum(outputs: Tensor, weights: Tensor) -> Tensor:
+    """outputs [tokens · top_k, hidden] in the order of the tokens, weights [tokens, top_k] → [tokens, hidden]."""
+    outputs = outputs.view(*weights.shape, -1)
+    return torch.bmm(weights.to(outputs.dtype).unsqueeze(1), outputs).squeeze(1)
 
 
 def balance_loss(scores: Tensor, counts: Tensor, tokens: int) -> Tensor:

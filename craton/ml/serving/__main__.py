@@ -338,7 +338,8 @@ def _planned_steps(job: Job, served: Served, device: torch.device) -> PlannedSte
     machine = measured_machine(device, next(served.model.norm.parameters()).dtype, ranks)
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    model = ServedModel(served.model.config.shape, serve.precision, serve.kv_precision, ranks)
+    ep = job.served_layout.ep
+    model = ServedModel(served.model.config.shape, serve.precision, serve.kv_precision, ranks, ep)
     steps = own_steps(model, machine, step_tokens=serve.step_tokens, max_running=serve.running)
     draft = None
     if served.draft is not None:

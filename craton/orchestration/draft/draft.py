@@ -26,6 +26,7 @@ from craton.infrastructure import (
     visible_accelerators,
 )
 from craton.job import TRAINING_KINDS, FaultError, Job, dump_job
+from craton.job.layout import LayoutSpec
 from craton.job.sections import faults_of
 from craton.limits import cpu_quota
 from craton.orchestration.draft.check import check_job, check_packages, check_rollout_key
@@ -148,6 +149,8 @@ def draft_run(
         )
     planned = JobPlan(note="no plan: its members have one each") if only_reports else plan_job(job, progress)
     training, serving, note = planned.training, planned.serving, planned.note
+    if serving is not None and serving.ep > 1 and job.layout is None:  # a server's ranks read it from the job
+        job = job.model_copy(update={"layout": LayoutSpec(tp=serving.tp, ep=serving.ep)})
     environment = {**job.run.env, JOB_FOLDER: str(Path(job_folder).absolute())}
     if stop_at is not None:
         environment[STOP_AT] = str(stop_at)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -69,6 +70,8 @@ def check_room(job: Job, serving: ServePlan) -> None:
         return
     weights, limit = serving.memory_parts["weights"], serving.memory_limit_bytes
     advice = [] if serving.tp >= serving.cluster.instance.num_gpus else ["more ranks (layout: {tp: N})"]
+    if serving.model.is_moe and 1 == serving.ep < math.gcd(serving.tp, serving.model.experts):
+        advice.append(f"experts split over the ranks (layout: {{tp: {serving.tp}, ep: N}})")
     if serving.precision != "fp8":
         advice.append("serve.precision: fp8")
     if weights < limit:

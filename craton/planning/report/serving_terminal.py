@@ -42,7 +42,7 @@ def print_field(console: Console, title: str, text: str, style: str = "dim") -> 
 def _verdict(plan: ServePlan) -> str:
     model, gpu = plan.model, plan.cluster.instance.gpu
     size = f"{formatting.count(model.parameters)} parameters"
-    ranks = f"{plan.tp} ranks (tp {plan.tp})" if plan.tp > 1 else "1 rank"
+    ranks = f"{plan.tp} ranks ({plan.layout})" if plan.tp > 1 else "1 rank"
     return f"Serving {model.name}, {size}, in {plan.precision} with {ranks} on {gpu.name}."
 
 

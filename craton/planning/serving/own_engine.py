@@ -36,7 +36,7 @@ def own_steps(
 def draft_steps(model: ServedModel, machine: MachineRates, profile: EngineProfile | None = None) -> ServedSteps:
     """Return the step times of a draft model, which every rank holds whole. Its tokens are made on the device within a
     step of the other model."""
-    steps = own_steps(replace(model, tp=1), machine, profile)
+    steps = own_steps(replace(model, tp=1, ep=1), machine, profile)
     fixed = 0.0 if machine.gpu.generation == "cpu" else DRAFT_TOKEN_SECONDS
     constants = {**steps.constants, "step_seconds": fixed, "request_seconds": 0.0}
     return ServedSteps(steps.work, list(constants.values()), steps.factor)
@@ -62,7 +62,7 @@ def own_terms(
     compute = "fp32" if model.precision == "fp32" else "bf16"
     precision = ServedPrecision(model.precision, "fp8" if model.kv_precision == "fp8" else compute)
     is_own = profile.engine == OWN_ENGINE
-    layout = ServedLayout(tp=model.tp)
+    layout = ServedLayout(tp=model.tp, ep=model.ep)
     terms = serving_terms(model.shape, machine, layout, precision, step_tokens, max_running, is_own=is_own)
     return replace(terms, kv_tokens=kv_tokens)
 

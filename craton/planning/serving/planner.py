@@ -6,6 +6,7 @@ the plan states its own: one request, and as many as run at once, of prompts and
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from craton.infrastructure import CatalogError, Cluster, resolve_cluster
@@ -13,8 +14,9 @@ from craton.job import ContentError, Job, check_job
 from craton.job.layout import Layout, check_served_layout
 from craton.job.model import ModelShape
 from craton.planning.rates import MachineRates, machine_of
+from craton.planning.serving.layout import ServedLayout, own_layouts
 from craton.planning.serving.own_engine import draft_steps, engine_constants, own_steps, own_terms
-from craton.planning.serving.profile import EngineProfile, EngineProfileError, find_engine_profile
+from craton.planning.serving.profile import OWN_ENGINE, EngineProfile, EngineProfileError, find_engine_profile
 from craton.planning.serving.served_model import PLAIN_BYTES, ServedModel
 from craton.planning.serving.speculation import (
     ASSUMED_ACCEPTANCE,
@@ -77,6 +79,7 @@ class ServePlan:
     served_name: str
     cluster: Cluster
     tp: int
+    ep: int
     precision: str
     kv_precision: str
     page: int
@@ -116,6 +119,10 @@ class ServePlan:
     warnings: list[str] = field(default_factory=list)
 
     @property
+    def layout(self) -> ServedLayout:
+        return ServedLayout(tp=self.tp, ep=self.ep)
+
+    @property
     def fits(self) -> bool:
         return self.kv_tokens >= self.needed_tokens
 
@@ -151,22 +158,27 @@ def plan_serving(job: Job, *, cluster: Cluster | None = None, acceptance: float 
         profile = find_engine_profile(job.software, machine.gpu)
     except EngineProfileError as error:
         raise PlanError(f"{job.where('software')}software: {error}") from None
-    candidates = [_Candidate.of(job, shape, machine, tp) for tp in _tensor_sizes(job, shape, cluster)]
+    is_own = profile.engine == OWN_ENGINE
+    candidates = [_Candidate.of(job, shape, machine, layout) for layout in _layouts(job, shape, cluster, is_own)]
     roomy = [item for item in candidates if item.is_roomy]
     fitting = [candidate for candidate in candidates if candidate.fits]
-    return (roomy or fitting[-1:] or candidates[-1:])[0].plan(job, cluster, profile, acceptance)
+    chosen = (roomy or fitting[-1:] or candidates[-1:])[0]
+    alike = [item for item in roomy if item.model.tp == chosen.model.tp] or [chosen]
+    plans = [candidate.plan(job, cluster, profile, acceptance) for candidate in alike]
+    return max(plans, key=lambda plan: plan.best_tokens_per_second)
 
 
-def _tensor_sizes(job: Job, shape: ModelShape, cluster: Cluster) -> list[int]:
-    """Return the tp of the job, else every tp that the node's GPU count and the model allow; 1 is always valid."""
+def _layouts(job: Job, shape: ModelShape, cluster: Cluster, is_own: bool) -> list[ServedLayout]:
+    """Return the layout of the job, else every tp that the node's GPU count and the model allow; 1 is always valid."""
     if job.layout and job.layout.tp:
-        return [job.layout.tp]
+        return [ServedLayout(tp=job.layout.tp, ep=job.served_layout.ep)]
     most = cluster.instance.num_gpus
-    return [
+    tps = [
         tp
         for tp in range(1, most + 1)
         if most % tp == 0 and not check_served_layout(Layout(tp=tp, precision=job.precision), shape)
     ]
+    return list(own_layouts(shape, tps, None if is_own else 1))
 
 
 @dataclass(frozen=True)
@@ -182,12 +194,12 @@ class _Candidate:
     draft: ServedModel | None = None  # whole on every rank
 
     @classmethod
-    def of(cls, job: Job, shape: ModelShape, machine: MachineRates, tp: int) -> _Candidate:
+    def of(cls, job: Job, shape: ModelShape, machine: MachineRates, layout: ServedLayout) -> _Candidate:
         assert job.serve is not None
         serve, gpu = job.serve, machine.gpu
         is_cpu = gpu.generation == "cpu"
-        model = ServedModel(shape, serve.precision, serve.kv_precision, tp)
-        memory_bytes = gpu.memory_bytes / (tp if is_cpu else 1)  # ranks of a CPU share it
+        model = ServedModel(shape, serve.precision, serve.kv_precision, layout.tp, layout.ep)
+        memory_bytes = gpu.memory_bytes / (layout.tp if is_cpu else 1)  # ranks of a CPU share it
         workspace = passing_bytes(shape, serve.step_tokens, serve.running, PLAIN_BYTES[serve.precision])
         workspace += 0 if is_cpu else GPU_RESERVE_BYTES + GPU_HELD_BYTES
         allowed = serve.memory * memory_bytes
@@ -243,6 +255,7 @@ class _Candidate:
             served_name=job.served_name,
             cluster=cluster,
             tp=model.tp,
+            ep=model.ep,
             precision=model.precision,
             kv_precision=model.kv_precision,
             page=serve.page,
@@ -293,30 +306,33 @@ class _Candidate:
         return plan_speculation(self.draft.shape.name, costs, context, job.serve.speculate.tokens, acceptance)
 
     def _warnings(self, job: Job, max_length: int) -> list[str]:
-        shape, tp = self.model.shape, self.model.tp
+        shape, tp, ep = self.model.shape, self.model.tp, self.model.ep
         result = []
         if self.fits and max_length < job.served_length:
             result.append(
                 f"the model allows {job.served_length:,} tokens but the KV cache holds {max_length:,}: longer requests "
                 "are refused"
             )
-        if shape.is_moe and tp > 1:
-            result.append(f"each of the {tp} ranks holds all {shape.experts} experts")
+        if shape.is_moe and tp > ep:
+            held = f"all {shape.experts}" if ep == 1 else f"{shape.experts // ep} of {shape.experts}"
+            finest = math.gcd(tp, shape.experts)
+            remedy = f"; layout: {{tp: {tp}, ep: {finest}}} needs less memory" if finest > ep else ""
+            result.append(f"each of the {tp} ranks holds {held} experts{remedy}")
         if shape.mla is not None:
             result.append("latent attention (MLA): the KV cache holds every head's keys and values, not the latents")
         return result
 
 
-def served_kv_tokens(job: Job, shape: ModelShape, machine: MachineRates, tp: int) -> int:
+def served_kv_tokens(job: Job, shape: ModelShape, machine: MachineRates, layout: ServedLayout) -> int:
     """Return the KV cache tokens of Craton's own engine with this job's settings; 0: the model does not fit."""
-    return _Candidate.of(job, shape, machine, tp).kv_tokens
+    return _Candidate.of(job, shape, machine, layout).kv_tokens
 
 
 def plan_steps(plan: ServePlan) -> ServedSteps:
     """Return the step times of a planned server."""
     machine = machine_of(plan.cluster)
     profile = find_engine_profile(plan.software, machine.gpu)
-    model = ServedModel(plan.model, plan.precision, plan.kv_precision, plan.tp)
+    model = ServedModel(plan.model, plan.precision, plan.kv_precision, plan.tp, plan.ep)
     return own_steps(model, machine, profile, step_tokens=plan.chunk_tokens, max_running=plan.max_running)
 
 
@@ -325,4 +341,7 @@ def passing_bytes(shape: ModelShape, chunk_tokens: int, running: int, size: int)
     sorting for top-p, and the counts of penalties."""
     ffn = max(shape.ffn_hidden, shape.top_k * shape.moe_ffn_hidden)
     widths = 6 * shape.hidden + 3 * ffn + 3 * (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+    widths += (
+        3 * shape.top_k * shape.hidden
+    )  # rows of routed tokens: before their experts, after, and in the tokens' order
     return float(chunk_tokens * widths * size + running * shape.vocab * (2 * size + SAMPLER_BYTES))

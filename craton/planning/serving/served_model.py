@@ -28,12 +28,13 @@ def kv_bytes_per_token(shape: ModelShape, value_bytes: float, *, expanded: bool 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A model on one of `tp` ranks. Routed experts are replicated on every rank; everything else is sharded."""
+    """A model on one of `tp` ranks. Of the routed experts a rank holds one in `ep`; everything else is sharded."""
 
     shape: ModelShape
     precision: str = "bf16"
     kv_precision: str = "auto"  # auto: as the model computes
     tp: int = 1
+    ep: int = 1
 
     @cached_property
     def block_parameters(self) -> float:
@@ -45,8 +46,8 @@ class ServedModel:
 
     @cached_property
     def expert_parameters(self) -> float:
-        """Parameters of all routed experts."""
-        return float(self.shape.moe_layers * self.shape.experts * self.shape.expert_parameters)
+        """Parameters of one rank's routed experts."""
+        return self.shape.moe_layers * self.shape.experts * self.shape.expert_parameters / self.ep
 
     @cached_property
     def weight_bytes(self) -> float:

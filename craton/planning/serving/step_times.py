@@ -59,7 +59,7 @@ class ServedSteps:
         weights = (t.weights_seconds * t.read_slowdown + packing) / c["weight_rate"]
         multiply = rows * t.token_seconds / c["matmul_rate"]
         matmul = _larger(weights, multiply, t.sharpness) + floor * t.matmul_floor_seconds
-        expert_rows = stage_rows / t.expert_ranks
+        expert_rows = stage_rows / t.expert_groups
         met = 1.0 - t.unused_share ** (1.0 + c["expert_spread"] * np.maximum(expert_rows - 1.0, 0.0))
         experts = _larger(
             t.expert_read_seconds * met / (c["weight_rate"] * EXPERT_READ_RATE),

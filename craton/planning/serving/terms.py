@@ -40,6 +40,9 @@ FAR_REDUCE_SECONDS = 4e-5  # all-reduce of a few rows between NVLink domains
 SMALL_EXCHANGE_SECONDS = 4e-5  # dispatch and combine of a few rows in one NVLink domain (DeepEP: 16 + 14 µs)
 FAR_EXCHANGE_SECONDS = 3e-4  # the same between domains (DeepEP low latency over RDMA, 16 to 64 ranks)
 QUANTIZED_LEVEL = 0.83  # 8- and 4-bit matmuls of 4096 tokens, of the best published; in bf16 they reach it
+# Reads and writes of a routed row beside its matmuls, in Craton's layers whose experts are split over ranks: gathered,
+# masked, permuted and summed; between the matmuls two halves are read and one is written.
+OWN_ROW_PASSES, OWN_PRODUCT_PASSES = 7.0, 3.0
 ELEMENTWISE_PASSES = 14.0  # reads and writes of the hidden state in a layer: norms, residuals, rotary, activations
 SAMPLING_PASSES = 6.0  # over a row of fp32 logits: gather, scale, softmax, choice
 SHARPNESS = 3.0  # of the maximum of two times on a GPU: near the crossing neither limit is reached
@@ -90,7 +93,7 @@ class ServingTerms:
     expert_read_seconds: float  # reading all experts of this GPU
     expert_token_seconds: float  # of one token of the stage, routed evenly
     expert_floor_seconds: float
-    expert_ranks: float  # that share a stage's tokens, each with all experts of its share
+    expert_groups: float  # of ranks that share a stage's tokens, each with all experts
     unused_share: float  # probability that a token does not use an expert
     context_seconds: float  # reading one token of a request's KV cache
     window_context_seconds: float  # the same in layers with a window
@@ -134,8 +137,8 @@ def serving_terms(
     *,
     is_own: bool = False,
 ) -> ServingTerms:
-    """Return the terms of a model on one replica of a layout. `is_own`: of Craton's engine, whose ranks all have all
-    experts, whose KV cache of latent attention is expanded, and which spreads prompts over steps."""
+    """Return the terms of a model on one replica of a layout. `is_own`: of Craton's engine, which copies experts where
+    ep does not split them, expands the KV cache of latent attention, and spreads prompts over steps."""
     rates, is_cpu = machine.rates, machine.gpu.generation == "cpu"
     tp, pp, hidden, mla = layout.tp, layout.pp, shape.hidden, shape.mla
     stream = rates.streaming_bytes_per_second
@@ -155,12 +158,16 @@ def serving_terms(
     mlp = (dense_layers * shape.dense_mlp_parameters + shape.moe_layers * shape.shared_expert_parameters) / tp
     router = shape.moe_layers * shape.router_parameters
     expert_ranks = layout.ep * layout.moe_tp
-    expert_parameters = shape.moe_layers * shape.experts * shape.expert_parameters / (1 if is_own else expert_ranks)
+    holders = layout.ep if is_own else expert_ranks
+    expert_parameters = shape.moe_layers * shape.experts * shape.expert_parameters / holders
     plain = "fp32" if precision.weights == "fp32" else "bf16"  # of what is never quantized
     plain_bytes = WEIGHT_BYTES[plain]
     mlp_weights = precision.weights if not shape.is_moe else experts
 
     passes = shape.layers * ELEMENTWISE_PASSES * hidden * plain_bytes
+    if is_own:  # a rank also moves the rows of the experts that others in its group have
+        row = (OWN_ROW_PASSES * hidden + OWN_PRODUCT_PASSES * shape.moe_ffn_hidden) * plain_bytes
+        passes += shape.moe_layers * shape.top_k * row * (layout.ep - 1) / expert_ranks
     weight_bytes = attention_parameters * WEIGHT_BYTES[attention] + mlp * WEIGHT_BYTES[mlp_weights]
     weight_bytes += router * plain_bytes
     is_own_fp8 = is_own and precision.weights == "fp8"
@@ -194,7 +201,7 @@ def serving_terms(
     free = GPU_SHARE * machine.gpu.memory_bytes - weights - WORKSPACE_BYTES
     rank_tokens = free / (token_bytes * stored_layers / pp)
 
-    floor, moved = _collectives(shape, machine, layout)
+    floor, moved = _collectives(shape, machine, layout, _own_reductions(shape, layout) if is_own else None)
     return ServingTerms(
         gpus=layout.replica_gpus,
         attention_dp=layout.attention_dp,
@@ -213,7 +220,7 @@ def serving_terms(
         expert_read_seconds=expert_bytes / stream,
         expert_token_seconds=2.0 * routed / expert_flops,
         expert_floor_seconds=shape.moe_layers * SMALL_EXPERT_SECONDS,
-        expert_ranks=expert_ranks if is_own else 1.0,
+        expert_groups=layout.moe_tp if is_own else 1.0,
         unused_share=1.0 - shape.top_k / shape.experts if shape.is_moe else 1.0,
         context_seconds=whole * token_bytes / read,
         window_context_seconds=sliding * token_bytes / read,
@@ -237,8 +244,24 @@ def serving_terms(
     )
 
 
-def _collectives(shape: ModelShape, machine: MachineRates, layout: ServedLayout) -> tuple[float, float]:
-    """Return seconds of all collectives of a step with few tokens, and seconds per token of a rank."""
+def _own_reductions(shape: ModelShape, layout: ServedLayout) -> dict[int, int]:
+    """Return how many pairs of an all-gather and a reduce-scatter a step of Craton's engine has, by the ranks that take
+    part: of attention, dense MLPs, shared experts and split experts. Those of both kinds of experts are one pair where
+    their ranks are the same."""
+    tp, ep = layout.tp, layout.ep
+    reductions = {tp: 2 * shape.layers - shape.moe_layers}
+    if shape.shared_experts and ep != tp:
+        reductions[tp] += shape.moe_layers
+    if ep > 1:
+        reductions[ep] = reductions.get(ep, 0) + shape.moe_layers
+    return reductions
+
+
+def _collectives(
+    shape: ModelShape, machine: MachineRates, layout: ServedLayout, reductions: Mapping[int, int] | None = None
+) -> tuple[float, float]:
+    """Return seconds of all collectives of a step with few tokens, and seconds per token of a rank. `reductions`: by
+    the ranks that take part in each, of the tokens of these ranks; None: of attention and MLP, over all ranks of tp."""
     network, tp = machine.network, layout.tp
     floor = moved = 0.0
     size = shape.hidden * 2.0  # bytes of a token's hidden state
@@ -247,8 +270,9 @@ def _collectives(shape: ModelShape, machine: MachineRates, layout: ServedLayout)
         rate = network.nvlink_bytes_per_second * SMALL_REDUCE_LINK
         if not near:
             rate = min(rate, network.nic_bytes_per_second * network.network_efficiency * network.node_gpus / 2.0)
-        floor += 2 * shape.layers * (SMALL_REDUCE_SECONDS if near else FAR_REDUCE_SECONDS)
-        moved += 2 * shape.layers * 2.0 * (tp - 1) / tp * size / rate
+        for ranks, count in (reductions or {tp: 2 * shape.layers}).items():
+            floor += count * (SMALL_REDUCE_SECONDS if near else FAR_REDUCE_SECONDS)
+            moved += count * 2.0 * (ranks - 1) / tp * size / rate
     ranks = layout.stage_gpus
     if shape.is_moe and layout.attention_dp > 1:
         near = ranks <= network.nvlink_domain

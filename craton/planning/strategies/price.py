@@ -92,7 +92,7 @@ class ServerPrice:
         )
         gpus = plan.cluster.instance.num_gpus
         hour += f" for the whole node, of which it uses {plan.tp} of {gpus} GPUs" if gpus > plan.tp else ""
-        return f"the server of job {plan.job}: {plan.model.name} on {plan.cluster.name}, tp {plan.tp}, {hour}"
+        return f"the server of job {plan.job}: {plan.model.name} on {plan.cluster.name}, {plan.layout}, {hour}"
 
     def price(self, usage: PlannedUsage) -> ProblemPrice:
         plan = self.plan

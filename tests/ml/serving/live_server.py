@@ -10,9 +10,8 @@ from typing import Any
 
 import openai
 import requests
-import torch
-from model_pairs import SIZES
-from transformers import LlamaConfig, LlamaForCausalLM
+from model_pairs import their_model
+from transformers import PreTrainedModel
 from waiting import PATIENCE_SECONDS, wait_until
 
 from craton.agent.processes import free_port
@@ -30,12 +29,11 @@ SECONDS = 90.0
 LONGEST = 256
 
 
-def make_model(folder: Path, seed: int) -> LlamaForCausalLM:
+def make_model(folder: Path, seed: int, family: str = "llama") -> PreTrainedModel:
     train_bpe(["The quick brown fox says hello to the world. What is 2 + 2? It is 4.\n"] * 4, 300, folder)
     ensure_template(folder)
     vocabulary = load_tokenizer(folder).get_vocab_size()
-    torch.manual_seed(seed)
-    model = LlamaForCausalLM(LlamaConfig(**{**SIZES, "vocab_size": vocabulary})).eval()
+    model = their_model(family, seed, vocab_size=vocabulary)
     model.save_pretrained(folder)
     return model
 
@@ -76,10 +74,10 @@ class Server:
 
 
 @contextmanager
-def serving(folder: Path, root: Path, name: str, tp: int = 1, more: str = "") -> Iterator[Server]:
+def serving(folder: Path, root: Path, name: str, tp: int = 1, more: str = "", ep: int = 1) -> Iterator[Server]:
     port = free_port()
     job = parse_job(
-        f"name: {name}\nkind: serve\nmodel: {folder}\ncluster: local\nlayout: {{tp: {tp}}}\n"
+        f"name: {name}\nkind: serve\nmodel: {folder}\ncluster: local\nlayout: {{tp: {tp}, ep: {ep}}}\n"
         f"serve: {{port: {port}, precision: fp32, max_length: {LONGEST}, admin: true{more}}}\n"
     )
     run = start_run(draft_run(job, root / name, port=free_port()), root)

@@ -43,14 +43,16 @@ FAMILIES = ("llama", "qwen3", "mixtral")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def their_model(family: str) -> PreTrainedModel:
-    torch.manual_seed(sum(map(ord, family)))
+def their_model(family: str, seed: int | None = None, **others: Any) -> PreTrainedModel:
+    """`others`: sizes other than SIZES."""
+    torch.manual_seed(sum(map(ord, family)) if seed is None else seed)
+    sizes = SIZES | others
     if family == "llama":
-        return LlamaForCausalLM(LlamaConfig(**SIZES)).eval()
+        return LlamaForCausalLM(LlamaConfig(**sizes)).eval()
     if family == "qwen3":
-        return Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=True)).eval()
+        return Qwen3ForCausalLM(Qwen3Config(**sizes, tie_word_embeddings=True)).eval()
     return MixtralForCausalLM(
-        MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=None)
+        MixtralConfig(**sizes, num_local_experts=4, num_experts_per_tok=2, sliding_window=None)
     ).eval()
 
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
-from craton.ml.collectives import Connections, Peers, local
+from craton.ml.collectives import Peers, local
 from craton.ml.models import Decoder, DecoderConfig, config_from_huggingface, load_weights, save_folder
 from craton.ml.serving.device import Adapters
 from craton.ml.serving.device.float8 import quantize_model
+from craton.ml.serving.device.tensor_parallel_group import cut_model
 from craton.ml.serving.device.weight_deltas import HeldWeights
 from craton.ml.serving.device.weights import WeightsReceiver, named_targets, update_from_folder, update_from_state
-from craton.ml.training.parallel import cut_parameters
 
 
 def save_random(folder: Path, config: DecoderConfig, seed: int = 0, **sizes: int) -> Path:
@@ -37,16 +37,11 @@ def load_model(folder: str | Path) -> Decoder:
     return model
 
 
-def load_part(folder: str | Path) -> Decoder:
+def load_part(folder: str | Path, ep: int = 1) -> Decoder:
     """This rank's part of a model, over all ranks of the group."""
     with torch.device("meta"):
         model = Decoder(config_from_huggingface(folder)).eval().requires_grad_(False)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
-    connections = Connections(tensor=Peers(mesh.get_group("tp")))
-    for module in model.modules():
-        if hasattr(module, "connections"):
-            module.connections = connections  # type: ignore[assignment]
-    cut_parameters(model, mesh)
+    cut_model(model, torch.device("cpu"), ep)
     model.to_empty(device="cpu")
     load_weights(model, folder)
     return model
@@ -60,8 +55,8 @@ def hidden(model: Decoder, tokens: Tensor) -> Tensor:
     return out if peers is None else peers.gather(out).view(*tokens.shape, -1)
 
 
-def hidden_with_adapters(folder: str, adapters: list[str], of_rows: list[int], tokens: Tensor) -> Tensor:
-    model = load_part(folder) if dist.is_initialized() else load_model(folder)
+def hidden_with_adapters(folder: str, adapters: list[str], of_rows: list[int], tokens: Tensor, ep: int = 1) -> Tensor:
+    model = load_part(folder, ep) if dist.is_initialized() else load_model(folder)
     added = Adapters(model, slots=len(adapters), rank=4)
     for adapter in adapters:
         added.load(Path(adapter).name, adapter)
@@ -69,15 +64,17 @@ def hidden_with_adapters(folder: str, adapters: list[str], of_rows: list[int], t
     return hidden(model, tokens)
 
 
-def hidden_in_fp8(folder: str, tokens: Tensor) -> Tensor:
-    model = load_part(folder) if dist.is_initialized() else load_model(folder)
+def hidden_in_fp8(folder: str, tokens: Tensor, ep: int = 1) -> Tensor:
+    model = load_part(folder, ep) if dist.is_initialized() else load_model(folder)
     quantize_model(model)
     return hidden(model, tokens)
 
 
-def receive_part(folder: str, key: bytes, addresses: str, tokens: Tensor, fp8: bool) -> tuple[int, Tensor, bool]:
+def receive_part(
+    folder: str, key: bytes, addresses: str, tokens: Tensor, fp8: bool, ep: int = 1
+) -> tuple[int, Tensor, bool]:
     """Tells its address in a file, takes new weights for its part: (version, hidden states with them, all in place)."""
-    model = load_part(folder)
+    model = load_part(folder, ep)
     if fp8:
         quantize_model(model)
     places = [local(tensor).data_ptr() for tensor in named_targets(model).values()]
@@ -103,14 +100,53 @@ def receive_parts(folder: str, key: bytes, addresses: str, updates: int) -> list
     return versions
 
 
-def take_parts_from_memory(folder: str, other: str, tokens: Tensor) -> tuple[Tensor, Tensor]:
+def take_parts_from_memory(folder: str, other: str, tokens: Tensor, ep: int = 1) -> tuple[Tensor, Tensor]:
     """Hidden states after an update from whole tensors, and after one from sharded ones."""
-    model, whole, cut = load_part(folder), load_model(other), load_part(other)
+    model, whole, cut = load_part(folder, ep), load_model(other), load_part(other, ep)
     update_from_state(model, whole.named_parameters())
     first = hidden(model, tokens)
     update_from_folder(model, folder)
     update_from_state(model, cut.named_parameters())
     return first, hidden(model, tokens)
+
+
+def hidden_of_parts(cases: list[tuple[DecoderConfig, int]], batches: list[Tensor]) -> list[tuple[Any, ...]]:
+    """For each model and ep, this rank's parameters of experts and others, and hidden states of each batch."""
+    found = []
+    for config, ep in cases:
+        model, _ = random_part(config, ep)
+        found.append((*parameters_of(model), *(hidden(model, tokens) for tokens in batches)))
+    return found
+
+
+def random_part(config: DecoderConfig, ep: int) -> tuple[Decoder, Peers]:
+    """This rank's part of a model of `random_model`."""
+    with torch.device("meta"):
+        model = Decoder(replace(config, initializer_range=0.2)).eval().requires_grad_(False)
+    peers = cut_model(model, torch.device("cpu"), ep)
+    model.to_empty(device="cpu").initialize(0)
+    return model, peers
+
+
+def hidden_after_sleep(config: DecoderConfig, ep: int, tokens: Tensor) -> tuple[Tensor, int]:
+    """Hidden states of this rank's part after its weights were in host memory, and the bytes it had meanwhile."""
+    from craton.ml.serving.device import EngineRank
+    from craton.ml.serving.engine import build_runner
+    from craton.ml.serving.settings import EngineSettings
+
+    model, peers = random_part(config, ep)
+    rank = EngineRank(build_runner(model, EngineSettings(max_length=32, page=4, blocks=40), peers)[0])
+    rank.sleep(1)
+    kept = sum(local(parameter).untyped_storage().nbytes() for parameter in model.parameters())
+    rank.wake(("weights", "kv_cache"))
+    return hidden(model, tokens), kept
+
+
+def parameters_of(model: Decoder) -> tuple[int, int]:
+    """How many parameters of routed experts, and others, this rank has."""
+    sizes = {name: local(parameter).numel() for name, parameter in model.named_parameters()}
+    routed = sum(size for name, size in sizes.items() if ".experts." in name)
+    return routed, sum(sizes.values()) - routed
 
 
 class ShortRank:

@@ -36,6 +36,7 @@ class Case:
     draft_model: bool = False  # else n-grams
     host: bool = False
     ranks: int = 1
+    ep: int = 1
     overlap: bool = True
     graphs: str = "auto"
     seed: int = 0

@@ -176,15 +176,15 @@ def test_scales_may_differ_between_layers_and_be_rank_stabilized(tmp_path: Path)
     torch.testing.assert_close(logits(model, rows), wanted, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
-def test_ranks_that_share_the_model_share_its_adapters(gang: Gang, family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("family", "ep"), [("llama", 1), ("deepseek_v3", 1), ("deepseek_v3", 2)])
+def test_ranks_that_share_the_model_share_its_adapters(gang: Gang, family: str, ep: int, tmp_path: Path) -> None:
     rows = tokens(4)
     config = config_from_huggingface(save_published(family, tmp_path / "published"))
     folder = str(save_random(tmp_path / "model", config, vocab=132))
     adapters = [str(save_adapter(tmp_path / str(seed), family, FAMILIES[family], seed=seed)) for seed in (1, 2)]
     arguments = folder, adapters, [0, -1, 1, 1], rows
     alone = hidden_with_adapters(*arguments)
-    for shared in gang.run(hidden_with_adapters, *arguments, ranks=2):
+    for shared in gang.run(hidden_with_adapters, *arguments, ep, ranks=2):
         torch.testing.assert_close(shared, alone, rtol=1e-4, atol=1e-4)
     assert (hidden_with_adapters(folder, adapters, [-1] * 4, rows) - alone).abs().max() > 0.1
 

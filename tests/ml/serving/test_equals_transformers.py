@@ -60,6 +60,13 @@ def test_every_two_ways_together_on_two_ranks(case: Case, ranks: Connection) -> 
     compare(case, *ask(ranks, case))
 
 
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="two ranks would share one GPU")
+@pytest.mark.xdist_group("two ranks")
+def test_experts_that_two_ranks_split(ranks: Connection) -> None:
+    case = Case("mixtral", fork=True, ranks=2, ep=2, graphs="always")
+    compare(case, *ask(ranks, case))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, 200, 10))
 def test_two_hundred_ways_at_random(first: int) -> None:

@@ -389,15 +389,15 @@ def test_a_receiver_that_falls_silent_is_given_up(monkeypatch: pytest.MonkeyPatc
             send_weights(address, KEY, [], version=1)
 
 
-@pytest.mark.parametrize("is_fp8", [False, True])
-def test_every_rank_of_an_engine_gets_its_part(gang: Gang, is_fp8: bool, tmp_path: Path) -> None:
-    old, new = save_random(tmp_path / "old", DENSE, seed=0), save_random(tmp_path / "new", DENSE, seed=1)
+@pytest.mark.parametrize(("kind", "ep", "is_fp8"), [("dense", 1, False), ("dense", 1, True), ("mixture", 2, False)])
+def test_every_rank_of_an_engine_gets_its_part(gang: Gang, kind: str, ep: int, is_fp8: bool, tmp_path: Path) -> None:
+    old, new = (save_random(tmp_path / name, KINDS[kind], seed) for seed, name in enumerate(("old", "new")))
     other = load_model(new)
     wanted = hidden(other, TOKENS)
     results: list[Any] = []
 
     def ranks() -> None:
-        results.extend(gang.run(receive_part, str(old), KEY, str(tmp_path), TOKENS, is_fp8, ranks=2))
+        results.extend(gang.run(receive_part, str(old), KEY, str(tmp_path), TOKENS, is_fp8, ep, ranks=2))
 
     thread = threading.Thread(target=ranks)
     thread.start()
@@ -417,10 +417,11 @@ def test_every_rank_of_an_engine_gets_its_part(gang: Gang, is_fp8: bool, tmp_pat
     assert len(results) == 2
 
 
-def test_ranks_take_their_parts_from_memory_and_folders(gang: Gang, tmp_path: Path) -> None:
-    old, new = save_random(tmp_path / "old", DENSE, seed=0), save_random(tmp_path / "new", DENSE, seed=1)
+@pytest.mark.parametrize(("kind", "ep"), [("dense", 1), ("mixture", 2)])
+def test_ranks_take_their_parts_from_memory_and_folders(gang: Gang, kind: str, ep: int, tmp_path: Path) -> None:
+    old, new = (save_random(tmp_path / name, KINDS[kind], seed) for seed, name in enumerate(("old", "new")))
     wanted = hidden(load_model(new), TOKENS)
-    for pair in gang.run(take_parts_from_memory, str(old), str(new), TOKENS, ranks=2):
+    for pair in gang.run(take_parts_from_memory, str(old), str(new), TOKENS, ep, ranks=2):
         for got in pair:
             torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
 

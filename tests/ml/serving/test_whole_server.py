@@ -23,7 +23,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from listeners import LOOPBACK, listeners_of, processes_with
 from live_server import SECONDS, Server, make_model, serving
 from schemathesis import GenerationMode
-from transformers import LlamaForCausalLM
+from transformers import PreTrainedModel
 from waiting import PATIENCE_SECONDS, wait_until
 
 from craton.agent import newest_generation
@@ -47,14 +47,14 @@ SCHEMA = {
 
 
 @pytest.fixture(scope="module")
-def theirs(tmp_path_factory: pytest.TempPathFactory) -> tuple[LlamaForCausalLM, Path]:
+def theirs(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, Path]:
     folder = tmp_path_factory.mktemp("folders") / "little"
     folder.mkdir()
     return make_model(folder, 1), folder
 
 
 @pytest.fixture(scope="module")
-def server(theirs: tuple[LlamaForCausalLM, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(theirs: tuple[PreTrainedModel, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with serving(
         theirs[1], tmp_path_factory.mktemp("runs"), "one", more=", drain: 20s, strategies: {max_n: 8}"
     ) as server:
@@ -76,13 +76,13 @@ def hung(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunDirectory]:
         kill_run(run)
 
 
-def expect_like_theirs(model: LlamaForCausalLM, prompt: list[int], tokens: list[int]) -> None:
+def expect_like_theirs(model: PreTrainedModel, prompt: list[int], tokens: list[int]) -> None:
     with torch.no_grad():
         logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
     assert tokens == logits.argmax(-1).tolist()
 
 
-def test_tokens_are_those_of_transformers(server: Server, theirs: tuple[LlamaForCausalLM, Path]) -> None:
+def test_tokens_are_those_of_transformers(server: Server, theirs: tuple[PreTrainedModel, Path]) -> None:
     prompt = [7, 100, 33, 250, 12, 12, 90]
     expect_like_theirs(theirs[0], prompt, server.complete(prompt))
 
@@ -181,7 +181,7 @@ def test_latencies_and_the_kv_cache_are_recorded_in_the_run(server: Server) -> N
 
 
 def test_new_weights_from_a_folder_and_over_the_network(
-    server: Server, theirs: tuple[LlamaForCausalLM, Path], tmp_path: Path
+    server: Server, theirs: tuple[PreTrainedModel, Path], tmp_path: Path
 ) -> None:
     prompt = [9, 8, 7, 200, 150]
     other = make_model(tmp_path, 2)
@@ -211,7 +211,7 @@ def _sent(address: str, key: bytes, state: list[tuple[str, torch.Tensor]]) -> bo
 
 
 @pytest.mark.slow
-def test_sleep_and_wake(server: Server, theirs: tuple[LlamaForCausalLM, Path]) -> None:
+def test_sleep_and_wake(server: Server, theirs: tuple[PreTrainedModel, Path]) -> None:
     prompt = [9, 8, 7, 200, 151]
     server.admin("/sleep")
     with pytest.raises(AssertionError, match="asleep"):
@@ -257,7 +257,7 @@ def test_fuzzed_requests_leave_the_server_alive(server: Server, path: str, mode:
 
 
 def test_a_deep_sleep_is_not_ready_and_waking_says_what_is_missing(
-    server: Server, theirs: tuple[LlamaForCausalLM, Path]
+    server: Server, theirs: tuple[PreTrainedModel, Path]
 ) -> None:
     server.admin("/sleep?level=2")
     health = requests.get(f"{server.url}/health", timeout=SECONDS)
@@ -301,7 +301,7 @@ def test_a_step_that_never_returns_is_ended_and_an_idle_engine_is_not(hung: RunD
 
 @pytest.mark.slow
 def test_a_lost_rank_ends_what_runs_and_the_server_comes_back(
-    theirs: tuple[LlamaForCausalLM, Path], tmp_path: Path
+    theirs: tuple[PreTrainedModel, Path], tmp_path: Path
 ) -> None:
     prompt = [5, 6, 7, 8]
     with serving(theirs[1], tmp_path, "two", tp=2) as server:
@@ -326,7 +326,23 @@ def test_a_lost_rank_ends_what_runs_and_the_server_comes_back(
 
 
 @pytest.mark.slow
-def test_a_server_that_is_stopped_comes_back(theirs: tuple[LlamaForCausalLM, Path], tmp_path: Path) -> None:
+def test_a_server_whose_ranks_split_the_experts(tmp_path: Path) -> None:
+    prompt = [5, 6, 7, 8]
+    old, new = (make_model(tmp_path / name, seed, "mixtral") for seed, name in enumerate(("old", "new")))
+    with serving(tmp_path / "old", tmp_path, "split", tp=2, ep=2) as server:
+        first = server.complete(prompt)
+        expect_like_theirs(old, prompt, first)
+        server.admin("/sleep")
+        server.admin("/wake_up")
+        assert server.complete(prompt) == first
+        server.admin("/update_weights", folder=str(tmp_path / "new"))
+        second = server.complete(prompt)
+        assert second != first
+        expect_like_theirs(new, prompt, second)
+
+
+@pytest.mark.slow
+def test_a_server_that_is_stopped_comes_back(theirs: tuple[PreTrainedModel, Path], tmp_path: Path) -> None:
     prompt = [5, 6, 7, 8]
     with serving(theirs[1], tmp_path, "stopped") as server:
         expected = server.complete(prompt)

@@ -113,6 +113,6 @@ def make_rank(case: Any) -> tuple[Any, Any]:
     from craton.ml.serving.engine import build_runner
 
     model = copy.deepcopy(pair(case.family)[1])
-    peers = cut_model(model, torch.device("cpu"))
+    peers = cut_model(model, torch.device("cpu"), case.ep)
     runner, settings, _ = build_runner(model, settings_of(case, model), peers, draft=draft_of(case))
     return EngineRank(runner), settings

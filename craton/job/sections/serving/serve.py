@@ -77,7 +77,6 @@ NOT_OF_A_SERVER = {
     "replicate": "a server is one replica of the model; start another server on another port",
     "fsdp": "gathering weights at every token is too slow; use tp",
     "cp": "long prompts use chunked prefill instead; use tp",
-    "ep": "every rank of a server holds all experts; use tp",
     "precision": "write serve.precision",
     **dict.fromkeys(("vpp", "micro_batch", "recompute", "zero", "schedule", "offload"), "it applies to training only"),
 }

@@ -1,4 +1,4 @@
-"""The device side of an engine: weights, KV cache, attention, sampling, CUDA graphs, tensor parallelism."""
+"""The device side of an engine: weights, KV cache, attention, sampling, CUDA graphs, tensor and expert parallelism."""
 
 from __future__ import annotations
 

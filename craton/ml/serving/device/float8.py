@@ -117,7 +117,7 @@ class Float8Experts(Experts):
             _quantize(experts, name)
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
-        """x [pairs, hidden] sorted by expert; `ends` int32 [experts], where each expert's rows end."""
+        """As `Experts.forward`."""
         if len(x) == 0:  # no rank may have routed a row here
             return x
         rows = quantize_rows(x)
@@ -182,5 +182,8 @@ def _grouped_product(rows: Quantized, weight: Tensor, scale: Tensor, ends: Tenso
         )
         return out
     sizes = rows_per_expert(ends).tolist()  # torch has no grouped fp8 matmul off the GPU
-    parts = zip(values.split(sizes), inverse.split(sizes), weight, scale, strict=True)
-    return torch.cat([product(_rows(x, by), _rows(own, own_scale), dtype) for x, by, own, own_scale in parts if len(x)])
+    rest = len(values) - sum(sizes)  # rows of experts on other ranks
+    *parts, _ = zip(values.split([*sizes, rest]), inverse.split([*sizes, rest]), strict=True)
+    matrices = zip(parts, weight, scale, strict=True)
+    outputs = [product(_rows(*part), _rows(own, own_scale), dtype) for part, own, own_scale in matrices if len(part[0])]
+    return torch.cat([*outputs, values.new_zeros(rest, weight.shape[1], dtype=dtype)])

@@ -46,7 +46,8 @@ def load_served(job: Job, device: torch.device) -> Served:
     with torch.device("meta"):
         model = Decoder(config)
     model = model.to(dtype)
-    peers = cut_model(model, device) if dist.is_initialized() and dist.get_world_size() > 1 else None
+    ep = job.served_layout.ep
+    peers = cut_model(model, device, ep) if dist.is_initialized() and dist.get_world_size() > 1 else None
     model = model.to_empty(device=device)
     if opened is not None:
         _fill(model, opened, dtype)

@@ -20,7 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from craton.errors import CratonError
 from craton.ml.collectives import Connections, Peers
-from craton.ml.models import Decoder
+from craton.ml.models import Decoder, cut_experts
+from craton.ml.serving.device.experts import split_mlps
 from craton.ml.serving.device.order_bytes import EXECUTE, decode_order, encode_order
 from craton.ml.serving.device.rank import EngineRank
 from craton.ml.serving.device.runner import StepResult
@@ -168,13 +169,27 @@ def gather_texts(text: str | None) -> list[str | None]:
     return [bytes(their[1:].tolist()).rstrip(b"\0").decode(errors="replace") if their[0] else None for their in theirs]
 
 
-def cut_model(model: Decoder, device: torch.device) -> Peers:
-    """Shard the model over all ranks, on the meta device or with memory; keep this rank's shard."""
+def cut_model(model: Decoder, device: torch.device, ep: int = 1) -> Peers:
+    """Shard the model over all ranks, on the meta device or with memory; keep this rank's shard. Of every `ep` ranks
+    next to each other, each keeps its share of the routed experts."""
     world = dist.get_world_size()
     mesh = DeviceMesh(device.type, torch.arange(world), mesh_dim_names=("tp",))
     cut_parameters(model, mesh)
     peers = Peers(mesh.get_group("tp"))
+    holders: Peers | None = None
+    if ep > 1:
+        expert_mesh = mesh if ep == world else _groups_of(ep, device)
+        cut_experts(model, expert_mesh)
+        holders = peers if ep == world else Peers(expert_mesh.get_group())
     talking: list[Any] = [module for module in model.modules() if hasattr(module, "connections")]
     for module in talking:
-        module.connections = Connections(tensor=peers)
+        module.connections = Connections(tensor=peers, experts=holders)
+    if holders is not None:
+        split_mlps(model)
     return peers
+
+
+def _groups_of(size: int, device: torch.device) -> DeviceMesh:
+    """Return this rank's mesh of `size` ranks next to each other."""
+    ranks = torch.arange(dist.get_world_size()).view(-1, size)
+    return DeviceMesh(device.type, ranks, mesh_dim_names=("copies", "ep"))["ep"]

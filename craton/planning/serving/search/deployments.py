@@ -19,7 +19,6 @@ from craton.job import Job
 from craton.job.model import ModelShape
 from craton.job.sections.serving import LengthsSection, LoadSection, SloSection
 from craton.planning.rates import MachineRates, machine_of
-from craton.planning.serving.layout import ServedLayout
 from craton.planning.serving.load import ServedLoad, TokenLengths
 from craton.planning.serving.planner import PlannedLoad, ServePlan
 from craton.planning.serving.profile import OWN_ENGINE, EngineProfile, EngineProfileError, find_engine_profile
@@ -136,10 +135,9 @@ def with_planned_load(plan: ServePlan, job: Job) -> ServePlan:
         return plan
     load = served_load(section)
     setting = _setting(job, plan.model, plan.cluster, load)
-    layout = ServedLayout(tp=plan.tp)
-    if setting is None or layout not in setting.candidates.layouts:
+    if setting is None or plan.layout not in setting.candidates.layouts:
         return plan
-    alone = setting.candidates.only([setting.candidates.layouts.index(layout)])
+    alone = setting.candidates.only([setting.candidates.layouts.index(plan.layout)])
     found = evaluate(alone, load, np.ones(1))
     row = deployment_rows(alone, plan.cluster, load, {}, np.ones(1), np.zeros(1), found)[0]
     planned = PlannedLoad(

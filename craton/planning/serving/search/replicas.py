@@ -13,7 +13,7 @@ from craton.job import Job
 from craton.job.layout import Layout, check_served_layout
 from craton.job.model import ModelShape
 from craton.planning.rates import MachineRates
-from craton.planning.serving.layout import ServedLayout
+from craton.planning.serving.layout import ServedLayout, own_layouts
 from craton.planning.serving.load import ServedLoad, ServedReplica
 from craton.planning.serving.own_engine import draft_steps, engine_constants
 from craton.planning.serving.planner import served_kv_tokens
@@ -84,7 +84,7 @@ def candidates_of(
     for layout in _layouts(job, shape, machine, own):
         terms = serving_terms(shape, machine, layout, precision, step_tokens, running * layout.attention_dp, is_own=own)
         if own:
-            terms = replace(terms, kv_tokens=served_kv_tokens(job, shape, machine, layout.tp))
+            terms = replace(terms, kv_tokens=served_kv_tokens(job, shape, machine, layout))
         if terms.fits:
             found.append(layout)
             rows.append(terms)
@@ -122,7 +122,7 @@ def _layouts(job: Job, shape: ModelShape, machine: MachineRates, own: bool) -> I
     sizes = [size for size in (1, 2, 4, 8, 16, 32, 64, 72) if size <= widest]
     tps = [spec.tp] if spec and spec.tp else [tp for tp in sizes if _splits(shape, tp, job)]
     if own:
-        yield from (ServedLayout(tp=tp) for tp in tps)
+        yield from own_layouts(shape, tps, job.served_layout.ep if spec else None)
         return
     stages = [spec.pp] if spec and spec.pp else [1]
     ranks = [job.serve.attention_dp] if job.serve.attention_dp > 1 else sizes if shape.is_moe else [1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from craton.job import Job, is_planned_only
-from craton.job.layout import Layout, LayoutSpec, check_served_layout
+from craton.job.layout import LayoutSpec, check_served_layout
 from craton.job.model import ModelShape
 from craton.planning.setting import PlanError
 
@@ -26,7 +26,7 @@ def check_stated_layout(job: Job, shape: ModelShape) -> None:
         )
     problem = ""
     if not is_planned_only(job.software):
-        problem = next(iter(check_served_layout(Layout(tp=tp, precision=job.precision), shape)), "")
+        problem = next(iter(check_served_layout(job.served_layout, shape)), "")
     elif spec is not None:
         problem = _problem(spec, shape, tp, pp, tp * ranks if spec.tp and ranks > 1 else 0)
     if problem:
