@@ -302,8 +302,8 @@ class _Candidate:
             )
         if shape.is_moe and tp > 1:
             result.append(f"each of the {tp} ranks holds all {shape.experts} experts")
-        if shape.mla is not None:
-            result.append("latent attention (MLA): the KV cache holds every head's keys and values, not the latents")
+        if shape.mla is not None and tp > 1:
+            result.append(f"each of the {tp} ranks holds the latents of all tokens (MLA)")
         return result
 
 

@@ -29,7 +29,7 @@ KEYS_IN_FP8 = dict.fromkeys(("BLOCK", "PREFIX_BLOCK", "TILE"), latents.FLOAT8.ke
 LATENTS: dict[str, Any] = {
     **{"KV_HEADS": 128 // ROWS, "GROUP": ROWS, "HEAD_DIM": 512, "DIM": 512, "TAIL": 64, "TAIL_DIM": 64},
     **{"ROWS": ROWS, "BLOCK": KEYS, "PREFIX_ROWS": ROWS, "PREFIX_BLOCK": KEYS, "TOKENS": 1, "TILE": KEYS},
-    **{"SHARED": False, "KV_LORA": 512, "HALF": 32, "LARGEST": 448.0, "HALF_BLOCK": 32},
+    **{"SHARED": False, "REQUESTS": 256, "KV_LORA": 512, "HALF": 32, "LARGEST": 448.0, "HALF_BLOCK": 32},
 }
 LATENT_MERGE = dict(zip(("STEP", "WARPS", "ROWS"), paged_decode.LATENT_MERGE, strict=True))
 TYPES = {

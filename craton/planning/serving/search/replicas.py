@@ -98,7 +98,7 @@ def candidates_of(
     if serve.draft_tokens:
         steps = _speculative(job, machine, profile, steps, load.acceptance)
     replica = ServedReplica(steps, terms.attention_dp, profile["first_token_seconds"], profile["prefill_slowdown"])
-    kv_bytes = kv_bytes_per_token(shape, KV_BYTES[precision.kv], expanded=own)
+    kv_bytes = kv_bytes_per_token(shape, KV_BYTES[precision.kv])
     deviation, scale = prediction.log_deviation, profile.log_scales[0]
     return ServedCandidates(tuple(found), terms, replica, deviation, scale, kv_bytes, formats)
 
