@@ -4,7 +4,7 @@ The KV cache of latent attention has keys only, and all heads share them. A key 
 followed by a tail of rotated numbers. So a tile of keys is read once: for the scores, with a second, narrow matmul over
 the tail, and for the values. The rows of a matmul are heads × queries of a request. Accumulators as wide as a latent
 limit how many fit a program, so more rows are several tiles, which kernels see as key/value heads in the same place
-(stride 0): neighbouring programs that read the same keys, one from memory and the others from the L2 cache.
+(stride 0): nearby programs that read the same keys, one from memory and the others from the L2 cache.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ decides nothing. A head in one piece is done when its program ends. Otherwise ea
 the maximum and the sum of its softmax, and a second kernel merges them. The heads that share a key/value head, times
 the queries of a request, are the rows of one matmul.
 
-The KV cache of latent attention has keys only: a key is a latent, which is also the value, and a TAIL of rotated
-numbers. All heads share it. More rows than one matmul takes are several, as of key/value heads in the same place.
+The KV cache of latent attention has keys only, shared by all heads: a key is a latent, which is also the value, and a
+TAIL of rotated numbers. Rows that do not fit one matmul are several tiles, as of key/value heads at one address.
 
 Of requests in a group with a shared prefix, the pieces begin after the shared tokens, always leave partial results, and
 are merged with those of the prefix. The first programs of the same kernel compute these (`paged_shared`).
