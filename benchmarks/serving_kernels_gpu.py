@@ -94,12 +94,18 @@ def integers(*numbers: int, dtype: torch.dtype = torch.int32) -> Tensor:
 
 def paged_cache(lengths: list[int], layers: int) -> tuple[Tensor, Tensor]:
     """Return (cache of all layers, block table) with the requests' pages scattered over the blocks."""
+    table, blocks = scattered_table(lengths)
+    return normal(blocks, layers, 2, KV_HEADS, PAGE, HEAD_DIM), table
+
+
+def scattered_table(lengths: list[int]) -> tuple[Tensor, int]:
+    """Return (block table, number of blocks) of requests whose pages are scattered."""
     pages = [-(-length // PAGE) for length in lengths]
     blocks = torch.randperm(sum(pages), device="cuda").int()
     table = torch.zeros(len(lengths), max(pages), dtype=torch.int32, device="cuda")
     for row, own in enumerate(blocks.split(pages)):
         table[row, : len(own)] = own
-    return normal(sum(pages), layers, 2, KV_HEADS, PAGE, HEAD_DIM), table
+    return table, sum(pages)
 
 
 def ragged(requests: int, shortest: int = 100, longest: int = 1300) -> list[int]:

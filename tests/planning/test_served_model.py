@@ -54,8 +54,17 @@ def test_kv_cache_bytes_are_those_of_published_engines() -> None:
     assert replace(model, kv_precision="fp8").kv_bytes_per_token == 65_536
     assert replace(model, tp=4).kv_bytes_per_token == 131_072 / 4
     deepseek = model_preset("deepseek-v3")
-    assert ServedModel(deepseek).kv_bytes_per_token == 2 * 61 * 128 * 192 * 2, "our engine caches every head"
-    assert kv_bytes_per_token(deepseek, 2) == 61 * (512 + 64) * 2, "others cache the latents"
+    assert ServedModel(deepseek).kv_bytes_per_token == kv_bytes_per_token(deepseek, 2) == 61 * (512 + 64) * 2
+    assert ServedModel(deepseek, tp=8).kv_bytes_per_token == 61 * (512 + 64) * 2, "every rank holds all latents"
+    assert ServedModel(deepseek, "fp8", "fp8").kv_bytes_per_token == 61 * (512 + 64)
+
+
+def test_the_expansion_of_latents_is_not_quantized() -> None:
+    """61 layers · 512 · 128 heads · (128 + 128) weights of two bytes instead of one, shared by the ranks."""
+    model = ServedModel(model_preset("deepseek-v3"), "fp8", tp=8)
+    tables = 2 * model.shape.embedding_parameters / 8 * 2
+    one_byte_each = model.block_parameters + model.expert_parameters
+    assert model.weight_bytes - one_byte_each - tables == pytest.approx(61 * 512 * 128 * 256 / 8)
 
 
 def test_ranks_share_weights_and_heads_and_not_experts() -> None:

@@ -130,6 +130,7 @@ def test_what_does_not_fit_is_still_an_answer() -> None:
     plan = planned("deepseek-v3", "p5.48xlarge x 1")
     assert not plan.fits
     assert plan.tp == 8
+    assert "each of the 8 ranks holds the latents of all tokens (MLA)" in plan.warnings
     text = rendered(plan)
     assert "DOES NOT FIT" in text
     assert "2,048 are needed" in text

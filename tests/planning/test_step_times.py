@@ -83,6 +83,16 @@ def test_every_rank_holds_the_latents_of_its_requests() -> None:
     )
 
 
+def test_our_engine_reads_latents_as_others_do_and_does_not_expand_them_in_prefill() -> None:
+    for layout in (ServedLayout(), ServedLayout(tp=4)):
+        others, own = (
+            serving_terms(LATENT, h200(), layout, ServedPrecision(), is_own=is_own) for is_own in (False, True)
+        )
+        assert own.context_seconds == others.context_seconds
+        assert own.context_flops_seconds == others.context_flops_seconds > 0
+        assert own.pair_seconds == pytest.approx(others.pair_seconds * (576 + 512) / (192 + 128))
+
+
 def test_decode_attention_agrees_with_measured_kernels() -> None:
     names = {"h100_sxm": "H100-SXM", "h200_sxm": "H200-SXM", "b200_sxm": "B200"}
     errors = []

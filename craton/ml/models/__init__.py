@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from craton.ml.models.decoder import SCORE, Decoder, Stage, fill_normal
     from craton.ml.models.dispatch import permute, repeat_tokens, rows_per_expert, sort_by_expert
     from craton.ml.models.huggingface import config_from_huggingface, config_from_shape, config_of_job, model_folder
-    from craton.ml.models.linear import Linear, Mlp
+    from craton.ml.models.linear import Linear, LowRank, Mlp
     from craton.ml.models.mla import LatentAttention
     from craton.ml.models.moe import Experts, MoE, cut_experts, weighted_sum
     from craton.ml.models.rope import rope_tables

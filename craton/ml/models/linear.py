@@ -8,13 +8,25 @@ their features.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.functional import embedding, rms_norm
 
 from craton.ml.collectives import ALONE, Connections, Peers, own_part, scatter_sum
 from craton.ml.kernels import gated_mlp, linear, scatter_linear
+
+
+class LowRank(NamedTuple):
+    """What adapters add to a weight: b · a. `absent`: for each token, the columns that it does not use."""
+
+    a: Tensor  # [rank, in]
+    b: Tensor  # [out, rank]
+    absent: Tensor | None = None  # bool [tokens, rank]
+
+    def used(self, narrow: Tensor) -> Tensor:
+        """narrow [tokens, heads, rank] → the same, with zeros in absent columns."""
+        return narrow if self.absent is None else narrow.masked_fill(self.absent.unsqueeze(1), 0.0)
 
 
 class Linear(nn.Linear):
@@ -49,6 +61,11 @@ class Linear(nn.Linear):
     def adapt(self, out: Tensor, _x: Tensor) -> Tensor:
         """Hook for layers with adapters: return the adapted output."""
         return out
+
+    @property
+    def low_rank(self) -> LowRank | None:
+        """The adapters of the layer, for a caller that multiplies with parts of its weight."""
+        return None
 
 
 class Embedding(nn.Embedding):

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from craton.errors import CratonError
 from craton.job.sections import Lora
-from craton.ml.collectives import ALONE, gather, local, scatter_sum
+from craton.ml.collectives import ALONE, gather, local, own_part, scatter_sum
 from craton.ml.kernels import gated_linears, linear, linears
-from craton.ml.models import Linear, Mlp, fill_normal
+from craton.ml.models import Linear, LowRank, Mlp, fill_normal
 
 TARGETS = {
     "attention": ("qkv", "output", "q", "q_a", "q_b", "kv_a", "kv_b"),
@@ -55,6 +55,10 @@ class LoraLinear(Linear):
     def join(self, out: Tensor, narrow: Tensor) -> Tensor:
         """Add the adapter's output to that of the frozen weight."""
         return out + self.scale * linear(narrow, self.lora_b)
+
+    @property
+    def low_rank(self) -> LowRank:
+        return LowRank(own_part(self.lora_a), self.scale * own_part(self.lora_b))
 
     def merged(self) -> Tensor:
         """Return the weight of a plain layer with the same output."""

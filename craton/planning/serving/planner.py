@@ -318,8 +318,8 @@ class _Candidate:
             finest = math.gcd(tp, shape.experts)
             remedy = f"; layout: {{tp: {tp}, ep: {finest}}} needs less memory" if finest > ep else ""
             result.append(f"each of the {tp} ranks holds {held} experts{remedy}")
-        if shape.mla is not None:
-            result.append("latent attention (MLA): the KV cache holds every head's keys and values, not the latents")
+        if shape.mla is not None and tp > 1:
+            result.append(f"each of the {tp} ranks holds the latents of all tokens (MLA)")
         return result
 
 

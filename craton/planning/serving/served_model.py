@@ -15,20 +15,19 @@ BLOCK_BYTES = {"fp32": 4, "bf16": 2, "fp8": 1}
 PLAIN_BYTES = {"fp32": 4, "bf16": 2, "fp8": 2}
 
 
-def kv_bytes_per_token(shape: ModelShape, value_bytes: float, *, expanded: bool = False) -> float:
+def kv_bytes_per_token(shape: ModelShape, value_bytes: float) -> float:
     """Return κ, the KV cache bytes of one token: 2 · layers · key-value heads · width · bytes. Latent attention (MLA)
-    caches the latents; `expanded`: every head's keys and values, as Craton's engine does."""
+    caches a latent and a rotated key in each layer, which all heads share."""
     mla = shape.mla
     if mla is None:
         return 2.0 * shape.layers * shape.kv_heads * shape.head_dim * value_bytes
-    if expanded:
-        return 2.0 * shape.layers * shape.heads * (mla.qk_nope + mla.qk_rope) * value_bytes
     return float(shape.layers * (mla.kv_lora + mla.qk_rope) * value_bytes)
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A model on one of `tp` ranks. Of the routed experts a rank holds one in `ep`; everything else is sharded."""
+    """A model on one of `tp` ranks. Of the routed experts a rank holds one in `ep`, of MLA's latents all; everything
+    else is sharded."""
 
     shape: ModelShape
     precision: str = "bf16"
@@ -54,13 +53,20 @@ class ServedModel:
         """Weight bytes in memory; scales of quantized weights are a thousandth of it, and not counted."""
         tables = (1 if self.shape.tied_embeddings else 2) * self.shape.embedding_parameters / self.tp
         blocks = (self.block_parameters + self.expert_parameters) * BLOCK_BYTES[self.precision]
-        return blocks + tables * PLAIN_BYTES[self.precision]
+        wider = PLAIN_BYTES[self.precision] - BLOCK_BYTES[self.precision]
+        return blocks + self._expansion_parameters * wider + tables * PLAIN_BYTES[self.precision]
+
+    @property
+    def _expansion_parameters(self) -> float:
+        """Parameters that expand latents, which are never quantized."""
+        shape, mla = self.shape, self.shape.mla
+        return 0.0 if mla is None else shape.layers * mla.kv_lora * shape.heads * (mla.qk_nope + mla.v_head) / self.tp
 
     @cached_property
     def kv_bytes_per_token(self) -> float:
-        """κ of one rank. Latent attention (MLA) caches expanded keys and values."""
+        """κ of one rank: grouped heads are sharded, and latents (MLA) are not."""
         size = 1 if self.kv_precision == "fp8" else PLAIN_BYTES[self.precision]
-        return kv_bytes_per_token(self.shape, size, expanded=True) / self.tp
+        return kv_bytes_per_token(self.shape, size) / (self.tp if self.shape.mla is None else 1)
 
     def kv_tokens(
         self, memory_bytes: float, workspace_bytes: float, page: int, draft: ServedModel | None = None

@@ -138,7 +138,7 @@ def serving_terms(
     is_own: bool = False,
 ) -> ServingTerms:
     """Return the terms of a model on one replica of a layout. `is_own`: of Craton's engine, which copies experts where
-    ep does not split them, expands the KV cache of latent attention, and spreads prompts over steps."""
+    ep does not split them, whose prefill attends to latents without expanding them, and which spreads prompts."""
     rates, is_cpu = machine.rates, machine.gpu.generation == "cpu"
     tp, pp, hidden, mla = layout.tp, layout.pp, shape.hidden, shape.mla
     stream = rates.streaming_bytes_per_second
@@ -180,14 +180,14 @@ def serving_terms(
     routed = shape.moe_layers * shape.top_k * shape.expert_parameters / expert_ranks
 
     # KV cache. Grouped heads are sharded while there are enough of them; every rank holds MLA's latents.
-    if is_own:
-        kv_ranks = tp
-    token_bytes = kv_bytes_per_token(shape, KV_BYTES[precision.kv], expanded=is_own) / kv_ranks / shape.layers
+    token_bytes = kv_bytes_per_token(shape, KV_BYTES[precision.kv]) / kv_ranks / shape.layers
     latent_flops = 0.0
     width, value_width = shape.head_dim, shape.head_dim
     if mla is not None:
         width, value_width = mla.qk_nope + mla.qk_rope, mla.v_head
-        latent_flops = 0.0 if is_own else 2.0 * shape.heads / tp * (2 * mla.kv_lora + mla.qk_rope)
+        latent_flops = 2.0 * shape.heads / tp * (2 * mla.kv_lora + mla.qk_rope)
+        if is_own:
+            width, value_width = mla.kv_lora + mla.qk_rope, mla.kv_lora
     sliding = shape.sliding_layers if shape.sliding_window else 0
     whole = shape.layers - sliding
     read = rates.memory_bytes_per_second * ATTENTION_MEMORY

@@ -18,12 +18,26 @@ COMPILING = Path(__file__).with_name("compiling.py")
 @pytest.mark.parametrize(
     ("names", "uses_tensor_cores"),
     [
-        (("merge", "merge with groups"), False),
+        (("merge", "merge with groups", "store latents"), False),
         pytest.param(("attend", "attend with groups"), True, marks=pytest.mark.slow),
+        pytest.param(("merge latents", "merge latents with groups"), False, marks=pytest.mark.slow),
+        pytest.param(
+            (
+                "attend to latents",
+                "attend to latents of one rank of 8",
+                "attend to latents for drafts",
+                "attend to latents in fp8",
+                "attend to latents with groups",
+                "prefill latents",
+                "prefill latents in fp8",
+            ),
+            True,
+            marks=pytest.mark.slow,
+        ),
     ],
 )
-def test_decode_kernels_compile_for_a_gpu(names: tuple[str, ...], uses_tensor_cores: bool) -> None:
+def test_decode_kernels_compile_for_a_gpu_without_spills(names: tuple[str, ...], uses_tensor_cores: bool) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, str(COMPILING), *names]
     found = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert found.stdout.splitlines() == [f"{name} {uses_tensor_cores}" for name in names], found.stderr
+    assert found.stdout.splitlines() == [f"{name} {uses_tensor_cores} 0" for name in names], found.stderr

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
@@ -39,7 +41,23 @@ SIZES: dict[str, Any] = {
     "bos_token_id": None,
     "pad_token_id": None,
 }
-FAMILIES = ("llama", "qwen3", "mixtral")
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "q_lora_rank": 24,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+}
+FAMILIES = ("llama", "qwen3", "mixtral", "deepseek_v3")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -51,6 +69,8 @@ def their_model(family: str, seed: int | None = None, **others: Any) -> PreTrain
         return LlamaForCausalLM(LlamaConfig(**sizes)).eval()
     if family == "qwen3":
         return Qwen3ForCausalLM(Qwen3Config(**sizes, tie_word_embeddings=True)).eval()
+    if family == "deepseek_v3":
+        return DeepseekV3ForCausalLM(DeepseekV3Config(**sizes | LATENT)).eval()
     return MixtralForCausalLM(
         MixtralConfig(**sizes, num_local_experts=4, num_experts_per_tok=2, sliding_window=None)
     ).eval()

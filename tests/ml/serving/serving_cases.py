@@ -43,7 +43,7 @@ class Case:
 
 
 WAYS: dict[str, tuple[object, ...]] = {
-    "family": ("llama", "qwen3", "mixtral"),
+    "family": ("llama", "qwen3", "mixtral", "deepseek_v3"),
     "chunk_tokens": (5, 16, 256),
     "page": (1, 4, 16),
     "prefix_hit": (False, True),

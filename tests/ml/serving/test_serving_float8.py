@@ -46,7 +46,7 @@ def matrices(model: Decoder) -> dict[str, Tensor]:
     return {
         name: tensor
         for name, tensor in model.named_parameters()
-        if name.startswith("blocks.") and tensor.ndim > 1 and "router" not in name
+        if name.startswith("blocks.") and tensor.ndim > 1 and "router" not in name and "kv_b" not in name
     }
 
 

@@ -235,6 +235,7 @@ CASES = [
     (system_prompts, {}),
     pytest.param(system_prompts, {"graphs": "always", "overlap": False}, marks=pytest.mark.slow),
     (forks, {"graphs": "always"}),
+    pytest.param(forks, {"graphs": "always", "family": "deepseek_v3"}, marks=pytest.mark.slow),
     (weights, {}),
     pytest.param(crowd, {"blocks": 40, "preemptions": True}, marks=pytest.mark.slow),
     (crowd, {"blocks": 40, "host_bytes": 1, "preemptions": True}),

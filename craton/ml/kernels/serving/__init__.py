@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         skinny_gated,
         skinny_linear,
         store,
+        store_latents,
         store_rotated,
     )
     from craton.ml.kernels.serving.shared_prefix import plain_shared_decode_attention, shared_decode_attention

@@ -3,11 +3,12 @@
 On CUDA they are Triton kernels, elsewhere plain PyTorch. The kernels can be captured in CUDA graphs: none waits for the
 device, and launches depend only on shapes and on upper bounds that the caller knows.
 
-One layer's KV cache is [blocks, 2, kv_heads, page, head_dim], keys before values, in the model's dtype or in
-float8_e4m3fn. Any strides but a head's own are allowed, so that all layers of a block may be contiguous. A request's
-tokens are in the blocks of its row of `table`, [table rows, pages]; `rows` [requests] is the index of that row and
-`lengths` [requests] the number of tokens, including those of this step. Nothing beyond a request's length is read.
-These three must be written before this step's keys are stored, because attention may read them while the store runs.
+One layer's KV cache is [blocks, parts, kv_heads, page, head_dim] in the model's dtype or in float8_e4m3fn. It has two
+parts, keys before values; that of latent attention has keys only, whose first `value_dim` numbers are the values. Any
+strides but a head's own are allowed, so that all layers of a block may be contiguous. A request's tokens are in the
+blocks of its row of `table`, [table rows, pages]; `rows` [requests] is the index of that row and `lengths` [requests]
+the number of tokens, including those of this step. Nothing beyond a request's length is read. These three must be
+written before this step's keys are stored, because attention may read them while the store runs.
 """
 
 from __future__ import annotations
@@ -45,8 +46,19 @@ class Past(ABC):
         d]."""
 
     @abstractmethod
-    def attend_expanded(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """The same for queries, keys and values [tokens, heads, …] that the layer has already computed and rotated."""
+    def attend_latents(
+        self,
+        layer: int,
+        query: Tensor,
+        compressed: Tensor,
+        rope: tuple[Tensor, Tensor],
+        norm_weight: Tensor,
+        epsilon: float,
+        scale: float,
+    ) -> Tensor:
+        """The same for latent attention: cache the normed latents and rotated keys of `compressed` [tokens, kv_lora +
+        qk_rope], and let queries of that width, [tokens, heads, …], attend to them → latents [tokens, heads, kv_lora].
+        The norm's weight is [kv_lora]."""
 
 
 def store_rotated(
@@ -81,6 +93,28 @@ def store_rotated(
     return reference.rotate(query, cosine, sine)
 
 
+def store_latents(
+    compressed: Tensor,
+    cosine: Tensor,
+    sine: Tensor,
+    norm_weight: Tensor,
+    epsilon: float,
+    cache: Tensor,
+    slots: Tensor,
+) -> None:
+    """Store what latent attention caches: of `compressed` [tokens, kv_lora + qk_rope] the latents, normed with the
+    weight [kv_lora], and the key that all heads share, rotated by the tables [tokens, qk_rope / 2]."""
+    if elementwise.is_fused(compressed):
+        from craton.ml.kernels.triton import paged_store
+
+        paged_store.store_latents(compressed, cosine, sine, norm_weight, epsilon, cache, slots)
+        return
+    latent, key = compressed.split((len(norm_weight), 2 * cosine.shape[-1]), dim=-1)
+    latent = rms_norm(latent, tuple(norm_weight.shape), norm_weight, epsilon)
+    key = reference.rotate(key.unsqueeze(1), cosine, sine).squeeze(1)
+    _write(torch.cat((latent, key), dim=-1)[:, None, None], cache, slots)
+
+
 def store(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
     """Store keys and values [tokens, kv_heads, head_dim] at `slots` [tokens]: block · page + offset."""
     if elementwise.is_fused(key):
@@ -88,13 +122,17 @@ def store(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
 
         paged_store.store(key, value, cache, slots)
         return
+    _write(torch.stack((key, value), dim=1), cache, slots)
+
+
+def _write(parts: Tensor, cache: Tensor, slots: Tensor) -> None:
+    """parts [tokens, parts, kv_heads, head_dim]."""
     page = cache.shape[3]
-    pairs = torch.stack((key, value), dim=1)  # [tokens, 2, kv_heads, head_dim]
     if cache.dtype == torch.float8_e4m3fn:
         largest = torch.finfo(cache.dtype).max
         # torch cannot index-assign fp8, but it can index-assign bytes
-        cache, pairs = cache.view(torch.uint8), pairs.clamp(-largest, largest).to(cache.dtype).view(torch.uint8)
-    cache[slots // page, :, :, slots % page] = pairs.to(cache.dtype)
+        cache, parts = cache.view(torch.uint8), parts.clamp(-largest, largest).to(cache.dtype).view(torch.uint8)
+    cache[slots // page, :, :, slots % page] = parts.to(cache.dtype)
 
 
 def decode_attention(
@@ -108,9 +146,10 @@ def decode_attention(
     window: int = 0,
     *,
     longest: int,
+    value_dim: int = 0,
 ) -> Tensor:
     """Decode: the last `queries` tokens of each request attend to all tokens up to themselves, or to the last `window`:
-    query [requests · queries, heads, head_dim] → the same.
+    query [requests · queries, heads, head_dim] → the same, with `value_dim` [requests · queries, heads, value_dim].
 
     `longest` is an upper bound of the lengths. A query before its request's first token (a padded request has one
     token, whatever `queries` is) gives zeros.
@@ -118,8 +157,10 @@ def decode_attention(
     if elementwise.is_fused(query):
         from craton.ml.kernels.triton import paged_decode
 
-        return paged_decode.attention(query, cache, table, rows, lengths, queries, scale, window, longest)
-    return plain_decode_attention(query, cache, table, rows, lengths, queries, scale, window, longest=longest)
+        return paged_decode.attention(query, cache, table, rows, lengths, queries, scale, window, longest, value_dim)
+    return plain_decode_attention(
+        query, cache, table, rows, lengths, queries, scale, window, longest=longest, value_dim=value_dim
+    )
 
 
 def prefill_attention(
@@ -132,9 +173,11 @@ def prefill_attention(
     longest_query: int,
     scale: float | None = None,
     window: int = 0,
+    *,
+    value_dim: int = 0,
 ) -> Tensor:
     """Prefill: the last tokens of each request attend to all tokens up to themselves, or to the last `window`: query
-    [tokens, heads, head_dim] → the same.
+    [tokens, heads, head_dim] → the same, with `value_dim` [tokens, heads, value_dim].
 
     Request b's tokens are query[offsets[b] : offsets[b + 1]], at most `longest_query`. Rows after the last offset are
     padding with undefined results.
@@ -142,8 +185,12 @@ def prefill_attention(
     if elementwise.is_fused(query):
         from craton.ml.kernels.triton import paged_prefill
 
-        return paged_prefill.attention(query, cache, table, rows, lengths, offsets, longest_query, scale, window)
-    return plain_prefill_attention(query, cache, table, rows, lengths, offsets, longest_query, scale, window)
+        return paged_prefill.attention(
+            query, cache, table, rows, lengths, offsets, longest_query, scale, window, value_dim
+        )
+    return plain_prefill_attention(
+        query, cache, table, rows, lengths, offsets, longest_query, scale, window, value_dim=value_dim
+    )
 
 
 def plain_decode_attention(
@@ -157,10 +204,11 @@ def plain_decode_attention(
     window: int = 0,
     *,
     longest: int,
+    value_dim: int = 0,
 ) -> Tensor:
     """`decode_attention` in plain PyTorch."""
     del longest  # only kernels need it
-    key, value = gather_blocks(cache, table[rows.long()], lengths, query.dtype)
+    key, value = gather_blocks(cache, table[rows.long()], lengths, query.dtype, value_dim)
     places = lengths[:, None] - queries + torch.arange(queries, device=query.device)
     mixed = _attend(query.unflatten(0, (-1, queries)), key, value, places, scale, window)
     return mixed.flatten(0, 1)
@@ -176,14 +224,16 @@ def plain_prefill_attention(
     longest_query: int,
     scale: float | None = None,
     window: int = 0,
+    *,
+    value_dim: int = 0,
 ) -> Tensor:
     """`prefill_attention` in plain PyTorch."""
     del longest_query  # only kernels need it
-    mixed = torch.zeros_like(query)
+    mixed = query.new_zeros(*query.shape[:2], value_dim or query.shape[2])
     bounds = offsets.tolist()
     for request, (begin, end) in enumerate(pairwise(bounds)):
         one = slice(request, request + 1)
-        key, value = gather_blocks(cache, table[rows[one].long()], lengths[one], query.dtype)
+        key, value = gather_blocks(cache, table[rows[one].long()], lengths[one], query.dtype, value_dim)
         places = lengths[one, None] - (end - begin) + torch.arange(end - begin, device=query.device)
         mixed[begin:end] = _attend(query[None, begin:end], key, value, places, scale, window)[0]
     return mixed
@@ -296,21 +346,28 @@ def _mix(number: Tensor) -> Tensor:
     return number ^ number >> 16
 
 
-def gather_blocks(cache: Tensor, table: Tensor, lengths: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def gather_blocks(
+    cache: Tensor, table: Tensor, lengths: Tensor, dtype: torch.dtype, value_dim: int = 0
+) -> tuple[Tensor, Tensor]:
     """Return keys and values [requests, kv_heads, longest, head_dim] of the requests with the blocks table [requests,
     pages], zero beyond a request's length."""
     page, longest = cache.shape[3], int(lengths.max())
     pages = torch.arange(-(-longest // page), device=cache.device)
     blocks = torch.where(pages * page < lengths[:, None], table[:, : len(pages)], 0)
-    gathered = cache[blocks.long()].to(dtype)  # [requests, pages, 2, kv_heads, page, head_dim]
+    gathered = cache[blocks.long()].to(dtype)  # [requests, pages, parts, kv_heads, page, head_dim]
     gathered = gathered.permute(2, 0, 3, 1, 4, 5).flatten(3, 4)[:, :, :, :longest]
     beyond = torch.arange(longest, device=cache.device) >= lengths[:, None]
-    key, value = gathered.masked_fill_(beyond[:, None, :, None], 0.0)  # a copy already
-    return key, value
+    return keys_and_values(gathered.masked_fill_(beyond[:, None, :, None], 0.0), value_dim)  # a copy already
+
+
+def keys_and_values(parts: Tensor, value_dim: int) -> tuple[Tensor, Tensor]:
+    """parts [parts, …, head_dim] of a KV cache → keys and values."""
+    return parts[0], parts[0, ..., :value_dim] if value_dim else parts[1]
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, places: Tensor, scale: float | None, window: int) -> Tensor:
-    """query [requests, queries, heads, head_dim] at these positions of their requests → the same, computed in fp32."""
+    """query [requests, queries, heads, head_dim] at these positions of their requests → values of the same, computed in
+    fp32."""
     keys = torch.arange(key.shape[2], device=query.device)
     sees = keys <= places[..., None]
     if window:

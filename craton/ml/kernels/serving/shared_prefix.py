@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from craton.ml.kernels import elementwise
-from craton.ml.kernels.serving.paged import gather_blocks
+from craton.ml.kernels.serving.paged import gather_blocks, keys_and_values
 from craton.ml.kernels.shared_prefixes import SharedPrefixes
 
 
@@ -27,13 +27,16 @@ def shared_decode_attention(
     scale: float | None = None,
     *,
     longest: int,
+    value_dim: int = 0,
 ) -> Tensor:
     """`decode_attention` of one query per request, without a window, that reads shared blocks once per group."""
     if elementwise.is_fused(query):
         from craton.ml.kernels.triton import paged_decode
 
-        return paged_decode.attention(query, cache, table, rows, lengths, 1, scale, 0, longest, shared)
-    return plain_shared_decode_attention(query, cache, table, rows, lengths, shared, scale, longest=longest)
+        return paged_decode.attention(query, cache, table, rows, lengths, 1, scale, 0, longest, value_dim, shared)
+    return plain_shared_decode_attention(
+        query, cache, table, rows, lengths, shared, scale, longest=longest, value_dim=value_dim
+    )
 
 
 def plain_shared_decode_attention(
@@ -46,6 +49,7 @@ def plain_shared_decode_attention(
     scale: float | None = None,
     *,
     longest: int,
+    value_dim: int = 0,
 ) -> Tensor:
     """`shared_decode_attention` in plain PyTorch."""
     del longest  # only kernels need it
@@ -55,7 +59,7 @@ def plain_shared_decode_attention(
     pages = torch.arange(table.shape[1], device=query.device) + shared.skipped[:, None] // page
     own_blocks = table[rows.long()].gather(1, pages.clamp(max=table.shape[1] - 1))
     left = lengths - shared.skipped
-    key, value = gather_blocks(cache, own_blocks, left, query.dtype)
+    key, value = gather_blocks(cache, own_blocks, left, query.dtype, value_dim)
     sees = torch.arange(key.shape[2], device=query.device) < left[:, None]
     mixed, largest, summed = _partial(scaled, key, value, sees[:, None, None])
     begin = 0
@@ -64,9 +68,9 @@ def plain_shared_decode_attention(
             break
         members = shared.members[begin:end].long()
         begin = end
-        # Whole blocks: nothing of them is beyond the prefix. [pages, 2, kv_heads, page, head_dim].
+        # Whole blocks: nothing of them is beyond the prefix. [pages, parts, kv_heads, page, head_dim].
         blocks = cache[table[row, : tokens // page].long()].to(query.dtype)
-        key, value = blocks.permute(1, 2, 0, 3, 4).flatten(2, 3)
+        key, value = keys_and_values(blocks.permute(1, 2, 0, 3, 4).flatten(2, 3), value_dim)
         asked = scaled[members].transpose(0, 1).flatten(1, 2)  # [kv_heads, members · heads of each, head_dim]
         theirs = (part.unflatten(1, (len(members), -1)).transpose(0, 1) for part in _partial(asked, key, value, None))
         prefix_mixed, prefix_largest, prefix_summed = theirs

@@ -6,6 +6,9 @@ decides nothing. A head in one piece is done when its program ends. Otherwise ea
 the maximum and the sum of its softmax, and a second kernel merges them. The heads that share a key/value head, times
 the queries of a request, are the rows of one matmul.
 
+The KV cache of latent attention has keys only, shared by all heads: a key is a latent, which is also the value, and a
+TAIL of rotated numbers. Rows that do not fit one matmul are several tiles, as of key/value heads at one address.
+
 Of requests in a group with a shared prefix, the pieces begin after the shared tokens, always leave partial results, and
 are merged with those of the prefix. The first programs of the same kernel compute these (`paged_shared`).
 """
@@ -18,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from craton.ml.kernels.shared_prefixes import SharedPrefixes
+from craton.ml.kernels.triton.latents import heads_of_tile, latent_tiles, tail_of, tail_options
 from craton.ml.kernels.triton.launch import launch_options, processors, request_bound, wait_for_inputs
 from craton.ml.kernels.triton.paged_shared import attend_prefix, pick, plan_prefixes, prefix_partials
 
@@ -32,6 +36,7 @@ SHARED_LARGE_PIECE, SHARED_MAX_ROUNDS, SHARED_PER_PROCESSOR = 2, 2, 2
 # (partial results per iteration, warps, queries per program) of the merge, if all its programs run at once with one
 # query each, and if they do not; the last where prefixes are shared
 FAST_MERGE, LIGHT_MERGE, SHARED_MERGE = (64, 4, 1), (8, 1, 4), (4, 1, 4)
+LATENT_MERGE = (8, 4, 2)  # of rows four times as wide
 LOG2_E = 1.4426950408889634
 
 
@@ -138,6 +143,8 @@ def _attend(
     REQUESTS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    TAIL: tl.constexpr,
+    TAIL_DIM: tl.constexpr,
     SHARED: tl.constexpr,
     GROUPS: tl.constexpr,
     PREFIX_ROWS: tl.constexpr,
@@ -171,6 +178,8 @@ def _attend(
                 GROUP,
                 HEAD_DIM,
                 DIM,
+                TAIL,
+                TAIL_DIM,
                 PAGE,
                 GROUPS,
                 PREFIX_ROWS,
@@ -219,6 +228,8 @@ def _attend(
     asked = query + token * query_token_stride + query_head * query_head_stride
     q = tl.load(asked[:, None] + dim[None, :], mask=row_live[:, None] & dim_live, other=0.0)
     keys = cache + head * head_stride + dim[None, :]
+    if TAIL > 0:
+        q_tail, tail_keys, tail_live = tail_of(asked, cache, row_live, HEAD_DIM, TAIL, TAIL_DIM)
     largest = tl.full([ROWS], float("-inf"), tl.float32)
     summed = tl.zeros([ROWS, BLOCK], tl.float32)  # summed over columns at the end, because that synchronizes the warps
     mixed = tl.zeros([ROWS, DIM], tl.float32)
@@ -228,7 +239,11 @@ def _attend(
         # prefetch the block numbers of the next tile, so that its keys need not wait for them
         block = tl.load(blocks + (place + BLOCK) // PAGE, mask=place + BLOCK < length, other=0)
         k = tl.load(keys + source, mask=key_live, other=0.0)
-        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale
+        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
+        if TAIL > 0:
+            k_tail = tl.load(tail_keys + source, mask=(place < length)[:, None] & tail_live, other=0.0)
+            scores = tl.dot(q_tail, tl.trans(k_tail.to(q.dtype)), scores, input_precision="ieee")
+        scores = scores * scale
         sees = place[None, :] <= own_place
         if WINDOW > 0:
             sees &= place[None, :] > own_place - WINDOW
@@ -238,7 +253,9 @@ def _attend(
         weights = tl.exp2(scores - shift[:, None])
         fading = tl.exp2(largest - shift)[:, None]
         summed = summed * fading + weights
-        v = tl.load(keys + part_stride + source, mask=key_live, other=0.0)
+        v = k
+        if TAIL == 0:
+            v = tl.load(keys + part_stride + source, mask=key_live, other=0.0)
         mixed = tl.dot(weights.to(q.dtype), v.to(q.dtype), mixed * fading, input_precision="ieee")
         largest = new_largest
         place += BLOCK
@@ -349,18 +366,25 @@ def attention(
     scale: float | None,
     window: int,
     longest: int,
+    value_dim: int = 0,
     shared: SharedPrefixes | None = None,
 ) -> Tensor:
     requests = rows.shape[0]
-    _, heads, head_dim = query.shape
+    tokens, heads, head_dim = query.shape
+    sizes = latent_tiles(query, cache) if value_dim else None
+    if sizes is not None:  # a head for each tile of rows
+        cache = cache.expand(-1, -1, heads // heads_of_tile(heads, queries, sizes.max_rows), -1, -1)
     _, _, kv_heads, page, _ = cache.shape
     group = heads // kv_heads
     assert query.stride(2) == cache.stride(4) == table.stride(1) == 1
     assert query.shape[0] == requests * queries
     assert shared is None or (queries == 1 and not window)
-    dim = triton.next_power_of_2(head_dim)
+    out_dim = value_dim or head_dim
+    dim = triton.next_power_of_2(out_dim)
     block, warps, stages, per_processor = NARROW if head_dim * query.element_size() <= 256 else WIDE
-    places = processors(query.device) * (per_processor if shared is None else SHARED_PER_PROCESSOR)
+    if sizes is not None:
+        block, warps, stages, per_processor = sizes.keys, sizes.warps, sizes.stages, 1
+    places = processors(query.device) * (per_processor if shared is None else min(per_processor, SHARED_PER_PROCESSOR))
     tiles = triton.cdiv(longest, block)
     whole = tiles <= WHOLE_TILES and shared is None
     all_heads = requests * kv_heads
@@ -368,7 +392,7 @@ def attention(
     rounds = min(max_rounds, max(1, all_heads * tiles // (places * large)))
     programs = all_heads if whole else min(all_heads * tiles, all_heads + places * rounds)
     slots = 0 if whole else programs
-    out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    out = query.new_empty(tokens, heads, out_dim)
     partial = torch.empty(slots, group * queries, dim, dtype=torch.float32, device=query.device)
     partial_sums = torch.empty(slots, group * queries, 2, dtype=torch.float32, device=query.device)
     scale_log2 = (head_dim**-0.5 if scale is None else scale) * LOG2_E
@@ -376,7 +400,7 @@ def attention(
         "KV_HEADS": kv_heads,
         "GROUP": group,
         "QUERIES": queries,
-        "HEAD_DIM": head_dim,
+        "HEAD_DIM": out_dim,
         "DIM": dim,
         "WINDOW": window,
         "WHOLE": whole,
@@ -391,7 +415,7 @@ def attention(
     if shared is None:
         options |= {"SHARED": False, "GROUPS": 1, "PREFIX_ROWS": 1, "PREFIX_BLOCK": 1}
     else:
-        prefix = prefix_partials(query, kv_heads, shared)
+        prefix = prefix_partials(query, kv_heads, shared, dim, sizes)
         skipped, members, member_places = shared.skipped, shared.members, shared.places
         group_ends, group_rows, group_tokens = shared.ends, shared.rows, shared.tokens
         prefix_partial, prefix_sums = prefix.partial, prefix.sums
@@ -427,11 +451,13 @@ def attention(
         ROWS=max(16, triton.next_power_of_2(group * queries)),
         num_warps=warps,
         num_stages=stages,
+        **tail_options(head_dim - out_dim),
         **options,
     )
     if not whole:
         merge = LIGHT_MERGE if shared is None else SHARED_MERGE
-        step, merge_warps, rows_each = FAST_MERGE if all_heads * group * queries <= places else merge
+        merge = FAST_MERGE if all_heads * group * queries <= places else merge
+        step, merge_warps, rows_each = merge if sizes is None else LATENT_MERGE
         _merge[(all_heads, triton.cdiv(group * queries, rows_each))](
             lengths,
             skipped,

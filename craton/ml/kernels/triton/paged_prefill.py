@@ -1,17 +1,17 @@
 """Triton: prefill attention over the paged KV cache: the last tokens of each request, many ragged requests at once.
 
-A program handles a block of one request's tokens with all heads that share a key/value head. The blocks of all requests
-are numbered consecutively with at most one spare number per request, so a launch knows their count from the number of
-tokens alone. The last blocks, which see the most keys, start first.
+A program handles a block of one request's tokens with all heads that share a key/value head, or as many heads over
+latents as fit. The blocks of all requests are numbered consecutively with at most one spare number per request, so a
+launch knows their count from the number of tokens alone. The last blocks, which see the most keys, start first.
 """
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from craton.ml.kernels.triton.latents import heads_of_tile, latent_tiles, tail_of, tail_options
 from craton.ml.kernels.triton.launch import launch_options, request_bound, wait_for_inputs
 
 # (rows of a block, keys of a tile, warps, stages of the pipeline) for many rows, for few, and for keys above 256 bytes
@@ -35,8 +35,10 @@ def _attend_tiles(
     scale,
     begin,
     end,
+    tail,
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
+    TAIL: tl.constexpr,
     PAGE: tl.constexpr,
     WINDOW: tl.constexpr,
     MASKED: tl.constexpr,
@@ -58,6 +60,12 @@ def _attend_tiles(
             key_live &= live[:, None]
         k = tl.load(keys + source, mask=key_live, other=0.0)
         scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
+        if TAIL > 0:
+            q_tail, tail_keys, tail_mask = tail
+            if MASKED:
+                tail_mask &= live[:, None]
+            k_tail = tl.load(tail_keys + source, mask=tail_mask, other=0.0)
+            scores = tl.dot(q_tail, tl.trans(k_tail.to(q.dtype)), scores, input_precision="ieee")
         if MASKED:
             sees = place[None, :] <= own_place[:, None]
             if WINDOW > 0:
@@ -70,7 +78,9 @@ def _attend_tiles(
         weights = tl.exp2(scores * scale - (shift * scale)[:, None])
         fading = tl.exp2((largest - shift) * scale)
         summed = summed * fading + tl.sum(weights, 1)
-        v = tl.load(keys + part_stride + source, mask=key_live, other=0.0)
+        v = k
+        if TAIL == 0:
+            v = tl.load(keys + part_stride + source, mask=key_live, other=0.0)
         mixed = tl.dot(weights.to(q.dtype), v.to(q.dtype), mixed * fading[:, None], input_precision="ieee")
         largest = new_largest
         place += TILE
@@ -99,6 +109,8 @@ def _attend(
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
+    TAIL: tl.constexpr,
+    TAIL_DIM: tl.constexpr,
     PAGE: tl.constexpr,
     WINDOW: tl.constexpr,
     REQUESTS: tl.constexpr,
@@ -124,12 +136,16 @@ def _attend(
     row = tl.arange(0, ROWS)
     dim = tl.arange(0, DIM)
     token = start + row // GROUP
-    live = ((row < TOKENS * GROUP) & (token < asked))[:, None] & (dim < HEAD_DIM)[None, :]
+    row_live = (row < TOKENS * GROUP) & (token < asked)
+    live = row_live[:, None] & (dim < HEAD_DIM)[None, :]
     own_place = length - asked + token
     whole_token = (offset + token).to(tl.int64)
     query_head = head * GROUP + row % GROUP
     source = query + whole_token * query_token_stride + query_head * query_head_stride
     q = tl.load(source[:, None] + dim[None, :], mask=live, other=0.0)
+    tail = ()
+    if TAIL > 0:
+        tail = tail_of(source, cache, row_live, HEAD_DIM, TAIL, TAIL_DIM)
 
     first_place = length - asked + start
     end = tl.minimum(first_place + TOKENS, length)
@@ -160,8 +176,10 @@ def _attend(
             scale,
             begin,
             clear,
+            tail,
             HEAD_DIM=HEAD_DIM,
             DIM=DIM,
+            TAIL=TAIL,
             PAGE=PAGE,
             WINDOW=WINDOW,
             MASKED=False,
@@ -182,8 +200,10 @@ def _attend(
         scale,
         clear,
         end,
+        tail,
         HEAD_DIM=HEAD_DIM,
         DIM=DIM,
+        TAIL=TAIL,
         PAGE=PAGE,
         WINDOW=WINDOW,
         MASKED=True,
@@ -204,16 +224,23 @@ def attention(
     longest_query: int,
     scale: float | None,
     window: int,
+    value_dim: int = 0,
 ) -> Tensor:
     tokens, heads, head_dim = query.shape
+    sizes = latent_tiles(query, cache) if value_dim else None
+    if sizes is not None:  # a head for each tile of rows
+        cache = cache.expand(-1, -1, heads // heads_of_tile(heads, 1, sizes.max_rows), -1, -1)
     _, _, kv_heads, page, _ = cache.shape
     requests, group = rows.shape[0], heads // kv_heads
     assert query.stride(2) == cache.stride(4) == table.stride(1) == 1
     narrow = SMALL if longest_query * group <= SMALL[0] else LARGE
     block_rows, tile, warps, stages = narrow if head_dim * query.element_size() <= 256 else WIDE
+    if sizes is not None:
+        block_rows, tile, warps, stages = sizes.max_rows, sizes.keys, sizes.warps, sizes.stages
     block_rows = max(block_rows, triton.next_power_of_2(group))
     block_tokens = block_rows // group
-    out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    out_dim = value_dim or head_dim
+    out = query.new_empty(tokens, heads, out_dim)
     _attend[(tokens // block_tokens + requests, kv_heads)](
         query,
         cache,
@@ -229,8 +256,8 @@ def attention(
         table.stride(0),
         KV_HEADS=kv_heads,
         GROUP=group,
-        HEAD_DIM=head_dim,
-        DIM=triton.next_power_of_2(head_dim),
+        HEAD_DIM=out_dim,
+        DIM=triton.next_power_of_2(out_dim),
         PAGE=page,
         WINDOW=window,
         REQUESTS=request_bound(requests),
@@ -239,6 +266,7 @@ def attention(
         TILE=tile,
         num_warps=warps,
         num_stages=stages,
+        **tail_options(head_dim - out_dim),
         **launch_options(query),
     )
     return out

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from craton.ml.kernels.shared_prefixes import SharedPrefixes
+from craton.ml.kernels.triton.latents import LatentTiles, tail_of
 from craton.ml.kernels.triton.launch import processors, wait_for_inputs
 
 MAX_ROWS = 64  # queries of a tile
@@ -96,6 +97,8 @@ def attend_prefix(
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
+    TAIL: tl.constexpr,
+    TAIL_DIM: tl.constexpr,
     PAGE: tl.constexpr,
     GROUPS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -135,6 +138,8 @@ def attend_prefix(
     asked = query + request.to(tl.int64) * query_token_stride + (head * GROUP + entry % GROUP) * query_head_stride
     q = tl.load(asked[:, None] + dim[None, :], mask=row_live[:, None] & dim_live, other=0.0)
     keys = cache + head * head_stride + dim[None, :]
+    if TAIL > 0:
+        q_tail, tail_keys, tail_live = tail_of(asked, cache, row_live, HEAD_DIM, TAIL, TAIL_DIM)
     largest = tl.full([ROWS], float("-inf"), tl.float32)
     summed = tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, DIM], tl.float32)
@@ -144,13 +149,19 @@ def attend_prefix(
         # prefetch the block numbers of the next tile, so that its keys need not wait for them
         block = tl.load(blocks + (place + BLOCK) // PAGE, mask=place + BLOCK < length, other=0)
         k = tl.load(keys + source, mask=key_live, other=0.0)
-        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale
+        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
+        if TAIL > 0:
+            k_tail = tl.load(tail_keys + source, mask=(place < length)[:, None] & tail_live, other=0.0)
+            scores = tl.dot(q_tail, tl.trans(k_tail.to(q.dtype)), scores, input_precision="ieee")
+        scores = scores * scale
         scores = tl.where((place < length)[None, :], scores, float("-inf"))
         new_largest = tl.maximum(largest, tl.max(scores, 1))  # finite: a tile has a key or more
         weights = tl.exp2(scores - new_largest[:, None])
         fading = tl.exp2(largest - new_largest)
         summed = summed * fading + tl.sum(weights, 1)
-        v = tl.load(keys + part_stride + source, mask=key_live, other=0.0)
+        v = k
+        if TAIL == 0:
+            v = tl.load(keys + part_stride + source, mask=key_live, other=0.0)
         mixed = tl.dot(weights.to(q.dtype), v.to(q.dtype), mixed * fading[:, None], input_precision="ieee")
         largest = new_largest
         place += BLOCK
@@ -160,17 +171,21 @@ def attend_prefix(
     tl.store(partial_sums + 2 * slot + 1, summed, mask=row_live)
 
 
-def prefix_partials(query: Tensor, kv_heads: int, shared: SharedPrefixes) -> PrefixPartials:
-    """Return room for the partial results of all groups: query [requests, heads, head_dim]."""
+def prefix_partials(
+    query: Tensor, kv_heads: int, shared: SharedPrefixes, dim: int, sizes: LatentTiles | None
+) -> PrefixPartials:
+    """Return room for the partial results of all groups, `dim` numbers each: query [requests, heads, head_dim]."""
     requests, heads, head_dim = query.shape
     group, groups = heads // kv_heads, len(shared.ends)
     assert groups & (groups - 1) == 0
-    block = NARROW if head_dim * query.element_size() <= 256 else WIDE
-    rows = min(MAX_ROWS, max(16, triton.next_power_of_2(requests * group)))
+    block, max_rows = NARROW if head_dim * query.element_size() <= 256 else WIDE, MAX_ROWS
+    if sizes is not None:
+        block, max_rows = sizes.keys, sizes.max_rows
+    rows = min(max_rows, max(16, triton.next_power_of_2(requests * group)))
     places = processors(query.device)
     # Σ query tiles · splits ≤ places / heads + Σ query tiles; a group has two or more members
     query_tiles = triton.cdiv(requests * group, rows) + min(groups, requests // 2)
     programs = places + kv_heads * query_tiles
-    partial = torch.empty(programs, rows, triton.next_power_of_2(head_dim), dtype=torch.float32, device=query.device)
+    partial = torch.empty(programs, rows, dim, dtype=torch.float32, device=query.device)
     sums = torch.empty(programs, rows, 2, dtype=torch.float32, device=query.device)
     return PrefixPartials(partial, sums, places, rows, block)

@@ -1,7 +1,7 @@
 """Triton: store this step's keys and values in the pages of one layer's KV cache.
 
 `store_rotated` also splits the fused projection, and norms and rotates queries and keys: everything between the
-projection and attention in one pass over memory.
+projection and attention in one pass over memory. `store_latents` norms and rotates what latent attention caches.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor
 from craton.ml.kernels.triton.launch import launch_options, wait_for_inputs
 
 TILE, WARPS = 512, 2  # elements of one head's tokens in a program
+LATENT_WARPS = 4  # of a program that stores one token's latents
 
 
 @triton.jit
@@ -130,6 +131,51 @@ def _store(
     tl.store(target + part_stride, _fit(element, LARGEST).to(stored), mask=live)
 
 
+@triton.jit(do_not_specialize_on_alignment=["slots"])
+def _store_latents(
+    compressed,
+    cosine,
+    sine,
+    weight,
+    epsilon,
+    cache,
+    slots,
+    token_stride,
+    block_stride,
+    place_stride,
+    KV_LORA: tl.constexpr,
+    HALF: tl.constexpr,
+    PAGE: tl.constexpr,
+    LARGEST: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    column = tl.arange(0, BLOCK)
+    live = column < KV_LORA
+    norm_weight = tl.load(weight + column, mask=live, other=0.0).to(tl.float32)
+    wait_for_inputs(EARLY)
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token)
+    source = compressed + token * token_stride
+    target = cache + (slot // PAGE) * block_stride + (slot % PAGE) * place_stride
+    rounded = compressed.dtype.element_ty
+    stored = cache.dtype.element_ty
+    latent = tl.load(source + column, mask=live, other=0.0).to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(latent * latent, 0) / KV_LORA + epsilon)
+    tl.store(target + column, _fit((latent * inverse * norm_weight).to(rounded), LARGEST).to(stored), mask=live)
+    pair = tl.arange(0, HALF_BLOCK)
+    pair_live = pair < HALF
+    cos = tl.load(cosine + token * HALF + pair, mask=pair_live, other=0.0)
+    sin = tl.load(sine + token * HALF + pair, mask=pair_live, other=0.0)
+    first = tl.load(source + KV_LORA + pair, mask=pair_live, other=0.0).to(tl.float32)
+    second = tl.load(source + KV_LORA + HALF + pair, mask=pair_live, other=0.0).to(tl.float32)
+    turned = (first * cos - second * sin).to(rounded)
+    tl.store(target + KV_LORA + pair, _fit(turned, LARGEST).to(stored), mask=pair_live)
+    turned = (second * cos + first * sin).to(rounded)
+    tl.store(target + KV_LORA + HALF + pair, _fit(turned, LARGEST).to(stored), mask=pair_live)
+
+
 def store_rotated(
     qkv: Tensor,
     cosine: Tensor,
@@ -191,6 +237,43 @@ def store(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
         BLOCK=triton.next_power_of_2(head_dim),
         num_warps=1,
         **launch_options(key),
+    )
+
+
+def store_latents(
+    compressed: Tensor,
+    cosine: Tensor,
+    sine: Tensor,
+    norm_weight: Tensor,
+    epsilon: float,
+    cache: Tensor,
+    slots: Tensor,
+) -> None:
+    kv_lora, half = len(norm_weight), cosine.shape[-1]
+    assert compressed.shape[1] == cache.shape[4] == kv_lora + 2 * half
+    assert compressed.stride(1) == cache.stride(4) == 1
+    assert cosine.is_contiguous()
+    assert sine.is_contiguous()
+    block_stride, _, _, place_stride, _ = cache.stride()
+    _store_latents[(len(compressed),)](
+        compressed,
+        cosine,
+        sine,
+        norm_weight,
+        epsilon,
+        cache,
+        slots,
+        compressed.stride(0),
+        block_stride,
+        place_stride,
+        KV_LORA=kv_lora,
+        HALF=half,
+        PAGE=cache.shape[3],
+        LARGEST=_largest(cache.dtype),
+        BLOCK=triton.next_power_of_2(kv_lora),
+        HALF_BLOCK=triton.next_power_of_2(half),
+        num_warps=LATENT_WARPS,
+        **launch_options(compressed),
     )
 
 

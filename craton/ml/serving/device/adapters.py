@@ -24,7 +24,7 @@ from craton.errors import CratonError
 from craton.ml.collectives import local, own_slices
 from craton.ml.export_adapters import CONFIG, WEIGHTS
 from craton.ml.kernels.serving import add_adapters
-from craton.ml.models import Decoder, Linear, Mlp, WeightEntry, weight_entries
+from craton.ml.models import Decoder, Linear, LowRank, Mlp, WeightEntry, weight_entries
 from craton.ml.serving.device.float8 import ServedFloat8Linear, ServedFloat8Mlp
 from craton.ml.serving.device.layers import ServedLinear, ServedMlp
 
@@ -69,6 +69,10 @@ class AdaptedLinear(ServedLinear):
         if tensor is not None and self.cut is None:  # this rank's share of the tokens
             of_tokens, absent = (item.chunk(tensor.size)[tensor.rank] for item in (of_tokens, absent))
         return add_adapters(out, x, self.adapter_a, self.adapter_b, of_tokens, absent, adapters.slots, adapters.rank)
+
+    @property
+    def low_rank(self) -> LowRank:
+        return LowRank(self.adapter_a, self.adapter_b, self.adapters.absent)
 
 
 class AdaptedFloat8Linear(AdaptedLinear, ServedFloat8Linear):

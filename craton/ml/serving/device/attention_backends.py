@@ -21,7 +21,7 @@ from craton.ml.kernels.serving import (
     plain_shared_decode_attention,
     prefill_attention,
     shared_decode_attention,
-    store,
+    store_latents,
     store_rotated,
 )
 from craton.ml.serving.settings import AttentionBackendName
@@ -56,32 +56,38 @@ class AttentionBackend:
         self.can_be_captured = not is_plain
 
     def attend(
-        self, query: Tensor, cache: Tensor, table: Tensor, batch: AttentionBatch, scale: float | None, window: int
+        self,
+        query: Tensor,
+        cache: Tensor,
+        table: Tensor,
+        batch: AttentionBatch,
+        scale: float | None = None,
+        window: int = 0,
+        value_dim: int = 0,
     ) -> Tensor:
-        """query [tokens, heads, head_dim], one layer's cache [blocks, 2, kv heads, page, head_dim] → as the query."""
+        """query [tokens, heads, head_dim], one layer's cache [blocks, parts, kv heads, page, head_dim] → as the query;
+        with keys only, whose first `value_dim` numbers are the values, [tokens, heads, value_dim]."""
         decode, tokens = batch.decode, batch.decode_tokens
         parts = []
         if decode:
             rows, lengths = batch.rows[:decode], batch.lengths[:decode]
-            own, longest = query[:tokens], batch.longest
+            own, sizes = query[:tokens], {"longest": batch.longest, "value_dim": value_dim}
             if batch.shared is None or window:  # a window sees little of a prefix
-                mixed = self._decode(own, cache, table, rows, lengths, batch.queries, scale, window, longest=longest)
+                mixed = self._decode(own, cache, table, rows, lengths, batch.queries, scale, window, **sizes)
             else:
-                mixed = self._shared_decode(own, cache, table, rows, lengths, batch.shared, scale, longest=longest)
+                mixed = self._shared_decode(own, cache, table, rows, lengths, batch.shared, scale, **sizes)
             parts.append(mixed)
         if tokens < len(query):
             assert batch.offsets is not None
             rows, lengths = batch.rows[decode:], batch.lengths[decode:]
-            parts.append(
-                self._prefill(
-                    query[tokens:], cache, table, rows, lengths, batch.offsets, batch.longest_query, scale, window
-                )
-            )
+            own, offsets, most = query[tokens:], batch.offsets, batch.longest_query
+            mixed = self._prefill(own, cache, table, rows, lengths, offsets, most, scale, window, value_dim=value_dim)
+            parts.append(mixed)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 class PagedPast(Past):
-    """The paged KV cache. `cache` is [blocks, layers, 2, kv heads, page, head_dim]: all layers of a block are
+    """The paged KV cache. `cache` is [blocks, layers, parts, kv heads, page, head_dim]: all layers of a block are
     contiguous, so one copy moves a block between tiers."""
 
     def __init__(self, cache: Tensor, table: Tensor, backend: AttentionBackend) -> None:
@@ -111,13 +117,23 @@ class PagedPast(Past):
         query = store_rotated(
             qkv, cosine, sine, query_weight, key_weight, epsilon, cache, self._batch.slots, heads, kv_heads
         )
-        return self.backend.attend(query, cache, self.table, self._batch, None, window)
+        return self.backend.attend(query, cache, self.table, self._batch, window=window)
 
-    def attend_expanded(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def attend_latents(
+        self,
+        layer: int,
+        query: Tensor,
+        compressed: Tensor,
+        rope: tuple[Tensor, Tensor],
+        norm_weight: Tensor,
+        epsilon: float,
+        scale: float,
+    ) -> Tensor:
         assert self._batch is not None
+        cosine, sine = (table.flatten(0, 1) for table in rope)
         cache = self.cache[:, layer]
-        store(key, value, cache, self._batch.slots)
-        return self.backend.attend(query, cache, self.table, self._batch, scale, 0)
+        store_latents(compressed, cosine, sine, norm_weight, epsilon, cache, self._batch.slots)
+        return self.backend.attend(query, cache, self.table, self._batch, scale, value_dim=len(norm_weight))
 
 
 def make_backend(name: AttentionBackendName) -> AttentionBackend:

@@ -2,8 +2,8 @@
 
 Every linear layer of the blocks, including routed experts, keeps its weight in e4m3 with one scale per row. Large
 batches are quantized row by row for fp8 matmuls. Small ones, which are bound by reading the weight, stay unquantized.
-Embedding, head, norms and routers keep their dtype. New weights go into the same storage (`fill`), so captured CUDA
-graphs stay valid.
+Embedding, head, norms, routers and the expansion of latents (`kv_b` of latent attention) keep their dtype. New weights
+go into the same storage (`fill`), so captured CUDA graphs stay valid.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from craton.ml.kernels import (
     swiglu,
 )
 from craton.ml.kernels.serving import FEW_ROWS, skinny_gated, skinny_linear
-from craton.ml.models import Decoder, Experts, Linear, Mlp, rows_per_expert
+from craton.ml.models import Decoder, Experts, LatentAttention, Linear, Mlp, rows_per_expert
 from craton.ml.serving.device.layers import ServedLinear, ServedMlp
 
 _MATRICES: dict[type, tuple[str, ...]] = {Linear: ("weight",), Experts: ("gate", "up", "down")}
@@ -40,7 +40,9 @@ def quantize_model(model: Decoder) -> None:
     It also quantizes a model on the meta device. Allocate that with `to_empty` and fill it with
     `weights.update_from_folder`: a model that fits a GPU only in fp8 then never exists in bf16.
     """
-    modules = list(model.blocks.named_modules(prefix="blocks"))
+    # Attention over latents multiplies with the rows of each head of `kv_b`, transposed: there is no such fp8 matmul.
+    kept = {id(module.kv_b) for module in model.modules() if isinstance(module, LatentAttention)}
+    modules = [item for item in model.blocks.named_modules(prefix="blocks") if id(item[1]) not in kept]
     for name, module in modules:
         if type(module) is Linear or type(module) is Experts:
             for own in _MATRICES[type(module)]:

@@ -512,8 +512,8 @@ def _has_captured_products(model: Decoder) -> bool:
 
 
 def block_shape(model: Decoder, page: int, ranks: int = 1) -> tuple[int, ...]:
-    """Return the shape of one KV cache block: [layers, 2, kv heads, page, head_dim]."""
+    """Return the shape of one KV cache block: [layers, parts, kv heads, page, head_dim]."""
     shape = model.config.shape
-    if shape.mla:  # expanded keys and values of every head
-        return shape.layers, 2, shape.heads // ranks, page, shape.mla.qk_nope + shape.mla.qk_rope
+    if shape.mla:  # the latents and the rotated key that all heads share: whole on every rank, and keys only
+        return shape.layers, 1, 1, page, shape.mla.kv_lora + shape.mla.qk_rope
     return shape.layers, 2, shape.kv_heads // ranks, page, shape.head_dim

@@ -100,7 +100,7 @@ def candidates_of(
     if serve.draft_tokens:
         steps = _speculative(job, machine, profile, steps, load.acceptance)
     replica = ServedReplica(steps, terms.attention_dp, profile["first_token_seconds"], profile["prefill_slowdown"])
-    kv_bytes = kv_bytes_per_token(shape, KV_BYTES[precision.kv], expanded=own)
+    kv_bytes = kv_bytes_per_token(shape, KV_BYTES[precision.kv])
     deviation, ttft_deviation = prediction.log_deviation, first.log_deviation
     return ServedCandidates(
         tuple(found), terms, replica, deviation, ttft_deviation, profile.log_scales[0], kv_bytes, formats
