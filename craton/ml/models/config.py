@@ -16,7 +16,7 @@ class RoutingConfig:
     scoring: Literal["softmax", "sigmoid"] = "softmax"
     normalize_top_k: bool = True  # the chosen weights sum to one
     routed_scale: float = 1.0
-    groups: int = 1  # number of expert groups; experts are chosen within `top_groups` of them (DeepSeek-V3)
+    groups: int = 1  # number of expert groups; experts are chosen within `top_groups` of them (DeepSeek)
     top_groups: int = 1
     auxiliary_loss: float = 0.0  # weight of the load-balancing loss (arXiv:2101.03961); 0: off
     bias_update: float = 0.0  # step of the balancing bias (arXiv:2408.15664); 0: off

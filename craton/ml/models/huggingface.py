@@ -22,7 +22,9 @@ from craton.ml.models.config import DecoderConfig, Heads, RoutingConfig
 from craton.ml.models.rope import RopeConfig
 from craton.remote import is_url
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3", "kimi_k2")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "kimi_k2")
+_LATENT = ("deepseek_v2", "deepseek_v3", "kimi_k2")
+_SIGMOID = ("deepseek_v3", "kimi_k2")
 UNSTATED_SEQUENCE = 4096  # written if the shape gives no maximum sequence; transformers needs one
 INDEX = "model.safetensors.index.json"
 
@@ -33,6 +35,7 @@ _ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "mixtral": "MixtralForCausalLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
 }
 _BIAS_UPDATE_KEY = "router_bias_update"  # ours; transformers keeps unknown fields
@@ -128,11 +131,17 @@ def huggingface_family(config: DecoderConfig) -> str:
     if shape.mla:
         wrong = {
             "experts without a shared expert": shape.is_moe and not shape.shared_experts,
-            "softmax routing": shape.is_moe and routing.scoring != "sigmoid",
             "a QKV bias": config.qkv_bias,
             "a sliding window": shape.sliding_layers > 0,
         }
-        return _family("deepseek_v3", "latent attention", wrong)
+        if not shape.is_moe or routing.scoring == "sigmoid":
+            return _family("deepseek_v3", "latent attention", wrong)
+        wrong |= {
+            "routing weights that sum to one": routing.normalize_top_k,
+            "a balancing bias": routing.bias_update > 0,
+            "rotary dimensions in halves": not config.rope.interleaved,
+        }
+        return _family("deepseek_v2", "latent attention and softmax routing", wrong)
     if shape.is_moe:
         wrong = {
             "shared experts": shape.shared_experts > 0,
@@ -215,10 +224,9 @@ def _read(config: Mapping[str, Any], source: str, name: str) -> DecoderConfig:
             f"{source}: model_type {family!r} cannot be built by Craton's decoder; allowed: {', '.join(FAMILIES)}"
         )
     fields = dict(config)
-    latent = family in ("deepseek_v3", "kimi_k2")
     # defaults of the transformers classes that differ from those of the format
     fields.setdefault("rope_theta", 1_000_000.0 if family == "mixtral" else None)
-    fields.setdefault("rope_interleave", latent)
+    fields.setdefault("rope_interleave", family in _LATENT)
     _refuse_unknown(fields, family, source)
     shape = model_from_config(fields, name, source)
     if shape.is_moe and shape.dense_layers == shape.layers:
@@ -250,13 +258,22 @@ def _heads(config: Mapping[str, Any], source: str) -> Heads:
 
 
 def _routing(config: Mapping[str, Any], family: str) -> RoutingConfig:
-    latent = family in ("deepseek_v3", "kimi_k2")
+    if family == "deepseek_v2":
+        grouped = config.get("topk_method") == "group_limited_greedy"
+        return RoutingConfig(
+            normalize_top_k=False,
+            routed_scale=float(config.get("routed_scaling_factor") or 1.0),
+            groups=int(config.get("n_group") or 1) if grouped else 1,
+            top_groups=int(config.get("topk_group") or 1) if grouped else 1,
+            auxiliary_loss=float(config.get("router_aux_loss_coef") or 0.0),
+        )
+    sigmoid = family in _SIGMOID
     return RoutingConfig(
-        scoring="sigmoid" if latent else "softmax",
-        normalize_top_k=family == "mixtral" or bool(config.get("norm_topk_prob", latent)),
-        routed_scale=float(config.get("routed_scaling_factor") or 2.5) if latent else 1.0,
-        groups=int(config.get("n_group", 8) or 1) if latent else 1,
-        top_groups=int(config.get("topk_group", 4) or 1) if latent else 1,
+        scoring="sigmoid" if sigmoid else "softmax",
+        normalize_top_k=family == "mixtral" or bool(config.get("norm_topk_prob", sigmoid)),
+        routed_scale=float(config.get("routed_scaling_factor") or 2.5) if sigmoid else 1.0,
+        groups=int(config.get("n_group", 8) or 1) if sigmoid else 1,
+        top_groups=int(config.get("topk_group", 4) or 1) if sigmoid else 1,
         auxiliary_loss=float(config.get("router_aux_loss_coef") or 0.0),
         bias_update=float(config.get(_BIAS_UPDATE_KEY) or 0.0),
     )
@@ -267,14 +284,16 @@ def _refuse_unknown(config: Mapping[str, Any], family: str, source: str) -> None
     allowed: dict[str, tuple[Any, ...]] = {
         "hidden_act": (None, "silu", "swish"),
         "mlp_bias": (None, False),
-        "scoring_func": (None, "sigmoid" if family in ("deepseek_v3", "kimi_k2") else "softmax"),
-        "topk_method": (None, "noaux_tc"),
+        "scoring_func": (None, "sigmoid" if family in _SIGMOID else "softmax"),
+        "topk_method": (None, "greedy", "group_limited_greedy") if family == "deepseek_v2" else (None, "noaux_tc"),
         "is_causal": (None, True),
     }
     if family != "qwen2":
         allowed["attention_bias"] = (None, False)
     if family == "qwen3_moe":
         allowed["use_sliding_window"] = (None, False)
+    if family == "deepseek_v2":  # transformers computes it so, whatever the file says
+        allowed |= {"norm_topk_prob": (None, False), "rope_interleave": (None, True)}
     for key, values in allowed.items():
         if config.get(key) not in values:
             choices = " or ".join(repr(value) for value in values if value is not None)
@@ -340,19 +359,18 @@ def _expert_fields(config: DecoderConfig, family: str) -> dict[str, Any]:
             "decoder_sparse_step": 1,
             "mlp_only_layers": list(range(shape.dense_layers)),
         }
-    if family != "deepseek_v3":
-        return {}
-    mla = shape.mla
+    return _latent_fields(config, family) | fields if family in _LATENT else {}
+
+
+def _latent_fields(config: DecoderConfig, family: str) -> dict[str, Any]:
+    shape, routing, mla = config.shape, config.routing, config.shape.mla
     assert mla is not None
-    if routing.bias_update:
-        fields[_BIAS_UPDATE_KEY] = routing.bias_update
-    return fields | {
+    fields = {
         "q_lora_rank": mla.q_lora or None,
         "kv_lora_rank": mla.kv_lora,
         "qk_nope_head_dim": mla.qk_nope,
         "qk_rope_head_dim": mla.qk_rope,
         "v_head_dim": mla.v_head,
-        "rope_interleave": config.rope.interleaved,
         # a dense model is one whose layers all count as leading layers without experts
         "first_k_dense_replace": shape.dense_layers if shape.is_moe else shape.layers,
         "n_routed_experts": shape.experts or 1,
@@ -368,6 +386,11 @@ def _expert_fields(config: DecoderConfig, family: str) -> dict[str, Any]:
         "topk_method": "noaux_tc",
         "num_nextn_predict_layers": 0,
     }
+    if family == "deepseek_v2":
+        greedy = "group_limited_greedy" if routing.groups > 1 else "greedy"
+        return fields | {"scoring_func": "softmax", "topk_method": greedy}
+    fields["rope_interleave"] = config.rope.interleaved
+    return fields | ({_BIAS_UPDATE_KEY: routing.bias_update} if routing.bias_update else {})
 
 
 @cache

@@ -173,8 +173,10 @@ def route(scores: Tensor, bias: Tensor | None, top_k: int, routing: RoutingConfi
     choice = scores.detach() if bias is None else scores.detach() + bias
     if routing.groups > 1:
         grouped = choice.unflatten(-1, (routing.groups, -1))
-        # a group's score is the sum of its best two experts (DeepSeek-V3, arXiv:2412.19437, section 2.1.2)
-        worth = grouped.topk(min(2, grouped.shape[-1]), dim=-1).values.sum(-1)
+        # A group's score is that of its best expert (DeepSeek-V2, arXiv:2405.04434, section 2.2.2), or the sum of its
+        # best two (DeepSeek-V3, arXiv:2412.19437, section 2.1.2).
+        best = 1 if routing.scoring == "softmax" else 2
+        worth = grouped.topk(min(best, grouped.shape[-1]), dim=-1).values.sum(-1)
         kept = torch.zeros_like(worth, dtype=torch.bool)
         kept.scatter_(-1, worth.topk(routing.top_groups, dim=-1).indices, True)
         choice = grouped.masked_fill(~kept.unsqueeze(-1), float("-inf")).flatten(-2)

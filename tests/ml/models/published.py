@@ -74,6 +74,12 @@ def _configurations() -> dict[str, transformers.PreTrainedConfig]:
             norm_topk_prob=True,
         ),
         "mixtral": transformers.MixtralConfig(**with_experts),
+        "deepseek_v2": transformers.DeepseekV2Config(
+            **{**_LATENT, "n_group": 1, "topk_group": 1}, q_lora_rank=None, rope_parameters=dict(_YARN)
+        ),
+        "deepseek_v2-groups": transformers.DeepseekV2Config(
+            **_LATENT, q_lora_rank=12, topk_method="group_limited_greedy", routed_scaling_factor=16.0
+        ),
         "deepseek_v3": transformers.DeepseekV3Config(**_LATENT, q_lora_rank=12, rope_parameters=dict(_YARN)),
         "deepseek_v3-direct": transformers.DeepseekV3Config(
             **_LATENT, q_lora_rank=None, rope_interleave=False, tie_word_embeddings=True
