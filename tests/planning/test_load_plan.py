@@ -15,6 +15,7 @@ from rich.console import Console
 from craton.job import Job, parse_job
 from craton.planning import PlanError
 from craton.planning.report import load_html, load_to_json, load_verdict, render_load, serving_to_json
+from craton.planning.report.load_findings import short_text
 from craton.planning.serving import ServePlan, plan_serving
 from craton.planning.serving.search import Deployment, LoadPlan, plan_load, with_planned_load
 
@@ -27,10 +28,11 @@ def job_of(
     slo: str = "{ttft: 500ms, tpot: 30ms}",
     more: str = "",
     cluster: str = "p5en.48xlarge",
+    serve: str = "",
 ) -> Job:
     return parse_job(
         f"kind: serve\nmodel: {model}\ncluster: {cluster} x 1\n{more}"
-        f"serve: {{initialize: random, load: {load}, slo: {slo}}}\n"
+        f"serve: {{initialize: random, {serve}load: {load}, slo: {slo}}}\n"
     )
 
 
@@ -84,15 +86,47 @@ def test_a_limit_that_nothing_keeps_is_named_with_the_nearest() -> None:
     assert miss.ratio == min(row.misses[0].ratio for row in plan.deployments)
     text = load_verdict(plan)
     assert text.startswith("TPOT p95 ≤ 1 ms: no layout keeps it for 20 requests/s of 1,024 input and 256 output tokens")
-    assert "% above." in text
+    assert text.endswith(f"ms, {miss.ratio:.2f} times the limit.")
 
 
 def test_saturation_is_said_plainly() -> None:
     plan = plan_load(job_of(load="{rate: 500, input: 1024, output: 256}", slo="{}"), gpus=1)
     assert plan.chosen.is_saturated
-    assert load_verdict(plan).startswith("Nothing holds 500 requests/s of ")
-    assert "saturates at" in load_verdict(plan)
+    assert load_verdict(plan).startswith("1 replica of tp 1 on one p5en.48xlarge does not hold 500 requests/s of ")
+    assert "it saturates at" in load_verdict(plan)
+    either = load_verdict(plan_load(job_of(load="{rate: 500, input: 1024, output: 256}", slo="{}"), gpus=2))
+    assert either.startswith("Nothing holds 500 requests/s of ")
     assert load_to_json(plan)["ttft_seconds"] is None, "a latency without a bound"
+
+
+@pytest.mark.parametrize(
+    ("model", "keys", "serve", "deployment", "verdict"),
+    [
+        ("llama-3.1-8b", "layout: {tp: 1}", "replicas: 6, ", "6 x tp 1", "6 replicas of tp 1 on one p5.48xlarge hold"),
+        ("llama-3.1-8b", "layout: {tp: 1}", "replicas: 1, ", "1 x tp 1", "does not hold 15 requests/s of"),
+        ("llama-3.1-8b", "layout: {tp: 2}", "replicas: 2, ttft: 1ms", "2 x tp 2", "2 replicas of tp 2 on one p5.48xla"),
+        ("llama-3.1-8b", "layout: {tp: 1}", "", "2 x tp 1", "2 replicas of tp 1 on one p5.48xlarge hold"),
+        ("gpt-oss-120b", "layout: {tp: 8, ep: 8}", "replicas: 2, ", "2 x tp 8 · ep 8", "2 replicas of tp 8 · ep 8 on"),
+    ],
+)
+def test_stated_replicas_and_layouts_are_planned_as_they_are(
+    model: str, keys: str, serve: str, deployment: str, verdict: str
+) -> None:
+    replicas, _, limit = serve.partition(", ")
+    job = parse_job(
+        f"kind: serve\nmodel: {model}\ncluster: p5.48xlarge x 1\nsoftware: vllm\n{keys}\nserve: {{{replicas}"
+        f"{', ' if replicas else ''}load: {{rate: 15, input: 4096, output: 128}}, slo: {{{limit}}}}}\n"
+    )
+    plan = plan_load(job)
+    assert [short_text(row) for row in plan.deployments] == [deployment], "no other layout, and no separate pools"
+    assert verdict in load_verdict(plan)
+    assert ("times the limit." in load_verdict(plan)) == bool(limit)
+
+
+def test_stated_replicas_of_any_layout_have_no_separate_pools() -> None:
+    rows = plan_load(job_of("llama-3.1-70b", more="software: vllm\n", serve="replicas: 2, ")).deployments
+    assert {(row.layout.replicas, row.prefill) for row in rows} == {(2, None)}
+    assert len(rows) == 3, "tp 2, 4 and 8"
 
 
 def test_the_kv_cache_of_our_own_engine_is_that_of_its_plan() -> None:
@@ -277,6 +311,17 @@ def test_a_prefix_is_reloaded_from_a_tier_if_that_is_faster(two_instances: LoadP
     [
         (job_of("llama-3.1-405b", cluster="p5.48xlarge"), None, "llama-3.1-405b fits no layout on p5.48xlarge"),
         (job_of("llama-3.1-70b", more="software: vllm\n"), 1, "--gpus 1 is too few: the smallest layout needs 2"),
+        (
+            job_of(
+                "llama-3.1-70b",
+                "{rate: 1, input: 130000}",
+                more="layout: {tp: 2}\n",
+                serve="memory: 0.56, precision: fp8, ",
+                cluster="p5.48xlarge",
+            ),
+            None,
+            "the longest request has 130,256 tokens, and the KV cache of no layout holds more than",
+        ),
         (job_of(more="software: vlm\n"), None, "engine 'vlm' has no profile; did you mean 'vllm'?"),
     ],
 )

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 from craton import formatting
-from craton.planning.serving.search import Deployment, Interval, LoadPlan
+from craton.planning.serving.search import Deployment, Interval, LoadPlan, SloMiss
 
 LATENCY_NAMES = {"ttft": "TTFT", "tpot": "TPOT", "e2e": "end to end"}
 BASIS_NOTE = "prompts and arrivals follow the stated distributions; queues are closed forms"
@@ -66,6 +66,13 @@ def load_verdict(plan: LoadPlan) -> str:
     """Return what holds the load, or which limit nothing keeps and by how much."""
     row = plan.chosen
     where, is_one = deployment_text(row), row.prefill is None and row.layout.replicas == 1
+    is_only = len(plan.deployments) == 1  # the job states it, or nothing else fits
+    if row.is_saturated and is_only:
+        return (
+            f"{where[:1].upper()}{where[1:]} {'does' if is_one else 'do'} not hold {load_text(plan)}: "
+            f"{'it saturates' if is_one else 'they saturate'} at {rate(row.max_rate.value)} requests/s "
+            f"({limit_text(row)})."
+        )
     if row.is_saturated:
         return (
             f"Nothing holds {load_text(plan)}: {where} {'saturates' if is_one else 'saturate'} at "
@@ -73,11 +80,15 @@ def load_verdict(plan: LoadPlan) -> str:
         )
     if row.misses:
         miss = max(row.misses, key=lambda miss: miss.ratio)
-        verb = "no layout keeps" if len(plan.deployments) > 1 else "it misses"
+        limit = f"{LATENCY_NAMES[miss.latency]} {miss.statistic} ≤ {formatting.setting(miss.limit)}"
+        if is_only:
+            return (
+                f"{limit}: {where} {'misses' if is_one else 'miss'} it for {load_text(plan)}: "
+                f"{formatting.duration(miss.value)}, {above_text(miss)}."
+            )
         return (
-            f"{LATENCY_NAMES[miss.latency]} {miss.statistic} ≤ {formatting.setting(miss.limit)}: {verb} it for "
-            f"{load_text(plan)}. Nearest: {where}, {formatting.duration(miss.value)}, "
-            f"{formatting.percent(miss.ratio - 1.0)} above."
+            f"{limit}: no layout keeps it for "
+            f"{load_text(plan)}. Nearest: {where}, {formatting.duration(miss.value)}, {above_text(miss)}."
         )
     kept = ", ".join(
         f"{LATENCY_NAMES[name]} {statistic} {latency_text(getattr(row, name)[statistic])} ≤ {formatting.setting(limit)}"
@@ -92,6 +103,15 @@ def load_verdict(plan: LoadPlan) -> str:
     if row.dollars_per_million_output is not None:
         text += f"; {formatting.dollars(row.dollars_per_million_output.value)} per million output tokens"
     return text + "."
+
+
+def above_text(miss: SloMiss) -> str:
+    """`40% above`; from twice the limit on `3.2 times the limit`, and `without bound` where it grows so."""
+    if not math.isfinite(miss.ratio):
+        return "without bound"
+    if miss.ratio < 2.0:
+        return f"{formatting.percent(miss.ratio - 1.0)} above"
+    return f"{rate(miss.ratio)} times the limit"
 
 
 def latency_text(interval: Interval) -> str:

@@ -29,7 +29,7 @@ from craton.planning.serving.search.pools import pooled_curve, pooled_deployment
 from craton.planning.serving.search.replicas import ServedCandidates, candidates_of
 from craton.planning.serving.search.result import Benchmark, Deployment, LoadPlan
 from craton.planning.serving.search.rows import deployment_rows, latency_intervals
-from craton.planning.serving.search.stated_layout import check_stated_layout
+from craton.planning.serving.search.stated_layout import check_stated_layout, has_pools
 from craton.planning.serving.search.tiers import kv_tiers
 from craton.planning.setting import PlanError
 
@@ -77,11 +77,11 @@ def plan_load(
             "GPU memory (--instances)"
         )
     if gpus is None and asked.rate is None and asked.concurrency is None:
-        gpus = settings[0].cluster.num_gpus
+        gpus = max(settings[0].cluster.num_gpus, (serve.replicas or 1) * _fewest(settings[:1]))
     rows: list[Deployment] = []
     for setting in settings:
         rows += _rows(setting, asked, limits, gpus, serve.replicas)
-        if setting.profile.engine != OWN_ENGINE and asked.rate is not None:
+        if setting.profile.engine != OWN_ENGINE and asked.rate is not None and has_pools(job):
             pooled = pooled_deployment(
                 setting.candidates,
                 setting.cluster,
@@ -90,6 +90,13 @@ def plan_load(
                 limits,
             )
             rows += [pooled] if pooled is not None and (gpus is None or pooled.gpus <= gpus) else []
+    if not rows and not any(_roomy(setting.candidates, asked) for setting in settings):
+        most = int(max(_tokens_per_rank(setting.candidates).max() for setting in settings))
+        raise PlanError(
+            f"{job.where('serve', 'load')}the longest request has {asked.input.longest + asked.output.longest:,.0f} "
+            f"tokens, and the KV cache of no layout holds more than {most:,}; use a lower serve.kv_precision or "
+            "serve.precision, more tp, or instances with more GPU memory (--instances)"
+        )
     if not rows:
         least, stated = _fewest(settings), serve.replicas
         if stated:
@@ -211,9 +218,7 @@ def _rows(
     setting: _Setting, load: ServedLoad, limits: Limits, gpus: int | None, stated: int | None
 ) -> list[Deployment]:
     candidates = setting.candidates
-    longest = load.input.longest + load.output.longest
-    per_rank = np.asarray(candidates.replica.steps.kv_tokens) / np.asarray(candidates.replica.attention_dp)
-    keep = [index for index in range(len(candidates)) if per_rank[index] >= longest]
+    keep = _roomy(candidates, load)
     if gpus is not None:
         keep = [index for index in keep if candidates.layouts[index].replica_gpus * (stated or 1) <= gpus]
     if not keep:
@@ -243,6 +248,16 @@ def _rows(
         return rows
     found = evaluate(candidates, load, replicas)
     return deployment_rows(candidates, setting.cluster, load, limits, replicas, most, found)
+
+
+def _roomy(candidates: ServedCandidates, load: ServedLoad) -> list[int]:
+    """Return the candidates whose KV cache holds the longest request."""
+    longest = load.input.longest + load.output.longest
+    return [index for index, tokens in enumerate(_tokens_per_rank(candidates)) if tokens >= longest]
+
+
+def _tokens_per_rank(candidates: ServedCandidates) -> np.ndarray:
+    return np.asarray(np.asarray(candidates.replica.steps.kv_tokens) / np.asarray(candidates.replica.attention_dp))
 
 
 def _rank(row: Deployment, by: str, gpus: int | None) -> tuple[float, ...]:

@@ -104,7 +104,7 @@ def candidates_of(
 
 
 def _layouts(job: Job, shape: ModelShape, machine: MachineRates, own: bool) -> Iterator[ServedLayout]:
-    """Yield the job's layout, with every value of the sizes that it leaves open."""
+    """Yield every layout of one replica. A stated tp states the whole replica: sizes that the job omits are 1."""
     assert job.serve is not None
     spec, domain = job.layout, max(machine.network.nvlink_domain, machine.node_gpus)
     widest = machine.node_gpus if own else min(domain, MAX_REPLICA_GPUS)
@@ -112,6 +112,9 @@ def _layouts(job: Job, shape: ModelShape, machine: MachineRates, own: bool) -> I
     tps = [spec.tp] if spec and spec.tp else [tp for tp in sizes if _splits(shape, tp, job)]
     if own:
         yield from (ServedLayout(tp=tp) for tp in tps)
+        return
+    if spec and spec.tp:
+        yield ServedLayout(tp=spec.tp, pp=spec.pp or 1, ep=spec.ep or 1, attention_dp=job.serve.attention_dp)
         return
     stages = [spec.pp] if spec and spec.pp else [1]
     ranks = [job.serve.attention_dp] if job.serve.attention_dp > 1 else sizes if shape.is_moe else [1]

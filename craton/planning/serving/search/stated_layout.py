@@ -28,9 +28,16 @@ def check_stated_layout(job: Job, shape: ModelShape) -> None:
     if not is_planned_only(job.software):
         problem = next(iter(check_served_layout(Layout(tp=tp, precision=job.precision), shape)), "")
     elif spec is not None:
-        problem = _problem(spec, shape, tp, pp, tp * ranks if spec.tp and ranks > 1 else 0)
+        problem = _problem(spec, shape, tp, pp, tp * ranks if spec.tp else 0)
     if problem:
         raise PlanError(f"{job.where('layout')}layout: {problem}")
+
+
+def has_pools(job: Job) -> bool:
+    """Return whether separate pools for prefill and decode are planned: not where the job states its replicas or their
+    layout, for then each of them does both."""
+    assert job.serve is not None
+    return job.serve.replicas is None and job.layout is None
 
 
 def _problem(spec: LayoutSpec, shape: ModelShape, tp: int, pp: int, stage: int) -> str:
