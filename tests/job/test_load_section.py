@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 
 from craton.errors import CratonError
-from craton.job import ContentError, dump_job, make_job, parse_job
+from craton.job import ContentError, dump_job, is_planned_only, make_job, parse_job
 
 JOB = "kind: serve\nmodel: llama-3.1-8b\ncluster: p5en.48xlarge x 1\n"
 
@@ -75,6 +78,20 @@ def test_other_engines_are_planned_with_more_sizes() -> None:
         parse_job(JOB + "software: vllm\nlayout: {fsdp: 2}\n")
     with pytest.raises(ContentError, match="layout: pp does not apply to a server"):
         parse_job(JOB + "layout: {pp: 2}\n")
+
+
+def test_a_profile_file_has_the_keys_of_its_engine(tmp_path: Path) -> None:
+    keys = "layout: {tp: 2, pp: 2, ep: 2}\nserve: {attention_dp: 2, precision: int4, activation_precision: bf16}\n"
+    for engine in ("sglang", "craton", ""):
+        (tmp_path / f"of-{engine}.json").write_text(json.dumps({"engine": engine} if engine else [1]))
+    job = parse_job(f"{JOB}software: of-sglang.json\n{keys}", folder=tmp_path)
+    assert is_planned_only(job.software)
+    with pytest.raises(ContentError, match="does not apply to a server"):
+        parse_job(f"{JOB}software: of-craton.json\n{keys}", folder=tmp_path)
+    assert not is_planned_only(parse_job(f"{JOB}software: of-craton.json\n", folder=tmp_path).software)
+    with pytest.raises(ContentError, match=r"profile file .none\.json. does not exist"):
+        parse_job(f"{JOB}software: none.json\n{keys}", folder=tmp_path)
+    assert not is_planned_only(parse_job(f"{JOB}software: of-.json\n{keys}", folder=tmp_path).software), "no profile"
 
 
 @pytest.mark.parametrize(

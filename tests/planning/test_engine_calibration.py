@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -11,6 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from craton.cli.app import app
+from craton.infrastructure.catalog import gpu
+from craton.job import parse_job
 from craton.planning.serving.engine_fitting import (
     EngineCalibrationError,
     calibrate_engine,
@@ -18,7 +21,8 @@ from craton.planning.serving.engine_fitting import (
     load_server_measurements,
     own_serving_cases,
 )
-from craton.planning.serving.profile import find_engine_profile, load_engine_profile
+from craton.planning.serving.profile import find_engine_profile, load_engine_profile, save_engine_profile
+from craton.planning.serving.search import plan_load
 
 JOB = """
 name: server
@@ -82,6 +86,17 @@ def test_the_command_writes_a_profile_that_can_be_loaded(runs: Path, tmp_path: P
     assert len(json.loads(answer.output)["measurements"]) == 3 * len(LOADS)
     assert load_engine_profile(out).gpu == "H200-SXM"
     assert load_engine_profile(out).engine == "vllm"
+
+
+def test_a_profile_of_another_engine_plans_with_its_keys(tmp_path: Path) -> None:
+    profile = replace(find_engine_profile("sglang", gpu("H200-SXM")), source="3 measurements")
+    save_engine_profile(profile, tmp_path / "profile.json")
+    keys = "software: profile.json\nlayout: {tp: 8, ep: 8}\n"
+    serve = "serve: {precision: fp8_block, replicas: 2, load: {rate: 2, input: 1024, output: 256}}\n"
+    text = "kind: serve\nmodel: deepseek-v3\ncluster: p5en.48xlarge x 2\n"
+    plan = plan_load(parse_job(text + keys + serve, folder=tmp_path))
+    assert (plan.engine, plan.basis, plan.precision) == ("sglang", "3 measurements", "fp8_block")
+    assert str(plan.chosen.layout) == "tp 8 · ep 8 · replicas 2"
 
 
 def test_overloaded_levels_of_a_sweep_do_not_count(runs: Path, tmp_path: Path) -> None:

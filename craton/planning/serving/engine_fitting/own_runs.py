@@ -101,7 +101,8 @@ def _of_level(level: dict[str, Any], job: Job, cluster: Cluster, name: str, engi
         wave = min(1.0, concurrency / summary["requests"])
         load = ServingLoad("closed", prompt, output, concurrency=float(concurrency), first_wave=wave, cached=cached)
     serve, machine = job.serve, machine_of(cluster)
-    layout = ServedLayout(tp=(job.layout.tp or 1) if job.layout else 1)
+    sizes = {name: getattr(job.layout, name) or 1 for name in ("tp", "pp", "ep")} if job.layout else {}
+    layout = ServedLayout(**sizes, attention_dp=serve.attention_dp)
     kv = "fp8" if serve.kv_precision == "fp8" else "bf16"
     precision = ServedPrecision(serve.precision, kv)
     if not serving_terms(job.model_shape, machine, layout, precision).fits:
