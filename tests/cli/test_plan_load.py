@@ -147,6 +147,12 @@ def test_a_limit_that_nothing_keeps_prints_the_plan_and_fails(plan: PlanCommand)
         (["--activation-precision", "bf16"], "activation_precision applies to plans of vllm"),
         (["--kv-precision", "fp4"], "--kv-precision: 'fp4' is not allowed; allowed: auto, bf16, fp8"),
         (["--deadline", "3d"], "applies to training jobs only"),
+        (["--ttft", ""], "--ttft has no value; write one, or remove the option"),
+        (["--rate", "2", "--input", " "], "--input has no value"),
+        (["--strategy", ""], "--strategy has no value"),
+        (["--gpus="], "--gpus has no value"),
+        (["--instances", ","], "--instances ',' has an empty name; write e.g. p5,p5en,p6-b200"),
+        (["--instances", "p5,,p5en"], "--instances 'p5,,p5en' has an empty name"),
     ],
 )
 def test_a_bad_option_is_one_clear_line(plan: PlanCommand, options: list[str], message: str) -> None:
