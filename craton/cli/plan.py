@@ -85,12 +85,15 @@ def plan(
         str,
         typer.Option(
             metavar="SHARE",
-            help="Server: share of the prompt tokens in the prefix cache, e.g. 0.4.",
+            help="Server: share of the prompt tokens in the prefix cache, e.g. 0.4 or 40%.",
             show_default=False,
         ),
     ] = "",
     acceptance: Annotated[
-        str, typer.Option(metavar="SHARE", help="Server: share of accepted draft tokens, e.g. 0.7.", show_default=False)
+        str,
+        typer.Option(
+            metavar="SHARE", help="Server: share of accepted draft tokens, e.g. 0.7 or 70%.", show_default=False
+        ),
     ] = "",
     burstiness: Annotated[
         str,

@@ -62,7 +62,7 @@ def test_the_verdict_names_deployment_latency_and_dollars(plan: PlanCommand) -> 
 
 
 def test_options_override_the_keys_of_the_job(plan: PlanCommand, tmp_path: Path) -> None:
-    found = plan.json("--rate", 10, "--input", "mean=512,p95=1500", "--output", "100..300", "--tpot", "p99=50ms")
+    found = plan.json("--rate", 10, "--input", "mean=512,p95=1,500", "--output", "100..300", "--tpot", "p99=50ms")
     assert found["load"] | {"prefix_hits": 0.0} == {
         "rate": 10.0,
         "input": {"mean": 512, "p95": 1500},
@@ -137,6 +137,10 @@ def test_a_limit_that_nothing_keeps_prints_the_plan_and_fails(plan: PlanCommand)
         (["--input", "9..3"], "--input: max 3 is below min 9"),
         (["--ttft", "0"], "--ttft: 0 is not above zero"),
         (["--ttft", "p42=1s"], "--ttft: 'p42' is not a statistic"),
+        (["--ttft", "500"], "--ttft: 500 has no unit; write 500ms or 500s"),
+        (["--e2e", "p95=1"], "--e2e: '1' has no unit; write 1ms or 1s"),
+        (["--ttft", "p95=500ms,p95=1s"], "--ttft 'p95=500ms,p95=1s' gives p95 twice; remove one of them"),
+        (["--input", "1,5"], "--input: '1,5' is not a number of tokens"),
         (["--ttft", "soon"], "--ttft: 'soon' is not a duration"),
         (["--gpus", "8..16"], "--gpus '8..16' is not a number of GPUs"),
         (["--by", "speed"], "--by 'speed' is not allowed; choose cost, gpus, time"),

@@ -32,6 +32,10 @@ def test_a_load_and_its_limits() -> None:
     )
     limits = {("ttft", "p95"): 0.5, ("tpot", "mean"): 0.03, ("tpot", "p99"): 0.08}
     assert job.serve.slo.limits == limits, "a duration alone is p95"
+    shares = parse_job(f"{JOB}serve: {{speculate: {{ngram: 2}}, load: {{prefix_hits: 30%, acceptance: 62.5%}}}}\n")
+    assert shares.serve is not None
+    assert shares.serve.load is not None
+    assert (shares.serve.load.prefix_hits, shares.serve.load.acceptance) == (0.3, 0.625)
     assert parse_job(dump_job(job)) == job
 
 
@@ -56,6 +60,9 @@ def test_a_load_and_its_limits() -> None:
         ("load: {rat: 3}", "key 'rat' is not known under serve.load"),
         ("slo: {ttft: {p42: 1s}}", "'p42' is not a statistic; allowed: mean, p50, p90, p95, p99"),
         ("slo: {ttft: 0}", "serve.slo.ttft: 0 is not above zero"),
+        ("slo: {ttft: 500}", "serve.slo.ttft: 500 has no unit; write 500ms or 500s"),
+        ("slo: {tpot: {p99: 0.05}}", "serve.slo.tpot: 0.05 has no unit; write 0.05ms or 0.05s"),
+        ("load: {prefix_hits: 120%}", "serve.load.prefix_hits: '120%' is not a share"),
         ("attention_dp: 2", "attention_dp applies to plans of vllm, sglang, trtllm"),
         ("precision: int4", "precision int4 applies to plans of vllm, sglang, trtllm (key software), not of craton"),
         ("precision: gptq", "did you mean 'int4'?"),
