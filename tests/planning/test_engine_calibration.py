@@ -15,11 +15,14 @@ from craton.cli.app import app
 from craton.infrastructure.catalog import gpu
 from craton.job import parse_job
 from craton.planning.serving.engine_fitting import (
+    EngineCalibration,
     EngineCalibrationError,
     calibrate_engine,
     is_server_file,
     load_server_measurements,
     own_serving_cases,
+    read_serving_rows,
+    serving_corpus_path,
 )
 from craton.planning.serving.profile import find_engine_profile, load_engine_profile, save_engine_profile
 from craton.planning.serving.search import plan_load
@@ -52,6 +55,10 @@ def level(concurrency: int, tpot: float, rate: float, trouble: str = "") -> dict
             "tpot_seconds": {"mean": tpot, "p50": tpot, "p95": tpot, "p99": tpot},
         },
     }
+
+
+CORPUS = json.loads(serving_corpus_path().read_text(encoding="utf-8"))["cases"]
+SGLANG_ROW = next(row for row in CORPUS if row["engine"].get("name") == "sglang" and read_serving_rows([row])[0])
 
 
 @pytest.fixture
@@ -121,6 +128,7 @@ def test_training_runs_are_not_measurements_of_a_server(tmp_path: Path, runs: Pa
         ({"job": "serve.yaml", "bench": {"levels": [{"load": "closed"}]}}, "bench level 1: KeyError"),
         ({"job": "serve.yaml", "bench": {"levels": [level(1, 0.01, 1.0, "backlog")]}}, "no level"),
         ({"job": "serve.yaml", "bench": "bench.json", "gpu": "H100"}, "key 'gpu' is not known"),
+        (SGLANG_ROW, r"run 1 is of sglang, and the profile to start from \(--software\) is of vllm; use one file"),
     ],
 )
 def test_a_wrong_entry_is_named(runs: Path, entry: dict[str, Any], message: str) -> None:
@@ -133,6 +141,24 @@ def test_too_few_measurements_are_refused(runs: Path) -> None:
     cases = load_server_measurements(runs, "vllm")
     with pytest.raises(EngineCalibrationError, match="at least 3"):
         calibrate_engine(find_engine_profile("vllm", cases[0].machine.gpu), cases[:2])
+
+
+def test_measurements_that_cannot_be_are_refused_or_named(runs: Path) -> None:
+    cases = load_server_measurements(runs, "vllm")
+    start = find_engine_profile("vllm", cases[0].machine.gpu)
+    tpot = next(case for case in cases if case.metric == "tpot_seconds")
+    with pytest.raises(
+        EngineCalibrationError, match=r"and again contradict each other: tpot_seconds 0\.0072 and 0\.72 of"
+    ):
+        calibrate_engine(start, [*cases, replace(tpot, id="again", measured=0.72)])
+    others = [case for case in cases if case is not tpot]
+    with pytest.raises(EngineCalibrationError, match=r"tpot_seconds 1e\+06 is not credible: vllm predicts 0\.0"):
+        calibrate_engine(start, [*others, replace(tpot, measured=1e6)])
+    measured = [case.measured for case in cases]
+    after = [value * (0.3 if case is tpot else 1.9) for case, value in zip(cases, measured, strict=True)]
+    warnings = EngineCalibration(start, cases, measured, after).warnings
+    assert len(warnings) == 1
+    assert "closed, 1: tpot_seconds is 3.3 times too low after the fit; it contradicts the others" in warnings[0]
 
 
 def test_the_shipped_profile_predicts_our_own_server() -> None:
