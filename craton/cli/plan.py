@@ -98,7 +98,7 @@ def plan(
     burstiness: Annotated[
         str,
         typer.Option(
-            help="Server: squared coefficient of variation of the gaps between requests; 1 is Poisson.",
+            help="Server: burstiness of --rate, as in bench serve: 1 is Poisson, less is burstier, more is steadier.",
             show_default=False,
         ),
     ] = "",

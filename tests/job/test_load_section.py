@@ -57,6 +57,7 @@ def test_a_load_and_its_limits() -> None:
         ("load: {acceptance: 1.01}", "serve.load.acceptance: 1.01 is not a share from 0 to 1"),
         ("load: {acceptance: 0.7}", "acceptance applies to speculative decoding; set serve.speculate"),
         ("load: {concurrency: 8, burstiness: 2}", "burstiness applies to a rate; remove it"),
+        ("load: {rate: 8, burstiness: 0}", "burstiness: 0 is not from 0.01 to 100; 1: Poisson, less is burstier"),
         ("load: {rat: 3}", "key 'rat' is not known under serve.load"),
         ("slo: {ttft: {p42: 1s}}", "'p42' is not a statistic; allowed: mean, p50, p90, p95, p99"),
         ("slo: {ttft: 0}", "serve.slo.ttft: 0 is not above zero"),

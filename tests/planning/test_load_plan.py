@@ -140,12 +140,13 @@ def test_more_load_is_slower_and_cached_prompts_are_faster() -> None:
         for load in (
             "{rate: 5, input: 1024, output: 256}",
             "{rate: 15, input: 1024, output: 256}",
+            "{rate: 15, input: 1024, output: 256, burstiness: 0.25}",
             "{rate: 15, input: 1024, output: 256, burstiness: 4}",
             "{rate: 15, input: 1024, output: 256, prefix_hits: 0.8}",
         )
     }
-    few, many, bursty, cached = ttft.values()
-    assert few < many < bursty
+    few, many, bursty, steady, cached = ttft.values()
+    assert few < steady < many < bursty, "burstiness is the shape of the gaps, as in bench serve"
     assert cached < many
 
 

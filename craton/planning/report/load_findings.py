@@ -30,7 +30,8 @@ def load_text(plan: LoadPlan) -> str:
     text = f"{who} of {' and '.join(lengths)} tokens"
     if load.prefix_hits:
         text += f", {formatting.percent(load.prefix_hits)} of prompt tokens cached"
-    return text + (f", bursty ({load.burstiness:g})" if load.burstiness != 1.0 else "")
+    kind = "bursty" if load.burstiness < 1.0 else "steady"
+    return text + (f", {kind} (burstiness {load.burstiness:g})" if load.burstiness != 1.0 else "")
 
 
 def asked_rate(plan: LoadPlan) -> float:

@@ -27,12 +27,12 @@ from craton.nearest import did_you_mean
 Statistic = Literal["mean", "p50", "p90", "p95", "p99"]
 STATISTICS: tuple[str, ...] = get_args(Statistic)
 MIN_RATE, MAX_RATE = 1e-6, 1e6  # requests per second
-MAX_BURSTINESS = 100.0
+MIN_BURSTINESS, MAX_BURSTINESS = 0.01, 100.0
 MAX_P95 = 3.86  # of the mean: no lognormal distribution has a larger one
 DEFAULT_INPUT, DEFAULT_OUTPUT = 1024, 256  # tokens
 
 
-def _number(low: float, high: float, allowed: str, *, low_excluded: bool = False) -> Callable[[object], float]:
+def _number(low: float, high: float, allowed: str) -> Callable[[object], float]:
     """Return a validator of a number between two ends."""
 
     def parse(value: object) -> float:
@@ -44,7 +44,7 @@ def _number(low: float, high: float, allowed: str, *, low_excluded: bool = False
                 number = None
         if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
             raise ValueError(f"{shown_value(value)} is not {allowed}")
-        if number < low or number > high or (low_excluded and number == low):
+        if number < low or number > high:
             raise ValueError(f"{shown_value(value)} is not {allowed}")
         return float(number)
 
@@ -156,11 +156,15 @@ class LoadSection(Section):
     output: LoadLengths = LengthsSection(mean=DEFAULT_OUTPUT)
     prefix_hits: Annotated[float, PlainValidator(_parse_hits)] = 0.0  # share of prompt tokens in the prefix cache
     acceptance: Annotated[float, PlainValidator(_share("a share from 0 to 1, e.g. 0.7 or 70%"))] | None = None
-    # Squared coefficient of variation of the gaps between requests; 1: Poisson.
+    # Shape of the gamma distribution of the gaps between requests, as in `craton bench serve` and vLLM's benchmark.
     burstiness: Annotated[
         float,
         PlainValidator(
-            _number(0.0, MAX_BURSTINESS, f"above 0 and at most {MAX_BURSTINESS:g}; 1: Poisson", low_excluded=True)
+            _number(
+                MIN_BURSTINESS,
+                MAX_BURSTINESS,
+                f"from {MIN_BURSTINESS:g} to {MAX_BURSTINESS:g}; 1: Poisson, less is burstier, more is steadier",
+            )
         ),
     ] = 1.0
 

@@ -173,7 +173,7 @@ def served_load(section: LoadSection) -> ServedLoad:
         concurrency=section.concurrency,
         prefix_hits=section.prefix_hits,
         acceptance=section.acceptance,
-        burstiness=section.burstiness,
+        burstiness=1.0 / section.burstiness,  # the squared coefficient of variation of a gamma distribution
         requests=section.requests,
     )
 
