@@ -15,7 +15,7 @@ from rich.console import Console
 from craton.job import Job, parse_job
 from craton.planning import PlanError
 from craton.planning.report import load_html, load_to_json, load_verdict, render_load, serving_to_json
-from craton.planning.report.load_findings import short_text
+from craton.planning.report.load_findings import drafts_text, short_text
 from craton.planning.serving import ServePlan, plan_serving
 from craton.planning.serving.search import Deployment, LoadPlan, plan_load, with_planned_load
 
@@ -176,6 +176,27 @@ def test_speculative_decoding_gives_more_tokens_a_step() -> None:
         return plan_load(parse_job(text), gpus=1).chosen.tpot["mean"].value
 
     assert tpot("{rate: 1, acceptance: 0.9}") < 0.6 * tpot("{rate: 1, acceptance: 0.0}")
+
+
+def test_drafts_are_said_and_an_assumed_acceptance_widens_the_interval() -> None:
+    def planned(load: str, speculate: str = "{model: llama-3.2-1b}") -> LoadPlan:
+        keys = f"replicas: 1, speculate: {speculate}, "
+        return plan_load(job_of(load=load, slo="{}", more="layout: {tp: 1}\n", serve=keys))
+
+    assumed, stated = planned("{concurrency: 1}"), planned("{concurrency: 1, acceptance: 0.7}")
+    assert assumed.chosen.tpot["mean"].value == stated.chosen.tpot["mean"].value
+    assert assumed.log_deviation > stated.log_deviation + 0.1
+    assert stated.log_deviation == pytest.approx(planned("{concurrency: 1}", "off").log_deviation)
+    text = drafts_text(assumed)
+    assert text.startswith("llama-3.2-1b, 3 draft tokens per step (auto): decode 1.")
+    assert text.endswith(" at this load; acceptance 70% assumed (50% to 90%), which is in all intervals")
+    assert drafts_text(stated).endswith("x at this load; acceptance 70%")
+    assert "no draft tokens, they would cost more than they save" in drafts_text(
+        planned("{concurrency: 256, acceptance: 0.2}")
+    )
+    assert drafts_text(planned("{rate: 1}", "{ngram: 4}")).startswith("n-grams, 4 draft tokens per step: decode ")
+    assert drafts_text(planned("{rate: 1}", "off")) == ""
+    assert load_to_json(assumed)["drafts"]["is_assumed"] is True
 
 
 def test_a_load_has_the_draft_tokens_that_the_engine_chooses() -> None:

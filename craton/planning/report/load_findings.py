@@ -175,6 +175,26 @@ def bottleneck_text(row: Deployment) -> str:
     return f"{parts} of a step; prefill takes {prefill} of the time"
 
 
+def drafts_text(plan: LoadPlan) -> str:
+    """`llama-3.2-1b, 3 draft tokens per step (auto): decode 1.36x (1.10x to 2.01x) …`; empty without drafts."""
+    drafts = plan.drafts
+    if drafts is None:
+        return ""
+    acceptance = f"acceptance {formatting.percent(drafts.acceptance)}"
+    published = ""
+    if drafts.is_assumed:
+        ends = (formatting.percent(end) for end in (drafts.acceptance_low, drafts.acceptance_high))
+        acceptance += f" assumed ({' to '.join(ends)}), which is in all intervals"
+        published = f" ({drafts.speedup_low:.2f}x to {drafts.speedup_high:.2f}x)"
+    if not drafts.draft_tokens:
+        return f"{drafts.model}: no draft tokens, they would cost more than they save at this load; {acceptance}"
+    tokens = formatting.counted(drafts.draft_tokens, "draft token")
+    auto = " (auto)" if drafts.is_auto else ""
+    return (
+        f"{drafts.model}, {tokens} per step{auto}: decode {drafts.speedup:.2f}x{published} at this load; {acceptance}"
+    )
+
+
 def precision_text(plan: LoadPlan) -> str:
     """`nvfp4 weights, bf16 in attention; fp8 activations; bf16 KV cache`."""
     attention = "" if plan.attention_precision == plan.precision else f", {plan.attention_precision} in attention"

@@ -42,6 +42,8 @@ def fields(plan: LoadPlan) -> list[tuple[str, str]]:
         ("KV cache", findings.kv_text(row)),
         ("cost", findings.cost_text(plan)),
     ]
+    if drafts := findings.drafts_text(plan):
+        lines.append(("drafts", drafts))
     if burst := findings.burst_text(plan):
         lines.append(("start burst", burst))
     if row.kv_transfer_seconds is not None:

@@ -24,10 +24,11 @@ from craton.planning.serving.load import ServedLoad, TokenLengths
 from craton.planning.serving.planner import PlannedLoad, ServePlan
 from craton.planning.serving.profile import OWN_ENGINE, EngineProfile, EngineProfileError, find_engine_profile
 from craton.planning.serving.search.curves import curve_points, front_points
+from craton.planning.serving.search.drafts import planned_drafts
 from craton.planning.serving.search.evaluate import Limits, evaluate, largest_load
 from craton.planning.serving.search.pools import pooled_curve, pooled_deployment
 from craton.planning.serving.search.replicas import ServedCandidates, candidates_of
-from craton.planning.serving.search.result import Benchmark, Deployment, LoadPlan
+from craton.planning.serving.search.result import Benchmark, Deployment, LoadPlan, PlannedDrafts
 from craton.planning.serving.search.rows import deployment_rows, latency_intervals
 from craton.planning.serving.search.stated_layout import check_stated_layout, has_pools
 from craton.planning.serving.search.tiers import kv_tiers
@@ -130,6 +131,7 @@ def plan_load(
         log_deviation=home.candidates.log_deviation,
         price_text=_price_text(home.cluster),
         benchmark=_benchmark(home, asked, chosen),
+        drafts=_drafts(home, job, asked, chosen),
         notes=_notes(rows, settings),
     )
 
@@ -278,6 +280,14 @@ def _benchmark(setting: _Setting, load: ServedLoad, chosen: Deployment) -> Bench
     only, replicas = setting.candidates.only([index]), np.array([chosen.layout.replicas])
     found = evaluate(only, replace(load, requests=requests), replicas)
     return Benchmark(requests, latency_intervals(found.latencies.ttft, 0))
+
+
+def _drafts(setting: _Setting, job: Job, load: ServedLoad, chosen: Deployment) -> PlannedDrafts | None:
+    if not job.serve or not job.serve.draft_tokens:
+        return None
+    index = setting.candidates.layouts.index(replace(chosen.layout, replicas=1))
+    steps = setting.candidates.only([index]).replica.steps
+    return planned_drafts(job, steps, load.context_tokens, load.acceptance, chosen)
 
 
 def _fewest(settings: Sequence[_Setting]) -> int:

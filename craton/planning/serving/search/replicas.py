@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -15,17 +15,12 @@ from craton.job.model import ModelShape
 from craton.planning.rates import MachineRates
 from craton.planning.serving.layout import ServedLayout
 from craton.planning.serving.load import ServedLoad, ServedReplica
-from craton.planning.serving.own_engine import draft_steps, engine_constants
+from craton.planning.serving.own_engine import engine_constants
 from craton.planning.serving.planner import served_kv_tokens
 from craton.planning.serving.profile import OWN_ENGINE, EngineProfile
+from craton.planning.serving.search.drafts import acceptance_deviation, speculative_steps
 from craton.planning.serving.search.precision import ServedFormats
-from craton.planning.serving.served_model import ServedModel, kv_bytes_per_token
-from craton.planning.serving.speculation import (
-    ASSUMED_ACCEPTANCE,
-    AUTO_LENGTHS,
-    HOST_SECONDS,
-    expected_tokens,
-)
+from craton.planning.serving.served_model import kv_bytes_per_token
 from craton.planning.serving.step_times import ServedSteps
 from craton.planning.serving.terms import KV_BYTES, ServingTerms, serving_terms, stack_terms
 
@@ -95,11 +90,14 @@ def candidates_of(
     )
     terms = stack_terms(rows)
     steps: Any = ServedSteps(terms, engine_constants(profile, profile.constants))
+    unknown = 0.0
     if serve.draft_tokens:
-        steps = _speculative(job, machine, profile, steps, load.acceptance)
+        steps = speculative_steps(job, machine, profile, steps, load.acceptance)
+        if load.acceptance is None:
+            unknown = acceptance_deviation(steps, TYPICAL_BATCH, load.context_tokens)
     replica = ServedReplica(steps, terms.attention_dp, profile["first_token_seconds"], profile["prefill_slowdown"])
     kv_bytes = kv_bytes_per_token(shape, KV_BYTES[precision.kv], expanded=own)
-    deviation, scale = prediction.log_deviation, profile.log_scales[0]
+    deviation, scale = math.hypot(prediction.log_deviation, unknown), profile.log_scales[0]
     return ServedCandidates(tuple(found), terms, replica, deviation, scale, kv_bytes, formats)
 
 
@@ -135,20 +133,6 @@ def _splits(shape: ModelShape, tp: int, job: Job) -> bool:
     return not check_served_layout(Layout(tp=tp, precision=job.precision), shape)
 
 
-def _speculative(
-    job: Job, machine: MachineRates, profile: EngineProfile, steps: Any, acceptance: float | None
-) -> SpeculativeSteps:
-    assert job.serve is not None
-    draft = None
-    if job.draft_shape is not None:
-        model = ServedModel(job.draft_shape, job.serve.precision, job.serve.kv_precision)
-        draft = draft_steps(model, machine, profile).scaled(1.0)
-    lengths = (0, *AUTO_LENGTHS) if job.serve.draft_auto else (job.serve.draft_tokens,)
-    host_seconds = HOST_SECONDS if profile.engine == OWN_ENGINE else 0.0
-    accepted = ASSUMED_ACCEPTANCE if acceptance is None else acceptance
-    return SpeculativeSteps(steps, lengths, accepted, host_seconds, draft)
-
-
 @dataclass(frozen=True)
 class DecodeSteps:
     """Steps of a decode pool: prompts arrive with their KV cache."""
@@ -160,33 +144,3 @@ class DecodeSteps:
 
     def mixed_seconds(self, batch: Any, context: Any, tokens: Any, prompt: Any) -> Any:
         return self.steps.decode_seconds(batch, context) + 0.0 * tokens * prompt
-
-
-@dataclass(frozen=True)
-class SpeculativeSteps:
-    """Steps that each give a request one token, on average: a share of a step that verifies draft tokens. Of several
-    numbers of draft tokens, each step has the fastest, as the engine chooses it. A prompt takes as long as without."""
-
-    steps: Any
-    lengths: tuple[int, ...]
-    acceptance: float
-    host_seconds: float  # of a step with drafts
-    draft: ServedSteps | None = None  # None: n-grams of the text, which cost nothing
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.steps, name)
-
-    def decode_seconds(self, batch: Any, context: Any) -> Any:
-        return reduce(np.minimum, [self._seconds(length, batch, context) for length in self.lengths])
-
-    def mixed_seconds(self, batch: Any, context: Any, tokens: Any, prompt: Any) -> Any:
-        added = self.steps.mixed_seconds(batch, context, tokens, prompt) - self.steps.decode_seconds(batch, context)
-        return self.decode_seconds(batch, context) + np.maximum(added, 0.0)
-
-    def _seconds(self, length: int, batch: Any, context: Any) -> Any:
-        whole = self.steps.verify_seconds(batch, context, length)
-        if length:
-            whole = whole + self.host_seconds
-        if length and self.draft is not None:
-            whole = whole + length * self.draft.decode_seconds(batch, context)
-        return whole / expected_tokens(self.acceptance, length)

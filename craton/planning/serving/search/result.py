@@ -91,6 +91,22 @@ class Benchmark:
 
 
 @dataclass(frozen=True)
+class PlannedDrafts:
+    """Speculative decoding in the chosen deployment, at this load."""
+
+    model: str  # the draft model, or n-grams
+    draft_tokens: int  # per step; 0: drafts would cost more than they save
+    is_auto: bool
+    acceptance: float
+    acceptance_low: float  # of the published range, where it is assumed
+    acceptance_high: float
+    is_assumed: bool
+    speedup: float  # of decode
+    speedup_low: float
+    speedup_high: float
+
+
+@dataclass(frozen=True)
 class CurvePoint:
     """The chosen deployment at another rate."""
 
@@ -150,6 +166,7 @@ class LoadPlan:
     log_deviation: float
     price_text: str
     benchmark: Benchmark | None = None  # of a closed load without a number of requests
+    drafts: PlannedDrafts | None = None
     notes: list[str] = field(default_factory=list)
 
     @property
