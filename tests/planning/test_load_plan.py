@@ -278,6 +278,14 @@ def test_a_stated_layout_that_cannot_be_is_refused(model: str, sizes: str, messa
     assert message in str(error.value)
 
 
+def test_other_engines_pad_what_tp_does_not_divide() -> None:
+    """gpt3-175b has 50,257 tokens in its vocabulary."""
+    searched = plan_load(job_of("gpt3-175b", more="software: vllm\n", cluster="p6-b300.48xlarge")).deployments
+    stated = plan_load(job_of("gpt3-175b", more="software: vllm\nlayout: {tp: 8}\n", cluster="p6-b300.48xlarge"))
+    assert stated.chosen.layout in [row.layout for row in searched]
+    assert stated.chosen.kv_tokens > 100_000
+
+
 def test_our_engine_splits_a_stated_layout_evenly() -> None:
     with pytest.raises(PlanError, match="tp 3 does not divide the model's 32 heads and 8 KV heads"):
         plan_load(job_of(more="layout: {tp: 3}\n"))

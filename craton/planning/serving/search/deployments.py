@@ -30,7 +30,7 @@ from craton.planning.serving.search.pools import pooled_curve, pooled_deployment
 from craton.planning.serving.search.replicas import ServedCandidates, candidates_of
 from craton.planning.serving.search.result import Benchmark, Deployment, LoadPlan, PlannedDrafts
 from craton.planning.serving.search.rows import deployment_rows, latency_intervals
-from craton.planning.serving.search.stated_layout import check_stated_layout, has_pools
+from craton.planning.serving.search.stated_layout import check_stated_layout, has_pools, no_fit_text
 from craton.planning.serving.search.tiers import kv_tiers
 from craton.planning.setting import PlanError
 
@@ -71,12 +71,7 @@ def plan_load(
     tried = [_setting(job, shape, each, asked) for each in _clusters(job, instances, cluster)]
     settings = [setting for setting in tried if setting is not None]
     if not settings:
-        names = ", ".join(instances) or str(job.cluster)
-        raise PlanError(
-            f"{job.where('model')}{shape.name} fits no layout on {names} with serve.memory {serve.memory:g} and room "
-            "for a step (serve.chunk_tokens, max_running, page); use a lower serve.precision, or instances with more "
-            "GPU memory (--instances)"
-        )
+        raise PlanError(job.where("model") + no_fit_text(job, shape, ", ".join(instances) or str(job.cluster)))
     if gpus is None and asked.rate is None and asked.concurrency is None:
         gpus = max(settings[0].cluster.num_gpus, (serve.replicas or 1) * _fewest(settings[:1]))
     rows: list[Deployment] = []

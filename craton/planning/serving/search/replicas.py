@@ -107,7 +107,7 @@ def _layouts(job: Job, shape: ModelShape, machine: MachineRates, own: bool) -> I
     spec, domain = job.layout, max(machine.network.nvlink_domain, machine.node_gpus)
     widest = machine.node_gpus if own else min(domain, MAX_REPLICA_GPUS)
     sizes = [size for size in (1, 2, 4, 8, 16, 32, 64, 72) if size <= widest]
-    tps = [spec.tp] if spec and spec.tp else [tp for tp in sizes if _splits(shape, tp, job)]
+    tps = [spec.tp] if spec and spec.tp else [tp for tp in sizes if _splits(shape, tp, job, own)]
     if own:
         yield from (ServedLayout(tp=tp) for tp in tps)
         return
@@ -129,8 +129,8 @@ def _layouts(job: Job, shape: ModelShape, machine: MachineRates, own: bool) -> I
                         yield ServedLayout(tp=tp, pp=pp, ep=ep, attention_dp=attention_dp)
 
 
-def _splits(shape: ModelShape, tp: int, job: Job) -> bool:
-    return not check_served_layout(Layout(tp=tp, precision=job.precision), shape)
+def _splits(shape: ModelShape, tp: int, job: Job, own: bool) -> bool:
+    return not check_served_layout(Layout(tp=tp, precision=job.precision), shape, padded=not own)
 
 
 @dataclass(frozen=True)

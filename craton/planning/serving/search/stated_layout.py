@@ -40,6 +40,25 @@ def has_pools(job: Job) -> bool:
     return job.serve.replicas is None and job.layout is None
 
 
+def no_fit_text(job: Job, shape: ModelShape, names: str) -> str:
+    """Return why no layout was found: the weights are too large for those that exist, and which those are."""
+    serve, spec = job.serve, job.layout
+    assert serve is not None
+    own = not is_planned_only(job.software)
+    room = f"with serve.memory {serve.memory:g} and room for a step (serve.chunk_tokens, max_running, page)"
+    remedy = "use a lower serve.precision, or instances with more GPU memory (--instances)"
+    if spec and spec.tp:
+        return (
+            f"{shape.name} does not fit the stated layout on {names} {room}; write layout: auto or a larger tp, or "
+            f"{remedy}"
+        )
+    text = f"{shape.name} fits no layout on {names} {room}; {remedy}"
+    problem = next(iter(check_served_layout(Layout(tp=2, precision=job.precision), shape)), "") if own else ""
+    if problem:
+        text += f". Craton's engine cannot split it: {problem.partition(';')[0]}; engines that pad (software: vllm) can"
+    return text
+
+
 def _problem(spec: LayoutSpec, shape: ModelShape, tp: int, pp: int, stage: int) -> str:
     """Return what another engine cannot split; `stage`: ranks of a pipeline stage, 0: the plan chooses them."""
     ep = spec.ep or 1
