@@ -34,7 +34,9 @@ def plan(
     by: Annotated[
         str,
         typer.Option(
-            help="With --instances, or for a server: minimize time, cost or gpus \\[default: cost].", show_default=False
+            help="With --instances, or for a server: minimize time (server: mean end-to-end latency), cost or gpus "
+            "\\[default: cost].",
+            show_default=False,
         ),
     ] = "",
     deadline: Annotated[

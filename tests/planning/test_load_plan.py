@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,10 @@ from rich.console import Console
 from craton.job import Job, parse_job
 from craton.planning import PlanError
 from craton.planning.report import load_html, load_to_json, load_verdict, render_load, serving_to_json
-from craton.planning.report.load_findings import drafts_text, short_text
+from craton.planning.report.load_findings import drafts_text, short_text, warnings
+from craton.planning.report.load_table import deployment_heading, order_text
 from craton.planning.serving import ServePlan, plan_serving
-from craton.planning.serving.search import Deployment, LoadPlan, plan_load, with_planned_load
+from craton.planning.serving.search import Deployment, LoadPlan, best_of_each, plan_load, with_planned_load
 
 LOAD = "{rate: 20, input: 1024, output: 256}"
 
@@ -225,8 +227,31 @@ def test_experts_across_the_network_are_compared_with_one_domain() -> None:
         "serve: {precision: fp8, load: {rate: 20, input: 1024, output: 256}, slo: {tpot: 60ms}}\n"
     )
     plan = plan_load(job)
-    assert any("inside one NVLink domain of 8 GPUs" in note and note.endswith("/h more") for note in plan.notes)
-    assert plan.evaluated > 10
+    (note,) = plan.notes
+    assert note.startswith("p5en.48xlarge: ep 8 inside one NVLink domain of 8 GPUs (")
+    assert "/h, ep 16 across the network (" in note
+    assert note.endswith("/h more")
+    assert plan.compared >= 10
+    numbers = [(replace(row.layout, ep=1), row.ttft["p95"], row.tpot["p95"]) for row in plan.deployments]
+    assert len(set(numbers)) == len(numbers), "layouts that differ in ep alone and have the same numbers are one row"
+
+
+def test_equal_cost_prefers_fewer_gpus_and_every_instance_is_shown() -> None:
+    job = job_of(more="software: vllm\n")
+    names = ["p5.48xlarge", "p5en.48xlarge", "p6-b200.48xlarge", "g6e.48xlarge"]
+    plan = plan_load(job, instances=names)
+    shown = best_of_each(plan.deployments, 8)
+    assert len(shown) == 8
+    assert {row.instance for row in shown} == set(names)
+    assert shown == [row for row in plan.deployments if row in shown], "in the same order"
+    ranks = [(not row.holds, row.dollars_per_hour, row.gpus, -row.max_rate.value) for row in plan.deployments]
+    assert ranks == sorted(ranks)
+    assert f"({plan.compared} compared, 8 shown)" in deployment_heading(plan, 8)
+    assert order_text(plan).endswith("$/h of whole nodes; fewer GPUs; a higher saturation rate")
+    assert order_text(plan_load(job, gpus=4)) == "what holds; of 4 GPUs the largest load within the limits; $/h"
+    assert order_text(plan_load(job, by="time")).endswith("mean end-to-end latency; $/h; a higher saturation rate")
+    large = plan_load(job_of("llama-3.1-405b", more="software: vllm\n"), instances=["p5en.48xlarge", "g5.48xlarge"])
+    assert [text for text in warnings(large) if text.startswith("g5.48xlarge: no deployment; ")]
 
 
 @pytest.mark.parametrize(

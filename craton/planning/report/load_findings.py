@@ -252,7 +252,7 @@ def tier_texts(plan: LoadPlan) -> list[str]:
 
 
 def warnings(plan: LoadPlan) -> list[str]:
-    row, found = plan.chosen, []
+    row, found = plan.chosen, [*plan.warnings]
     if plan.load.concurrency is None and not row.is_saturated and row.max_rate.low < row.rate:
         found.append(
             "the interval includes saturation: at its slow end the server holds only "

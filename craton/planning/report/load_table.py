@@ -19,11 +19,25 @@ class DeploymentColumn(NamedTuple):
     is_number: bool = True
 
 
-def deployment_heading(plan: LoadPlan) -> str:
-    """`best first by cost, on p5en.48xlarge (8 layouts evaluated)`; no instance where they differ."""
+def deployment_heading(plan: LoadPlan, shown: int) -> str:
+    """`best first by cost, on p5en.48xlarge (14 compared, 8 shown)`; no instance where they differ."""
     names = _instances(plan)
     where = f", on {names[0]}" if len(names) == 1 else ""
-    return f"best first by {plan.by}{where} ({formatting.counted(plan.evaluated, 'layout')} evaluated)"
+    by = "load" if plan.gpus_limit is not None and plan.by != "time" else plan.by
+    count = f"{plan.compared:,} compared" + (f", {shown} shown" if shown < plan.compared else "")
+    return f"best first by {by}{where} ({count})"
+
+
+def order_text(plan: LoadPlan) -> str:
+    """Return what the first deployment is best in, and how equal ones are ordered."""
+    if plan.gpus_limit is not None and plan.by != "time":
+        return f"what holds; of {formatting.counted(plan.gpus_limit, 'GPU')} the largest load within the limits; $/h"
+    orders = {
+        "cost": "$/h of whole nodes; fewer GPUs; a higher saturation rate",
+        "gpus": "fewer GPUs; $/h; a higher saturation rate",
+        "time": "mean end-to-end latency; $/h; a higher saturation rate",
+    }
+    return f"what holds, else what is nearest; {orders[plan.by]}"
 
 
 def deployment_columns(plan: LoadPlan, *, detailed: bool, short: bool = False) -> list[DeploymentColumn]:

@@ -28,7 +28,7 @@ from craton.planning.serving.search.drafts import planned_drafts
 from craton.planning.serving.search.evaluate import Limits, evaluate, largest_load
 from craton.planning.serving.search.pools import pooled_curve, pooled_deployment
 from craton.planning.serving.search.replicas import ServedCandidates, candidates_of
-from craton.planning.serving.search.result import Benchmark, Deployment, LoadPlan, PlannedDrafts
+from craton.planning.serving.search.result import Benchmark, Deployment, LoadPlan, PlannedDrafts, best_of_each
 from craton.planning.serving.search.rows import deployment_rows, latency_intervals
 from craton.planning.serving.search.stated_layout import check_stated_layout, has_pools, no_fit_text
 from craton.planning.serving.search.tiers import kv_tiers
@@ -103,6 +103,8 @@ def plan_load(
         raise PlanError(f"--gpus {gpus} is too few: the smallest layout needs {least}; give more GPUs")
     by = by or ("cost" if all(row.dollars_per_hour is not None for row in rows) else "gpus")
     rows.sort(key=lambda row: _rank(row, by, gpus))
+    notes = _notes(rows, settings)
+    rows = _without_equals(rows)
     chosen = rows[0]
     home = next(setting for setting in settings if setting.cluster.instance.name == chosen.instance)
     return LoadPlan(
@@ -117,8 +119,8 @@ def plan_load(
         by=by,
         gpus_limit=gpus,
         chosen=chosen,
-        deployments=rows[:SHOWN],
-        evaluated=sum(len(setting.candidates) for setting in settings),
+        deployments=best_of_each(rows, SHOWN),
+        compared=len(rows),
         curve=(curve_points if chosen.prefill is None else pooled_curve)(home.candidates, asked, chosen),
         front=[point for each in settings for point in front_points(each.candidates, each.cluster, asked)],
         tiers=kv_tiers(home.candidates, home.cluster.instance, asked, chosen),
@@ -127,7 +129,8 @@ def plan_load(
         price_text=_price_text(home.cluster),
         benchmark=_benchmark(home, asked, chosen),
         drafts=_drafts(home, job, asked, chosen),
-        notes=_notes(rows, settings),
+        notes=notes,
+        warnings=_absences(instances, rows),
     )
 
 
@@ -264,7 +267,31 @@ def _rank(row: Deployment, by: str, gpus: int | None) -> tuple[float, ...]:
     if gpus is not None and by != "time":
         return (missing, row.distance, -row.slo_rate, cost, latency)
     first = {"cost": cost, "gpus": float(row.gpus), "time": latency}[by]
-    return (missing, row.distance, first, float(row.gpus), latency)
+    return (missing, row.distance, first, float(row.gpus) if by == "cost" else cost, -row.max_rate.value, latency)
+
+
+def _without_equals(rows: Sequence[Deployment]) -> list[Deployment]:
+    """Return one row of those that differ in `ep` only and have the same numbers: a stage has its experts on the same
+    GPUs. With attention data parallel it is that with `ep`, as engines deploy it."""
+    found: dict[tuple[object, ...], Deployment] = {}
+    for row in rows:
+        prefill = replace(row.prefill, ep=1) if row.prefill else None
+        key = (row.instance, replace(row.layout, ep=1), prefill, row.ttft["p95"], row.tpot["p95"], row.max_rate)
+        other = found.setdefault(key, row)
+        prefers_ep = row.layout.attention_dp > 1
+        if (row.layout.ep > other.layout.ep) == prefers_ep and row.layout.ep != other.layout.ep:
+            found[key] = row
+    return list(found.values())
+
+
+def _absences(instances: Sequence[str], rows: Sequence[Deployment]) -> list[str]:
+    """Name the instances without a deployment."""
+    shown = {row.instance for row in rows}
+    return [
+        f"{name}: no deployment; the model, a request or a replica needs more than it has"
+        for name in dict.fromkeys(instances)
+        if name not in shown
+    ]
 
 
 def _benchmark(setting: _Setting, load: ServedLoad, chosen: Deployment) -> Benchmark | None:
@@ -305,20 +332,20 @@ def _price_text(cluster: Cluster) -> str:
 
 
 def _notes(rows: Sequence[Deployment], settings: Sequence[_Setting]) -> list[str]:
-    """Return what experts inside one NVLink domain cost against experts across the network."""
+    """Return what expert parallelism inside one NVLink domain costs against across the network."""
     notes = []
     for setting in settings:
         domain, name = setting.machine.network.nvlink_domain, setting.cluster.instance.name
         here = [row for row in rows if row.instance == name and row.holds and row.prefill is None]
         inside = next((row for row in here if row.layout.stage_gpus <= domain and row.layout.ep > 1), None)
-        across = next((row for row in here if row.layout.stage_gpus > domain), None)
+        across = next((row for row in here if row.layout.stage_gpus > domain and row.layout.ep > 1), None)
         if inside is None or across is None or inside.dollars_per_hour is None or across.dollars_per_hour is None:
             continue
         one, other = (formatting.dollars(row.dollars_per_hour) for row in (inside, across))
         more = across.dollars_per_hour - inside.dollars_per_hour
         change = f"{formatting.dollars(abs(more))}/h {'more' if more >= 0 else 'less'}"
         notes.append(
-            f"{name}: experts inside one NVLink domain of {domain} GPUs ({inside.layout}) cost {one}/h, across the "
-            f"network ({across.layout}) {other}/h: {change}"
+            f"{name}: ep {inside.layout.ep} inside one NVLink domain of {domain} GPUs ({inside.layout}) costs {one}/h, "
+            f"ep {across.layout.ep} across the network ({across.layout}) {other}/h: {change}"
         )
     return notes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -82,6 +83,13 @@ class Deployment:
         return max((miss.ratio for miss in self.misses), default=math.inf if self.is_saturated else 0.0)
 
 
+def best_of_each(rows: Sequence[Deployment], count: int) -> list[Deployment]:
+    """Return the first `count` rows, in which every instance has at least its first one."""
+    firsts = list({row.instance: row for row in reversed(rows)}.values())
+    others = [row for row in rows if row not in firsts][: max(0, count - len(firsts))]
+    return [row for row in rows if row in firsts or row in others]
+
+
 @dataclass(frozen=True)
 class Benchmark:
     """What a benchmark of the chosen deployment measures, if it begins with all users at once."""
@@ -157,8 +165,8 @@ class LoadPlan:
     by: str  # cost or gpus
     gpus_limit: int | None
     chosen: Deployment
-    deployments: list[Deployment]  # best first, the chosen one included
-    evaluated: int
+    deployments: list[Deployment]  # best first, the chosen one and the best of each instance included
+    compared: int  # deployments of which these are the best
     curve: list[CurvePoint]
     front: list[FrontPoint]
     tiers: list[KvTier]
@@ -168,6 +176,7 @@ class LoadPlan:
     benchmark: Benchmark | None = None  # of a closed load without a number of requests
     drafts: PlannedDrafts | None = None
     notes: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
 
     @property
     def holds(self) -> bool:
