@@ -65,6 +65,7 @@ def test_a_load_and_its_limits() -> None:
         ("slo: {tpot: {p99: 0.05}}", "serve.slo.tpot: 0.05 has no unit; write 0.05ms or 0.05s"),
         ("load: {prefix_hits: 120%}", "serve.load.prefix_hits: '120%' is not a share"),
         ("attention_dp: 2", "attention_dp applies to plans of vllm, sglang, trtllm"),
+        ("replicas: 1000000000", "serve.replicas: 1000000000 is not a whole number from 1 to 10000"),
         ("precision: int4", "precision int4 applies to plans of vllm, sglang, trtllm (key software), not of craton"),
         ("precision: gptq", "did you mean 'int4'?"),
         ("precision: fp8, activation_precision: fp8", "activation_precision applies to plans of vllm"),

@@ -362,6 +362,30 @@ def test_a_prefix_is_reloaded_from_a_tier_if_that_is_faster(two_instances: LoadP
 
 
 @pytest.mark.parametrize(
+    ("model", "cluster", "rate", "pools", "link"),
+    [
+        ("llama-3.1-8b", "p5en.48xlarge", 20, "3 x tp 1 → 1 x tp 1", "NVLink"),
+        ("llama-3.1-8b", "g6e.48xlarge", 2, "1 x tp 1 → 1 x tp 1", "PCIe"),
+        ("llama-3.1-70b", "p5en.48xlarge", 12, "7 x tp 2 → 1 x tp 2", "EFA"),
+    ],
+)
+def test_pools_send_kv_caches_over_the_slowest_link_between_them(
+    model: str, cluster: str, rate: int, pools: str, link: str
+) -> None:
+    load = f"{{rate: {rate}, input: 4096, output: 128}}"
+    plan = plan_load(job_of(model, load, "{}", more="software: vllm\n", cluster=cluster))
+    assert (pools, link) in [(short_text(row), row.kv_transfer_link) for row in plan.deployments]
+
+
+def test_a_tier_is_compared_with_the_prefill_of_the_prefill_pool() -> None:
+    load = "{rate: 10, input: 2000, output: 256}"
+    plan = plan_load(job_of("llama-3.1-70b", load, "{ttft: 1s, tpot: 20ms}", more="software: vllm\n"))
+    assert short_text(plan.chosen) == "3 x tp 2 → 1 x tp 4"
+    at_peak = 2.0 * 70e9 * 2000 / (2 * 989e12)  # of two H200
+    assert at_peak / 0.8 < plan.tiers[0].recompute_seconds < plan.chosen.ttft["p50"].value
+
+
+@pytest.mark.parametrize(
     ("job", "gpus", "message"),
     [
         (job_of("llama-3.1-405b", cluster="p5.48xlarge"), None, "llama-3.1-405b fits no layout on p5.48xlarge"),

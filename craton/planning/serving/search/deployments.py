@@ -345,7 +345,7 @@ def _notes(rows: Sequence[Deployment], settings: Sequence[_Setting]) -> list[str
         more = across.dollars_per_hour - inside.dollars_per_hour
         change = f"{formatting.dollars(abs(more))}/h {'more' if more >= 0 else 'less'}"
         notes.append(
-            f"{name}: ep {inside.layout.ep} inside one NVLink domain of {domain} GPUs ({inside.layout}) costs {one}/h, "
+            f"{name}: ep {inside.layout.ep} inside one {setting.machine.domain_name} of {domain} GPUs ({inside.layout}) costs {one}/h, "
             f"ep {across.layout.ep} across the network ({across.layout}) {other}/h: {change}"
         )
     return notes
