@@ -87,7 +87,8 @@ def test_a_benchmark_begins_with_all_users_at_once(plan: PlanCommand) -> None:
     assert short["benchmark"] is None
     assert short["chosen"]["ttft"]["p95"]["value"] > 2 * steady["chosen"]["ttft"]["p95"]["value"]
     words = " ".join(plan(*users)[1].split())
-    assert "start burst not above: a benchmark begins with all users at once. Over 100 requests it has TTFT" in words
+    assert "start burst a benchmark begins with all users at once, which the latencies of this plan do not" in words
+    assert "Over 100 requests it has TTFT" in words
     assert "more users wait longer" in words
     assert "holds 64 users (640 requests) of" in " ".join(plan(*users, "--requests", 640)[1].split())
 
@@ -141,6 +142,8 @@ def test_a_limit_that_nothing_keeps_prints_the_plan_and_fails(plan: PlanCommand)
         (["--e2e", "p95=1"], "--e2e: '1' has no unit; write 1ms or 1s"),
         (["--ttft", "p95=500ms,p95=1s"], "--ttft 'p95=500ms,p95=1s' gives p95 twice; remove one of them"),
         (["--input", "1,5"], "--input: '1,5' is not a number of tokens"),
+        (["--input", "1024=512"], "error: --input: key '1024' is not known; allowed: mean, p95, min, max"),
+        (["--ttft", "1e-30ms"], "is not a duration"),
         (["--ttft", "soon"], "--ttft: 'soon' is not a duration"),
         (["--gpus", "8..16"], "--gpus '8..16' is not a number of GPUs"),
         (["--by", "speed"], "--by 'speed' is not allowed; choose cost, gpus, time"),

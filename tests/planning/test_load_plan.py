@@ -16,10 +16,18 @@ from rich.console import Console
 from craton.job import Job, parse_job
 from craton.planning import PlanError
 from craton.planning.report import load_html, load_to_json, load_verdict, render_load, serving_to_json
-from craton.planning.report.load_findings import drafts_text, short_text, warnings
+from craton.planning.report.load_findings import above_text, drafts_text, latency_text, range_text, short_text, warnings
 from craton.planning.report.load_table import deployment_heading, order_text
 from craton.planning.serving import ServePlan, plan_serving
-from craton.planning.serving.search import Deployment, LoadPlan, best_of_each, plan_load, with_planned_load
+from craton.planning.serving.search import (
+    Deployment,
+    Interval,
+    LoadPlan,
+    SloMiss,
+    best_of_each,
+    plan_load,
+    with_planned_load,
+)
 
 LOAD = "{rate: 20, input: 1024, output: 256}"
 
@@ -257,9 +265,9 @@ def test_equal_cost_prefers_fewer_gpus_and_every_instance_is_shown() -> None:
 @pytest.mark.parametrize(
     ("width", "titles"),
     [
-        (80, "instance GPUs TTFT TPOT req/s $/h $/M out"),
-        (100, "instance GPUs TTFT p95 TPOT p95 max req/s $/h $/M out"),
-        (140, "instance GPUs TTFT p95 TPOT p95 max req/s $/h $/M in $/M out $/M out, 80%"),
+        (80, "TTFT TPOT max deployment instance GPUs p95 p95 req/s $/h $/M out"),
+        (100, "deployment instance GPUs TTFT p95 TPOT p95 max req/s $/h $/M out"),
+        (140, "deployment instance GPUs TTFT p95 TPOT p95 max req/s $/h $/M in $/M out $/M out, 80%"),
     ],
 )
 def test_the_table_of_deployments_fits_the_terminal(two_instances: LoadPlan, width: int, titles: str) -> None:
@@ -267,8 +275,9 @@ def test_the_table_of_deployments_fits_the_terminal(two_instances: LoadPlan, wid
     render_load(two_instances, Console(file=shown, width=width))
     lines = shown.getvalue().splitlines()
     start = next(index for index, line in enumerate(lines) if line.startswith("Deployments, best first by cost"))
-    assert " ".join(lines[start + 1].split()) == f"deployment {titles}"
-    rows = lines[start + 2 :]
+    first = next(index for index, line in enumerate(lines) if index > start and line.startswith(("✓", "✗")))
+    assert " ".join(" ".join(lines[start + 1 : first]).split()) == titles
+    rows = lines[first:]
     assert all(line.startswith(("✓", "✗")) for line in rows), "no row wraps"
     assert ("p5en " if width == 80 else "p5en.48xlarge ") in "".join(rows)
     dollars = two_instances.chosen.dollars_per_hour
@@ -301,6 +310,26 @@ def test_a_stated_layout_that_cannot_be_is_refused(model: str, sizes: str, messa
     with pytest.raises(PlanError) as error:
         plan_load(job_of(model, more=f"software: vllm\nlayout: {{{sizes}}}\n"))
     assert message in str(error.value)
+
+
+def test_a_version_that_was_not_measured_is_said() -> None:
+    def said(software: str) -> list[str]:
+        return plan_load(job_of(more=f"software: {software}\n"), gpus=1).warnings
+
+    assert said("vllm 99") == [
+        "vllm 99 was not measured on H200-SXM, so the plan is that of vllm; measured are 0.12.0, 0.16.0, 0.18.0"
+    ]
+    assert said("vllm 0.18.0") == said("vllm") == []
+    plan = plan_serving(parse_job("kind: serve\nmodel: llama-3.1-8b\ncluster: p5.48xlarge x 1\nsoftware: vllm 99\n"))
+    assert any(text.startswith("vllm 99 was not measured on H100-SXM") for text in plan.warnings)
+
+
+def test_latencies_without_a_bound_are_one_word() -> None:
+    unbounded = Interval(math.inf, math.inf, math.inf)
+    assert (latency_text(unbounded), range_text(unbounded)) == ("grows without bound", "unbounded")
+    assert range_text(Interval(1.0, 0.5, math.inf)) == "500 ms to unbounded"
+    assert above_text(SloMiss("ttft", "p95", 0.5, math.inf)) == "without bound"
+    assert above_text(SloMiss("ttft", "p95", 0.5, 0.7)) == "40% above"
 
 
 def test_other_engines_pad_what_tp_does_not_divide() -> None:

@@ -109,6 +109,8 @@ def _section(section: Any, values: dict[str, Any]) -> Any:
         return section.model_validate(values)
     except ValidationError as error:
         problem = section_problems(section, error, "option")[0]
+        if unknown := re.fullmatch(r"(key .*) is not known under option\.(\w+)(.*)", problem):
+            raise PlanError(f"--{unknown[2].replace('_', '-')}: {unknown[1]} is not known{unknown[3]}") from None
         name, colon, reason = problem.removeprefix("option.").partition(":")
         key = name.partition(".")[0]
         if colon and key in (*LOAD_OPTIONS, *SLO_OPTIONS, *PRECISION_OPTIONS):

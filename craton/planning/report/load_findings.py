@@ -122,6 +122,8 @@ def latency_text(interval: Interval) -> str:
 
 
 def range_text(interval: Interval) -> str:
+    if not math.isfinite(interval.low):
+        return "unbounded"
     if not math.isfinite(interval.high):
         return f"{formatting.duration(interval.low)} to unbounded"
     return formatting.duration_range(interval.low, interval.high)
@@ -162,8 +164,9 @@ def burst_text(plan: LoadPlan) -> str:
     mean, tail = plan.benchmark.ttft["mean"], plan.benchmark.ttft["p95"]
     count = plan.benchmark.requests
     return (
-        f"not above: a benchmark begins with all users at once. Over {count:,} requests it has TTFT "
-        f"{formatting.duration(mean.value)} on average, p95 {latency_text(tail)}; --requests {count} plans for it"
+        f"a benchmark begins with all users at once, which the latencies of this plan do not include. Over {count:,} "
+        f"requests it has TTFT {formatting.duration(mean.value)} on average, p95 {latency_text(tail)}; --requests "
+        f"{count} plans for it"
     )
 
 

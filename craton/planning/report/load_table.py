@@ -42,19 +42,19 @@ def order_text(plan: LoadPlan) -> str:
 
 def deployment_columns(plan: LoadPlan, *, detailed: bool, short: bool = False) -> list[DeploymentColumn]:
     """Return the columns that tell the deployments apart. `detailed`: also dollars per million input tokens, and the
-    interval of those per output token. `short`: instances by their family, and titles of one word."""
+    interval of those per output token. `short`: instances by their family, and titles in two lines."""
     rows = plan.deployments
     columns = [
         DeploymentColumn("", lambda row: "✓" if row.holds else "✗", is_number=False),
         DeploymentColumn("deployment", findings.short_text, is_number=False),
     ]
-    names, share = _instances(plan), " p95"
+    names, space = _instances(plan), " "
     if len(names) > 1:
         families = {name: name.partition(".")[0] for name in names}
         shown = (
             families if short and len(set(families.values())) == len(names) else dict(zip(names, names, strict=True))
         )
-        share = "" if short else share
+        space = "\n" if short else space
         columns.append(
             DeploymentColumn(
                 "instance",
@@ -66,9 +66,9 @@ def deployment_columns(plan: LoadPlan, *, detailed: bool, short: bool = False) -
         columns.append(DeploymentColumn("nodes", lambda row: f"{row.nodes}"))
     columns += [
         DeploymentColumn("GPUs", lambda row: f"{row.gpus}"),
-        DeploymentColumn(f"TTFT{share}", lambda row: seconds_text(row.ttft["p95"].value)),
-        DeploymentColumn(f"TPOT{share}", lambda row: seconds_text(row.tpot["p95"].value)),
-        DeploymentColumn("max req/s" if share else "req/s", lambda row: findings.rate(row.max_rate.value)),
+        DeploymentColumn(f"TTFT{space}p95", lambda row: seconds_text(row.ttft["p95"].value)),
+        DeploymentColumn(f"TPOT{space}p95", lambda row: seconds_text(row.tpot["p95"].value)),
+        DeploymentColumn(f"max{space}req/s", lambda row: findings.rate(row.max_rate.value)),
     ]
     if any(row.dollars_per_hour is not None for row in rows):
         columns.append(DeploymentColumn("$/h", lambda row: formatting.dollars(row.dollars_per_hour)))

@@ -174,6 +174,21 @@ def named_engine(software: str) -> tuple[str, str]:
     return engine, version
 
 
+def unmeasured_version(software: str, gpu: Gpu) -> str:
+    """Return what a plan says of a version that was not measured on this GPU; empty where it was, or none is named."""
+    engine, version = ("", "") if _is_file(software) else named_engine(software)
+    entries = [profile for profile in _shipped() if profile.engine == engine and profile.version]
+    here = sorted({profile.version for profile in entries if profile.gpu == gpu.name and profile.version[0].isdigit()})
+    if (
+        not version
+        or version in here
+        or any(profile.version == version and profile.gpu == gpu.name for profile in entries)
+    ):
+        return ""
+    measured = f"measured are {', '.join(here)}" if here else "no version was"
+    return f"{engine} {version} was not measured on {gpu.name}, so the plan is that of {engine}; {measured}"
+
+
 def _is_file(software: str) -> bool:
     return Path(software).suffix == ".json" or "/" in software
 

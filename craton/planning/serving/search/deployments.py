@@ -22,7 +22,13 @@ from craton.planning.rates import MachineRates, machine_of
 from craton.planning.serving.layout import ServedLayout
 from craton.planning.serving.load import ServedLoad, TokenLengths
 from craton.planning.serving.planner import PlannedLoad, ServePlan
-from craton.planning.serving.profile import OWN_ENGINE, EngineProfile, EngineProfileError, find_engine_profile
+from craton.planning.serving.profile import (
+    OWN_ENGINE,
+    EngineProfile,
+    EngineProfileError,
+    find_engine_profile,
+    unmeasured_version,
+)
 from craton.planning.serving.search.curves import curve_points, front_points
 from craton.planning.serving.search.drafts import planned_drafts
 from craton.planning.serving.search.evaluate import Limits, evaluate, largest_load
@@ -130,7 +136,7 @@ def plan_load(
         benchmark=_benchmark(home, asked, chosen),
         drafts=_drafts(home, job, asked, chosen),
         notes=notes,
-        warnings=_absences(instances, rows),
+        warnings=[*_versions(job, settings), *_absences(instances, rows)],
     )
 
 
@@ -284,6 +290,12 @@ def _without_equals(rows: Sequence[Deployment]) -> list[Deployment]:
     return list(found.values())
 
 
+def _versions(job: Job, settings: Sequence[_Setting]) -> list[str]:
+    """Name the GPUs on which the stated version of the engine was not measured."""
+    gpus = {setting.machine.gpu.name: setting.machine.gpu for setting in settings}
+    return [text for gpu in gpus.values() if (text := unmeasured_version(job.software, gpu))]
+
+
 def _absences(instances: Sequence[str], rows: Sequence[Deployment]) -> list[str]:
     """Name the instances without a deployment."""
     shown = {row.instance for row in rows}
@@ -345,7 +357,8 @@ def _notes(rows: Sequence[Deployment], settings: Sequence[_Setting]) -> list[str
         more = across.dollars_per_hour - inside.dollars_per_hour
         change = f"{formatting.dollars(abs(more))}/h {'more' if more >= 0 else 'less'}"
         notes.append(
-            f"{name}: ep {inside.layout.ep} inside one {setting.machine.domain_name} of {domain} GPUs ({inside.layout}) costs {one}/h, "
-            f"ep {across.layout.ep} across the network ({across.layout}) {other}/h: {change}"
+            f"{name}: ep {inside.layout.ep} inside one {setting.machine.domain_name} of {domain} GPUs "
+            f"({inside.layout}) costs {one}/h, ep {across.layout.ep} across the network ({across.layout}) "
+            f"{other}/h: {change}"
         )
     return notes
