@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from craton.job.document import parse_bytes, parse_count, parse_latency, parse_seconds, parse_token_count, whole_number
+from craton.job.document import parse_bytes, parse_count, parse_seconds, parse_token_count, whole_number
 from craton.job.document.units import parse_bytes_per_second, parse_flops
+from craton.job.sections.serving.load import parse_latency
 
 
 @pytest.mark.parametrize(

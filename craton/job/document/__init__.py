@@ -29,7 +29,6 @@ if TYPE_CHECKING:
         Whole,
         parse_bytes,
         parse_count,
-        parse_latency,
         parse_seconds,
         parse_share,
         parse_token_count,

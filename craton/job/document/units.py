@@ -15,7 +15,6 @@ from pydantic import PlainValidator
 
 MAX_NUMBER = 1e18  # bytes, tokens, FLOP/s, seconds: beyond any cluster; floats are exact integers only up to 2^53
 MAX_SIZE = 10**9  # of a small integer: heads, layers, nodes, steps between checkpoints
-MIN_LATENCY = 1e-6  # seconds
 MAX_WHOLE = 2**63 - 1  # of an identifier, such as a seed
 # Commas separate thousands only: `1,5` is no number of tokens.
 _NUMBER = r"(?P<number>(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9][0-9_]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?|\.[0-9]+)"
@@ -47,18 +46,6 @@ def parse_seconds(value: object) -> float:
     if not parts or not are_known or "".join(number + unit for number, unit in parts) != text:
         raise ValueError(f"{shown_value(value)} is not {how}")
     return _positive(sum(float(number) * _SECONDS[unit] for number, unit in parts), value, how)
-
-
-def parse_latency(value: object) -> float:
-    """Parse a duration with its unit, `500ms` or `1m30s`, to seconds: whether 500 is milliseconds cannot be seen."""
-    seconds = parse_seconds(value)
-    text = str(value).replace(" ", "")
-    if not text[-1].isalpha():
-        near = f"write {text}ms or {text}s" if re.fullmatch(r"[0-9.]+", text) else "write e.g. 500ms or 2s"
-        raise ValueError(f"{shown_value(value)} has no unit; {near}")
-    if seconds < MIN_LATENCY:
-        raise ValueError(f"{shown_value(value)} is below a microsecond, which no request is; write e.g. 30ms")
-    return seconds
 
 
 def parse_share(value: object) -> float:

@@ -18,7 +18,7 @@ from craton.job.document import (
     Section,
     Size,
     TokenCount,
-    parse_latency,
+    parse_seconds,
     parse_token_count,
     shown_value,
 )
@@ -29,7 +29,20 @@ STATISTICS: tuple[str, ...] = get_args(Statistic)
 MIN_RATE, MAX_RATE = 1e-6, 1e6  # requests per second
 MIN_BURSTINESS, MAX_BURSTINESS = 0.01, 100.0
 MAX_P95 = 3.86  # of the mean: no lognormal distribution has a larger one
+MIN_LATENCY = 1e-6  # seconds
 DEFAULT_INPUT, DEFAULT_OUTPUT = 1024, 256  # tokens
+
+
+def parse_latency(value: object) -> float:
+    """Parse a duration with its unit, `500ms` or `1m30s`, to seconds: whether 500 is milliseconds cannot be seen."""
+    seconds = parse_seconds(value)
+    text = str(value).replace(" ", "")
+    if not text[-1].isalpha():
+        near = f"write {text}ms or {text}s" if re.fullmatch(r"[0-9.]+", text) else "write e.g. 500ms or 2s"
+        raise ValueError(f"{shown_value(value)} has no unit; {near}")
+    if seconds < MIN_LATENCY:
+        raise ValueError(f"{shown_value(value)} is below a microsecond, which no request is; write e.g. 30ms")
+    return seconds
 
 
 def _number(low: float, high: float, allowed: str) -> Callable[[object], float]:

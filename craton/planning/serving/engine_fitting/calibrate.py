@@ -84,10 +84,10 @@ def calibrate_engine(start: EngineProfile, cases: Sequence[ServingCase], source:
         return value + marks @ theta[count:], np.hstack([jacobian, marks])
 
     before = _metrics(linear(mean)[0], cases)
-    for case, value in zip(cases, before, strict=True):
-        if _apart(value, case.measured) > INCREDIBLE:
+    for case, predicted in zip(cases, before, strict=True):
+        if _apart(predicted, case.measured) > INCREDIBLE:
             raise EngineCalibrationError(
-                f"{case.id}: {case.metric} {case.measured:.3g} is not credible: {start.name} predicts {value:.3g}; "
+                f"{case.id}: {case.metric} {case.measured:.3g} is not credible: {start.name} predicts {predicted:.3g}; "
                 "check its unit and its load, or leave it out"
             )
     theta = mean.copy()
