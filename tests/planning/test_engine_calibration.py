@@ -104,6 +104,10 @@ def test_a_profile_of_another_engine_plans_with_its_keys(tmp_path: Path) -> None
     plan = plan_load(parse_job(text + keys + serve, folder=tmp_path))
     assert (plan.engine, plan.basis, plan.precision) == ("sglang", "3 measurements", "fp8_block")
     assert str(plan.chosen.layout) == "tp 8 · ep 8 · replicas 2"
+    assert plan.warnings == []
+    elsewhere = plan_load(parse_job(text.replace("p5en", "p6-b200") + keys + serve, folder=tmp_path))
+    said = "profile.json was fitted to measurements on H200-SXM; its interval is not that of B200"
+    assert elsewhere.warnings == [said]
 
 
 def test_overloaded_levels_of_a_sweep_do_not_count(runs: Path, tmp_path: Path) -> None:

@@ -175,8 +175,15 @@ def named_engine(software: str) -> tuple[str, str]:
 
 
 def unmeasured_version(software: str, gpu: Gpu) -> str:
-    """Return what a plan says of a version that was not measured on this GPU; empty where it was, or none is named."""
-    engine, version = ("", "") if _is_file(software) else named_engine(software)
+    """Return what a plan says of a version or a profile file that was not measured on this GPU; empty where it was."""
+    if _is_file(software):
+        profile = load_engine_profile(software)
+        if profile.gpu in ("", gpu.name):
+            return ""
+        return (
+            f"{Path(software).name} was fitted to measurements on {profile.gpu}; its interval is not that of {gpu.name}"
+        )
+    engine, version = named_engine(software)
     entries = [profile for profile in _shipped() if profile.engine == engine and profile.version]
     here = sorted({profile.version for profile in entries if profile.gpu == gpu.name and profile.version[0].isdigit()})
     if (

@@ -50,7 +50,7 @@ class EngineCalibration:
         """Measurements that the fitted profile does not explain."""
         return [
             f"{case.id}: {case.metric} is {_times(value, case.measured)} after the fit; it contradicts the others, or "
-            "has other settings than its job file states"
+            "its settings are not those that are stated"
             for case, value in zip(self.cases, self.after, strict=True)
             if _apart(value, case.measured) > CONTRADICTORY
         ]
