@@ -7,6 +7,7 @@ in the shipped file is predicted by the fit to the whole shipped file, and is ne
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -46,6 +47,10 @@ class ServingResult:
     @property
     def inside(self) -> bool:
         return self.low <= self.case.measured <= self.high
+
+    @property
+    def is_finite(self) -> bool:
+        return all(math.isfinite(value) for value in (self.predicted, self.low, self.high))
 
     @property
     def width(self) -> float:
@@ -100,7 +105,13 @@ def bench_inference(
         predictions |= dict(zip(members, predict_served(fit, members), strict=True))
         if progress:
             progress(done, len(jobs))
-    return ServingBench([_result(case, predictions[case]) for case in cases], skipped, rows, holdout)
+    results = [_result(case, predictions[case]) for case in cases]
+    skipped += [
+        Skipped(result.case.id, "", f"{result.case.metric}: the prediction is not a finite number")
+        for result in results
+        if not result.is_finite
+    ]
+    return ServingBench([result for result in results if result.is_finite], skipped, rows, holdout)
 
 
 def _left_out(case: ServingCase, holdout: ServingHoldout) -> Hashable:

@@ -40,6 +40,7 @@ def calibrate(
     from craton.planning.calibration import calibrate as fit
     from craton.planning.serving.engine_fitting import is_server_file
 
+    _check_out(out)
     if is_server_file(runs):
         calibrate_server(runs, software, pin, out, as_json)
         return
@@ -47,7 +48,6 @@ def calibrate(
     if not logged:
         raise CalibrationError(f"{runs}: contains no runs; a profile needs at least 3")
     result = fit(logged, software, out.stem, load_pins(pin, logged[0].machine) if pin else None)
-    out.parent.mkdir(parents=True, exist_ok=True)
     save_profile(result.profile, out)
     if as_json:
         print(
@@ -106,6 +106,7 @@ def calibrate_server(runs: Path, software: str, pin: Path | None, out: Path, as_
 
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     from craton.planning.serving import find_engine_profile, save_engine_profile
     from craton.planning.serving.engine_fitting import (
@@ -118,7 +119,6 @@ def calibrate_server(runs: Path, software: str, pin: Path | None, out: Path, as_
         raise EngineCalibrationError(f"--pin {pin}: microbenchmarks fix constants of training only; leave it out")
     cases = load_server_measurements(runs, software)
     result = calibrate_engine(find_engine_profile(software, cases[0].machine.gpu), cases)
-    out.parent.mkdir(parents=True, exist_ok=True)
     save_engine_profile(result.profile, out)
     lines = list(zip(result.cases, result.before, result.after, strict=True))
     if as_json:
@@ -126,7 +126,7 @@ def calibrate_server(runs: Path, software: str, pin: Path | None, out: Path, as_
             {"name": case.id, "metric": case.metric, "measured": case.measured, "before": before, "after": after}
             for case, before, after in lines
         ]
-        print(json.dumps({"profile": str(out), "measurements": measurements}))
+        print(json.dumps({"profile": str(out), "measurements": measurements, "warnings": result.warnings}))
         return
     console = Console()
     table = Table(
@@ -141,4 +141,24 @@ def calibrate_server(runs: Path, software: str, pin: Path | None, out: Path, as_
         errors = (signed_percent(value / case.measured - 1) for value in (before, after))
         table.add_row(case.id, case.metric, shown, *errors)
     console.print(table)
+    for warning in result.warnings:
+        console.print(Text(f"! {warning}", style="yellow"), highlight=False)
     console.print(f"\nwrote {out}; use it with `software: {out}` in the job file of a server", highlight=False)
+
+
+def _check_out(out: Path) -> None:
+    """Make the folder of the profile before the fit, which takes long. CalibrationError: no file can be written."""
+    import os
+
+    from craton.planning.calibration import CalibrationError
+
+    if out.is_dir():
+        raise CalibrationError(f"--out {out}: is a folder; name a file, e.g. {out / 'profile.json'}")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CalibrationError(
+            f"--out {out}: its folder cannot be made ({error.strerror}); name another path"
+        ) from None
+    if not os.access(out if out.exists() else out.parent, os.W_OK):
+        raise CalibrationError(f"--out {out}: cannot be written; name another path")

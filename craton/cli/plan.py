@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 
 def plan(
+    context: typer.Context,
     job: Annotated[
         Path | None,
         typer.Argument(metavar="JOB", help="Job file (YAML). Optional with --eval and --accuracy.", show_default=False),
@@ -33,7 +34,9 @@ def plan(
     by: Annotated[
         str,
         typer.Option(
-            help="With --instances, or for a server: minimize time, cost or gpus \\[default: cost].", show_default=False
+            help="With --instances, or for a server: minimize time (server: mean end-to-end latency), cost or gpus "
+            "\\[default: cost].",
+            show_default=False,
         ),
     ] = "",
     deadline: Annotated[
@@ -84,17 +87,20 @@ def plan(
         str,
         typer.Option(
             metavar="SHARE",
-            help="Server: share of the prompt tokens in the prefix cache, e.g. 0.4.",
+            help="Server: share of the prompt tokens in the prefix cache, e.g. 0.4 or 40%.",
             show_default=False,
         ),
     ] = "",
     acceptance: Annotated[
-        str, typer.Option(metavar="SHARE", help="Server: share of accepted draft tokens, e.g. 0.7.", show_default=False)
+        str,
+        typer.Option(
+            metavar="SHARE", help="Server: share of accepted draft tokens, e.g. 0.7 or 70%.", show_default=False
+        ),
     ] = "",
     burstiness: Annotated[
         str,
         typer.Option(
-            help="Server: squared coefficient of variation of the gaps between requests; 1 is Poisson.",
+            help="Server: burstiness of --rate, as in bench serve: 1 is Poisson, less is burstier, more is steadier.",
             show_default=False,
         ),
     ] = "",
@@ -204,6 +210,7 @@ def plan(
     from craton.job import load_job
     from craton.planning import PlanError
 
+    _refuse_blank_options(context)
     served = {
         **{"rate": rate, "concurrency": concurrency, "requests": requests, "input": input_, "output": output},
         **{"prefix_hits": prefix_hits},
@@ -294,6 +301,21 @@ def _render(
         from craton.cli.views.traced import render_trace
 
         render_trace(traced, console)
+
+
+def _refuse_blank_options(context: typer.Context) -> None:
+    """Raise PlanError for an option without a value: a limit that an unset shell variable should have held."""
+    from craton.planning import PlanError
+
+    for param in context.command.params:
+        source, value = context.get_parameter_source(param.name or ""), context.params.get(param.name or "")
+        texts = value if isinstance(value, list | tuple) else [value]
+        if (
+            source is not None
+            and source.name == "COMMANDLINE"
+            and any(text == "" or str(text).isspace() for text in texts)
+        ):
+            raise PlanError(f"{param.opts[-1]} has no value; write one, or remove the option")
 
 
 def _refuse(options: dict[str, object], reason: str) -> None:
@@ -402,9 +424,12 @@ def _ranks(text: str, trace: bool) -> list[int]:
 def _instance_names(text: str) -> list[str]:
     """Expand a family such as `p5` to its instance with at least four GPUs; keep full names."""
     from craton.infrastructure.catalog import instances
+    from craton.planning import PlanError
 
     by_family = {node.name.split(".")[0]: node.name for node in instances() if node.num_gpus >= 4}
-    names = [name.strip() for name in text.split(",") if name.strip()]
+    names = [name.strip() for name in text.split(",")] if text else []
+    if not all(names):
+        raise PlanError(f"--instances {text!r} has an empty name; write e.g. p5,p5en,p6-b200")
     return [by_family.get(name, name) for name in names]
 
 

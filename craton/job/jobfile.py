@@ -280,7 +280,7 @@ class Job(Section):
         return self
 
     @model_validator(mode="after")
-    def _serving_goes_together(self) -> Self:
+    def _serving_goes_together(self, info: ValidationInfo) -> Self:
         if self.kind != "serve":
             if self.serve:
                 raise KeyConflictError(f"serve applies to kind serve, not {self.kind}", ("serve",), ("kind",))
@@ -292,7 +292,8 @@ class Job(Section):
                 )
             return self
         assert self.serve is not None
-        check_server_keys(self.model, self.data, self.layout, self.recover, self.serve, self.software)
+        folder = Path((info.context or {}).get("folder", "."))
+        check_server_keys(self.model, self.data, self.layout, self.recover, self.serve, self.software, folder)
         check_served_model(self.serve, self.served_name, self.served_length, self.model_shape, self.draft_shape)
         return self
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from pathlib import Path
 
 from craton.job.document import KeyConflictError
 from craton.job.layout import LayoutSpec
@@ -20,8 +22,21 @@ from craton.job.sections.serving import (
 
 
 def is_planned_only(software: str) -> bool:
-    """Return whether a server of this software is planned but not run by Craton: `vllm`, `sglang@0.5`, ..."""
-    return re.split(r"[^a-z]", software.lower())[0] in PLANNED_ENGINES
+    """Return whether a server of this software is planned but not run by Craton: `vllm`, `sglang@0.5`, or a profile
+    file of such an engine."""
+    return served_engine(software) in PLANNED_ENGINES
+
+
+def served_engine(software: str, folder: Path = Path()) -> str:
+    """Return the engine that a server's software names, or that its profile file is of; empty: the file is not one."""
+    path = folder / Path(software).expanduser()
+    if "/" not in software and path.suffix not in (".toml", ".json"):
+        return re.split(r"[^a-z]", software.lower())[0]
+    try:
+        profile = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return ""
+    return str(profile.get("engine", "")) if isinstance(profile, dict) else ""
 
 
 def check_server_keys(
@@ -31,8 +46,12 @@ def check_server_keys(
     recover: RecoverSection,
     serve: Serve,
     software: str,
+    folder: Path,
 ) -> None:
-    """Raise KeyConflictError for the first key that does not apply to a server."""
+    """Raise KeyConflictError for the first key that does not apply to a server; `folder`: that of the job file."""
+    engine = served_engine(software, folder)
+    # A file that is no profile is an error of its own, with its own message.
+    is_planned = engine in PLANNED_ENGINES or not engine
     if isinstance(model, str) and is_function(model):
         raise KeyConflictError(
             f"kind serve requires a model that Craton builds, but {model} is a function; give a preset, a folder, a "
@@ -43,15 +62,15 @@ def check_server_keys(
     if data != Data():
         raise KeyConflictError("kind serve reads no data; remove `data:`", ("data",), ("kind",))
     for key in layout.model_fields_set if layout else ():
-        if key in NOT_OF_A_SERVER and not (key in PLANNED_LAYOUT and is_planned_only(software)):
+        if key in NOT_OF_A_SERVER and not (key in PLANNED_LAYOUT and is_planned):
             raise KeyConflictError(f"layout: {key} does not apply to a server: {NOT_OF_A_SERVER[key]}", ("layout", key))
-    if serve.attention_dp > 1 and not is_planned_only(software):
+    if serve.attention_dp > 1 and not is_planned:
         raise KeyConflictError(
             f"serve: attention_dp applies to plans of {', '.join(PLANNED_ENGINES)} (key software), not of {software}; "
             "remove it",
             ("serve", "attention_dp"),
         )
-    check_precisions(serve, software)
+    check_precisions(serve, software, folder)
     if recover.spares:
         raise KeyConflictError(
             "recover: a server runs on one node and has no spares; remove recover.spares",
@@ -60,10 +79,10 @@ def check_server_keys(
         )
 
 
-def check_precisions(serve: Serve, software: str) -> None:
+def check_precisions(serve: Serve, software: str, folder: Path = Path()) -> None:
     """Raise KeyConflictError if weights, activations and KV cache cannot have these precisions together."""
     engines = ", ".join(PLANNED_ENGINES)
-    is_own = not is_planned_only(software)
+    is_own = served_engine(software, folder) not in (*PLANNED_ENGINES, "")
     if is_own and serve.precision not in OWN_PRECISIONS:
         raise KeyConflictError(
             f"serve: precision {serve.precision} applies to plans of {engines} (key software), not of {software}; use "

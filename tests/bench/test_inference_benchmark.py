@@ -12,6 +12,7 @@ import pytest
 
 from craton.bench import bench_inference, inference_json, is_inference_file, median_error
 from craton.planning.calibration import CaseFileError
+from craton.planning.fitting import Prediction
 from craton.planning.serving.engine_fitting import (
     load_serving_cases,
     predict_served,
@@ -100,6 +101,10 @@ def test_shipped_rows_in_sample_are_close() -> None:
         {"workload": {"isl": float("nan"), "osl": 1, "concurrency": 1}},
         {"workload": {"isl": "many", "osl": 10, "concurrency": 1}},
         {"workload": {"isl": 1000, "osl": 10, "concurrency": -1}},
+        {"workload": {"isl": 1e300, "osl": 10, "concurrency": 1}},
+        {"workload": {"isl": 1000, "osl": 1e300, "concurrency": 1}},
+        {"workload": {"isl": 1e-300, "osl": 10, "concurrency": 1}},
+        {"workload": {"isl": 1000, "osl": 10, "concurrency": 1e300}},
         {"metrics": {}},
         {"metrics": {"output_tokens_per_s_per_gpu": 0}},
         {"metrics": {"output_tokens_per_s_per_gpu": "fast"}},
@@ -114,6 +119,16 @@ def test_hostile_rows_are_skipped(tmp_path: Path, change: dict[str, Any]) -> Non
     assert not cases
     assert len(skipped) == 1
     assert skipped[0].reason
+
+
+def test_a_prediction_that_is_no_number_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inference = "craton.bench.inference"
+    monkeypatch.setattr(f"{inference}.serving_corpus_fit", lambda: None)
+    monkeypatch.setattr(f"{inference}.predict_served", lambda _, cases: [Prediction(math.nan, 0.1) for _ in cases])
+    bench = bench_inference(write(tmp_path, {**known_row(), "id": "mine"}), "none")
+    assert not bench.results
+    assert {entry.id for entry in bench.skipped} == {"mine"}
+    assert "is not a finite number" in bench.skipped[0].reason
 
 
 def test_mutated_rows_are_cases_with_a_prediction_or_are_skipped() -> None:

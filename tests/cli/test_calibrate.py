@@ -149,10 +149,14 @@ def test_a_missing_file(calibrate: Command) -> None:
 
 
 def test_a_profile_that_cannot_be_written_fails_without_a_traceback(calibrate: Command) -> None:
-    code, output, errors = calibrate("runs.json", "--out", ".", "--json")
-    assert code in (1, 2)
-    assert errors.startswith("error: ")
-    assert json.loads(output)["error"]
+    """It is known before the fit."""
+    calibrate.monkeypatch.delattr("craton.planning.calibration.fit_profile.calibrate_from")
+    for out, message in ((".", "--out .: is a folder; name a file, e.g. profile.json"), ("job.yaml/a.json", "another")):
+        code, output, errors = calibrate("runs.json", "--out", out, "--json")
+        assert code == 2
+        assert errors.startswith(f"error: --out {out}")
+        assert message in errors
+        assert json.loads(output)["error"]
 
 
 @pytest.mark.parametrize("arguments", [[], ["runs.json", "--nope"]], ids=str)

@@ -62,7 +62,7 @@ def test_the_verdict_names_deployment_latency_and_dollars(plan: PlanCommand) -> 
 
 
 def test_options_override_the_keys_of_the_job(plan: PlanCommand, tmp_path: Path) -> None:
-    found = plan.json("--rate", 10, "--input", "mean=512,p95=1500", "--output", "100..300", "--tpot", "p99=50ms")
+    found = plan.json("--rate", 10, "--input", "mean=512,p95=1,500", "--output", "100..300", "--tpot", "p99=50ms")
     assert found["load"] | {"prefix_hits": 0.0} == {
         "rate": 10.0,
         "input": {"mean": 512, "p95": 1500},
@@ -87,7 +87,8 @@ def test_a_benchmark_begins_with_all_users_at_once(plan: PlanCommand) -> None:
     assert short["benchmark"] is None
     assert short["chosen"]["ttft"]["p95"]["value"] > 2 * steady["chosen"]["ttft"]["p95"]["value"]
     words = " ".join(plan(*users)[1].split())
-    assert "start burst not above: a benchmark begins with all users at once. Over 100 requests it has TTFT" in words
+    assert "start burst a benchmark begins with all users at once, which the latencies of this plan do not" in words
+    assert "Over 100 requests it has TTFT" in words
     assert "more users wait longer" in words
     assert "holds 64 users (640 requests) of" in " ".join(plan(*users, "--requests", 640)[1].split())
 
@@ -137,6 +138,12 @@ def test_a_limit_that_nothing_keeps_prints_the_plan_and_fails(plan: PlanCommand)
         (["--input", "9..3"], "--input: max 3 is below min 9"),
         (["--ttft", "0"], "--ttft: 0 is not above zero"),
         (["--ttft", "p42=1s"], "--ttft: 'p42' is not a statistic"),
+        (["--ttft", "500"], "--ttft: 500 has no unit; write 500ms or 500s"),
+        (["--e2e", "p95=1"], "--e2e: '1' has no unit; write 1ms or 1s"),
+        (["--ttft", "p95=500ms,p95=1s"], "--ttft 'p95=500ms,p95=1s' gives p95 twice; remove one of them"),
+        (["--input", "1,5"], "--input: '1,5' is not a number of tokens"),
+        (["--input", "1024=512"], "error: --input: key '1024' is not known; allowed: mean, p95, min, max"),
+        (["--ttft", "1e-30ms"], "is not a duration"),
         (["--ttft", "soon"], "--ttft: 'soon' is not a duration"),
         (["--gpus", "8..16"], "--gpus '8..16' is not a number of GPUs"),
         (["--by", "speed"], "--by 'speed' is not allowed; choose cost, gpus, time"),
@@ -147,6 +154,12 @@ def test_a_limit_that_nothing_keeps_prints_the_plan_and_fails(plan: PlanCommand)
         (["--activation-precision", "bf16"], "activation_precision applies to plans of vllm"),
         (["--kv-precision", "fp4"], "--kv-precision: 'fp4' is not allowed; allowed: auto, bf16, fp8"),
         (["--deadline", "3d"], "applies to training jobs only"),
+        (["--ttft", ""], "--ttft has no value; write one, or remove the option"),
+        (["--rate", "2", "--input", " "], "--input has no value"),
+        (["--strategy", ""], "--strategy has no value"),
+        (["--gpus="], "--gpus has no value"),
+        (["--instances", ","], "--instances ',' has an empty name; write e.g. p5,p5en,p6-b200"),
+        (["--instances", "p5,,p5en"], "--instances 'p5,,p5en' has an empty name"),
     ],
 )
 def test_a_bad_option_is_one_clear_line(plan: PlanCommand, options: list[str], message: str) -> None:

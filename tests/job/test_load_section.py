@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 
 from craton.errors import CratonError
-from craton.job import ContentError, dump_job, make_job, parse_job
+from craton.job import ContentError, dump_job, is_planned_only, make_job, parse_job
 
 JOB = "kind: serve\nmodel: llama-3.1-8b\ncluster: p5en.48xlarge x 1\n"
 
@@ -29,6 +32,10 @@ def test_a_load_and_its_limits() -> None:
     )
     limits = {("ttft", "p95"): 0.5, ("tpot", "mean"): 0.03, ("tpot", "p99"): 0.08}
     assert job.serve.slo.limits == limits, "a duration alone is p95"
+    shares = parse_job(f"{JOB}serve: {{speculate: {{ngram: 2}}, load: {{prefix_hits: 30%, acceptance: 62.5%}}}}\n")
+    assert shares.serve is not None
+    assert shares.serve.load is not None
+    assert (shares.serve.load.prefix_hits, shares.serve.load.acceptance) == (0.3, 0.625)
     assert parse_job(dump_job(job)) == job
 
 
@@ -50,10 +57,15 @@ def test_a_load_and_its_limits() -> None:
         ("load: {acceptance: 1.01}", "serve.load.acceptance: 1.01 is not a share from 0 to 1"),
         ("load: {acceptance: 0.7}", "acceptance applies to speculative decoding; set serve.speculate"),
         ("load: {concurrency: 8, burstiness: 2}", "burstiness applies to a rate; remove it"),
+        ("load: {rate: 8, burstiness: 0}", "burstiness: 0 is not from 0.01 to 100; 1: Poisson, less is burstier"),
         ("load: {rat: 3}", "key 'rat' is not known under serve.load"),
         ("slo: {ttft: {p42: 1s}}", "'p42' is not a statistic; allowed: mean, p50, p90, p95, p99"),
         ("slo: {ttft: 0}", "serve.slo.ttft: 0 is not above zero"),
+        ("slo: {ttft: 500}", "serve.slo.ttft: 500 has no unit; write 500ms or 500s"),
+        ("slo: {tpot: {p99: 0.05}}", "serve.slo.tpot: 0.05 has no unit; write 0.05ms or 0.05s"),
+        ("load: {prefix_hits: 120%}", "serve.load.prefix_hits: '120%' is not a share"),
         ("attention_dp: 2", "attention_dp applies to plans of vllm, sglang, trtllm"),
+        ("replicas: 1000000000", "serve.replicas: 1000000000 is not a whole number from 1 to 10000"),
         ("precision: int4", "precision int4 applies to plans of vllm, sglang, trtllm (key software), not of craton"),
         ("precision: gptq", "did you mean 'int4'?"),
         ("precision: fp8, activation_precision: fp8", "activation_precision applies to plans of vllm"),
@@ -75,6 +87,20 @@ def test_other_engines_are_planned_with_more_sizes() -> None:
         parse_job(JOB + "software: vllm\nlayout: {fsdp: 2}\n")
     with pytest.raises(ContentError, match="layout: pp does not apply to a server"):
         parse_job(JOB + "layout: {pp: 2}\n")
+
+
+def test_a_profile_file_has_the_keys_of_its_engine(tmp_path: Path) -> None:
+    keys = "layout: {tp: 2, pp: 2, ep: 2}\nserve: {attention_dp: 2, precision: int4, activation_precision: bf16}\n"
+    for engine in ("sglang", "craton", ""):
+        (tmp_path / f"of-{engine}.json").write_text(json.dumps({"engine": engine} if engine else [1]))
+    job = parse_job(f"{JOB}software: of-sglang.json\n{keys}", folder=tmp_path)
+    assert is_planned_only(job.software)
+    with pytest.raises(ContentError, match="does not apply to a server"):
+        parse_job(f"{JOB}software: of-craton.json\n{keys}", folder=tmp_path)
+    assert not is_planned_only(parse_job(f"{JOB}software: of-craton.json\n", folder=tmp_path).software)
+    with pytest.raises(ContentError, match=r"profile file .none\.json. does not exist"):
+        parse_job(f"{JOB}software: none.json\n{keys}", folder=tmp_path)
+    assert not is_planned_only(parse_job(f"{JOB}software: of-.json\n{keys}", folder=tmp_path).software), "no profile"
 
 
 @pytest.mark.parametrize(

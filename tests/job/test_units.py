@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from craton.job.document import parse_bytes, parse_count, parse_seconds, parse_token_count, whole_number
 from craton.job.document.units import parse_bytes_per_second, parse_flops
+from craton.job.sections.serving.load import parse_latency
 
 
 @pytest.mark.parametrize(
@@ -19,7 +20,10 @@ from craton.job.document.units import parse_bytes_per_second, parse_flops
         (parse_count, "4k", 4000),
         (parse_count, "1_000", 1000),
         (parse_count, "1,000", 1000),
+        (parse_count, "1,234,567.5M", 1_234_567_500_000),
         (parse_count, 1e6, 1_000_000),
+        (parse_latency, "500ms", 0.5),
+        (parse_latency, "1m 30s", 90),
         (parse_token_count, "4k", 4096),
         (parse_token_count, "8M", 8 * 1024 * 1024),
         (parse_token_count, 8192, 8192),
@@ -53,6 +57,14 @@ def test_written_numbers(parse, written, expected) -> None:
         (parse_count, None, "nothing is not a count"),
         (parse_count, "nan", "'nan' is not a count"),
         (parse_token_count, "15T", "powers of 1024"),
+        (parse_token_count, "1,5", "'1,5' is not a number of tokens; write e.g. 4096, 8k or 4M (k and M are powers"),
+        (parse_token_count, "2,00", "a comma separates thousands, as in 4,096"),
+        (parse_count, ",100", "is not a count"),
+        (parse_latency, "500", "'500' has no unit; write 500ms or 500s"),
+        (parse_latency, 0.5, "0.5 has no unit; write 0.5ms or 0.5s"),
+        (parse_latency, "1m30", "'1m30' has no unit; write e.g. 500ms or 2s"),
+        (parse_latency, 0, "0 is not above zero"),
+        (parse_latency, "0.0001ms", "below a microsecond"),
         (parse_seconds, "5x", "30s, 5m, 1h30m or 2d"),
         (parse_seconds, "soon", "is not a duration"),
         (parse_seconds, "0s", "above zero"),

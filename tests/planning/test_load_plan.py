@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,18 @@ from rich.console import Console
 from craton.job import Job, parse_job
 from craton.planning import PlanError
 from craton.planning.report import load_html, load_to_json, load_verdict, render_load, serving_to_json
+from craton.planning.report.load_findings import above_text, drafts_text, latency_text, range_text, short_text, warnings
+from craton.planning.report.load_table import deployment_heading, order_text
 from craton.planning.serving import ServePlan, plan_serving
-from craton.planning.serving.search import Deployment, LoadPlan, plan_load, with_planned_load
+from craton.planning.serving.search import (
+    Deployment,
+    Interval,
+    LoadPlan,
+    SloMiss,
+    best_of_each,
+    plan_load,
+    with_planned_load,
+)
 
 LOAD = "{rate: 20, input: 1024, output: 256}"
 
@@ -27,10 +38,11 @@ def job_of(
     slo: str = "{ttft: 500ms, tpot: 30ms}",
     more: str = "",
     cluster: str = "p5en.48xlarge",
+    serve: str = "",
 ) -> Job:
     return parse_job(
         f"kind: serve\nmodel: {model}\ncluster: {cluster} x 1\n{more}"
-        f"serve: {{initialize: random, load: {load}, slo: {slo}}}\n"
+        f"serve: {{initialize: random, {serve}load: {load}, slo: {slo}}}\n"
     )
 
 
@@ -84,15 +96,47 @@ def test_a_limit_that_nothing_keeps_is_named_with_the_nearest() -> None:
     assert miss.ratio == min(row.misses[0].ratio for row in plan.deployments)
     text = load_verdict(plan)
     assert text.startswith("TPOT p95 ≤ 1 ms: no layout keeps it for 20 requests/s of 1,024 input and 256 output tokens")
-    assert "% above." in text
+    assert text.endswith(f"ms, {miss.ratio:.2f} times the limit.")
 
 
 def test_saturation_is_said_plainly() -> None:
     plan = plan_load(job_of(load="{rate: 500, input: 1024, output: 256}", slo="{}"), gpus=1)
     assert plan.chosen.is_saturated
-    assert load_verdict(plan).startswith("Nothing holds 500 requests/s of ")
-    assert "saturates at" in load_verdict(plan)
+    assert load_verdict(plan).startswith("1 replica of tp 1 on one p5en.48xlarge does not hold 500 requests/s of ")
+    assert "it saturates at" in load_verdict(plan)
+    either = load_verdict(plan_load(job_of(load="{rate: 500, input: 1024, output: 256}", slo="{}"), gpus=2))
+    assert either.startswith("Nothing holds 500 requests/s of ")
     assert load_to_json(plan)["ttft_seconds"] is None, "a latency without a bound"
+
+
+@pytest.mark.parametrize(
+    ("model", "keys", "serve", "deployment", "verdict"),
+    [
+        ("llama-3.1-8b", "layout: {tp: 1}", "replicas: 6, ", "6 x tp 1", "6 replicas of tp 1 on one p5.48xlarge hold"),
+        ("llama-3.1-8b", "layout: {tp: 1}", "replicas: 1, ", "1 x tp 1", "does not hold 15 requests/s of"),
+        ("llama-3.1-8b", "layout: {tp: 2}", "replicas: 2, ttft: 1ms", "2 x tp 2", "2 replicas of tp 2 on one p5.48xla"),
+        ("llama-3.1-8b", "layout: {tp: 1}", "", "2 x tp 1", "2 replicas of tp 1 on one p5.48xlarge hold"),
+        ("gpt-oss-120b", "layout: {tp: 8, ep: 8}", "replicas: 2, ", "2 x tp 8 · ep 8", "2 replicas of tp 8 · ep 8 on"),
+    ],
+)
+def test_stated_replicas_and_layouts_are_planned_as_they_are(
+    model: str, keys: str, serve: str, deployment: str, verdict: str
+) -> None:
+    replicas, _, limit = serve.partition(", ")
+    job = parse_job(
+        f"kind: serve\nmodel: {model}\ncluster: p5.48xlarge x 1\nsoftware: vllm\n{keys}\nserve: {{{replicas}"
+        f"{', ' if replicas else ''}load: {{rate: 15, input: 4096, output: 128}}, slo: {{{limit}}}}}\n"
+    )
+    plan = plan_load(job)
+    assert [short_text(row) for row in plan.deployments] == [deployment], "no other layout, and no separate pools"
+    assert verdict in load_verdict(plan)
+    assert ("times the limit." in load_verdict(plan)) == bool(limit)
+
+
+def test_stated_replicas_of_any_layout_have_no_separate_pools() -> None:
+    rows = plan_load(job_of("llama-3.1-70b", more="software: vllm\n", serve="replicas: 2, ")).deployments
+    assert {(row.layout.replicas, row.prefill) for row in rows} == {(2, None)}
+    assert len(rows) == 3, "tp 2, 4 and 8"
 
 
 def test_the_kv_cache_of_our_own_engine_is_that_of_its_plan() -> None:
@@ -106,12 +150,13 @@ def test_more_load_is_slower_and_cached_prompts_are_faster() -> None:
         for load in (
             "{rate: 5, input: 1024, output: 256}",
             "{rate: 15, input: 1024, output: 256}",
+            "{rate: 15, input: 1024, output: 256, burstiness: 0.25}",
             "{rate: 15, input: 1024, output: 256, burstiness: 4}",
             "{rate: 15, input: 1024, output: 256, prefix_hits: 0.8}",
         )
     }
-    few, many, bursty, cached = ttft.values()
-    assert few < many < bursty
+    few, many, bursty, steady, cached = ttft.values()
+    assert few < steady < many < bursty, "burstiness is the shape of the gaps, as in bench serve"
     assert cached < many
 
 
@@ -143,6 +188,27 @@ def test_speculative_decoding_gives_more_tokens_a_step() -> None:
     assert tpot("{rate: 1, acceptance: 0.9}") < 0.6 * tpot("{rate: 1, acceptance: 0.0}")
 
 
+def test_drafts_are_said_and_an_assumed_acceptance_widens_the_interval() -> None:
+    def planned(load: str, speculate: str = "{model: llama-3.2-1b}") -> LoadPlan:
+        keys = f"replicas: 1, speculate: {speculate}, "
+        return plan_load(job_of(load=load, slo="{}", more="layout: {tp: 1}\n", serve=keys))
+
+    assumed, stated = planned("{concurrency: 1}"), planned("{concurrency: 1, acceptance: 0.7}")
+    assert assumed.chosen.tpot["mean"].value == stated.chosen.tpot["mean"].value
+    assert assumed.log_deviation > stated.log_deviation + 0.1
+    assert stated.log_deviation == pytest.approx(planned("{concurrency: 1}", "off").log_deviation)
+    text = drafts_text(assumed)
+    assert text.startswith("llama-3.2-1b, 3 draft tokens per step (auto): decode 1.")
+    assert text.endswith(" at this load; acceptance 70% assumed (50% to 90%), which is in all intervals")
+    assert drafts_text(stated).endswith("x at this load; acceptance 70%")
+    assert "no draft tokens, they would cost more than they save" in drafts_text(
+        planned("{concurrency: 256, acceptance: 0.2}")
+    )
+    assert drafts_text(planned("{rate: 1}", "{ngram: 4}")).startswith("n-grams, 4 draft tokens per step: decode ")
+    assert drafts_text(planned("{rate: 1}", "off")) == ""
+    assert load_to_json(assumed)["drafts"]["is_assumed"] is True
+
+
 def test_a_load_has_the_draft_tokens_that_the_engine_chooses() -> None:
     """One user has the speed-up of the plan without a load; so many that verifying costs more have no drafts."""
 
@@ -169,16 +235,39 @@ def test_experts_across_the_network_are_compared_with_one_domain() -> None:
         "serve: {precision: fp8, load: {rate: 20, input: 1024, output: 256}, slo: {tpot: 60ms}}\n"
     )
     plan = plan_load(job)
-    assert any("inside one NVLink domain of 8 GPUs" in note and note.endswith("/h more") for note in plan.notes)
-    assert plan.evaluated > 10
+    (note,) = plan.notes
+    assert note.startswith("p5en.48xlarge: ep 8 inside one NVLink domain of 8 GPUs (")
+    assert "/h, ep 16 across the network (" in note
+    assert note.endswith("/h more")
+    assert plan.compared >= 10
+    numbers = [(replace(row.layout, ep=1), row.ttft["p95"], row.tpot["p95"]) for row in plan.deployments]
+    assert len(set(numbers)) == len(numbers), "layouts that differ in ep alone and have the same numbers are one row"
+
+
+def test_equal_cost_prefers_fewer_gpus_and_every_instance_is_shown() -> None:
+    job = job_of(more="software: vllm\n")
+    names = ["p5.48xlarge", "p5en.48xlarge", "p6-b200.48xlarge", "g6e.48xlarge"]
+    plan = plan_load(job, instances=names)
+    shown = best_of_each(plan.deployments, 8)
+    assert len(shown) == 8
+    assert {row.instance for row in shown} == set(names)
+    assert shown == [row for row in plan.deployments if row in shown], "in the same order"
+    ranks = [(not row.holds, row.dollars_per_hour, row.gpus, -row.max_rate.value) for row in plan.deployments]
+    assert ranks == sorted(ranks)
+    assert f"({plan.compared} compared, 8 shown)" in deployment_heading(plan, 8)
+    assert order_text(plan).endswith("$/h of whole nodes; fewer GPUs; a higher saturation rate")
+    assert order_text(plan_load(job, gpus=4)) == "what holds; of 4 GPUs the largest load within the limits; $/h"
+    assert order_text(plan_load(job, by="time")).endswith("mean end-to-end latency; $/h; a higher saturation rate")
+    large = plan_load(job_of("llama-3.1-405b", more="software: vllm\n"), instances=["p5en.48xlarge", "g5.48xlarge"])
+    assert [text for text in warnings(large) if text.startswith("g5.48xlarge: no deployment; ")]
 
 
 @pytest.mark.parametrize(
     ("width", "titles"),
     [
-        (80, "instance GPUs TTFT TPOT req/s $/h $/M out"),
-        (100, "instance GPUs TTFT p95 TPOT p95 max req/s $/h $/M out"),
-        (140, "instance GPUs TTFT p95 TPOT p95 max req/s $/h $/M in $/M out $/M out, 80%"),
+        (80, "TTFT TPOT max deployment instance GPUs p95 p95 req/s $/h $/M out"),
+        (100, "deployment instance GPUs TTFT p95 TPOT p95 max req/s $/h $/M out"),
+        (140, "deployment instance GPUs TTFT p95 TPOT p95 max req/s $/h $/M in $/M out $/M out, 80%"),
     ],
 )
 def test_the_table_of_deployments_fits_the_terminal(two_instances: LoadPlan, width: int, titles: str) -> None:
@@ -186,8 +275,9 @@ def test_the_table_of_deployments_fits_the_terminal(two_instances: LoadPlan, wid
     render_load(two_instances, Console(file=shown, width=width))
     lines = shown.getvalue().splitlines()
     start = next(index for index, line in enumerate(lines) if line.startswith("Deployments, best first by cost"))
-    assert " ".join(lines[start + 1].split()) == f"deployment {titles}"
-    rows = lines[start + 2 :]
+    first = next(index for index, line in enumerate(lines) if index > start and line.startswith(("✓", "✗")))
+    assert " ".join(" ".join(lines[start + 1 : first]).split()) == titles
+    rows = lines[first:]
     assert all(line.startswith(("✓", "✗")) for line in rows), "no row wraps"
     assert ("p5en " if width == 80 else "p5en.48xlarge ") in "".join(rows)
     dollars = two_instances.chosen.dollars_per_hour
@@ -220,6 +310,34 @@ def test_a_stated_layout_that_cannot_be_is_refused(model: str, sizes: str, messa
     with pytest.raises(PlanError) as error:
         plan_load(job_of(model, more=f"software: vllm\nlayout: {{{sizes}}}\n"))
     assert message in str(error.value)
+
+
+def test_a_version_that_was_not_measured_is_said() -> None:
+    def said(software: str) -> list[str]:
+        return plan_load(job_of(more=f"software: {software}\n"), gpus=1).warnings
+
+    assert said("vllm 99") == [
+        "vllm 99 was not measured on H200-SXM, so the plan is that of vllm; measured are 0.12.0, 0.16.0, 0.18.0"
+    ]
+    assert said("vllm 0.18.0") == said("vllm") == []
+    plan = plan_serving(parse_job("kind: serve\nmodel: llama-3.1-8b\ncluster: p5.48xlarge x 1\nsoftware: vllm 99\n"))
+    assert any(text.startswith("vllm 99 was not measured on H100-SXM") for text in plan.warnings)
+
+
+def test_latencies_without_a_bound_are_one_word() -> None:
+    unbounded = Interval(math.inf, math.inf, math.inf)
+    assert (latency_text(unbounded), range_text(unbounded)) == ("grows without bound", "unbounded")
+    assert range_text(Interval(1.0, 0.5, math.inf)) == "500 ms to unbounded"
+    assert above_text(SloMiss("ttft", "p95", 0.5, math.inf)) == "without bound"
+    assert above_text(SloMiss("ttft", "p95", 0.5, 0.7)) == "40% above"
+
+
+def test_other_engines_pad_what_tp_does_not_divide() -> None:
+    """gpt3-175b has 50,257 tokens in its vocabulary."""
+    searched = plan_load(job_of("gpt3-175b", more="software: vllm\n", cluster="p6-b300.48xlarge")).deployments
+    stated = plan_load(job_of("gpt3-175b", more="software: vllm\nlayout: {tp: 8}\n", cluster="p6-b300.48xlarge"))
+    assert stated.chosen.layout in [row.layout for row in searched]
+    assert stated.chosen.kv_tokens > 100_000
 
 
 def test_our_engine_splits_a_stated_layout_evenly() -> None:
@@ -273,10 +391,45 @@ def test_a_prefix_is_reloaded_from_a_tier_if_that_is_faster(two_instances: LoadP
 
 
 @pytest.mark.parametrize(
+    ("model", "cluster", "rate", "pools", "link"),
+    [
+        ("llama-3.1-8b", "p5en.48xlarge", 20, "3 x tp 1 → 1 x tp 1", "NVLink"),
+        ("llama-3.1-8b", "g6e.48xlarge", 2, "1 x tp 1 → 1 x tp 1", "PCIe"),
+        ("llama-3.1-70b", "p5en.48xlarge", 12, "7 x tp 2 → 1 x tp 2", "EFA"),
+    ],
+)
+def test_pools_send_kv_caches_over_the_slowest_link_between_them(
+    model: str, cluster: str, rate: int, pools: str, link: str
+) -> None:
+    load = f"{{rate: {rate}, input: 4096, output: 128}}"
+    plan = plan_load(job_of(model, load, "{}", more="software: vllm\n", cluster=cluster))
+    assert (pools, link) in [(short_text(row), row.kv_transfer_link) for row in plan.deployments]
+
+
+def test_a_tier_is_compared_with_the_prefill_of_the_prefill_pool() -> None:
+    load = "{rate: 10, input: 2000, output: 256}"
+    plan = plan_load(job_of("llama-3.1-70b", load, "{ttft: 1s, tpot: 20ms}", more="software: vllm\n"))
+    assert short_text(plan.chosen) == "3 x tp 2 → 1 x tp 4"
+    at_peak = 2.0 * 70e9 * 2000 / (2 * 989e12)  # of two H200
+    assert at_peak / 0.8 < plan.tiers[0].recompute_seconds < plan.chosen.ttft["p50"].value
+
+
+@pytest.mark.parametrize(
     ("job", "gpus", "message"),
     [
         (job_of("llama-3.1-405b", cluster="p5.48xlarge"), None, "llama-3.1-405b fits no layout on p5.48xlarge"),
         (job_of("llama-3.1-70b", more="software: vllm\n"), 1, "--gpus 1 is too few: the smallest layout needs 2"),
+        (
+            job_of(
+                "llama-3.1-70b",
+                "{rate: 1, input: 130000}",
+                more="layout: {tp: 2}\n",
+                serve="memory: 0.56, precision: fp8, ",
+                cluster="p5.48xlarge",
+            ),
+            None,
+            "the longest request has 130,256 tokens, and the KV cache of no layout holds more than",
+        ),
         (job_of(more="software: vlm\n"), None, "engine 'vlm' has no profile; did you mean 'vllm'?"),
     ],
 )

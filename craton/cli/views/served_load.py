@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -108,6 +109,8 @@ def _section(section: Any, values: dict[str, Any]) -> Any:
         return section.model_validate(values)
     except ValidationError as error:
         problem = section_problems(section, error, "option")[0]
+        if unknown := re.fullmatch(r"(key .*) is not known under option\.(\w+)(.*)", problem):
+            raise PlanError(f"--{unknown[2].replace('_', '-')}: {unknown[1]} is not known{unknown[3]}") from None
         name, colon, reason = problem.removeprefix("option.").partition(":")
         key = name.partition(".")[0]
         if colon and key in (*LOAD_OPTIONS, *SLO_OPTIONS, *PRECISION_OPTIONS):
@@ -125,12 +128,20 @@ def _value(name: str, text: str) -> Any:
         low, _, high = text.partition("..")
         return {"min": low, "max": high}
     if "=" in text:
-        pairs = [part.partition("=") for part in text.split(",")]
-        return {key.strip(): value.strip() for key, _, value in pairs}
+        pairs = [(key.strip(), value.strip()) for key, _, value in (part.partition("=") for part in _parts(text))]
+        for key, _ in pairs:
+            if [other for other, _ in pairs].count(key) > 1:
+                raise PlanError(f"--{name.replace('_', '-')} {text!r} gives {key} twice; remove one of them")
+        return dict(pairs)
     try:
         return parse_document(f"value: {text}\n", f"--{name.replace('_', '-')}").data["value"]
     except JobError:
         raise PlanError(f"--{name.replace('_', '-')} {text!r} cannot be read; write e.g. 20, 500ms or p99=1s") from None
+
+
+def _parts(text: str) -> list[str]:
+    """Split `mean=1,024,p95=3,000` before each name."""
+    return re.split(r",(?![0-9])", text)
 
 
 def _count(text: str) -> int | None:

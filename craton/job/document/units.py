@@ -16,7 +16,8 @@ from pydantic import PlainValidator
 MAX_NUMBER = 1e18  # bytes, tokens, FLOP/s, seconds: beyond any cluster; floats are exact integers only up to 2^53
 MAX_SIZE = 10**9  # of a small integer: heads, layers, nodes, steps between checkpoints
 MAX_WHOLE = 2**63 - 1  # of an identifier, such as a seed
-_NUMBER = r"(?P<number>[0-9][0-9_,]*(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?|\.[0-9]+)"
+# Commas separate thousands only: `1,5` is no number of tokens.
+_NUMBER = r"(?P<number>(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9][0-9_]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?|\.[0-9]+)"
 _DECIMAL = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12, "p": 1e15}
 _BINARY = {"": 1.0, "k": 2.0**10, "m": 2.0**20, "g": 2.0**30, "b": 2.0**30}
 _SECONDS = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
@@ -120,7 +121,8 @@ def _scaled(value: object, suffix: str, scale: Mapping[str, float], how: str) ->
         return _positive(float(value), value, how)
     match = re.fullmatch(rf"{_NUMBER} ?{suffix}", str(value).strip()) if isinstance(value, str) else None
     if match is None:
-        raise ValueError(f"{shown_value(value)} is not {how}")
+        hint = "; a comma separates thousands, as in 4,096" if isinstance(value, str) and "," in value else ""
+        raise ValueError(f"{shown_value(value)} is not {how}{hint}")
     prefix = match["prefix"] if match["prefix"] in scale else match["prefix"].lower()
     if prefix not in scale:
         raise ValueError(f"{shown_value(value)} is not {how}")

@@ -74,10 +74,12 @@ def check_layout(
     ]
 
 
-def check_served_layout(layout: Layout, shape: ModelShape) -> list[str]:
-    """Return the reasons why tp and ep cannot be used to serve the model; each ends with the remedy."""
+def check_served_layout(layout: Layout, shape: ModelShape, *, padded: bool = False) -> list[str]:
+    """Return the reasons why tp and ep cannot be used to serve the model; each ends with the remedy. `padded`: by an
+    engine that pads tables and widths and duplicates KV heads, as vLLM, SGLang and TensorRT-LLM do and Craton's does
+    not."""
     # Tokens need not divide: a step is padded to a multiple of tp.
-    problems = _tensor_problems(layout, shape, sequence=layout.tp, trained=True)
+    problems = _tensor_problems(layout, shape, sequence=layout.tp, trained=not padded)
     problems += _served_expert_problems(layout, shape)
     if narrow := _narrow_for_fp8(layout, shape):
         problems.append(

@@ -31,6 +31,20 @@ class MachineRates:
     host_link: str = "pcie5"
     host_link_bytes_per_second: float = 50e9  # per GPU
 
+    @property
+    def near_link(self) -> str:
+        """Between GPUs of one domain, which is the node where they have no NVLink."""
+        return "NVLink" if self.gpu.nvlink_bytes_per_second else "PCIe"
+
+    @property
+    def far_link(self) -> str:
+        """Between domains."""
+        return "EFA" if self.network.efa_version else "the network"
+
+    @property
+    def domain_name(self) -> str:
+        return "NVLink domain" if self.gpu.nvlink_bytes_per_second else "node"
+
 
 @lru_cache(maxsize=256)
 def machine(

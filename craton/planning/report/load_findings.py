@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 from craton import formatting
-from craton.planning.serving.search import Deployment, Interval, LoadPlan
+from craton.planning.serving.search import Deployment, Interval, LoadPlan, SloMiss
 
 LATENCY_NAMES = {"ttft": "TTFT", "tpot": "TPOT", "e2e": "end to end"}
 BASIS_NOTE = "prompts and arrivals follow the stated distributions; queues are closed forms"
@@ -30,7 +30,8 @@ def load_text(plan: LoadPlan) -> str:
     text = f"{who} of {' and '.join(lengths)} tokens"
     if load.prefix_hits:
         text += f", {formatting.percent(load.prefix_hits)} of prompt tokens cached"
-    return text + (f", bursty ({load.burstiness:g})" if load.burstiness != 1.0 else "")
+    kind = "bursty" if load.burstiness < 1.0 else "steady"
+    return text + (f", {kind} (burstiness {load.burstiness:g})" if load.burstiness != 1.0 else "")
 
 
 def asked_rate(plan: LoadPlan) -> float:
@@ -66,6 +67,13 @@ def load_verdict(plan: LoadPlan) -> str:
     """Return what holds the load, or which limit nothing keeps and by how much."""
     row = plan.chosen
     where, is_one = deployment_text(row), row.prefill is None and row.layout.replicas == 1
+    is_only = len(plan.deployments) == 1  # the job states it, or nothing else fits
+    if row.is_saturated and is_only:
+        return (
+            f"{where[:1].upper()}{where[1:]} {'does' if is_one else 'do'} not hold {load_text(plan)}: "
+            f"{'it saturates' if is_one else 'they saturate'} at {rate(row.max_rate.value)} requests/s "
+            f"({limit_text(row)})."
+        )
     if row.is_saturated:
         return (
             f"Nothing holds {load_text(plan)}: {where} {'saturates' if is_one else 'saturate'} at "
@@ -73,11 +81,15 @@ def load_verdict(plan: LoadPlan) -> str:
         )
     if row.misses:
         miss = max(row.misses, key=lambda miss: miss.ratio)
-        verb = "no layout keeps" if len(plan.deployments) > 1 else "it misses"
+        limit = f"{LATENCY_NAMES[miss.latency]} {miss.statistic} ≤ {formatting.setting(miss.limit)}"
+        if is_only:
+            return (
+                f"{limit}: {where} {'misses' if is_one else 'miss'} it for {load_text(plan)}: "
+                f"{formatting.duration(miss.value)}, {above_text(miss)}."
+            )
         return (
-            f"{LATENCY_NAMES[miss.latency]} {miss.statistic} ≤ {formatting.setting(miss.limit)}: {verb} it for "
-            f"{load_text(plan)}. Nearest: {where}, {formatting.duration(miss.value)}, "
-            f"{formatting.percent(miss.ratio - 1.0)} above."
+            f"{limit}: no layout keeps it for "
+            f"{load_text(plan)}. Nearest: {where}, {formatting.duration(miss.value)}, {above_text(miss)}."
         )
     kept = ", ".join(
         f"{LATENCY_NAMES[name]} {statistic} {latency_text(getattr(row, name)[statistic])} ≤ {formatting.setting(limit)}"
@@ -94,6 +106,15 @@ def load_verdict(plan: LoadPlan) -> str:
     return text + "."
 
 
+def above_text(miss: SloMiss) -> str:
+    """`40% above`; from twice the limit on `3.2 times the limit`, and `without bound` where it grows so."""
+    if not math.isfinite(miss.ratio):
+        return "without bound"
+    if miss.ratio < 2.0:
+        return f"{formatting.percent(miss.ratio - 1.0)} above"
+    return f"{rate(miss.ratio)} times the limit"
+
+
 def latency_text(interval: Interval) -> str:
     if not math.isfinite(interval.value):
         return "grows without bound"
@@ -101,6 +122,8 @@ def latency_text(interval: Interval) -> str:
 
 
 def range_text(interval: Interval) -> str:
+    if not math.isfinite(interval.low):
+        return "unbounded"
     if not math.isfinite(interval.high):
         return f"{formatting.duration(interval.low)} to unbounded"
     return formatting.duration_range(interval.low, interval.high)
@@ -141,8 +164,9 @@ def burst_text(plan: LoadPlan) -> str:
     mean, tail = plan.benchmark.ttft["mean"], plan.benchmark.ttft["p95"]
     count = plan.benchmark.requests
     return (
-        f"not above: a benchmark begins with all users at once. Over {count:,} requests it has TTFT "
-        f"{formatting.duration(mean.value)} on average, p95 {latency_text(tail)}; --requests {count} plans for it"
+        f"a benchmark begins with all users at once, which the latencies of this plan do not include. Over {count:,} "
+        f"requests it has TTFT {formatting.duration(mean.value)} on average, p95 {latency_text(tail)}; --requests "
+        f"{count} plans for it"
     )
 
 
@@ -152,6 +176,26 @@ def bottleneck_text(row: Deployment) -> str:
     if row.prefill is not None:
         return f"{parts} of a decode step; prefill has {prefill} of the GPUs"
     return f"{parts} of a step; prefill takes {prefill} of the time"
+
+
+def drafts_text(plan: LoadPlan) -> str:
+    """`llama-3.2-1b, 3 draft tokens per step (auto): decode 1.36x (1.10x to 2.01x) …`; empty without drafts."""
+    drafts = plan.drafts
+    if drafts is None:
+        return ""
+    acceptance = f"acceptance {formatting.percent(drafts.acceptance)}"
+    published = ""
+    if drafts.is_assumed:
+        ends = (formatting.percent(end) for end in (drafts.acceptance_low, drafts.acceptance_high))
+        acceptance += f" assumed ({' to '.join(ends)}), which is in all intervals"
+        published = f" ({drafts.speedup_low:.2f}x to {drafts.speedup_high:.2f}x)"
+    if not drafts.draft_tokens:
+        return f"{drafts.model}: no draft tokens, they would cost more than they save at this load; {acceptance}"
+    tokens = formatting.counted(drafts.draft_tokens, "draft token")
+    auto = " (auto)" if drafts.is_auto else ""
+    return (
+        f"{drafts.model}, {tokens} per step{auto}: decode {drafts.speedup:.2f}x{published} at this load; {acceptance}"
+    )
 
 
 def precision_text(plan: LoadPlan) -> str:
@@ -211,7 +255,7 @@ def tier_texts(plan: LoadPlan) -> list[str]:
 
 
 def warnings(plan: LoadPlan) -> list[str]:
-    row, found = plan.chosen, []
+    row, found = plan.chosen, [*plan.warnings]
     if plan.load.concurrency is None and not row.is_saturated and row.max_rate.low < row.rate:
         found.append(
             "the interval includes saturation: at its slow end the server holds only "

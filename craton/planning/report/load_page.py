@@ -283,7 +283,7 @@ def _deployments_section(plan: LoadPlan) -> Markup:
     ]
     marks = {"deployment": "=", "": ""}
     names = [f"{marks.get(column.title, '>' if column.is_number else '')}{column.title}" for column in columns]
-    heading = deployment_heading(plan)
+    heading = deployment_heading(plan, len(plan.deployments))
     text = f"{heading[:1].upper()}{heading[1:]}; dollars of whole nodes, per million tokens at this load"
     return html_report.section("Deployments", text, html_report.table(names, rows, wide=True))
 

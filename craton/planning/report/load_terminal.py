@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from craton import formatting
 from craton.planning.report import load_findings as findings
-from craton.planning.report.load_table import deployment_columns, deployment_heading, seconds_text
+from craton.planning.report.load_table import deployment_columns, deployment_heading, order_text, seconds_text
 from craton.planning.report.serving_terminal import print_field
-from craton.planning.serving.search import Deployment, LoadPlan
+from craton.planning.serving.search import Deployment, LoadPlan, best_of_each
 
 SHOWN_ROWS = 8
 FULL_NAMES_WIDTH, DETAILED_WIDTH = 100, 120  # columns of a terminal
@@ -27,8 +29,9 @@ def render_load(plan: LoadPlan, console: Console) -> None:
         print_field(console, "!", warning, style="yellow")
     console.print(Text("\nLatency at this load", style="bold"), highlight=False)
     console.print(_latency_table(plan.chosen), highlight=False)
-    console.print(Text(f"\nDeployments, {deployment_heading(plan)}", style="bold"), highlight=False)
-    console.print(_deployment_table(plan, console.width), highlight=False)
+    rows = best_of_each(plan.deployments, SHOWN_ROWS)
+    console.print(Text(f"\nDeployments, {deployment_heading(plan, len(rows))}", style="bold"), highlight=False)
+    console.print(_deployment_table(plan, rows, console.width), highlight=False)
 
 
 def fields(plan: LoadPlan) -> list[tuple[str, str]]:
@@ -42,6 +45,8 @@ def fields(plan: LoadPlan) -> list[tuple[str, str]]:
         ("KV cache", findings.kv_text(row)),
         ("cost", findings.cost_text(plan)),
     ]
+    if drafts := findings.drafts_text(plan):
+        lines.append(("drafts", drafts))
     if burst := findings.burst_text(plan):
         lines.append(("start burst", burst))
     if row.kv_transfer_seconds is not None:
@@ -49,6 +54,7 @@ def fields(plan: LoadPlan) -> list[tuple[str, str]]:
         lines.append(("KV transfer", transfer))
     lines += [("KV tier", text) for text in findings.tier_texts(plan)]
     lines += [("experts", text) for text in plan.notes]
+    lines.append(("order", order_text(plan)))
     return [*lines, ("basis", findings.basis_text(plan))]
 
 
@@ -65,7 +71,7 @@ def _latency_table(row: Deployment) -> Table:
     return table
 
 
-def _deployment_table(plan: LoadPlan, width: int) -> Table:
+def _deployment_table(plan: LoadPlan, rows: Sequence[Deployment], width: int) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
     columns = deployment_columns(plan, detailed=width >= DETAILED_WIDTH, short=width < FULL_NAMES_WIDTH)
     for column in columns:
@@ -75,6 +81,6 @@ def _deployment_table(plan: LoadPlan, width: int) -> Table:
             overflow="fold",
             no_wrap=column.title != "deployment",
         )
-    for row in plan.deployments[:SHOWN_ROWS]:
+    for row in rows:
         table.add_row(*(column.text(row) for column in columns), style="bold" if row is plan.chosen else "")
     return table

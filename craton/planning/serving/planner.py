@@ -16,7 +16,13 @@ from craton.job.model import ModelShape
 from craton.planning.rates import MachineRates, machine_of
 from craton.planning.serving.layout import ServedLayout, own_layouts
 from craton.planning.serving.own_engine import draft_steps, engine_constants, own_steps, own_terms
-from craton.planning.serving.profile import OWN_ENGINE, EngineProfile, EngineProfileError, find_engine_profile
+from craton.planning.serving.profile import (
+    OWN_ENGINE,
+    EngineProfile,
+    EngineProfileError,
+    find_engine_profile,
+    unmeasured_version,
+)
 from craton.planning.serving.served_model import PLAIN_BYTES, ServedModel
 from craton.planning.serving.speculation import (
     ASSUMED_ACCEPTANCE,
@@ -307,7 +313,7 @@ class _Candidate:
 
     def _warnings(self, job: Job, max_length: int) -> list[str]:
         shape, tp, ep = self.model.shape, self.model.tp, self.model.ep
-        result = []
+        result = [text for text in (unmeasured_version(job.software, self.machine.gpu),) if text]
         if self.fits and max_length < job.served_length:
             result.append(
                 f"the model allows {job.served_length:,} tokens but the KV cache holds {max_length:,}: longer requests "

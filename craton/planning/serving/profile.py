@@ -144,15 +144,10 @@ def engine_names() -> list[str]:
 
 def find_engine_profile(software: str, gpu: Gpu) -> EngineProfile:
     """Return the profile of `vllm`, of `vllm 0.19.0`, or of a profile file, on a GPU: the nearest that was measured."""
-    if Path(software).suffix == ".json" or "/" in software:
+    if _is_file(software):
         return load_engine_profile(software)
-    engine, _, version = software.strip().partition(" ")
+    engine, version = named_engine(software)
     profiles = [profile for profile in _shipped() if profile.engine == engine]
-    if not profiles:
-        hint = did_you_mean(engine, engine_names())
-        raise EngineProfileError(
-            f"engine {engine!r} has no profile{hint}; allowed: {', '.join(engine_names())}, or a file"
-        )
     if gpu.generation == "cpu":
         return _cpu_profile(engine, gpu)
     generation = gpu.generation.removesuffix("-ultra")
@@ -163,6 +158,46 @@ def find_engine_profile(software: str, gpu: Gpu) -> EngineProfile:
         if found:
             return found
     raise AssertionError(f"engine_profiles.json has no entry for {engine} without a GPU")
+
+
+def named_engine(software: str) -> tuple[str, str]:
+    """Return the engine and version that `vllm`, `vllm 0.19.0` or a profile file names."""
+    if _is_file(software):
+        profile = load_engine_profile(software)
+        return profile.engine, profile.version
+    engine, _, version = software.strip().partition(" ")
+    if engine not in engine_names():
+        hint = did_you_mean(engine, engine_names())
+        raise EngineProfileError(
+            f"engine {engine!r} has no profile{hint}; allowed: {', '.join(engine_names())}, or a file"
+        )
+    return engine, version
+
+
+def unmeasured_version(software: str, gpu: Gpu) -> str:
+    """Return what a plan says of a version or a profile file that was not measured on this GPU; empty where it was."""
+    if _is_file(software):
+        profile = load_engine_profile(software)
+        if profile.gpu in ("", gpu.name):
+            return ""
+        return (
+            f"{Path(software).name} was fitted to measurements on {profile.gpu}; its interval is not that of {gpu.name}"
+        )
+    engine, version = named_engine(software)
+    entries = [profile for profile in _shipped() if profile.engine == engine and profile.version]
+    here = sorted({profile.version for profile in entries if profile.gpu == gpu.name and profile.version[0].isdigit()})
+    if (
+        not version
+        or version in here
+        or any(profile.version == version and profile.gpu == gpu.name for profile in entries)
+    ):
+        return ""
+    measured = f"measured are {', '.join(here)}" if here else "no version was"
+    return f"{engine} {version} was not measured on {gpu.name}, so the plan is that of {engine}; {measured}"
+
+
+def _is_file(software: str) -> bool:
+    return Path(software).suffix == ".json" or "/" in software
 
 
 def _cpu_profile(engine: str, cpu: Gpu) -> EngineProfile:
@@ -243,7 +278,7 @@ def load_engine_profile(path: str | Path) -> EngineProfile:
     try:
         entry = json.loads(Path(path).read_text(encoding="utf-8"))
         if not isinstance(entry, dict) or entry.get("format") != FORMAT or "engine" not in entry:
-            raise ValueError("not an engine profile; write one with `craton calibrate`")
+            raise ValueError("write one with `craton calibrate`")
         return engine_profile_from_json(entry)
     except OSError as error:
         raise EngineProfileError(f"{path}: cannot be read: {error.strerror or error}") from None

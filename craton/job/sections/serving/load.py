@@ -6,10 +6,12 @@ Only plans read them; a running server takes any load.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
+from decimal import Decimal
 from typing import Annotated, Literal, Self, get_args
 
-from pydantic import BeforeValidator, PlainValidator, ValidationInfo, model_validator
+from pydantic import BeforeValidator, PlainSerializer, PlainValidator, ValidationInfo, model_validator
 
 from craton.job.document import (
     KeyConflictError,
@@ -25,12 +27,25 @@ from craton.nearest import did_you_mean
 Statistic = Literal["mean", "p50", "p90", "p95", "p99"]
 STATISTICS: tuple[str, ...] = get_args(Statistic)
 MIN_RATE, MAX_RATE = 1e-6, 1e6  # requests per second
-MAX_BURSTINESS = 100.0
+MIN_BURSTINESS, MAX_BURSTINESS = 0.01, 100.0
 MAX_P95 = 3.86  # of the mean: no lognormal distribution has a larger one
+MIN_LATENCY = 1e-6  # seconds
 DEFAULT_INPUT, DEFAULT_OUTPUT = 1024, 256  # tokens
 
 
-def _number(low: float, high: float, allowed: str, *, low_excluded: bool = False) -> Callable[[object], float]:
+def parse_latency(value: object) -> float:
+    """Parse a duration with its unit, `500ms` or `1m30s`, to seconds: whether 500 is milliseconds cannot be seen."""
+    seconds = parse_seconds(value)
+    text = str(value).replace(" ", "")
+    if not text[-1].isalpha():
+        near = f"write {text}ms or {text}s" if re.fullmatch(r"[0-9.]+", text) else "write e.g. 500ms or 2s"
+        raise ValueError(f"{shown_value(value)} has no unit; {near}")
+    if seconds < MIN_LATENCY:
+        raise ValueError(f"{shown_value(value)} is below a microsecond, which no request is; write e.g. 30ms")
+    return seconds
+
+
+def _number(low: float, high: float, allowed: str) -> Callable[[object], float]:
     """Return a validator of a number between two ends."""
 
     def parse(value: object) -> float:
@@ -42,15 +57,31 @@ def _number(low: float, high: float, allowed: str, *, low_excluded: bool = False
                 number = None
         if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
             raise ValueError(f"{shown_value(value)} is not {allowed}")
-        if number < low or number > high or (low_excluded and number == low):
+        if number < low or number > high:
             raise ValueError(f"{shown_value(value)} is not {allowed}")
         return float(number)
 
     return parse
 
 
+def _share(allowed: str) -> Callable[[object], float]:
+    """Return a validator of a share from 0 to 1, which may be written as a percentage."""
+    parse = _number(0.0, 1.0, allowed)
+
+    def parse_or_percent(value: object) -> float:
+        match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*", value) if isinstance(value, str) else None
+        if match is None:
+            return parse(value)
+        percent = float(match[1])
+        if percent > 100.0:
+            raise ValueError(f"{shown_value(value)} is not {allowed}")
+        return percent / 100.0
+
+    return parse_or_percent
+
+
 def _parse_hits(value: object) -> float:
-    share = _number(0.0, 1.0, "a share of the prompt tokens; write 0 or more and below 1, e.g. 0.4")(value)
+    share = _share("a share of the prompt tokens; write 0 or more and below 1, e.g. 0.4 or 40%")(value)
     if share == 1.0:
         raise ValueError(f"{shown_value(value)} would leave no prompt token to compute; write a share below 1")
     return share
@@ -67,14 +98,14 @@ def _parse_lengths(value: object, info: ValidationInfo) -> LengthsSection:
 def _parse_slo(value: object) -> dict[Statistic, float]:
     """Parse `500ms`, which is p95, or a mapping of statistics to durations."""
     if not isinstance(value, dict):
-        return {"p95": parse_seconds(value)}
+        return {"p95": parse_latency(value)}
     if not value:
         raise ValueError("the mapping is empty; write a duration, or e.g. {p95: 500ms}")
     for name in value:
         if name not in STATISTICS:
             near = did_you_mean(str(name), STATISTICS)
             raise ValueError(f"{shown_value(name)} is not a statistic; allowed: {', '.join(STATISTICS)}{near}")
-    return {name: parse_seconds(limit) for name, limit in value.items()}
+    return {name: parse_latency(limit) for name, limit in value.items()}
 
 
 Rate = Annotated[
@@ -83,7 +114,14 @@ Rate = Annotated[
         _number(MIN_RATE, MAX_RATE, f"a rate; write requests per second, e.g. 20, from {MIN_RATE:g} to {MAX_RATE:,.0f}")
     ),
 ]
-Slo = Annotated[dict[Statistic, float], PlainValidator(_parse_slo)]
+
+
+def _with_units(limits: dict[Statistic, float]) -> dict[str, str]:
+    """Return limits as they are written, exactly: 0.5 is `0.5s`."""
+    return {name: f"{Decimal(repr(seconds)):f}s" for name, seconds in limits.items()}
+
+
+Slo = Annotated[dict[Statistic, float], PlainValidator(_parse_slo), PlainSerializer(_with_units)]
 
 
 class LengthsSection(Section):
@@ -130,12 +168,16 @@ class LoadSection(Section):
     input: LoadLengths = LengthsSection(mean=DEFAULT_INPUT)
     output: LoadLengths = LengthsSection(mean=DEFAULT_OUTPUT)
     prefix_hits: Annotated[float, PlainValidator(_parse_hits)] = 0.0  # share of prompt tokens in the prefix cache
-    acceptance: Annotated[float, PlainValidator(_number(0.0, 1.0, "a share from 0 to 1"))] | None = None
-    # Squared coefficient of variation of the gaps between requests; 1: Poisson.
+    acceptance: Annotated[float, PlainValidator(_share("a share from 0 to 1, e.g. 0.7 or 70%"))] | None = None
+    # Shape of the gamma distribution of the gaps between requests, as in `craton bench serve` and vLLM's benchmark.
     burstiness: Annotated[
         float,
         PlainValidator(
-            _number(0.0, MAX_BURSTINESS, f"above 0 and at most {MAX_BURSTINESS:g}; 1: Poisson", low_excluded=True)
+            _number(
+                MIN_BURSTINESS,
+                MAX_BURSTINESS,
+                f"from {MIN_BURSTINESS:g} to {MAX_BURSTINESS:g}; 1: Poisson, less is burstier, more is steadier",
+            )
         ),
     ] = 1.0
 

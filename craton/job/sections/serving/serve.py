@@ -43,6 +43,7 @@ ReasoningParser = Literal["off", "think"]
 DEFAULT_RUNNING = 256  # concurrent requests, if `max_running` is auto
 DEFAULT_LENGTH = 4096  # tokens of prompt plus output, if neither `max_length` nor the model gives a limit
 DEFAULT_CHUNK_TOKENS = 2048  # tokens per step, if `chunk_tokens` is auto
+MAX_REPLICAS = 10_000  # of a planned deployment
 MAX_DRAFT_TOKENS = 16  # of a draft model, per request and step
 MAX_AUTO_TOKENS = 8  # the largest number that `tokens: auto` chooses
 ADAPTER_CONFIG = "adapter_config.json"  # marks a folder with an adapter, as PEFT writes it
@@ -252,7 +253,9 @@ class Serve(Section):
     verifiers: Annotated[dict[str, RewardTerm], BeforeValidator(_parse_verifiers)] = Field(default_factory=dict)
     verify: VerifySection = VerifySection()  # limits of the verifiers
     attention_dp: Size = 1  # attention-data-parallel ranks; plans of other engines only
-    replicas: Size | None = None  # servers behind a router; plans only, None: as many as the load needs
+    replicas: Annotated[int, PlainValidator(whole_number(1, MAX_REPLICAS))] | None = (
+        None  # servers behind a router; plans only, None: as many as the load needs
+    )
     load: LoadSection | None = None  # the requests that plans are for
     slo: SloSection = SloSection()  # the latency that plans look for
     reward_memory: Annotated[float | None, BeforeValidator(_parse_reward_share)] = None  # of the GPU; None: on the CPU

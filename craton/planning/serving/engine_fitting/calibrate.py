@@ -28,6 +28,12 @@ RANDOM_ARRIVALS = 3.0  # factor on both: an open load of a few hundred requests 
 SHARED = np.sqrt([0.95, 0.4, 0.95])
 
 
+# Measured over predicted, or its inverse: beyond the first factor a measurement has another unit or another setting;
+# two measurements of one load that are further apart than the second cannot both be right, and a fit that leaves more
+# than that fits no server.
+INCREDIBLE, CONTRADICTORY = 30.0, 2.0
+
+
 class EngineCalibrationError(CratonError):
     """Measurements from which no engine profile can be fitted."""
 
@@ -38,6 +44,16 @@ class EngineCalibration:
     cases: list[ServingCase]
     before: list[float]  # the metric, with the starting profile
     after: list[float]
+
+    @property
+    def warnings(self) -> list[str]:
+        """Measurements that the fitted profile does not explain."""
+        return [
+            f"{case.id}: {case.metric} is {_times(value, case.measured)} after the fit; it contradicts the others, or "
+            "its settings are not those that are stated"
+            for case, value in zip(self.cases, self.after, strict=True)
+            if _apart(value, case.measured) > CONTRADICTORY
+        ]
 
 
 def calibrate_engine(start: EngineProfile, cases: Sequence[ServingCase], source: str = "") -> EngineCalibration:
@@ -51,6 +67,7 @@ def calibrate_engine(start: EngineProfile, cases: Sequence[ServingCase], source:
         raise EngineCalibrationError(
             f"the measurements are on {' and '.join(cards)}; a profile covers one GPU: use one file per GPU"
         )
+    _refuse_contradictions(cases)
     count, scales = len(ENGINE_SPREAD), len(METRICS)
     mean = np.array([*start.log_constants, *start.log_scales])
     covariance = np.zeros((count + scales, count + scales))
@@ -66,6 +83,13 @@ def calibrate_engine(start: EngineProfile, cases: Sequence[ServingCase], source:
         value, jacobian = linearise(SERVING_STEP, terms, np.tile(theta[:count], (len(cases), 1)))
         return value + marks @ theta[count:], np.hstack([jacobian, marks])
 
+    before = _metrics(linear(mean)[0], cases)
+    for case, predicted in zip(cases, before, strict=True):
+        if _apart(predicted, case.measured) > INCREDIBLE:
+            raise EngineCalibrationError(
+                f"{case.id}: {case.metric} {case.measured:.3g} is not credible: {start.name} predicts {predicted:.3g}; "
+                "check its unit and its load, or leave it out"
+            )
     theta = mean.copy()
     for iteration in range(ITERATIONS):
         value, jacobian = linear(theta)
@@ -86,9 +110,29 @@ def calibrate_engine(start: EngineProfile, cases: Sequence[ServingCase], source:
         rows=len(cases),
         source=source or f"{len(cases)} measurements on {cards[0]}, starting from {start.name}",
     )
-    before, _ = linear(mean)
-    after, _ = linear(theta)
-    return EngineCalibration(profile, list(cases), _metrics(before, cases), _metrics(after, cases))
+    return EngineCalibration(profile, list(cases), before, _metrics(linear(theta)[0], cases))
+
+
+def _refuse_contradictions(cases: Sequence[ServingCase]) -> None:
+    """Raise EngineCalibrationError for two measurements of one metric of one server under one load that disagree."""
+    found: dict[tuple[object, ...], ServingCase] = {}
+    for case in cases:
+        key = (case.metric, case.shape, case.layouts, case.prefill, case.precision, case.load, case.version)
+        other = found.setdefault(key, case)
+        if _apart(other.measured, case.measured) > CONTRADICTORY:
+            raise EngineCalibrationError(
+                f"{other.id} and {case.id} contradict each other: {case.metric} {other.measured:.3g} and "
+                f"{case.measured:.3g} of one load; leave out the wrong one"
+            )
+
+
+def _apart(one: float, other: float) -> float:
+    return max(one / other, other / one)
+
+
+def _times(value: float, measured: float) -> str:
+    ratio = value / measured
+    return f"{ratio:.2g} times too high" if ratio > 1.0 else f"{1.0 / ratio:.2g} times too low"
 
 
 def _noise(case: ServingCase) -> float:

@@ -45,6 +45,8 @@ SHOWN: dict[LoadKind, tuple[Metric, ...]] = {
 
 INFERENCEX_MEAN = 0.9  # of the nominal lengths: drawn between 80 and 100%
 FIRST_WAVE = 0.1  # share of the requests that start together: InferenceX sends ten times the concurrency
+MAX_TOKENS = 1e8  # of a request
+MAX_LOAD = 1e7  # requests, and requests per second
 MIN_VALUE, MAX_VALUE = 1e-6, 1e7  # credible seconds, and tokens/s per GPU
 ENGINES = (("sglang", "sglang"), ("vllm", "vllm"), ("tensorrt|trt", "trtllm"), ("craton", "craton"))
 
@@ -213,10 +215,20 @@ def _part(row: dict[str, Any], key: str) -> dict[str, Any]:
     return value
 
 
-def _number(value: Any, quantity: str) -> float:
+def _number(value: Any, quantity: str, most: float = math.inf) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
         raise UnrepresentableError(f"{quantity} {value!r} is not a positive number")
+    if value > most:
+        raise UnrepresentableError(f"{quantity} {value:g} is not credible: above {most:g}")
     return float(value)
+
+
+def _tokens(value: Any, quantity: str) -> float:
+    """Return a length; one below a token is a mistake, too."""
+    tokens = _number(value, quantity, MAX_TOKENS)
+    if tokens < 1.0:
+        raise UnrepresentableError(f"{quantity} {value!r} is below one token")
+    return tokens
 
 
 def _gpu(hardware: dict[str, Any]) -> tuple[str, int]:
@@ -361,14 +373,14 @@ def _load(row: dict[str, Any], layout: ServedLayout, prefill: ServedLayout | Non
     prompt = work.get("isl") or work.get("kv_len")
     if prompt is None:
         raise UnrepresentableError("input length not stated")
-    prompt = _number(prompt, "input length") * scale
-    output = _number(work["osl"], "output length") * scale if work.get("osl") else 0.0
+    prompt = _tokens(prompt, "input length") * scale
+    output = _tokens(work["osl"], "output length") * scale if work.get("osl") else 0.0
     per_gpu = work.get("batch_per_gpu")
     cached = prompt * _number(work["prefix_hits"], "prefix hits") if work.get("prefix_hits") else 0.0
     if cached >= prompt:
         raise UnrepresentableError(f"prefix hits {work['prefix_hits']!r} are not below 1")
     if work.get("qps"):
-        return ServingLoad("open", prompt, max(output, 1.0), rate=_number(work["qps"], "qps"), cached=cached)
+        return ServingLoad("open", prompt, max(output, 1.0), rate=_number(work["qps"], "qps", MAX_LOAD), cached=cached)
     if "decode only" in text and not per_gpu:
         raise UnrepresentableError("decode-only row without a batch")
     if "prefill only" in text or (not output and not work.get("kv_len") and not per_gpu) or output == 1.0:
@@ -381,15 +393,15 @@ def _load(row: dict[str, Any], layout: ServedLayout, prefill: ServedLayout | Non
     if work.get("kv_len") or (per_gpu and not work.get("concurrency")):
         if per_gpu is None:
             raise UnrepresentableError("decode-only row without a batch")
-        running = _number(per_gpu, "batch per GPU") * layout.replica_gpus * layout.replicas
+        running = _number(per_gpu, "batch per GPU", MAX_LOAD) * layout.replica_gpus * layout.replicas
         return ServingLoad("decode", prompt + 0.5 * output, 1.0, concurrency=running)
     concurrency = work.get("concurrency")
     if concurrency is None and work.get("batch_per_dp_rank"):
-        concurrency = _number(work["batch_per_dp_rank"], "batch per rank") * layout.attention_dp
+        concurrency = _number(work["batch_per_dp_rank"], "batch per rank", MAX_LOAD) * layout.attention_dp
     if concurrency is None and prefill is not None:
         batch = _part(_part(row, "parallelism"), "decode").get("batch")
         if batch:
-            concurrency = _number(batch, "decode batch") * layout.attention_dp * layout.replicas
+            concurrency = _number(batch, "decode batch", MAX_LOAD) * layout.attention_dp * layout.replicas
     if not output:
         raise UnrepresentableError("output length not stated")
     if concurrency is None:
@@ -399,9 +411,9 @@ def _load(row: dict[str, Any], layout: ServedLayout, prefill: ServedLayout | Non
     if work.get("mtp") is True:
         raise UnrepresentableError("speculative decoding without a number of draft tokens")
     if "start at once" in text:
-        return ServingLoad("batch", prompt, output, concurrency=_number(concurrency, "concurrency"))
-    running = _number(concurrency, "concurrency")
-    wave = min(1.0, running / _number(work["requests"], "requests")) if work.get("requests") else FIRST_WAVE
+        return ServingLoad("batch", prompt, output, concurrency=_number(concurrency, "concurrency", MAX_LOAD))
+    running = _number(concurrency, "concurrency", MAX_LOAD)
+    wave = min(1.0, running / _number(work["requests"], "requests", MAX_LOAD)) if work.get("requests") else FIRST_WAVE
     drafts = whole(work.get("mtp"), "draft tokens", default=0) if work.get("mtp") else 0
     accepted = metrics.get("mean_accepted_tokens_per_step")
     if drafts and accepted is None:

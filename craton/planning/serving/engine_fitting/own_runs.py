@@ -7,6 +7,7 @@ the document itself, and a row in the format of data/inference_results.json stan
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from craton.planning.serving.engine_fitting.calibrate import EngineCalibrationEr
 from craton.planning.serving.engine_fitting.cases import Metric, ServingCase, ServingLoad, is_serving_row
 from craton.planning.serving.engine_fitting.cases import read_serving_rows as read_rows
 from craton.planning.serving.layout import ServedLayout
+from craton.planning.serving.profile import UNKNOWN_ENGINE, named_engine
 from craton.planning.serving.terms import ServedPrecision, serving_terms
 
 KEYS = ("job", "bench", "name")
@@ -34,18 +36,24 @@ def is_server_file(path: str | Path) -> bool:
     )
 
 
-def load_server_measurements(path: str | Path, engine: str) -> list[ServingCase]:
-    """Return the cases of all measurements; EngineCalibrationError names the entry that is wrong."""
+def load_server_measurements(path: str | Path, software: str) -> list[ServingCase]:
+    """Return the cases of all measurements of this software; EngineCalibrationError names the entry that is wrong."""
+    engine, version = named_engine(software)
     cases: list[ServingCase] = []
     for position, entry in enumerate(_entries(path), start=1):
         where = f"{path}: run {position}"
         if "bench" in entry:
-            cases += _of_bench(entry, where, Path(path).parent, engine)
+            cases += _of_bench(entry, where, Path(path).parent, engine, version)
             continue
         read, skipped = read_rows([entry])
         if skipped:
             raise EngineCalibrationError(f"{where}: {skipped[0].reason}")
-        cases += read
+        if read[0].engine not in (engine, UNKNOWN_ENGINE):
+            raise EngineCalibrationError(
+                f"{where} is of {read[0].engine}, and the profile to start from (--software) is of {engine}; use one "
+                "file per engine"
+            )
+        cases += [replace(case, engine=engine) for case in read]
     return cases
 
 
@@ -53,7 +61,7 @@ def _entries(path: str | Path) -> list[Any]:
     return read_case_file(path, ("runs", "cases"))[0]
 
 
-def _of_bench(entry: dict[str, Any], where: str, folder: Path, engine: str) -> list[ServingCase]:
+def _of_bench(entry: dict[str, Any], where: str, folder: Path, engine: str, version: str) -> list[ServingCase]:
     unknown = [key for key in entry if key not in KEYS]
     if unknown:
         raise EngineCalibrationError(f"{where}: key {unknown[0]!r} is not known; allowed: {', '.join(KEYS)}")
@@ -77,7 +85,7 @@ def _of_bench(entry: dict[str, Any], where: str, folder: Path, engine: str) -> l
     cases: list[ServingCase] = []
     for number, level in enumerate(levels, start=1):
         try:
-            cases += _of_level(level, job, cluster, f"{name} {level['load']}", engine)
+            cases += _of_level(level, job, cluster, f"{name} {level['load']}", engine, version)
         except (KeyError, TypeError, ValueError, ArithmeticError) as error:
             raise EngineCalibrationError(f"{where}: bench level {number}: {type(error).__name__}: {error}") from None
     if not cases:
@@ -85,7 +93,9 @@ def _of_bench(entry: dict[str, Any], where: str, folder: Path, engine: str) -> l
     return cases
 
 
-def _of_level(level: dict[str, Any], job: Job, cluster: Cluster, name: str, engine: str) -> list[ServingCase]:
+def _of_level(
+    level: dict[str, Any], job: Job, cluster: Cluster, name: str, engine: str, version: str
+) -> list[ServingCase]:
     """Return the cases of one load; an overloaded level of a sweep measures its queue and not the server."""
     assert job.serve is not None
     assert job.model_shape is not None
@@ -101,7 +111,8 @@ def _of_level(level: dict[str, Any], job: Job, cluster: Cluster, name: str, engi
         wave = min(1.0, concurrency / summary["requests"])
         load = ServingLoad("closed", prompt, output, concurrency=float(concurrency), first_wave=wave, cached=cached)
     serve, machine = job.serve, machine_of(cluster)
-    layout = ServedLayout(tp=job.served_layout.tp, ep=job.served_layout.ep)
+    sizes = {name: getattr(job.layout, name) or 1 for name in ("tp", "pp", "ep")} if job.layout else {}
+    layout = ServedLayout(**sizes, attention_dp=serve.attention_dp)
     kv = "fp8" if serve.kv_precision == "fp8" else "bf16"
     precision = ServedPrecision(serve.precision, kv)
     if not serving_terms(job.model_shape, machine, layout, precision).fits:
@@ -118,8 +129,8 @@ def _of_level(level: dict[str, Any], job: Job, cluster: Cluster, name: str, engi
             metric=metric,
             measured=value,
             source="own server",
-            engine=engine.partition(" ")[0],
-            version=engine.partition(" ")[2],
+            engine=engine,
+            version=version,
             gpu=machine.gpu.name,
             nvlink_domain=machine.network.nvlink_domain,
             shape=job.model_shape,

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         KvTier,
         LoadPlan,
         SloMiss,
+        best_of_each,
     )
 else:
     __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

@@ -21,14 +21,21 @@ from craton.job.sections.serving import LengthsSection, LoadSection, SloSection
 from craton.planning.rates import MachineRates, machine_of
 from craton.planning.serving.load import ServedLoad, TokenLengths
 from craton.planning.serving.planner import PlannedLoad, ServePlan
-from craton.planning.serving.profile import OWN_ENGINE, EngineProfile, EngineProfileError, find_engine_profile
+from craton.planning.serving.profile import (
+    OWN_ENGINE,
+    EngineProfile,
+    EngineProfileError,
+    find_engine_profile,
+    unmeasured_version,
+)
 from craton.planning.serving.search.curves import curve_points, front_points
+from craton.planning.serving.search.drafts import planned_drafts
 from craton.planning.serving.search.evaluate import Limits, evaluate, largest_load
 from craton.planning.serving.search.pools import pooled_curve, pooled_deployment
 from craton.planning.serving.search.replicas import ServedCandidates, candidates_of
-from craton.planning.serving.search.result import Benchmark, Deployment, LoadPlan
+from craton.planning.serving.search.result import Benchmark, Deployment, LoadPlan, PlannedDrafts, best_of_each
 from craton.planning.serving.search.rows import deployment_rows, latency_intervals
-from craton.planning.serving.search.stated_layout import check_stated_layout
+from craton.planning.serving.search.stated_layout import check_stated_layout, has_pools, no_fit_text
 from craton.planning.serving.search.tiers import kv_tiers
 from craton.planning.setting import PlanError
 
@@ -69,18 +76,13 @@ def plan_load(
     tried = [_setting(job, shape, each, asked) for each in _clusters(job, instances, cluster)]
     settings = [setting for setting in tried if setting is not None]
     if not settings:
-        names = ", ".join(instances) or str(job.cluster)
-        raise PlanError(
-            f"{job.where('model')}{shape.name} fits no layout on {names} with serve.memory {serve.memory:g} and room "
-            "for a step (serve.chunk_tokens, max_running, page); use a lower serve.precision, or instances with more "
-            "GPU memory (--instances)"
-        )
+        raise PlanError(job.where("model") + no_fit_text(job, shape, ", ".join(instances) or str(job.cluster)))
     if gpus is None and asked.rate is None and asked.concurrency is None:
-        gpus = settings[0].cluster.num_gpus
+        gpus = max(settings[0].cluster.num_gpus, (serve.replicas or 1) * _fewest(settings[:1]))
     rows: list[Deployment] = []
     for setting in settings:
         rows += _rows(setting, asked, limits, gpus, serve.replicas)
-        if setting.profile.engine != OWN_ENGINE and asked.rate is not None:
+        if setting.profile.engine != OWN_ENGINE and asked.rate is not None and has_pools(job):
             pooled = pooled_deployment(
                 setting.candidates,
                 setting.cluster,
@@ -89,6 +91,13 @@ def plan_load(
                 limits,
             )
             rows += [pooled] if pooled is not None and (gpus is None or pooled.gpus <= gpus) else []
+    if not rows and not any(_roomy(setting.candidates, asked) for setting in settings):
+        most = int(max(_tokens_per_rank(setting.candidates).max() for setting in settings))
+        raise PlanError(
+            f"{job.where('serve', 'load')}the longest request has {asked.input.longest + asked.output.longest:,.0f} "
+            f"tokens, and the KV cache of no layout holds more than {most:,}; use a lower serve.kv_precision or "
+            "serve.precision, more tp, or instances with more GPU memory (--instances)"
+        )
     if not rows:
         least, stated = _fewest(settings), serve.replicas
         if stated:
@@ -99,6 +108,8 @@ def plan_load(
         raise PlanError(f"--gpus {gpus} is too few: the smallest layout needs {least}; give more GPUs")
     by = by or ("cost" if all(row.dollars_per_hour is not None for row in rows) else "gpus")
     rows.sort(key=lambda row: _rank(row, by, gpus))
+    notes = _notes(rows, settings)
+    rows = _without_equals(rows)
     chosen = rows[0]
     home = next(setting for setting in settings if setting.cluster.instance.name == chosen.instance)
     return LoadPlan(
@@ -113,8 +124,8 @@ def plan_load(
         by=by,
         gpus_limit=gpus,
         chosen=chosen,
-        deployments=rows[:SHOWN],
-        evaluated=sum(len(setting.candidates) for setting in settings),
+        deployments=best_of_each(rows, SHOWN),
+        compared=len(rows),
         curve=(curve_points if chosen.prefill is None else pooled_curve)(home.candidates, asked, chosen),
         front=[point for each in settings for point in front_points(each.candidates, each.cluster, asked)],
         tiers=kv_tiers(home.candidates, home.cluster.instance, asked, chosen),
@@ -122,7 +133,9 @@ def plan_load(
         log_deviation=home.candidates.log_deviation,
         price_text=_price_text(home.cluster),
         benchmark=_benchmark(home, asked, chosen),
-        notes=_notes(rows, settings),
+        drafts=_drafts(home, job, asked, chosen),
+        notes=notes,
+        warnings=[*_versions(job, settings), *_absences(instances, rows)],
     )
 
 
@@ -164,7 +177,7 @@ def served_load(section: LoadSection) -> ServedLoad:
         concurrency=section.concurrency,
         prefix_hits=section.prefix_hits,
         acceptance=section.acceptance,
-        burstiness=section.burstiness,
+        burstiness=1.0 / section.burstiness,  # the squared coefficient of variation of a gamma distribution
         requests=section.requests,
     )
 
@@ -209,9 +222,7 @@ def _rows(
     setting: _Setting, load: ServedLoad, limits: Limits, gpus: int | None, stated: int | None
 ) -> list[Deployment]:
     candidates = setting.candidates
-    longest = load.input.longest + load.output.longest
-    per_rank = np.asarray(candidates.replica.steps.kv_tokens) / np.asarray(candidates.replica.attention_dp)
-    keep = [index for index in range(len(candidates)) if per_rank[index] >= longest]
+    keep = _roomy(candidates, load)
     if gpus is not None:
         keep = [index for index in keep if candidates.layouts[index].replica_gpus * (stated or 1) <= gpus]
     if not keep:
@@ -243,6 +254,16 @@ def _rows(
     return deployment_rows(candidates, setting.cluster, load, limits, replicas, most, found)
 
 
+def _roomy(candidates: ServedCandidates, load: ServedLoad) -> list[int]:
+    """Return the candidates whose KV cache holds the longest request."""
+    longest = load.input.longest + load.output.longest
+    return [index for index, tokens in enumerate(_tokens_per_rank(candidates)) if tokens >= longest]
+
+
+def _tokens_per_rank(candidates: ServedCandidates) -> np.ndarray:
+    return np.asarray(np.asarray(candidates.replica.steps.kv_tokens) / np.asarray(candidates.replica.attention_dp))
+
+
 def _rank(row: Deployment, by: str, gpus: int | None) -> tuple[float, ...]:
     cost = row.dollars_per_hour if row.dollars_per_hour is not None else math.inf
     latency = row.e2e["mean"].value
@@ -250,7 +271,37 @@ def _rank(row: Deployment, by: str, gpus: int | None) -> tuple[float, ...]:
     if gpus is not None and by != "time":
         return (missing, row.distance, -row.slo_rate, cost, latency)
     first = {"cost": cost, "gpus": float(row.gpus), "time": latency}[by]
-    return (missing, row.distance, first, float(row.gpus), latency)
+    return (missing, row.distance, first, float(row.gpus) if by == "cost" else cost, -row.max_rate.value, latency)
+
+
+def _without_equals(rows: Sequence[Deployment]) -> list[Deployment]:
+    """Return one row of those that differ in `ep` only and have the same numbers: a stage has its experts on the same
+    GPUs. With attention data parallel it is that with `ep`, as engines deploy it."""
+    found: dict[tuple[object, ...], Deployment] = {}
+    for row in rows:
+        prefill = replace(row.prefill, ep=1) if row.prefill else None
+        key = (row.instance, replace(row.layout, ep=1), prefill, row.ttft["p95"], row.tpot["p95"], row.max_rate)
+        other = found.setdefault(key, row)
+        prefers_ep = row.layout.attention_dp > 1
+        if (row.layout.ep > other.layout.ep) == prefers_ep and row.layout.ep != other.layout.ep:
+            found[key] = row
+    return list(found.values())
+
+
+def _versions(job: Job, settings: Sequence[_Setting]) -> list[str]:
+    """Name the GPUs on which the stated version of the engine was not measured."""
+    gpus = {setting.machine.gpu.name: setting.machine.gpu for setting in settings}
+    return [text for gpu in gpus.values() if (text := unmeasured_version(job.software, gpu))]
+
+
+def _absences(instances: Sequence[str], rows: Sequence[Deployment]) -> list[str]:
+    """Name the instances without a deployment."""
+    shown = {row.instance for row in rows}
+    return [
+        f"{name}: no deployment; the model, a request or a replica needs more than it has"
+        for name in dict.fromkeys(instances)
+        if name not in shown
+    ]
 
 
 def _benchmark(setting: _Setting, load: ServedLoad, chosen: Deployment) -> Benchmark | None:
@@ -261,6 +312,14 @@ def _benchmark(setting: _Setting, load: ServedLoad, chosen: Deployment) -> Bench
     only, replicas = setting.candidates.only([index]), np.array([chosen.layout.replicas])
     found = evaluate(only, replace(load, requests=requests), replicas)
     return Benchmark(requests, latency_intervals(found.latencies.ttft, 0))
+
+
+def _drafts(setting: _Setting, job: Job, load: ServedLoad, chosen: Deployment) -> PlannedDrafts | None:
+    if not job.serve or not job.serve.draft_tokens:
+        return None
+    index = setting.candidates.layouts.index(replace(chosen.layout, replicas=1))
+    steps = setting.candidates.only([index]).replica.steps
+    return planned_drafts(job, steps, load.context_tokens, load.acceptance, chosen)
 
 
 def _fewest(settings: Sequence[_Setting]) -> int:
@@ -283,20 +342,21 @@ def _price_text(cluster: Cluster) -> str:
 
 
 def _notes(rows: Sequence[Deployment], settings: Sequence[_Setting]) -> list[str]:
-    """Return what experts inside one NVLink domain cost against experts across the network."""
+    """Return what expert parallelism inside one NVLink domain costs against across the network."""
     notes = []
     for setting in settings:
         domain, name = setting.machine.network.nvlink_domain, setting.cluster.instance.name
         here = [row for row in rows if row.instance == name and row.holds and row.prefill is None]
         inside = next((row for row in here if row.layout.stage_gpus <= domain and row.layout.ep > 1), None)
-        across = next((row for row in here if row.layout.stage_gpus > domain), None)
+        across = next((row for row in here if row.layout.stage_gpus > domain and row.layout.ep > 1), None)
         if inside is None or across is None or inside.dollars_per_hour is None or across.dollars_per_hour is None:
             continue
         one, other = (formatting.dollars(row.dollars_per_hour) for row in (inside, across))
         more = across.dollars_per_hour - inside.dollars_per_hour
         change = f"{formatting.dollars(abs(more))}/h {'more' if more >= 0 else 'less'}"
         notes.append(
-            f"{name}: experts inside one NVLink domain of {domain} GPUs ({inside.layout}) cost {one}/h, across the "
-            f"network ({across.layout}) {other}/h: {change}"
+            f"{name}: ep {inside.layout.ep} inside one {setting.machine.domain_name} of {domain} GPUs "
+            f"({inside.layout}) costs {one}/h, ep {across.layout.ep} across the network ({across.layout}) "
+            f"{other}/h: {change}"
         )
     return notes

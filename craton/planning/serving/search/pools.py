@@ -64,7 +64,8 @@ def pooled_deployment(
     replicas = decode_replicas[[chosen]]
     row = deployment_rows(only, cluster, load, limits, replicas, most[[chosen]], evaluate(only, load, replicas))[0]
     total = prefill_layout.gpus + row.layout.gpus
-    is_near = prefill_layout.replica_gpus + row.layout.replica_gpus <= machine.network.nvlink_domain
+    # Any prefill replica sends to any decode replica: beyond one domain, some of them over the network.
+    is_near = total <= machine.network.nvlink_domain
     # A prompt's cache is that of one attention-data-parallel rank.
     shards = min(each.replica_gpus // each.attention_dp for each in (prefill_layout, row.layout))
     cached = candidates.kv_bytes_per_token * load.input.mean
@@ -105,7 +106,7 @@ def pooled_deployment(
         dollars_per_million_input=_fixed(per_request, share, load.input.mean),
         dollars_per_million_output=_fixed(per_request, 1.0 - share, load.output.mean),
         kv_transfer_seconds=transfer,
-        kv_transfer_link="NVLink" if is_near else "EFA" if machine.network.efa_version else "network",
+        kv_transfer_link=machine.near_link if is_near else machine.far_link,
     )
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -15,17 +15,12 @@ from craton.job.model import ModelShape
 from craton.planning.rates import MachineRates
 from craton.planning.serving.layout import ServedLayout, own_layouts
 from craton.planning.serving.load import ServedLoad, ServedReplica
-from craton.planning.serving.own_engine import draft_steps, engine_constants
+from craton.planning.serving.own_engine import engine_constants
 from craton.planning.serving.planner import served_kv_tokens
 from craton.planning.serving.profile import ENGINE_NAMES, OWN_ENGINE, EngineProfile
+from craton.planning.serving.search.drafts import acceptance_deviation, speculative_steps
 from craton.planning.serving.search.precision import ServedFormats
-from craton.planning.serving.served_model import ServedModel, kv_bytes_per_token
-from craton.planning.serving.speculation import (
-    ASSUMED_ACCEPTANCE,
-    AUTO_LENGTHS,
-    HOST_SECONDS,
-    expected_tokens,
-)
+from craton.planning.serving.served_model import kv_bytes_per_token
 from craton.planning.serving.step_times import ServedSteps
 from craton.planning.serving.terms import KV_BYTES, ServingTerms, serving_terms, stack_terms
 
@@ -97,11 +92,14 @@ def candidates_of(
     first = profile.predict("ttft_seconds", lambda constants: _idle_ttft(rows[0], constants, load))
     terms = stack_terms(rows)
     steps: Any = ServedSteps(terms, engine_constants(profile, profile.constants))
+    unknown = 0.0
     if serve.draft_tokens:
-        steps = _speculative(job, machine, profile, steps, load.acceptance)
+        steps = speculative_steps(job, machine, profile, steps, load.acceptance)
+        if load.acceptance is None:
+            unknown = acceptance_deviation(steps, TYPICAL_BATCH, load.context_tokens)
     replica = ServedReplica(steps, terms.attention_dp, profile["first_token_seconds"], profile["prefill_slowdown"])
     kv_bytes = kv_bytes_per_token(shape, KV_BYTES[precision.kv])
-    deviation, ttft_deviation = prediction.log_deviation, first.log_deviation
+    deviation, ttft_deviation = math.hypot(prediction.log_deviation, unknown), first.log_deviation
     return ServedCandidates(
         tuple(found), terms, replica, deviation, ttft_deviation, profile.log_scales[0], kv_bytes, formats
     )
@@ -115,14 +113,17 @@ def _idle_ttft(terms: ServingTerms, constants: Any, load: ServedLoad) -> Any:
 
 
 def _layouts(job: Job, shape: ModelShape, machine: MachineRates, own: bool) -> Iterator[ServedLayout]:
-    """Yield the job's layout, with every value of the sizes that it leaves open."""
+    """Yield every layout of one replica. A stated tp states the whole replica: sizes that the job omits are 1."""
     assert job.serve is not None
     spec, domain = job.layout, max(machine.network.nvlink_domain, machine.node_gpus)
     widest = machine.node_gpus if own else min(domain, MAX_REPLICA_GPUS)
     sizes = [size for size in (1, 2, 4, 8, 16, 32, 64, 72) if size <= widest]
-    tps = [spec.tp] if spec and spec.tp else [tp for tp in sizes if _splits(shape, tp, job)]
+    tps = [spec.tp] if spec and spec.tp else [tp for tp in sizes if _splits(shape, tp, job, own)]
     if own:
         yield from own_layouts(shape, tps, job.served_layout.ep if spec else None)
+        return
+    if spec and spec.tp:
+        yield ServedLayout(tp=spec.tp, pp=spec.pp or 1, ep=spec.ep or 1, attention_dp=job.serve.attention_dp)
         return
     stages = [spec.pp] if spec and spec.pp else [1]
     ranks = [job.serve.attention_dp] if job.serve.attention_dp > 1 else sizes if shape.is_moe else [1]
@@ -139,22 +140,8 @@ def _layouts(job: Job, shape: ModelShape, machine: MachineRates, own: bool) -> I
                         yield ServedLayout(tp=tp, pp=pp, ep=ep, attention_dp=attention_dp)
 
 
-def _splits(shape: ModelShape, tp: int, job: Job) -> bool:
-    return not check_served_layout(Layout(tp=tp, precision=job.precision), shape)
-
-
-def _speculative(
-    job: Job, machine: MachineRates, profile: EngineProfile, steps: Any, acceptance: float | None
-) -> SpeculativeSteps:
-    assert job.serve is not None
-    draft = None
-    if job.draft_shape is not None:
-        model = ServedModel(job.draft_shape, job.serve.precision, job.serve.kv_precision)
-        draft = draft_steps(model, machine, profile).scaled(1.0)
-    lengths = (0, *AUTO_LENGTHS) if job.serve.draft_auto else (job.serve.draft_tokens,)
-    host_seconds = HOST_SECONDS if profile.engine == OWN_ENGINE else 0.0
-    accepted = ASSUMED_ACCEPTANCE if acceptance is None else acceptance
-    return SpeculativeSteps(steps, lengths, accepted, host_seconds, draft)
+def _splits(shape: ModelShape, tp: int, job: Job, own: bool) -> bool:
+    return not check_served_layout(Layout(tp=tp, precision=job.precision), shape, padded=not own)
 
 
 @dataclass(frozen=True)
@@ -168,33 +155,3 @@ class DecodeSteps:
 
     def mixed_seconds(self, batch: Any, context: Any, tokens: Any, prompt: Any) -> Any:
         return self.steps.decode_seconds(batch, context) + 0.0 * tokens * prompt
-
-
-@dataclass(frozen=True)
-class SpeculativeSteps:
-    """Steps that each give a request one token, on average: a share of a step that verifies draft tokens. Of several
-    numbers of draft tokens, each step has the fastest, as the engine chooses it. A prompt takes as long as without."""
-
-    steps: Any
-    lengths: tuple[int, ...]
-    acceptance: float
-    host_seconds: float  # of a step with drafts
-    draft: ServedSteps | None = None  # None: n-grams of the text, which cost nothing
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.steps, name)
-
-    def decode_seconds(self, batch: Any, context: Any) -> Any:
-        return reduce(np.minimum, [self._seconds(length, batch, context) for length in self.lengths])
-
-    def mixed_seconds(self, batch: Any, context: Any, tokens: Any, prompt: Any) -> Any:
-        added = self.steps.mixed_seconds(batch, context, tokens, prompt) - self.steps.decode_seconds(batch, context)
-        return self.decode_seconds(batch, context) + np.maximum(added, 0.0)
-
-    def _seconds(self, length: int, batch: Any, context: Any) -> Any:
-        whole = self.steps.verify_seconds(batch, context, length)
-        if length:
-            whole = whole + self.host_seconds
-        if length and self.draft is not None:
-            whole = whole + length * self.draft.decode_seconds(batch, context)
-        return whole / expected_tokens(self.acceptance, length)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -82,12 +83,35 @@ class Deployment:
         return max((miss.ratio for miss in self.misses), default=math.inf if self.is_saturated else 0.0)
 
 
+def best_of_each(rows: Sequence[Deployment], count: int) -> list[Deployment]:
+    """Return the first `count` rows, in which every instance has at least its first one."""
+    firsts = list({row.instance: row for row in reversed(rows)}.values())
+    others = [row for row in rows if row not in firsts][: max(0, count - len(firsts))]
+    return [row for row in rows if row in firsts or row in others]
+
+
 @dataclass(frozen=True)
 class Benchmark:
     """What a benchmark of the chosen deployment measures, if it begins with all users at once."""
 
     requests: int
     ttft: dict[str, Interval]
+
+
+@dataclass(frozen=True)
+class PlannedDrafts:
+    """Speculative decoding in the chosen deployment, at this load."""
+
+    model: str  # the draft model, or n-grams
+    draft_tokens: int  # per step; 0: drafts would cost more than they save
+    is_auto: bool
+    acceptance: float
+    acceptance_low: float  # of the published range, where it is assumed
+    acceptance_high: float
+    is_assumed: bool
+    speedup: float  # of decode
+    speedup_low: float
+    speedup_high: float
 
 
 @dataclass(frozen=True)
@@ -141,8 +165,8 @@ class LoadPlan:
     by: str  # cost or gpus
     gpus_limit: int | None
     chosen: Deployment
-    deployments: list[Deployment]  # best first, the chosen one included
-    evaluated: int
+    deployments: list[Deployment]  # best first, the chosen one and the best of each instance included
+    compared: int  # deployments of which these are the best
     curve: list[CurvePoint]
     front: list[FrontPoint]
     tiers: list[KvTier]
@@ -150,7 +174,9 @@ class LoadPlan:
     log_deviation: float
     price_text: str
     benchmark: Benchmark | None = None  # of a closed load without a number of requests
+    drafts: PlannedDrafts | None = None
     notes: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
 
     @property
     def holds(self) -> bool:

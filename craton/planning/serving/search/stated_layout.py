@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from craton.job import Job, is_planned_only
-from craton.job.layout import LayoutSpec, check_served_layout
+from craton.job.layout import Layout, LayoutSpec, check_served_layout
 from craton.job.model import ModelShape
 from craton.planning.setting import PlanError
 
@@ -28,9 +28,35 @@ def check_stated_layout(job: Job, shape: ModelShape) -> None:
     if not is_planned_only(job.software):
         problem = next(iter(check_served_layout(job.served_layout, shape)), "")
     elif spec is not None:
-        problem = _problem(spec, shape, tp, pp, tp * ranks if spec.tp and ranks > 1 else 0)
+        problem = _problem(spec, shape, tp, pp, tp * ranks if spec.tp else 0)
     if problem:
         raise PlanError(f"{job.where('layout')}layout: {problem}")
+
+
+def has_pools(job: Job) -> bool:
+    """Return whether separate pools for prefill and decode are planned: not where the job states its replicas or their
+    layout, for then each of them does both."""
+    assert job.serve is not None
+    return job.serve.replicas is None and job.layout is None
+
+
+def no_fit_text(job: Job, shape: ModelShape, names: str) -> str:
+    """Return why no layout was found: the weights are too large for those that exist, and which those are."""
+    serve, spec = job.serve, job.layout
+    assert serve is not None
+    own = not is_planned_only(job.software)
+    room = f"with serve.memory {serve.memory:g} and room for a step (serve.chunk_tokens, max_running, page)"
+    remedy = "use a lower serve.precision, or instances with more GPU memory (--instances)"
+    if spec and spec.tp:
+        return (
+            f"{shape.name} does not fit the stated layout on {names} {room}; write layout: auto or a larger tp, or "
+            f"{remedy}"
+        )
+    text = f"{shape.name} fits no layout on {names} {room}; {remedy}"
+    problem = next(iter(check_served_layout(Layout(tp=2, precision=job.precision), shape)), "") if own else ""
+    if problem:
+        text += f". Craton's engine cannot split it: {problem.partition(';')[0]}; engines that pad (software: vllm) can"
+    return text
 
 
 def _problem(spec: LayoutSpec, shape: ModelShape, tp: int, pp: int, stage: int) -> str:

@@ -17,9 +17,10 @@ HOST_SHARE = 0.5  # of the host's memory that KV cache blocks may take; assumed
 
 
 def kv_tiers(candidates: ServedCandidates, instance: Instance, load: ServedLoad, chosen: Deployment) -> list[KvTier]:
-    """Return the tiers of the chosen deployment's nodes. GPUs of a replica load their shards side by side."""
+    """Return the tiers of the chosen deployment's nodes, for the replicas that compute prompts. GPUs of a replica load
+    their shards side by side."""
     size = candidates.kv_bytes_per_token
-    layout = replace(chosen.layout, replicas=1)
+    layout = replace(chosen.prefill or chosen.layout, replicas=1)
     # A prompt's cache is that of one attention-data-parallel rank.
     prompt, gpus = load.input.mean, min(layout.replica_gpus // layout.attention_dp, instance.num_gpus)
     index = candidates.layouts.index(layout) if layout in candidates.layouts else 0
