@@ -14,7 +14,9 @@ import pytest
 COMPILING = Path(__file__).with_name("compiling.py")
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+
+
 @pytest.mark.parametrize(
     ("names", "uses_tensor_cores"),
     [
@@ -23,7 +25,19 @@ COMPILING = Path(__file__).with_name("compiling.py")
     ],
 )
 def test_decode_kernels_compile_for_a_gpu(names: tuple[str, ...], uses_tensor_cores: bool) -> None:
+    found = [line.rpartition(" ")[0] for line in compiled(*names)]
+    assert found == [f"{name} {uses_tensor_cores}" for name in names]
+
+
+@pytest.mark.slow
+def test_sampling_of_kept_tokens_compiles_for_a_gpu_without_spilled_registers() -> None:
+    names = ("choose kept bf16", "choose kept fp32")
+    assert compiled(*names) == [f"{name} False 0" for name in names]
+
+
+def compiled(*names: str) -> list[str]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, str(COMPILING), *names]
     found = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert found.stdout.splitlines() == [f"{name} {uses_tensor_cores}" for name in names], found.stderr
+    assert found.returncode == 0, found.stderr
+    return found.stdout.splitlines()
