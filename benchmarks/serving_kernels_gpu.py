@@ -152,7 +152,6 @@ def check_all() -> None:
     for name, cut in CUTS.items():
         given = (logits, temperature, seeds, seeds >> 30, temperature, *limits(64, cut))
         check(f"choose with {name}", partial(choose_kept, *given))
-    check("gumbel", lambda: (paged.gumbel(seeds, seeds >> 30, VOCABULARY),))
     check_early_launch()
 
 

@@ -164,17 +164,6 @@ def _choose(
     tl.store(logprobs + row, tl.where(sound, logprob, float("nan")))
 
 
-@triton.jit(do_not_specialize_on_alignment=["seeds", "positions"])
-def _gumbel(seeds, positions, out, vocabulary, TILE: tl.constexpr, FAST: tl.constexpr, EARLY: tl.constexpr):
-    wait_for_inputs(EARLY)
-    row = tl.program_id(0).to(tl.int64)
-    token = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    seed = tl.load(seeds + row)
-    position = tl.load(positions + row)
-    noise = gumbel_noise(token, row_key(seed, position, FIRST_KEY), row_key(seed, position, SECOND_KEY), FAST)
-    tl.store(out + row * vocabulary + token, noise, mask=token < vocabulary)
-
-
 def choose(
     logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, logprob_temperature: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -223,12 +212,3 @@ def choose(
         **options,
     )
     return chosen, logprobs
-
-
-def gumbel(seeds: Tensor, positions: Tensor, vocabulary: int) -> Tensor:
-    out = torch.empty(seeds.shape[0], vocabulary, dtype=torch.float32, device=seeds.device)
-    tile = LANES * WIDTH
-    _gumbel[(seeds.shape[0], triton.cdiv(vocabulary, tile))](
-        seeds, positions, out, vocabulary, TILE=tile, FAST=seeds.is_cuda, num_warps=WARPS, **launch_options(seeds)
-    )
-    return out
