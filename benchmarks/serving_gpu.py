@@ -467,9 +467,10 @@ def of_one_engine(cases: list[str], options: argparse.Namespace, say: Say) -> De
             engine.scheduler.chunk_tokens = options.short_chunk
             say("poisson", poisson, engine, vocabulary, saturated["tokens_per_second"])
             engine.scheduler.chunk_tokens = options.chunk
-        say("compiled after the start", list, COMPILED)
     if "tuned" in cases:
         say("tuned", tuned, engine, vocabulary)
+    if {"set256", "poisson", "tuned"} & set(cases):
+        say("compiled after the start", list, COMPILED)
     say("llama-3.1-8b check", check, engine, model)
     return model
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from craton.ml import kernels
 from craton.ml.kernels import elementwise
-from craton.ml.kernels.serving import SharedPrefixes, paged, shared_prefix
+from craton.ml.kernels.serving import SharedPrefixes, choose_kept, paged, shared_prefix, truncate
 from craton.ml.kernels.triton import launch
 from craton.ml.serving.device.shared_prefix import group_numbers, shared_prefixes
 from craton.ml.serving.schedule import PrefixGroups
@@ -31,6 +31,12 @@ PAGE, HEAD_DIM, KV_HEADS = 16, 128, 8
 HIDDEN, FFN_HIDDEN, VOCABULARY = 4096, 14336, 128256  # of the 8B shape
 ALLOWED_ERROR = 1e-2  # ‖kernel - twin‖ / ‖twin‖, both rounded to bf16
 L2_BYTES = 60e6
+CUTS = {  # of sampling: top-k, top-p, min-p
+    "top-p 0.9": (0, 0.9, 0.0),
+    "top-k 50": (50, 1.0, 0.0),
+    "top-k 50 and top-p 0.9": (50, 0.9, 0.0),
+    "min-p 0.1": (0, 1.0, 0.1),
+}
 PROMPTS = [300, 512, 100, 900, 600, 44, 1000, 640]
 
 copy_bandwidth = 0.0
@@ -149,7 +155,9 @@ def check_all() -> None:
     temperature[::2] = 0
     seeds = torch.randint(-(2**62), 2**62, (64,), device="cuda")
     check("choose", lambda: paged.choose(logits, temperature, seeds, seeds >> 30, temperature))
-    check("gumbel", lambda: (paged.gumbel(seeds, seeds >> 30, VOCABULARY),))
+    for name, cut in CUTS.items():
+        given = (logits, temperature, seeds, seeds >> 30, temperature, *limits(64, cut))
+        check(f"choose with {name}", partial(choose_kept, *given))
     check_early_launch()
 
 
@@ -408,9 +416,54 @@ def choose() -> None:
             seconds = seconds_of(choose_call(requests, temperature))
             report(f"sample, {requests} rows, {name}", seconds, 2 * requests * VOCABULARY)
 
+    for requests in (1, 256):
+        for name, cut in CUTS.items():
+            compare_kept(requests, name, cut)
+
+
+def limits(requests: int, cut: tuple[int, float, float]) -> tuple[Tensor, Tensor, Tensor]:
+    top_k, top_p, min_p = (torch.full((requests,), value, device="cuda") for value in cut)
+    return top_k, top_p, min_p
+
+
+def compare_kept(requests: int, name: str, cut: tuple[int, float, float]) -> None:
+    """Time sampling from kept tokens, with log-probabilities of the model and of the kept ones, and beside it the sort
+    that alternatives still need, which is no sampling yet."""
+    ring = logits_ring(requests)
+    temperatures, counter = torch.full((requests,), 0.7, device="cuda"), torch.arange(requests, device="cuda")
+    cuts = limits(requests, cut)
+    read_bytes = 2 * requests * VOCABULARY
+    for asked, scored in (("", torch.zeros_like(temperatures)), (", its log-probs", temperatures)):
+
+        def call(index: int, scored: Tensor = scored) -> tuple[Tensor, Tensor]:
+            return choose_kept(ring[index % len(ring)], temperatures, counter, counter, scored, *cuts)
+
+        report(f"sample, {requests} rows, {name}{asked}", seconds_of(call), read_bytes)
+    seconds = eager_seconds_of(lambda index: truncate(ring[index % len(ring)], temperatures, *cuts))
+    report(f"sort, {requests} rows, {name}", seconds, read_bytes)
+
+
+def eager_seconds_of(call: Callable[[int], object], calls: int = 16) -> float:
+    """Return the median seconds of one call outside of a graph, many of which are in flight."""
+    times = []
+    for _ in range(10):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for index in range(calls):
+            call(index)
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3 / calls)
+    return statistics.median(times[3:])
+
+
+def logits_ring(requests: int) -> list[Tensor]:
+    count = 2 + int(L2_BYTES / (2 * requests * VOCABULARY))
+    return [normal(requests, VOCABULARY, deviation=2.5) for _ in range(count)]
+
 
 def choose_call(requests: int, temperature: float) -> Callable[[int], tuple[Tensor, Tensor]]:
-    ring = [normal(requests, VOCABULARY) for _ in range(2 + int(L2_BYTES / (2 * requests * VOCABULARY)))]
+    ring = logits_ring(requests)
     temperatures, counter = torch.full((requests,), temperature, device="cuda"), torch.arange(requests, device="cuda")
     return lambda index: paged.choose(ring[index % len(ring)], temperatures, counter, counter, temperatures)
 

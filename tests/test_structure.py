@@ -34,6 +34,7 @@ NAMESPACES = {
     "craton.ml.kernels.reference": "plain PyTorch twins that share the names of the fused kernels",
     "craton.ml.kernels.triton.adapters": "kernels that share names with their plain twins",
     "craton.ml.kernels.triton.choose": "kernels that share names with their plain twins",
+    "craton.ml.kernels.triton.choose_kept": "kernels that share names with their plain twins",
     "craton.ml.kernels.triton.norm": "kernels that share names with their plain twins",
     "craton.ml.kernels.triton.paged_decode": "kernels that share names with their plain twins",
     "craton.ml.kernels.triton.paged_prefill": "kernels that share names with their plain twins",

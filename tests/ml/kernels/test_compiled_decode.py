@@ -20,6 +20,7 @@ COMPILING = Path(__file__).with_name("compiling.py")
     [
         (("merge", "merge with groups", "store latents"), False),
         pytest.param(("attend", "attend with groups"), True, marks=pytest.mark.slow),
+        pytest.param(("choose kept bf16", "choose kept fp32"), False, marks=pytest.mark.slow),
         pytest.param(("merge latents", "merge latents with groups"), False, marks=pytest.mark.slow),
         pytest.param(
             (
@@ -36,7 +37,9 @@ COMPILING = Path(__file__).with_name("compiling.py")
         ),
     ],
 )
-def test_decode_kernels_compile_for_a_gpu_without_spills(names: tuple[str, ...], uses_tensor_cores: bool) -> None:
+def test_kernels_of_a_decode_step_compile_for_a_gpu_without_spills(
+    names: tuple[str, ...], uses_tensor_cores: bool
+) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, str(COMPILING), *names]
     found = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

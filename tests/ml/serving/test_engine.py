@@ -19,6 +19,7 @@ from served_ranks import random_model
 from craton.ml.data import load_tokenizer
 from craton.ml.data.tokenizer import train_bpe
 from craton.ml.models import Decoder
+from craton.ml.serving.device import sampler
 from craton.ml.serving.engine.build import build_engine
 from craton.ml.serving.engine.engine import Engine
 from craton.ml.serving.messages import STEP_BOUNDS, Abort, Grammar, OutputDelta, Sampling, Submit
@@ -121,6 +122,33 @@ def test_log_probabilities_of_the_sampled_distribution(settings: dict[str, Any])
     unscaled = their_logprobs(theirs, [*prompt, *model.tokens])[len(prompt) - 1 : -1]
     unscaled = unscaled.gather(-1, torch.tensor(model.tokens).unsqueeze(-1)).squeeze(-1)
     torch.testing.assert_close(torch.tensor(model.logprobs), unscaled, atol=1e-4, rtol=0)
+
+
+def test_sampling_after_the_start_uses_only_kernels_that_the_start_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU compiles one kernel for each function and dtype of the logits."""
+    used: set[tuple[str, torch.dtype]] = set()
+
+    def record(name: str) -> None:
+        function = getattr(sampler, name)
+
+        def recorded(logits: torch.Tensor, *others: Any) -> Any:
+            used.add((name, logits.dtype))
+            return function(logits, *others)
+
+        monkeypatch.setattr(sampler, name, recorded)
+
+    record("choose")
+    record("choose_kept")
+    engine = engine_of(copy.deepcopy(pair("llama")[1]).bfloat16(), graphs="always")
+    compiled = used.copy()
+    used.clear()
+    every = Sampling(max_tokens=3, temperature=1.0, ignore_eos=True)
+    answer(engine, sampling=every)
+    answer(engine, sampling=replace(every, top_k=5, top_p=0.9, logprobs_mode="sampled"))
+    assert used == {("choose", torch.bfloat16), ("choose_kept", torch.bfloat16)}  # no copy in fp32
+    answer(engine, sampling=replace(every, presence_penalty=0.5))
+    answer(engine, sampling=replace(every, min_p=0.1, repetition_penalty=1.2))
+    assert used == compiled == {(name, dtype) for name, _ in used for dtype in (torch.bfloat16, torch.float32)}
 
 
 def test_a_seed_decides_whatever_else_is_computed() -> None:

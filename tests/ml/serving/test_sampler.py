@@ -65,6 +65,17 @@ def test_top_p(top_p: float) -> None:
     expect_distribution(draw(logits(), 1.0, Tuning(top_p=every(top_p))), kept)
 
 
+def test_top_p_is_a_share_of_what_top_k_keeps_and_ties_are_kept_together() -> None:
+    row = (2 * logits()).round() / 2
+    values = row.softmax(0)
+    kept = values * (row >= row.topk(6).values[-1])
+    mass = torch.where(row[None] > row[:, None], kept, 0.0).sum(1)  # of the kept tokens above each
+    assert int((kept > 0).sum()) == 8
+    kept = kept * (mass < 0.7 * kept.sum())
+    assert int((kept > 0).sum()) == 4  # of all probabilities they are less than 0.7
+    expect_distribution(draw(row, 1.0, Tuning(top_k=every(6).long(), top_p=every(0.7))), kept)
+
+
 def test_min_p() -> None:
     probabilities = logits().softmax(-1)
     kept = probabilities * (probabilities >= 0.2 * probabilities.max())
@@ -110,6 +121,31 @@ def test_logits_that_are_not_numbers_choose_nothing(tuning: Tuning | None) -> No
     assert found.logprobs.isnan().tolist() == [False, True, False]
 
 
+def test_a_mask_does_not_hide_logits_that_are_not_numbers() -> None:
+    rows = torch.randn(3, VOCABULARY)
+    rows[0, 4], rows[1, 4] = torch.nan, torch.inf
+    allowed = torch.full((3, 1), 0b1000, dtype=torch.int32)  # token 3
+    for tuning in (Tuning(allowed=allowed), Tuning(allowed=allowed, top_p=torch.full((3,), 0.9))):
+        found = sample(rows, torch.ones(3), torch.ones(3).long(), torch.arange(3), torch.zeros(3), tuning)
+        assert found.tokens.tolist() == [-1, -1, 3]
+        assert found.logprobs.isnan().tolist() == [True, True, False]
+    impossible = torch.full((1, VOCABULARY), -torch.inf).index_fill_(1, torch.tensor([2]), 0.0)
+    found = sample(impossible, *(torch.zeros(1).long() for _ in range(4)), Tuning(allowed=allowed[:1]))
+    assert found.tokens.tolist() == [-1]
+
+
+def test_a_row_without_parameters_gets_the_same_token_beside_rows_with_some() -> None:
+    rows = torch.randn(64, VOCABULARY).bfloat16()
+    given = (rows, torch.full((64,), 0.7), torch.arange(64), torch.arange(64), torch.full((64,), 0.7))
+    plain = sample(*given)
+    top_p = torch.where(torch.arange(64) % 2 > 0, 0.3, 1.0)
+    bias = (torch.tensor([1]), torch.tensor([5]), torch.tensor([1.0]))
+    for tuning in (Tuning(top_p=top_p), Tuning(top_p=top_p, added=bias), Tuning(added=bias)):
+        found = sample(*given, tuning)
+        assert torch.equal(found.tokens[::2], plain.tokens[::2])
+        torch.testing.assert_close(found.logprobs[::2], plain.logprobs[::2], rtol=1e-5, atol=1e-5)
+
+
 TEMPERATURE = 0.6
 BITS = torch.tensor([[0b1010_0000_0001_1101]], dtype=torch.int32)
 
@@ -121,6 +157,7 @@ BITS = torch.tensor([[0b1010_0000_0001_1101]], dtype=torch.int32)
         Tuning(top_k=torch.tensor([4])),
         Tuning(top_p=torch.tensor([0.7])),
         Tuning(min_p=torch.tensor([0.2])),
+        Tuning(top_k=torch.tensor([9]), top_p=torch.tensor([0.8]), min_p=torch.tensor([0.05])),
         Tuning(allowed=BITS),
         Tuning(added=(torch.tensor([0]), torch.tensor([3]), torch.tensor([2.0]))),
         Tuning(repetition=torch.tensor([1.7]), seen=torch.arange(VOCABULARY)[None] % 3 == 0),
@@ -135,6 +172,8 @@ def test_log_probabilities_of_the_sampled_distribution_are_those_of_the_draws(tu
     claimed = torch.empty(VOCABULARY).scatter(0, tokens, values)
     assert found.logprobs.item() == pytest.approx(claimed[found.tokens].item(), abs=1e-6)
     expect_distribution(draw(row, TEMPERATURE, _repeated(tuning)), claimed.exp())
+    alone = sample(row[None], modes, torch.tensor([1]), torch.tensor([2]), modes, tuning)
+    assert torch.equal(alone.tokens, found.tokens)
     model = sample(row[None], modes, torch.tensor([1]), torch.tensor([2]), torch.zeros(1), tuning, VOCABULARY)
     assert model.tokens.tolist() == found.tokens.tolist()
     assert model.logprobs.item() == pytest.approx(row.log_softmax(0)[model.tokens].item(), abs=1e-6)

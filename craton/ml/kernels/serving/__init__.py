@@ -9,6 +9,7 @@ from craton.lazy import lazy_names
 if TYPE_CHECKING:
     from craton.ml.kernels.reference import Norms
     from craton.ml.kernels.sampling_hash import MIN_TEMPERATURE
+    from craton.ml.kernels.serving.kept import choose_kept, truncate
     from craton.ml.kernels.serving.paged import (
         FEW_ROWS,
         Past,

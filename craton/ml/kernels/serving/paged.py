@@ -313,11 +313,8 @@ def choose(
 
 
 def gumbel(seeds: Tensor, positions: Tensor, vocabulary: int) -> Tensor:
-    """The noise that `choose` adds, [rows, vocabulary] in fp32: Gumbel, a function of seed, position and token."""
-    if elementwise.is_fused(seeds):
-        from craton.ml.kernels.triton import choose as triton_choose
-
-        return triton_choose.gumbel(seeds, positions, vocabulary)
+    """The noise that `choose` adds, [rows, vocabulary] in fp32: Gumbel, a function of seed, position and token. The
+    kernels make their own."""
     tokens = torch.arange(vocabulary, device=seeds.device)
     first, second = _row_keys(seeds, positions).unsqueeze(-1)
     bits = _mix(_mix(tokens + first) ^ second)

@@ -33,7 +33,7 @@ def _mix(number):
 
 
 @triton.jit
-def _row_key(seed, position, START: tl.constexpr):
+def row_key(seed, position, START: tl.constexpr):
     key = _mix(seed.to(tl.uint32) ^ START)
     key = _mix(key ^ (seed >> 32).to(tl.uint32))
     key = _mix(key ^ position.to(tl.uint32))
@@ -48,7 +48,7 @@ def _log(value, FAST: tl.constexpr):
 
 
 @triton.jit
-def _noise(token, first_key, second_key, FAST: tl.constexpr):
+def gumbel_noise(token, first_key, second_key, FAST: tl.constexpr):
     bits = _mix(_mix(token.to(tl.uint32) + first_key) ^ second_key)
     uniform = tl.minimum((bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 1 - 5.9604644775390625e-08)
     # -log(1 - uniform), by its series where 1 - uniform would lose digits
@@ -58,7 +58,7 @@ def _noise(token, first_key, second_key, FAST: tl.constexpr):
 
 
 @triton.jit
-def _inverse(temperatures, row):
+def inverse_temperature(temperatures, row):
     """Return 1 / temperature of a row; 1 for one that is too small to divide by."""
     temperature = tl.load(temperatures + row)
     return 1.0 / tl.where(temperature >= MIN_TEMPERATURE, temperature, 1.0)
@@ -94,12 +94,12 @@ def _choose_part(
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     hot = tl.load(temperatures + row) >= MIN_TEMPERATURE
-    coolness = _inverse(temperatures, row)
-    scale = _inverse(logprob_temperatures, row)
+    coolness = inverse_temperature(temperatures, row)
+    scale = inverse_temperature(logprob_temperatures, row)
     seed = tl.load(seeds + row)
     position = tl.load(positions + row)
-    first_key = _row_key(seed, position, FIRST_KEY)
-    second_key = _row_key(seed, position, SECOND_KEY)
+    first_key = row_key(seed, position, FIRST_KEY)
+    second_key = row_key(seed, position, SECOND_KEY)
     lane = tl.arange(0, LANES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     largest = tl.full([LANES], float("-inf"), tl.float32)
     summed = tl.zeros([LANES], tl.float32)
@@ -115,7 +115,7 @@ def _choose_part(
         largest = new_largest
         score = logit * coolness
         if hot:
-            score += _noise(token, first_key, second_key, FAST)
+            score += gumbel_noise(token, first_key, second_key, FAST)
         better = score > best
         best = tl.where(better, score, best)
         best_token = tl.where(better, token, best_token)
@@ -157,22 +157,11 @@ def _choose(
     best_token = tl.sum(tl.where(part == winner, token, 0), 0)
     largest = tl.max(theirs, 0)
     total = tl.sum(summed * tl.exp(theirs - largest), 0)  # NaN if a logit is NaN or the largest is not finite
-    scaled = tl.load(logits + row * stride + best_token).to(tl.float32) * _inverse(logprob_temperatures, row)
+    scaled = tl.load(logits + row * stride + best_token).to(tl.float32) * inverse_temperature(logprob_temperatures, row)
     logprob = scaled - largest - tl.log(total)
     sound = total == total
     tl.store(chosen + row, tl.where(sound, best_token, -1).to(tl.int64))
     tl.store(logprobs + row, tl.where(sound, logprob, float("nan")))
-
-
-@triton.jit(do_not_specialize_on_alignment=["seeds", "positions"])
-def _gumbel(seeds, positions, out, vocabulary, TILE: tl.constexpr, FAST: tl.constexpr, EARLY: tl.constexpr):
-    wait_for_inputs(EARLY)
-    row = tl.program_id(0).to(tl.int64)
-    token = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    seed = tl.load(seeds + row)
-    position = tl.load(positions + row)
-    noise = _noise(token, _row_key(seed, position, FIRST_KEY), _row_key(seed, position, SECOND_KEY), FAST)
-    tl.store(out + row * vocabulary + token, noise, mask=token < vocabulary)
 
 
 def choose(
@@ -223,12 +212,3 @@ def choose(
         **options,
     )
     return chosen, logprobs
-
-
-def gumbel(seeds: Tensor, positions: Tensor, vocabulary: int) -> Tensor:
-    out = torch.empty(seeds.shape[0], vocabulary, dtype=torch.float32, device=seeds.device)
-    tile = LANES * WIDTH
-    _gumbel[(seeds.shape[0], triton.cdiv(vocabulary, tile))](
-        seeds, positions, out, vocabulary, TILE=tile, FAST=seeds.is_cuda, num_warps=WARPS, **launch_options(seeds)
-    )
-    return out

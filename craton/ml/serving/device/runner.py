@@ -437,6 +437,15 @@ class Runner:
                 dummies = np.full(requests, self.rows - 1, np.int32)
                 dummy_tokens, last = np.zeros(counts.sum(), np.int32), np.cumsum(counts, dtype=np.int32) - 1
                 self.execute(StepInput(dummies, counts, counts, 0, dummy_tokens, last, dummies))
+        self._warm_up_sampling()
+
+    def _warm_up_sampling(self) -> None:
+        """Compile what samples from the model's logits and, after penalties, logit bias or a grammar, from fp32."""
+        zero, one = (torch.full((1,), value, dtype=torch.int64, device=self.device) for value in (0, 1))
+        logits = torch.zeros(1, self.vocabulary, dtype=self.dtype, device=self.device)
+        nothing_added = (zero, zero, zero.float())
+        for tuning in (Tuning(top_k=one), Tuning(top_k=one, added=nothing_added), Tuning(added=nothing_added)):
+            sample(logits, one.float(), zero, zero, zero.float(), tuning)
 
     def _slots(self, rows: Tensor, positions: Tensor) -> Tensor:
         blocks = self.past.table[rows, positions // self.page].long()

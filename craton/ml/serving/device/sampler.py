@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from craton.ml.kernels.serving import MIN_TEMPERATURE, choose, gumbel
+from craton.ml.kernels.serving import MIN_TEMPERATURE, choose, choose_kept, truncate
 
 
 @dataclass(frozen=True)
@@ -57,18 +57,21 @@ def sample(
 
     `logprob_temperature` fp32 [rows]: 0 for log-probabilities of the model, else the temperature itself, for those of
     the distribution that is sampled."""
-    if tuning is None:
-        tokens, logprobs = choose(logits, temperature, seeds, positions, logprob_temperature)
-        if not alternatives:
-            return Chosen(tokens, logprobs)
-        is_sampled = logprob_temperature >= MIN_TEMPERATURE
-        scored = logits.float() / torch.where(is_sampled, logprob_temperature, 1.0).unsqueeze(-1)
-    else:
-        tokens, scored = _choose_tuned(logits.float(), temperature, seeds, positions, tuning)
-        scored = torch.where((logprob_temperature > 0).unsqueeze(-1), scored, logits.float())
-        logprobs = logprobs_of(scored, tokens)
-        if not alternatives:
-            return Chosen(tokens, logprobs)
+    tuning = tuning or Tuning()
+    where = (temperature, seeds, positions, logprob_temperature)
+    adjusted = _adjust(logits, tuning)
+    cuts = (tuning.top_k, tuning.top_p, tuning.min_p)
+    is_cut = any(cut is not None for cut in cuts)
+    tokens, logprobs = choose_kept(adjusted, *where, *cuts) if is_cut else choose(adjusted, *where)
+    is_sampled = logprob_temperature >= MIN_TEMPERATURE
+    if tuning.allowed is not None:  # the mask may hide logits that are not numbers
+        tokens = tokens.masked_fill(~logits.amax(-1).isfinite(), -1)
+        logprobs = logprobs.masked_fill(tokens < 0, torch.nan)
+    if adjusted is not logits:
+        logprobs = torch.where(is_sampled, logprobs, logprobs_of(logits, tokens))
+    if not alternatives:
+        return Chosen(tokens, logprobs)
+    scored = torch.where(is_sampled[:, None], truncate(adjusted, temperature, *cuts), logits.float())
     best, likeliest = scored.log_softmax(-1).topk(alternatives)
     return Chosen(tokens, logprobs, (likeliest, best))
 
@@ -80,23 +83,16 @@ def logprobs_of(logits: Tensor, tokens: Tensor) -> Tensor:
     return logprobs.masked_fill(tokens < 0, torch.nan)
 
 
-def _choose_tuned(
-    logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, tuning: Tuning
-) -> tuple[Tensor, Tensor]:
-    """Return the tokens [rows], and the logits of the distributions that they are samples of [rows, vocabulary]."""
-    is_number = logits.max(-1).values.isfinite() & ~logits.isnan().any(-1)
-    logits = _penalize(logits, tuning)
+def _adjust(logits: Tensor, tuning: Tuning) -> Tensor:
+    """Return the logits after penalties, logit bias and grammar, in fp32; the same tensor if there is none of them."""
+    if tuning.repetition is not None or tuning.frequency is not None or tuning.presence is not None:
+        logits = _penalize(logits.float(), tuning)
     if tuning.added is not None:
         rows, tokens, values = tuning.added
-        logits = logits.index_put((rows, tokens), values, accumulate=True)
+        logits = logits.float().index_put((rows, tokens), values, accumulate=True)
     if tuning.allowed is not None:
-        logits = logits.masked_fill(~unpack_bits(tuning.allowed, logits.shape[-1]), -torch.inf)
-    is_random = temperature > 0
-    scaled = logits / torch.where(is_random, temperature, 1.0).unsqueeze(-1)
-    scaled = _truncate(scaled, tuning)
-    noise = gumbel(seeds, positions, logits.shape[-1])
-    tokens = torch.where(is_random.unsqueeze(-1), scaled + noise, logits).argmax(-1)
-    return tokens.masked_fill(~is_number, -1), scaled
+        logits = logits.float().masked_fill(~unpack_bits(tuning.allowed, logits.shape[-1]), -torch.inf)
+    return logits
 
 
 def _penalize(logits: Tensor, tuning: Tuning) -> Tensor:
@@ -109,25 +105,6 @@ def _penalize(logits: Tensor, tuning: Tuning) -> Tensor:
             logits = logits - tuning.frequency.unsqueeze(-1) * tuning.written
         if tuning.presence is not None:
             logits = logits - tuning.presence.unsqueeze(-1) * (tuning.written > 0)
-    return logits
-
-
-def _truncate(logits: Tensor, tuning: Tuning) -> Tensor:
-    """Keep the top_k tokens, of these the fewest whose probabilities reach top_p, and of these all with a probability
-    of min_p times the largest or more."""
-    if tuning.top_k is not None or tuning.top_p is not None:
-        ordered, order = logits.sort(-1, descending=True)
-        place = torch.arange(logits.shape[-1], device=logits.device)
-        if tuning.top_k is not None:
-            kept = torch.where(tuning.top_k > 0, tuning.top_k, logits.shape[-1]).unsqueeze(-1)
-            ordered = ordered.masked_fill(place >= kept, -torch.inf)
-        if tuning.top_p is not None:
-            before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)  # probability of all that are likelier
-            ordered = ordered.masked_fill((before >= tuning.top_p.unsqueeze(-1)) & (place > 0), -torch.inf)
-        logits = torch.empty_like(logits).scatter_(-1, order, ordered)
-    if tuning.min_p is not None:
-        threshold = logits.max(-1, keepdim=True).values + tuning.min_p.unsqueeze(-1).log()
-        logits = logits.masked_fill(logits < threshold, -torch.inf)
     return logits
 
 
