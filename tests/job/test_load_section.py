@@ -54,7 +54,7 @@ def test_a_load_and_its_limits() -> None:
         ("slo: {ttft: {p42: 1s}}", "'p42' is not a statistic; allowed: mean, p50, p90, p95, p99"),
         ("slo: {ttft: 0}", "serve.slo.ttft: 0 is not above zero"),
         ("attention_dp: 2", "attention_dp applies to plans of vllm, sglang, trtllm"),
-        ("precision: int4", "precision int4 applies to plans of vllm, sglang, trtllm (key software), not of craton"),
+        ("precision: nvfp4", "precision nvfp4 applies to plans of vllm, sglang, trtllm (key software), not of craton"),
         ("precision: gptq", "did you mean 'int4'?"),
         ("precision: fp8, activation_precision: fp8", "activation_precision applies to plans of vllm"),
         ("precision: fp32, kv_precision: bf16", "a model in fp32 has its KV cache in fp32 or fp8"),

@@ -69,8 +69,8 @@ def check_room(job: Job, serving: ServePlan) -> None:
         return
     weights, limit = serving.memory_parts["weights"], serving.memory_limit_bytes
     advice = [] if serving.tp >= serving.cluster.instance.num_gpus else ["more ranks (layout: {tp: N})"]
-    if serving.precision != "fp8":
-        advice.append("serve.precision: fp8")
+    if serving.precision not in ("fp8", "int4"):
+        advice.append("serve.precision: fp8 or int4" if not serving.model.is_moe else "serve.precision: fp8")
     if weights < limit:
         advice += ["serve.kv_precision: fp8", "a larger serve.memory", "a shorter serve.max_length"]
     raise StartError(

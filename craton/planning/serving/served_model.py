@@ -8,11 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from craton.job.model import ModelShape
+from craton.job.model import ROUNDED_AT_LOAD, ModelShape
 
-# Bytes of a weight: of the blocks, and of tensors that are never quantized (tables, head, norms, KV cache).
+# Bytes of a weight: of the blocks, and of tensors that are never quantized (tables, head, norms, KV cache). Weights in
+# int4 have a format of their own.
 BLOCK_BYTES = {"fp32": 4, "bf16": 2, "fp8": 1}
-PLAIN_BYTES = {"fp32": 4, "bf16": 2, "fp8": 2}
+PLAIN_BYTES = {"fp32": 4, "bf16": 2, "fp8": 2, "int4": 2}
 
 
 def kv_bytes_per_token(shape: ModelShape, value_bytes: float, *, expanded: bool = False) -> float:
@@ -50,10 +51,29 @@ class ServedModel:
 
     @cached_property
     def weight_bytes(self) -> float:
-        """Weight bytes in memory; scales of quantized weights are a thousandth of it, and not counted."""
+        """Weight bytes in memory; the scales of fp8 weights are a thousandth of it, and not counted."""
         tables = (1 if self.shape.tied_embeddings else 2) * self.shape.embedding_parameters / self.tp
-        blocks = (self.block_parameters + self.expert_parameters) * BLOCK_BYTES[self.precision]
+        if self.precision == "int4":
+            blocks = self.int4_parameters * self.int4_bytes
+            blocks += (self.block_parameters - self.int4_parameters + self.expert_parameters) * PLAIN_BYTES["int4"]
+        else:
+            blocks = (self.block_parameters + self.expert_parameters) * BLOCK_BYTES[self.precision]
         return blocks + tables * PLAIN_BYTES[self.precision]
+
+    @cached_property
+    def int4_parameters(self) -> float:
+        """Parameters that precision int4 keeps in 4 bits: of attention, MLPs and shared experts, without routers and
+        the expansion of MLA's latents."""
+        shape, mla = self.shape, self.shape.mla
+        plain = shape.moe_layers * shape.router_parameters
+        if mla is not None:
+            plain += shape.layers * mla.kv_lora * shape.heads * (mla.qk_nope + mla.v_head)
+        return self.block_parameters - plain / self.tp
+
+    @property
+    def int4_bytes(self) -> float:
+        """Bytes of a weight in 4 bits with its share of scale and zero point."""
+        return (self.shape.int4 or ROUNDED_AT_LOAD).bytes_per_weight(self.shape.hidden)
 
     @cached_property
     def kv_bytes_per_token(self) -> float:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from craton.job.model import ModelShape
+from craton.job.model import ROUNDED_AT_LOAD, ModelShape
 from craton.planning.rates import MachineRates
 from craton.planning.serving.layout import ServedLayout
 from craton.planning.serving.served_model import kv_bytes_per_token
@@ -48,6 +48,9 @@ OWN_LEAST_CHUNK, OWN_PREFILL_STEPS = 512, 4.0
 OWN_JOIN_STEPS = 1.5  # the next step is launched while one runs
 # Its fp8 matmuls read weights at 57 % of copy bandwidth, its bf16 matmuls at 90 %, and each quantizes its input first.
 OWN_FP8_READ, OWN_FP8_LAUNCHES = 1.45, 1.5
+# Its int4 kernels multiply up to so many tokens with packed weights; for more they are unpacked to bf16 in each step.
+# The time is that of the bytes; the kernels have not been timed.
+OWN_INT4_TOKENS = 64.0
 GPU_SHARE = 0.9  # of the GPU's memory that an engine uses
 WORKSPACE_BYTES = 4e9  # libraries, CUDA graphs, activations
 
@@ -82,7 +85,8 @@ class ServingTerms:
     launches: float  # layers, by the kernels that a step with prefill launches in each
     weights_seconds: float  # reading all dense weights
     read_slowdown: float  # of kernels that cannot read their format at the rate of a copy
-    packing_seconds: float  # rearranging them before several tokens are multiplied: of a CPU in fp32
+    packing_seconds: float  # rearranging them before more than `unpacked_tokens` are multiplied
+    unpacked_tokens: float
     token_seconds: float  # multiplying a token with them
     sharpness: float  # of the maximum of reading and multiplying; 1: one after the other, as on a CPU
     elementwise_token_seconds: float
@@ -158,13 +162,24 @@ def serving_terms(
     expert_parameters = shape.moe_layers * shape.experts * shape.expert_parameters / (1 if is_own else expert_ranks)
     plain = "fp32" if precision.weights == "fp32" else "bf16"  # of what is never quantized
     plain_bytes = WEIGHT_BYTES[plain]
-    mlp_weights = precision.weights if not shape.is_moe else experts
+    # Published 4-bit checkpoints of MoE models treat their other MLPs like the experts; our engine does not.
+    mlp_weights = precision.weights if not shape.is_moe or is_own else experts
+    is_own_int4 = is_own and precision.weights == "int4"
+    sizes = WEIGHT_BYTES
+    if is_own_int4:
+        sizes = {**WEIGHT_BYTES, "int4": (shape.int4 or ROUNDED_AT_LOAD).bytes_per_weight(hidden)}
 
     passes = shape.layers * ELEMENTWISE_PASSES * hidden * plain_bytes
-    weight_bytes = attention_parameters * WEIGHT_BYTES[attention] + mlp * WEIGHT_BYTES[mlp_weights]
+    weight_bytes = attention_parameters * sizes[attention] + mlp * sizes[mlp_weights]
+    if is_own_int4 and mla is not None:  # the expansion of the latents stays in bf16
+        expansion = shape.layers * mla.kv_lora * shape.heads * (mla.qk_nope + mla.v_head) / tp
+        weight_bytes += expansion * (plain_bytes - sizes["int4"])
     weight_bytes += router * plain_bytes
     is_own_fp8 = is_own and precision.weights == "fp8"
-    expert_bytes = expert_parameters * WEIGHT_BYTES[experts]
+    packed_bytes = weight_bytes if is_cpu and plain == "fp32" else 0.0
+    if is_own_int4:  # written in bf16 and read again
+        packed_bytes = 2 * plain_bytes * (attention_parameters + mlp)
+    expert_bytes = expert_parameters * sizes[experts]
     table_bytes = plain_bytes * shape.embedding_parameters / tp
     multiply = 2.0 * attention_parameters / _flops(attention, rates.matrix_flops)
     multiply += 2.0 * mlp / _flops(mlp_weights, rates.matrix_flops)
@@ -204,7 +219,8 @@ def serving_terms(
         launches=(shape.layers * (2.0 if mla else 1.0) + shape.moe_layers) * (OWN_FP8_LAUNCHES if is_own_fp8 else 1.0),
         weights_seconds=weight_bytes / stream,
         read_slowdown=OWN_FP8_READ if is_own_fp8 else 1.0,
-        packing_seconds=weight_bytes / stream if is_cpu and plain == "fp32" else 0.0,
+        packing_seconds=packed_bytes / stream,
+        unpacked_tokens=OWN_INT4_TOKENS if is_own_int4 and not is_cpu else 0.0 if is_own_int4 else 1.0,
         token_seconds=multiply,
         sharpness=1.0 if is_cpu else SHARPNESS,
         elementwise_token_seconds=passes / rates.elementwise_bytes_per_second,
