@@ -1,5 +1,5 @@
-"""Compiles kernels for a Hopper GPU, on any machine, and prints for each its name, whether it uses the tensor cores, and
-whether it spills registers to memory.
+"""Compiles kernels for a Hopper GPU, on any machine, and prints for each its name, whether it uses the tensor cores,
+and whether it spills registers to memory.
 
     python compiling.py NAME...
 """

@@ -1,5 +1,5 @@
-"""The kernels of serving compile for a GPU that this machine need not have: Triton's interpreter accepts programs that its
-compiler refuses. What they compute is tested in the interpreter, and on a GPU."""
+"""The kernels of serving compile for a GPU that this machine need not have: Triton's interpreter accepts programs that
+its compiler refuses. What they compute is tested in the interpreter, and on a GPU."""
 
 from __future__ import annotations
 
