@@ -24,7 +24,7 @@ from craton.ml.collectives import local
 from craton.ml.kernels.serving.int4 import dequantize_int4
 from craton.ml.models import Decoder, DecoderConfig, WeightsError
 from craton.ml.serving import EngineSettings
-from craton.ml.serving.device import Adapters, EngineRank, load_served, named_targets
+from craton.ml.serving.device import Adapters, EngineRank, load_named, load_served, named_targets
 from craton.ml.serving.device.int4 import Int4Error, ServedInt4Linear, ServedInt4Mlp, load_packed, round_model
 from craton.ml.serving.device.weights import update_from_folder, update_from_state
 from craton.ml.serving.engine.build import build_runner
@@ -131,7 +131,7 @@ def save_adapter(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_adapters_on_top(ranks: int, gang: Gang, tmp_path: Path) -> None:
     folder, wanted = packed(tmp_path)
     adapter = save_adapter(tmp_path / "adapter")
@@ -145,7 +145,10 @@ def test_adapters_on_top(ranks: int, gang: Gang, tmp_path: Path) -> None:
     assert not is_same(found, without)
 
 
-@pytest.mark.parametrize("form", [{}, {"method": "gptq", "act_order": 1}], ids=["awq", "by activation"])
+@pytest.mark.parametrize(
+    "form",
+    [pytest.param({}, id="awq", marks=pytest.mark.slow), pytest.param(FORMATS["gptq"], id="by activation")],
+)
 def test_new_weights_in_16_bits_are_rounded_into_place(form: dict[str, Any], tmp_path: Path) -> None:
     folder, _ = packed(tmp_path, **form)
     model, new = load(folder), save_random(tmp_path / "new", DENSE, seed=7)
@@ -284,5 +287,6 @@ def test_a_job_serves_a_folder_in_4_bits_and_rounds_another(tmp_path: Path) -> N
     expected = random_model(DENSE).bfloat16()
     round_model(expected)
     assert torch.equal(hidden(rounded, TOKENS), hidden(expected, TOKENS))
+    assert len(int4_layers(load_named(str(folder), None, torch.device("cpu"), torch.bfloat16).model)) == 10
     random = parse_job(text.format(plain, "precision: int4, initialize: random"), folder=tmp_path)
     assert len(int4_layers(load_served(random, torch.device("cpu")).model)) == 10

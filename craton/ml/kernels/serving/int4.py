@@ -117,7 +117,11 @@ def int4_linear(x: Tensor, weight: Int4Weight, bias: Tensor | None = None) -> Te
         rows = slice(start, start + outs)
         zero = None if weight.zero is None else weight.zero[rows]
         part = Int4Weight(weight.words[rows], weight.scale[rows], zero, weight.columns)
-        out[:, rows] = linear(x, dequantize_int4(part, x.dtype), None if bias is None else bias[rows])
+        unpacked = dequantize_int4(part, x.dtype).t()
+        if bias is None:
+            torch.mm(x, unpacked, out=out[:, rows])
+        else:
+            torch.addmm(bias[rows], x, unpacked, out=out[:, rows])
     return out
 
 
