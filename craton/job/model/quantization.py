@@ -25,6 +25,7 @@ class Int4Format:
     group: int | None  # inputs that share a scale; None: all inputs of an output
     has_zero: bool  # a zero point for each group; without, it is 8
     zero_offset: int = 0  # stored zero points are smaller by this
+    by_activation: bool = False  # inputs of a group are not neighbours (desc_act, actorder)
 
     def bytes_per_weight(self, inputs: int) -> float:
         """Bytes of a weight in Craton's engine: its code, and its share of a 16-bit scale and an 8-bit zero point."""
@@ -118,8 +119,9 @@ def _gptq(keys: _Keys) -> Int4Format:
     for pattern in rules.stated if rules is not None else ():
         if not pattern.startswith("-:") and rules is not None and rules.stated[pattern]:  # "-:": left in 16 bits
             rules.part(pattern).value("bits", (BITS,), BITS)
-    has_zero = not keys.value("sym", (True, False), True)
-    return Int4Format("gptq", keys.group("group_size"), has_zero, zero_offset=int(checkpoint == "gptq"))
+    has_zero, group = not keys.value("sym", (True, False), True), keys.group("group_size")
+    by_activation = bool(keys.stated.get("desc_act")) and group is not None
+    return Int4Format("gptq", group, has_zero, int(checkpoint == "gptq"), by_activation)
 
 
 def _compressed_tensors(keys: _Keys) -> Int4Format:
@@ -133,9 +135,8 @@ def _compressed_tensors(keys: _Keys) -> Int4Format:
         raise keys.error("config_groups", "one or more groups of layers")
     # Layers may differ: each is loaded as its tensors say. Plans use the smallest groups.
     sizes = [form.group for form in formats if form.group is not None]
-    return Int4Format(
-        "compressed-tensors", min(sizes, default=None), any(form.has_zero for form in formats), zero_offset=0
-    )
+    has_zero, by_activation = any(form.has_zero for form in formats), any(form.by_activation for form in formats)
+    return Int4Format("compressed-tensors", min(sizes, default=None), has_zero, by_activation=by_activation)
 
 
 def _scheme(keys: _Keys) -> Int4Format:
@@ -147,4 +148,6 @@ def _scheme(keys: _Keys) -> Int4Format:
     weights.value("type", ("int",), "int")
     strategy = weights.value("strategy", ("group", "channel"))
     has_zero = not weights.value("symmetric", (True, False), True)
-    return Int4Format("compressed-tensors", weights.group("group_size") if strategy == "group" else None, has_zero)
+    group = weights.group("group_size") if strategy == "group" else None
+    by_activation = weights.stated.get("actorder") in ("group", "dynamic", True) and group is not None
+    return Int4Format("compressed-tensors", group, has_zero, by_activation=by_activation)

@@ -27,6 +27,19 @@ def kv_bytes_per_token(shape: ModelShape, value_bytes: float, *, expanded: bool 
     return float(shape.layers * (mla.kv_lora + mla.qk_rope) * value_bytes)
 
 
+def plain_in_int4(shape: ModelShape, tp: int) -> float:
+    """Return the parameters of linear layers on one rank that precision int4 leaves in bf16: the expansion of MLA's
+    latents, and with tp the layers whose inputs are sharded, if these were grouped by activation."""
+    mla, form = shape.mla, shape.int4 or ROUNDED_AT_LOAD
+    plain = 0 if mla is None else shape.layers * mla.kv_lora * shape.heads * (mla.qk_nope + mla.v_head)
+    if form.by_activation and tp > 1:
+        width = shape.heads * (shape.head_dim if mla is None else mla.v_head)
+        ffn = (shape.layers - shape.moe_layers) * shape.ffn_hidden
+        ffn += shape.moe_layers * shape.shared_experts * shape.moe_ffn_hidden
+        plain += shape.hidden * (shape.layers * width + ffn)
+    return plain / tp
+
+
 @dataclass(frozen=True)
 class ServedModel:
     """A model on one of `tp` ranks. Routed experts are replicated on every rank; everything else is sharded."""
@@ -62,13 +75,9 @@ class ServedModel:
 
     @cached_property
     def int4_parameters(self) -> float:
-        """Parameters that precision int4 keeps in 4 bits: of attention, MLPs and shared experts, without routers and
-        the expansion of MLA's latents."""
-        shape, mla = self.shape, self.shape.mla
-        plain = shape.moe_layers * shape.router_parameters
-        if mla is not None:
-            plain += shape.layers * mla.kv_lora * shape.heads * (mla.qk_nope + mla.v_head)
-        return self.block_parameters - plain / self.tp
+        """Parameters that precision int4 keeps in 4 bits."""
+        routers = self.shape.moe_layers * self.shape.router_parameters / self.tp
+        return self.block_parameters - routers - plain_in_int4(self.shape, self.tp)
 
     @property
     def int4_bytes(self) -> float:

@@ -15,7 +15,7 @@ import numpy as np
 from craton.job.model import ROUNDED_AT_LOAD, ModelShape
 from craton.planning.rates import MachineRates
 from craton.planning.serving.layout import ServedLayout
-from craton.planning.serving.served_model import kv_bytes_per_token
+from craton.planning.serving.served_model import kv_bytes_per_token, plain_in_int4
 
 # Bytes of a stored weight with its share of the scales, and the precision that multiplies it.
 WEIGHT_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp8": 1.0, "fp8_block": 1.0, "nvfp4": 0.5625, "mxfp4": 0.53, "int4": 0.53}
@@ -171,9 +171,8 @@ def serving_terms(
 
     passes = shape.layers * ELEMENTWISE_PASSES * hidden * plain_bytes
     weight_bytes = attention_parameters * sizes[attention] + mlp * sizes[mlp_weights]
-    if is_own_int4 and mla is not None:  # the expansion of the latents stays in bf16
-        expansion = shape.layers * mla.kv_lora * shape.heads * (mla.qk_nope + mla.v_head) / tp
-        weight_bytes += expansion * (plain_bytes - sizes["int4"])
+    if is_own_int4:
+        weight_bytes += plain_in_int4(shape, tp) * (plain_bytes - sizes["int4"])
     weight_bytes += router * plain_bytes
     is_own_fp8 = is_own and precision.weights == "fp8"
     packed_bytes = weight_bytes if is_cpu and plain == "fp32" else 0.0

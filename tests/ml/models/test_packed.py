@@ -129,10 +129,14 @@ def test_what_a_config_says() -> None:
     assert stated(own) == Int4Format("awq", 64, True), "the keys of AutoAWQ's own file"
     assert stated(quantization_config("gptq", -1, symmetric=True)) == Int4Format("gptq", None, False, zero_offset=1)
     assert stated(quantization_config("gptq", 128, version="gptq_v2")) == Int4Format("gptq", 128, True)
+    ordered = Int4Format("gptq", 128, True, zero_offset=1, by_activation=True)
+    assert stated(quantization_config("gptq", 128, act_order=True)) == ordered
     skipped = quantization_config("gptq", 128) | {"dynamic": {"-:.*lm_head": {}}}
     assert stated(skipped) == Int4Format("gptq", 128, True, zero_offset=1)
     channel = quantization_config("compressed-tensors", -1, symmetric=True)
     assert stated(channel) == Int4Format("compressed-tensors", None, False)
+    ordered = Int4Format("compressed-tensors", 64, True, by_activation=True)
+    assert stated(quantization_config("compressed-tensors", 64, act_order=True)) == ordered
     assert stated(quantization_config("compressed-tensors", 64)) == Int4Format("compressed-tensors", 64, True)
 
 
