@@ -39,6 +39,7 @@ NAMESPACES = {
     "craton.ml.kernels.triton.paged_decode": "kernels that share names with their plain twins",
     "craton.ml.kernels.triton.paged_prefill": "kernels that share names with their plain twins",
     "craton.ml.kernels.triton.paged_store": "kernels that share names with their plain twins",
+    "craton.ml.kernels.triton.int4": "kernels that share names with their plain twins",
     "craton.ml.kernels.triton.skinny": "kernels that share names with their plain twins",
     "craton.ml.kernels.triton.swiglu": "kernels that share names with their plain twins",
     "craton.ml.models.dispatch": "the trace replaces a function in it",

@@ -241,7 +241,7 @@ def plan(
             "applies to training jobs only; remove it, or plan a server with --rate, --ttft and --tpot",
         )
         serve = wanted.serve
-        needs_load = serve.load is not None or bool(serve.slo.limits) or not serve.has_own_precision
+        needs_load = serve.load is not None or bool(serve.slo.limits) or not wanted.has_own_precision
         if needs_load or any(served.values()) or instances or gpus or by or html:
             from craton.cli.views.served_load import plan_served_load
 

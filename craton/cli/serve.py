@@ -45,7 +45,11 @@ def serve(
         int | None, typer.Option(help="Maximum number of concurrent requests \\[default: 256].", show_default=False)
     ] = None,
     precision: Annotated[
-        str | None, typer.Option(help="Weight precision: bf16, fp8 or fp32 \\[default: bf16].", show_default=False)
+        str | None,
+        typer.Option(
+            help="Weight precision: bf16, fp8, int4 or fp32 \\[default: bf16, or the folder's own 4 bits].",
+            show_default=False,
+        ),
     ] = None,
     kv_precision: Annotated[
         str | None, typer.Option(help="KV cache precision: auto or fp8 \\[default: auto].", show_default=False)

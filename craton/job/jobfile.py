@@ -24,7 +24,16 @@ from craton.job.document import (
 from craton.job.errors import ContentError, JobError
 from craton.job.evaluations import NOT_OF_AN_EVALUATION, SuiteUse, check_evaluation, check_training_evaluation
 from craton.job.layout import Layout, LayoutSpec, Precision, parse_layout
-from craton.job.model import ModelNumbers, ModelShape, ModelSpec, is_function, model_shape, run_folder, weights_folder
+from craton.job.model import (
+    Int4Format,
+    ModelNumbers,
+    ModelShape,
+    ModelSpec,
+    is_function,
+    model_shape,
+    run_folder,
+    weights_folder,
+)
 from craton.job.rollouts import check_rollouts
 from craton.job.run_section import Placement, RunSection, Text
 from craton.job.sections import (
@@ -46,7 +55,7 @@ from craton.job.sections import (
 from craton.job.sections.posttraining import ApiEndpoint, Policy, Preference, RewardSpec, Rollout, VerifySection
 from craton.job.sections.serving import DEFAULT_LENGTH, Serve
 from craton.job.sections.suites import Evaluation
-from craton.job.serving import check_served_model, check_server_keys, is_planned_only
+from craton.job.serving import check_served_model, check_server_keys, check_stored_precision, is_planned_only
 from craton.job.sharing import sharing_problem
 from craton.remote import is_url
 
@@ -294,6 +303,7 @@ class Job(Section):
         assert self.serve is not None
         folder = Path((info.context or {}).get("folder", "."))
         check_server_keys(self.model, self.data, self.layout, self.recover, self.serve, self.software, folder)
+        check_stored_precision(self.serve, self.served_name, self.stored_int4)
         check_served_model(self.serve, self.served_name, self.served_length, self.model_shape, self.draft_shape)
         return self
 
@@ -332,6 +342,29 @@ class Job(Section):
         """The shape of the draft model of a server; None without one."""
         draft = self.serve.draft_model if self.serve else None
         return None if draft is None else model_shape(draft)
+
+    @property
+    def stored_int4(self) -> Int4Format | None:
+        """The format of the weights that a server loads, if they are stored in 4 bits."""
+        shape = self.model_shape
+        if self.serve is None or self.serve.initialize == "random" or shape is None:
+            return None
+        return None if self.weights_job is not None or self.trained_run is not None else shape.int4
+
+    @property
+    def has_own_precision(self) -> bool:
+        """Whether a server has the precisions of Craton's engine. Its int4 leaves routed experts in bf16, others' does
+        not."""
+        assert self.serve is not None, f"kind {self.kind} does not serve"
+        return self.serve.has_own_precision and not (self.serve.precision == "int4" and is_planned_only(self.software))
+
+    @property
+    def draft_precision(self) -> str:
+        """The precision of a draft model's weights: that of the server, or int4 if they are stored so."""
+        assert self.serve is not None, f"kind {self.kind} does not serve"
+        draft = self.draft_shape
+        is_stored = draft is not None and draft.int4 is not None and self.serve.initialize != "random"
+        return "int4" if is_stored else self.serve.precision
 
     @property
     def sequence(self) -> int:
@@ -614,6 +647,12 @@ class Job(Section):
         copy = self.model_copy(update={"model": folder})
         copy._weights_job = copy._weights_run = None
         return copy
+
+    def with_stored_precision(self) -> Self:
+        """Return this job with serve.precision int4 if the weights to serve are stored so."""
+        if self.serve is None or self.stored_int4 is None:
+            return self
+        return self.model_copy(update={"serve": self.serve.model_copy(update={"precision": "int4"})})
 
     def with_document(self, document: Document) -> Self:
         """Return this job with the file that it was read from."""

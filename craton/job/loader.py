@@ -46,7 +46,7 @@ def _job(document: Document, chain: tuple[Path, ...] = (), has_file: bool = True
     weights = _weights_job(plain, chain)
     if weights is not None:
         plain = replace(plain, data={**plain.data, "model": _model_of(weights)})
-    job = parse_section(Job, with_missing_values(plain, Job))
+    job = parse_section(Job, with_missing_values(plain, Job)).with_stored_precision()
     if has_file:
         job = _with_software(job.with_document(document))
     if weights is not None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from craton.job.document import KeyConflictError
 from craton.job.layout import LayoutSpec
-from craton.job.model import ModelShape, ModelSpec, is_function
+from craton.job.model import Int4Format, ModelShape, ModelSpec, is_function
 from craton.job.sections import Data, RecoverSection
 from craton.job.sections.serving import (
     ACTIVATIONS,
@@ -92,7 +92,7 @@ def check_precisions(serve: Serve, software: str, folder: Path = Path()) -> None
     if is_own and serve.activation_precision != "auto":
         raise KeyConflictError(
             f"serve: activation_precision applies to plans of {engines} (key software), not of {software}, which "
-            "multiplies fp8 weights in fp8; remove it",
+            "multiplies fp8 weights in fp8 and int4 weights in bf16; remove it",
             ("serve", "activation_precision"),
         )
     if serve.activation_precision not in ACTIVATIONS[serve.precision]:
@@ -107,6 +107,17 @@ def check_precisions(serve: Serve, software: str, folder: Path = Path()) -> None
             "serve: a model in fp32 has its KV cache in fp32 or fp8; write kv_precision auto or fp8, or precision bf16",
             ("serve", "kv_precision"),
             ("serve", "precision"),
+        )
+
+
+def check_stored_precision(serve: Serve, name: str, stored: Int4Format | None) -> None:
+    """Raise KeyConflictError if the weights of the model are stored in 4 bits and another precision was written."""
+    if stored is not None and "precision" in serve.model_fields_set and serve.precision != "int4":
+        raise KeyConflictError(
+            f"serve: the weights of {name} are stored in 4 bits ({stored.method}), so precision {serve.precision} "
+            "does not apply; remove precision, or give the model in 16 bits",
+            ("serve", "precision"),
+            ("model",),
         )
 
 

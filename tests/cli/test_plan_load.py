@@ -149,7 +149,7 @@ def test_a_limit_that_nothing_keeps_prints_the_plan_and_fails(plan: PlanCommand)
         (["--by", "speed"], "--by 'speed' is not allowed; choose cost, gpus, time"),
         (["--instances", "p5x.48xlarge"], "p5x.48xlarge"),
         (["--instances", "g5.48xlarge", "--gpus", "0"], "--gpus '0' is not a number"),
-        (["--precision", "int4"], "precision int4 applies to plans of vllm, sglang, trtllm"),
+        (["--precision", "nvfp4"], "precision nvfp4 applies to plans of vllm, sglang, trtllm"),
         (["--precision", "gptq"], "--precision: 'gptq' is not allowed; allowed: bf16, fp8"),
         (["--activation-precision", "bf16"], "activation_precision applies to plans of vllm"),
         (["--kv-precision", "fp4"], "--kv-precision: 'fp4' is not allowed; allowed: auto, bf16, fp8"),

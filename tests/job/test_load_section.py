@@ -66,7 +66,7 @@ def test_a_load_and_its_limits() -> None:
         ("load: {prefix_hits: 120%}", "serve.load.prefix_hits: '120%' is not a share"),
         ("attention_dp: 2", "attention_dp applies to plans of vllm, sglang, trtllm"),
         ("replicas: 1000000000", "serve.replicas: 1000000000 is not a whole number from 1 to 10000"),
-        ("precision: int4", "precision int4 applies to plans of vllm, sglang, trtllm (key software), not of craton"),
+        ("precision: nvfp4", "precision nvfp4 applies to plans of vllm, sglang, trtllm (key software), not of craton"),
         ("precision: gptq", "did you mean 'int4'?"),
         ("precision: fp8, activation_precision: fp8", "activation_precision applies to plans of vllm"),
         ("precision: fp32, kv_precision: bf16", "a model in fp32 has its KV cache in fp32 or fp8"),

@@ -9,6 +9,7 @@ import pytest
 
 from craton.errors import CratonError
 from craton.job import check_job, dump_job, make_job, parse_job
+from craton.job.model import Int4Format
 from craton.job.sections.strategy import VoteStrategy
 from craton.telemetry import RunDirectory
 
@@ -93,6 +94,39 @@ def test_a_draft_model() -> None:
         assert job.draft_shape is not None
         assert job.draft_shape.layers == 16
         assert parse_job(dump_job(job)) == job
+
+
+def folder_in_4_bits(folder: Path, **quantization: object) -> Path:
+    """A folder as far as a job reads it: its config.json."""
+    config = {
+        **{"model_type": "llama", "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2},
+        **{"num_hidden_layers": 2, "intermediate_size": 512, "vocab_size": 128},
+    }
+    stated = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"} | quantization
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": stated}))
+    return folder
+
+
+def test_a_folder_in_4_bits_sets_the_precision(tmp_path: Path) -> None:
+    folder = folder_in_4_bits(tmp_path / "packed")
+    text = f"name: packed\nkind: serve\nmodel: {folder}\ncluster: p5en.48xlarge x 1\n"
+    for written in ("", "serve: {precision: int4}\n", "software: vllm\n"):
+        job = parse_job(text + written)
+        assert job.serve is not None
+        assert (job.serve.precision, job.precision, job.draft_precision) == ("int4", "bf16", "int4")
+        assert job.stored_int4 == Int4Format("awq", group=64, has_zero=True)
+        assert parse_job(dump_job(job)) == job
+    with pytest.raises(CratonError, match=r"job\.yaml:3: serve: the weights of packed are stored in 4 bits \(awq\)"):
+        parse_job(text + "serve: {precision: bf16}\n")
+    random = parse_job(text + "serve: {precision: bf16, initialize: random}\n")
+    assert random.stored_int4 is None
+    draft = parse_job(JOB + f"serve: {{precision: fp8, speculate: {{model: {folder}}}}}\n")
+    assert draft.serve is not None
+    assert (draft.serve.precision, draft.draft_precision) == ("fp8", "int4")
+    other = parse_job(text.replace(str(folder), str(folder_in_4_bits(tmp_path / "fp8", quant_method="fp8"))))
+    assert other.serve is not None
+    assert (other.serve.precision, other.stored_int4) == ("bf16", None), "it can be planned, and not served"
 
 
 def test_the_summary_names_ranks_and_precision() -> None:

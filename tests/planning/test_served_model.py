@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from craton.infrastructure import Gpu
 from craton.infrastructure.catalog import gpu
-from craton.job.model import ModelShape, model_preset
+from craton.job.model import Int4Format, ModelShape, model_preset
 from craton.planning.rates import MachineRates, machine, machine_of_ranks
 from craton.planning.serving import ServedModel, ServedSteps, draft_steps, own_steps, roofline_steps
 from craton.planning.serving.profile import EngineProfileError, find_engine_profile
@@ -45,6 +45,20 @@ def test_the_roofline_of_one_request_of_llama_8b_on_an_h200() -> None:
     """4.3 TB/s ÷ 15.0 GB of weights without the input table; fp8 halves the blocks and leaves the head."""
     assert 1 / roofline("llama-3.1-8b").decode_seconds(1.0, 0.0) == pytest.approx(287, rel=0.02)
     assert 1 / roofline("llama-3.1-8b", "fp8").decode_seconds(1.0, 0.0) == pytest.approx(535, rel=0.02)
+
+
+def test_layers_that_int4_leaves_in_bf16_where_ranks_split_ordered_inputs() -> None:
+    shape = model_preset("llama-3.1-8b")
+    form = Int4Format("gptq", 128, has_zero=False)
+    plain, ordered = (
+        ServedModel(replace(shape, int4=replace(form, by_activation=found)), "int4") for found in (False, True)
+    )
+    assert plain.weight_bytes == ordered.weight_bytes
+    left = shape.layers * shape.hidden * (shape.hidden + shape.ffn_hidden) / 2
+    more = replace(ordered, tp=2).weight_bytes - replace(plain, tp=2).weight_bytes
+    assert more == pytest.approx(left * (2 - 0.5 - 2 / 128))
+    times = [own_steps(replace(model, tp=2), h200()).work.weights_seconds for model in (plain, ordered)]
+    assert times[1] > 1.5 * times[0]
 
 
 def test_kv_cache_bytes_are_those_of_published_engines() -> None:

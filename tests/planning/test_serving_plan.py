@@ -126,6 +126,24 @@ def test_a_load_is_planned_with_experts_whole_and_split() -> None:
     assert [(row.layout.tp, row.layout.ep) for row in stated] == [(4, 2)]
 
 
+def test_weights_in_4_bits() -> None:
+    """Codes, a scale of 2 bytes and a zero point of 1 for 128 weights of the blocks; table and head in bf16."""
+    plan, plain = planned(more=", precision: int4"), planned()
+    shape = plan.model
+    tables = 2 * 2 * shape.embedding_parameters
+    blocks = shape.layers * (shape.attention_parameters + shape.dense_mlp_parameters)
+    assert plan.memory_parts["weights"] == pytest.approx(tables + blocks * (0.5 + 3 / 128))
+    assert plan.kv_tokens > plain.kv_tokens
+    assert any("have not been timed" in warning for warning in plan.warnings)
+    steps, others = plan_steps(plan), plan_steps(plain)
+    assert steps.terms(8.0, 512.0)["matmul"] < 0.5 * others.terms(8.0, 512.0)["matmul"]
+    few, many = (steps.terms(rows, 512.0)["matmul"] for rows in (64.0, 65.0))
+    assert many > 3 * few, "the weights are unpacked for more than 64 tokens"
+    experts = planned("qwen3-30b-a3b", more=", precision: int4")
+    assert experts.memory_parts["weights"] > 0.9 * planned("qwen3-30b-a3b").memory_parts["weights"]
+    assert any("routed experts stay in bf16" in warning for warning in experts.warnings)
+
+
 def test_what_does_not_fit_is_still_an_answer() -> None:
     plan = planned("deepseek-v3", "p5.48xlarge x 1")
     assert not plan.fits

@@ -9,6 +9,7 @@ from craton.lazy import lazy_names
 if TYPE_CHECKING:
     from craton.job.model.huggingface import SCORED, is_reward_model, load_config, model_from_config
     from craton.job.model.presets import model_preset, model_presets
+    from craton.job.model.quantization import ROUNDED_AT_LOAD, Int4Format, int4_format
     from craton.job.model.reward_model import chat_folder, check_reward_model
     from craton.job.model.section import (
         ModelNumbers,

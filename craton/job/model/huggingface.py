@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from craton.job.errors import ModelError
+from craton.job.model.quantization import served_int4_format
 from craton.job.model.shape import MlaShape, ModelShape
 from craton.nearest import did_you_mean
 
@@ -35,10 +37,12 @@ def model_from_config(config: Mapping[str, Any], name: str = "", source: str = "
         )
     name = name or str(config.get("_name_or_path") or family)
     if family == "gpt2":
-        return _gpt2(reader, name, source)
-    if family in _MLA:
-        return _deepseek(reader, name, source)
-    return _decoder(reader, family, name, source)
+        shape = _gpt2(reader, name, source)
+    elif family in _MLA:
+        shape = _deepseek(reader, name, source)
+    else:
+        shape = _decoder(reader, family, name, source)
+    return replace(shape, int4=served_int4_format(config))
 
 
 def read_config(path: Path, name: str = "") -> ModelShape:

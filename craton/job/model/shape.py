@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from craton.job.model.quantization import Int4Format
+
 
 @dataclass(frozen=True)
 class MlaShape:
@@ -44,6 +46,7 @@ class ModelShape:
     causal: bool = True  # False: every token attends to all others
     max_sequence: int = 0  # 0: not stated
     source: str = ""
+    int4: Int4Format | None = None  # of weights that are stored in 4 bits
 
     @property
     def is_moe(self) -> bool:

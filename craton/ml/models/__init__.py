@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from craton.ml.models.linear import Linear, LowRank, Mlp
     from craton.ml.models.mla import LatentAttention
     from craton.ml.models.moe import Experts, MoE, cut_experts, weighted_sum
+    from craton.ml.models.packed import Groups, PackedWeight
     from craton.ml.models.rope import rope_tables
     from craton.ml.models.weight_names import WeightEntry, weight_entries
-    from craton.ml.models.weights import WeightsError, load_weights, save_folder, save_tensors
+    from craton.ml.models.weights import TakePacked, WeightsError, load_weights, open_packed, save_folder, save_tensors
 else:
     __all__, __getattr__, __dir__ = lazy_names(__name__, __file__)

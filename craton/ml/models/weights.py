@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ from craton.ml.data import end_of_turn
 from craton.ml.models.config import DecoderConfig
 from craton.ml.models.decoder import SCORE, Decoder
 from craton.ml.models.huggingface import INDEX, config_to_huggingface, huggingface_family
-from craton.ml.models.weight_names import WeightEntry, experts_named, their_shapes, weight_entries
+from craton.ml.models.packed import PackedWeight, in_place_of_parts, packed_weights
+from craton.ml.models.weight_names import ExpertNames, WeightEntry, experts_named, their_shapes, weight_entries
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -45,6 +47,11 @@ TOKENIZER_FILES = (
 _WRAPPERS = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.")
 _DTYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32", torch.float16: "float16"}
 _SHOWN = 8  # names in one message
+_NOT_TRAINED = "training cannot start from quantized weights"
+
+
+# Fills an entry of the decoder from the 4-bit weights that it needs, by their names.
+TakePacked = Callable[[WeightEntry, Mapping[str, PackedWeight]], bool]
 
 
 class WeightsError(CratonError):
@@ -52,18 +59,25 @@ class WeightsError(CratonError):
 
 
 @torch.no_grad()
-def load_weights(model: nn.Module, folder: str | Path, config: DecoderConfig | None = None) -> tuple[str, ...]:
+def load_weights(
+    model: nn.Module, folder: str | Path, config: DecoderConfig | None = None, take: TakePacked | None = None
+) -> tuple[str, ...]:
     """Fill a decoder's parameters, sharded or not, from a folder; return the names of unused tensors in the folder. A
     scalar head that the folder does not have starts at zero.
 
-    `config` is needed if a wrapper hides `model.config`.
+    `config` is needed if a wrapper hides `model.config`. Weights in 4 bits need `take`: it fills an entry from them and
+    returns True, or False if the entry is to be filled with the weights in 16 bits.
     """
     config = config or model.config  # type: ignore[assignment]
     assert isinstance(config, DecoderConfig)
     _fetch(Path(folder))
     with ExitStack() as stack:
         files = _open(Path(folder), stack)
+        packed = packed_weights(files, Path(folder))
+        if packed and take is None:
+            raise WeightsError(f"{folder}: {_NOT_TRAINED}: {_listing(list(packed))}; use bf16 or fp32")
         entries = weight_entries(config, experts_named(files))
+        files = in_place_of_parts(files, packed, their_shapes(entries))
         targets = _targets(model, entries)
         if config.has_score and SCORE not in files:
             entries = [entry for entry in entries if entry.ours != SCORE]
@@ -71,14 +85,30 @@ def load_weights(model: nn.Module, folder: str | Path, config: DecoderConfig | N
                 local(targets[SCORE]).zero_()
         unused = _check(files, entries, config, str(folder))
 
+        @lru_cache(maxsize=3)  # a fused projection reads from three tensors in turn
+        def opened(name: str) -> Any:
+            return files[name].get_slice(name)
+
         def part(name: str, slices: tuple[slice, ...]) -> Tensor:
-            rows: Tensor = files[name].get_slice(name)[slices]
+            rows: Tensor = opened(name)[slices]
             return rows
 
         for entry in entries:
-            if entry.ours in targets:  # in a pipeline each rank reads its own layers
+            if entry.ours not in targets:  # in a pipeline each rank reads its own layers
+                continue
+            theirs = {name: packed[name] for name in entry.their_shapes if name in packed}
+            if take is None or not theirs or not take(entry, theirs):
                 _fill(targets[entry.ours], entry, part)
     return unused
+
+
+@contextmanager
+def open_packed(folder: str | Path) -> Iterator[tuple[dict[str, PackedWeight], ExpertNames]]:
+    """Yield the 4-bit weights of a folder by the names that they have in 16 bits, and how the folder names experts."""
+    _fetch(Path(folder))
+    with ExitStack() as stack:
+        files = _open(Path(folder), stack)
+        yield packed_weights(files, Path(folder)), experts_named(files)
 
 
 @torch.no_grad()
@@ -192,9 +222,7 @@ def _check(
     shapes = {name: tuple(piece.get_shape()) for name, piece in slices.items()}
     quantized = [name for name, piece in slices.items() if piece.get_dtype() not in ("F32", "BF16", "F16", "F64")]
     if quantized:
-        raise WeightsError(
-            f"{folder}: training cannot start from quantized weights: {_listing(quantized)}; use bf16 or fp32"
-        )
+        raise WeightsError(f"{folder}: {_NOT_TRAINED}: {_listing(quantized)}; use bf16 or fp32")
     problems = []
     if missing := [name for name in expected if name not in files]:
         problems.append(f"missing: {_listing(missing)}")

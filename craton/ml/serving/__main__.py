@@ -343,7 +343,7 @@ def _planned_steps(job: Job, served: Served, device: torch.device) -> PlannedSte
     steps = own_steps(model, machine, step_tokens=serve.step_tokens, max_running=serve.running)
     draft = None
     if served.draft is not None:
-        draft = draft_steps(ServedModel(served.draft.config.shape, serve.precision, serve.kv_precision), machine)
+        draft = draft_steps(ServedModel(served.draft.config.shape, job.draft_precision, serve.kv_precision), machine)
     return PlannedSteps(steps, draft)
 
 

@@ -12,6 +12,7 @@ from craton.http_guard import is_loopback
 from craton.job import TRAINING_KINDS, ContentError, Job, JobError, ModelError, check_here, check_trackers
 from craton.job.model import (
     check_reward_model,
+    int4_format,
     is_reward_model,
     load_config,
     trains_reward_model,
@@ -81,6 +82,8 @@ def check_weights(job: Job) -> None:
                 f"{job.where('model')}{job.served_name} is a reward model: it scores texts and cannot generate any; a "
                 "job of kind grpo reads its export with `reward: [{model: FOLDER}]`"
             )
+        if job.serve and start is not None:
+            check_stored_format(start, job.where("model"))
     for place, folder in job.reference_folders.items():
         found = weights_folder(folder)
         if found is None:
@@ -93,8 +96,19 @@ def check_weights(job: Job) -> None:
                 f"{job.where(*place)}{'.'.join(place)}: {folder} is a reward model, which has no probabilities of "
                 "tokens; give a language model"
             )
+        if place == ("serve", "speculate", "model"):
+            check_stored_format(found, f"{job.where(*place)}{'.'.join(place)}: ")
     check_draft_model(job)
     check_served_reward_models(job)
+
+
+def check_stored_format(folder: Path, where: str) -> None:
+    """Refuse weights that are quantized in a format that Craton does not serve."""
+    config, file = load_config(folder)
+    try:
+        int4_format(config, str(file))
+    except ModelError as error:
+        raise StartError(f"{where}{error}") from None
 
 
 def check_served_reward_models(job: Job) -> None:

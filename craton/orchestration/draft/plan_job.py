@@ -72,8 +72,8 @@ def check_room(job: Job, serving: ServePlan) -> None:
     advice = [] if serving.tp >= serving.cluster.instance.num_gpus else ["more ranks (layout: {tp: N})"]
     if serving.model.is_moe and 1 == serving.ep < math.gcd(serving.tp, serving.model.experts):
         advice.append(f"experts split over the ranks (layout: {{tp: {serving.tp}, ep: N}})")
-    if serving.precision != "fp8":
-        advice.append("serve.precision: fp8")
+    if serving.precision not in ("fp8", "int4"):
+        advice.append("serve.precision: fp8 or int4" if not serving.model.is_moe else "serve.precision: fp8")
     if weights < limit:
         advice += ["serve.kv_precision: fp8", "a larger serve.memory", "a shorter serve.max_length"]
     raise StartError(

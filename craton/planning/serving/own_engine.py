@@ -60,7 +60,8 @@ def own_terms(
     if machine.gpu.generation == "cpu" and model.tp > 1:
         machine = _share_of_cpu(machine, model.tp)
     compute = "fp32" if model.precision == "fp32" else "bf16"
-    precision = ServedPrecision(model.precision, "fp8" if model.kv_precision == "fp8" else compute)
+    experts = "bf16" if model.precision == "int4" else None  # in 4 bits are linear layers only
+    precision = ServedPrecision(model.precision, "fp8" if model.kv_precision == "fp8" else compute, experts)
     is_own = profile.engine == OWN_ENGINE
     layout = ServedLayout(tp=model.tp, ep=model.ep)
     terms = serving_terms(model.shape, machine, layout, precision, step_tokens, max_running, is_own=is_own)

@@ -152,13 +152,14 @@ def plan_serving(job: Job, *, cluster: Cluster | None = None, acceptance: float 
         raise PlanError(f"{job.where('cluster')}cluster: {error}") from None
     except ContentError as error:
         raise PlanError("; ".join(error.problems)) from None
-    if not serve.has_own_precision:
+    if not job.has_own_precision:
         raise PlanError(
             f"{job.where('serve', 'precision')}precision {serve.precision} with activations in "
             f"{serve.activation_precision} is planned for a load only; give serve.load, or --rate or --concurrency"
         )
     machine = machine_of(cluster)
-    if serve.precision not in machine.rates.matrix_flops:
+    multiplied = "bf16" if serve.precision == "int4" else serve.precision
+    if multiplied not in machine.rates.matrix_flops:
         raise PlanError(f"{job.where('serve', 'precision')}{machine.gpu.name} does not support {serve.precision}")
     try:
         profile = find_engine_profile(job.software, machine.gpu)
@@ -213,7 +214,7 @@ class _Candidate:
             allowed = min(allowed, model.weight_bytes + workspace + CPU_KV_BYTES)
         draft = None
         if (draft_shape := job.draft_shape) is not None:
-            draft = ServedModel(draft_shape, serve.precision, serve.kv_precision)
+            draft = ServedModel(draft_shape, job.draft_precision, serve.kv_precision)
         if is_cpu and draft is not None:  # its KV cache shares CPU_KV_BYTES
             allowed = min(serve.memory * memory_bytes, allowed + draft.weight_bytes)
         tokens = model.kv_tokens(allowed, workspace, serve.page, draft)
@@ -324,6 +325,12 @@ class _Candidate:
             finest = math.gcd(tp, shape.experts)
             remedy = f"; layout: {{tp: {tp}, ep: {finest}}} needs less memory" if finest > ep else ""
             result.append(f"each of the {tp} ranks holds {held} experts{remedy}")
+        if self.model.precision == "int4":
+            result.append("precision int4: its kernels have not been timed; times follow from the bytes that they move")
+        if self.model.precision == "int4" and shape.is_moe:
+            result.append(
+                "precision int4: routed experts stay in bf16, half the bytes of which precision fp8 would take"
+            )
         if shape.mla is not None and tp > 1:
             result.append(f"each of the {tp} ranks holds the latents of all tokens (MLA)")
         return result

@@ -8,11 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from craton.job.model import ModelShape
+from craton.job.model import ROUNDED_AT_LOAD, ModelShape
 
-# Bytes of a weight: of the blocks, and of tensors that are never quantized (tables, head, norms, KV cache).
+# Bytes of a weight: of the blocks, and of tensors that are never quantized (tables, head, norms, KV cache). Weights in
+# int4 have a format of their own.
 BLOCK_BYTES = {"fp32": 4, "bf16": 2, "fp8": 1}
-PLAIN_BYTES = {"fp32": 4, "bf16": 2, "fp8": 2}
+PLAIN_BYTES = {"fp32": 4, "bf16": 2, "fp8": 2, "int4": 2}
 
 
 def kv_bytes_per_token(shape: ModelShape, value_bytes: float) -> float:
@@ -22,6 +23,19 @@ def kv_bytes_per_token(shape: ModelShape, value_bytes: float) -> float:
     if mla is None:
         return 2.0 * shape.layers * shape.kv_heads * shape.head_dim * value_bytes
     return float(shape.layers * (mla.kv_lora + mla.qk_rope) * value_bytes)
+
+
+def plain_in_int4(shape: ModelShape, tp: int) -> float:
+    """Return the parameters of linear layers on one rank that precision int4 leaves in bf16: the expansion of MLA's
+    latents, and with tp the layers whose inputs are sharded, if these were grouped by activation."""
+    mla, form = shape.mla, shape.int4 or ROUNDED_AT_LOAD
+    plain = _expansion_parameters(shape)
+    if form.by_activation and tp > 1:
+        width = shape.heads * (shape.head_dim if mla is None else mla.v_head)
+        ffn = (shape.layers - shape.moe_layers) * shape.ffn_hidden
+        ffn += shape.moe_layers * shape.shared_experts * shape.moe_ffn_hidden
+        plain += shape.hidden * (shape.layers * width + ffn)
+    return plain / tp
 
 
 @dataclass(frozen=True)
@@ -50,17 +64,27 @@ class ServedModel:
 
     @cached_property
     def weight_bytes(self) -> float:
-        """Weight bytes in memory; scales of quantized weights are a thousandth of it, and not counted."""
+        """Weight bytes in memory; the scales of fp8 weights are a thousandth of it, and not counted."""
         tables = (1 if self.shape.tied_embeddings else 2) * self.shape.embedding_parameters / self.tp
-        blocks = (self.block_parameters + self.expert_parameters) * BLOCK_BYTES[self.precision]
-        wider = PLAIN_BYTES[self.precision] - BLOCK_BYTES[self.precision]
-        return blocks + self._expansion_parameters * wider + tables * PLAIN_BYTES[self.precision]
+        if self.precision == "int4":
+            blocks = self.int4_parameters * self.int4_bytes
+            blocks += (self.block_parameters - self.int4_parameters + self.expert_parameters) * PLAIN_BYTES["int4"]
+        else:
+            wider = PLAIN_BYTES[self.precision] - BLOCK_BYTES[self.precision]
+            blocks = (self.block_parameters + self.expert_parameters) * BLOCK_BYTES[self.precision]
+            blocks += _expansion_parameters(self.shape) / self.tp * wider
+        return blocks + tables * PLAIN_BYTES[self.precision]
+
+    @cached_property
+    def int4_parameters(self) -> float:
+        """Parameters that precision int4 keeps in 4 bits."""
+        routers = self.shape.moe_layers * self.shape.router_parameters / self.tp
+        return self.block_parameters - routers - plain_in_int4(self.shape, self.tp)
 
     @property
-    def _expansion_parameters(self) -> float:
-        """Parameters that expand latents, which are never quantized."""
-        shape, mla = self.shape, self.shape.mla
-        return 0.0 if mla is None else shape.layers * mla.kv_lora * shape.heads * (mla.qk_nope + mla.v_head) / self.tp
+    def int4_bytes(self) -> float:
+        """Bytes of a weight in 4 bits with its share of scale and zero point."""
+        return (self.shape.int4 or ROUNDED_AT_LOAD).bytes_per_weight(self.shape.hidden)
 
     @cached_property
     def kv_bytes_per_token(self) -> float:
@@ -76,3 +100,9 @@ class ServedModel:
         models = [self] if draft is None else [self, draft]
         left = memory_bytes - sum(model.weight_bytes for model in models) - workspace_bytes
         return max(0, int(left / (sum(model.kv_bytes_per_token for model in models) * page))) * page
+
+
+def _expansion_parameters(shape: ModelShape) -> int:
+    """Return the parameters that expand MLA's latents, which are never quantized."""
+    mla = shape.mla
+    return 0 if mla is None else shape.layers * mla.kv_lora * shape.heads * (mla.qk_nope + mla.v_head)

@@ -55,7 +55,7 @@ class ServedSteps:
         rows = requests + tokens
         stage_rows = np.maximum(batch / t.pp, 1.0 * (batch > 0)) + tokens * t.attention_dp
         floor = c["kernel_slowdown"]
-        packing = np.minimum(np.maximum(rows - 1.0, 0.0), 1.0) * t.packing_seconds
+        packing = np.minimum(np.maximum(rows - t.unpacked_tokens, 0.0), 1.0) * t.packing_seconds
         weights = (t.weights_seconds * t.read_slowdown + packing) / c["weight_rate"]
         multiply = rows * t.token_seconds / c["matmul_rate"]
         matmul = _larger(weights, multiply, t.sharpness) + floor * t.matmul_floor_seconds

@@ -12,10 +12,10 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from craton.job.model import ModelShape
+from craton.job.model import ROUNDED_AT_LOAD, ModelShape
 from craton.planning.rates import MachineRates
 from craton.planning.serving.layout import ServedLayout
-from craton.planning.serving.served_model import kv_bytes_per_token
+from craton.planning.serving.served_model import kv_bytes_per_token, plain_in_int4
 
 # Bytes of a stored weight with its share of the scales, and the precision that multiplies it.
 WEIGHT_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp8": 1.0, "fp8_block": 1.0, "nvfp4": 0.5625, "mxfp4": 0.53, "int4": 0.53}
@@ -51,6 +51,9 @@ OWN_LEAST_CHUNK, OWN_PREFILL_STEPS = 512, 4.0
 OWN_JOIN_STEPS = 1.5  # the next step is launched while one runs
 # Its fp8 matmuls read weights at 57 % of copy bandwidth, its bf16 matmuls at 90 %, and each quantizes its input first.
 OWN_FP8_READ, OWN_FP8_LAUNCHES = 1.45, 1.5
+# Its int4 kernels multiply up to so many tokens with packed weights; for more they are unpacked to bf16 in each step.
+# The time is that of the bytes; the kernels have not been timed.
+OWN_INT4_TOKENS = 64.0
 GPU_SHARE = 0.9  # of the GPU's memory that an engine uses
 WORKSPACE_BYTES = 4e9  # libraries, CUDA graphs, activations
 
@@ -85,7 +88,8 @@ class ServingTerms:
     launches: float  # layers, by the kernels that a step with prefill launches in each
     weights_seconds: float  # reading all dense weights
     read_slowdown: float  # of kernels that cannot read their format at the rate of a copy
-    packing_seconds: float  # rearranging them before several tokens are multiplied: of a CPU in fp32
+    packing_seconds: float  # rearranging them before more than `unpacked_tokens` are multiplied
+    unpacked_tokens: float
     token_seconds: float  # multiplying a token with them
     sharpness: float  # of the maximum of reading and multiplying; 1: one after the other, as on a CPU
     elementwise_token_seconds: float
@@ -162,16 +166,26 @@ def serving_terms(
     expert_parameters = shape.moe_layers * shape.experts * shape.expert_parameters / holders
     plain = "fp32" if precision.weights == "fp32" else "bf16"  # of what is never quantized
     plain_bytes = WEIGHT_BYTES[plain]
-    mlp_weights = precision.weights if not shape.is_moe else experts
+    # Published 4-bit checkpoints of MoE models treat their other MLPs like the experts; our engine does not.
+    mlp_weights = precision.weights if not shape.is_moe or is_own else experts
+    is_own_int4 = is_own and precision.weights == "int4"
+    sizes = WEIGHT_BYTES
+    if is_own_int4:
+        sizes = {**WEIGHT_BYTES, "int4": (shape.int4 or ROUNDED_AT_LOAD).bytes_per_weight(hidden)}
 
     passes = shape.layers * ELEMENTWISE_PASSES * hidden * plain_bytes
     if is_own:  # a rank also moves the rows of the experts that others in its group have
         row = (OWN_ROW_PASSES * hidden + OWN_PRODUCT_PASSES * shape.moe_ffn_hidden) * plain_bytes
         passes += shape.moe_layers * shape.top_k * row * (layout.ep - 1) / expert_ranks
-    weight_bytes = attention_parameters * WEIGHT_BYTES[attention] + mlp * WEIGHT_BYTES[mlp_weights]
+    weight_bytes = attention_parameters * sizes[attention] + mlp * sizes[mlp_weights]
+    if is_own_int4:
+        weight_bytes += plain_in_int4(shape, tp) * (plain_bytes - sizes["int4"])
     weight_bytes += router * plain_bytes
     is_own_fp8 = is_own and precision.weights == "fp8"
-    expert_bytes = expert_parameters * WEIGHT_BYTES[experts]
+    packed_bytes = weight_bytes if is_cpu and plain == "fp32" else 0.0
+    if is_own_int4:  # written in bf16 and read again
+        packed_bytes = 2 * plain_bytes * (attention_parameters + mlp)
+    expert_bytes = expert_parameters * sizes[experts]
     table_bytes = plain_bytes * shape.embedding_parameters / tp
     multiply = 2.0 * attention_parameters / _flops(attention, rates.matrix_flops)
     multiply += 2.0 * mlp / _flops(mlp_weights, rates.matrix_flops)
@@ -211,7 +225,8 @@ def serving_terms(
         launches=(shape.layers * (2.0 if mla else 1.0) + shape.moe_layers) * (OWN_FP8_LAUNCHES if is_own_fp8 else 1.0),
         weights_seconds=weight_bytes / stream,
         read_slowdown=OWN_FP8_READ if is_own_fp8 else 1.0,
-        packing_seconds=weight_bytes / stream if is_cpu and plain == "fp32" else 0.0,
+        packing_seconds=packed_bytes / stream,
+        unpacked_tokens=OWN_INT4_TOKENS if is_own_int4 and not is_cpu else 0.0 if is_own_int4 else 1.0,
         token_seconds=multiply,
         sharpness=1.0 if is_cpu else SHARPNESS,
         elementwise_token_seconds=passes / rates.elementwise_bytes_per_second,

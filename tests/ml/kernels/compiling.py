@@ -1,5 +1,5 @@
-"""Compiles kernels of a decode step for a Hopper GPU, on any machine, and prints for each its name, whether it uses the
-tensor cores, and the bytes of registers that a thread spills to memory.
+"""Compiles kernels for a Hopper GPU, on any machine, and prints for each its name, whether it uses the tensor cores,
+and the bytes of registers that a thread spills to memory.
 
     python compiling.py NAME...
 """
@@ -7,15 +7,16 @@ tensor cores, and the bytes of registers that a thread spills to memory.
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
-from tempfile import NamedTemporaryFile
+from contextlib import redirect_stdout
+from io import StringIO
 from typing import Any
 
+import torch
 from triton import compiler, knobs
 from triton.backends.compiler import GPUTarget
 
-from craton.ml.kernels.triton import choose_kept, latents, paged_decode, paged_prefill, paged_store
+from craton.ml.kernels.triton import choose_kept, int4, latents, paged_decode, paged_prefill, paged_store
 
 HOPPER = 90
 CONSTANTS: dict[str, Any] = {
@@ -44,8 +45,15 @@ TYPES = {
     **{"scale": "fp32", "epsilon": "fp32"},
 }
 IN_FP8 = {"cache": "*fp8e4nv"}
-# the kernel, its constants and warps, and other types
-KERNELS: dict[str, tuple[Any, dict[str, Any]] | tuple[Any, dict[str, Any], dict[str, str]]] = {
+INT4_TYPES = {
+    **dict.fromkeys(("x", "bias", "out"), "*bf16"),
+    **dict.fromkeys(("words", "other_words"), "*i32"),
+    **dict.fromkeys(("scale", "other_scale"), "*fp16"),
+    **dict.fromkeys(("zero", "other_zero"), "*u8"),
+    "rows": "i32",
+}
+# the kernel, its constants, other types, warps and stages
+KERNELS: dict[str, tuple[Any, ...]] = {
     "merge": (paged_decode._merge, {"SHARED": False, "ROWS": 4}),
     "merge with groups": (paged_decode._merge, {"SHARED": True, "ROWS": 4}),
     "attend": (paged_decode._attend, {"SHARED": False, "ROWS": 16}),
@@ -65,37 +73,45 @@ KERNELS: dict[str, tuple[Any, dict[str, Any]] | tuple[Any, dict[str, Any], dict[
 }
 
 
-def compiled(kernel: Any, constants: dict[str, Any], types: dict[str, str] | None = None) -> dict[str, Any]:
-    """PTX and binary of a kernel, with pointers and strides aligned as they are at a launch."""
+def ptx_of(
+    kernel: Any, constants: dict[str, Any], types: dict[str, str] | None = None, warps: int = 4, stages: int = 3
+) -> str:
+    """Compile a kernel with pointers and strides aligned as a launch finds them."""
     values, types = {**CONSTANTS, **constants}, TYPES | (types or {})
     kinds = {name: types.get(name, "i32") for name in kernel.arg_names}
     signature = {name: "constexpr" if name.isupper() else kind for name, kind in kinds.items()}
     bound = {(place,): values[name] for place, name in enumerate(kernel.arg_names) if name.isupper()}
-    aligned = {
-        (place,): [["tt.divisibility", 16]]
-        for place, name in enumerate(kernel.arg_names)
-        if kinds[name].startswith("*") or name.endswith("stride") or name == "vocabulary"
-    }
+    divisible = {name for name in kernel.arg_names if name.endswith("stride") or name == "vocabulary"}
+    divisible |= {name for name, kind in kinds.items() if kind.startswith("*")}
+    divisible -= {parameter.name for parameter in kernel.params if parameter.do_not_specialize_on_alignment}
+    aligned = {(place,): [["tt.divisibility", 16]] for place, name in enumerate(kernel.arg_names) if name in divisible}
     source = compiler.ASTSource(kernel, signature, constexprs=bound, attrs=aligned)
-    warps, stages = constants.get("WARPS", 4), 3
     if "TAIL" in constants:
         sizes = latents.FLOAT8 if types["cache"] == IN_FP8["cache"] else latents.NARROW
-        warps, stages = constants.get("WARPS", sizes.warps), sizes.stages
-    options = {"num_warps": warps, "num_stages": stages}
-    return dict(compiler.compile(source, target=GPUTarget("cuda", HOPPER, 32), options=options).asm)
+        warps, stages = sizes.warps, sizes.stages
+    options = {"num_warps": constants.get("WARPS", warps), "num_stages": stages}
+    return str(compiler.compile(source, target=GPUTarget("cuda", HOPPER, 32), options=options).asm["ptx"])
 
 
-def spilled_bytes(binary: bytes) -> int:
-    with NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(binary)
-        file.flush()
-        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
-        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = re.search(r"STACK:(\d+).*LOCAL:(\d+)", usage)
-    assert found is not None, usage
-    return int(found[1]) + int(found[2])
+def int4_kernels() -> dict[str, tuple[Any, dict[str, Any], dict[str, str], int, int]]:
+    """Every tile with zero points: groups of 128 in whole tiles, and of 32 in tiles that are partly padding."""
+    base, bits = int4.ONES[torch.bfloat16]
+    kernels = {}
+    for kind, tiles in (("linear", int4.TILES), ("gated", int4.GATED_TILES)):
+        for rows, (outs, slices, warps, stages) in tiles:
+            for group in (128, 32):
+                constants = {"GATED": kind == "gated", "ZEROED": True, "BIASED": kind == "linear", "EVEN": group == 128}
+                constants |= {"GROUP": group, "PAIRS": min(4, group // 16), "OUTS": outs, "SLICES": slices}
+                constants |= {"ROWS": max(8, rows), "UNIT": 128, "WORDS": 16, "BASE": base, "BITS": bits, "EARLY": True}
+                kernels[f"{kind} {rows} {group}"] = (int4._few, constants, INT4_TYPES, warps, stages)
+    constants = {"ZEROED": True, "GROUP": 128, "OUTS": int4.OUTS, "UNITS": int4.UNITS, "UNIT": 128, "WORDS": 16}
+    return {**kernels, "unpack": (int4._unpack, constants, INT4_TYPES, 4, 3)}
 
 
+INT4 = int4_kernels()
+knobs.nvidia.dump_ptxas_log = knobs.compilation.always_compile = True
 for name in sys.argv[1:]:
-    code = compiled(*KERNELS[name])
-    print(name, "mma" in code["ptx"], spilled_bytes(code["cubin"]))
+    log = StringIO()
+    with redirect_stdout(log):
+        ptx = ptx_of(*(INT4 | KERNELS)[name])
+    print(name, "mma" in ptx, sum(int(number) for number in re.findall(r"(\d+) bytes spill", log.getvalue())))

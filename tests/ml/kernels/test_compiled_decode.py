@@ -1,5 +1,5 @@
-"""The decode kernels compile for a GPU that this machine need not have: Triton's interpreter accepts programs that its
-compiler refuses. What they compute is tested in the interpreter, and on a GPU."""
+"""The kernels of serving compile for a GPU that this machine need not have: Triton's interpreter accepts programs that
+its compiler refuses. What they compute is tested in the interpreter, and on a GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ import pytest
 COMPILING = Path(__file__).with_name("compiling.py")
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+NEEDS_TRITON = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+
+
+@NEEDS_TRITON
 @pytest.mark.parametrize(
     ("names", "uses_tensor_cores"),
     [
@@ -40,7 +43,28 @@ COMPILING = Path(__file__).with_name("compiling.py")
 def test_kernels_of_a_decode_step_compile_for_a_gpu_without_spills(
     names: tuple[str, ...], uses_tensor_cores: bool
 ) -> None:
+    assert compiled(*names) == [f"{name} {uses_tensor_cores} 0" for name in names]
+
+
+@pytest.mark.slow
+@NEEDS_TRITON
+@pytest.mark.parametrize(
+    "tile", [*(f"linear {rows}" for rows in (1, 8, 16, 32, 64)), "gated 1", "gated 16"], ids=lambda tile: tile
+)
+def test_kernels_of_4_bit_weights_use_the_tensor_cores_and_do_not_spill(tile: str) -> None:
+    names = [f"{tile} {group}" for group in (128, 32)]
+    assert compiled(*names) == [f"{name} True 0" for name in names]
+
+
+@pytest.mark.slow
+@NEEDS_TRITON
+def test_the_kernel_that_unpacks_4_bit_weights_does_not_spill() -> None:
+    assert compiled("unpack") == ["unpack False 0"]
+
+
+def compiled(*names: str) -> list[str]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, str(COMPILING), *names]
     found = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert found.stdout.splitlines() == [f"{name} {uses_tensor_cores} 0" for name in names], found.stderr
+    assert found.returncode == 0, found.stderr
+    return found.stdout.splitlines()

@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from craton.ml.collectives import Peers, local
-from craton.ml.models import Decoder, DecoderConfig, config_from_huggingface, load_weights, save_folder
+from craton.ml.models import Decoder, DecoderConfig, Linear, config_from_huggingface, load_weights, save_folder
 from craton.ml.serving.device import Adapters
 from craton.ml.serving.device.float8 import quantize_model
+from craton.ml.serving.device.int4 import ServedInt4Linear, load_packed
 from craton.ml.serving.device.tensor_parallel_group import cut_model
 from craton.ml.serving.device.weight_deltas import HeldWeights
 from craton.ml.serving.device.weights import WeightsReceiver, named_targets, update_from_folder, update_from_state
@@ -39,11 +40,17 @@ def load_model(folder: str | Path) -> Decoder:
 
 def load_part(folder: str | Path, ep: int = 1) -> Decoder:
     """This rank's part of a model, over all ranks of the group."""
+    model = empty_part(folder, ep).to_empty(device="cpu")
+    load_weights(model, folder)
+    return model
+
+
+def empty_part(folder: str | Path, ep: int = 1) -> Decoder:
+    """The same without memory; the whole model on a rank without peers."""
     with torch.device("meta"):
         model = Decoder(config_from_huggingface(folder)).eval().requires_grad_(False)
-    cut_model(model, torch.device("cpu"), ep)
-    model.to_empty(device="cpu")
-    load_weights(model, folder)
+    if dist.is_initialized():
+        cut_model(model, torch.device("cpu"), ep)
     return model
 
 
@@ -68,6 +75,23 @@ def hidden_in_fp8(folder: str, tokens: Tensor, ep: int = 1) -> Tensor:
     model = load_part(folder, ep) if dist.is_initialized() else load_model(folder)
     quantize_model(model)
     return hidden(model, tokens)
+
+
+@torch.no_grad()
+def hidden_in_int4(
+    folder: str, tokens: Tensor, adapter: str | None = None, update: str | None = None
+) -> tuple[Tensor, list[str]]:
+    """Hidden states of a folder in 4 bits, perhaps with an adapter or after an update; the layers in 16 bits."""
+    model = load_packed(empty_part(folder), folder, torch.device("cpu"))
+    plain = [name for name, module in model.blocks.named_modules() if isinstance(module, Linear)]
+    plain = [name for name in plain if not isinstance(model.blocks.get_submodule(name), ServedInt4Linear)]
+    if adapter is not None:
+        added = Adapters(model, slots=2, rank=4)
+        slot = added.load("adapter", adapter)
+        added.of_tokens = torch.full((tokens.numel(),), slot, dtype=torch.int32)
+    if update is not None:
+        update_from_folder(model, update)
+    return hidden(model, tokens), plain
 
 
 def receive_part(

@@ -31,7 +31,7 @@ from craton.job.sections.serving.load import LoadSection, SloSection
 from craton.job.sections.strategy import LOGPROBS, StrategyBounds, StrategySpec, check_score
 from craton.nearest import did_you_mean
 
-# Of weights. `fp8_block`: one scale per block, as DeepSeek's; `int4`: AWQ and GPTQ.
+# Of weights. `fp8_block`: one scale per block, as DeepSeek's; `int4`: weights only, as AWQ and GPTQ.
 ServedPrecision = Literal["bf16", "fp8", "fp32", "fp8_block", "int4", "nvfp4", "mxfp4"]
 ActivationPrecision = Literal["auto", "bf16", "fp8", "nvfp4"]  # of the inputs of matmuls
 KvPrecision = Literal["auto", "bf16", "fp8"]
@@ -58,7 +58,7 @@ CODE_AT_A_SERVER = (
     "package.module:function, or `craton eval`"
 )
 
-OWN_PRECISIONS = ("bf16", "fp8", "fp32")  # of Craton's engine, which chooses the precision of activations
+OWN_PRECISIONS = ("bf16", "fp8", "int4", "fp32")  # of Craton's engine, which chooses the precision of activations
 # Precisions in which weights can be multiplied.
 ACTIVATIONS: dict[str, tuple[str, ...]] = {
     "fp32": ("auto",),

@@ -9,6 +9,16 @@ from craton.lazy import lazy_names
 if TYPE_CHECKING:
     from craton.ml.kernels.reference import Norms
     from craton.ml.kernels.sampling_hash import MIN_TEMPERATURE
+    from craton.ml.kernels.serving.int4 import (
+        MIDDLE_CODE,
+        Int4Weight,
+        int4_gated,
+        int4_group,
+        int4_linear,
+        num_int4_words,
+        pack_int4,
+        quantize_int4,
+    )
     from craton.ml.kernels.serving.kept import choose_kept, truncate
     from craton.ml.kernels.serving.paged import (
         FEW_ROWS,

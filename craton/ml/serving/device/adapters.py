@@ -21,11 +21,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from craton.errors import CratonError
-from craton.ml.collectives import local, own_slices
+from craton.ml.collectives import local
 from craton.ml.export_adapters import CONFIG, WEIGHTS
 from craton.ml.kernels.serving import add_adapters
 from craton.ml.models import Decoder, Linear, LowRank, Mlp, WeightEntry, weight_entries
 from craton.ml.serving.device.float8 import ServedFloat8Linear, ServedFloat8Mlp
+from craton.ml.serving.device.int4 import ServedInt4Linear, ServedInt4Mlp
 from craton.ml.serving.device.layers import ServedLinear, ServedMlp
 
 _PREFIX = "base_model.model."
@@ -79,7 +80,16 @@ class AdaptedFloat8Linear(AdaptedLinear, ServedFloat8Linear):
     """The same with an fp8 weight."""
 
 
-_ADAPTED: dict[type, type[AdaptedLinear]] = {Linear: AdaptedLinear, ServedFloat8Linear: AdaptedFloat8Linear}
+class AdaptedInt4Linear(AdaptedLinear, ServedInt4Linear):
+    """The same with a 4-bit weight."""
+
+
+_ADAPTED: dict[type, type[AdaptedLinear]] = {
+    Linear: AdaptedLinear,
+    ServedLinear: AdaptedLinear,
+    ServedFloat8Linear: AdaptedFloat8Linear,
+    ServedInt4Linear: AdaptedInt4Linear,
+}
 
 
 @dataclass(frozen=True)
@@ -114,7 +124,7 @@ class Adapters:
             if (layer := _linear(model, entry)) is not None
         ]
         for module in model.blocks.modules():
-            if type(module) in (Mlp, ServedFloat8Mlp):
+            if type(module) in (Mlp, ServedFloat8Mlp, ServedInt4Mlp):
                 module.__class__ = ServedMlp
         device = local(model.head_weight).device
         self._slot_of_column = torch.arange(slots, dtype=torch.int32, device=device).repeat_interleave(rank)
@@ -164,11 +174,11 @@ class Adapters:
         assert type(layer) in _ADAPTED, f"{entry.ours}: a {type(layer).__name__} has adapters already"
         published = tuple(dict.fromkeys(piece.theirs for piece in entry.pieces))
         width = len(published) * self.slots * self.rank
-        part = local(layer.weight)
         layer.__class__ = _ADAPTED[type(layer)]
         assert isinstance(layer, AdaptedLinear)
         layer.adapters = self
-        rows, columns = part.shape
+        rows, columns = layer.shard_shape
+        part = local(layer.weight)
         layer.register_buffer("adapter_a", part.new_zeros(width, columns, dtype=self._dtype), persistent=False)
         layer.register_buffer("adapter_b", part.new_zeros(rows, width, dtype=self._dtype), persistent=False)
         return _Layer(layer, entry, published)
@@ -228,7 +238,7 @@ class Adapters:
     def _write(self, slot: int, factors: Mapping[str, _Factors]) -> None:
         """Copy an adapter into a slot of every layer; zeros where it has no factors."""
         for layer in self._layers:
-            rows, columns = own_slices(layer.module.weight)
+            rows, columns = layer.module.slices
             parts, entry = len(layer.published), layer.entry
             a = torch.zeros(parts, self.rank, entry.shape[1], dtype=self._dtype)
 

@@ -1,4 +1,4 @@
-"""The linear layers of a served model, split into methods that fp8 weights and adapters override.
+"""The linear layers of a served model, split into methods that quantized weights and adapters override.
 
 A layer multiplies all tokens by this rank's shard of its weight and adds the adapters' matmuls. Tokens are gathered
 before and summed over ranks after, once, with or without adapters. There are no gradients.
@@ -10,12 +10,24 @@ from typing import Any
 
 from torch import Tensor
 
+from craton.ml.collectives import local, own_slices
 from craton.ml.kernels import linear, swiglu
 from craton.ml.models import Linear, Mlp
 
 
 class ServedLinear(Linear):
     """A linear layer whose matmul and adapters can be overridden."""
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The part of the whole weight [out, in] that this rank holds."""
+        return own_slices(self.weight)
+
+    @property
+    def shard_shape(self) -> tuple[int, int]:
+        """Its outputs and inputs."""
+        rows, columns = local(self.weight).shape
+        return rows, columns
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] → [..., out]; with tensor parallelism, tokens are in one dimension."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from craton.errors import CratonError
 from craton.job import Job
@@ -17,10 +19,12 @@ from craton.ml.data import end_of_document, end_of_turn, find_tokenizer, load_to
 from craton.ml.export import FolderModel, RunModel, open_model, open_run
 from craton.ml.models import Decoder, DecoderConfig, config_from_huggingface, config_from_shape, load_weights
 from craton.ml.serving.device.float8 import quantize_model
+from craton.ml.serving.device.int4 import is_packed, load_packed, round_model
 from craton.ml.serving.device.tensor_parallel_group import cut_model
+from craton.ml.serving.device.weights import named_targets, read_layers, update_from_state
 from craton.ml.serving.settings import ServingError
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp8": torch.bfloat16}
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp8": torch.bfloat16, "int4": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -48,16 +52,43 @@ def load_served(job: Job, device: torch.device) -> Served:
     model = model.to(dtype)
     ep = job.served_layout.ep
     peers = cut_model(model, device, ep) if dist.is_initialized() and dist.get_world_size() > 1 else None
-    model = model.to_empty(device=device)
-    if opened is not None:
+    if opened is not None and job.serve.precision == "int4":
+        model = _rounded(model, device, opened.model(torch.device("cpu"), dtype).state_dict().items())
+    elif opened is not None:
+        model = model.to_empty(device=device)
         _fill(model, opened, dtype)
-    elif folder is not None:
-        load_weights(model, folder)
     else:
-        model.initialize(job.serve.seed)
+        model = _filled(model, folder, device, job.serve.precision, job.serve.seed)
     if job.serve.precision == "fp8":
         quantize_model(model)
     return Served(model, peers, tokenizer, stop_tokens_of(folder, tokenizer), draft)
+
+
+def _filled(model: Decoder, folder: Path | None, device: torch.device, precision: str, seed: int) -> Decoder:
+    """Return a model on the meta device with the weights of a folder, or random ones, in 4 bits or not quantized."""
+    if folder is not None and is_packed(folder):
+        return load_packed(model, folder, device)
+    if folder is not None and precision == "int4":
+        return _rounded(model, device, read_layers(model, folder))
+    model = model.to_empty(device=device)
+    if folder is not None:
+        load_weights(model, folder)
+    else:
+        model.initialize(seed)
+    if precision == "int4":
+        round_model(model)
+    return model
+
+
+@torch.no_grad()
+def _rounded(model: Decoder, device: torch.device, tensors: Iterable[tuple[str, Tensor]]) -> Decoder:
+    """Return a model on the meta device with these whole tensors, rounded to 4 bits one by one: it may be larger in 16
+    bits than the device."""
+    round_model(model)
+    model = model.to_empty(device=device)
+    needed = named_targets(model)
+    update_from_state(model, ((name, tensor) for name, tensor in tensors if name in needed))
+    return model
 
 
 def _load_draft(job: Job, tokenizer: Path | None, device: torch.device) -> Decoder | None:
@@ -71,12 +102,9 @@ def _load_draft(job: Job, tokenizer: Path | None, device: torch.device) -> Decod
         raise ServingError(f"serve.speculate: {mismatch}")
     with torch.device("meta"):
         model = Decoder(_config(drafting, None, folder))
-    model = model.to(DTYPES[job.serve.precision]).to_empty(device=device)
-    if folder is not None:
-        load_weights(model, folder)
-    else:
-        model.initialize(job.serve.seed)
-    if job.serve.precision == "fp8":
+    precision = job.draft_precision
+    model = _filled(model.to(DTYPES[job.serve.precision]), folder, device, precision, job.serve.seed)
+    if precision == "fp8":
         quantize_model(model)
     return model
 
@@ -90,10 +118,11 @@ def load_named(name: str, step: int | None, device: torch.device, dtype: torch.d
         raise ServingError(f"{name} is a reward model: it scores texts and cannot generate any")
     with torch.device("meta"):
         model = Decoder(replace(config, heads="tokens"))
-    model = model.to(dtype).to_empty(device=device)
+    model = model.to(dtype)
     if isinstance(opened, FolderModel):
-        load_weights(model, opened.folder)
+        model = _filled(model, opened.folder, device, "bf16", seed=0)
     else:
+        model = model.to_empty(device=device)
         _fill(model, opened, dtype)
     tokenizer = _tokenizer_folder(run, folder)
     return Served(model, None, tokenizer, stop_tokens_of(folder, tokenizer))

@@ -39,6 +39,7 @@ from craton.formatting import setting
 from craton.ml.collectives import local, own_slices
 from craton.ml.models import Decoder, Stage, WeightsError, load_weights
 from craton.ml.serving.device.float8 import Float8Experts, ServedFloat8Linear
+from craton.ml.serving.device.int4 import ServedInt4Linear, is_packed, refill_packed
 from craton.ml.serving.device.newcomers import Newcomers
 from craton.ml.serving.device.weight_deltas import HeldWeights, SentWeights, Slices, WeightsDelta, cut
 from craton.telemetry.rank import going_on, own_page
@@ -51,6 +52,7 @@ _MESSAGE = 65_536  # maximum bytes of a JSON message
 _REASON = 4_096  # maximum characters of an error that is sent
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SHOWN = 4  # names in one message
+Float8Modules = ServedFloat8Linear | Float8Experts
 
 
 class MixedWeightsError(WeightsError):
@@ -79,13 +81,18 @@ def update_from_folder(model: Decoder, folder: str | Path) -> None:
     """Update the model from a Hugging Face folder of the same model; each rank reads its shard."""
     update = _Update(model)
     with update.explaining_failure(f"the update from {folder}"):
-        if any(isinstance(module, ServedFloat8Linear | Float8Experts) for module in model.modules()):
-            for name, tensor in _read_layers(model, folder):
-                update.write(name, tensor[own_slices(update.targets[name])])
+        is_int4 = any(isinstance(module, ServedInt4Linear) for module in model.modules())
+        takes_packed = is_int4 and is_packed(folder)
+        if not takes_packed and (is_int4 or any(isinstance(module, Float8Modules) for module in model.modules())):
+            for name, tensor in read_layers(model, folder):
+                update.write(name, tensor[update.whole(name)[1]])
             return
         update.has_written = True
         try:
-            load_weights(model, folder)
+            if takes_packed:
+                refill_packed(model, folder)
+            else:
+                load_weights(model, folder)
         except WeightsError:  # raised before anything changes
             update.has_written = False
             raise
@@ -234,13 +241,20 @@ class _Update:
             raise WeightsError(f"the model has no tensor {name!r}")
         if name not in self.missing:
             raise WeightsError(f"tensor {name} was sent twice")
-        target = self.targets[name]
-        if tuple(target.shape) != shape:
-            raise WeightsError(f"{name} is {list(shape)}; the model needs {list(target.shape)}")
+        needed, slices = self.whole(name)
+        if needed != shape:
+            raise WeightsError(f"{name} is {list(shape)}; the model needs {list(needed)}")
         if dtype not in _DTYPES:
             raise WeightsError(f"{name} is {dtype}; allowed: {', '.join(_DTYPES)}")
-        whole = zip(own_slices(target), shape, strict=True)
+        whole = zip(slices, shape, strict=True)
         return tuple(slice(*own.indices(size)[:2]) for own, size in whole)
+
+    def whole(self, name: str) -> tuple[tuple[int, ...], tuple[slice, ...]]:
+        """Return the shape of a whole tensor, and this rank's slices of it."""
+        target, module = self.targets[name], self._quantized(name)
+        if isinstance(module, ServedInt4Linear):
+            return module.whole_shape, module.slices
+        return tuple(target.shape), own_slices(target)
 
     @torch.no_grad()
     def write(self, name: str, part: Tensor) -> None:
@@ -263,10 +277,10 @@ class _Update:
         shard = local(self.targets[name]).detach().to("cpu", copy=True).contiguous()
         return shard if delta.apply(shard) and _crc32(shard) == crc32 else None
 
-    def _quantized(self, name: str) -> ServedFloat8Linear | Float8Experts | None:
+    def _quantized(self, name: str) -> ServedFloat8Linear | Float8Experts | ServedInt4Linear | None:
         path, _, own = name.rpartition(".")
         module = self.model.get_submodule(path)
-        is_quantized = isinstance(module, ServedFloat8Linear | Float8Experts) and hasattr(module, f"{own}_scale")
+        is_quantized = isinstance(module, Float8Modules | ServedInt4Linear) and hasattr(module, f"{own}_scale")
         return module if is_quantized else None  # type: ignore[return-value]
 
     def finish(self) -> None:
@@ -503,7 +517,7 @@ def _replies(lines: Sequence[_Line]) -> list[dict[str, Any]]:
     return replies
 
 
-def _read_layers(model: Decoder, folder: str | Path) -> Iterator[tuple[str, Tensor]]:
+def read_layers(model: Decoder, folder: str | Path) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a folder by our names, not quantized, with one layer in memory at a time."""
     last = model.config.shape.layers - 1
     seen: set[str] = set()

@@ -73,7 +73,7 @@ def speculative_steps(
     assert job.serve is not None
     draft = None
     if job.draft_shape is not None:
-        model = ServedModel(job.draft_shape, job.serve.precision, job.serve.kv_precision)
+        model = ServedModel(job.draft_shape, job.draft_precision, job.serve.kv_precision)
         draft = draft_steps(model, machine, profile).scaled(1.0)
     lengths = (0, *AUTO_LENGTHS) if job.serve.draft_auto else (job.serve.draft_tokens,)
     host_seconds = HOST_SECONDS if profile.engine == OWN_ENGINE else 0.0

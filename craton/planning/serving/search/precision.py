@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from craton.infrastructure import Gpu
-from craton.job import Job
+from craton.job import Job, is_planned_only
 from craton.job.model import ModelShape
 from craton.planning.rates import MachineRates
 from craton.planning.serving.terms import ServedPrecision
@@ -40,6 +40,8 @@ class ServedFormats:
                 "auto"
             )
         kv = "fp8" if serve.kv_precision == "fp8" else "fp32" if serve.precision == "fp32" else "bf16"
+        if serve.precision == "int4" and not is_planned_only(job.software):  # in 4 bits are linear layers only
+            return cls(ServedPrecision("int4", kv, experts="bf16"), activations)
         return cls(_stored(serve.precision, kv, shape), activations)
 
     def machine(self, machine: MachineRates) -> MachineRates:
