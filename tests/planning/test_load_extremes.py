@@ -84,3 +84,12 @@ def test_the_throughput_of_a_benchmark_counts_its_end(name: str, rounds: int) ->
     asked = ServedLoad(load.input, load.output, concurrency=users, requests=users * rounds)
     found = closed_latencies(ServedReplica(server), asked, float(users), loop, asked.burst_share)
     assert 1 / 1.3 < float(requests_per_second(asked, float(users), found)) / simulated < 1.3
+
+
+def test_tensor_parallelism_across_the_network_is_a_warning() -> None:
+    job = parse_job(
+        "kind: serve\nmodel: llama-3.1-70b\ncluster: p5.48xlarge x 2\nsoftware: vllm\nlayout: {tp: 16}\n"
+        "serve: {initialize: random, load: {concurrency: 1, input: 128, output: 128}}\n"
+    )
+    assert any("tp 16 leaves the NVLink domain of 8 GPUs" in warning for warning in plan_load(job).warnings)
+    assert not plan_load(job_of("{concurrency: 1, input: 128, output: 128}"), gpus=1).warnings

@@ -135,7 +135,7 @@ def plan_load(
         benchmark=_benchmark(home, asked, chosen),
         drafts=_drafts(home, job, asked, chosen),
         notes=notes,
-        warnings=[*_versions(job, settings), *_absences(instances, rows)],
+        warnings=[*_versions(job, settings), *_absences(instances, rows), *_far_reductions(home, chosen)],
     )
 
 
@@ -292,6 +292,18 @@ def _versions(job: Job, settings: Sequence[_Setting]) -> list[str]:
     """Name the GPUs on which the stated version of the engine was not measured."""
     gpus = {setting.machine.gpu.name: setting.machine.gpu for setting in settings}
     return [text for gpu in gpus.values() if (text := unmeasured_version(job.software, gpu))]
+
+
+def _far_reductions(setting: _Setting, chosen: Deployment) -> list[str]:
+    """Warn of tensor parallelism across the network, which no measurement of the fit has."""
+    domain = setting.machine.network.nvlink_domain
+    widest = max(layout.tp for layout in (chosen.layout, chosen.prefill) if layout)
+    if widest <= domain:
+        return []
+    return [
+        f"tp {widest} leaves the NVLink domain of {domain} GPUs: the constants are fitted to no such server, and the "
+        "one found since was half as fast as its plan; prefer pp, or attention_dp with ep"
+    ]
 
 
 def _absences(instances: Sequence[str], rows: Sequence[Deployment]) -> list[str]:
