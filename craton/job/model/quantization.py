@@ -26,6 +26,7 @@ class Int4Format:
     has_zero: bool  # a zero point for each group; without, it is 8
     zero_offset: int = 0  # stored zero points are smaller by this
     by_activation: bool = False  # inputs of a group are not neighbours (desc_act, actorder)
+    is_uniform: bool = True  # all layers are stored so; else these are the values that plans use
 
     def bytes_per_weight(self, inputs: int) -> float:
         """Bytes of a weight in Craton's engine: its code, and its share of a 16-bit scale and an 8-bit zero point."""
@@ -121,7 +122,8 @@ def _gptq(keys: _Keys) -> Int4Format:
             rules.part(pattern).value("bits", (BITS,), BITS)
     has_zero, group = not keys.value("sym", (True, False), True), keys.group("group_size")
     by_activation = bool(keys.stated.get("desc_act")) and group is not None
-    return Int4Format("gptq", group, has_zero, int(checkpoint == "gptq"), by_activation)
+    is_uniform = rules is None or all(pattern.startswith("-:") for pattern in rules.stated)
+    return Int4Format("gptq", group, has_zero, int(checkpoint == "gptq"), by_activation, is_uniform)
 
 
 def _compressed_tensors(keys: _Keys) -> Int4Format:
@@ -136,7 +138,9 @@ def _compressed_tensors(keys: _Keys) -> Int4Format:
     # Layers may differ: each is loaded as its tensors say. Plans use the smallest groups.
     sizes = [form.group for form in formats if form.group is not None]
     has_zero, by_activation = any(form.has_zero for form in formats), any(form.by_activation for form in formats)
-    return Int4Format("compressed-tensors", min(sizes, default=None), has_zero, by_activation=by_activation)
+    is_uniform = all(form == formats[0] for form in formats)
+    group = min(sizes, default=None)
+    return Int4Format("compressed-tensors", group, has_zero, by_activation=by_activation, is_uniform=is_uniform)
 
 
 def _scheme(keys: _Keys) -> Int4Format:

@@ -10,11 +10,11 @@ if TYPE_CHECKING:
     from craton.ml.models.attention import Attention
     from craton.ml.models.config import DecoderConfig
     from craton.ml.models.decoder import SCORE, Decoder, Stage, fill_normal
-    from craton.ml.models.dispatch import permute, repeat_tokens, rows_per_expert, sort_by_expert
+    from craton.ml.models.dispatch import rows_per_expert
     from craton.ml.models.huggingface import config_from_huggingface, config_from_shape, config_of_job, model_folder
     from craton.ml.models.linear import Linear, LowRank, Mlp
     from craton.ml.models.mla import LatentAttention
-    from craton.ml.models.moe import Experts, MoE, cut_experts, weighted_sum
+    from craton.ml.models.moe import Experts, MoE, cut_experts
     from craton.ml.models.packed import Groups, PackedWeight
     from craton.ml.models.rope import rope_tables
     from craton.ml.models.weight_names import WeightEntry, weight_entries

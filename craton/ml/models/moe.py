@@ -80,6 +80,15 @@ class MoE(nn.Module):
         scores = logits.sigmoid() if self.routing.scoring == "sigmoid" else logits.softmax(-1)
         return scores, *route(scores, self.router_bias, self.top_k, self.routing)
 
+    def mix_first(self, tokens: Tensor, weights: Tensor, chosen: Tensor, count: int) -> Tensor:
+        """Return what the first `count` experts, all that this rank holds, add to the output of these tokens. Every
+        shape follows from the number of tokens."""
+        order, inverse, ends = sort_by_expert(chosen, count)  # rows of other experts come last, and have no ends
+        outputs = self.experts(repeat_tokens(tokens, order, inverse, self.top_k), ends)
+        elsewhere = torch.arange(len(outputs), device=outputs.device) >= ends[-1]  # not computed: any bits, also NaN
+        outputs = outputs.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        return weighted_sum(permute(outputs, inverse, order), weights)
+
     @torch.no_grad()
     def update_bias(self) -> None:
         """After a step, make overloaded experts less likely and idle ones more (arXiv:2408.15664, algorithm 1)."""

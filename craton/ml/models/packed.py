@@ -32,6 +32,7 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _NIBBLES = 8
 _ONES = 0x11111111  # one in each nibble
 _CODES = {"awq": ".qweight", "gptq": ".qweight", "compressed-tensors": ".weight_packed"}
+_SCALES = (".scales", ".weight_scale")
 _OTHERS = {
     "awq": (".qzeros", ".scales"),
     "gptq": (".qzeros", ".scales", ".g_idx"),
@@ -75,6 +76,12 @@ class PackedWeight:
                 f"{self.shape[1]} weights into equal groups; fetch the folder again"
             )
 
+        if form.is_uniform and self.num_groups != self.shape[1] // (form.group or self.shape[1]):
+            raise PackedWeightError(
+                f"{module} has {self.num_groups} groups of its {self.shape[1]} inputs, but config.json states groups "
+                f"of {form.group or 'all inputs'}; fetch the folder again"
+            )
+
     @property
     def parts(self) -> list[str]:
         """The names of the tensors that make the weight."""
@@ -92,7 +99,7 @@ class PackedWeight:
         zero: Tensor | None = None
         if method == "compressed-tensors":
             scale = self._read(".weight_scale")
-            if self._has(".weight_zero_point"):
+            if (self._form.has_zero and self._form.is_uniform) or self._has(".weight_zero_point"):
                 stored = self._read(".weight_zero_point")
                 is_packed = stored.dtype is torch.int32  # not before version 0.9 of compressed-tensors
                 zero = (
@@ -100,19 +107,21 @@ class PackedWeight:
                     if is_packed
                     else (stored.int() + MIDDLE_CODE).to(torch.uint8)
                 )
-            order = self._read(".weight_g_idx") if self._has(".weight_g_idx") else None
+            order = self._order_of_inputs(".weight_g_idx")
         else:
             scale = self._read(".scales").t()
             stored = self._read(".qzeros")
             if self._form.zero_offset:  # of whole words, as they were subtracted, so that a borrow is undone
                 stored = stored + torch.tensor(_ONES, dtype=torch.int32)
             zero = (_from_awq(stored) if method == "awq" else _nibbles(stored)).t()
-            order = self._read(".g_idx") if self._has(".g_idx") else None
+            order = self._order_of_inputs(".g_idx")
         if zero is not None and zero.shape != scale.shape:
             raise PackedWeightError(
                 f"{self.module} has zero points of shape {list(zero.shape)} for scales of shape {list(scale.shape)}; "
                 "fetch the folder again"
             )
+        if not bool(scale.isfinite().all()):
+            raise PackedWeightError(f"{self.module} has scales that are no finite numbers; fetch the folder again")
         if zero is not None and bool((zero == MIDDLE_CODE).all()):
             zero = None
         return Groups(scale.contiguous(), None if zero is None else zero.contiguous(), self._order(order))
@@ -136,6 +145,11 @@ class PackedWeight:
     def get_slice(self, _: str) -> _Dequantized:
         """Return the weight in place of a slice of a safetensors file."""
         return _Dequantized(self)
+
+    def _order_of_inputs(self, kind: str) -> Tensor | None:
+        """Read the group of each input, which a folder grouped by activation must have."""
+        is_needed = self._form.by_activation and self._form.is_uniform
+        return self._read(kind) if is_needed or self._has(kind) else None
 
     def _order(self, order: Tensor | None) -> Tensor | None:
         """Return the group of each input; None if they are in order."""
@@ -171,6 +185,11 @@ class PackedWeight:
         if not self._has(kind):
             raise PackedWeightError(f"{self.module} has no tensor {kind[1:]}, which {self._form.method} weights need")
         tensor: Tensor = self._files[self.module + kind].get_tensor(self.module + kind)
+        if tensor.is_floating_point() == (kind not in _SCALES):
+            raise PackedWeightError(
+                f"{self.module}{kind} is {str(tensor.dtype).removeprefix('torch.')}; expected "
+                f"{'floating point' if kind in _SCALES else 'integers'}; fetch the folder again"
+            )
         return tensor
 
 

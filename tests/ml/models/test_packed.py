@@ -63,6 +63,12 @@ def without_config(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
+def with_quantization(folder: Path, **changes: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] |= changes
+    (folder / "config.json").write_text(json.dumps(config))
+
+
 def changed(name: str, change: Callable[[torch.Tensor], torch.Tensor | None]) -> Callable[[Path], None]:
     def apply(folder: Path) -> None:
         tensors = load_file(folder / "model.safetensors")
@@ -73,6 +79,10 @@ def changed(name: str, change: Callable[[torch.Tensor], torch.Tensor | None]) ->
 
 
 Q = "model.layers.0.self_attn.q_proj"
+BROKEN_FORMS: dict[str, dict[str, Any]] = {
+    "gptq act order": {"method": "gptq", "act_order": 1},
+    "compressed-tensors asymmetric": {"method": "compressed-tensors"},
+}
 BROKEN: dict[str, tuple[str, Callable[[Path], None], type[Exception], str]] = {
     "no config": ("awq", without_config, ModelError, "no quantization_config, so the format .* is unknown; copy it"),
     "no scales": ("awq", changed(f"{Q}.scales", lambda _: None), PackedWeightError, "q_proj has no tensor scales"),
@@ -88,6 +98,36 @@ BROKEN: dict[str, tuple[str, Callable[[Path], None], type[Exception], str]] = {
         changed(f"{Q}.g_idx", lambda order: order + 1),
         PackedWeightError,
         r"group indices of shape \[64\] up to 2 for 64 inputs in 2 groups",
+    ),
+    "no order of inputs": (
+        "gptq act order",
+        changed(f"{Q}.g_idx", lambda _: None),
+        PackedWeightError,
+        "q_proj has no tensor g_idx, which gptq weights need",
+    ),
+    "no zero points that the config states": (
+        "compressed-tensors asymmetric",
+        changed(f"{Q}.weight_zero_point", lambda _: None),
+        PackedWeightError,
+        "q_proj has no tensor weight_zero_point",
+    ),
+    "scales that are no numbers": (
+        "awq",
+        changed(f"{Q}.scales", lambda scales: scales * torch.nan),
+        PackedWeightError,
+        "q_proj has scales that are no finite numbers",
+    ),
+    "codes that are no integers": (
+        "awq",
+        changed(f"{Q}.qweight", lambda codes: codes.float()),
+        PackedWeightError,
+        r"q_proj\.qweight is float32; expected integers",
+    ),
+    "groups of another size": (
+        "awq",
+        lambda folder: with_quantization(folder, group_size=64),
+        PackedWeightError,
+        "has 3 groups of its 96 inputs, but config.json states groups of 64",
     ),
     "another shape": (
         "compressed-tensors",
@@ -113,7 +153,7 @@ BROKEN: dict[str, tuple[str, Callable[[Path], None], type[Exception], str]] = {
 @pytest.mark.parametrize("case", BROKEN)
 def test_folders_that_do_not_fit_their_format(case: str, plain: Path, tmp_path: Path) -> None:
     method, spoil, kind, message = BROKEN[case]
-    pack_folder(plain, tmp_path / "packed", method)
+    pack_folder(plain, tmp_path / "packed", **BROKEN_FORMS.get(method, {"method": method}))
     spoil(tmp_path / "packed")
     with pytest.raises(kind, match=message):
         load_weights(Decoder(TINY), tmp_path / "packed", take=lambda _entry, _theirs: False)

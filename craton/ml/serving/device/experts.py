@@ -8,11 +8,10 @@ the collectives are those of a dense MLP. The price is memory traffic: a rank al
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from craton.ml.collectives import ALONE, Peers
-from craton.ml.models import Decoder, MoE, permute, repeat_tokens, sort_by_expert, weighted_sum
+from craton.ml.models import Decoder, MoE
 
 
 def split_mlps(model: Decoder) -> None:
@@ -60,9 +59,5 @@ class ServedMoE(MoE):
         _, weights, chosen = self.choose(tokens)
         experts = self.router.weight.shape[0]
         own = experts // peers.size
-        # Counted from this rank's first expert, the rows of its own experts come first, and only they have ends.
-        order, inverse, ends = sort_by_expert((chosen - peers.rank * own) % experts, own)
-        outputs = self.experts(repeat_tokens(tokens, order, inverse, self.top_k), ends)
-        elsewhere = torch.arange(len(outputs), device=outputs.device) >= ends[-1]  # not computed: any bits, also NaN
-        outputs = outputs.masked_fill(elsewhere.unsqueeze(-1), 0.0)
-        return weighted_sum(permute(outputs, inverse, order), weights)
+        # Counted from this rank's first expert, its own experts come first.
+        return self.mix_first(tokens, weights, (chosen - peers.rank * own) % experts, own)
