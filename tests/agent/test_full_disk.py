@@ -129,7 +129,8 @@ def test_a_run_that_ends_on_a_full_disk_is_done_once_there_is_room(full: FullDis
     assert agent.poll() is None, "its last records wait"
     full.make_room()
     assert agent.wait(PATIENCE_SECONDS) == 0
-    assert full.gang.event_names()[-2:] == ["agent_ended", "storage_restored"]
+    # There may be room again before the agent records its end.
+    assert sorted(full.gang.event_names()[-2:]) == ["agent_ended", "storage_restored"]
     assert full.steps() == list(range(1, int((full.beside / "last-0").read_text()) + 1))
     assert summarize(full.run).state == "done"
 
