@@ -23,6 +23,7 @@ from craton.planning.serving.load import (
     open_load,
     saturation,
 )
+from craton.planning.serving.search.evaluate import requests_per_second
 from craton.planning.serving.step_times import chunk_tokens
 
 KV_SHARE = 0.9  # of the KV cache that requests fill on average before one is preempted; as profiles have kv_share
@@ -251,6 +252,20 @@ def main(requests: int = 20_000) -> None:
                 window = slice(0 if burst_share else 6 * users, number if burst_share else int(0.95 * number))
                 shown = f"{number:,}" if burst_share else "steady"
                 print(f"{name:28} {users:7} {shown:>8} {_ratios(closed.ttft, closed.tpot, found, window)}")
+    print("\nthroughput of a benchmark, predicted over simulated")
+    for name, (server, load) in CLOSED_CASES.items():
+        for users in (16, 64, 200):
+            ratios = [throughput_ratio(server, load, users, rounds) for rounds in (1, 2, 5, 10)]
+            print(f"{name:28} {users:7} " + " ".join(f"{ratio:5.2f}" for ratio in ratios))
+
+
+def throughput_ratio(server: LinearSteps, load: ServedLoad, users: int, rounds: int) -> float:
+    simulated = closed_requests(server, load, users, users * rounds, 1).completed_per_second
+    waves = float(load.output.variance == 0.0)
+    loop = closed_loop(server, float(users), load.input.mean, load.output.mean, waves=waves)
+    asked = replace(load, concurrency=users, requests=users * rounds)
+    found = closed_latencies(ServedReplica(server), asked, float(users), loop, asked.burst_share)
+    return float(requests_per_second(asked, float(users), found)) / simulated
 
 
 def _ratios(ttft: dict[str, float], tpot: dict[str, float], found: Simulated, window: slice) -> str:

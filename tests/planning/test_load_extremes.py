@@ -5,15 +5,12 @@ from __future__ import annotations
 import math
 
 import pytest
-from serving_simulator import CLOSED_CASES, closed_requests
+from serving_simulator import CLOSED_CASES, throughput_ratio
 
 from craton.infrastructure.catalog import gpu
 from craton.job import Job, parse_job
-from craton.planning.serving.closed_load import closed_loop
-from craton.planning.serving.load import ServedLoad, ServedReplica, closed_latencies
 from craton.planning.serving.profile import METRICS, find_engine_profile
 from craton.planning.serving.search import Deployment, LoadPlan, plan_load
-from craton.planning.serving.search.evaluate import requests_per_second
 
 
 def job_of(load: str, software: str = "craton") -> Job:
@@ -76,14 +73,7 @@ def test_input_tokens_have_a_price_for_a_lone_user_too() -> None:
 @pytest.mark.parametrize("rounds", [1, 2, 10])
 @pytest.mark.parametrize("name", CLOSED_CASES)
 def test_the_throughput_of_a_benchmark_counts_its_end(name: str, rounds: int) -> None:
-    server, load = CLOSED_CASES[name]
-    users = 64
-    simulated = closed_requests(server, load, users, users * rounds, 1).completed_per_second
-    waves = float(load.output.variance == 0.0)
-    loop = closed_loop(server, float(users), load.input.mean, load.output.mean, waves=waves)  # type: ignore[arg-type]
-    asked = ServedLoad(load.input, load.output, concurrency=users, requests=users * rounds)
-    found = closed_latencies(ServedReplica(server), asked, float(users), loop, asked.burst_share)
-    assert 1 / 1.3 < float(requests_per_second(asked, float(users), found)) / simulated < 1.3
+    assert 1 / 1.3 < throughput_ratio(*CLOSED_CASES[name], 64, rounds) < 1.3
 
 
 def test_tensor_parallelism_across_the_network_is_a_warning() -> None:

@@ -301,8 +301,8 @@ def _far_reductions(setting: _Setting, chosen: Deployment) -> list[str]:
     if widest <= domain:
         return []
     return [
-        f"tp {widest} leaves the NVLink domain of {domain} GPUs: the constants are fitted to no such server, and the "
-        "one found since was half as fast as its plan; prefer pp, or attention_dp with ep"
+        f"tp {widest} leaves the NVLink domain of {domain} GPUs: the constants are fitted to no such server, so it may "
+        "be far slower than planned; prefer pp, or attention_dp with ep"
     ]
 
 
