@@ -21,6 +21,7 @@ import torch
 import craton.ml.serving.engine.build as build
 from craton.ml.collectives import Peers
 from craton.ml.serving.device.graphs import DecodeGraphs
+from craton.ml.serving.device.prompt_graphs import PromptGraphs
 
 BLOCKS = 2048  # of the KV cache
 
@@ -38,19 +39,19 @@ def observe_collectives(name: str) -> None:
     setattr(Peers, name, counted)
 
 
-def observe_graphs() -> None:
-    capture, replay = DecodeGraphs.capture, DecodeGraphs.replay
+def observe_graphs(kind: type[DecodeGraphs] | type[PromptGraphs]) -> None:
+    capture, replay = kind.capture, kind.replay
 
-    def printed_capture(graphs: DecodeGraphs) -> None:
+    def printed_capture(graphs: Any) -> None:
         before = num_captured
         capture(graphs)
         say(f"captured {len(graphs._steps)} CUDA graphs with {num_captured - before} collectives")
 
-    def printed_replay(graphs: DecodeGraphs, work: Any) -> Any:
+    def printed_replay(graphs: Any, *arguments: Any) -> Any:
         say("replayed a CUDA graph")
-        return replay(graphs, work)
+        return replay(graphs, *arguments)
 
-    DecodeGraphs.capture, DecodeGraphs.replay = printed_capture, printed_replay  # type: ignore[method-assign]
+    kind.capture, kind.replay = printed_capture, printed_replay  # type: ignore[method-assign]
 
 
 def say(line: str) -> None:
@@ -63,5 +64,6 @@ if __name__ == "__main__":
     build._blocks = lambda *_: BLOCKS
     for name in ("start_gather", "start_scatter_sum"):
         observe_collectives(name)
-    observe_graphs()
+    for kind in (DecodeGraphs, PromptGraphs):
+        observe_graphs(kind)
     runpy.run_module("craton.ml.serving", run_name="__main__", alter_sys=True)

@@ -38,6 +38,7 @@ from craton.ml.data import load_tokenizer
 from craton.ml.data.tokenizer import train_bpe
 from craton.ml.models import Decoder, DecoderConfig, config_from_huggingface, load_weights, save_folder
 from craton.ml.serving.device.graphs import graph_sizes
+from craton.ml.serving.device.prompt_graphs import token_counts
 from craton.ml.serving.device.weights import send_weights
 from craton.orchestration import agent_command, kill_agents, living_agents, start_agents
 from craton.telemetry import RunDirectory
@@ -231,6 +232,11 @@ def serving(root: Path, name: str, folder: Path, tp: int, ep: int = 1, precision
         kill_agents(run)
 
 
+def graphs_of_a_server(tp: int) -> int:
+    """Each decode step also with shared prefixes, and the steps with prompts."""
+    return 2 * len(graph_sizes(MAX_RUNNING, tp)) + len(token_counts(CHUNK_TOKENS, tp))
+
+
 def expect_replays(server: Server, before: list[Graphs], steps: int) -> None:
     """Expect that every rank has replayed its graphs at least `steps` times since, and captured no others."""
 
@@ -320,7 +326,7 @@ def test_tokens_are_those_of_one_rank(
 ) -> None:
     server = servers[f"tp-{tp}"]
     before = server.graphs()
-    num_graphs = len(graph_sizes(MAX_RUNNING, tp))
+    num_graphs = graphs_of_a_server(tp)
     for graphs in before:
         assert graphs.captured == num_graphs
         assert graphs.collectives >= num_graphs * LAYERS * LAYER_COLLECTIVES
@@ -350,7 +356,7 @@ def test_a_server_that_slept_captures_its_graphs_again(
     before = server.graphs()
     server.admin("/sleep")
     server.admin("/wake_up")
-    captured = [graphs.captured + len(graph_sizes(MAX_RUNNING, server.tp)) for graphs in before]
+    captured = [graphs.captured + graphs_of_a_server(server.tp) for graphs in before]
     wait_until(
         lambda: [graphs.captured for graphs in server.graphs()] == captured,
         "every rank captures its graphs again",
@@ -426,7 +432,7 @@ def test_decode_with_split_experts_is_a_cuda_graph(
         whole.wait_ready()
         split.wait_ready()
         before = split.graphs()
-        num_graphs = len(graph_sizes(MAX_RUNNING, 2))
+        num_graphs = graphs_of_a_server(2)
         for graphs in before:
             assert graphs.captured == num_graphs
             assert graphs.collectives >= num_graphs * LAYERS * LAYER_COLLECTIVES

@@ -12,34 +12,34 @@ from craton.planning.serving.closed_load import closed_loop
 from craton.planning.serving.load import ServedLoad, ServedReplica, TokenLengths, open_load
 from craton.planning.serving.poisson_load import poisson_load
 
-# Near our 8B server on one H200: decode in 4.2 ms, a step with a prompt in 20 ms or more.
+# Near our 8B server on one H200: decode in 4.2 ms, and a step with a prompt takes a little longer than its tokens.
 SPREAD = LinearSteps(
     step_seconds=4.2e-3,
     request_seconds=2e-5,
     kv_tokens=800_000,
-    least_chunk=512,
-    prefill_steps=4,
+    least_chunk=384,
+    prefill_steps=10,
     join_steps=1.5,
 )
-LAUNCHES = 16e-3  # of a step with a prompt
+EXTRA = 0.8e-3  # of a step with a prompt
 WARM_UP = 0.15
 
 
-class LaunchedSteps(LinearSteps):
+class LongerSteps(LinearSteps):
     """Steps with a prompt take a fixed time more."""
 
     def mixed_seconds(self, batch, context, tokens, prompt):  # type: ignore[no-untyped-def]
-        added = LAUNCHES * (np.asarray(tokens) > 0)
+        added = EXTRA * (np.asarray(tokens) > 0)
         return super().mixed_seconds(batch, context, tokens, prompt) + added
 
     def prefill_seconds(self, tokens, context):  # type: ignore[no-untyped-def]
-        return super().prefill_seconds(tokens, context) + LAUNCHES * tokens / self.chunk_tokens(tokens)
+        return super().prefill_seconds(tokens, context) + EXTRA * tokens / self.chunk_tokens(tokens)
 
     def prompts_seconds(self, tokens, prompt):  # type: ignore[no-untyped-def]
-        return super().prompts_seconds(tokens, prompt) + LAUNCHES * tokens / self.chunk_tokens(tokens)
+        return super().prompts_seconds(tokens, prompt) + EXTRA * tokens / self.chunk_tokens(tokens)
 
 
-SERVER = LaunchedSteps(**SPREAD.__dict__)
+SERVER = LongerSteps(**SPREAD.__dict__)
 
 
 def simulated(rate: float, prompt: int, output: int, number: int = 1500) -> Simulated:
@@ -79,10 +79,10 @@ def test_users(users: int, prompt: int, output: int) -> None:
 
 
 def test_more_waiting_tokens_make_larger_chunks_within_the_budget() -> None:
-    waiting = np.array([100.0, 512.0, 2048.0, 8192.0, 1e5, 1e9])
+    waiting = np.array([100.0, 384.0, 3840.0, 8192.0, 1e5, 1e9])
     chunks = SERVER.chunk_tokens(waiting)
     assert np.all(np.diff(chunks) >= 0.0)
-    assert chunks[:3].tolist() == [100.0, 512.0, 512.0]
+    assert chunks[:3].tolist() == [100.0, 384.0, 384.0]
     assert chunks[-1] == pytest.approx(SERVER.step_tokens, rel=1e-4)
     whole = replace(SPREAD, least_chunk=2048, prefill_steps=1)
     assert whole.chunk_tokens(np.array([100.0, 5000.0])).tolist() == [100.0, 2048.0]

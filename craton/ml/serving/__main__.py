@@ -286,8 +286,7 @@ def _lost(number: int, front: Front) -> None:
 
 def _leave_group(runner: Runner) -> None:
     """Leave the process group. NCCL waits until all CUDA graphs that captured its collectives are gone."""
-    if runner.graphs is not None:
-        runner.graphs.drop()
+    runner.drop_graphs()
     leave_group()
 
 

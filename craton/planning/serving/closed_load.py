@@ -85,7 +85,9 @@ def closed_loop(
         decode = steps.decode_seconds(decoding, context)
         arriving = np.minimum(computed * running / life * step / attention_dp, steps.step_tokens)
         chunk = np.maximum(chunk_of_wave, arriving)
-        waiting = waves * wave + (1.0 - waves) * np.maximum(computed, steps.prefill_steps * arriving)
+        # Prompts queue up until a step computes as many tokens as arrive, where that is more than its least chunk.
+        queued = steps.prefill_steps * arriving * np.minimum(arriving / steps.least_chunk, 1.0) ** 2
+        waiting = waves * wave + (1.0 - waves) * np.maximum(computed, queued)
         chunks, own_chunks = computed / chunk, steps.prefill_chunks(computed, waiting)
         mixed = slowed_prefill_seconds(decode, steps.mixed_seconds(decoding, context, chunk, attended), slowdown)
         rate = running / life

@@ -47,7 +47,7 @@ ELEMENTWISE_PASSES = 14.0  # reads and writes of the hidden state in a layer: no
 SAMPLING_PASSES = 6.0  # over a row of fp32 logits: gather, scale, softmax, choice
 SHARPNESS = 3.0  # of the maximum of two times on a GPU: near the crossing neither limit is reached
 # Craton's scheduler spreads prompts over steps, which keeps each short for the requests in decode.
-OWN_LEAST_CHUNK, OWN_PREFILL_STEPS = 512, 4.0
+OWN_LEAST_CHUNK, OWN_PREFILL_STEPS = 384, 10.0
 OWN_JOIN_STEPS = 1.5  # the next step is launched while one runs
 # Its fp8 matmuls read weights at 57 % of copy bandwidth, its bf16 matmuls at 90 %, and each quantizes its input first.
 OWN_FP8_READ, OWN_FP8_LAUNCHES = 1.45, 1.5

@@ -6,7 +6,7 @@ from itertools import accumulate
 
 import pytest
 import torch
-from test_paged import DEVICE, Requests, close
+from test_paged import DEVICE, Requests, close, dense
 
 from craton.ml.kernels.serving import paged
 
@@ -174,3 +174,34 @@ def test_store(monkeypatch: pytest.MonkeyPatch, head_dim: int) -> None:
     plain, ours = twin_and_kernel(monkeypatch, store, torch.float8_e4m3fn, 1.0)
     assert torch.equal(ours, plain)
     assert plain.max() == 448
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("own_lengths", [[70, 1, 33], [3, 9], []])
+def test_a_step_with_padding_requests_leaves_their_tokens_alone(
+    monkeypatch: pytest.MonkeyPatch, own_lengths: list[int]
+) -> None:
+    """Decoding requests, requests without tokens up to a bound, prefills, and room for more of them."""
+    bound, asked, prompts = 5, [40, 7], [60, 20]
+    decode = len(own_lengths)
+    requests = Requests.of([*own_lengths, *prompts, 1], 2, 16, 4)
+    dummy = requests.rows[-1:]
+    decoding = torch.cat([requests.rows[:decode], dummy.expand(bound - decode)])
+    decode_lengths = torch.cat([requests.lengths[:decode], torch.zeros_like(dummy).expand(bound - decode)])
+    prefilling = torch.cat([requests.rows[decode : decode + 2], dummy, dummy])
+    prefill_lengths = torch.cat([requests.lengths[decode : decode + 2], torch.zeros_like(dummy).expand(2)])
+    bounds = [decode, *(decode + end for end in accumulate(asked))]
+    offsets = torch.tensor([*bounds, bounds[-1], bounds[-1]], dtype=torch.int32, device=DEVICE)
+    query = torch.randn(bounds[-1] + 3, 4, 16, device=DEVICE)
+    results = []
+    for is_fused in (False, True):
+        monkeypatch.setattr("craton.ml.kernels.elementwise.is_fused", lambda _, fused=is_fused: fused)
+        out = torch.full_like(query, 7.0)
+        pages = requests.cache, requests.table
+        paged.decode_attention(query[:bound], *pages, decoding, decode_lengths, longest=200, out=out[:bound])
+        paged.prefill_attention(query, *pages, prefilling, prefill_lengths, offsets, len(query), out=out)
+        assert bool((out[bounds[-1] :] == 7.0).all())
+        results.append(out)
+    close(results[1], results[0])
+    key, value = requests.keys[decode], requests.values[decode]
+    close(results[1][decode : decode + 40], dense(query[decode : decode + 40], key, value, 0))

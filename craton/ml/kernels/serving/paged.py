@@ -147,19 +147,23 @@ def decode_attention(
     *,
     longest: int,
     value_dim: int = 0,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Decode: the last `queries` tokens of each request attend to all tokens up to themselves, or to the last `window`:
     query [requests · queries, heads, head_dim] → the same, with `value_dim` [requests · queries, heads, value_dim].
 
     `longest` is an upper bound of the lengths. A query before its request's first token (a padded request has one
-    token, whatever `queries` is) gives zeros.
+    token, whatever `queries` is) gives zeros; the queries of a request without tokens have undefined results. With
+    `out`, contiguous, results are written there.
     """
     if elementwise.is_fused(query):
         from craton.ml.kernels.triton import paged_decode
 
-        return paged_decode.attention(query, cache, table, rows, lengths, queries, scale, window, longest, value_dim)
+        return paged_decode.attention(
+            query, cache, table, rows, lengths, queries, scale, window, longest, value_dim, out=out
+        )
     return plain_decode_attention(
-        query, cache, table, rows, lengths, queries, scale, window, longest=longest, value_dim=value_dim
+        query, cache, table, rows, lengths, queries, scale, window, longest=longest, value_dim=value_dim, out=out
     )
 
 
@@ -175,21 +179,23 @@ def prefill_attention(
     window: int = 0,
     *,
     value_dim: int = 0,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Prefill: the last tokens of each request attend to all tokens up to themselves, or to the last `window`: query
     [tokens, heads, head_dim] → the same, with `value_dim` [tokens, heads, value_dim].
 
-    Request b's tokens are query[offsets[b] : offsets[b + 1]], at most `longest_query`. Rows after the last offset are
-    padding with undefined results.
+    Request b's tokens are query[offsets[b] : offsets[b + 1]], at most `longest_query`. Tokens before the first offset
+    and after the last one have undefined results. With `out`, contiguous, results are written there, and nothing to
+    those tokens.
     """
     if elementwise.is_fused(query):
         from craton.ml.kernels.triton import paged_prefill
 
         return paged_prefill.attention(
-            query, cache, table, rows, lengths, offsets, longest_query, scale, window, value_dim
+            query, cache, table, rows, lengths, offsets, longest_query, scale, window, value_dim, out
         )
     return plain_prefill_attention(
-        query, cache, table, rows, lengths, offsets, longest_query, scale, window, value_dim=value_dim
+        query, cache, table, rows, lengths, offsets, longest_query, scale, window, value_dim=value_dim, out=out
     )
 
 
@@ -205,13 +211,16 @@ def plain_decode_attention(
     *,
     longest: int,
     value_dim: int = 0,
+    out: Tensor | None = None,
 ) -> Tensor:
     """`decode_attention` in plain PyTorch."""
     del longest  # only kernels need it
+    if not lengths.any():
+        return query.new_zeros(*query.shape[:2], value_dim or query.shape[2]) if out is None else out.zero_()
     key, value = gather_blocks(cache, table[rows.long()], lengths, query.dtype, value_dim)
     places = lengths[:, None] - queries + torch.arange(queries, device=query.device)
-    mixed = _attend(query.unflatten(0, (-1, queries)), key, value, places, scale, window)
-    return mixed.flatten(0, 1)
+    mixed = _attend(query.unflatten(0, (-1, queries)), key, value, places, scale, window).flatten(0, 1)
+    return mixed if out is None else out.copy_(mixed)
 
 
 def plain_prefill_attention(
@@ -226,12 +235,15 @@ def plain_prefill_attention(
     window: int = 0,
     *,
     value_dim: int = 0,
+    out: Tensor | None = None,
 ) -> Tensor:
     """`prefill_attention` in plain PyTorch."""
     del longest_query  # only kernels need it
-    mixed = query.new_zeros(*query.shape[:2], value_dim or query.shape[2])
+    mixed = out if out is not None else query.new_zeros(*query.shape[:2], value_dim or query.shape[2])
     bounds = offsets.tolist()
     for request, (begin, end) in enumerate(pairwise(bounds)):
+        if begin == end:
+            continue
         one = slice(request, request + 1)
         key, value = gather_blocks(cache, table[rows[one].long()], lengths[one], query.dtype, value_dim)
         places = lengths[one, None] - (end - begin) + torch.arange(end - begin, device=query.device)

@@ -28,14 +28,15 @@ def shared_decode_attention(
     *,
     longest: int,
     value_dim: int = 0,
+    out: Tensor | None = None,
 ) -> Tensor:
     """`decode_attention` of one query per request, without a window, that reads shared blocks once per group."""
     if elementwise.is_fused(query):
         from craton.ml.kernels.triton import paged_decode
 
-        return paged_decode.attention(query, cache, table, rows, lengths, 1, scale, 0, longest, value_dim, shared)
+        return paged_decode.attention(query, cache, table, rows, lengths, 1, scale, 0, longest, value_dim, shared, out)
     return plain_shared_decode_attention(
-        query, cache, table, rows, lengths, shared, scale, longest=longest, value_dim=value_dim
+        query, cache, table, rows, lengths, shared, scale, longest=longest, value_dim=value_dim, out=out
     )
 
 
@@ -50,6 +51,7 @@ def plain_shared_decode_attention(
     *,
     longest: int,
     value_dim: int = 0,
+    out: Tensor | None = None,
 ) -> Tensor:
     """`shared_decode_attention` in plain PyTorch."""
     del longest  # only kernels need it
@@ -78,7 +80,8 @@ def plain_shared_decode_attention(
         prefix_weight, own_weight = (prefix_largest - top).exp(), (largest[members] - top).exp()
         mixed[members] = prefix_mixed * prefix_weight + mixed[members] * own_weight
         summed[members] = prefix_summed * prefix_weight + summed[members] * own_weight
-    return (mixed / summed).flatten(1, 2).to(query.dtype)
+    result = (mixed / summed).flatten(1, 2).to(query.dtype)
+    return result if out is None else out.copy_(result)
 
 
 def _partial(query: Tensor, key: Tensor, value: Tensor, sees: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -58,6 +58,7 @@ def _plan(
 ):
     """For each request: its length, the token at which tiles begin (after those that its group shares), the first
     visible tile, the number of tiles from there, the pieces per head, and where its pieces end in the numbering of all.
+    A request without tokens has no pieces.
 
     The GPU has `places` slots for pieces; with at most `rounds` pieces per slot, they are as large as that allows.
     """
@@ -70,13 +71,12 @@ def _plan(
     if WINDOW > 0:
         first = tl.maximum(length - QUERIES - WINDOW + 1, 0) // BLOCK
     tiles = tl.cdiv(length - origin, BLOCK) - first
-    if WHOLE:
-        pieces = (request < requests).to(tl.int32)
-    else:
+    pieces = (length > 0).to(tl.int32)
+    if not WHOLE:
         total = tl.sum(tiles, 0) * KV_HEADS
         rounds = tl.minimum(tl.maximum(total // (places * LARGE), 1), rounds)
-        size = tl.cdiv(total, places * rounds)
-        pieces = tl.maximum((tiles + size // 2) // size, (request < requests).to(tl.int32))
+        size = tl.maximum(tl.cdiv(total, places * rounds), 1)
+        pieces = tl.maximum((tiles + size // 2) // size, pieces)
     return length, origin, first, tiles, pieces, tl.cumsum(pieces, 0) * KV_HEADS
 
 
@@ -194,6 +194,8 @@ def _attend(
     )
     # A program without work may end early, but not all of them: the next kernel waits only for the end of this one.
     if program >= tl.sum(pieces, 0) * KV_HEADS:
+        if program == 0:
+            wait_for_inputs(EARLY)
         return
     number = tl.arange(0, REQUESTS)
     table_row = tl.load(rows + number, mask=number < requests, other=0)
@@ -368,6 +370,7 @@ def attention(
     longest: int,
     value_dim: int = 0,
     shared: SharedPrefixes | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     requests = rows.shape[0]
     tokens, heads, head_dim = query.shape
@@ -392,7 +395,9 @@ def attention(
     rounds = min(max_rounds, max(1, all_heads * tiles // (places * large)))
     programs = all_heads if whole else min(all_heads * tiles, all_heads + places * rounds)
     slots = 0 if whole else programs
-    out = query.new_empty(tokens, heads, out_dim)
+    if out is None:
+        out = query.new_empty(tokens, heads, out_dim)
+    assert out.is_contiguous()
     partial = torch.empty(slots, group * queries, dim, dtype=torch.float32, device=query.device)
     partial_sums = torch.empty(slots, group * queries, 2, dtype=torch.float32, device=query.device)
     scale_log2 = (head_dim**-0.5 if scale is None else scale) * LOG2_E

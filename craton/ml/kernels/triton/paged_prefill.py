@@ -126,6 +126,8 @@ def _attend(
     # request b's blocks are numbered from offsets[b] // TOKENS + b: enough numbers for it before the next request's
     numbered = tl.load(offsets + index, mask=index < requests, other=0) // TOKENS + index
     request = tl.sum(((numbered <= number) & (index < requests)).to(tl.int32), 0) - 1
+    if request < 0:  # a block of tokens before the first request's
+        return
     offset = tl.load(offsets + request)
     asked = tl.load(offsets + request + 1) - offset
     start = (number - offset // TOKENS - request) * TOKENS
@@ -225,6 +227,7 @@ def attention(
     scale: float | None,
     window: int,
     value_dim: int = 0,
+    out: Tensor | None = None,
 ) -> Tensor:
     tokens, heads, head_dim = query.shape
     sizes = latent_tiles(query, cache) if value_dim else None
@@ -240,7 +243,9 @@ def attention(
     block_rows = max(block_rows, triton.next_power_of_2(group))
     block_tokens = block_rows // group
     out_dim = value_dim or head_dim
-    out = query.new_empty(tokens, heads, out_dim)
+    if out is None:
+        out = query.new_empty(tokens, heads, out_dim)
+    assert out.is_contiguous()
     _attend[(tokens // block_tokens + requests, kv_heads)](
         query,
         cache,

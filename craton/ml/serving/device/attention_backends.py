@@ -7,8 +7,8 @@ GPU, torch elsewhere).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from craton.ml.kernels.serving import (
@@ -29,13 +29,15 @@ from craton.ml.serving.settings import AttentionBackendName
 
 @dataclass(slots=True)
 class AttentionBatch:
-    """The tokens of one step, on the device. The first `decode` requests have `queries` tokens each."""
+    """The tokens of one step, on the device. The first `decode` requests have `queries` tokens each, the others are
+    prefills. Of these first ones some may have length 0: padding without tokens. The tokens after the last offset are
+    padding, too."""
 
     rows: Tensor  # int32 [requests], rows of the block table
     lengths: Tensor  # int32 [requests], tokens so far, including this step's
     slots: Tensor  # int64 [tokens], where each token's key and value are stored
     decode: int
-    offsets: Tensor | None = None  # int32 [prefills + 1], where each prefill's tokens begin, after those of `decode`
+    offsets: Tensor | None = None  # int32 [prefills + 1], where each prefill's tokens begin, and where the last ends
     longest_query: int = 0  # of the prefills
     longest: int = 0  # upper bound on the tokens of any request
     queries: int = 1
@@ -68,22 +70,21 @@ class AttentionBackend:
         """query [tokens, heads, head_dim], one layer's cache [blocks, parts, kv heads, page, head_dim] → as the query;
         with keys only, whose first `value_dim` numbers are the values, [tokens, heads, value_dim]."""
         decode, tokens = batch.decode, batch.decode_tokens
-        parts = []
+        out = query.new_empty(*query.shape[:2], value_dim or query.shape[2])
+        sizes: dict[str, Any]
         if decode:
             rows, lengths = batch.rows[:decode], batch.lengths[:decode]
-            own, sizes = query[:tokens], {"longest": batch.longest, "value_dim": value_dim}
+            own, sizes = query[:tokens], {"longest": batch.longest, "value_dim": value_dim, "out": out[:tokens]}
             if batch.shared is None or window:  # a window sees little of a prefix
-                mixed = self._decode(own, cache, table, rows, lengths, batch.queries, scale, window, **sizes)
+                self._decode(own, cache, table, rows, lengths, batch.queries, scale, window, **sizes)
             else:
-                mixed = self._shared_decode(own, cache, table, rows, lengths, batch.shared, scale, **sizes)
-            parts.append(mixed)
-        if tokens < len(query):
+                self._shared_decode(own, cache, table, rows, lengths, batch.shared, scale, **sizes)
+        if len(batch.rows) > decode:  # after the others: padding among them may have written to tokens of prefills
             assert batch.offsets is not None
             rows, lengths = batch.rows[decode:], batch.lengths[decode:]
-            own, offsets, most = query[tokens:], batch.offsets, batch.longest_query
-            mixed = self._prefill(own, cache, table, rows, lengths, offsets, most, scale, window, value_dim=value_dim)
-            parts.append(mixed)
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+            offsets, most, sizes = batch.offsets, batch.longest_query, {"value_dim": value_dim, "out": out}
+            self._prefill(query, cache, table, rows, lengths, offsets, most, scale, window, **sizes)
+        return out
 
 
 class PagedPast(Past):

@@ -10,7 +10,7 @@ that have such groups. Without CUDA the same steps run eagerly, as in tests.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from typing import Any, Protocol
 
@@ -29,6 +29,7 @@ WARM_UPS = 2
 MAX_DRAFTED = 256  # tokens of a step with drafts: above it compute, not weight reads, bounds the step
 
 Outputs = tuple[Tensor, ...]
+GraphKind = tuple[int, int, bool]  # requests, tokens of each, and whether prefixes are shared
 
 
 def graph_sizes(largest: int, multiple: int = 1) -> list[int]:
@@ -76,25 +77,29 @@ class DecodeGraphs:
         self._tokens = torch.zeros(rows, dtype=torch.int64, device=device)  # of steps with drafts
         self._logits = torch.empty(rows, runner.vocabulary, dtype=runner.dtype, device=device)
         self._groups = torch.zeros(3 * (largest + MAX_GROUPS), dtype=torch.int32, device=device)
-        self._steps: dict[tuple[int, int, bool], tuple[Callable[[], None], Outputs]] = {}
+        self._steps: dict[GraphKind, tuple[Callable[[], None], Outputs]] = {}
 
     def capture(self) -> None:
         """Capture all graphs, the largest first, so that all share its memory pool."""
         gc.collect()
         pool = None
         with torch.inference_mode():
-            for queries, sizes in self.sizes.items():
-                kinds = (False, True) if self._shares_prefixes and queries == 1 else (False,)
-                for size, is_shared in product(reversed(sizes), kinds):
-                    self._fill(size, queries, np.zeros(0, np.int32), np.zeros(0, np.int32))
-                    self._fill_groups(size, None)
-                    body = self._body(size, queries, is_shared)
-                    if self._runner.device.type == "cuda":
-                        graph, outputs = _capture(body, WARM_UPS if pool is None else 1, pool)
-                        pool = pool or graph.pool()
-                        self._steps[size, queries, is_shared] = (graph.replay, outputs)
-                    else:
-                        self._steps[size, queries, is_shared] = _repeat(body)
+            for kind, body in self.bodies():
+                if self._runner.device.type == "cuda":
+                    graph, outputs = capture_graph(body, WARM_UPS if pool is None else 1, pool)
+                    pool = pool or graph.pool()
+                    self._steps[kind] = (graph.replay, outputs)
+                else:
+                    self._steps[kind] = _repeat(body)
+
+    def bodies(self) -> Iterator[tuple[GraphKind, Callable[[], Outputs]]]:
+        """The steps to capture, the largest first; each must run before the next one is asked for."""
+        for queries, sizes in self.sizes.items():
+            kinds = (False, True) if self._shares_prefixes and queries == 1 else (False,)
+            for size, is_shared in product(reversed(sizes), kinds):
+                self._fill(size, queries, np.zeros(0, np.int32), np.zeros(0, np.int32))
+                self._fill_groups(size, None)
+                yield (size, queries, is_shared), self._body(size, queries, is_shared)
 
     def drop(self) -> None:
         self._steps.clear()
@@ -148,7 +153,8 @@ class DecodeGraphs:
         return lambda: self._runner.decode_body(rows, lengths, self._logits[:count], tokens, shared)
 
 
-def _capture(body: Callable[[], Outputs], warm_ups: int, pool: Any) -> tuple[torch.cuda.CUDAGraph, Outputs]:
+def capture_graph(body: Callable[[], Outputs], warm_ups: int, pool: Any) -> tuple[torch.cuda.CUDAGraph, Outputs]:
+    """Run the body a few times, then capture it; its outputs have fixed addresses."""
     for _ in range(warm_ups):
         body()
     torch.cuda.synchronize()

@@ -7,9 +7,9 @@ weights and samples the same tokens.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,11 +22,13 @@ from craton.ml.kernels.serving import FEW_ROWS, SharedPrefixes
 from craton.ml.models import Decoder, rope_tables
 from craton.ml.serving.device.attention_backends import AttentionBatch, PagedPast, make_backend
 from craton.ml.serving.device.graphs import MAX_DRAFTED, DecodeGraphs
+from craton.ml.serving.device.prompt_graphs import PromptGraphs, PromptInputs
+from craton.ml.serving.device.row_table import RowTable
 from craton.ml.serving.device.sampler import Chosen, PromptLogprobs, Tuning, logprobs_of, sample
 from craton.ml.serving.device.shared_prefix import group_numbers, shared_prefixes
 from craton.ml.serving.device.upload import Upload
 from craton.ml.serving.messages import Alternatives
-from craton.ml.serving.schedule import DUMMY, Integers, Move, PromptPart, StepInput, has_penalties, independent_moves
+from craton.ml.serving.schedule import DUMMY, Integers, Move, PromptPart, StepInput, independent_moves
 from craton.ml.serving.settings import EngineSettings
 
 if TYPE_CHECKING:
@@ -34,16 +36,6 @@ if TYPE_CHECKING:
     from craton.ml.serving.device.drafter import Drafter
 
 PADDING = 16  # on a GPU the tokens of a step are a multiple of it, so that kernels are not compiled for each count
-# sampling parameters of a row, with the values that change nothing
-NUMBERS = {
-    "temperature": 0.0,
-    "logprob_temperature": 0.0,
-    "top_p": 1.0,
-    "min_p": 0.0,
-    "presence": 0.0,
-    "frequency": 0.0,
-    "repetition": 1.0,
-}
 WARM_REQUESTS, WARM_TOKENS = (1, 33, 257), (2, 256)
 PROMPT_ROWS = 256  # of logits computed at once for prompt log-probabilities
 
@@ -84,111 +76,6 @@ class StepResult:
                 ]
             )
         return result
-
-
-@dataclass
-class RowTable:
-    """The state of the request in each row. Numbers are kept on the host and sent when one changes."""
-
-    rows: int
-    vocabulary: int
-    device: torch.device
-    next_token: Tensor = field(init=False)
-    written: Tensor | None = None  # int32 [rows, vocabulary]
-    seen: Tensor | None = None  # bool [rows, vocabulary]
-
-    def __post_init__(self) -> None:
-        self.next_token = torch.zeros(self.rows, dtype=torch.int64, device=self.device)
-        self._host = np.zeros((len(NUMBERS), self.rows), np.float32)
-        self._host[:] = np.asarray([list(NUMBERS.values())], np.float32).T
-        self._whole = np.zeros((4, self.rows), np.int32)  # seeds in two halves, top_k, adapter
-        self._whole[3] = -1
-        self._numbers = torch.from_numpy(self._host.copy()).to(self.device)
-        self.numbers = dict(zip(NUMBERS, self._numbers, strict=True))
-        self.seeds, self.top_k = (torch.zeros(self.rows, dtype=torch.int64, device=self.device) for _ in range(2))
-        self.adapters = torch.full((self.rows,), -1, dtype=torch.int32, device=self.device)
-
-    def shared(self) -> RowTable:
-        """Return a table of the same requests and sampling parameters, with its own next tokens."""
-        other = copy.copy(self)
-        other.next_token, other.written, other.seen = torch.zeros_like(self.next_token), None, None
-        return other
-
-    def start(self, work: StepInput, upload: Upload) -> None:
-        """Set up the rows of new requests, and the next tokens that only the host knows."""
-        if work.next_tokens:
-            sent = upload.send(np.asarray(work.next_tokens, np.int32)).long()
-            self.next_token[sent[:, 0]] = sent[:, 1]
-        if not work.starts:
-            return
-        for start in work.starts:
-            sampling, row = start.sampling, start.row
-            self._host[:, row] = (
-                sampling.temperature,
-                sampling.temperature if sampling.logprobs_mode == "sampled" else 0.0,
-                sampling.top_p,
-                sampling.min_p,
-                sampling.presence_penalty,
-                sampling.frequency_penalty,
-                sampling.repetition_penalty,
-            )
-            low = start.seed & 0xFFFFFFFF
-            self._whole[:, row] = (low - (low >> 31 << 32), start.seed >> 32, sampling.top_k, start.adapter)
-            if has_penalties(sampling):
-                self._count(row, start.prompt, start.written)
-        self._numbers.copy_(upload.send(self._host.view(np.int32)).view(torch.float32))
-        low, high, top_k, adapters = upload.send(self._whole)
-        self.seeds.copy_((high.long() << 32) | (low.long() & 0xFFFFFFFF))
-        self.top_k.copy_(top_k)
-        self.adapters.copy_(adapters)
-
-    def tuning(self, work: StepInput, rows: Tensor, allowed: Tensor | None) -> Tuning:
-        """Return the sampling parameters of the requests in these rows."""
-        places = work.sampled_rows
-
-        def asked(name: str) -> Tensor | None:
-            host = self._host[list(NUMBERS).index(name)]
-            return self.numbers[name][rows] if bool((host[places] != NUMBERS[name]).any()) else None
-
-        presence, frequency, repetition = asked("presence"), asked("frequency"), asked("repetition")
-        counts = self.written is not None and (presence is not None or frequency is not None)
-        sees = self.seen is not None and repetition is not None
-        added = None
-        if work.added:
-            index, token, value = zip(*work.added, strict=True)
-            added = (
-                torch.tensor(index, device=self.device),
-                torch.tensor(token, device=self.device),
-                torch.tensor(value, dtype=torch.float32, device=self.device),
-            )
-        return Tuning(
-            top_k=self.top_k[rows] if bool(self._whole[2][places].any()) else None,
-            top_p=asked("top_p"),
-            min_p=asked("min_p"),
-            presence=presence,
-            frequency=frequency,
-            repetition=repetition,
-            written=self.written[rows] if counts and self.written is not None else None,
-            seen=self.seen[rows] if sees and self.seen is not None else None,
-            added=added,
-            allowed=allowed,
-        )
-
-    def count(self, rows: Tensor, tokens: Tensor) -> None:
-        """Count sampled tokens for the penalties of the next ones."""
-        if self.written is not None and self.seen is not None:
-            token_ids = tokens.clamp(min=0)
-            self.written[rows, token_ids] += 1
-            self.seen[rows, token_ids] = True
-
-    def _count(self, row: int, prompt: tuple[int, ...], written: tuple[int, ...]) -> None:
-        if self.written is None or self.seen is None:
-            self.written = torch.zeros(self.rows, self.vocabulary, dtype=torch.int32, device=self.device)
-            self.seen = torch.zeros(self.rows, self.vocabulary, dtype=torch.bool, device=self.device)
-        counts = torch.bincount(torch.tensor(written, dtype=torch.int64), minlength=self.vocabulary)
-        self.written[row] = counts.to(self.device, torch.int32)
-        self.seen[row] = self.written[row] > 0
-        self.seen[row, torch.tensor(prompt, dtype=torch.int64, device=self.device)] = True
 
 
 class Runner:
@@ -234,14 +121,23 @@ class Runner:
         self.upload = Upload(self.device)
         self._padding = PADDING if self.device.type == "cuda" else (1 if peers is None else peers.size)
         self.graphs: DecodeGraphs | None = None
+        self.prompt_graphs: PromptGraphs | None = None
         is_wanted = settings.graphs == "always" or (settings.graphs == "auto" and self.device.type == "cuda")
         if is_wanted and self.past.backend.can_be_captured and _has_captured_products(model):
             if main is None:
                 shares_prefixes = settings.shared_prefix == "on"
                 self.graphs = DecodeGraphs(self, settings.max_running, settings.draft_lengths, shares_prefixes)
+                ranks = 1 if peers is None else peers.size
+                self.prompt_graphs = PromptGraphs(self, settings.chunk_tokens, settings.max_running, ranks)
             else:  # two tokens, then one, of as many requests as get drafts
                 self.graphs = DecodeGraphs(self, min(settings.max_running, MAX_DRAFTED // 2), (1,))
         self.drafter: Drafter | None = None
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token in the KV cache."""
+        cache = self.past.cache
+        return cache[0].numel() * cache.element_size() // self.page
 
     @torch.inference_mode()
     def execute(self, work: StepInput) -> StepResult:
@@ -265,8 +161,11 @@ class Runner:
             assert work.drafts is not None
             places, taken = self.upload.send(np.stack((work.drafts.places, work.drafts.chosen))).long()
             placed = places, drafts.flatten()[taken]
-        if self.graphs is not None and self.graphs.takes(work):
-            logits, chosen, positions = self.graphs.replay(work, placed)
+        graphs = next(
+            (each for each in (self.graphs, self.prompt_graphs) if each is not None and each.takes(work)), None
+        )
+        if graphs is not None:
+            logits, chosen, positions = graphs.replay(work, placed)
             rows = self.upload.send(work.sampled_rows) if work.is_tuned or self.table.written is not None else None
             prompts: PromptLogprobs = []
         else:
@@ -301,22 +200,51 @@ class Runner:
 
     def capture(self) -> None:
         """Capture the CUDA graphs and compile kernels; weights and KV cache must be allocated."""
+        if self.device.type == "cuda":
+            self._compile()
         if self.graphs is not None:
             self.graphs.capture()
         if self.graphs is not None or self.device.type == "cuda":
             self._warm_up()
+        if self.prompt_graphs is not None:  # last: the warm-up is of steps that are none
+            self.prompt_graphs.capture()
         if self.drafter is not None:
             self.drafter.runner.capture()
+
+    @torch.inference_mode()
+    def _compile(self) -> None:
+        """Compile the kernels of all steps in parallel. Their launches do nothing meanwhile: sampled tokens, which the
+        next step would look up, are whatever the memory held."""
+        from craton.ml.kernels.triton.compile_ahead import compiling_ahead
+
+        with compiling_ahead():
+            for body in self._bodies():
+                body()
+                self.table.next_token.zero_()
+
+    def _bodies(self) -> Iterator[Callable[[], object]]:
+        """All kinds of steps; each must run before the next one is asked for."""
+        if self.graphs is not None:
+            yield from (body for _, body in self.graphs.bodies())
+        if self.prompt_graphs is not None:
+            yield from (body for _, _, body in self.prompt_graphs.bodies())
+        yield from self._warm_ups()
+        yield self._warm_up_sampling
 
     def sleep(self) -> None:
         """Free the KV cache and the graphs that refer to it."""
         if self.drafter is not None:
             self.drafter.runner.sleep()
-        if self.graphs is not None:
-            self.graphs.drop()
+        self.drop_graphs()
         self.past.cache.untyped_storage().resize_(0)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def drop_graphs(self) -> None:
+        """Free the graphs; steps run without them."""
+        for graphs in (self.graphs, self.prompt_graphs):
+            if graphs is not None:
+                graphs.drop()
 
     def wake(self) -> None:
         cache = self.past.cache
@@ -351,19 +279,48 @@ class Runner:
         self.past.begin(batch)
         if self.adapters is not None:
             self.adapters.of_tokens = self.table.adapters[places]
-        hidden = self._hidden(tokens, positions)
+        chosen = self._sample(self._hidden(tokens, positions), places, positions + 1, logits)
+        if queries == 1:
+            self.table.next_token[places] = chosen.tokens.clamp(min=0)
+        return chosen.tokens, chosen.logprobs, positions + 1
+
+    def prompt_body(self, inputs: PromptInputs, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Run a step with prompts: the body of a graph. Logits are written to the tensor given → (tokens, their
+        logprobs, positions) of what is sampled."""
+        token_rows, positions, sampled = inputs.token_rows.long(), inputs.positions.long(), inputs.sampled.long()
+        known = inputs.tokens.long()
+        tokens = torch.where(known < 0, self.table.next_token[token_rows], known)
+        batch = AttentionBatch(
+            inputs.rows,
+            inputs.lengths,
+            self._slots(token_rows, positions),
+            inputs.decode,
+            inputs.offsets,
+            longest_query=len(tokens),
+            longest=self.longest,
+        )
+        self.past.begin(batch)
+        if self.adapters is not None:
+            self.adapters.of_tokens = self.table.adapters[token_rows]
+        hidden, places, positions = self._hidden(tokens, positions), inputs.sampled_rows.long(), positions[sampled] + 1
+        chosen = self._sample(hidden[sampled], places, positions, logits)
+        self.table.next_token[places] = chosen.tokens.clamp(min=0)
+        return chosen.tokens, chosen.logprobs, positions
+
+    def _sample(self, hidden: Tensor, rows: Tensor, positions: Tensor, logits: Tensor) -> Chosen:
+        """Write the logits of these hidden states to the tensor given, and sample with each row's temperature."""
         if self.peers is None and len(hidden) > FEW_ROWS:
             torch.mm(hidden, own_part(self.model.head_weight).t(), out=logits)
         else:
             logits.copy_(self.logits(hidden))
-        positions = positions + 1
-        numbers, seeds = self.table.numbers, self.table.seeds[places]
-        chosen = sample(
-            logits, numbers["temperature"][places], seeds, positions, numbers["logprob_temperature"][places]
+        numbers = self.table.numbers
+        return sample(
+            logits,
+            numbers["temperature"][rows],
+            self.table.seeds[rows],
+            positions,
+            numbers["logprob_temperature"][rows],
         )
-        if queries == 1:
-            self.table.next_token[places] = chosen.tokens.clamp(min=0)
-        return chosen.tokens, chosen.logprobs, positions
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [rows, hidden] → [rows, vocabulary], on every rank."""
@@ -381,6 +338,7 @@ class Runner:
         tokens = int(counts.sum())
         others = np.zeros(len(counts) - work.decode + 1, np.int32)
         np.cumsum(counts[work.decode :], out=others[1:])
+        others += work.decode
         sent = work.tokens
         if extra := -tokens % self._padding:  # a padding request makes it a multiple
             counts, lengths, rows = np.append(counts, extra), np.append(lengths, extra), np.append(rows, self.rows - 1)
@@ -427,8 +385,13 @@ class Runner:
         return hidden.flatten(0, 1) if self.peers is None else self.peers.gather(hidden)
 
     def _warm_up(self) -> None:
-        """Compile kernels now, not during the first requests. Padding requests suffice: few and many, short and long
-        ones, which use different kernels."""
+        """Compile kernels now, not during the first requests."""
+        for execute in (*self._warm_ups(), self._warm_up_sampling):
+            execute()
+
+    def _warm_ups(self) -> Iterator[Callable[[], object]]:
+        """Steps without a graph. Padding requests suffice: few and many, short and long ones, which use different
+        kernels."""
         largest = self.rows - 1
         for requests in sorted({min(item, largest) for item in WARM_REQUESTS}):
             for tokens in WARM_TOKENS:
@@ -436,8 +399,7 @@ class Runner:
                 counts[0] = min(tokens, self.longest)
                 dummies = np.full(requests, self.rows - 1, np.int32)
                 dummy_tokens, last = np.zeros(counts.sum(), np.int32), np.cumsum(counts, dtype=np.int32) - 1
-                self.execute(StepInput(dummies, counts, counts, 0, dummy_tokens, last, dummies))
-        self._warm_up_sampling()
+                yield partial(self.execute, StepInput(dummies, counts, counts, 0, dummy_tokens, last, dummies))
 
     def _warm_up_sampling(self) -> None:
         """Compile what samples from the model's logits and, after penalties, logit bias or a grammar, from fp32."""

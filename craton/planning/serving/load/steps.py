@@ -13,6 +13,7 @@ class ReplicaSteps(Protocol):
     max_running: Any  # requests of the replica
     gpus: Any  # of the replica
     join_steps: Any  # from a request's arrival to the step that begins its prefill
+    least_chunk: Any  # prompt tokens of a step, if as many wait
     prefill_steps: Any  # over which the scheduler spreads prompt tokens that wait
 
     def step_budget(self, waiting: Any) -> Any:
