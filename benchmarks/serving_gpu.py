@@ -315,7 +315,7 @@ def repeat(model: Decoder, part: tuple[int, ...]) -> None:
 
 
 def adapted(model: Decoder) -> dict[str, Any]:
-    """Measure with slots for eight adapters of rank 16 in every layer; the adapter of a request does not matter."""
+    """Measure with slots for eight adapters of rank 16 in every layer, of which no request uses one."""
     adapters = Adapters(model, 8, 16)
     runner, settings, longest = build_runner(model, EngineSettings(max_length=LONGEST), adapters=adapters)
     engine = join_engine(runner, runner, settings, longest)

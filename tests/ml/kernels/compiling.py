@@ -10,13 +10,23 @@ import re
 import sys
 from contextlib import redirect_stdout
 from io import StringIO
+from itertools import product
 from typing import Any
 
 import torch
 from triton import compiler, knobs
 from triton.backends.compiler import GPUTarget
 
-from craton.ml.kernels.triton import choose_kept, int4, latents, paged_decode, paged_prefill, paged_store
+from craton.ml.kernels.triton import (
+    adapters,
+    choose_kept,
+    int4,
+    latents,
+    paged_decode,
+    paged_prefill,
+    paged_store,
+    skinny,
+)
 
 HOPPER = 90
 CONSTANTS: dict[str, Any] = {
@@ -81,7 +91,7 @@ def ptx_of(
     kinds = {name: types.get(name, "i32") for name in kernel.arg_names}
     signature = {name: "constexpr" if name.isupper() else kind for name, kind in kinds.items()}
     bound = {(place,): values[name] for place, name in enumerate(kernel.arg_names) if name.isupper()}
-    divisible = {name for name in kernel.arg_names if name.endswith("stride") or name == "vocabulary"}
+    divisible = {name for name in kernel.arg_names if name.endswith("stride") or name in ("vocabulary", "columns")}
     divisible |= {name for name, kind in kinds.items() if kind.startswith("*")}
     divisible -= {parameter.name for parameter in kernel.params if parameter.do_not_specialize_on_alignment}
     aligned = {(place,): [["tt.divisibility", 16]] for place, name in enumerate(kernel.arg_names) if name in divisible}
@@ -108,10 +118,41 @@ def int4_kernels() -> dict[str, tuple[Any, dict[str, Any], dict[str, str], int, 
     return {**kernels, "unpack": (int4._unpack, constants, INT4_TYPES, 4, 3)}
 
 
-INT4 = int4_kernels()
+def adapter_kernels() -> dict[str, tuple[Any, dict[str, Any], dict[str, str], int, int]]:
+    """The layers of Llama 3.1 8B with 8 slots of rank 16, and of rank 64: what multiplies with A, with B, and the
+    matmuls of few rows that add adapters."""
+    kernels = {}
+    layers = {"qkv": (4096, 6144, 3, False), "gated": (4096, 14336, 1, True), "down": (14336, 4096, 1, False)}
+    wide = dict.fromkeys(("x", "a", "b", "other_b", "out", "other_out", "weight", "other", "bias"), "*bf16")
+    types = {**wide, **dict.fromkeys(("narrow", "scale", "other_scale"), "*fp32"), "slots": "*i32", "rows": "i32"}
+    for rank, (layer, (columns, outs, parts, is_pair)) in product((16, 64), layers.items()):
+        lines = parts * rank
+        both = lines * 2 if is_pair else lines
+        base = {"SLOTS": 8, "RANK": rank, "EARLY": True}
+        for name, tiles in (("few", adapters.SMALL), ("many", adapters.LARGE)):
+            block = {**base, "BLOCK": tiles.tokens, "SPLITS": -(-columns // tiles.columns)}
+            narrow = {"COLUMNS": columns, "LINES": both, "TILE_LINES": adapters._tile_lines(both), "STEP": 128}
+            narrow["SPAN"] = tiles.columns
+            kernels[f"narrow {layer} {rank} {name}"] = adapters._narrow, block | narrow, types, tiles.narrow_warps, 3
+            widen = {"WIDTH": outs, "LINES": lines, "PAIR": int(is_pair), "TILE_LINES": adapters._tile_lines(lines)}
+            widen["OUTS"] = tiles.outs
+            kernels[f"widen {layer} {rank} {name}"] = adapters._widen, block | widen, types, tiles.widen_warps, 3
+        few = {**base, "LINES": lines, "SPLITS": -(-columns // adapters.SMALL.columns), "GATED": is_pair}
+        few |= {"SCALED": False, "BIASED": False, "EVEN": True}
+        for name, (kernel, tile, stages) in {
+            "one": (skinny._single, dict(zip(("OUTS", "COLUMNS"), skinny.LONG, strict=False)), 3),
+            "eight": (skinny._few, dict(zip(("OUTS", "COLUMNS", "SLICES"), skinny.FEW, strict=False)), skinny.FEW[-1]),
+        }.items():
+            warps = skinny.LONG[2] if name == "one" else skinny.FEW[3]
+            constants = {**few, **tile, "ROWS": skinny.MAX_ROWS}
+            kernels[f"skinny {layer} {rank} {name}"] = kernel, constants, types, warps, stages
+    return kernels
+
+
+INT4, ADAPTERS = int4_kernels(), adapter_kernels()
 knobs.nvidia.dump_ptxas_log = knobs.compilation.always_compile = True
 for name in sys.argv[1:]:
     log = StringIO()
     with redirect_stdout(log):
-        ptx = ptx_of(*(INT4 | KERNELS)[name])
+        ptx = ptx_of(*(INT4 | ADAPTERS | KERNELS)[name])
     print(name, "mma" in ptx, sum(int(number) for number in re.findall(r"(\d+) bytes spill", log.getvalue())))

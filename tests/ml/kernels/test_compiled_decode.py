@@ -62,6 +62,19 @@ def test_the_kernel_that_unpacks_4_bit_weights_does_not_spill() -> None:
     assert compiled("unpack") == ["unpack False 0"]
 
 
+@pytest.mark.slow
+@NEEDS_TRITON
+@pytest.mark.parametrize("layer", ["qkv 16", "gated 16", "down 16", "qkv 64"])
+def test_kernels_of_adapters_use_the_tensor_cores_and_hardly_spill(layer: str) -> None:
+    """One row is multiplied in registers. There, one value that is used after the loop may be spilled."""
+    blocks = [f"{kind} {layer} {tokens}" for kind in ("narrow", "widen") for tokens in ("few", "many")]
+    assert compiled(*blocks) == [f"{name} True 0" for name in blocks]
+    matmuls = [f"skinny {layer} {rows}" for rows in ("one", "eight")]
+    for name, multiplies, line in zip(matmuls, (False, True), compiled(*matmuls), strict=True):
+        assert line.startswith(f"{name} {multiplies} ")
+        assert int(line.rpartition(" ")[2]) <= 8
+
+
 def compiled(*names: str) -> list[str]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, str(COMPILING), *names]

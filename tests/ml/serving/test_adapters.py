@@ -17,6 +17,7 @@ from served_ranks import hidden, hidden_with_adapters, load_model, save_random
 from torch import Tensor
 
 from craton.ml.export_adapters import CONFIG, WEIGHTS
+from craton.ml.kernels import serving as kernels
 from craton.ml.models import Decoder, config_from_huggingface
 from craton.ml.serving.device import Adapters
 from craton.ml.serving.device.adapters import AdapterError
@@ -124,6 +125,8 @@ def test_adapters_come_and_go_in_place(tmp_path: Path) -> None:
     adapters = Adapters(model, slots=1, rank=RANK)
     places = {name: buffer.data_ptr() for name, buffer in model.named_buffers()}
     assert any("adapter_a" in name for name in places)
+    memory = [buffer.untyped_storage().data_ptr() for buffer in model.buffers() if buffer.numel()]
+    assert len(memory) == len(set(memory)), "sleep frees and restores each buffer by itself"
     for seed, names in enumerate((ATTENTION + MLP, ("up_proj",))):
         folder = save_adapter(tmp_path / str(seed), "llama", names, seed=seed)
         assert adapters.load(str(seed), folder) == adapters.slot(str(seed)) == 0
@@ -206,6 +209,36 @@ def test_adapters_are_added_to_fp8_weights(tmp_path: Path) -> None:
     changed = model.blocks[1].mlp(x) - plain.blocks[1].mlp(x)
     assert changed[0, :8].abs().amin(0).min() > 0
     assert not changed[0, 8:].any()
+
+
+@pytest.mark.parametrize("in_fp8", [False, True])
+def test_few_tokens_get_the_adapters_that_many_get(
+    in_fp8: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU, layers of few tokens add adapters themselves; here the same layers run without Triton's kernels."""
+    model = load_model(save_published("qwen2", tmp_path / "model"))
+    if in_fp8:
+        quantize_model(model)
+    adapters = Adapters(model, slots=2, rank=RANK)
+    for seed in (1, 2):
+        adapters.load(str(seed), save_adapter(tmp_path / str(seed), "qwen2", ATTENTION + MLP, seed=seed))
+    adapters.of_tokens = torch.tensor([1, -1, 0, 1], dtype=torch.int32)
+    x = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
+    block = model.blocks[1]
+    layers = {"qkv": block.attention.qkv, "mlp": block.mlp}
+    many = {name: layer(x) for name, layer in layers.items()}
+    monkeypatch.setattr("craton.ml.serving.device.adapters.is_fused", lambda _: True)
+    used = []
+    for name in ("adapted_skinny_linear", "adapted_skinny_gated"):
+        operation = getattr(kernels, name)
+        monkeypatch.setattr(
+            f"craton.ml.serving.device.adapters.{name}",
+            lambda *given, operation=operation, name=name: (used.append(name), operation(*given))[1],
+        )
+    for name, layer in layers.items():
+        tolerance = 0.05 if in_fp8 else 1e-5  # many tokens are rounded to fp8 as well
+        torch.testing.assert_close(layer(x), many[name], rtol=tolerance, atol=tolerance * float(many[name].abs().max()))
+    assert used == ["adapted_skinny_linear", "adapted_skinny_gated", "adapted_skinny_linear"]
 
 
 class Folder:

@@ -9,6 +9,12 @@ from craton.lazy import lazy_names
 if TYPE_CHECKING:
     from craton.ml.kernels.reference import Norms
     from craton.ml.kernels.sampling_hash import MIN_TEMPERATURE
+    from craton.ml.kernels.serving.adapters import (
+        SlotsOfTokens,
+        adapted_skinny_gated,
+        adapted_skinny_linear,
+        add_adapters,
+    )
     from craton.ml.kernels.serving.int4 import (
         MIDDLE_CODE,
         Int4Weight,
@@ -23,7 +29,6 @@ if TYPE_CHECKING:
     from craton.ml.kernels.serving.paged import (
         FEW_ROWS,
         Past,
-        add_adapters,
         choose,
         decode_attention,
         gumbel,

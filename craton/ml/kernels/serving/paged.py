@@ -1,4 +1,4 @@
-"""Operations of serving, without gradients: paged KV cache, matmuls of a few rows, adapters, sampling.
+"""Operations of serving, without gradients: paged KV cache, matmuls of a few rows, sampling.
 
 On CUDA they are Triton kernels, elsewhere plain PyTorch. The kernels can be captured in CUDA graphs: none waits for the
 device, and launches depend only on shapes and on upper bounds that the caller knows.
@@ -274,28 +274,6 @@ def skinny_gated(
     return reference.swiglu(
         linear(x, _dequantize(gate, gate_scale, x.dtype)), linear(x, _dequantize(up, up_scale, x.dtype))
     )
-
-
-def add_adapters(
-    out: Tensor, x: Tensor, a: Tensor, b: Tensor, of_tokens: Tensor, absent: Tensor, slots: int, rank: int
-) -> Tensor:
-    """LoRA adapters (arXiv:2106.09685), a different one per token: out += B · A · x. Adds to out [tokens, outs] in
-    place, and returns it.
-
-    Many tokens are multiplied with the stacked A and B of all slots, with the other slots' columns zeroed in between;
-    few tokens use only their own.
-
-    x [tokens, in]; a [parts · slots · rank, in]; b [outs, parts · slots · rank]; of_tokens int32 [tokens], the slot of
-    each, -1 for none; absent bool [tokens, slots · rank], True where a column is not of the token's slot.
-    """
-    if elementwise.is_fused(x) and len(x) <= FEW_ROWS:
-        from craton.ml.kernels.triton import adapters as triton_adapters
-
-        return triton_adapters.add_adapters(out, x, a, b, of_tokens, slots, rank)
-    narrow = linear(x, a).unflatten(1, (-1, absent.shape[1]))  # [tokens, parts, slots · rank]
-    # not multiplied by zero: an overflow in one adapter would reach requests that do not use it
-    narrow.masked_fill_(absent.unsqueeze(1), 0.0)
-    return out.addmm_(narrow.flatten(1), b.t())
 
 
 def choose(

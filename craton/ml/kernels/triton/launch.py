@@ -3,6 +3,12 @@
 Such a kernel calls `wait_for_inputs` before it reads the output of the directly preceding kernel, and before it writes
 anything. Only after that call may the next kernel start. So when a kernel runs, all kernels but its direct predecessor
 are done: it may read weights and earlier results without waiting.
+
+A short kernel may call `start_next` before its `wait_for_inputs`, so that a launch in a chain of kernels costs less.
+Then the next kernel may still run beside the last two: before it waits, it may read only weights and what is older.
+
+At least one program of every kernel must wait, even if none has work: a kernel that ends sooner would let the next one
+run beside kernels for which nothing has waited.
 """
 
 from __future__ import annotations
@@ -21,6 +27,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 def wait_for_inputs(EARLY: tl.constexpr):
     if EARLY:
         gdc_wait()
+        gdc_launch_dependents()
+
+
+@triton.jit
+def start_next(EARLY: tl.constexpr):
+    if EARLY:
         gdc_launch_dependents()
 
 

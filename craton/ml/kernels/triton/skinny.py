@@ -4,14 +4,19 @@ One row is multiplied and summed in registers, K split over the threads of a pro
 before the row is ready. Two or more rows use the tensor cores, K split over the warps of a program, each with its own
 sums, because a chain of dependent multiplications would take longer than loading the next tile. fp8 weights are
 converted to the dtype of the rows in registers, and their scales are applied to the sums.
+
+LoRA adapters are added to the sums, from the product of the rows with A that the preceding kernel made.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from craton.ml.kernels.triton.adapters import Narrow, widened
 from craton.ml.kernels.triton.launch import launch_options, wait_for_inputs
 
 # (outputs of a program, inputs of a tile, warps) for one row: long weights, short ones, and fp8
@@ -22,7 +27,7 @@ FEW, FEW_EXACT = (16, 256, 2, 2, 7), (16, 256, 2, 2, 3)
 MAX_ROWS = 8  # the smallest tile that the tensor cores multiply
 
 
-@triton.jit(do_not_specialize=["outs"])
+@triton.jit(do_not_specialize=["outs"], do_not_specialize_on_alignment=["slots"])
 def _single(
     x,
     weight,
@@ -30,12 +35,20 @@ def _single(
     scale,
     other_scale,
     bias,
+    b,
+    other_b,
+    slots,
+    narrow,
     out,
     columns,
     outs,
     GATED: tl.constexpr,
     SCALED: tl.constexpr,
     BIASED: tl.constexpr,
+    LINES: tl.constexpr,
+    SLOTS: tl.constexpr,
+    RANK: tl.constexpr,
+    SPLITS: tl.constexpr,
     EVEN: tl.constexpr,
     OUTS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -48,6 +61,8 @@ def _single(
     tile = tl.load(weight + place, mask=begun, other=0.0, eviction_policy="evict_first")
     if GATED:
         other_tile = tl.load(other + place, mask=begun, other=0.0, eviction_policy="evict_first")
+    if LINES > 0:
+        is_used = tl.load(slots) >= 0
     wait_for_inputs(EARLY)
     total = tl.zeros([OUTS, COLUMNS], tl.float32)
     other_total = tl.zeros([OUTS, COLUMNS], tl.float32)
@@ -72,11 +87,21 @@ def _single(
         up = tl.sum(other_total, 1)
         if SCALED:
             up *= tl.load(other_scale + index, mask=live, other=0.0)
+    if LINES > 0:  # noqa: SIM102 - a constant, which Triton does not combine with a value
+        if is_used:
+            row = tl.arange(0, 1)
+            own = tl.load(slots + row)
+            width: tl.constexpr = LINES * 2 if GATED else LINES
+            result += tl.sum(widened(b, narrow, own, index, row, 1, live, LINES, width, SLOTS, RANK, SPLITS), 1)
+            if GATED:
+                added = widened(other_b, narrow + LINES, own, index, row, 1, live, LINES, width, SLOTS, RANK, SPLITS)
+                up += tl.sum(added, 1)
+    if GATED:
         result = result / (1 + tl.exp(-result)) * up
     tl.store(out + index, result.to(out.dtype.element_ty), mask=live)
 
 
-@triton.jit(do_not_specialize=["rows", "outs"])
+@triton.jit(do_not_specialize=["rows", "outs"], do_not_specialize_on_alignment=["slots"])
 def _few(
     x,
     weight,
@@ -84,6 +109,10 @@ def _few(
     scale,
     other_scale,
     bias,
+    b,
+    other_b,
+    slots,
+    narrow,
     out,
     rows,
     columns,
@@ -91,6 +120,10 @@ def _few(
     GATED: tl.constexpr,
     SCALED: tl.constexpr,
     BIASED: tl.constexpr,
+    LINES: tl.constexpr,
+    SLOTS: tl.constexpr,
+    RANK: tl.constexpr,
+    SPLITS: tl.constexpr,
     EVEN: tl.constexpr,
     OUTS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -99,10 +132,12 @@ def _few(
     EARLY: tl.constexpr,
 ):
     index = tl.program_id(0) * OUTS + tl.arange(0, OUTS)
+    row = tl.arange(0, ROWS)
+    if LINES > 0:
+        own = tl.load(slots + row, mask=row < rows, other=-1)
     wait_for_inputs(EARLY)
     slice_columns: tl.constexpr = COLUMNS // SLICES
     column = tl.arange(0, SLICES)[:, None] * slice_columns + tl.arange(0, slice_columns)[None, :]
-    row = tl.arange(0, ROWS)
     place = (index % outs).to(tl.int64)[None, :, None] * columns + column[:, None, :]
     total = tl.zeros([SLICES, OUTS, ROWS], tl.float32)
     other_total = tl.zeros([SLICES, OUTS, ROWS], tl.float32)
@@ -128,6 +163,13 @@ def _few(
         up = tl.sum(other_total, 0)
         if SCALED:
             up *= tl.load(other_scale + index, mask=live, other=0.0)[:, None]
+    if LINES > 0:  # noqa: SIM102 - a constant, which Triton does not combine with a value
+        if tl.max(own) >= 0:
+            width: tl.constexpr = LINES * 2 if GATED else LINES
+            result += widened(b, narrow, own, index, row, rows, live, LINES, width, SLOTS, RANK, SPLITS)
+            if GATED:
+                up += widened(other_b, narrow + LINES, own, index, row, rows, live, LINES, width, SLOTS, RANK, SPLITS)
+    if GATED:
         result = result / (1 + tl.exp(-result)) * up
     tl.store(
         out + row[None, :] * outs + index[:, None],
@@ -136,12 +178,28 @@ def _few(
     )
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None) -> Tensor:
-    return _launch(x, weight, None, scale, None, bias)
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scale: Tensor | None,
+    narrow: Narrow | None = None,
+    b: Tensor | None = None,
+) -> Tensor:
+    return _launch(x, weight, None, scale, None, bias, narrow, b, b)
 
 
-def gated(x: Tensor, gate: Tensor, up: Tensor, gate_scale: Tensor | None, up_scale: Tensor | None) -> Tensor:
-    return _launch(x, gate, up, gate_scale, up_scale, None)
+def gated(
+    x: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    gate_scale: Tensor | None,
+    up_scale: Tensor | None,
+    narrow: Narrow | None = None,
+    gate_b: Tensor | None = None,
+    up_b: Tensor | None = None,
+) -> Tensor:
+    return _launch(x, gate, up, gate_scale, up_scale, None, narrow, gate_b, up_b)
 
 
 def _launch(
@@ -151,6 +209,9 @@ def _launch(
     scale: Tensor | None,
     other_scale: Tensor | None,
     bias: Tensor | None,
+    narrow: Narrow | None,
+    b: Tensor | None,
+    other_b: Tensor | None,
 ) -> Tensor:
     rows, columns = x.shape
     outs = weight.shape[0]
@@ -166,12 +227,18 @@ def _launch(
         x if scale is None else scale,
         x if other_scale is None else other_scale,
         x if bias is None else bias,
+        x if b is None else b,
+        x if other_b is None else other_b,
+        x if narrow is None else narrow.of_tokens,
+        x if narrow is None else narrow.values,
         out,
     )
-    options = {
+    no_adapters = {"LINES": 0, "SLOTS": 0, "RANK": 0, "SPLITS": 0}
+    options: dict[str, Any] = {
         "GATED": other is not None,
         "SCALED": scale is not None,
         "BIASED": bias is not None,
+        **(no_adapters if narrow is None else narrow.constants(1 if other is None else 2)),
         **launch_options(x),
     }
     if rows == 1:

@@ -23,7 +23,14 @@ from torch import Tensor
 from craton.errors import CratonError
 from craton.ml.collectives import local
 from craton.ml.export_adapters import CONFIG, WEIGHTS
-from craton.ml.kernels.serving import add_adapters
+from craton.ml.kernels import is_fused, swiglu
+from craton.ml.kernels.serving import (
+    FEW_ROWS,
+    SlotsOfTokens,
+    adapted_skinny_gated,
+    adapted_skinny_linear,
+    add_adapters,
+)
 from craton.ml.models import Decoder, Linear, LowRank, Mlp, WeightEntry, weight_entries
 from craton.ml.serving.device.float8 import ServedFloat8Linear, ServedFloat8Mlp
 from craton.ml.serving.device.int4 import ServedInt4Linear, ServedInt4Mlp
@@ -64,12 +71,26 @@ class AdaptedLinear(ServedLinear):
     adapter_a: Tensor
     adapter_b: Tensor
 
+    def own(self, x: Tensor) -> Tensor:
+        if not _are_few(x) or self.skinny is None:
+            return super().own(x)
+        weight, scale = self.skinny
+        bias: Tensor | None = self.bias
+        own_bias = None if bias is None else local(bias)
+        return adapted_skinny_linear(x, weight, own_bias, scale, self.adapter_a, self.adapter_b, self.slots_of_tokens)
+
     def adapt(self, out: Tensor, x: Tensor) -> Tensor:
+        add_adapters((out,), x, self.adapter_a, (self.adapter_b,), self.slots_of_tokens)
+        return out
+
+    @property
+    def slots_of_tokens(self) -> SlotsOfTokens:
+        """The slots of the tokens that this rank multiplies."""
         adapters, tensor = self.adapters, self.connections.tensor
         of_tokens, absent = adapters.of_tokens, adapters.absent
         if tensor is not None and self.cut is None:  # this rank's share of the tokens
             of_tokens, absent = (item.chunk(tensor.size)[tensor.rank] for item in (of_tokens, absent))
-        return add_adapters(out, x, self.adapter_a, self.adapter_b, of_tokens, absent, adapters.slots, adapters.rank)
+        return SlotsOfTokens(of_tokens, absent, adapters.slots, adapters.rank)
 
     @property
     def low_rank(self) -> LowRank:
@@ -82,6 +103,41 @@ class AdaptedFloat8Linear(AdaptedLinear, ServedFloat8Linear):
 
 class AdaptedInt4Linear(AdaptedLinear, ServedInt4Linear):
     """The same with a 4-bit weight."""
+
+
+class AdaptedMlp(ServedMlp):
+    """The gated MLP over adapted layers. `adapter_a` is that of gate and then that of up, which are views of it."""
+
+    adapter_a: Tensor
+
+    @staticmethod
+    def convert(mlp: Mlp) -> None:
+        """Convert an MLP in place, whose layers are adapted already."""
+        mlp.__class__ = AdaptedMlp
+        assert isinstance(mlp, AdaptedMlp)
+        layers = mlp._lifting
+        mlp.register_buffer("adapter_a", torch.cat([layer.adapter_a for layer in layers]), persistent=False)
+        for layer, part in zip(layers, mlp.adapter_a.chunk(len(layers)), strict=True):
+            del layer.adapter_a  # no buffer any more: sleep frees the memory of each buffer
+            layer.adapter_a = part
+
+    def lift(self, x: Tensor) -> Tensor:
+        gate, up = self._lifting
+        b, tokens = (gate.adapter_b, up.adapter_b), gate.slots_of_tokens
+        if _are_few(x) and gate.skinny is not None and up.skinny is not None:
+            (weight, scale), (up_weight, up_scale) = gate.skinny, up.skinny
+            return adapted_skinny_gated(x, weight, up_weight, scale, up_scale, self.adapter_a, *b, tokens)
+        prepared = gate.prepare(x)
+        gated, lifted = gate.product(prepared), up.product(prepared)
+        add_adapters((gated, lifted), x, self.adapter_a, b, tokens)
+        return swiglu(gated, lifted)
+
+    @property
+    def _lifting(self) -> tuple[AdaptedLinear, AdaptedLinear]:
+        gate, up = self.gate, self.up
+        assert isinstance(gate, AdaptedLinear)
+        assert isinstance(up, AdaptedLinear)
+        return gate, up
 
 
 _ADAPTED: dict[type, type[AdaptedLinear]] = {
@@ -124,8 +180,9 @@ class Adapters:
             if (layer := _linear(model, entry)) is not None
         ]
         for module in model.blocks.modules():
-            if type(module) in (Mlp, ServedFloat8Mlp, ServedInt4Mlp):
-                module.__class__ = ServedMlp
+            if isinstance(module, Mlp):
+                assert type(module) in (Mlp, ServedFloat8Mlp, ServedInt4Mlp), type(module).__name__
+                AdaptedMlp.convert(module)
         device = local(model.head_weight).device
         self._slot_of_column = torch.arange(slots, dtype=torch.int32, device=device).repeat_interleave(rank)
         self.of_tokens = torch.full((1,), -1, dtype=torch.int32, device=device)
@@ -257,6 +314,11 @@ class Adapters:
             width = (parts, self.slots, self.rank)
             layer.module.adapter_a.unflatten(0, width)[:, slot].copy_(a[..., columns])
             layer.module.adapter_b.unflatten(1, width)[:, :, slot].copy_(b)
+
+
+def _are_few(x: Tensor) -> bool:
+    """Whether the skinny kernels multiply x [tokens, in]."""
+    return is_fused(x) and len(x) <= FEW_ROWS
 
 
 def _linear(model: Decoder, entry: WeightEntry) -> Linear | None:

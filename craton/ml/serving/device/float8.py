@@ -70,6 +70,10 @@ class ServedFloat8Linear(ServedLinear):
         layer.dtype = layer.weight.dtype
         _quantize(layer, "weight")
 
+    @property
+    def skinny(self) -> tuple[Tensor, Tensor | None]:
+        return local(self.weight), self.weight_scale
+
     def prepare(self, x: Tensor) -> Tensor | Quantized:
         return x if _are_few(x) else quantize_rows(x)
 

@@ -90,6 +90,10 @@ class ServedInt4Linear(ServedLinear):
         return len(self.weight), self._columns
 
     @property
+    def skinny(self) -> None:
+        return None
+
+    @property
     def packed(self) -> Int4Weight:
         return Int4Weight(self.weight.detach(), self.weight_scale, self.weight_zero, self._columns)
 

@@ -29,6 +29,11 @@ class ServedLinear(Linear):
         rows, columns = local(self.weight).shape
         return rows, columns
 
+    @property
+    def skinny(self) -> tuple[Tensor, Tensor | None] | None:
+        """The weight and scale that `skinny_linear` takes; None if another kernel multiplies a few tokens."""
+        return local(self.weight), None
+
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] → [..., out]; with tensor parallelism, tokens are in one dimension."""
         peers, flat = self.peers, x.flatten(0, -2)
