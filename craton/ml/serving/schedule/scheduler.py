@@ -21,7 +21,9 @@ from craton.ml.serving.settings import SharingCosts
 
 REMEMBERED = 64  # the last answers, whose mean length predicts the next ones
 # Prefill makes a step longer for all decoding requests. So a step has no more prefill than needed:
-MIN_PREFILL_TOKENS = 384  # with decode for a hundred requests they fill a step that is no longer bound by reading weights
+MIN_PREFILL_TOKENS = (
+    384  # with decode for a hundred requests they fill a step that is no longer bound by reading weights
+)
 PREFILL_STEPS = 10  # in which all waiting prompts would be prefilled
 FIRST_OUTPUTS = 256.0  # expected output tokens of a request before any has ended
 MAX_ENDED = 64  # ended requests that may stay in the heap of waiting ones, beside one for each waiting one
