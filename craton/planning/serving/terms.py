@@ -47,7 +47,7 @@ ELEMENTWISE_PASSES = 14.0  # reads and writes of the hidden state in a layer: no
 SAMPLING_PASSES = 6.0  # over a row of fp32 logits: gather, scale, softmax, choice
 SHARPNESS = 3.0  # of the maximum of two times on a GPU: near the crossing neither limit is reached
 # Craton's scheduler spreads prompts over steps, which keeps each short for the requests in decode.
-OWN_LEAST_CHUNK, OWN_PREFILL_STEPS = 384, 10.0
+OWN_LEAST_TOKENS, OWN_PREFILL_STEPS = 512, 12.0
 OWN_JOIN_STEPS = 1.5  # the next step is launched while one runs
 # Its fp8 matmuls read weights at 57 % of copy bandwidth, its bf16 matmuls at 90 %, and each quantizes its input first.
 OWN_FP8_READ, OWN_FP8_LAUNCHES = 1.45, 1.5
@@ -114,7 +114,7 @@ class ServingTerms:
     collective_token_seconds: float
     kv_tokens: float  # of the replica
     step_tokens: float  # prompt tokens of a step, at most
-    least_chunk: float  # prompt tokens of a step, if as many wait
+    least_tokens: float  # of a step with decode, if as many prompt tokens wait
     prefill_steps: float  # over which more tokens are spread
     join_steps: float  # from a request's arrival to the step that begins its prefill
     max_running: float
@@ -252,7 +252,7 @@ def serving_terms(
         collective_token_seconds=moved,
         kv_tokens=max(0.0, rank_tokens) * layout.attention_dp,
         step_tokens=step_tokens,
-        least_chunk=min(OWN_LEAST_CHUNK, step_tokens) if is_own else step_tokens,
+        least_tokens=min(OWN_LEAST_TOKENS, step_tokens) if is_own else step_tokens,
         prefill_steps=OWN_PREFILL_STEPS if is_own else 1.0,
         join_steps=OWN_JOIN_STEPS if is_own else 0.5,
         max_running=max_running,
