@@ -1,9 +1,9 @@
 """Plans of served models beside those of aiconfigurator, row by row: `python benchmarks/aiconfigurator_rows.py PYTHON`.
 
 PYTHON: the interpreter of an environment with `pip install aiconfigurator==0.12.0`, or docs/measurements.md, which has
-its answers. Rows: closed loads of data/inference_results.json on replicas whose layout is stated, without pools. Ours
-are predicted with the row's group left out (ten minutes), or read from what `craton bench plan
-data/inference_results.json --json` printed (`--ours FILE`). `--rows N`: the first N only. Prints the tables of
+its answers and gets our new predictions. Rows: closed loads of data/inference_results.json on replicas whose layout is
+stated, without pools. Ours are predicted with the row's group left out (ten minutes), or read from what `craton bench
+plan data/inference_results.json --json` printed (`--ours FILE`). `--rows N`: the first N only. Prints the tables of
 docs/measurements.md.
 """
 
@@ -48,6 +48,10 @@ MODES = {
     ("Qwen3.5-397B-A17B", "fp8"): {"gemm_quant_mode": "fp8_block", "moe_quant_mode": "fp8_block"},
 }
 NAMES, COLUMNS = 5, 11  # of a printed row
+HEADER = (
+    "| engine, GPU | model, weights | in / out | users | layout | TPOT ms: measured | ours | theirs "
+    "| TTFT ms: measured | ours | theirs |\n|---|---|--:|--:|---|--:|--:|--:|--:|--:|--:|"
+)
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "trtllm": "TensorRT-LLM"}
 
 
@@ -67,7 +71,17 @@ def main() -> None:
             theirs = [answer[key] / 1e3 for key in METRICS.values()]
             rows.append((asked[name], [(each["measured"], each["predicted"]) for each in pair if each], theirs))
     print_summary(rows)
-    print_rows(rows)
+    print("\n" + HEADER)
+    print("\n".join(row_lines(rows)))
+    if options.python.endswith(".md"):
+        renew(Path(options.python), row_lines(rows))
+
+
+def renew(page: Path, new_lines: list[str]) -> None:
+    """Replace the rows of a page."""
+    text = page.read_text(encoding="utf-8")
+    before, _, after = text.partition(HEADER)
+    page.write_text(before + "\n".join([HEADER, *new_lines]) + "\n\n" + after.partition("\n\n")[2], encoding="utf-8")
 
 
 def our_cases(file: Path | None) -> list[dict[str, Any]]:
@@ -91,7 +105,7 @@ def ask(python: str, asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def printed_answers(page: str, asked: dict[str, Any]) -> dict[str, Any]:
-    """Return the answers that a page has in the rows of `print_rows`."""
+    """Return the answers that a page has in its rows."""
     printed = {}
     for line in Path(page).read_text(encoding="utf-8").splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
@@ -188,14 +202,14 @@ def print_summary(rows: list[Any]) -> None:
         print(f"{metric}: ours is closer in {closer} of {len(rows)}")
 
 
-def print_rows(rows: list[Any]) -> None:
-    print("\n| engine, GPU | model, weights | in / out | users | layout | TPOT ms: measured | ours | theirs ", end="")
-    print("| TTFT ms: measured | ours | theirs |\n|---|---|--:|--:|---|--:|--:|--:|--:|--:|--:|")
+def row_lines(rows: list[Any]) -> list[str]:
+    lines = []
     order = ("engine", "gpu", "model", "weights", "prompt", "output", "users")
     for asked, ours, theirs in sorted(rows, key=lambda row: [row[0][name] for name in order]):
         numbers = [number for pair, other in zip(ours, theirs, strict=True) for number in (*pair, other)]
         cells = [f"{1e3 * number:,.0f}" if number >= 0.1 else f"{1e3 * number:.3g}" for number in numbers]
-        print("| " + " | ".join([*row_names(asked), *cells]) + " |")
+        lines.append("| " + " | ".join([*row_names(asked), *cells]) + " |")
+    return lines
 
 
 def row_names(asked: dict[str, Any]) -> tuple[str, ...]:
