@@ -56,7 +56,7 @@ class ServedReplica:
 
     steps: ReplicaSteps
     attention_dp: Array = 1.0
-    first_token_seconds: Array = 0.0  # of a request outside the engine: HTTP, tokenizer
+    first_token_seconds: Array = 0.0  # of a request outside steps: HTTP, tokenizer, launches
     prefill_slowdown: Array = 1.0  # of prompt tokens in a step with decode
 
     def mixed_seconds(self, load: ServedLoad, batch: Array, decode: Array, tokens: Array) -> Array:
