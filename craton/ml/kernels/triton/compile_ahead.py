@@ -27,18 +27,23 @@ POLL_SECONDS = 0.01
 def compiling_ahead(may_fork: bool) -> Iterator[None]:
     """Inside, a launch notes its kernel and does not run it: outputs are what their memory held. At the end all kernels
     are compiled."""
-    run = JITFunction.run
+    run, submit = JITFunction.run, JITFunction._do_compile
     workers = min(MAX_WORKERS, os.cpu_count() or 1)
 
     def compile_only(kernel: Any, *arguments: Any, warmup: bool, **options: Any) -> Any:
         return run(kernel, *arguments, warmup=True, **options)
 
+    def submit_once(kernel: Any, key: Any, signature: Any, device: int, *others: Any) -> Any:
+        """Until it is compiled, the cache has its future: a launch that finds none hashes the source again."""
+        future = kernel.device_caches[device][0][key] = submit(kernel, key, signature, device, *others)
+        return future
+
     with ForkedTasks(workers) if may_fork else ThreadPoolExecutor(workers) as pool, AsyncCompileMode(pool):
-        JITFunction.run = compile_only
+        JITFunction.run, JITFunction._do_compile = compile_only, submit_once
         try:
             yield
         finally:
-            JITFunction.run = run
+            JITFunction.run, JITFunction._do_compile = run, submit
         if isinstance(pool, ForkedTasks):
             pool.finish()
 
