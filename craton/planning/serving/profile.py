@@ -76,15 +76,14 @@ ENGINE_CONSTANTS: tuple[EngineConstant, ...] = (
 )
 ENGINE_NAMES = tuple(constant.name for constant in ENGINE_CONSTANTS)
 ENGINE_SPREAD = tuple(constant.spread for constant in ENGINE_CONSTANTS)
-# Craton's engine replays decode steps as CUDA graphs: Qwen3-0.6B decodes a token in 0.8 ms. A step with a prompt is
-# launched kernel by kernel, in 20 to 35 ms.
+# Craton's engine replays steps as CUDA graphs, with and without prompts: Qwen3-0.6B decodes a token in 0.8 ms.
 OWN_PRIORS = {
     "kernel_slowdown": 0.4,
     "layer_seconds": 2.0e-6,
     "step_seconds": 1.0e-4,
     "request_seconds": 1.0e-5,
     "prefill_slowdown": 1.0,
-    "prefill_layer_seconds": 7.0e-4,
+    "prefill_layer_seconds": 3.0e-5,
     "first_token_seconds": 4.0e-3,
     "kv_share": 1.0,
 }
