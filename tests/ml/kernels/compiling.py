@@ -16,7 +16,7 @@ import torch
 from triton import compiler, knobs
 from triton.backends.compiler import GPUTarget
 
-from craton.ml.kernels.triton import choose_kept, int4, latents, paged_decode, paged_prefill, paged_store
+from craton.ml.kernels.triton import choose_kept, int4, latents, paged_decode, paged_prefill, paged_store, skinny
 
 HOPPER = 90
 CONSTANTS: dict[str, Any] = {
@@ -45,6 +45,12 @@ TYPES = {
     **{"scale": "fp32", "epsilon": "fp32"},
 }
 IN_FP8 = {"cache": "*fp8e4nv"}
+# one row with a weight of 4,096 inputs, and with gate and up of these
+FP8_TYPES = {**dict.fromkeys(("weight", "other"), "*fp8e4nv"), **dict.fromkeys(("scale", "other_scale"), "*fp32")}
+FP8_TYPES |= dict.fromkeys(("x", "bias"), "*bf16")
+FP8_ROW: dict[str, Any] = {"GATED": False, "SCALED": True, "BIASED": True, "EVEN": True, "UNIT": 8, "TILES": 4}
+FP8_ROW |= {"OUTS": skinny.NARROW[0], "COLUMNS": 1024, "WARPS": skinny.NARROW[2]}
+FP8_GATED_ROW = {**FP8_ROW, "GATED": True, "BIASED": False, "OUTS": skinny.NARROW_GATED[0]}
 INT4_TYPES = {
     **dict.fromkeys(("x", "bias", "out"), "*bf16"),
     **dict.fromkeys(("words", "other_words"), "*i32"),
@@ -68,6 +74,8 @@ KERNELS: dict[str, tuple[Any, ...]] = {
     "attend to latents with groups": (paged_decode._attend, {**LATENTS, "SHARED": True}),
     "prefill latents": (paged_prefill._attend, LATENTS),
     "prefill latents in fp8": (paged_prefill._attend, LATENTS | KEYS_IN_FP8, IN_FP8),
+    "one row in fp8": (skinny._single_fp8, FP8_ROW, FP8_TYPES),
+    "one row in fp8, gated": (skinny._single_fp8, FP8_GATED_ROW, FP8_TYPES),
     "choose kept bf16": (choose_kept._choose_kept, {**CHOOSE, "SHIFT": 16}, {"logits": "*bf16"}),
     "choose kept fp32": (choose_kept._choose_kept, {**CHOOSE, "SHIFT": 0}, {"logits": "*fp32"}),
 }
