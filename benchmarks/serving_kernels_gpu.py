@@ -284,7 +284,8 @@ def compare_shared(members: int, others: int, shared: int, own: int, group: int)
     table = torch.zeros(requests, (shared + own) // PAGE, dtype=torch.int32, device="cuda")
     table[:members, : shared // PAGE] = tables[0, : shared // PAGE]
     table[:members, shared // PAGE :] = tables[1 : 1 + members, : own // PAGE]
-    table[members:] = tables[1 + members :, : (shared + own) // PAGE]
+    if others:
+        table[members:] = tables[1 + members :, : (shared + own) // PAGE]
     rows, sizes = torch.arange(requests, device="cuda").int(), integers(*[shared + own] * requests)
     one = (np.asarray([number], np.int32) for number in (members, 0, shared))
     numbers = group_numbers(PrefixGroups(np.arange(members, dtype=np.int32), *one), requests)

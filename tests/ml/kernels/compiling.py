@@ -138,21 +138,50 @@ def adapter_kernels() -> dict[str, tuple[Any, dict[str, Any], dict[str, str], in
             widen["OUTS"] = tiles.outs
             kernels[f"widen {layer} {rank} {name}"] = adapters._widen, block | widen, types, tiles.widen_warps, 3
         few = {**base, "LINES": lines, "SPLITS": -(-columns // adapters.SMALL.columns), "GATED": is_pair}
-        few |= {"SCALED": False, "BIASED": False, "EVEN": True}
-        for name, (kernel, tile, stages) in {
-            "one": (skinny._single, dict(zip(("OUTS", "COLUMNS"), skinny.LONG, strict=False)), 3),
-            "eight": (skinny._few, dict(zip(("OUTS", "COLUMNS", "SLICES"), skinny.FEW, strict=False)), skinny.FEW[-1]),
-        }.items():
-            warps = skinny.LONG[2] if name == "one" else skinny.FEW[3]
-            constants = {**few, **tile, "ROWS": skinny.MAX_ROWS}
-            kernels[f"skinny {layer} {rank} {name}"] = kernel, constants, types, warps, stages
+        few |= {"SCALED": False, "BIASED": False}
+        row, warps = row_constants(torch.bfloat16, torch.bfloat16, outs, columns, is_pair)
+        kernels[f"skinny {layer} {rank} one"] = skinny._single, few | row, types, warps, 3
+        row, warps = row_constants(torch.bfloat16, torch.float8_e4m3fn, outs, columns, is_pair)
+        in_fp8 = types | dict.fromkeys(("weight", "other"), "*fp8e4nv")
+        kernels[f"skinny {layer} {rank} one in fp8"] = skinny._single, few | row | {"SCALED": True}, in_fp8, warps, 3
+        tile = {**dict(zip(("OUTS", "COLUMNS", "SLICES"), skinny.FEW, strict=False)), "ROWS": skinny.MAX_ROWS}
+        kernels[f"skinny {layer} {rank} eight"] = skinny._few, few | tile | {"EVEN": True}, types, *skinny.FEW[3:]
     return kernels
 
 
-INT4, ADAPTERS = int4_kernels(), adapter_kernels()
+def row_kernels() -> dict[str, tuple[Any, dict[str, Any], dict[str, str], int, int]]:
+    """Matmuls of one row with the weights of Llama 3.1 8B, and with as many inputs as load at once."""
+    kernels = {}
+    kinds = {
+        "bf16": (torch.bfloat16, "*bf16"),
+        "fp32": (torch.float32, "*fp32"),
+        "fp8": (torch.float8_e4m3fn, "*fp8e4nv"),
+    }
+    layers = {"qkv": (6144, 4096, False), "gated": (14336, 4096, True), "down": (4096, 14336, False)}
+    layers["gated of 7,168"] = (18432, 7168, True)
+    for (kind, (dtype, pointer)), (layer, (outs, columns, is_gated)) in product(kinds.items(), layers.items()):
+        in_fp8 = kind == "fp8"
+        row, warps = row_constants(torch.bfloat16 if in_fp8 else dtype, dtype, outs, columns, is_gated)
+        row |= {"GATED": is_gated, "SCALED": in_fp8, "BIASED": not is_gated, "EARLY": True}
+        row |= {"LINES": 0, "SLOTS": 0, "RANK": 0, "SPLITS": 0}
+        types = dict.fromkeys(("x", "bias", "b", "other_b", "narrow", "out"), "*bf16" if in_fp8 else pointer)
+        types |= {**dict.fromkeys(("weight", "other"), pointer), **dict.fromkeys(("scale", "other_scale"), "*fp32")}
+        kernels[f"one row in {kind}, {layer}"] = skinny._single, row, types | {"slots": "*i32"}, warps, 3
+    return kernels
+
+
+def row_constants(
+    x: torch.dtype, weight: torch.dtype, outs: int, columns: int, is_gated: bool
+) -> tuple[dict[str, Any], int]:
+    row = torch.empty(1, columns, dtype=x, device="meta")
+    constants = skinny._one_row(row, torch.empty(outs, columns, dtype=weight, device="meta"), is_gated)
+    return constants, constants.pop("num_warps")
+
+
+INT4, ADAPTERS, ROW = int4_kernels(), adapter_kernels(), row_kernels()
 knobs.nvidia.dump_ptxas_log = knobs.compilation.always_compile = True
 for name in sys.argv[1:]:
     log = StringIO()
     with redirect_stdout(log):
-        ptx = ptx_of(*(INT4 | ADAPTERS | KERNELS)[name])
+        ptx = ptx_of(*(INT4 | ADAPTERS | ROW | KERNELS)[name])
     print(name, "mma" in ptx, sum(int(number) for number in re.findall(r"(\d+) bytes spill", log.getvalue())))

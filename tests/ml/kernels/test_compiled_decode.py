@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 COMPILING = Path(__file__).with_name("compiling.py")
+ROW_LAYERS = ("qkv", "gated", "down", "gated of 7,168")
 
 
 NEEDS_TRITON = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
@@ -23,6 +24,10 @@ NEEDS_TRITON = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is
     [
         (("merge", "merge with groups", "store latents"), False),
         pytest.param(("attend", "attend with groups"), True, marks=pytest.mark.slow),
+        *(
+            pytest.param(tuple(f"one row in {kind}, {layer}" for layer in ROW_LAYERS), False, marks=pytest.mark.slow)
+            for kind in ("bf16", "fp32", "fp8")
+        ),
         pytest.param(("choose kept bf16", "choose kept fp32"), False, marks=pytest.mark.slow),
         pytest.param(("merge latents", "merge latents with groups"), False, marks=pytest.mark.slow),
         pytest.param(
@@ -69,8 +74,8 @@ def test_kernels_of_adapters_use_the_tensor_cores_and_hardly_spill(layer: str) -
     """One row is multiplied in registers. There, one value that is used after the loop may be spilled."""
     blocks = [f"{kind} {layer} {tokens}" for kind in ("narrow", "widen") for tokens in ("few", "many")]
     assert compiled(*blocks) == [f"{name} True 0" for name in blocks]
-    matmuls = [f"skinny {layer} {rows}" for rows in ("one", "eight")]
-    for name, multiplies, line in zip(matmuls, (False, True), compiled(*matmuls), strict=True):
+    matmuls = [f"skinny {layer} {rows}" for rows in ("one", "one in fp8", "eight")]
+    for name, multiplies, line in zip(matmuls, (False, False, True), compiled(*matmuls), strict=True):
         assert line.startswith(f"{name} {multiplies} ")
         assert int(line.rpartition(" ")[2]) <= 8
 
