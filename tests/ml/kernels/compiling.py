@@ -16,7 +16,16 @@ import torch
 from triton import compiler, knobs
 from triton.backends.compiler import GPUTarget
 
-from craton.ml.kernels.triton import choose_kept, int4, latents, paged_decode, paged_prefill, paged_store
+from craton.ml.kernels.triton import (
+    choose_kept,
+    int4,
+    int4_many,
+    int4_single,
+    latents,
+    paged_decode,
+    paged_prefill,
+    paged_store,
+)
 
 HOPPER = 90
 CONSTANTS: dict[str, Any] = {
@@ -50,7 +59,7 @@ INT4_TYPES = {
     **dict.fromkeys(("words", "other_words"), "*i32"),
     **dict.fromkeys(("scale", "other_scale"), "*fp16"),
     **dict.fromkeys(("zero", "other_zero"), "*u8"),
-    "rows": "i32",
+    **{"partial": "*fp32", "rows": "i32"},
 }
 # the kernel, its constants, other types, warps and stages
 KERNELS: dict[str, tuple[Any, ...]] = {
@@ -81,7 +90,7 @@ def ptx_of(
     kinds = {name: types.get(name, "i32") for name in kernel.arg_names}
     signature = {name: "constexpr" if name.isupper() else kind for name, kind in kinds.items()}
     bound = {(place,): values[name] for place, name in enumerate(kernel.arg_names) if name.isupper()}
-    divisible = {name for name in kernel.arg_names if name.endswith("stride") or name == "vocabulary"}
+    divisible = {name for name in kernel.arg_names if name.endswith("stride") or name in ("vocabulary", "columns")}
     divisible |= {name for name, kind in kinds.items() if kind.startswith("*")}
     divisible -= {parameter.name for parameter in kernel.params if parameter.do_not_specialize_on_alignment}
     aligned = {(place,): [["tt.divisibility", 16]] for place, name in enumerate(kernel.arg_names) if name in divisible}
@@ -97,15 +106,34 @@ def int4_kernels() -> dict[str, tuple[Any, dict[str, Any], dict[str, str], int, 
     """Every tile with zero points: groups of 128 in whole tiles, and of 32 in tiles that are partly padding."""
     base, bits = int4.ONES[torch.bfloat16]
     kernels = {}
-    for kind, tiles in (("linear", int4.TILES), ("gated", int4.GATED_TILES)):
-        for rows, (outs, slices, warps, stages) in tiles:
-            for group in (128, 32):
-                constants = {"GATED": kind == "gated", "ZEROED": True, "BIASED": kind == "linear", "EVEN": group == 128}
-                constants |= {"GROUP": group, "PAIRS": min(4, group // 16), "OUTS": outs, "SLICES": slices}
-                constants |= {"ROWS": max(8, rows), "UNIT": 128, "WORDS": 16, "BASE": base, "BITS": bits, "EARLY": True}
-                kernels[f"{kind} {rows} {group}"] = (int4._few, constants, INT4_TYPES, warps, stages)
-    constants = {"ZEROED": True, "GROUP": 128, "OUTS": int4.OUTS, "UNITS": int4.UNITS, "UNIT": 128, "WORDS": 16}
-    return {**kernels, "unpack": (int4._unpack, constants, INT4_TYPES, 4, 3)}
+    shared = {"ZEROED": True, "UNIT": 128, "WORDS": 16, "BASE": base, "BITS": bits, "EARLY": True}
+    for group in (128, 32):
+        of_group = {**shared, "EVEN": group == 128, "GROUP": group, "GROUPS": 128 // group}
+        of_group |= {"PAIRS": min(4, group // 16), "PIECES": group // 16}
+        for kind, single, few in (("linear", int4.SINGLE, int4.FEW), ("gated", int4.GATED_SINGLE, int4.GATED_FEW)):
+            constants = {**of_group, "GATED": kind == "gated", "BIASED": kind == "linear"}
+            outs, warps = single
+            of_tile = {"OUTS": outs, "UNITS": int4.UNITS_PER_WARP * warps}
+            kernels[f"{kind} 1 in groups of {group}"] = (int4_single.single, constants | of_tile, INT4_TYPES, warps, 3)
+            for rows, (outs, slices, warps, stages) in few:
+                of_tile = {"OUTS": outs, "SLICES": slices, "ROWS": rows}
+                kernels[f"{kind} {rows} in groups of {group}"] = (
+                    int4._few,
+                    constants | of_tile,
+                    INT4_TYPES,
+                    warps,
+                    stages,
+                )
+        for rows, (outs, tile_rows, warps, stages) in int4.MANY:
+            for is_split in (False, True):
+                of_tile = {"OUTS": outs, "ROWS": tile_rows, "SPLIT": is_split, "BIASED": not is_split}
+                types = INT4_TYPES | {"out": "*fp32" if is_split else "*bf16"}
+                name = f"linear {rows}{' split' * is_split} in groups of {group}"
+                kernels[name] = (int4_many.many, of_group | of_tile, types, warps, stages)
+    constants = {**shared, "EVEN": True, "GROUP": 128, "OUTS": int4.OUTS, "COLUMNS": int4.COLUMNS}
+    kernels["unpack"] = (int4._unpack, constants, INT4_TYPES, int4.UNPACK_WARPS, 3)
+    constants = {**shared, "SUMS": int4.SUMS, "BIASED": True}
+    return {**kernels, "add splits": (int4_many.add_splits, constants, INT4_TYPES, 4, 3)}
 
 
 INT4 = int4_kernels()

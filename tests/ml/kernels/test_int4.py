@@ -15,7 +15,8 @@ DTYPES = [torch.float16] + [torch.bfloat16] * (DEVICE == "cuda")  # Triton's int
 # (outputs, inputs, group, has zero points, rows): padded units, each group size within a unit and beyond it, each tile
 SMALL = [(20, 96, 32, True, 3)]
 LARGE = [(9, 80, 16, False, 1), (17, 192, 64, True, 3), (50, 1024, 128, True, 1), (40, 640, 640, False, 8)]
-LARGE += [(33, 512, 256, True, 16), (70, 576, 64, True, 20), (70, 256, 128, False, 64)]
+LARGE += [(33, 512, 256, True, 16), (70, 576, 64, True, 20), (70, 256, 128, False, 64), (70, 1200, 16, True, 70)]
+LARGE += [(9, 2176, 32, True, 1), (7, 4096, 128, True, 1), (5, 1152, 64, False, 1)]
 CASES = [*SMALL, *(pytest.param(*case, marks=pytest.mark.slow) for case in LARGE)]
 
 

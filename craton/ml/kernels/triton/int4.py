@@ -1,10 +1,11 @@
-"""Triton: matmuls of up to 64 rows with a 4-bit weight, and the weight of a layer as bf16 for more rows.
+"""Triton: matmuls of up to 256 rows with a 4-bit weight, and the weight of a layer in 16 bits for more rows.
 
-Each word holds eight columns of one output (see `craton.ml.kernels.serving.int4`). One mask gives two of them, as the
-low mantissa bits of two bf16 numbers from 128 to 143 (fp16: from 1024): integers without a conversion, from which 128 +
-zero point is subtracted, both exactly. The tensor cores multiply these integers. Sums are fp32, and the scale of a
-group is applied to its sum, so that no weight is rounded. Up to 16 rows, each warp sums its own slice of the columns,
-and every weight is unpacked once.
+Each word holds eight columns of one output (see `craton.ml.kernels.serving.int4`). One row is multiplied and summed in
+registers (`int4_single`), up to 16 rows here, and more by warp groups (`int4_many`). Here and there one mask gives two
+columns, as the low mantissa bits of two bf16 numbers from 128 to 143 (fp16: from 1024): integers without a conversion,
+from which 128 + zero point is subtracted, both exactly. The tensor cores multiply these integers. Sums are fp32, and
+the scale of a group is applied to its sum, so that no weight is rounded. Up to 16 rows, each warp sums its own slice of
+the columns, and every weight is unpacked once.
 """
 
 from __future__ import annotations
@@ -14,15 +15,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from craton.ml.kernels.triton.launch import launch_options, wait_for_inputs
+from craton.ml.kernels.triton.int4_many import add_splits, many
+from craton.ml.kernels.triton.int4_single import single
+from craton.ml.kernels.triton.launch import launch_options, processors, wait_for_inputs
 
 UNIT, WORDS = 128, 16  # columns that are packed together, and their words
+UNITS_PER_WARP = 8  # in the tile of one row: each thread loads 16 bytes of each output
+SINGLE, GATED_SINGLE = (4, 2), (2, 2)  # (outputs of a program, warps) for one row
 # (rows, (outputs of a program, slices of 128 columns of a tile, warps, pipeline stages)), for up to so many rows
-TILES = ((1, (16, 4, 4, 4)), (8, (32, 4, 4, 4)), (16, (32, 4, 4, 3)), (32, (64, 1, 4, 3)), (64, (64, 1, 4, 3)))
-# The same for gate and up at once: half the outputs, because a program unpacks two weights.
-GATED_TILES = ((1, (16, 4, 4, 4)), (16, (16, 4, 4, 3)))
-MAX_ROWS, MAX_GATED_ROWS = TILES[-1][0], GATED_TILES[-1][0]
-OUTS, UNITS = 16, 8  # of a program that unpacks a weight
+FEW = ((8, (32, 4, 4, 4)), (16, (32, 4, 4, 3)))
+GATED_FEW = ((16, (16, 4, 4, 3)),)  # gate and up at once: half the outputs, because a program unpacks two weights
+# (rows, (outputs of a program, rows of a program, warps, pipeline stages)), for up to so many rows
+MANY = ((32, (64, 32, 4, 3)), (256, (64, 64, 4, 3)))
+PROGRAMS, MIN_UNITS = 4, 4  # programs of a multiprocessor that the inputs are split for, and the least units of one
+SUMS = 1024  # of a program that adds the sums of splits
+OUTS, COLUMNS, UNPACK_WARPS = 4, 1024, 4  # of a program that unpacks a weight; each thread stores 16 bytes
+INTEGERS = 0x4B000000  # bits of 2²³, an fp32 number whose last bit is 1
 ONES = {torch.bfloat16: (128, 0x4300), torch.float16: (1024, 0x6400)}  # the number whose last bit is 1, and its bits
 
 
@@ -46,7 +54,7 @@ def _zero_point(zero, place, live, x, ZEROED: tl.constexpr, BASE: tl.constexpr, 
 
 
 @triton.jit
-def _of_group(first, start, columns, GROUP: tl.constexpr):
+def _group_of(first, start, columns, GROUP: tl.constexpr):
     """The group of column `first + start`; of a column that is padding, the last group."""
     return tl.minimum(first + start, columns - 1) // GROUP
 
@@ -118,8 +126,8 @@ def _few(
             here = EVEN | (far + column[:, None, None] + word[None, :, None] < columns)
             high_value = tl.load(x + of_x + far, mask=is_row & here, other=0.0)
             if pair % PAIRS == 0:
-                group = of_groups + _of_group(column, near, columns, GROUP)[:, None]
-                high_group = of_groups + _of_group(column, far, columns, GROUP)[:, None]
+                group = of_groups + _group_of(column, near, columns, GROUP)[:, None]
+                high_group = of_groups + _group_of(column, far, columns, GROUP)[:, None]
                 by = tl.load(scale + group, mask=live[:, None], other=0.0).to(tl.float32)[:, :, None]
                 high_by = tl.load(scale + high_group, mask=live[:, None], other=0.0).to(tl.float32)[:, :, None]
                 point = _zero_point(zero, group, live[:, None], x, ZEROED, BASE, BITS)
@@ -159,7 +167,7 @@ def _few(
     )
 
 
-@triton.jit(do_not_specialize=["outs"])
+@triton.jit(do_not_specialize=["outs", "integers"])
 def _unpack(
     words,
     scale,
@@ -167,30 +175,35 @@ def _unpack(
     out,
     columns,
     outs,
+    integers,
     ZEROED: tl.constexpr,
+    EVEN: tl.constexpr,
     GROUP: tl.constexpr,
     OUTS: tl.constexpr,
-    UNITS: tl.constexpr,
-    UNIT: tl.constexpr,
-    WORDS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
-    index = (tl.program_id(0) * OUTS + tl.arange(0, OUTS)).to(tl.int64)[:, None]
-    word = tl.program_id(1) * UNITS * WORDS + tl.arange(0, UNITS * WORDS)[None, :]
-    num_words, groups = tl.cdiv(columns, UNIT) * WORDS, columns // GROUP
-    live = (index < outs) & (word < num_words)
-    tile = tl.load(words + index * num_words + word, mask=live, other=0)
-    for number in tl.static_range(8):
-        column = word // WORDS * UNIT + number * WORDS + word % WORDS
-        here = live & (column < columns)
-        group = index * groups + column // GROUP
-        code = ((tile >> (4 * number)) & 15).to(tl.float32)
-        point = tl.load(zero + group, mask=here, other=0).to(tl.float32) if ZEROED else 8.0
-        value = (code - point) * tl.load(scale + group, mask=here, other=0.0).to(tl.float32)
-        tl.store(out + index * columns + column, value.to(out.dtype.element_ty), mask=here)
+    num_words, groups = tl.cdiv(columns, 128) * 16, columns // GROUP
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    eight = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS // 8) * 8  # columns of one thread, in one group
+    word, shift = column // 128 * 16 + column % 16, column // 16 % 8 * 4
+    live, eight_live = EVEN | (column < columns), EVEN | (eight < columns)
+    for number in tl.static_range(OUTS):
+        known = ((tl.program_id(0) * OUTS + number) % outs).to(tl.int64)  # past the end, outputs again
+        tile = tl.load(words + known * num_words + word, mask=live, other=0)
+        group = known * groups + eight // GROUP
+        by = tl.load(scale + group, mask=eight_live, other=0.0).to(tl.float32)
+        point = tl.full([COLUMNS // 8], 8.0, tl.float32)
+        if ZEROED:
+            point = tl.load(zero + group, mask=eight_live, other=0).to(tl.float32)
+        code = (((tile >> shift) & 15) | integers).to(tl.float32, bitcast=True)
+        value = (tl.reshape(code, [COLUMNS // 8, 8]) - (8388608.0 + point)[:, None]) * by[:, None]
+        value = tl.reshape(value, [COLUMNS]).to(out.dtype.element_ty)
+        tl.store(out + known * columns + column, value, mask=live)
 
 
 def linear(x: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None, group: int, bias: Tensor | None) -> Tensor:
-    return _launch(x, (words, scale, zero), None, group, bias)
+    weight = (words, scale, zero)
+    return _launch_many(x, weight, group, bias) if len(x) > FEW[-1][0] else _launch(x, weight, None, group, bias)
 
 
 def gated(
@@ -205,21 +218,22 @@ def gated(
 
 def unpack(words: Tensor, scale: Tensor, zero: Tensor | None, group: int, columns: int, dtype: torch.dtype) -> Tensor:
     """The weight [out, in] of words, rounded to `dtype`."""
-    outs, num_words = words.shape
+    outs = len(words)
     out = torch.empty(outs, columns, dtype=dtype, device=words.device)
-    _unpack[(triton.cdiv(outs, OUTS), triton.cdiv(num_words, UNITS * WORDS))](
+    _unpack[(triton.cdiv(outs, OUTS), triton.cdiv(columns, COLUMNS))](
         words,
         scale,
         scale if zero is None else zero,
         out,
         columns,
         outs,
+        INTEGERS,
         ZEROED=zero is not None,
+        EVEN=columns % COLUMNS == 0,
         GROUP=group,
         OUTS=OUTS,
-        UNITS=UNITS,
-        UNIT=UNIT,
-        WORDS=WORDS,
+        COLUMNS=COLUMNS,
+        num_warps=UNPACK_WARPS,
     )
     return out
 
@@ -237,11 +251,7 @@ def _launch(
     outs = words.shape[0]
     assert x.is_contiguous()
     assert words.is_contiguous()
-    tiles = TILES if other is None else GATED_TILES
-    most, (tile_outs, slices, warps, stages) = next(entry for entry in tiles if rows <= entry[0])
-    base, bits = ONES[x.dtype]
-    out = x.new_empty(rows, outs)
-    _few[(triton.cdiv(outs, tile_outs),)](
+    arguments = (
         x,
         words,
         scale,
@@ -250,25 +260,92 @@ def _launch(
         other_scale,
         other_scale if other_zero is None else other_zero,
         x if bias is None else bias,
-        out,
+        out := x.new_empty(rows, outs),
+    )
+    options = {
+        "GATED": other is not None,
+        "ZEROED": zero is not None,
+        "BIASED": bias is not None,
+        "GROUP": group,
+        **launch_options(x),
+    }
+    if rows == 1:
+        tile_outs, warps = SINGLE if other is None else GATED_SINGLE
+        single[(triton.cdiv(outs, tile_outs),)](
+            *arguments,
+            columns,
+            outs,
+            EVEN=columns % (UNITS_PER_WARP * warps * UNIT) == 0,
+            GROUPS=max(1, UNIT // group),
+            OUTS=tile_outs,
+            UNITS=UNITS_PER_WARP * warps,
+            num_warps=warps,
+            **options,
+        )
+        return out
+    tiles = FEW if other is None else GATED_FEW
+    most, (tile_outs, slices, warps, stages) = next(entry for entry in tiles if rows <= entry[0])
+    base, bits = ONES[x.dtype]
+    _few[(triton.cdiv(outs, tile_outs),)](
+        *arguments,
         rows,
         columns,
         outs,
-        GATED=other is not None,
-        ZEROED=zero is not None,
-        BIASED=bias is not None,
         EVEN=columns % (slices * UNIT) == 0,
-        GROUP=group,
         PAIRS=4 if group >= UNIT else group // WORDS,  # from one scale to the next, in each half of a unit
         OUTS=tile_outs,
         SLICES=slices,
-        ROWS=max(most, 8),  # the smallest tile that the tensor cores multiply
+        ROWS=most,
         UNIT=UNIT,
         WORDS=WORDS,
         BASE=base,
         BITS=bits,
         num_warps=warps,
         num_stages=stages,
-        **launch_options(x),
+        **options,
     )
+    return out
+
+
+def _launch_many(x: Tensor, weight: tuple[Tensor, Tensor, Tensor | None], group: int, bias: Tensor | None) -> Tensor:
+    rows, columns = x.shape
+    words, scale, zero = weight
+    outs = len(words)
+    assert x.is_contiguous()
+    assert words.is_contiguous()
+    tile_outs, tile_rows, warps, stages = next(tile for most, tile in MANY if rows <= most)
+    tiles, units = triton.cdiv(outs, tile_outs) * triton.cdiv(rows, tile_rows), triton.cdiv(columns, UNIT)
+    splits = max(1, min(units // MIN_UNITS, PROGRAMS * processors(x.device) // tiles))
+    base, bits = ONES[x.dtype]
+    out = x.new_empty(rows, outs)
+    sums = out if splits == 1 else x.new_empty(splits, rows, outs, dtype=torch.float32)
+    given_bias, options = x if bias is None else bias, {"BIASED": bias is not None, **launch_options(x)}
+    many[(triton.cdiv(outs, tile_outs), triton.cdiv(rows, tile_rows), splits)](
+        x,
+        words,
+        scale,
+        scale if zero is None else zero,
+        given_bias,
+        sums,
+        rows,
+        columns,
+        outs,
+        splits,
+        ZEROED=zero is not None,
+        SPLIT=splits > 1,
+        EVEN=columns % UNIT == 0,
+        GROUP=group,
+        PIECES=8 if group >= UNIT else group // WORDS,  # from one scale to the next
+        OUTS=tile_outs,
+        ROWS=tile_rows,
+        BASE=base,
+        BITS=bits,
+        num_warps=warps,
+        num_stages=stages,
+        **options,
+    )
+    if splits > 1:
+        add_splits[(triton.cdiv(rows * outs, SUMS),)](
+            sums, given_bias, out, rows, outs, splits, SUMS=SUMS, num_warps=4, **options
+        )
     return out
