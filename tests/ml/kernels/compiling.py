@@ -21,6 +21,8 @@ from craton.ml.kernels.triton import (
     adapters,
     choose_kept,
     int4,
+    int4_many,
+    int4_single,
     latents,
     paged_decode,
     paged_prefill,
@@ -60,7 +62,7 @@ INT4_TYPES = {
     **dict.fromkeys(("words", "other_words"), "*i32"),
     **dict.fromkeys(("scale", "other_scale"), "*fp16"),
     **dict.fromkeys(("zero", "other_zero"), "*u8"),
-    "rows": "i32",
+    **{"partial": "*fp32", "rows": "i32"},
 }
 # the kernel, its constants, other types, warps and stages
 KERNELS: dict[str, tuple[Any, ...]] = {
@@ -107,15 +109,23 @@ def int4_kernels() -> dict[str, tuple[Any, dict[str, Any], dict[str, str], int, 
     """Every tile with zero points: groups of 128 in whole tiles, and of 32 in tiles that are partly padding."""
     base, bits = int4.ONES[torch.bfloat16]
     kernels = {}
-    for kind, tiles in (("linear", int4.TILES), ("gated", int4.GATED_TILES)):
-        for rows, (outs, slices, warps, stages) in tiles:
-            for group in (128, 32):
-                constants = {"GATED": kind == "gated", "ZEROED": True, "BIASED": kind == "linear", "EVEN": group == 128}
-                constants |= {"GROUP": group, "PAIRS": min(4, group // 16), "OUTS": outs, "SLICES": slices}
-                constants |= {"ROWS": max(8, rows), "UNIT": 128, "WORDS": 16, "BASE": base, "BITS": bits, "EARLY": True}
-                kernels[f"{kind} {rows} {group}"] = (int4._few, constants, INT4_TYPES, warps, stages)
-    constants = {"ZEROED": True, "GROUP": 128, "OUTS": int4.OUTS, "UNITS": int4.UNITS, "UNIT": 128, "WORDS": 16}
-    return {**kernels, "unpack": (int4._unpack, constants, INT4_TYPES, 4, 3)}
+    shared = {"ZEROED": True, "BASE": base, "BITS": bits, "EARLY": True}
+    for group in (128, 32):
+        of_group = {**shared, "EVEN": group == 128, "GROUP": group, "GROUPS": 128 // group, "PIECES": group // 16}
+        for kind, (outs, warps) in (("wide", int4.WIDE), ("long", int4.LONG), ("gated", int4.LONG)):
+            of_tile = {"GATED": kind == "gated", "BIASED": kind != "gated"}
+            of_tile |= {"OUTS": outs, "UNITS": int4.UNITS_PER_WARP * warps}
+            kernels[f"{kind} 1 in groups of {group}"] = (int4_single.single, of_group | of_tile, INT4_TYPES, warps, 3)
+        for rows, (outs, tile_rows, warps, stages) in int4.MANY:
+            for is_split in (False, True):
+                of_tile = {"OUTS": outs, "ROWS": tile_rows, "SPLIT": is_split, "BIASED": not is_split}
+                types = INT4_TYPES | {"out": "*fp32" if is_split else "*bf16"}
+                name = f"linear {rows}{' split' * is_split} in groups of {group}"
+                kernels[name] = (int4_many.many, of_group | of_tile, types, warps, stages)
+    constants = {**shared, "EVEN": True, "GROUP": 128, "OUTS": int4.OUTS, "COLUMNS": int4.COLUMNS}
+    kernels["unpack"] = (int4._unpack, constants, INT4_TYPES, int4.UNPACK_WARPS, 3)
+    constants = {**shared, "SUMS": int4.SUMS, "BIASED": True}
+    return {**kernels, "add splits": (int4_many.add_splits, constants, INT4_TYPES, 4, 3)}
 
 
 def adapter_kernels() -> dict[str, tuple[Any, dict[str, Any], dict[str, str], int, int]]:

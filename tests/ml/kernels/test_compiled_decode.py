@@ -53,18 +53,24 @@ def test_kernels_of_a_decode_step_compile_for_a_gpu_without_spills(
 
 @pytest.mark.slow
 @NEEDS_TRITON
-@pytest.mark.parametrize(
-    "tile", [*(f"linear {rows}" for rows in (1, 8, 16, 32, 64)), "gated 1", "gated 16"], ids=lambda tile: tile
-)
+@pytest.mark.parametrize("tile", ["linear 16", "linear 16 split", "linear 64", "linear 64 split"])
 def test_kernels_of_4_bit_weights_use_the_tensor_cores_and_do_not_spill(tile: str) -> None:
-    names = [f"{tile} {group}" for group in (128, 32)]
+    names = [f"{tile} in groups of {group}" for group in (128, 32)]
     assert compiled(*names) == [f"{name} True 0" for name in names]
 
 
 @pytest.mark.slow
 @NEEDS_TRITON
-def test_the_kernel_that_unpacks_4_bit_weights_does_not_spill() -> None:
-    assert compiled("unpack") == ["unpack False 0"]
+@pytest.mark.parametrize("kind", ["wide", "long", "gated"])
+def test_the_kernel_of_one_row_of_4_bit_weights_does_not_spill(kind: str) -> None:
+    names = [f"{kind} 1 in groups of {group}" for group in (128, 32)]
+    assert compiled(*names) == [f"{name} False 0" for name in names]
+
+
+@pytest.mark.slow
+@NEEDS_TRITON
+def test_the_kernels_beside_the_matmuls_of_4_bit_weights_do_not_spill() -> None:
+    assert compiled("unpack", "add splits") == ["unpack False 0", "add splits False 0"]
 
 
 @pytest.mark.slow
