@@ -172,11 +172,11 @@ def check_attention(cache: Tensor, table: Tensor, lengths: list[int]) -> None:
         name = f"decode {cache.dtype}, {queries} queries, window {window}, {heads} heads"
         check(name, partial(decoded, query, queries, window))
     asked = [min(length, 1 + 37 * index) for index, length in enumerate(lengths)]
-    offsets, longest = integers(0, *accumulate(asked)), max(asked)
+    offsets = integers(0, *accumulate(asked))
     query = normal(sum(asked), 32, HEAD_DIM)
 
     def filled(window: int) -> tuple[Tensor]:
-        return (paged.prefill_attention(query, cache, table, rows, sizes, offsets, longest, window=window),)
+        return (paged.prefill_attention(query, cache, table, rows, sizes, offsets, window=window),)
 
     for window in (0, 300):
         check(f"prefill {cache.dtype}, window {window}", partial(filled, window))
@@ -328,9 +328,9 @@ def prefill() -> None:
 def prefill_call(asked: list[int], lengths: list[int]) -> Callable[[int], Tensor]:
     cache, table = paged_cache(lengths, 1)
     rows, sizes = torch.arange(len(asked), device="cuda").int(), integers(*lengths)
-    offsets, longest = integers(0, *accumulate(asked)), max(asked)
+    offsets = integers(0, *accumulate(asked))
     query = normal(sum(asked), 32, HEAD_DIM)
-    return lambda _: paged.prefill_attention(query, cache[:, 0], table, rows, sizes, offsets, longest)
+    return lambda _: paged.prefill_attention(query, cache[:, 0], table, rows, sizes, offsets)
 
 
 def skinny() -> None:

@@ -45,6 +45,8 @@ LATENTS: dict[str, Any] = {
     **{"ROWS": ROWS, "BLOCK": KEYS, "PREFIX_ROWS": ROWS, "PREFIX_BLOCK": KEYS, "TOKENS": 1, "TILE": KEYS},
     **{"SHARED": False, "REQUESTS": 256, "KV_LORA": 512, "HALF": 32, "LARGEST": 448.0, "HALF_BLOCK": 32},
 }
+PREFILL: dict[str, Any] = {**dict(zip(("ROWS", "TILE"), paged_prefill.NARROW, strict=False)), "TOKENS": 32}
+PREFILL |= {"REQUESTS": 256}
 CHOOSE: dict[str, Any] = {"WARPS": choose_kept.WARPS}
 LATENT_MERGE = dict(zip(("STEP", "WARPS", "ROWS"), paged_decode.LATENT_MERGE, strict=True))
 TYPES = {
@@ -78,6 +80,15 @@ KERNELS: dict[str, tuple[Any, ...]] = {
     "attend to latents for drafts": (paged_decode._attend, {**LATENTS, "KV_HEADS": 16, "GROUP": 8, "QUERIES": 4}),
     "attend to latents in fp8": (paged_decode._attend, LATENTS | KEYS_IN_FP8, IN_FP8),
     "attend to latents with groups": (paged_decode._attend, {**LATENTS, "SHARED": True}),
+    "prefill": (paged_prefill._attend, PREFILL, {}, *paged_prefill.NARROW[2:]),
+    "prefill with blocks that tiles do not end with": (
+        paged_prefill._attend,
+        {**PREFILL, "PAGE": 24},
+        {},
+        *paged_prefill.NARROW[2:],
+    ),
+    "prefill with a window": (paged_prefill._attend, {**PREFILL, "WINDOW": 512}, {}, *paged_prefill.NARROW[2:]),
+    "prefill in fp8": (paged_prefill._attend, PREFILL, IN_FP8, *paged_prefill.NARROW[2:]),
     "prefill latents": (paged_prefill._attend, LATENTS),
     "prefill latents in fp8": (paged_prefill._attend, LATENTS | KEYS_IN_FP8, IN_FP8),
     "choose kept bf16": (choose_kept._choose_kept, {**CHOOSE, "SHIFT": 16}, {"logits": "*bf16"}),

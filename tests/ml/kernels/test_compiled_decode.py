@@ -28,6 +28,11 @@ NEEDS_TRITON = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is
             pytest.param(tuple(f"one row in {kind}, {layer}" for layer in ROW_LAYERS), False, marks=pytest.mark.slow)
             for kind in ("bf16", "fp32", "fp8")
         ),
+        pytest.param(
+            ("prefill", "prefill with blocks that tiles do not end with", "prefill with a window", "prefill in fp8"),
+            True,
+            marks=pytest.mark.slow,
+        ),
         pytest.param(("choose kept bf16", "choose kept fp32"), False, marks=pytest.mark.slow),
         pytest.param(("merge latents", "merge latents with groups"), False, marks=pytest.mark.slow),
         pytest.param(
