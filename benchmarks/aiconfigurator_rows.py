@@ -1,8 +1,9 @@
 """Plans of served models beside those of aiconfigurator, row by row: `python benchmarks/aiconfigurator_rows.py PYTHON`.
 
-PYTHON: the interpreter of an environment with `pip install aiconfigurator==0.12.0`. Rows: closed loads of
-data/inference_results.json on replicas whose layout is stated, without pools. Ours are predicted with the row's group
-left out (ten minutes); `--holdout none`: in sample, at once. `--rows N`: the first N only. Prints the tables of
+PYTHON: the interpreter of an environment with `pip install aiconfigurator==0.12.0`, or docs/measurements.md, which has
+its answers and gets our new predictions. Rows: closed loads of data/inference_results.json on replicas whose layout is
+stated, without pools. Ours are predicted with the row's group left out (ten minutes), or read from what `craton bench
+plan data/inference_results.json --json` printed (`--ours FILE`). `--rows N`: the first N only. Prints the tables of
 docs/measurements.md.
 """
 
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
@@ -45,37 +47,75 @@ MODES = {
     ("Meta-Llama-3.1-8B", "fp8_block"): {"gemm_quant_mode": "fp8_block"},
     ("Qwen3.5-397B-A17B", "fp8"): {"gemm_quant_mode": "fp8_block", "moe_quant_mode": "fp8_block"},
 }
+NAMES, COLUMNS = 5, 11  # of a printed row
+HEADER = (
+    "| engine, GPU | model, weights | in / out | users | layout | TPOT ms: measured | ours | theirs "
+    "| TTFT ms: measured | ours | theirs |\n|---|---|--:|--:|---|--:|--:|--:|--:|--:|--:|"
+)
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "trtllm": "TensorRT-LLM"}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("python")
-    parser.add_argument("--holdout", choices=("group", "none"), default="group")
+    parser.add_argument("--ours", metavar="FILE", type=Path)
     parser.add_argument("--rows", type=int)
     options = parser.parse_args()
-    from craton.bench import bench_inference
-    from craton.planning.serving.engine_fitting import serving_corpus_path
-
     asked = dict(list(questions().items())[: options.rows])
-    command = [options.python, __file__, "--answer"]
-    process = subprocess.run(command, input=json.dumps(asked), stdout=subprocess.PIPE, text=True, check=True)
-    answers: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
-    ours = {
-        (result.case.id, result.case.metric): result
-        for result in bench_inference(serving_corpus_path(), options.holdout).results
-    }
+    answers = printed_answers(options.python, asked) if options.python.endswith(".md") else ask(options.python, asked)
+    ours = {(case["id"], case["metric"]): case for case in our_cases(options.ours)}
     rows = []
     for name, answer in answers.items():
         pair = [ours.get((name, metric)) for metric in METRICS]
         if "error" not in answer and all(pair):
             theirs = [answer[key] / 1e3 for key in METRICS.values()]
-            rows.append((asked[name], [(each.case.measured, each.predicted) for each in pair if each], theirs))
+            rows.append((asked[name], [(each["measured"], each["predicted"]) for each in pair if each], theirs))
+    print_summary(rows)
+    print("\n" + HEADER)
+    print("\n".join(row_lines(rows)))
+    if options.python.endswith(".md"):
+        renew(Path(options.python), row_lines(rows))
+
+
+def renew(page: Path, new_lines: list[str]) -> None:
+    """Replace the rows of a page."""
+    text = page.read_text(encoding="utf-8")
+    before, _, after = text.partition(HEADER)
+    page.write_text(before + "\n".join([HEADER, *new_lines]) + "\n\n" + after.partition("\n\n")[2], encoding="utf-8")
+
+
+def our_cases(file: Path | None) -> list[dict[str, Any]]:
+    from craton.bench import bench_inference, inference_json
+    from craton.planning.serving.engine_fitting import serving_corpus_path
+
+    document = json.loads(file.read_text()) if file else inference_json(bench_inference(serving_corpus_path(), "group"))
+    cases: list[dict[str, Any]] = document["cases"]
+    return cases
+
+
+def ask(python: str, asked: dict[str, Any]) -> dict[str, Any]:
+    process = subprocess.run(
+        [python, __file__, "--answer"], input=json.dumps(asked), stdout=subprocess.PIPE, text=True, check=True
+    )
+    answers: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
     unanswered = Counter(answer["error"][:80] for answer in answers.values() if "error" in answer)
     seconds = median(answer["seconds"] for answer in answers.values())
     print(f"{len(answers) - unanswered.total()} of {len(answers)} answered, {seconds:.1f} s each; not: {unanswered}")
-    print_summary(rows)
-    print_rows(rows)
+    return answers
+
+
+def printed_answers(page: str, asked: dict[str, Any]) -> dict[str, Any]:
+    """Return the answers that a page has in its rows."""
+    printed = {}
+    for line in Path(page).read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == COLUMNS and cells[0].partition(",")[0] in ENGINES:
+            printed[tuple(cells[:NAMES])] = [float(cells[place].replace(",", "")) for place in (7, 10)]
+    return {
+        name: dict(zip(METRICS.values(), printed[key], strict=True))
+        for name, each in asked.items()
+        if (key := row_names(each)) in printed
+    }
 
 
 def questions() -> dict[str, dict[str, Any]]:
@@ -162,19 +202,27 @@ def print_summary(rows: list[Any]) -> None:
         print(f"{metric}: ours is closer in {closer} of {len(rows)}")
 
 
-def print_rows(rows: list[Any]) -> None:
-    print("\n| engine, GPU | model, weights | in / out | users | layout | TPOT ms: measured | ours | theirs ", end="")
-    print("| TTFT ms: measured | ours | theirs |\n|---|---|--:|--:|---|--:|--:|--:|--:|--:|--:|")
+def row_lines(rows: list[Any]) -> list[str]:
+    lines = []
     order = ("engine", "gpu", "model", "weights", "prompt", "output", "users")
     for asked, ours, theirs in sorted(rows, key=lambda row: [row[0][name] for name in order]):
-        tp, pp, ep, attention_dp, _ = asked["layout"]
-        sizes = {"ep": ep, "dp": attention_dp, "pp": pp}
-        layout = " ".join([f"tp {tp}", *(f"{name} {size}" for name, size in sizes.items() if size > 1)])
         numbers = [number for pair, other in zip(ours, theirs, strict=True) for number in (*pair, other)]
         cells = [f"{1e3 * number:,.0f}" if number >= 0.1 else f"{1e3 * number:.3g}" for number in numbers]
-        names = f"{asked['engine']}, {asked['gpu']} | {asked['model']}, {asked['experts'] or asked['weights']}"
-        lengths = f"{asked['prompt']:,} / {asked['output']:,} | {asked['users']:,}"
-        print(f"| {names} | {lengths} | {layout} | " + " | ".join(cells) + " |")
+        lines.append("| " + " | ".join([*row_names(asked), *cells]) + " |")
+    return lines
+
+
+def row_names(asked: dict[str, Any]) -> tuple[str, ...]:
+    tp, pp, ep, attention_dp, _ = asked["layout"]
+    sizes = {"ep": ep, "dp": attention_dp, "pp": pp}
+    layout = " ".join([f"tp {tp}", *(f"{name} {size}" for name, size in sizes.items() if size > 1)])
+    return (
+        f"{asked['engine']}, {asked['gpu']}",
+        f"{asked['model']}, {asked['experts'] or asked['weights']}",
+        f"{asked['prompt']:,} / {asked['output']:,}",
+        f"{asked['users']:,}",
+        layout,
+    )
 
 
 if __name__ == "__main__":

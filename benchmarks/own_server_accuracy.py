@@ -78,9 +78,8 @@ def tail(profile: EngineProfile, case: ServingCase) -> tuple[float, float]:
     """Return the load as a share of saturation, and p99 of TTFT."""
     load = ServedLoad(TokenLengths.fixed(case.load.prompt), TokenLengths.fixed(case.load.output), rate=case.load.rate)
     steps = ServedSteps(served_row(case).decode, profile.constants, profile.step_factor)
-    replica = ServedReplica(
-        steps, first_token_seconds=profile["first_token_seconds"], prefill_slowdown=profile["prefill_slowdown"]
-    )
+    outside = profile["first_token_seconds"] * float(steps.work.first_token_factor)
+    replica = ServedReplica(steps, first_token_seconds=outside, prefill_slowdown=profile["prefill_slowdown"])
     found = open_load(replica, load, np.array([case.load.rate]))
     return case.load.rate / float(saturation(replica, load).rate), float(found.ttft["p99"][0])
 

@@ -24,7 +24,7 @@ from craton.planning.serving.load import (
     saturation,
 )
 from craton.planning.serving.search.evaluate import requests_per_second
-from craton.planning.serving.step_times import chunk_tokens
+from craton.planning.serving.step_times import chunk_tokens, least_chunk
 
 KV_SHARE = 0.9  # of the KV cache that requests fill on average before one is preempted; as profiles have kv_share
 
@@ -41,20 +41,24 @@ class LinearSteps:
     step_tokens: int = 2048
     max_running: int = 256
     gpus: int = 1
-    # Of a scheduler that spreads prompts: a step computes 1 / prefill_steps of what waits, `least_chunk` or more.
-    least_chunk: int = 2048
+    # Of a scheduler that spreads prompts: a step computes 1 / prefill_steps of what waits, or more, until it has
+    # `least_tokens` with those of decode.
+    least_tokens: int = 2048
     prefill_steps: int = 1
     join_steps: float = 0.5
 
-    def step_budget(self, waiting):  # type: ignore[no-untyped-def]
-        return self.chunk_tokens(np.clip(waiting, self.least_chunk, 1e9))
+    def least_chunk(self, decoding=0.0):  # type: ignore[no-untyped-def]
+        return least_chunk(self.least_tokens, self.prefill_steps, decoding)
 
-    def chunk_tokens(self, waiting):  # type: ignore[no-untyped-def]
-        return chunk_tokens(waiting, self.least_chunk, self.step_tokens, self.prefill_steps)
+    def step_budget(self, waiting, decoding=0.0):  # type: ignore[no-untyped-def]
+        return self.chunk_tokens(np.clip(waiting, self.least_chunk(decoding), 1e9), decoding)
 
-    def prefill_chunks(self, prompt, waiting):  # type: ignore[no-untyped-def]
-        waited = np.minimum(self.prefill_steps, waiting / self.least_chunk)
-        return np.maximum(prompt / self.chunk_tokens(prompt), waited)
+    def chunk_tokens(self, waiting, decoding=0.0):  # type: ignore[no-untyped-def]
+        return chunk_tokens(waiting, self.least_chunk(decoding), self.step_tokens, self.prefill_steps)
+
+    def prefill_chunks(self, prompt, waiting, decoding=0.0):  # type: ignore[no-untyped-def]
+        waited = np.minimum(self.prefill_steps, waiting / self.least_chunk(decoding))
+        return np.maximum(prompt / self.chunk_tokens(prompt, decoding), waited)
 
     def decode_seconds(self, batch, context):  # type: ignore[no-untyped-def]
         return self.step_seconds + batch * (self.request_seconds + self.context_seconds * context)
@@ -123,7 +127,8 @@ def simulate(
         budget, taken, prefilled = steps.step_tokens - len(running), 0, []
         if steps.prefill_steps > 1:
             pending = int(left[started].sum() + length[list(waiting)].sum())
-            budget = min(budget, max(steps.least_chunk, pending // steps.prefill_steps))
+            least = max(steps.least_tokens - len(running), steps.least_tokens // 2)
+            budget = min(budget, max(least, pending // steps.prefill_steps))
         while budget > 0:
             if len(prefilled) == len(started):
                 is_full = len(running) + len(started) >= steps.max_running

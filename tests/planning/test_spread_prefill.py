@@ -17,8 +17,8 @@ SPREAD = LinearSteps(
     step_seconds=4.2e-3,
     request_seconds=2e-5,
     kv_tokens=800_000,
-    least_chunk=384,
-    prefill_steps=10,
+    least_tokens=512,
+    prefill_steps=12,
     join_steps=1.5,
 )
 EXTRA = 0.8e-3  # of a step with a prompt
@@ -79,10 +79,10 @@ def test_users(users: int, prompt: int, output: int) -> None:
 
 
 def test_more_waiting_tokens_make_larger_chunks_within_the_budget() -> None:
-    waiting = np.array([100.0, 384.0, 3840.0, 8192.0, 1e5, 1e9])
+    waiting = np.array([100.0, 512.0, 6144.0, 8192.0, 1e5, 1e9])
     chunks = SERVER.chunk_tokens(waiting)
     assert np.all(np.diff(chunks) >= 0.0)
-    assert chunks[:3].tolist() == [100.0, 384.0, 384.0]
+    assert chunks[:3].tolist() == [100.0, 512.0, 512.0]
     assert chunks[-1] == pytest.approx(SERVER.step_tokens, rel=1e-4)
-    whole = replace(SPREAD, least_chunk=2048, prefill_steps=1)
+    whole = replace(SPREAD, least_tokens=2048, prefill_steps=1)
     assert whole.chunk_tokens(np.array([100.0, 5000.0])).tolist() == [100.0, 2048.0]

@@ -70,6 +70,20 @@ def test_parts_add_up_to_the_step(shape: ModelShape) -> None:
     assert (steps.terms(32.0, 2000.0)["experts"] > 0) == shape.is_moe
 
 
+def test_a_request_waits_longer_outside_steps_where_the_host_launches_more_kernels() -> None:
+    linear = dataclasses.replace(MOE, sliding_window=256, sliding_layers=24, linear_layers=24)
+    deep = dataclasses.replace(DENSE, layers=80)
+
+    def factor(shape: ModelShape, *, is_own: bool = False) -> float:
+        terms = serving_terms(shape, h200(), ServedLayout(), ServedPrecision(), is_own=is_own)
+        return float(terms.first_token_factor)
+
+    assert factor(dataclasses.replace(DENSE, layers=2)) == factor(DENSE) == 1.0, "HTTP and tokenizer know no layers"
+    assert factor(deep) == 2.0
+    assert 1.0 < factor(MOE) < factor(linear) < factor(LATENT)
+    assert factor(LATENT, is_own=True) < factor(LATENT)
+
+
 def test_every_rank_holds_the_latents_of_its_requests() -> None:
     """Tensor parallelism shards grouped heads but not latents; attention data parallelism shards requests."""
     one, tp, dp = (

@@ -42,6 +42,7 @@ class ModelShape:
     mtp_layers: int = 0  # multi-token-prediction layers after the last layer
     sliding_window: int = 0  # 0: every layer attends to the whole sequence
     sliding_layers: int = 0  # number of layers that use the window
+    linear_layers: int = 0  # of those with a window: linear attention, whose state costs as much as the window
     qk_norm: bool = False
     causal: bool = True  # False: every token attends to all others
     max_sequence: int = 0  # 0: not stated

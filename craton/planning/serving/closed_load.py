@@ -74,21 +74,20 @@ def closed_loop(
     attended = computed + 2.0 * cached  # the length of a prompt whose queries see as many keys
     ranked = np.maximum(running / attention_dp, 1.0)  # requests of a rank
     wave = ranked * computed  # prompt tokens
-    largest = steps.chunk_tokens(wave)
+    largest = steps.chunk_tokens(wave, running)
     decoding, others = running, 1.0 - 1.0 / np.maximum(running, 1.0)
     slowdown = 1.0 + (prefill_slowdown - 1.0) * others  # of prefill beside decode
     tpot = step = steps.decode_seconds(running, context)
     life = output * tpot
     together = waves * np.maximum(WAVE_SHARE * ranked, 1.0) + (1.0 - waves)
-    chunk_of_wave = steps.chunk_tokens(computed * together)
     for _ in range(ROUNDS):
         decode = steps.decode_seconds(decoding, context)
         arriving = np.minimum(computed * running / life * step / attention_dp, steps.step_tokens)
-        chunk = np.maximum(chunk_of_wave, arriving)
+        chunk = np.maximum(steps.chunk_tokens(computed * together, decoding), arriving)
         # Prompts queue up until a step computes as many tokens as arrive, where that is more than its least chunk.
-        queued = steps.prefill_steps * arriving * np.minimum(arriving / steps.least_chunk, 1.0) ** 2
+        queued = steps.prefill_steps * arriving * np.minimum(arriving / steps.least_chunk(decoding), 1.0) ** 2
         waiting = waves * wave + (1.0 - waves) * np.maximum(computed, queued)
-        chunks, own_chunks = computed / chunk, steps.prefill_chunks(computed, waiting)
+        chunks, own_chunks = computed / chunk, steps.prefill_chunks(computed, waiting, decoding)
         mixed = slowed_prefill_seconds(decode, steps.mixed_seconds(decoding, context, chunk, attended), slowdown)
         rate = running / life
         parallel = np.minimum(attention_dp, 1.0 + rate * chunks * mixed)  # ranks whose prefills share a step

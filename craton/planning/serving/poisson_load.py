@@ -49,7 +49,7 @@ def poisson_load(
     for _ in range(ROUNDS):
         decode = steps.decode_seconds(batch, context)
         waiting = computed * (1.0 + together * busy / (1.0 - busy))
-        chunk = np.maximum(steps.chunk_tokens(waiting), arriving)
+        chunk = np.maximum(steps.chunk_tokens(waiting, batch), arriving)
         chunks = computed / chunk
         mixed = steps.mixed_seconds(batch, context, chunk, attended)
         mixed = slowed_prefill_seconds(decode, mixed, prefill_slowdown)

@@ -67,7 +67,9 @@ ENGINE_CONSTANTS: tuple[EngineConstant, ...] = (
     EngineConstant("collective_slowdown", 1.3, 0.40, "collectives, of their best kernels"),
     EngineConstant("prefill_slowdown", 1.1, 0.35, "prefill inside a step with decode, of prefill alone"),
     EngineConstant("prefill_layer_seconds", 2.5e-4, 0.60, "launching the kernels of a layer in a step with prefill"),
-    EngineConstant("first_token_seconds", 1.0e-2, 0.80, "HTTP, tokenizer and scheduling of a request"),
+    EngineConstant(
+        "first_token_seconds", 1.0e-2, 0.80, "HTTP, tokenizer, scheduling and launches of a request, up to 40 layers"
+    ),
     EngineConstant("balance_steps", 10.0, 0.80, "steps that a prefill waits for other attention-data-parallel ranks"),
     EngineConstant("burst", 1.0, 0.60, "share of the start burst in a mean TTFT, of requests in the first wave"),
     EngineConstant("kv_share", 0.85, 0.20, "share of the KV cache that requests fill"),

@@ -54,7 +54,8 @@ def server_speed(
         single_token=predict(lambda each: steps_of(each).decode_seconds(1.0, context)),
         together_token=predict(lambda each: 1.0 / (loop(each).requests_per_second * output)),
         together_tpot=predict(lambda each: loop(each).tpot_seconds),
-        first_token_seconds=profile["first_token_seconds"] + float(steps.prefill_seconds(prompt)),
+        first_token_seconds=profile["first_token_seconds"] * float(terms.first_token_factor)
+        + float(steps.prefill_seconds(prompt)),
         prefill_tokens_per_second=chunk / float(steps.prompts_seconds(chunk, prompt)),
         single_roof_seconds=float(minimum.decode_seconds(1.0, context)),
         together_roof_seconds=float(minimum.decode_seconds(float(requests), context)) / requests,

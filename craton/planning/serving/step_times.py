@@ -34,7 +34,6 @@ class ServedSteps:
         self.constants: dict[str, Any] = dict(zip(ENGINE_NAMES, constants, strict=True))
         self.kv_tokens: Any = terms.kv_tokens * self.constants["kv_share"]
         self.step_tokens: Any = terms.step_tokens
-        self.least_chunk: Any = terms.least_chunk
         self.prefill_steps: Any = terms.prefill_steps
         self.join_steps: Any = terms.join_steps
         self.max_running: Any = terms.max_running
@@ -114,19 +113,30 @@ class ServedSteps:
         chunk = self.chunk_tokens(tokens)
         return tokens / chunk * self.mixed_seconds(0.0, 0.0, chunk, prompt)
 
-    def step_budget(self, waiting: Any) -> Any:
+    def least_chunk(self, decoding: Any = 0.0) -> Any:
+        """Return the prompt tokens of a step beside `decoding` requests, if as many wait."""
+        return least_chunk(self.work.least_tokens, self.work.prefill_steps, decoding)
+
+    def step_budget(self, waiting: Any, decoding: Any = 0.0) -> Any:
         """Return the most prompt tokens of a step, if `waiting` tokens wait."""
-        return self.chunk_tokens(np.clip(waiting, self.least_chunk, MANY_TOKENS))
+        return self.chunk_tokens(np.clip(waiting, self.least_chunk(decoding), MANY_TOKENS), decoding)
 
-    def prefill_chunks(self, prompt: Any, waiting: Any) -> Any:
+    def prefill_chunks(self, prompt: Any, waiting: Any, decoding: Any = 0.0) -> Any:
         """Return the steps from a prompt's first chunk to its last, if `waiting` tokens wait, its own among them."""
-        t = self.work
-        return np.maximum(prompt / self.chunk_tokens(prompt), np.minimum(t.prefill_steps, waiting / t.least_chunk))
+        waited = np.minimum(self.work.prefill_steps, waiting / self.least_chunk(decoding))
+        return np.maximum(prompt / self.chunk_tokens(prompt, decoding), waited)
 
-    def chunk_tokens(self, waiting: Any) -> Any:
+    def chunk_tokens(self, waiting: Any, decoding: Any = 0.0) -> Any:
         """Return the mean prompt tokens of the steps that compute all that wait."""
         t = self.work
-        return chunk_tokens(waiting, t.least_chunk, t.step_tokens, t.prefill_steps)
+        return chunk_tokens(waiting, self.least_chunk(decoding), t.step_tokens, t.prefill_steps)
+
+
+def least_chunk(least_tokens: Any, prefill_steps: Any, decoding: Any) -> Any:
+    """Return the prompt tokens of a step beside `decoding` requests, if as many wait: of a scheduler that spreads
+    prompts, what they leave of `least_tokens`, or half."""
+    rest = np.maximum(least_tokens - decoding, 0.5 * least_tokens)
+    return np.where(np.asarray(prefill_steps) > 1.0, rest, least_tokens)
 
 
 def chunk_tokens(waiting: Any, least_chunk: Any, step_tokens: Any, prefill_steps: Any) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 
@@ -46,8 +47,12 @@ OWN_ROW_PASSES, OWN_PRODUCT_PASSES = 7.0, 3.0
 ELEMENTWISE_PASSES = 14.0  # reads and writes of the hidden state in a layer: norms, residuals, rotary, activations
 SAMPLING_PASSES = 6.0  # over a row of fp32 logits: gather, scale, softmax, choice
 SHARPNESS = 3.0  # of the maximum of two times on a GPU: near the crossing neither limit is reached
+# Layers whose kernels the host launches as fast as those beside the attention of one layer of MLA or linear attention:
+# 2 to 4 explain the published TTFT equally well. Our own MLA attends to latents in few kernels.
+LATENT_LAUNCHES, OWN_LATENT_LAUNCHES = 3.0, 1.0
+FIRST_TOKEN_LAYERS = 40.0  # up to so many, the time of a request outside its steps is that of HTTP and tokenizer
 # Craton's scheduler spreads prompts over steps, which keeps each short for the requests in decode.
-OWN_LEAST_CHUNK, OWN_PREFILL_STEPS = 384, 10.0
+OWN_LEAST_TOKENS, OWN_PREFILL_STEPS = 512, 12.0
 OWN_JOIN_STEPS = 1.5  # the next step is launched while one runs
 # Its fp8 matmuls read weights at 57 % of copy bandwidth, its bf16 matmuls at 90 %, and each quantizes its input first.
 OWN_FP8_READ, OWN_FP8_LAUNCHES = 1.45, 1.5
@@ -114,7 +119,7 @@ class ServingTerms:
     collective_token_seconds: float
     kv_tokens: float  # of the replica
     step_tokens: float  # prompt tokens of a step, at most
-    least_chunk: float  # prompt tokens of a step, if as many wait
+    least_tokens: float  # of a step with decode, if as many prompt tokens wait
     prefill_steps: float  # over which more tokens are spread
     join_steps: float  # from a request's arrival to the step that begins its prefill
     max_running: float
@@ -122,6 +127,12 @@ class ServingTerms:
     @property
     def fits(self) -> bool:
         return self.kv_tokens > 0
+
+    @property
+    def first_token_factor(self) -> Any:
+        """Return how much longer than for a small model a request waits outside its steps. The host launches a prefill
+        kernel by kernel before the GPU has its first: its time grows with layers and the kernels of each."""
+        return np.maximum(self.launches / FIRST_TOKEN_LAYERS, 1.0)
 
 
 def stack_terms(rows: Sequence[ServingTerms]) -> ServingTerms:
@@ -215,6 +226,10 @@ def serving_terms(
     free = GPU_SHARE * machine.gpu.memory_bytes - weights - WORKSPACE_BYTES
     rank_tokens = free / (token_bytes * stored_layers / pp)
 
+    special_layers = shape.layers if mla else shape.linear_layers
+    special = (OWN_LATENT_LAUNCHES if is_own else LATENT_LAUNCHES) * special_layers
+    launches = shape.layers + special + shape.moe_layers
+
     floor, moved = _collectives(shape, machine, layout, _own_reductions(shape, layout) if is_own else None)
     return ServingTerms(
         gpus=layout.replica_gpus,
@@ -222,7 +237,7 @@ def serving_terms(
         pp=pp,
         layers=shape.layers,
         moe_layers=shape.moe_layers,
-        launches=(shape.layers * (2.0 if mla else 1.0) + shape.moe_layers) * (OWN_FP8_LAUNCHES if is_own_fp8 else 1.0),
+        launches=launches * (OWN_FP8_LAUNCHES if is_own_fp8 else 1.0),
         weights_seconds=weight_bytes / stream,
         read_slowdown=OWN_FP8_READ if is_own_fp8 else 1.0,
         packing_seconds=packed_bytes / stream,
@@ -252,7 +267,7 @@ def serving_terms(
         collective_token_seconds=moved,
         kv_tokens=max(0.0, rank_tokens) * layout.attention_dp,
         step_tokens=step_tokens,
-        least_chunk=min(OWN_LEAST_CHUNK, step_tokens) if is_own else step_tokens,
+        least_tokens=min(OWN_LEAST_TOKENS, step_tokens) if is_own else step_tokens,
         prefill_steps=OWN_PREFILL_STEPS if is_own else 1.0,
         join_steps=OWN_JOIN_STEPS if is_own else 0.5,
         max_running=max_running,

@@ -8,6 +8,7 @@ from craton.lazy import lazy_names
 
 if TYPE_CHECKING:
     from craton.ml.kernels.triton.adamw import adamw_
+    from craton.ml.kernels.triton.compile_ahead import compiling_ahead
     from craton.ml.kernels.triton.cross_entropy import log_probs_, scale_
     from craton.ml.kernels.triton.float8 import quantize, quantize_rows
     from craton.ml.kernels.triton.norm import AddNorm

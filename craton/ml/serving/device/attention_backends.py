@@ -7,8 +7,10 @@ GPU, torch elsewhere).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from craton.ml.kernels.serving import (
@@ -71,19 +73,39 @@ class AttentionBackend:
         decode, tokens = batch.decode, batch.decode_tokens
         out = query.new_empty(*query.shape[:2], value_dim or query.shape[2])
         sizes: dict[str, Any]
-        if decode:
-            rows, lengths = batch.rows[:decode], batch.lengths[:decode]
-            own, sizes = query[:tokens], {"longest": batch.longest, "value_dim": value_dim, "out": out[:tokens]}
-            if batch.shared is None or window:  # a window sees little of a prefix
-                self._decode(own, cache, table, rows, lengths, batch.queries, scale, window, **sizes)
-            else:
-                self._shared_decode(own, cache, table, rows, lengths, batch.shared, scale, **sizes)
-        if len(batch.rows) > decode:  # after the others: padding among them may have written to tokens of prefills
+        has_prompts = len(batch.rows) > decode
+        # In a graph they run side by side: one is bound by memory, the other by latency and arithmetic.
+        side = _branch(query) if decode and has_prompts else None
+        with torch.cuda.stream(side):
+            if decode:
+                rows, lengths = batch.rows[:decode], batch.lengths[:decode]
+                own, sizes = query[:tokens], {"longest": batch.longest, "value_dim": value_dim, "out": out[:tokens]}
+                if batch.shared is None or window:  # a window sees little of a prefix
+                    self._decode(own, cache, table, rows, lengths, batch.queries, scale, window, **sizes)
+                else:
+                    self._shared_decode(own, cache, table, rows, lengths, batch.shared, scale, **sizes)
+        if has_prompts:
             assert batch.offsets is not None
             rows, lengths = batch.rows[decode:], batch.lengths[decode:]
             sizes = {"value_dim": value_dim, "out": out}
             self._prefill(query, cache, table, rows, lengths, batch.offsets, scale, window, **sizes)
+        if side is not None:
+            torch.cuda.current_stream().wait_stream(side)
         return out
+
+
+def _branch(query: Tensor) -> torch.cuda.Stream | None:
+    """Return another stream of the graph that is being captured, which begins after what is on this one."""
+    if not query.is_cuda or not torch.cuda.is_current_stream_capturing():
+        return None
+    side = _side_stream(query.device)
+    side.wait_stream(torch.cuda.current_stream())
+    return side
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 class PagedPast(Past):

@@ -215,9 +215,9 @@ class Runner:
     def _compile(self) -> None:
         """Compile the kernels of all steps in parallel. Their launches do nothing meanwhile: sampled tokens, which the
         next step would look up, are whatever the memory held."""
-        from craton.ml.kernels.triton.compile_ahead import compiling_ahead
+        from craton.ml.kernels.triton import compiling_ahead
 
-        with compiling_ahead():
+        with compiling_ahead(may_fork=self.peers is None):
             for body in self._bodies():
                 body()
                 self.table.next_token.zero_()

@@ -21,8 +21,8 @@ from craton.ml.serving.settings import SharingCosts
 
 REMEMBERED = 64  # the last answers, whose mean length predicts the next ones
 # Prefill makes a step longer for all decoding requests. So a step has no more prefill than needed:
-MIN_PREFILL_TOKENS = 384  # with decode for a hundred requests they fill a step that is no longer bound by reading weights
-PREFILL_STEPS = 10  # in which all waiting prompts would be prefilled
+MIN_STEP_TOKENS = 512  # with those, decode among them, a step is no longer bound by reading weights
+PREFILL_STEPS = 12  # in which all waiting prompts would be prefilled
 FIRST_OUTPUTS = 256.0  # expected output tokens of a request before any has ended
 MAX_ENDED = 64  # ended requests that may stay in the heap of waiting ones, beside one for each waiting one
 
@@ -124,15 +124,16 @@ class Scheduler:
         """Return the next step; None if there is nothing to compute now."""
         builder = StepBuilder(self.chunk_tokens)
         prefills: list[Sequence] = []
-        prefill_tokens = self._waiting_tokens
+        prefill_tokens, decoding = self._waiting_tokens, 0
         for sequence in list(self.running):
             pending = sequence.pending
             if pending != 1:
                 prefills.append(sequence)
                 prefill_tokens += pending
             elif builder.budget:
-                self._continue(sequence, 1, builder)
-        builder.budget = min(builder.budget, max(MIN_PREFILL_TOKENS, prefill_tokens // PREFILL_STEPS))
+                decoding += self._continue(sequence, 1, builder)
+        least = max(MIN_STEP_TOKENS - decoding, MIN_STEP_TOKENS // 2)
+        builder.budget = min(builder.budget, max(least, prefill_tokens // PREFILL_STEPS))
         for sequence in prefills:
             if builder.budget and sequence.row >= 0:
                 self._continue(sequence, _fitting(sequence, builder.budget), builder)

@@ -88,7 +88,7 @@ def served_seconds(row: ServedRow, constants: Any) -> Array:
     steps = ServedSteps(row.decode, constants)
     pool = ServedSteps(row.prefill, constants)
     dp, workers = row.decode.attention_dp, row.workers
-    first = named["first_token_seconds"]
+    first = named["first_token_seconds"] * row.prefill.first_token_factor
     context = row.prompt + 0.5 * row.output
     share = np.minimum(named["burst"] * row.first_wave, 0.9)
     # Requests of one replica; an offline run keeps every replica full.

@@ -42,7 +42,7 @@ def shape_of_config(name: str, config: dict[str, Any]) -> ModelShape:
             qk_rope=size("qk_rope_head_dim"),
             v_head=size("v_head_dim"),
         )
-    window, windowed = size("sliding_window"), 0
+    window, windowed, linear = size("sliding_window"), 0, 0
     if window:
         windowed = layers // 2 if kind == "gpt_oss" else layers
     elif kind == "llama4_text":
@@ -50,7 +50,8 @@ def shape_of_config(name: str, config: dict[str, Any]) -> ModelShape:
     elif kind == "glm_moe_dsa":
         window, windowed = SPARSE_TOKENS, layers
     elif kind.startswith("qwen3_5"):
-        window, windowed = LINEAR_WINDOW, layers * 3 // 4
+        window = LINEAR_WINDOW
+        windowed = linear = layers * 3 // 4
     if experts and not size("num_experts_per_tok"):
         raise UnrepresentableError(f"architecture of {name} not stated: num_experts_per_tok")
     return ModelShape(
@@ -72,4 +73,5 @@ def shape_of_config(name: str, config: dict[str, Any]) -> ModelShape:
         mtp_layers=size("num_nextn_predict_layers"),
         sliding_window=window,
         sliding_layers=windowed,
+        linear_layers=linear,
     )

@@ -171,7 +171,9 @@ def _burst(
 
 def _own_seconds(replica: ServedReplica, load: ServedLoad, batch: Array, step: _Step, tokens: Array) -> Array:
     """Return the seconds of the steps that compute prompts of these lengths."""
-    chunks = np.ceil(tokens / np.minimum(step.budget, replica.steps.step_budget(load.prefill.mean)))
+    chunks = np.ceil(
+        tokens / np.minimum(step.budget, replica.steps.step_budget(load.prefill.mean, batch / replica.attention_dp))
+    )
     return chunks * replica.mixed_seconds(load, batch, step.decode, tokens / chunks)
 
 

@@ -56,7 +56,7 @@ class ServedReplica:
 
     steps: ReplicaSteps
     attention_dp: Array = 1.0
-    first_token_seconds: Array = 0.0  # of a request outside the engine: HTTP, tokenizer
+    first_token_seconds: Array = 0.0  # of a request outside steps: HTTP, tokenizer, launches
     prefill_slowdown: Array = 1.0  # of prompt tokens in a step with decode
 
     def mixed_seconds(self, load: ServedLoad, batch: Array, decode: Array, tokens: Array) -> Array:
@@ -248,7 +248,7 @@ def _fixed_steps(
     """Return a rank's budget of prompt tokens beside `batch` requests in decode, a decode step and a full step;
     `waiting`: prompt tokens that a busy rank has."""
     steps = replica.steps
-    wanted = np.maximum(steps.step_budget(waiting), least)
+    wanted = np.maximum(steps.step_budget(waiting, batch / replica.attention_dp), least)
     budget = np.maximum(np.minimum(steps.step_tokens - batch / replica.attention_dp, wanted), 1.0)
     decode = steps.decode_seconds(batch, load.context_tokens)
     return budget, decode, replica.mixed_seconds(load, batch, decode, budget)

@@ -13,11 +13,13 @@ class ReplicaSteps(Protocol):
     max_running: Any  # requests of the replica
     gpus: Any  # of the replica
     join_steps: Any  # from a request's arrival to the step that begins its prefill
-    least_chunk: Any  # prompt tokens of a step, if as many wait
     prefill_steps: Any  # over which the scheduler spreads prompt tokens that wait
 
-    def step_budget(self, waiting: Any) -> Any:
-        """The largest prompt tokens of a step of one rank, if `waiting` tokens wait there."""
+    def least_chunk(self, decoding: Any = 0.0) -> Any:
+        """The prompt tokens of a step beside `decoding` requests, if as many wait."""
+
+    def step_budget(self, waiting: Any, decoding: Any = 0.0) -> Any:
+        """The largest prompt tokens of a step of one rank beside `decoding` requests, if `waiting` tokens wait."""
 
     def decode_seconds(self, batch: Any, context: Any) -> Any:
         """One decode step of `batch` requests of the replica with `context` tokens each."""

@@ -97,7 +97,8 @@ def candidates_of(
         steps = speculative_steps(job, machine, profile, steps, load.acceptance)
         if load.acceptance is None:
             unknown = acceptance_deviation(steps, TYPICAL_BATCH, load.context_tokens)
-    replica = ServedReplica(steps, terms.attention_dp, profile["first_token_seconds"], profile["prefill_slowdown"])
+    outside = profile["first_token_seconds"] * float(rows[0].first_token_factor)  # alike of all layouts
+    replica = ServedReplica(steps, terms.attention_dp, outside, profile["prefill_slowdown"])
     kv_bytes = kv_bytes_per_token(shape, KV_BYTES[precision.kv])
     deviation, ttft_deviation = math.hypot(prediction.log_deviation, unknown), first.log_deviation
     return ServedCandidates(
@@ -107,7 +108,7 @@ def candidates_of(
 
 def _idle_ttft(terms: ServingTerms, constants: Any, load: ServedLoad) -> Any:
     """Return the TTFT of a server without other requests."""
-    outside = constants[ENGINE_NAMES.index("first_token_seconds")]
+    outside = constants[ENGINE_NAMES.index("first_token_seconds")] * terms.first_token_factor
     prompt, cached = load.prefill.mean, load.prefix_hits * load.input.mean
     return outside + ServedSteps(terms, constants).prefill_seconds(prompt, cached)
 
