@@ -61,9 +61,7 @@ class Requests:
 
     def prefill(self, asked: list[int]) -> Callable[[int], Tensor]:
         query, offsets = gpu.normal(sum(asked), self.heads, WIDTH), gpu.integers(0, *accumulate(asked))
-        return lambda layer: paged.prefill_attention(
-            query, *self._where(layer), offsets, max(asked), SCALE, value_dim=KV_LORA
-        )
+        return lambda layer: paged.prefill_attention(query, *self._where(layer), offsets, SCALE, value_dim=KV_LORA)
 
     def _where(self, layer: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return self.cache[:, layer % self.cache.shape[1]], self.table, self.rows, self.sizes

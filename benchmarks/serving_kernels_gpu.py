@@ -172,11 +172,11 @@ def check_attention(cache: Tensor, table: Tensor, lengths: list[int]) -> None:
         name = f"decode {cache.dtype}, {queries} queries, window {window}, {heads} heads"
         check(name, partial(decoded, query, queries, window))
     asked = [min(length, 1 + 37 * index) for index, length in enumerate(lengths)]
-    offsets, longest = integers(0, *accumulate(asked)), max(asked)
+    offsets = integers(0, *accumulate(asked))
     query = normal(sum(asked), 32, HEAD_DIM)
 
     def filled(window: int) -> tuple[Tensor]:
-        return (paged.prefill_attention(query, cache, table, rows, sizes, offsets, longest, window=window),)
+        return (paged.prefill_attention(query, cache, table, rows, sizes, offsets, window=window),)
 
     for window in (0, 300):
         check(f"prefill {cache.dtype}, window {window}", partial(filled, window))
@@ -284,7 +284,8 @@ def compare_shared(members: int, others: int, shared: int, own: int, group: int)
     table = torch.zeros(requests, (shared + own) // PAGE, dtype=torch.int32, device="cuda")
     table[:members, : shared // PAGE] = tables[0, : shared // PAGE]
     table[:members, shared // PAGE :] = tables[1 : 1 + members, : own // PAGE]
-    table[members:] = tables[1 + members :, : (shared + own) // PAGE]
+    if others:
+        table[members:] = tables[1 + members :, : (shared + own) // PAGE]
     rows, sizes = torch.arange(requests, device="cuda").int(), integers(*[shared + own] * requests)
     one = (np.asarray([number], np.int32) for number in (members, 0, shared))
     numbers = group_numbers(PrefixGroups(np.arange(members, dtype=np.int32), *one), requests)
@@ -327,9 +328,9 @@ def prefill() -> None:
 def prefill_call(asked: list[int], lengths: list[int]) -> Callable[[int], Tensor]:
     cache, table = paged_cache(lengths, 1)
     rows, sizes = torch.arange(len(asked), device="cuda").int(), integers(*lengths)
-    offsets, longest = integers(0, *accumulate(asked)), max(asked)
+    offsets = integers(0, *accumulate(asked))
     query = normal(sum(asked), 32, HEAD_DIM)
-    return lambda _: paged.prefill_attention(query, cache[:, 0], table, rows, sizes, offsets, longest)
+    return lambda _: paged.prefill_attention(query, cache[:, 0], table, rows, sizes, offsets)
 
 
 def skinny() -> None:

@@ -21,6 +21,8 @@ from craton.ml.kernels.triton import (
     adapters,
     choose_kept,
     int4,
+    int4_many,
+    int4_single,
     latents,
     paged_decode,
     paged_prefill,
@@ -43,6 +45,8 @@ LATENTS: dict[str, Any] = {
     **{"ROWS": ROWS, "BLOCK": KEYS, "PREFIX_ROWS": ROWS, "PREFIX_BLOCK": KEYS, "TOKENS": 1, "TILE": KEYS},
     **{"SHARED": False, "REQUESTS": 256, "KV_LORA": 512, "HALF": 32, "LARGEST": 448.0, "HALF_BLOCK": 32},
 }
+PREFILL: dict[str, Any] = {**dict(zip(("ROWS", "TILE"), paged_prefill.NARROW, strict=False)), "TOKENS": 32}
+PREFILL |= {"REQUESTS": 256}
 CHOOSE: dict[str, Any] = {"WARPS": choose_kept.WARPS}
 LATENT_MERGE = dict(zip(("STEP", "WARPS", "ROWS"), paged_decode.LATENT_MERGE, strict=True))
 TYPES = {
@@ -60,7 +64,7 @@ INT4_TYPES = {
     **dict.fromkeys(("words", "other_words"), "*i32"),
     **dict.fromkeys(("scale", "other_scale"), "*fp16"),
     **dict.fromkeys(("zero", "other_zero"), "*u8"),
-    "rows": "i32",
+    **{"partial": "*fp32", "rows": "i32"},
 }
 # the kernel, its constants, other types, warps and stages
 KERNELS: dict[str, tuple[Any, ...]] = {
@@ -76,6 +80,15 @@ KERNELS: dict[str, tuple[Any, ...]] = {
     "attend to latents for drafts": (paged_decode._attend, {**LATENTS, "KV_HEADS": 16, "GROUP": 8, "QUERIES": 4}),
     "attend to latents in fp8": (paged_decode._attend, LATENTS | KEYS_IN_FP8, IN_FP8),
     "attend to latents with groups": (paged_decode._attend, {**LATENTS, "SHARED": True}),
+    "prefill": (paged_prefill._attend, PREFILL, {}, *paged_prefill.NARROW[2:]),
+    "prefill with blocks that tiles do not end with": (
+        paged_prefill._attend,
+        {**PREFILL, "PAGE": 24},
+        {},
+        *paged_prefill.NARROW[2:],
+    ),
+    "prefill with a window": (paged_prefill._attend, {**PREFILL, "WINDOW": 512}, {}, *paged_prefill.NARROW[2:]),
+    "prefill in fp8": (paged_prefill._attend, PREFILL, IN_FP8, *paged_prefill.NARROW[2:]),
     "prefill latents": (paged_prefill._attend, LATENTS),
     "prefill latents in fp8": (paged_prefill._attend, LATENTS | KEYS_IN_FP8, IN_FP8),
     "choose kept bf16": (choose_kept._choose_kept, {**CHOOSE, "SHIFT": 16}, {"logits": "*bf16"}),
@@ -107,15 +120,23 @@ def int4_kernels() -> dict[str, tuple[Any, dict[str, Any], dict[str, str], int, 
     """Every tile with zero points: groups of 128 in whole tiles, and of 32 in tiles that are partly padding."""
     base, bits = int4.ONES[torch.bfloat16]
     kernels = {}
-    for kind, tiles in (("linear", int4.TILES), ("gated", int4.GATED_TILES)):
-        for rows, (outs, slices, warps, stages) in tiles:
-            for group in (128, 32):
-                constants = {"GATED": kind == "gated", "ZEROED": True, "BIASED": kind == "linear", "EVEN": group == 128}
-                constants |= {"GROUP": group, "PAIRS": min(4, group // 16), "OUTS": outs, "SLICES": slices}
-                constants |= {"ROWS": max(8, rows), "UNIT": 128, "WORDS": 16, "BASE": base, "BITS": bits, "EARLY": True}
-                kernels[f"{kind} {rows} {group}"] = (int4._few, constants, INT4_TYPES, warps, stages)
-    constants = {"ZEROED": True, "GROUP": 128, "OUTS": int4.OUTS, "UNITS": int4.UNITS, "UNIT": 128, "WORDS": 16}
-    return {**kernels, "unpack": (int4._unpack, constants, INT4_TYPES, 4, 3)}
+    shared = {"ZEROED": True, "BASE": base, "BITS": bits, "EARLY": True}
+    for group in (128, 32):
+        of_group = {**shared, "EVEN": group == 128, "GROUP": group, "GROUPS": 128 // group, "PIECES": group // 16}
+        for kind, (outs, warps) in (("wide", int4.WIDE), ("long", int4.LONG), ("gated", int4.LONG)):
+            of_tile = {"GATED": kind == "gated", "BIASED": kind != "gated"}
+            of_tile |= {"OUTS": outs, "UNITS": int4.UNITS_PER_WARP * warps}
+            kernels[f"{kind} 1 in groups of {group}"] = (int4_single.single, of_group | of_tile, INT4_TYPES, warps, 3)
+        for rows, (outs, tile_rows, warps, stages) in int4.MANY:
+            for is_split in (False, True):
+                of_tile = {"OUTS": outs, "ROWS": tile_rows, "SPLIT": is_split, "BIASED": not is_split}
+                types = INT4_TYPES | {"out": "*fp32" if is_split else "*bf16"}
+                name = f"linear {rows}{' split' * is_split} in groups of {group}"
+                kernels[name] = (int4_many.many, of_group | of_tile, types, warps, stages)
+    constants = {**shared, "EVEN": True, "GROUP": 128, "OUTS": int4.OUTS, "COLUMNS": int4.COLUMNS}
+    kernels["unpack"] = (int4._unpack, constants, INT4_TYPES, int4.UNPACK_WARPS, 3)
+    constants = {**shared, "SUMS": int4.SUMS, "BIASED": True}
+    return {**kernels, "add splits": (int4_many.add_splits, constants, INT4_TYPES, 4, 3)}
 
 
 def adapter_kernels() -> dict[str, tuple[Any, dict[str, Any], dict[str, str], int, int]]:
@@ -138,21 +159,50 @@ def adapter_kernels() -> dict[str, tuple[Any, dict[str, Any], dict[str, str], in
             widen["OUTS"] = tiles.outs
             kernels[f"widen {layer} {rank} {name}"] = adapters._widen, block | widen, types, tiles.widen_warps, 3
         few = {**base, "LINES": lines, "SPLITS": -(-columns // adapters.SMALL.columns), "GATED": is_pair}
-        few |= {"SCALED": False, "BIASED": False, "EVEN": True}
-        for name, (kernel, tile, stages) in {
-            "one": (skinny._single, dict(zip(("OUTS", "COLUMNS"), skinny.LONG, strict=False)), 3),
-            "eight": (skinny._few, dict(zip(("OUTS", "COLUMNS", "SLICES"), skinny.FEW, strict=False)), skinny.FEW[-1]),
-        }.items():
-            warps = skinny.LONG[2] if name == "one" else skinny.FEW[3]
-            constants = {**few, **tile, "ROWS": skinny.MAX_ROWS}
-            kernels[f"skinny {layer} {rank} {name}"] = kernel, constants, types, warps, stages
+        few |= {"SCALED": False, "BIASED": False}
+        row, warps = row_constants(torch.bfloat16, torch.bfloat16, outs, columns, is_pair)
+        kernels[f"skinny {layer} {rank} one"] = skinny._single, few | row, types, warps, 3
+        row, warps = row_constants(torch.bfloat16, torch.float8_e4m3fn, outs, columns, is_pair)
+        in_fp8 = types | dict.fromkeys(("weight", "other"), "*fp8e4nv")
+        kernels[f"skinny {layer} {rank} one in fp8"] = skinny._single, few | row | {"SCALED": True}, in_fp8, warps, 3
+        tile = {**dict(zip(("OUTS", "COLUMNS", "SLICES"), skinny.FEW, strict=False)), "ROWS": skinny.MAX_ROWS}
+        kernels[f"skinny {layer} {rank} eight"] = skinny._few, few | tile | {"EVEN": True}, types, *skinny.FEW[3:]
     return kernels
 
 
-INT4, ADAPTERS = int4_kernels(), adapter_kernels()
+def row_kernels() -> dict[str, tuple[Any, dict[str, Any], dict[str, str], int, int]]:
+    """Matmuls of one row with the weights of Llama 3.1 8B, and with as many inputs as load at once."""
+    kernels = {}
+    kinds = {
+        "bf16": (torch.bfloat16, "*bf16"),
+        "fp32": (torch.float32, "*fp32"),
+        "fp8": (torch.float8_e4m3fn, "*fp8e4nv"),
+    }
+    layers = {"qkv": (6144, 4096, False), "gated": (14336, 4096, True), "down": (4096, 14336, False)}
+    layers["gated of 7,168"] = (18432, 7168, True)
+    for (kind, (dtype, pointer)), (layer, (outs, columns, is_gated)) in product(kinds.items(), layers.items()):
+        in_fp8 = kind == "fp8"
+        row, warps = row_constants(torch.bfloat16 if in_fp8 else dtype, dtype, outs, columns, is_gated)
+        row |= {"GATED": is_gated, "SCALED": in_fp8, "BIASED": not is_gated, "EARLY": True}
+        row |= {"LINES": 0, "SLOTS": 0, "RANK": 0, "SPLITS": 0}
+        types = dict.fromkeys(("x", "bias", "b", "other_b", "narrow", "out"), "*bf16" if in_fp8 else pointer)
+        types |= {**dict.fromkeys(("weight", "other"), pointer), **dict.fromkeys(("scale", "other_scale"), "*fp32")}
+        kernels[f"one row in {kind}, {layer}"] = skinny._single, row, types | {"slots": "*i32"}, warps, 3
+    return kernels
+
+
+def row_constants(
+    x: torch.dtype, weight: torch.dtype, outs: int, columns: int, is_gated: bool
+) -> tuple[dict[str, Any], int]:
+    row = torch.empty(1, columns, dtype=x, device="meta")
+    constants = skinny._one_row(row, torch.empty(outs, columns, dtype=weight, device="meta"), is_gated)
+    return constants, constants.pop("num_warps")
+
+
+INT4, ADAPTERS, ROW = int4_kernels(), adapter_kernels(), row_kernels()
 knobs.nvidia.dump_ptxas_log = knobs.compilation.always_compile = True
 for name in sys.argv[1:]:
     log = StringIO()
     with redirect_stdout(log):
-        ptx = ptx_of(*(INT4 | ADAPTERS | KERNELS)[name])
+        ptx = ptx_of(*(INT4 | ADAPTERS | ROW | KERNELS)[name])
     print(name, "mma" in ptx, sum(int(number) for number in re.findall(r"(\d+) bytes spill", log.getvalue())))

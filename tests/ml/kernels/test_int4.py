@@ -15,7 +15,8 @@ DTYPES = [torch.float16] + [torch.bfloat16] * (DEVICE == "cuda")  # Triton's int
 # (outputs, inputs, group, has zero points, rows): padded units, each group size within a unit and beyond it, each tile
 SMALL = [(20, 96, 32, True, 3)]
 LARGE = [(9, 80, 16, False, 1), (17, 192, 64, True, 3), (50, 1024, 128, True, 1), (40, 640, 640, False, 8)]
-LARGE += [(33, 512, 256, True, 16), (70, 576, 64, True, 20), (70, 256, 128, False, 64)]
+LARGE += [(33, 512, 256, True, 16), (70, 576, 64, True, 20), (70, 256, 128, False, 64), (70, 1200, 16, True, 70)]
+LARGE += [(9, 2176, 32, True, 1), (7, 4096, 128, True, 1), (5, 1152, 64, False, 1), (131, 128, 64, True, 1)]
 CASES = [*SMALL, *(pytest.param(*case, marks=pytest.mark.slow) for case in LARGE)]
 
 
@@ -91,7 +92,7 @@ def test_kernels_multiply_with_codes(
     bias = torch.randn(outs, generator=generator).to(DEVICE, dtype)
     product = x.double() @ exact.t()
     close(int4_linear(x, weight, bias), product + bias.double())
-    if rows <= int4.FEW_GATED_ROWS:
+    if rows == 1:  # a kernel of its own
         up, exact_up = packed(outs, columns, group, has_zero, seed=1)
         close(int4_gated(x, weight, up), silu(product) * (x.double() @ exact_up.t()))
 

@@ -83,7 +83,7 @@ def test_every_head_attends_to_the_latents_of_its_request() -> None:
     asked = [9, 1, 20, 5]
     query = torch.randn(sum(asked) + 2, 6, 24, device=DEVICE)
     offsets = offsets_of(asked)
-    out = paged.prefill_attention(query, *requests.where, offsets, 20, 0.3, value_dim=kv_lora)
+    out = paged.prefill_attention(query, *requests.where, offsets, 0.3, value_dim=kv_lora)
     for index, key in enumerate(requests.keys):
         own = slice(*offsets[index : index + 2].tolist())
         close(out[own], dense(query[own], key, key[..., :kv_lora], 0, 0.3))
@@ -136,7 +136,6 @@ def test_prefill_kernel(  # type: ignore[no-untyped-def]
         cache.to(kv),
         *where,
         offsets_of(asked),
-        max(asked),
         0.2,
         value_dim=kv_lora,
     )

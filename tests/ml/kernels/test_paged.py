@@ -94,7 +94,6 @@ def test_prefill_is_dense_attention_of_the_last_tokens(window: int) -> None:
         requests.rows,
         requests.lengths,
         torch.tensor(bounds, dtype=torch.int32, device=DEVICE),
-        20,
         scale=0.3,
         window=window,
     )

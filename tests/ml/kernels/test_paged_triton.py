@@ -25,8 +25,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles so small that short requests are several, and few places: heads are cut into pieces and take turns."""
     monkeypatch.setattr("craton.ml.kernels.triton.paged_decode.NARROW", (16, 4, 3, 2))
     monkeypatch.setattr("craton.ml.kernels.triton.paged_decode.LARGE_PIECE", 2)
-    monkeypatch.setattr("craton.ml.kernels.triton.paged_prefill.LARGE", (32, 16, 4, 2))
-    monkeypatch.setattr("craton.ml.kernels.triton.paged_prefill.SMALL", (16, 16, 4, 2))
+    monkeypatch.setattr("craton.ml.kernels.triton.paged_prefill.NARROW", (32, 16, 4, 2))
 
 
 def twin_and_kernel(monkeypatch: pytest.MonkeyPatch, operation, *arguments, **options):  # type: ignore[no-untyped-def]
@@ -92,6 +91,8 @@ PREFILLS = [
     ([30, 5], [50, 64], 2, 1, 48, 1, 20, torch.float32),
     ([3, 2, 4], [33, 2, 50], 4, 2, 16, 16, 0, torch.float16),
     ([25, 40], [70, 40], 4, 4, 16, 4, 9, torch.float16),
+    ([25, 9], [70, 90], 4, 2, 16, 24, 0, torch.float32),  # blocks that a tile does not end with
+    ([40], [90], 4, 2, 16, 64, 30, torch.float32),
 ]
 
 
@@ -112,7 +113,6 @@ def test_prefill_attention(  # type: ignore[no-untyped-def]
         requests.rows,
         requests.lengths,
         offsets,
-        max(asked),
         scale=0.2,
         window=window,
     )
@@ -129,7 +129,7 @@ def test_attention_over_a_cache_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, ours = twin_and_kernel(monkeypatch, paged.decode_attention, query, *where, longest=40)
     close(ours, plain)
     offsets = torch.tensor([0, 1, 2], dtype=torch.int32, device=DEVICE)
-    plain, ours = twin_and_kernel(monkeypatch, paged.prefill_attention, query, *where, offsets, 1)
+    plain, ours = twin_and_kernel(monkeypatch, paged.prefill_attention, query, *where, offsets)
     close(ours, plain)
 
 
@@ -199,7 +199,7 @@ def test_a_step_with_padding_requests_leaves_their_tokens_alone(
         out = torch.full_like(query, 7.0)
         pages = requests.cache, requests.table
         paged.decode_attention(query[:bound], *pages, decoding, decode_lengths, longest=200, out=out[:bound])
-        paged.prefill_attention(query, *pages, prefilling, prefill_lengths, offsets, len(query), out=out)
+        paged.prefill_attention(query, *pages, prefilling, prefill_lengths, offsets, out=out)
         assert bool((out[bounds[-1] :] == 7.0).all())
         results.append(out)
     close(results[1], results[0])

@@ -53,11 +53,12 @@ def test_gated(outs: int, columns: int, rows: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.usefixtures("_fused")
 @pytest.mark.parametrize("rows", [1, 3])
-def test_weights_in_fp8_with_a_scale_for_each_output(rows: int) -> None:
-    x = torch.randn(rows, 600, device=DEVICE)
-    gate, up = (torch.randn(40, 600, device=DEVICE).to(torch.float8_e4m3fn) for _ in range(2))
-    gate_scale, up_scale = torch.rand(2, 40, device=DEVICE) * 0.1
-    bias = torch.randn(40, device=DEVICE)
+@pytest.mark.parametrize(("outs", "columns"), [(40, 600), (33, 8192), (20, 8200), (9, 1025)])  # 600: less than a tile
+def test_weights_in_fp8_with_a_scale_for_each_output(outs: int, columns: int, rows: int) -> None:
+    x = torch.randn(rows, columns, device=DEVICE)
+    gate, up = (torch.randn(outs, columns, device=DEVICE).to(torch.float8_e4m3fn) for _ in range(2))
+    gate_scale, up_scale = torch.rand(2, outs, device=DEVICE) * 0.1
+    bias = torch.randn(outs, device=DEVICE)
     plain_gate, plain_up = (
         x.double() @ (weight.double() * scale.double()[:, None]).t()
         for weight, scale in ((gate, gate_scale), (up, up_scale))

@@ -60,7 +60,7 @@ def served_logits(
         if count <= 3:
             batch.decode, batch.queries = requests, count
         else:
-            batch.offsets, batch.longest_query = count * torch.arange(requests + 1).int(), count
+            batch.offsets = count * torch.arange(requests + 1).int()
         past.begin(batch)
         rope = tuple(
             part.view(1, requests * count, -1) for part in rope_tables(place, shape.mla.qk_rope, model.config.rope)

@@ -20,8 +20,9 @@ from craton.ml.kernels import elementwise
 UNIT, WORDS, NIBBLES = 128, 16, 8  # columns of a unit, its words, codes of a word
 GROUPS = (16, 32, 64)  # sizes of groups; or any multiple of UNIT
 CODES, MIDDLE_CODE = 16, 8  # number of codes, and the zero point of a weight without zero points
-FEW_INT4_ROWS, FEW_GATED_ROWS = 64, 16  # up to these the kernels multiply with codes; above, the weight is unpacked
-SCRATCH_BYTES = 32 << 20  # of an unpacked weight: it stays in the L2 cache (50 MB on Hopper) until it is multiplied
+FEW_INT4_ROWS = 64  # up to these the kernels multiply with codes; above, the weight is unpacked
+SCRATCH_BYTES = 128 << 20  # of an unpacked weight
+SCRATCH_OUTS = 256  # the matmul's tiles: other numbers of outputs leave multiprocessors idle, or rows unaligned
 
 
 class Int4Weight(NamedTuple):
@@ -110,6 +111,7 @@ def int4_linear(x: Tensor, weight: Int4Weight, bias: Tensor | None = None) -> Te
 
         return int4.linear(x, weight.words, weight.scale, weight.zero, weight.group, bias)
     outs = max(1, SCRATCH_BYTES // (weight.columns * x.element_size()))
+    outs -= outs % SCRATCH_OUTS if outs > SCRATCH_OUTS else 0
     if outs >= len(weight.words):
         return linear(x, dequantize_int4(weight, x.dtype), bias)
     out = x.new_empty(len(x), len(weight.words))
@@ -126,10 +128,9 @@ def int4_linear(x: Tensor, weight: Int4Weight, bias: Tensor | None = None) -> Te
 
 
 def int4_gated(x: Tensor, gate: Int4Weight, up: Int4Weight) -> Tensor:
-    """silu(x · gateᵀ) · (x · upᵀ) for x [rows, in]; one kernel for up to FEW_GATED_ROWS rows, if both have the same
-    groups."""
+    """silu(x · gateᵀ) · (x · upᵀ) for x [rows, in]; one kernel for one row, if both have the same groups."""
     is_alike = gate.group == up.group and (gate.zero is None) == (up.zero is None)
-    if is_alike and _takes_codes(x, FEW_GATED_ROWS):
+    if is_alike and _takes_codes(x, 1):
         from craton.ml.kernels.triton import int4
 
         return int4.gated(x, gate[:3], up[:3], gate.group)

@@ -174,7 +174,6 @@ def prefill_attention(
     rows: Tensor,
     lengths: Tensor,
     offsets: Tensor,
-    longest_query: int,
     scale: float | None = None,
     window: int = 0,
     *,
@@ -184,18 +183,16 @@ def prefill_attention(
     """Prefill: the last tokens of each request attend to all tokens up to themselves, or to the last `window`: query
     [tokens, heads, head_dim] → the same, with `value_dim` [tokens, heads, value_dim].
 
-    Request b's tokens are query[offsets[b] : offsets[b + 1]], at most `longest_query`. Tokens before the first offset
+    Request b's tokens are query[offsets[b] : offsets[b + 1]]. Tokens before the first offset
     and after the last one have undefined results. With `out`, contiguous, results are written there, and nothing to
     those tokens.
     """
     if elementwise.is_fused(query):
         from craton.ml.kernels.triton import paged_prefill
 
-        return paged_prefill.attention(
-            query, cache, table, rows, lengths, offsets, longest_query, scale, window, value_dim, out
-        )
+        return paged_prefill.attention(query, cache, table, rows, lengths, offsets, scale, window, value_dim, out)
     return plain_prefill_attention(
-        query, cache, table, rows, lengths, offsets, longest_query, scale, window, value_dim=value_dim, out=out
+        query, cache, table, rows, lengths, offsets, scale, window, value_dim=value_dim, out=out
     )
 
 
@@ -230,7 +227,6 @@ def plain_prefill_attention(
     rows: Tensor,
     lengths: Tensor,
     offsets: Tensor,
-    longest_query: int,
     scale: float | None = None,
     window: int = 0,
     *,
@@ -238,7 +234,6 @@ def plain_prefill_attention(
     out: Tensor | None = None,
 ) -> Tensor:
     """`prefill_attention` in plain PyTorch."""
-    del longest_query  # only kernels need it
     mixed = out if out is not None else query.new_zeros(*query.shape[:2], value_dim or query.shape[2])
     bounds = offsets.tolist()
     for request, (begin, end) in enumerate(pairwise(bounds)):

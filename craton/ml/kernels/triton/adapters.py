@@ -32,7 +32,7 @@ class Tiles:
     widen_warps: int
 
 
-SMALL, LARGE = Tiles(16, 1024, 4, 64, 4), Tiles(64, 2048, 4, 128, 8)
+SMALL, LARGE = Tiles(16, 1024, 4, 64, 4), Tiles(64, 1024, 4, 128, 8)
 MAX_LINES = 64  # rows of A in a tile
 MAX_LANES = 8  # programs that share the slots of a block of tokens
 

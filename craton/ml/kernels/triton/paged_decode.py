@@ -28,14 +28,14 @@ from craton.ml.kernels.triton.paged_shared import attend_prefix, pick, plan_pref
 # (keys of a tile, warps, stages of the pipeline, programs a multiprocessor runs) for keys of up to 256 bytes, and wider
 NARROW, WIDE = (64, 4, 3, 3), (32, 4, 3, 3)
 WHOLE_TILES = 2  # up to this a head is always one piece
-LARGE_PIECE = 16  # tiles per piece above which more pieces per slot are preferred to larger ones
+LARGE_PIECE = 4  # tiles per piece above which more pieces per slot are preferred to larger ones
 MAX_ROUNDS = 4  # maximum pieces per slot, for heads that are split
 # The same where prefixes are shared: smaller pieces, because results are merged anyway and prefixes take some of the
 # slots, which are fewer, because the programs of prefixes need more registers
 SHARED_LARGE_PIECE, SHARED_MAX_ROUNDS, SHARED_PER_PROCESSOR = 2, 2, 2
 # (partial results per iteration, warps, queries per program) of the merge, if all its programs run at once with one
 # query each, and if they do not; the last where prefixes are shared
-FAST_MERGE, LIGHT_MERGE, SHARED_MERGE = (64, 4, 1), (8, 1, 4), (4, 1, 4)
+FAST_MERGE, LIGHT_MERGE, SHARED_MERGE = (16, 2, 1), (8, 1, 4), (4, 1, 4)
 LATENT_MERGE = (8, 4, 2)  # of rows four times as wide
 LOG2_E = 1.4426950408889634
 

@@ -2,7 +2,8 @@
 
 A program handles a block of one request's tokens with all heads that share a key/value head, or as many heads over
 latents as fit. The blocks of all requests are numbered consecutively with at most one spare number per request, so a
-launch knows their count from the number of tokens alone. The last blocks, which see the most keys, start first.
+launch knows their count from the number of tokens alone. The last blocks, which see the most keys, start first, and the
+heads of a block together: so the last ones to end have the least work.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from torch import Tensor
 from craton.ml.kernels.triton.latents import heads_of_tile, latent_tiles, tail_of, tail_options
 from craton.ml.kernels.triton.launch import launch_options, request_bound, wait_for_inputs
 
-# (rows of a block, keys of a tile, warps, stages of the pipeline) for many rows, for few, and for keys above 256 bytes
-LARGE, SMALL, WIDE = (128, 64, 8, 3), (64, 64, 4, 3), (64, 32, 4, 2)
+# (rows of a block, keys of a tile, warps, stages of the pipeline) for keys of up to 256 bytes, and wider
+NARROW, WIDE = (128, 64, 8, 3), (64, 32, 4, 2)
 LOG2_E = 1.4426950408889634
 
 
@@ -49,11 +50,19 @@ def _attend_tiles(
     dim_live = (dim < HEAD_DIM)[None, :]
     keys += dim[None, :]
     place = begin + tl.arange(0, TILE)
-    block = tl.load(blocks + place // PAGE, mask=place < length, other=0)
+    has_whole_pages: tl.constexpr = TILE % PAGE == 0  # so the place in a page is the same in every tile
+    within = ((place % PAGE) * place_stride).to(tl.int64)
+    number = blocks + place // PAGE
+    block = tl.load(number, mask=place < length, other=0)
     for _ in range(begin, end, TILE):
-        source = (block.to(tl.int64) * block_stride + (place % PAGE) * place_stride)[:, None]
+        source = (block.to(tl.int64) * block_stride + within)[:, None]
         # prefetch the block numbers of the next tile, so that its keys need not wait for them
-        block = tl.load(blocks + (place + TILE) // PAGE, mask=place + TILE < length, other=0)
+        if has_whole_pages:
+            number += TILE // PAGE
+        else:
+            within = ((place + TILE) % PAGE * place_stride).to(tl.int64)
+            number = blocks + (place + TILE) // PAGE
+        block = tl.load(number, mask=place + TILE < length, other=0)
         live = place < length
         key_live = dim_live
         if MASKED:
@@ -120,8 +129,8 @@ def _attend(
     EARLY: tl.constexpr,
 ):
     wait_for_inputs(EARLY)
-    number = tl.num_programs(0) - 1 - tl.program_id(0)
-    head = tl.program_id(1)
+    number = tl.num_programs(1) - 1 - tl.program_id(1)
+    head = tl.program_id(0)
     index = tl.arange(0, REQUESTS)
     # request b's blocks are numbered from offsets[b] // TOKENS + b: enough numbers for it before the next request's
     numbered = tl.load(offsets + index, mask=index < requests, other=0) // TOKENS + index
@@ -223,7 +232,6 @@ def attention(
     rows: Tensor,
     lengths: Tensor,
     offsets: Tensor,
-    longest_query: int,
     scale: float | None,
     window: int,
     value_dim: int = 0,
@@ -236,8 +244,7 @@ def attention(
     _, _, kv_heads, page, _ = cache.shape
     requests, group = rows.shape[0], heads // kv_heads
     assert query.stride(2) == cache.stride(4) == table.stride(1) == 1
-    narrow = SMALL if longest_query * group <= SMALL[0] else LARGE
-    block_rows, tile, warps, stages = narrow if head_dim * query.element_size() <= 256 else WIDE
+    block_rows, tile, warps, stages = NARROW if head_dim * query.element_size() <= 256 else WIDE
     if sizes is not None:
         block_rows, tile, warps, stages = sizes.max_rows, sizes.keys, sizes.warps, sizes.stages
     block_rows = max(block_rows, triton.next_power_of_2(group))
@@ -246,7 +253,7 @@ def attention(
     if out is None:
         out = query.new_empty(tokens, heads, out_dim)
     assert out.is_contiguous()
-    _attend[(tokens // block_tokens + requests, kv_heads)](
+    _attend[(kv_heads, tokens // block_tokens + requests)](
         query,
         cache,
         table,
@@ -265,7 +272,7 @@ def attention(
         DIM=triton.next_power_of_2(out_dim),
         PAGE=page,
         WINDOW=window,
-        REQUESTS=request_bound(requests),
+        REQUESTS=max(256, request_bound(requests)),  # one kernel for nearly all servers
         TOKENS=block_tokens,
         ROWS=block_rows,
         TILE=tile,

@@ -1,9 +1,13 @@
 """Triton: matmuls of a few rows with a weight, bound by reading the weight.
 
-One row is multiplied and summed in registers, K split over the threads of a program; the first tile of the weight loads
-before the row is ready. Two or more rows use the tensor cores, K split over the warps of a program, each with its own
-sums, because a chain of dependent multiplications would take longer than loading the next tile. fp8 weights are
-converted to the dtype of the rows in registers, and their scales are applied to the sums.
+One row is multiplied and summed in registers, K split over the threads of a program. Several tiles of the weight load
+at once, the first ones before the row is ready. A thread holds as many numbers of the row as of an output, so the row
+needs no shared memory, and no tile is carried from one iteration to the next, for which the compiler would split fp8
+into single bytes.
+
+Two or more rows use the tensor cores, K split over the warps of a program, each with its own sums, because a chain of
+dependent multiplications would take longer than loading the next tile. fp8 weights are converted to the dtype of the
+rows in registers, and their scales are applied to the sums.
 
 LoRA adapters are added to the sums, from the product of the rows with A that the preceding kernel made.
 """
@@ -19,15 +23,44 @@ from torch import Tensor
 from craton.ml.kernels.triton.adapters import Narrow, widened
 from craton.ml.kernels.triton.launch import launch_options, wait_for_inputs
 
-# (outputs of a program, inputs of a tile, warps) for one row: long weights, short ones, and fp8
-LONG, SHORT, NARROW = (2, 2048, 4), (4, 512, 4), (4, 512, 2)
+# (outputs of a program, maximum tiles that load at once, warps) for one row: 16 and 32 bits; fp8 with more inputs than
+# outputs, with more outputs, and with gate and up at once
+ONE_ROW, FP8_LONG, FP8_WIDE, FP8_GATED = (2, 7, 4), (4, 4, 2), (2, 8, 1), (1, 8, 1)
+LOAD_BYTES = 16  # of the row, for a thread and a tile
 # (outputs of a program, inputs of a tile, slices of these, warps, pipeline stages) for two rows and more, and for fp32,
 # of which shared memory holds half as many
 FEW, FEW_EXACT = (16, 256, 2, 2, 7), (16, 256, 2, 2, 3)
 MAX_ROWS = 8  # the smallest tile that the tensor cores multiply
 
 
-@triton.jit(do_not_specialize=["outs"], do_not_specialize_on_alignment=["slots"])
+@triton.jit
+def _load_tiles(weight, place, column, start, columns, EVEN: tl.constexpr, COLUMNS: tl.constexpr, TILES: tl.constexpr):
+    """Return the TILES tiles from column `start`."""
+    tiles = tl.tuple(())
+    for number in tl.static_range(TILES):
+        first = start + number * COLUMNS
+        live = (EVEN | (first + column < columns))[None, :]
+        tiles += (tl.load(weight + place + first, mask=live, other=0.0, eviction_policy="evict_first"),)
+    return tiles
+
+
+@triton.jit
+def _load_row(x, column, start, columns, EVEN: tl.constexpr, COLUMNS: tl.constexpr, TILES: tl.constexpr):
+    values = tl.tuple(())
+    for number in tl.static_range(TILES):
+        first = start + number * COLUMNS
+        values += (tl.load(x + first + column, mask=EVEN | (first + column < columns), other=0.0),)
+    return values
+
+
+@triton.jit
+def _add_products(total, tiles, values, TILES: tl.constexpr):
+    for number in tl.static_range(TILES):
+        total += tiles[number].to(tl.float32) * values[number].to(tl.float32)[None, :]
+    return total
+
+
+@triton.jit(do_not_specialize=["units", "outs"], do_not_specialize_on_alignment=["slots"])
 def _single(
     x,
     weight,
@@ -40,7 +73,7 @@ def _single(
     slots,
     narrow,
     out,
-    columns,
+    units,
     outs,
     GATED: tl.constexpr,
     SCALED: tl.constexpr,
@@ -50,33 +83,36 @@ def _single(
     RANK: tl.constexpr,
     SPLITS: tl.constexpr,
     EVEN: tl.constexpr,
+    UNIT: tl.constexpr,
     OUTS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    TILES: tl.constexpr,
     EARLY: tl.constexpr,
 ):
+    # The compiler learns of no larger divisor of the columns than UNIT, so a thread loads UNIT of them at once.
+    columns = units * UNIT
     index = tl.program_id(0) * OUTS + tl.arange(0, OUTS)
     column = tl.arange(0, COLUMNS)
-    place = (index % outs).to(tl.int64)[:, None] * columns + column[None, :]
-    begun = (EVEN | (column < columns))[None, :]
-    tile = tl.load(weight + place, mask=begun, other=0.0, eviction_policy="evict_first")
+    place = tl.minimum(index, outs - 1).to(tl.int64)[:, None] * columns + column[None, :]
+    tiles = _load_tiles(weight, place, column, 0, columns, EVEN, COLUMNS, TILES)
     if GATED:
-        other_tile = tl.load(other + place, mask=begun, other=0.0, eviction_policy="evict_first")
+        other_tiles = _load_tiles(other, place, column, 0, columns, EVEN, COLUMNS, TILES)
     if LINES > 0:
         is_used = tl.load(slots) >= 0
     wait_for_inputs(EARLY)
-    total = tl.zeros([OUTS, COLUMNS], tl.float32)
+    values = _load_row(x, column, 0, columns, EVEN, COLUMNS, TILES)
+    total = _add_products(tl.zeros([OUTS, COLUMNS], tl.float32), tiles, values, TILES)
     other_total = tl.zeros([OUTS, COLUMNS], tl.float32)
-    for start in range(0, columns, COLUMNS):
-        here = EVEN | (start + column < columns)
-        value = tl.load(x + start + column, mask=here, other=0.0).to(tl.float32)[None, :]
-        more = (start + COLUMNS + column < columns)[None, :]
-        following = tl.load(weight + place + start + COLUMNS, mask=more, other=0.0, eviction_policy="evict_first")
-        total += tile.to(tl.float32) * value
-        tile = following
+    if GATED:
+        other_total = _add_products(other_total, other_tiles, values, TILES)
+    for start in range(TILES * COLUMNS, columns, TILES * COLUMNS):
+        tiles = _load_tiles(weight, place, column, start, columns, EVEN, COLUMNS, TILES)
         if GATED:
-            following = tl.load(other + place + start + COLUMNS, mask=more, other=0.0, eviction_policy="evict_first")
-            other_total += other_tile.to(tl.float32) * value
-            other_tile = following
+            other_tiles = _load_tiles(other, place, column, start, columns, EVEN, COLUMNS, TILES)
+        values = _load_row(x, column, start, columns, EVEN, COLUMNS, TILES)
+        total = _add_products(total, tiles, values, TILES)
+        if GATED:
+            other_total = _add_products(other_total, other_tiles, values, TILES)
     live = index < outs
     result = tl.sum(total, 1)
     if SCALED:
@@ -242,18 +278,8 @@ def _launch(
         **launch_options(x),
     }
     if rows == 1:
-        wide = LONG if columns >= LONG[1] else SHORT
-        tile_outs, tile_columns, warps = wide if scale is None else NARROW
-        _single[(triton.cdiv(outs, tile_outs),)](
-            *arguments,
-            columns,
-            outs,
-            EVEN=columns % tile_columns == 0,
-            OUTS=tile_outs,
-            COLUMNS=tile_columns,
-            num_warps=warps,
-            **options,
-        )
+        row = _one_row(x, weight, other is not None)
+        _single[(triton.cdiv(outs, row["OUTS"]),)](*arguments, columns // row["UNIT"], outs, **row, **options)
     else:
         tile_outs, tile_columns, slices, warps, stages = FEW if x.element_size() == 2 else FEW_EXACT
         _few[(triton.cdiv(outs, tile_outs),)](
@@ -271,3 +297,26 @@ def _launch(
             **options,
         )
     return out
+
+
+def _one_row(x: Tensor, weight: Tensor, is_gated: bool) -> dict[str, int]:
+    """Return the constants of a program of one row, and its warps."""
+    outs, columns = weight.shape
+    if weight.element_size() > 1:
+        tile_outs, max_tiles, warps = ONE_ROW
+    elif is_gated:
+        tile_outs, max_tiles, warps = FP8_GATED
+    else:
+        tile_outs, max_tiles, warps = FP8_WIDE if outs > columns else FP8_LONG
+    inputs = LOAD_BYTES // x.element_size()
+    tile_columns = 32 * warps * inputs
+    all_tiles = triton.cdiv(columns, tile_columns)
+    tiles = triton.cdiv(all_tiles, triton.cdiv(all_tiles, max_tiles))
+    return {
+        "EVEN": columns % (tiles * tile_columns) == 0,
+        "UNIT": inputs if columns % inputs == 0 else 1,
+        "OUTS": tile_outs,
+        "COLUMNS": tile_columns,
+        "TILES": tiles,
+        "num_warps": warps,
+    }

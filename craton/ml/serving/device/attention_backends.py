@@ -40,7 +40,6 @@ class AttentionBatch:
     slots: Tensor  # int64 [tokens], where each token's key and value are stored
     decode: int
     offsets: Tensor | None = None  # int32 [prefills + 1], where each prefill's tokens begin, and where the last ends
-    longest_query: int = 0  # of the prefills
     longest: int = 0  # upper bound on the tokens of any request
     queries: int = 1
     shared: SharedPrefixes | None = None  # of the first `decode` requests, with one query each
@@ -88,8 +87,8 @@ class AttentionBackend:
         if has_prompts:
             assert batch.offsets is not None
             rows, lengths = batch.rows[decode:], batch.lengths[decode:]
-            offsets, most, sizes = batch.offsets, batch.longest_query, {"value_dim": value_dim, "out": out}
-            self._prefill(query, cache, table, rows, lengths, offsets, most, scale, window, **sizes)
+            sizes = {"value_dim": value_dim, "out": out}
+            self._prefill(query, cache, table, rows, lengths, batch.offsets, scale, window, **sizes)
         if side is not None:
             torch.cuda.current_stream().wait_stream(side)
         return out

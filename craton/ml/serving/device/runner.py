@@ -296,7 +296,6 @@ class Runner:
             self._slots(token_rows, positions),
             inputs.decode,
             inputs.offsets,
-            longest_query=len(tokens),
             longest=self.longest,
         )
         self.past.begin(batch)
@@ -365,7 +364,6 @@ class Runner:
             self._slots(token_rows, positions),
             work.decode,
             offsets,
-            longest_query=int(counts[work.decode :].max(initial=0)),
             longest=self.longest,
             shared=None if work.groups is None else shared_prefixes(groups_sent, work.decode),
         )
