@@ -12,6 +12,7 @@ import torch
 from model_pairs import VOCABULARY, pair
 from test_engine import engine_of
 
+from craton.ml.serving.device import sampler
 from craton.ml.serving.device.prompt_graphs import MAX_PROMPTS, PromptGraphs, token_counts
 from craton.ml.serving.engine.engine import Engine
 from craton.ml.serving.messages import Sampling, Submit
@@ -149,13 +150,14 @@ def step(counts: list[int]) -> StepInput:
     return StepInput(rows, numbers, numbers, decode, np.zeros(sum(counts) - decode, np.int32), last, rows)
 
 
-def test_every_kind_of_step_runs_in_order_before_a_capture() -> None:
-    """What compiles ahead runs them all, without a device that could compile."""
+def test_every_kind_of_step_runs_before_a_capture_whatever_kernels_return(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What compiles ahead runs them all while launches do nothing: sampled tokens are what their memory held."""
     runner: Any = engine_of(**SETTINGS, graphs="always")._executor
+    for name in ("choose", "choose_kept"):
+        monkeypatch.setattr(
+            sampler, name, lambda logits, *_: (torch.full((len(logits),), 1 << 40), logits[:, 0].float())
+        )
     kinds = len(runner.graphs.sizes[1]) * 2 + len(runner.prompt_graphs.sizes) * len(runner.prompt_graphs.bounds)
     with torch.inference_mode():
-        bodies = 0
-        for body in runner._bodies():
-            body()
-            bodies += 1
-    assert bodies == kinds + 6 + 1  # steps without a graph, and samplers
+        assert runner._run_every_body() == kinds + 6 + 1  # steps without a graph, and samplers
+    assert not runner.table.next_token.any()

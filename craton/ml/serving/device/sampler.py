@@ -77,9 +77,10 @@ def sample(
 
 
 def logprobs_of(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Return log-probabilities [rows] of these tokens; NaN for token -1."""
+    """Return log-probabilities [rows] of these tokens; NaN for token -1. Tokens beyond the vocabulary do no harm: while
+    kernels only compile, tokens are what their memory held."""
     logits = logits.float()
-    logprobs = logits.gather(-1, tokens.clamp(min=0).unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)
+    logprobs = logits.gather(-1, tokens.clamp(0, logits.shape[-1] - 1).unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)
     return logprobs.masked_fill(tokens < 0, torch.nan)
 
 
