@@ -173,7 +173,7 @@ def test_the_shipped_profile_predicts_our_own_server() -> None:
     for case, value in zip(cases, shipped, strict=True):
         errors.setdefault(case.metric, []).append(abs(value / case.measured - 1.0))
     medians = {metric: median(found) for metric, found in errors.items()}
-    assert sum(map(len, errors.values())) >= 50
+    assert sum(map(len, errors.values())) >= 25
     assert medians["tpot_seconds"] < 0.05, errors
     assert medians["tokens_per_second_per_gpu"] < 0.08, errors
     assert medians["ttft_seconds"] < 0.25, errors

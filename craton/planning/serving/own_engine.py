@@ -44,7 +44,7 @@ def draft_steps(model: ServedModel, machine: MachineRates, profile: EngineProfil
 
 def roofline_steps(steps: ServedSteps) -> ServedSteps:
     """Return the minimum times of the same steps: every kernel at its measured rate, and nothing else."""
-    return ServedSteps(replace(steps.work, read_slowdown=1.0), ROOFLINE)
+    return ServedSteps(replace(steps.work, row_read_slowdown=1.0, read_slowdown=1.0), ROOFLINE)
 
 
 def own_terms(

@@ -55,7 +55,8 @@ class ServedSteps:
         stage_rows = np.maximum(batch / t.pp, 1.0 * (batch > 0)) + tokens * t.attention_dp
         floor = c["kernel_slowdown"]
         packing = np.minimum(np.maximum(rows - t.unpacked_tokens, 0.0), 1.0) * t.packing_seconds
-        weights = (t.weights_seconds * t.read_slowdown + packing) / c["weight_rate"]
+        slowdown = t.row_read_slowdown + (t.read_slowdown - t.row_read_slowdown) * np.clip(rows - 1.0, 0.0, 1.0)
+        weights = (t.weights_seconds * slowdown + packing) / c["weight_rate"]
         multiply = rows * t.token_seconds / c["matmul_rate"]
         matmul = _larger(weights, multiply, t.sharpness) + floor * t.matmul_floor_seconds
         expert_rows = stage_rows / t.expert_groups

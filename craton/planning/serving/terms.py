@@ -54,11 +54,11 @@ FIRST_TOKEN_LAYERS = 40.0  # up to so many, the time of a request outside its st
 # Craton's scheduler spreads prompts over steps, which keeps each short for the requests in decode.
 OWN_LEAST_TOKENS, OWN_PREFILL_STEPS = 512, 12.0
 OWN_JOIN_STEPS = 1.5  # the next step is launched while one runs
-# Its fp8 matmuls read weights at 57 % of copy bandwidth, its bf16 matmuls at 90 %, and each quantizes its input first.
-OWN_FP8_READ, OWN_FP8_LAUNCHES = 1.45, 1.5
-# Its int4 kernels multiply up to so many tokens with packed weights; for more they are unpacked to bf16 in each step.
-# The time is that of the bytes; the kernels have not been timed.
-OWN_INT4_TOKENS = 64.0
+# Its matmuls of one row and of more, in times of reading the bytes of the weight (measured on one H200; those of bf16
+# take 1.0 and 1.1). fp8 matmuls quantize their input first.
+OWN_FP8_READS, OWN_INT4_READS = (1.1, 1.45), (2.1, 4.5)
+OWN_FP8_LAUNCHES = 1.5
+OWN_INT4_TOKENS = 64.0  # up to so many packed weights are multiplied; for more they are unpacked to bf16 in each step
 GPU_SHARE = 0.9  # of the GPU's memory that an engine uses
 WORKSPACE_BYTES = 4e9  # libraries, CUDA graphs, activations
 
@@ -92,7 +92,8 @@ class ServingTerms:
     moe_layers: float
     launches: float  # layers, by the kernels that a step with prefill launches in each
     weights_seconds: float  # reading all dense weights
-    read_slowdown: float  # of kernels that cannot read their format at the rate of a copy
+    row_read_slowdown: float  # of kernels that cannot read their format at the rate of a copy, for one row
+    read_slowdown: float  # for more
     packing_seconds: float  # rearranging them before more than `unpacked_tokens` are multiplied
     unpacked_tokens: float
     token_seconds: float  # multiplying a token with them
@@ -230,6 +231,7 @@ def serving_terms(
     special = (OWN_LATENT_LAUNCHES if is_own else LATENT_LAUNCHES) * special_layers
     launches = shape.layers + special + shape.moe_layers
 
+    reads = OWN_FP8_READS if is_own_fp8 else OWN_INT4_READS if is_own_int4 and not is_cpu else (1.0, 1.0)
     floor, moved = _collectives(shape, machine, layout, _own_reductions(shape, layout) if is_own else None)
     return ServingTerms(
         gpus=layout.replica_gpus,
@@ -239,7 +241,8 @@ def serving_terms(
         moe_layers=shape.moe_layers,
         launches=launches * (OWN_FP8_LAUNCHES if is_own_fp8 else 1.0),
         weights_seconds=weight_bytes / stream,
-        read_slowdown=OWN_FP8_READ if is_own_fp8 else 1.0,
+        row_read_slowdown=reads[0],
+        read_slowdown=reads[1],
         packing_seconds=packed_bytes / stream,
         unpacked_tokens=OWN_INT4_TOKENS if is_own_int4 and not is_cpu else 0.0 if is_own_int4 else 1.0,
         token_seconds=multiply,
