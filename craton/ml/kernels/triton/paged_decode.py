@@ -28,7 +28,7 @@ from craton.ml.kernels.triton.paged_shared import attend_prefix, pick, plan_pref
 # (keys of a tile, warps, stages of the pipeline, programs a multiprocessor runs) for keys of up to 256 bytes, and wider
 NARROW, WIDE = (64, 4, 3, 3), (32, 4, 3, 3)
 WHOLE_TILES = 2  # up to this a head is always one piece
-LARGE_PIECE = 4  # tiles per piece above which more pieces per slot are preferred to larger ones
+LARGE_PIECE = 8  # tiles per piece above which more pieces per slot are preferred to larger ones
 MAX_ROUNDS = 4  # maximum pieces per slot, for heads that are split
 # The same where prefixes are shared: smaller pieces, because results are merged anyway and prefixes take some of the
 # slots, which are fewer, because the programs of prefixes need more registers
