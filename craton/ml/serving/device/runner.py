@@ -132,6 +132,7 @@ class Runner:
             else:  # two tokens, then one, of as many requests as get drafts
                 self.graphs = DecodeGraphs(self, min(settings.max_running, MAX_DRAFTED // 2), (1,))
         self.drafter: Drafter | None = None
+        self._is_compiled = False
 
     @property
     def token_bytes(self) -> int:
@@ -200,8 +201,9 @@ class Runner:
 
     def capture(self) -> None:
         """Capture the CUDA graphs and compile kernels; weights and KV cache must be allocated."""
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" and not self._is_compiled:
             self._compile()
+            self._is_compiled = True
         if self.graphs is not None:
             self.graphs.capture()
         if self.graphs is not None or self.device.type == "cuda":
