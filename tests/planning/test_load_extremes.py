@@ -67,7 +67,8 @@ def test_input_tokens_have_a_price_for_a_lone_user_too() -> None:
         prices.append(row.dollars_per_million_input.value)
         # The share of time that one request alone spends in prefill.
         assert row.prefill_share >= 0.9 * row.ttft["mean"].value / row.e2e["mean"].value / users
-    assert prices == sorted(prices, reverse=True)
+    assert prices[0] == max(prices)
+    assert max(prices[1:]) < 1.3 * min(prices)  # a step with a prompt costs little more than its tokens
 
 
 @pytest.mark.parametrize("rounds", [1, 2, 10])

@@ -134,11 +134,12 @@ def test_weights_in_4_bits() -> None:
     blocks = shape.layers * (shape.attention_parameters + shape.dense_mlp_parameters)
     assert plan.memory_parts["weights"] == pytest.approx(tables + blocks * (0.5 + 3 / 128))
     assert plan.kv_tokens > plain.kv_tokens
-    assert any("have not been timed" in warning for warning in plan.warnings)
+    assert any("no server with them" in warning for warning in plan.warnings)
     steps, others = plan_steps(plan), plan_steps(plain)
-    assert steps.terms(8.0, 512.0)["matmul"] < 0.5 * others.terms(8.0, 512.0)["matmul"]
+    assert steps.terms(1.0, 512.0)["matmul"] < 0.7 * others.terms(1.0, 512.0)["matmul"]
+    assert steps.terms(8.0, 512.0)["matmul"] < 1.1 * others.terms(8.0, 512.0)["matmul"]
     few, many = (steps.terms(rows, 512.0)["matmul"] for rows in (64.0, 65.0))
-    assert many > 3 * few, "the weights are unpacked for more than 64 tokens"
+    assert many > 2 * few, "the weights are unpacked for more than 64 tokens"
     experts = planned("qwen3-30b-a3b", more=", precision: int4")
     assert experts.memory_parts["weights"] > 0.9 * planned("qwen3-30b-a3b").memory_parts["weights"]
     assert any("routed experts stay in bf16" in warning for warning in experts.warnings)

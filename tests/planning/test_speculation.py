@@ -106,6 +106,6 @@ def test_the_report_names_length_acceptance_and_speedup() -> None:
     console = Console(width=80, file=io.StringIO())
     render_serving(planned("{model: llama-3.2-1b}"), console)
     text = " ".join(console.file.getvalue().split())  # type: ignore[attr-defined]
-    assert "llama-3.2-1b, 3 draft tokens per step (auto): one request" in text
+    assert "llama-3.2-1b, 2 draft tokens per step (auto): one request" in text
     assert "acceptance 70% assumed (50% to 90%)" in text
     assert "draft model 2" in text

@@ -326,7 +326,7 @@ class _Candidate:
             remedy = f"; layout: {{tp: {tp}, ep: {finest}}} needs less memory" if finest > ep else ""
             result.append(f"each of the {tp} ranks holds {held} experts{remedy}")
         if self.model.precision == "int4":
-            result.append("precision int4: its kernels have not been timed; times follow from the bytes that they move")
+            result.append("precision int4: its kernels have been timed, and no server with them")
         if self.model.precision == "int4" and shape.is_moe:
             result.append(
                 "precision int4: routed experts stay in bf16, half the bytes of which precision fp8 would take"
