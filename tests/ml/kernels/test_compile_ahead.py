@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,11 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from craton.ml.kernels.triton.compile_ahead import ForkedTasks
+from triton.runtime import _async_compile
+
+from craton.ml.kernels.triton.compile_ahead import ForkedTasks, compiling_ahead
+
+DEADLINE = 60.0
 
 
 def compiling(file: Path) -> Callable[[], int]:
@@ -64,6 +69,29 @@ def test_a_child_that_hangs_is_killed_and_its_task_done_here(tmp_path: Path) -> 
     assert fine.result() > 0
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
+@pytest.mark.parametrize("may_fork", [True, False])
+def test_an_error_of_a_step_is_not_lost_in_a_wait_for_its_kernels(may_fork: bool) -> None:
+    """Out of memory, say: a start that fails must say so."""
+    compiled: list[int] = []
+    errors: list[Exception] = []
+
+    def fail() -> None:
+        try:
+            with compiling_ahead(may_fork):
+                mode = _async_compile.active_mode.get()
+                assert mode is not None
+                mode.submit("kernel", lambda: 5, compiled.append, lambda _: None)
+                raise ValueError("out of memory")
+        except ValueError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=fail, daemon=True)
+    thread.start()
+    thread.join(DEADLINE)
+    assert [str(error) for error in errors] == ["out of memory"]
+    assert compiled == [5]
 
 
 def test_without_tasks_there_is_nothing_to_do() -> None:

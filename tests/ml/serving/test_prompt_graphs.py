@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -103,6 +104,19 @@ def test_a_step_has_the_next_larger_size() -> None:
     assert not graphs.takes(step([1, 320]))
     assert graphs.takes(step([2] * (MAX_PROMPTS - 1)))  # and padding
     assert not graphs.takes(step([2] * (MAX_PROMPTS - 1) + [3]))
+
+
+def test_drafts_are_sampled_in_the_graph_with_room_for_them() -> None:
+    """40 requests with 3 draft tokens each, while a prompt is computed: few decode, but many tokens are sampled."""
+    graphs = graphs_of(max_running=256, chunk_tokens=512)
+    plain = step([4] * 40 + [200])
+    ends = np.cumsum(plain.counts[:40], dtype=np.int32)
+    sampled = np.append((ends[:, None] + np.arange(-4, 0)).flatten(), 359).astype(np.int32)
+    rows = np.append(plain.rows[:40].repeat(4), plain.rows[40]).astype(np.int32)
+    work = replace(plain, sampled=sampled, sampled_rows=rows)
+    assert graphs.takes(work)
+    chosen = graphs.replay(work)[1]
+    assert len(chosen.tokens) == len(sampled) == 161
 
 
 def test_padding_is_cut_where_requests_are_short() -> None:

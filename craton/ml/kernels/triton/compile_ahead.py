@@ -26,7 +26,7 @@ POLL_SECONDS = 0.01
 @contextmanager
 def compiling_ahead(may_fork: bool) -> Iterator[None]:
     """Inside, a launch notes its kernel and does not run it: outputs are what their memory held. At the end all kernels
-    are compiled."""
+    are compiled, also those of a step that failed."""
     run, submit = JITFunction.run, JITFunction._do_compile
     workers = min(MAX_WORKERS, os.cpu_count() or 1)
 
@@ -44,8 +44,8 @@ def compiling_ahead(may_fork: bool) -> Iterator[None]:
             yield
         finally:
             JITFunction.run, JITFunction._do_compile = run, submit
-        if isinstance(pool, ForkedTasks):
-            pool.finish()
+            if isinstance(pool, ForkedTasks):  # also after an error: the mode waits for what was submitted
+                pool.finish()
 
 
 class ForkedTasks(Executor):

@@ -114,22 +114,19 @@ class PromptGraphs:
         """Whether a graph is large enough, and the step needs no hidden states and shares no large beginnings."""
         prompts = len(work.rows) - work.decode
         size = self._size(int(work.counts.sum()))
-        if size is None or work.prompts or work.decode > self.bounds[-1]:
+        if size is None or work.prompts or self._bound(work, size) is None:
             return False
         padding = -(-(size - int(work.counts.sum())) // self._runner.longest)
         reread_bytes = 0 if work.groups is None else work.groups.saved_tokens * self._runner.token_bytes
-        return (
-            bool(self._steps)
-            and prompts + padding <= MAX_PROMPTS
-            and len(work.sampled) <= min(self._bound(work), size) + MAX_PROMPTS
-            and reread_bytes <= MAX_REREAD_BYTES
-        )
+        return bool(self._steps) and prompts + padding <= MAX_PROMPTS and reread_bytes <= MAX_REREAD_BYTES
 
     def replay(self, work: StepInput, placed: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Chosen, Tensor]:
         """Run a step; return (logits, sampled tokens, their positions), valid until the next replay. `placed`: indices
         of tokens that are on the device only, among those that are sent, and these tokens."""
-        size, bound = self._size(int(work.counts.sum())), self._bound(work)
+        size = self._size(int(work.counts.sum()))
         assert size is not None
+        bound = self._bound(work, size)
+        assert bound is not None
         inputs, step = self._steps[size, bound]
         self._send(_numbers(work, size, inputs.decode, self._runner))
         if placed is not None:
@@ -141,8 +138,10 @@ class PromptGraphs:
     def _size(self, tokens: int) -> int | None:
         return next((size for size in self.sizes if size >= tokens), None)
 
-    def _bound(self, work: StepInput) -> int:
-        return next(bound for bound in self.bounds if bound >= work.decode)
+    def _bound(self, work: StepInput, size: int) -> int | None:
+        """The least bound with room for those that decode, and for what is sampled: drafts need more of it."""
+        needed = max(work.decode, len(work.sampled) - MAX_PROMPTS)
+        return next((bound for bound in self.bounds if min(bound, size) >= needed), None)
 
     def _send(self, numbers: Integers) -> None:
         self._buffer[: len(numbers)].copy_(self._runner.upload.send(numbers))
