@@ -106,6 +106,12 @@ def test_a_step_has_the_next_larger_size() -> None:
     assert not graphs.takes(step([2] * (MAX_PROMPTS - 1) + [3]))
 
 
+def test_a_server_with_large_steps_captures_no_more_graphs() -> None:
+    graphs = graphs_of(max_running=4, chunk_tokens=16_384)
+    assert graphs.sizes[-1] == 4096
+    assert not graphs.takes(step([200] * 21))
+
+
 def test_drafts_are_sampled_in_the_graph_with_room_for_them() -> None:
     """40 requests with 3 draft tokens each, while a prompt is computed: few decode, but many tokens are sampled."""
     graphs = graphs_of(max_running=256, chunk_tokens=512)

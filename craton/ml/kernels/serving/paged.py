@@ -153,8 +153,8 @@ def decode_attention(
     query [requests · queries, heads, head_dim] → the same, with `value_dim` [requests · queries, heads, value_dim].
 
     `longest` is an upper bound of the lengths. A query before its request's first token (a padded request has one
-    token, whatever `queries` is) gives zeros; the queries of a request without tokens have undefined results. With
-    `out`, contiguous, results are written there.
+    token, whatever `queries` is) gives zeros; the queries of a request without tokens have undefined results, which a
+    kernel does not write. With `out`, contiguous, results are written there.
     """
     if elementwise.is_fused(query):
         from craton.ml.kernels.triton import paged_decode

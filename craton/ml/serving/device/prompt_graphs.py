@@ -28,6 +28,7 @@ from craton.ml.serving.schedule import Integers, StepInput
 
 MAX_PROMPTS = 64  # requests of a step with more than one token, padding among them
 FEW_DECODING = 32
+MAX_TOKENS = 4096  # of a graph; a larger step takes the GPU longer than its launches
 # (tokens, distance of sizes up to so many): padding is computed, too, and every graph takes time to capture
 SIZES = ((768, 64), (1536, 128), (1 << 30, 256))
 # KV cache that a graph reads again for every request with a common beginning, at most: to read it takes as long as
@@ -81,7 +82,7 @@ class PromptGraphs:
     def __init__(self, runner: PromptRunner, largest: int, max_decoding: int, multiple: int = 1) -> None:
         self._runner = runner
         fits = MAX_PROMPTS * runner.longest  # of padding: a request is never longer than that
-        self.sizes = [size for size in token_counts(largest, multiple) if size <= fits]
+        self.sizes = [size for size in token_counts(min(largest, MAX_TOKENS), multiple) if size <= fits]
         self.bounds = sorted({min(max_decoding, FEW_DECODING), max_decoding})
         most = self.bounds[-1] + MAX_PROMPTS
         self._buffer = torch.zeros(5 * most + 3 * max(self.sizes, default=0), dtype=torch.int32, device=runner.device)
