@@ -55,7 +55,7 @@ FIRST_TOKEN_LAYERS = 40.0  # up to so many, the time of a request outside its st
 OWN_LEAST_TOKENS, OWN_PREFILL_STEPS = 512, 12.0
 OWN_JOIN_STEPS = 1.5  # the next step is launched while one runs
 # Its matmuls of one row and of more, in times of reading the bytes of the weight, measured on one H200: those of bf16
-# take 1.0 and 1.1, those of 4 bits up to twice as long for 64 rows as for 2 to 16. fp8 matmuls quantize the input first.
+# take 1.0 and 1.1, those of 4 bits up to twice as long for 64 rows as for 2 to 16. fp8 matmuls quantize inputs first.
 OWN_FP8_READS, OWN_INT4_READS = (1.1, 1.45), (2.1, 3.6)
 OWN_FP8_LAUNCHES = 1.5
 OWN_INT4_TOKENS = 64.0  # up to so many packed weights are multiplied; for more they are unpacked to bf16 in each step
