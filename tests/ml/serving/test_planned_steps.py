@@ -12,7 +12,7 @@ from craton.ml.serving.engine.planned_steps import BatchWork, batch_work
 from craton.ml.serving.heartbeat import MIN_SECONDS, SLOWNESS, patience_of
 from craton.ml.serving.messages import Sampling
 from craton.ml.serving.schedule import DraftInput, ScheduledStep, Sequence
-from craton.ml.serving.schedule.scheduler import ScheduledChunk
+from craton.ml.serving.schedule.scheduler import MIN_STEP_TOKENS, PREFILL_STEPS, ScheduledChunk
 from craton.ml.serving.settings import EngineSettings
 from craton.planning.rates import machine
 from craton.planning.serving import ServedModel, draft_steps, own_steps, roofline_steps
@@ -93,3 +93,9 @@ def test_the_machine_of_an_engine_has_measured_rates(dtype: torch.dtype) -> None
     assert 1e7 < found.rates.matrix_flops[precision] < 1e14
     steps = own_steps(ServedModel(model_preset("qwen3-0.6b"), precision, tp=2), found)
     assert 0 < steps.decode_seconds(1.0, 100.0) < 60
+
+
+def test_plans_spread_prompts_as_the_scheduler_does() -> None:
+    assert (MODEL.work.least_tokens, MODEL.prefill_steps) == (MIN_STEP_TOKENS, PREFILL_STEPS)
+    for decoding in (0, 90, 1000):
+        assert MODEL.least_chunk(decoding) == max(MIN_STEP_TOKENS - decoding, MIN_STEP_TOKENS // 2)
