@@ -6,7 +6,9 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,6 +16,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from triton.runtime import _async_compile
 
+from craton.ml.kernels.triton import compile_ahead
 from craton.ml.kernels.triton.compile_ahead import ForkedTasks, compiling_ahead
 
 DEADLINE = 60.0
@@ -52,12 +55,16 @@ def test_an_error_reaches_whoever_asks_and_the_other_tasks_are_done(tmp_path: Pa
         failing.result()
 
 
-def test_a_child_that_hangs_is_killed_and_its_task_done_here(tmp_path: Path) -> None:
-    parent = os.getpid()
+def test_a_child_that_hangs_is_killed_and_its_task_done_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parent, started = os.getpid(), tmp_path / "pid"
+    # time passes once the child hangs
+    seconds = count()
+    clock = SimpleNamespace(monotonic=lambda: next(seconds) if started.exists() else 0, sleep=time.sleep)
+    monkeypatch.setattr(compile_ahead, "time", clock)
 
     def hang() -> int:
         while os.getpid() != parent:
-            (tmp_path / "pid").write_text(str(os.getpid()))
+            started.write_text(str(os.getpid()))
             time.sleep(1.0)
         return parent
 
@@ -68,7 +75,7 @@ def test_a_child_that_hangs_is_killed_and_its_task_done_here(tmp_path: Path) -> 
     assert hanging.result() == parent
     assert fine.result() > 0
     with pytest.raises(ProcessLookupError):
-        os.kill(int((tmp_path / "pid").read_text()), 0)
+        os.kill(int(started.read_text()), 0)
 
 
 @pytest.mark.parametrize("may_fork", [True, False])

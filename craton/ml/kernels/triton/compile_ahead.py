@@ -69,7 +69,7 @@ class ForkedTasks(Executor):
         for task, future in self._tasks:
             try:
                 future.set_result(task())
-            except Exception as error:  # noqa: BLE001 - whoever asks for the result gets it
+            except Exception as error:  # noqa: BLE001 - `Future.result` raises it
                 future.set_exception(error)
         self._tasks = []
 

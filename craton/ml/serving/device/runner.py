@@ -222,14 +222,10 @@ class Runner:
         with compiling_ahead(may_fork=self.peers is None):
             self._run_every_body()
 
-    def _run_every_body(self) -> int:
-        """Run all kinds of steps, and return how many there are."""
-        bodies = 0
+    def _run_every_body(self) -> None:
         for body in self._bodies():
             body()
             self.table.next_token.zero_()
-            bodies += 1
-        return bodies
 
     def _bodies(self) -> Iterator[Callable[[], object]]:
         """All kinds of steps; each must run before the next one is asked for."""
